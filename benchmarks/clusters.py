@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 from rich.console import Console
 
-from cluster import running
+from cluster import lifecycle
 from cluster.lifecycle import ClusterInfo
 from common.config import ServingConfig, load_config
 
@@ -52,7 +52,7 @@ def running_doors(
         }
         config_path.write_text(yaml.safe_dump(raw), encoding="utf-8")
         config = load_config(config_path)
-        with running.running_cluster(
+        with lifecycle.running_cluster(
             config, config_path=config_path, run_dir=Path(folder) / "run", report=console.print
         ) as info:
             yield info, config

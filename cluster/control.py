@@ -1,10 +1,10 @@
-"""How a person talks to a running supervisor: gRPC on a Unix socket in the run folder, for whoever may write there."""
+"""The control socket of a running supervisor: gRPC on a Unix socket in the run folder, which only its owner can use."""
 
 import asyncio
 import logging
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,12 +13,11 @@ import grpc
 import yaml
 
 from cluster.changes.flipping import Flips
-from cluster.changes.plan_report import plan_response
 from cluster.changes.planning import Planning
 from cluster.changes.rollout import Rollouts, RolloutTerms
 from cluster.changes.scaling import Scaler
-from cluster.processes.plan import ProcessRole
-from cluster.processes.resolved_config import FILE_NAME, config_text
+from cluster.processes.plan import POOLS
+from cluster.processes.run_dir import FILE_NAME, config_text
 from common.config import ConfigError, ServingConfig, parse_config
 from common.errors import InvalidRequest, from_rpc_error
 from common.rpc import error_boundary
@@ -32,10 +31,7 @@ _READ_TIMEOUT_S = 10.0
 MAX_CANARY_S = 24 * 3600.0
 _STOP_TIMEOUT_S = 5.0
 _MAX_PATH_BYTES = 100
-"""Of a Unix socket's path, less a little; the kernel's limit is 108."""
-
-_changes: set[asyncio.Future[Exception | None]] = set()
-"""Those under way, so that they are not forgotten with whoever asked for them."""
+"""Longest path of the socket; the kernel's limit is 108."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -48,11 +44,13 @@ class ControllerService(controller_pb2_grpc.ControllerServiceServicer):
         self._rollouts = rollouts
         self._planning = planning
         self._stop = stop
+        self._changes: set[asyncio.Future[Exception | None]] = set()
+        """Changes under way, which outlive their callers."""
 
     async def Scale(self, request: controller_pb2.ScaleRequest, context: Context) -> None:  # type: ignore[override]  # noqa: D102
         wanted = {
             role: getattr(request, role)
-            for role in (ProcessRole.PREFILL, ProcessRole.DECODE)
+            for role in POOLS
             if request.HasField(role.value)  # type: ignore[arg-type]  # the pools' names are the fields'
         }
         async with error_boundary(context, "Scale"):
@@ -61,20 +59,20 @@ class ControllerService(controller_pb2_grpc.ControllerServiceServicer):
                 await self._planning.guard.check(wanted)
             flips = Flips.NEVER if request.no_flip else Flips.FIRST
             change = partial(self._scaler.scale, wanted, grace_s=grace_s, flips=flips)
-            await _tell(change, lambda text: context.write(controller_pb2.ScaleResponse(text=text)))
+            await self._run(change, lambda text: context.write(controller_pb2.ScaleResponse(text=text)))
 
     async def RestartWorkers(  # type: ignore[override]  # noqa: D102
         self, request: controller_pb2.RestartWorkersRequest, context: Context
     ) -> None:
         async with error_boundary(context, "RestartWorkers"):
-            change = partial(self._scaler.restart, grace_s=_grace_s(request.grace_s))
-            await _tell(change, lambda text: context.write(controller_pb2.RestartWorkersResponse(text=text)))
+            change = partial(self._rollouts.restart, grace_s=_grace_s(request.grace_s))
+            await self._run(change, lambda text: context.write(controller_pb2.RestartWorkersResponse(text=text)))
 
     async def GetPlan(  # noqa: D102
         self, request: controller_pb2.GetPlanRequest, context: Context
     ) -> controller_pb2.GetPlanResponse:
         async with error_boundary(context, "GetPlan"):
-            return plan_response(self._planning.autopilot)
+            return self._planning.autopilot.response()
 
     async def Rollout(self, request: controller_pb2.RolloutRequest, context: Context) -> None:  # type: ignore[override]  # noqa: D102
         async with error_boundary(context, "Rollout"):
@@ -83,7 +81,7 @@ class ControllerService(controller_pb2_grpc.ControllerServiceServicer):
                 change = partial(self._rollouts.preview, wanted)
             else:
                 change = partial(self._rollouts.run, wanted, terms)
-            await _tell(change, lambda text: context.write(controller_pb2.RolloutResponse(text=text)))
+            await self._run(change, lambda text: context.write(controller_pb2.RolloutResponse(text=text)))
 
     async def Stop(  # noqa: D102
         self, request: controller_pb2.StopRequest, context: Context
@@ -91,9 +89,35 @@ class ControllerService(controller_pb2_grpc.ControllerServiceServicer):
         self._stop()
         return controller_pb2.StopResponse()
 
+    async def _run(self, change: Callable[..., Awaitable[None]], write: Callable[[str], Awaitable[None]]) -> None:
+        """Run a change, which completes even if the caller disconnects; write its steps to the caller and the log."""
+        steps: asyncio.Queue[str | None] = asyncio.Queue()
+
+        def report(text: str) -> None:
+            logger.info("change: %s", text)
+            steps.put_nowait(text)
+
+        async def run() -> Exception | None:
+            try:
+                await change(report=report)
+            except Exception as error:  # noqa: BLE001 - raised below, if the caller is still there
+                logger.warning("change failed: %s", error)
+                return error
+            finally:
+                steps.put_nowait(None)
+            return None
+
+        running = asyncio.ensure_future(run())
+        self._changes.add(running)
+        running.add_done_callback(self._changes.discard)
+        while (text := await steps.get()) is not None:
+            await write(text)
+        if (failure := await asyncio.shield(running)) is not None:
+            raise failure
+
 
 def _wanted(request: controller_pb2.RolloutRequest) -> ServingConfig:
-    """Return the configuration that is asked for. Raises InvalidRequest."""
+    """Return the requested configuration. Raises InvalidRequest."""
     try:
         return parse_config(yaml.safe_load(request.config), source=FILE_NAME)
     except (ConfigError, yaml.YAMLError) as error:
@@ -119,38 +143,8 @@ def _grace_s(asked_s: float) -> float:
     return asked_s or DEFAULT_GRACE_S
 
 
-async def _tell(change: Callable[..., Awaitable[None]], write: Callable[[str], Awaitable[None]]) -> None:
-    """Run a change of the pools and write its steps, to the log too.
-
-    Whoever asked may leave: what has begun is brought to its end.
-    """
-    steps: asyncio.Queue[str | None] = asyncio.Queue()
-
-    def report(text: str) -> None:
-        logger.info("change: %s", text)
-        steps.put_nowait(text)
-
-    async def run() -> Exception | None:
-        try:
-            await change(report=report)
-        except Exception as error:  # noqa: BLE001 - raised by whoever waits for it, if anybody still does
-            logger.warning("change failed: %s", error)
-            return error
-        finally:
-            steps.put_nowait(None)
-        return None
-
-    running = asyncio.ensure_future(run())
-    _changes.add(running)
-    running.add_done_callback(_changes.discard)
-    while (text := await steps.get()) is not None:
-        await write(text)
-    if (failure := await asyncio.shield(running)) is not None:
-        raise failure
-
-
 def socket_path(run_dir: Path) -> Path:
-    """Return where a cluster's supervisor listens."""
+    """Return the control socket of a cluster."""
     return run_dir / "control.sock"
 
 
@@ -158,16 +152,16 @@ def socket_path(run_dir: Path) -> Path:
 async def serving_control(
     scaler: Scaler, rollouts: Rollouts, planning: Planning, run_dir: Path, *, stop: Callable[[], None]
 ) -> AsyncIterator[None]:
-    """Serve while the block runs; `stop` is called when the cluster is to end.
+    """Serve while the block runs; `stop` is called to end the cluster.
 
-    Without a path that is short enough there is only a word in the log.
+    If the path is too long for a socket, only a warning is logged.
     """
     path = socket_path(run_dir)
     if len(str(path).encode()) > _MAX_PATH_BYTES:
         logger.warning("the run folder's path is too long for a socket: this cluster cannot be scaled")
         yield
         return
-    path.unlink(missing_ok=True)  # of a supervisor that was killed: the run folder's lock is ours
+    path.unlink(missing_ok=True)  # left by a killed supervisor: we hold the run folder's lock
     server = grpc.aio.server()
     service = ControllerService(scaler, rollouts, planning, stop=stop)
     controller_pb2_grpc.add_ControllerServiceServicer_to_server(service, server)
@@ -190,17 +184,17 @@ def scale(
     """
     no_flip = flips is Flips.NEVER
     request = controller_pb2.ScaleRequest(**wanted, grace_s=grace_s, force=force, no_flip=no_flip)
-    return _ask(run_dir, lambda stub: stub.Scale(request))
+    return _steps(run_dir, lambda stub: stub.Scale(request))
 
 
 def restart(run_dir: Path, *, grace_s: float) -> Iterator[str]:
     """Ask the supervisor of a run folder to replace its workers one by one; yields its steps. Raises KvrelayError."""
     request = controller_pb2.RestartWorkersRequest(grace_s=grace_s)
-    return _ask(run_dir, lambda stub: stub.RestartWorkers(request))
+    return _steps(run_dir, lambda stub: stub.RestartWorkers(request))
 
 
 def rollout(run_dir: Path, config: ServingConfig, terms: RolloutTerms) -> Iterator[str]:
-    """Ask the supervisor of a run folder to go over to another configuration; yields its steps. Raises KvrelayError."""
+    """Ask the supervisor of a run folder for another configuration; yields its steps. Raises KvrelayError."""
     request = controller_pb2.RolloutRequest(
         config=config_text(config),
         canary_s=terms.canary_s,
@@ -208,40 +202,40 @@ def rollout(run_dir: Path, config: ServingConfig, terms: RolloutTerms) -> Iterat
         grace_s=terms.grace_s,
         force=terms.is_forced,
     )
-    return _ask(run_dir, lambda stub: stub.Rollout(request))
+    return _steps(run_dir, lambda stub: stub.Rollout(request))
 
 
 def preview_rollout(run_dir: Path, config: ServingConfig) -> Iterator[str]:
-    """Ask what `rollout` would change and what that needs. Raises KvrelayError."""
+    """Ask what `rollout` would change and what that needs; yields its steps. Raises KvrelayError."""
     request = controller_pb2.RolloutRequest(config=config_text(config), max_slowdown=1.0, dry_run=True)
-    return _ask(run_dir, lambda stub: stub.Rollout(request))
+    return _steps(run_dir, lambda stub: stub.Rollout(request))
 
 
 def stop(run_dir: Path) -> None:
     """Ask the supervisor of a run folder to stop the cluster; returns at once. Raises KvrelayError."""
-    with grpc.insecure_channel(f"unix:{socket_path(run_dir)}") as channel:
-        try:
-            controller_pb2_grpc.ControllerServiceStub(channel).Stop(
-                controller_pb2.StopRequest(), timeout=_STOP_TIMEOUT_S
-            )
-        except grpc.RpcError as error:
-            raise from_rpc_error(error) from error
+    with _stub(run_dir) as stub:
+        stub.Stop(controller_pb2.StopRequest(), timeout=_STOP_TIMEOUT_S)
 
 
 def read_plan(run_dir: Path) -> controller_pb2.GetPlanResponse:
-    """Return what the planner of a run folder's cluster thinks. Raises KvrelayError."""
-    with grpc.insecure_channel(f"unix:{socket_path(run_dir)}") as channel:
-        stub = controller_pb2_grpc.ControllerServiceStub(channel)
-        try:
-            return stub.GetPlan(controller_pb2.GetPlanRequest(), timeout=_READ_TIMEOUT_S)
-        except grpc.RpcError as error:
-            raise from_rpc_error(error) from error
+    """Return the planner's latest plans in the cluster of a run folder. Raises KvrelayError."""
+    with _stub(run_dir) as stub:
+        return stub.GetPlan(controller_pb2.GetPlanRequest(), timeout=_READ_TIMEOUT_S)
 
 
-def _ask(run_dir: Path, call: "Callable[[controller_pb2_grpc.ControllerServiceStub], Iterable[Any]]") -> Iterator[str]:
+def _steps(
+    run_dir: Path, call: "Callable[[controller_pb2_grpc.ControllerServiceStub], Iterable[Any]]"
+) -> Iterator[str]:
+    with _stub(run_dir) as stub:
+        for step in call(stub):
+            yield step.text
+
+
+@contextmanager
+def _stub(run_dir: Path) -> "Iterator[controller_pb2_grpc.ControllerServiceStub]":
+    """Connect to the control socket. Errors of calls inside the block are raised as KvrelayError."""
     with grpc.insecure_channel(f"unix:{socket_path(run_dir)}") as channel:
         try:
-            for step in call(controller_pb2_grpc.ControllerServiceStub(channel)):
-                yield step.text
+            yield controller_pb2_grpc.ControllerServiceStub(channel)
         except grpc.RpcError as error:
             raise from_rpc_error(error) from error

@@ -1,29 +1,25 @@
-"""Brings clusters up and down from the outside: what the command line calls. No torch, no Ray, no gRPC."""
+"""Starts and stops clusters, for the command line. Imports neither torch nor Ray."""
 
 import contextlib
 import os
 import signal
-import subprocess
-import sys
-import threading
 import time
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import psutil
 
-from cluster.processes.launcher import log_path, log_tail
-from cluster.processes.resolved_config import FILE_NAME, make_run_dir, write_config
-from cluster.processes.starter import DETACH, Failed, Progress, Up, parse_event
+from cluster.processes.run_dir import FILE_NAME, make_run_dir, write_config
+from cluster.processes.starter import Report, Up, start_supervisor
 from cluster.processes.state import ClusterState, StateFile
-from cluster.ray import joined
+from cluster.ray import outside
 from common.config import RouterConfig, ServingConfig
 from common.errors import KvrelayError
 from common.model_files import DEFAULT_MODEL_ID, ModelNotFound, cache_dir, resolve_model
-from common.output_log import LOG_PATH_ENV, open_log
 from common.ports import dial_address, free_ports, is_port_free
 from common.process import ProcessIdentity
+from common.signals import uninterrupted
 
 RUN_DIR_ENV = "KVRELAY_RUN_DIR"
 
@@ -31,26 +27,16 @@ _STOP_TIMEOUT_S = 60.0
 _DEATH_TIMEOUT_S = 5.0
 _POLL_S = 0.02
 
-Report = Callable[[str], None]
-
 
 class ClusterError(Exception):
-    """A cluster cannot be started or stopped; the message says why and what to do."""
+    """A cluster cannot be started or stopped; the message gives the reason and what to do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ClusterInfo:
+class ClusterInfo(Up):
     """A running cluster."""
 
-    addresses: tuple[str, ...]
-    """host:port of each router, as a client dials it."""
-    http_addresses: tuple[str, ...]
-    """The same of their OpenAI-compatible HTTP doors; empty without any."""
-    pid: int
-    """The supervisor."""
     run_dir: Path
-    tls: bool | str
-    """How clients on this host connect to its doors, as `kvrelay.client.tls.Tls`."""
 
     @property
     def address(self) -> str:
@@ -64,14 +50,14 @@ class ClusterInfo:
 
 
 def default_run_dir(name: str) -> Path:
-    """Return where a cluster keeps state and logs: `$KVRELAY_RUN_DIR/<name>`, else `~/.cache/kvrelay/run/<name>`."""
+    """Return a cluster's run folder: `$KVRELAY_RUN_DIR/<name>`, else `~/.cache/kvrelay/run/<name>`."""
     configured = os.environ.get(RUN_DIR_ENV)
     base = Path(configured).expanduser() if configured else cache_dir() / "run"
     return base / name
 
 
 def read_info(run_dir: Path) -> ClusterInfo | None:
-    """Return the cluster that runs in a folder, starting or stopping ones included, or None."""
+    """Return the cluster that runs, starts or stops in a folder, or None."""
     state = StateFile(run_dir).read()
     if state is None or not state.supervisor.is_alive():
         return None
@@ -85,11 +71,10 @@ def read_info(run_dir: Path) -> ClusterInfo | None:
 
 
 def up(config: ServingConfig, *, config_path: Path, run_dir: Path, report: Report) -> ClusterInfo:
-    """Start a cluster and return when it serves with every worker. Blocks; `report` gets a line per step.
+    """Start a cluster and return when it serves with every worker. Blocks; `report` is called with each step.
 
-    `config` counts, `config_path` is only named in messages: callers may have overridden values. The cluster outlives
-    this process; but when this process dies or is interrupted before the cluster serves, the cluster is stopped. Raises
-    ClusterError.
+    `config_path` is for messages only, since callers may have overridden values. The cluster outlives this process,
+    unless this process dies or is interrupted before the cluster serves. Raises ClusterError.
     """
     run_dir = run_dir.expanduser().resolve()
     running = read_info(run_dir)
@@ -102,7 +87,7 @@ def up(config: ServingConfig, *, config_path: Path, run_dir: Path, report: Repor
     resolved_path = run_dir / FILE_NAME
     if left and resolved_path.exists():
         report(f"Ray still runs {', '.join(left)}: taking them over as they are; `kvrelay down` would remove them")
-        return _start_supervisor(resolved_path, run_dir, report)
+        return _start(resolved_path, run_dir, report)
     _clean_up(StateFile(run_dir), report)
     config = _with_ports(with_model(config, report), config_path)
     make_run_dir(run_dir)
@@ -111,14 +96,14 @@ def up(config: ServingConfig, *, config_path: Path, run_dir: Path, report: Repor
     for old_config in run_dir.glob("serving-*.yaml"):
         old_config.unlink()
     write_config(resolved_path, config)
-    return _start_supervisor(resolved_path, run_dir, report)
+    return _start(resolved_path, run_dir, report)
 
 
 def down(run_dir: Path, *, report: Report) -> bool:
-    """Stop the cluster of a folder and return whether there was one. Blocks until nothing of it is left.
+    """Stop the cluster of a folder and return whether there was one. Blocks until all its processes are gone.
 
-    Also removes what a killed supervisor left behind, and without a state, with RAY_ADDRESS, what Ray still runs for a
-    cluster that is called like the folder. Raises ClusterError when something does not die.
+    Also removes the processes that a killed supervisor left, and, without a state but with RAY_ADDRESS, the Ray actors
+    of a cluster named like the folder. Raises ClusterError if a process does not die.
     """
     run_dir = run_dir.expanduser().resolve()
     state_file = StateFile(run_dir)
@@ -141,44 +126,60 @@ def down(run_dir: Path, *, report: Report) -> bool:
     return True
 
 
+@contextlib.contextmanager
+def running_cluster(
+    config: ServingConfig, *, config_path: Path, run_dir: Path, report: Report
+) -> Iterator[ClusterInfo]:
+    """Run a cluster inside the block, and leave no process behind however it ends. Main thread only.
+
+    See `up` for the arguments. State and logs stay in `run_dir`. Raises ClusterError.
+    """
+    info = up(config, config_path=config_path, run_dir=run_dir, report=report)
+    try:
+        yield info
+    finally:
+        with uninterrupted():
+            down(run_dir, report=report)
+
+
 def wait_for_end(info: ClusterInfo) -> None:
     """Return when a cluster has ended. Blocks."""
     state = StateFile(info.run_dir).read()
     if state is not None and state.ray_environment:
-        joined.wait_for_end(info.run_dir)
+        outside.wait_for_end(info.run_dir)
     with contextlib.suppress(psutil.NoSuchProcess):
         psutil.Process(info.pid).wait()
 
 
 def _ask_to_stop(state: ClusterState, run_dir: Path) -> None:
-    """Tell the supervisor to stop the cluster. When that is an actor, a signal would only have Ray start it anew."""
+    """Tell the supervisor to stop the cluster. Ray would restart an actor that is ended by a signal."""
     if not state.ray_environment:
         state.supervisor.signal(signal.SIGTERM)
         return
     from cluster.control import stop  # gRPC
 
-    with contextlib.suppress(KvrelayError):  # it is ended by Ray then
+    with contextlib.suppress(KvrelayError):  # the caller ends it through Ray then
         stop(run_dir)
 
 
 def _left_in_ray(name: str, run_dir: Path) -> list[str]:
-    """Return which actors of a cluster without a supervisor there still are."""
+    """Return the remaining actors of a cluster without a supervisor."""
     state = StateFile(run_dir).read()
-    environment = joined.reaches_ray(state) if state is not None else {}
-    return joined.find_actors(name, environment) if environment else []
+    environment = outside.reaches_ray(state) if state is not None else {}
+    return outside.find_actors(name, environment) if environment else []
 
 
 def _remove_from_ray(name: str, state: ClusterState | None, report: Report) -> bool:
-    """End the actors of a cluster that has no supervisor any more, or one that does not listen; whether any were."""
-    environment = joined.reaches_ray(state)
-    removed = joined.remove_actors(name, environment) if environment else []
+    """End the actors of a cluster whose supervisor is gone or does not answer; returns whether there were any."""
+    environment = outside.reaches_ray(state)
+    removed = outside.remove_actors(name, environment) if environment else []
     if removed:
         report(f"removed {', '.join(removed)} from Ray")
     return bool(removed)
 
 
 def with_model(config: ServingConfig, report: Report) -> ServingConfig:
-    """Return the configuration with a model that is on this machine, and no relative path. Raises ClusterError."""
+    """Return the configuration with a model that is on this host, without a relative path. Raises ClusterError."""
     model = config.model
     if model.engine == "fake":
         return config
@@ -196,7 +197,7 @@ def with_model(config: ServingConfig, report: Report) -> ServingConfig:
 
 
 def _fetch_default_model(report: Report) -> None:
-    from engine.default_model import FetchFailed, fetch_default_model  # only when it is not there: imports torch
+    from engine.default_model import FetchFailed, fetch_default_model  # imports torch
 
     try:
         fetch_default_model(report)
@@ -205,7 +206,7 @@ def _fetch_default_model(report: Report) -> None:
 
 
 def _with_ports(config: ServingConfig, config_path: Path) -> ServingConfig:
-    """Return the configuration with definite ports of the routers' doors, so that a restarted router is where it was.
+    """Return the configuration with definite ports of the routers, which restarted routers keep.
 
     Raises ClusterError for a port that is taken.
     """
@@ -214,7 +215,7 @@ def _with_ports(config: ServingConfig, config_path: Path) -> ServingConfig:
     if router.http_port is not None:
         wanted["http_port"] = router.http_port
     definite: dict[str, int] = {}
-    # Those that are named first: a free one must not be one of them.
+    # Configured ports first: a free port must differ from them.
     for key in sorted(wanted, key=lambda name: wanted[name] == 0):
         taken = {port + idx for port in definite.values() for idx in range(router.count)}
         definite[key] = _definite_port(router, key, taken=taken, config_path=config_path)
@@ -222,7 +223,7 @@ def _with_ports(config: ServingConfig, config_path: Path) -> ServingConfig:
 
 
 def _definite_port(router: RouterConfig, key: str, *, taken: Collection[int], config_path: Path) -> int:
-    """Return the first of `router.count` ports in a row that are free now: those named, or any for 0.
+    """Return the first of `router.count` consecutive free ports: the configured ones, or any for 0.
 
     Raises ClusterError.
     """
@@ -242,86 +243,29 @@ def _definite_port(router: RouterConfig, key: str, *, taken: Collection[int], co
     )
 
 
-def _start_supervisor(config_path: Path, run_dir: Path, report: Report) -> ClusterInfo:
-    path = log_path(run_dir, "supervisor")
-    command = [sys.executable, "-P", "-m", "cluster.ray.owner", "--attached"]
-    with open_log(path) as log:
-        offset = log.tell()
-        process = subprocess.Popen(
-            [*command, "--config", str(config_path), "--run-dir", str(run_dir)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            env={**os.environ, LOG_PATH_ENV: str(path)},
-            text=True,
-            start_new_session=True,
-        )
-    # Reaps it whenever it ends, so that a long-lived caller keeps no zombie; does not hold up the caller's exit.
-    reaper = threading.Thread(target=process.wait, name="reap-supervisor", daemon=True)
-    reaper.start()
-    assert process.stdin is not None
-    assert process.stdout is not None
-    try:
-        info = _follow(process.stdout, run_dir, report)
-        if info is None:
-            reaper.join(_DEATH_TIMEOUT_S)
-            raise ClusterError(f"the supervisor died while starting; {path} ends with\n{log_tail(path, offset=offset)}")
-        with contextlib.suppress(BrokenPipeError):
-            process.stdin.write(DETACH.decode())
-            process.stdin.flush()
-        return info
-    except BaseException as error:
-        if isinstance(error, KeyboardInterrupt):
-            report("interrupted: stopping what was started")
-        # Its stdin ends without `detach`: it stops what it has started.
-        _close(process.stdin, process.stdout)
-        reaper.join(_STOP_TIMEOUT_S)
-        raise
-    finally:
-        _close(process.stdin, process.stdout)
-
-
-def _follow(events: Iterable[str], run_dir: Path, report: Report) -> ClusterInfo | None:
-    """Report progress until the cluster serves. None: the supervisor went away. Raises ClusterError."""
-    for line in events:
-        match parse_event(line):
-            case Progress(text=text):
-                report(text)
-            case Up() as up:
-                return ClusterInfo(
-                    addresses=up.addresses,
-                    http_addresses=up.http_addresses,
-                    pid=up.pid,
-                    run_dir=run_dir,
-                    tls=up.tls,
-                )
-            case Failed(reason=reason):
-                raise ClusterError(reason)
-    return None
-
-
-def _close(*files: object) -> None:
-    for file in files:
-        with contextlib.suppress(BrokenPipeError):
-            file.close()  # type: ignore[attr-defined]
+def _start(config_path: Path, run_dir: Path, report: Report) -> ClusterInfo:
+    outcome = start_supervisor(config_path, run_dir, report)
+    if not isinstance(outcome, Up):
+        raise ClusterError(outcome.reason)
+    return ClusterInfo(**asdict(outcome), run_dir=run_dir)
 
 
 def _clean_up(state_file: StateFile, report: Report) -> bool:
-    """Kill what a dead supervisor left and forget it. Returns whether anything was left. Raises ClusterError."""
+    """Kill the processes that a dead supervisor left. Returns whether there were any. Raises ClusterError."""
     state = state_file.read()
     if state is None:
         return False
-    if state.supervisor.is_alive():  # one that has just started here, or that outlived SIGKILL
+    if state.supervisor.is_alive():  # it has just started, or outlived SIGKILL
         raise ClusterError(
             f"cannot clean up: a supervisor ({state.supervisor.pid}) is alive; stop its cluster with `kvrelay down`"
         )
-    # Its children die by the kernel's hand; this is for those that cannot, and for other systems.
+    # The kernel ends its children on Linux; this is for others.
     left = [each for each in _members(state) if each.is_alive()]
     for each in left:
         each.signal(signal.SIGKILL)
     stubborn = _alive_after(left, _DEATH_TIMEOUT_S)
     if stubborn:
-        raise ClusterError(f"processes {', '.join(str(each.pid) for each in stubborn)} do not die")
+        raise ClusterError(f"cannot clean up: processes {', '.join(str(each.pid) for each in stubborn)} do not die")
     if left:
         report(f"killed {len(left)} processes that a dead supervisor had left behind")
     state_file.remove()
@@ -334,10 +278,10 @@ def _members(state: ClusterState) -> list[ProcessIdentity]:
 
 
 def _alive_after(identities: Iterable[ProcessIdentity], timeout_s: float) -> list[ProcessIdentity]:
-    """Wait for processes to die; return those that still live after `timeout_s`."""
+    """Wait for processes to die; return those that are alive after `timeout_s`."""
     deadline_s = time.monotonic() + timeout_s
     left = [each for each in identities if each.is_alive()]
-    # Polled: they are not our children, and a wait for the pid to vanish would wait for somebody to reap it.
+    # Polled: they are not our children, and a dead process keeps its pid until its parent reaps it.
     while left and time.monotonic() < deadline_s:
         time.sleep(_POLL_S)
         left = [each for each in left if each.is_alive()]

@@ -1,9 +1,9 @@
-"""A cluster's authority and the controller's own identity, kept in the run folder; and the operator's, for commands.
+"""A cluster's authority, the controller's identity, and the operator's identity for commands.
 
-`RUN_DIR/tls/`, for the owner's eyes only, holds
+`RUN_DIR/tls/`, which only its owner may read, contains
 
-- `ca.key`, the authority, which never leaves this folder, and `ca.pem`, its certificate, by which clients know doors;
-- `block.key`, what block hashes are keyed with;
+- `ca.key`, the authority, which never leaves this folder, and `ca.pem`, its certificate, by which clients verify doors;
+- `block.key`, the key of block hashes;
 - `operator.json`, certificate and key for commands on this host, renewed while the cluster runs; the same in
   `operator.pem` and `operator.key` for programs that take no JSON, such as Prometheus.
 """
@@ -30,14 +30,14 @@ _FOLDER = "tls"
 _CA_FILE = "ca.pem"
 _OPERATOR_FILE = "operator.json"
 _OPERATOR_PROOF_S = 12 * 3600.0
-"""A load test shows one for as long as it runs; its certificate has to be valid, too."""
+"""A load test uses one proof for its whole duration; the certificate must be valid as long."""
 
 
 class Trust:
-    """What the controller of a cluster stands on. Event loop only."""
+    """The authority and the identities of a cluster. Event loop only."""
 
     def __init__(self, authority: Authority, *, folder: Path, has_own_files: bool) -> None:
-        """`has_own_files`: doors show the operator's certificate, which others than the authority vouch for."""
+        """`has_own_files`: doors show the user's own certificate, which another authority has signed."""
         self.authority = authority
         self.door_tls: bool | str = False
         """How clients on this host connect to the doors, as `kvrelay.client.tls.Tls`."""
@@ -50,9 +50,9 @@ class Trust:
 
     @classmethod
     def open(cls, config: ServingConfig, run_dir: Path, *, is_spread: bool) -> "Trust":
-        """Return the trust of a run folder's cluster. Raises OSError, ValueError for a folder that cannot be used.
+        """Return the trust of a run folder's cluster. Raises OSError or ValueError for an unusable folder.
 
-        `is_spread`: its processes may be on several hosts.
+        `is_spread`: its processes may run on several hosts.
         """
         settings = AuthoritySettings(
             cluster=config.name,
@@ -70,7 +70,7 @@ class Trust:
 
     @asynccontextmanager
     async def renewing(self) -> AsyncIterator[None]:
-        """Keep the controller's and the operator's certificates fresh while the block runs."""
+        """Renew the controller's and the operator's certificates while the block runs."""
         task = asyncio.create_task(self._renew(), name="renew certificates")
         try:
             yield
@@ -88,7 +88,7 @@ class Trust:
                     self._renew_now()
                 self._keep_operator()
                 is_kept = True
-            except OSError as error:  # a full disk: commands and scrapes fail for want of them, the cluster runs
+            except OSError as error:  # a full disk, say: commands and scrapes fail, but the cluster runs
                 logger.error("certificates not written: %s", error)
                 is_kept = False
 
@@ -99,7 +99,6 @@ class Trust:
     def _keep_operator(self) -> None:
         held = self._operator.held
         write_private(self._folder / _OPERATOR_FILE, self._operator.to_json().encode())
-        # For programs that take no JSON, such as Prometheus.
         write_private(self._folder / "operator.key", held.key_pem)
         write_private(self._folder / "operator.pem", held.certificate_pem)
 
@@ -111,7 +110,7 @@ def is_encrypted(config: ServingConfig, *, is_spread: bool) -> bool:
 
 
 def operator_credentials(run_dir: Path) -> Credentials | None:
-    """Return the operator's credentials of a run folder's cluster; None where there are none, or not for us."""
+    """Return the operator's credentials in a run folder; None if there are none that we can read."""
     try:
         return Credentials.from_json((run_dir / _FOLDER / _OPERATOR_FILE).read_text(encoding="ascii"))
     except (OSError, ValueError):
@@ -130,7 +129,7 @@ def reach_of(run_dir: Path) -> Reach:
 
 
 def operator_proof(run_dir: Path) -> str | None:
-    """Return what shows a router's door that an operator is calling; None where there is nothing to show."""
+    """Return the proof that identifies an operator to a router's door; None without credentials."""
     credentials = operator_credentials(run_dir)
     if credentials is None:
         return None

@@ -1,67 +1,136 @@
-"""Chooses the launcher that a configuration asks for, and looks at this machine for the plan."""
+"""Assembles a cluster: planner of processes, launcher, supervisor, control socket; and runs it."""
 
+import asyncio
+import logging
 import os
 import subprocess
-from collections.abc import Callable
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+from cluster.changes.planning import make_planning
+from cluster.changes.rollout import Rollouts, Surroundings
+from cluster.changes.scaling import PlanFor, Scaler
+from cluster.control import serving_control
 from cluster.processes.launch_local import LocalLauncher, service_command
 from cluster.processes.launcher import Launcher, StartFailed
-from cluster.processes.plan import HostResources, ProcessSpec, make_plan
-from cluster.ray import settings as ray_settings
+from cluster.processes.plan import HostResources, PlanError, ProcessSpec, make_plan
+from cluster.processes.run_dir import write_config
+from cluster.processes.starter import Audience, Failed, Progress
+from cluster.processes.state import StateFile, has_served, wanted_processes
+from cluster.processes.supervisor import Ground, Supervisor
+from cluster.processes.worker_calls import inspect_worker
+from cluster.ray import outside
 from cluster.trust import Trust
 from common.config import ServingConfig
+from common.trust.doors import scrape_tls
 from engine.memory import measure_host
 
+logger = logging.getLogger(__name__)
+
 NO_RAY = "launcher: ray needs Ray: pip install 'kvrelay[ray]', or set launcher: local"
-PlanFor = Callable[[ServingConfig], tuple[ProcessSpec, ...]]
-"""Returns the processes of a configuration, or of the same one with other pool sizes. Raises PlanError."""
 
 
-def choose_launcher(
+async def supervise(
+    config: ServingConfig, *, config_path: Path, run_dir: Path, audience: Audience, stopping: asyncio.Event
+) -> int:
+    """Run the cluster of one run folder, whose lock is held, until told to stop. Returns the exit status.
+
+    No process that it started outlives it, except in a joined Ray cluster when it is killed.
+    """
+
+    def report(text: str) -> None:
+        audience.tell(Progress(text=text))
+
+    state_file = StateFile(run_dir)
+    last = state_file.read()
+    try:
+        trust = _open_trust(config, run_dir)
+        plan_for, launcher = _choose_launcher(config, trust, config_path=config_path, run_dir=run_dir)
+        specs: Sequence[ProcessSpec] = plan_for(config)
+        try:
+            report(f"opening launcher: {config.launcher}")
+            await launcher.open()
+            found = launcher.found()
+            if found:
+                specs = wanted_processes(config, plan_for, found=found, last=last)
+                report(f"{', '.join(sorted(found))} are there already")
+            report(f"starting {', '.join(spec.name for spec in specs if spec.name not in found)}")
+            ground = Ground(
+                launcher=launcher,
+                trust=trust,
+                state_file=state_file,
+                ray_environment=outside.joined_environment(config.launcher),
+            )
+            supervisor = Supervisor(config, specs=specs, ground=ground, report=report)
+            if has_served(found, last):
+                supervisor.adopt()
+            workforce = supervisor.workforce
+            scaler = Scaler(config, workforce, plan_for)
+            planning = make_planning(scaler, workforce, scrape_tls=scrape_tls(trust.credentials))
+            surroundings = Surroundings(
+                keep=partial(write_config, config_path),
+                check=planning.guard.check,
+                inspect=partial(inspect_worker, connect=trust.reach.worker),
+            )
+            rollouts = Rollouts(scaler, workforce, surroundings)
+            control = serving_control(scaler, rollouts, planning, run_dir, stop=stopping.set)
+            async with trust.renewing(), control, planning.running(stopping):
+                await supervisor.run(stopping, on_ready=lambda: audience.tell(supervisor.up))
+        finally:
+            await launcher.close()
+            state_file.remove()
+    except (StartFailed, PlanError) as error:
+        logger.error("cluster failed to start", extra={"reason": str(error)})
+        audience.tell(Failed(reason=str(error)))
+        return 1
+    return 0
+
+
+def _open_trust(config: ServingConfig, run_dir: Path) -> Trust:
+    """Return the authority of the run folder's cluster. Raises StartFailed."""
+    try:
+        return Trust.open(config, run_dir, is_spread=bool(outside.joined_environment(config.launcher)))
+    except (OSError, ValueError) as error:
+        raise StartFailed(f"cannot make the cluster's certificates in {run_dir}: {error}") from error
+
+
+def _choose_launcher(
     config: ServingConfig, trust: Trust, *, config_path: Path, run_dir: Path
 ) -> tuple[PlanFor, Launcher]:
-    """Return what plans, and what carries plans out. Raises StartFailed when Ray is wanted and not there."""
+    """Return the plan function and the launcher of a configuration. Raises StartFailed if Ray is missing."""
     if config.launcher == "ray":
         return _ray(config, trust, run_dir)
     pools = config.pools
-    gpus = _visible_gpus() if pools.prefill.num_gpus or pools.decode.num_gpus else None
-    host = _this_host(gpus)
+    host = _this_host(_visible_gpus() if pools.prefill.num_gpus or pools.decode.num_gpus else None)
     command = service_command(config_path)
     return partial(make_plan, host=host), LocalLauncher(command=command, run_dir=run_dir, authority=trust.authority)
 
 
 def _ray(config: ServingConfig, trust: Trust, run_dir: Path) -> tuple[PlanFor, Launcher]:
-    is_joined = bool(ray_settings.of_joined_cluster(config.launcher))
+    is_joined = bool(outside.joined_environment(config.launcher))
     if not is_joined:
-        ray_settings.prepare_to_start()
+        outside.prepare_to_start()
     try:
         from cluster.ray.joined_ray import JoinedRay
-        from cluster.ray.launch_ray import RayHome, RayLauncher
+        from cluster.ray.launch_ray import RayLauncher
         from cluster.ray.private_ray import PrivateRay
     except ImportError as error:
         raise StartFailed(f"{NO_RAY} ({error})") from error
-    # Ray deals out the GPUs itself, and in a Ray cluster of its own it also chooses the hosts.
+    # Ray assigns the GPUs itself; in a joined cluster it also chooses the hosts.
     host = None if is_joined else _this_host(None)
-    home: RayHome = JoinedRay(config.name) if is_joined else PrivateRay()
+    home = JoinedRay(config.name) if is_joined else PrivateRay()
     launcher = RayLauncher(config, run_dir=run_dir, home=home, authority=trust.authority, credentials=trust.credentials)
     return partial(make_plan, host=host), launcher
 
 
 def _this_host(gpus: list[str] | None) -> HostResources:
-    return HostResources(cores=num_cores(), gpus=gpus, memory_bytes=measure_host().available_bytes)
-
-
-def num_cores() -> int:
-    """Return how many cores this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return HostResources(cores=num_cores, gpus=gpus, memory_bytes=measure_host().available_bytes)
 
 
 def _visible_gpus() -> list[str]:
-    """Return what CUDA_VISIBLE_DEVICES allows, or every GPU of the machine. Asks the driver's tool, not torch."""
+    """Return the GPUs of CUDA_VISIBLE_DEVICES, or else all of this host. Asks the driver's tool, not torch."""
     configured = os.environ.get("CUDA_VISIBLE_DEVICES")
     if configured is not None:
         return [device for device in configured.split(",") if device]

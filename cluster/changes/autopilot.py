@@ -1,11 +1,11 @@
-"""Keeps the pools as large as their load needs: asks, plans, and carries out or only says so.
+"""Keeps the pools as large as their load needs: asks the routers, plans, and carries out or only reports the plan.
 
-Every `planner.interval_s` all routers are asked what came and how their workers are; the planner (cluster/planner/)
-answers with sizes and a reason. In mode `act` they are carried out by the scaler, one change at a time and beside
-further plans; in mode `advise` they are written down alone. A change that fails, for want of a host or because a
-worker does not start, is told, and pools are not grown again before a pause that doubles with each failure.
+Every `planner.interval_s` all routers report their load and the condition of their workers; the planner
+(`cluster.planner`) answers with sizes and a reason. In mode `act` the scaler carries them out, one change at a time,
+while planning continues; in mode `advise` they are only recorded. A change that fails, because a host is missing or a
+worker does not start, is reported, and pools do not grow again before a pause that doubles with each failure.
 
-A round that goes wrong costs that round only: the cluster serves on with the sizes that it has.
+A round that fails has no further effect: the cluster keeps its sizes.
 """
 
 import asyncio
@@ -14,25 +14,29 @@ from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Protocol
+
+from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from cluster.changes.observing import Ask, make_observation
-from cluster.changes.scaling import Scaler, Workforce
+from cluster.changes.scaling import Scaler
 from cluster.planner.observation import Observation, Pool, WorkerPhase
 from cluster.planner.plan import Planner, PoolSizes, ScalingPlan
 from cluster.processes.plan import ProcessRole
+from cluster.processes.workforce import Workforce
 from common.clock import Clock
 from common.errors import KvrelayError, Overloaded
+from kvrelay.v1 import controller_pb2
 
 logger = logging.getLogger(__name__)
 
-NUM_KEPT = 100
+_NUM_KEPT = 100
 _LONGEST_PAUSE_S = 600.0
+_BEGUN = "under way"
 
 
 @dataclass(slots=True, kw_only=True)
 class PlanNote:
-    """A plan, and what came of it."""
+    """A plan and its outcome."""
 
     made_s: float
     present: PoolSizes
@@ -41,67 +45,64 @@ class PlanNote:
 
     @property
     def wants_change(self) -> bool:
-        """Whether the sizes are to be other ones."""
+        """Whether the plan changes the sizes."""
         return self.plan.sizes != self.present
 
 
-class Gauges(Protocol):
-    """Who publishes sizes."""
+class PlanGauges:
+    """Prometheus metrics of the planner; see docs/metrics.md. Scrapes read them from another thread."""
+
+    def __init__(self) -> None:
+        self.registry = own = CollectorRegistry()
+        self._present = Gauge("kvrelay_pool_workers_present", "Workers that serve or start", ["pool"], registry=own)
+        self._wanted = Gauge("kvrelay_pool_workers_wanted", "Workers that the planner wants", ["pool"], registry=own)
+        self._changes = Counter("kvrelay_planner_changes", "Changes carried out, or failed", ["outcome"], registry=own)
 
     def set_sizes(self, *, present: PoolSizes, wanted: PoolSizes) -> None:
-        """Take the latest."""
+        """Publish the latest sizes."""
+        for gauge, sizes in ((self._present, present), (self._wanted, wanted)):
+            gauge.labels("prefill").set(sizes.prefill)
+            gauge.labels("decode").set(sizes.decode)
 
     def count_change(self, outcome: str) -> None:
-        """Count one that was carried out, or failed."""
+        """Count a change that was carried out, or failed."""
+        self._changes.labels(outcome).inc()
 
 
 class Autopilot:
-    """One cluster's planner at work. Event loop only."""
+    """Runs the planner of one cluster. Event loop only."""
 
     def __init__(
-        self, scaler: Scaler, workforce: Workforce, *, planner: Planner, ask: Ask, clock: Clock, gauges: Gauges
+        self, scaler: Scaler, workforce: Workforce, *, planner: Planner, ask: Ask, clock: Clock, gauges: PlanGauges
     ) -> None:
+        self.gauges = gauges
         self._scaler = scaler
         self._workforce = workforce
         self._planner = planner
         self._ask = ask
         self._clock = clock
-        self._gauges = gauges
         self._settings = scaler.config.planner
-        self._notes: deque[PlanNote] = deque(maxlen=NUM_KEPT)
-        self._changes: deque[PlanNote] = deque(maxlen=NUM_KEPT)
+        self._latest: PlanNote | None = None
+        self._changes: deque[PlanNote] = deque(maxlen=_NUM_KEPT)
+        """Plans that wanted other sizes than the plan before."""
         self._changing: asyncio.Task[None] | None = None
         self._num_failures = 0
         self._paused_until_s = 0.0
 
     @property
-    def mode(self) -> str:
-        """off, advise or act."""
-        return self._settings.mode
-
-    @property
-    def interval_s(self) -> float:
-        """Seconds from plan to plan."""
-        return self._settings.interval_s
-
-    @property
     def latest(self) -> PlanNote | None:
         """The last plan."""
-        return self._notes[-1] if self._notes else None
+        return self._latest
 
     @property
-    def changes(self) -> tuple[PlanNote, ...]:
-        """Plans that wanted other sizes than the plan before, newest first."""
-        return tuple(reversed(self._changes))
-
-    def age_s(self, note: PlanNote) -> float:
-        """Return how long ago a plan was made."""
-        return self._clock.monotonic() - note.made_s
+    def is_off(self) -> bool:
+        """Whether nothing is planned (`planner.mode: off`)."""
+        return self._settings.mode == "off"
 
     @asynccontextmanager
     async def running(self, stopping: asyncio.Event) -> AsyncIterator[None]:
-        """Plan while the block runs, until `stopping` is set; nothing new is begun after that."""
-        if self.mode == "off":
+        """Plan while the block runs; no change begins after `stopping` is set."""
+        if self.is_off:
             yield
             return
         task = asyncio.create_task(self._run(stopping), name="autopilot")
@@ -116,23 +117,21 @@ class Autopilot:
     async def _run(self, stopping: asyncio.Event) -> None:
         while not stopping.is_set():
             try:
-                async with asyncio.timeout(self.interval_s):
+                async with asyncio.timeout(self._settings.interval_s):
                     await stopping.wait()
             except TimeoutError:
                 try:
                     await self.step()
-                except Exception:  # the top of a task: the next round may find things better
+                except Exception:  # the top of a task: the next round may succeed
                     logger.exception("planning failed")
 
     async def step(self) -> None:
-        """Ask, plan, and begin what follows; a change goes on after this returns."""
+        """Ask, plan, and begin the change that follows, which continues after this returns."""
         reports = await self._ask(self._settings.window_s)
         if reports is None:
             return
         now_s = self._clock.monotonic()
-        observed = make_observation(
-            reports, self._workforce, self._scaler.times, config=self._scaler.config, now_s=now_s
-        )
+        observed = make_observation(reports, self._workforce, self._scaler, now_s=now_s)
         note = PlanNote(made_s=now_s, present=_present(observed), plan=self._planner.plan(observed))
         if note.wants_change:
             note.outcome = self._begin(note)
@@ -140,17 +139,37 @@ class Autopilot:
             if is_new or note.outcome == _BEGUN:
                 self._changes.append(note)
                 logger.info("plan: %s", note.plan.reason, extra={"outcome": note.outcome})
-        self._notes.append(note)
-        self._gauges.set_sizes(present=note.present, wanted=note.plan.sizes)
+        self._latest = note
+        self.gauges.set_sizes(present=note.present, wanted=note.plan.sizes)
 
     async def settled(self) -> None:
         """Wait until no change is under way."""
         if self._changing is not None:
             await asyncio.wait((self._changing,))
 
+    def response(self) -> controller_pb2.GetPlanResponse:
+        """Return the latest plan, and the latest changes, newest first."""
+        return controller_pb2.GetPlanResponse(
+            mode=self._settings.mode,
+            interval_s=self._settings.interval_s,
+            latest=None if self._latest is None else self._record(self._latest),
+            changes=[self._record(note) for note in reversed(self._changes)],
+        )
+
+    def _record(self, note: PlanNote) -> controller_pb2.PlanRecord:
+        wanted, present = note.plan.sizes, note.present
+        return controller_pb2.PlanRecord(
+            age_s=self._clock.monotonic() - note.made_s,
+            prefill=controller_pb2.PoolPlan(present=present.prefill, wanted=wanted.prefill),
+            decode=controller_pb2.PoolPlan(present=present.decode, wanted=wanted.decode),
+            reason=note.plan.reason,
+            terms=[controller_pb2.PlanTerm(name=name, value=value) for name, value in note.plan.terms],
+            outcome=note.outcome,
+        )
+
     def _begin(self, note: PlanNote) -> str:
-        """Begin to carry a plan out if that may be; returns the outcome so far."""
-        if self.mode != "act":
+        """Begin to carry a plan out, if possible; returns the outcome so far."""
+        if self._settings.mode != "act":
             return "advised only (planner.mode: advise)"
         if self._changing is not None and not self._changing.done():
             return "waits: a change is under way"
@@ -171,19 +190,16 @@ class Autopilot:
         except Overloaded as error:
             note.outcome = f"waits: {error}"
         except KvrelayError as error:
-            pause_s = min(self.interval_s * 2.0**self._num_failures, _LONGEST_PAUSE_S)
+            pause_s = min(self._settings.interval_s * 2.0**self._num_failures, _LONGEST_PAUSE_S)
             self._num_failures += 1
             self._paused_until_s = self._clock.monotonic() + pause_s
             note.outcome = f"failed, pause of {pause_s:.0f} s: {error}"
-            self._gauges.count_change("failed")
-            logger.error("the plan could not be carried out: %s", error)
+            self.gauges.count_change("failed")
+            logger.error("cannot carry out the plan: %s", error)
         else:
             self._num_failures = 0
             note.outcome = f"done in {self._clock.monotonic() - started_s:.1f} s"
-            self._gauges.count_change("done")
-
-
-_BEGUN = "under way"
+            self.gauges.count_change("done")
 
 
 def _present(observed: Observation) -> PoolSizes:

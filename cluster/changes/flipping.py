@@ -1,50 +1,34 @@
-"""Workers change their pool instead of being stopped in one and started in the other: model and cached KV stay.
+"""Moves workers to the other pool without a restart, so that model and cached KV stay.
 
-1. A worker drains as one that goes does: its answers move, and it gets nothing new.
-2. It leaves the membership, is given the other role when it is empty (`WorkerService.SetRole`), and is a member again.
-3. Routers describe it anew and take its cache from a snapshot.
+1. A worker drains: its answers move to others, and it gets nothing new.
+2. It leaves the membership, gets the other role when it is empty (`WorkerService.SetRole`), and is a member again.
+3. Routers describe it again and take its cache from a snapshot.
 
-Only where both pools have the same kind of workers (`flip_obstacle`). The last of a pool stays in it: it
-cannot drain while requests come. One that is not empty in time serves on in its old role.
+Both pools must have the same kind of workers (`flip_obstacle`). The last worker of a pool stays in it, since it cannot
+drain while requests arrive. A worker that is not empty in time continues in its old role.
 """
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from enum import Enum
-from typing import Protocol
 
 from cluster.processes.managed_process import ManagedProcess
 from cluster.processes.plan import ProcessRole, ProcessSpec
+from cluster.processes.workforce import Workforce
 from common.config import ServingConfig
 from common.errors import EngineFault, KvrelayError
 
 _SETTLE_S = 5.0
-"""For what ends behind an answer that has moved: calls on their way out, and pulls from the worker's cache."""
+"""Time for the calls and pulls that end after the last answer has moved."""
 
 
 class Flips(Enum):
-    """Whether workers may change their pool."""
+    """Whether workers may change pools."""
 
     FIRST = "first"
-    """Before any is started or stopped."""
+    """Before workers are started or stopped."""
     NEVER = "never"
-
-
-class Flippable(Protocol):
-    """What flipping asks of the workers of a running cluster (see `scaling.Workforce`)."""
-
-    def workers(self, role: ProcessRole) -> Sequence[ManagedProcess]:
-        """Return a pool, whoever should go first at the end."""
-
-    async def drain_worker(self, process: ManagedProcess, *, grace_s: float) -> int:
-        """Let a worker give its requests away; returns how many it still had when the grace was over."""
-
-    async def flip_worker(self, process: ManagedProcess, role: ProcessRole, *, grace_s: float) -> None:
-        """Give a drained worker the other role; returns when the routers use it.
-
-        Raises EngineFault when they do not, another KvrelayError when the worker still has its old role, and serves.
-        """
 
 
 Obstacle = Callable[[ProcessSpec, ProcessRole], str | None]
@@ -52,10 +36,10 @@ Obstacle = Callable[[ProcessSpec, ProcessRole], str | None]
 
 
 def flip_obstacle(spec: ProcessSpec, role: ProcessRole, *, first: ServingConfig, latest: ServingConfig) -> str | None:
-    """Return why a worker cannot become what a new worker of the other pool would be, or None.
+    """Return why a worker would differ in another role from a new worker in it, or None.
 
-    `first` is what workers serve by whose spec says nothing else, `latest` what new ones serve by: after a rollout that
-    did not touch a worker it still knows the other pool's section as it was.
+    `first` is the configuration of workers without one of their own, `latest` that of new workers: a worker that a
+    rollout did not replace still has the old section of the other pool.
     """
     if (different := latest.pools.flip_obstacle) is not None:
         return different
@@ -66,17 +50,17 @@ def flip_obstacle(spec: ProcessSpec, role: ProcessRole, *, first: ServingConfig,
 
 
 async def flip_workers(
-    workforce: Flippable,
+    workforce: Workforce,
     sizes: Mapping[ProcessRole, int],
     *,
     obstacle: Obstacle,
     grace_s: float,
     report: Callable[[str], None],
 ) -> None:
-    """Move workers from a pool that is too large for `sizes` to one that is too small, as far as that goes.
+    """Move as many workers as possible from a pool that is too large for `sizes` to one that is too small.
 
-    Side by side: every pool keeps at least the smaller of what it has and what it shall have. Raises EngineFault when
-    the routers do not use one that has flipped.
+    They flip side by side, since every pool keeps the smaller of its old and new sizes. Raises EngineFault if the
+    routers do not use a worker that has flipped.
     """
     for source, target in ((ProcessRole.PREFILL, ProcessRole.DECODE), (ProcessRole.DECODE, ProcessRole.PREFILL)):
         having = workforce.workers(source)
@@ -94,7 +78,7 @@ async def flip_workers(
 
 
 async def _flip(
-    workforce: Flippable,
+    workforce: Workforce,
     process: ManagedProcess,
     role: ProcessRole,
     *,

@@ -1,4 +1,4 @@
-"""What the planner is told, gathered: the routers' reports, the cluster's processes, and how long changes took."""
+"""Gathers a planner's observation: the routers' reports, the cluster's processes, and the times that changes took."""
 
 import asyncio
 import logging
@@ -7,11 +7,10 @@ from dataclasses import dataclass
 
 import grpc
 
-from cluster.changes.change_times import ChangeTimes
-from cluster.changes.scaling import Workforce
+from cluster.changes.scaling import Scaler
 from cluster.planner.observation import Observation, ObservedWorker, Pool, WorkerPhase
 from cluster.processes.plan import ProcessRole
-from common.config import ServingConfig
+from cluster.processes.workforce import Workforce
 from common.demand import Demand, demand_from_proto, merge_demands
 from common.ids import WorkerId
 from common.rpc import Connect
@@ -25,39 +24,33 @@ _TIMEOUT_S = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterReports:
-    """What all routers that answered say, together."""
+    """The reports of all routers, merged."""
 
     demand: Demand
     conditions: Mapping[str, router_admin_pb2.WorkerCondition]
-    """By worker id."""
+    """Conditions of the workers by worker id."""
 
 
 Ask = Callable[[float], Awaitable[RouterReports | None]]
-"""Returns what the routers say of the last seconds, as many as it is told; None when not all of them answer."""
+"""Returns the reports on the last seconds, as many as given; None unless all routers answer."""
 
 
-class RouterQuestions:
-    """Asks every router. Event loop only."""
-
-    def __init__(self, addresses: Callable[[], Sequence[str]], connect: Connect) -> None:
-        """`addresses`: where the routers are administered."""
-        self._addresses = addresses
-        self._connect = connect
-
-    async def ask(self, window_s: float) -> RouterReports | None:
-        """See Ask. Half of the routers know half of the load: with one missing nobody knows all of it."""
-        addresses = self._addresses()
-        answers = await asyncio.gather(*(_ask_one(self._connect, address, window_s) for address in addresses))
-        reports = [answer for answer in answers if answer is not None]
-        if not reports or len(reports) < len(addresses):
-            return None
-        try:
-            demands = [demand_from_proto(report.demand) for report in reports]
-        except ValueError as error:
-            logger.warning("a router's report cannot be used: %s", error)
-            return None
-        conditions = {each.worker_id: each for report in reversed(reports) for each in report.workers}
-        return RouterReports(demand=merge_demands(demands), conditions=conditions)
+async def ask_routers(
+    window_s: float, *, addresses: Callable[[], Sequence[str]], connect: Connect
+) -> RouterReports | None:
+    """See Ask; `addresses` returns where routers are administered. Each router knows only its own part of the load."""
+    asked = addresses()
+    answers = await asyncio.gather(*(_ask_one(connect, address, window_s) for address in asked))
+    reports = [answer for answer in answers if answer is not None]
+    if not reports or len(reports) < len(asked):
+        return None
+    try:
+        demands = [demand_from_proto(report.demand) for report in reports]
+    except ValueError as error:
+        logger.warning("a router's report cannot be used: %s", error)
+        return None
+    conditions = {each.worker_id: each for report in reversed(reports) for each in report.workers}
+    return RouterReports(demand=merge_demands(demands), conditions=conditions)
 
 
 async def _ask_one(connect: Connect, address: str, window_s: float) -> router_admin_pb2.GetDemandResponse | None:
@@ -66,15 +59,13 @@ async def _ask_one(connect: Connect, address: str, window_s: float) -> router_ad
         try:
             return await stub.GetDemand(router_admin_pb2.GetDemandRequest(window_s=window_s), timeout=_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
-            logger.warning("router does not tell its demand", extra={"address": address, "code": str(error.code())})
+            logger.warning("router does not report its demand", extra={"address": address, "code": str(error.code())})
             return None
 
 
-def make_observation(
-    reports: RouterReports, workforce: Workforce, times: ChangeTimes, *, config: ServingConfig, now_s: float
-) -> Observation:
-    """Return what the planner is told. Workers that no router knows yet are starting."""
-    pools = {Pool.PREFILL: config.pools.prefill, Pool.DECODE: config.pools.decode}
+def make_observation(reports: RouterReports, workforce: Workforce, scaler: Scaler, *, now_s: float) -> Observation:
+    """Return the planner's observation. Workers that no router knows yet count as starting."""
+    pools = {Pool.PREFILL: scaler.config.pools.prefill, Pool.DECODE: scaler.config.pools.decode}
     workers = [
         _observed(process.spec.name, pool, reports.conditions.get(process.spec.name), pools[pool].max_running)
         for pool in Pool
@@ -84,8 +75,8 @@ def make_observation(
         now_s=now_s,
         demand=reports.demand,
         workers=tuple(workers),
-        startup_s=times.startup_s,
-        drain_s=times.drain_s,
+        startup_s=scaler.start_times.medians(),
+        drain_s=scaler.drain_times.medians(),
     )
 
 

@@ -1,31 +1,30 @@
-"""Brings a running cluster to another configuration, step by step, and back when a step goes wrong.
+"""Brings a running cluster to another configuration step by step, and back if a step fails.
 
-1. Find what differs and what each difference needs (`changes`); refuse what cannot be, by key. Nothing has changed yet.
-2. In each pool that needs new workers one more is started, the *canary*. It serves beside the old ones for a while and
-   is judged (`canary`). Not good, or not started: it drains, and the cluster is as it was.
-3. Where routers have to be new, they are replaced, one after the other: clients go on at another one (refused with a
-   single router, whose clients have nowhere to go). Then the old workers, one after the other. Canaries stay meanwhile,
-   so that no pool is ever smaller than before. A process that does not start: those that were replaced get their old
-   configuration again, the same way.
-4. Canaries drain. The configuration is the cluster's: it is what processes read that start from now on.
-5. Pools get their new sizes.
+1. Compare the configurations (`processes.diff`) and refuse impossible changes by key. Nothing has changed yet.
+2. Start one more worker, the *canary*, in each pool that needs new workers. It serves beside the old ones for a while
+   and is judged (`canary`). If it is bad or does not start, it drains and the cluster is as before.
+3. Replace the routers if needed, one at a time: clients continue at another router (refused with a single router). Then
+   replace the old workers, one at a time. Canaries stay meanwhile, so that no pool is ever smaller than before. If a
+   process does not start, those that were replaced get their old configuration again in the same way.
+4. Drain the canaries. The configuration becomes the cluster's: processes that start from now on read it.
+5. Bring the pools to their new sizes.
 
-Where old and new workers could not exchange KV, another model for one, all processes are renewed at once and steps 2 to
-5 are those of `changeover`.
+Where old and new workers cannot exchange KV, for example with another model, all processes are replaced at once and
+`changeover` takes the place of steps 2 to 5. A restart is steps 2 to 4 with the same configuration and no judgement.
 
-A caller that goes away changes nothing: the rollout goes on to its end, or back. A supervisor that dies in the middle
-takes its processes with it; the file in the run folder is then still the old one, since it is replaced at step 4.
+A caller that disconnects changes nothing: the rollout continues to its end, or back. A supervisor that dies in the
+middle takes its processes with it; the file in the run folder is still the old one, since step 4 replaces it.
 """
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from cluster.changes.canary_watch import CanaryWatch, Inspect, observe
+from cluster.changes.canary import CanaryWatch, Inspect, observe
 from cluster.changes.changeover import Changeover, renew_router, undo_all
-from cluster.changes.diff import (
+from cluster.changes.scaling import Report, Scaler
+from cluster.processes.diff import (
     Change,
     find_changes,
     is_new_generation,
@@ -33,71 +32,70 @@ from cluster.changes.diff import (
     needs_routers,
     roles_to_renew,
 )
-from cluster.changes.scaling import POOLS, Report, Scaler, Workforce
-from cluster.processes.plan import ProcessRole, ProcessSpec
+from cluster.processes.plan import ProcessRole, ProcessSpec, sizes_of, with_sizes
+from cluster.processes.workforce import Workforce
 from common.config import ServingConfig
 from common.errors import EngineFault, InvalidRequest
 
-logger = logging.getLogger(__name__)
-
-_ONE_ROUTER = "Clients of the only router would lose it: start the cluster with router.count: 2 and name both to them"
+_ONE_ROUTER = (
+    "Clients would lose the only router: start the cluster with router.count: 2 and give clients both addresses"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutTerms:
-    """How to go about a rollout."""
+    """The conditions of a rollout."""
 
     canary_s: float
-    """How long canaries serve before they are judged; 0: they are not."""
+    """Time that canaries serve before they are judged; 0: not judged."""
     max_slowdown: float
-    """Times the others' pace that a canary may take."""
+    """Factor by which a canary may be slower than the others."""
     grace_s: float
-    """How long a worker that goes may take to give its requests away."""
+    """Time that a worker may take to move its requests away."""
     is_forced: bool = False
-    """Whether pools may become smaller than their load needs."""
+    """Whether pools may become too small for their load."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Surroundings:
-    """What a rollout stands on besides the pools."""
+    """What a rollout needs besides the processes."""
 
     keep: Callable[[ServingConfig], None]
-    """Write the configuration down where processes find it that start from now on."""
+    """Writes the configuration that processes read from now on."""
     check: Callable[[Mapping[ProcessRole, int]], Awaitable[None]]
-    """Raise InvalidRequest for pool sizes that would not carry the present load."""
-    look: Inspect
-    """Ask the worker at an address."""
+    """Raises InvalidRequest for pool sizes that would not carry the present load."""
+    inspect: Inspect
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
 
 
+@dataclass(frozen=True, slots=True)
 class Rollouts:
-    """Runs rollouts, one after the other. Event loop only."""
+    """Runs rollouts, one at a time. Event loop only."""
 
-    def __init__(self, scaler: Scaler, workforce: Workforce, surroundings: Surroundings) -> None:
-        self._scaler = scaler
-        self._workforce = workforce
-        self._surroundings = surroundings
+    scaler: Scaler
+    workforce: Workforce
+    surroundings: Surroundings
 
     async def preview(self, wanted: ServingConfig, *, report: Report) -> None:
-        """Report what differs and what it needs. Raises InvalidRequest for what cannot be."""
+        """Report each difference and what it needs. Raises InvalidRequest for an impossible one."""
         self._compare(wanted, report)
 
     async def run(self, wanted: ServingConfig, terms: RolloutTerms, *, report: Report) -> None:
-        """Bring the cluster to `wanted`; `report` hears of each step.
+        """Bring the cluster to `wanted`; `report` is called with each step.
 
-        Raises InvalidRequest for what cannot be, Overloaded while another change runs, EngineFault when it went wrong
-        and was undone.
+        Raises InvalidRequest for an impossible change, Overloaded while another change runs, EngineFault if a step
+        failed and the rollout was undone.
         """
-        async with self._scaler.changing():
+        async with self.scaler.changing():
             after, changes = self._compare(wanted, report)
-            sizes = self._scaler.sizes()
+            sizes = self.scaler.sizes()
             if not terms.is_forced:
-                await self._surroundings.check(_sizes_of(after))
+                await self.surroundings.check(sizes_of(after))
             if is_new_generation(changes):
                 changeover = Changeover(
-                    scaler=self._scaler,
-                    workforce=self._workforce,
-                    keep=self._surroundings.keep,
+                    scaler=self.scaler,
+                    workforce=self.workforce,
+                    keep=self.surroundings.keep,
                     grace_s=terms.grace_s,
                     report=report,
                 )
@@ -105,19 +103,30 @@ class Rollouts:
                 return
             roles = tuple(role for role in roles_to_renew(changes) if sizes[role])
             if roles or needs_routers(changes):
-                renewal = _Renewal(
-                    self._scaler, self._workforce, surroundings=self._surroundings, terms=terms, report=report
-                )
-                await renewal.run(after, roles, routers=self._routers() if needs_routers(changes) else ())
-            self._scaler.adopt(after)
-            self._surroundings.keep(after)
-            if _sizes_of(after) != sizes:
-                await self._scaler.resize(_sizes_of(after), terms.grace_s, report)
+                routers = self._routers() if needs_routers(changes) else ()
+                await self._renewal(terms, report).run(after, roles, routers=routers)
+            self.scaler.adopt(after)
+            self.surroundings.keep(after)
+            if sizes_of(after) != sizes:
+                await self.scaler.resize(sizes_of(after), terms.grace_s, report)
+
+    async def restart(self, *, grace_s: float, report: Report) -> None:
+        """Replace every worker by a new process with the same configuration, one at a time.
+
+        One worker more than usual runs in each pool meanwhile. Raises Overloaded and EngineFault like `run`.
+        """
+        async with self.scaler.changing():
+            roles = [role for role, size in self.scaler.sizes().items() if size]
+            terms = RolloutTerms(canary_s=0.0, max_slowdown=1.0, grace_s=grace_s)
+            await self._renewal(terms, report).run(self.scaler.config, roles)
+
+    def _renewal(self, terms: RolloutTerms, report: Report) -> "_Renewal":
+        return _Renewal(self.scaler, self.workforce, surroundings=self.surroundings, terms=terms, report=report)
 
     def _compare(self, wanted: ServingConfig, report: Report) -> tuple[ServingConfig, Sequence[Change]]:
-        """Return the configuration with definite ports, and what differs from how the cluster runs."""
-        sizes = self._scaler.sizes()
-        before = with_sizes(self._scaler.config, sizes)
+        """Return the configuration with definite ports, and its differences from the running one."""
+        sizes = self.scaler.sizes()
+        before = with_sizes(self.scaler.config, sizes)
         after = keep_free_ports(before, wanted)
         changes = find_changes(before, after)
         for change in changes:
@@ -131,33 +140,22 @@ class Rollouts:
             (first, *_) = [change for change in changes if needs_routers([change])]
             raise InvalidRequest(f"{first}. {_ONE_ROUTER}", field=first.key)
         if is_new_generation(changes):
-            new = self._scaler.plan_beside(after)
+            new = self.scaler.plan_beside(after)
             report(f"{len(new)} new workers beside the {sum(sizes.values())} that serve: room for both is needed")
             return after, changes
         if roles_to_renew(changes):
-            self._scaler.plan(after, {role: size + 1 for role, size in sizes.items()})
-        if _sizes_of(after) != sizes:
-            self._scaler.plan(after, _sizes_of(after))
+            self.scaler.plan(after, {role: size + 1 for role, size in sizes.items()})
+        if sizes_of(after) != sizes:
+            self.scaler.plan(after, sizes_of(after))
         return after, changes
 
     def _routers(self) -> Sequence[ProcessSpec]:
-        return [process.spec for process in self._workforce.workers(ProcessRole.ROUTER)]
-
-
-def with_sizes(config: ServingConfig, sizes: Mapping[ProcessRole, int]) -> ServingConfig:
-    """Return a configuration with other pool sizes."""
-    pools = config.pools
-    changed = {str(role): getattr(pools, role).model_copy(update={"count": size}) for role, size in sizes.items()}
-    return config.model_copy(update={"pools": pools.model_copy(update=changed)})
-
-
-def _sizes_of(config: ServingConfig) -> dict[ProcessRole, int]:
-    return {role: getattr(config.pools, role).count for role in POOLS}
+        return [process.spec for process in self.workforce.workers(ProcessRole.ROUTER)]
 
 
 @dataclass(slots=True)
 class _Renewal:
-    """New workers for some pools. One use."""
+    """Replaces the workers of some pools, and the routers. Used once."""
 
     scaler: Scaler
     workforce: Workforce
@@ -166,14 +164,14 @@ class _Renewal:
     report: Report = field(kw_only=True)
     _canaries: dict[ProcessRole, ProcessSpec] = field(default_factory=dict, init=False)
     _replaced: list[ProcessSpec] = field(default_factory=list, init=False)
-    """The old workers that were taken away, in order."""
+    """Specs of the old workers that were removed, in order."""
     _renewed: list[ProcessSpec] = field(default_factory=list, init=False)
-    """The old routers that were."""
+    """Specs of the old routers that were removed, in order."""
 
     async def run(
         self, config: ServingConfig, roles: Sequence[ProcessRole], *, routers: Sequence[ProcessSpec] = ()
     ) -> None:
-        """Replace every worker of these pools, and the routers. Raises EngineFault, and then it is as it was."""
+        """Replace every worker of these pools, and these routers. Raises EngineFault after undoing everything."""
         sizes = self.scaler.sizes()
         more = sizes | {role: sizes[role] + 1 for role in roles}
         old = {role: [process.spec for process in self.workforce.workers(role)] for role in roles}
@@ -198,13 +196,13 @@ class _Renewal:
         await self._drain_canaries()
 
     async def _replace(self, spec: ProcessSpec) -> None:
-        """Let a new worker take an old one's place: its name, and the canary's everything else."""
+        """Replace an old worker by a new one with its name and the spec of the canary."""
         self._replaced.append(spec)
         await self.scaler.shrink({spec.name}, self.terms.grace_s, self.report)
         await self.scaler.grow([replace(self._canaries[spec.role], name=spec.name)], self.report)
 
     async def _undo(self) -> None:
-        """Give what was replaced its old configuration again; canaries stand in until then."""
+        """Bring replaced processes back to their old configuration; canaries stand in until then."""
         workers = [partial(self._bring_back, spec) for spec in reversed(self._replaced)]
         routers = [partial(renew_router, self.workforce, spec, self.report) for spec in reversed(self._renewed)]
         await undo_all([*workers, *routers, self._drain_canaries], self.report)
@@ -217,7 +215,7 @@ class _Renewal:
         await self.scaler.shrink({spec.name for spec in self._canaries.values()}, self.terms.grace_s, self.report)
 
     async def _judge(self) -> None:
-        """Let the canaries serve and judge them. Raises EngineFault for a bad one."""
+        """Let the canaries serve, then judge them. Raises EngineFault for a bad one."""
         names = ", ".join(spec.name for spec in self._canaries.values())
         self.report(f"{names} beside the old workers for {self.terms.canary_s:g} s")
         watches = [self._watch(role, spec) for role, spec in self._canaries.items()]
@@ -232,4 +230,4 @@ class _Renewal:
         pool = self.workforce.workers(role)
         (canary,) = [process for process in pool if process.spec.name == spec.name]
         others = [process for process in pool if process is not canary]
-        return CanaryWatch(role=role, canary=canary, others=others, look=self.surroundings.look)
+        return CanaryWatch(role=role, canary=canary, others=others, inspect=self.surroundings.inspect)

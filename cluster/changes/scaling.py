@@ -1,130 +1,109 @@
 """Changes the pools' sizes while the cluster serves.
 
-1. Where one pool shrinks and the other grows, workers change over (`flipping`).
-2. Workers that are to come are started, side by side, and warmed (`evacuation`), until the router uses them.
-3. Those that are to go drain: the router gives them nothing new and moves what they decode to others (`SetWorkers`).
-4. When nothing runs on one any more, or its grace is over, its hottest prefixes move to others (`evacuation`).
-5. It leaves the membership and is stopped. What was left is resumed elsewhere from its tokens, like after a worker's
-   death.
+1. Where one pool shrinks and the other grows, workers flip (`flipping`).
+2. New workers are started side by side and warmed (`processes.evacuation`), until the routers use them.
+3. Workers to be stopped drain: the routers give them nothing new and move their answers to others (`SetWorkers`).
+4. When a worker is empty, or its grace is over, its hottest prefixes move to others (`processes.evacuation`).
+5. It leaves the membership and is stopped. Requests that it still had are resumed elsewhere from their tokens, as after
+   a worker's death.
 
-Growing comes first, so that capacity never falls below both sizes.
+Pools grow before they shrink, so that capacity never falls below both sizes.
 """
 
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Protocol
+from statistics import median
 
-from cluster.changes.change_times import ChangeTimes
 from cluster.changes.flipping import Flips, flip_obstacle, flip_workers
+from cluster.planner.observation import Pool
 from cluster.processes.launcher import StartFailed
 from cluster.processes.managed_process import ManagedProcess
-from cluster.processes.plan import THREAD_ENVS, PlanError, ProcessRole, ProcessSpec, with_sizes
-from cluster.processes.worker_names import with_living_names
+from cluster.processes.plan import (
+    POOLS,
+    THREAD_ENVS,
+    PlanError,
+    ProcessRole,
+    ProcessSpec,
+    sizes_of,
+    with_living_names,
+    with_sizes,
+)
+from cluster.processes.workforce import Workforce
 from common.config import ServingConfig
 from common.errors import EngineFault, InvalidRequest, Overloaded
 
 logger = logging.getLogger(__name__)
 
 MAX_WORKERS = 1024
-POOLS = (ProcessRole.PREFILL, ProcessRole.DECODE)
 Report = Callable[[str], None]
 PlanFor = Callable[[ServingConfig], Sequence[ProcessSpec]]
-"""Returns the processes of a configuration, on the hosts that the cluster has. Raises PlanError."""
+"""Returns the processes of a configuration on the hosts of the cluster. Raises PlanError."""
 
 
-class Workforce(Protocol):
-    """The workers of a running cluster: the supervisor."""
+class Times:
+    """The latest durations of one kind of change in each pool; guessed before any is measured."""
 
-    def workers(self, role: ProcessRole) -> Sequence[ManagedProcess]:
-        """Return a pool, whoever should go first at the end (`worker_names.home_first`)."""
+    def __init__(self, guess_s: float) -> None:
+        self._guess_s = guess_s
+        self._latest: dict[str, deque[float]] = {role.value: deque(maxlen=9) for role in POOLS}
 
-    async def add_worker(self, spec: ProcessSpec) -> int:
-        """Start one more and warm it; returns with how many blocks, when the routers use it.
+    def note(self, role: ProcessRole, seconds: float) -> None:
+        """Add a measured duration."""
+        self._latest[role.value].append(seconds)
 
-        Raises StartFailed, and then nothing is left of it.
-        """
-
-    async def drain_router(self, process: ManagedProcess, *, grace_s: float) -> None:
-        """Have a router take nothing new and serve what it has, for so long at most."""
-
-    async def drain_worker(self, process: ManagedProcess, *, grace_s: float) -> int:
-        """Let a worker give its requests away; returns how many it still had when the grace was over."""
-
-    async def flip_worker(self, process: ManagedProcess, role: ProcessRole, *, grace_s: float) -> None:
-        """Give a drained worker the other role; returns when the routers use it.
-
-        Raises EngineFault when they do not, another KvrelayError when the worker still has its old role, and serves.
-        """
-
-    async def evacuate_worker(self, process: ManagedProcess, *, grace_s: float) -> int:
-        """Move the hottest prefixes of a drained worker to those that stay; returns how many blocks moved."""
-
-    async def remove_worker(self, process: ManagedProcess) -> None:
-        """Take a worker out of the membership and stop it."""
+    def medians(self) -> dict[Pool, float]:
+        """Return the median durations."""
+        return {pool: median(self._latest[pool.value] or [self._guess_s]) for pool in Pool}
 
 
 class Scaler:
-    """Brings pools to their wanted sizes, one request after the other. Event loop only."""
+    """Brings pools to their wanted sizes, one change at a time. Event loop only."""
 
     def __init__(self, config: ServingConfig, workforce: Workforce, plan_for: PlanFor) -> None:
         self._config = self._first = config
         self._own: ServingConfig | None = None
-        """The same, once it is not the launcher's any more."""
+        """The configuration of new workers, once it differs from the launcher's."""
         self._workforce = workforce
         self._plan_for = plan_for
         self._lock = asyncio.Lock()
-        self.times = ChangeTimes()
-        """What starts and drains took."""
+        self.start_times = Times(30.0)
+        """From the request for a worker to its use."""
+        self.drain_times = Times(5.0)
+        """From the order to drain a worker to its end."""
 
     async def scale(
         self, wanted: Mapping[ProcessRole, int], *, grace_s: float, report: Report, flips: Flips = Flips.FIRST
     ) -> None:
-        """Bring the named pools to these sizes; `report` hears of each step.
+        """Bring the named pools to these sizes; `report` is called with each step.
 
-        Raises InvalidRequest, Overloaded while another change runs, EngineFault when a worker does not start: those
-        that did start stay then, and nobody goes.
+        Raises InvalidRequest, Overloaded while another change runs, EngineFault if a worker does not start: those that
+        started stay then, and none is stopped.
         """
         sizes = self.sizes() | dict(wanted)
         _check(sizes)
         async with self.changing():
             await self.resize(sizes, grace_s, report, flips)
 
-    async def restart(self, *, grace_s: float, report: Report) -> None:
-        """Replace every worker by a new process, one after the other; one more than usual runs meanwhile.
-
-        Raises like `scale`; what was replaced by then stays replaced.
-        """
-        sizes = self.sizes()
-        async with self.changing():
-            for role in (role for role in POOLS if sizes[role]):
-                old = [process.spec for process in self._workforce.workers(role)]
-                # It takes the place of whoever is away.
-                await self.grow(self.plan(self._config, sizes | {role: sizes[role] + 1}), report)
-                for spec in old:
-                    await self.shrink({spec.name}, grace_s, report)
-                    await self.grow([spec], report)
-                extra = {process.spec.name for process in self._workforce.workers(role)} - {spec.name for spec in old}
-                await self.shrink(extra, grace_s, report)
-
-    # The steps that a change is made of. Callers hold `changing`.
+    # The steps of a change. Callers hold `changing`.
 
     @property
     def config(self) -> ServingConfig:
-        """What new workers serve by."""
+        """The configuration of new workers."""
         return self._config
 
     def adopt(self, config: ServingConfig) -> None:
-        """Have workers that come from now on serve by another configuration than the launcher's."""
+        """Start workers from now on with another configuration than the launcher's."""
         self._config = self._own = config
 
     @asynccontextmanager
     async def changing(self) -> AsyncIterator[None]:
-        """Change the pools inside the block. Raises Overloaded while somebody else does."""
+        """Change the pools inside the block. Raises Overloaded while another change runs."""
         if self._lock.locked():
             raise Overloaded("another change of the pools is under way", retry_after_s=5.0)
         async with self._lock:
@@ -150,7 +129,7 @@ class Scaler:
         pools = config.pools
         if config.launcher == "local" and (pools.prefill.num_gpus or pools.decode.num_gpus):
             raise InvalidRequest(
-                "launcher: local deals out the GPUs at its start; launcher: ray can scale", field="pools"
+                "launcher: local assigns the GPUs at its start; launcher: ray can scale", field="pools"
             )
         own = self._own if config is self._config else config
         try:
@@ -162,11 +141,11 @@ class Scaler:
         return with_living_names(workers, living)
 
     def plan_beside(self, config: ServingConfig) -> list[ProcessSpec]:
-        """Return all workers of a configuration, to run beside those that are there. Raises InvalidRequest.
+        """Return all workers of a configuration, to run beside the present ones. Raises InvalidRequest.
 
-        Memory is dealt out for both sets; threads, of which the old set soon needs none, for the new one alone.
+        Memory is divided among both sets; threads, which the old set soon does not need, among the new one alone.
         """
-        wanted = {role: getattr(config.pools, role).count for role in POOLS}
+        wanted = sizes_of(config)
         together = {role: size + wanted[role] for role, size in self.sizes().items()}
         alone = {spec.role: spec.env for spec in self.plan(config, wanted)}
         new = [spec for spec in self.plan(config, together) if spec.name not in self._present()]
@@ -176,7 +155,7 @@ class Scaler:
         return {process.spec.name for role in POOLS for process in self._workforce.workers(role)}
 
     async def grow(self, specs: Sequence[ProcessSpec], report: Report) -> None:
-        """Start those that are not there, side by side; returns when the router uses them. Raises EngineFault."""
+        """Start the missing workers side by side; returns when the routers use them. Raises EngineFault."""
         coming = [spec for spec in specs if spec.name not in self._present()]
         if not coming:
             return
@@ -194,7 +173,7 @@ class Scaler:
     async def _add(self, spec: ProcessSpec) -> None:
         started_s = time.monotonic()
         await self._workforce.add_worker(spec)
-        self.times.note_start(spec.role, time.monotonic() - started_s)
+        self.start_times.note(spec.role, time.monotonic() - started_s)
 
     async def shrink(self, going: set[str], grace_s: float, report: Report) -> None:
         """Drain and stop the named workers, side by side."""
@@ -210,17 +189,15 @@ class Scaler:
         took = f"{took_s:.2f} s"
         num_moved = await self._workforce.evacuate_worker(process, grace_s=max(0.0, grace_s - took_s))
         await self._workforce.remove_worker(process)
-        self.times.note_drain(process.spec.role, time.monotonic() - started_s)
+        self.drain_times.note(process.spec.role, time.monotonic() - started_s)
         if num_left:
             logger.warning(
-                "worker went before it was empty", extra={"service": process.spec.name, "num_left": num_left}
+                "worker stopped before it was empty", extra={"service": process.spec.name, "num_left": num_left}
             )
-            report(
-                f"{process.spec.name} is gone; {num_left} requests had not moved after {took} and are resumed elsewhere"
-            )
+            report(f"{process.spec.name} has stopped; {num_left} requests were left after {took} and resume elsewhere")
         else:
-            left = f", and left {num_moved} blocks of its hottest prefixes to others" if num_moved else ""
-            report(f"{process.spec.name} is gone; it was empty after {took}{left}")
+            moved = f"; {num_moved} blocks of its hottest prefixes moved to others" if num_moved else ""
+            report(f"{process.spec.name} has stopped; it was empty after {took}{moved}")
 
 
 def _check(sizes: Mapping[ProcessRole, int]) -> None:
@@ -228,4 +205,4 @@ def _check(sizes: Mapping[ProcessRole, int]) -> None:
         if size > MAX_WORKERS:
             raise InvalidRequest(f"{size} workers; at most {MAX_WORKERS}", field=str(role))
     if sizes[ProcessRole.DECODE] < 1:
-        raise InvalidRequest("0; somebody has to write the answers", field=str(ProcessRole.DECODE))
+        raise InvalidRequest("0; at least one worker must decode", field=str(ProcessRole.DECODE))

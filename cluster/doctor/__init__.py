@@ -1,1 +1,1 @@
-"""Checks of a host and of a running cluster, each with what to do about it. Looks only; changes nothing."""
+"""Checks a host and a running cluster, with advice for each problem. Changes nothing."""

@@ -1,42 +1,41 @@
-"""What a check found."""
+"""The result of a check."""
 
 import enum
 from dataclasses import dataclass
 
 
 class Verdict(enum.StrEnum):
-    """How it looks."""
+    """Severity of a finding."""
 
     OK = "ok"
     WARNING = "warning"
-    """It works, but slower or less safely than it could."""
+    """It works, but slowly or unsafely."""
     FAILURE = "failure"
-    """It will not work."""
+    """It does not work."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One checked thing."""
+    """The result of checking one thing."""
 
     subject: str
-    """What was looked at: "model files", "decode-0" …"""
+    """The thing checked: "model files", "decode-0" …"""
     verdict: Verdict
     detail: str
-    """What was seen."""
     advice: str = ""
-    """What to do; empty when all is well."""
+    """What to do; empty if all is well."""
 
 
 def ok(subject: str, detail: str) -> Finding:
-    """Return that all is well."""
+    """Return a finding without a problem."""
     return Finding(subject=subject, verdict=Verdict.OK, detail=detail)
 
 
 def warning(subject: str, detail: str, advice: str) -> Finding:
-    """Return something that could be better."""
+    """Return a finding that should be improved."""
     return Finding(subject=subject, verdict=Verdict.WARNING, detail=detail, advice=advice)
 
 
 def failure(subject: str, detail: str, advice: str) -> Finding:
-    """Return something that has to be mended."""
+    """Return a finding that must be fixed."""
     return Finding(subject=subject, verdict=Verdict.FAILURE, detail=detail, advice=advice)

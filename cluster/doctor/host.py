@@ -1,4 +1,4 @@
-"""Checks whether this host can run what serving.yaml says."""
+"""Checks whether this host can run the configuration."""
 
 import json
 import os
@@ -26,29 +26,29 @@ _GIB = 1 << 30
 _LITTLE_DISK_GIB, _NO_DISK_GIB = 5.0, 0.5
 _MIN_OPEN_FILES = 4096
 _MIN_SHARED_MEMORY = 200 << 20
-"""Of /dev/shm: Ray's object store, which kvrelay keeps at its minimum, and some more."""
+"""Space in /dev/shm for Ray's object store, which kvrelay keeps at its minimum, plus a margin."""
 _ASK_TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostFacts:
-    """What the checks look at, so that tests can show them another host."""
+    """Facts about a host, which tests can replace."""
 
     available_bytes: int
     free_disk: Callable[[Path], int]
-    """Free bytes of the file system that a folder is, or will be, on."""
+    """Returns the free bytes of the file system of a folder, which need not exist."""
     max_open_files: int
     shared_memory_bytes: int | None
-    """Free in /dev/shm; None: there is none."""
+    """Free bytes in /dev/shm; None if it does not exist."""
     num_gpus: int
-    """That the driver lists."""
+    """GPUs that the driver lists."""
     compiler: str | None
     installed: Callable[[str], str | None]
-    """Version of a package, None when it is not installed."""
+    """Returns the version of a package, None if it is not installed."""
 
 
 def this_host() -> HostFacts:
-    """Return the facts of this host. Asks the GPU driver's tool; takes up to seconds."""
+    """Return the facts about this host. Runs the GPU driver's tool, which may take seconds."""
     shared = Path("/dev/shm")
     return HostFacts(
         available_bytes=psutil.virtual_memory().available,
@@ -62,7 +62,7 @@ def this_host() -> HostFacts:
 
 
 def check_host(config: ServingConfig, host: HostFacts, *, is_up: bool) -> Iterator[Finding]:
-    """Yield findings, one after another. `is_up`: the cluster of this configuration runs, so its ports are its own."""
+    """Yield findings. `is_up`: the cluster of this configuration runs and holds its own ports."""
     yield ok("python", f"{sys.version.split()[0]} at {sys.executable}")
     yield _packages(config, host)
     yield _model(config)
@@ -112,12 +112,14 @@ def _model(config: ServingConfig) -> Finding:
         missing.append("tokenizer.json")
     if missing:
         shown = ", ".join(missing[:3]) + (" …" if len(missing) > 3 else "")
-        return failure("model files", f"{folder} lacks {shown}", "fetch the model again: the download was cut short")
+        return failure(
+            "model files", f"{shown} missing in {folder}", "fetch the model again: the download is incomplete"
+        )
     return ok("model files", str(folder))
 
 
 def _weight_files(folder: Path) -> list[str]:
-    """Return the files that have to be there."""
+    """Return the weight files that the model must have."""
     if (folder / SEED_FILE).is_file():
         return []
     index = folder / "model.safetensors.index.json"
@@ -136,7 +138,7 @@ def _memory(config: ServingConfig, host: HostFacts) -> Finding:
             "lower pools.*.kv_memory_gib or pools.*.count, or leave kv_memory_gib: auto",
         )
     if free < 1.0:
-        return warning("memory", f"only {free:.1f} GiB are free", "stop what else runs here, or use a smaller model")
+        return warning("memory", f"only {free:.1f} GiB are free", "stop other programs, or use a smaller model")
     return ok("memory", f"{free:.1f} GiB free")
 
 
@@ -204,7 +206,7 @@ def _ports(config: ServingConfig) -> Iterator[Finding]:
         try:
             is_free = is_port_free(router.host, port)
         except OSError as error:
-            yield failure(key, f"{router.host} is no address of this host: {error.strerror}", "correct router.host")
+            yield failure(key, f"{router.host} is not an address of this host: {error.strerror}", "correct router.host")
             return
         if is_free:
             yield ok(key, f"{at} is free")
@@ -223,7 +225,7 @@ def _ray(host: HostFacts, *, is_up: bool) -> Finding:
         return warning(
             "Ray",
             f"{host.installed('ray')}, joins {address} with RAY_AUTH_MODE={mode}",
-            "whoever reaches Ray's ports may run code: set RAY_AUTH_MODE=token on every host",
+            "any program that reaches Ray's ports can run code: set RAY_AUTH_MODE=token on every host",
         )
     return ok("Ray", f"{host.installed('ray')}, joins {address} with a token")
 

@@ -1,5 +1,6 @@
-"""Checks the hosts of a cluster.yaml over ssh, before `ray up` or beside what runs: what is missing where, and what
-differs between them. Ray says little about either: a host that does not fit just never joins.
+"""Checks the hosts of a cluster.yaml over ssh, before `ray up` or later, for missing tools and for differences.
+
+Ray reports little about either: an unsuitable host just never joins.
 """
 
 import asyncio
@@ -21,15 +22,15 @@ _CONNECT_TIMEOUT_S = 5
 _TIMEOUT_S = 60.0
 _MAX_SKEW_S = 1.0
 _NEEDED = {
-    "Python 3.11": "kvrelay runs on it",
-    "make": "`ray up` installs by it",
-    "rsync": "`ray up` copies files by it",
+    "Python 3.11": "kvrelay needs it",
+    "make": "`ray up` installs with it",
+    "rsync": "`ray up` copies files with it",
 }
 _ASK = """
 echo "clock $(date +%s.%N)"
-for tool in make rsync; do command -v "$tool" >/dev/null || echo "lacks $tool"; done
+for tool in make rsync; do command -v "$tool" >/dev/null || echo "missing $tool"; done
 { command -v python3.11 || python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))'; } >/dev/null 2>&1 ||
-  echo "lacks Python 3.11"
+  echo "missing Python 3.11"
 timeout 3 bash -c '</dev/tcp/HEAD/6379' 2>/dev/null; [ $? = 124 ] && echo "blocked HEAD:6379"
 cd ~/kvrelay 2>/dev/null && [ -x .venv/bin/kvrelay ] || exit 0
 .venv/bin/python - <<'END'
@@ -45,12 +46,12 @@ exit 0
 """
 
 Run = Callable[[Sequence[str]], Awaitable[tuple[int, str, str]]]
-"""Runs a command; returns its exit status, stdout and stderr. 255 is ssh's own failure."""
+"""Runs a command; returns its exit status, stdout and stderr. Status 255 is a failure of ssh itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hosts:
-    """Who is asked, and how."""
+    """The hosts to check, and how ssh reaches them."""
 
     head: str
     workers: tuple[str, ...]
@@ -59,17 +60,17 @@ class Hosts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Told:
-    """What a host said."""
+class _Report:
+    """The report of one host."""
 
     address: str
     findings: tuple[Finding, ...]
     versions: tuple[tuple[str, str], ...] = ()
-    """Of Python, Ray and kvrelay; empty where kvrelay is not installed."""
+    """Versions of Python, Ray and kvrelay; empty if kvrelay is not installed."""
 
 
 def read_hosts(path: Path) -> Hosts:
-    """Return the hosts that a cluster.yaml names. Raises ConfigError; a cloud's file names none."""
+    """Return the hosts of a cluster.yaml. Raises ConfigError, also for a cloud's file, which names no hosts."""
     try:
         raw = yaml.safe_load(path.read_text(encoding="utf-8"))
         provider, auth = raw["provider"], raw["auth"]
@@ -91,23 +92,23 @@ def read_hosts(path: Path) -> Hosts:
 
 
 Which = Callable[[str], str | None]
-"""Finds a program of this machine, as `shutil.which` does."""
+"""Finds a program on this machine, like `shutil.which`."""
 
 
 async def check_hosts(hosts: Hosts, run: Run, *, which: Which = shutil.which) -> list[Finding]:
-    """Ask every host, all at once, and return findings about each and about what they have in common.
+    """Check all hosts concurrently; return findings about each and about their differences.
 
-    Without ssh on this machine no host is asked.
+    Without ssh on this machine no host is checked.
     """
     here = list(_here(which))
     if which("ssh") is None:
         return here
-    told = await asyncio.gather(*(_ask(address, hosts, run) for address in (hosts.head, *hosts.workers)))
-    return [*here, *(finding for each in told for finding in each.findings), *_differences(told)]
+    reports = await asyncio.gather(*(_ask(address, hosts, run) for address in (hosts.head, *hosts.workers)))
+    return [*here, *(finding for each in reports for finding in each.findings), *_differences(reports)]
 
 
 async def run_command(command: Sequence[str]) -> tuple[int, str, str]:
-    """Run a command on this machine. Takes up to a minute; then it is killed and counts as ssh's failure."""
+    """Run a command on this machine. After a minute it is killed and counts as a failure of ssh."""
     process = await asyncio.create_subprocess_exec(
         *command,
         stdin=asyncio.subprocess.DEVNULL,
@@ -127,15 +128,15 @@ async def run_command(command: Sequence[str]) -> tuple[int, str, str]:
 def _here(which: Which) -> Iterator[Finding]:
     missing = [tool for tool in ("ssh", "rsync") if which(tool) is None]
     if missing:
-        advice = "`ray up` works by ssh and rsync: install what is missing"
+        advice = "`ray up` uses ssh and rsync: install what is missing"
         if "ssh" in missing:
-            advice += "; no host was asked"
-        yield failure("this machine", f"lacks {' and '.join(missing)}", advice)
+            advice += "; no host was checked"
+        yield failure("this machine", f"{' and '.join(missing)} missing", advice)
 
 
-async def _ask(address: str, hosts: Hosts, run: Run) -> _Told:
+async def _ask(address: str, hosts: Hosts, run: Run) -> _Report:
     settings = ["BatchMode=yes", f"ConnectTimeout={_CONNECT_TIMEOUT_S}", "LogLevel=ERROR"]
-    # As `ray up` does: hosts of a private network are set up anew, with other keys.
+    # Like `ray up`: hosts of a private network may be set up again with other keys.
     settings += ["StrictHostKeyChecking=no", "UserKnownHostsFile=/dev/null"]
     options = [part for setting in settings for part in ("-o", setting)]
     key = [] if hosts.key is None else ["-i", hosts.key]
@@ -148,39 +149,37 @@ async def _ask(address: str, hosts: Hosts, run: Run) -> _Told:
         advice = (
             "`ray up` cannot set it up: correct its address, auth.ssh_user and the key, start its sshd, open port 22"
         )
-        return _Told(address=address, findings=(failure(address, f"no ssh as {hosts.user}: {why}", advice),))
-    return _understand(address, stdout, asked_s=asked_s, slack_s=_MAX_SKEW_S + time.time() - started_s)
+        return _Report(address=address, findings=(failure(address, f"no ssh as {hosts.user}: {why}", advice),))
+    return _evaluate(address, stdout, asked_s=asked_s, slack_s=_MAX_SKEW_S + time.time() - started_s)
 
 
-def _understand(address: str, stdout: str, *, asked_s: float, slack_s: float) -> _Told:
+def _evaluate(address: str, stdout: str, *, asked_s: float, slack_s: float) -> _Report:
     facts, _, own = stdout.partition("findings\n")
     findings: list[Finding] = []
     versions: list[tuple[str, str]] = []
     for line in facts.splitlines():
         kind, _, value = line.partition(" ")
-        if kind == "lacks":
-            findings.append(
-                failure(address, f"lacks {value}", f"install it there: {_NEEDED.get(value, 'it is needed')}")
-            )
-        elif kind == "blocked":
-            advice = "the host cannot join: open that port, and those of docs/operations.md, “Ports”, between all hosts"
-            findings.append(failure(address, f"gets no answer from {value}", advice))
-        elif kind == "clock" and abs(float(value) - asked_s) > slack_s:
-            text = f"its clock is {abs(float(value) - asked_s):.0f} s {'ahead' if float(value) > asked_s else 'behind'}"
-            findings.append(
-                warning(address, text, "logs cannot be put in order, certificates may not be valid yet: NTP")
-            )
-        elif kind == "version":
-            name, _, version = value.partition(" ")
-            versions.append((name, version))
+        match kind:
+            case "missing":
+                advice = f"install it there: {_NEEDED.get(value, 'it is needed')}"
+                findings.append(failure(address, f"{value} missing", advice))
+            case "blocked":
+                advice = "the host cannot join: open the ports of docs/operations.md, “Ports”, between all hosts"
+                findings.append(failure(address, f"no answer from {value}", advice))
+            case "clock" if abs(skew_s := float(value) - asked_s) > slack_s:
+                advice = "use NTP: logs cannot be put in order, and certificates may not be valid yet"
+                text = f"its clock is {abs(skew_s):.0f} s {'ahead' if skew_s > 0 else 'behind'}"
+                findings.append(warning(address, text, advice))
+            case "version":
+                name, _, version = value.partition(" ")
+                versions.append((name, version))
     if not versions:
         findings.append(warning(address, "kvrelay is not installed there", "`ray up` installs it"))
     findings += [_at(address, each) for each in _parse(own) if each["verdict"] != Verdict.OK]
     if not findings:
-        findings.append(
-            ok(address, ", ".join(f"{name} {version}" for name, version in versions) + "; host checks well")
-        )
-    return _Told(address=address, findings=tuple(findings), versions=tuple(versions))
+        text = ", ".join(f"{name} {version}" for name, version in versions)
+        findings.append(ok(address, f"{text}; no problem found"))
+    return _Report(address=address, findings=tuple(findings), versions=tuple(versions))
 
 
 def _parse(own: str) -> list[dict[str, Any]]:
@@ -200,12 +199,12 @@ def _at(address: str, finding: dict[str, Any]) -> Finding:
     )
 
 
-def _differences(told: Sequence[_Told]) -> Iterator[Finding]:
-    """Yield who differs from most in what has to be the same."""
-    installed = [each for each in told if each.versions]
+def _differences(reports: Sequence[_Report]) -> Iterator[Finding]:
+    """Yield the hosts whose versions differ from those of most hosts."""
+    installed = [each for each in reports if each.versions]
     for name, why in (
-        ("Python", "Ray takes no host with another one"),
-        ("Ray", "Ray takes no host with another one"),
+        ("Python", "Ray accepts no host with another version"),
+        ("Ray", "Ray accepts no host with another version"),
         ("kvrelay", "processes of two versions may not understand each other"),
     ):
         found = {each.address: dict(each.versions).get(name, "none") for each in installed}

@@ -1,4 +1,4 @@
-"""Checks whether every worker reaches every other one: whoever takes over a request pulls its KV from a peer."""
+"""Checks whether every worker reaches every other one, from which it may have to pull KV."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -13,13 +13,13 @@ from kvrelay.v1 import worker_pb2_grpc
 
 _TIMEOUT_S = 10.0
 _AT_A_TIME = 2
-"""Probes of one worker; it takes four, and another doctor may run."""
+"""Concurrent probes by one worker, which accepts four; another doctor may run."""
 _NUM_NAMED = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reached:
-    """A worker that this host reaches itself, so that it can be asked for others."""
+    """A worker that this host reaches, so that it can probe the others."""
 
     worker_id: str
     address: str
@@ -27,19 +27,19 @@ class Reached:
 
 
 async def check_peers(asked: Sequence[Reached], addresses: Mapping[str, str], connect: Connect) -> list[Finding]:
-    """Have every worker of `asked` try all of `addresses`, where by worker id KV is served; return who reaches whom."""
+    """Have each worker of `asked` probe `addresses`, the KV planes by worker id; return findings on the connections."""
     layouts = {each.worker_id: each.layout for each in asked}
 
     def is_target(source: Reached, name: str) -> bool:
-        # Others than its own kind never exchange blocks; `agreement` tells of them.
+        # Workers of different layouts never exchange blocks; the finding `agreement` names them.
         return name != source.worker_id and layouts.get(name, source.layout) == source.layout
 
-    told = await asyncio.gather(
+    probed = await asyncio.gather(
         *(_try(each, connect, {name: at for name, at in addresses.items() if is_target(each, name)}) for each in asked)
     )
     cut_off: dict[str, list[str]] = {}
     unasked, num_tried = [], 0
-    for source, answers in zip(asked, told, strict=True):
+    for source, answers in zip(asked, probed, strict=True):
         if any(answer is None for answer in answers.values()):
             unasked.append(source.worker_id)
         num_tried += sum(answer is not None for answer in answers.values())
@@ -51,12 +51,12 @@ async def check_peers(asked: Sequence[Reached], addresses: Mapping[str, str], co
         findings.append(
             warning(
                 "worker to worker",
-                f"{_named(unasked)} could not try the others",
-                "unknown whether KV gets from worker to worker: install the same version everywhere and ask again",
+                f"{_named(unasked)} could not probe the others",
+                "install the same version everywhere and check again whether KV gets from worker to worker",
             )
         )
     if not findings and num_tried:
-        findings.append(ok("worker to worker", f"all {num_tried} ways between {len(asked)} workers are open"))
+        findings.append(ok("worker to worker", f"all {num_tried} connections between {len(asked)} workers work"))
     return findings
 
 
@@ -65,8 +65,8 @@ def _cut_off(name: str, address: str, sources: Sequence[str]) -> Finding:
     return failure(
         f"to {name}",
         f"{address} is not reached by {_named(sources)}",
-        f"KV cannot be pulled there, so prompts are computed again: open port {port} of that host (pools.*.ports) to"
-        " all hosts of the cluster, and see that its address is the one by which they know it",
+        f"prompts are computed again instead of pulled from there: open port {port} of that host (pools.*.ports) to"
+        " all hosts of the cluster, and check that its address is the one that they use",
     )
 
 
@@ -76,12 +76,10 @@ def _named(names: Sequence[str]) -> str:
 
 
 async def _try(source: Reached, connect: Connect, targets: Mapping[str, str]) -> dict[str, bool | None]:
-    """Return for each target whether the source reaches it; None where the source could not tell."""
-    channel = connect(source.address)
-    stub = worker_pb2_grpc.WorkerServiceStub(channel)
+    """Return for each target whether the source reaches it; None if the probe failed."""
     places = asyncio.Semaphore(_AT_A_TIME)
 
-    async def one(name: str, address: str) -> bool | None:
+    async def one(stub: "worker_pb2_grpc.WorkerServiceAsyncStub", name: str, address: str) -> bool | None:
         async with places:
             try:
                 request = pb.ProbePeerRequest(address=address, worker_id=name)
@@ -89,8 +87,7 @@ async def _try(source: Reached, connect: Connect, targets: Mapping[str, str]) ->
             except grpc.aio.AioRpcError:
                 return None
 
-    try:
-        answers = await asyncio.gather(*(one(name, address) for name, address in targets.items()))
-    finally:
-        await channel.close()
+    async with connect(source.address) as channel:
+        stub = worker_pb2_grpc.WorkerServiceStub(channel)
+        answers = await asyncio.gather(*(one(stub, *target) for target in targets.items()))
     return dict(zip(targets, answers, strict=True))

@@ -1,29 +1,34 @@
-"""Checks whether a running cluster holds together, as seen from this host."""
+"""Checks whether a running cluster works together, as seen from this host."""
 
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import grpc
 
-from cluster.doctor.certificates import check_certificates
 from cluster.doctor.finding import Finding, failure, ok, warning
 from cluster.doctor.peers import Reached, check_peers
 from common.config import ServingConfig
 from common.errors import KvrelayError, Unreachable
 from common.ports import with_port
 from common.rpc import Connect
+from common.trust.authority import RENEW_SHARE
 from common.trust.channels import connect_to
 from common.trust.credentials import Credentials
 from common.trust.identity import Role
+from common.trust.shown import Onlooker
 from common.version import installed_version
 from kvrelay.client import AsyncClient, ClusterStatus, WorkerView
 from kvrelay.v1 import worker_pb2, worker_pb2_grpc
 
 _TIMEOUT_S = 5.0
 _MAX_SKEW_S = 1.0
+_LATE_SHARE = (1 - RENEW_SHARE) * 3 / 4
+"""Remaining share of a certificate's life below which its renewal is overdue."""
+_LATE_OWN_S = 7 * 86_400.0
+"""Remaining life below which the operator's own certificate should be replaced."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,15 +40,15 @@ class _Peer:
     error: str
     round_trip_s: float
     skew_s: float
-    """Its clock less ours, less half the round trip."""
+    """Its clock minus that of this host, minus half the round trip."""
 
 
 async def check_service(
     make_client: Callable[..., AsyncClient], config: ServingConfig | None, *, operator: Credentials | None
 ) -> list[Finding]:
-    """Return findings about the cluster behind a client's router. Without a configuration pools are not compared.
+    """Return findings about the cluster behind a client's router.
 
-    `operator` is who asks workers; without one they are not asked.
+    Without `config` the pools are not compared with it; without the credentials of an operator no worker is asked.
     """
     address = ""
     try:
@@ -57,12 +62,12 @@ async def check_service(
         return [failure("router", error.message, advice)]
     except KvrelayError as error:
         return [failure("router", f"{address}: {error.message}", "see `kvrelay logs router`")]
-    advice = "requests are routed worse than they could be: docs/operations.md, “Alarms of the router”"
+    advice = "routing is worse than it could be: see docs/operations.md, “Alarms of the router”"
     alarms = [warning("routing", alarm, advice) for alarm in status.router.alarms]
     pools = [] if config is None else _pools(status, config)
     if operator is None:
-        advice = "ask on the host of `kvrelay up`, as its user, or copy its run folder's tls/operator.json here"
-        return [answered, *alarms, *pools, warning("workers", "were not asked: they answer operators only", advice)]
+        advice = "run this on the host of `kvrelay up` as its user, or copy its run folder's tls/operator.json here"
+        return [answered, *alarms, *pools, warning("workers", "not asked: they answer operators only", advice)]
     doors = {f"the router at {each}": each for each in routers}
     workers = {view.worker_id: view.address for view in status.workers}
     certificates = await check_certificates(doors | workers, operator)
@@ -98,20 +103,18 @@ def _pools(status: ClusterStatus, config: ServingConfig) -> list[Finding]:
 
 
 async def _ask(view: WorkerView, connect: Connect) -> _Peer:
-    """Ask a worker who it is, from this host."""
+    """Describe a worker as seen from this host."""
     started_s = time.monotonic()
     described, error, skew_s = None, "", 0.0
-    channel = connect(view.address)
-    try:
+    async with connect(view.address) as channel:
         stub = worker_pb2_grpc.WorkerServiceStub(channel)
-        described = await stub.DescribeWorker(worker_pb2.DescribeWorkerRequest(), timeout=_TIMEOUT_S)
+        try:
+            described = await stub.DescribeWorker(worker_pb2.DescribeWorkerRequest(), timeout=_TIMEOUT_S)
+        except grpc.aio.AioRpcError as failed:
+            error = f"{failed.code().name.lower()}: {failed.details()}"
         round_trip_s = time.monotonic() - started_s
-        skew_s = described.unix_time_s - time.time() + round_trip_s / 2
-    except grpc.aio.AioRpcError as failed:
-        round_trip_s = time.monotonic() - started_s
-        error = f"{failed.code().name.lower()}: {failed.details()}"
-    finally:
-        await channel.close()
+        if described is not None:
+            skew_s = described.unix_time_s - time.time() + round_trip_s / 2
     return _Peer(view=view, described=described, error=error, round_trip_s=round_trip_s, skew_s=skew_s)
 
 
@@ -131,19 +134,19 @@ def _worker(peer: _Peer) -> Finding:
         return failure(
             name,
             f"{view.address} runs kvrelay {described.version or 'of an unknown version'}; this host has {ours}",
-            "what they say to each other may differ: install the same version on every host and restart that worker",
+            "they may not understand each other: install the same version on every host and restart that worker",
         )
     if abs(peer.skew_s) > _MAX_SKEW_S:
         return warning(
             name,
             f"the clock of {view.address} is {abs(peer.skew_s):.1f} s {'ahead' if peer.skew_s > 0 else 'behind'}",
-            "keep time by NTP on every host: logs and traces cannot be put in order",
+            "use NTP on every host: logs and traces cannot be put in order",
         )
     return ok(name, f"{view.address} answers in {_ms(peer.round_trip_s)}, kvrelay {described.version}")
 
 
 def _agreement(peers: Sequence[_Peer]) -> list[Finding]:
-    """Return whether all workers serve the same weights in blocks of the same shape."""
+    """Compare the weights and block shapes of all workers."""
     layouts = {peer.view.worker_id: peer.described.layout for peer in peers if peer.described is not None}
     prints = Counter(f"{layout.fingerprint}/{layout.block_size}/{layout.dtype}" for layout in layouts.values())
     if len(prints) <= 1:
@@ -155,11 +158,43 @@ def _agreement(peers: Sequence[_Peer]) -> list[Finding]:
     return [
         failure(
             "agreement",
-            f"{', '.join(odd)}: other weights, dtype or block size than the others",
-            "their KV is useless to the others: put the same model files on every host, and restart those workers",
+            f"{', '.join(odd)}: different weights, dtype or block size",
+            "they cannot exchange KV with the others: put the same model files on every host and restart them",
         )
     ]
 
 
 def _ms(seconds: float) -> str:
     return f"{1000 * seconds:.1f} ms"
+
+
+async def check_certificates(addresses: Mapping[str, str], operator: Credentials) -> list[Finding]:
+    """Return the processes, by name in `addresses`, whose certificates will soon expire or have expired."""
+    lifetime_s, now_s = operator.held.enrolment.lifetime_s, time.time()
+    left_s = {"the operator": operator.held.expires_unix_s - now_s}
+    late = [*_late("the operator", left_s["the operator"], _LATE_SHARE * lifetime_s)]
+    if operator.is_encrypted:
+        onlooker = Onlooker(operator)
+        shown = await asyncio.gather(*(onlooker.look_at(address) for address in addresses.values()))
+        for name, certificate in zip(addresses, shown, strict=True):
+            if certificate is not None:  # else it is unreachable, which other checks report
+                left_s[name] = certificate.expires_unix_s - now_s
+                allowed_s = _LATE_SHARE * lifetime_s if certificate.is_issued else _LATE_OWN_S
+                late += _late(name, left_s[name], allowed_s)
+    return late or [ok("certificates", f"{len(left_s)} are good for {_span(min(left_s.values()))} or longer")]
+
+
+def _late(name: str, left_s: float, allowed_s: float) -> list[Finding]:
+    if left_s >= allowed_s:
+        return []
+    advice = "the controller renews it while it runs: see `kvrelay logs supervisor`; own files: replace them"
+    if left_s <= 0:
+        return [failure("certificates", f"that of {name} expired {_span(-left_s)} ago: no new connections", advice)]
+    return [warning("certificates", f"that of {name} expires in {_span(left_s)} and was not renewed", advice)]
+
+
+def _span(seconds: float) -> str:
+    for unit, length_s in (("days", 86_400.0), ("h", 3600.0), ("min", 60.0)):
+        if seconds >= 2 * length_s:
+            return f"{seconds / length_s:.1f} {unit}"
+    return f"{seconds:.0f} s"

@@ -1,1 +1,1 @@
-"""How many workers each pool should have: pure decisions from what was observed, the same in service and simulation."""
+"""Decides the pools' sizes from observations. Pure; the same in service and in simulation."""

@@ -1,22 +1,23 @@
-"""What a pool can carry within the objectives: from the workers' timing models and the distribution of requests.
+"""The load that a pool can carry within the objectives, from timing models and the distribution of requests.
 
-Prefill: a request takes its seconds of computing from one of k workers and waits for them in one line (queueing.py). It
-is in time when wait and computing fit into its objective, which grows with its prompt. Under load, prompts share
-engine steps, so a step's constant is divided among the tokens that fill it; alone, a prompt pays all of it.
+Prefill: a request waits in one line for one of k workers, which computes it for some seconds (`queueing`). It is in
+time if wait and computation fit into its objective, which grows with its prompt. Under load, prompts share engine
+steps, so a step's constant is divided among the tokens that fill it; a single prompt pays all of it.
 
-Decode: a step with sequences in it takes a + sum of q over them, q growing with the sequence's KV. A pool that is asked
-for r tokens a second and worker settles where sequences = r * step (Little's law), which gives step = a / (1 - r * q).
-How many there are at a moment, and with how much KV, varies: a compound sum, of which the quantile has to fit into the
-gap between tokens, into the KV pages and into the batch. It varies more than a Poisson sum: a batch that happens to be
-large makes its steps longer, and so stays large for longer. With steps shared like that their number is that of
-generalized processor sharing, whatever the lengths (J. W. Cohen, Acta Informatica 12, 1979): negative binomial where
-all are equal, with a variance of 1 / (1 - r * q) of the mean. Where they are not, the variance of the sum of q grows by
-the same factor, linearized about its mean.
+Decode: a step takes a + sum of q over its sequences, where q grows with a sequence's KV. A pool with a load of r tokens
+a second and worker settles where sequences = r * step (Little's law), which gives step = a / (1 - r * q). The number of
+sequences and their KV vary: a quantile of this compound sum must fit into the gap between tokens, the KV pages and the
+batch. It varies more than a Poisson sum, since a batch that happens to be large has longer steps and so stays large for
+longer. With steps shared like that the number of sequences follows generalized processor sharing for any distribution
+of lengths (J. W. Cohen, Acta Informatica 12, 1979): negative binomial if all are equal, with a variance of
+1 / (1 - r * q) times the mean. If they are not, the variance of the sum of q grows by the same factor, linearized about
+its mean.
 
-Where routers let decode workers compute prompts while their gaps allow it, what time these have to spare helps prefill.
+If routers let decode workers compute prompts while their gaps allow it, their spare time helps prefill.
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass
@@ -30,33 +31,33 @@ from common.slo import Slo
 from common.timing import TimingModel
 
 MAX_WORKERS = 1024
-"""No pool is larger."""
+"""Largest pool considered."""
 _KV_SHARE = 0.95
-"""Of the pages that sequences may fill: allocation needs some air."""
+"""Share of the pages that sequences may fill, since allocation needs some slack."""
 _RATE_PRECISION = 1e-3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objectives:
-    """What has to hold."""
+    """The objectives of one pool."""
 
     slo: Slo
     attainment: float
-    """Share of requests that meet one pool's objective, of those that could meet it on an idle cluster."""
+    """Share of requests that must meet the objective, among those that could on an idle cluster."""
     max_utilization: float
-    """Of a prefill worker's time, however short the waits would be; of a decode step's, where no objective binds."""
+    """Limit for a prefill worker's time even with short waits; for a decode step's if its objective is unreachable."""
 
 
 class Capacity(Protocol):
-    """What one pool carries."""
+    """The load that one pool carries."""
 
     def holds(self, num_workers: int, rate: float) -> bool:
-        """Return whether so many workers serve `rate` requests a second within the objectives. Monotone in both."""
+        """Return whether that many workers serve `rate` requests a second within the objectives. Monotone in both."""
         ...
 
 
 class PrefillCapacity:
-    """What prefill workers carry. Immutable."""
+    """The load that prefill workers carry. Immutable."""
 
     def __init__(
         self, timing: TimingModel, shapes: Sequence[RequestShape], objectives: Objectives, *, burstiness: float = 1.0
@@ -68,29 +69,29 @@ class PrefillCapacity:
         self._burstiness = burstiness
         works_s = [_shared_prefill_s(timing, shape) for shape in shapes]
         self.mean_work_s = sum(works_s) / len(works_s)
-        """Of a worker's time per request, under load."""
+        """Mean worker time per request under load."""
         second_moment = sum(work_s * work_s for work_s in works_s) / len(works_s)
         self._scv = second_moment / self.mean_work_s**2 - 1.0 if self.mean_work_s > 0.0 else 0.0
         slacks_s = (objectives.slo.ttft_of(shape.num_prompt_tokens) - _prefill_s(timing, shape) for shape in shapes)
         self._slacks_s = sorted(slack_s for slack_s in slacks_s if slack_s >= 0.0)
         self.reachable = len(self._slacks_s) / len(shapes)
-        """Share of requests that an idle worker would serve in time."""
+        """Share of requests that an idle worker serves in time."""
         self._attainment = objectives.attainment
 
     def helped_by(self, num_helpers: float) -> Self:
-        """Return what the workers carry when others give them so many workers' worth of time."""
+        """Return the capacity with the spare time of that many other workers added."""
         helped = copy(self)
-        helped._num_helpers = num_helpers  # noqa: SLF001 - of this class
+        helped._num_helpers = num_helpers  # noqa: SLF001 - same class
         return helped
 
     def utilization(self, num_workers: int, rate: float) -> float:
-        """Return the share of its time that each worker computes; beyond 1 the line grows without end."""
+        """Return the share of its time that each worker computes; above 1 the line grows without bound."""
         return rate * self.mean_work_s / (num_workers + self._num_helpers) if num_workers else math.inf
 
     def attainment(self, num_workers: int, rate: float) -> float:
-        """Return the predicted share of requests in time, of those that an idle worker would serve in time.
+        """Return the predicted share of requests in time, among those that an idle worker serves in time.
 
-        A part of a worker counts in proportion, between the whole ones below and above.
+        Fractions of a worker are interpolated linearly.
         """
         whole, part = divmod(num_workers + self._num_helpers, 1.0)
         below, above = self._attainment_of(int(whole), rate), self._attainment_of(int(whole) + 1, rate)
@@ -121,7 +122,7 @@ class PrefillCapacity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeRoom:
-    """What fits into one decode worker."""
+    """The room in one decode worker."""
 
     num_blocks: int
     block_size: int
@@ -131,15 +132,15 @@ class DecodeRoom:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Moments:
-    """Of something that a running sequence takes: mean, and mean of squares, over the time that sequences run."""
+    """Mean and mean square of a sequence's use of some resource, over the time that sequences run."""
 
     mean: float
     mean_square: float
 
     def quantile(self, num_sequences: float, z: float, *, spread: float) -> float:
-        """Return what so many sequences on average take together at `z` standard deviations above the mean.
+        """Return the joint use of a mean number of sequences at `z` standard deviations above the mean.
 
-        `spread`: variance over that of a Poisson number of sequences.
+        `spread`: their variance relative to that of a Poisson number.
         """
         return num_sequences * self.mean + z * math.sqrt(num_sequences * self.mean_square * spread)
 
@@ -148,7 +149,7 @@ _ONE = _Moments(mean=1.0, mean_square=1.0)
 
 
 class DecodeCapacity:
-    """What decode workers carry. Immutable."""
+    """The load that decode workers carry. Immutable."""
 
     def __init__(
         self, timing: TimingModel, shapes: Sequence[RequestShape], objectives: Objectives, *, room: DecodeRoom
@@ -159,13 +160,13 @@ class DecodeCapacity:
         self._room = room
         self._shapes = shapes
         self._step_s = timing.itl_s(0, 0)
-        # A request's first token comes from prefill, yet every token needs its KV to be there: counted as decoded.
+        # The first token comes from prefill, but it needs its KV too, so it counts as decoded.
         self.mean_output_tokens = sum(shape.num_output_tokens for shape in shapes) / len(shapes)
         contexts = [shape.num_prompt_tokens + shape.num_output_tokens / 2 for shape in shapes]
         decode = timing.decode
         self._cost_s = self._moments([decode.per_decode_s + decode.per_context_token_s * each for each in contexts])
         self.is_reachable = self._step_s + self._cost_s.mean <= objectives.slo.tpot_s
-        """Whether a sequence that runs alone is within the objective."""
+        """Whether a single sequence is within the objective."""
         self._z = NormalDist().inv_cdf(objectives.attainment)
 
     @cached_property
@@ -175,7 +176,7 @@ class DecodeCapacity:
         )
 
     def _moments(self, values: Sequence[float]) -> _Moments:
-        """Weigh each request's value with its tokens: as long as that it runs."""
+        """Weigh each request's value by its tokens, that is by its running time."""
         weights = [max(1, shape.num_output_tokens) for shape in self._shapes]
         total = sum(weights)
         return _Moments(
@@ -184,18 +185,18 @@ class DecodeCapacity:
         )
 
     def mean_itl_s(self, num_workers: int, rate: float) -> float:
-        """Return the predicted mean gap between tokens; infinite when more is asked than ever fits."""
+        """Return the predicted mean gap between tokens; infinite under overload."""
         if not num_workers:
             return math.inf
         slowdown = self._slowdown(num_workers, rate)
         return self._step_s * slowdown if slowdown < math.inf else math.inf
 
     def _busy(self, num_workers: int, rate: float) -> float:
-        """Return the share of a step that grows with its sequences; from 1 on, no step is long enough."""
+        """Return the share of a step that grows with its sequences; from 1 on the pool is overloaded."""
         return rate * self.mean_output_tokens / num_workers * self._cost_s.mean
 
     def _slowdown(self, num_workers: int, rate: float) -> float:
-        """Return the mean step over an empty one, and as well the variance of a batch over a Poisson one's."""
+        """Return the mean step relative to an empty one, which is also the variance of a batch relative to Poisson."""
         busy = self._busy(num_workers, rate)
         return 1.0 / (1.0 - busy) if busy < 1.0 else math.inf
 
@@ -205,22 +206,22 @@ class DecodeCapacity:
         return rate * self.mean_output_tokens * itl_s if rate else 0.0
 
     def high_itl_s(self, num_workers: int, rate: float) -> float:
-        """Return the gap between tokens that the wanted share of requests stays within."""
+        """Return the gap between tokens that the required share of requests does not exceed."""
         return self._step_s + self._high(self._cost_s, num_workers, rate) / max(1, num_workers)
 
     def _high(self, moments: _Moments, num_workers: int, rate: float) -> float:
-        """Return what the pool's sequences take together, as high as it gets but for the share that may fail."""
+        """Return the quantile of the sequences' joint use that the required share does not exceed."""
         running = self.num_sequences(num_workers, rate)
         if running == math.inf:
             return math.inf
         return moments.quantile(running, self._z, spread=self._slowdown(num_workers, rate))
 
     def num_spare(self, num_workers: int, rate: float) -> float:
-        """Return how many workers' worth of time is left before the mean gap is as long as it may be."""
+        """Return the spare time, in workers, until the mean gap reaches its objective."""
         return num_workers * max(0.0, 1.0 - self.mean_itl_s(num_workers, rate) / self._objectives.slo.tpot_s)
 
     def kv_share(self, num_workers: int, rate: float) -> float:
-        """Return the share of the pool's pages in use, as high as it gets but for the share that may fail."""
+        """Return the quantile of the share of pages in use."""
         return self._high(self._pages, num_workers, rate) / max(1, num_workers * self._room.num_blocks)
 
     def holds(self, num_workers: int, rate: float) -> bool:
@@ -236,18 +237,18 @@ class DecodeCapacity:
 
 
 def workers_for(capacity: Capacity, rate: float) -> int:
-    """Return the smallest pool that carries `rate` requests a second, at least 1 and at most MAX_WORKERS."""
+    """Return the smallest pool that carries `rate` requests a second, from 1 to MAX_WORKERS."""
     return _first(lambda num_workers: capacity.holds(num_workers, rate), at_most=MAX_WORKERS)
 
 
 def rate_of(capacity: Capacity, num_workers: int) -> float:
-    """Return the requests a second that a pool carries within the objectives; 0.0 when it carries nothing."""
+    """Return the requests a second that a pool carries within the objectives."""
     if not capacity.holds(num_workers, 0.0):
         return 0.0
     low, high = 0.0, 1.0
     while capacity.holds(num_workers, high):
         low, high = high, high * 2.0
-        if high > 1e9:  # requests that cost nothing
+        if high > 1e9:  # requests without cost
             return math.inf
     while high - low > _RATE_PRECISION * high:
         middle = (low + high) / 2.0
@@ -260,8 +261,8 @@ def rate_of(capacity: Capacity, num_workers: int) -> float:
 def best_split(prefill: Capacity, decode: Capacity, num_workers: int, *, least: tuple[int, int]) -> tuple[int, int]:
     """Return the (prefill, decode) sizes, together `num_workers`, that carry the most requests a second.
 
-    `least` are the smallest sizes allowed; together they are at most `num_workers`. A request needs both pools, so the
-    scarcer one counts: more prefill workers help until decode is the scarcer, hence the crossing is searched for.
+    `least` are the smallest sizes allowed; their sum is at most `num_workers`. A request needs both pools, so more
+    prefill workers help until decode is the bottleneck. This crossing is searched for.
     """
     least_prefill, least_decode = least
     span = num_workers - least_prefill - least_decode
@@ -280,24 +281,21 @@ def best_split(prefill: Capacity, decode: Capacity, num_workers: int, *, least: 
 
 
 def _first(holds: Callable[[int], bool], *, at_most: int) -> int:
-    """Return the smallest number from 1 for which a monotone condition holds; `at_most` when it never does."""
-    low, high = 0, 1  # does not hold at low
-    while high < at_most and not holds(high):
-        low, high = high, min(high * 2, at_most)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if holds(middle) else (middle, high)
-    return high
+    """Return the smallest number from 1 on for which a monotone condition holds, else `at_most`."""
+    high = 1
+    while high < at_most and not holds(high):  # most pools are small, and large ones are costly to evaluate
+        high = min(high * 2, at_most)
+    return bisect_left(range(high), x=True, lo=high // 2 + 1, key=holds)
 
 
 def _prefill_s(timing: TimingModel, shape: RequestShape) -> float:
-    """Return how long an idle worker computes a prompt, and the step that decodes its first token elsewhere."""
+    """Return the time in which an idle worker computes a prompt, and the step that decodes its first token."""
     num_new = shape.num_computed_tokens
     return timing.prefill_s(num_new, max(0, shape.num_prompt_tokens - num_new))
 
 
 def _shared_prefill_s(timing: TimingModel, shape: RequestShape) -> float:
-    """Return a prompt's part of steps that are full."""
+    """Return a prompt's share of full steps."""
     num_new = shape.num_computed_tokens
     num_steps = timing.num_prefill_steps(num_new) if num_new > 0 else 0
     num_full_steps = num_new / max(1, timing.max_step_tokens)

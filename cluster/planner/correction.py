@@ -1,8 +1,8 @@
-"""How far the model is too hopeful: learned from requests that missed the objectives where it said they would not.
+"""Corrects an optimistic model: learns from requests that missed the objectives against its prediction.
 
-Queueing formulas know nothing of requests that follow their cached prefix to a busy worker, of transfers in each
-other's way, of noisy neighbours. Each such miss raises the load that a pool is planned for, a little at a time. It only
-ever asks for more: what the model is too careful about is left, since finding out would cost somebody's answer.
+Queueing formulas ignore requests that follow their cached prefix to a busy worker, competing transfers and noisy
+neighbours. Each unexpected miss raises the load that a pool is planned for by a small step. The load is never lowered,
+since probing for that would cost requests their objectives.
 """
 
 import math
@@ -13,32 +13,32 @@ from common.demand import Demand
 from common.slo import Slo
 
 _STEP = 0.05
-"""Relative, for each evidence of a miss."""
+"""Relative step for each unexpected miss."""
 _LARGEST = 2.0
 _FORGET_S = 3600.0
-"""Time constant: the load of another hour may fit the model better."""
+"""Time constant: another hour's load may fit the model better."""
 _MIN_FINISHED = 20
 _NUM_SIGMAS = 2.0
 
 
 @dataclass(slots=True)
 class Correction:
-    """Factors on the load, each from 1 to 2. Mutable."""
+    """Factors on the load of each pool, from 1 to 2. Mutable."""
 
     factors: dict[Pool, float] = field(default_factory=lambda: dict.fromkeys(Pool, 1.0))
     _updated_s: float | None = None
 
     def forget(self, now_s: float) -> None:
-        """Come back to the model as time goes by."""
+        """Let the factors decay towards 1."""
         if self._updated_s is not None:
             left = math.exp(-(now_s - self._updated_s) / _FORGET_S)
             self.factors = {pool: 1.0 + (factor - 1.0) * left for pool, factor in self.factors.items()}
         self._updated_s = now_s
 
     def learn(self, demand: Demand, *, slo: Slo, predicted: float) -> None:
-        """Compare with the share of good requests that the model predicts at least for the present pools.
+        """Compare the demand with the lowest share of good requests that the model predicts for the present pools.
 
-        The pool is blamed whose objective the slowest tenth missed: decode for its gaps, else prefill.
+        A miss is blamed on decode if the slowest tenth of the gaps missed their objective, else on prefill.
         """
         num_finished = demand.num_finished
         if num_finished < _MIN_FINISHED:

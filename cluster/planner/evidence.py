@@ -1,4 +1,4 @@
-"""What a planner knows of the load: requests' shapes, the workers' speed, and both pools' capacity that follows."""
+"""A planner's evidence: the shapes of requests, the speed of workers, and the resulting capacity of both pools."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -17,14 +17,14 @@ _BATCH = StepShape(num_decodes=16, num_context_tokens=16 * 1024)
 
 
 class ShapeMemory:
-    """A sample of the requests that finished lately; longer than one window, so that rare long ones are in it."""
+    """A sample of recently finished requests; it spans several windows, so that it contains rare long ones."""
 
     def __init__(self, *, memory_s: float) -> None:
         self._memory_s = memory_s
         self._seen: deque[tuple[float, tuple[RequestShape, ...]]] = deque()
 
     def add(self, now_s: float, demand: Demand) -> None:
-        """Take over a window's sample. What is older than the memory goes, unless nothing newer has come."""
+        """Add a window's sample. Samples older than the memory are dropped, except the newest."""
         if demand.shapes:
             self._seen.append((now_s, demand.shapes))
         while len(self._seen) > 1 and now_s - self._seen[0][0] > self._memory_s:
@@ -32,7 +32,7 @@ class ShapeMemory:
 
     @property
     def shapes(self) -> Sequence[RequestShape]:
-        """Return the sample, at most a few hundred; evenly thinned, so that equal windows give equal samples."""
+        """At most a few hundred requests, evenly thinned, so that equal windows give equal samples."""
         shapes = [shape for _time_s, seen in self._seen for shape in seen]
         stride = max(1.0, len(shapes) / _MAX_SHAPES)
         return [shapes[int(position * stride)] for position in range(min(len(shapes), _MAX_SHAPES))]
@@ -40,14 +40,14 @@ class ShapeMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capacities:
-    """Of both pools."""
+    """Capacities of both pools."""
 
     prefill: PrefillCapacity
     decode: DecodeCapacity
 
 
 def measure(observed: Observation, shapes: Sequence[RequestShape], *, objectives: Objectives) -> Capacities | str:
-    """Return what each pool's workers carry; or, in words, what is missing to tell."""
+    """Return both pools' capacities, or a sentence about the missing evidence."""
     prefill = _typical_timing(observed, Pool.PREFILL)
     decode = _typical_timing(observed, Pool.DECODE)
     room = _room(observed)
@@ -61,12 +61,12 @@ def measure(observed: Observation, shapes: Sequence[RequestShape], *, objectives
 
 
 def objectives_of(slo: Slo, *, attainment: float, max_utilization: float) -> Objectives:
-    """Return each pool's objectives, so that both together hold for `attainment` of the requests."""
+    """Return the objectives of each pool with which both together hold for `attainment` of the requests."""
     return Objectives(slo=slo, attainment=attainment**0.5, max_utilization=max_utilization)
 
 
 def _typical_timing(observed: Observation, pool: Pool) -> TimingModel | None:
-    """Return the model of the pool's worker in the middle; of the other pool's where the pool has none."""
+    """Return the median worker's model; from the other pool if this one has none."""
     shape = _CHUNK if pool is Pool.PREFILL else _BATCH
     for candidates in (_of(observed, pool), observed.workers):
         models = [worker.timing for worker in candidates if worker.timing is not None]
@@ -77,7 +77,7 @@ def _typical_timing(observed: Observation, pool: Pool) -> TimingModel | None:
 
 
 def _room(observed: Observation) -> DecodeRoom | None:
-    """Return the smallest decode worker's."""
+    """Return the room in the smallest decode worker."""
     workers = [worker for worker in _of(observed, Pool.DECODE) if worker.num_blocks > 0 and worker.block_size > 0]
     if not workers:
         return None

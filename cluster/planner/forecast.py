@@ -1,9 +1,9 @@
-"""How many requests will come: level and trend of the arrival rate, looked ahead by the time that a worker needs.
+"""Forecasts the arrival rate from its level and trend.
 
-Counts scatter by chance, the more the burstier the arrivals. So the newest observations are taken, as far back as one
-straight line explains them all within that scatter: at a steady load that is the whole memory, and the rate is known
-well; after a jump only what came since, and it is followed at once. A slope counts when it is larger than twice its
-standard error, and the line is long enough to tell.
+Counts scatter, the more the burstier the arrivals. So the forecast uses the newest observations, as far back as one
+straight line explains all of them within that scatter: the whole memory at a steady load, which gives a precise rate;
+only the observations since a jump, which is followed at once. A slope counts if it exceeds twice its standard error
+and the line has enough points.
 """
 
 import math
@@ -12,34 +12,34 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 _NUM_SIGMAS = 3.0
-"""Of scatter within which an observation agrees with the line."""
+"""Standard deviations within which an observation agrees with the line."""
 _RELATIVE_SCATTER = 0.03
-"""That no rate goes below, however many requests it counts."""
+"""Minimum relative scatter assumed for any rate."""
 _MIN_TREND_POINTS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Point:
     time_s: float
-    """The middle of the window."""
+    """Middle of the window."""
     rate: float
     variance: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """Requests a second over time."""
+    """Requests a second as a straight line over time."""
 
     rate: float
-    """Now."""
+    """Present rate."""
     slope: float
-    """Change in each second; 0.0: none that chance would not explain."""
+    """Change per second; 0.0 if not significant."""
     num_points: int
 
     def ahead(self, horizon_s: float) -> float:
-        """Return the rate after a time: never below the present one, never more than twice it.
+        """Return the rate after that time, between the present rate and twice that.
 
-        A fall is believed when it has come; a line that is drawn on for long ends in nonsense.
+        A fall is followed only when it has happened; a line extended too far is meaningless.
         """
         return min(max(self.rate, self.rate + self.slope * horizon_s), 2.0 * self.rate)
 
@@ -52,7 +52,7 @@ class Forecast:
         self._points: deque[_Point] = deque()
 
     def add(self, now_s: float, *, num_arrived: int, window_s: float, burstiness: float) -> None:
-        """Note what arrived in the window that ends now. `window_s` is positive; times only grow."""
+        """Add the arrivals in the window that ends now. `window_s` is positive; times only grow."""
         rate = num_arrived / window_s
         scatter = burstiness * max(1, num_arrived) / window_s**2 + (_RELATIVE_SCATTER * rate) ** 2
         self._points.append(_Point(time_s=now_s - window_s / 2, rate=rate, variance=scatter))
@@ -60,7 +60,7 @@ class Forecast:
             self._points.popleft()
 
     def line(self, now_s: float) -> Line:
-        """Return what the newest observations agree on. Call after `add`."""
+        """Return the longest line that the newest observations agree with. Call after `add`."""
         points = list(self._points)
         best = _fit(points[-1:], now_s)
         num_tried = 2
@@ -72,9 +72,9 @@ class Forecast:
 
 
 def _fit(points: Sequence[_Point], now_s: float) -> Line | None:
-    """Return the least-squares line; None when a point does not agree with it.
+    """Return the least-squares line; None if a point does not agree with it.
 
-    All points weigh the same: weights by their counts would pull the line to those that chance made small.
+    All points have equal weight: weights by count would bias the line towards counts that are small by chance.
     """
     num_points = len(points)
     mean_time = sum(point.time_s for point in points) / num_points

@@ -1,4 +1,4 @@
-"""What a planner is told. Made by the controller from the routers' reports, or by the simulator from its routers."""
+"""A planner's observation, made by the controller from the routers' reports, or by the simulator."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,10 +17,10 @@ class Pool(StrEnum):
 
 
 class WorkerPhase(StrEnum):
-    """Where a worker is in its life, as far as capacity goes."""
+    """A worker's phase as it matters for capacity."""
 
     STARTING = "starting"
-    """Paid for, does not serve yet."""
+    """Paid for, not serving yet."""
     SERVING = "serving"
     DRAINING = "draining"
     """Paid for, takes nothing new."""
@@ -34,7 +34,7 @@ class ObservedWorker:
     pool: Pool
     phase: WorkerPhase
     timing: TimingModel | None
-    """What it has fitted to its own steps; None before it serves."""
+    """Fitted to its own steps; None before it serves."""
     num_running: int
     num_waiting: int
     num_pending_prefill_tokens: int
@@ -48,16 +48,16 @@ class ObservedWorker:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """Everything that a plan is made of."""
+    """The input of a plan."""
 
     now_s: float
     """The controller's monotonic clock."""
     demand: Demand
     workers: tuple[ObservedWorker, ...]
     startup_s: Mapping[Pool, float]
-    """Measured: asked for to first request, by pool."""
+    """Measured time from the request for a worker to its use, by pool."""
     drain_s: Mapping[Pool, float]
-    """Measured: told to go to gone."""
+    """Measured time from the order to drain to the end, by pool."""
 
     def count(self, pool: Pool, *phases: WorkerPhase) -> int:
         """Return the workers of a pool in these phases."""

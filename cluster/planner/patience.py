@@ -1,12 +1,12 @@
-"""When a pool may change: up soon, down late, never to and fro.
+"""Decides when a pool may change: grow soon, shrink late, never oscillate.
 
-    need to grow    the load expected when a new worker would serve
-    need to shrink  the same with some slack on top: the hysteresis
+    need to grow    for the load expected when a new worker would serve
+    need to shrink  the same with some slack on top, as hysteresis
 
-A pool grows to the smallest need of the last two plans: what lasted for one only was a burst. It shrinks to the largest
-need of a long time, at least the time that a worker's drain and next start would cost: waiting as long as a mistake
-costs is never more than twice as dear as knowing the future (the ski-rental argument; Lin et al., "Dynamic right-sizing
-for power-proportional data centers", INFOCOM 2011, has the same for servers).
+A pool grows to the smallest need of the last two plans: a need of one plan only was a burst. It shrinks to the largest
+need of a long time, at least the cost of a worker's drain and next start: waiting for as long as a mistake costs is at
+most twice as expensive as knowing the future (the ski-rental argument; for servers see Lin et al., "Dynamic
+right-sizing for power-proportional data centers", INFOCOM 2011).
 """
 
 from collections import deque
@@ -17,7 +17,7 @@ _NUM_TO_CONFIRM = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Need:
-    """Workers of one pool, at one time."""
+    """Workers that one pool needs at one time."""
 
     time_s: float
     to_grow: int
@@ -26,26 +26,26 @@ class Need:
 
 
 class Patience:
-    """One pool's needs of late."""
+    """The recent needs of one pool."""
 
     def __init__(self) -> None:
         self._needs: deque[Need] = deque()
 
     def add(self, need: Need, *, stable_s: float) -> None:
-        """Note the newest need; those that are no longer asked for go. Times only grow."""
+        """Add the newest need and drop those that are too old. Times only grow."""
         self._needs.append(need)
         while len(self._needs) > _NUM_TO_CONFIRM and self._needs[1].time_s <= need.time_s - stable_s:
             self._needs.popleft()
 
     @property
     def grown(self) -> int:
-        """The size that the pool should have at least: needed by the last plans, all of them. 0: too few to tell."""
+        """The smallest need of the last plans; 0 if there are too few."""
         if len(self._needs) < _NUM_TO_CONFIRM:
             return 0
         return min(need.to_grow for need in list(self._needs)[-_NUM_TO_CONFIRM:])
 
     def shrunk(self, stable_s: float) -> int | None:
-        """Return the size that would have been enough for that time; None: it is not known for as long."""
+        """Return the size that was enough for that time; None if the record is shorter."""
         if not self._needs or self._needs[-1].time_s - self._needs[0].time_s < stable_s:
             return None
         since_s = self._needs[-1].time_s - stable_s
@@ -53,5 +53,5 @@ class Patience:
 
     @property
     def spare_now(self) -> int:
-        """The size that the last plans would have done with: for a worker that the other pool needs."""
+        """The size that was enough in the last plans, for giving workers to the other pool."""
         return max(need.to_shrink for need in list(self._needs)[-_NUM_TO_CONFIRM:])

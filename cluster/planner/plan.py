@@ -1,4 +1,4 @@
-"""What a planner answers: sizes for both pools, and why."""
+"""A planner's interface and its answer: sizes for both pools, and why."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -8,7 +8,7 @@ from cluster.planner.observation import Observation
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolSizes:
-    """Workers in each pool, starting ones included, draining ones not."""
+    """Workers in each pool, including starting and excluding draining ones."""
 
     prefill: int
     decode: int
@@ -16,17 +16,17 @@ class PoolSizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScalingPlan:
-    """A planner's answer. Where one pool shrinks and the other grows, whoever carries it out flips workers first."""
+    """A planner's answer. Where one pool shrinks and the other grows, workers flip first."""
 
     sizes: PoolSizes
     reason: str
-    """In words, for people: what was observed, what follows, and what holds a change back."""
+    """For people: the observation, the conclusion, and what delays a change."""
     terms: tuple[tuple[str, float], ...] = ()
-    """The numbers behind it by name, in the order in which they are to be read."""
+    """Names and values of the underlying numbers, in reading order."""
 
 
 class Planner(Protocol):
-    """Decides. Keeps what it needs of the past; time comes with the observation alone."""
+    """Decides pool sizes. Keeps the history it needs; time comes only from observations."""
 
     def plan(self, observed: Observation) -> ScalingPlan:
         """Return the sizes that the pools should have now. Called at a steady interval. Never raises."""

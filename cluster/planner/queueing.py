@@ -1,8 +1,8 @@
-"""How long requests wait for one of several servers: M/G/k and G/G/k, approximated.
+"""Waiting times for one of several servers, M/G/k and G/G/k, approximated.
 
 No closed form exists for k servers with general times. Allen and Cunneen's approximation scales the exact M/M/k wait
 by the variability of arrivals and of service (A. O. Allen, "Probability, Statistics and Queueing Theory", 2nd ed.,
-1990, section 5.3.5); it is exact for M/M/k and M/G/1. Who waits at all waits about exponentially long (Kingman's
+1990, section 5.3.5); it is exact for M/M/k and M/G/1. The waits of those that wait are about exponential (Kingman's
 heavy-traffic limit).
 """
 
@@ -18,7 +18,7 @@ def erlang_c(num_servers: int, offered_load: float) -> float:
         return 1.0
     if offered_load <= 0.0:
         return 0.0
-    inverse_blocking = 1.0  # of the Erlang B formula; its recursion over servers never overflows but to infinity
+    inverse_blocking = 1.0  # Erlang B; its recursion over servers overflows to infinity only
     for server in range(1, num_servers + 1):
         inverse_blocking = 1.0 + inverse_blocking * server / offered_load
     blocking = 1.0 / inverse_blocking
@@ -28,7 +28,7 @@ def erlang_c(num_servers: int, offered_load: float) -> float:
 def mean_wait_of_waiting_s(
     num_servers: int, offered_load: float, *, mean_service_s: float, arrival_scv: float, service_scv: float
 ) -> float:
-    """Return how long those wait on average that have to wait; infinite at and beyond saturation.
+    """Return the mean wait of the requests that wait; infinite at and beyond saturation.
 
     The squared coefficients of variation are those of the gaps between arrivals and of service times; both 1: M/M/k.
     """

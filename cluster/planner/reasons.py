@@ -1,4 +1,4 @@
-"""A plan in words and numbers, for people."""
+"""Explains a plan to people, in words and numbers."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ _PER_MINUTE = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Numbers:
-    """What a plan follows from."""
+    """The numbers from which a plan follows."""
 
     observed: Observation
     present: PoolSizes
@@ -28,23 +28,22 @@ class Numbers:
 
 
 def hold(sizes: PoolSizes, why: str) -> ScalingPlan:
-    """Return a plan that changes nothing, for want of evidence."""
+    """Return a plan that changes nothing without evidence."""
     return ScalingPlan(sizes=sizes, reason=f"nothing changes: {why}")
 
 
 def tell(wanted: PoolSizes, numbers: Numbers, *, settings: PlannerSettings) -> ScalingPlan:
     """Return the plan with its reason and terms."""
     prefill, decode = numbers.capacities.prefill, numbers.capacities.decode
-    present, line = numbers.present, numbers.line
+    present, line, needs = numbers.present, numbers.line, numbers.needs
     busy = prefill.utilization(present.prefill, line.rate)
     itl_s = decode.high_itl_s(present.decode, line.rate)
-    parts = [_load(numbers)]
-    of_prefill = f"prefill needs {numbers.needs[Pool.PREFILL].to_grow} (has {present.prefill}, {busy:.0%} busy)"
-    of_decode = (
-        f"decode needs {numbers.needs[Pool.DECODE].to_grow} (has {present.decode},"
-        f" gaps of {itl_s * 1e3:.0f} ms of {settings.slo.tpot_s * 1e3:.0f})"
-    )
-    parts.append(f"{of_prefill}, {of_decode}")
+    parts = [
+        _load(numbers),
+        f"prefill needs {needs[Pool.PREFILL].to_grow} (has {present.prefill}, {busy:.0%} busy), "
+        f"decode needs {needs[Pool.DECODE].to_grow} (has {present.decode},"
+        f" gaps of {itl_s * 1e3:.0f} ms of {settings.slo.tpot_s * 1e3:.0f})",
+    ]
     if prefill.reachable < 1.0:
         parts.append(f"{1.0 - prefill.reachable:.0%} of the prompts are too long for their objective on any worker")
     if not decode.is_reachable:
@@ -57,24 +56,27 @@ def tell(wanted: PoolSizes, numbers: Numbers, *, settings: PlannerSettings) -> S
     terms = (
         ("requests_per_s", line.rate),
         ("trend_per_min", line.slope * _PER_MINUTE),
-        ("prefill_planned_per_s", numbers.rates[Pool.PREFILL]),
-        ("decode_planned_per_s", numbers.rates[Pool.DECODE]),
+        *((f"{pool}_planned_per_s", numbers.rates[pool]) for pool in Pool),
         ("prefill_s_per_request", prefill.mean_work_s),
         ("prefill_utilization", busy),
         ("prefill_attainment", prefill.attainment(present.prefill, line.rate)),
-        ("prefill_need", float(numbers.needs[Pool.PREFILL].to_grow)),
-        ("prefill_need_to_shrink", float(numbers.needs[Pool.PREFILL].to_shrink)),
-        ("prefill_correction", numbers.corrections[Pool.PREFILL]),
+        *_needs(numbers, Pool.PREFILL),
         ("decode_sequences", decode.num_sequences(present.decode, line.rate)),
         ("decode_itl_s", itl_s),
         ("decode_kv_share", decode.kv_share(present.decode, line.rate)),
-        ("decode_need", float(numbers.needs[Pool.DECODE].to_grow)),
-        ("decode_need_to_shrink", float(numbers.needs[Pool.DECODE].to_shrink)),
-        ("decode_correction", numbers.corrections[Pool.DECODE]),
-        ("prefill_startup_s", numbers.observed.startup_s.get(Pool.PREFILL, 0.0)),
-        ("decode_startup_s", numbers.observed.startup_s.get(Pool.DECODE, 0.0)),
+        *_needs(numbers, Pool.DECODE),
+        *((f"{pool}_startup_s", numbers.observed.startup_s.get(pool, 0.0)) for pool in Pool),
     )
     return ScalingPlan(sizes=wanted, reason="; ".join(parts), terms=terms)
+
+
+def _needs(numbers: Numbers, pool: Pool) -> tuple[tuple[str, float], ...]:
+    need = numbers.needs[pool]
+    return (
+        (f"{pool}_need", float(need.to_grow)),
+        (f"{pool}_need_to_shrink", float(need.to_shrink)),
+        (f"{pool}_correction", numbers.corrections[pool]),
+    )
 
 
 def _load(numbers: Numbers) -> str:
@@ -90,7 +92,7 @@ def _load(numbers: Numbers) -> str:
 
 
 def _change(wanted: PoolSizes, numbers: Numbers, settings: PlannerSettings) -> str:
-    """Return what is done about it, or what holds it back."""
+    """Return the change, or the reason for its delay."""
     present = numbers.present
     sizes = {Pool.PREFILL: (present.prefill, wanted.prefill), Pool.DECODE: (present.decode, wanted.decode)}
     if wanted != present:

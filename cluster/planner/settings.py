@@ -1,4 +1,4 @@
-"""What a planner is to keep to."""
+"""Settings of the planner."""
 
 from dataclasses import dataclass, field
 
@@ -6,13 +6,13 @@ from cluster.planner.observation import Pool
 from common.slo import Slo
 
 DECODE_HELP = 0.75
-"""Where the routers' policy lets decode workers compute prompts. In the replay of production traffic under
-`predictive` it explains what twelve fixed splits attained (`benchmarks/results/planner.md`)."""
+"""Value for policies that let decode workers compute prompts. It explains the attainment of twelve fixed splits in a
+replay of production traffic under `predictive` (`benchmarks/results/planner.md`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Of one pool's size."""
+    """Limits of one pool's size."""
 
     smallest: int = 1
     largest: int = 64
@@ -21,6 +21,10 @@ class Limits:
         if not 0 <= self.smallest <= self.largest:
             raise ValueError(f"smallest {self.smallest} and largest {self.largest} are no limits")
 
+    def clamp(self, size: int) -> int:
+        """Return the nearest allowed size."""
+        return min(max(size, self.smallest), self.largest)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannerSettings:
@@ -28,33 +32,31 @@ class PlannerSettings:
 
     slo: Slo
     attainment: float = 0.9
-    """Share of requests that are to meet both objectives, of those that could on an idle cluster."""
+    """Share of requests that should meet both objectives, among those that could on an idle cluster."""
     prefill: Limits = field(default_factory=Limits)
     decode: Limits = field(default_factory=Limits)
     max_workers: int = 128
-    """In both pools together."""
+    """Limit for both pools together."""
     max_utilization: float = 0.85
-    """Of a prefill worker's time: what is left is for what the forecast does not know."""
+    """Limit for a prefill worker's time; the rest is for load that the forecast misses."""
     decode_help: float = DECODE_HELP
-    """Share of the time that decode workers could spare within their objective in which they compute prompts; 0 where
-    the routers' policy never lets them."""
+    """Share of decode workers' spare time in which they compute prompts; 0 if the routers' policy never allows that."""
     slack_to_shrink: float = 0.1
-    """A pool shrinks only if it would carry this share more than is expected: the hysteresis."""
+    """Hysteresis: a pool shrinks only if it would carry this share more than the expected load."""
     interval_s: float = 10.0
-    """Between two plans."""
+    """Time between two plans."""
     stable_s: float = 60.0
-    """For how long a smaller pool must have been enough before the pool shrinks; never less than a worker's start and
-    drain together take."""
+    """Time for which a smaller pool must have been enough before a pool shrinks; at least a start plus a drain."""
     cooldown_s: float = 30.0
-    """Without a change of sizes before a pool shrinks."""
+    """Time without a change of sizes before a pool shrinks."""
     growth: float = 0.5
-    """Most that a pool grows in one plan, as a share of its size; two workers are always allowed."""
+    """Largest growth in one plan, as a share of the pool's size; two workers are always allowed."""
     memory_s: float = 300.0
-    """For how long arrival rates and shapes of requests are remembered."""
+    """Time for which arrival rates and shapes of requests are remembered."""
     backlog_drain_s: float = 60.0
-    """In which time a line is to be worked off that is too long."""
+    """Time in which an overlong line should be worked off."""
     min_shapes: int = 8
-    """Finished requests without which nothing is planned."""
+    """Finished requests required for a plan."""
 
     def __post_init__(self) -> None:
         if not 0.0 < self.attainment < 1.0:
@@ -67,5 +69,5 @@ class PlannerSettings:
             raise ValueError(f"max_workers {self.max_workers} is less than both pools' smallest sizes")
 
     def limits(self, pool: Pool) -> Limits:
-        """Return those of a pool."""
+        """Return the limits of a pool."""
         return self.prefill if pool is Pool.PREFILL else self.decode

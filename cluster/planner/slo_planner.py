@@ -1,14 +1,14 @@
-"""Sizes both pools so that the objectives hold with as few workers as that takes.
+"""Sizes both pools so that the objectives hold with as few workers as possible.
 
-1. What came: arrival rate and its trend (forecast.py), the requests' shapes and the workers' speed (evidence.py).
-2. What is needed: for each pool the smallest size that carries the rate expected when a worker that is asked for now
-   would serve (capacity.py), with what the model was too hopeful about (correction.py) and the line that waits on top.
-3. What may change (patience.py): pools grow after two plans that agree, by a bounded share, at once when a line grows
-   that cannot be worked off; they shrink one worker at a time, when the smaller size was enough for long and nothing
-   else changes. A worker too many in one pool covers for one too few in the other first: a flip takes no start-up.
-4. Limits: of each pool, and of both together, where the split is taken that carries the most requests.
+1. Evidence: the arrival rate and its trend (`forecast`), the shapes of requests and the speed of workers (`evidence`).
+2. Need: for each pool the smallest size that carries the rate expected when a worker requested now would serve
+   (`capacity`), with a correction of the model's optimism (`correction`), plus the backlog.
+3. Change (`patience`): a pool grows after two plans that agree, by a bounded share, or at once if a backlog grows too
+   fast. It shrinks by one worker at a time, if the smaller size was enough for long and nothing else changes. A
+   surplus worker in one pool first covers a deficit in the other, since a flip needs no start.
+4. Limits: of each pool, and of both together, where the split that carries the most requests is chosen.
 
-Without evidence nothing changes, and the reason says what is missing.
+Without evidence nothing changes, and the reason names the missing evidence.
 """
 
 import math
@@ -25,24 +25,24 @@ from cluster.planner.reasons import Numbers, hold, tell
 from cluster.planner.settings import PlannerSettings
 
 _NO_FREE_PAGES = 0.1
-"""Share of free pages below which requests that wait are taken to wait for decode workers."""
+"""Share of free pages below which waiting requests are assumed to wait for decode workers."""
 _SHORTEST_WINDOW_S = 0.5
-"""Of which anything can be said."""
+"""Shortest window that allows a plan."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Rates:
-    """Requests a second that one pool is to be ready for."""
+    """Requests a second that one pool should be ready for."""
 
     expected: float
     backlog: float
-    """What the line adds to it."""
+    """Additional rate from the backlog."""
     is_urgent: bool
-    """The line cannot wait for a second opinion."""
+    """Whether the backlog cannot wait for a second plan."""
 
 
 class SloPlanner:
-    """A Planner (plan.py). One cluster's; mutable."""
+    """A Planner for one cluster. Mutable."""
 
     def __init__(self, settings: PlannerSettings) -> None:
         self._settings = settings
@@ -61,7 +61,7 @@ class SloPlanner:
         present = self._note_sizes(observed)
         demand, now_s = observed.demand, observed.now_s
         if demand.window_s < _SHORTEST_WINDOW_S:
-            return hold(self._limited(present), "the routers have told nothing yet")
+            return hold(self._limited(present), "the routers have reported nothing yet")
         self._forecast.add(
             now_s, num_arrived=demand.num_arrived, window_s=demand.window_s, burstiness=max(1.0, demand.burstiness)
         )
@@ -69,7 +69,7 @@ class SloPlanner:
         shapes = self._memory.shapes
         if len(shapes) < self._settings.min_shapes:
             why = (
-                f"only {len(shapes)} requests have finished, {self._settings.min_shapes} are needed to tell their size"
+                f"only {len(shapes)} requests have finished, {self._settings.min_shapes} are needed to know their size"
             )
             return hold(self._limited(present), why)
         capacities = measure(observed, shapes, objectives=self._objectives)
@@ -101,17 +101,17 @@ class SloPlanner:
             self._present = present
         return present
 
-    # What is needed.
+    # The need.
 
     def _helped(self, observed: Observation, capacities: Capacities, line: Line, present: PoolSizes) -> Capacities:
-        """Count on the help of the decode workers that will be there: those that are needed, and not more than are."""
+        """Add the help of the decode workers that will remain: those needed, but at most those present."""
         rate = self._rates(observed, capacities, line, Pool.DECODE).expected
         num_decode = min(present.decode, workers_for(capacities.decode, rate))
         num_helpers = self._settings.decode_help * capacities.decode.num_spare(num_decode, rate)
         return replace(capacities, prefill=capacities.prefill.helped_by(num_helpers))
 
     def _correct(self, observed: Observation, capacities: Capacities, line: Line) -> None:
-        """Learn from a window in which nothing changed and the model saw no reason for a miss."""
+        """Learn from a window without changes in which the model predicted no misses."""
         self._correction.forget(observed.now_s)
         if observed.now_s - self._changed_s < observed.demand.window_s + self._settings.interval_s:
             return
@@ -128,7 +128,7 @@ class SloPlanner:
 
     def _rates(self, observed: Observation, capacities: Capacities, line: Line, pool: Pool) -> _Rates:
         settings = self._settings
-        # Two more plans confirm it before the worker is asked for.
+        # Two more plans confirm the need before a worker is requested.
         horizon_s = observed.startup_s.get(pool, 0.0) + 2 * settings.interval_s
         expected = line.ahead(horizon_s) * self._correction.factors[pool]
         num_waiting = self._num_waiting(observed, capacities, pool)
@@ -145,7 +145,7 @@ class SloPlanner:
         )
 
     def _num_waiting(self, observed: Observation, capacities: Capacities, pool: Pool) -> float:
-        """Return how many typical requests a pool has before it that it has not begun."""
+        """Return the backlog of a pool in typical requests."""
         demand = observed.demand
         decode = [worker for worker in observed.workers if worker.pool is Pool.DECODE]
         num_blocks = sum(worker.num_blocks for worker in decode)
@@ -167,7 +167,7 @@ class SloPlanner:
         limits = self._settings.limits(pool)
 
         def size(rate: float) -> int:
-            return min(max(workers_for(capacity, rate), limits.smallest), limits.largest)
+            return limits.clamp(workers_for(capacity, rate))
 
         grow = size(rates.expected + rates.backlog)
         with_slack = size((rates.expected + rates.backlog) * (1.0 + self._settings.slack_to_shrink))
@@ -178,7 +178,7 @@ class SloPlanner:
     def _stable_s(self, observed: Observation, pool: Pool) -> float:
         return max(self._settings.stable_s, observed.startup_s.get(pool, 0.0) + observed.drain_s.get(pool, 0.0))
 
-    # What may change.
+    # The change.
 
     def _wanted(
         self,
@@ -223,16 +223,13 @@ class SloPlanner:
         if present.prefill + present.decode == total and _carried(capacities, best) <= gain * _carried(
             capacities, present
         ):
-            return self._limited(present)  # workers that change roles to and fro serve nobody
+            return self._limited(present)  # oscillating roles would serve no requests
         return best
 
     def _limited(self, sizes: PoolSizes) -> PoolSizes:
         """Return sizes within each pool's limits."""
-        of_prefill, of_decode = self._settings.prefill, self._settings.decode
-        return PoolSizes(
-            prefill=min(max(sizes.prefill, of_prefill.smallest), of_prefill.largest),
-            decode=min(max(sizes.decode, of_decode.smallest), of_decode.largest),
-        )
+        settings = self._settings
+        return PoolSizes(prefill=settings.prefill.clamp(sizes.prefill), decode=settings.decode.clamp(sizes.decode))
 
 
 def _carried(capacities: Capacities, sizes: PoolSizes) -> float:

@@ -1,4 +1,4 @@
-"""Processes as plain subprocesses of the supervisor. They die with it, however it dies."""
+"""Processes as plain subprocesses of the supervisor, which die with it in every case."""
 
 import asyncio
 import contextlib
@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from cluster.processes.launcher import RunningProcess, StartFailed, identity_role, log_path, log_tail
+from cluster.processes.launcher import RunningProcess, StartFailed, identity_role
 from cluster.processes.plan import ProcessRole, ProcessSpec
-from cluster.processes.resolved_config import config_file_of
+from cluster.processes.run_dir import config_file_of, log_path, log_tail
 from common.output_log import LOG_PATH_ENV, open_log
 from common.process import PARENT_PID_ENV, ProcessIdentity, Ready, parse_ready
 from common.trust.authority import Authority
@@ -33,27 +33,24 @@ Command = Callable[[ProcessSpec], Sequence[str]]
 
 
 def service_command(config_path: Path) -> Command:
-    """Return how a process of this project is started with a configuration file, or with its own beside that one."""
+    """Return the Command that starts the services with a configuration file, or with a file of their own beside it."""
 
     def command(spec: ProcessSpec) -> Sequence[str]:
         is_router = spec.role is ProcessRole.ROUTER
-        who = ["--index", str(spec.index)] if is_router else ["--role", str(spec.role), "--worker-id", spec.name]
-        where = ["--host", spec.host or "127.0.0.1", "--port", str(spec.port)]
-        # -P: a folder of the user's called `router` must not shadow the package.
+        name = ["--index", str(spec.index)] if is_router else ["--role", str(spec.role), "--worker-id", spec.name]
+        listen = ["--host", spec.host or "127.0.0.1", "--port", str(spec.port)]
+        # -P: a folder called `router` in the working directory must not shadow the package.
         module = [sys.executable, "-P", "-m", _MODULES[spec.role]]
-        return [*module, "--config", str(config_file_of(spec, config_path)), *who, *where, "--die-with-parent"]
+        return [*module, "--config", str(config_file_of(spec, config_path)), *name, *listen, "--die-with-parent"]
 
     return command
 
 
 class LocalLauncher:
-    """A Launcher of subprocesses. All methods on the event loop of the main thread.
-
-    (The kernel's death signal follows the thread that forked, not the process.)
-    """
+    """A Launcher of subprocesses. Event loop of the main thread only: the kernel's death signal follows that thread."""
 
     def __init__(self, *, command: Command, run_dir: Path, authority: Authority) -> None:
-        """`authority` signs the processes' certificates, over their standard streams."""
+        """`authority` signs the processes' certificates; requests and answers travel over their standard streams."""
         self._authority = authority
         self._command = command
         self._run_dir = run_dir
@@ -62,7 +59,7 @@ class LocalLauncher:
         """Nothing is shared."""
 
     def found(self) -> frozenset[str]:
-        """Return nothing: subprocesses die with their supervisor."""
+        """Return no names: subprocesses die with their supervisor."""
         return frozenset()
 
     async def close(self) -> None:
@@ -104,7 +101,7 @@ class _Subprocess:
         self.ready = ready
         self.identity = ProcessIdentity.of(process.pid)
         self._process = process
-        # Renewals of its certificate; and a full pipe would stop it.
+        # Answers renewals of its certificate, and keeps its pipe from filling up.
         self._drain = asyncio.get_running_loop().create_task(lines.until_end())
 
     async def exited(self) -> str:
@@ -120,7 +117,7 @@ class _Subprocess:
 
 
 class _Lines:
-    """What a process says on stdout: that it is ready, and its requests for certificates, which are answered."""
+    """Reads a process's stdout: its ready line, and certificate requests, which it answers on stdin."""
 
     def __init__(self, process: asyncio.subprocess.Process, enrol: Callable[[EnrolmentRequest], Enrolment]) -> None:
         assert process.stdout is not None
@@ -129,9 +126,9 @@ class _Lines:
         self._enrol = enrol
 
     async def until_ready(self) -> Ready | None:
-        """Return what the process says when it serves, or None when its stdout ends before.
+        """Return the ready line, or None if stdout ends before it.
 
-        Raises ValueError when it cannot be given a certificate: it would wait for one in vain.
+        Raises ValueError if a certificate request is invalid: the process would wait for the answer in vain.
         """
         while text := await self._next():
             ready = parse_ready(text)
@@ -141,7 +138,7 @@ class _Lines:
         return None
 
     async def until_end(self) -> None:
-        """Answer until its stdout ends."""
+        """Answer requests until stdout ends."""
         while text := await self._next():
             try:
                 await self._answer(text)
@@ -149,17 +146,17 @@ class _Lines:
                 logger.error("certificate refused: %s", error)
 
     async def _next(self) -> str:
-        """Return the next line, or the end of one that is longer than any of ours; empty at the end."""
+        """Return the next line, empty at the end of stdout. Of an overlong line only the rest is returned."""
         while True:
             try:
                 return (await self._stdout.readline()).decode(errors="replace")
-            except ValueError:  # the reader has dropped what did not fit
+            except ValueError:  # the reader has dropped an overlong part
                 continue
 
     async def _answer(self, text: str) -> None:
         answer = answer_to(text, self._enrol)
         if answer is not None:
-            with contextlib.suppress(ConnectionError):  # it has just died
+            with contextlib.suppress(ConnectionError):  # the process has just died
                 self._stdin.write(answer.encode())
                 await self._stdin.drain()
 
@@ -179,7 +176,7 @@ async def _kill(process: asyncio.subprocess.Process) -> int:
 
 
 def _describe_exit(code: int) -> str:
-    if code == 0:  # nothing of ours ends by itself
+    if code == 0:  # no service ends by itself
         return "terminated"
     if code >= 0:
         return f"exited with code {code}"

@@ -1,6 +1,5 @@
-"""What the supervisor needs from whatever runs the processes: plain subprocesses or Ray."""
+"""The interface of a launcher: subprocesses (`launch_local`) or Ray actors (`cluster.ray.launch_ray`)."""
 
-from pathlib import Path
 from typing import Protocol
 
 from cluster.processes.plan import ProcessRole, ProcessSpec
@@ -9,33 +8,33 @@ from common.trust.identity import Role
 
 
 class StartFailed(Exception):
-    """A process, or what runs processes, did not come up; the message says why, with the end of its log."""
+    """A process or the launcher itself did not come up; the message gives the reason and the end of the log."""
 
 
 def identity_role(role: ProcessRole) -> Role:
-    """Return as what a process of the plan is known to others."""
+    """Return the identity role under which a process of the plan is certified."""
     return Role.ROUTER if role is ProcessRole.ROUTER else Role.WORKER
 
 
 class RunningProcess(Protocol):
-    """A process that serves, or did until it died."""
+    """A process that has served, alive or dead."""
 
     @property
     def ready(self) -> Ready:
-        """Where it serves."""
+        """Its ready line: where it serves."""
         ...
 
     @property
     def identity(self) -> ProcessIdentity | None:
-        """Which process it is; None on another host."""
+        """Its operating system process; None on another host."""
         ...
 
     async def exited(self) -> str:
-        """Wait until it is dead and return how it died. Several may wait."""
+        """Wait until it is dead and return how it died. Several tasks may wait."""
         ...
 
     async def stop(self, grace_s: float) -> None:
-        """Let it drain for up to `grace_s` seconds, then kill it. Returns when it is gone; harmless when it is."""
+        """Let it drain for up to `grace_s` seconds, then kill it. Returns when it is gone; may be repeated."""
         ...
 
 
@@ -43,38 +42,20 @@ class Launcher(Protocol):
     """Starts processes."""
 
     async def open(self) -> None:
-        """Acquire what all processes share. Raises StartFailed."""
+        """Acquire the resources that all processes share. Raises StartFailed."""
         ...
 
     def found(self) -> frozenset[str]:
-        """Return the names of processes that an earlier supervisor has left, which `start` takes as they are."""
+        """Return the names of processes that an earlier supervisor left; `start` takes these over as they are."""
         ...
 
     async def start(self, spec: ProcessSpec) -> RunningProcess:
-        """Start a process, again after it died, and return it when it serves.
+        """Start a process, or start it again, and return it when it serves.
 
-        Raises StartFailed when it dies before. Cancelled meanwhile, it leaves no process behind.
+        Raises StartFailed if it dies before that. Leaves no process behind when cancelled.
         """
         ...
 
     async def close(self) -> None:
-        """Release what `open` acquired, after every process was stopped. Harmless when `open` failed."""
+        """Release the shared resources, after every process was stopped. Harmless if `open` failed."""
         ...
-
-
-def log_path(run_dir: Path, process_name: str) -> Path:
-    """Return the log file of a process; all its lives append to it."""
-    return run_dir / "logs" / f"{process_name}.log"
-
-
-def log_tail(path: Path, *, offset: int = 0, num_lines: int = 15) -> str:
-    """Return the last lines that were written to a log after byte `offset`; empty when there is no log."""
-    try:
-        with path.open("rb") as file:
-            num_bytes = path.stat().st_size
-            begin = offset if offset <= num_bytes else 0  # it is a new file
-            file.seek(max(begin, num_bytes - 64 * 1024))
-            text = file.read().decode(errors="replace")
-    except OSError:
-        return ""
-    return "\n".join(text.splitlines()[-num_lines:])

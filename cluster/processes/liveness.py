@@ -1,4 +1,4 @@
-"""Notices the death of a process that is not our child."""
+"""Detects the death of a process that is not our child."""
 
 import asyncio
 import os
@@ -17,9 +17,9 @@ _POLL_S = 0.1
 
 
 async def process_gone(identity: ProcessIdentity) -> None:
-    """Return when a process of this host is dead: within a millisecond where the kernel can tell (pidfd)."""
+    """Return when a process of this host is dead: within a millisecond if the kernel supports pidfd."""
     if not hasattr(os, "pidfd_open"):
-        while identity.is_alive():  # noqa: ASYNC110 - nothing here could set an event
+        while identity.is_alive():  # noqa: ASYNC110 - there is no event
             await asyncio.sleep(_POLL_S)
         return
     try:
@@ -28,7 +28,7 @@ async def process_gone(identity: ProcessIdentity) -> None:
         return
     loop, gone = asyncio.get_running_loop(), asyncio.Event()
     try:
-        if not identity.is_alive():  # the fd may be of a successor with the same pid
+        if not identity.is_alive():  # the fd may belong to a successor with the same pid
             return
         loop.add_reader(fd, gone.set)
         await gone.wait()
@@ -38,14 +38,13 @@ async def process_gone(identity: ProcessIdentity) -> None:
 
 
 async def service_gone(address: str, connect: Connect) -> str:
-    """Return why, when a service on another host is lost: twice refused, or silent ten times in a row.
+    """Return the reason when a service on another host is lost: two refused or ten unanswered checks in a row.
 
-    A busy service answers late; only many silences say that its host is gone.
+    A busy service answers late, so a few unanswered checks do not count.
     """
-    channel = connect(address)
-    stub = health_pb2_grpc.HealthStub(channel)
     num_refused = num_silent = 0
-    try:
+    async with connect(address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
         while True:
             try:
                 await stub.Check(health_pb2.HealthCheckRequest(), timeout=_PROBE_TIMEOUT_S)
@@ -58,7 +57,5 @@ async def service_gone(address: str, connect: Connect) -> str:
             if num_refused >= _REFUSED_LIMIT:
                 return f"{address} refused {num_refused} health checks"
             if num_silent >= _SILENT_LIMIT:
-                return f"{address} left {num_silent} health checks without an answer"
+                return f"{address} left {num_silent} health checks unanswered"
             await asyncio.sleep(_PERIOD_S)
-    finally:
-        await channel.close()

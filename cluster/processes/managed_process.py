@@ -2,8 +2,10 @@
 
 1. Start it and wait until it serves. A first start that fails is fatal: the configuration is wrong, and retrying
    would only hide the message.
-2. Tell the supervisor, wait for its death, tell again.
-3. Start it again: at once when it had served for a while, else after a growing delay. For ever.
+2. Tell the supervisor, wait for the process to die, tell the supervisor again.
+3. Start it again, without end: at once if it had served for a while, else after a growing delay.
+
+`life` has the states and their tables.
 """
 
 import asyncio
@@ -12,31 +14,24 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import NoReturn
 
-from cluster.changes.worker_role import set_role
+from cluster.processes.diff import Generation
 from cluster.processes.launcher import Launcher, RunningProcess, StartFailed
+from cluster.processes.life import Life, ProcessPhase
 from cluster.processes.plan import ProcessRole, ProcessSpec
-from cluster.processes.state import ProcessPhase, ProcessState
+from cluster.processes.state import ProcessState
+from cluster.processes.worker_calls import set_role
 from common.clock import Clock
 from common.errors import KvrelayError, WorkerLost
-from common.process import ProcessIdentity
 from common.rpc import Connect
 
 logger = logging.getLogger(__name__)
 
-_LONG_LIFE_S = 10.0
-_FIRST_DELAY_S = 0.25
-_MAX_DELAY_S = 5.0
 _NEW_GRACE_S = 5.0
-"""For a new worker, which nobody was told of, to be empty."""
-
-
-def restart_delay_s(num_short_lives: int) -> float:
-    """Return how long to hold back the next start after that many short lives in a row: 0, 0.25, 0.5, … 5 s."""
-    return 0.0 if num_short_lives <= 1 else min(_MAX_DELAY_S, _FIRST_DELAY_S * 2.0 ** min(num_short_lives - 2, 16))
+"""Time for a new worker, which no router knows, to be empty."""
 
 
 class ManagedProcess:
-    """One process of the plan. Event loop only."""
+    """One process of the cluster. Event loop only."""
 
     def __init__(
         self,
@@ -46,22 +41,26 @@ class ManagedProcess:
         connect: Connect,
         clock: Clock,
         changed: Callable[["ManagedProcess"], None],
+        generation: Generation = (),
     ) -> None:
-        """`connect` makes channels to workers."""
+        """`connect` makes channels to workers; `changed` is called after every change of phase or role."""
         self.spec = spec
+        self.generation = generation
+        """Equal for processes that can exchange KV."""
+        self.life = Life()
+        self.served = asyncio.Event()
+        """Set when it serves for the first time."""
         self._connect = connect
         self._launcher = launcher
         self._clock = clock
         self._changed = changed
-        self._phase = ProcessPhase.STARTING
         self._running: RunningProcess | None = None
-        self._identity: ProcessIdentity | None = None
-        self._num_lives = 0
-        self._has_served = False
-        self._num_short_lives = 0
-        self._last_exit = ""
-        self.served = asyncio.Event()
-        """Set when it serves for the first time."""
+        self._keeper: asyncio.Task[NoReturn] | None = None
+
+    @property
+    def name(self) -> str:
+        """The name of its spec."""
+        return self.spec.name
 
     @property
     def address(self) -> str | None:
@@ -70,44 +69,31 @@ class ManagedProcess:
 
     @property
     def admin_address(self) -> str | None:
-        """host:port where the controller calls it, while it serves."""
+        """host:port for calls of the controller, while it serves."""
         return self._running.ready.admin_address if self._running is not None else None
 
-    @property
-    def num_lives(self) -> int:
-        """How often it has come up."""
-        return self._num_lives
-
-    @property
-    def pid(self) -> int | None:
-        """Its pid, on its own host, while it serves."""
-        return self._running.ready.pid if self._running is not None else None
-
-    def adopt(self) -> None:
-        """Take it for one that has served under an earlier supervisor: a start that fails is tried again."""
-        self._has_served = True
-
     def state(self) -> ProcessState:
-        """Return what state.json tells about it."""
+        """Return its entry of state.json."""
+        running = self._running
         return ProcessState(
-            name=self.spec.name,
+            name=self.name,
             role=self.spec.role,
-            phase=self._phase,
-            identity=self._identity,
+            phase=self.life.phase,
+            identity=running.identity if running is not None else None,
             address=self.address or "",
-            metrics_port=self._running.ready.metrics_port if self._running is not None else 0,
-            num_restarts=max(0, self._num_lives - 1),
-            last_exit=self._last_exit,
+            metrics_port=running.ready.metrics_port if running is not None else 0,
+            num_restarts=max(0, self.life.num_lives - 1),
+            last_exit=self.life.last_exit,
         )
 
     async def change_role(self, role: ProcessRole, *, grace_s: float) -> None:
-        """Have a serving worker, now and after restarts, in the other pool.
+        """Move a serving worker to the other pool, also for later restarts.
 
-        Raises KvrelayError; it has its old role then, and is stopped, to be started anew, if it does not even say so.
+        Raises KvrelayError; then it has its old role, and if it does not confirm that, it is stopped and started again.
         """
         running = self._running
         if running is None:
-            raise WorkerLost(f"{self.spec.name} is away")
+            raise WorkerLost(f"{self.name} is away")
         try:
             await set_role(running.ready.address, role, self._connect, grace_s=grace_s)
         except KvrelayError:
@@ -119,23 +105,30 @@ class ManagedProcess:
         self.spec = replace(self.spec, role=role)
         self._changed(self)
 
+    def keep(self, create_task: Callable[..., "asyncio.Task[NoReturn]"]) -> "asyncio.Task[NoReturn]":
+        """Keep it running in a task of its own, which raises StartFailed if the first start fails."""
+        self._keeper = create_task(self.keep_running(), name=f"keep {self.name}")
+        return self._keeper
+
+    async def let_die(self) -> None:
+        """Do not start it any more. A running process is left to `stop`."""
+        if self._keeper is not None:
+            self._keeper.cancel()
+            await asyncio.wait((self._keeper,))
+
     async def keep_running(self) -> NoReturn:
-        """Run until cancelled; a running process is then left to `stop`. Raises StartFailed from the first start."""
+        """Run it until cancelled; a running process is then left to `stop`. Raises StartFailed from the first start."""
         while True:
             born_s = self._clock.monotonic()
             reason = await self._live_once()
-            served_long = self._clock.monotonic() - born_s >= _LONG_LIFE_S
-            self._num_short_lives = 0 if served_long else self._num_short_lives + 1
-            delay_s = restart_delay_s(self._num_short_lives)
-            logger.warning(
-                "process died", extra={"service": self.spec.name, "reason": reason, "restart_delay_s": delay_s}
-            )
-            self._last_exit = reason.splitlines()[0]
+            delay_s = self.life.die(reason, lived_s=self._clock.monotonic() - born_s)
+            logger.warning("process died", extra={"service": self.name, "reason": reason, "restart_delay_s": delay_s})
             self._set(ProcessPhase.WAITING, None)
             await asyncio.sleep(delay_s)
 
     async def stop(self, grace_s: float) -> None:
-        """Let it drain, then kill it. Call after `keep_running` has ended."""
+        """Let it drain, then kill it, for good."""
+        await self.let_die()
         if self._running is not None:
             await self._running.stop(grace_s)
         self._set(ProcessPhase.STOPPED, None)
@@ -145,31 +138,29 @@ class ManagedProcess:
         try:
             running = await self._launcher.start(self.spec)
         except StartFailed as error:
-            if not self._has_served:
+            if not self.life.has_served:
                 raise
             return str(error)
         try:
-            why = await self._in_role(running)
-        except BaseException:  # nobody else knows of it yet
+            refusal = await self._ensure_role(running)
+        except BaseException:  # nothing else knows of it yet
             await running.stop(0)
             raise
-        if why is not None:
-            return why
-        self._num_lives += 1
-        self._has_served = True
+        if refusal is not None:
+            return refusal
         self.served.set()
         self._set(ProcessPhase.READY, running)
-        logger.info("process ready", extra={"service": self.spec.name, "address": self.address, "pid": self.pid})
+        logger.info("process ready", extra={"service": self.name, "address": self.address, "pid": running.ready.pid})
         return await running.exited()
 
-    async def _in_role(self, running: RunningProcess) -> str | None:
+    async def _ensure_role(self, running: RunningProcess) -> str | None:
         """Give a restarted worker, which may begin in an earlier role, its own; returns why it had to be stopped.
 
-        One that an earlier supervisor has left keeps the role that it has.
+        A worker that an earlier supervisor left keeps the role that it has.
         """
         if running.ready.role in ("", self.spec.role):
             return None
-        if self._has_served and self._num_lives == 0:
+        if self.life.is_adopted and self.life.num_lives == 0:
             self.spec = replace(self.spec, role=ProcessRole(running.ready.role))
             return None
         try:
@@ -180,7 +171,6 @@ class ManagedProcess:
         return None
 
     def _set(self, phase: ProcessPhase, running: RunningProcess | None) -> None:
-        self._phase = phase
+        self.life.enter(phase)
         self._running = running
-        self._identity = running.identity if running is not None else None
         self._changed(self)

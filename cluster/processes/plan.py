@@ -1,7 +1,11 @@
-"""From a configuration to the processes that make the cluster. Pure: no clock, no files, no environment."""
+"""From a configuration to the processes of the cluster and their names. Pure: no clock, no files, no environment.
+
+A worker is named after the pool that it was started for and keeps its name when its role flips. So a pool may hold
+names of the other pool, and a new worker takes the lowest unused number.
+"""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from common.config import PoolConfig, ServingConfig
@@ -9,24 +13,27 @@ from common.config import PoolConfig, ServingConfig
 THREADS_ENV = "KVRELAY_THREADS"
 MEMORY_ENV = "KVRELAY_MEMORY_BYTES"
 CPUS_ENV = "KVRELAY_NUM_CPUS"
-# OMP_NUM_THREADS is what OpenMP reads when torch is loaded; ours is for everything that is sized later.
+# OpenMP reads OMP_NUM_THREADS when torch is loaded; ours is for everything that is sized later.
 THREAD_ENVS = ("OMP_NUM_THREADS", THREADS_ENV)
 
 
 class PlanError(Exception):
-    """The machine cannot hold the configured processes; the message names the key."""
+    """The host cannot hold the configured processes; the message names the key."""
 
 
 class ProcessRole(StrEnum):
-    """What a process runs."""
+    """The service that a process runs."""
 
     ROUTER = "router"
     PREFILL = "prefill"
     DECODE = "decode"
 
 
+POOLS = (ProcessRole.PREFILL, ProcessRole.DECODE)
+
+
 class Placement(StrEnum):
-    """How the workers of a pool are laid over its hosts, where Ray chooses them."""
+    """How Ray distributes the workers of a pool over hosts."""
 
     SPREAD = "spread"
     PACK = "pack"
@@ -37,43 +44,43 @@ class ProcessSpec:
     """One process to keep running."""
 
     name: str
-    """Unique in the cluster, stable over restarts; a worker's id. Ends with its number: `decode-0`."""
+    """Unique in the cluster and stable over restarts; ends with a number: `decode-0`. A worker's id."""
     role: ProcessRole
     host: str | None
-    """Where it listens; None: the address by which other hosts reach its host."""
+    """Address to listen on; None: the address by which other hosts reach its host."""
     port: int
-    """0: a free one at each start."""
+    """0: a free port at each start."""
     num_cpus: float = 0
-    """To reserve from Ray."""
+    """CPUs to reserve from Ray."""
     num_gpus: float = 0
     placement: Placement = Placement.PACK
     env: Mapping[str, str] = field(default_factory=dict)
     config: ServingConfig | None = None
-    """What it serves by, where that is not the launcher's: during and after a rollout."""
+    """Its own configuration during and after a rollout; None: the launcher's."""
 
     @property
     def index(self) -> int:
-        """Its number among those of its role, from 0."""
+        """Number at the end of its name, from 0."""
         return int(self.name.rpartition("-")[2])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostResources:
-    """What the host that runs every worker offers."""
+    """Resources of the one host that runs every worker."""
 
     cores: int
     gpus: Sequence[str] | None
-    """Names for CUDA_VISIBLE_DEVICES to deal out, or None: somebody else deals them, or nobody needs to."""
+    """Names for CUDA_VISIBLE_DEVICES to assign; None: not assigned here."""
     memory_bytes: int | None = None
-    """Free before any worker runs, to be dealt out in equal parts; None: not measured."""
+    """Free memory before any worker runs, divided equally; None: not measured."""
 
 
 def make_plan(config: ServingConfig, host: HostResources | None) -> tuple[ProcessSpec, ...]:
     """Return the processes, routers first, then the prefill pool, then the decode pool.
 
-    With `host` None the workers spread over unknown hosts: each takes as many threads as the CPUs it reserves, their
-    share of its host's memory, and listens on its own host's address. So do all routers but the first, which stays
-    where its configured address is. Raises PlanError.
+    With `host` None the workers run on unknown hosts: each takes as many threads as it reserves CPUs, the same share of
+    its host's memory, and listens on its own host's address. So do all routers but the first, which keeps its
+    configured address. Raises PlanError.
     """
     routers = [
         ProcessSpec(
@@ -85,15 +92,14 @@ def make_plan(config: ServingConfig, host: HostResources | None) -> tuple[Proces
         )
         for idx in range(config.router.count)
     ]
-    pools = ((ProcessRole.PREFILL, config.pools.prefill), (ProcessRole.DECODE, config.pools.decode))
-    num_workers = sum(pool.count for _, pool in pools)
+    num_workers = sum(sizes_of(config).values())
     devices = _GpuDealer(host.gpus) if host is not None and host.gpus is not None else None
     specs = routers
-    for role, pool in pools:
+    for role in POOLS:
+        pool: PoolConfig = getattr(config.pools, role)
         for idx in range(pool.count):
-            env = _thread_env(_num_threads(pool, host, num_workers=num_workers))
-            env |= _memory_env(pool, host, num_workers=num_workers)
-            env |= dict.fromkeys(config.secret_variables, "")  # these are for routers
+            env = _worker_env(pool, host, num_workers=num_workers)
+            env |= dict.fromkeys(config.secret_variables, "")  # only routers may read these
             if devices is not None and pool.num_gpus:
                 env["CUDA_VISIBLE_DEVICES"] = devices.take(pool.num_gpus, key=f"pools.{role}.num_gpus")
             specs.append(
@@ -117,42 +123,67 @@ def with_sizes(config: ServingConfig, sizes: Mapping[ProcessRole, int]) -> Servi
     return config.model_copy(update={"pools": config.pools.model_copy(update=changed)})
 
 
-def _num_threads(pool: PoolConfig, host: HostResources | None, *, num_workers: int) -> int:
-    if pool.threads != "auto":
-        return pool.threads
-    return _num_reserved_cpus(pool) if host is None else max(1, host.cores // num_workers)
+def sizes_of(config: ServingConfig) -> dict[ProcessRole, int]:
+    """Return the pool sizes of a configuration."""
+    return {role: getattr(config.pools, role).count for role in POOLS}
 
 
-def _thread_env(num_threads: int) -> dict[str, str]:
-    return dict.fromkeys(THREAD_ENVS, str(num_threads))
+def pool_order(spec: ProcessSpec) -> tuple[bool, str, int]:
+    """Return the sort key of a pool: its own names first, by number. The last workers stop, or flip, first."""
+    home, _, _ = spec.name.rpartition("-")
+    return home != spec.role, home, spec.index
 
 
-def _memory_env(pool: PoolConfig, host: HostResources | None, *, num_workers: int) -> dict[str, str]:
+def with_living_names(
+    planned: Sequence[ProcessSpec], living: Mapping[ProcessRole, Sequence[ProcessSpec]]
+) -> list[ProcessSpec]:
+    """Return the planned workers under the names of the living ones, in order, then under new names.
+
+    The specs planned for one pool differ in their names only.
+    """
+    taken = {spec.name for pool in living.values() for spec in pool}
+    named: list[ProcessSpec] = []
+    for role in dict.fromkeys(spec.role for spec in planned):
+        wanted = [spec for spec in planned if spec.role is role]
+        names = [spec.name for spec in living.get(role, ())][: len(wanted)]
+        free = (name for number in range(len(taken) + len(wanted)) if (name := f"{role}-{number}") not in taken)
+        names += [next(free) for _ in range(len(wanted) - len(names))]
+        named += [replace(spec, name=name) for spec, name in zip(wanted, names, strict=True)]
+    return named
+
+
+def _worker_env(pool: PoolConfig, host: HostResources | None, *, num_workers: int) -> dict[str, str]:
+    """Return the variables that tell a worker its threads, and its memory or CPUs."""
+    num_cpus = max(1, int(pool.num_cpus))
+    num_threads = pool.threads
+    if num_threads == "auto":
+        num_threads = num_cpus if host is None else max(1, host.cores // num_workers)
+    env = dict.fromkeys(THREAD_ENVS, str(num_threads))
     if host is None:
-        return {CPUS_ENV: str(_num_reserved_cpus(pool))}
-    return {} if host.memory_bytes is None else {MEMORY_ENV: str(host.memory_bytes // num_workers)}
-
-
-def _num_reserved_cpus(pool: PoolConfig) -> int:
-    return max(1, int(pool.num_cpus))
+        env[CPUS_ENV] = str(num_cpus)
+    elif host.memory_bytes is not None:
+        env[MEMORY_ENV] = str(host.memory_bytes // num_workers)
+    return env
 
 
 class _GpuDealer:
-    """Deals devices in order: whole ones exclusively, fractions of one to as many workers as fit."""
+    """Assigns devices in order: whole ones exclusively, one shared device to as many workers as fit."""
 
     def __init__(self, gpus: Sequence[str]) -> None:
         self._gpus = tuple(gpus)
         self._used = [0.0] * len(self._gpus)
 
     def take(self, num_gpus: float, *, key: str) -> str:
-        """Return the value for CUDA_VISIBLE_DEVICES. Raises PlanError when the devices run out."""
+        """Return the value for CUDA_VISIBLE_DEVICES. Raises PlanError if too few devices are left."""
         if num_gpus != int(num_gpus) and num_gpus > 1:
             raise PlanError(f"{key}: {num_gpus:g} is neither a whole number nor a part of one GPU")
         share = min(num_gpus, 1.0)
         fitting = [idx for idx, used in enumerate(self._used) if used + share <= 1.0 + 1e-9]
         wanted = max(1, int(num_gpus))
         if len(fitting) < wanted:
-            raise PlanError(f"{key}: {num_gpus:g} more wanted, but this machine's {len(self._gpus)} GPUs are dealt out")
+            raise PlanError(
+                f"{key}: {num_gpus:g} more wanted, but all {len(self._gpus)} GPUs of this host are assigned"
+            )
         for idx in fitting[:wanted]:
             self._used[idx] += share
         return ",".join(self._gpus[idx] for idx in fitting[:wanted])

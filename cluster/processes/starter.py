@@ -1,20 +1,30 @@
-"""The link between a starting supervisor and whoever started it, until the cluster is ready.
+"""The link between a starting supervisor and the process that started it, until the cluster is ready. Both ends.
 
-The supervisor tells its progress as JSON lines on stdout. The starter holds the other end of its stdin and writes
-`detach` once it has seen `ready`; an end of stdin without that means that nobody waits any more (Ctrl-C, a kill), and
-a half-started cluster must not stay behind.
+The supervisor reports its progress as JSON lines on stdout. The starter holds the other end of its stdin and writes
+`detach` once it has read `ready`. If stdin ends without that, for example after Ctrl-C, no process waits for the
+cluster any more, and the supervisor stops the half-started cluster.
 """
 
 import asyncio
 import contextlib
 import json
 import os
+import subprocess
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
-from typing import Protocol, TextIO
+from pathlib import Path
+from typing import Any, Protocol, TextIO
 
-DETACH = b"detach\n"
+from cluster.processes.run_dir import log_path, log_tail
+from common.output_log import LOG_PATH_ENV, open_log
+
+_DETACH = b"detach\n"
+_STOP_TIMEOUT_S = 60.0
+_DEATH_TIMEOUT_S = 5.0
+
+Report = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,9 +39,9 @@ class Up:
     """The cluster serves."""
 
     addresses: tuple[str, ...]
-    """Of the routers."""
+    """host:port of each router, as a client dials it."""
     http_addresses: tuple[str, ...]
-    """Of their HTTP doors; empty without any."""
+    """host:port of their HTTP doors; empty without any."""
     pid: int
     """The supervisor."""
     tls: bool | str
@@ -40,43 +50,36 @@ class Up:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failed:
-    """It will not; everything was stopped again."""
+    """The cluster does not serve; all its processes are stopped again."""
 
     reason: str
 
 
-def parse_event(line: str) -> Progress | Up | Failed | None:
-    """Return what a line from the supervisor says, or None for any other line."""
+Event = Progress | Up | Failed
+_EVENTS: dict[str, type[Event]] = {"progress": Progress, "ready": Up, "failed": Failed}
+_NAMES = {kind: name for name, kind in _EVENTS.items()}
+
+
+def parse_event(line: str) -> Event | None:
+    """Return the event of a line from the supervisor, or None for any other line."""
     try:
         entry = json.loads(line)
-        match entry["event"]:
-            case "progress":
-                return Progress(text=entry["text"])
-            case "ready":
-                addresses, http_addresses = tuple(entry["addresses"]), tuple(entry["http_addresses"])
-                return Up(addresses=addresses, http_addresses=http_addresses, pid=entry["pid"], tls=entry["tls"])
-            case "failed":
-                return Failed(reason=entry["reason"])
-    except (ValueError, TypeError, KeyError):
-        pass
-    return None
+        kind: Any = _EVENTS[entry.pop("event")]
+        event: Event = kind(**{key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()})
+        return event
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return None
 
 
 class Audience(Protocol):
-    """Who hears how a cluster comes up."""
+    """Receives the progress of a cluster's start."""
 
-    def report(self, text: str) -> None:
-        """Hear of a step."""
-
-    def ready(self, up: Up) -> None:
-        """Hear that the cluster serves, and where."""
-
-    def failed(self, reason: str) -> None:
-        """Hear why it does not."""
+    def tell(self, event: Event) -> None:
+        """Receive a step, or the outcome."""
 
 
 class Starter:
-    """An Audience at the other end of a pipe. Event loop only, but for `failed`, which may come before one runs."""
+    """An Audience: the supervisor's end. Event loop only, except `tell` of a failure, which may precede the loop."""
 
     def __init__(self, *, stdin_fd: int | None, events: TextIO) -> None:
         self._stdin_fd = stdin_fd
@@ -84,18 +87,18 @@ class Starter:
 
     @classmethod
     def attached(cls) -> "Starter":
-        """Somebody waits on our stdin and stdout. From now on, whoever else prints prints to stderr."""
+        """Return the link over our stdin and stdout. All other output to stdout goes to stderr from now on."""
         events = os.fdopen(os.dup(1), "w", encoding="utf-8")
         os.dup2(2, 1)
         return cls(stdin_fd=0, events=events)
 
     @classmethod
     def absent(cls) -> "Starter":
-        """Nobody waits; progress is still printed."""
+        """Return a link without a waiting process; progress is still printed."""
         return cls(stdin_fd=None, events=sys.stdout)
 
     def watch(self, *, gone: Callable[[], None]) -> None:
-        """Call `gone` when the starter goes away without having detached."""
+        """Call `gone` if the starter disappears without having detached."""
         if self._stdin_fd is None:
             return
         fd, loop, received = self._stdin_fd, asyncio.get_running_loop(), bytearray()
@@ -103,26 +106,73 @@ class Starter:
         def readable() -> None:
             chunk = os.read(fd, 64)
             received.extend(chunk)
-            if not chunk or DETACH in received:
+            if not chunk or _DETACH in received:
                 loop.remove_reader(fd)
-            if not chunk and DETACH not in received:
+            if not chunk and _DETACH not in received:
                 gone()
 
         loop.add_reader(fd, readable)
 
-    def report(self, text: str) -> None:
-        """Tell a step."""
-        self._tell({"event": "progress", "text": text})
-
-    def ready(self, up: Up) -> None:
-        """Tell that the cluster serves, and where."""
-        self._tell({"event": "ready", **asdict(up)})
-
-    def failed(self, reason: str) -> None:
-        """Tell why it does not."""
-        self._tell({"event": "failed", "reason": reason})
-
-    def _tell(self, event: dict[str, object]) -> None:
-        with contextlib.suppress(BrokenPipeError):  # nobody listens, which `watch` deals with
-            self._events.write(json.dumps(event) + "\n")
+    def tell(self, event: Event) -> None:
+        """Send an event."""
+        with contextlib.suppress(BrokenPipeError):  # the starter is gone, which `watch` handles
+            self._events.write(json.dumps({"event": _NAMES[type(event)], **asdict(event)}) + "\n")
             self._events.flush()
+
+
+def start_supervisor(config_path: Path, run_dir: Path, report: Report) -> Up | Failed:
+    """Start a supervisor and return when its cluster serves, or why it does not. Blocks.
+
+    An exception, such as KeyboardInterrupt, ends the supervisor and what it has started before it is raised on.
+    """
+    path = log_path(run_dir, "supervisor")
+    command = [sys.executable, "-P", "-m", "cluster.owner", "--attached"]
+    with open_log(path) as log:
+        offset = log.tell()
+        process = subprocess.Popen(
+            [*command, "--config", str(config_path), "--run-dir", str(run_dir)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            env={**os.environ, LOG_PATH_ENV: str(path)},
+            text=True,
+            start_new_session=True,
+        )
+    # Reaps it whenever it ends, so that a long-lived caller keeps no zombie. Does not delay the caller's exit.
+    reaper = threading.Thread(target=process.wait, name="reap-supervisor", daemon=True)
+    reaper.start()
+    assert process.stdin is not None
+    assert process.stdout is not None
+    is_up = False
+    try:
+        outcome = _follow(process.stdout, report)
+        if outcome is None:
+            reaper.join(_DEATH_TIMEOUT_S)
+            tail = log_tail(path, offset=offset)
+            outcome = Failed(reason=f"the supervisor died while starting; {path} ends with\n{tail}")
+        if isinstance(outcome, Up):
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.write(_DETACH.decode())
+                process.stdin.flush()
+            is_up = True
+        return outcome
+    except KeyboardInterrupt:
+        report("interrupted: stopping what was started")
+        raise
+    finally:
+        for pipe in (process.stdin, process.stdout):
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()
+        if not is_up:  # its stdin has ended without `detach`: it stops what it has started
+            reaper.join(_STOP_TIMEOUT_S)
+
+
+def _follow(events: Iterable[str], report: Report) -> Up | Failed | None:
+    """Report progress until the supervisor tells the outcome. None: it is gone."""
+    for line in events:
+        match parse_event(line):
+            case Progress(text=text):
+                report(text)
+            case Up() | Failed() as outcome:
+                return outcome
+    return None

@@ -1,39 +1,38 @@
-"""state.json: what a cluster consists of right now, for whoever looks at its run folder.
+"""state.json: the processes of a cluster, for other programs and for a supervisor that takes the cluster over.
 
-Written by the supervisor alone, replaced atomically. Processes are named by identity, not by pid, so that a file left
-behind by a killed supervisor never makes anybody signal a stranger.
+Only the supervisor writes it, atomically. Processes are recorded by identity, not by pid, so that the file of a killed
+supervisor never makes a program signal an unrelated process.
 """
 
 import json
-import os
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
 
+from pydantic import TypeAdapter
+
+from cluster.processes.life import ProcessPhase
+from cluster.processes.plan import POOLS, ProcessRole, ProcessSpec, with_sizes
+from cluster.processes.run_dir import write_private
+from common.config import ServingConfig
 from common.process import ProcessIdentity
 
 _FORMAT = 4
 
 
 class ClusterPhase(StrEnum):
-    """Life cycle of a cluster: STARTING → READY → STOPPING, or STARTING → FAILED. The file goes away at the end."""
+    """Life cycle of a cluster: STARTING → READY → STOPPING, or STARTING → FAILED. At the end the file is removed."""
 
     STARTING = "starting"
     READY = "ready"
     STOPPING = "stopping"
     FAILED = "failed"
 
-
-class ProcessPhase(StrEnum):
-    """Life cycle of a supervised process: STARTING → READY → WAITING → STARTING …, any → STOPPED."""
-
-    STARTING = "starting"
-    READY = "ready"
-    WAITING = "waiting"
-    """Dead; the next start is being held back."""
-    STOPPED = "stopped"
+    @property
+    def is_end(self) -> bool:
+        """Whether the cluster is being stopped."""
+        return self in (ClusterPhase.STOPPING, ClusterPhase.FAILED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +49,7 @@ class ProcessState:
     metrics_port: int
     num_restarts: int
     last_exit: str
-    """How it died last; empty when it never did."""
+    """How it died last; empty if it never did."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,14 +63,17 @@ class ClusterState:
     addresses: tuple[str, ...]
     """host:port of each router, as a client dials it."""
     http_addresses: tuple[str, ...]
-    """The same of their HTTP doors; empty without any."""
+    """host:port of their HTTP doors; empty without any."""
     processes: tuple[ProcessState, ...]
     tls: bool | str
     """How clients on this host connect to its doors, as `kvrelay.client.tls.Tls`."""
     helpers: tuple[ProcessIdentity, ...]
     """Every other process below the supervisor, such as Ray's daemons."""
     ray_environment: Mapping[str, str]
-    """What reaches the Ray cluster in which all this runs, supervisor included; empty when there is none."""
+    """Environment that reaches the joined Ray cluster; empty without one."""
+
+
+_STATE = TypeAdapter(ClusterState)
 
 
 class StateFile:
@@ -81,44 +83,46 @@ class StateFile:
         self._path = run_dir / "state.json"
 
     def read(self) -> ClusterState | None:
-        """Return the state, or None when there is none that this version can read."""
+        """Return the state, or None without a file that this version can read."""
         try:
-            return _decode(json.loads(self._path.read_text(encoding="utf-8")))
+            entry = json.loads(self._path.read_text(encoding="utf-8"))
+            return _STATE.validate_python(entry) if entry["format"] == _FORMAT else None
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
     def write(self, state: ClusterState) -> None:
         """Replace the file. Raises OSError."""
-        entry = {"format": _FORMAT, **asdict(state)}
-        scratch = self._path.with_suffix(".tmp")
-        scratch.unlink(missing_ok=True)
-        scratch.touch(mode=0o600)
-        scratch.write_text(json.dumps(entry, indent=1) + "\n", encoding="utf-8")
-        os.replace(scratch, self._path)  # noqa: PTH105 - the atomic one, by its usual name
+        write_private(self._path, json.dumps({"format": _FORMAT, **asdict(state)}, indent=1) + "\n")
 
     def remove(self) -> None:
-        """Delete the file if it is there."""
+        """Delete the file if it exists."""
         self._path.unlink(missing_ok=True)
 
 
-def _decode(entry: Mapping[str, Any]) -> ClusterState:
-    if entry["format"] != _FORMAT:
-        raise ValueError(f"format {entry['format']}, not {_FORMAT}")
-    return ClusterState(
-        name=entry["name"],
-        launcher=entry["launcher"],
-        phase=ClusterPhase(entry["phase"]),
-        supervisor=ProcessIdentity(**entry["supervisor"]),
-        addresses=tuple(entry["addresses"]),
-        http_addresses=tuple(entry["http_addresses"]),
-        processes=tuple(_decode_process(item) for item in entry["processes"]),
-        tls=entry["tls"],
-        helpers=tuple(ProcessIdentity(**item) for item in entry["helpers"]),
-        ray_environment=dict(entry["ray_environment"]),
-    )
+def wanted_processes(
+    config: ServingConfig,
+    plan_for: Callable[[ServingConfig], Sequence[ProcessSpec]],
+    *,
+    found: Collection[str],
+    last: ClusterState | None,
+) -> list[ProcessSpec]:
+    """Return the processes that a new supervisor runs: those `found` by name, and those in the `last` state.
+
+    Without a state, those configured take the place of the recorded ones. So changed sizes are kept, a worker that
+    happened to be away is not forgotten, and unknown names are ignored. Raises PlanError.
+    """
+    recorded = {each.name for each in (plan_for(config) if last is None else last.processes)}
+    names = recorded | set(found)
+    numbers = {role: _numbers(names, role) for role in POOLS}
+    specs = plan_for(with_sizes(config, {role: max(of_role, default=-1) + 1 for role, of_role in numbers.items()}))
+    return [spec for spec in specs if spec.role is ProcessRole.ROUTER or spec.name in names]
 
 
-def _decode_process(entry: Mapping[str, Any]) -> ProcessState:
-    identity = entry["identity"]
-    known = {**entry, "phase": ProcessPhase(entry["phase"])}
-    return ProcessState(**{**known, "identity": ProcessIdentity(**identity) if identity is not None else None})
+def has_served(found: Collection[str], last: ClusterState | None) -> bool:
+    """Return whether the processes found belong to a cluster that served before."""
+    return bool(found) and (last is None or last.phase is ClusterPhase.READY)
+
+
+def _numbers(names: Collection[str], role: ProcessRole) -> list[int]:
+    parts = (name.rpartition("-") for name in names)
+    return [int(number) for pool, _, number in parts if pool == role and number.isdecimal()]

@@ -1,8 +1,8 @@
-"""What `kvrelay up` and `kvrelay down` do in a Ray cluster: they talk to the controller, and clean up after a lost one.
+"""Starts the controller of a cluster in a Ray cluster, and removes the actors of a lost one.
 
     python -m cluster.ray.bootstrap find NAME | remove NAME
 
-prints the actors of a cluster, as a JSON list, and with `remove` ends them. RAY_ADDRESS says where.
+prints the actors of a cluster as a JSON list, and with `remove` ends them. RAY_ADDRESS names the Ray cluster.
 """
 
 import asyncio
@@ -14,14 +14,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from cluster.ray import settings as ray_settings
+from cluster.ray import outside
 
-ray_settings.prepare_to_join()
+outside.prepare_to_join()
 
-import ray  # noqa: E402 - it reads its settings when it is imported
+import ray  # noqa: E402 - reads its settings when it is imported
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError  # noqa: E402
 
-from cluster.processes.starter import Failed, Starter, Up  # noqa: E402
+from cluster.processes.starter import Failed, Progress, Starter, Up  # noqa: E402
 from cluster.ray.controller_actor import StartProgress, create_controller  # noqa: E402
 from cluster.ray.joined_ray import CONTROLLER, named_actors, remove_actors  # noqa: E402
 from cluster.ray.private_ray import NAMESPACE  # noqa: E402
@@ -44,40 +44,35 @@ def connect() -> None:
 async def bring_up_controller(
     config: ServingConfig, *, run_dir: Path, starter: Starter, stopping: asyncio.Event
 ) -> int:
-    """See to it that the cluster has a controller and tell the starter how it gets on. Returns the exit status.
+    """Make sure that the cluster has a controller, and forward its progress. Returns the exit status.
 
-    `stopping`, set before the cluster serves, ends it. Afterwards this process is not needed any more.
+    `stopping`, set before the cluster serves, ends the cluster. Afterwards this process is not needed any more.
     """
     try:
         connect()
     except ConnectionError as error:
-        starter.failed(str(error))
+        starter.tell(Failed(reason=str(error)))
         return 1
     try:
         there_before = named_actors(config.name)
         if CONTROLLER in there_before:
-            starter.report("a controller is there already")
+            starter.tell(Progress(text="a controller is there already"))
         controller = create_controller(config, run_dir)
         outcome = await _outcome(controller, starter, stopping, is_new=not there_before)
         if isinstance(outcome, Failed):
             await _until_gone(config.name)
     except RayActorError as error:
-        # Ray gave it up, so nobody else looks after what it has started.
+        # Ray gave it up, so its processes have no supervisor any more.
         remove_actors(config.name)
         outcome = Failed(reason=f"the controller died: {error}")
     finally:
         await asyncio.to_thread(ray.shutdown)
-    match outcome:
-        case Up():
-            starter.ready(outcome)
-            return 0
-        case Failed(reason=reason):
-            starter.failed(reason)
-    return 1
+    starter.tell(outcome)
+    return 0 if isinstance(outcome, Up) else 1
 
 
 async def _outcome(controller: Any, starter: Starter, stopping: asyncio.Event, *, is_new: bool) -> Up | Failed:
-    """Wait for the controller's outcome; when told to stop, for the end of what is new. Raises RayActorError."""
+    """Wait for the controller's outcome. If `stopping` is set, stop a new cluster. Raises RayActorError."""
     following = asyncio.ensure_future(_follow(controller, starter))
     interrupted = asyncio.ensure_future(stopping.wait())
     try:
@@ -88,7 +83,9 @@ async def _outcome(controller: Any, starter: Starter, stopping: asyncio.Event, *
         for task in (following, interrupted):
             task.cancel()
     if not is_new:
-        return Failed(reason="interrupted; what was there before goes on, and `kvrelay down` would end it")
+        return Failed(
+            reason="interrupted; the cluster that was there before continues, and `kvrelay down` would end it"
+        )
     with contextlib.suppress(TimeoutError, RayActorError):
         async with asyncio.timeout(_STOP_TIMEOUT_S):
             await _stop(controller)
@@ -104,22 +101,22 @@ async def _follow(controller: Any, starter: Starter) -> Up | Failed:
             await asyncio.sleep(_RETRY_S)  # Ray restarts it
             continue
         for step in progress.steps:
-            starter.report(step)
+            starter.tell(Progress(text=step))
         num_seen = progress.num_steps
         if progress.outcome is not None:
             return progress.outcome
 
 
 async def _until_gone(cluster: str) -> None:
-    """Wait for a controller that has failed to leave; after a while, leave that to it."""
+    """Wait until a failed controller has left, for a limited time."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_LEAVE_TIMEOUT_S):
-            while CONTROLLER in named_actors(cluster):  # noqa: ASYNC110 - nobody tells
+            while CONTROLLER in named_actors(cluster):  # noqa: ASYNC110 - there is no event
                 await asyncio.sleep(_RETRY_S)
 
 
 async def _stop(controller: Any) -> None:
-    """Tell the controller to stop its cluster, until it is gone, which raises RayActorError."""
+    """Tell the controller to stop its cluster, again and again, until its end raises RayActorError."""
     while True:
         with contextlib.suppress(ActorUnavailableError):
             await controller.stop.remote()
@@ -127,7 +124,7 @@ async def _stop(controller: Any) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Find or remove actors; see the module. Without that Ray, there are none."""
+    """Find or remove actors; see the module."""
     verb, cluster = arguments if arguments is not None else sys.argv[1:]
     try:
         connect()

@@ -1,8 +1,8 @@
 """The supervisor as an actor of a Ray cluster: the controller.
 
-Named, detached and restarted by Ray, so that no process of ours has to stay for the cluster to be looked after. It
-keeps nothing that its next life could not find again: which processes there are, Ray knows by their names; how they are
-configured is what it was created with; and it tells the router everything anew. Routers and workers go on meanwhile.
+It is named, detached and restarted by Ray, so that no process of ours has to stay for the cluster to be supervised. Its
+next life finds again all that it needs: Ray knows the processes by name, their configuration is what the actor was
+created with, and the routers are told everything again. Routers and workers continue meanwhile.
 """
 
 import asyncio
@@ -16,16 +16,13 @@ from typing import Any
 
 import ray
 
-from cluster.processes import adoption
-from cluster.processes.launcher import log_path
-from cluster.processes.resolved_config import FILE_NAME, make_run_dir
-from cluster.processes.run_lock import RunDirTaken, lock_run_dir
-from cluster.processes.starter import Failed, Up
+from cluster.processes.run_dir import FILE_NAME, RunDirTaken, lock_run_dir, log_path, make_run_dir
+from cluster.processes.starter import Event, Failed, Progress, Up
 from cluster.processes.state import StateFile
-from cluster.ray import settings as ray_settings
+from cluster.ray import outside
 from cluster.ray.joined_ray import CONTROLLER, pinned_to, remove_workers, this_host
-from cluster.ray.owner import supervise
 from cluster.ray.private_ray import NAMESPACE
+from cluster.wiring import supervise
 from common.config import ServingConfig, load_config
 from common.log import setup_logging
 from common.output_log import send_output_to
@@ -38,30 +35,30 @@ _HEARD_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControllerParams:
-    """What a controller is created with, and restarted."""
+    """The parameters with which a controller is created and restarted."""
 
     config: ServingConfig
-    """As resolved; the run folder's file counts where there is one."""
+    """The resolved configuration; the run folder's file takes precedence."""
     run_dir: Path
-    """On the host on which `kvrelay up` ran."""
+    """Run folder on the host where `kvrelay up` ran."""
     environment: Mapping[str, str]
-    """How the Ray cluster is reached (`ray_settings.of_joined_cluster`)."""
+    """Environment that reaches the Ray cluster (`outside.joined_environment`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartProgress:
-    """How far a controller has come."""
+    """Progress of a controller."""
 
     steps: tuple[str, ...]
-    """Those that the caller has not seen."""
+    """Steps that the caller has not seen."""
     num_steps: int
-    """Of all."""
+    """Number of all steps."""
     outcome: Up | Failed | None
-    """None: it is on its way."""
+    """None: it is still starting."""
 
 
 class ControllerActor:
-    """Runs `supervise`, from its construction to its end. An Audience, for whoever asks for its progress."""
+    """Runs `supervise` from its construction to its end. An Audience that keeps the progress for callers."""
 
     def __init__(self, params: ControllerParams) -> None:
         os.environ.update(params.environment)
@@ -73,57 +70,38 @@ class ControllerActor:
         self._stopping = asyncio.Event()
         self._steps: list[str] = []
         self._outcome: Up | Failed | None = None
-        self._changed = asyncio.Condition()
+        self._changed = asyncio.Event()
+        """Set, and replaced, with every event."""
         self._heard = asyncio.Event()
-        """Somebody knows the outcome."""
-        self._telling: set[asyncio.Task[None]] = set()
+        """Set once a caller knows the outcome."""
         self._life = asyncio.get_running_loop().create_task(self._live(params))
 
-    # What callers may ask.
-
     async def progress(self, num_seen: int) -> StartProgress:
-        """Return the steps after the first `num_seen`, as soon as there is one, or the outcome."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: len(self._steps) != num_seen or self._outcome is not None)
-        new = self._steps[num_seen:] if num_seen <= len(self._steps) else self._steps  # of an earlier life
+        """Wait for a step after the first `num_seen`, or the outcome, and return these."""
+        while len(self._steps) == num_seen and self._outcome is None:
+            await self._changed.wait()
+        new = self._steps[num_seen:] if num_seen <= len(self._steps) else self._steps  # num_seen counts an earlier life
         if self._outcome is not None:
             self._heard.set()
         return StartProgress(steps=tuple(new), num_steps=len(self._steps), outcome=self._outcome)
 
     async def stop(self) -> None:
-        """Stop the cluster; the actor is gone then. Returns at once."""
-        self._heard.set()  # whoever stops it asks no more
+        """Stop the cluster, and then the actor. Returns at once."""
+        self._heard.set()  # a caller that stops it does not ask for the outcome
         self._stopping.set()
 
     async def leave(self) -> None:
-        """End the actor for good. Only it calls this itself: elsewhere `stop` is meant."""
+        """End the actor for good. Called by the actor itself only; use `stop` elsewhere."""
         ray.actor.exit_actor()  # type: ignore[no-untyped-call]
 
-    # What `supervise` tells (starter.Audience).
-
-    def report(self, text: str) -> None:
-        """Hear of a step."""
-        self._steps.append(text)
-        self._tell()
-
-    def ready(self, up: Up) -> None:
-        """Hear that the cluster serves."""
-        self._outcome = up
-        self._tell()
-
-    def failed(self, reason: str) -> None:
-        """Hear that it will not."""
-        self._outcome = Failed(reason=reason)
-        self._tell()
-
-    def _tell(self) -> None:
-        async def notify() -> None:
-            async with self._changed:
-                self._changed.notify_all()
-
-        task = asyncio.get_running_loop().create_task(notify())
-        self._telling.add(task)
-        task.add_done_callback(self._telling.discard)
+    def tell(self, event: Event) -> None:
+        """Note a step of `supervise`, or its outcome."""
+        if isinstance(event, Progress):
+            self._steps.append(event.text)
+        else:
+            self._outcome = event
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     async def _live(self, params: ControllerParams) -> None:
         try:
@@ -131,12 +109,14 @@ class ControllerActor:
                 await self._lock(params.run_dir, holding)
                 await self._run(params)
         except RunDirTaken as error:
-            self.failed(str(error))
+            self.tell(Failed(reason=str(error)))
         except Exception as error:
             logger.exception("the controller failed")
-            self.failed(f"the controller failed: {error!r}; see its log")
+            self.tell(Failed(reason=f"the controller failed: {error!r}; see its log"))
         if self._outcome is None:
-            self.failed("stopped before it served")  # whoever still waits for progress would keep the actor
+            self.tell(
+                Failed(reason="stopped before it served")
+            )  # a caller that waits for progress would keep the actor
         await self._leave()
 
     async def _lock(self, run_dir: Path, holding: ExitStack) -> None:
@@ -146,20 +126,21 @@ class ControllerActor:
             except RunDirTaken:
                 if not ray.get_runtime_context().was_current_actor_reconstructed:
                     raise
-                await asyncio.sleep(_LOCK_RETRY_S)  # our own last life has not ended yet
+                await asyncio.sleep(_LOCK_RETRY_S)  # its own last life has not ended yet
             else:
                 return
 
     async def _run(self, params: ControllerParams) -> None:
         state_file = StateFile(params.run_dir)
-        if adoption.is_stopping(state_file.read()):
-            # Our last life ended between the first process that it stopped and the last.
+        last = state_file.read()
+        if last is not None and last.phase.is_end:
+            # The last life ended while it stopped the processes.
             remove_workers(params.config.name)
             state_file.remove()
             return
         path = params.run_dir / FILE_NAME
         await supervise(
-            # A rollout changes the file, for every later life.
+            # A rollout changes the file for every later life.
             load_config(path) if path.exists() else params.config,
             config_path=path,
             run_dir=params.run_dir,
@@ -173,15 +154,13 @@ class ControllerActor:
                 async with asyncio.timeout(_HEARD_TIMEOUT_S):
                     await self._heard.wait()
             except TimeoutError:
-                logger.info("nobody asked how it went")
+                logger.info("no caller asked for the outcome")
         ray.get_runtime_context().current_actor.leave.remote()
 
 
 def create_controller(config: ServingConfig, run_dir: Path) -> Any:
-    """Create the controller of a cluster on this host, or return the one that there is. Needs a connection to Ray."""
-    params = ControllerParams(
-        config=config, run_dir=run_dir, environment=ray_settings.of_joined_cluster(config.launcher)
-    )
+    """Return the controller of a cluster, created on this host if there is none. Needs a connection to Ray."""
+    params = ControllerParams(config=config, run_dir=run_dir, environment=outside.joined_environment(config.launcher))
     options = {
         "name": f"{config.name}/{CONTROLLER}",
         "namespace": NAMESPACE,

@@ -1,7 +1,7 @@
-"""A Ray cluster that is there already, as the controller in it sees it: where actors go, and which there are.
+"""An existing Ray cluster as its controller sees it: where actors are placed, and which there are.
 
-Actors are detached and named `<cluster>/<process>`. Ray knows them as long as its own head does, so they outlive the
-controller, and whoever comes after it finds them by name.
+Actors are detached and named `<cluster>/<process>`. They outlive the controller, and its successor finds them by name,
+for as long as Ray's head remembers them.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.processes.plan import Placement, ProcessRole, ProcessSpec
-from cluster.ray.private_ray import NAMESPACE
+from cluster.ray.private_ray import NAMESPACE, RayHome
 
 logger = logging.getLogger(__name__)
 
@@ -25,11 +25,11 @@ _ROUTER_POOL = "router"
 _WORKER_POOLS = frozenset({str(ProcessRole.PREFILL), str(ProcessRole.DECODE)})
 _NODE_ID_LABEL = "ray.io/node-id"
 _PIN = 0.001
-"""Of the one unit of `node:<ip>` that Ray gives every host."""
+"""Share of the one unit of `node:<ip>` that Ray gives every host."""
 
 
 def pinned_to(ip: str) -> dict[str, Any]:
-    """Return options that keep an actor on a host, also when Ray was started anew there, under another id."""
+    """Return options that keep an actor on a host, even after Ray is restarted there under another id."""
     return {"resources": {f"node:{ip}": _PIN}}
 
 
@@ -40,7 +40,7 @@ def this_host() -> str:
 
 
 def named_actors(cluster: str) -> frozenset[str]:
-    """Return a cluster's processes, the controller among them, that Ray runs or will run again."""
+    """Return a cluster's processes, including the controller, that Ray runs or will restart."""
     prefix = f"{cluster}/"
     return frozenset(
         each["name"].removeprefix(prefix)
@@ -50,7 +50,7 @@ def named_actors(cluster: str) -> frozenset[str]:
 
 
 def remove_actors(cluster: str) -> frozenset[str]:
-    """End everything of a cluster at once, its controller first; returns what there was."""
+    """End all actors of a cluster at once, its controller first; returns their names."""
     names = named_actors(cluster)
     if CONTROLLER in names:
         _kill(f"{cluster}/{CONTROLLER}")
@@ -58,7 +58,7 @@ def remove_actors(cluster: str) -> frozenset[str]:
 
 
 def remove_workers(cluster: str) -> frozenset[str]:
-    """End every process of a cluster but its controller, at once; returns what there was."""
+    """End all actors of a cluster but its controller at once; returns their names."""
     names = named_actors(cluster) - {CONTROLLER}
     for name in names:
         _kill(f"{cluster}/{name}")
@@ -72,52 +72,46 @@ def _kill(name: str) -> None:
         ray.kill(ray.get_actor(name, namespace=NAMESPACE), no_restart=True)
 
 
-class JoinedRay:
-    """A RayHome in an actor of that Ray. Event loop only."""
+class JoinedRay(RayHome):
+    """A joined Ray cluster, used from an actor in it, which stays connected. Event loop only."""
+
+    description = "of the cluster"
 
     def __init__(self, cluster: str) -> None:
         self._cluster = cluster
         self._wanted: dict[str, ProcessSpec] = {}
-        """What has not served yet."""
-
-    @property
-    def description(self) -> str:
-        """Where it is, for messages."""
-        return "of the cluster"
+        """Processes that have not served yet."""
 
     def open(self) -> None:
-        """Nothing to do: an actor is connected."""
+        """Check the connection, which an actor has."""
         assert ray.is_initialized(), "the controller is an actor"
 
     def found(self) -> frozenset[str]:
-        """Return which processes an earlier controller has left."""
+        """Return the processes that an earlier controller left."""
         return named_actors(self._cluster) - {CONTROLLER}
 
     def options(self, spec: ProcessSpec) -> dict[str, Any]:
-        """Return where an actor goes, and that it stays; asks the autoscaler, if there is one, for room."""
+        """Return the placement and lifetime of an actor; asks the autoscaler, if any, for its host."""
         self._wanted[spec.name] = spec
         _request(self._wanted)
         place = self._router_place(spec) if spec.role is ProcessRole.ROUTER else self._worker_place(spec)
         return {"namespace": NAMESPACE, "lifetime": "detached", "get_if_exists": True, **place}
 
     def served(self, name: str) -> None:
-        """Take back what was asked of the autoscaler for a process: it keeps its host by running there.
+        """Withdraw the request for a process: it keeps its host by running there.
 
-        A standing request would keep any host that could carry it, an empty one of the pool rather than the right one.
+        A standing request would keep any suitable host, possibly an empty one.
         """
         if self._wanted.pop(name, None) is not None:
             _request(self._wanted)
 
     def forget(self, name: str) -> None:
-        """Give up what was kept for a process that is gone."""
+        """Withdraw the request and remove the placement group of a process that is gone."""
         self.served(name)
         _remove_group(f"{self._cluster}/{name}")
 
-    async def close(self) -> None:
-        """Stay connected: the actor outlives its cluster by a moment."""
-
     def _router_place(self, spec: ProcessSpec) -> dict[str, Any]:
-        """The first router is where `kvrelay up` ran, by whose address clients know it; others are elsewhere."""
+        """Place the first router where `kvrelay up` ran, since clients know that address, and the others elsewhere."""
         if spec.index == 0:
             return pinned_to(this_host())
         if _ROUTER_POOL in _pools():
@@ -126,7 +120,7 @@ class JoinedRay:
         here = ray.get_runtime_context().get_node_id()
         pool = next(node for node in nodes if node["NodeID"] == here).get("Labels", {}).get(_POOL_LABEL)
         if pool is not None and pool not in _WORKER_POOLS:
-            # No worker ever runs here, so that other hosts are there or will come.
+            # No worker ever runs here, so other hosts exist or will be added.
             other = {_POOL_LABEL: f"!{pool}"}
         elif len(nodes) > 1:
             other = {_NODE_ID_LABEL: f"!{here}"}
@@ -157,18 +151,18 @@ class JoinedRay:
 
 
 def _pools() -> set[str]:
-    """Return which pools hosts say they belong to."""
+    """Return the pools that the labels of hosts name."""
     labels = (node.get("Labels", {}) for node in ray.nodes() if node["Alive"])  # type: ignore[no-untyped-call]
     return {each[_POOL_LABEL] for each in labels if _POOL_LABEL in each}
 
 
 def _selector(spec: ProcessSpec) -> dict[str, str]:
-    """Return the label of a worker's hosts; nothing where no host has one."""
+    """Return the label selector of a worker; empty if no host has a label."""
     return {_POOL_LABEL: str(spec.role)} if _pools() else {}
 
 
 def _bundle(spec: ProcessSpec) -> dict[str, float]:
-    """Return what a worker reserves."""
+    """Return the resources that a worker reserves."""
     return {kind: amount for kind, amount in (("CPU", spec.num_cpus), ("GPU", spec.num_gpus)) if amount}
 
 
@@ -178,9 +172,9 @@ def _remove_group(name: str) -> None:
 
 
 def _request(wanted: dict[str, ProcessSpec]) -> None:
-    """Tell Ray's autoscaler for which processes hosts have to be there. Where there is none, nobody hears it.
+    """Request hosts for these processes from Ray's autoscaler, if there is one.
 
-    The request stands until the next one, and there is one for the whole Ray cluster.
+    The request stands until the next one; the whole Ray cluster has only one.
     """
     workers = [spec for spec in wanted.values() if spec.role is not ProcessRole.ROUTER and _bundle(spec)]
     try:

@@ -1,10 +1,11 @@
-"""Starts the head of a Ray cluster, and starts it again when it dies; ends when it is stopped on purpose.
+"""Starts the head of a Ray cluster, and restarts it when it dies, until it is stopped on purpose.
 
     python -m cluster.ray.keep_head LOG ray start --head …
 
-Returns when the head is up, with 1 when it did not come up the first time, and stays in the background. Ray itself
-brings nothing back: `ray start --block` ends the whole head when one of its processes is killed. On purpose means that
-`ray stop` ran when they died, or that all ended in order, after which `ray start` waits for nobody. No Ray in here.
+Returns when the head is up, or with status 1 if the first start fails, and stays in the background. Ray itself restarts
+nothing: `ray start --block` ends the whole head when one of its processes is killed. The head is stopped on purpose if
+`ray stop` ran when its processes died, or if all of them ended in order, in which case `ray start` does not return.
+Does not import Ray.
 """
 
 import os
@@ -19,25 +20,25 @@ from pathlib import Path
 import psutil
 
 _UP = b"--block"
-"""Ray prints it once everything runs."""
+"""Ray prints this once everything runs."""
 _MAIN_PROCESSES = frozenset({"gcs_server", "raylet"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
-    """How often and how long things are waited for."""
+    """Intervals and timeouts, in seconds."""
 
     poll_s: float = 0.25
     stopped_after_s: float = 5.0
-    """Without its first process for so long and still not ended: nothing was killed. Ray looks every second."""
+    """A head that is incomplete for so long but has not ended was stopped. Ray checks every second."""
     pause_s: float = 1.0
-    """Before the next life."""
+    """Pause before the next life."""
 
 
 def keep(command: Sequence[str], log: Path, *, on_up: Callable[[], None], pace: Pace | None = None) -> int:
-    """Run a head, life after life; `on_up` is called in each. Returns 0 when it was stopped, else how it failed.
+    """Run a head again and again; `on_up` is called in each life. Returns 0 when it was stopped, else its exit status.
 
-    Only the first life may fail to come up; later ones are tried again.
+    A head that never came up is not started again.
     """
     pace = pace or Pace()
     num_lives = 0
@@ -50,7 +51,7 @@ def keep(command: Sequence[str], log: Path, *, on_up: Callable[[], None], pace: 
 
 
 def _live(command: Sequence[str], log: Path, on_up: Callable[[], None], pace: Pace) -> tuple[int, bool]:
-    """Run it once. Returns its exit status, 0 when it was stopped, and whether it was up."""
+    """Run one life. Returns its exit status, 0 if it was stopped, and whether it was up."""
     with log.open("ab") as output:
         offset = output.tell()
         process = subprocess.Popen(
@@ -59,7 +60,7 @@ def _live(command: Sequence[str], log: Path, on_up: Callable[[], None], pace: Pa
     was_up = is_stopped = False
     lonely_s = 0.0
     while process.poll() is None and lonely_s < pace.stopped_after_s:
-        time.sleep(pace.poll_s)  # they are no children of ours, so nobody tells
+        time.sleep(pace.poll_s)  # they are not our children, so there is no event
         if not was_up and _UP in _written(log, offset):
             was_up = True
             on_up()
@@ -76,7 +77,7 @@ def _live(command: Sequence[str], log: Path, on_up: Callable[[], None], pace: Pa
 
 
 def _is_whole(pid: int) -> bool:
-    """Return whether the processes without which a head is none run below `ray start`."""
+    """Return whether the main processes of a head run below `ray start`."""
     try:
         children = psutil.Process(pid).children()
         return {child.name() for child in children if child.status() != psutil.STATUS_ZOMBIE} >= _MAIN_PROCESSES
@@ -85,7 +86,7 @@ def _is_whole(pid: int) -> bool:
 
 
 def _is_being_stopped() -> bool:
-    """Return whether somebody runs `ray stop` here. It kills what does not end by itself, and is there until then."""
+    """Return whether `ray stop` runs on this host. It runs until all processes of Ray have ended."""
     for process in psutil.process_iter(["cmdline"]):
         words = process.info["cmdline"] or ()
         if any(Path(word).name == "ray" and then == "stop" for word, then in pairwise(words)):
@@ -108,7 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.close(tells)
         if os.read(hears, 1):
             return 0
-        sys.stderr.write(f"Ray's head did not start; {log} says why\n")
+        sys.stderr.write(f"Ray's head did not start; see {log}\n")
         return 1
     os.close(hears)
     os.setsid()

@@ -1,7 +1,7 @@
-"""Processes as named Ray actors: in a private Ray (private_ray), or detached in a Ray cluster (joined_ray).
+"""Processes as named Ray actors: in a private Ray (`private_ray`), or detached in a joined Ray cluster (`joined_ray`).
 
-Ray restarts an actor that dies, and the actor starts its service by itself (common.service_actor); this module notices
-the death and waits for the successor. An actor that is there already, left by an earlier controller, is taken as it is.
+Ray restarts an actor that dies, and the actor starts its service itself (`common.service_actor`); this module notices
+the death and waits for the successor. Actors that an earlier controller left are taken over as they are.
 """
 
 import asyncio
@@ -10,16 +10,19 @@ import logging
 import signal
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
 
-from cluster.processes.launcher import RunningProcess, StartFailed, identity_role, log_path, log_tail
+from cluster.processes.launcher import RunningProcess, StartFailed, identity_role
 from cluster.processes.liveness import process_gone, service_gone
 from cluster.processes.plan import ProcessRole, ProcessSpec
+from cluster.processes.run_dir import log_path, log_tail
+from cluster.ray.private_ray import RayHome
 from cluster.worker_process.actor import WorkerActor
 from common.config import ServingConfig
 from common.process import ProcessIdentity, Ready
@@ -40,44 +43,11 @@ logger = logging.getLogger(__name__)
 _RETRY_S = 0.05
 _RENEW_RETRY_S = 60.0
 _RENEW_RETRY_SHARE = 1 / 8
-"""A share of the time between two renewals: the pause after one that failed, where that is shorter."""
+"""Longest pause after a failed renewal, as a share of the renewal interval."""
 _MAX_ENROLMENTS = 10
-"""Allowed to a process that dies again and again between its request and the answer."""
+"""Attempts for a process that keeps dying between its request and the answer."""
 _STOP_MARGIN_S = 2.0
 _KILL_TIMEOUT_S = 5.0
-
-
-class RayHome(Protocol):
-    """The Ray in which the actors live."""
-
-    @property
-    def description(self) -> str:
-        """Where it is, for messages."""
-        ...
-
-    def open(self) -> None:
-        """Connect, or start it; blocks. Raises RayError, RuntimeError, OSError or ValueError."""
-        ...
-
-    def found(self) -> frozenset[str]:
-        """Return the names of this cluster's processes that are there."""
-        ...
-
-    def options(self, spec: ProcessSpec) -> dict[str, Any]:
-        """Return options of the actor, over those that every actor has."""
-        ...
-
-    def served(self, name: str) -> None:
-        """Hear that a process has found its place: it needs no more room than it holds."""
-        ...
-
-    def forget(self, name: str) -> None:
-        """Give up what was kept for a process that is gone."""
-        ...
-
-    async def close(self) -> None:
-        """Leave it; stop it when it is ours. Harmless when `open` failed."""
-        ...
 
 
 class RayLauncher:
@@ -86,7 +56,7 @@ class RayLauncher:
     def __init__(
         self, config: ServingConfig, *, run_dir: Path, home: RayHome, authority: Authority, credentials: Credentials
     ) -> None:
-        """`authority` signs the actors' certificates; `credentials` are the controller's."""
+        """`authority` signs the actors' certificates; `credentials` are those of the controller."""
         self._authority = authority
         self._credentials = credentials
         self._renewing: set[asyncio.Task[None]] = set()
@@ -96,23 +66,23 @@ class RayLauncher:
         self._actors: dict[str, Any] = {}
 
     async def open(self) -> None:
-        """Connect to Ray, or start one: blocks for about 3 s."""
+        """Connect to Ray, or start it, which blocks for about 3 s."""
         try:
             self._home.open()
         except (RayError, RuntimeError, OSError, ValueError) as error:
             raise StartFailed(f"Ray {self._home.description}: {error}") from error
 
     def found(self) -> frozenset[str]:
-        """Return which processes an earlier controller has left, by name."""
+        """Return the names of processes that an earlier controller left."""
         return self._home.found()
 
     async def close(self) -> None:
-        """Leave Ray; stop it when it is ours."""
+        """Disconnect from Ray, or stop a private one."""
         self._actors.clear()
         await self._home.close()
 
     async def start(self, spec: ProcessSpec) -> RunningProcess:
-        """Create the actor, unless there is one, and wait until its service serves, Ray having restarted it perhaps."""
+        """Create the actor unless it exists, and wait until its service, or that of a restarted actor, serves."""
         path = log_path(self._run_dir, spec.name)
         offset = path.stat().st_size if path.exists() else 0
         actor = self._actors.get(spec.name)
@@ -122,7 +92,7 @@ class RayLauncher:
             enrol = partial(enrol_actor, actor, self._authority, role=identity_role(spec.role), name=spec.name)
             ready, identity = await _serving(actor, enrol)
         except (RayTaskError, RayActorError, ValueError) as error:
-            # Either the service's own exception, in a process that is now useless, or its process died.
+            # The service failed and its process is useless, or the process died.
             self._discard(spec.name)
             reason = error.cause if isinstance(error, RayTaskError) else error
             raise StartFailed(f"{spec.name}: {reason}\n{log_tail(path, offset=offset)}".rstrip()) from error
@@ -130,16 +100,17 @@ class RayLauncher:
             self._discard(spec.name)
             raise
         self._home.served(spec.name)
-        # Of another host it cannot be alive here: an identity holds when its host was booted.
+        # Not alive here if it is on another host: an identity contains the boot time of its host.
         here = identity if identity.is_alive() else None
-        renewing = asyncio.get_running_loop().create_task(self._keep_renewed(enrol, spec.name))
+        renewing = asyncio.create_task(self._keep_renewed(enrol, spec.name))
         self._renewing.add(renewing)
         renewing.add_done_callback(self._renewing.discard)
         gone = partial(service_gone, ready.admin_address, connect_to(identity_role(spec.role), self._credentials))
-        return _ActorProcess(actor, ready, here, gone=gone, renewing=renewing, kill=lambda: self._discard(spec.name))
+        kill = partial(self._discard, spec.name)
+        return _ActorProcess(actor=actor, ready=ready, identity=here, gone=gone, renewing=renewing, kill=kill)
 
     async def _keep_renewed(self, enrol: Callable[[], Awaitable[None]], name: str) -> None:
-        """Give an actor a new certificate at two thirds of each one's life, until cancelled."""
+        """Renew an actor's certificate at two thirds of its life, until cancelled."""
         pause_s = self._authority.renewal_interval_s
         while True:
             await sleep_until(time.time() + pause_s)
@@ -184,41 +155,33 @@ class RayLauncher:
         self._home.forget(name)
 
 
+@dataclass(slots=True, kw_only=True)
 class _ActorProcess:
     """A RunningProcess: one life of an actor."""
 
-    def __init__(
-        self,
-        actor: Any,
-        ready: Ready,
-        identity: ProcessIdentity | None,
-        *,
-        gone: Callable[[], Awaitable[str]],
-        renewing: "asyncio.Task[None]",
-        kill: Callable[[], None],
-    ) -> None:
-        self._gone = gone
-        self._renewing = renewing
-        self.ready = ready
-        self.identity = identity
-        self._actor = actor
-        self._kill = kill
+    actor: Any
+    ready: Ready
+    identity: ProcessIdentity | None
+    gone: Callable[[], Awaitable[str]]
+    """Waits for its loss if it is on another host; returns the reason."""
+    renewing: "asyncio.Task[None]"
+    kill: Callable[[], None]
 
     async def exited(self) -> str:
         try:
             if self.identity is None:
-                return await self._gone()
+                return await self.gone()
             await process_gone(self.identity)
             return f"process {self.ready.pid} died"
         finally:
-            self._renewing.cancel()
+            self.renewing.cancel()
 
     async def stop(self, grace_s: float) -> None:
-        self._renewing.cancel()
+        self.renewing.cancel()
         with contextlib.suppress(RayError, TimeoutError):
             async with asyncio.timeout(grace_s + _STOP_MARGIN_S):
-                await self._actor.stop.remote(grace_s)
-        self._kill()
+                await self.actor.stop.remote(grace_s)
+        self.kill()
         if self.identity is not None:
             try:
                 async with asyncio.timeout(_KILL_TIMEOUT_S):
@@ -228,7 +191,7 @@ class _ActorProcess:
 
 
 async def enrol_actor(actor: Any, authority: Authority, *, role: Role, name: str) -> None:
-    """Give an actor a certificate, in whichever life it takes one. Raises RayError, ValueError when it takes none."""
+    """Give an actor a certificate, again if it dies meanwhile. Raises RayError, ValueError after too many attempts."""
     for _ in range(_MAX_ENROLMENTS):
         request = await actor.request_certificate.remote()
         if await actor.accept_certificate.remote(authority.enrol(request, role=role, name=name)):
@@ -237,9 +200,9 @@ async def enrol_actor(actor: Any, authority: Authority, *, role: Role, name: str
 
 
 async def _serving(actor: Any, enrol: Callable[[], Awaitable[None]]) -> tuple[Ready, ProcessIdentity]:
-    """Enrol an actor and wait for it to serve, or for its successor to.
+    """Enrol an actor and wait until it, or its successor, serves.
 
-    Raises RayTaskError, or RayActorError when there is none; ValueError when it takes no certificate.
+    Raises RayTaskError, RayActorError without a successor, ValueError if it takes no certificate.
     """
     while True:
         try:
@@ -249,5 +212,5 @@ async def _serving(actor: Any, enrol: Callable[[], Awaitable[None]]) -> tuple[Re
         except ActorUnavailableError:
             await asyncio.sleep(_RETRY_S)
         else:
-            if ready.pid == identity.pid:  # else it died between the two
+            if ready.pid == identity.pid:  # else it died between the two calls
                 return ready, identity

@@ -1,4 +1,4 @@
-"""A person's own hosts as typed pools for Ray's autoscaler, `provider: {type: external}` of a cluster.yaml.
+"""The user's own hosts as typed pools for Ray's autoscaler, `provider: {type: external}` in a cluster.yaml.
 
     provider:
       type: external
@@ -6,11 +6,11 @@
       head_ip: 192.0.2.10
       pools: {prefill: [192.0.2.11], decode: [192.0.2.12, 192.0.2.13]}
 
-Each key of `pools` is the name of a node type under `available_node_types`. To launch a node means to take the first
-free host of its pool, to terminate it means to let it go: Ray itself is started and drained there by the autoscaler.
+Each key of `pools` is the name of a node type under `available_node_types`. Launching a node takes the first free host
+of its pool, and terminating it frees the host; the autoscaler itself starts and drains Ray there.
 
-An id is never used twice: `address-generation`. Ray 2.60 takes an id that comes back within one of its passes for the
-node that is still terminating, and waits for minutes. The head's is its address alone.
+A node id, `address-generation`, is never used twice: Ray 2.60 confuses an id that is reused within one of its passes
+with the terminating node, and waits for minutes. The head's id is its address.
 """
 
 import fcntl
@@ -36,57 +36,57 @@ from ray.autoscaler.tags import (
 from common.model_files import cache_dir
 
 _HEAD_ENV = "RAY_CLOUD_INSTANCE_ID"
-"""What `ray up` sets on the head to the head's id, and the autoscaler there inherits."""
+"""The head's id, which `ray up` sets on the head and the autoscaler there inherits."""
 
 
 @dataclass(slots=True)
 class _Table:
-    """What the file holds."""
+    """The content of the file."""
 
     nodes: dict[str, dict[str, str]] = field(default_factory=dict)
     """Tags of the nodes that are not terminated, by id."""
     generation: int = 0
-    """Of the next node."""
+    """Generation of the next node."""
 
 
 class HostPools(NodeProvider):
-    """Hosts by pool. Thread-safe; processes of one machine share a file, whose lock they take for each call."""
+    """Hosts by pool. Thread-safe; the processes of one machine share a file and take its lock for each change."""
 
     def __init__(self, provider_config: dict[str, Any], cluster_name: str) -> None:
-        """Raises ValueError for pools that cannot be."""
+        """Raises ValueError for invalid pools."""
         super().__init__(provider_config, cluster_name)
         self._head, self._pools = _checked(provider_config)
         self._head_type = str(provider_config.get("head_node_type", "head"))
         self._path = cache_dir() / "ray-hosts" / f"{cluster_name}.json"
         self._lock = threading.RLock()
 
-    # What the autoscaler asks.
+    # Queries of the autoscaler.
 
     def non_terminated_nodes(self, tag_filters: dict[str, str]) -> list[str]:
         """Return the ids of the nodes that have all these tags."""
         return [id_ for id_, tags in self._read().items() if tag_filters.items() <= tags.items()]
 
     def is_running(self, node_id: str) -> bool:
-        """Return whether it was launched and not terminated."""
+        """Return whether a node was launched and not terminated."""
         return node_id in self._read()
 
     def is_terminated(self, node_id: str) -> bool:
-        """Return the opposite."""
+        """Return the opposite of `is_running`."""
         return not self.is_running(node_id)
 
     def node_tags(self, node_id: str) -> dict[str, str]:
-        """Return its tags; none of a terminated one."""
+        """Return the tags of a node; none for a terminated one."""
         return self._read().get(node_id, {})
 
     def external_ip(self, node_id: str) -> str:
-        """Return the address by which it is reached from outside, which is the same."""
+        """Return the external address of a node, which equals the internal one."""
         return self.internal_ip(node_id)
 
     def internal_ip(self, node_id: str) -> str:
-        """Return its address."""
+        """Return the address of a node."""
         return node_id if node_id == self._head else node_id.rpartition("-")[0]
 
-    # What the autoscaler does.
+    # Actions of the autoscaler.
 
     def create_node_with_resources_and_labels(
         self,
@@ -96,7 +96,7 @@ class HostPools(NodeProvider):
         resources: dict[str, float],
         labels: dict[str, str],
     ) -> dict[str, Any]:
-        """Take free hosts; their resources and labels are the node type's. Raises NodeLaunchException."""
+        """See `create_node`; the node type determines resources and labels."""
         return self.create_node(node_config, tags, count)
 
     def create_node(self, node_config: dict[str, Any], tags: dict[str, str], count: int) -> dict[str, Any]:
@@ -109,7 +109,7 @@ class HostPools(NodeProvider):
             taken = {self.internal_ip(node_id) for node_id in table.nodes}
             free = [address for address in self._pools.get(pool, ()) if address not in taken]
             if len(free) < count:
-                reason = f"pool {pool} has {len(free)} free hosts, wanted are {count}"
+                reason = f"pool {pool} has {len(free)} free hosts, {count} are wanted"
                 raise NodeLaunchException("NoFreeHost", reason, None)
             created = {f"{address}-{table.generation + n}": dict(tags) for n, address in enumerate(free[:count])}
             table.generation += count
@@ -117,17 +117,17 @@ class HostPools(NodeProvider):
         return {node_id: {} for node_id in created}
 
     def set_node_tags(self, node_id: str, tags: dict[str, str]) -> None:
-        """Add tags to a node; a terminated one has none."""
+        """Add tags to a node that is not terminated."""
         with self._changing() as table:
             if node_id in table.nodes:
                 table.nodes[node_id] |= tags
 
     def terminate_node(self, node_id: str) -> None:
-        """Let a host go. Repeating it is harmless."""
+        """Free the host of a node. May be repeated."""
         with self._changing() as table:
             table.nodes.pop(node_id, None)
 
-    # The file. It is replaced as a whole, so that reading needs no lock.
+    # The file is replaced as a whole, so that reading needs no lock.
 
     def _read(self) -> dict[str, dict[str, str]]:
         return self._table().nodes
@@ -142,7 +142,7 @@ class HostPools(NodeProvider):
 
     @contextmanager
     def _changing(self) -> Iterator["_Table"]:
-        """Read, let the block change what was read, and write it; nothing is written when the block raises."""
+        """Read the table, let the block change it, and write it unless the block raises."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with self._lock, self._path.with_suffix(".lock").open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -153,7 +153,7 @@ class HostPools(NodeProvider):
             scratch.replace(self._path)
 
     def _with_head(self, nodes: dict[str, dict[str, str]]) -> dict[str, dict[str, str]]:
-        """Add the head where this runs on it: `ray up` has told its own machine of it, not the head."""
+        """Add the head if this runs on it: `ray up` recorded it on its own machine only."""
         if self._head in nodes or os.environ.get(_HEAD_ENV) != self._head:
             return nodes
         tags = {
@@ -176,6 +176,6 @@ def _checked(provider: dict[str, Any]) -> tuple[str, dict[str, list[str]]]:
     for pool, hosts in pools.items():
         for address in hosts:
             if address in seen:
-                raise ValueError(f"provider.pools.{pool}: {address} comes twice; a host has one place")
+                raise ValueError(f"provider.pools.{pool}: {address} is listed twice; a host belongs to one pool")
             seen.add(address)
     return head, {str(pool): [str(address) for address in hosts] for pool, hosts in pools.items()}

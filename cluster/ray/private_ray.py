@@ -1,4 +1,7 @@
-"""A Ray of this machine alone, for as long as the supervisor runs. Only holders of its random token may talk to it."""
+"""The Ray in which actors live; by default a private one on this host that ends with the supervisor.
+
+Only holders of the private Ray's random token can use it.
+"""
 
 import asyncio
 import shutil
@@ -11,24 +14,48 @@ from cluster.processes.plan import ProcessSpec
 from common.signals import handlers_kept
 
 NAMESPACE = "kvrelay"
-_OBJECT_STORE_BYTES = 80_000_000  # Ray's minimum is 75 MiB; nothing of ours goes through it
+_OBJECT_STORE_BYTES = 80_000_000  # Ray's minimum is 75 MiB; our actors put nothing into it
 _PRIVATE_CPUS = 1 << 16
-"""It need not ration them: what a worker may use is its thread count, and pools can grow."""
+"""Enough that Ray never rations CPUs: a worker's share is its thread count, and pools can grow."""
 
 
-class PrivateRay:
-    """A RayHome whose actors end with the driver, which is the supervisor. `ray_settings` comes before its import."""
+class RayHome:
+    """The Ray in which the actors live. The defaults are those of a Ray that keeps nothing for a process."""
+
+    description: str
+    """Where it is, for messages."""
+
+    def open(self) -> None:
+        """Connect to Ray or start it; blocks. Raises RayError, RuntimeError, OSError or ValueError."""
+
+    def found(self) -> frozenset[str]:
+        """Return the names of this cluster's running processes."""
+        return frozenset()
+
+    def options(self, spec: ProcessSpec) -> dict[str, Any]:
+        """Return additional options of the actor of a process."""
+        return {}
+
+    def served(self, name: str) -> None:
+        """Note that a process serves: it needs no more room than it holds."""
+
+    def forget(self, name: str) -> None:
+        """Release everything that is kept for a process that is gone."""
+
+    async def close(self) -> None:
+        """Disconnect from Ray, or stop a private one. Harmless if `open` failed."""
+
+
+class PrivateRay(RayHome):
+    """A Ray whose actors end with the supervisor. `outside.prepare_to_start` precedes its import."""
+
+    description = "on this machine"
 
     def __init__(self) -> None:
         self._session_dir: Path | None = None
 
-    @property
-    def description(self) -> str:
-        """Where it is, for messages."""
-        return "on this machine"
-
     def open(self) -> None:
-        """Start Ray: blocks for about 3 s. Main thread only. Raises what ray.init raises."""
+        """Start Ray: blocks for about 3 s. Main thread only. Raises the exceptions of ray.init."""
         with handlers_kept():
             context: Any = ray.init(
                 address="local",
@@ -40,20 +67,6 @@ class PrivateRay:
                 configure_logging=False,
             )
         self._session_dir = Path(context.address_info["session_dir"])
-
-    def found(self) -> frozenset[str]:
-        """Return nothing: a Ray that was just started has no actors."""
-        return frozenset()
-
-    def options(self, spec: ProcessSpec) -> dict[str, Any]:
-        """Return no more than every actor has."""
-        return {}
-
-    def served(self, name: str) -> None:
-        """Nothing was asked for it."""
-
-    def forget(self, name: str) -> None:
-        """Nothing is kept for a process."""
 
     async def close(self) -> None:
         """Stop Ray and delete its session folder."""

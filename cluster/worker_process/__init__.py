@@ -1,1 +1,1 @@
-"""A worker process: in one role at a time, able to serve in either."""
+"""A worker process, which serves in one role at a time and can change it."""

@@ -8,7 +8,7 @@ from common.trust.credentials import Credentials
 
 
 class WorkerActor(ServiceActor):
-    """Runs `start_pool_worker`. Restarted by Ray, it begins in the role that it was made with."""
+    """Runs `start_pool_worker`. An actor that Ray restarts begins in the role that it was created with."""
 
     def node_address(self) -> str:
         """Return the address by which other hosts reach this one."""

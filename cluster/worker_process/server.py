@@ -1,6 +1,6 @@
 """Starts a worker that can change its role: the services of both pools on one runtime.
 
-Which of them is called is the routers' choice; the runtime's role says which they are to choose.
+Routers choose the service to call by the runtime's role.
 """
 
 from common.config import ServingConfig
@@ -25,7 +25,7 @@ async def start_pool_worker(
     host: str,
     port: int,
 ) -> RunningWorker:
-    """Load the model and serve, as who the credentials say. Raises OSError when the port is taken."""
+    """Load the model and serve under the name in the credentials. Raises OSError if the port is taken."""
     worker_id = credentials.identity.name
     runtime = await WorkerRuntime.load_from(config, role=role, worker_id=worker_id, credentials=credentials)
     return await start_worker(runtime, pool_services, credentials, host=host, port=port)

@@ -7,8 +7,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from cluster.lifecycle import ClusterError, ClusterInfo
-from cluster.running import running_cluster
+from cluster.lifecycle import ClusterError, ClusterInfo, running_cluster
 from cluster.trust import operator_proof, reach_of
 from common.errors import KvrelayError
 from kvrelay.client import AsyncClient

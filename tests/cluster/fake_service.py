@@ -1,4 +1,4 @@
-"""A process that speaks the services' contract and does nothing: one ready line, then waits for SIGTERM.
+"""A process that follows the services' protocol and does nothing else: one ready line, then waits for SIGTERM.
 
 fake_service.py ADDRESS [--die-after-ready | --fail MESSAGE | --never-ready | --ignore-sigterm]
 """

@@ -1,9 +1,9 @@
-"""A Ray cluster of several nodes on this machine, for tests: one process, which ends it when its stdin ends.
+"""A Ray cluster of several nodes on this machine, for tests, in one process that ends with its stdin.
 
     python -m tests.cluster.ray_nodes TEMP_DIR NODES
 
 `NODES` is a JSON list, head first, of arguments of `Cluster.add_node`. Prints the address once all nodes are there.
-The head has this machine's address, by which drivers here find it; the others have 127.0.0.2, 127.0.0.3, …
+The head has this machine's address, where drivers find it; the others have 127.0.0.2, 127.0.0.3, …
 """
 
 import json
@@ -65,7 +65,7 @@ def main() -> None:
             shared = {"object_store_memory": 80_000_000, "include_dashboard": False, "include_log_monitor": False}
             first = {"temp_dir": folder, "no_monitor": True} if number == 0 else {}
             cluster.add_node(wait=True, **where, **shared, **first, **node)
-        print("ADDRESS", cluster.address, flush=True)  # noqa: T201 - for whoever started us
+        print("ADDRESS", cluster.address, flush=True)  # noqa: T201 - for the parent process
         sys.stdin.read()
     finally:
         cluster.shutdown()  # type: ignore[no-untyped-call]

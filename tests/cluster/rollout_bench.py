@@ -8,10 +8,12 @@ from typing import Any, cast
 
 from cluster.changes.rollout import Rollouts, RolloutTerms, Surroundings
 from cluster.changes.scaling import Scaler
-from cluster.processes.inspection import Look
 from cluster.processes.launcher import StartFailed
+from cluster.processes.life import Life
 from cluster.processes.managed_process import ManagedProcess
 from cluster.processes.plan import HostResources, ProcessRole, ProcessSpec, make_plan
+from cluster.processes.worker_calls import WorkerSnapshot
+from cluster.processes.workforce import Workforce
 from common.config import ServingConfig
 from common.errors import InvalidRequest
 from common.timing import StepModel, TimingModel
@@ -22,15 +24,20 @@ TERMS = RolloutTerms(canary_s=2.0, max_slowdown=1.5, grace_s=9.0)
 HOST = HostResources(cores=12, gpus=None, memory_bytes=6 << 30)
 
 
-def look(step_s: float = 0.01) -> Look:
+def snapshot(step_s: float = 0.01) -> WorkerSnapshot:
     model = StepModel(constant_s=step_s, num_samples=20)
     timing = TimingModel(prefill=model, decode=model, max_step_tokens=512)
-    return Look(busy_s=1.0, num_decodes=2, num_context_tokens=100, timing=timing)
+    return WorkerSnapshot(busy_s=1.0, num_decodes=2, num_context_tokens=100, timing=timing)
+
+
+def process(spec: ProcessSpec) -> Any:
+    """Return a process that serves."""
+    return SimpleNamespace(spec=spec, address=spec.name, life=Life(num_lives=1))
 
 
 @dataclass
-class FakeWorkforce:
-    """Workers that are only names; remembers what was done to them, and each pool's size after each step."""
+class FakeWorkforce(Workforce):
+    """Processes that are only names; records every step, and the pools' sizes after it."""
 
     pool: list[Any] = field(default_factory=list)
     done: list[str] = field(default_factory=list)
@@ -43,7 +50,7 @@ class FakeWorkforce:
     async def add_worker(self, spec: ProcessSpec) -> int:
         if self.fails(spec):
             raise StartFailed(f"{spec.name}: exited with code 1")
-        self.pool.append(SimpleNamespace(spec=spec, address=spec.name, num_lives=1))
+        self.pool.append(process(spec))
         self._note(f"+{spec.name}")
         return 0
 
@@ -69,7 +76,7 @@ class FakeWorkforce:
         return next(each for each in self.pool if each.spec.name == name)
 
     def configs(self) -> dict[str, ServingConfig | None]:
-        """Of the workers."""
+        """Return the own configuration of each worker."""
         return {each.spec.name: each.spec.config for each in self.pool if each.spec.role is not ROUTER}
 
     def _note(self, what: str) -> None:
@@ -79,12 +86,12 @@ class FakeWorkforce:
 
 @dataclass
 class Bench:
-    """A cluster of fakes at the configuration `before`."""
+    """A cluster of fake processes with the configuration `before`."""
 
     before: ServingConfig
     workforce: FakeWorkforce = field(default_factory=FakeWorkforce)
     kept: list[ServingConfig] = field(default_factory=list)
-    looks: dict[str, Look] = field(default_factory=dict)
+    snapshots: dict[str, WorkerSnapshot] = field(default_factory=dict)
     reports: list[str] = field(default_factory=list)
     slept_s: float = 0.0
     least_decode: int = 0
@@ -93,9 +100,9 @@ class Bench:
 
     def __post_init__(self) -> None:
         for spec in make_plan(self.before, HOST):
-            self.workforce.pool.append(SimpleNamespace(spec=spec, address=spec.name, num_lives=1))
+            self.workforce.pool.append(process(spec))
         self.scaler = Scaler(self.before, self.workforce, partial(make_plan, host=HOST))
-        surroundings = Surroundings(keep=self._keep, check=self._check, look=self._look, sleep=self._sleep)
+        surroundings = Surroundings(keep=self._keep, check=self._check, inspect=self._inspect, sleep=self._sleep)
         self.rollouts = Rollouts(self.scaler, self.workforce, surroundings)
 
     async def run(self, after: ServingConfig, terms: RolloutTerms = TERMS) -> None:
@@ -105,8 +112,8 @@ class Bench:
         self.kept.append(config)
         self.while_kept()
 
-    async def _look(self, address: str) -> Look | None:
-        return self.looks.get(address, look())
+    async def _inspect(self, address: str) -> WorkerSnapshot | None:
+        return self.snapshots.get(address, snapshot())
 
     async def _check(self, sizes: Mapping[ProcessRole, int]) -> None:
         if sizes[DECODE] < self.least_decode:

@@ -27,7 +27,7 @@ def make_spec(name: str, role: ProcessRole = ProcessRole.DECODE) -> ProcessSpec:
 
 
 def fake_command(*, routers: Sequence[str] = (), modes: dict[str, Sequence[str]] | None = None) -> Command:
-    """Return a Command that starts fake services: routers tell these addresses, workers one made of their name."""
+    """Return a Command that starts fake services: routers report these addresses, workers one made of their name."""
 
     def command(spec: ProcessSpec) -> list[str]:
         address = routers[spec.index] if spec.role is ProcessRole.ROUTER else f"{spec.name}.invalid:1"
@@ -40,20 +40,20 @@ Worker = tuple[str, int, str]
 
 
 class RecordingRouter(router_admin_pb2_grpc.RouterAdminServiceServicer):
-    """Remembers the last membership, and lets tests wait for one."""
+    """Records the last membership, and lets tests wait for one."""
 
     def __init__(self) -> None:
         self.workers: list[Worker] = []
         self.num_unused = 0
-        """Of the members: how many it says that it does not use yet."""
+        """Members that it reports as not used yet."""
         self.unused: set[str] = set()
         """Members that it refuses."""
         self.num_users: dict[str, int] = {}
-        """What it says of draining workers."""
+        """Its reported requests on draining workers."""
         self.num_requests = 0
-        """What it says that it serves."""
+        """Its reported requests."""
         self.is_leaving = False
-        """What it was told last."""
+        """Whether it was last told to leave."""
         self.num_pushes = 0
         self._pushed = asyncio.Condition()
 
@@ -82,7 +82,7 @@ class RecordingRouter(router_admin_pb2_grpc.RouterAdminServiceServicer):
 @asynccontextmanager
 async def recording_router() -> AsyncIterator[tuple[RecordingRouter, int]]:
     """Serve a RecordingRouter on a free port."""
-    router = RecordingRouter()  # type: ignore[abstract]  # nobody asks it for the demand
+    router = RecordingRouter()  # type: ignore[abstract]  # it has no demand
 
     def add(server: grpc.aio.Server) -> list[str]:
         router_admin_pb2_grpc.add_RouterAdminServiceServicer_to_server(router, server)

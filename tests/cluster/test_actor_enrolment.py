@@ -1,4 +1,4 @@
-"""An actor gets its certificate, whichever of its lives answers."""
+"""An actor gets its certificate even if it dies during its enrolment."""
 
 import asyncio
 from typing import Any
@@ -21,7 +21,7 @@ _PARAMS = ServiceParams(
 
 
 class Service(ServiceActor):
-    """Tells as whom it could serve, and does not."""
+    """Reports its identity instead of serving."""
 
     def __init__(self, params: ServiceParams) -> None:
         super().__init__(params)
@@ -45,7 +45,7 @@ class _Method:
 
 
 class Handle:
-    """What Ray's handle of an actor is, whose process dies as often as told between a request and its answer."""
+    """Stands for Ray's handle of an actor that dies `num_deaths` times between a request and its answer."""
 
     def __init__(self, *, num_deaths: int) -> None:
         self._num_deaths = num_deaths
@@ -63,7 +63,7 @@ class Handle:
         return await getattr(self.service, name)(*arguments)
 
 
-async def test_actor_that_dies_between_its_request_and_the_answer_is_asked_anew_in_its_next_life() -> None:
+async def test_actor_that_dies_during_enrolment_is_enrolled_in_its_next_life() -> None:
     authority = Authority.new(AuthoritySettings(cluster="test", is_encrypted=True))
     handle = Handle(num_deaths=2)
 
@@ -74,7 +74,7 @@ async def test_actor_that_dies_between_its_request_and_the_answer_is_asked_anew_
     await handle.service.stop(0)
 
 
-async def test_actor_that_never_takes_a_certificate_is_a_fault_and_no_endless_loop() -> None:
+async def test_actor_that_never_takes_a_certificate_is_an_error() -> None:
     authority = Authority.new(AuthoritySettings(cluster="test", is_encrypted=True))
     handle = Handle(num_deaths=1000)
 

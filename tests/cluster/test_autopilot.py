@@ -1,14 +1,13 @@
-"""The planner at work on fake workers: what it asks for, what it reports, what it does when things go wrong."""
+"""The autopilot over fake workers: its requests, its reports, and its reaction to failures."""
 
 import asyncio
 from dataclasses import replace
 
 import pytest
 
-from cluster.changes.autopilot import Autopilot
-from cluster.changes.load_guard import LoadGuard
+from cluster.changes.autopilot import Autopilot, PlanGauges
 from cluster.changes.observing import RouterReports
-from cluster.changes.plan_report import PlanGauges, plan_response
+from cluster.changes.planning import LoadGuard
 from cluster.changes.scaling import Scaler
 from cluster.planner.observation import Observation, Pool
 from cluster.planner.plan import PoolSizes, ScalingPlan
@@ -26,7 +25,7 @@ PREFILL, DECODE = ProcessRole.PREFILL, ProcessRole.DECODE
 
 
 class ScriptedPlanner:
-    """Answers what it is told to; remembers what it was told."""
+    """Returns scripted sizes and records its observations."""
 
     def __init__(self, *sizes: PoolSizes) -> None:
         self.sizes = list(sizes)
@@ -38,7 +37,7 @@ class ScriptedPlanner:
 
 
 class Bench:
-    """A cluster of one prefill and one decode worker, and an autopilot that is told what to plan."""
+    """A cluster of one prefill and one decode worker, and an autopilot with a scripted planner."""
 
     def __init__(self, *sizes: PoolSizes, mode: str = "act") -> None:
         self.config: ServingConfig = make_config(
@@ -77,7 +76,7 @@ class Bench:
         self.reports = RouterReports(demand=make_demand(rate=rate, window_s=60.0), conditions=conditions)
 
     async def step(self) -> str:
-        """Plan once, wait for what follows; returns the outcome."""
+        """Plan once and wait for the change; returns the outcome."""
         await self.autopilot.step()
         await self.autopilot.settled()
         assert self.autopilot.latest is not None
@@ -99,7 +98,8 @@ async def test_act_carries_a_plan_out_and_reports_it() -> None:
     assert bench.sizes() == (2, 3)
     bench.report()
     assert await bench.step() == ""
-    assert [note.plan.sizes for note in bench.autopilot.changes] == [sizes(2, 3)]
+    changes = bench.autopilot.response().changes
+    assert [(each.prefill.wanted, each.decode.wanted) for each in changes] == [(2, 3)]
     registry = bench.gauges.registry
     assert registry.get_sample_value("kvrelay_pool_workers_wanted", {"pool": "decode"}) == 3
     assert registry.get_sample_value("kvrelay_planner_changes_total", {"outcome": "done"}) == 1
@@ -112,11 +112,11 @@ async def test_advise_changes_nothing_and_says_what_it_would() -> None:
     assert bench.sizes() == (1, 1)
 
 
-async def test_planner_is_told_measured_times_and_every_worker() -> None:
+async def test_planner_observes_measured_times_and_every_worker() -> None:
     bench = Bench(sizes(1, 1))
     await bench.begin()
-    bench.scaler.times.note_start(PREFILL, 40.0)
-    bench.scaler.times.note_start(PREFILL, 60.0)
+    bench.scaler.start_times.note(PREFILL, 40.0)
+    bench.scaler.start_times.note(PREFILL, 60.0)
     await bench.step()
     observed = bench.planner.observed[0]
     assert observed.startup_s[Pool.PREFILL] == pytest.approx(40.0), "the median of 0, 40 and 60"
@@ -133,7 +133,7 @@ async def test_worker_that_no_router_knows_yet_is_starting() -> None:
     assert {worker.phase for worker in bench.planner.observed[0].workers} == {"starting"}
 
 
-async def test_start_that_fails_is_told_and_not_repeated_before_a_growing_pause() -> None:
+async def test_failed_start_is_reported_and_retried_after_a_growing_pause() -> None:
     bench = Bench(*[sizes(2, 1)] * 5)
     await bench.begin()
     bench.workforce.fails = lambda spec: True
@@ -147,7 +147,7 @@ async def test_start_that_fails_is_told_and_not_repeated_before_a_growing_pause(
     assert bench.sizes() == (2, 1)
 
 
-async def test_plan_during_a_persons_change_waits() -> None:
+async def test_plan_during_another_change_waits() -> None:
     bench = Bench(sizes(2, 1))
     await bench.begin()
     async with bench.scaler.changing():
@@ -174,7 +174,7 @@ async def test_silent_routers_make_no_plan() -> None:
     assert bench.autopilot.latest is None
 
 
-async def test_running_plans_at_every_interval_until_it_is_told_to_stop() -> None:
+async def test_autopilot_plans_at_every_interval_until_it_is_stopped() -> None:
     bench = Bench(*[sizes(1, 1)] * 10_000)
     bench.config = bench.config.model_copy(
         update={"planner": bench.config.planner.model_copy(update={"interval_s": 0.001})}
@@ -197,12 +197,12 @@ async def test_running_plans_at_every_interval_until_it_is_told_to_stop() -> Non
     assert pilot.latest is not None
 
 
-async def test_plan_response_tells_everything() -> None:
+async def test_plan_response_contains_everything() -> None:
     bench = Bench(sizes(2, 1), mode="advise")
     await bench.begin()
     await bench.step()
     bench.clock.advance(7.0)
-    response = plan_response(bench.autopilot)
+    response = bench.autopilot.response()
     assert (response.mode, response.latest.age_s, response.latest.reason) == ("advise", 7.0, "because")
     assert (response.latest.prefill.present, response.latest.prefill.wanted) == (1, 2)
     assert [(term.name, term.value) for term in response.latest.terms] == [("load", 0.5)]
@@ -213,7 +213,7 @@ async def test_plan_response_tells_everything() -> None:
 
 
 def make_guard(bench: Bench) -> LoadGuard:
-    return LoadGuard(bench.scaler, bench.workforce, ask=bench.ask, clock=bench.clock)
+    return LoadGuard(scaler=bench.scaler, workforce=bench.workforce, ask=bench.ask, clock=bench.clock)
 
 
 async def test_guard_refuses_sizes_below_the_load_with_the_numbers() -> None:

@@ -1,9 +1,10 @@
-"""When a canary is followed, and when it is not."""
+"""Judgements of canaries."""
 
 import pytest
 
 from cluster.changes.canary import MARGIN_S, Conduct, DecodeLoad, judge
 from cluster.processes.plan import ProcessRole
+from cluster.processes.worker_calls import WorkerSnapshot
 from common.timing import StepModel, TimingModel
 
 DECODE, PREFILL = ProcessRole.DECODE, ProcessRole.PREFILL
@@ -15,7 +16,11 @@ def conduct(
     """Return a worker whose steps all take the same time."""
     model = StepModel(constant_s=step_s, num_samples=num_samples)
     timing = TimingModel(prefill=model, decode=model, max_step_tokens=256)
-    return Conduct(name=name, num_deaths=num_deaths, busy_s=busy_s, timing=timing)
+    return Conduct(name=name, num_deaths=num_deaths, snapshot=snapshot(timing, busy_s=busy_s))
+
+
+def snapshot(timing: TimingModel, *, busy_s: float = 1.0) -> WorkerSnapshot:
+    return WorkerSnapshot(busy_s=busy_s, num_decodes=0, num_context_tokens=0, timing=timing)
 
 
 def is_good(canary: Conduct, *others: Conduct, role: ProcessRole = DECODE) -> bool:
@@ -50,17 +55,16 @@ def test_pace_is_compared_at_the_load_that_the_canary_had() -> None:
         decode=StepModel(constant_s=0.001, per_decode_s=0.01, num_samples=9),
         max_step_tokens=256,
     )
-    canary = Conduct(name="d1", num_deaths=0, busy_s=1.0, timing=light)
+    canary = Conduct(name="d1", num_deaths=0, snapshot=snapshot(light))
     one, many = DecodeLoad(num_decodes=1), DecodeLoad(num_decodes=40)
 
     assert judge(DECODE, canary, [conduct("d0")], load=one, max_slowdown=1.5).is_good
     assert not judge(DECODE, canary, [conduct("d0")], load=many, max_slowdown=1.5).is_good
 
 
-def test_canary_that_died_is_bad_unless_another_died_as_often() -> None:
-    assert not is_good(conduct("d1", num_deaths=1), conduct("d0"))
-    assert is_good(conduct("d1", num_deaths=1), conduct("d0", num_deaths=1))
-    assert not is_good(conduct("d1", num_deaths=2), conduct("d0", num_deaths=1))
+@pytest.mark.parametrize(("num_deaths", "of_other", "expected"), [(1, 0, False), (1, 1, True), (2, 1, False)])
+def test_canary_that_died_is_bad_unless_another_died_as_often(num_deaths: int, of_other: int, expected: bool) -> None:
+    assert is_good(conduct("d1", num_deaths=num_deaths), conduct("d0", num_deaths=of_other)) is expected
 
 
 def test_canary_without_load_is_good_and_says_so() -> None:

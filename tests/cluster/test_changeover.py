@@ -1,9 +1,9 @@
-"""Another model for a whole cluster, over fake workers: order, generations, going back."""
+"""Changeovers to another model over fake processes: order, generations, rollback."""
 
 import pytest
 
-from cluster.processes.generations import Generations
-from cluster.processes.plan import MEMORY_ENV, ProcessSpec
+from cluster.processes.diff import generation_of
+from cluster.processes.plan import MEMORY_ENV
 from common.config import ServingConfig
 from common.errors import EngineFault, InvalidRequest
 from tests.cluster.rollout_bench import DECODE, PREFILL, ROUTER, Bench, FakeWorkforce
@@ -49,7 +49,7 @@ async def test_configuration_is_kept_after_the_last_router_and_before_an_old_wor
     assert (bench.kept, when) == ([AFTER], ["+router-1"])
 
 
-async def test_workers_that_come_later_are_of_the_new_generation_and_sizes_those_of_its_file() -> None:
+async def test_later_workers_and_the_pool_sizes_are_those_of_the_new_generation() -> None:
     bench = Bench(BEFORE)
     after = with_length(512, decode=1)
     await bench.run(after)
@@ -64,9 +64,8 @@ async def test_change_back_brings_the_first_generation() -> None:
     await bench.run(AFTER)
     await bench.run(BEFORE)
 
-    generations = Generations(BEFORE)
-    founders = ProcessSpec(name="decode-9", role=DECODE, host=None, port=0)
-    assert {generations.of(process.spec) for process in bench.workforce.pool} == {generations.of(founders)}
+    generations = {generation_of(process.spec.config or BEFORE) for process in bench.workforce.pool}
+    assert generations == {generation_of(BEFORE)}
     assert set(bench.workforce.configs()) == set(ALL_OLD)
 
 
@@ -80,7 +79,7 @@ async def test_new_worker_that_does_not_start_changes_no_router_and_leaves_nothi
     assert (bench.kept, bench.scaler.config) == ([], BEFORE)
 
 
-async def test_new_router_that_does_not_start_brings_the_old_routers_back_before_the_new_workers_go() -> None:
+async def test_failed_new_router_brings_old_routers_back_before_new_workers_stop() -> None:
     fails = FakeWorkforce(fails=lambda spec: spec.name == "router-1" and spec.config is not None)
     bench = Bench(BEFORE, fails)
     with pytest.raises(EngineFault, match="rolled back, the old configuration serves: router-1 did not start"):
@@ -102,7 +101,7 @@ async def test_clients_of_an_only_router_would_lose_it_so_it_is_refused_by_key()
     assert bench.workforce.done == []
 
 
-async def test_preview_tells_of_the_second_set() -> None:
+async def test_preview_reports_the_second_set_of_workers() -> None:
     bench = Bench(BEFORE)
     await bench.rollouts.preview(AFTER, report=bench.reports.append)
 

@@ -1,11 +1,17 @@
-"""What a changed key of serving.yaml needs: every key has an answer."""
+"""The need of each changed key of serving.yaml."""
 
 from typing import Any
 
 import pytest
 
-from cluster.changes.diff import find_changes, is_new_generation, keep_free_ports, needs_routers, roles_to_renew
-from cluster.processes.generations import generation
+from cluster.processes.diff import (
+    find_changes,
+    generation_of,
+    is_new_generation,
+    keep_free_ports,
+    needs_routers,
+    roles_to_renew,
+)
 from cluster.processes.plan import ProcessRole
 from common.config import NEEDS, Need, ServingConfig, leaves
 from tests.cluster.support import make_config
@@ -42,7 +48,7 @@ def test_changes_come_by_dotted_key_with_both_values() -> None:
         ({"slo": {"ttft_s": 1}}, ()),
     ],
 )
-def test_pools_are_renewed_whose_workers_read_the_key(sections: dict[str, Any], roles: tuple[ProcessRole, ...]) -> None:
+def test_key_renews_exactly_the_pools_that_read_it(sections: dict[str, Any], roles: tuple[ProcessRole, ...]) -> None:
     assert roles_to_renew(find_changes(make_config(), make_config(**sections))) == roles
 
 
@@ -54,7 +60,7 @@ def test_pools_are_renewed_whose_workers_read_the_key(sections: dict[str, Any], 
         ({"router": {"port": 1}}, "router.port"),
     ],
 )
-def test_what_cannot_be_changed_while_it_runs_is_refused(sections: dict[str, Any], key: str) -> None:
+def test_change_that_needs_another_cluster_is_refused(sections: dict[str, Any], key: str) -> None:
     before = make_config()
     refused = [change for change in find_changes(before, make_config(**sections)) if change.is_refused]
 
@@ -69,22 +75,22 @@ def test_what_cannot_be_changed_while_it_runs_is_refused(sections: dict[str, Any
         {"pools": {"prefill": {"block_size": 32}, "decode": {"block_size": 32}}},
     ],
 )
-def test_what_old_and_new_workers_cannot_share_makes_a_generation(sections: dict[str, Any]) -> None:
+def test_change_that_workers_cannot_share_makes_a_generation(sections: dict[str, Any]) -> None:
     before, after = make_config(), make_config(**sections)
     changes = find_changes(before, after)
 
     assert is_new_generation(changes) and needs_routers(changes)
-    assert generation(before) != generation(after)
+    assert generation_of(before) != generation_of(after)
 
 
-def test_what_they_can_share_makes_none() -> None:
+def test_change_that_workers_can_share_makes_no_generation() -> None:
     before, after = make_config(), make_config(pools={"decode": {"max_running": 8}}, router={"policy": "least_load"})
 
     assert not is_new_generation(find_changes(before, after))
-    assert generation(before) == generation(after)
+    assert generation_of(before) == generation_of(after)
 
 
-def test_change_of_secrets_tells_neither_value() -> None:
+def test_change_of_secrets_reveals_neither_value() -> None:
     keyed = [{"name": "a", "api_keys": ["open-sesame"]}]
     before = make_config(router={"auth": "api_key", "salt_secret": "sixteen-or-more-1"}, tenants=keyed)
     after = make_config(

@@ -1,4 +1,4 @@
-"""What the command line asks for is what the supervisor hears."""
+"""The supervisor receives exactly the requests of the command line."""
 
 import asyncio
 from pathlib import Path
@@ -17,7 +17,7 @@ CONFIG = make_config(router={"port": 1})
 
 
 class RecordingRollouts:
-    """Remembers what was asked of it."""
+    """Records its requests."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[ServingConfig, RolloutTerms]] = []
@@ -29,16 +29,16 @@ class RecordingRollouts:
 
 
 @pytest.mark.parametrize("is_forced", [True, False])
-async def test_rollout_hears_every_term_and_tells_steps_and_failure(
+async def test_rollout_receives_every_term_and_returns_steps_and_failure(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, *, is_forced: bool
 ) -> None:
     rollouts = RecordingRollouts()
     terms = RolloutTerms(canary_s=3.0, max_slowdown=2.0, grace_s=7.0, is_forced=is_forced)
-    nobody = cast("Any", None)
+    unused = cast("Any", None)
 
-    async with serving_control(nobody, cast("Any", rollouts), nobody, tmp_path, stop=lambda: None):
+    async with serving_control(unused, cast("Any", rollouts), unused, tmp_path, stop=lambda: None):
         with pytest.raises(EngineFault, match="the canary is bad"):
             await asyncio.to_thread(lambda: list(rollout(tmp_path, CONFIG, terms)))
 
     assert rollouts.asked == [(CONFIG, terms)]
-    assert "change failed: the canary is bad" in caplog.text  # for when whoever asked has left
+    assert "change failed: the canary is bad" in caplog.text  # in case the caller has disconnected

@@ -1,4 +1,4 @@
-"""`kvrelay doctor`: a healthy host and cluster pass, and each sick one is named with what to do."""
+"""`kvrelay doctor` passes a healthy host and cluster, and names each problem with what to do."""
 
 import dataclasses
 import json
@@ -61,35 +61,31 @@ def test_healthy_host_has_only_good_findings() -> None:
     assert bad(check_host(config(), host(), is_up=False)) == {}
 
 
+_LARGE_POOLS = {"prefill": {"kv_memory_gib": 10.0}, "decode": {"kv_memory_gib": 10.0}}
+
+
 @pytest.mark.parametrize(
-    ("changes", "subject", "verdict", "advice"),
+    ("sections", "changes", "subject", "verdict", "text"),
     [
-        ({"available_bytes": GIB // 2}, "memory", Verdict.WARNING, "smaller model"),
-        ({"free_disk": lambda _folder: 1000}, "disk of the cache", Verdict.FAILURE, "make room"),
-        ({"max_open_files": 256}, "open files", Verdict.WARNING, "ulimit"),
-        ({"installed": lambda _name: None}, "packages", Verdict.FAILURE, "make install"),
-        ({"installed": lambda _name: "0.0.1"}, "packages", Verdict.FAILURE, "make install"),
+        ({}, {"available_bytes": GIB // 2}, "memory", Verdict.WARNING, "smaller model"),
+        ({}, {"free_disk": lambda _folder: 1000}, "disk of the cache", Verdict.FAILURE, "make room"),
+        ({}, {"max_open_files": 256}, "open files", Verdict.WARNING, "ulimit"),
+        ({}, {"installed": lambda _name: None}, "packages", Verdict.FAILURE, "make install"),
+        ({}, {"installed": lambda _name: "0.0.1"}, "packages", Verdict.FAILURE, "make install"),
+        ({"device": "cpu", "pools": _LARGE_POOLS}, {}, "memory", Verdict.FAILURE, "20.0 GiB"),
+        ({"device": "cuda"}, {}, "GPUs", Verdict.FAILURE, "install the driver"),
     ],
 )
-def test_sick_host_is_told_what_to_do(changes: dict[str, Any], subject: str, verdict: Verdict, advice: str) -> None:
-    found = bad(check_host(config(), host(**changes), is_up=False))
+def test_sick_host_is_named_with_what_to_do(
+    sections: dict[str, Any], changes: dict[str, Any], subject: str, verdict: Verdict, text: str
+) -> None:
+    model = {"engine": "fake", "device": sections.get("device", "auto")}
+    serving = config(model=model, pools=sections.get("pools", {}))
 
-    assert found[subject].verdict is verdict
-    assert advice in found[subject].advice
+    found = bad(check_host(serving, host(**changes), is_up=False))[subject]
 
-
-def test_pools_that_do_not_fit_the_memory_are_a_failure() -> None:
-    pools = {"prefill": {"kv_memory_gib": 10.0}, "decode": {"kv_memory_gib": 10.0}}
-
-    found = bad(check_host(config(model={"engine": "fake", "device": "cpu"}, pools=pools), host(), is_up=False))
-
-    assert "20.0 GiB" in found["memory"].detail
-
-
-def test_cuda_without_a_gpu_is_a_failure() -> None:
-    found = bad(check_host(config(model={"engine": "fake", "device": "cuda"}), host(), is_up=False))
-
-    assert found["GPUs"].verdict is Verdict.FAILURE
+    assert found.verdict is verdict
+    assert text in f"{found.detail}; {found.advice}"
 
 
 def test_missing_compiler_is_a_warning_where_kernels_would_be_compiled(
@@ -130,7 +126,7 @@ def test_taken_port_is_a_failure_unless_the_cluster_itself_holds_it() -> None:
 
 
 class Worker(worker_pb2_grpc.WorkerServiceServicer):
-    """Says who it is."""
+    """Describes itself."""
 
     def __init__(self, *, version: str, fingerprint: str, clock_s: float, reaches: bool = True) -> None:
         self._version, self._fingerprint, self._clock_s, self._reaches = version, fingerprint, clock_s, reaches
@@ -147,7 +143,7 @@ class Worker(worker_pb2_grpc.WorkerServiceServicer):
 
 
 class Router(inference_pb2_grpc.InferenceServiceServicer):
-    """Says who its workers are."""
+    """Lists its workers."""
 
     def __init__(self, workers: dict[str, str]) -> None:
         self._workers = workers
@@ -177,7 +173,7 @@ async def serving(add: Any, servicer: Any) -> AsyncIterator[str]:
 
 
 def asked(address: str) -> Coroutine[Any, Any, list[Finding]]:
-    """Return the check of the service behind a router, as an operator makes it."""
+    """Return the check of the service behind a router by an operator."""
     operator = credentials_of(Role.OPERATOR, "operator")
     return check_service(partial(AsyncClient, address), config(), operator=operator)
 
@@ -185,7 +181,7 @@ def asked(address: str) -> Coroutine[Any, Any, list[Finding]]:
 async def checked(
     *, version: str | None = None, fingerprint: str = "f", clock_s: float = 0.0, reaches: bool = True
 ) -> dict[str, Finding]:
-    """Return what is wrong with 1P1D whose decode worker is as told."""
+    """Return the problems of 1P1D with such a decode worker."""
     ours = installed_version()
     add = worker_pb2_grpc.add_WorkerServiceServicer_to_server
     decode_worker = Worker(  # type: ignore[abstract]
@@ -206,16 +202,21 @@ async def test_healthy_cluster_has_only_good_findings() -> None:
     assert await checked() == {}
 
 
-async def test_worker_of_another_version_is_a_failure() -> None:
-    found = await checked(version="0.0.9")
+@pytest.mark.parametrize(
+    ("decode", "subject", "text"),
+    [
+        ({"version": "0.0.9"}, "decode-0", "runs kvrelay 0.0.9"),
+        ({"version": "0.0.9"}, "decode-0", "same version"),
+        ({"fingerprint": "g"}, "agreement", "same model files"),
+        ({"clock_s": 30.0}, "decode-0", "ahead"),
+        ({"clock_s": -30.0}, "decode-0", "behind"),
+    ],
+)
+async def test_worker_unlike_the_others_is_the_only_finding(decode: dict[str, Any], subject: str, text: str) -> None:
+    found = await checked(**decode)
 
-    assert found.keys() == {"decode-0"}
-    assert "0.0.9" in found["decode-0"].detail
-    assert "same version" in found["decode-0"].advice
-
-
-async def test_workers_with_other_weights_are_named() -> None:
-    assert "same model files" in (await checked(fingerprint="g"))["agreement"].advice
+    assert found.keys() == {subject}
+    assert text in f"{found[subject].detail}; {found[subject].advice}"
 
 
 async def test_worker_that_cannot_reach_a_peer_is_named_with_the_port_to_open() -> None:
@@ -224,11 +225,6 @@ async def test_worker_that_cannot_reach_a_peer_is_named_with_the_port_to_open() 
     assert found.keys() == {"to prefill-0"}
     assert "not reached by decode-0" in found["to prefill-0"].detail
     assert found["to prefill-0"].detail.split()[0].rpartition(":")[2] in found["to prefill-0"].advice
-
-
-async def test_clock_that_is_off_is_a_warning() -> None:
-    assert "ahead" in (await checked(clock_s=30.0))["decode-0"].detail
-    assert "behind" in (await checked(clock_s=-30.0))["decode-0"].detail
 
 
 async def test_closed_port_of_a_worker_is_a_failure_that_names_the_port() -> None:

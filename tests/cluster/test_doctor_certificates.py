@@ -1,4 +1,4 @@
-"""`kvrelay doctor` tells of a certificate that was not renewed before nobody gets in any more."""
+"""`kvrelay doctor` reports a certificate that was not renewed before it expires."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from cluster.doctor.certificates import check_certificates
 from cluster.doctor.finding import Verdict
+from cluster.doctor.service import check_certificates
 from common.rpc_server import start_server
 from common.trust.access import Audience
 from common.trust.authority import Authority, AuthoritySettings
@@ -19,7 +19,7 @@ _DAY_S = 86_400.0
 
 
 def authority(folder: Path, *, lifetime_s: float, is_encrypted: bool = True) -> Authority:
-    """Return the one of a folder: the same one each time, with another lifetime of what it gives out."""
+    """Return the authority of a folder, the same one each time, which issues certificates of this lifetime."""
     settings = AuthoritySettings(cluster="doctor", is_encrypted=is_encrypted, lifetime_s=lifetime_s)
     return Authority.open(folder, settings)
 
@@ -55,7 +55,7 @@ async def test_certificate_of_a_worker_that_should_have_been_renewed_is_named(
     assert told in finding.detail
 
 
-async def test_own_certificate_of_an_operator_whose_cluster_renews_it_no_more_is_told(tmp_path: Path) -> None:
+async def test_expired_certificate_of_the_operator_itself_is_a_failure(tmp_path: Path) -> None:
     plain = authority(tmp_path, lifetime_s=-60.0, is_encrypted=False)
 
     (finding,) = await check_certificates({}, Credentials.of(plain, Role.OPERATOR, "operator"))

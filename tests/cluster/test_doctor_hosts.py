@@ -1,9 +1,10 @@
-"""`kvrelay doctor --hosts`: what every host says over ssh is understood, and what differs between them is named."""
+"""`kvrelay doctor --hosts` understands the report of each host and names their differences."""
 
 import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,23 +16,24 @@ _REPO = Path(__file__).parents[2]
 HOSTS = Hosts(head="192.0.2.10", workers=("192.0.2.11", "192.0.2.12"), user="somebody", key=None)
 
 
-def answer(*lines: str, ray: str = "2.60.0", clock_s: float = 0.0, own: Sequence[dict[str, str]] = ()) -> str:
+def answer(*lines: str, ray: str = "2.60.0", own: Sequence[dict[str, str]] = ()) -> str:
+    """Return the report of a host, without its clock."""
     versions = ("version Python 3.11.7", f"version Ray {ray}", "version kvrelay 0.1.0")
-    return "\n".join((f"clock {time.time() + clock_s}", *lines, *versions, "findings", json.dumps(list(own))))
+    return "\n".join((*lines, *versions, "findings", json.dumps(list(own))))
 
 
 def has_everything(tool: str) -> str | None:
     return f"/usr/bin/{tool}"
 
 
-async def asked(sick: tuple[int, str, str] | str) -> dict[str, Finding]:
-    """Return what is wrong with three hosts, the last of which answers as told."""
+async def asked(sick: str, *, status: int = 0, stderr: str = "", clock_s: float = 0.0) -> dict[str, Finding]:
+    """Return the problems of three hosts, the last of which gives this answer."""
 
     async def run(command: Sequence[str]) -> tuple[int, str, str]:
         address = command[command.index("--") + 1]
         if address != HOSTS.workers[-1]:
-            return 0, answer(), ""
-        return (0, sick, "") if isinstance(sick, str) else sick
+            return 0, f"clock {time.time()}\n{answer()}", ""
+        return status, f"clock {time.time() + clock_s}\n{sick}", stderr
 
     found = await check_hosts(HOSTS, run, which=has_everything)
     return {each.subject: each for each in found if each.verdict is not Verdict.OK}
@@ -41,24 +43,17 @@ async def test_hosts_that_are_alike_have_only_good_findings() -> None:
     assert await asked(answer()) == {}
 
 
-async def test_host_without_ssh_is_a_failure_with_sshs_own_reason() -> None:
-    found = await asked((255, "", "somebody@192.0.2.12: Permission denied (publickey).\n"))
-
-    assert found.keys() == {"192.0.2.12"}
-    assert "Permission denied" in found["192.0.2.12"].detail
-
-
-async def test_machine_without_ssh_is_told_so_and_no_host_is_accused(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_machine_without_ssh_is_a_failure_and_no_host_is_accused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
 
     found = await check_hosts(HOSTS, run_command)
 
     assert [(each.subject, each.verdict) for each in found] == [("this machine", Verdict.FAILURE)]
-    assert "lacks ssh and rsync" in found[0].detail
-    assert "no host was asked" in found[0].advice
+    assert "ssh and rsync missing" in found[0].detail
+    assert "no host was checked" in found[0].advice
 
 
-async def test_machine_without_rsync_is_told_so_and_hosts_are_asked() -> None:
+async def test_machine_without_rsync_is_a_failure_and_hosts_are_checked() -> None:
     async def run(_command: Sequence[str]) -> tuple[int, str, str]:
         return 0, answer(), ""
 
@@ -68,35 +63,30 @@ async def test_machine_without_rsync_is_told_so_and_hosts_are_asked() -> None:
     assert {HOSTS.head, *HOSTS.workers} <= {each.subject for each in found}
 
 
-async def test_host_with_another_ray_is_named() -> None:
-    found = await asked(answer(ray="2.59.0"))
-
-    assert found.keys() == {"same Ray"}
-    assert "192.0.2.12 has 2.59.0" in found["same Ray"].detail
+_SICK = HOSTS.workers[-1]
+_OWN = {"subject": "memory", "verdict": "warning", "detail": "only 0.5 GiB are free", "advice": "stop what runs"}
 
 
 @pytest.mark.parametrize(
-    ("line", "told"), [("lacks rsync", "lacks rsync"), ("blocked 192.0.2.10:6379", "no answer from 192.0.2.10:6379")]
+    ("report", "subject", "verdict", "text"),
+    [
+        ({"sick": "", "status": 255, "stderr": "Permission denied.\n"}, _SICK, Verdict.FAILURE, "Permission denied"),
+        ({"sick": answer("missing rsync")}, _SICK, Verdict.FAILURE, "rsync missing"),
+        ({"sick": answer("blocked 192.0.2.10:6379")}, _SICK, Verdict.FAILURE, "no answer from 192.0.2.10:6379"),
+        ({"sick": answer(), "clock_s": -100.0}, _SICK, Verdict.WARNING, "s behind"),
+        ({"sick": ""}, _SICK, Verdict.WARNING, "`ray up` installs it"),
+        ({"sick": answer(ray="2.59.0")}, "same Ray", Verdict.FAILURE, f"{_SICK} has 2.59.0"),
+        ({"sick": answer(own=[_OWN])}, f"{_SICK}: memory", Verdict.WARNING, "only 0.5 GiB are free"),
+    ],
 )
-async def test_host_that_lacks_a_tool_or_cannot_reach_the_head_is_a_failure(line: str, told: str) -> None:
-    found = (await asked(answer(line)))["192.0.2.12"]
+async def test_problem_of_one_host_is_the_only_finding(
+    report: dict[str, Any], subject: str, verdict: Verdict, text: str
+) -> None:
+    found = await asked(**report)
 
-    assert found.verdict is Verdict.FAILURE
-    assert told in found.detail
-
-
-async def test_host_whose_clock_is_off_is_a_warning() -> None:
-    assert "behind" in (await asked(answer(clock_s=-100.0)))["192.0.2.12"].detail
-
-
-async def test_findings_of_a_hosts_own_doctor_are_passed_on_with_its_address() -> None:
-    own = {"subject": "memory", "verdict": "warning", "detail": "only 0.5 GiB are free", "advice": "stop what runs"}
-
-    assert (await asked(answer(own=[own])))["192.0.2.12: memory"].detail == "only 0.5 GiB are free"
-
-
-async def test_host_without_kvrelay_is_a_warning() -> None:
-    assert "`ray up` installs it" in (await asked(f"clock {time.time()}\n"))["192.0.2.12"].advice
+    assert found.keys() == {subject}
+    assert found[subject].verdict is verdict
+    assert text in f"{found[subject].detail}; {found[subject].advice}"
 
 
 @pytest.mark.parametrize(("file", "num_workers"), [("cluster.yaml", 2), ("deploy/on-premise.yaml", 3)])

@@ -1,11 +1,11 @@
-"""Who gets which prefix, and what real workers with fake engines make of it."""
+"""Distribution of prefixes, and evacuation between real workers with fake engines."""
 
 from collections import Counter
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.changes.evacuation import Evacuation, Moved, Peer, Room, share_out
+from cluster.processes.evacuation import Evacuation, Peer, Room, share_out
 from cluster.processes.plan import ProcessRole
 from common.block_hash import BlockHashes
 from common.ids import BlockHash
@@ -25,7 +25,7 @@ def block(number: int) -> BlockHash:
 
 @st.composite
 def forests(draw: st.DrawFn) -> list[PrefixChain]:
-    """Chains with blocks of their own, some of which branch off earlier ones."""
+    """Return chains with blocks of their own, some of which branch off earlier ones."""
     chains: list[PrefixChain] = []
     number = 0
     for _ in range(draw(st.integers(1, 8))):
@@ -63,7 +63,7 @@ def test_every_chain_comes_whole_to_at_most_one_room_that_has_it(
         assert {whole.hashes for whole in named} <= wanted, "from the root to the end, without a gap"
         assert sum(len(chain.hashes) for chain in chosen) == each.num_taken <= each.num_free
         ends.update(whole.hashes[-1] for whole in named)
-    assert not ends or max(ends.values()) == 1, "no chain is asked of two"
+    assert not ends or max(ends.values()) == 1, "no chain goes to two rooms"
 
 
 @given(chains=forests())
@@ -107,7 +107,7 @@ async def test_prefixes_of_a_worker_that_goes_are_found_on_those_that_stay() -> 
         }
         hashes = [make_request(chat(number)).block_hashes for number in range(4)]
 
-        assert moved == Moved(num_blocks=40)
+        assert moved == 40
         owners = [[name for name, stored in held.items() if set(each) <= stored] for each in hashes]
         assert Counter(name for names in owners for name in names if name.startswith("prefill")) == {
             "prefill-1": 2,
@@ -123,16 +123,14 @@ async def test_peer_that_does_not_answer_holds_nothing_up_and_others_take_over()
         dead = Peer(worker_id="prefill-9", address="127.0.0.1:1", role=ProcessRole.PREFILL)
         moved = await Evacuation(CONTROLLER).evacuate(peer(leaving), [dead, peer(staying)], grace_s=GRACE_S)
 
-        assert moved == Moved(num_blocks=10)
+        assert moved == 10
 
 
 async def test_worker_that_is_gone_is_evacuated_without_an_error() -> None:
     async with running_pool({"prefill-1": {}}) as pool:
         gone = Peer(worker_id="prefill-0", address="127.0.0.1:1", role=ProcessRole.PREFILL)
-        assert (
-            await Evacuation(CONTROLLER).evacuate(gone, [peer(pool.workers["prefill-1"])], grace_s=GRACE_S) == Moved()
-        )
-        assert await Evacuation(CONTROLLER).evacuate(peer(pool.workers["prefill-1"]), [], grace_s=GRACE_S) == Moved()
+        assert await Evacuation(CONTROLLER).evacuate(gone, [peer(pool.workers["prefill-1"])], grace_s=GRACE_S) == 0
+        assert await Evacuation(CONTROLLER).evacuate(peer(pool.workers["prefill-1"]), [], grace_s=GRACE_S) == 0
 
 
 async def test_new_worker_begins_with_the_hottest_prefixes_of_its_pool() -> None:
@@ -146,5 +144,5 @@ async def test_new_worker_begins_with_the_hottest_prefixes_of_its_pool() -> None
             for number in (1, 2)
         ]
 
-        assert moved == Moved(num_blocks=20)
+        assert moved == 20
         assert [each.num_cached for each in answers] == [10 * BLOCK_SIZE] * 2

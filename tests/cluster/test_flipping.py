@@ -1,4 +1,4 @@
-"""Which workers change their pool, and what becomes of one that cannot."""
+"""Flips of workers between the pools, and workers that cannot flip."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -9,8 +9,8 @@ import pytest
 
 from cluster.changes.flipping import flip_obstacle, flip_workers
 from cluster.processes.managed_process import ManagedProcess
-from cluster.processes.plan import ProcessRole, ProcessSpec
-from cluster.processes.worker_names import home_first
+from cluster.processes.plan import ProcessRole, ProcessSpec, pool_order
+from cluster.processes.workforce import Workforce
 from common.errors import EngineFault, KvrelayError, Overloaded
 from tests.cluster.support import make_config, make_spec
 
@@ -22,8 +22,8 @@ class FakeWorker:
         self.spec = spec
 
 
-class FakeForce:
-    """Workers that flip at once, but for those with a failure."""
+class FakeForce(Workforce):
+    """Workers that flip at once, except those with a failure."""
 
     def __init__(self, *, prefill: int, decode: int) -> None:
         pools = ((PREFILL, prefill), (DECODE, decode))
@@ -33,7 +33,7 @@ class FakeForce:
 
     def workers(self, role: ProcessRole) -> list[ManagedProcess]:
         pool = [worker for worker in self.all if worker.spec.role is role]
-        return cast(list[ManagedProcess], sorted(pool, key=lambda worker: home_first(worker.spec)))
+        return cast(list[ManagedProcess], sorted(pool, key=lambda worker: pool_order(worker.spec)))
 
     async def drain_worker(self, process: ManagedProcess, *, grace_s: float) -> int:
         self.calls.append(f"drain {process.spec.name}")
@@ -62,7 +62,7 @@ async def flip(force: FakeForce, *, prefill: int, decode: int, pools: Mapping[st
     return steps
 
 
-async def test_last_worker_of_the_pool_that_shrinks_drains_and_changes_over() -> None:
+async def test_last_worker_of_the_shrinking_pool_drains_and_flips() -> None:
     force = FakeForce(prefill=2, decode=2)
 
     steps = await flip(force, prefill=1, decode=3)
@@ -73,7 +73,7 @@ async def test_last_worker_of_the_pool_that_shrinks_drains_and_changes_over() ->
     assert steps[1].startswith("prefill-1 serves decode after 0.0")
 
 
-async def test_whoever_has_changed_over_goes_home_first() -> None:
+async def test_flipped_worker_returns_to_its_pool_first() -> None:
     force = FakeForce(prefill=2, decode=2)
 
     await flip(force, prefill=1, decode=3)
@@ -95,7 +95,7 @@ async def test_whoever_has_changed_over_goes_home_first() -> None:
         ((0, 2), (1, 1), (1, 1)),
     ],
 )
-async def test_as_many_flip_as_one_pool_is_too_large_and_the_other_too_small_and_the_last_one_stays(
+async def test_surplus_workers_flip_up_to_the_deficit_but_never_the_last(
     before: tuple[int, int], wanted: tuple[int, int], after: tuple[int, int]
 ) -> None:
     force = FakeForce(prefill=before[0], decode=before[1])
@@ -105,7 +105,7 @@ async def test_as_many_flip_as_one_pool_is_too_large_and_the_other_too_small_and
     assert (len(force.workers(PREFILL)), len(force.workers(DECODE))) == after
 
 
-async def test_worker_that_is_not_empty_in_time_stays_and_the_others_change_over() -> None:
+async def test_worker_that_is_not_empty_in_time_stays_and_the_others_flip() -> None:
     force = FakeForce(prefill=3, decode=1)
     force.failures["prefill-2"] = Overloaded("still has 3 calls")
 

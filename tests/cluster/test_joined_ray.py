@@ -1,4 +1,4 @@
-"""Where actors go in somebody's Ray cluster, and what its autoscaler is asked for: on a Ray that is only told of."""
+"""Placement of actors in a joined Ray cluster, and requests to its autoscaler, over a fake Ray."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,10 +16,10 @@ _HERE = "node-0"
 
 @dataclass
 class FakeRay:
-    """What joined_ray asks of Ray."""
+    """The parts of Ray that joined_ray uses."""
 
     labels: list[dict[str, str]] = field(default_factory=list)
-    """Of each node; the first one is here."""
+    """Labels of each node; the first node is this one."""
     names: list[dict[str, str]] = field(default_factory=list)
     requests: list[list[tuple[dict[str, float], dict[str, str]]]] = field(default_factory=list)
     """Every request for hosts: bundles and their labels."""
@@ -32,7 +32,7 @@ class FakeRay:
 
 
 class Context:
-    """Of this actor."""
+    """The runtime context of this actor."""
 
     def get_node_id(self) -> str:
         return _HERE
@@ -100,7 +100,7 @@ def test_further_router_goes_to_a_routers_host_else_elsewhere_else_here(
     assert second.get("label_selector") == place
 
 
-def test_autoscaler_is_asked_for_all_that_is_wanted_and_for_less_when_a_worker_has_gone(fake: FakeRay) -> None:
+def test_autoscaler_request_covers_exactly_the_wanted_workers(fake: FakeRay) -> None:
     fake.labels = [{"pool": "head"}]
     home = JoinedRay("mine")
 
@@ -114,9 +114,7 @@ def test_autoscaler_is_asked_for_all_that_is_wanted_and_for_less_when_a_worker_h
     assert fake.requests == [[], [prefill], [prefill, decode], [decode], []]
 
 
-def test_autoscaler_that_is_not_there_keeps_nobody_from_starting(
-    fake: FakeRay, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_autoscaler_does_not_prevent_a_start(fake: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(**_: object) -> None:
         raise RuntimeError("no autoscaler")
 

@@ -1,4 +1,4 @@
-"""The keeper of a Ray head, with a script that behaves like `ray start --block`."""
+"""The keeper of a Ray head, over a script that behaves like `ray start --block`."""
 
 import os
 import shutil
@@ -26,7 +26,7 @@ kill $raylet
 sleep 0.5
 exit 1
 """
-"""Ends with status 1, after a while, when its first process was killed, and never when that was ended in order."""
+"""Ends with status 1 after its first process was killed, and never if that ended in order."""
 
 
 def make_head(folder: Path) -> list[str]:
@@ -39,7 +39,7 @@ def make_head(folder: Path) -> list[str]:
 
 @contextmanager
 def ray_stop(folder: Path) -> Iterator[None]:
-    """Have a process that is called like `ray stop`."""
+    """Run a process with the name of `ray stop`."""
     script = folder / "ray"
     script.write_text("echo; read -r _", encoding="utf-8")
     with subprocess.Popen(["bash", str(script), "stop"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
@@ -55,7 +55,7 @@ def gcs_pid(folder: Path) -> int:
 
 @contextmanager
 def kept(folder: Path) -> Iterator[tuple[threading.Semaphore, list[int]]]:
-    """Keep a head in a thread; yields what counts its lives, and where its end will be. It must end by itself."""
+    """Keep a head in a thread; yields a count of its lives, and a list for its exit status. It must end by itself."""
     command, ups, statuses = make_head(folder), threading.Semaphore(0), list[int]()
     log = folder / "head.log"
     keeper = threading.Thread(target=lambda: statuses.append(keep(command, log, on_up=ups.release, pace=_PACE)))

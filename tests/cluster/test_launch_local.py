@@ -1,4 +1,4 @@
-"""The local launcher, with processes that only speak the contract."""
+"""The local launcher, over processes that only follow the protocol."""
 
 import asyncio
 import os
@@ -12,9 +12,9 @@ import psutil
 import pytest
 
 from cluster.processes.launch_local import LocalLauncher, service_command
-from cluster.processes.launcher import StartFailed, log_path
+from cluster.processes.launcher import StartFailed
 from cluster.processes.plan import ProcessRole
-from cluster.processes.resolved_config import make_run_dir, write_config
+from cluster.processes.run_dir import log_path, make_run_dir, write_config
 from common.config import ServingConfig, load_config, parse_config
 from common.process import process_birth
 from tests.cluster.support import fake_command, make_spec
@@ -43,7 +43,7 @@ async def test_stderr_of_every_life_is_appended_to_the_log(tmp_path: Path) -> No
     assert log_path(tmp_path, "decode-0").read_text() == "hello from the log\n" * 2
 
 
-async def test_start_of_a_process_that_fails_tells_code_and_its_own_log_tail(tmp_path: Path) -> None:
+async def test_failed_start_reports_exit_code_and_log_tail(tmp_path: Path) -> None:
     log_path(tmp_path, "decode-0").parent.mkdir(parents=True)
     log_path(tmp_path, "decode-0").write_text("an older life\n")
 
@@ -67,7 +67,7 @@ async def test_start_cancelled_leaves_no_process(tmp_path: Path) -> None:
     assert not any(child.is_running() for child in children)
 
 
-async def test_exited_tells_the_signal(tmp_path: Path) -> None:
+async def test_exited_names_the_signal(tmp_path: Path) -> None:
     process = await make_launcher(tmp_path).start(make_spec("decode-0"))
     os.kill(process.ready.pid, signal.SIGKILL)
 

@@ -12,6 +12,7 @@ import pytest
 
 from cluster.lifecycle import ClusterError, default_run_dir, down, read_info, up
 from cluster.processes.state import StateFile
+from common.config import ServingConfig
 from common.process import ProcessIdentity
 from tests.cluster.support import make_config
 from tests.cluster.test_state import make_state
@@ -20,7 +21,11 @@ _DEAD = ProcessIdentity(pid=os.getpid(), birth="another-boot:1")
 
 
 def ignore(text: str) -> None:
-    """Report to nobody."""
+    """Drop a report."""
+
+
+def start(config: ServingConfig, run_dir: Path) -> None:
+    up(config, config_path=Path("serving.yaml"), run_dir=run_dir, report=ignore)
 
 
 @contextmanager
@@ -35,17 +40,15 @@ def sleeper() -> Iterator[tuple[subprocess.Popen[bytes], ProcessIdentity]]:
             process.kill()
 
 
-def test_read_info_of_an_empty_folder_is_none(tmp_path: Path) -> None:
-    assert read_info(tmp_path) is None
-
-
-def test_read_info_when_the_pid_was_reused_is_none(tmp_path: Path) -> None:
-    StateFile(tmp_path).write(make_state(supervisor=_DEAD))
+@pytest.mark.parametrize("supervisor", [None, _DEAD], ids=["empty folder", "reused pid"])
+def test_read_info_without_a_live_supervisor_is_none(tmp_path: Path, supervisor: ProcessIdentity | None) -> None:
+    if supervisor is not None:
+        StateFile(tmp_path).write(make_state(supervisor=supervisor))
 
     assert read_info(tmp_path) is None
 
 
-def test_read_info_of_a_live_supervisor_tells_address_and_pid(tmp_path: Path) -> None:
+def test_read_info_of_a_live_supervisor_has_address_and_pid(tmp_path: Path) -> None:
     with sleeper() as (process, identity):
         StateFile(tmp_path).write(make_state(supervisor=identity))
 
@@ -87,7 +90,7 @@ def test_up_where_a_cluster_runs_names_its_address(tmp_path: Path) -> None:
         StateFile(tmp_path).write(make_state(supervisor=identity))
 
         with pytest.raises(ClusterError, match=r"already runs.*127\.0\.0\.1:50051"):
-            up(make_config(), config_path=Path("serving.yaml"), run_dir=tmp_path, report=ignore)
+            start(make_config(), tmp_path)
 
 
 @pytest.mark.parametrize("key", ["port", "http_port"])
@@ -96,21 +99,19 @@ def test_up_when_a_port_is_taken_names_file_key_and_port(tmp_path: Path, key: st
         port = taken.getsockname()[1]
 
         with pytest.raises(ClusterError, match=rf"serving\.yaml:router\.{key}: 127\.0\.0\.1:{port} is taken"):
-            config = make_config(router={"port": 0, key: port})
-            up(config, config_path=Path("serving.yaml"), run_dir=tmp_path, report=ignore)
+            start(make_config(router={"port": 0, key: port}), tmp_path)
 
 
 def test_up_when_the_host_is_not_ours_names_file_and_key(tmp_path: Path) -> None:
     with pytest.raises(ClusterError, match=r"serving\.yaml:router\.host: cannot listen on 192\.0\.2\.77"):
-        config = make_config(router={"host": "192.0.2.77", "port": 0})
-        up(config, config_path=Path("serving.yaml"), run_dir=tmp_path, report=ignore)
+        start(make_config(router={"host": "192.0.2.77", "port": 0}), tmp_path)
 
 
 def test_up_when_the_model_is_missing_says_so_before_anything_starts(tmp_path: Path) -> None:
     config = make_config(model={"id": str(tmp_path / "no-such-model")})
 
     with pytest.raises(ClusterError, match="no-such-model"):
-        up(config, config_path=Path("serving.yaml"), run_dir=tmp_path / "run", report=ignore)
+        start(config, tmp_path / "run")
 
     assert not (tmp_path / "run").exists()
 
@@ -132,5 +133,5 @@ def test_up_beside_a_supervisor_that_has_just_started_says_so_and_kills_nothing(
         StateFile(tmp_path).write(make_state(supervisor=identity))
 
         with pytest.raises(ClusterError, match=f"a supervisor \\({process.pid}\\) is alive"):
-            up(make_config(), config_path=tmp_path / "serving.yaml", run_dir=tmp_path, report=ignore)
+            start(make_config(), tmp_path)
         assert process.poll() is None

@@ -1,4 +1,4 @@
-"""Own hosts as typed pools for Ray's autoscaler."""
+"""The user's own hosts as typed pools for Ray's autoscaler."""
 
 from pathlib import Path
 from typing import Any
@@ -53,7 +53,7 @@ def test_pool_without_enough_free_hosts_launches_none() -> None:
     hosts = provider()
     hosts.create_node({}, worker("decode"), 1)
 
-    with pytest.raises(NodeLaunchException, match="1 free hosts, wanted are 2"):
+    with pytest.raises(NodeLaunchException, match="1 free hosts, 2 are wanted"):
         hosts.create_node({}, worker("decode"), 2)
     assert len(hosts.non_terminated_nodes({})) == 1
 
@@ -83,7 +83,7 @@ def test_tags_of_a_terminated_node_do_not_bring_it_back() -> None:
     assert hosts.non_terminated_nodes({}) == []
 
 
-def test_head_exists_for_who_made_it_and_on_the_head_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_head_exists_for_its_creator_and_on_the_head_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     hosts = provider()
     assert hosts.non_terminated_nodes({}) == []
 
@@ -105,6 +105,6 @@ def test_head_exists_for_who_made_it_and_on_the_head_itself(monkeypatch: pytest.
         ({"pools": {"decode": ["192.0.2.10"]}}, "provider.pools.decode"),
     ],
 )
-def test_pools_that_cannot_be_are_refused_by_field(changes: dict[str, Any], field: str) -> None:
+def test_invalid_pools_are_refused_by_field(changes: dict[str, Any], field: str) -> None:
     with pytest.raises(ValueError, match=field):
         provider(**changes)

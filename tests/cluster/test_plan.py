@@ -1,9 +1,23 @@
-"""The plan: names, roles, threads, devices."""
+"""The plan: processes, names, threads, devices."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from cluster.processes.plan import HostResources, PlanError, ProcessRole, make_plan
+from cluster.processes.plan import (
+    POOLS,
+    HostResources,
+    PlanError,
+    ProcessRole,
+    ProcessSpec,
+    make_plan,
+    pool_order,
+    with_living_names,
+)
 from common.config import ServingConfig
+from tests.cluster.support import make_spec
+
+PREFILL, DECODE = POOLS
 
 
 def make_config(*, prefill: dict[str, object] | None = None, decode: dict[str, object] | None = None) -> ServingConfig:
@@ -19,9 +33,9 @@ def test_plan_lists_routers_then_prefill_then_decode_by_index() -> None:
 
     assert [(spec.name, spec.role) for spec in specs] == [
         ("router-0", ProcessRole.ROUTER),
-        ("prefill-0", ProcessRole.PREFILL),
-        ("decode-0", ProcessRole.DECODE),
-        ("decode-1", ProcessRole.DECODE),
+        ("prefill-0", PREFILL),
+        ("decode-0", DECODE),
+        ("decode-1", DECODE),
     ]
 
 
@@ -34,7 +48,7 @@ def test_plan_gives_the_router_its_configured_place_and_workers_a_free_port() ->
     assert {(worker.host, worker.port) for worker in workers} == {("127.0.0.1", 0)}
 
 
-def test_plan_of_several_routers_counts_ports_up_and_leaves_all_but_the_first_to_other_hosts() -> None:
+def test_several_routers_have_consecutive_ports_and_all_but_the_first_other_hosts() -> None:
     config = ServingConfig.model_validate({"router": {"count": 3, "host": "0.0.0.0", "port": 7001}})
 
     here, anywhere = make_plan(config, make_host())[:3], make_plan(config, None)[:3]
@@ -71,7 +85,7 @@ def test_plan_for_unknown_hosts_uses_reserved_cpus_and_the_hosts_own_address() -
     assert (decode.env["OMP_NUM_THREADS"], decode.host) == ("1", None)
 
 
-def test_memory_is_dealt_in_equal_parts_to_all_workers() -> None:
+def test_memory_is_divided_equally_among_all_workers() -> None:
     config = make_config(prefill={"count": 1}, decode={"count": 2, "kv_memory_gib": 1})
 
     _, *workers = make_plan(config, HostResources(cores=8, gpus=None, memory_bytes=31))
@@ -79,42 +93,44 @@ def test_memory_is_dealt_in_equal_parts_to_all_workers() -> None:
     assert [worker.env["KVRELAY_MEMORY_BYTES"] for worker in workers] == ["10", "10", "10"]
 
 
-def test_memory_on_unknown_hosts_is_not_dealt_but_told_by_the_reserved_cpus() -> None:
+def test_workers_on_unknown_hosts_get_their_reserved_cpus_instead_of_memory() -> None:
     _, prefill, decode = make_plan(make_config(prefill={"num_cpus": 4}, decode={"num_cpus": 0}), None)
 
     assert [worker.env.get("KVRELAY_MEMORY_BYTES") for worker in (prefill, decode)] == [None, None]
     assert [worker.env["KVRELAY_NUM_CPUS"] for worker in (prefill, decode)] == ["4", "1"]
 
 
-def test_gpus_are_dealt_in_order_and_never_twice() -> None:
-    config = make_config(prefill={"num_gpus": 2}, decode={"count": 2, "num_gpus": 1})
+@pytest.mark.parametrize(
+    ("prefill", "decode", "gpus", "expected"),
+    [
+        ({"num_gpus": 2}, {"count": 2, "num_gpus": 1}, "4 5 6 7", ["4,5", "6", "7"]),
+        ({"num_gpus": 0.5}, {"count": 2, "num_gpus": 0.5}, "0 1", ["0", "0", "1"]),
+    ],
+    ids=["whole", "halves"],
+)
+def test_gpus_are_assigned_in_order_and_never_to_two_owners(
+    prefill: dict[str, object], decode: dict[str, object], gpus: str, expected: list[str]
+) -> None:
+    specs = make_plan(make_config(prefill=prefill, decode=decode), make_host(gpus=gpus.split()))
 
-    specs = make_plan(config, make_host(gpus=["4", "5", "6", "7"]))
-
-    assert [spec.env["CUDA_VISIBLE_DEVICES"] for spec in specs[1:]] == ["4,5", "6", "7"]
-
-
-def test_gpus_halves_share_one_device() -> None:
-    config = make_config(prefill={"num_gpus": 0.5}, decode={"count": 2, "num_gpus": 0.5})
-
-    specs = make_plan(config, make_host(gpus=["0", "1"]))
-
-    assert [spec.env["CUDA_VISIBLE_DEVICES"] for spec in specs[1:]] == ["0", "0", "1"]
-
-
-def test_gpus_when_too_few_names_the_key() -> None:
-    config = make_config(prefill={"num_gpus": 1}, decode={"num_gpus": 1})
-
-    with pytest.raises(PlanError, match=r"pools\.decode\.num_gpus"):
-        make_plan(config, make_host(gpus=["0"]))
+    assert [spec.env["CUDA_VISIBLE_DEVICES"] for spec in specs[1:]] == expected
 
 
-def test_gpus_mixed_number_is_refused() -> None:
-    with pytest.raises(PlanError, match="neither a whole number"):
-        make_plan(make_config(prefill={"num_gpus": 1.5}), make_host(gpus=["0", "1"]))
+@pytest.mark.parametrize(
+    ("prefill", "decode", "reason"),
+    [
+        ({"num_gpus": 1}, {"num_gpus": 2}, r"pools\.decode\.num_gpus: 2 more wanted"),
+        ({"num_gpus": 1.5}, {}, r"pools\.prefill\.num_gpus: 1\.5 is neither a whole number"),
+    ],
+)
+def test_gpus_that_cannot_be_assigned_are_refused_by_key(
+    prefill: dict[str, object], decode: dict[str, object], reason: str
+) -> None:
+    with pytest.raises(PlanError, match=reason):
+        make_plan(make_config(prefill=prefill, decode=decode), make_host(gpus=["0", "1"]))
 
 
-def test_gpus_left_to_ray_are_reserved_and_not_dealt() -> None:
+def test_gpus_left_to_ray_are_reserved_and_not_assigned() -> None:
     _, prefill, _ = make_plan(make_config(prefill={"num_gpus": 1}), make_host(gpus=None))
 
     assert prefill.num_gpus == 1
@@ -132,3 +148,63 @@ def test_variables_with_secrets_of_the_routers_are_empty_for_workers() -> None:
     for worker in workers:
         assert (worker.env["KEY_OF_A"], worker.env["CLUSTER_SALT"]) == ("", "")
     assert not {"KEY_OF_A", "CLUSTER_SALT"} & router.env.keys()
+
+
+def named(*names: str, role: ProcessRole) -> list[ProcessSpec]:
+    return [make_spec(name, role) for name in names]
+
+
+def planned(num_prefill: int, num_decode: int) -> list[ProcessSpec]:
+    return [
+        make_spec(f"{role}-{i}", role)
+        for role, n in zip(POOLS, (num_prefill, num_decode), strict=True)
+        for i in range(n)
+    ]
+
+
+def test_pool_is_in_order_of_numbers_with_those_of_the_other_pool_last() -> None:
+    pool = named("prefill-1", "decode-10", "decode-2", "prefill-0", role=DECODE)
+
+    assert [spec.name for spec in sorted(pool, key=pool_order)] == ["decode-2", "decode-10", "prefill-0", "prefill-1"]
+
+
+def test_new_worker_beside_a_flipped_one_gets_an_unused_number() -> None:
+    living = {PREFILL: named("prefill-0", role=PREFILL), DECODE: named("decode-0", "prefill-1", role=DECODE)}
+
+    specs = with_living_names(planned(2, 2), living)
+
+    assert [(spec.name, spec.role) for spec in specs] == [
+        ("prefill-0", PREFILL),
+        ("prefill-2", PREFILL),
+        ("decode-0", DECODE),
+        ("prefill-1", DECODE),
+    ]
+
+
+WORKERS = st.dictionaries(
+    st.builds(lambda role, number: f"{role}-{number}", st.sampled_from(POOLS), st.integers(0, 6)),
+    st.sampled_from(POOLS),
+)
+
+
+@given(workers=WORKERS, num_prefill=st.integers(0, 8), num_decode=st.integers(0, 8))
+def test_names_are_unique_keep_the_living_and_fill_the_lowest_gaps(
+    workers: dict[str, ProcessRole], num_prefill: int, num_decode: int
+) -> None:
+    living = {
+        role: sorted((make_spec(name, its) for name, its in workers.items() if its is role), key=pool_order)
+        for role in POOLS
+    }
+
+    specs = with_living_names(planned(num_prefill, num_decode), living)
+
+    assert len({spec.name for spec in specs}) == len(specs)
+    for role, wanted in zip(POOLS, (num_prefill, num_decode), strict=True):
+        names = [spec.name for spec in specs if spec.role is role]
+        stay = [spec.name for spec in living[role]][:wanted]
+        assert len(names) == wanted
+        assert names[: len(stay)] == stay
+        new = names[len(stay) :]
+        assert not set(new) & set(workers)
+        free = [name for number in range(20) if (name := f"{role}-{number}") not in workers]
+        assert new == free[: len(new)]

@@ -1,4 +1,4 @@
-"""Rollouts over fake workers: order, capacity, canaries, going back."""
+"""Rollouts and restarts over fake processes: order, capacity, canaries, rollback."""
 
 from dataclasses import replace
 
@@ -6,11 +6,11 @@ import pytest
 
 from cluster.changes.rollout import RolloutTerms
 from common.errors import EngineFault, InvalidRequest, Overloaded
-from tests.cluster.rollout_bench import DECODE, PREFILL, ROUTER, TERMS, Bench, FakeWorkforce, look, pools
+from tests.cluster.rollout_bench import DECODE, PREFILL, ROUTER, TERMS, Bench, FakeWorkforce, pools, snapshot
 from tests.cluster.support import make_config
 
 
-async def test_canary_serves_first_then_the_others_follow_one_by_one_and_capacity_never_falls() -> None:
+async def test_canary_serves_first_and_capacity_never_falls_below_the_old_size() -> None:
     bench = Bench(pools())
     after = pools(max_running=8)
     await bench.run(after)
@@ -44,8 +44,8 @@ async def test_change_of_both_pools_has_a_canary_in_each() -> None:
     assert set(bench.workforce.configs()) == {"prefill-0", "decode-0"}
 
 
-async def test_slow_canary_is_rolled_back_before_anybody_else_was_touched() -> None:
-    bench = Bench(pools(), looks={"decode-2": look(step_s=0.1)})
+async def test_slow_canary_is_rolled_back_before_another_worker_changes() -> None:
+    bench = Bench(pools(), snapshots={"decode-2": snapshot(step_s=0.1)})
     with pytest.raises(EngineFault, match=r"rolled back.*decode-2 served: a gap between tokens is 100\.0 ms"):
         await bench.run(pools(max_running=8))
 
@@ -88,8 +88,8 @@ async def test_later_worker_that_does_not_start_brings_back_those_that_were_repl
     assert bench.kept == []
 
 
-async def test_without_a_canary_nobody_waits_or_judges() -> None:
-    bench = Bench(pools(), looks={"decode-2": look(step_s=0.1)})
+async def test_rollout_without_canary_time_neither_waits_nor_judges() -> None:
+    bench = Bench(pools(), snapshots={"decode-2": snapshot(step_s=0.1)})
     await bench.run(pools(max_running=8), RolloutTerms(canary_s=0.0, max_slowdown=1.5, grace_s=9.0))
 
     assert bench.slept_s == 0
@@ -161,7 +161,7 @@ async def test_only_router_cannot_be_replaced() -> None:
     assert bench.workforce.done == []
 
 
-async def test_what_cannot_be_is_refused_by_key_and_changes_nothing() -> None:
+async def test_impossible_change_is_refused_by_key_and_changes_nothing() -> None:
     bench = Bench(pools())
     with pytest.raises(InvalidRequest, match=r"router\.host") as caught:
         await bench.run(make_config(router={"host": "0.0.0.0"}, pools={"decode": {"count": 2, "max_running": 8}}))
@@ -170,7 +170,7 @@ async def test_what_cannot_be_is_refused_by_key_and_changes_nothing() -> None:
     assert (bench.workforce.done, bench.kept) == ([], [])
 
 
-async def test_preview_tells_and_changes_nothing() -> None:
+async def test_preview_reports_and_changes_nothing() -> None:
     bench = Bench(pools())
     await bench.rollouts.preview(pools(max_running=8), report=bench.reports.append)
 
@@ -187,6 +187,19 @@ async def test_sizes_below_the_load_are_refused_before_anything_changes_unless_f
 
     await bench.run(fewer, replace(TERMS, is_forced=True))
     assert bench.kept == [fewer]
+
+
+async def test_restart_replaces_every_worker_beside_one_more_and_keeps_the_configuration() -> None:
+    bench = Bench(pools(decode=1))
+    await bench.rollouts.restart(grace_s=9.0, report=bench.reports.append)
+
+    assert bench.workforce.done == [
+        *("+prefill-1", "+decode-1"),
+        *("drain prefill-0", "-prefill-0", "+prefill-0", "drain decode-0", "-decode-0", "+decode-0"),
+        *("drain prefill-1", "-prefill-1", "drain decode-1", "-decode-1"),
+    ]
+    assert bench.workforce.configs() == {"prefill-0": None, "decode-0": None}
+    assert bench.kept == []
 
 
 async def test_second_change_is_refused_while_one_runs() -> None:

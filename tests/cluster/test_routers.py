@@ -1,4 +1,4 @@
-"""Several routers: each is told everything, and what is waited for holds at all that serve."""
+"""Several routers: each is told everything, and a condition must hold at all that serve."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -78,7 +78,7 @@ async def test_until_ready_waits_for_every_router() -> None:
 
 
 async def two_more_pushes(fake: RecordingRouter) -> None:
-    """Wait until the router has been asked, and answered, after this call."""
+    """Wait until the router has received and answered a push that began after this call."""
     seen = fake.num_pushes
     await fake.until(lambda router: router.num_pushes >= seen + 2)
 
@@ -117,7 +117,7 @@ async def test_until_idle_sends_one_router_away_until_another_is_in_its_place() 
         await first.until(lambda router: not router.is_leaving)
 
 
-async def test_router_that_is_down_holds_up_nobody_and_learns_everything_when_it_is_back() -> None:
+async def test_router_that_is_down_delays_nothing_and_learns_everything_later() -> None:
     async with pair() as both:
         await both.routers.until_ready(2, among=BOTH)
         both.fakes[1].num_unused = 2
@@ -135,7 +135,7 @@ async def test_router_that_is_down_holds_up_nobody_and_learns_everything_when_it
         await waiting
 
 
-async def test_router_that_does_not_answer_any_more_is_not_waited_for() -> None:
+async def test_silent_router_is_not_waited_for() -> None:
     async with pair() as both:
         await both.routers.until_ready(2, among=BOTH)
         both.routers.router_changed("router-1", "127.0.0.1:1", "127.0.0.1:1")

@@ -3,7 +3,7 @@
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 
 from cluster.processes.launch_local import LocalLauncher
-from cluster.processes.launcher import StartFailed
-from cluster.processes.managed_process import restart_delay_s
+from cluster.processes.launcher import Launcher, StartFailed
+from cluster.processes.life import ProcessPhase
 from cluster.processes.plan import HostResources, ProcessRole, make_plan
-from cluster.processes.state import ClusterPhase, ClusterState, ProcessPhase, ProcessState, StateFile
-from cluster.processes.supervisor import Ground, StopGrace, Supervisor
+from cluster.processes.state import ClusterPhase, ClusterState, ProcessState, StateFile
+from cluster.processes.supervisor import Ground, Supervisor
+from cluster.processes.workforce import StopGrace
 from cluster.trust import Trust
 from kvrelay.v1.worker_pb2 import WORKER_ROLE_DECODE, WORKER_ROLE_PREFILL
 from tests.cluster.support import RecordingRouter, fake_command, make_config, make_spec, recording_router
@@ -49,24 +50,29 @@ class Cluster:
 
 
 @asynccontextmanager
-async def make_cluster(run_dir: Path, **modes: Sequence[str]) -> AsyncIterator[Cluster]:
+async def make_cluster(
+    run_dir: Path, launcher_for: Callable[[str], Launcher] | None = None, /, **modes: Sequence[str]
+) -> AsyncIterator[Cluster]:
+    """Make a supervisor of fake services in these modes, or of a launcher for the address of the scripted router."""
     by_name = {name.replace("_", "-"): mode for name, mode in modes.items()}
     async with recording_router() as (router, port):
-        config = make_config(router={"port": port})
-        command = fake_command(routers=[f"127.0.0.1:{port}"], modes=by_name)
+        config, address = make_config(router={"port": port}), f"127.0.0.1:{port}"
+        command = fake_command(routers=[address], modes=by_name)
+        local = LocalLauncher(command=command, run_dir=run_dir, authority=AUTHORITY)
+        ground = Ground(
+            launcher=local if launcher_for is None else launcher_for(address),
+            trust=Trust(AUTHORITY, folder=run_dir, has_own_files=False),
+            state_file=StateFile(run_dir),
+        )
         reports: list[str] = []
         supervisor = Supervisor(
             config,
             specs=make_plan(config, HostResources(cores=2, gpus=None)),
-            ground=Ground(
-                launcher=LocalLauncher(command=command, run_dir=run_dir, authority=AUTHORITY),
-                trust=Trust(AUTHORITY, folder=run_dir, has_own_files=False),
-                state_file=StateFile(run_dir),
-            ),
+            ground=ground,
             report=reports.append,
             grace=StopGrace(router_s=10, worker_s=0.5),
         )
-        yield Cluster(router=router, supervisor=supervisor, state_file=StateFile(run_dir), reports=reports)
+        yield Cluster(router=router, supervisor=supervisor, state_file=ground.state_file, reports=reports)
 
 
 @asynccontextmanager
@@ -120,7 +126,7 @@ async def test_worker_that_keeps_dying_is_started_again_and_again(tmp_path: Path
         cluster.stopping.set()
 
 
-async def test_router_killed_is_told_the_membership_again(tmp_path: Path) -> None:
+async def test_restarted_router_is_told_its_workers_again(tmp_path: Path) -> None:
     async with running_cluster(tmp_path) as cluster:
         cluster.router.workers.clear()
         router = cluster.process("router-0").identity
@@ -131,25 +137,25 @@ async def test_router_killed_is_told_the_membership_again(tmp_path: Path) -> Non
         await cluster.router.until(lambda router: router.workers == _MEMBERS)
 
 
-async def test_worker_that_comes_is_kept_though_the_router_refuses_another_one(tmp_path: Path) -> None:
+async def test_new_worker_is_kept_even_if_the_router_refuses_another_one(tmp_path: Path) -> None:
     async with running_cluster(tmp_path) as cluster:
         cluster.router.unused = {"decode-0"}
-        await cluster.supervisor.add_worker(make_spec("decode-1"))
+        await cluster.supervisor.workforce.add_worker(make_spec("decode-1"))
         assert cluster.process("decode-1").phase is ProcessPhase.READY
 
 
-async def test_worker_that_is_away_is_drained_without_a_wait(tmp_path: Path) -> None:
+async def test_worker_that_is_down_is_drained_at_once(tmp_path: Path) -> None:
     async with make_cluster(tmp_path) as cluster:  # nothing is started
-        (away,) = cluster.supervisor.workers(ProcessRole.DECODE)
+        (away,) = cluster.supervisor.workforce.workers(ProcessRole.DECODE)
         async with asyncio.timeout(60):
-            assert await cluster.supervisor.drain_worker(away, grace_s=3600.0) == 0
+            assert await cluster.supervisor.workforce.drain_worker(away, grace_s=3600.0) == 0
 
 
-async def test_nothing_is_started_any_more_once_the_cluster_stops(tmp_path: Path) -> None:
+async def test_no_process_is_started_once_the_cluster_stops(tmp_path: Path) -> None:
     async with running_cluster(tmp_path) as cluster:
-        supervisor = cluster.supervisor
+        workforce = cluster.supervisor.workforce
     with pytest.raises(StartFailed, match="being stopped"):
-        await supervisor.add_worker(make_spec("decode-1"))
+        await workforce.add_worker(make_spec("decode-1"))
 
 
 async def test_cluster_goes_on_when_its_state_cannot_be_written(
@@ -205,26 +211,21 @@ async def test_first_start_that_fails_stops_everything_and_tells_why(tmp_path: P
         assert {each.phase for each in state.processes} <= {ProcessPhase.STOPPED}
 
 
-async def test_router_hears_of_the_workers_of_its_own_generation_only(tmp_path: Path) -> None:
+async def test_router_is_told_the_workers_of_its_own_generation_only(tmp_path: Path) -> None:
     async with running_cluster(tmp_path) as cluster:
-        supervisor = cluster.supervisor
+        workforce = cluster.supervisor.workforce
         other = make_config(model={"engine": "fake", "max_model_len": 64}, router={"count": 1})
         new = replace(make_spec("decode-1"), config=other)
-        await supervisor.add_worker(new)
+        await workforce.add_worker(new)
         seen = cluster.router.num_pushes
         await cluster.router.until(lambda router: router.num_pushes >= seen + 2)
         assert cluster.router.workers == _MEMBERS
 
-        (router,) = supervisor.workers(ProcessRole.ROUTER)
-        await supervisor.remove_worker(router)
-        await supervisor.add_worker(replace(router.spec, config=other))
+        (router,) = workforce.workers(ProcessRole.ROUTER)
+        await workforce.remove_worker(router)
+        await workforce.add_worker(replace(router.spec, config=other))
         assert cluster.router.workers == [("decode-1", WORKER_ROLE_DECODE, "decode-1.invalid:1")]
 
-        # Nobody is asked whether anything runs on a worker that no router knows.
-        (old,) = (process for process in supervisor.workers(ProcessRole.DECODE) if process.spec.name == "decode-0")
-        assert await supervisor.drain_worker(old, grace_s=60.0) == 0
-
-
-@pytest.mark.parametrize(("num_short_lives", "delay_s"), [(0, 0), (1, 0), (2, 0.25), (3, 0.5), (6, 4), (7, 5), (99, 5)])
-def test_restart_delay_is_zero_once_then_doubles_up_to_five_seconds(num_short_lives: int, delay_s: float) -> None:
-    assert restart_delay_s(num_short_lives) == delay_s
+        # No router is asked about requests on a worker that no router knows.
+        (old,) = (process for process in workforce.workers(ProcessRole.DECODE) if process.spec.name == "decode-0")
+        assert await workforce.drain_worker(old, grace_s=60.0) == 0

@@ -1,4 +1,4 @@
-"""A supervisor that takes over what an earlier one has left: what it tells the router, and what may end it."""
+"""A supervisor that takes over the processes of an earlier one."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -9,13 +9,11 @@ from pathlib import Path
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cluster.processes.launcher import StartFailed
-from cluster.processes.plan import ProcessRole, ProcessSpec, make_plan
-from cluster.processes.state import ClusterPhase, StateFile
-from cluster.processes.supervisor import Ground, Supervisor
-from cluster.trust import Trust
+from cluster.processes.plan import ProcessRole, ProcessSpec
+from cluster.processes.state import ClusterPhase
 from common.process import ProcessIdentity, Ready
-from tests.cluster.support import RecordingRouter, make_config, recording_router
-from tests.trust import AUTHORITY, as_controller_of_router
+from tests.cluster.test_supervisor import Cluster, make_cluster
+from tests.trust import as_controller_of_router
 
 
 @dataclass
@@ -35,11 +33,11 @@ class Running:
 
 @dataclass
 class Left:
-    """A Launcher whose processes answer when the test says so."""
+    """A Launcher whose processes answer when the test lets them."""
 
     router_address: str
     answers: dict[str, "asyncio.Future[None]"] = field(default_factory=dict)
-    """By name: a result lets it serve, an exception is how its start fails, once."""
+    """Futures by name: a result lets the process serve, an exception fails its start once."""
 
     async def open(self) -> None:
         """Nothing is shared."""
@@ -58,40 +56,35 @@ class Left:
 
 
 @asynccontextmanager
-async def taking_over(folder: Path, *awaited: str) -> AsyncIterator[tuple[RecordingRouter, Left, StateFile]]:
-    """Run a supervisor that takes over router-0, prefill-0 and decode-0; those that are `awaited` do not answer yet."""
-    async with recording_router() as (router, port), asyncio.TaskGroup() as tasks:
-        config = make_config(router={"port": port})
-        loop, state_file, stopping = asyncio.get_running_loop(), StateFile(folder), asyncio.Event()
-        launcher = Left(f"127.0.0.1:{port}", {name: loop.create_future() for name in awaited})
-        supervisor = Supervisor(
-            config,
-            specs=make_plan(config, None),
-            ground=Ground(
-                launcher=launcher,
-                trust=Trust(AUTHORITY, folder=folder, has_own_files=False),
-                state_file=state_file,
-            ),
-            report=lambda _: None,
-        )
-        supervisor.adopt()
-        tasks.create_task(supervisor.run(stopping, on_ready=lambda: None))
+async def taking_over(run_dir: Path, *awaited: str) -> AsyncIterator[tuple[Cluster, Left]]:
+    """Run a supervisor that takes over router-0, prefill-0 and decode-0; the `awaited` ones do not answer yet."""
+    loop = asyncio.get_running_loop()
+    left = Left("", {name: loop.create_future() for name in awaited})
+
+    def launcher_for(router_address: str) -> Left:
+        left.router_address = router_address
+        return left
+
+    async with make_cluster(run_dir, launcher_for) as cluster, asyncio.TaskGroup() as tasks:
+        cluster.supervisor.adopt()
+        tasks.create_task(cluster.run())
         try:
-            yield router, launcher, state_file
+            yield cluster, left
         finally:
-            stopping.set()
+            cluster.stopping.set()
 
 
 async def ping(address: str) -> None:
-    """Ask a server whether it is healthy, several times."""
+    """Check the health of a server several times."""
     async with as_controller_of_router(address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         for _ in range(3):
             await stub.Check(health_pb2.HealthCheckRequest(), timeout=60)
 
 
-async def test_router_hears_nothing_before_everybody_that_was_left_has_answered(tmp_path: Path) -> None:
-    async with taking_over(tmp_path, "prefill-0") as (router, launcher, _):
+async def test_router_is_told_nothing_before_every_adopted_process_has_answered(tmp_path: Path) -> None:
+    async with taking_over(tmp_path, "prefill-0") as (cluster, launcher):
+        router = cluster.router
         while "prefill-0" in launcher.answers:
             last = launcher.answers["prefill-0"]
             await asyncio.sleep(0)  # until its start has begun; the others answer at once
@@ -104,14 +97,11 @@ async def test_router_hears_nothing_before_everybody_that_was_left_has_answered(
         assert [name for name, _, _ in router.workers] == ["prefill-0", "decode-0"]
 
 
-async def test_worker_that_was_left_and_cannot_start_is_tried_again_and_ends_nothing(tmp_path: Path) -> None:
-    async with taking_over(tmp_path, "decode-0") as (router, launcher, state_file):
+async def test_adopted_worker_that_cannot_start_is_retried_and_ends_nothing(tmp_path: Path) -> None:
+    async with taking_over(tmp_path, "decode-0") as (cluster, launcher):
         launcher.answers["decode-0"].set_exception(StartFailed("decode-0: its host is away"))
 
-        await router.until(lambda router: len(router.workers) == 2)
+        await cluster.router.until(lambda router: len(router.workers) == 2)
 
-        state = state_file.read()
-        assert state is not None
-        assert state.phase is ClusterPhase.READY
-        (decode,) = (each for each in state.processes if each.name == "decode-0")
-        assert decode.last_exit == "decode-0: its host is away"
+        assert cluster.state().phase is ClusterPhase.READY
+        assert cluster.process("decode-0").last_exit == "decode-0: its host is away"

@@ -1,4 +1,4 @@
-"""A supervised worker is in the role that its spec names: after a change, and after a restart in another one."""
+"""A supervised worker has the role of its spec, also after a change and after a restart in another role."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -25,7 +25,7 @@ PREFILL, DECODE = ProcessRole.PREFILL, ProcessRole.DECODE
 
 @dataclass(slots=True)
 class Life:
-    """One life of a worker that runs in this process; ends when it is stopped."""
+    """One life of a worker in this process; ends when it is stopped."""
 
     ready: Ready
     identity: ProcessIdentity | None = None
@@ -44,7 +44,7 @@ class Life:
 
 
 class OneWorker:
-    """A launcher that finds a worker as it is, or one that nobody answers for."""
+    """A Launcher that finds one worker, or an address without a worker."""
 
     def __init__(self, worker: RunningWorker) -> None:
         self.worker = worker
@@ -94,15 +94,15 @@ async def one_worker() -> AsyncIterator[tuple[Pool, OneWorker]]:
         yield pool, OneWorker(pool.workers["prefill-0"])
 
 
-async def test_worker_that_begins_in_an_earlier_role_is_given_its_own_before_it_is_a_member() -> None:
+async def test_worker_restarted_in_an_earlier_role_gets_its_own_before_it_serves() -> None:
     async with one_worker() as (_pool, launcher), kept(managed(launcher, DECODE)) as process, asyncio.timeout(60):
         await process.served.wait()
-        assert (launcher.worker.role, process.num_lives, len(launcher.lives)) == ("decode", 1, 1)
+        assert (launcher.worker.role, process.life.num_lives, len(launcher.lives)) == ("decode", 1, 1)
 
 
-async def test_worker_that_cannot_be_given_its_role_is_started_anew() -> None:
+async def test_worker_that_does_not_take_its_role_is_restarted() -> None:
     async with one_worker() as (_pool, launcher):
-        launcher.address = "127.0.0.1:1"  # nobody is there
+        launcher.address = "127.0.0.1:1"  # without a server
         async with kept(managed(launcher, DECODE)) as process, asyncio.timeout(60):
             await launcher.started.wait()
             assert await launcher.lives[0].exited() == "stopped"
@@ -111,7 +111,7 @@ async def test_worker_that_cannot_be_given_its_role_is_started_anew() -> None:
             assert launcher.worker.role == "decode"
 
 
-async def test_change_of_role_lasts_over_restarts() -> None:
+async def test_role_change_survives_restarts() -> None:
     async with one_worker() as (_pool, launcher), kept(managed(launcher, PREFILL)) as process, asyncio.timeout(60):
         await process.served.wait()
         await process.change_role(DECODE, grace_s=0)
@@ -124,7 +124,7 @@ async def test_change_of_role_lasts_over_restarts() -> None:
         assert launcher.worker.role == "decode"
 
 
-async def test_change_of_role_of_a_busy_worker_is_refused_and_it_keeps_its_role() -> None:
+async def test_role_change_of_a_busy_worker_is_refused() -> None:
     async with one_worker() as (pool, launcher), kept(managed(launcher, PREFILL)) as process, asyncio.timeout(60):
         await process.served.wait()
         running = pool.pair("prefill-0", "prefill-0").open_decode(
@@ -138,7 +138,7 @@ async def test_change_of_role_of_a_busy_worker_is_refused_and_it_keeps_its_role(
         running.cancel()
 
 
-async def test_change_of_role_of_a_worker_that_does_not_answer_has_it_started_anew_in_its_role() -> None:
+async def test_role_change_of_a_silent_worker_restarts_it_in_its_old_role() -> None:
     async with one_worker() as (_pool, launcher):
         launcher.address = "127.0.0.1:1"
         async with kept(managed(launcher, PREFILL)) as process, asyncio.timeout(60):
@@ -150,18 +150,18 @@ async def test_change_of_role_of_a_worker_that_does_not_answer_has_it_started_an
             assert process.spec.role is PREFILL
 
 
-async def test_worker_that_an_earlier_supervisor_has_left_keeps_the_role_that_it_has() -> None:
+async def test_adopted_worker_keeps_its_role() -> None:
     async with one_worker() as (_pool, launcher):
         runtime = launcher.worker.runtime
         await runtime.change_role(worker_pb2.WORKER_ROLE_DECODE, epoch=runtime.epoch, grace_s=0)
         process = managed(launcher, PREFILL)
-        process.adopt()
+        process.life.is_adopted = True
         async with kept(process), asyncio.timeout(60):
             await process.served.wait()
             assert (launcher.worker.role, process.spec.role) == ("decode", DECODE)
 
 
-async def test_change_of_role_of_a_worker_that_is_away_is_refused() -> None:
+async def test_role_change_of_a_worker_that_is_down_is_refused() -> None:
     async with one_worker() as (_pool, launcher):
         process = managed(launcher, PREFILL)
         with pytest.raises(WorkerLost, match="prefill-0 is away"):

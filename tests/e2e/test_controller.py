@@ -21,7 +21,7 @@ from cluster import lifecycle
 from cluster.control import scale
 from cluster.lifecycle import ClusterError, ClusterInfo
 from cluster.processes.state import ClusterPhase, StateFile
-from cluster.ray.joined import find_actors
+from cluster.ray.outside import find_actors
 from common.config import load_config
 from common.process import ProcessIdentity
 from kvrelay.client import AsyncClient, Generation

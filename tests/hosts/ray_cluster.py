@@ -112,7 +112,7 @@ class RayCluster:
     def leftovers(self, host: Host) -> str:
         """Return the processes of a host that belong to Ray or to kvrelay, a line each."""
         listed = host.run("ps -eo pid,args").stdout.splitlines()
-        ours = ("raylet", "gcs_server", "ray::", "cluster.ray.owner", "kvrelay up", "monitor.py")
+        ours = ("raylet", "gcs_server", "ray::", "cluster.owner", "kvrelay up", "monitor.py")
         return "\n".join(line for line in listed if any(name in line for name in ours))
 
     def _edited(self, sources: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Observations of clusters that do not exist."""
+"""Observations of simulated clusters."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -73,7 +73,7 @@ def make_observation(
     starting: Mapping[Pool, int] | None = None,
     startup_s: float = STARTUP_S,
 ) -> Observation:
-    """Of `sizes` workers that serve, and `starting` ones beside them."""
+    """Return an observation of `sizes` serving workers and further `starting` ones."""
     counts = {Pool.PREFILL: sizes.prefill, Pool.DECODE: sizes.decode}
     workers = [make_worker(pool, number) for pool, count in counts.items() for number in range(count)]
     for pool, count in (starting or {}).items():
@@ -88,7 +88,7 @@ def make_observation(
 
 
 class FakePools:
-    """Pools that do what they are told: workers start and drain in their time. The clock is `now_s`."""
+    """Pools that carry out plans: workers start and drain in their time. The clock is `now_s`."""
 
     def __init__(self, sizes: PoolSizes, *, startup_s: float = STARTUP_S) -> None:
         self.now_s = 0.0

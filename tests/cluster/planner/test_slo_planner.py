@@ -11,10 +11,12 @@ from cluster.planner.plan import PoolSizes, ScalingPlan
 from cluster.planner.settings import Limits, PlannerSettings
 from cluster.planner.slo_planner import SloPlanner
 from common.demand import Demand
+from common.timing import TimingModel
 from tests.cluster.planner.support import (
     INTERVAL_S,
     SETTINGS,
     STARTUP_S,
+    TIMING,
     FakePools,
     make_demand,
     make_observation,
@@ -51,27 +53,26 @@ def settled(rate: float, start: PoolSizes = ONE_EACH) -> PoolSizes:
 # Evidence.
 
 
-def test_plan_before_any_router_has_told_keeps_the_sizes_and_says_so() -> None:
-    sizes = PoolSizes(prefill=3, decode=2)
-    plan = SloPlanner(SETTINGS).plan(make_observation(0.0, make_demand(rate=0.0, window_s=0.0), sizes))
-    assert plan.sizes == sizes
-    assert "the routers have told nothing yet" in plan.reason
+_FEW = replace(make_demand(rate=50.0), shapes=make_demand(rate=50.0).shapes[:1])
 
 
-def test_plan_with_too_few_finished_requests_keeps_the_sizes_and_says_so() -> None:
-    demand = replace(make_demand(rate=50.0), shapes=make_demand(rate=50.0).shapes[:3])
-    plan = SloPlanner(SETTINGS).plan(make_observation(10.0, demand, ONE_EACH))
-    assert plan.sizes == ONE_EACH
-    assert "only 3 requests have finished" in plan.reason
-
-
-def test_plan_without_measured_speed_keeps_the_sizes_and_says_so() -> None:
-    planner = SloPlanner(SETTINGS)
+@pytest.mark.parametrize(
+    ("demand", "timing", "reason"),
+    [
+        (make_demand(rate=0.0, window_s=0.0), TIMING, "the routers have reported nothing yet"),
+        (_FEW, TIMING, "requests have finished, 8 are needed to know their size"),
+        (make_demand(rate=50.0), None, "no prefill worker has measured its own speed"),
+    ],
+    ids=["no reports", "few requests", "no speed"],
+)
+def test_plan_without_evidence_keeps_the_sizes_and_says_so(
+    demand: Demand, timing: TimingModel | None, reason: str
+) -> None:
+    planner, sizes = SloPlanner(SETTINGS), PoolSizes(prefill=3, decode=2)
     for number in range(5):
-        observed = make_observation(number * INTERVAL_S, make_demand(rate=50.0), ONE_EACH)
-        plan = planner.plan(with_timing(observed, None))
-        assert plan.sizes == ONE_EACH
-        assert "no prefill worker has measured its own speed" in plan.reason
+        plan = planner.plan(with_timing(make_observation(number * INTERVAL_S, demand, sizes), timing))
+        assert plan.sizes == sizes
+        assert reason in plan.reason
 
 
 def test_plan_without_evidence_still_keeps_to_the_limits() -> None:
@@ -300,7 +301,7 @@ def test_terms_and_reason_hold_the_numbers() -> None:
     assert "50% busy" in plan.reason
 
 
-def test_pool_that_its_limit_keeps_too_small_is_told() -> None:
+def test_pool_kept_too_small_by_its_limit_is_named() -> None:
     planner = SloPlanner(replace(SETTINGS, prefill=Limits(smallest=1, largest=3)))
     pools = FakePools(PoolSizes(prefill=3, decode=4))
     *_, (_time_s, _serving, plan) = run(planner, pools, lambda _now_s: make_demand(rate=30.0), duration_s=30.0)

@@ -1,6 +1,6 @@
 import pytest
 
-from cluster.planner.baselines import (
+from benchmarks.planner_baselines import (
     Bounds,
     DynamoLoad,
     DynamoLoadSettings,

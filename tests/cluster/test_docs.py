@@ -1,4 +1,4 @@
-"""docs/operations.md: its commands exist, and its ports are those that the files set."""
+"""docs/operations.md names existing commands and ports."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Planners to compare with: what others do, as far as it can be said in our terms."""
+"""Planners to compare ours with: what other systems do, expressed in our terms."""
 
 import math
 from collections import deque

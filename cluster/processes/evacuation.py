@@ -1,18 +1,16 @@
-"""Moves what is worth most of a worker's cache to its peers before it goes, and to a new worker before it begins.
+"""Moves hot prefixes between workers: off a worker before it stops, and to a new worker before it serves.
 
-*Evacuation*: a worker that goes names its hottest prefixes; those that stay pull them, its own pool first, whoever has
-the most room first, and each prefix is asked of one of them. *Warming*: a new worker pulls the hottest prefixes of its
-peers, before any router knows it. Routers learn of both by the workers' ordinary KV events.
+*Evacuation*: a worker that stops lists its hottest prefixes, and workers that stay pull them: first those of its own
+pool, first those with the most room; each prefix goes to one of them. *Warming*: a new worker pulls the hottest
+prefixes of its peers before any router knows it. Routers learn of both from the workers' ordinary KV events.
 
-Who pulls skips what it has, and gives no page for it that holds what is worth more (`worker/prefix_intake.py`). Time
-and bytes are bounded, and nothing that goes wrong here fails a change of the pools: a prefix that stayed behind is
-computed again.
+A worker skips the blocks it has, and evicts none of higher value for them (`worker/prefix_intake.py`). Time and bytes
+are bounded. No failure here fails a change of the pools: a prefix that is lost is computed again.
 """
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import grpc
@@ -31,13 +29,13 @@ logger = logging.getLogger(__name__)
 
 MAX_EVACUATION_S = 10.0
 GRACE_SHARE = 0.5
-"""Of a drain's grace, for the prefixes."""
+"""Share of a drain's grace that is spent on prefixes."""
 WARMING_S = 3.0
 _ANSWER_S = 1.0
-"""To hear how much room somebody has, and for an answer that is about to come."""
+"""Time to ask a worker for its room, and margin for an answer that is under way."""
 _MAX_BLOCKS = 16384
 _MAX_WARMING_BLOCKS = 4096
-"""From one peer: it names them between two steps, while it serves."""
+"""Limit for one peer, which lists them between two engine steps."""
 _MAX_BYTES = 4 << 30
 
 
@@ -50,33 +48,19 @@ class Peer:
     role: ProcessRole
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Moved:
-    """What came of an evacuation or a warming."""
-
-    num_blocks: int = 0
-    """Blocks that were pulled."""
-    num_present: int = 0
-    """Blocks that were where they should go already."""
-
-    def __add__(self, other: "Moved") -> "Moved":
-        """Return both together."""
-        return Moved(num_blocks=self.num_blocks + other.num_blocks, num_present=self.num_present + other.num_present)
-
-
 @dataclass(slots=True, kw_only=True)
 class Room:
-    """A worker that takes prefixes in, and what it is to take."""
+    """A worker that takes prefixes, and the chains chosen for it."""
 
     peer: Peer
     num_free: int
-    """Pages that nobody would miss."""
+    """Pages that are free or hold cold blocks."""
     is_second_choice: bool
     selection: ChainSelection
     num_taken: int = 0
 
     def fits(self, idx: int) -> bool:
-        """Whether there is room for a chain, and for what it needs before it."""
+        """Return whether there is room for a chain and the blocks before it."""
         return self.selection.num_blocks_of(idx) <= self.num_free - self.num_taken
 
     def take(self, idx: int) -> None:
@@ -86,9 +70,9 @@ class Room:
 
 
 def share_out(chains: Sequence[PrefixChain], rooms: Sequence[Room], *, max_blocks: int) -> None:
-    """Give each chain, what is worth most first, to one room, as far as they have any.
+    """Give each chain, the most valuable first, to one room that has space for it.
 
-    A chain goes where its trunk went, until that room has its fair share; then its trunk goes along to another one.
+    A chain follows its trunk until that room has its fair share; then another room gets both.
     """
     num_blocks = sum(len(chain.hashes) for chain in chains)
     tiers = [[room for room in rooms if room.is_second_choice is second] for second in (False, True)]
@@ -106,15 +90,15 @@ def share_out(chains: Sequence[PrefixChain], rooms: Sequence[Room], *, max_block
 
 
 class Evacuation:
-    """Moves prefixes between workers. Event loop only; nothing raises but cancellation."""
+    """Moves prefixes between workers. Event loop only; raises nothing but CancelledError."""
 
     def __init__(self, reach: Reach) -> None:
-        """`reach` is the controller's."""
+        """`reach`: how the controller calls workers."""
         self._connect = reach.worker
         self._issue = reach.issue
 
-    async def evacuate(self, leaving: Peer, staying: Sequence[Peer], *, grace_s: float) -> Moved:
-        """Move a worker's hottest prefixes to those that stay, within a share of its grace."""
+    async def evacuate(self, leaving: Peer, staying: Sequence[Peer], *, grace_s: float) -> int:
+        """Move a worker's hottest prefixes to workers that stay, within a share of its grace; returns the blocks."""
         time_s = min(MAX_EVACUATION_S, GRACE_SHARE * grace_s)
         deadline_s = asyncio.get_running_loop().time() + time_s
         try:
@@ -122,7 +106,7 @@ class Evacuation:
                 free = await asyncio.gather(*(self._num_free(peer) for peer in staying))
                 num_free = min(_MAX_BLOCKS, sum(free))
                 if not num_free:
-                    return Moved()
+                    return 0
                 chains, source, block_bytes = await self._hottest(leaving, num_free)
                 rooms = [
                     Room(
@@ -135,43 +119,43 @@ class Evacuation:
                 ]
                 share_out(chains, rooms, max_blocks=_MAX_BYTES // block_bytes)
                 asked = [self._pull(room.peer, source, room.selection.chosen, deadline_s) for room in rooms]
-                return sum(await asyncio.gather(*asked), Moved())
+                return sum(await asyncio.gather(*asked))
         except (TimeoutError, grpc.RpcError, InvalidRequest) as error:
-            self._log_failure(leaving, error)
-            return Moved()
+            _log_failure(leaving, error)
+            return 0
 
-    async def warm(self, newcomer: Peer, peers: Sequence[Peer]) -> Moved:
-        """Bring the hottest prefixes of a new worker's peers, those of its own pool if there are any, to it."""
+    async def warm(self, newcomer: Peer, peers: Sequence[Peer]) -> int:
+        """Copy hot prefixes of a new worker's peers, from its own pool if that has any, to it; returns the blocks."""
         deadline_s = asyncio.get_running_loop().time() + WARMING_S
         sources = [peer for peer in peers if peer.role is newcomer.role] or list(peers)
-        moved = Moved()
+        num_moved = 0
         try:
             async with asyncio.timeout(WARMING_S):
-                # Half of it: what it will be asked for soon needs room as well.
+                # Half of it: its first requests need room as well.
                 num_free = await self._num_free(newcomer) // 2
                 for peer in sources:
                     num_wanted = min(_MAX_WARMING_BLOCKS, num_free // len(sources))
                     if num_wanted:
                         chains, source, _block_bytes = await self._hottest(peer, num_wanted)
-                        moved += await self._pull(newcomer, source, chains, deadline_s)
+                        num_moved += await self._pull(newcomer, source, chains, deadline_s)
         except (TimeoutError, grpc.RpcError, InvalidRequest) as error:
-            self._log_failure(newcomer, error)
-        return moved
+            _log_failure(newcomer, error)
+        return num_moved
 
     async def _num_free(self, peer: Peer) -> int:
-        """Return how many pages a worker has that nobody would miss; none when it does not say."""
-        async with self._channel(peer) as channel:
+        """Return a worker's free and cold pages; 0 if it does not answer."""
+        async with self._connect(peer.address) as channel:
             stub = worker_pb2_grpc.WorkerServiceStub(channel)
             try:
                 answer = await stub.GetWorkerStatus(worker_pb2.GetWorkerStatusRequest(), timeout=_ANSWER_S)
             except grpc.RpcError as error:
-                self._log_failure(peer, error)
+                _log_failure(peer, error)
                 return 0
         return answer.status.load.num_cold_blocks
 
     async def _hottest(self, peer: Peer, max_blocks: int) -> tuple[list[PrefixChain], sequence_pb2.KvSource, int]:
-        """Return a worker's hottest prefixes, where they are, and the bytes of a block."""
-        async with self._channel(peer) as channel:
+        """Return a worker's hottest prefixes, their source, and the bytes of a block."""
+        async with self._connect(peer.address) as channel:
             stub = prefix_pb2_grpc.PrefixServiceStub(channel)
             listed = await stub.ListHotPrefixes(prefix_pb2.ListHotPrefixesRequest(max_blocks=max_blocks))
         address = with_port(peer.address, listed.kv_port)
@@ -180,41 +164,33 @@ class Evacuation:
 
     async def _pull(
         self, taker: Peer, source: sequence_pb2.KvSource, chains: Sequence[PrefixChain], deadline_s: float
-    ) -> Moved:
-        """Have a worker pull; what it has pulled when the time is over, or the source is lost, stays there."""
+    ) -> int:
+        """Have a worker pull chains; it keeps those that it has when time runs out or the source is lost."""
         time_left_s = deadline_s - asyncio.get_running_loop().time() - min(_ANSWER_S, WARMING_S / 10)
         if not chains or time_left_s <= 0:
-            return Moved()
+            return 0
         right = PullRight(
             puller=WorkerId(taker.worker_id),
             source=WorkerId(source.worker_id),
             epoch=Epoch(source.epoch),
             subject=ANY_CACHED,
         )
-        source = sequence_pb2.KvSource(
-            worker_id=source.worker_id, address=source.address, epoch=source.epoch, ticket=self._issue(right)
-        )
+        ticketed = sequence_pb2.KvSource(ticket=self._issue(right))
+        ticketed.MergeFrom(source)
         request = prefix_pb2.PullPrefixesRequest(
-            source=source, chains=chains_to_proto(chains), time_limit_s=time_left_s, max_bytes=_MAX_BYTES
+            source=ticketed, chains=chains_to_proto(chains), time_limit_s=time_left_s, max_bytes=_MAX_BYTES
         )
-        async with self._channel(taker) as channel:
+        async with self._connect(taker.address) as channel:
             try:
                 pulled = await prefix_pb2_grpc.PrefixServiceStub(channel).PullPrefixes(request)
             except grpc.RpcError as error:
-                self._log_failure(taker, error)
-                return Moved()
+                _log_failure(taker, error)
+                return 0
         extra = {"source": source.worker_id, "taker": taker.worker_id, "num_blocks": pulled.num_pulled_blocks}
         logger.info("prefixes moved", extra=extra | {"num_left": pulled.num_left_blocks})
-        return Moved(num_blocks=pulled.num_pulled_blocks, num_present=pulled.num_present_blocks)
+        return pulled.num_pulled_blocks
 
-    @asynccontextmanager
-    async def _channel(self, peer: Peer) -> AsyncIterator[grpc.aio.Channel]:
-        channel = self._connect(peer.address)
-        try:
-            yield channel
-        finally:
-            await channel.close()
 
-    def _log_failure(self, peer: Peer, error: Exception) -> None:
-        why = error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error) or type(error).__name__
-        logger.warning("prefixes did not move", extra={"worker_id": peer.worker_id, "reason": why})
+def _log_failure(peer: Peer, error: Exception) -> None:
+    why = error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error) or type(error).__name__
+    logger.warning("prefixes did not move", extra={"worker_id": peer.worker_id, "reason": why})
