@@ -32,10 +32,10 @@ from common.config import RouterConfig, ServingConfig
 from common.timing import LinkModel, TimingModel
 from common.tokens import TokenArray
 from kvrelay.client import AsyncClient, Token
-from measure.experiment.worker_facts import WorkerFacts, ask_worker
+from measure.experiment.worker_facts import MeasuredWorker, ask_worker
 from measure.simulate.cluster import run
 from measure.simulate.records import Arrival, ClusterShape, NetworkShape, SimSettings
-from measure.simulate.timing import FittedTimes, Pace
+from measure.simulate.timing import FittedTimes, WorkerSpeed
 from measure.workload.content import ContentWriter
 from measure.workload.traces import Trace, TraceRequest, read_trace
 
@@ -106,7 +106,7 @@ def main() -> None:
 
 async def _measure(
     info: ClusterInfo, trace: Trace, load: float, num_rounds: int, console: Console
-) -> tuple[list[list[Times]], dict[str, WorkerFacts], Trace]:
+) -> tuple[list[list[Times]], dict[str, MeasuredWorker], Trace]:
     """Return the rounds' times, the workers at the end, and the trace at the speed that was chosen."""
     connect = reach_of(info.run_dir).worker
     async with AsyncClient(info.address, timeout_s=300, tls=info.tls) as client:
@@ -153,7 +153,7 @@ async def _serve(client: AsyncClient, request: TraceRequest, prompt: TokenArray,
 # The simulator.
 
 
-def _simulate(trace: Trace, workers: dict[str, WorkerFacts], config: ServingConfig) -> list[Times]:
+def _simulate(trace: Trace, workers: dict[str, MeasuredWorker], config: ServingConfig) -> list[Times]:
     """Return the same requests' times in virtual time."""
     prefill, decode = workers["prefill"], workers["decode"]
     pool = config.pools.decode
@@ -169,8 +169,8 @@ def _simulate(trace: Trace, workers: dict[str, WorkerFacts], config: ServingConf
     )
     link = decode.timing.links.get(None, LinkModel(latency_s=0.0, bytes_per_s=1e9))
     settings = SimSettings(
-        prefill=Pace(times=FittedTimes(prefill.timing)),
-        decode=Pace(times=FittedTimes(decode.timing)),
+        prefill=WorkerSpeed(times=FittedTimes(prefill.timing)),
+        decode=WorkerSpeed(times=FittedTimes(decode.timing)),
         network=NetworkShape(latency_s=MESSAGE_LATENCY_S, kv_bytes_per_s=link.bytes_per_s),
         router=RouterConfig(policy=config.router.policy),
         report_interval_s=0.02,

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from common.eviction import EvictionOrder, Segment, num_admitted
+from common.eviction import EvictionClass, EvictionOrder, num_admitted
 from measure.workload.traces import read_trace
 
 SIZES = ((4, 1000), (8, 1000), (4, 3000), (8, 3000))
@@ -105,10 +105,10 @@ class Ours:
             block = prompt[i]
             if i < num_hits:
                 self._order.remove(block)
-                self._order.put(block, Segment.WARM)
+                self._order.put(block, EvictionClass.WARM)
             else:
                 self._blocks.add(block)
-                self._order.put(block, Segment.COLD if i < num_hits + self._num_kept else Segment.TAIL)
+                self._order.put(block, EvictionClass.COLD if i < num_hits + self._num_kept else EvictionClass.TAIL)
         while len(self._order) > self._capacity:
             self._blocks.remove(self._order.evict())
 

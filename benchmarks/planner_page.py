@@ -9,7 +9,7 @@ import numpy as np
 from benchmarks.planner_outcome import NUM_BINS, Outcome
 from cluster.planner.observation import Pool
 from measure.pages.axes import Axis, Unit
-from measure.pages.figures import Curve, Frame, Limit, compact, line_figure, new_figure, plain
+from measure.pages.figures import Curve, Frame, LimitLine, compact, line_figure, new_figure, plain
 from measure.pages.page import Page, Panel, Section, Table, Width, write_page
 from measure.pages.theme import BLUE, GREY, ORANGE, PALETTE, TEAL
 from measure.workload.traces import Trace
@@ -155,7 +155,7 @@ def _scatter(outcomes: Sequence[Outcome], goal: float) -> Any:
     frame = Frame(
         x=Axis(title="GPU-hours"),
         y=Axis(title="good requests", unit=Unit.SHARE),
-        y_limits=(Limit(value=goal, text=f"goal {goal:.1%}"),),
+        y_limits=(LimitLine(value=goal, text=f"goal {goal:.1%}"),),
         height=460,
     )
     figure = new_figure(frame)
@@ -193,7 +193,7 @@ def _attainment(outcomes: Sequence[Outcome], goal: float) -> Any:
         Curve(name=outcome.name, x=_BIN_HOURS, y=_smooth(outcome), color=_KIND_COLORS[outcome.kind])
         for outcome in outcomes
     ]
-    limit = Limit(value=goal, text=f"goal {goal:.1%}")
+    limit = LimitLine(value=goal, text=f"goal {goal:.1%}")
     return _over_the_day(curves, Axis(title="good requests", unit=Unit.SHARE), limits=(limit,))
 
 
@@ -229,7 +229,7 @@ def _max_size(outcomes: Sequence[Outcome]) -> int:
     )
 
 
-def _over_the_day(curves: Sequence[Curve], y: Axis, *, limits: tuple[Limit, ...] = ()) -> Any:
+def _over_the_day(curves: Sequence[Curve], y: Axis, *, limits: tuple[LimitLine, ...] = ()) -> Any:
     figure = line_figure(curves, Frame(x=_HOURS, y=y, y_limits=limits, height=300))
     figure.update_xaxes(range=[0, 24], dtick=3)
     return figure

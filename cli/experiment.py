@@ -100,10 +100,10 @@ def report(out: Annotated[Path, typer.Argument(metavar="DIR", help="An experimen
 
 def _run(prepared: "Experiment", store: "Store", report: "Report", *, find_capacity: bool) -> bool:
     """Return whether all cells were measured."""
-    from measure.experiment.runner import Keeper
+    from measure.experiment.runner import ResultKeeper
     from measure.experiment.search import measure
 
-    keeper = Keeper(store, prepared.source, report)
+    keeper = ResultKeeper(store, prepared.source, report)
     measure(prepared, keeper, _bench(prepared, store, report), is_search=find_capacity)
     return not keeper.failures
 

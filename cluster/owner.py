@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cluster.processes.run_dir import RunDirTaken, lock_run_dir, log_path, make_run_dir
-from cluster.processes.starter import Failed, Starter
+from cluster.processes.starter import Starter, StartFailure
 from cluster.ray import outside
 from cluster.wiring import NO_RAY, supervise
 from common.config import load_config
@@ -30,7 +30,7 @@ async def _own_or_join(config_path: Path, run_dir: Path, starter: Starter) -> in
         try:
             from cluster.ray.bootstrap import bring_up_controller  # imports Ray
         except ImportError as error:
-            starter.tell(Failed(reason=f"{NO_RAY} ({error})"))
+            starter.tell(StartFailure(reason=f"{NO_RAY} ({error})"))
             return 1
         return await bring_up_controller(config, run_dir=run_dir, starter=starter, stopping=stopping)
     with lock_run_dir(run_dir):
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return asyncio.run(_own_or_join(options.config, options.run_dir, starter))
     except RunDirTaken as error:
-        starter.tell(Failed(reason=str(error)))
+        starter.tell(StartFailure(reason=str(error)))
         return 1
 
 

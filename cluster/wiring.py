@@ -16,7 +16,7 @@ from cluster.processes.launch_local import LocalLauncher, service_command
 from cluster.processes.launcher import Launcher, StartFailed
 from cluster.processes.plan import HostResources, PlanError, ProcessSpec, make_plan
 from cluster.processes.run_dir import write_config
-from cluster.processes.starter import Audience, Failed, Progress
+from cluster.processes.starter import Progress, StartFailure, StartListener
 from cluster.processes.state import StateFile, has_served, wanted_processes
 from cluster.processes.supervisor import Ground, Supervisor
 from cluster.processes.worker_calls import inspect_worker
@@ -32,7 +32,7 @@ NO_RAY = "launcher: ray needs Ray: pip install 'kvrelay[ray]', or set launcher: 
 
 
 async def supervise(
-    config: ServingConfig, *, config_path: Path, run_dir: Path, audience: Audience, stopping: asyncio.Event
+    config: ServingConfig, *, config_path: Path, run_dir: Path, audience: StartListener, stopping: asyncio.Event
 ) -> int:
     """Run the cluster of one run folder, whose lock is held, until told to stop. Returns the exit status.
 
@@ -82,7 +82,7 @@ async def supervise(
             state_file.remove()
     except (StartFailed, PlanError) as error:
         logger.error("cluster failed to start", extra={"reason": str(error)})
-        audience.tell(Failed(reason=str(error)))
+        audience.tell(StartFailure(reason=str(error)))
         return 1
     return 0
 

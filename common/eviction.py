@@ -28,7 +28,7 @@ from typing import Generic, TypeVar
 T = TypeVar("T", bound=Hashable)
 
 
-class Segment(enum.IntEnum):
+class EvictionClass(enum.IntEnum):
     """Class of a cached block without a holder."""
 
     BRIEF = 0
@@ -37,9 +37,9 @@ class Segment(enum.IntEnum):
     WARM = 3
 
 
-MAX_AGE = {Segment.TAIL: 0.25, Segment.COLD: 1.0, Segment.WARM: 2.0}
+MAX_AGE = {EvictionClass.TAIL: 0.25, EvictionClass.COLD: 1.0, EvictionClass.WARM: 2.0}
 """Age at eviction, relative to cold blocks."""
-MAX_VALUE = MAX_AGE[Segment.WARM]
+MAX_VALUE = MAX_AGE[EvictionClass.WARM]
 """Value of a block that is in use and was used before."""
 _ADMITTED_SHARE = 0.04
 _MIN_ADMITTED = 16
@@ -57,7 +57,7 @@ class EvictionOrder(Generic[T]):
     """
 
     def __init__(self) -> None:
-        self._segments: tuple[OrderedDict[T, int], ...] = tuple(OrderedDict() for _ in Segment)
+        self._segments: tuple[OrderedDict[T, int], ...] = tuple(OrderedDict() for _ in EvictionClass)
         self._now = 0
         """Age is counted in evicted blocks that were not brief."""
         self._ranked = [(self._segments[segment], 1 / max_age) for segment, max_age in sorted(MAX_AGE.items())]
@@ -65,11 +65,11 @@ class EvictionOrder(Generic[T]):
     def __len__(self) -> int:
         return sum(map(len, self._segments))
 
-    def count(self, segment: Segment) -> int:
+    def count(self, segment: EvictionClass) -> int:
         """Return the number of blocks in a segment."""
         return len(self._segments[segment])
 
-    def put(self, key: T, segment: Segment) -> None:
+    def put(self, key: T, segment: EvictionClass) -> None:
         """Add a block as the youngest of its segment."""
         self._segments[segment][key] = self._now
 
@@ -78,12 +78,12 @@ class EvictionOrder(Generic[T]):
         for entries in self._segments[:0:-1]:
             if entries.pop(key, None) is not None:
                 return
-        del self._segments[Segment.BRIEF][key]
+        del self._segments[EvictionClass.BRIEF][key]
 
     def evict(self) -> T:
         """Take out and return the first block in order. Raises KeyError when there is none."""
         entries, _value = self._next()
-        if entries is not self._segments[Segment.BRIEF]:
+        if entries is not self._segments[EvictionClass.BRIEF]:
             self._now += 1
         return entries.popitem(last=False)[0]
 
@@ -107,13 +107,13 @@ class EvictionOrder(Generic[T]):
         for value, _segment, key in heapq.merge(*ranked, key=lambda entry: (entry[0], entry[1]), reverse=True):
             yield value, key
 
-    def _values(self, segment: Segment) -> Iterator[tuple[T, float]]:
+    def _values(self, segment: EvictionClass) -> Iterator[tuple[T, float]]:
         for key, put in reversed(self._segments[segment].items()):
             yield key, MAX_AGE[segment] / (self._now + 1 - put)
 
     def _next(self) -> "tuple[OrderedDict[T, int], float]":
         """Return the segment whose oldest block goes first, and the value of that block."""
-        oldest = self._segments[Segment.BRIEF]
+        oldest = self._segments[EvictionClass.BRIEF]
         if oldest:
             return oldest, 0.0
         most = 0.0

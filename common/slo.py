@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 
-class Served(Protocol):
+class ServedOutcome(Protocol):
     """Outcome of one request, measured or simulated. Times in seconds."""
 
     @property
@@ -44,14 +44,14 @@ class Slo:
         """Return the objective for the first token of a prompt."""
         return self.ttft_s * max(1.0, num_prompt_tokens / self.ttft_tokens)
 
-    def meets_ttft(self, request: Served) -> bool:
+    def meets_ttft(self, request: ServedOutcome) -> bool:
         """Return whether the first token arrived in time."""
         return request.ttft_s is not None and request.ttft_s <= self.ttft_of(request.num_prompt_tokens)
 
-    def meets_tpot(self, request: Served) -> bool:
+    def meets_tpot(self, request: ServedOutcome) -> bool:
         """Return whether the tokens arrived fast enough; a single token always does."""
         return request.tpot_s is None or request.tpot_s <= self.tpot_s
 
-    def is_good(self, request: Served) -> bool:
+    def is_good(self, request: ServedOutcome) -> bool:
         """Return whether the request was answered to its end within the objectives."""
         return request.is_complete and self.meets_ttft(request) and self.meets_tpot(request)

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from common.block_hash import BlockHashes
-from common.eviction import EvictionOrder, Segment
+from common.eviction import EvictionClass, EvictionOrder
 from common.ids import BlockHash, BlockId
 from common.kv_events import KvEvents
 
@@ -30,13 +30,13 @@ class Keeping:
     """Segments for the pages of a table that were never reused, when they become free."""
 
     num_front: int
-    front: Segment = Segment.COLD
-    end: Segment = Segment.TAIL
+    front: EvictionClass = EvictionClass.COLD
+    end: EvictionClass = EvictionClass.TAIL
     """Not higher than `front`."""
 
 
 KEEP_ALL = Keeping(num_front=1 << 62)
-KEEP_BRIEFLY = Keeping(num_front=0, end=Segment.BRIEF)
+KEEP_BRIEFLY = Keeping(num_front=0, end=EvictionClass.BRIEF)
 
 
 class BlockPool:
@@ -75,7 +75,7 @@ class BlockPool:
     @property
     def num_cold(self) -> int:
         """Free pages that are empty or were never reused."""
-        return len(self._empty) + len(self._cached) - self._cached.count(Segment.WARM)
+        return len(self._empty) + len(self._cached) - self._cached.count(EvictionClass.WARM)
 
     def ref_count(self, block_id: int) -> int:
         """Return the number of holders."""
@@ -139,7 +139,7 @@ class BlockPool:
                 if self._hash_of[block_id] is None:
                     self._empty.append(block_id)
                 elif self._is_reused[block_id]:
-                    self._cached.put(block_id, Segment.WARM)
+                    self._cached.put(block_id, EvictionClass.WARM)
                 else:
                     self._cached.put(block_id, keeping.front if i < keeping.num_front else keeping.end)
 

@@ -30,7 +30,7 @@ from common.errors import EngineFault, PromptTooLong, Refused
 from common.ids import RequestId
 from common.prefix_chains import PrefixChain
 from engine.block_pool import BlockPool
-from engine.events import EngineEvent, Failed, FinishReason, Load, Progress, StepReport, TokenOutput
+from engine.events import EngineEvent, EngineLoad, Failed, FinishReason, Progress, StepReport, TokenOutput
 from engine.executor import Executor, Sampled, ScheduledSequence, StepResult
 from engine.group import Group, Sink
 from engine.hot_prefixes import hot_prefixes
@@ -183,7 +183,7 @@ class EngineCore:
         held = (sequence.block_table or sequence.landed_blocks for sequence in self._groups)
         return hot_prefixes(self.pool, held, max_blocks)
 
-    def load(self) -> Load:
+    def load(self) -> EngineLoad:
         """Return the load at this moment."""
         return measure_load(self.scheduler, now_s=self._clock.monotonic())
 

@@ -80,7 +80,7 @@ EngineEvent = Started | Progress | Tokens | Failed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
+class EngineLoad:
     """An engine's load at one moment."""
 
     num_running: int
@@ -123,7 +123,7 @@ class StepReport:
     """Changes that a step made beyond single requests."""
 
     kv_events: KvEvents
-    load: Load
+    load: EngineLoad
     samples: tuple[StepSample, ...] = ()
     """Steps that ended."""
     accepted: tuple[RequestId, ...] = ()

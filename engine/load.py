@@ -1,11 +1,11 @@
 """Measures an engine's load."""
 
 from engine.backlog import num_pairs
-from engine.events import Load
+from engine.events import EngineLoad
 from engine.scheduler import Scheduler
 
 
-def measure_load(scheduler: Scheduler, *, now_s: float) -> Load:
+def measure_load(scheduler: Scheduler, *, now_s: float) -> EngineLoad:
     """Return the load at this moment. Engine thread only; O(running and reserved sequences)."""
     pool, backlog = scheduler.pool, scheduler.backlog
     num_tokens, pairs, context = backlog.num_tokens, backlog.num_pairs, backlog.num_context_tokens
@@ -22,7 +22,7 @@ def measure_load(scheduler: Scheduler, *, now_s: float) -> Load:
             pairs += num_pairs(num_left, sequence.num_ready)
     for sequence in scheduler.reserved:
         context += sequence.num_samples * sequence.num_tokens
-    return Load(
+    return EngineLoad(
         num_running=len(scheduler.running),
         num_waiting=len(scheduler.waiting),
         num_reserved=len(scheduler.reserved),

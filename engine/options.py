@@ -42,7 +42,7 @@ class EngineOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelInfo:
+class CheckpointInfo:
     """Facts about a model apart from its decoder."""
 
     name: str
@@ -62,7 +62,7 @@ class ModelDescription:
     dtype: torch.dtype
     """Dtype of weights and activations."""
     shape: KvShape
-    info: ModelInfo
+    info: CheckpointInfo
 
     @classmethod
     def read(cls, options: EngineOptions) -> "ModelDescription":
@@ -87,7 +87,7 @@ class ModelDescription:
             kv_dtype=dtype_name(kv_dtype),
         )
         shape = kv_shape(config, block_size=options.block_size, dtype=kv_dtype, fingerprint=fingerprint)
-        info = ModelInfo(
+        info = CheckpointInfo(
             name=options.model_name,
             vocab_size=config.vocab_size,
             max_model_len=min(config.max_position_embeddings, options.max_model_len or config.max_position_embeddings),

@@ -11,7 +11,7 @@ from torch import Tensor
 from engine.executor import DoneStep, KvStore, Logprobs, ScheduledSequence, StepResult
 from engine.kv_cache import TorchKvStore
 from engine.ops.metadata import AttentionMetadata, SequenceSpan
-from engine.options import ModelInfo
+from engine.options import CheckpointInfo
 from engine.sampler import Sampler, position_logprobs, sampling_rows
 
 StepT = TypeVar("StepT")
@@ -34,7 +34,7 @@ class Model(Protocol[StepT_contra]):
         ...
 
 
-class Planner(Protocol[StepT_co]):
+class StepPreparer(Protocol[StepT_co]):
     """Prepares a model's steps."""
 
     def plan(self, metadata: AttentionMetadata) -> StepT_co:
@@ -47,7 +47,9 @@ class ModelExecutor(Generic[StepT]):
 
     max_steps_in_flight = 1
 
-    def __init__(self, model: Model[StepT], store: TorchKvStore, ops: Planner[StepT], info: ModelInfo) -> None:
+    def __init__(
+        self, model: Model[StepT], store: TorchKvStore, ops: StepPreparer[StepT], info: CheckpointInfo
+    ) -> None:
         self.kv: KvStore = store
         self.max_model_len = info.max_model_len
         self.vocab_size = info.vocab_size

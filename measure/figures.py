@@ -12,13 +12,13 @@ from typing import Protocol, TypeVar
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from common.slo import Served, Slo
+from common.slo import ServedOutcome, Slo
 
 ALL = "all"
 """Kind that stands for the requests of all kinds."""
 
 
-class Request(Served, Protocol):
+class Request(ServedOutcome, Protocol):
     """A finished request, measured or simulated. Times in seconds."""
 
     @property

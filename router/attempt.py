@@ -31,7 +31,7 @@ from router.member import Hold
 from router.metrics import RouterMetrics
 from router.placement.decisions import Booking
 from router.placement.plans import Keeper, Plan, PlanKind
-from router.record import Delivery, RequestRecord
+from router.record import Delivery, RunningRequest
 from router.worker_client import Incoming
 
 END_OF_STREAM_TIMEOUT_S = 1.0
@@ -69,7 +69,7 @@ class AttemptOutcome(enum.Enum):
 class Attempt:
     """Runs one booked plan for some samples of a request."""
 
-    record: RequestRecord
+    record: RunningRequest
     samples: range
     life: LifeCycle
     """Life cycle of these samples; the request's own for its leading ones."""

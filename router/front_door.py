@@ -44,7 +44,7 @@ class Caller:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Served:
+class ServedRequest:
     """A request that runs."""
 
     job: Job
@@ -121,7 +121,7 @@ class FrontDoor:
         self._doorkeeper.check_operator(metadata)
 
     @asynccontextmanager
-    async def serving(self, request: pb.GenerateRequest, caller: Caller) -> AsyncIterator[Served]:
+    async def serving(self, request: pb.GenerateRequest, caller: Caller) -> AsyncIterator[ServedRequest]:
         """Serve a request beside the block, which takes its messages; leaving the block early cancels the request.
 
         Raises KvrelayError before the block when the request is refused, and after it when the request failed.
@@ -133,7 +133,7 @@ class FrontDoor:
             orchestrator.take_tokens(ticket, job)
             timeout_s = _at_most(MAX_REQUEST_S, caller.time_left_s)
             async with orchestrator.running(job, ticket, caller.life, timeout_s=timeout_s) as outbox:
-                yield Served(job=job, outbox=outbox)
+                yield ServedRequest(job=job, outbox=outbox)
             if outbox.error is not None:
                 raise outbox.error
 

@@ -16,7 +16,7 @@ from common.wire_names import ROLE_NAMES
 from kvrelay.v1 import worker_pb2
 from router.alarms import AlarmKind, Alarms
 from router.placement.decisions import Decision
-from router.record import RequestRecord
+from router.record import RunningRequest
 
 _LATENCY_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0)
 _GAP_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
@@ -93,7 +93,7 @@ class RouterMetrics:
         for kind in AlarmKind:
             gauge.labels(kind.value).set_function(partial(alarms.is_raised, kind))
 
-    def observe(self, record: RequestRecord) -> None:
+    def observe(self, record: RunningRequest) -> None:
         """Observe the durations of a completed request."""
         timings, gaps = record.timings, record.ledger.gaps
         self._ttft.observe(timings.ttft_s)

@@ -49,7 +49,7 @@ from router.placement.chooser import Chooser, Search
 from router.placement.decisions import Booking
 from router.placement.feasibility import Shed
 from router.placement.plans import PlacementRequest
-from router.record import Job, RequestRecord
+from router.record import Job, RunningRequest
 from router.traffic import TrafficRecordings
 
 logger = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ class Totals:
 class _Leg:
     """Samples of a request that are served together."""
 
-    record: RequestRecord
+    record: RunningRequest
     ticket: Ticket
     samples: range
     life: LifeCycle
@@ -160,7 +160,7 @@ class Orchestrator:
     @asynccontextmanager
     async def running(self, job: Job, ticket: Ticket, life: LifeCycle, *, timeout_s: float) -> AsyncIterator[Outbox]:
         """Run a job beside the block, which takes its messages. Leaving the block early cancels the job."""
-        record = RequestRecord(job, life, self._clock, deadline_s=self._clock.monotonic() + timeout_s)
+        record = RunningRequest(job, life, self._clock, deadline_s=self._clock.monotonic() + timeout_s)
         accepted = inference_pb2.Accepted(
             request_id=job.request_id,
             num_prompt_tokens=len(job.prompt_token_ids),
@@ -173,7 +173,7 @@ class Orchestrator:
             async with self._census.owned(self._run(record, ticket)):
                 yield record.outbox
 
-    async def _run(self, record: RequestRecord, ticket: Ticket) -> None:
+    async def _run(self, record: RunningRequest, ticket: Ticket) -> None:
         error: KvrelayError | None = None
         try:
             async with asyncio.timeout(record.deadline_s - self._clock.monotonic()):

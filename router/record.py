@@ -61,7 +61,7 @@ class Job:
 
 
 @dataclass(slots=True, eq=False)
-class RequestRecord:
+class RunningRequest:
     """The state of one running request. Event loop only."""
 
     job: Job

@@ -25,7 +25,7 @@ from common.clock import Clock
 from common.errors import Overloaded
 from common.lifecycle import State
 from kvrelay.v1 import inference_pb2 as pb
-from router.record import Job, RequestRecord
+from router.record import Job, RunningRequest
 
 MAX_RECORDINGS = 4
 """Concurrent recordings of one tenant."""
@@ -56,13 +56,13 @@ class Recording:
         self._is_taking = False
         self._changed.set()
 
-    def take(self, record: RequestRecord) -> bool:
+    def take(self, record: RunningRequest) -> bool:
         """Return whether a request that is about to run belongs to the recording; if so, `note` must follow."""
         is_taken = self._is_taking and record.life.received_s >= self._started_s
         self._num_followed += is_taken
         return is_taken
 
-    def note(self, record: RequestRecord) -> None:
+    def note(self, record: RunningRequest) -> None:
         """Note a taken request that has ended; drop it when too many wait for the reader."""
         self._num_followed -= 1
         self._changed.set()
@@ -144,7 +144,7 @@ class TrafficRecordings:
                 recording.finish()
 
     @contextmanager
-    def following(self, record: RequestRecord, tenant: str) -> Iterator[None]:
+    def following(self, record: RunningRequest, tenant: str) -> Iterator[None]:
         """Note how the request that runs inside the block ends."""
         recordings = [recording for recording in self._of_tenant.get(tenant, ()) if recording.take(record)]
         try:
@@ -163,7 +163,7 @@ def _all_hashes(job: Job) -> BlockHashes:
     return BlockHashes(hashes.packed + extend_hash(hashes[-1] if len(hashes) else job.model.root, tail))
 
 
-def _outcome(record: RequestRecord) -> str:
+def _outcome(record: RunningRequest) -> str:
     if record.outbox.error is not None:
         return type(record.outbox.error).__name__
     return "completed" if record.life.state is State.FINISHED else "cancelled"

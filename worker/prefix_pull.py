@@ -82,7 +82,7 @@ Reserve = Callable[[EngineCore, Landing], Refused | None]
 
 
 @dataclass(slots=True)
-class Arrival:
+class PullingRequest:
     """One request that pulls before it enters the engine."""
 
     reserve: Reserve
@@ -121,19 +121,21 @@ class PrefixPuller:
         """Ends of running pulls, by first missing block: a chain has only one such block in a cache."""
 
     @contextmanager
-    def arrival(self, reserve: Reserve = lambda core, landing: core.landings.reserve(landing)) -> Iterator[Arrival]:
+    def arrival(
+        self, reserve: Reserve = lambda core, landing: core.landings.reserve(landing)
+    ) -> Iterator[PullingRequest]:
         """Hold the pages of a pull during the block, in which the request enters the engine.
 
         `reserve` gets the pages; by default they are granted as to any request.
         """
-        arrival = Arrival(reserve)
+        arrival = PullingRequest(reserve)
         try:
             yield arrival
         finally:
             if arrival.landing is not None:
                 self._release(arrival.landing)
 
-    async def pull(self, arrival: Arrival, request: EngineRequest, source: sequence_pb2.KvSource) -> None:
+    async def pull(self, arrival: PullingRequest, request: EngineRequest, source: sequence_pb2.KvSource) -> None:
         """Pull the source's blocks that are missing here into the cache, if that can be done in time."""
         # The last token is always computed: its logits choose the next one.
         num_usable = (len(request.prompt_token_ids) + len(request.output_token_ids) - 1) // self._block_size
@@ -169,7 +171,7 @@ class PrefixPuller:
 
     async def _pull(
         self,
-        arrival: Arrival,
+        arrival: PullingRequest,
         hashes: BlockHashes,
         source: sequence_pb2.KvSource,
         limit: asyncio.Timeout | None,
@@ -199,7 +201,7 @@ class PrefixPuller:
         size = self._block_size
         return max(MIN_PULL_S, self._prefill_s(landing.num_missing_blocks * size, landing.num_cached_blocks * size))
 
-    async def _land(self, arrival: Arrival, hashes: BlockHashes) -> tuple[Landing, Refused | None]:
+    async def _land(self, arrival: PullingRequest, hashes: BlockHashes) -> tuple[Landing, Refused | None]:
         def land(core: EngineCore) -> tuple[Landing, Refused | None]:
             landing = arrival.landing or core.arrive(hashes)
             return landing, arrival.reserve(core, landing)

@@ -24,7 +24,7 @@ from common.trust.credentials import Credentials
 from common.trust.identity import Role
 from common.wire_names import ROLE_NAMES
 from engine.core import EngineCore
-from engine.events import Load, StepReport
+from engine.events import EngineLoad, StepReport
 from engine.executor import Executor
 from engine.group import Group
 from engine.thread import DriverFactory, EngineDriver, EngineThread
@@ -116,7 +116,7 @@ class WorkerRuntime:
         self.bytes_received: Counter[int] = Counter()
         self.hub = KvEventHub()
         core = EngineCore(executor, limits_for(self.pool_config), clock)
-        self.load: Load = core.load()
+        self.load: EngineLoad = core.load()
         self.timing = WorkerTiming(max_step_tokens=self.pool_config.max_step_tokens)
         self.engine: EngineDriver = outside.drive(core, self._on_report, _end_process)
         self.num_request_tasks = 0

@@ -14,7 +14,7 @@ from common.rpc import error_boundary
 from common.timing_wire import timing_to_proto
 from common.version import installed_version
 from common.wire_names import ROLE_NAMES
-from engine.events import Load
+from engine.events import EngineLoad
 from kv_transfer.serve import layout_to_proto
 from kvrelay.v1 import worker_pb2 as pb
 from kvrelay.v1 import worker_pb2_grpc
@@ -133,7 +133,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             return await self._probe.reach(request, layout_to_proto(self._runtime.executor.kv.shape))
 
 
-def load_to_proto(load: Load, *, backlog_s: float) -> pb.LoadReport:
+def load_to_proto(load: EngineLoad, *, backlog_s: float) -> pb.LoadReport:
     """Return the fields of a load that routers use."""
     return pb.LoadReport(
         num_running=load.num_running,

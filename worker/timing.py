@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 
 from common.ids import WorkerId
 from common.timing import GUESSED_LINK, GUESSED_TIMING, LinkModel, StepModel, StepShape, TimingModel
-from engine.events import Load, StepSample
+from engine.events import EngineLoad, StepSample
 from worker.timing_fit import RobustFit
 
 NUM_WARM_UP_STEPS = 2
@@ -134,7 +134,7 @@ class WorkerTiming:
         if self._any_link.add(num_bytes, seconds) or is_new:
             self._renew()
 
-    def backlog_s(self, load: Load, *, now_s: float) -> float:
+    def backlog_s(self, load: EngineLoad, *, now_s: float) -> float:
         """Return the predicted seconds until the prompts in `load` are computed, from now on."""
         if not load.num_pending_prefill_tokens:
             return 0.0

@@ -13,7 +13,7 @@ from cluster.changes.scaling import Scaler
 from cluster.planner.capacity import rate_of
 from cluster.planner.evidence import ShapeMemory, measure, objectives_of
 from cluster.planner.observation import Observation, Pool, WorkerPhase
-from cluster.planner.settings import DECODE_HELP, Limits, PlannerSettings
+from cluster.planner.settings import DECODE_HELP, PlannerSettings, PoolLimits
 from cluster.planner.slo_planner import SloPlanner
 from cluster.processes.launcher import StartFailed
 from cluster.processes.plan import ProcessRole
@@ -102,8 +102,8 @@ def planner_settings(config: ServingConfig) -> PlannerSettings:
         decode_help=DECODE_HELP if decode_helps else 0.0,
         slo=Slo(ttft_s=slo.ttft_s, tpot_s=slo.tpot_s, ttft_tokens=slo.ttft_tokens),
         attainment=planner.attainment,
-        prefill=Limits(smallest=planner.min_prefill, largest=planner.max_prefill),
-        decode=Limits(smallest=planner.min_decode, largest=planner.max_decode),
+        prefill=PoolLimits(smallest=planner.min_prefill, largest=planner.max_prefill),
+        decode=PoolLimits(smallest=planner.min_decode, largest=planner.max_decode),
         max_workers=planner.max_workers,
         max_utilization=planner.max_utilization,
         interval_s=planner.interval_s,

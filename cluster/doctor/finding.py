@@ -4,7 +4,7 @@ import enum
 from dataclasses import dataclass
 
 
-class Verdict(enum.StrEnum):
+class Health(enum.StrEnum):
     """Severity of a finding."""
 
     OK = "ok"
@@ -20,7 +20,7 @@ class Finding:
 
     subject: str
     """The thing checked: "model files", "decode-0" …"""
-    verdict: Verdict
+    verdict: Health
     detail: str
     advice: str = ""
     """What to do; empty if all is well."""
@@ -28,14 +28,14 @@ class Finding:
 
 def ok(subject: str, detail: str) -> Finding:
     """Return a finding without a problem."""
-    return Finding(subject=subject, verdict=Verdict.OK, detail=detail)
+    return Finding(subject=subject, verdict=Health.OK, detail=detail)
 
 
 def warning(subject: str, detail: str, advice: str) -> Finding:
     """Return a finding that should be improved."""
-    return Finding(subject=subject, verdict=Verdict.WARNING, detail=detail, advice=advice)
+    return Finding(subject=subject, verdict=Health.WARNING, detail=detail, advice=advice)
 
 
 def failure(subject: str, detail: str, advice: str) -> Finding:
     """Return a finding that must be fixed."""
-    return Finding(subject=subject, verdict=Verdict.FAILURE, detail=detail, advice=advice)
+    return Finding(subject=subject, verdict=Health.FAILURE, detail=detail, advice=advice)

@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from cluster.doctor.finding import Finding, Verdict, failure, ok, warning
+from cluster.doctor.finding import Finding, Health, failure, ok, warning
 from common.config import ConfigError
 
 _CONNECT_TIMEOUT_S = 5
@@ -175,7 +175,7 @@ def _evaluate(address: str, stdout: str, *, asked_s: float, slack_s: float) -> _
                 versions.append((name, version))
     if not versions:
         findings.append(warning(address, "kvrelay is not installed there", "`ray up` installs it"))
-    findings += [_at(address, each) for each in _parse(own) if each["verdict"] != Verdict.OK]
+    findings += [_at(address, each) for each in _parse(own) if each["verdict"] != Health.OK]
     if not findings:
         text = ", ".join(f"{name} {version}" for name, version in versions)
         findings.append(ok(address, f"{text}; no problem found"))
@@ -193,7 +193,7 @@ def _parse(own: str) -> list[dict[str, Any]]:
 def _at(address: str, finding: dict[str, Any]) -> Finding:
     return Finding(
         subject=f"{address}: {finding['subject']}",
-        verdict=Verdict(finding["verdict"]),
+        verdict=Health(finding["verdict"]),
         detail=str(finding["detail"]),
         advice=str(finding["advice"]),
     )

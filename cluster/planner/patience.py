@@ -16,7 +16,7 @@ _NUM_TO_CONFIRM = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Need:
+class PoolNeed:
     """Workers that one pool needs at one time."""
 
     time_s: float
@@ -25,13 +25,13 @@ class Need:
     """At least `to_grow`."""
 
 
-class Patience:
+class NeedHistory:
     """The recent needs of one pool."""
 
     def __init__(self) -> None:
-        self._needs: deque[Need] = deque()
+        self._needs: deque[PoolNeed] = deque()
 
-    def add(self, need: Need, *, stable_s: float) -> None:
+    def add(self, need: PoolNeed, *, stable_s: float) -> None:
         """Add the newest need and drop those that are too old. Times only grow."""
         self._needs.append(need)
         while len(self._needs) > _NUM_TO_CONFIRM and self._needs[1].time_s <= need.time_s - stable_s:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from cluster.planner.evidence import Capacities
 from cluster.planner.forecast import Line
 from cluster.planner.observation import Observation, Pool
-from cluster.planner.patience import Need
+from cluster.planner.patience import PoolNeed
 from cluster.planner.plan import PoolSizes, ScalingPlan
 from cluster.planner.settings import PlannerSettings
 
@@ -23,7 +23,7 @@ class Numbers:
     line: Line
     rates: Mapping[Pool, float]
     """Requests a second that each pool is planned for."""
-    needs: Mapping[Pool, Need]
+    needs: Mapping[Pool, PoolNeed]
     corrections: Mapping[Pool, float]
 
 

@@ -11,7 +11,7 @@ replay of production traffic under `predictive` (`benchmarks/results/planner.md`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class PoolLimits:
     """Limits of one pool's size."""
 
     smallest: int = 1
@@ -33,8 +33,8 @@ class PlannerSettings:
     slo: Slo
     attainment: float = 0.9
     """Share of requests that should meet both objectives, among those that could on an idle cluster."""
-    prefill: Limits = field(default_factory=Limits)
-    decode: Limits = field(default_factory=Limits)
+    prefill: PoolLimits = field(default_factory=PoolLimits)
+    decode: PoolLimits = field(default_factory=PoolLimits)
     max_workers: int = 128
     """Limit for both pools together."""
     max_utilization: float = 0.85
@@ -68,6 +68,6 @@ class PlannerSettings:
         if self.max_workers < self.prefill.smallest + self.decode.smallest:
             raise ValueError(f"max_workers {self.max_workers} is less than both pools' smallest sizes")
 
-    def limits(self, pool: Pool) -> Limits:
+    def limits(self, pool: Pool) -> PoolLimits:
         """Return the limits of a pool."""
         return self.prefill if pool is Pool.PREFILL else self.decode

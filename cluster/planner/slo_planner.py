@@ -19,7 +19,7 @@ from cluster.planner.correction import Correction
 from cluster.planner.evidence import Capacities, ShapeMemory, measure, objectives_of
 from cluster.planner.forecast import Forecast, Line
 from cluster.planner.observation import Observation, Pool, WorkerPhase
-from cluster.planner.patience import Need, Patience
+from cluster.planner.patience import NeedHistory, PoolNeed
 from cluster.planner.plan import PoolSizes, ScalingPlan
 from cluster.planner.reasons import Numbers, hold, tell
 from cluster.planner.settings import PlannerSettings
@@ -52,7 +52,7 @@ class SloPlanner:
         self._forecast = Forecast(memory_s=settings.memory_s)
         self._memory = ShapeMemory(memory_s=settings.memory_s)
         self._correction = Correction()
-        self._patience = {pool: Patience() for pool in Pool}
+        self._patience = {pool: NeedHistory() for pool in Pool}
         self._present: PoolSizes | None = None
         self._changed_s = -math.inf
 
@@ -162,7 +162,7 @@ class SloPlanner:
             pending += demand.num_queued_tokens * num_computed / num_prompt
         return pending * len(shapes) / num_computed if num_computed else 0.0
 
-    def _need(self, capacities: Capacities, rates: _Rates, observed: Observation, pool: Pool) -> Need:
+    def _need(self, capacities: Capacities, rates: _Rates, observed: Observation, pool: Pool) -> PoolNeed:
         capacity = capacities.prefill if pool is Pool.PREFILL else capacities.decode
         limits = self._settings.limits(pool)
 
@@ -171,7 +171,7 @@ class SloPlanner:
 
         grow = size(rates.expected + rates.backlog)
         with_slack = size((rates.expected + rates.backlog) * (1.0 + self._settings.slack_to_shrink))
-        need = Need(time_s=observed.now_s, to_grow=grow, to_shrink=max(grow, with_slack))
+        need = PoolNeed(time_s=observed.now_s, to_grow=grow, to_shrink=max(grow, with_slack))
         self._patience[pool].add(need, stable_s=self._stable_s(observed, pool))
         return need
 
@@ -184,7 +184,7 @@ class SloPlanner:
         self,
         observed: Observation,
         present: PoolSizes,
-        needs: dict[Pool, Need],
+        needs: dict[Pool, PoolNeed],
         rates: dict[Pool, _Rates],
     ) -> dict[Pool, int]:
         sizes = {Pool.PREFILL: present.prefill, Pool.DECODE: present.decode}

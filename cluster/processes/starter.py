@@ -49,14 +49,14 @@ class Up:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Failed:
+class StartFailure:
     """The cluster does not serve; all its processes are stopped again."""
 
     reason: str
 
 
-Event = Progress | Up | Failed
-_EVENTS: dict[str, type[Event]] = {"progress": Progress, "ready": Up, "failed": Failed}
+Event = Progress | Up | StartFailure
+_EVENTS: dict[str, type[Event]] = {"progress": Progress, "ready": Up, "failed": StartFailure}
 _NAMES = {kind: name for name, kind in _EVENTS.items()}
 
 
@@ -71,7 +71,7 @@ def parse_event(line: str) -> Event | None:
         return None
 
 
-class Audience(Protocol):
+class StartListener(Protocol):
     """Receives the progress of a cluster's start."""
 
     def tell(self, event: Event) -> None:
@@ -120,7 +120,7 @@ class Starter:
             self._events.flush()
 
 
-def start_supervisor(config_path: Path, run_dir: Path, report: Report) -> Up | Failed:
+def start_supervisor(config_path: Path, run_dir: Path, report: Report) -> Up | StartFailure:
     """Start a supervisor and return when its cluster serves, or why it does not. Blocks.
 
     An exception, such as KeyboardInterrupt, ends the supervisor and what it has started before it is raised on.
@@ -149,7 +149,7 @@ def start_supervisor(config_path: Path, run_dir: Path, report: Report) -> Up | F
         if outcome is None:
             reaper.join(_DEATH_TIMEOUT_S)
             tail = log_tail(path, offset=offset)
-            outcome = Failed(reason=f"the supervisor died while starting; {path} ends with\n{tail}")
+            outcome = StartFailure(reason=f"the supervisor died while starting; {path} ends with\n{tail}")
         if isinstance(outcome, Up):
             with contextlib.suppress(BrokenPipeError):
                 process.stdin.write(_DETACH.decode())
@@ -167,12 +167,12 @@ def start_supervisor(config_path: Path, run_dir: Path, report: Report) -> Up | F
             reaper.join(_STOP_TIMEOUT_S)
 
 
-def _follow(events: Iterable[str], report: Report) -> Up | Failed | None:
+def _follow(events: Iterable[str], report: Report) -> Up | StartFailure | None:
     """Report progress until the supervisor tells the outcome. None: it is gone."""
     for line in events:
         match parse_event(line):
             case Progress(text=text):
                 report(text)
-            case Up() | Failed() as outcome:
+            case Up() | StartFailure() as outcome:
                 return outcome
     return None

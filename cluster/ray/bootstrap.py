@@ -21,7 +21,7 @@ outside.prepare_to_join()
 import ray  # noqa: E402 - reads its settings when it is imported
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError  # noqa: E402
 
-from cluster.processes.starter import Failed, Progress, Starter, Up  # noqa: E402
+from cluster.processes.starter import Progress, Starter, StartFailure, Up  # noqa: E402
 from cluster.ray.controller_actor import StartProgress, create_controller  # noqa: E402
 from cluster.ray.joined_ray import CONTROLLER, named_actors, remove_actors  # noqa: E402
 from cluster.ray.private_ray import NAMESPACE  # noqa: E402
@@ -51,7 +51,7 @@ async def bring_up_controller(
     try:
         connect()
     except ConnectionError as error:
-        starter.tell(Failed(reason=str(error)))
+        starter.tell(StartFailure(reason=str(error)))
         return 1
     try:
         there_before = named_actors(config.name)
@@ -59,19 +59,19 @@ async def bring_up_controller(
             starter.tell(Progress(text="a controller is there already"))
         controller = create_controller(config, run_dir)
         outcome = await _outcome(controller, starter, stopping, is_new=not there_before)
-        if isinstance(outcome, Failed):
+        if isinstance(outcome, StartFailure):
             await _until_gone(config.name)
     except RayActorError as error:
         # Ray gave it up, so its processes have no supervisor any more.
         remove_actors(config.name)
-        outcome = Failed(reason=f"the controller died: {error}")
+        outcome = StartFailure(reason=f"the controller died: {error}")
     finally:
         await asyncio.to_thread(ray.shutdown)
     starter.tell(outcome)
     return 0 if isinstance(outcome, Up) else 1
 
 
-async def _outcome(controller: Any, starter: Starter, stopping: asyncio.Event, *, is_new: bool) -> Up | Failed:
+async def _outcome(controller: Any, starter: Starter, stopping: asyncio.Event, *, is_new: bool) -> Up | StartFailure:
     """Wait for the controller's outcome. If `stopping` is set, stop a new cluster. Raises RayActorError."""
     following = asyncio.ensure_future(_follow(controller, starter))
     interrupted = asyncio.ensure_future(stopping.wait())
@@ -83,16 +83,16 @@ async def _outcome(controller: Any, starter: Starter, stopping: asyncio.Event, *
         for task in (following, interrupted):
             task.cancel()
     if not is_new:
-        return Failed(
+        return StartFailure(
             reason="interrupted; the cluster that was there before continues, and `kvrelay down` would end it"
         )
     with contextlib.suppress(TimeoutError, RayActorError):
         async with asyncio.timeout(_STOP_TIMEOUT_S):
             await _stop(controller)
-    return Failed(reason="interrupted")
+    return StartFailure(reason="interrupted")
 
 
-async def _follow(controller: Any, starter: Starter) -> Up | Failed:
+async def _follow(controller: Any, starter: Starter) -> Up | StartFailure:
     num_seen = 0
     while True:
         try:

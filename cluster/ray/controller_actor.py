@@ -17,7 +17,7 @@ from typing import Any
 import ray
 
 from cluster.processes.run_dir import FILE_NAME, RunDirTaken, lock_run_dir, log_path, make_run_dir
-from cluster.processes.starter import Event, Failed, Progress, Up
+from cluster.processes.starter import Event, Progress, StartFailure, Up
 from cluster.processes.state import StateFile
 from cluster.ray import outside
 from cluster.ray.joined_ray import CONTROLLER, pinned_to, remove_workers, this_host
@@ -53,7 +53,7 @@ class StartProgress:
     """Steps that the caller has not seen."""
     num_steps: int
     """Number of all steps."""
-    outcome: Up | Failed | None
+    outcome: Up | StartFailure | None
     """None: it is still starting."""
 
 
@@ -69,7 +69,7 @@ class ControllerActor:
         setup_logging("supervisor")
         self._stopping = asyncio.Event()
         self._steps: list[str] = []
-        self._outcome: Up | Failed | None = None
+        self._outcome: Up | StartFailure | None = None
         self._changed = asyncio.Event()
         """Set, and replaced, with every event."""
         self._heard = asyncio.Event()
@@ -109,13 +109,13 @@ class ControllerActor:
                 await self._lock(params.run_dir, holding)
                 await self._run(params)
         except RunDirTaken as error:
-            self.tell(Failed(reason=str(error)))
+            self.tell(StartFailure(reason=str(error)))
         except Exception as error:
             logger.exception("the controller failed")
-            self.tell(Failed(reason=f"the controller failed: {error!r}; see its log"))
+            self.tell(StartFailure(reason=f"the controller failed: {error!r}; see its log"))
         if self._outcome is None:
             self.tell(
-                Failed(reason="stopped before it served")
+                StartFailure(reason="stopped before it served")
             )  # a caller that waits for progress would keep the actor
         await self._leave()
 
@@ -149,7 +149,7 @@ class ControllerActor:
         )
 
     async def _leave(self) -> None:
-        if isinstance(self._outcome, Failed):
+        if isinstance(self._outcome, StartFailure):
             try:
                 async with asyncio.timeout(_HEARD_TIMEOUT_S):
                     await self._heard.wait()

@@ -25,7 +25,7 @@ _MAIN_PROCESSES = frozenset({"gcs_server", "raylet"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pace:
+class RestartTiming:
     """Intervals and timeouts, in seconds."""
 
     poll_s: float = 0.25
@@ -35,12 +35,12 @@ class Pace:
     """Pause before the next life."""
 
 
-def keep(command: Sequence[str], log: Path, *, on_up: Callable[[], None], pace: Pace | None = None) -> int:
+def keep(command: Sequence[str], log: Path, *, on_up: Callable[[], None], pace: RestartTiming | None = None) -> int:
     """Run a head again and again; `on_up` is called in each life. Returns 0 when it was stopped, else its exit status.
 
     A head that never came up is not started again.
     """
-    pace = pace or Pace()
+    pace = pace or RestartTiming()
     num_lives = 0
     while True:
         status, was_up = _live(command, log, on_up, pace)
@@ -50,7 +50,7 @@ def keep(command: Sequence[str], log: Path, *, on_up: Callable[[], None], pace: 
         time.sleep(pace.pause_s)
 
 
-def _live(command: Sequence[str], log: Path, on_up: Callable[[], None], pace: Pace) -> tuple[int, bool]:
+def _live(command: Sequence[str], log: Path, on_up: Callable[[], None], pace: RestartTiming) -> tuple[int, bool]:
     """Run one life. Returns its exit status, 0 if it was stopped, and whether it was up."""
     with log.open("ab") as output:
         offset = output.tell()

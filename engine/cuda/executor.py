@@ -29,7 +29,7 @@ from engine.kv_cache import TorchKvStore
 from engine.logits import LogprobsFetch, fetch_logprobs
 from engine.model.decoder import Decoder
 from engine.ops.metadata import AttentionMetadata, SequenceSpan
-from engine.options import ModelInfo
+from engine.options import CheckpointInfo
 from engine.sampler import Chosen, Nucleus, Sampler, SamplingPlan, sampling_rows
 
 # Prompt log-probabilities need float32 logits of every position; they are computed for this many rows at a time.
@@ -65,7 +65,7 @@ class CudaExecutor:
     max_steps_in_flight = 2
 
     def __init__(
-        self, model: Decoder, store: TorchKvStore, ops: DeviceOps, info: ModelInfo, limits: StepLimits
+        self, model: Decoder, store: TorchKvStore, ops: DeviceOps, info: CheckpointInfo, limits: StepLimits
     ) -> None:
         self.kv: KvStore = store
         self.max_model_len = info.max_model_len

@@ -23,7 +23,7 @@ from engine.model.quantize import kv_scales, quantize_weights
 from engine.ops.metadata import AttentionMetadata, SequenceSpan
 from engine.ops.torch_ops import TorchOps
 from engine.ops.triton_kernels.step import DeviceStep
-from engine.options import EngineOptions, ModelDescription, ModelInfo
+from engine.options import CheckpointInfo, EngineOptions, ModelDescription
 from engine.sampler import Nucleus, Sampler, SamplingRow
 
 logger = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ class LoadedModel:
     """A decoder on its device, and the shape of its pages."""
 
     decoder: Decoder
-    info: ModelInfo
+    info: CheckpointInfo
     shape: KvShape
     device: torch.device
     dtype: torch.dtype

@@ -9,11 +9,11 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from measure.experiment.capacity import Capacity
+from measure.experiment.capacity import ArmCapacity
 from measure.experiment.curves import Curve, curves_of
 from measure.experiment.limits import Diagnosis, Limit, first_limit
 from measure.experiment.payoff import Payoff, Reached, Verdict, payoffs_of, rank_key
-from measure.experiment.points import Point, Source, Unit
+from measure.experiment.points import MeanUnit, Point, Source
 from measure.experiment.reach import gain_draws, knee_of, reach_of
 from measure.load.estimates import Estimate
 
@@ -78,7 +78,7 @@ class Findings:
     """Share of the requests that had to be good."""
     kinds: tuple[str, ...]
     """Kinds of requests that count; empty: all."""
-    unit: Unit
+    unit: MeanUnit
     """Unit by which arms of different size are compared."""
     arms: tuple[ArmFinding, ...]
     """Ordered by workers; for equal numbers splits first, other systems last."""
@@ -99,7 +99,7 @@ def analyze(
     *,
     share: float = 0.99,
     kinds: tuple[str, ...] = (),
-    capacities: Iterable[Capacity] = (),
+    capacities: Iterable[ArmCapacity] = (),
 ) -> tuple[Findings, ...]:
     """Return the findings of real points, of simulated ones, or of both. Raises ExperimentError for unknown kinds."""
     searched = {(each.source, each.arm.name): each for each in capacities}
@@ -107,7 +107,7 @@ def analyze(
     found = []
     for source in Source:
         ours = [curve for curve in curves if curve.source is source]
-        unit = Unit.of(curve.arm for curve in ours)
+        unit = MeanUnit.of(curve.arm for curve in ours)
         arms = [
             Reached(
                 curve=curve,
@@ -132,7 +132,9 @@ def _place(curve: Curve) -> tuple[bool, int, bool, int, str]:
     return arm.is_external, arm.num_workers, arm.num_prefill == 0, arm.num_prefill, arm.name
 
 
-def _findings(arms: Sequence[Reached], *, source: Source, share: float, kinds: tuple[str, ...], unit: Unit) -> Findings:
+def _findings(
+    arms: Sequence[Reached], *, source: Source, share: float, kinds: tuple[str, ...], unit: MeanUnit
+) -> Findings:
     findings = tuple(_finding(each, arms, share=share) for each in arms)
     return Findings(
         source=source,

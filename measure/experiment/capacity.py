@@ -57,7 +57,7 @@ class ProbedLoad:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Capacity:
+class ArmCapacity:
     """Capacity of an arm."""
 
     arm: Arm
@@ -83,14 +83,14 @@ class Capacity:
         return self.goodput_per_s / max(1, self.arm.num_workers)
 
 
-def find_capacity(arm: Arm, source: Source, spec: CapacitySpec, *, start: float, probe: Probe) -> Capacity:
+def find_capacity(arm: Arm, source: Source, spec: CapacitySpec, *, start: float, probe: Probe) -> ArmCapacity:
     """Search an arm's capacity from a first load. Raises ExperimentError, and what `probe` raises."""
     search = _Search(spec, probe)
     search.run(start)
     probes = search.probes
     low, high = crossing_interval(crossing_draws(probes, spec.share))
     best = max(_served(probes, spec.share), default=0.0)
-    return Capacity(
+    return ArmCapacity(
         arm=arm,
         source=source,
         share=spec.share,

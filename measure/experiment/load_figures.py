@@ -12,12 +12,11 @@ from common.slo import Slo
 from measure.experiment.analysis import Findings
 from measure.experiment.curves import Reading
 from measure.experiment.looks import Shown, shown_arms
-from measure.experiment.points import Point
-from measure.experiment.points import Unit as Means
+from measure.experiment.points import MeanUnit, Point
 from measure.figures import ALL, Figures, Percentiles
 from measure.load.estimates import Estimate
 from measure.pages.axes import Axis, Scale, Unit
-from measure.pages.figures import Curve, Frame, Limit, compact, line_figure
+from measure.pages.figures import Curve, Frame, LimitLine, compact, line_figure
 from measure.pages.page import Absent, Panel, Width
 from measure.pages.theme import GREY
 from measure.pages.wording import count, percent
@@ -36,7 +35,7 @@ class _Sheet:
     """Curves of an experiment, and their common axis."""
 
     shown: tuple[Shown, ...]
-    unit: Means | None
+    unit: MeanUnit | None
     """Unit that rates are divided by; None: they are not divided."""
 
     @classmethod
@@ -134,7 +133,7 @@ def share_panel(findings: Sequence[Findings]) -> Panel:
     frame = Frame(
         x=sheet.axis,
         y=Axis(title="good requests of all", unit=Unit.SHARE),
-        y_limits=(Limit(value=share, text=f"{percent(share, 0)} wanted"),),
+        y_limits=(LimitLine(value=share, text=f"{percent(share, 0)} wanted"),),
     )
     figure = line_figure(sheet.curves(lambda reading: reading.good_share), frame)
     figure.update_yaxes(range=[0, 1.03])
@@ -151,8 +150,8 @@ def latency_panels(findings: Sequence[Findings], slo: Slo | None) -> tuple[Panel
     readings = [reading for arm in sheet.shown for reading in arm.finding.curve.readings]
     kinds = list(dict.fromkeys(kind for reading in readings for kind in reading.kinds))
     kinds = kinds if len(kinds) > 2 else kinds[:1]  # a single kind equals all requests
-    ttft_limit = () if slo is None else (Limit(value=slo.ttft_s, text="objective, short prompts"),)
-    itl_limit = () if slo is None else (Limit(value=slo.tpot_s, text="objective of the mean gap"),)
+    ttft_limit = () if slo is None else (LimitLine(value=slo.ttft_s, text="objective, short prompts"),)
+    itl_limit = () if slo is None else (LimitLine(value=slo.tpot_s, text="objective of the mean gap"),)
     panels = []
     for kind in kinds:
         whose = "all requests" if kind == ALL else kind
@@ -224,7 +223,7 @@ def _latency_panel(
     kind: str,
     pick: Callable[[Figures], Percentiles | None],
     title: str,
-    limits: tuple[Limit, ...],
+    limits: tuple[LimitLine, ...],
 ) -> Panel:
     curves = sheet.curves(lambda reading: reading.p99(kind, pick))
     if not any(len(curve.x) for curve in curves):

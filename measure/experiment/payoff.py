@@ -10,7 +10,7 @@ import numpy as np
 
 from measure.experiment.curves import Curve, Draws, Reading, goodput_draws, interval
 from measure.experiment.points import Arm
-from measure.experiment.reach import Reach, gain_draws, sure_of
+from measure.experiment.reach import LoadReach, gain_draws, sure_of
 from measure.load.estimates import CONFIDENCE, Estimate
 
 
@@ -35,7 +35,7 @@ class Reached:
     """An arm and its reach."""
 
     curve: Curve
-    reach: Reach
+    reach: LoadReach
 
     @property
     def arm(self) -> Arm:

@@ -3,12 +3,12 @@
 import math
 from collections.abc import Iterable
 
-from measure.experiment.reach import Reach
+from measure.experiment.reach import LoadReach
 from measure.load.estimates import Estimate
 from measure.pages.wording import number
 
 
-def reach_text(reach: Reach) -> str:
+def reach_text(reach: LoadReach) -> str:
     """Return a reach with its interval."""
     if reach.load == 0:
         return "less than the lowest load"

@@ -44,20 +44,20 @@ class Arm:
         same_threads = self.num_threads is not None and self.num_threads == other.num_threads
         return self.num_workers == other.num_workers or same_threads
 
-    def num_units(self, unit: "Unit") -> int:
+    def num_units(self, unit: "MeanUnit") -> int:
         """Return the number of units of the arm; at least 1."""
-        count = self.num_threads if unit is Unit.THREAD else self.num_workers
+        count = self.num_threads if unit is MeanUnit.THREAD else self.num_workers
         return max(1, count or self.num_workers)
 
 
-class Unit(enum.StrEnum):
+class MeanUnit(enum.StrEnum):
     """Unit by which arms of different size are compared."""
 
     WORKER = "worker"
     THREAD = "thread"
 
     @classmethod
-    def of(cls, arms: Iterable[Arm]) -> "Unit":
+    def of(cls, arms: Iterable[Arm]) -> "MeanUnit":
         """Return THREAD if all arms state their threads and their workers differ in it, else WORKER."""
         counts = {None if arm.num_threads is None else arm.num_threads / arm.num_workers for arm in arms}
         return cls.THREAD if None not in counts and len(counts) > 1 else cls.WORKER

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from measure.experiment.capacity import Capacity, ProbedLoad, crossing, crossing_draws, crossing_interval, tally
+from measure.experiment.capacity import ArmCapacity, ProbedLoad, crossing, crossing_draws, crossing_interval, tally
 from measure.experiment.curves import Curve, Draws
 from measure.experiment.spec import CapacitySpec
 
@@ -14,7 +14,7 @@ KNEE_SHARE = 0.95
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reach:
+class LoadReach:
     """Highest load at which enough requests are good."""
 
     load: float
@@ -49,8 +49,8 @@ def reach_of(
     share: float,
     num_units: int,
     kinds: tuple[str, ...] = (),
-    found: Capacity | None = None,
-) -> Reach:
+    found: ArmCapacity | None = None,
+) -> LoadReach:
     """Return an arm's reach, from a search where there was one, else from its curve. Raises ExperimentError.
 
     `kinds`: only their requests count; empty: all.
@@ -60,7 +60,7 @@ def reach_of(
     draws = crossing_draws(probes, share, seed=curve.seed, dispersion=curve.dispersion)
     low, high = crossing_interval(draws)
     load = crossing(probes, share)
-    return Reach(
+    return LoadReach(
         load=load,
         low=min(low, load, probes[-1].load),
         high=None if math.isinf(max(high, load)) else max(high, load),
@@ -86,7 +86,7 @@ def sure_of(draws: Draws) -> float:
     return float(np.mean(draws > 0) + np.mean(draws == 0) / 2)
 
 
-def gain_draws(ours: Reach, theirs: Reach) -> Draws:
+def gain_draws(ours: LoadReach, theirs: LoadReach) -> Draws:
     """Return draws of log(our reach / their reach); 0 where both are above, or both below, all measured loads."""
     with np.errstate(divide="ignore", invalid="ignore"):
         logs = np.log(ours.draws) - np.log(theirs.draws)

@@ -17,7 +17,7 @@ from measure.experiment.points import Arm, Point, Source
 from measure.experiment.runner import ArmFailed, CellFailed, Measure, Report
 from measure.experiment.spec import ExperimentSpec
 from measure.experiment.store import Cell, Store
-from measure.experiment.worker_facts import WorkerFacts, ask_worker, best_known
+from measure.experiment.worker_facts import MeasuredWorker, ask_worker, best_known
 from measure.experiment.workloads import Workloads
 from measure.load.measures import summarize
 from measure.load.report.page import write_report
@@ -119,7 +119,7 @@ class RealBench:
         write_timing(folder / TIMING_FILE, best_known(facts), kv_bytes_per_token=facts[0].kv_bytes_per_token)
 
 
-async def _ask_workers(info: ClusterInfo) -> list[WorkerFacts]:
+async def _ask_workers(info: ClusterInfo) -> list[MeasuredWorker]:
     async with AsyncClient(info.address, tls=info.tls, api_key=operator_proof(info.run_dir)) as client:
         addresses = [view.address for view in (await client.status()).workers]
     return [await ask_worker(each, reach_of(info.run_dir).worker) for each in addresses]

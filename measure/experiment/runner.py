@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 from measure.experiment.arms import ArmPlan
-from measure.experiment.capacity import Capacity
+from measure.experiment.capacity import ArmCapacity
 from measure.experiment.points import Point, Source
 from measure.experiment.spec import Order
 from measure.experiment.store import Cell, Store
@@ -68,7 +68,9 @@ def cell_order(arms: Sequence[str], loads: Sequence[float], *, repeats: int, ord
     return tuple(cells)
 
 
-def run_cells(cells: Sequence[Cell], plans: Sequence[ArmPlan], keeper: "Keeper", bench: Bench) -> tuple[Point, ...]:
+def run_cells(
+    cells: Sequence[Cell], plans: Sequence[ArmPlan], keeper: "ResultKeeper", bench: Bench
+) -> tuple[Point, ...]:
     """Run the missing cells and return the points of all; the keeper knows the failures. Raises KeyboardInterrupt."""
     by_name = {plan.arm.name: plan for plan in plans}
     missing = [cell for cell in cells if keeper.kept(cell) is None]
@@ -92,7 +94,7 @@ def run_cells(cells: Sequence[Cell], plans: Sequence[ArmPlan], keeper: "Keeper",
     return tuple(point for cell in cells if (point := keeper.kept(cell)) is not None)
 
 
-def _run_cell(cell: Cell, measure: Measure, keeper: "Keeper", countdown: "Countdown") -> None:
+def _run_cell(cell: Cell, measure: Measure, keeper: "ResultKeeper", countdown: "Countdown") -> None:
     try:
         point = keeper.measure(cell, measure)
     except CellFailed as error:
@@ -102,7 +104,7 @@ def _run_cell(cell: Cell, measure: Measure, keeper: "Keeper", countdown: "Countd
         keeper.report(f"{countdown.step()} {point_line(point)}")
 
 
-class Keeper:
+class ResultKeeper:
     """Keeps the results of cells and searches."""
 
     def __init__(self, store: Store, source: Source, report: Report) -> None:
@@ -133,7 +135,7 @@ class Keeper:
         self._store.keep(self._source, cell, point)
         return point
 
-    def keep_capacity(self, capacity: Capacity) -> None:
+    def keep_capacity(self, capacity: ArmCapacity) -> None:
         """Keep the capacity of an arm."""
         self._store.keep_capacity(capacity)
 

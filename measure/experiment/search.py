@@ -4,17 +4,17 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 
 from measure.experiment.arms import ArmPlan
-from measure.experiment.capacity import Capacity, find_capacity
+from measure.experiment.capacity import ArmCapacity, find_capacity
 from measure.experiment.points import Point
 from measure.experiment.prepare import Experiment
-from measure.experiment.runner import ArmFailed, Bench, CellFailed, Keeper, Measure, point_line, run_cells
+from measure.experiment.runner import ArmFailed, Bench, CellFailed, Measure, ResultKeeper, point_line, run_cells
 from measure.experiment.spec import CapacitySpec
 from measure.experiment.store import Cell
 
 
 def find_capacities(
-    plans: Sequence[ArmPlan], spec: CapacitySpec, keeper: Keeper, bench: Bench, *, start: float
-) -> tuple[Capacity, ...]:
+    plans: Sequence[ArmPlan], spec: CapacitySpec, keeper: ResultKeeper, bench: Bench, *, start: float
+) -> tuple[ArmCapacity, ...]:
     """Return the arms' capacities, searched from `start` if `spec` names no load; the keeper knows the failures.
 
     Raises ExperimentError, KeyboardInterrupt.
@@ -35,7 +35,7 @@ def find_capacities(
     return tuple(found)
 
 
-def capacity_line(capacity: Capacity) -> str:
+def capacity_line(capacity: ArmCapacity) -> str:
     """Return a capacity in words."""
     if not capacity.load:
         return f"no load that was tried had {capacity.share:.1%} good requests"
@@ -46,7 +46,7 @@ def capacity_line(capacity: Capacity) -> str:
     )
 
 
-def measure(experiment: Experiment, keeper: Keeper, bench: Bench, *, is_search: bool) -> None:
+def measure(experiment: Experiment, keeper: ResultKeeper, bench: Bench, *, is_search: bool) -> None:
     """Measure an experiment's cells, or search the capacities of its arms; the keeper gets the results."""
     spec, plans = experiment.spec, experiment.arms.plans
     if is_search:
@@ -58,7 +58,7 @@ def measure(experiment: Experiment, keeper: Keeper, bench: Bench, *, is_search: 
 class _Arm:
     """An arm that is started for the first cell that is not kept, and stopped by the stack."""
 
-    def __init__(self, plan: ArmPlan, keeper: Keeper, bench: Bench, stack: ExitStack) -> None:
+    def __init__(self, plan: ArmPlan, keeper: ResultKeeper, bench: Bench, stack: ExitStack) -> None:
         self._plan = plan
         self._keeper = keeper
         self._bench = bench

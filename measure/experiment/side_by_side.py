@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from measure.experiment.prepare import Choices, prepare
-from measure.experiment.runner import Keeper, Report
+from measure.experiment.runner import Report, ResultKeeper
 from measure.experiment.search import measure
 from measure.experiment.simulated import SimulatedBench
 from measure.experiment.store import Store
@@ -45,7 +45,7 @@ def _measure_arm(errand: Errand, arm: str) -> Sequence[str]:
     plans = tuple(plan for plan in prepared.arms.plans if plan.arm.name == arm)
     prepared = replace(prepared, arms=replace(prepared.arms, plans=plans))
     lines: list[str] = []
-    keeper = Keeper(Store(errand.out), prepared.source, lines.append)
+    keeper = ResultKeeper(Store(errand.out), prepared.source, lines.append)
     bench = SimulatedBench(prepared.spec, prepared.workloads)
     measure(prepared, keeper, bench, is_search=errand.is_search)
     return [line if arm in line else f"{arm}: {line}" for line in lines]

@@ -6,7 +6,7 @@ DIR/real/CELL/point.json        `Point`; a cell is complete once it has one
 DIR/real/CELL/…                 raw data: run.json, requests.jsonl, samples.jsonl, report.html
 DIR/real/CELL/failure.txt       why there is no point
 DIR/simulated/CELL/…            the same for simulated arms; raw data: requests.jsonl
-DIR/capacity/SOURCE/ARM.json    `Capacity`
+DIR/capacity/SOURCE/ARM.json    `ArmCapacity`
 DIR/arms/ARM/                   serving.yaml and logs of its cluster, timing models of its workers
 DIR/report.html
 """
@@ -22,12 +22,12 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from measure.experiment.capacity import Capacity
+from measure.experiment.capacity import ArmCapacity
 from measure.experiment.points import Point, Source
 from measure.simulate.records import write_json
 
 _POINT = TypeAdapter(Point)
-_CAPACITY = TypeAdapter(Capacity)
+_CAPACITY = TypeAdapter(ArmCapacity)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,11 +116,11 @@ class Store:
             points = map(_read_point, self.out.glob(f"{source.value}/*/point.json"))
             yield from sorted(points, key=lambda point: (point.arm.name, point.load, point.repeat))
 
-    def keep_capacity(self, capacity: Capacity) -> None:
+    def keep_capacity(self, capacity: ArmCapacity) -> None:
         """Keep the capacity of an arm."""
         write_json(self.out / "capacity" / capacity.source.value / f"{slug(capacity.arm.name)}.json", asdict(capacity))
 
-    def capacities(self) -> Iterator[Capacity]:
+    def capacities(self) -> Iterator[ArmCapacity]:
         """Yield all capacities, those of real arms first."""
         for source in (Source.REAL, Source.SIMULATED):
             for path in sorted(self.out.glob(f"capacity/{source.value}/*.json")):

@@ -6,7 +6,7 @@ from operator import attrgetter
 
 from rich.table import Table
 
-from measure.experiment.capacity import Capacity
+from measure.experiment.capacity import ArmCapacity
 from measure.experiment.curves import curves_of
 from measure.experiment.points import Point, Source
 from measure.figures import Percentiles
@@ -50,7 +50,7 @@ def points_table(points: Iterable[Point]) -> Table:
     return table
 
 
-def capacity_table(capacities: Iterable[Capacity]) -> Table:
+def capacity_table(capacities: Iterable[ArmCapacity]) -> Table:
     """Return a row for each capacity."""
     table = _table("arm", "", "serves /s", "95 %", "good /s", "per worker", "loads tried")
     for capacity in capacities:

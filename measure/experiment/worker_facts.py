@@ -15,7 +15,7 @@ _TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerFacts:
+class MeasuredWorker:
     """A worker's size and speed."""
 
     timing: TimingModel
@@ -29,7 +29,7 @@ class WorkerFacts:
         return self.block_bytes // self.block_size
 
 
-async def ask_worker(address: str, connect: Connect) -> WorkerFacts:
+async def ask_worker(address: str, connect: Connect) -> MeasuredWorker:
     """Return the facts of the worker whose control is at HOST:PORT. Raises KvrelayError."""
     async with connect(address) as channel:
         stub = worker_pb2_grpc.WorkerServiceStub(channel)
@@ -40,7 +40,7 @@ async def ask_worker(address: str, connect: Connect) -> WorkerFacts:
             raise from_rpc_error(error) from error
     if not told.HasField("timing"):
         raise EngineFault(f"worker {address} reports no timing: start it from this version of kvrelay")
-    return WorkerFacts(
+    return MeasuredWorker(
         timing=timing_from_proto(told.timing),
         num_blocks=facts.num_blocks,
         block_size=facts.layout.block_size,
@@ -48,7 +48,7 @@ async def ask_worker(address: str, connect: Connect) -> WorkerFacts:
     )
 
 
-def best_known(workers: Sequence[WorkerFacts]) -> TimingModel:
+def best_known(workers: Sequence[MeasuredWorker]) -> TimingModel:
     """Return a timing model for equal workers, at least one: each part from the one with most samples."""
     prefill = max((worker.timing for worker in workers), key=lambda timing: timing.prefill.num_samples)
     decode = max((worker.timing for worker in workers), key=lambda timing: timing.decode.num_samples)

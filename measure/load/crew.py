@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 
 from common.clock import Clock
 from measure.load.dispatch import Dispatcher, MovePlaces, Play, Step
-from measure.load.player import Terms
+from measure.load.player import RequestTerms
 from measure.load.processes import GeneratorProcess
 from measure.load.records import RequestRecord
 from measure.load.selfcheck import Evidence, is_busy
 from measure.load.targets.interface import TargetSpec
 from measure.load.wire import (
+    GeneratorOrder,
     Message,
-    Order,
     Pulse,
     Report,
     from_wire,
@@ -51,7 +51,7 @@ class Crew:
         self._tasks = tasks
         self._members: list[_Member] = []
         self._living: set[_Member] = set()
-        self._terms: Terms | None = None
+        self._terms: RequestTerms | None = None
         self._changed = asyncio.Event()
         self._is_stopped = False
         self.on_record: Callable[[RequestRecord], None] = lambda _request: None
@@ -68,7 +68,7 @@ class Crew:
         except TimeoutError:
             self.failure = f"a generator process was not ready after {_READY_TIMEOUT_S:.0f} s"
 
-    def begin(self, terms: Terms) -> None:
+    def begin(self, terms: RequestTerms) -> None:
         """Announce the clock of the run; processes that are ready get sessions from now on."""
         self._terms = terms
         for member in self._members:
@@ -94,8 +94,8 @@ class Crew:
         try:
             for member in self._living:
                 if member.has_begun and not self._dispatcher.is_done:
-                    member.process.order(Order.STOP)
-                member.process.order(Order.FINISH)
+                    member.process.order(GeneratorOrder.STOP)
+                member.process.order(GeneratorOrder.FINISH)
             self._dispatcher.stop()
             async with asyncio.timeout(_GOODBYE_TIMEOUT_S):
                 while self._living:
@@ -111,7 +111,7 @@ class Crew:
         self._members.append(member)
         self._living.add(member)
         self._tasks.create_task(self._listen(member))
-        member.process.order(Order.SETUP, to_wire(self._target))
+        member.process.order(GeneratorOrder.SETUP, to_wire(self._target))
 
     async def _listen(self, member: _Member) -> None:
         """Handle the reports of a process until it ends."""
@@ -156,7 +156,7 @@ class Crew:
         assert self._terms is not None
         member.has_begun = True
         self._evidence.pulses[member.process.number] = member.pulses
-        member.process.order(Order.BEGIN, to_wire(self._terms))
+        member.process.order(GeneratorOrder.BEGIN, to_wire(self._terms))
         self._carry_out(self._dispatcher.add_process(member.process.number))
 
     def _carry_out(self, steps: Sequence[Step]) -> None:
@@ -164,11 +164,13 @@ class Crew:
         for step in steps:
             match step:
                 case Play(stream=None):
-                    members[step.process].process.order(Order.PLAY, to_wire(step.session))
+                    members[step.process].process.order(GeneratorOrder.PLAY, to_wire(step.session))
                 case Play():
-                    members[step.process].process.order(Order.PLAY_IN_PLACE, step.stream, to_wire(step.session))
+                    members[step.process].process.order(
+                        GeneratorOrder.PLAY_IN_PLACE, step.stream, to_wire(step.session)
+                    )
                 case MovePlaces():
-                    members[step.process].process.order(Order.MOVE_PLACES, step.stream, step.num_places)
+                    members[step.process].process.order(GeneratorOrder.MOVE_PLACES, step.stream, step.num_places)
 
     def _note_pulse(self, member: _Member, pulse: Pulse) -> None:
         if not member.has_begun:

@@ -22,7 +22,7 @@ from measure.workload.sessions import Content, Session
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Terms:
+class RequestTerms:
     """Settings that hold for all requests of a run."""
 
     content: Content
@@ -87,7 +87,7 @@ class _Places:
 class Player:
     """Plays sessions concurrently, as tasks of `tasks`. One event loop."""
 
-    def __init__(self, tools: Tools, terms: Terms, reporter: Reporter, tasks: asyncio.TaskGroup) -> None:
+    def __init__(self, tools: Tools, terms: RequestTerms, reporter: Reporter, tasks: asyncio.TaskGroup) -> None:
         self._target, self._writer, self._alarm, self._clock = tools.target, tools.writer, tools.alarm, tools.clock
         self._terms = terms
         self._reporter = reporter

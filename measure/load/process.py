@@ -18,13 +18,13 @@ import uvloop
 from common.clock import SystemClock
 from common.process import die_with_parent
 from measure.load.alarm import Alarm, make_alarm
-from measure.load.player import Player, Terms, Tools
+from measure.load.player import Player, RequestTerms, Tools
 from measure.load.pulse import LoopMeter, PulseTaker
 from measure.load.records import RequestRecord
 from measure.load.targets.interface import Target, TargetSpec, make_target
 from measure.load.wire import (
+    GeneratorOrder,
     Message,
-    Order,
     Report,
     Unpacker,
     from_wire,
@@ -39,7 +39,7 @@ FLUSH_S = 0.02
 PULSE_S = 0.5
 
 
-class Outbox:
+class ReportQueue:
     """Buffers reports and writes them; a `Reporter`."""
 
     def __init__(self, pipe: asyncio.WriteTransport) -> None:
@@ -79,7 +79,7 @@ class Outbox:
 class Generator:
     """Executes orders."""
 
-    def __init__(self, alarm: Alarm, outbox: Outbox, pulses: PulseTaker, tasks: asyncio.TaskGroup) -> None:
+    def __init__(self, alarm: Alarm, outbox: ReportQueue, pulses: PulseTaker, tasks: asyncio.TaskGroup) -> None:
         self._alarm = alarm
         self._pulses = pulses
         self._outbox = outbox
@@ -89,26 +89,26 @@ class Generator:
 
     async def obey(self, order: Message) -> bool:
         """Execute an order; return whether to go on."""
-        kind, values = Order(order[0]), order[1:]
+        kind, values = GeneratorOrder(order[0]), order[1:]
         match kind:
-            case Order.SETUP:
+            case GeneratorOrder.SETUP:
                 self._target = make_target(from_wire(TargetSpec, values[0]))
                 self._outbox.put(Report.READY, _run_before_others())
                 self._outbox.flush()
-            case Order.BEGIN:
+            case GeneratorOrder.BEGIN:
                 self._pulses.take()  # getting ready does not count
-                self._player = self._make_player(from_wire(Terms, values[0]))
-            case Order.PLAY:
+                self._player = self._make_player(from_wire(RequestTerms, values[0]))
+            case GeneratorOrder.PLAY:
                 self._player.play(from_wire(Session, values[0]))
                 await asyncio.sleep(0)  # writing a prompt takes time; due requests go first
-            case Order.PLAY_IN_PLACE:
+            case GeneratorOrder.PLAY_IN_PLACE:
                 self._player.play_in_place(from_wire(Session, values[1]), values[0])
                 await asyncio.sleep(0)
-            case Order.MOVE_PLACES:
+            case GeneratorOrder.MOVE_PLACES:
                 self._player.move_places(values[0], values[1])
-            case Order.STOP:
+            case GeneratorOrder.STOP:
                 self._player.stop()
-            case Order.FINISH:
+            case GeneratorOrder.FINISH:
                 return False
         return True
 
@@ -116,7 +116,7 @@ class Generator:
         """Close the target's connections."""
         await self._target.aclose()
 
-    def _make_player(self, terms: Terms) -> Player:
+    def _make_player(self, terms: RequestTerms) -> Player:
         writer = ContentWriter(seed=terms.seed, first_token=terms.first_token, num_tokens=terms.num_tokens)
         tools = Tools(target=self._target, writer=writer, alarm=self._alarm, clock=SystemClock())
         return Player(tools, terms, self._outbox, self._tasks)
@@ -127,7 +127,7 @@ async def _serve(orders_fd: int, reports_fd: int) -> None:
     orders = asyncio.StreamReader()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(orders), os.fdopen(orders_fd, "rb", 0))
     pipe, closing = await loop.connect_write_pipe(_Closing, os.fdopen(reports_fd, "wb", 0))
-    alarm, outbox = make_alarm(), Outbox(pipe)
+    alarm, outbox = make_alarm(), ReportQueue(pipe)
     meter = LoopMeter(alarm, SystemClock())
     pulses = PulseTaker(meter)
     async with asyncio.TaskGroup() as tasks:
@@ -167,7 +167,7 @@ async def _obey_all(orders: asyncio.StreamReader, generator: Generator) -> None:
     raise EOFError("the parent process is gone")
 
 
-async def _pulse(alarm: Alarm, outbox: Outbox, taker: PulseTaker) -> None:
+async def _pulse(alarm: Alarm, outbox: ReportQueue, taker: PulseTaker) -> None:
     clock = SystemClock()
     while True:
         await alarm.until(clock.monotonic() + PULSE_S)

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from common.process import PARENT_PID_ENV
-from measure.load.wire import Message, Order, Unpacker, pack
+from measure.load.wire import GeneratorOrder, Message, Unpacker, pack
 
 _READ_BYTES = 1 << 18
 _STDERR_BYTES = 4096
@@ -46,7 +46,7 @@ class GeneratorProcess:
         """Process id."""
         return self._process.pid
 
-    def order(self, kind: Order, *values: Any) -> None:
+    def order(self, kind: GeneratorOrder, *values: Any) -> None:
         """Send an order. It is lost when the process has ended, which shows in `reports`."""
         stdin = self._process.stdin
         assert stdin is not None

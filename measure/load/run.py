@@ -12,7 +12,7 @@ from common.clock import SystemClock
 from common.errors import KvrelayError
 from measure.load.crew import Crew
 from measure.load.dispatch import Dispatcher
-from measure.load.player import Terms
+from measure.load.player import RequestTerms
 from measure.load.records import Outcome, PoolSample, RequestRecord, Run, RunInfo
 from measure.load.selfcheck import Evidence, judge
 from measure.load.spec import LoadSpec, LoadTestFailed, Observer, Observers
@@ -86,10 +86,10 @@ class _LoadRun:
             raise LoadTestFailed(crew.failure, run)
         return run
 
-    def _terms(self) -> Terms:
+    def _terms(self) -> RequestTerms:
         spec = self._spec
         first_token, num_tokens = token_range(self._info.vocab_size)
-        return Terms(
+        return RequestTerms(
             content=spec.workload.content,
             seed=spec.workload.seed,
             origin_s=self._origin_s,

@@ -8,16 +8,16 @@ from typing import Any, TypeVar
 import msgpack
 from pydantic import TypeAdapter
 
-from measure.load.player import Terms
+from measure.load.player import RequestTerms
 from measure.load.records import RequestRecord
 from measure.load.targets.interface import TargetSpec
 from measure.workload.sessions import Session
 
-_T = TypeVar("_T", Terms, Session, RequestRecord, TargetSpec)
+_T = TypeVar("_T", RequestTerms, Session, RequestRecord, TargetSpec)
 Message = list[Any]
 
 
-class Order(enum.IntEnum):
+class GeneratorOrder(enum.IntEnum):
     """Message to a generator process, with its values."""
 
     SETUP = 0  # [target spec]: make a target; the process answers READY.
@@ -64,13 +64,13 @@ class Unpacker:
         yield from self._unpacker
 
 
-def pack(kind: Order | Report, *values: Any) -> bytes:
+def pack(kind: GeneratorOrder | Report, *values: Any) -> bytes:
     """Return a message."""
     packed: bytes = msgpack.packb([int(kind), *values])
     return packed
 
 
-def to_wire(value: Terms | Session | RequestRecord | TargetSpec) -> dict[str, Any]:
+def to_wire(value: RequestTerms | Session | RequestRecord | TargetSpec) -> dict[str, Any]:
     """Return plain values; fields that are None are left out."""
     plain: dict[str, Any] = _ADAPTERS[type(value)].dump_python(value, exclude_none=True)
     return plain
@@ -83,5 +83,5 @@ def from_wire(kind: type[_T], raw: dict[str, Any]) -> _T:
 
 
 _ADAPTERS: dict[type, TypeAdapter[Any]] = {
-    kind: TypeAdapter(kind) for kind in (Terms, Session, RequestRecord, TargetSpec)
+    kind: TypeAdapter(kind) for kind in (RequestTerms, Session, RequestRecord, TargetSpec)
 }

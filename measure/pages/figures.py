@@ -42,7 +42,7 @@ class Curve:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limit:
+class LimitLine:
     """A line across the figure: an objective, a capacity."""
 
     value: float
@@ -67,8 +67,8 @@ class Frame:
 
     x: Axis = field(default_factory=Axis)
     y: Axis = field(default_factory=Axis)
-    x_limits: tuple[Limit, ...] = ()
-    y_limits: tuple[Limit, ...] = ()
+    x_limits: tuple[LimitLine, ...] = ()
+    y_limits: tuple[LimitLine, ...] = ()
     height: int = HEIGHT
 
 
@@ -108,7 +108,7 @@ def _place(value: float, axis: Axis) -> float:
     return math.log10(value) if axis.scale is Scale.LOG else value
 
 
-def _limit_text(limit: Limit) -> dict[str, Any]:
+def _limit_text(limit: LimitLine) -> dict[str, Any]:
     font = {"color": LIMIT, "size": 11}
     return {"text": plain(limit.text), "font": font, "showarrow": False, "xanchor": "left"}
 
@@ -172,7 +172,7 @@ def bar_figure(categories: Sequence[str], series: Sequence[Bars], frame: Frame, 
     return figure
 
 
-def ticks_of(axis: Axis, parts: Sequence[Numbers], limits: Sequence[Limit]) -> dict[str, Any]:
+def ticks_of(axis: Axis, parts: Sequence[Numbers], limits: Sequence[LimitLine]) -> dict[str, Any]:
     """Return the ticks of an axis over these values and limits; see `Axis.ticks`."""
     values = [np.asarray(part, dtype=np.float64) for part in parts]
     return axis.ticks(np.concatenate([*values, [limit.value for limit in limits]]))

@@ -30,9 +30,9 @@ from measure.simulate.loop import VirtualClock, VirtualLoop, collecting_rarely, 
 from measure.simulate.network import SimNetwork
 from measure.simulate.questions import Question, QuestionBook
 from measure.simulate.records import NetworkShape
-from measure.simulate.timing import FittedTimes, Pace
+from measure.simulate.timing import FittedTimes, WorkerSpeed
 from measure.simulate.tokens import TokenLog
-from measure.simulate.worker import SimWorker, Surroundings, endpoints, simulated_reach
+from measure.simulate.worker import SharedWorld, SimWorker, endpoints, simulated_reach
 from router.parts import RouterParts, build_router
 from router.record import Job
 
@@ -112,7 +112,7 @@ class _Walk:
         self._faults = SeededFaults(settings.rates, seed=self._random.getrandbits(32), now_s=loop.time)
         self._faults.is_quiet = True
         self._network = SimNetwork(loop, NetworkShape(kv_bytes_per_s=1e6), block_bytes=0, faults=self._faults)
-        self._surroundings = Surroundings(
+        self._surroundings = SharedWorld(
             loop=loop, network=self._network, config=_config(), log=TokenLog(), report_interval_s=0.05
         )
         self._endpoints = endpoints(settings.num_prefill, settings.num_decode)
@@ -257,7 +257,7 @@ class _Walk:
 
     def _worker(self, number: int) -> SimWorker:
         executor = FakeExecutor(num_blocks=_NUM_BLOCKS, block_size=BLOCK_SIZE, max_steps_in_flight=1 + number % 2)
-        return SimWorker(self._endpoints[number], self._surroundings, executor, Pace(times=_TIMES))
+        return SimWorker(self._endpoints[number], self._surroundings, executor, WorkerSpeed(times=_TIMES))
 
 
 def _config() -> ServingConfig:

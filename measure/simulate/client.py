@@ -11,7 +11,7 @@ from common.lifecycle import LifeCycle
 from common.sampling import SamplingParams
 from kvrelay.v1 import inference_pb2
 from measure.load.records import Outcome, RequestRecord, ServerReport
-from measure.simulate.executor import Answer
+from measure.simulate.executor import KnownAnswer
 from measure.simulate.loop import VirtualLoop
 from measure.simulate.records import Arrival, SimSettings
 from measure.simulate.tokens import TokenLog
@@ -29,7 +29,7 @@ class SimClient:
         router: RouterParts,
         loop: VirtualLoop,
         settings: SimSettings,
-        answers: dict[RequestId, Answer],
+        answers: dict[RequestId, KnownAnswer],
         log: TokenLog,
     ) -> None:
         """`answers`: where the engines look up the answers of running requests."""
@@ -46,7 +46,7 @@ class SimClient:
         router, settings = self._router, self._settings
         life = LifeCycle(mint_request_id(), router.clock)
         request_id = life.request_id
-        self._answers[request_id] = Answer(arrival.num_output_tokens, arrival.answer)
+        self._answers[request_id] = KnownAnswer(arrival.num_output_tokens, arrival.answer)
         deadline_s = self._loop.time() + settings.timeout_s
         reply = _Reply()
         failure: KvrelayError | None = None

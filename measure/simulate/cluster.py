@@ -21,7 +21,7 @@ from measure.load.records import PoolSample, RequestRecord
 from measure.simulate.client import SimClient
 from measure.simulate.crowd import Crowd, Progress
 from measure.simulate.elasticity import PlanNote
-from measure.simulate.executor import Answer, SimExecutor, sim_shape
+from measure.simulate.executor import KnownAnswer, SimExecutor, sim_shape
 from measure.simulate.loop import VirtualClock, VirtualLoop, collecting_rarely, ending_on_faults
 from measure.simulate.network import SimNetwork
 from measure.simulate.planning import PlanningLoop
@@ -29,7 +29,7 @@ from measure.simulate.pools import SimPools
 from measure.simulate.records import Arrival, ClusterShape, SimRun, SimSettings, WorkerResult
 from measure.simulate.sampler import Sampler
 from measure.simulate.tokens import TokenLog
-from measure.simulate.worker import SimWorker, Surroundings, simulated_reach
+from measure.simulate.worker import SharedWorld, SimWorker, simulated_reach
 from router.facts import Endpoint
 from router.parts import RouterParts, build_router
 from router.placement.chooser import Search
@@ -80,8 +80,8 @@ class SimCluster:
         )
         self.choice_s: list[float] = []
         self._loop = loop
-        self._answers: dict[RequestId, Answer] = {}
-        self._surroundings = Surroundings(
+        self._answers: dict[RequestId, KnownAnswer] = {}
+        self._surroundings = SharedWorld(
             loop=loop,
             network=self.network,
             config=_config(shape, settings),

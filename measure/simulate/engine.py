@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from common.timing import StepShape
 from engine.core import Emitted, EngineCore
-from engine.events import Load, StepReport, Tokens
+from engine.events import EngineLoad, StepReport, Tokens
 from engine.scheduler import StepPlan
 from engine.thread import EngineDriver
 from measure.simulate.executor import SimExecutor
@@ -67,11 +67,11 @@ class SimEngine(EngineDriver):
         """Time spent in steps until now; a step with prompts counts in full as soon as it begins."""
         return self._busy_s + (self._leap.busy_until(self._loop.time()) if self._leap is not None else 0.0)
 
-    def load(self) -> Load:
+    def load(self) -> EngineLoad:
         """Return the load at this moment."""
         return self._up_to_date(self.core.load())
 
-    def _up_to_date(self, load: Load) -> Load:
+    def _up_to_date(self, load: EngineLoad) -> EngineLoad:
         """Return a load of the core with the tokens that a leap has not applied yet."""
         num_behind = 0 if self._leap is None else self._leap.num_tokens_behind(self._loop.time())
         return replace(load, num_context_tokens=load.num_context_tokens + num_behind) if num_behind else load

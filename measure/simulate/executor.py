@@ -32,7 +32,7 @@ FILLER_TOKEN_ID = VOCAB_SIZE - 2
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class KnownAnswer:
     """Answer of the model to one request."""
 
     num_tokens: int
@@ -54,7 +54,7 @@ class Answer:
         return plain + array("I", (EOS_TOKEN_ID,)) * (stop - start - num_plain)
 
 
-Answers = Mapping[RequestId, Answer]
+Answers = Mapping[RequestId, KnownAnswer]
 """Answers of the running requests."""
 
 
@@ -134,10 +134,10 @@ class SimExecutor:
         self.max_steps_in_flight = 1
         self._answers = answers
 
-    def answer(self, sequence: Sequence) -> Answer:
+    def answer(self, sequence: Sequence) -> KnownAnswer:
         """Return the answer to a request; an unknown one goes on to its limit."""
         known = self._answers.get(sequence.request.request_id)
-        return known if known is not None else Answer(sequence.request.sampling.max_tokens, None)
+        return known if known is not None else KnownAnswer(sequence.request.sampling.max_tokens, None)
 
     def launch(self, batch: Seq[ScheduledSequence]) -> DoneStep:
         """Return the tokens."""

@@ -24,8 +24,8 @@ from engine.core import Emitted, EngineCore
 from engine.events import FinishReason, StepSample
 from engine.group import Group
 from engine.sequence import Sequence, SequenceState
-from measure.simulate.executor import EOS_TOKEN_ID, Answer, SimExecutor
-from measure.simulate.segment import Segment
+from measure.simulate.executor import EOS_TOKEN_ID, KnownAnswer, SimExecutor
+from measure.simulate.segment import StepSegment
 from measure.simulate.timing import StepTimes
 from measure.simulate.tokens import KeptTokens, TokenLog
 
@@ -36,7 +36,7 @@ class _Member:
 
     sequence: Sequence
     group: Group
-    answer: Answer
+    answer: KnownAnswer
     since: int
     num_context_tokens: int
     """Context tokens of its next step after `since`."""
@@ -64,7 +64,7 @@ class DecodeLeap:
         """(boundary, place in line, member). Entries of members that have left or have a later event are skipped."""
         self._needy: list[_Member] = []
         """Members that need a page for the next step."""
-        self._segment: Segment | None = None
+        self._segment: StepSegment | None = None
         self._boundary = 0
         self._ends_s: array[float] = array("d")
         """Times of the boundaries from 1 to `_boundary`."""
@@ -199,7 +199,7 @@ class DecodeLeap:
 
     def _open(self, constant_s: float, per_context_token_s: float, *, is_pure: bool) -> None:
         self._close_segment()
-        self._segment = Segment(
+        self._segment = StepSegment(
             start=self._boundary,
             start_s=self._now_s,
             constant_s=constant_s,

@@ -10,7 +10,7 @@ from cluster.planner.plan import Planner
 from common.demand import Demand, merge_demands
 from measure.simulate.elasticity import Elasticity, PlanNote
 from measure.simulate.loop import VirtualLoop
-from measure.simulate.pools import Place, SimPools
+from measure.simulate.pools import PoolSlot, SimPools
 from router.parts import RouterParts
 
 _GUESSED_DRAIN_S = 5.0
@@ -70,7 +70,7 @@ class PlanningLoop:
             drain_s={pool: self._drain_s(pool) for pool in Pool},
         )
 
-    def _observed(self, place: Place) -> ObservedWorker:
+    def _observed(self, place: PoolSlot) -> ObservedWorker:
         """Return a worker as the first router knows it; all routers hear the same."""
         worker_id = place.endpoint.worker_id
         worker, member = place.worker, self._routers[0].fleet.members_by_id.get(worker_id)

@@ -11,7 +11,7 @@ from plotly.subplots import make_subplots
 from measure.load.records import RequestRecord
 from measure.pages.axes import Axis, Scale, Unit
 from measure.pages.distributions import Sample, ecdf_figure
-from measure.pages.figures import Curve, Frame, Limit, compact, line_figure, new_figure, plain
+from measure.pages.figures import Curve, Frame, LimitLine, compact, line_figure, new_figure, plain
 from measure.pages.theme import colors_of, dash_of, symbol_of
 from measure.simulate.replay import CellResult
 from measure.simulate.results import num_cached
@@ -178,7 +178,7 @@ def _curves(values: Sequence[tuple[str, np.ndarray]], title: str, slo_s: float) 
         ],
         Frame(
             x=Axis(title=title, unit=Unit.SECONDS, scale=Scale.LOG),
-            x_limits=(Limit(value=slo_s, text=f"objective {Unit.SECONDS.text(slo_s)}"),),
+            x_limits=(LimitLine(value=slo_s, text=f"objective {Unit.SECONDS.text(slo_s)}"),),
         ),
     )
 

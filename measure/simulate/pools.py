@@ -31,7 +31,7 @@ _OTHER = {Pool.PREFILL: Pool.DECODE, Pool.DECODE: Pool.PREFILL}
 
 
 @dataclass(slots=True, eq=False)
-class Place:
+class PoolSlot:
     """A worker's place in a pool."""
 
     endpoint: Endpoint
@@ -55,10 +55,10 @@ class SimPools:
         self._loop = loop
         self._make_worker = make_worker
         self._routers = routers
-        self._places: dict[Place, None] = {}
+        self._places: dict[PoolSlot, None] = {}
         self._ended: list[SimWorker] = []
         self._num_named = dict.fromkeys(Pool, 0)
-        self._tasks: dict[Place, asyncio.Task[None]] = {}
+        self._tasks: dict[PoolSlot, asyncio.Task[None]] = {}
         self.begin_s = 0.0
         """Virtual time that stays call 0."""
         self.workers: list[SimWorker] = []
@@ -67,7 +67,7 @@ class SimPools:
         """Stays of all workers that were ever paid, in the order in which they were asked for."""
 
     @property
-    def places(self) -> Collection[Place]:
+    def places(self) -> Collection[PoolSlot]:
         """Places that are paid now."""
         return self._places.keys()
 
@@ -114,12 +114,12 @@ class SimPools:
 
     # Changes.
 
-    async def _start(self, place: Place, startup_s: float) -> None:
+    async def _start(self, place: PoolSlot, startup_s: float) -> None:
         await asyncio.sleep(startup_s)
         self._serve(place, self._made(place.endpoint))
         self._tell()
 
-    async def _leave(self, place: Place, worker: SimWorker, elasticity: Elasticity) -> None:
+    async def _leave(self, place: PoolSlot, worker: SimWorker, elasticity: Elasticity) -> None:
         ends_s = self._loop.time() + elasticity.grace_s
         await self._until_unused(place, worker, ends_s)
         self._remove(place)
@@ -130,7 +130,7 @@ class SimPools:
         place.stay.gone_s = self._now_s()
         await self._kill(worker)
 
-    async def _change_pool(self, old: Place, new: Place, worker: SimWorker, elasticity: Elasticity) -> None:
+    async def _change_pool(self, old: PoolSlot, new: PoolSlot, worker: SimWorker, elasticity: Elasticity) -> None:
         ends_s = self._loop.time() + elasticity.grace_s
         await self._until_unused(old, worker, ends_s)
         self._remove(old)
@@ -163,7 +163,7 @@ class SimPools:
         new.stay.is_flipped = True
         self._run(new, self._change_pool(old, new, worker, elasticity))
 
-    def _send_away(self, place: Place, elasticity: Elasticity) -> None:
+    def _send_away(self, place: PoolSlot, elasticity: Elasticity) -> None:
         place.stay.leaving_s = self._now_s()
         place.phase = WorkerPhase.DRAINING
         if place.worker is not None:
@@ -173,7 +173,7 @@ class SimPools:
             self._remove(place)
             place.stay.gone_s = self._now_s()
 
-    async def _until_unused(self, place: Place, worker: SimWorker, ends_s: float) -> None:
+    async def _until_unused(self, place: PoolSlot, worker: SimWorker, ends_s: float) -> None:
         """Wait until no router uses a draining worker, or until a time."""
         while self._num_users(place.endpoint.worker_id) and self._loop.time() < ends_s:
             worker.engine.hand_out()  # answers move after their next token, which may be held back
@@ -185,10 +185,10 @@ class SimPools:
 
     # Bookkeeping.
 
-    def _add(self, pool: Pool, endpoint: Endpoint) -> Place:
+    def _add(self, pool: Pool, endpoint: Endpoint) -> PoolSlot:
         stay = Stay(worker_id=endpoint.worker_id, pool=pool, asked_s=self._now_s())
         self.stays.append(stay)
-        place = Place(endpoint, WorkerPhase.STARTING, stay)
+        place = PoolSlot(endpoint, WorkerPhase.STARTING, stay)
         self._places[place] = None
         return place
 
@@ -202,12 +202,12 @@ class SimPools:
         worker.start()
         return worker
 
-    def _serve(self, place: Place, worker: SimWorker) -> None:
+    def _serve(self, place: PoolSlot, worker: SimWorker) -> None:
         place.worker = worker
         place.phase = WorkerPhase.SERVING
         place.stay.serving_s = self._now_s()
 
-    def _remove(self, place: Place) -> None:
+    def _remove(self, place: PoolSlot) -> None:
         del self._places[place]
         self._tell()
 
@@ -218,17 +218,17 @@ class SimPools:
         for router in self._routers:
             router.fleet.set_workers([place.endpoint for place in present], draining=draining)
 
-    def _run(self, place: Place, change: Coroutine[None, None, None]) -> None:
+    def _run(self, place: PoolSlot, change: Coroutine[None, None, None]) -> None:
         task = self._tasks[place] = self._loop.create_task(change)
         task.add_done_callback(lambda task: self._end_change(place, task))
 
-    def _end_change(self, place: Place, task: "asyncio.Task[None]") -> None:
+    def _end_change(self, place: PoolSlot, task: "asyncio.Task[None]") -> None:
         if self._tasks.get(place) is task:
             del self._tasks[place]
         if not task.cancelled():
             task.result()  # raises what a bug raised
 
-    def _staying(self, pool: Pool) -> list[Place]:
+    def _staying(self, pool: Pool) -> list[PoolSlot]:
         """Return a pool's places without draining ones, in order of their starts; starting ones are last."""
         staying = [p for p in self._places if p.pool is pool and p.phase is not WorkerPhase.DRAINING]
         return sorted(staying, key=lambda place: place.phase is WorkerPhase.STARTING)

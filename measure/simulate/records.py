@@ -12,7 +12,7 @@ from pydantic import TypeAdapter
 from common.config import RouterConfig
 from measure.load.records import PoolSample, RequestRecord
 from measure.simulate.elasticity import Elasticity, PlanNote, Stay
-from measure.simulate.timing import Pace
+from measure.simulate.timing import WorkerSpeed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,9 +65,9 @@ class NetworkShape:
 class SimSettings:
     """Everything else that a run depends on. Equal shape, settings and arrivals give equal results, byte for byte."""
 
-    prefill: Pace
+    prefill: WorkerSpeed
     """Speed of prefill workers."""
-    decode: Pace
+    decode: WorkerSpeed
     """Speed of decode workers, including aggregated ones."""
     network: NetworkShape = field(default_factory=NetworkShape)
     router: RouterConfig = field(default_factory=RouterConfig)

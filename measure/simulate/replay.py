@@ -100,7 +100,7 @@ class Cell:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Clock:
+class WallClock:
     """Real time of a run, which differs each time."""
 
     wall_s: float
@@ -115,7 +115,7 @@ class CellResult:
 
     cell: Cell
     summary: Summary
-    clock: Clock
+    clock: WallClock
 
 
 def policy_names() -> tuple[str, ...]:
@@ -165,7 +165,7 @@ def read_cell(cell: Cell, folder: Path) -> CellResult | None:
     return CellResult(
         cell=cell,
         summary=_SUMMARY.validate_json((folder / "summary.json").read_bytes()),
-        clock=Clock(**json.loads((folder / "clock.json").read_bytes())),
+        clock=WallClock(**json.loads((folder / "clock.json").read_bytes())),
     )
 
 
@@ -207,9 +207,9 @@ def trace_arrivals(trace: Trace, *, slo: Slo, max_tokens: int = MAX_TOKENS, seed
         )
 
 
-def _clock(done: SimRun) -> Clock:
+def _clock(done: SimRun) -> WallClock:
     p50, p99 = np.percentile(done.choice_s, [50, 99]) if len(done.choice_s) else (0.0, 0.0)
-    return Clock(
+    return WallClock(
         wall_s=done.wall_s,
         num_choices=len(done.choice_s),
         choice_p50_us=float(p50) * 1e6,

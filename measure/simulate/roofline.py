@@ -15,7 +15,7 @@ import numpy as np
 from scipy.optimize import nnls
 
 from common.timing import LinkModel, StepModel, StepShape, TimingModel
-from measure.simulate.timing import FittedTimes, Pace, read_timing
+from measure.simulate.timing import FittedTimes, WorkerSpeed, read_timing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,7 +194,7 @@ class Hardware:
     timing_file: Path | None = None
     """Timings in place of `model` and `device`."""
 
-    def pace(self, max_step_tokens: int) -> tuple[Pace, LinkModel, int]:
+    def pace(self, max_step_tokens: int) -> tuple[WorkerSpeed, LinkModel, int]:
         """Return speed, link and KV bytes per token of workers with a step budget.
 
         Raises UnknownHardware, TimingFileError, OSError.
@@ -202,10 +202,10 @@ class Hardware:
         if self.timing_file is not None:
             fitted, kv_bytes_per_token = read_timing(self.timing_file)
             timing = replace(fitted, max_step_tokens=max_step_tokens)
-            return Pace(times=FittedTimes(timing), timing=timing), timing.links[None], kv_bytes_per_token
+            return WorkerSpeed(times=FittedTimes(timing), timing=timing), timing.links[None], kv_bytes_per_token
         roofline = Roofline.preset(self.model, self.device)
         timing = roofline.linearized(max_step_tokens=max_step_tokens)
-        return Pace(times=roofline, timing=timing), roofline.link, roofline.model.kv_bytes_per_token
+        return WorkerSpeed(times=roofline, timing=timing), roofline.link, roofline.model.kv_bytes_per_token
 
 
 def _prefill_shapes(max_step_tokens: int) -> list[StepShape]:

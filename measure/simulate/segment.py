@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class StepSegment:
     """Consecutive steps of one composition: decodes alone, or one step with other work in it."""
 
     start: int

@@ -45,7 +45,7 @@ class FittedTimes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pace:
+class WorkerSpeed:
     """Speed of a worker, and what it reports of it."""
 
     times: StepTimes

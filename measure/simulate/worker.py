@@ -23,7 +23,7 @@ from kvrelay.v1 import kv_transfer_pb2, worker_pb2
 from measure.simulate.engine import SimEngine
 from measure.simulate.loop import VirtualClock, VirtualLoop
 from measure.simulate.network import SimNetwork, SimServer
-from measure.simulate.timing import Pace
+from measure.simulate.timing import WorkerSpeed
 from measure.simulate.tokens import TokenLog
 from router.facts import Endpoint
 from worker.runtime import Outside, ServedPorts, WorkerRuntime
@@ -38,7 +38,7 @@ _NO_TIME_S = 1e-9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Surroundings:
+class SharedWorld:
     """Everything that simulated workers share."""
 
     loop: VirtualLoop
@@ -69,7 +69,7 @@ class _GivenTiming(WorkerTiming):
 class SimWorker:
     """One life of a worker process. Event loop only."""
 
-    def __init__(self, endpoint: Endpoint, surroundings: Surroundings, executor: Executor, pace: Pace) -> None:
+    def __init__(self, endpoint: Endpoint, surroundings: SharedWorld, executor: Executor, pace: WorkerSpeed) -> None:
         self.endpoint = endpoint
         self._surroundings = surroundings
         self._times = pace.times

@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 import pytest
 
-from cluster.doctor.finding import Finding, Verdict
+from cluster.doctor.finding import Finding, Health
 from cluster.doctor.host import HostFacts, check_host
 from cluster.doctor.service import check_service
 from common.config import ServingConfig, parse_config
@@ -54,7 +54,7 @@ def host(**changes: Any) -> HostFacts:
 
 
 def bad(findings: Iterator[Finding] | list[Finding]) -> dict[str, Finding]:
-    return {finding.subject: finding for finding in findings if finding.verdict is not Verdict.OK}
+    return {finding.subject: finding for finding in findings if finding.verdict is not Health.OK}
 
 
 def test_healthy_host_has_only_good_findings() -> None:
@@ -67,17 +67,17 @@ _LARGE_POOLS = {"prefill": {"kv_memory_gib": 10.0}, "decode": {"kv_memory_gib": 
 @pytest.mark.parametrize(
     ("sections", "changes", "subject", "verdict", "text"),
     [
-        ({}, {"available_bytes": GIB // 2}, "memory", Verdict.WARNING, "smaller model"),
-        ({}, {"free_disk": lambda _folder: 1000}, "disk of the cache", Verdict.FAILURE, "make room"),
-        ({}, {"max_open_files": 256}, "open files", Verdict.WARNING, "ulimit"),
-        ({}, {"installed": lambda _name: None}, "packages", Verdict.FAILURE, "make install"),
-        ({}, {"installed": lambda _name: "0.0.1"}, "packages", Verdict.FAILURE, "make install"),
-        ({"device": "cpu", "pools": _LARGE_POOLS}, {}, "memory", Verdict.FAILURE, "20.0 GiB"),
-        ({"device": "cuda"}, {}, "GPUs", Verdict.FAILURE, "install the driver"),
+        ({}, {"available_bytes": GIB // 2}, "memory", Health.WARNING, "smaller model"),
+        ({}, {"free_disk": lambda _folder: 1000}, "disk of the cache", Health.FAILURE, "make room"),
+        ({}, {"max_open_files": 256}, "open files", Health.WARNING, "ulimit"),
+        ({}, {"installed": lambda _name: None}, "packages", Health.FAILURE, "make install"),
+        ({}, {"installed": lambda _name: "0.0.1"}, "packages", Health.FAILURE, "make install"),
+        ({"device": "cpu", "pools": _LARGE_POOLS}, {}, "memory", Health.FAILURE, "20.0 GiB"),
+        ({"device": "cuda"}, {}, "GPUs", Health.FAILURE, "install the driver"),
     ],
 )
 def test_sick_host_is_named_with_what_to_do(
-    sections: dict[str, Any], changes: dict[str, Any], subject: str, verdict: Verdict, text: str
+    sections: dict[str, Any], changes: dict[str, Any], subject: str, verdict: Health, text: str
 ) -> None:
     model = {"engine": "fake", "device": sections.get("device", "auto")}
     serving = config(model=model, pools=sections.get("pools", {}))
@@ -94,7 +94,7 @@ def test_missing_compiler_is_a_warning_where_kernels_would_be_compiled(
     monkeypatch.setenv(CACHE_ENV, str(tmp_path))
     real = config(model={"id": f"{RANDOM_PREFIX}tiny", "device": "cpu"})
 
-    assert bad(check_host(real, host(compiler=None), is_up=False))["compiled kernels"].verdict is Verdict.WARNING
+    assert bad(check_host(real, host(compiler=None), is_up=False))["compiled kernels"].verdict is Health.WARNING
 
 
 def test_missing_model_and_missing_weights_are_failures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,9 +234,9 @@ async def test_closed_port_of_a_worker_is_a_failure_that_names_the_port() -> Non
     async with serving(ADD_ROUTER, router) as address:
         found = bad(await asked(address))
 
-    assert found["decode-0"].verdict is Verdict.FAILURE
+    assert found["decode-0"].verdict is Health.FAILURE
     assert f"open port {port}" in found["decode-0"].advice
-    assert found["prefill pool"].verdict is Verdict.WARNING, "decode workers can compute prompts themselves"
+    assert found["prefill pool"].verdict is Health.WARNING, "decode workers can compute prompts themselves"
 
 
 async def test_absent_router_is_one_failure() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.doctor.finding import Verdict
+from cluster.doctor.finding import Health
 from cluster.doctor.service import check_certificates
 from common.rpc_server import start_server
 from common.trust.access import Audience
@@ -37,13 +37,13 @@ async def worker(credentials: Credentials) -> AsyncIterator[str]:
 @pytest.mark.parametrize(
     ("left_s", "verdict", "told"),
     [
-        (_DAY_S, Verdict.OK, "2 are good for 24.0 h or longer"),
-        (_DAY_S / 5, Verdict.WARNING, "that of decode-0 expires in 4.8 h and was not renewed"),
-        (-130.0, Verdict.FAILURE, "that of decode-0 expired 2.2 min ago"),
+        (_DAY_S, Health.OK, "2 are good for 24.0 h or longer"),
+        (_DAY_S / 5, Health.WARNING, "that of decode-0 expires in 4.8 h and was not renewed"),
+        (-130.0, Health.FAILURE, "that of decode-0 expired 2.2 min ago"),
     ],
 )
 async def test_certificate_of_a_worker_that_should_have_been_renewed_is_named(
-    tmp_path: Path, left_s: float, verdict: Verdict, told: str
+    tmp_path: Path, left_s: float, verdict: Health, told: str
 ) -> None:
     operator = Credentials.of(authority(tmp_path, lifetime_s=_DAY_S), Role.OPERATOR, "operator")
     credentials = Credentials.of(authority(tmp_path, lifetime_s=left_s), Role.WORKER, "decode-0")
@@ -60,7 +60,7 @@ async def test_expired_certificate_of_the_operator_itself_is_a_failure(tmp_path:
 
     (finding,) = await check_certificates({}, Credentials.of(plain, Role.OPERATOR, "operator"))
 
-    assert finding.verdict is Verdict.FAILURE
+    assert finding.verdict is Health.FAILURE
     assert "that of the operator expired" in finding.detail
 
 
@@ -69,4 +69,4 @@ async def test_process_that_is_not_reached_is_left_to_other_checks(tmp_path: Pat
 
     (finding,) = await check_certificates({"decode-0": "127.0.0.1:1"}, operator)
 
-    assert finding.verdict is Verdict.OK
+    assert finding.verdict is Health.OK

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cluster.doctor.finding import Finding, Verdict
+from cluster.doctor.finding import Finding, Health
 from cluster.doctor.hosts import Hosts, check_hosts, read_hosts, run_command
 from common.config import ConfigError
 
@@ -36,7 +36,7 @@ async def asked(sick: str, *, status: int = 0, stderr: str = "", clock_s: float 
         return status, f"clock {time.time() + clock_s}\n{sick}", stderr
 
     found = await check_hosts(HOSTS, run, which=has_everything)
-    return {each.subject: each for each in found if each.verdict is not Verdict.OK}
+    return {each.subject: each for each in found if each.verdict is not Health.OK}
 
 
 async def test_hosts_that_are_alike_have_only_good_findings() -> None:
@@ -48,7 +48,7 @@ async def test_machine_without_ssh_is_a_failure_and_no_host_is_accused(monkeypat
 
     found = await check_hosts(HOSTS, run_command)
 
-    assert [(each.subject, each.verdict) for each in found] == [("this machine", Verdict.FAILURE)]
+    assert [(each.subject, each.verdict) for each in found] == [("this machine", Health.FAILURE)]
     assert "ssh and rsync missing" in found[0].detail
     assert "no host was checked" in found[0].advice
 
@@ -59,7 +59,7 @@ async def test_machine_without_rsync_is_a_failure_and_hosts_are_checked() -> Non
 
     found = await check_hosts(HOSTS, run, which=lambda tool: None if tool == "rsync" else has_everything(tool))
 
-    assert [each.subject for each in found if each.verdict is not Verdict.OK] == ["this machine"]
+    assert [each.subject for each in found if each.verdict is not Health.OK] == ["this machine"]
     assert {HOSTS.head, *HOSTS.workers} <= {each.subject for each in found}
 
 
@@ -70,17 +70,17 @@ _OWN = {"subject": "memory", "verdict": "warning", "detail": "only 0.5 GiB are f
 @pytest.mark.parametrize(
     ("report", "subject", "verdict", "text"),
     [
-        ({"sick": "", "status": 255, "stderr": "Permission denied.\n"}, _SICK, Verdict.FAILURE, "Permission denied"),
-        ({"sick": answer("missing rsync")}, _SICK, Verdict.FAILURE, "rsync missing"),
-        ({"sick": answer("blocked 192.0.2.10:6379")}, _SICK, Verdict.FAILURE, "no answer from 192.0.2.10:6379"),
-        ({"sick": answer(), "clock_s": -100.0}, _SICK, Verdict.WARNING, "s behind"),
-        ({"sick": ""}, _SICK, Verdict.WARNING, "`ray up` installs it"),
-        ({"sick": answer(ray="2.59.0")}, "same Ray", Verdict.FAILURE, f"{_SICK} has 2.59.0"),
-        ({"sick": answer(own=[_OWN])}, f"{_SICK}: memory", Verdict.WARNING, "only 0.5 GiB are free"),
+        ({"sick": "", "status": 255, "stderr": "Permission denied.\n"}, _SICK, Health.FAILURE, "Permission denied"),
+        ({"sick": answer("missing rsync")}, _SICK, Health.FAILURE, "rsync missing"),
+        ({"sick": answer("blocked 192.0.2.10:6379")}, _SICK, Health.FAILURE, "no answer from 192.0.2.10:6379"),
+        ({"sick": answer(), "clock_s": -100.0}, _SICK, Health.WARNING, "s behind"),
+        ({"sick": ""}, _SICK, Health.WARNING, "`ray up` installs it"),
+        ({"sick": answer(ray="2.59.0")}, "same Ray", Health.FAILURE, f"{_SICK} has 2.59.0"),
+        ({"sick": answer(own=[_OWN])}, f"{_SICK}: memory", Health.WARNING, "only 0.5 GiB are free"),
     ],
 )
 async def test_problem_of_one_host_is_the_only_finding(
-    report: dict[str, Any], subject: str, verdict: Verdict, text: str
+    report: dict[str, Any], subject: str, verdict: Health, text: str
 ) -> None:
     found = await asked(**report)
 

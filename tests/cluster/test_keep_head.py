@@ -11,9 +11,9 @@ from pathlib import Path
 
 import psutil
 
-from cluster.ray.keep_head import Pace, keep
+from cluster.ray.keep_head import RestartTiming, keep
 
-_PACE = Pace(poll_s=0.02, stopped_after_s=2.0, pause_s=0.0)
+_PACE = RestartTiming(poll_s=0.02, stopped_after_s=2.0, pause_s=0.0)
 _HEAD = """
 {folder}/gcs_server 600 & gcs=$!
 {folder}/raylet 600 & raylet=$!

@@ -2,10 +2,10 @@
 
 import pytest
 
-from common.eviction import MAX_AGE, EvictionOrder, Segment, num_admitted
+from common.eviction import MAX_AGE, EvictionClass, EvictionOrder, num_admitted
 
 
-def order_of(*entries: tuple[str, Segment]) -> EvictionOrder[str]:
+def order_of(*entries: tuple[str, EvictionClass]) -> EvictionOrder[str]:
     order: EvictionOrder[str] = EvictionOrder()
     for key, segment in entries:
         order.put(key, segment)
@@ -13,18 +13,23 @@ def order_of(*entries: tuple[str, Segment]) -> EvictionOrder[str]:
 
 
 def test_brief_blocks_are_evicted_first_at_any_age() -> None:
-    order = order_of(("warm", Segment.WARM), ("cold", Segment.COLD), ("first", Segment.BRIEF), ("last", Segment.BRIEF))
+    order = order_of(
+        ("warm", EvictionClass.WARM),
+        ("cold", EvictionClass.COLD),
+        ("first", EvictionClass.BRIEF),
+        ("last", EvictionClass.BRIEF),
+    )
     assert [order.evict() for _ in range(2)] == ["first", "last"]
 
 
-@pytest.mark.parametrize("segment", [Segment.TAIL, Segment.WARM])
-def test_block_reaches_the_age_of_its_segment_relative_to_cold_ones(segment: Segment) -> None:
+@pytest.mark.parametrize("segment", [EvictionClass.TAIL, EvictionClass.WARM])
+def test_block_reaches_the_age_of_its_segment_relative_to_cold_ones(segment: EvictionClass) -> None:
     order: EvictionOrder[int | str] = EvictionOrder()
     for now in range(100):  # cold blocks become 100 evictions old
-        order.put(now, Segment.COLD)
+        order.put(now, EvictionClass.COLD)
     evicted: list[int | str] = []
     for now in range(100, 450):
-        order.put(now, Segment.COLD)
+        order.put(now, EvictionClass.COLD)
         if now == 200:
             order.put("other", segment)
         evicted.append(order.evict())
@@ -32,7 +37,9 @@ def test_block_reaches_the_age_of_its_segment_relative_to_cold_ones(segment: Seg
 
 
 def test_removed_block_is_not_evicted() -> None:
-    order = order_of(("a", Segment.BRIEF), ("b", Segment.TAIL), ("c", Segment.WARM), ("d", Segment.COLD))
+    order = order_of(
+        ("a", EvictionClass.BRIEF), ("b", EvictionClass.TAIL), ("c", EvictionClass.WARM), ("d", EvictionClass.COLD)
+    )
     for key in "abc":
         order.remove(key)
     assert (len(order), order.evict()) == (1, "d")

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from common.block_hash import hash_blocks, hash_root
-from common.eviction import Segment
+from common.eviction import EvictionClass
 from common.ids import BlockHash, BlockId
 from engine.block_pool import KEEP_ALL, KEEP_BRIEFLY, BlockPool, Keeping
 
@@ -193,7 +193,7 @@ def test_allocate_takes_brief_blocks_before_older_kept_ones() -> None:
     pool = BlockPool(4)
     kept, brief = _published(pool, [0, 0, 0, 1]), _published(pool, [1, 1, 1, 0])
     pool.release(kept)
-    pool.release(brief, Keeping(num_front=1, end=Segment.BRIEF))
+    pool.release(brief, Keeping(num_front=1, end=EvictionClass.BRIEF))
     assert pool.allocate(3) == [brief[1], kept[1], kept[0]]
 
 

@@ -37,9 +37,9 @@ from measure.simulate.engine import SimEngine
 from measure.simulate.loop import VirtualClock
 from measure.simulate.network import SimNetwork, SimServer
 from measure.simulate.records import NetworkShape
-from measure.simulate.timing import FittedTimes, Pace
+from measure.simulate.timing import FittedTimes, WorkerSpeed
 from measure.simulate.tokens import TokenLog
-from measure.simulate.worker import SimWorker, Surroundings
+from measure.simulate.worker import SharedWorld, SimWorker
 from router.admission.terms import Terms
 from router.doorkeeper import make_doorkeeper
 from router.facts import Endpoint
@@ -263,7 +263,7 @@ def make_network(loop: MeteredLoop) -> SimNetwork:
 
 def make_worker(endpoint: Endpoint, loop: MeteredLoop, network: SimNetwork, *, steps_in_flight: int) -> FuzzWorker:
     """Return a worker that is not started."""
-    surroundings = Surroundings(
+    surroundings = SharedWorld(
         loop=loop, network=network, config=serving_config(), log=TokenLog(), report_interval_s=0.02
     )
     executor = FakeExecutor(
@@ -272,7 +272,7 @@ def make_worker(endpoint: Endpoint, loop: MeteredLoop, network: SimNetwork, *, s
         max_model_len=MAX_MODEL_LEN,
         max_steps_in_flight=steps_in_flight,
     )
-    return FuzzWorker(endpoint, surroundings, executor, Pace(times=_TIMES))
+    return FuzzWorker(endpoint, surroundings, executor, WorkerSpeed(times=_TIMES))
 
 
 def make_router(loop: MeteredLoop, network: SimNetwork) -> FrontDoor:

@@ -17,7 +17,7 @@ from kvrelay.client import AsyncClient, RecordedRequest
 from kvrelay.client.traffic import AsyncTrafficStream
 from router import traffic
 from router.facts import ModelFacts
-from router.record import Job, RequestRecord
+from router.record import Job, RunningRequest
 from router.traffic import MAX_RECORDINGS, TrafficRecordings
 from tests.router.fake_service import VOCAB_SIZE
 from tests.router.fakes import (
@@ -216,7 +216,7 @@ async def test_router_that_stops_ends_its_recordings() -> None:
 # Without a reader.
 
 
-def ended(num_blocks: int, *, at_s: float = 0.0) -> RequestRecord:
+def ended(num_blocks: int, *, at_s: float = 0.0) -> RunningRequest:
     prompt = as_tokens(range(num_blocks * BLOCK_SIZE))
     model = ModelFacts(
         name="fake",
@@ -235,10 +235,10 @@ def ended(num_blocks: int, *, at_s: float = 0.0) -> RequestRecord:
         sampling=SamplingParams(),
         model=model,
     )
-    return RequestRecord(job, LifeCycle(job.request_id, clock), clock, deadline_s=1.0)
+    return RunningRequest(job, LifeCycle(job.request_id, clock), clock, deadline_s=1.0)
 
 
-def run(recordings: TrafficRecordings, record: RequestRecord) -> None:
+def run(recordings: TrafficRecordings, record: RunningRequest) -> None:
     with recordings.following(record, "t"):
         pass
 

@@ -11,7 +11,7 @@ from common.slo import Slo
 from measure.load.records import RequestRecord, Run
 from measure.load.summary import Window
 from measure.pages.distributions import View
-from measure.pages.figures import Curve, Limit
+from measure.pages.figures import Curve, LimitLine
 from measure.pages.thinning import rolling
 from measure.pages.wording import duration
 
@@ -32,7 +32,7 @@ class Measure(enum.Enum):
         """View that shows the distribution first: the tail of single gaps."""
         return View.TAIL if self is Measure.ITL else View.EVEN
 
-    def limits(self, slo: Slo) -> tuple[Limit, ...]:
+    def limits(self, slo: Slo) -> tuple[LimitLine, ...]:
         """Return the objective as a line across the figure; nothing where there is none."""
         if self is Measure.E2E:
             return ()
@@ -116,9 +116,9 @@ def known(values: Floats) -> Floats:
     return values[~np.isnan(values)]
 
 
-def objective(value_s: float) -> Limit:
+def objective(value_s: float) -> LimitLine:
     """Return an objective as a line across a figure."""
-    return Limit(value=value_s, text=f"objective {duration(value_s)}")
+    return LimitLine(value=value_s, text=f"objective {duration(value_s)}")
 
 
 def rolling_curves(prefix: str, at_s: Floats, values: Floats, *, color: str) -> list[Curve]:

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from cluster.planner.observation import Observation, ObservedWorker, Pool, WorkerPhase
 from cluster.planner.plan import PoolSizes
-from cluster.planner.settings import Limits, PlannerSettings
+from cluster.planner.settings import PlannerSettings, PoolLimits
 from common.demand import Demand, RequestShape
 from common.ids import WorkerId
 from common.slo import Slo
@@ -25,8 +25,8 @@ SLO = Slo(ttft_s=1.0, tpot_s=0.03)
 SETTINGS = PlannerSettings(
     slo=SLO,
     interval_s=INTERVAL_S,
-    prefill=Limits(smallest=1, largest=40),
-    decode=Limits(smallest=1, largest=40),
+    prefill=PoolLimits(smallest=1, largest=40),
+    decode=PoolLimits(smallest=1, largest=40),
     max_workers=64,
 )
 

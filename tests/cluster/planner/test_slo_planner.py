@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from cluster.planner.observation import Observation, Pool, WorkerPhase
 from cluster.planner.plan import PoolSizes, ScalingPlan
-from cluster.planner.settings import Limits, PlannerSettings
+from cluster.planner.settings import PlannerSettings, PoolLimits
 from cluster.planner.slo_planner import SloPlanner
 from common.demand import Demand
 from common.timing import TimingModel
@@ -76,7 +76,7 @@ def test_plan_without_evidence_keeps_the_sizes_and_says_so(
 
 
 def test_plan_without_evidence_still_keeps_to_the_limits() -> None:
-    planner = SloPlanner(replace(SETTINGS, decode=Limits(smallest=2, largest=4)))
+    planner = SloPlanner(replace(SETTINGS, decode=PoolLimits(smallest=2, largest=4)))
     assert planner.plan(make_observation(0.0, make_demand(rate=0.0), ONE_EACH)).sizes.decode == 2
 
 
@@ -132,7 +132,7 @@ observations = st.builds(
 @settings(max_examples=50, deadline=None)
 def test_plan_of_anything_keeps_every_limit(demands: list[Demand], start: tuple[int, int]) -> None:
     limits = replace(
-        SETTINGS, prefill=Limits(smallest=2, largest=10), decode=Limits(smallest=1, largest=12), max_workers=15
+        SETTINGS, prefill=PoolLimits(smallest=2, largest=10), decode=PoolLimits(smallest=1, largest=12), max_workers=15
     )
     planner, pools = SloPlanner(limits), FakePools(PoolSizes(prefill=start[0], decode=start[1]))
     for demand in demands:
@@ -302,7 +302,7 @@ def test_terms_and_reason_hold_the_numbers() -> None:
 
 
 def test_pool_kept_too_small_by_its_limit_is_named() -> None:
-    planner = SloPlanner(replace(SETTINGS, prefill=Limits(smallest=1, largest=3)))
+    planner = SloPlanner(replace(SETTINGS, prefill=PoolLimits(smallest=1, largest=3)))
     pools = FakePools(PoolSizes(prefill=3, decode=4))
     *_, (_time_s, _serving, plan) = run(planner, pools, lambda _now_s: make_demand(rate=30.0), duration_s=30.0)
     assert plan.sizes.prefill == 3
@@ -315,7 +315,7 @@ def test_settings_that_cannot_hold_are_refused() -> None:
     with pytest.raises(ValueError, match="attainment"):
         PlannerSettings(slo=SETTINGS.slo, attainment=1.0)
     with pytest.raises(ValueError, match="smallest 3"):
-        Limits(smallest=3, largest=2)
+        PoolLimits(smallest=3, largest=2)
 
 
 def test_observation_counts_the_phases_of_a_pool() -> None:

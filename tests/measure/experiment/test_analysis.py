@@ -13,7 +13,7 @@ from measure.experiment.answers import agreement, answers_of
 from measure.experiment.curves import curves_of, dispersion_of
 from measure.experiment.limits import Limit, first_limit
 from measure.experiment.payoff import Verdict
-from measure.experiment.points import Point, Source, Unit
+from measure.experiment.points import MeanUnit, Point, Source
 from tests.measure.experiment.builders import LOADS, NUM_REQUESTS, make_arm, make_point, served_up_to
 
 
@@ -97,7 +97,7 @@ def test_aggregated_arm_with_as_many_threads_is_a_fair_comparison() -> None:
     split, whole = make_arm(1, 1, threads="1"), make_arm(0, 1, threads="2")
     found = findings(served_up_to(2.0, split), served_up_to(4.0, whole))
     assert found.payoffs[0].whole.arm == whole
-    assert (found.unit, [arm.reach.num_units for arm in found.arms]) == (Unit.THREAD, [2, 2])
+    assert (found.unit, [arm.reach.num_units for arm in found.arms]) == (MeanUnit.THREAD, [2, 2])
     unequal = make_arm(0, 1, threads="4")
     assert not findings(served_up_to(2.0, split), served_up_to(4.0, unequal)).payoffs
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from measure.experiment.capacity import Capacity, find_capacity, wilson
+from measure.experiment.capacity import ArmCapacity, find_capacity, wilson
 from measure.experiment.points import Point, Source
 from measure.experiment.spec import CapacitySpec, ExperimentError
 from tests.measure.experiment.builders import make_arm, make_point
@@ -23,7 +23,7 @@ def search(
     start: float = 1.0,
     spec: CapacitySpec | None = None,
     num_requests: int = NUM_REQUESTS,
-) -> Capacity:
+) -> ArmCapacity:
     """Search on a curve of good shares by load and repeat."""
 
     def probe(load: float, repeat: int) -> Point:

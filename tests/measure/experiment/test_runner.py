@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from measure.experiment.points import Point, Source
-from measure.experiment.runner import CellFailed, Countdown, Keeper, cell_order, run_cells, span
+from measure.experiment.runner import CellFailed, Countdown, ResultKeeper, cell_order, run_cells, span
 from measure.experiment.search import find_capacities
 from measure.experiment.spec import CapacitySpec, Order
 from measure.experiment.store import Cell, Store, slug
@@ -21,16 +21,16 @@ def run(
     *,
     loads: tuple[float, ...] = (1.0, 3.0),
     repeats: int = 2,
-    notes: Keeper | None = None,
+    notes: ResultKeeper | None = None,
 ) -> tuple[Point, ...]:
     """Run a grid of two arms."""
     cells = cell_order(ARMS, loads, repeats=repeats, order=Order.ALTERNATING)
     return run_cells(cells, PLANS, notes or keeper(tmp_path), bench)
 
 
-def keeper(tmp_path: Path, lines: list[str] | None = None) -> Keeper:
+def keeper(tmp_path: Path, lines: list[str] | None = None) -> ResultKeeper:
     """Return a keeper of results in a folder that reports to a list."""
-    return Keeper(Store(tmp_path), Source.REAL, (lines if lines is not None else []).append)
+    return ResultKeeper(Store(tmp_path), Source.REAL, (lines if lines is not None else []).append)
 
 
 def files(tmp_path: Path) -> set[str]:

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from common.clock import SystemClock
 from common.slo import Slo
 from measure.load.alarm import Alarm, KernelAlarm, LoopAlarm
-from measure.load.player import Terms
+from measure.load.player import RequestTerms
 from measure.load.processes import GeneratorProcess
 from measure.load.pulse import BEAT_S, LoopMeter
 from measure.load.records import Outcome, RequestRecord, ServerReport
 from measure.load.sending import settled
 from measure.load.targets.interface import Feature, TargetSpec
-from measure.load.wire import Order, Unpacker, from_wire, pack, to_wire
+from measure.load.wire import GeneratorOrder, Unpacker, from_wire, pack, to_wire
 from measure.simulate.loop import VirtualClock, VirtualLoop
 from measure.workload.sessions import Content, Session
 from tests.measure.load.made_runs import make_request
@@ -99,24 +99,28 @@ def test_settled_spreads_the_servers_count_over_the_pieces(
 
 @given(cuts=st.lists(st.integers(0, 400), max_size=8))
 def test_messages_are_the_same_wherever_the_pipe_cuts_them(cuts: list[int]) -> None:
-    stream = pack(Order.PLAY, to_wire(session(3, turns=2))) + pack(Order.STOP) + pack(Order.MOVE_PLACES, 1, 4)
+    stream = (
+        pack(GeneratorOrder.PLAY, to_wire(session(3, turns=2)))
+        + pack(GeneratorOrder.STOP)
+        + pack(GeneratorOrder.MOVE_PLACES, 1, 4)
+    )
     unpacker, edges = Unpacker(), [0, *sorted(min(cut, len(stream)) for cut in cuts), len(stream)]
     found = [m for begin, end in itertools.pairwise(edges) for m in unpacker.feed(stream[begin:end])]
-    assert [message[0] for message in found] == [Order.PLAY, Order.STOP, Order.MOVE_PLACES]
+    assert [message[0] for message in found] == [GeneratorOrder.PLAY, GeneratorOrder.STOP, GeneratorOrder.MOVE_PLACES]
     assert from_wire(Session, found[0][1]) == session(3, turns=2)
 
 
 def test_records_terms_and_targets_survive_the_pipe() -> None:
     def through(value: object) -> dict[str, object]:
-        (message,) = Unpacker().feed(pack(Order.BEGIN, value))
+        (message,) = Unpacker().feed(pack(GeneratorOrder.BEGIN, value))
         return message[1]  # type: ignore[no-any-return]
 
     ended = make_request(gaps_s=[0.01] * 3, outcome=Outcome.REFUSED, server=ServerReport(queue_s=0.5, transport="shm"))
     assert from_wire(RequestRecord, through(to_wire(ended))) == ended
-    terms = Terms(
+    terms = RequestTerms(
         content=Content.CHAT, seed=3, origin_s=1.5, duration_s=9.0, timeout_s=5.0, slo=Slo(ttft_s=1.0, tpot_s=0.1)
     )
-    assert from_wire(Terms, through(to_wire(terms))) == terms
+    assert from_wire(RequestTerms, through(to_wire(terms))) == terms
     target = TargetSpec(url="http://host/v1", model="m", features=(Feature.IGNORE_EOS,))
     assert from_wire(TargetSpec, through(to_wire(target))) == target
 

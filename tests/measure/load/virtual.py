@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from common.tokens import TokenArray
-from measure.load.player import Player, Terms, Tools
+from measure.load.player import Player, RequestTerms, Tools
 from measure.load.records import PoolSample, RequestRecord, ServerReport
 from measure.load.targets.interface import (
     ChunkSink,
@@ -139,12 +139,12 @@ class Told:
         self.returned.append(stream)
 
 
-def terms(*, content: Content = Content.TOKENS, duration_s: float = 100.0) -> Terms:
-    return Terms(content=content, seed=1, origin_s=ORIGIN_S, duration_s=duration_s, timeout_s=30.0, slo=None)
+def terms(*, content: Content = Content.TOKENS, duration_s: float = 100.0) -> RequestTerms:
+    return RequestTerms(content=content, seed=1, origin_s=ORIGIN_S, duration_s=duration_s, timeout_s=30.0, slo=None)
 
 
 @asynccontextmanager
-async def playing(target: ScriptedTarget, told: Told, agreed: Terms | None = None) -> AsyncIterator[Player]:
+async def playing(target: ScriptedTarget, told: Told, agreed: RequestTerms | None = None) -> AsyncIterator[Player]:
     """Yield a player whose run begins now; leaving waits for all its sessions."""
     loop = asyncio.get_running_loop()
     assert isinstance(loop, VirtualLoop)

@@ -5,9 +5,11 @@ import pytest
 
 from measure.pages.axes import Axis, Scale, Unit
 from measure.pages.distributions import Sample, View, ecdf_figure
-from measure.pages.figures import Frame, Limit
+from measure.pages.figures import Frame, LimitLine
 
-FRAME = Frame(x=Axis(title="TTFT", unit=Unit.SECONDS, scale=Scale.LOG), x_limits=(Limit(value=2.0, text="objective"),))
+FRAME = Frame(
+    x=Axis(title="TTFT", unit=Unit.SECONDS, scale=Scale.LOG), x_limits=(LimitLine(value=2.0, text="objective"),)
+)
 
 
 def test_curve_rises_by_one_value_at_a_time() -> None:

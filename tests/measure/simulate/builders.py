@@ -14,7 +14,7 @@ from common.config import RouterConfig
 from common.timing import StepModel, TimingModel
 from measure.simulate.loop import VirtualLoop
 from measure.simulate.records import Arrival, ClusterShape, SimSettings
-from measure.simulate.timing import FittedTimes, Pace
+from measure.simulate.timing import FittedTimes, WorkerSpeed
 
 P = ParamSpec("P")
 
@@ -48,8 +48,8 @@ def make_settings(policy: str = "predictive", **changes: Any) -> SimSettings:
     """Return settings with a linear model of time."""
     router = RouterConfig.model_validate({"policy": policy, "metrics_port": None})
     fields: dict[str, Any] = {
-        "prefill": Pace(times=FittedTimes(MODEL)),
-        "decode": Pace(times=FittedTimes(MODEL)),
+        "prefill": WorkerSpeed(times=FittedTimes(MODEL)),
+        "decode": WorkerSpeed(times=FittedTimes(MODEL)),
         "router": router,
     }
     return SimSettings(**(fields | changes))

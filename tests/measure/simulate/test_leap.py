@@ -22,7 +22,7 @@ from engine.group import Group
 from engine.scheduler import SchedulerLimits
 from engine.sequence import EngineRequest
 from measure.simulate.engine import SimEngine
-from measure.simulate.executor import Answer, SimExecutor, sim_shape
+from measure.simulate.executor import KnownAnswer, SimExecutor, sim_shape
 from measure.simulate.loop import VirtualClock, VirtualLoop
 from measure.simulate.timing import FittedTimes
 from measure.simulate.tokens import TokenLog
@@ -84,7 +84,7 @@ class Bench:
 
     def __init__(self, loop: VirtualLoop, *, leaps: bool) -> None:
         self.loop = loop
-        self.answers: dict[RequestId, Answer] = {}
+        self.answers: dict[RequestId, KnownAnswer] = {}
         self.log = TokenLog()
         executor: Any = SimExecutor(
             shape=sim_shape(block_size=BLOCK, block_bytes=8 * BLOCK),
@@ -151,7 +151,7 @@ class Bench:
             hash_root=ROOT,
             block_hashes=hash_blocks(prompt, root=ROOT, block_size=BLOCK),
         )
-        self.answers[request.request_id] = Answer(op.num_output, array("I", range(100, 100 + op.num_output)))
+        self.answers[request.request_id] = KnownAnswer(op.num_output, array("I", range(100, 100 + op.num_output)))
         self.engine.post(lambda core: self._enter(core, name, request, is_reserved=op.kind == "reserve"))
 
     def _enter(self, core: EngineCore, name: str, request: EngineRequest, *, is_reserved: bool) -> None:
