@@ -3,6 +3,7 @@
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -23,13 +24,27 @@ _FIRST = ("tests/hosts", "tests/cluster", "tests/e2e", "tests/benchmarks", "test
 """Folders whose files wait longest for processes: they begin first, so that no process ends alone with one of them."""
 
 
-@pytest.hookimpl(tryfirst=True)
+_HOSTS = "tests/hosts"
+"""Its files share network devices of this machine, so that one process runs them all."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep the tests of a file in one process, and those that share a machine-wide resource."""
-    for item in items:
-        name = str(item.path.relative_to(item.config.rootpath))
-        item.add_marker(pytest.mark.xdist_group("hosts" if name.startswith("tests/hosts") else name))
     items.sort(key=lambda item: _position(item.path.relative_to(item.config.rootpath).as_posix(), _FIRST))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Return what keeps the tests of a file in one process, and those that share a machine-wide resource.
+
+    Marks (`--dist loadgroup`) have no effect: xdist 3.8 writes them into an attribute that pytest 9.2 does not reads.
+    """
+    from xdist.scheduler import LoadFileScheduling  # a machine without xdist runs the tests, too
+
+    class ByFile(LoadFileScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            return _HOSTS if nodeid.startswith(_HOSTS) else super()._split_scope(nodeid)
+
+    return ByFile(config, log)
 
 
 def _position(name: str, folders: Sequence[str]) -> int:

@@ -85,7 +85,7 @@ def test_script_when_one_part_fails_reports_it_and_goes_on(tmp_path: Path) -> No
         check=False,
     )
     assert done.returncode == 1, done.stdout + done.stderr
-    assert "FAILED speed-tiny-bf16, speed-tiny-bf16: ModelNotFound: random:tiny cannot be made" in done.stdout
+    assert "FAILED speed-tiny-bf16, speed-tiny-bf16: ModelNotFound: cannot make random:tiny in" in done.stdout
     assert Report.load(tmp_path / "handoff.json").failures == []
 
 

@@ -12,6 +12,7 @@ from common.trust.identity import Identity, Role
 from common.trust.proofs import ProofVerifier
 from kv_transfer import serve
 from kv_transfer.handoff import HandoffTable
+from router.fake_codec import ByteCodec
 from router.validation import RequestReader
 from tests.fuzz.members import DENIED, credentials_of
 from tests.fuzz.runner import Runner
@@ -80,7 +81,7 @@ def test_busy_event_loop_is_found(router: Runner, monkeypatch: pytest.MonkeyPatc
             pass
         return ()
 
-    monkeypatch.setattr(RequestReader, "all_pieces", pieces)
+    monkeypatch.setattr(ByteCodec, "pieces", pieces)
     assert kinds(router, bytes([0, 2])) == {"slow"}
 
 

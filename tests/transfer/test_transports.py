@@ -9,7 +9,7 @@ import pytest
 
 from common.config import TransferConfig
 from common.ids import BlockId
-from common.wire_names import TRANSPORT_NAMES
+from common.wire_names import TRANSPORT_NAMES, TRANSPORT_NUMBERS
 from engine.executor import KvStore
 from kv_transfer.transports.registry import TRANSPORTS
 from kv_transfer.transports.transport import PeerLife, PullTarget, SealedReceiver, Transport, Unreachable, sealed
@@ -17,6 +17,7 @@ from kvrelay.v1 import kv_transfer_pb2 as pb
 from tests.builders import make_request
 from tests.worker.cluster import running_pair
 
+_NUMBER = 77
 _DOCS = Path(__file__).parents[2] / "docs"
 
 
@@ -24,7 +25,6 @@ class InMemory(Transport):
     """Moves blocks between the workers of one process."""
 
     name = "memory"
-    number = 77
     payload = "sealed"
     reads_pages = False
     stores: dict[bytes, KvStore]
@@ -58,13 +58,13 @@ class _Copier(SealedReceiver):
 async def test_transport_that_is_registered_carries_handoffs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(TRANSPORTS, InMemory.name, InMemory)
     monkeypatch.setattr(InMemory, "stores", {}, raising=False)
-    monkeypatch.setattr("common.config.TRANSPORT_NUMBERS", {InMemory.name: InMemory.number})
+    monkeypatch.setitem(TRANSPORT_NUMBERS, InMemory.name, _NUMBER)
     async with running_pair(transports=[InMemory.name]) as pair:
         for length in (1, 4, 30):
             request = make_request([length] * length, max_tokens=9, ignore_eos=True)
             answer = await pair.generate(request)
             assert answer.transfer is not None
-            assert (answer.transfer.transport, answer.transfer.num_blocks) == (InMemory.number, -(-length // 4))
+            assert (answer.transfer.transport, answer.transfer.num_blocks) == (_NUMBER, -(-length // 4))
 
 
 def test_registry_wire_and_default_know_the_same_transports() -> None:
@@ -75,7 +75,7 @@ def test_registry_wire_and_default_know_the_same_transports() -> None:
 @pytest.mark.parametrize(
     ("page", "row"),
     [
-        ("serving.md", r"^\| `transfer\.transports` \| `\[.*\]` \|(.*)\|$"),
+        ("serving.md", r"^\| `transfer\.transports` \| `\[.*\]` \| `workers` \|(.*)\|$"),
         ("glossary.md", r"^\| \*\*transport\*\* \|(.*)\|$"),
         ("metrics.md", r"^\| `kvrelay_kv_transfer_bytes_total` .* by transport:(.*)\|$"),
     ],

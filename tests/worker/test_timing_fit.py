@@ -3,6 +3,7 @@
 import math
 import random
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,7 +14,7 @@ from common.timing import GUESSED_TIMING, StepModel, StepShape, TimingModel
 from engine.events import StepSample
 from tests.builders import make_core, make_request, submit
 from worker.timing import MIN_CHANGE, NUM_WARM_UP_STEPS, WorkerTiming, reference_shapes
-from worker.timing_fit import BUCKET_SAMPLES, MAX_BUCKETS, RobustFit
+from worker.timing_fit import BUCKET_SAMPLES, MAX_BUCKETS, RobustFit, solve_non_negative
 
 MAX_STEP_TOKENS = 2048
 TRUTH = TimingModel(
@@ -153,6 +154,18 @@ def test_fit_of_anything_is_finite_and_not_negative(rows: list[tuple[int, int, i
         fit.add((1, *features), seconds)
     weights = fit.fit()
     assert all(math.isfinite(weight) and weight >= 0 for weight in weights)
+
+
+@given(st.integers(1, 5), st.integers(0, 10**6))
+def test_solve_non_negative_satisfies_the_optimality_conditions(size: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    factor = rng.normal(size=(size + 2, size))
+    products, moments = factor.T @ factor + 1e-3 * np.eye(size), rng.normal(size=size)
+    solution = solve_non_negative(products, moments)
+    slope = moments - products @ solution
+    assert (solution >= 0).all()
+    assert (slope <= 1e-6).all()
+    assert np.abs(slope * solution).max() <= 1e-6
 
 
 def test_fit_remembers_a_bounded_number_of_samples() -> None:

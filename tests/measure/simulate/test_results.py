@@ -150,5 +150,5 @@ def test_requests_in_a_file_keep_their_latencies_and_reports(tmp_path: Path) -> 
     found = list(read_requests(tmp_path / "requests.jsonl"))
     assert [len(request.chunk_s) for request in found] == [2, 0, 1]
     for before, after in zip(requests, found, strict=True):
-        for name in ("ttft_s", "itl_s", "e2e_s", "num_output_tokens", "server", "outcome", "error"):
+        for name in ("ttft_s", "tpot_s", "e2e_s", "num_output_tokens", "server", "outcome", "error"):
             assert getattr(after, name) == getattr(before, name)
