@@ -50,13 +50,13 @@ class Dtype(enum.StrEnum):
 
 
 def generate(
-    prompt: Annotated[str, typer.Option("--prompt", "-p", help="What to ask; '-' reads standard input.")],
+    prompt: Annotated[str, typer.Option("--prompt", "-p", help="The prompt; '-' reads standard input.")],
     chat: Annotated[
         bool, typer.Option("--chat/--raw", help="Apply the model's chat template, or continue the text as it is.")
     ] = True,
     model: ModelOption = None,
     show_stats: Annotated[
-        bool, typer.Option("--show-stats", "-s", help="Tell what the answer cost, on stderr.")
+        bool, typer.Option("--show-stats", "-s", help="Show the cost of the answer, on stderr.")
     ] = False,
     address: AddressOption = None,
     ca: CaOption = None,
@@ -81,7 +81,7 @@ def generate(
         bool, typer.Option("--local-files-only", help="Never download a model.", rich_help_panel=_IN_PROCESS)
     ] = False,
 ) -> None:
-    """Ask once and stream the answer to the terminal.
+    """Send one prompt and stream the answer to the terminal.
 
     \b
     kvrelay generate -p "Why is the sky blue?" --show-stats

@@ -44,7 +44,7 @@ CaOption = Annotated[
         "--ca",
         metavar="FILE",
         envvar="KVRELAY_CA",
-        help="Connect by TLS, to routers that these certificates vouch for; default: the run folder's, where it is.",
+        help="Connect by TLS to routers that these authorities certify; default: that of the run folder, if any.",
         show_default=False,
     ),
 ]
@@ -54,13 +54,13 @@ ApiKeyOption = Annotated[
         "--api-key",
         metavar="KEY",
         envvar="KVRELAY_API_KEY",
-        help="Who is calling, where the cluster asks for it; better given by the environment.",
+        help="API key of the caller, for clusters with tenants; better set in the environment.",
         show_default=False,
     ),
 ]
 TimeoutOption = Annotated[
     float | None,
-    typer.Option("--timeout", metavar="SECONDS", min=0.001, help="Give up after this long.", show_default=False),
+    typer.Option("--timeout", metavar="SECONDS", min=0.001, help="Deadline of the call.", show_default=False),
 ]
 ModelOption = Annotated[
     str | None,
@@ -78,19 +78,28 @@ MaxNewTokensOption = Annotated[
     ),
 ]
 TemperatureOption = Annotated[
-    float, typer.Option("--temperature", "-t", min=0.0, help="0 is greedy.", rich_help_panel=_SAMPLING)
+    float,
+    typer.Option(
+        "--temperature", "-t", min=0.0, help="0 always takes the most probable token.", rich_help_panel=_SAMPLING
+    ),
 ]
 TopKOption = Annotated[
     int | None,
-    typer.Option("--top-k", min=0, help="Only the k most probable tokens; 0 is all.", rich_help_panel=_SAMPLING),
+    typer.Option(
+        "--top-k", min=0, help="Keep only the k most probable tokens; 0 keeps all.", rich_help_panel=_SAMPLING
+    ),
 ]
 TopPOption = Annotated[
     float | None,
-    typer.Option("--top-p", help="Only the most probable tokens that reach this mass.", rich_help_panel=_SAMPLING),
+    typer.Option(
+        "--top-p", help="Keep the smallest set of tokens whose probability reaches this.", rich_help_panel=_SAMPLING
+    ),
 ]
 SeedOption = Annotated[
     int | None,
-    typer.Option("--seed", min=0, help="Repeats a sampled answer; default: drawn anew.", rich_help_panel=_SAMPLING),
+    typer.Option(
+        "--seed", min=0, help="Equal seeds give equal answers; default: drawn anew.", rich_help_panel=_SAMPLING
+    ),
 ]
 
 

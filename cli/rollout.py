@@ -19,27 +19,27 @@ def rollout(
             metavar="SECONDS",
             min=0,
             max=86400,
-            help="How long the first new worker of each pool serves before the others follow; 0: no canary.",
+            help="Time for which the first new worker of each pool serves before the others follow; 0: no canary.",
         ),
     ] = 15.0,
     max_slowdown: Annotated[
-        float, typer.Option("--max-slowdown", metavar="TIMES", min=1, help="How much slower a canary may be.")
+        float, typer.Option("--max-slowdown", metavar="TIMES", min=1, help="Largest slowdown of a canary.")
     ] = 1.5,
     grace_s: GraceOption = 30.0,
-    force: Annotated[
-        bool, typer.Option("--force", help="Even when pools become smaller than their load needs.")
-    ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only tell what differs and what that needs.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Allow pools that are smaller than their load needs.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show the differences and what they need.")] = False,
 ) -> None:
-    """Bring the running cluster to what the configuration file says; requests go on.
+    """Bring the running cluster to the present configuration file; requests go on.
 
     \b
     kvrelay rollout --dry-run
     kvrelay rollout --config serving.yaml --canary 60
 
-    What cannot be changed while the cluster runs is refused by key, and then nothing changes. One new worker of each
-    pool serves beside the old ones first. When it does not start, dies or is slower, it goes again and the old
-    configuration stays: exit status 1. Another model, or block size, takes a second set of workers and two routers.
+    A key that cannot change while the cluster runs is refused by name, and then
+    nothing changes. One new worker of each pool serves beside the old ones first.
+    If it does not start, dies or is slower, it is removed and the old
+    configuration stays: exit status 1. Another model, or block size, needs a
+    second set of workers and two routers.
     """  # noqa: D301 - \b marks a preformatted block
     from cluster import control
     from cluster.changes.rollout import RolloutTerms
