@@ -263,6 +263,16 @@ class TestCluster:
     inference: "inference_pb2_grpc.InferenceServiceAsyncStub"
     admin: "router_admin_pb2_grpc.RouterAdminServiceAsyncStub"
 
+    @property
+    def prefill(self) -> FakeWorker:
+        """The prefill worker of a `pair`."""
+        return self.workers["p0"]
+
+    @property
+    def decode(self) -> FakeWorker:
+        """The decode worker of a `pair`."""
+        return self.workers["d0"]
+
     async def set_workers(self, *workers: FakeWorker) -> int:
         request = router_admin_pb2.SetWorkersRequest(workers=[worker.endpoint for worker in workers])
         return (await self.admin.SetWorkers(request)).num_ready

@@ -23,7 +23,6 @@ from tests.router.fakes import (
     TestCluster,
     config_with,
     make_request,
-    pair,
     running_cluster,
     trio,
 )
@@ -159,16 +158,14 @@ async def test_explain_shows_candidates_choice_and_outcome_of_a_request() -> Non
         assert decision.outcome.ended == "completed"
 
 
-async def test_explain_of_a_running_request_has_no_outcome_yet() -> None:
-    prefill, decode = pair()
-    prefill.gates.close("prefill")
-    async with running_cluster(prefill, decode) as cluster:
-        generating = await cluster.start(make_request(10), prefill, "prefill")
-        (decision,) = await explain(cluster)
-        outcome = decision.outcome
-        assert outcome == inference_pb2.DecisionOutcome()
-        prefill.gates.open("prefill")
-        await generating
+async def test_explain_of_a_running_request_has_no_outcome_yet(cluster: TestCluster) -> None:
+    cluster.prefill.gates.close("prefill")
+    generating = await cluster.start(make_request(10), cluster.prefill, "prefill")
+    (decision,) = await explain(cluster)
+    outcome = decision.outcome
+    assert outcome == inference_pb2.DecisionOutcome()
+    cluster.prefill.gates.open("prefill")
+    await generating
 
 
 async def test_explain_of_one_request_shows_each_attempt_and_why_it_ended() -> None:
@@ -198,18 +195,16 @@ async def test_explain_shows_a_refusal_by_a_worker() -> None:
         assert ended == [("d1", "completed"), ("d0", "Overloaded")]
 
 
-async def test_explain_of_a_request_that_the_client_left_says_so() -> None:
-    prefill, decode = pair()
-    decode.gates.close("token 1")
-    async with running_cluster(prefill, decode) as cluster:
-        call = cluster.inference.Generate(make_request(10), timeout=TIMEOUT_S)
-        reading = asyncio.create_task(cluster.read(call, Reply()))
-        await decode.gates.reached("token 1")
-        call.cancel()
-        await asyncio.wait([reading])
-        await cluster.until_idle()
-        (decision,) = await explain(cluster)
-        assert decision.outcome.ended == "Cancelled"
+async def test_explain_of_a_request_that_the_client_left_says_so(cluster: TestCluster) -> None:
+    cluster.decode.gates.close("token 1")
+    call = cluster.inference.Generate(make_request(10), timeout=TIMEOUT_S)
+    reading = asyncio.create_task(cluster.read(call, Reply()))
+    await cluster.decode.gates.reached("token 1")
+    call.cancel()
+    await asyncio.wait([reading])
+    await cluster.until_idle()
+    (decision,) = await explain(cluster)
+    assert decision.outcome.ended == "Cancelled"
 
 
 async def test_explain_of_an_unknown_request_is_empty() -> None:

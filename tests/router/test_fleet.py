@@ -172,14 +172,12 @@ async def test_events_feed_the_index() -> None:
         assert await predicted(cluster) == 2 * BLOCK_SIZE
 
 
-async def test_gap_in_events_leads_to_a_snapshot() -> None:
-    prefill, decode = pair()
-    async with running_cluster(prefill, decode) as cluster:
-        prefill.blocks.update(HASHES)  # the messages that told of these are lost
-        prefill.publish(lost=1)
-        await cluster.until_index_blocks(3)
-        assert prefill.num_watches == 2
-        assert await predicted(cluster) == 3 * BLOCK_SIZE
+async def test_gap_in_events_leads_to_a_snapshot(cluster: TestCluster) -> None:
+    cluster.prefill.blocks.update(HASHES)  # the messages that told of these are lost
+    cluster.prefill.publish(lost=1)
+    await cluster.until_index_blocks(3)
+    assert cluster.prefill.num_watches == 2
+    assert await predicted(cluster) == 3 * BLOCK_SIZE
 
 
 async def test_new_epoch_forgets_the_blocks_of_the_old_one() -> None:
@@ -193,7 +191,5 @@ async def test_new_epoch_forgets_the_blocks_of_the_old_one() -> None:
         assert await predicted(cluster) == 0
 
 
-async def test_routing_expects_the_blocks_that_it_sends() -> None:
-    prefill, decode = pair()
-    async with running_cluster(prefill, decode) as cluster:
-        assert [await predicted(cluster), await predicted(cluster)] == [0, 3 * BLOCK_SIZE]
+async def test_routing_expects_the_blocks_that_it_sends(cluster: TestCluster) -> None:
+    assert [await predicted(cluster), await predicted(cluster)] == [0, 3 * BLOCK_SIZE]

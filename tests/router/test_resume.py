@@ -61,42 +61,37 @@ async def test_resumed_answer_begins_behind_the_known_tokens_and_counts_them(num
     assert sent_output(decode.requests[0].sequence) == whole[:num_known]
 
 
-async def test_accepted_has_what_a_client_needs_to_resume_elsewhere() -> None:
-    async with running_cluster(*pair()) as cluster:
-        reply = await run(cluster, make_request(10))
+async def test_accepted_has_what_a_client_needs_to_resume_elsewhere(cluster: TestCluster) -> None:
+    reply = await run(cluster, make_request(10))
     accepted = reply.messages[0].accepted
     assert accepted.fingerprint == FINGERPRINT
     assert accepted.seed == reply.completed.seed != 0
 
 
-async def test_samples_go_on_each_from_its_own_tokens_and_ended_ones_stay_ended() -> None:
+async def test_samples_go_on_each_from_its_own_tokens_and_ended_ones_stay_ended(cluster: TestCluster) -> None:
     wholes = [answer(prompt_of(10), 6, index) for index in range(4)]
     known = {0: wholes[0][:2], 1: wholes[1], 2: wholes[2][:5]}  # nothing of the last one yet
-    async with running_cluster(*pair()) as cluster:
-        reply = await run(cluster, resumed(make_request(10, n=4), known, finished=(1,)))
+    reply = await run(cluster, resumed(make_request(10, n=4), known, finished=(1,)))
     for index in range(4):
         num_known = len(known.get(index, []))
         assert rest_of(reply, index) == list(enumerate(wholes[index]))[num_known:]
     assert reply.completed.usage.num_output_tokens == 24
 
 
-async def test_samples_without_any_token_share_one_plan() -> None:
-    async with running_cluster(*pair()) as cluster:
-        reply = await run(cluster, resumed(make_request(10, n=3), {0: [], 1: [], 2: []}))
+async def test_samples_without_any_token_share_one_plan(cluster: TestCluster) -> None:
+    reply = await run(cluster, resumed(make_request(10, n=3), {0: [], 1: [], 2: []}))
     assert len(reply.plans) == 1
     assert [reply.token_ids(index) for index in range(3)] == [answer(prompt_of(10), 6, index) for index in range(3)]
 
 
-async def test_answer_that_is_complete_ends_without_any_worker() -> None:
-    prefill, decode = pair()
-    async with running_cluster(prefill, decode) as cluster:
-        whole = {index: answer(prompt_of(10), 6, index) for index in range(2)}
-        reply = await run(cluster, resumed(make_request(10, n=2), whole, finished=(0, 1)))
-        assert reply.completed.usage.num_output_tokens == 12
-        assert (await cluster.until_idle()).num_completed == 1
+async def test_answer_that_is_complete_ends_without_any_worker(cluster: TestCluster) -> None:
+    whole = {index: answer(prompt_of(10), 6, index) for index in range(2)}
+    reply = await run(cluster, resumed(make_request(10, n=2), whole, finished=(0, 1)))
+    assert reply.completed.usage.num_output_tokens == 12
+    assert (await cluster.until_idle()).num_completed == 1
     assert not reply.tokens
-    assert not prefill.requests
-    assert not decode.requests
+    assert not cluster.prefill.requests
+    assert not cluster.decode.requests
 
 
 async def test_prompt_logprobs_that_came_with_the_first_token_do_not_come_again() -> None:
@@ -164,9 +159,8 @@ async def refused(request: inference_pb2.GenerateRequest, field: str) -> None:
         assert (await run(cluster, make_request(10))).token_ids() == answer(prompt_of(10), 6)
 
 
-async def test_answer_of_another_model_is_not_resumed() -> None:
+async def test_answer_of_another_model_is_not_resumed(cluster: TestCluster) -> None:
     request = resumed(make_request(10), {0: [1]})
     request.resume.fingerprint = "another"
-    async with running_cluster(*pair()) as cluster:
-        with pytest.raises(WorkerLost, match="another"):
-            await cluster.generate(request)
+    with pytest.raises(WorkerLost, match="another"):
+        await cluster.generate(request)

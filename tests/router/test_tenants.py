@@ -13,6 +13,7 @@ from tests.router.fakes import (
     BLOCK_KEY,
     FINGERPRINT,
     ROOT,
+    TestCluster,
     answer,
     config_with,
     full_pair,
@@ -162,13 +163,12 @@ async def test_higher_priority_goes_first_as_far_as_the_tenant_may_claim_it() ->
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan")])
-async def test_objective_that_is_not_a_time_is_refused_by_name(seconds: float) -> None:
-    async with running_cluster(*pair()) as cluster:
-        request = make_request()
-        request.objective.ttft_s = seconds
-        with pytest.raises(InvalidRequest) as caught:
-            await cluster.generate(request)
-        assert caught.value.field == "objective.ttft_s"
+async def test_objective_that_is_not_a_time_is_refused_by_name(cluster: TestCluster, seconds: float) -> None:
+    request = make_request()
+    request.objective.ttft_s = seconds
+    with pytest.raises(InvalidRequest) as caught:
+        await cluster.generate(request)
+    assert caught.value.field == "objective.ttft_s"
 
 
 async def test_request_that_cannot_meet_its_deadline_is_refused_before_any_prefill() -> None:

@@ -9,7 +9,17 @@ import pytest
 from common.config import ConfigError
 from router.http.connections import Connections
 from tests.router.fakes import DECODE, TIMEOUT_S, FakeWorker, answer, config_with, prompt_of
-from tests.router.http.clients import COMPLETIONS, body_of, fetch, head, held_cluster, http_cluster, pair, sent
+from tests.router.http.clients import (
+    COMPLETIONS,
+    HttpCluster,
+    body_of,
+    fetch,
+    head,
+    held_cluster,
+    http_cluster,
+    pair,
+    sent,
+)
 from tests.router.http.connection import GET, Connection, silence
 
 
@@ -36,13 +46,12 @@ async def test_client_that_leaves_frees_everything(gate: str, is_streamed: bool)
         await http.until_responses(COMPLETIONS, 499)
 
 
-async def test_client_that_leaves_before_its_body_is_complete_frees_everything() -> None:
-    async with http_cluster(*pair()) as http:
-        async with sent(http, head("POST", COMPLETIONS, 100) + b'{"prompt"'):
-            async with asyncio.timeout(TIMEOUT_S):
-                while not (await http.cluster.status()).router.num_request_tasks:
-                    pass
-        assert (await http.cluster.until_idle()).num_cancelled == 1
+async def test_client_that_leaves_before_its_body_is_complete_frees_everything(http: HttpCluster) -> None:
+    async with sent(http, head("POST", COMPLETIONS, 100) + b'{"prompt"'):
+        async with asyncio.timeout(TIMEOUT_S):
+            while not (await http.cluster.status()).router.num_request_tasks:
+                pass
+    assert (await http.cluster.until_idle()).num_cancelled == 1
 
 
 async def test_client_that_leaves_a_call_of_several_prompts_cancels_all() -> None:
