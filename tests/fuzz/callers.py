@@ -92,21 +92,6 @@ def with_proof(step: Step, source: Source) -> Step:
     return dataclasses.replace(step, metadata=(*metadata, DENIED), is_denied=True)
 
 
-def _none(_source: Source, _step: Step) -> None:
-    return None
-
-
-def _of_another_role(source: Source, step: Step) -> str:
-    return proof_of(
-        source.choose([role for role in _INSIDERS if role not in METHODS[step.method]]), audience_at(step.target)
-    )
-
-
-def _for_another(source: Source, step: Step) -> str:
-    others = ("worker:x:1", "worker:prefill-9:1", "router:2", "door", "kv", "", "controller:1", "worker:1")
-    return proof_of(_insider(step.method), source.choose(others))
-
-
 def _of_a_stranger(_source: Source, step: Step) -> str:
     role = _insider(step.method)
     stranger = _strangers.get(role) or _strangers.setdefault(role, Credentials.of(_STRANGERS, role, "x"))
@@ -116,27 +101,13 @@ def _of_a_stranger(_source: Source, step: Step) -> str:
 _strangers: dict[Role, Credentials] = {}
 
 
-def _expired(_source: Source, step: Step) -> str:
-    return _proof(credentials_of(_insider(step.method), "x"), audience_at(step.target), "expired", lifetime_s=-1000)
-
-
 def _damaged(source: Source, step: Step) -> str:
     """One character is another one; not the last, of which not every bit counts."""
-    proof = proof_of(_insider(step.method), audience_at(step.target))
+    proof = _right(step)
     place = source.below(1 << 12) % (len(proof) - 1)
     there = _ALPHABET.find(proof[place])
     put = _ALPHABET[(there + 1 + source.below(len(_ALPHABET) - 1)) % len(_ALPHABET)]
     return proof[:place] + put + proof[place + 1 :]
-
-
-def _cut(source: Source, step: Step) -> str:
-    proof = proof_of(_insider(step.method), audience_at(step.target))
-    return proof[: source.below(1 << 12) % len(proof)]
-
-
-def _with_other_fields(source: Source, step: Step) -> str:
-    """The signature stays: it fits no more."""
-    return change_fields(proof_of(_insider(step.method), audience_at(step.target)), source)
 
 
 def change_fields(token: str, source: Source) -> str:
@@ -159,27 +130,43 @@ def encoded(raw: bytes) -> str:
     return base64.urlsafe_b64encode(raw).rstrip(b"=").decode()
 
 
-def _raw(source: Source, _step: Step) -> Any:
-    raw = source.take(source.below(64))
-    return source.choose((raw, raw.decode("latin-1"), "a.b.c", "x" * 7000, "." * 4000, "\ud800"))
-
-
 def _insider(method: str) -> Role:
     role = right_role(method)
     return Role.ROUTER if role is Role.CLIENT else role
 
 
+def _right(step: Step) -> str:
+    return proof_of(_insider(step.method), audience_at(step.target))
+
+
+def _cut(source: Source, step: Step) -> str:
+    proof = _right(step)
+    return proof[: source.below(1 << 12) % len(proof)]
+
+
+def _raw(source: Source, _step: Step) -> Any:
+    raw = source.take(source.below(64))
+    return source.choose((raw, raw.decode("latin-1"), "a.b.c", "x" * 7000, "." * 4000, "\ud800"))
+
+
+_OTHERS = ("worker:x:1", "worker:prefill-9:1", "router:2", "door", "kv", "", "controller:1", "worker:1")
+"""Listeners that no call is for."""
 _WRONG: Sequence[Callable[[Source, Step], Any]] = (
-    _none,
-    _of_another_role,
-    _for_another,
+    lambda _source, _step: None,
+    lambda source, step: proof_of(
+        source.choose([role for role in _INSIDERS if role not in METHODS[step.method]]), audience_at(step.target)
+    ),
+    lambda source, step: proof_of(_insider(step.method), source.choose(_OTHERS)),
     _of_a_stranger,
-    _expired,
+    lambda _source, step: _proof(
+        credentials_of(_insider(step.method), "x"), audience_at(step.target), "expired", lifetime_s=-1000
+    ),
     _damaged,
     _cut,
-    _with_other_fields,
+    lambda source, step: change_fields(_right(step), source),  # the signature stays, and fits no more
     _raw,
 )
+"""Proofs that a call may not be made with; their order is part of kept inputs."""
 
 
 RIGHT = "ticket"
