@@ -12,6 +12,7 @@ from tests.builders import (
     make_core,
     make_request,
     run_until_idle,
+    served,
     submit,
 )
 from tests.engine.overlap import Spy, ending_request, step, step_until_flight_knows
@@ -38,8 +39,7 @@ def test_step_with_two_in_flight_launches_the_next_before_the_last_results() -> 
 def test_plan_when_context_ends_launches_nothing_behind_the_last_token() -> None:
     core = make_core(max_model_len=16)
     spy = Spy(core)
-    _group, collector = submit(core, make_request(range(12), max_tokens=100, ignore_eos=True))
-    run_until_idle(core)
+    collector = served(core, make_request(range(12), max_tokens=100, ignore_eos=True))
     assert (len(spy.batches), len(collector.outputs)) == (4, 4)
 
 
@@ -79,8 +79,7 @@ def test_prompt_with_n_samples_forks_when_its_tokens_are_known() -> None:
     core = make_core()
     spy = Spy(core)
     request = make_request([1, 2, 3, 4, 5], n=3, temperature=1.0, seed=4, max_tokens=6, ignore_eos=True)
-    _group, collector = submit(core, request)
-    run_until_idle(core)
+    collector = served(core, request)
     assert [[item.input_row for item in batch] for batch in spy.batches[:3]] == [[None], [None] * 3, [0, 1, 2]]
     for sample in range(3):
         assert collector.token_ids(sample) == expected_tokens(request, sample=sample)
@@ -140,8 +139,7 @@ def test_fault_of_a_step_fails_the_requests_of_the_step_behind_it_too(failing: s
     assert (core.num_steps_in_flight, spy.taken) == (0, [0, 1, 2, 3]), "the step behind must not run any more"
     assert_empty(core)
     request = make_request([1, 2], max_tokens=5, ignore_eos=True)
-    _g, after = submit(core, request)
-    run_until_idle(core)
+    after = served(core, request)
     assert after.token_ids() == expected_tokens(request)
 
 

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from common.sampling import SamplingParams
 from engine.noise import noise_key, noise_keys, philox_4x32
 from engine.sampler import Sampler, SamplingRow
 from tests.engine.sampling_reference import distribution
+from tests.engine.test_sampler import make_row
 
 NUM_DRAWS = 6000
 EOS = frozenset({0})
@@ -25,14 +25,9 @@ def draw(logits: np.ndarray[Any, np.dtype[np.float32]], rows: list[SamplingRow])
     return [s.token_id for s in Sampler(vocab_size=len(logits), eos_token_ids=EOS).sample(repeated, rows)]
 
 
-def make_row(token_index: int, *, sample_index: int = 0, **params: Any) -> SamplingRow:
-    return SamplingRow(
-        params=SamplingParams(**{"seed": 2024, "max_tokens": 10**6, **params}),
-        sample_index=sample_index,
-        token_index=token_index,
-        prompt_token_ids=(3, 4, 4),
-        output_token_ids=(5, 5, 6),
-    )
+def row_at(token_index: int, **fields: Any) -> SamplingRow:
+    fields = {"seed": 2024, "max_tokens": 10**6, "prompt": (3, 4, 4), "output": (5, 5, 6), **fields}
+    return make_row(token_index=token_index, **fields)
 
 
 def assert_follows(tokens: list[int], probabilities: np.ndarray[Any, np.dtype[np.float64]]) -> None:
@@ -68,9 +63,9 @@ def assert_follows(tokens: list[int], probabilities: np.ndarray[Any, np.dtype[np
 def test_draws_over_one_index_follow_the_shaped_distribution(params: dict[str, Any], vary: str) -> None:
     logits = np.random.default_rng(1).normal(size=24, scale=1.5).astype(np.float32)
     rows = {
-        "token_index": [make_row(i, **params) for i in range(NUM_DRAWS)],
-        "sample_index": [make_row(0, sample_index=i, **params) for i in range(NUM_DRAWS)],
-        "seed": [make_row(0, seed=i, **params) for i in range(NUM_DRAWS)],
+        "token_index": [row_at(i, **params) for i in range(NUM_DRAWS)],
+        "sample_index": [row_at(0, sample_index=i, **params) for i in range(NUM_DRAWS)],
+        "seed": [row_at(0, seed=i, **params) for i in range(NUM_DRAWS)],
     }[vary]
     assert_follows(draw(logits, rows), distribution(logits, rows[0], EOS))
 
@@ -78,8 +73,8 @@ def test_draws_over_one_index_follow_the_shaped_distribution(params: dict[str, A
 @pytest.mark.parametrize("other", [{"sample_index": 1}, {"seed": 2025}], ids=str)
 def test_draws_of_two_samples_or_two_seeds_are_independent(other: dict[str, Any]) -> None:
     logits = np.log(np.array([0.4, 0.3, 0.2, 0.1], dtype=np.float32))
-    first = draw(logits, [make_row(i) for i in range(NUM_DRAWS)])
-    second = draw(logits, [make_row(i, **other) for i in range(NUM_DRAWS)])
+    first = draw(logits, [row_at(i) for i in range(NUM_DRAWS)])
+    second = draw(logits, [row_at(i, **other) for i in range(NUM_DRAWS)])
     table = np.zeros((4, 4))
     np.add.at(table, (first, second), 1)
     assert stats.chi2_contingency(table).pvalue > 1e-3
@@ -88,7 +83,7 @@ def test_draws_of_two_samples_or_two_seeds_are_independent(other: dict[str, Any]
 def test_draws_when_logits_move_a_little_change_only_near_the_boundaries() -> None:
     logits = np.random.default_rng(3).normal(size=500).astype(np.float32)
     moved = logits + np.random.default_rng(4).normal(size=500, scale=1e-6).astype(np.float32)
-    rows = [make_row(i) for i in range(NUM_DRAWS)]
+    rows = [row_at(i) for i in range(NUM_DRAWS)]
     changed = [(a, b) for a, b in zip(draw(logits, rows), draw(moved, rows), strict=True) if a != b]
     assert len(changed) < 10
     assert all(abs(a - b) == 1 for a, b in changed)

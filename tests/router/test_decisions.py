@@ -197,11 +197,7 @@ async def test_explain_shows_a_refusal_by_a_worker() -> None:
 
 async def test_explain_of_a_request_that_the_client_left_says_so(cluster: TestCluster) -> None:
     cluster.decode.gates.close("token 1")
-    call = cluster.inference.Generate(make_request(10), timeout=TIMEOUT_S)
-    reading = asyncio.create_task(cluster.read(call, Reply()))
-    await cluster.decode.gates.reached("token 1")
-    call.cancel()
-    await asyncio.wait([reading])
+    (await cluster.start(make_request(10), cluster.decode, "token 1")).cancel()
     await cluster.until_idle()
     (decision,) = await explain(cluster)
     assert decision.outcome.ended == "Cancelled"

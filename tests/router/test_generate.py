@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from common.block_hash import hash_blocks
-from common.errors import DeadlineExceeded, KvrelayError, Overloaded, WorkerLost
+from common.errors import DeadlineExceeded, Overloaded, WorkerLost
 from common.ids import BlockHash
 from common.wire import unpack_tokens
 from kvrelay.v1 import inference_pb2, sampling_pb2
@@ -25,6 +25,7 @@ from tests.router.fakes import (
     config_with,
     full_pair,
     hashes_of,
+    held_pair,
     make_request,
     pair,
     prompt_of,
@@ -276,42 +277,23 @@ async def test_generate_when_queue_is_full_is_refused_with_retry_info() -> None:
 
 @pytest.mark.parametrize("gate", ["queue", "reserve", "prefill", "first_token", "token 2"])
 async def test_generate_when_deadline_passes_frees_everything(gate: str) -> None:
-    prefill, decode = pair()
-    for worker in (prefill, decode):
-        worker.gates.close(gate)
-    if gate == "queue":
-        decode.report.num_free_blocks, decode.report.num_running = 0, 1
-    async with running_cluster(prefill, decode) as cluster:
-        with pytest.raises(KvrelayError) as caught:
+    async with running_cluster(*held_pair(gate)) as cluster:
+        with pytest.raises(DeadlineExceeded):
             await cluster.generate(make_request(10), timeout_s=0.3)
-        assert isinstance(caught.value, DeadlineExceeded)
         status = await cluster.until_idle()
         assert (status.num_failed, status.num_cancelled) == (1, 0)
 
 
 @pytest.mark.parametrize("gate", ["queue", "reserve", "prefill", "first_token", "fetch", "token 1", "token 3"])
 async def test_generate_when_client_cancels_frees_everything(gate: str) -> None:
-    prefill, decode = pair()
-    for worker in (prefill, decode):
-        worker.gates.close(gate)
-    if gate == "queue":
-        decode.report.num_free_blocks, decode.report.num_running = 0, 1
-    if gate in ("prefill", "first_token"):
-        decode.gates.close("fetch")  # there is nothing to fetch yet
-    async with running_cluster(prefill, decode) as cluster:
-        call = cluster.inference.Generate(make_request(10), timeout=TIMEOUT_S)
-        reading = asyncio.create_task(cluster.read(call, Reply()))
-        if gate == "queue":
-            await cluster.until_queued(1)
-        else:
-            holder = prefill if gate in ("prefill", "first_token") else decode
-            await holder.gates.reached(gate)
-        call.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await reading
+    async with running_cluster(*held_pair(gate)) as cluster:
+        generating = asyncio.create_task(cluster.generate(make_request(10)))
+        await cluster.until_held(gate)
+        generating.cancel()
         status = await cluster.until_idle()
         assert (status.num_cancelled, status.num_failed, status.num_completed) == (1, 0, 0)
-        assert decode.calls["cancelled"] == decode.calls["started"] == (0 if gate == "queue" else 1)
+        calls = cluster.decode.calls
+        assert calls["cancelled"] == calls["started"] == (0 if gate == "queue" else 1)
 
 
 async def test_generate_when_a_storm_of_clients_cancels_frees_everything(cluster: TestCluster) -> None:

@@ -14,7 +14,6 @@ from common.ids import RequestId
 from common.tokens import as_tokens
 from common.wire import pack_tokens
 from kvrelay.v1 import inference_pb2, router_admin_pb2, sampling_pb2
-from router.facts import ModelFacts
 from router.fake_codec import ByteCodec
 from router.record import Job
 from router.tenants import ANYBODY, Tenant
@@ -23,7 +22,7 @@ from router.validation import MAX_RENDER_AGE_S, RequestReader
 from tests.router.fakes import (
     DECODE,
     FINGERPRINT,
-    ROOT,
+    MODEL,
     TIMEOUT_S,
     FakeWorker,
     Shape,
@@ -184,15 +183,6 @@ async def test_set_workers_with_a_bad_entry_changes_nothing(
 
 
 BEGAN_UNIX_S = 1_800_000_000
-MODEL = ModelFacts(
-    name="fake",
-    fingerprint=FINGERPRINT,
-    block_size=4,
-    vocab_size=256,
-    max_model_len=1 << 20,
-    max_decode_blocks=1 << 20,
-    root=ROOT,
-)
 TEXT = inference_pb2.GenerateRequest(text="x")
 
 

@@ -44,12 +44,18 @@ def test_accept_at_a_gap_takes_nothing() -> None:
     mine = ledger()
     with pytest.raises(EngineFault, match="jumps from token 0 to 2"):
         mine.accept([token(0), token(2)], expected=range(1))
+    with pytest.raises(EngineFault, match="jumps from token 1 to 3"):
+        mine.accept_runs([run(0, 2), run(3, 1)], expected=range(1))
     assert (mine.output(0).tolist(), mine.num_tokens) == ([], 0)
 
 
-def test_accept_of_a_sample_that_is_not_expected_is_a_fault() -> None:
+def test_accept_of_a_sample_that_is_not_expected_or_of_half_a_token_is_a_fault() -> None:
     with pytest.raises(EngineFault, match="sample 1"):
         ledger(2).accept([token(0, sample=1)], expected=range(1))
+    with pytest.raises(EngineFault, match="sample 1"):
+        ledger(2).accept_runs([run(0, 1, sample=1)], expected=range(1))
+    with pytest.raises(EngineFault, match="3 bytes"):
+        ledger().accept_runs([sampling_pb2.TokenRun(tokens=b"abc")], expected=range(1))
 
 
 def test_accept_after_the_end_drops() -> None:
@@ -57,6 +63,8 @@ def test_accept_after_the_end_drops() -> None:
     mine.accept([token(0, ends=True), token(0, sample=1)], expected=range(2))
     assert mine.accept([token(1)], expected=range(2)) == []
     assert mine.unfinished(range(2)) == [1]
+    mine.accept_runs([run(1, 2, sample=1, ends=True)], expected=range(2))
+    assert mine.accept_runs([run(3, 1, sample=1)], expected=range(2)) == mine.unfinished(range(2)) == []
 
 
 def test_gaps_are_those_of_the_first_sample() -> None:
@@ -84,27 +92,6 @@ def test_accept_runs_cuts_what_is_known() -> None:
     mine = ledger()
     assert mine.accept_runs([run(0, 3), run(1, 2), run(2, 3)], expected=range(1)) == [run(0, 3), run(3, 2)]
     assert mine.output(0).tolist() == [100, 101, 102, 103, 104]
-
-
-def test_accept_runs_at_a_gap_takes_nothing() -> None:
-    mine = ledger()
-    with pytest.raises(EngineFault, match="jumps from token 1 to 3"):
-        mine.accept_runs([run(0, 2), run(3, 1)], expected=range(1))
-    assert mine.num_tokens == 0
-
-
-def test_accept_runs_of_a_sample_that_is_not_expected_or_of_half_a_token_is_a_fault() -> None:
-    with pytest.raises(EngineFault, match="sample 1"):
-        ledger(2).accept_runs([run(0, 1, sample=1)], expected=range(1))
-    with pytest.raises(EngineFault, match="3 bytes"):
-        ledger().accept_runs([sampling_pb2.TokenRun(tokens=b"abc")], expected=range(1))
-
-
-def test_accept_runs_after_the_end_drops() -> None:
-    mine = ledger(2)
-    mine.accept_runs([run(0, 2, ends=True)], expected=range(2))
-    assert mine.accept_runs([run(2, 1)], expected=range(2)) == []
-    assert mine.unfinished(range(2)) == [1]
 
 
 @given(

@@ -26,6 +26,7 @@ from tests.router.fakes import (
     TestCluster,
     answer,
     config_with,
+    held_pair,
     make_request,
     pair,
     prompt_of,
@@ -240,16 +241,11 @@ async def test_workers_come_back_with_another_model_then_the_answer_is_not_conti
 
 
 @pytest.mark.parametrize("gate", ["token 3", "prefill"])
-async def test_client_cancels_during_recovery_then_nothing_is_left(cluster: TestCluster, gate: str) -> None:
-    (cluster.prefill if gate == "prefill" else cluster.decode).gates.close(gate)
-    if gate == "prefill":
-        cluster.decode.gates.close("fetch")
-    call = cluster.inference.Generate(make_request(10), timeout=TIMEOUT_S)
-    reading = asyncio.create_task(cluster.read(call, Reply()))
-    await (cluster.prefill if gate == "prefill" else cluster.decode).gates.reached(gate)
-    await asyncio.gather(cluster.decode.die(), cluster.prefill.die())
-    await cluster.until_queued(1)
-    call.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await reading
-    assert (await cluster.until_idle()).num_cancelled == 1
+async def test_client_cancels_during_recovery_then_nothing_is_left(gate: str) -> None:
+    async with running_cluster(*held_pair(gate)) as cluster:
+        generating = asyncio.create_task(cluster.generate(make_request(10)))
+        await cluster.until_held(gate)
+        await asyncio.gather(cluster.decode.die(), cluster.prefill.die())
+        await cluster.until_queued(1)
+        generating.cancel()
+        assert (await cluster.until_idle()).num_cancelled == 1

@@ -120,43 +120,30 @@ async def test_resumed_answer_survives_the_death_of_its_new_worker() -> None:
     assert rest_of(reply) == list(enumerate(whole))[2:]
 
 
-HALF = b"\x01\x00\x00"
-BAD = {
-    "resume.samples": [(b"", False), (b"", False)],
-    "resume.samples[0].tokens": [(pack_tokens([1, VOCAB_SIZE]), False)],
-    "resume.samples[0].is_finished": [(b"", True)],
-}
-
-
-@pytest.mark.parametrize("field", BAD)
-async def test_invalid_resume_names_its_field(field: str) -> None:
-    request = make_request(10)
-    request.sampling.seed = 1
-    for tokens, is_finished in BAD[field]:
-        request.resume.samples.add(tokens=tokens, is_finished=is_finished)
-    await refused(request, field)
-
-
-@pytest.mark.parametrize("tokens", [HALF, pack_tokens([1] * 6), pack_tokens([1] * 7)], ids=["half", "all", "more"])
-async def test_resume_with_half_a_token_or_nothing_left_is_refused(tokens: bytes) -> None:
+@pytest.mark.parametrize(
+    ("seed", "samples", "field"),
+    [
+        pytest.param(1, [(b"", False), (b"", False)], "resume.samples", id="too many samples"),
+        pytest.param(1, [(pack_tokens([1, VOCAB_SIZE]), False)], "resume.samples[0].tokens", id="no such token"),
+        pytest.param(1, [(b"\x01\x00\x00", False)], "resume.samples[0].tokens", id="half a token"),
+        pytest.param(1, [(pack_tokens([1] * 6), False)], "resume.samples[0].tokens", id="nothing left"),
+        pytest.param(1, [(pack_tokens([1] * 7), False)], "resume.samples[0].tokens", id="more than was asked for"),
+        pytest.param(1, [(b"", True)], "resume.samples[0].is_finished", id="finished without a token"),
+        pytest.param(None, [(pack_tokens([1]), False)], "sampling.seed", id="no seed"),
+    ],
+)
+async def test_invalid_resume_names_its_field(
+    cluster: TestCluster, seed: int | None, samples: list[tuple[bytes, bool]], field: str
+) -> None:
     request = make_request(10, max_tokens=6)
-    request.sampling.seed = 1
-    request.resume.samples.add(tokens=tokens)
-    await refused(request, "resume.samples[0].tokens")
-
-
-async def test_resume_without_the_seed_is_refused() -> None:
-    request = make_request(10)
-    request.resume.samples.add(tokens=pack_tokens([1]))
-    await refused(request, "sampling.seed")
-
-
-async def refused(request: inference_pb2.GenerateRequest, field: str) -> None:
-    async with running_cluster(*pair()) as cluster:
-        with pytest.raises(InvalidRequest) as caught:
-            await cluster.generate(request)
-        assert caught.value.field == field
-        assert (await run(cluster, make_request(10))).token_ids() == answer(prompt_of(10), 6)
+    if seed is not None:
+        request.sampling.seed = seed
+    for tokens, is_finished in samples:
+        request.resume.samples.add(tokens=tokens, is_finished=is_finished)
+    with pytest.raises(InvalidRequest) as caught:
+        await cluster.generate(request)
+    assert caught.value.field == field
+    assert (await run(cluster, make_request(10))).token_ids() == answer(prompt_of(10), 6)
 
 
 async def test_answer_of_another_model_is_not_resumed(cluster: TestCluster) -> None:

@@ -203,9 +203,8 @@ async def test_request_that_cannot_meet_its_objective_is_refused_when_configured
 
 
 async def test_long_cold_prompt_gives_way_to_a_short_one_that_comes_soon_after_it() -> None:
-    prefill, decode = pair()
+    prefill, decode = full_pair()
     prefill.timing = decode.timing = timing_of(s_per_prompt_token=0.01)
-    decode.report.num_free_blocks, decode.report.num_running = 0, 1
     async with running_cluster(prefill, decode, config=config_with(shed="none")) as cluster:
         replies = await cluster.queue(make_request(100), make_request(10))
         decode.set_load(num_free_blocks=64)

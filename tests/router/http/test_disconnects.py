@@ -8,7 +8,7 @@ import pytest
 
 from common.config import ConfigError
 from router.http.connections import Connections
-from tests.router.fakes import DECODE, TIMEOUT_S, FakeWorker, answer, config_with, prompt_of
+from tests.router.fakes import DECODE, TIMEOUT_S, FakeWorker, answer, config_with, held_pair, prompt_of
 from tests.router.http.clients import (
     COMPLETIONS,
     HttpCluster,
@@ -26,23 +26,14 @@ from tests.router.http.connection import GET, Connection, silence
 @pytest.mark.parametrize("is_streamed", [False, True])
 @pytest.mark.parametrize("gate", ["queue", "reserve", "prefill", "first_token", "fetch", "token 1", "token 3"])
 async def test_client_that_leaves_frees_everything(gate: str, is_streamed: bool) -> None:
-    prefill, decode = pair()
-    for worker in (prefill, decode):
-        worker.gates.close(gate)
-    if gate == "queue":
-        decode.report.num_free_blocks, decode.report.num_running = 0, 1
-    if gate in ("prefill", "first_token"):
-        decode.gates.close("fetch")  # there is nothing to fetch yet
     body = body_of(stream=is_streamed)
-    async with http_cluster(prefill, decode) as http:
+    async with http_cluster(*held_pair(gate)) as http:
         async with sent(http, head("POST", COMPLETIONS, len(body)) + body):
-            if gate == "queue":
-                await http.cluster.until_queued(1)
-            else:
-                await (prefill if gate in ("prefill", "first_token") else decode).gates.reached(gate)
+            await http.cluster.until_held(gate)
         status = await http.cluster.until_idle()
         assert (status.num_cancelled, status.num_failed, status.num_completed) == (1, 0, 0)
-        assert decode.calls["cancelled"] == decode.calls["started"] == (0 if gate == "queue" else 1)
+        calls = http.cluster.decode.calls
+        assert calls["cancelled"] == calls["started"] == (0 if gate == "queue" else 1)
         await http.until_responses(COMPLETIONS, 499)
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from common.errors import EngineFault, KvrelayError, error_classes
 from router.http.errors import error_body, kind_of
-from tests.router.fakes import config_with, prompt_of
+from tests.router.fakes import config_with, full_pair, prompt_of
 from tests.router.http.clients import CHAT, COMPLETIONS, HttpCluster, fetch, held_cluster, http_cluster, pair
 from tests.router.test_tenants import KEYS, serving
 
@@ -131,9 +131,7 @@ async def test_unknown_key_is_unauthenticated_before_the_body_is_read() -> None:
 
 
 async def test_full_queue_is_a_rate_limit_with_the_time_to_retry() -> None:
-    prefill, decode = pair()
-    decode.report.num_free_blocks, decode.report.num_running = 0, 1
-    async with http_cluster(prefill, decode, config=config_with(http_port=0, max_queued=1)) as http:
+    async with http_cluster(*full_pair(), config=config_with(http_port=0, max_queued=1)) as http:
         with pytest.raises(openai.RateLimitError) as caught:
             await http.complete(prompt=["hi", "ho"], max_tokens=1)
         headers = caught.value.response.headers
