@@ -25,7 +25,7 @@ from tests.fuzz.messages import Source
 from tests.fuzz.play import Step
 
 WORKER = "decode-0"
-"""Whom calls come from that only workers may make."""
+"""The caller of what only workers may call."""
 _INSIDERS = (Role.ROUTER, Role.WORKER, Role.CONTROLLER, Role.OPERATOR)
 _ALPHABET = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_"
 _STRANGERS = Authority.new(AUTHORITY.settings)

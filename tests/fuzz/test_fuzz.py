@@ -99,9 +99,7 @@ def test_handoff_that_stays_is_found(pull_server: Runner, monkeypatch: pytest.Mo
     assert "held" in kinds(pull_server, fetch_of_a_handoff_that_nobody_fills)
 
 
-def test_call_that_is_served_to_whoever_may_not_make_it_is_found(
-    worker: Runner, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_call_served_to_a_caller_who_may_not_make_it_is_found(worker: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
     decode_without_a_proof = bytes([*bytes(7), 255, 0])
     assert kinds(worker, decode_without_a_proof) == set()
     real = Guard._by_proof  # noqa: SLF001

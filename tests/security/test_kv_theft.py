@@ -133,7 +133,7 @@ async def test_ticket_does_not_give_others_of_the_prompts_blocks(source: Running
     await assert_denied(source, asking(source, first_two, block_hashes=hashes()[16:48]))
 
 
-async def test_stolen_ticket_serves_nobody_but_its_puller(source: RunningWorker) -> None:
+async def test_stolen_ticket_serves_only_its_puller(source: RunningWorker) -> None:
     await assert_denied(source, asking(source, ROUTER(right_to(source))), caller="decode-0")
 
 

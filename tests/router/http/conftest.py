@@ -4,7 +4,8 @@ from collections.abc import AsyncIterator
 
 import pytest_asyncio
 
-from tests.router.http.clients import HttpCluster, http_cluster, pair
+from tests.router.fakes import pair
+from tests.router.http.clients import HttpCluster, http_cluster
 
 
 @pytest_asyncio.fixture

@@ -8,7 +8,7 @@ import pytest
 
 from common.config import ConfigError
 from router.http.connections import Connections
-from tests.router.fakes import DECODE, TIMEOUT_S, FakeWorker, answer, config_with, held_pair, prompt_of
+from tests.router.fakes import DECODE, TIMEOUT_S, FakeWorker, answer, config_with, held_pair, pair, prompt_of
 from tests.router.http.clients import (
     COMPLETIONS,
     HttpCluster,
@@ -17,7 +17,6 @@ from tests.router.http.clients import (
     head,
     held_cluster,
     http_cluster,
-    pair,
     sent,
 )
 from tests.router.http.connection import GET, Connection, silence

@@ -8,8 +8,8 @@ import pytest
 
 from common.errors import EngineFault, KvrelayError, error_classes
 from router.http.errors import error_body, kind_of
-from tests.router.fakes import config_with, full_pair, prompt_of
-from tests.router.http.clients import CHAT, COMPLETIONS, HttpCluster, fetch, held_cluster, http_cluster, pair
+from tests.router.fakes import config_with, full_pair, pair, prompt_of
+from tests.router.http.clients import CHAT, COMPLETIONS, HttpCluster, fetch, held_cluster, http_cluster
 from tests.router.test_tenants import KEYS, serving
 
 TURN: Any = {"messages": [{"role": "user", "content": "hi"}]}

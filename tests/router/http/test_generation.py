@@ -7,8 +7,8 @@ from typing import Any
 import openai
 import pytest
 
-from tests.router.fakes import DECODE, PREFILL, TIMEOUT_S, FakeWorker, answer, config_with, prompt_of, sent_prompt
-from tests.router.http.clients import API_KEY, COMPLETIONS, HttpCluster, fetch, http_cluster, pair
+from tests.router.fakes import DECODE, PREFILL, TIMEOUT_S, FakeWorker, answer, config_with, pair, prompt_of, sent_prompt
+from tests.router.http.clients import API_KEY, COMPLETIONS, HttpCluster, fetch, http_cluster
 
 pytestmark = pytest.mark.filterwarnings("error")
 MESSAGES: Any = [
