@@ -19,7 +19,7 @@ from tests.builders import (
     served,
     submit,
 )
-from tests.engine.overlap import Spy, ending_request, step, step_until_flight_knows
+from tests.engine.overlap import ending_request, spied, step, step_until_flight_knows
 
 
 @pytest.mark.parametrize("ending", ["stop token", "stop string", "cancel"])
@@ -66,8 +66,7 @@ def test_block_is_published_once_all_its_tokens_are_known_and_computed() -> None
 
 
 def test_page_exhaustion_by_a_pending_token_takes_all_steps_then_preempts() -> None:
-    core = make_core(num_blocks=6)
-    spy = Spy(core)
+    core, spy = spied(num_blocks=6)
     requests = [make_request([i] * (2 * BLOCK_SIZE - 1), max_tokens=10, ignore_eos=True) for i in range(3)]
     collectors = [submit(core, request)[1] for request in requests]
     while core.load().num_preemptions == 0:
@@ -104,8 +103,7 @@ def test_prompt_whose_pages_a_puller_reads_is_not_preempted() -> None:
 
 
 def test_progress_of_a_prompt_covers_only_kv_that_exists() -> None:
-    core = make_core(max_step_tokens=8)
-    spy = Spy(core)
+    core, spy = spied(max_step_tokens=8)
     prompt = list(range(30))
     seen: list[int] = []
 
