@@ -93,8 +93,7 @@ def simulate(
     from common.slo import Slo
     from measure.simulate.comparison import Comparison
     from measure.simulate.replay import ReplaySettings
-    from measure.simulate.report import write_report
-    from measure.simulate.tables import comparison_table
+    from measure.simulate.report import comparison_table, write_report
 
     num_prefill, num_decode = _workers(workers, aggregated=aggregated)
     comparison = Comparison(

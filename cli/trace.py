@@ -43,8 +43,7 @@ def stats(
 
     Caches evict the least recently used blocks, of one prompt its end first.
     """  # noqa: D301 - \b marks a preformatted block
-    from measure.simulate.tables import placement_line, stats_table
-    from measure.workload.trace_stats import round_robin_hits, sticky_hits, trace_stats
+    from measure.workload.trace_stats import placement_line, round_robin_hits, stats_table, sticky_hits, trace_stats
     from measure.workload.traces import read_trace
 
     trace = read_trace(path, block_size=trace_block_size)

@@ -4,13 +4,11 @@ import itertools
 from collections.abc import Iterator, Sequence
 from operator import attrgetter
 
-from measure.experiment.analysis import ArmFinding, Balance, Findings, Ranking
+from measure.experiment.analysis import ArmFinding, Balance, Findings, Limit, Ranking
 from measure.experiment.curves import Reading
-from measure.experiment.limits import Limit
-from measure.experiment.payoff import Payoff, Reached, Verdict
+from measure.experiment.payoff import KNEE_SHARE, Payoff, Reached, Verdict
 from measure.experiment.phrases import change, change_value, listed, ranged, rate, reach_text, workers
 from measure.experiment.points import Source
-from measure.experiment.reach import KNEE_SHARE
 from measure.figures import ALL
 from measure.pages.wording import duration, number, percent
 

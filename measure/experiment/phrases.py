@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable
 
-from measure.experiment.reach import LoadReach
+from measure.experiment.payoff import LoadReach
 from measure.load.estimates import Estimate
 from measure.pages.wording import number
 

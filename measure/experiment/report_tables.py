@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from urllib.parse import quote
 
 from measure.experiment.analysis import ArmFinding, Findings
-from measure.experiment.points import Point
-from measure.experiment.store import Cell, Store
+from measure.experiment.points import Cell, Point
+from measure.experiment.store import Store
 from measure.figures import Percentiles
 from measure.pages.page import Panel, Section, Table
 from measure.pages.wording import duration, number, percent

@@ -14,9 +14,9 @@ from typing import Protocol
 
 from measure.experiment.arms import ArmPlan
 from measure.experiment.capacity import ArmCapacity
-from measure.experiment.points import Point, Source
+from measure.experiment.points import Cell, Point, Source
 from measure.experiment.spec import Order
-from measure.experiment.store import Cell, Store
+from measure.experiment.store import Store
 
 Report = Callable[[str], None]
 Measure = Callable[[Cell, Path], Point]

@@ -6,9 +6,8 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 
-from measure.experiment.analysis import ArmFinding, Findings
-from measure.experiment.limits import Limit as Cause
-from measure.experiment.limits import diagnose
+from measure.experiment.analysis import ArmFinding, Findings, diagnose
+from measure.experiment.analysis import Limit as Cause
 from measure.experiment.looks import bar_color
 from measure.experiment.phrases import reach_text
 from measure.experiment.points import Source

@@ -11,39 +11,21 @@ DIR/arms/ARM/                   serving.yaml and logs of its cluster, timing mod
 DIR/report.html
 """
 
-import hashlib
 import json
-import re
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter
 
 from measure.experiment.capacity import ArmCapacity
-from measure.experiment.points import Point, Source
+from measure.experiment.points import Cell, Point, Source, slug
 from measure.simulate.records import write_json
 
 _POINT = TypeAdapter(Point)
 _CAPACITY = TypeAdapter(ArmCapacity)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cell:
-    """One run of an arm under a load."""
-
-    arm: str
-    """Name of the arm."""
-    load: float
-    """Mean requests per second."""
-    repeat: int
-
-    @property
-    def name(self) -> str:
-        """Name of its folder, unique and fit for a file system."""
-        return f"{slug(self.arm)}@{self.load:.6g}-r{self.repeat}"
 
 
 class Store:
@@ -130,14 +112,6 @@ class Store:
         """Yield a line for each cell that failed."""
         for path in sorted(self.out.glob("*/*/failure.txt")):
             yield f"{path.parent.name}: {path.read_text(encoding='utf-8').strip()}"
-
-
-def slug(text: str) -> str:
-    """Return a name that is fit for a file system; different texts have different names."""
-    if re.fullmatch(r"[A-Za-z0-9+_=][A-Za-z0-9.=+_ -]*", text):
-        return text.replace(" ", ",")
-    clean = re.sub(r"[^A-Za-z0-9=+_]+", "-", text).strip("-")
-    return f"{clean},{hashlib.blake2b(text.encode(), digest_size=4).hexdigest()}"
 
 
 def _read_point(path: Path) -> Point:

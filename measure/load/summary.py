@@ -9,27 +9,7 @@ from dataclasses import dataclass, field
 from common.slo import Slo
 from measure.load.estimates import Distribution, Estimate
 from measure.load.records import RunInfo
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Window:
-    """The counted part of a run: requests that were due in it count."""
-
-    start_s: float
-    """End of the warm-up."""
-    end_s: float
-    """Due time of the last counted request."""
-    rates_end_s: float
-    """End of the time that rates are over: `end_s`, or the last answer where answers take longer than the arrivals."""
-    num_counted: int
-    num_before: int
-    num_after: int
-    rule: str
-
-    @property
-    def duration_s(self) -> float:
-        """Time that rates are divided by."""
-        return self.rates_end_s - self.start_s
+from measure.load.window import Steadiness, Window
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,20 +142,6 @@ class FailureCount:
     error: str
     """Class and message of the first of them; those of the others may differ in ids and numbers."""
     num_requests: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Steadiness:
-    """Whether the system kept up: the last third of the window compared with the first."""
-
-    is_steady: bool
-    backlog_early: float
-    """Mean number of open requests (due, not ended) in the first third."""
-    backlog_late: float
-    e2e_growth: Estimate | None
-    """Ratio of the median E2E of the last third to that of the first; None with too few requests."""
-    arrival_growth: float
-    """Ratio of the arrivals of the last third to those of the first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,9 +8,9 @@ from contextlib import suppress
 from cluster.planner.observation import Observation, ObservedWorker, Pool
 from cluster.planner.plan import Planner
 from common.demand import Demand, merge_demands
-from measure.simulate.elasticity import Elasticity, PlanNote
 from measure.simulate.loop import VirtualLoop
 from measure.simulate.pools import PoolSlot, SimPools
+from measure.simulate.records import Elasticity, PlanNote
 from router.parts import RouterParts
 
 _GUESSED_DRAIN_S = 5.0

@@ -11,8 +11,7 @@ from typing import Any, NoReturn
 import grpc
 
 from measure.simulate.client_call import ClientCall
-from measure.simulate.messages import EOF, HANDLER_CANCELLED, OK, HalfClose, Inbox, Status
-from measure.simulate.wire import Wire
+from measure.simulate.wire import EOF, HANDLER_CANCELLED, OK, HalfClose, Inbox, Status, Wire
 
 
 class ServerCall(grpc.aio.ServicerContext[Any, Any]):

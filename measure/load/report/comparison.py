@@ -12,7 +12,7 @@ from measure.load.comparison import Comparison, Row, Unit, compare
 from measure.load.estimates import Estimate
 from measure.load.records import Run
 from measure.load.report.columns import Columns, Measure, columns_of, open_requests, rolling_curves
-from measure.load.report.phases import phases_figure
+from measure.load.report.handoff import phases_figure
 from measure.load.summary import Summary
 from measure.load.tables import UNKNOWN
 from measure.pages import axes

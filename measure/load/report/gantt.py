@@ -9,7 +9,7 @@ import numpy as np
 from common.slo import Slo
 from measure.load.records import RequestRecord
 from measure.load.report.columns import Columns, Floats
-from measure.load.report.phases import Span, hover_text, spans_of
+from measure.load.report.handoff import Span, hover_text, spans_of
 from measure.pages.axes import RUN_TIME, Axis
 from measure.pages.figures import Frame, compact, new_figure
 from measure.pages.page import Absent, Panel

@@ -14,9 +14,8 @@ from common.errors import DeadlineExceeded, InvalidRequest, KvrelayError, Unknow
 from kvrelay.client.records import ChatMessage
 from kvrelay.client.tls import resolve
 from measure.load.records import PoolSample
-from measure.load.targets.completion import CompletionReader, SseReader
+from measure.load.targets.completion import CompletionReader, SseReader, error_of
 from measure.load.targets.exposition import pool_sample
-from measure.load.targets.http_errors import error_of
 from measure.load.targets.interface import (
     ChunkSink,
     Feature,

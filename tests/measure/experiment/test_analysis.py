@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from measure.experiment.analysis import Findings, analyze
+from measure.experiment.analysis import Findings, Limit, analyze, first_limit
 from measure.experiment.answers import agreement, answers_of
 from measure.experiment.curves import curves_of, dispersion_of
-from measure.experiment.limits import Limit, first_limit
 from measure.experiment.payoff import Verdict
 from measure.experiment.points import MeanUnit, Point, Source
 from tests.measure.experiment.builders import LOADS, NUM_REQUESTS, make_arm, make_point, served_up_to

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from measure.experiment.points import Point, Source
+from measure.experiment.points import Cell, Point, Source, slug
 from measure.experiment.runner import CellFailed, Countdown, ResultKeeper, cell_order, run_cells, span
 from measure.experiment.search import find_capacities
 from measure.experiment.spec import CapacitySpec, Order
-from measure.experiment.store import Cell, Store, slug
+from measure.experiment.store import Store
 from tests.measure.experiment.builders import FakeBench, make_arm, make_plan, make_point
 
 ARMS = ("one", "two")

@@ -6,10 +6,8 @@ import pytest
 
 from common.config import parse_config
 from common.slo import Slo
-from measure.experiment.points import Arm, Point
-from measure.experiment.simulated import Simulation, simulate_point
-from measure.experiment.store import Cell
-from measure.experiment.users import WARM_UP, Users
+from measure.experiment.points import Arm, Cell, Point
+from measure.experiment.simulated import WARM_UP, Simulation, Users, simulate_point
 from measure.load.records import Outcome
 from measure.simulate.cluster import run
 from measure.simulate.records import Arrival, SimRun

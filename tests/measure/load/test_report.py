@@ -11,8 +11,8 @@ import pytest
 from common.slo import Slo
 from measure.load.measures import summarize
 from measure.load.records import Outcome, RequestRecord, Run, ServerReport
+from measure.load.report.handoff import lengths_of, spans_of
 from measure.load.report.page import report_page, write_report
-from measure.load.report.phases import lengths_of, spans_of
 from measure.pages.page import Absent, Page, Panel, Tone, render_page
 from measure.pages.theme import Phase
 from tests.measure.load.made_runs import make_request
