@@ -133,13 +133,8 @@ class Experiment:
         return cell_order(names, self.spec.loads, repeats=self.spec.repeats, order=self.spec.order)
 
     def claim(self, store: Store) -> None:
-        """Claim the folder for this experiment. Raises ExperimentError when it holds results of other settings."""
-        changed = store.claim(self.fingerprint())
-        if changed:
-            raise ExperimentError(
-                f"{store.out} holds results of other settings ({', '.join(changed)} differ);"
-                " name another folder with --out, or replace them with --again"
-            )
+        """Claim the folder for this experiment. Raises OtherSettings when it holds results of other settings."""
+        store.claim(self.fingerprint())
         store.keep_file(self.path)
 
     def fingerprint(self) -> dict[str, Any]:

@@ -4,6 +4,7 @@ Real and simulated arms differ only in the `Bench` that measures them. Finished 
 the running one and leaves nothing behind. When a cell fails or an arm does not start, the others go on.
 """
 
+import shutil
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -124,13 +125,15 @@ class ResultKeeper:
 
     def measure(self, cell: Cell, measure: Measure) -> Point:
         """Run a cell and keep its point; an interrupted cell leaves nothing. Raises CellFailed."""
-        folder = self._store.begin(self._source, cell)
+        folder = self._store.folder(self._source, cell)
+        shutil.rmtree(folder, ignore_errors=True)  # files of earlier tries
+        folder.mkdir(parents=True)
         try:
             point = measure(cell, folder)
         except CellFailed:
             raise
         except BaseException:
-            self._store.drop(self._source, cell)
+            shutil.rmtree(folder)
             raise
         self._store.keep(self._source, cell, point)
         return point
@@ -140,9 +143,11 @@ class ResultKeeper:
         self._store.keep_capacity(capacity)
 
     def give_up(self, cell: Cell, reason: str) -> None:
-        """Note why a cell has no point."""
+        """Note why a cell has no point; the next run tries it again."""
         self._failures.append(Failure(cell=cell, reason=reason))
-        self._store.keep_failure(self._source, cell, reason)
+        folder = self._store.folder(self._source, cell)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "failure.txt").write_text(reason + "\n", encoding="utf-8")
         self.report(f"{cell.name} FAILED: {reason}")
 
 

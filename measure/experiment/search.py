@@ -18,7 +18,7 @@ from measure.experiment.runner import ArmFailed, Bench, CellFailed, Measure, Rep
 from measure.experiment.simulated import SimulatedBench
 from measure.experiment.spec import CapacitySpec
 from measure.experiment.store import Store
-from measure.simulate.comparison import in_processes
+from measure.simulate.store import in_processes
 
 
 def find_capacities(

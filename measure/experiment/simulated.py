@@ -24,8 +24,9 @@ from measure.experiment.runner import Measure
 from measure.experiment.spec import ExperimentError, ExperimentSpec
 from measure.load.records import RequestRecord
 from measure.simulate.cluster import run
-from measure.simulate.records import Arrival, ClusterShape, NetworkShape, SimRun, SimSettings, write_requests
+from measure.simulate.records import Arrival, ClusterShape, NetworkShape, SimRun, SimSettings
 from measure.simulate.roofline import Hardware, UnknownHardware
+from measure.simulate.store import write_requests
 from measure.simulate.timing import TimingFileError
 from measure.workload.content import ContentWriter
 from measure.workload.sessions import Segment, Session, Turn, Workload

@@ -13,7 +13,7 @@ from measure.pages.axes import Axis, Scale, Unit
 from measure.pages.distributions import Sample, ecdf_figure
 from measure.pages.figures import Curve, Frame, LimitLine, compact, line_figure, new_figure, plain
 from measure.pages.theme import colors_of, dash_of, symbol_of
-from measure.simulate.replay import CellResult
+from measure.simulate.comparison import CellResult
 from measure.simulate.results import num_cached
 
 _LOAD_BINS = 60

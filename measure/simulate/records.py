@@ -1,13 +1,9 @@
 """Input and output of a simulation."""
 
-import json
 import re
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-
-from pydantic import TypeAdapter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from cluster.planner.observation import Pool
 from cluster.planner.plan import Planner, PoolSizes, ScalingPlan
@@ -217,31 +213,3 @@ class SimRun:
     """Real time of the run."""
     choice_s: Sequence[float]
     """Real time of each choice of a plan."""
-
-
-def write_requests(path: Path, requests: Iterable[RequestRecord]) -> None:
-    """Write a line of JSON for each request. Of an answer's pieces only the first and the last are kept."""
-    with path.open("wb") as file:
-        for request in requests:
-            num_tokens = request.num_output_tokens
-            if num_tokens > 2:
-                ends = request.chunk_s[0], request.chunk_s[-1]
-                request = replace(request, chunk_s=ends, chunk_tokens=(1, num_tokens - 1))
-            file.write(_RECORD.dump_json(request, exclude_defaults=True) + b"\n")
-
-
-def read_requests(path: Path) -> Iterator[RequestRecord]:
-    """Yield the requests of a file. Raises OSError, ValueError."""
-    with path.open("rb") as file:
-        yield from map(_RECORD.validate_json, file)
-
-
-def write_json(path: Path, value: object) -> None:
-    """Write a file atomically: readers find all of it or nothing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_suffix(".part")
-    scratch.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
-    scratch.replace(path)
-
-
-_RECORD = TypeAdapter(RequestRecord)

@@ -9,9 +9,8 @@ from rich.table import Table
 
 from measure.pages.page import Listing, Page, Panel, Section, Width, write_page
 from measure.simulate import plots
-from measure.simulate.comparison import Comparison
-from measure.simulate.records import read_requests
-from measure.simulate.replay import REQUESTS_FILE, CellResult
+from measure.simulate.comparison import REQUESTS_FILE, CellResult, Comparison
+from measure.simulate.store import read_requests
 
 _COLUMNS = (
     "policy",
