@@ -181,8 +181,21 @@ def analyze(
             )
             for curve in ours
         ]
-        if arms:
-            found.append(_findings(arms, source=source, share=share, kinds=kinds, unit=unit))
+        if not arms:
+            continue
+        findings = tuple(_finding(each, arms, share=share) for each in arms)
+        found.append(
+            Findings(
+                source=source,
+                share=share,
+                kinds=kinds,
+                unit=unit,
+                arms=findings,
+                rankings=tuple(_rankings(findings)),
+                payoffs=payoffs_of(arms),
+                balance=_balance(findings),
+            )
+        )
     return tuple(found)
 
 
@@ -190,22 +203,6 @@ def _place(curve: Curve) -> tuple[bool, int, bool, int, str]:
     """Return the sort key of an arm."""
     arm = curve.arm
     return arm.is_external, arm.num_workers, arm.num_prefill == 0, arm.num_prefill, arm.name
-
-
-def _findings(
-    arms: Sequence[Reached], *, source: Source, share: float, kinds: tuple[str, ...], unit: MeanUnit
-) -> Findings:
-    findings = tuple(_finding(each, arms, share=share) for each in arms)
-    return Findings(
-        source=source,
-        share=share,
-        kinds=kinds,
-        unit=unit,
-        arms=findings,
-        rankings=tuple(_rankings(findings)),
-        payoffs=payoffs_of(arms),
-        balance=_balance(findings),
-    )
 
 
 def _finding(arm: Reached, others: Sequence[Reached], *, share: float) -> ArmFinding:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from measure.experiment.capacity import ArmCapacity, ProbedLoad, crossing, crossing_draws, crossing_interval, tally
-from measure.experiment.curves import Curve, Draws, Reading, goodput_draws, interval
+from measure.experiment.capacity import ArmCapacity, ProbedLoad, crossing, crossing_draws, tally
+from measure.experiment.curves import Curve, Draws, Reading, goodput_draws
 from measure.experiment.points import Arm
 from measure.experiment.spec import CapacitySpec
 from measure.load.estimates import CONFIDENCE, Estimate
@@ -63,12 +63,12 @@ def reach_of(
     spec = CapacitySpec(share=share, kinds=kinds)
     probes = _probes(curve, spec) if found is None else found.probes
     draws = crossing_draws(probes, share, seed=curve.seed, dispersion=curve.dispersion)
-    low, high = crossing_interval(draws)
     load = crossing(probes, share)
+    bounds = Estimate.around(load, draws)
     return LoadReach(
         load=load,
-        low=min(low, load, probes[-1].load),
-        high=None if math.isinf(max(high, load)) else max(high, load),
+        low=min(bounds.low, probes[-1].load),
+        high=None if math.isinf(bounds.high) else bounds.high,
         num_units=num_units,
         highest=probes[-1].load,
         draws=draws,
@@ -184,7 +184,7 @@ def _payoff(num_workers: int, split: Reached, whole: Reached) -> Payoff:
     draws = gain_draws(split.reach, whole.reach)
     ratio = None
     if split.reach.is_bracketed and whole.reach.is_bracketed:
-        estimate = interval(split.reach.load / whole.reach.load, np.exp(draws))
+        estimate = Estimate.around(split.reach.load / whole.reach.load, np.exp(draws))
         ratio = estimate if estimate.low > 0 and estimate.high < math.inf else None
     return Payoff(
         num_workers=num_workers,
@@ -202,7 +202,7 @@ def _at_loads(split: Curve, whole: Curve) -> Iterable[AtLoad]:
         if other is not None:
             draws = _goodput_draws(split, reading) - _goodput_draws(whole, other)
             difference = reading.goodput.value - other.goodput.value
-            yield AtLoad(load=reading.load, difference=interval(difference, draws), verdict=Verdict.of(draws))
+            yield AtLoad(load=reading.load, difference=Estimate.around(difference, draws), verdict=Verdict.of(draws))
 
 
 def _goodput_draws(curve: Curve, reading: Reading) -> Draws:

@@ -22,7 +22,7 @@ from measure.load.estimates import Distribution, Estimate, Floats, Resampler
 from measure.load.measures import latency_values
 from measure.load.records import RequestRecord, Run
 from measure.load.summary import Summary
-from measure.load.tables import UNKNOWN, UNSURE, between, plain_table
+from measure.load.tables import UNKNOWN, UNSURE, plain_table
 from measure.load.window import Window, counted
 from measure.pages.wording import count, duration, number, percent
 
@@ -63,8 +63,18 @@ class Row:
         cell = self.cells[place]
         if cell is None or cell.change is None:
             return False
-        same = 0.0 if self.unit is Unit.SHARE else 1.0
-        return not cell.change.low <= same <= cell.change.high
+        return not cell.change.low <= self._same <= cell.change.high
+
+    def verdict(self, place: int) -> bool | None:
+        """Return whether a run is better than the first; None where the change may be chance."""
+        cell = self.cells[place]
+        if cell is None or cell.change is None or not self.is_significant(place):
+            return None
+        return (cell.change.value > self._same) == self.more_is_better
+
+    @property
+    def _same(self) -> float:
+        return 0.0 if self.unit is Unit.SHARE else 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +85,11 @@ class Comparison:
     rows: tuple[Row, ...]
     is_paired: tuple[bool, ...]
     """Whether each run sent the same requests as the first."""
+
+    def pairing(self, names: Sequence[str]) -> str:
+        """Return in words which of the runs are compared request by request with the first."""
+        paired = [name for name, is_paired in zip(names[1:], self.is_paired[1:], strict=True) if is_paired]
+        return f"Compared request by request: {', '.join(paired)}." if paired else "The runs sent different requests."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,40 +238,40 @@ def _legend(comparison: Comparison, letters: Sequence[str], names: Sequence[str]
 
 def _notes(comparison: Comparison, letters: Sequence[str]) -> Iterator[Text]:
     """Yield how to read the figures, and the warnings of every run."""
-    paired = [letter for letter, is_paired in zip(letters[1:], comparison.is_paired[1:], strict=True) if is_paired]
     yield Text(
         "×1.2 [1.1 – 1.3]: the ratio and its 95 % interval (pt: difference in points). Coloured: equal runs would"
         " differ this much in fewer than 1 of 20 cases; 1 of 20 rows is coloured by chance. Intervals do not cover"
         " differences between runs at different times.",
         style="dim",
     )
-    how = f"Compared request by request: {', '.join(paired)}." if paired else "The runs sent different requests."
-    yield Text(how, style="dim")
+    yield Text(comparison.pairing(letters), style="dim")
     for letter, summary in zip(letters, comparison.summaries, strict=True):
         for warning in summary.warnings:
             yield Text(f"! {letter}: {warning}", style=_CAUTION)
 
 
 def _comparison_cells(row: Row) -> Iterator[Text]:
-    write = {Unit.SECONDS: duration, Unit.PER_S: number, Unit.SHARE: percent}[row.unit]
     for place, cell in enumerate(row.cells):
-        if cell is None:
-            yield Text(UNKNOWN)
-        else:
-            yield Text(f"{'' if cell.is_sufficient else UNSURE}{write(cell.value.value)}")
+        yield Text(value_text(row, cell))
         if place:
-            yield _change_text(row, place, cell.change if cell is not None else None)
+            how = row.verdict(place)
+            yield Text(change_text(row, cell, "[{} – {}]"), style={None: "", True: _BETTER, False: _WORSE}[how])
 
 
-def _change_text(row: Row, place: int, change: Estimate | None) -> Text:
-    if change is None:
-        return Text(UNKNOWN)
+def value_text(row: Row, cell: Cell | None) -> str:
+    """Return the value of a run in words, marked where too few requests lie beyond it."""
+    if cell is None:
+        return UNKNOWN
+    write = {Unit.SECONDS: duration, Unit.PER_S: number, Unit.SHARE: percent}[row.unit]
+    return f"{'' if cell.is_sufficient else UNSURE}{write(cell.value.value)}"
+
+
+def change_text(row: Row, cell: Cell | None, bounds: str) -> str:
+    """Return a change in words: a ratio, or a difference in points, with its interval in the form of `bounds`."""
+    if cell is None or cell.change is None:
+        return UNKNOWN
     if row.unit is Unit.SHARE:
-        text = f"{100 * change.value:+.1f} [{100 * change.low:+.1f} – {100 * change.high:+.1f}] pt"
-        is_more = change.value > 0
-    else:
-        text = f"×{number(change.value)} [{between(change, number)}]"
-        is_more = change.value > 1
-    if not row.is_significant(place):
-        return Text(text)
-    return Text(text, style=_BETTER if is_more == row.more_is_better else _WORSE)
+        points = cell.change.scaled(100)
+        return f"{points.value:+.1f} {bounds.format(f'{points.low:+.1f}', f'{points.high:+.1f}')} pt"
+    change = cell.change
+    return f"×{number(change.value)} {bounds.format(number(change.low), number(change.high))}"
