@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from measure.experiment.analysis import ArmFinding, Findings
 from measure.experiment.points import Arm, Source
-from measure.pages.theme import GREY, PALETTE, PURPLE
+from measure.pages.theme import PALETTE
 
 MAX_ARMS = 8
 """Number of curves that can be told apart."""
@@ -48,13 +48,6 @@ def shown_arms(findings: Sequence[Findings]) -> tuple[Shown, ...]:
 def is_thinned(findings: Sequence[Findings]) -> bool:
     """Return whether some arms are left out of the curves."""
     return any(len(_chosen(each)) < len(each.arms) for each in findings)
-
-
-def bar_color(arm: Arm) -> str:
-    """Return the colour of an arm's bar: split, aggregated or external."""
-    if arm.is_external:
-        return PURPLE
-    return PALETTE[0] if arm.num_prefill else GREY
 
 
 def _chosen(findings: Findings) -> tuple[ArmFinding, ...]:

@@ -8,12 +8,11 @@ import heapq
 import math
 import statistics
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 from common.config import PoolConfig, ServingConfig
 from common.slo import Slo
@@ -39,19 +38,17 @@ _ANSWERS = 1 << 62
 """First number of the answers' contents, above those of any workload."""
 
 
-class Writer(Protocol):
-    """Turns contents into tokens; see `measure.workload.content.ContentWriter`."""
-
-    def tokens(self, segments: Sequence[Segment]) -> "array[int]":
-        """Return the tokens of consecutive segments."""
-        ...
-
-
 class Users:
     """All users of one simulated run. Iterate over `arrivals` once."""
 
     def __init__(
-        self, workload: Workload, writer: Writer, *, slo: Slo, warm_up_s: float = 0.0, max_tokens: int | None = None
+        self,
+        workload: Workload,
+        writer: ContentWriter,
+        *,
+        slo: Slo,
+        warm_up_s: float = 0.0,
+        max_tokens: int | None = None,
     ) -> None:
         """`max_tokens`: limit that every request states, all that a router knows; None: the answer's length."""
         self.last_start_s = 0.0

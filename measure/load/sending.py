@@ -4,7 +4,7 @@ import asyncio
 from dataclasses import dataclass
 
 from common.clock import Clock
-from common.errors import DeadlineExceeded, KvrelayError, Overloaded
+from common.errors import KvrelayError
 from measure.load.records import Outcome, RequestRecord, ServerReport
 from measure.load.targets.interface import PreparedCall, TargetAnswer, TargetRequest
 from measure.workload.sessions import Session
@@ -63,7 +63,10 @@ async def send(request: PreparedRequest, *, due_s: float, clock: Clock, origin_s
     except asyncio.CancelledError:
         outcome = Outcome.CANCELLED
     except KvrelayError as failure:
-        outcome, error = _outcome(failure, log), f"{type(failure).__name__}: {failure.message}"
+        outcome, error = (
+            Outcome.of(failure, has_tokens=bool(log.num_tokens)),
+            f"{type(failure).__name__}: {failure.message}",
+        )
     end_s = clock.monotonic() - origin_s
     num_counted = answer.num_output_tokens if answer is not None else None
     num_prompt_tokens = answer.num_prompt_tokens if answer is not None else None
@@ -97,11 +100,3 @@ def settled(counts: list[int], num_counted: int | None) -> tuple[int, ...]:
         return tuple(counts)
     share, rest = divmod(num_counted, len(counts))
     return tuple(share + (position < rest) for position in range(len(counts)))
-
-
-def _outcome(failure: KvrelayError, log: ChunkLog) -> Outcome:
-    if isinstance(failure, DeadlineExceeded):
-        return Outcome.TIMED_OUT
-    if isinstance(failure, Overloaded) and not log.num_tokens:
-        return Outcome.REFUSED
-    return Outcome.FAILED

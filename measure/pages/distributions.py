@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from measure.pages.axes import Axis, Scale, Unit
-from measure.pages.figures import Floats, Frame, Numbers, compact, new_figure, plain, ticks_of
-from measure.pages.theme import BUTTONS, PALETTE
+from measure.pages.figures import Floats, Frame, Numbers, buttons_menu, compact, new_figure, plain, ticks_of
+from measure.pages.theme import PALETTE
 
 MAX_CURVE_POINTS = 900
 EXACT_TAIL_POINTS = 300
@@ -142,25 +142,16 @@ def _tail_axis(num_values: int) -> dict[str, Any]:
 
 def _buttons(heights: dict[View, list[Floats]], axes: dict[View, dict[str, Any]], view: View) -> dict[str, Any]:
     labels = {View.EVEN: "all", View.TAIL: "tail"}
-    return {
-        "type": "buttons",
-        "direction": "right",
-        "active": list(View).index(view),
-        "buttons": [
-            {
-                "label": labels[each],
-                "method": "update",
-                "args": [
-                    {"y": [np.round(height, 5).tolist() for height in heights[each]]},
-                    {f"yaxis.{key}": value for key, value in axes[each].items()},
-                ],
-            }
-            for each in View
-        ],
-        "x": 1,
-        "xanchor": "right",
-        "y": 0,
-        "yanchor": "top",
-        "pad": {"t": 34},
-        **BUTTONS,
-    }
+    buttons = [
+        {
+            "label": labels[each],
+            "method": "update",
+            "args": [
+                {"y": [np.round(height, 5).tolist() for height in heights[each]]},
+                {f"yaxis.{key}": value for key, value in axes[each].items()},
+            ],
+        }
+        for each in View
+    ]
+    place = {"x": 1, "xanchor": "right", "y": 0, "yanchor": "top", "pad": {"t": 34}}
+    return buttons_menu(buttons, active=list(View).index(view), **place)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import cache
 
 from common.block_hash import hash_blocks
-from common.errors import DeadlineExceeded, KvrelayError, Overloaded, Refused
+from common.errors import KvrelayError, Overloaded, Refused
 from common.ids import RequestId, mint_request_id
 from common.lifecycle import LifeCycle
 from common.sampling import SamplingParams
@@ -80,7 +80,7 @@ class SimClient:
             chunk_s=chunk_s,
             chunk_tokens=_ones(len(chunk_s)),
             end_s=self._now_s(),
-            outcome=_outcome(failure, has_tokens=bool(chunk_s)),
+            outcome=Outcome.of(failure, has_tokens=bool(chunk_s)),
             error="" if failure is None else f"{type(failure).__name__}: {failure.message}",
             num_prompt_tokens=len(arrival.prompt),
             num_wanted_tokens=arrival.num_output_tokens,
@@ -180,17 +180,6 @@ class _Reply:
 def _ones(length: int) -> tuple[int, ...]:
     """Return a tuple of ones, shared by all answers of a length."""
     return (1,) * length
-
-
-def _outcome(failure: KvrelayError | None, *, has_tokens: bool) -> Outcome:
-    match failure:
-        case None:
-            return Outcome.COMPLETED
-        case DeadlineExceeded():
-            return Outcome.TIMED_OUT
-        case Overloaded() if not has_tokens:
-            return Outcome.REFUSED
-    return Outcome.FAILED
 
 
 Progress = Callable[[int], None]
