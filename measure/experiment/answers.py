@@ -7,10 +7,10 @@ from operator import attrgetter
 from measure.experiment.analysis import ArmFinding, Balance, Findings, Limit, Ranking
 from measure.experiment.curves import Reading
 from measure.experiment.payoff import KNEE_SHARE, Payoff, Reached, Verdict
-from measure.experiment.phrases import change, change_value, listed, ranged, rate, reach_text, workers
+from measure.experiment.phrases import change, change_value, listed, ranged, rate, reach_text
 from measure.experiment.points import Source
 from measure.figures import ALL
-from measure.pages.wording import duration, number, percent
+from measure.pages.wording import count, duration, number, percent
 
 Answer = tuple[str, str]
 """A question and its answer."""
@@ -49,7 +49,7 @@ def _does_it_pay(findings: Findings) -> Iterator[Answer]:
             better, worse = _by_verdict(payoff, after.verdict)
             yield (
                 "Where is the line?",
-                f"With {workers(payoff.num_workers)}, {worse} is ahead at {number(before.load)}/s"
+                f"With {count(payoff.num_workers, 'worker')}, {worse} is ahead at {number(before.load)}/s"
                 f" (by {rate(abs(before.difference.value))}) and {better} at {number(after.load)}/s"
                 f" (by {rate(abs(after.difference.value))}): the line is between these loads.",
             )
@@ -61,11 +61,11 @@ def _paying(payoff: Payoff, findings: Findings) -> str:
     bound = f"with {percent(findings.share, 0)} good requests"
     match payoff.verdict:
         case Verdict.MORE:
-            text = f"Yes, with {workers(payoff.num_workers)}: {bound}, {reaches}"
+            text = f"Yes, with {count(payoff.num_workers, 'worker')}: {bound}, {reaches}"
         case Verdict.LESS:
-            text = f"No, with {workers(payoff.num_workers)} it loses: {bound}, {reaches}"
+            text = f"No, with {count(payoff.num_workers, 'worker')} it loses: {bound}, {reaches}"
         case Verdict.UNCLEAR:
-            text = f"Cannot tell with {workers(payoff.num_workers)}: {bound}, {reaches}"
+            text = f"Cannot tell with {count(payoff.num_workers, 'worker')}: {bound}, {reaches}"
     if payoff.ratio is not None:
         text += f"; {change(payoff.ratio)}"
     return f"{text}. {_told_by_goodput(payoff)}".rstrip()
@@ -127,8 +127,8 @@ def _ranked(ranking: Ranking) -> str:
     best, second = ranking.arms[:2]
     gap = f"{best.arm.name} serves {reach_text(best.reach)}, {second.arm.name} {reach_text(second.reach)}"
     if ranking.verdict is Verdict.MORE:
-        return f"Of {workers(ranking.num_workers)}, {best.arm.name}: {gap}."
-    return f"Of {workers(ranking.num_workers)}, {best.arm.name} or {second.arm.name}, one cannot tell: {gap}."
+        return f"Of {count(ranking.num_workers, 'worker')}, {best.arm.name}: {gap}."
+    return f"Of {count(ranking.num_workers, 'worker')}, {best.arm.name} or {second.arm.name}, one cannot tell: {gap}."
 
 
 def _balanced(balance: Balance, rankings: Sequence[Ranking]) -> str:

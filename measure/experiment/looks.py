@@ -1,8 +1,8 @@
 """Which arms the plots of an experiment show as curves, and how.
 
-A few arms have a colour each. Of many arms, only the best split of each size and the best aggregated arm of that size
-are shown, with a colour for each size. Marks of measured points are filled, those of simulated ones hollow; lines of
-aggregated arms are dashed.
+A few arms have a colour each. When there are many, only the best split of each size and the best aggregated arm of
+that size are shown, with a colour for each size. Marks of measured points are filled, those of simulated ones hollow;
+lines of aggregated arms are dashed.
 """
 
 from collections.abc import Mapping, Sequence

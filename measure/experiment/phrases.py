@@ -23,11 +23,6 @@ def rate(value: float) -> str:
     return f"{number(value)}/s"
 
 
-def workers(count: int) -> str:
-    """Return a number of workers."""
-    return f"{count} worker{'s' if count > 1 else ''}"
-
-
 def change(ratio: Estimate) -> str:
     """Return a ratio as a change, with its interval."""
     value, low, high = (change_value(each) for each in (ratio.value, ratio.low, ratio.high))

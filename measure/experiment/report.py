@@ -16,10 +16,10 @@ from measure.experiment.looks import is_thinned
 from measure.experiment.payoff import Payoff, Reached, Verdict
 from measure.experiment.phrases import change_value
 from measure.experiment.points import Point
-from measure.experiment.report_tables import tables_section
 from measure.experiment.shape_figures import grid_panel, limit_panel, ratio_panel, reach_panel
 from measure.experiment.spec import CapacitySpec
 from measure.experiment.store import Store
+from measure.experiment.tables import tables_section
 from measure.pages.page import Answers, Card, Page, Panel, Section, Tone, write_page
 from measure.pages.wording import count, duration, number, percent
 

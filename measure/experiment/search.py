@@ -39,7 +39,7 @@ def find_capacities(
         except (ArmFailed, CellFailed) as error:
             keeper.give_up(arm.last, str(error))
         else:
-            keeper.keep_capacity(found[-1])
+            keeper.store.keep_capacity(found[-1])
             keeper.report(f"{plan.arm.name}: {capacity_line(found[-1])}")
     return tuple(found)
 

@@ -64,7 +64,7 @@ class Shape(_Section):
             return {"prefill": int(match[1]), "decode": int(match[2])}
         if match := _AGGREGATED.fullmatch(raw.strip()):
             return {"workers": int(match[1])}
-        raise ValueError(f"{raw!r} is no pool shape; say 2P1D, or 3 aggregated")
+        raise ValueError(f"{raw!r} is not a pool shape; say 2P1D, or 3 aggregated")
 
     @model_validator(mode="after")
     def _complete(self) -> Self:

@@ -7,6 +7,7 @@ cancellations have none; they count in goodput, as not good.
 from dataclasses import dataclass, field
 
 from common.slo import Slo
+from measure.figures import Counts
 from measure.load.estimates import Distribution, Estimate
 from measure.load.records import RunInfo
 from measure.load.window import Steadiness, Window
@@ -53,19 +54,14 @@ class PredictionError:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KindSummary:
+class KindSummary(Counts):
     """Figures of one kind of session; the kind "all" stands for all of them."""
 
     kind: str
-    num_requests: int
-    num_complete: int
     num_refused: int
     num_failed: int
     num_timed_out: int
     num_cancelled: int
-    num_good: int
-    num_ttft_misses: int
-    num_itl_misses: int
     good_share: Estimate
     """Share of good requests, with Wilson's interval, widened by the correlation of neighbouring requests."""
     goodput_per_s: Estimate
@@ -82,11 +78,6 @@ class KindSummary:
     num_transfers: int
     transfer_bytes: int
     prediction: PredictionError | None
-
-    @property
-    def num_not_complete(self) -> int:
-        """Requests that were refused, failed, timed out or were cancelled."""
-        return self.num_requests - self.num_complete
 
     @property
     def bytes_per_transfer(self) -> float | None:

@@ -1,8 +1,8 @@
 """Runs a workload on a whole cluster in one process, under a virtual clock.
 
-Real are the router (fleet, index, policy, admission, orchestration), the workers' services, the engines' bookkeeping
-and the transfer protocol. Simulated are the network (`network.py`), the passing of time in engines (`engine.py`) and
-the model's answers (`executor.py`). Requests enter behind the router's front door, already tokenized.
+The router (fleet, index, policy, admission, orchestration), the workers' services, the engines' bookkeeping and the
+transfer protocol are the real ones. The network (`network.py`), the passing of time in engines (`engine.py`) and the
+model's answers (`executor.py`) are simulated. Requests enter behind the router's front door, already tokenized.
 
 Everything happens on one virtual loop, ids are minted from the seed, and time begins at the first arrival: a run is a
 function of shape, settings and arrivals.

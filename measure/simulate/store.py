@@ -49,7 +49,7 @@ class ResultFolder:
 
 
 def write_requests(path: Path, requests: Iterable[RequestRecord]) -> None:
-    """Write a line of JSON for each request. Of an answer's pieces only the first and the last are kept."""
+    """Write a line of JSON for each request, with the first and the last piece of its answer only."""
     with path.open("wb") as file:
         for request in requests:
             num_tokens = request.num_output_tokens

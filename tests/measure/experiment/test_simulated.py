@@ -28,10 +28,12 @@ def make_session(index: int, *, start_s: float = 0.0, num_turns: int = 1, kind: 
     return session(index, start_s=start_s, turns=num_turns, think_s=3.0, tokens=32, num_output_tokens=20, kind=kind)
 
 
-def make_workload(*streams: Stream | list[Session], duration_s: float = 100.0, **limits: int | None) -> Workload:
+def make_workload(
+    *streams: Stream | list[Session], duration_s: float = 100.0, max_requests: int | None = None
+) -> Workload:
     """Return a workload of streams; those given as sessions are open loops."""
     made = [each if isinstance(each, Stream) else Stream(kind=each[0].kind, sessions=each) for each in streams]
-    return workload(*made, duration_s=duration_s, **limits)
+    return workload(*made, duration_s=duration_s, max_requests=max_requests)
 
 
 def serve(asked: Workload, *, warm_up_s: float = 0.0) -> tuple[SimRun, Users]:
