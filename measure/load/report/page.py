@@ -1,6 +1,6 @@
 """The page of one load test: its top, with headline figures beside their objectives, and its sections."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from measure.load.report import asked, gantt, handoff, latency, pools
 from measure.load.report.columns import columns_of
 from measure.load.summary import KindSummary, Summary
 from measure.load.tables import UNKNOWN, Writer, quoted
-from measure.pages.page import Card, Page, Panel, Section, Table, Tone, write_page
+from measure.pages.page import Card, Page, Panel, Section, Tone, table_of, write_page
 from measure.pages.wording import count, duration, number, percent, scaled
 
 
@@ -61,25 +61,23 @@ def cards(summary: Summary) -> tuple[Card, ...]:
 
 def kinds_panel(summary: Summary) -> Panel:
     """Return the table of kinds."""
-    columns = (
-        "kind",
-        "requests",
-        "good",
-        "not complete",
-        "late first token",
-        "slow tokens",
-        "TTFT p50 / p99",
-        "TPOT p50 / p99",
-        "ITL p50 / p99",
-        "E2E p50 / p99",
-        "cache hit",
-    )
+    columns: dict[str, Callable[[KindSummary], str]] = {
+        "kind": lambda kind: kind.kind,
+        "requests": lambda kind: f"{kind.num_requests:,}",
+        "good": lambda kind: percent(kind.good_share.value),
+        "not complete": lambda kind: f"{kind.num_not_complete:,}",
+        "late first token": lambda kind: f"{kind.num_ttft_misses:,}",
+        "slow tokens": lambda kind: f"{kind.num_itl_misses:,}",
+        "TTFT p50 / p99": lambda kind: _both(kind.latencies.ttft),
+        "TPOT p50 / p99": lambda kind: _both(kind.latencies.tpot),
+        "ITL p50 / p99": lambda kind: _both(kind.latencies.itl),
+        "E2E p50 / p99": lambda kind: _both(kind.latencies.e2e),
+        "cache hit": lambda kind: UNKNOWN if kind.cache is None else percent(kind.cache.hit_share.value),
+    }
     return Panel(
         title="What each kind of session got",
         look_for="A kind whose p99 is far from its p50 pays for other kinds.",
-        content=Table(
-            columns=columns, rows=tuple(_kind_row(kind) for kind in summary.distinct_kinds), strong_rows=frozenset([0])
-        ),
+        content=table_of(summary.distinct_kinds, columns, strong_rows=frozenset([0])),
         note=f"Counted: {summary.window.rule}. Latencies are of complete requests, from when they were due."
         " A percentile marked ~ rests on too few requests.",
     )
@@ -130,20 +128,6 @@ def _generator_card(summary: Summary) -> Card:
         value=duration(generator.lag_p99_s),
         note=f"{count(generator.num_processes, 'process', 'processes')}, {percent(generator.cpu_share, 0)} of a core",
         tone=Tone.BAD if generator.warnings else Tone.GOOD,
-    )
-
-
-def _kind_row(kind: KindSummary) -> tuple[str, ...]:
-    times = kind.latencies
-    return (
-        kind.kind,
-        f"{kind.num_requests:,}",
-        percent(kind.good_share.value),
-        f"{kind.num_not_complete:,}",
-        f"{kind.num_ttft_misses:,}",
-        f"{kind.num_itl_misses:,}",
-        *(_both(distribution) for distribution in (times.ttft, times.tpot, times.itl, times.e2e)),
-        UNKNOWN if kind.cache is None else percent(kind.cache.hit_share.value),
     )
 
 
