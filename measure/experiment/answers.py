@@ -6,11 +6,11 @@ from operator import attrgetter
 
 from measure.experiment.analysis import ArmFinding, Balance, Findings, Limit, Ranking
 from measure.experiment.curves import Reading
-from measure.experiment.payoff import KNEE_SHARE, Payoff, Reached, Verdict
-from measure.experiment.phrases import change, change_value, listed, ranged, rate, reach_text
+from measure.experiment.payoff import KNEE_SHARE, Payoff, Reached, Verdict, reach_text
 from measure.experiment.points import Source
 from measure.figures import ALL
-from measure.pages.wording import count, duration, number, percent
+from measure.load.estimates import Estimate
+from measure.pages.wording import change, count, duration, listed, number, percent, rate
 
 Answer = tuple[str, str]
 """A question and its answer."""
@@ -67,7 +67,8 @@ def _paying(payoff: Payoff, findings: Findings) -> str:
         case Verdict.UNCLEAR:
             text = f"Cannot tell with {count(payoff.num_workers, 'worker')}: {bound}, {reaches}"
     if payoff.ratio is not None:
-        text += f"; {change(payoff.ratio)}"
+        value, low, high = (change(each) for each in (payoff.ratio.value, payoff.ratio.low, payoff.ratio.high))
+        text += f"; that is {value} (95 %: {low} to {high})"
     return f"{text}. {_told_by_goodput(payoff)}".rstrip()
 
 
@@ -91,7 +92,7 @@ def _paying_by_size(payoffs: Sequence[Payoff], findings: Findings) -> str:
         group = [each for each in payoffs if each.verdict is verdict]
         if group:
             sizes = [
-                f"{each.num_workers} ({change_value(each.ratio.value)})" if each.ratio else str(each.num_workers)
+                f"{each.num_workers} ({change(each.ratio.value)})" if each.ratio else str(each.num_workers)
                 for each in group
             ]
             parts.append(f"with {listed(sizes)} workers {verb}")
@@ -135,10 +136,18 @@ def _balanced(balance: Balance, rankings: Sequence[Ranking]) -> str:
     num_workers = max(ranking.num_workers for ranking in rankings)
     num_prefill, num_decode = balance.split(num_workers)
     return (
-        f"Where its pool gave way first, a prefill worker carried {ranged(balance.per_prefill)} requests/s and a decode"
-        f" worker {ranged(balance.per_decode)}: both give way at once with {percent(balance.prefill_share, 0)} of the"
-        f" workers on prefill, which is {num_prefill}P{num_decode}D of {num_workers}."
+        f"Where its pool gave way first, a prefill worker carried {_ranged(balance.per_prefill)} requests/s and a"
+        f" decode worker {_ranged(balance.per_decode)}: both give way at once with"
+        f" {percent(balance.prefill_share, 0)} of the workers on prefill, which is {num_prefill}P{num_decode}D of"
+        f" {num_workers}."
     )
+
+
+def _ranged(estimate: Estimate) -> str:
+    """Return a value with its range, if that is not empty."""
+    if number(estimate.low) == number(estimate.high):
+        return number(estimate.value)
+    return f"{number(estimate.value)} ({number(estimate.low)} to {number(estimate.high)})"
 
 
 def _next_worker(findings: Findings) -> Iterator[Answer]:

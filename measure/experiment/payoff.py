@@ -13,6 +13,7 @@ from measure.experiment.curves import Curve, Draws, Reading, goodput_draws
 from measure.experiment.points import Arm
 from measure.experiment.spec import CapacitySpec
 from measure.load.estimates import CONFIDENCE, Estimate
+from measure.pages.wording import number, rate
 
 KNEE_SHARE = 0.95
 """Share of the load that is served well at the knee."""
@@ -46,6 +47,16 @@ class LoadReach:
     def is_bracketed(self) -> bool:
         """Whether some load was served and another was not."""
         return 0 < self.load < math.inf
+
+
+def reach_text(reach: LoadReach) -> str:
+    """Return a reach with its interval."""
+    if reach.load == 0:
+        return "less than the lowest load"
+    if math.isinf(reach.load):
+        return f"more than {rate(reach.highest)}, the highest load (95 %: at least {number(reach.low)})"
+    high = "more" if reach.high is None else number(reach.high)
+    return f"{rate(reach.load)} (95 %: {number(reach.low)} to {high})"
 
 
 def reach_of(

@@ -8,7 +8,7 @@ import plotly.graph_objects as go
 
 from measure.experiment.analysis import ArmFinding, Findings, diagnose
 from measure.experiment.analysis import Limit as Cause
-from measure.experiment.phrases import reach_text
+from measure.experiment.payoff import reach_text
 from measure.experiment.points import Source
 from measure.pages.axes import Axis, Scale, Unit
 from measure.pages.figures import Curve, Frame, add_curve, compact, line_figure, new_figure, plain, whiskers

@@ -12,13 +12,12 @@ from rich.table import Table as TerminalTable
 from measure.experiment.analysis import ArmFinding, Findings
 from measure.experiment.capacity import ArmCapacity
 from measure.experiment.curves import Curve, Reading, curves_of
-from measure.experiment.phrases import rate
 from measure.experiment.points import Cell, Point, Source
 from measure.experiment.store import Store
 from measure.figures import Percentiles
 from measure.load.tables import UNKNOWN, filled_table, or_unknown, whole_percent
 from measure.pages.page import Panel, Section, table_of
-from measure.pages.wording import duration, number, percent
+from measure.pages.wording import duration, number, percent, rate
 
 
 def points_table(points: Iterable[Point]) -> TerminalTable:
