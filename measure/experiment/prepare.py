@@ -26,7 +26,7 @@ _MAX_CHECKED = 20_000
 
 
 class Workloads:
-    """Builds the cells' workloads."""
+    """Builds the cells' workloads: equal for all arms, with contents that were never asked before."""
 
     def __init__(self, experiment: ExperimentSpec, *, path: Path) -> None:
         """Check the workload of the experiment's file at `path`. Raises ExperimentError."""

@@ -34,6 +34,14 @@ from measure.simulate.timing import write_timing
 from measure.workload.sessions import Workload
 
 _TIMEOUT_S = 10.0
+TIMING_FILE = "timing.json"
+REPORT_FILE = "report.html"
+_START_S = 8.0
+"""Approximate time to start and stop a cluster; for the forecast only."""
+_DRAIN_S = 3.0
+"""Approximate time of the last answers, without think times; for the forecast only."""
+_WARM_UP_DRAIN_S = 2.0
+"""Time for the last answers of a warm-up; requests that still run then are cancelled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,16 +89,6 @@ def best_known(workers: Sequence[MeasuredWorker]) -> TimingModel:
         max_step_tokens=prefill.max_step_tokens,
         links={None: max(links, key=lambda link: link.num_samples, default=GUESSED_LINK)},
     )
-
-
-TIMING_FILE = "timing.json"
-REPORT_FILE = "report.html"
-_START_S = 8.0
-"""Approximate time to start and stop a cluster; for the forecast only."""
-_DRAIN_S = 3.0
-"""Approximate time of the last answers, without think times; for the forecast only."""
-_WARM_UP_DRAIN_S = 2.0
-"""Time for the last answers of a warm-up; requests that still run then are cancelled."""
 
 
 class RealBench:

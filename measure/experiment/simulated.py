@@ -36,10 +36,26 @@ _RETURN_S = 1.0
 """Time until the place of a refused session is taken."""
 _ANSWERS = 1 << 62
 """First number of the answers' contents, above those of any workload."""
+_DEFAULT_KV_TOKENS = 3000 * 512
+"""KV of a worker that chooses the size of its pool itself."""
+_MAX_MODEL_LEN = 1 << 20
+_NUM_SAMPLES = 200
+"""Samples of the workers in a run."""
+_REQUESTS_PER_S = 60.0
+"""Rough speed of a simulation on one core; for forecasts only."""
+_TOLERATED = 0.1
+"""Share by which fewer requests than expected may come without a warning."""
 
 
 class Users:
-    """All users of one simulated run. Iterate over `arrivals` once."""
+    """All users of one simulated run: sessions as requests that follow from each other. Iterate over `arrivals` once.
+
+    Open loop: a session's first request arrives at its time, whatever became of others. Closed loop: a fixed number of
+    sessions run at any time, and the next one begins when one has ended. In both, a later turn arrives its think time
+    after the answer before, and its prompt begins with the whole conversation. A session ends with a request that is
+    not complete, since the rest of the conversation is not known. In a closed loop its place is taken a little later:
+    refused sessions would otherwise follow each other without any time passing.
+    """
 
     def __init__(
         self,
@@ -128,17 +144,6 @@ class Users:
         """Return an answer that differs from all others."""
         self._num_answers += 1
         return self._writer.tokens([Segment(_ANSWERS + self._num_answers, turn.num_output_tokens)])
-
-
-_DEFAULT_KV_TOKENS = 3000 * 512
-"""KV of a worker that chooses the size of its pool itself."""
-_MAX_MODEL_LEN = 1 << 20
-_NUM_SAMPLES = 200
-"""Samples of the workers in a run."""
-_REQUESTS_PER_S = 60.0
-"""Rough speed of a simulation on one core; for forecasts only."""
-_TOLERATED = 0.1
-"""Share by which fewer requests than expected may come without a warning."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

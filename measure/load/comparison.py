@@ -26,6 +26,9 @@ from measure.load.tables import UNKNOWN, UNSURE, plain_table
 from measure.load.window import Window, counted
 from measure.pages.wording import count, duration, number, percent
 
+_TIMES = {"ttft": (0.5, 0.9, 0.99), "itl": (0.5, 0.99), "tpot": (0.5, 0.99), "e2e": (0.5, 0.99)}
+"""Percentiles that are compared, by field of `Latencies`."""
+
 
 class Unit(enum.StrEnum):
     """Unit of a measure, which decides how it is written and compared."""
@@ -102,8 +105,6 @@ class _Sample:
     """Each measure in every resample."""
 
 
-_TIMES = {"ttft": (0.5, 0.9, 0.99), "itl": (0.5, 0.99), "tpot": (0.5, 0.99), "e2e": (0.5, 0.99)}
-"""Percentiles that are compared, by field of `Latencies`."""
 _GOOD, _GOODPUT = "good", "goodput"
 
 

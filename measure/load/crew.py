@@ -31,6 +31,8 @@ from measure.load.wire import (
 
 _READ_BYTES = 1 << 18
 _STDERR_BYTES = 4096
+_READY_TIMEOUT_S = 60.0
+_GOODBYE_TIMEOUT_S = 10.0
 
 
 class GeneratorProcess:
@@ -101,10 +103,6 @@ class GeneratorProcess:
     async def wait(self) -> None:
         """Wait for the end of the process."""
         await self._process.wait()
-
-
-_READY_TIMEOUT_S = 60.0
-_GOODBYE_TIMEOUT_S = 10.0
 
 
 @dataclass(slots=True, eq=False)

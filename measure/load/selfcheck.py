@@ -14,6 +14,19 @@ from measure.load.wire import Pulse
 
 BEAT_S = 0.02
 """Time between two measurements of delay."""
+LATE_S = 0.005
+"""A request sent later than this is late. Delays matter above this or `LATE_SHARE`, whichever is larger."""
+LATE_SHARE = 0.05
+"""Negligible error, as a share of the median TTFT."""
+STALL_FACTOR = 10.0
+"""A single delay of this many times the limit is reported, whatever the percentiles are."""
+BUSY_SHARE = 0.6
+"""Share of a core above which new sessions go to another process."""
+FULL_SHARE = 0.8
+"""Share of a core above which requests wait for the generator."""
+FULL_MACHINE = 0.95
+_WINDOW = 4
+"""Pulses over which the CPU share of a process is averaged: two seconds."""
 
 
 @dataclass(slots=True)
@@ -65,21 +78,6 @@ def _slept_s() -> float:
     """Return the time that the machine was suspended since boot; 0 where no clock counts it."""
     boottime = getattr(time, "CLOCK_BOOTTIME", None)  # on Linux it runs on during suspension, unlike monotonic
     return time.clock_gettime(boottime) - time.monotonic() if boottime is not None else 0.0
-
-
-LATE_S = 0.005
-"""A request sent later than this is late. Delays matter above this or `LATE_SHARE`, whichever is larger."""
-LATE_SHARE = 0.05
-"""Negligible error, as a share of the median TTFT."""
-STALL_FACTOR = 10.0
-"""A single delay of this many times the limit is reported, whatever the percentiles are."""
-BUSY_SHARE = 0.6
-"""Share of a core above which new sessions go to another process."""
-FULL_SHARE = 0.8
-"""Share of a core above which requests wait for the generator."""
-FULL_MACHINE = 0.95
-_WINDOW = 4
-"""Pulses over which the CPU share of a process is averaged: two seconds."""
 
 
 @dataclass(slots=True)

@@ -12,6 +12,13 @@ from measure.load.records import Outcome, RequestRecord
 _WARM_UP_SHARE = 0.1
 _MAX_WARM_UP_S = 60.0
 _MIN_COUNTED_SHARE = 0.5  # least share of requests that the default cool-down leaves
+_MIN_REQUESTS = 10  # in each third, else growth is unknown
+_NUM_MOMENTS = 200  # at which the backlog of a third is sampled
+# Calibrated on simulated M/M/c queues (tests/measure/load/test_window.py): at 80 % of capacity fewer than one run
+# in fifty is called unsteady, at 130 % nearly all with 300 requests or more are.
+_MIN_BACKLOG_GROWTH = 1.5
+_MIN_BACKLOG_SHARE = 0.05  # of the requests due between the middles of the two thirds
+_MIN_E2E_GROWTH = 1.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,15 +114,6 @@ def _rule(warm_up_s: float | None, cool_down_s: float | None, *, window: tuple[f
     if num_after or cool_down_s:
         parts.append(f"to {end_s:.1f} s ({'the last session began' if cool_down_s is None else 'as asked'})")
     return " ".join(parts)
-
-
-_MIN_REQUESTS = 10  # in each third, else growth is unknown
-_NUM_MOMENTS = 200  # at which the backlog of a third is sampled
-# Calibrated on simulated M/M/c queues (tests/measure/load/test_window.py): at 80 % of capacity fewer than one run
-# in fifty is called unsteady, at 130 % nearly all with 300 requests or more are.
-_MIN_BACKLOG_GROWTH = 1.5
-_MIN_BACKLOG_SHARE = 0.05  # of the requests due between the middles of the two thirds
-_MIN_E2E_GROWTH = 1.1
 
 
 def steadiness(requests: Sequence[RequestRecord], *, start_s: float, end_s: float) -> Steadiness:

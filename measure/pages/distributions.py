@@ -15,6 +15,7 @@ from measure.pages.theme import PALETTE
 MAX_CURVE_POINTS = 900
 EXACT_TAIL_POINTS = 300
 MAX_SCATTER_POINTS = 3000
+_MAX_NINES = 5
 
 
 def ecdf(values: Floats) -> tuple[Floats, Floats]:
@@ -66,9 +67,6 @@ def rolling(at_s: Floats, values: Floats, *, percentiles: tuple[float, ...], num
         at_s=(edges[filled] + edges[filled + 1]) / 2,
         values={percentile: table[:, index] for index, percentile in enumerate(percentiles)},
     )
-
-
-_MAX_NINES = 5
 
 
 class View(enum.StrEnum):

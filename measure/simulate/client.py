@@ -24,6 +24,9 @@ from router.admission.ticket import Ticket
 from router.parts import RouterParts
 from router.record import Job
 
+Progress = Callable[[int], None]
+"""Called with the number of requests that have ended."""
+
 
 class SimClient:
     """All clients of one router. Event loop only."""
@@ -180,10 +183,6 @@ class _Reply:
 def _ones(length: int) -> tuple[int, ...]:
     """Return a tuple of ones, shared by all answers of a length."""
     return (1,) * length
-
-
-Progress = Callable[[int], None]
-"""Called with the number of requests that have ended."""
 
 
 class Crowd:

@@ -35,6 +35,7 @@ from router.placement.decisions import Booking
 _WARM_UP_S = 10.0
 """Time before the first arrival, in which routers meet the workers. Subtracted from all reported times."""
 _WATCH = "/kvrelay.v1.WorkerService/WatchWorker"
+_Choose = Callable[[Search], Booking | Refused]
 
 
 def run(
@@ -185,9 +186,6 @@ def _config(shape: ClusterShape, settings: SimSettings) -> ServingConfig:
         transfer=TransferConfig(transports=("cuda_ipc", "grpc")),
         router=settings.router,
     )
-
-
-_Choose = Callable[[Search], Booking | Refused]
 
 
 def _timed(choose: _Choose, seconds: list[float]) -> _Choose:

@@ -34,6 +34,7 @@ _COLUMNS: dict[str, Callable[[CellResult], str]] = {
     ),
     "choice µs": lambda cell: f"{cell.clock.choice_p50_us:.0f}",
 }
+_TABLE_WIDTH = 200
 
 
 def comparison_table(results: Sequence[CellResult]) -> Table:
@@ -53,9 +54,6 @@ def _times(latency: Percentiles | None, form: str, *, factor: float = 1) -> str:
     if latency is None:
         return "-"
     return form.format(Percentiles(p50=factor * latency.p50, p90=factor * latency.p90, p99=factor * latency.p99))
-
-
-_TABLE_WIDTH = 200
 
 
 def write_report(comparison: Comparison, results: Sequence[CellResult]) -> Path:

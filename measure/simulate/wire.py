@@ -19,6 +19,9 @@ from measure.simulate.loop import VirtualLoop
 from measure.simulate.records import NetworkShape
 
 EOF = grpc.aio.EOF
+KEEPALIVE_S = 15.0
+"""Time after which a broken connection is noticed: ping interval and timeout of `common.rpc`."""
+_KV_METHOD = "/kvrelay.v1.KvTransferService/FetchBlocks"
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,11 +161,6 @@ class SeededFaults:
             self.num_repeated += 1
             return Fate.REPEAT, late_s
         return Fate.ARRIVE, late_s
-
-
-KEEPALIVE_S = 15.0
-"""Time after which a broken connection is noticed: ping interval and timeout of `common.rpc`."""
-_KV_METHOD = "/kvrelay.v1.KvTransferService/FetchBlocks"
 
 
 class Carried(Protocol):

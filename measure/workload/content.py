@@ -38,6 +38,10 @@ _SENTENCES = (
     "SVDNCDNAVDJN.",
 )
 """Word classes, one letter per unit; a full stop is a unit, as it is a token."""
+_Words = npt.NDArray[np.uint64]
+_STEP = np.uint64(0x9E3779B97F4A7C15)
+_HALF = np.uint64(32)
+_MASK = (1 << 64) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,13 +81,6 @@ def _make_slots() -> Slots:
 
 
 SLOTS = _make_slots()
-
-
-_Words = npt.NDArray[np.uint64]
-
-_STEP = np.uint64(0x9E3779B97F4A7C15)
-_HALF = np.uint64(32)
-_MASK = (1 << 64) - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

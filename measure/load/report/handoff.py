@@ -21,6 +21,11 @@ from measure.pages.page import Absent, Panel, Width
 from measure.pages.theme import PHASE_COLORS, Phase, colors_of
 from measure.pages.wording import count, duration, percent, scaled
 
+_GROUPS = (("fastest half", 0.0, 0.5), ("p50–90", 0.5, 0.9), ("p90–99", 0.9, 0.99), ("slowest 1 %", 0.99, 1.0))
+_TTFT_PHASES = (Phase.QUEUE, Phase.PREFILL, Phase.OTHER)
+_NO_STAMPS = "the target reports no time stamps"
+_NO_TRANSFERS = "no KV moved between workers"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
@@ -110,12 +115,6 @@ def phases_figure(groups: Mapping[str, Sequence[RequestRecord]], phases: Sequenc
     figure = bar_figure(list(groups), series, frame, mode="stack")
     figure.update_layout(legend={"traceorder": "normal"})
     return figure
-
-
-_GROUPS = (("fastest half", 0.0, 0.5), ("p50–90", 0.5, 0.9), ("p90–99", 0.9, 0.99), ("slowest 1 %", 0.99, 1.0))
-_TTFT_PHASES = (Phase.QUEUE, Phase.PREFILL, Phase.OTHER)
-_NO_STAMPS = "the target reports no time stamps"
-_NO_TRANSFERS = "no KV moved between workers"
 
 
 def handoff_panels(columns: Columns) -> tuple[Panel, ...]:

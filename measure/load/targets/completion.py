@@ -36,6 +36,7 @@ _KINDS: Mapping[int, type[KvrelayError]] = {
     504: DeadlineExceeded,
 }
 _LONGEST = 300
+DONE = b"[DONE]"
 
 
 def error_of(status: int, body: bytes, headers: Mapping[str, str]) -> KvrelayError:
@@ -70,9 +71,6 @@ def _seconds(retry_after: str | None) -> float | None:
         return float(retry_after) if retry_after else None
     except ValueError:
         return None
-
-
-DONE = b"[DONE]"
 
 
 class SseReader:

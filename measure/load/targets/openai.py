@@ -36,12 +36,17 @@ _CHAT = (ChatMessage(role="user", content=_TEXT),)
 
 Send = Callable[[TargetRequest, Sequence[Feature]], Awaitable[TargetAnswer]]
 """Sends a request with the given extensions. Raises KvrelayError."""
+_SHORT_TIMEOUT_S = 10.0
+_KEEPALIVE_S = 2.0
+"""Servers silently drop idle connections after 5 s (uvicorn) or more: a request must not use one that is about to be
+dropped."""
+_OUR_OWN = "kvrelay"
 
 
 async def find_features(send: Send, *, takes_report: bool) -> tuple[Feature, ...]:
     """Return the extensions of the server: all, all but token ids, or none. Raises KvrelayError.
 
-    Sends a chat where the server cannot complete text.
+    Sends requests of two tokens; a chat where the server cannot complete text.
     """
     ours = (Feature.REPORT,) if takes_report else ()
     refusal: KvrelayError | None = None
@@ -88,13 +93,6 @@ def _request(prompt: Any) -> TargetRequest:
         timeout_s=_PROBE_TIMEOUT_S,
         wants_token_ids=True,
     )
-
-
-_SHORT_TIMEOUT_S = 10.0
-_KEEPALIVE_S = 2.0
-"""Servers silently drop idle connections after 5 s (uvicorn) or more: a request must not use one that is about to be
-dropped."""
-_OUR_OWN = "kvrelay"
 
 
 class OpenAiTarget:
