@@ -32,7 +32,7 @@ from common.config import RouterConfig, ServingConfig
 from common.timing import LinkModel, TimingModel
 from common.tokens import TokenArray
 from kvrelay.client import AsyncClient, Token
-from measure.experiment.worker_facts import MeasuredWorker, ask_worker
+from measure.experiment.real import MeasuredWorker, ask_worker
 from measure.simulate.cluster import run
 from measure.simulate.records import Arrival, ClusterShape, NetworkShape, SimSettings
 from measure.simulate.timing import FittedTimes, WorkerSpeed

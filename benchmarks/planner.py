@@ -36,9 +36,8 @@ from benchmarks.planner_outcome import Outcome, outcome_of
 from benchmarks.planner_page import markdown_table, write_report
 from common.slo import Slo
 from measure.simulate.cluster import run
-from measure.simulate.elasticity import Elasticity
-from measure.simulate.records import ClusterShape, NetworkShape, SimSettings
-from measure.simulate.replay import trace_arrivals
+from measure.simulate.comparison import trace_arrivals
+from measure.simulate.records import ClusterShape, Elasticity, NetworkShape, SimSettings
 from measure.simulate.roofline import Hardware
 from measure.workload.traces import Trace, TraceError, read_trace
 from measure.workload.waves import Day, over_a_day, repeated

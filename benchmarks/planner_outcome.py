@@ -9,8 +9,7 @@ from benchmarks.planner_arms import Arm
 from cluster.planner.observation import Pool
 from common.slo import Slo
 from measure.figures import summarize
-from measure.simulate.elasticity import PlanNote, Stay
-from measure.simulate.records import SimRun
+from measure.simulate.records import PlanNote, SimRun, Stay
 from measure.simulate.results import num_cached
 
 GPUS_PER_WORKER = 4

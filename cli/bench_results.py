@@ -70,7 +70,7 @@ def compare(
     smaller differences.
     """  # noqa: D301 - \b marks a preformatted block
     from measure.load.comparison import compare as compare_runs
-    from measure.load.comparison_table import comparison_view
+    from measure.load.comparison import comparison_view
     from measure.load.store import read_run
 
     if len(folders) < 2:

@@ -12,8 +12,7 @@ from cli.errors import CliError
 from cli.options import positive_numbers
 
 if TYPE_CHECKING:
-    from measure.simulate.comparison import Comparison
-    from measure.simulate.replay import CellResult
+    from measure.simulate.comparison import CellResult, Comparison
     from measure.simulate.roofline import Hardware
 
 _STEP_TOKENS_DISAGGREGATED = 8192
@@ -93,10 +92,8 @@ def simulate(
     as failures.
     """  # noqa: D301 - \b marks a preformatted block
     from common.slo import Slo
-    from measure.simulate.comparison import Comparison
-    from measure.simulate.replay import ReplaySettings
-    from measure.simulate.report import write_report
-    from measure.simulate.tables import comparison_table
+    from measure.simulate.comparison import Comparison, ReplaySettings
+    from measure.simulate.report import comparison_table, write_report
 
     num_prefill, num_decode = _workers(workers, aggregated=aggregated)
     comparison = Comparison(
@@ -122,7 +119,7 @@ def simulate(
         out=out,
     )
     if again:
-        comparison.forget()
+        comparison.results.forget()
     comparison.prepare()
     results = _run_all(comparison, num_jobs=jobs)
     page = write_report(comparison, results)
@@ -177,7 +174,7 @@ def _hardware(model: str, device: str, timing: Path | None) -> "Hardware":
 
 
 def _policies(text: str) -> tuple[str, ...]:
-    from measure.simulate.replay import policy_names
+    from measure.simulate.comparison import policy_names
 
     known = policy_names()
     if text.strip() == "all":
@@ -185,5 +182,5 @@ def _policies(text: str) -> tuple[str, ...]:
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     unknown = [name for name in names if name not in known]
     if unknown or not names:
-        raise CliError(f"--policy: {unknown[0] if unknown else text!r} is no policy; known are {', '.join(known)}")
+        raise CliError(f"--policy: {unknown[0] if unknown else text!r} is not a policy; known are {', '.join(known)}")
     return names

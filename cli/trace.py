@@ -46,8 +46,7 @@ def stats(
 
     Caches evict the least recently used blocks; the end of a prompt goes first.
     """  # noqa: D301 - \b marks a preformatted block
-    from measure.simulate.tables import placement_line, stats_table
-    from measure.workload.trace_stats import round_robin_hits, sticky_hits, trace_stats
+    from measure.workload.trace_stats import placement_line, round_robin_hits, stats_table, sticky_hits, trace_stats
     from measure.workload.traces import read_trace
 
     trace = read_trace(path, block_size=trace_block_size)

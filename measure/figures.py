@@ -43,8 +43,8 @@ class Percentiles:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Figures:
-    """Counts and latencies of a set of requests."""
+class Counts:
+    """How many requests of a set were served as promised."""
 
     num_requests: int
     num_complete: int
@@ -54,6 +54,17 @@ class Figures:
     """Complete requests whose first token was late."""
     num_itl_misses: int
     """Complete requests whose mean gap was too long. A request can miss both objectives."""
+
+    @property
+    def num_not_complete(self) -> int:
+        """Requests that were refused, failed, timed out or were cancelled."""
+        return self.num_requests - self.num_complete
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figures(Counts):
+    """Counts and latencies of a set of requests."""
+
     ttft: Percentiles | None
     """Latencies are those of complete requests; None without any."""
     itl: Percentiles | None
@@ -61,11 +72,6 @@ class Figures:
     tpot: Percentiles | None
     """Mean gap between the tokens of a request."""
     e2e: Percentiles | None
-
-    @property
-    def num_not_complete(self) -> int:
-        """Requests that were refused, failed, timed out or were cancelled."""
-        return self.num_requests - self.num_complete
 
     @property
     def good_share(self) -> float:

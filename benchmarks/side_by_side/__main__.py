@@ -19,8 +19,8 @@ from cluster.lifecycle import ClusterError
 from common.errors import KvrelayError
 from common.model_files import DEFAULT_MODEL_ID, ModelNotFound, resolve_model
 from common.signals import sigterm_interrupts
+from measure.experiment.prepare import Workloads
 from measure.experiment.spec import ExperimentError, load_experiment
-from measure.experiment.workloads import Workloads
 from measure.load.report.comparison import write_comparison
 from measure.load.store import StoreError, read_run
 from measure.load.summary import Summary

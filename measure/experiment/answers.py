@@ -4,15 +4,13 @@ import itertools
 from collections.abc import Iterator, Sequence
 from operator import attrgetter
 
-from measure.experiment.analysis import ArmFinding, Balance, Findings, Ranking
+from measure.experiment.analysis import ArmFinding, Balance, Findings, Limit, Ranking
 from measure.experiment.curves import Reading
-from measure.experiment.limits import Limit
-from measure.experiment.payoff import Payoff, Reached, Verdict
-from measure.experiment.phrases import change, change_value, listed, ranged, rate, reach_text, workers
+from measure.experiment.payoff import KNEE_SHARE, Payoff, Reached, Verdict, reach_text
 from measure.experiment.points import Source
-from measure.experiment.reach import KNEE_SHARE
 from measure.figures import ALL
-from measure.pages.wording import duration, number, percent
+from measure.load.estimates import Estimate
+from measure.pages.wording import change, count, duration, listed, number, percent, rate
 
 Answer = tuple[str, str]
 """A question and its answer."""
@@ -51,7 +49,7 @@ def _does_it_pay(findings: Findings) -> Iterator[Answer]:
             better, worse = _by_verdict(payoff, after.verdict)
             yield (
                 "Where is the line?",
-                f"With {workers(payoff.num_workers)}, {worse} is ahead at {number(before.load)}/s"
+                f"With {count(payoff.num_workers, 'worker')}, {worse} is ahead at {number(before.load)}/s"
                 f" (by {rate(abs(before.difference.value))}) and {better} at {number(after.load)}/s"
                 f" (by {rate(abs(after.difference.value))}): the line is between these loads.",
             )
@@ -63,13 +61,14 @@ def _paying(payoff: Payoff, findings: Findings) -> str:
     bound = f"with {percent(findings.share, 0)} good requests"
     match payoff.verdict:
         case Verdict.MORE:
-            text = f"Yes, with {workers(payoff.num_workers)}: {bound}, {reaches}"
+            text = f"Yes, with {count(payoff.num_workers, 'worker')}: {bound}, {reaches}"
         case Verdict.LESS:
-            text = f"No, with {workers(payoff.num_workers)} it loses: {bound}, {reaches}"
+            text = f"No, with {count(payoff.num_workers, 'worker')} it loses: {bound}, {reaches}"
         case Verdict.UNCLEAR:
-            text = f"Cannot tell with {workers(payoff.num_workers)}: {bound}, {reaches}"
+            text = f"Cannot tell with {count(payoff.num_workers, 'worker')}: {bound}, {reaches}"
     if payoff.ratio is not None:
-        text += f"; {change(payoff.ratio)}"
+        value, low, high = (change(each) for each in (payoff.ratio.value, payoff.ratio.low, payoff.ratio.high))
+        text += f"; that is {value} (95 %: {low} to {high})"
     return f"{text}. {_told_by_goodput(payoff)}".rstrip()
 
 
@@ -93,7 +92,7 @@ def _paying_by_size(payoffs: Sequence[Payoff], findings: Findings) -> str:
         group = [each for each in payoffs if each.verdict is verdict]
         if group:
             sizes = [
-                f"{each.num_workers} ({change_value(each.ratio.value)})" if each.ratio else str(each.num_workers)
+                f"{each.num_workers} ({change(each.ratio.value)})" if each.ratio else str(each.num_workers)
                 for each in group
             ]
             parts.append(f"with {listed(sizes)} workers {verb}")
@@ -129,18 +128,26 @@ def _ranked(ranking: Ranking) -> str:
     best, second = ranking.arms[:2]
     gap = f"{best.arm.name} serves {reach_text(best.reach)}, {second.arm.name} {reach_text(second.reach)}"
     if ranking.verdict is Verdict.MORE:
-        return f"Of {workers(ranking.num_workers)}, {best.arm.name}: {gap}."
-    return f"Of {workers(ranking.num_workers)}, {best.arm.name} or {second.arm.name}, one cannot tell: {gap}."
+        return f"Of {count(ranking.num_workers, 'worker')}, {best.arm.name}: {gap}."
+    return f"Of {count(ranking.num_workers, 'worker')}, {best.arm.name} or {second.arm.name}, one cannot tell: {gap}."
 
 
 def _balanced(balance: Balance, rankings: Sequence[Ranking]) -> str:
     num_workers = max(ranking.num_workers for ranking in rankings)
     num_prefill, num_decode = balance.split(num_workers)
     return (
-        f"Where its pool gave way first, a prefill worker carried {ranged(balance.per_prefill)} requests/s and a decode"
-        f" worker {ranged(balance.per_decode)}: both give way at once with {percent(balance.prefill_share, 0)} of the"
-        f" workers on prefill, which is {num_prefill}P{num_decode}D of {num_workers}."
+        f"Where its pool gave way first, a prefill worker carried {_ranged(balance.per_prefill)} requests/s and a"
+        f" decode worker {_ranged(balance.per_decode)}: both give way at once with"
+        f" {percent(balance.prefill_share, 0)} of the workers on prefill, which is {num_prefill}P{num_decode}D of"
+        f" {num_workers}."
     )
+
+
+def _ranged(estimate: Estimate) -> str:
+    """Return a value with its range, if that is not empty."""
+    if number(estimate.low) == number(estimate.high):
+        return number(estimate.value)
+    return f"{number(estimate.value)} ({number(estimate.low)} to {number(estimate.high)})"
 
 
 def _next_worker(findings: Findings) -> Iterator[Answer]:

@@ -21,14 +21,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 from scipy.optimize import isotonic_regression
-from scipy.special import ndtri
 
 from measure.experiment.points import Arm, Point, Source
 from measure.experiment.spec import CapacitySpec, ExperimentError
 from measure.figures import Figures
-from measure.load.estimates import CONFIDENCE
+from measure.load.estimates import Estimate, wilson
 
-_Z = float(ndtri((1 + CONFIDENCE) / 2))
 _NUM_DRAWS = 1000
 _DOUBTFUL_REPEATS = 2
 """Factor on the number of runs at loads that are in doubt at the end."""
@@ -88,27 +86,19 @@ def find_capacity(arm: Arm, source: Source, spec: CapacitySpec, *, start: float,
     search = _Search(spec, probe)
     search.run(start)
     probes = search.probes
-    low, high = crossing_interval(crossing_draws(probes, spec.share))
     best = max(_served(probes, spec.share), default=0.0)
+    limit = Estimate.around(best, crossing_draws(probes, spec.share))
     return ArmCapacity(
         arm=arm,
         source=source,
         share=spec.share,
         kinds=spec.kinds,
         load=best,
-        low=min(low, best),  # `best` was measured
-        high=None if math.isinf(high) else high,
+        low=limit.low,
+        high=None if math.isinf(limit.high) else limit.high,
         goodput_per_s=search.goodput_per_s(best) if best else 0.0,
         probes=probes,
     )
-
-
-def wilson(num_good: int, num_requests: int) -> tuple[float, float]:
-    """Return the 95 % interval of a share of at least one request. scipy's takes milliseconds: it tests, too."""
-    share, over = num_good / num_requests, _Z * _Z / num_requests
-    middle = share + over / 2
-    reach = _Z * math.sqrt(share * (1 - share) / num_requests + over / (4 * num_requests))
-    return max(0.0, (middle - reach) / (1 + over)), min(1.0, (middle + reach) / (1 + over))
 
 
 class _Search:
@@ -163,13 +153,13 @@ def tally(load: float, points: Sequence[Point], spec: CapacitySpec) -> ProbedLoa
     if not num_requests:
         asked = f"of the kinds {', '.join(spec.kinds)} " if spec.kinds else ""
         raise ExperimentError(f"no request {asked}was sent at {load:g}/s: measure longer, or at higher loads")
-    low, high = wilson(num_good, num_requests)
+    good_share = wilson(num_good / num_requests, num_requests)
     return ProbedLoad(
         load=load,
         num_requests=num_requests,
         num_good=num_good,
         num_runs=len(points),
-        is_clear=low >= spec.share or high < spec.share,
+        is_clear=good_share.low >= spec.share or good_share.high < spec.share,
     )
 
 
@@ -204,13 +194,6 @@ def _served(probes: Sequence[ProbedLoad], share: float) -> list[float]:
     """Return the loads that were served by the pooled shares, ascending; all are below the others."""
     pooled = _pooled(np.array([probe.good_share for probe in probes]), probes)
     return [probe.load for probe, value in zip(probes, pooled, strict=True) if value >= share]
-
-
-def crossing_interval(draws: Shares) -> tuple[float, float]:
-    """Return the 95 % interval of draws of a load, which may be infinite."""
-    tail = (1 - CONFIDENCE) / 2
-    low, high = np.quantile(draws, [tail, 1 - tail], method="inverted_cdf")
-    return float(low), float(high)
 
 
 def crossing_draws(probes: Sequence[ProbedLoad], share: float, *, seed: int = 0, dispersion: float = 1.0) -> Shares:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from measure.experiment.points import Arm, Point, Source
 from measure.figures import Figures, Percentiles
-from measure.load.estimates import CONFIDENCE, Estimate
+from measure.load.estimates import Estimate
 
 NUM_DRAWS = 1000
 
@@ -131,13 +131,6 @@ def goodput_draws(points: Sequence[Point], *, seed: int, dispersion: float) -> D
     return draws
 
 
-def interval(value: float, draws: Draws) -> Estimate:
-    """Return a value with the interval that contains 95 % of its draws, and the value."""
-    tail = (1 - CONFIDENCE) / 2
-    low, high = (float(bound) for bound in np.quantile(draws, [tail, 1 - tail], method="inverted_cdf"))
-    return Estimate(value=value, low=min(low, value), high=max(high, value))
-
-
 def _counts(points: Sequence[Point]) -> tuple[float, float, float]:
     """Return good requests, all requests, and requests per second."""
     good = sum(point.overall.num_good for point in points)
@@ -164,6 +157,6 @@ def _reading(points: Sequence[Point], dispersion: float) -> Reading:
     return Reading(
         load=points[0].load,
         points=tuple(points),
-        goodput=interval(rate * share, draws),
-        good_share=interval(share, draws / rate if rate else draws),
+        goodput=Estimate.around(rate * share, draws),
+        good_share=Estimate.around(share, draws / rate if rate else draws),
     )

@@ -165,24 +165,17 @@ def latency_panels(findings: Sequence[Findings], slo: Slo | None) -> tuple[Panel
 def busy_panels(findings: Sequence[Findings]) -> tuple[Panel, ...]:
     """Return the utilization of the pools, and of their memory."""
     sheet = _Sheet.of(findings)
-    return (
-        _mean_panel(
-            sheet,
-            attrgetter("prefill_busy"),
-            "Prefill pool: time in steps",
-            "Above nine tenths, prompts wait for each other.",
-        ),
-        _mean_panel(
-            sheet,
-            attrgetter("decode_busy"),
+    shown = (
+        ("prefill_busy", "Prefill pool: time in steps", "Above nine tenths, prompts wait for each other."),
+        (
+            "decode_busy",
             "Decode pool: time in steps",
             "A decode worker steps while it has one answer to write: busy does not mean full.",
         ),
-        _mean_panel(
-            sheet, attrgetter("kv_peak"), "KV pages in use, fullest worker", "At 100 %, answers wait for pages."
-        ),
-        _mean_panel(sheet, attrgetter("token_hit"), "Prompt tokens found in a cache", "These tokens are not computed."),
+        ("kv_peak", "KV pages in use, fullest worker", "At 100 %, answers wait for pages."),
+        ("token_hit", "Prompt tokens found in a cache", "These tokens are not computed."),
     )
+    return tuple(_mean_panel(sheet, attrgetter(name), title, look_for) for name, title, look_for in shown)
 
 
 def handoff_panels(findings: Sequence[Findings]) -> tuple[Panel, ...]:

@@ -1,8 +1,8 @@
 """Which arms the plots of an experiment show as curves, and how.
 
-A few arms have a colour each. Of many arms, only the best split of each size and the best aggregated arm of that size
-are shown, with a colour for each size. Marks of measured points are filled, those of simulated ones hollow; lines of
-aggregated arms are dashed.
+A few arms have a colour each. When there are many, only the best split of each size and the best aggregated arm of
+that size are shown, with a colour for each size. Marks of measured points are filled, those of simulated ones hollow;
+lines of aggregated arms are dashed.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from measure.experiment.analysis import ArmFinding, Findings
 from measure.experiment.points import Arm, Source
-from measure.pages.theme import GREY, PALETTE, PURPLE
+from measure.pages.theme import PALETTE
 
 MAX_ARMS = 8
 """Number of curves that can be told apart."""
@@ -48,13 +48,6 @@ def shown_arms(findings: Sequence[Findings]) -> tuple[Shown, ...]:
 def is_thinned(findings: Sequence[Findings]) -> bool:
     """Return whether some arms are left out of the curves."""
     return any(len(_chosen(each)) < len(each.arms) for each in findings)
-
-
-def bar_color(arm: Arm) -> str:
-    """Return the colour of an arm's bar: split, aggregated or external."""
-    if arm.is_external:
-        return PURPLE
-    return PALETTE[0] if arm.num_prefill else GREY
 
 
 def _chosen(findings: Findings) -> tuple[ArmFinding, ...]:

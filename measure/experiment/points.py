@@ -1,10 +1,17 @@
-"""Points, the measurements of an experiment: one for each arm, load and repeat, real or simulated."""
+"""Cells of an experiment, and their points: the measurements of one arm, load and repeat, real or simulated."""
 
 import enum
-from collections.abc import Iterable
+import hashlib
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from measure.figures import ALL, Figures
+from common.slo import Slo
+from measure.figures import ALL, Figures, by_kind, percentiles, summarize
+from measure.load.records import RequestRecord
+from measure.load.window import Window, counted
+from measure.load.workers import Recorded, summarize_workers, tokens_between
+from measure.simulate.results import gap_percentiles
 
 
 class Source(enum.StrEnum):
@@ -64,6 +71,22 @@ class MeanUnit(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """One run of an arm under a load."""
+
+    arm: str
+    """Name of the arm."""
+    load: float
+    """Mean requests per second."""
+    repeat: int
+
+    @property
+    def name(self) -> str:
+        """Name of its folder, unique and fit for a file system."""
+        return f"{slug(self.arm)}@{self.load:.6g}-r{self.repeat}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
     """Measurements of one run."""
 
@@ -103,3 +126,56 @@ class Point:
     def goodput_per_worker(self) -> float:
         """Good requests per second and worker of either kind."""
         return self.goodput_per_s / max(1, self.arm.num_workers)
+
+
+def fixed_window(requests: Sequence[RequestRecord], *, start_s: float, end_s: float) -> Window:
+    """Return the window of the requests that were due from `start_s` to `end_s`."""
+    end_s = max(start_s, end_s)
+    num_before = sum(request.due_s < start_s for request in requests)
+    num_after = sum(request.due_s > end_s for request in requests)
+    return Window(
+        start_s=start_s,
+        end_s=end_s,
+        rates_end_s=end_s,
+        num_counted=len(requests) - num_before - num_after,
+        num_before=num_before,
+        num_after=num_after,
+        rule=f"due from {start_s:.1f} s to {end_s:.1f} s",
+    )
+
+
+def point_of(run: Recorded, window: Window, *, arm: Arm, cell: Cell, source: Source, slo: Slo) -> Point:
+    """Return the point of a cell's run; only requests that were due in the window count."""
+    requests = counted(run.requests, window)
+    pools, _ = summarize_workers(run, requests, window)
+    busy = {pool.role: pool.busy for pool in pools}
+    told = [request for request in requests if request.server.num_cached_tokens is not None]
+    num_prompt_tokens = sum(request.num_prompt_tokens for request in told)
+    num_output_tokens = sum(tokens_between(request, window.start_s, window.rates_end_s) for request in run.requests)
+    moved = [request for request in requests if request.server.transfer_bytes]
+    exposed = percentiles(request.server.transfer_exposed_s for request in moved if request.is_complete)
+    return Point(
+        arm=arm,
+        source=source,
+        load=cell.load,
+        repeat=cell.repeat,
+        duration_s=window.duration_s,
+        kinds={kind: summarize(own, slo=slo, itl=gap_percentiles(own)) for kind, own in by_kind(requests).items()},
+        output_tokens_per_s=num_output_tokens / window.duration_s if window.duration_s > 0 else 0.0,
+        token_hit=sum(request.server.num_cached_tokens or 0 for request in told) / num_prompt_tokens
+        if num_prompt_tokens
+        else None,
+        prefill_busy=busy.get("prefill"),
+        decode_busy=busy.get("decode"),
+        kv_peak=max((pool.peak_kv for pool in pools if pool.peak_kv is not None), default=None),
+        transfer_bytes=sum(request.server.transfer_bytes or 0 for request in moved),
+        transfer_exposed_p50_s=None if exposed is None else exposed.p50,
+    )
+
+
+def slug(text: str) -> str:
+    """Return a name that is fit for a file system; different texts have different names."""
+    if re.fullmatch(r"[A-Za-z0-9+_=][A-Za-z0-9.=+_ -]*", text):
+        return text.replace(" ", ",")
+    clean = re.sub(r"[^A-Za-z0-9=+_]+", "-", text).strip("-")
+    return f"{clean},{hashlib.blake2b(text.encode(), digest_size=4).hexdigest()}"

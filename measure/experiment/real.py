@@ -1,24 +1,28 @@
 """Arms on real clusters: start, warm up, send load, keep the results, stop."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+import grpc
+
 from cluster.lifecycle import ClusterError, ClusterInfo, running_cluster
 from cluster.trust import operator_proof, reach_of
-from common.errors import KvrelayError
+from common.errors import EngineFault, KvrelayError, from_rpc_error
+from common.rpc import Connect
+from common.timing import GUESSED_LINK, TimingModel
+from common.timing_wire import timing_from_proto
 from kvrelay.client import AsyncClient
+from kvrelay.v1 import worker_pb2, worker_pb2_grpc
 from measure.experiment.arms import ArmPlan
-from measure.experiment.measured import point_of
-from measure.experiment.points import Arm, Point, Source
+from measure.experiment.points import Arm, Cell, Point, Source, point_of
+from measure.experiment.prepare import Workloads
 from measure.experiment.runner import ArmFailed, CellFailed, Measure, Report
 from measure.experiment.spec import ExperimentSpec
-from measure.experiment.store import Cell, Store
-from measure.experiment.worker_facts import MeasuredWorker, ask_worker, best_known
-from measure.experiment.workloads import Workloads
+from measure.experiment.store import Store
 from measure.load.measures import summarize
 from measure.load.report.page import write_report
 from measure.load.run import run_load
@@ -29,6 +33,7 @@ from measure.load.window import NothingMeasured
 from measure.simulate.timing import write_timing
 from measure.workload.sessions import Workload
 
+_TIMEOUT_S = 10.0
 TIMING_FILE = "timing.json"
 REPORT_FILE = "report.html"
 _START_S = 8.0
@@ -37,6 +42,53 @@ _DRAIN_S = 3.0
 """Approximate time of the last answers, without think times; for the forecast only."""
 _WARM_UP_DRAIN_S = 2.0
 """Time for the last answers of a warm-up; requests that still run then are cancelled."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredWorker:
+    """A worker's size and speed."""
+
+    timing: TimingModel
+    num_blocks: int
+    block_size: int
+    block_bytes: int
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """KV bytes of a token, all layers."""
+        return self.block_bytes // self.block_size
+
+
+async def ask_worker(address: str, connect: Connect) -> MeasuredWorker:
+    """Return the facts of the worker whose control is at HOST:PORT. Raises KvrelayError."""
+    async with connect(address) as channel:
+        stub = worker_pb2_grpc.WorkerServiceStub(channel)
+        try:
+            facts = await stub.DescribeWorker(worker_pb2.DescribeWorkerRequest(), timeout=_TIMEOUT_S)
+            told = await stub.GetWorkerStatus(worker_pb2.GetWorkerStatusRequest(), timeout=_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
+    if not told.HasField("timing"):
+        raise EngineFault(f"worker {address} reports no timing: start it from this version of kvrelay")
+    return MeasuredWorker(
+        timing=timing_from_proto(told.timing),
+        num_blocks=facts.num_blocks,
+        block_size=facts.layout.block_size,
+        block_bytes=facts.layout.block_bytes,
+    )
+
+
+def best_known(workers: Sequence[MeasuredWorker]) -> TimingModel:
+    """Return a timing model for equal workers, at least one: each part from the one with most samples."""
+    prefill = max((worker.timing for worker in workers), key=lambda timing: timing.prefill.num_samples)
+    decode = max((worker.timing for worker in workers), key=lambda timing: timing.decode.num_samples)
+    links = [link for worker in workers if (link := worker.timing.links.get(None)) is not None]
+    return TimingModel(
+        prefill=prefill.prefill,
+        decode=decode.decode,
+        max_step_tokens=prefill.max_step_tokens,
+        links={None: max(links, key=lambda link: link.num_samples, default=GUESSED_LINK)},
+    )
 
 
 class RealBench:

@@ -14,14 +14,13 @@ from measure.experiment.answers import agreement, answers_of
 from measure.experiment.load_figures import busy_panels, goodput_panel, handoff_panels, latency_panels, share_panel
 from measure.experiment.looks import is_thinned
 from measure.experiment.payoff import Payoff, Reached, Verdict
-from measure.experiment.phrases import change_value
 from measure.experiment.points import Point
-from measure.experiment.report_tables import tables_section
 from measure.experiment.shape_figures import grid_panel, limit_panel, ratio_panel, reach_panel
 from measure.experiment.spec import CapacitySpec
 from measure.experiment.store import Store
+from measure.experiment.tables import tables_section
 from measure.pages.page import Answers, Card, Page, Panel, Section, Tone, write_page
-from measure.pages.wording import count, duration, number, percent
+from measure.pages.wording import change, count, duration, number, percent
 
 
 def write_report(store: Store) -> Path:
@@ -145,7 +144,7 @@ def _reach_card(arm: Reached) -> Card:
 
 def _payoff_card(payoff: Payoff) -> Card:
     assert payoff.ratio is not None
-    value, low, high = (change_value(each) for each in (payoff.ratio.value, payoff.ratio.low, payoff.ratio.high))
+    value, low, high = (change(each) for each in (payoff.ratio.value, payoff.ratio.low, payoff.ratio.high))
     tones = {Verdict.MORE: Tone.GOOD, Verdict.LESS: Tone.BAD, Verdict.UNCLEAR: Tone.PLAIN}
     return Card(
         label=f"Disaggregation, {count(payoff.num_workers, 'worker')}",

@@ -4,6 +4,7 @@ Real and simulated arms differ only in the `Bench` that measures them. Finished 
 the running one and leaves nothing behind. When a cell fails or an arm does not start, the others go on.
 """
 
+import shutil
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -13,10 +14,9 @@ from pathlib import Path
 from typing import Protocol
 
 from measure.experiment.arms import ArmPlan
-from measure.experiment.capacity import ArmCapacity
-from measure.experiment.points import Point, Source
+from measure.experiment.points import Cell, Point, Source
 from measure.experiment.spec import Order
-from measure.experiment.store import Cell, Store
+from measure.experiment.store import Store
 
 Report = Callable[[str], None]
 Measure = Callable[[Cell, Path], Point]
@@ -108,7 +108,7 @@ class ResultKeeper:
     """Keeps the results of cells and searches."""
 
     def __init__(self, store: Store, source: Source, report: Report) -> None:
-        self._store = store
+        self.store = store
         self._source = source
         self._failures: list[Failure] = []
         self.report = report
@@ -120,29 +120,29 @@ class ResultKeeper:
 
     def kept(self, cell: Cell) -> Point | None:
         """Return the point of a complete cell; None for any other."""
-        return self._store.point(self._source, cell)
+        return self.store.point(self._source, cell)
 
     def measure(self, cell: Cell, measure: Measure) -> Point:
         """Run a cell and keep its point; an interrupted cell leaves nothing. Raises CellFailed."""
-        folder = self._store.begin(self._source, cell)
+        folder = self.store.folder(self._source, cell)
+        shutil.rmtree(folder, ignore_errors=True)  # files of earlier tries
+        folder.mkdir(parents=True)
         try:
             point = measure(cell, folder)
         except CellFailed:
             raise
         except BaseException:
-            self._store.drop(self._source, cell)
+            shutil.rmtree(folder)
             raise
-        self._store.keep(self._source, cell, point)
+        self.store.keep(self._source, cell, point)
         return point
 
-    def keep_capacity(self, capacity: ArmCapacity) -> None:
-        """Keep the capacity of an arm."""
-        self._store.keep_capacity(capacity)
-
     def give_up(self, cell: Cell, reason: str) -> None:
-        """Note why a cell has no point."""
+        """Note why a cell has no point; the next run tries it again."""
         self._failures.append(Failure(cell=cell, reason=reason))
-        self._store.keep_failure(self._source, cell, reason)
+        folder = self.store.folder(self._source, cell)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "failure.txt").write_text(reason + "\n", encoding="utf-8")
         self.report(f"{cell.name} FAILED: {reason}")
 
 

@@ -6,16 +6,14 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 
-from measure.experiment.analysis import ArmFinding, Findings
-from measure.experiment.limits import Limit as Cause
-from measure.experiment.limits import diagnose
-from measure.experiment.looks import bar_color
-from measure.experiment.phrases import reach_text
+from measure.experiment.analysis import ArmFinding, Findings, diagnose
+from measure.experiment.analysis import Limit as Cause
+from measure.experiment.payoff import reach_text
 from measure.experiment.points import Source
 from measure.pages.axes import Axis, Scale, Unit
-from measure.pages.figures import Curve, Frame, add_curve, compact, line_figure, new_figure, plain
+from measure.pages.figures import Curve, Frame, add_curve, compact, line_figure, new_figure, plain, whiskers
 from measure.pages.page import Absent, Panel, Width
-from measure.pages.theme import BLUE, GREY, MAGENTA, ORANGE, PALETTE, SAND, TEAL
+from measure.pages.theme import BLUE, GREY, MAGENTA, ORANGE, PALETTE, PURPLE, SAND, TEAL
 from measure.pages.wording import number, percent
 
 _CAUSE_COLORS = {
@@ -42,27 +40,17 @@ def reach_panel(findings: Findings) -> Panel:
         )
     )
     rows = list(reversed(known))
-    units = [arm.reach.num_units for arm in rows]
     values = [min(arm.reach.load, arm.reach.highest) / arm.reach.num_units for arm in rows]
-    highs = [arm.reach.high if arm.reach.high is not None else arm.reach.highest for arm in rows]
+    highs = [
+        max(value, (arm.reach.highest if arm.reach.high is None else arm.reach.high) / arm.reach.num_units)
+        for arm, value in zip(rows, values, strict=True)
+    ]
     figure.add_bar(
         y=[plain(arm.arm.name) for arm in rows],
         x=compact(values),
         orientation="h",
         marker=_bar_marker(rows, findings.source),
-        error_x={
-            "type": "data",
-            "symmetric": False,
-            "array": compact(
-                [max(0.0, high / num - value) for high, num, value in zip(highs, units, values, strict=True)]
-            ),
-            "arrayminus": compact(
-                [value - arm.reach.low / num for arm, num, value in zip(rows, units, values, strict=True)]
-            ),
-            "color": GREY,
-            "thickness": 1.5,
-            "width": 4,
-        },
+        error_x=whiskers(values, [arm.reach.low / arm.reach.num_units for arm in rows], highs),
         text=[plain(reach_text(arm.reach)) for arm in rows],
         textposition="none",
         hovertemplate=f"<b>%{{y}}</b><br>%{{x:.3r}}/s for each {findings.unit}<br>%{{text}} in all<extra></extra>",
@@ -190,7 +178,7 @@ def _per_unit(arm: ArmFinding | None) -> float | None:
 
 
 def _bar_marker(arms: Sequence[ArmFinding], source: Source) -> dict[str, Any]:
-    colors = [bar_color(arm.arm) for arm in arms]
+    colors = [PURPLE if arm.arm.is_external else PALETTE[0] if arm.arm.num_prefill else GREY for arm in arms]
     if source is Source.REAL:
         return {"color": colors}
     return {"color": colors, "opacity": 0.75, "line": {"color": colors, "width": 1.5}}

@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Self
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from common.config import SloConfig
 from common.slo import Slo
+from measure.workload.spec import read_yaml
 
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Inline = dict[str, Any] | Path
@@ -64,7 +64,7 @@ class Shape(_Section):
             return {"prefill": int(match[1]), "decode": int(match[2])}
         if match := _AGGREGATED.fullmatch(raw.strip()):
             return {"workers": int(match[1])}
-        raise ValueError(f"{raw!r} is no pool shape; say 2P1D, or 3 aggregated")
+        raise ValueError(f"{raw!r} is not a pool shape; say 2P1D, or 3 aggregated")
 
     @model_validator(mode="after")
     def _complete(self) -> Self:
@@ -215,7 +215,7 @@ class ExperimentSpec(_Section):
 
 def load_experiment(path: Path) -> ExperimentSpec:
     """Read and check an experiment's file; paths in it become absolute. Raises ExperimentError."""
-    raw = read_yaml(path)
+    raw = _read_mapping(path)
     try:
         spec = ExperimentSpec.model_validate(raw)
     except ValidationError as error:
@@ -229,14 +229,8 @@ def load_experiment(path: Path) -> ExperimentSpec:
     )
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
-    """Return the mapping in a YAML file. Raises ExperimentError."""
-    try:
-        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ExperimentError(f"{path}: cannot be read: {error.strerror}") from error
-    except yaml.YAMLError as error:
-        raise ExperimentError(f"{path}: not YAML: {error}") from error
+def _read_mapping(path: Path) -> dict[str, Any]:
+    raw = read_yaml(path, refusal=ExperimentError)
     if not isinstance(raw, dict):
         raise ExperimentError(f"{path}: must be a mapping of keys to values, not a {type(raw).__name__}")
     return raw
@@ -245,7 +239,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 def inline_or_file(value: Inline, *, key: str, path: Path) -> tuple[dict[str, Any], str]:
     """Return a mapping that is inline or in a file of its own, and the location that messages name."""
     if isinstance(value, Path):
-        return read_yaml(value), str(value)
+        return _read_mapping(value), str(value)
     return value, f"{path}:{key}"
 
 

@@ -11,46 +11,26 @@ DIR/arms/ARM/                   serving.yaml and logs of its cluster, timing mod
 DIR/report.html
 """
 
-import hashlib
-import json
-import re
 import shutil
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from pydantic import TypeAdapter
 
 from measure.experiment.capacity import ArmCapacity
-from measure.experiment.points import Point, Source
-from measure.simulate.records import write_json
+from measure.experiment.points import Cell, Point, Source, slug
+from measure.simulate.store import ResultFolder, write_json
 
 _POINT = TypeAdapter(Point)
 _CAPACITY = TypeAdapter(ArmCapacity)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cell:
-    """One run of an arm under a load."""
-
-    arm: str
-    """Name of the arm."""
-    load: float
-    """Mean requests per second."""
-    repeat: int
-
-    @property
-    def name(self) -> str:
-        """Name of its folder, unique and fit for a file system."""
-        return f"{slug(self.arm)}@{self.load:.6g}-r{self.repeat}"
-
-
-class Store:
+class Store(ResultFolder):
     """An experiment's folder."""
 
     def __init__(self, out: Path) -> None:
-        self.out = out
+        super().__init__(out, *Source, "capacity", "arms")
 
     def folder(self, source: Source, cell: Cell) -> Path:
         """Return the folder of a cell."""
@@ -60,50 +40,13 @@ class Store:
         """Return the folder of an arm."""
         return self.out / "arms" / slug(arm)
 
-    def claim(self, ours: Mapping[str, Any]) -> tuple[str, ...]:
-        """Keep settings; return the keys whose values differ from those of earlier results.
-
-        New keys are added; nothing is kept when any value differs.
-        """
-        path = self.out / "settings.json"
-        ours = json.loads(json.dumps(ours))
-        theirs = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-        changed = tuple(sorted(key for key in ours if key in theirs and ours[key] != theirs[key]))
-        if not changed:
-            self.out.mkdir(parents=True, exist_ok=True)
-            write_json(path, {**theirs, **ours})
-        return changed
-
     def keep_file(self, path: Path) -> None:
         """Copy the experiment's file to the results."""
         shutil.copyfile(path, self.out / "experiment.yaml")
 
-    def forget(self) -> None:
-        """Remove earlier results from the folder, and nothing else."""
-        for name in (*(source.value for source in Source), "capacity", "arms"):
-            shutil.rmtree(self.out / name, ignore_errors=True)
-        (self.out / "settings.json").unlink(missing_ok=True)
-
-    def begin(self, source: Source, cell: Cell) -> Path:
-        """Return a cell's folder, emptied of earlier tries."""
-        folder = self.folder(source, cell)
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-        return folder
-
     def keep(self, source: Source, cell: Cell, point: Point) -> None:
         """Keep the point of a cell, which completes it."""
         write_json(self.folder(source, cell) / "point.json", asdict(point))
-
-    def keep_failure(self, source: Source, cell: Cell, reason: str) -> None:
-        """Keep the reason why a cell has no point; the next run tries it again."""
-        folder = self.folder(source, cell)
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "failure.txt").write_text(reason + "\n", encoding="utf-8")
-
-    def drop(self, source: Source, cell: Cell) -> None:
-        """Remove the files of an interrupted cell."""
-        shutil.rmtree(self.folder(source, cell), ignore_errors=True)
 
     def point(self, source: Source, cell: Cell) -> Point | None:
         """Return the point of a complete cell; None for any other. Raises ValueError for an invalid file."""
@@ -112,7 +55,7 @@ class Store:
 
     def points(self) -> Iterator[Point]:
         """Yield all points, real ones first, by arm, load and repeat."""
-        for source in (Source.REAL, Source.SIMULATED):
+        for source in Source:
             points = map(_read_point, self.out.glob(f"{source.value}/*/point.json"))
             yield from sorted(points, key=lambda point: (point.arm.name, point.load, point.repeat))
 
@@ -122,7 +65,7 @@ class Store:
 
     def capacities(self) -> Iterator[ArmCapacity]:
         """Yield all capacities, those of real arms first."""
-        for source in (Source.REAL, Source.SIMULATED):
+        for source in Source:
             for path in sorted(self.out.glob(f"capacity/{source.value}/*.json")):
                 yield _CAPACITY.validate_json(path.read_text(encoding="utf-8"))
 
@@ -130,14 +73,6 @@ class Store:
         """Yield a line for each cell that failed."""
         for path in sorted(self.out.glob("*/*/failure.txt")):
             yield f"{path.parent.name}: {path.read_text(encoding='utf-8').strip()}"
-
-
-def slug(text: str) -> str:
-    """Return a name that is fit for a file system; different texts have different names."""
-    if re.fullmatch(r"[A-Za-z0-9+_=][A-Za-z0-9.=+_ -]*", text):
-        return text.replace(" ", ",")
-    clean = re.sub(r"[^A-Za-z0-9=+_]+", "-", text).strip("-")
-    return f"{clean},{hashlib.blake2b(text.encode(), digest_size=4).hexdigest()}"
 
 
 def _read_point(path: Path) -> Point:

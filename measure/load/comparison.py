@@ -11,15 +11,23 @@ Repeats show that (`kvrelay experiment`).
 import enum
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from string import ascii_uppercase
 
 import numpy as np
+from rich.console import Group, RenderableType
+from rich.text import Text
 
 from measure.figures import ALL
 from measure.load.estimates import Distribution, Estimate, Floats, Resampler
 from measure.load.measures import latency_values
 from measure.load.records import RequestRecord, Run
-from measure.load.summary import Summary, Window
-from measure.load.window import counted
+from measure.load.summary import Summary
+from measure.load.tables import UNKNOWN, UNSURE, plain_table
+from measure.load.window import Window, counted
+from measure.pages.wording import count, duration, number, percent
+
+_TIMES = {"ttft": (0.5, 0.9, 0.99), "itl": (0.5, 0.99), "tpot": (0.5, 0.99), "e2e": (0.5, 0.99)}
+"""Percentiles that are compared, by field of `Latencies`."""
 
 
 class Unit(enum.StrEnum):
@@ -58,8 +66,18 @@ class Row:
         cell = self.cells[place]
         if cell is None or cell.change is None:
             return False
-        same = 0.0 if self.unit is Unit.SHARE else 1.0
-        return not cell.change.low <= same <= cell.change.high
+        return not cell.change.low <= self._same <= cell.change.high
+
+    def verdict(self, place: int) -> bool | None:
+        """Return whether a run is better than the first; None where the change may be chance."""
+        cell = self.cells[place]
+        if cell is None or cell.change is None or not self.is_significant(place):
+            return None
+        return (cell.change.value > self._same) == self.more_is_better
+
+    @property
+    def _same(self) -> float:
+        return 0.0 if self.unit is Unit.SHARE else 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +88,11 @@ class Comparison:
     rows: tuple[Row, ...]
     is_paired: tuple[bool, ...]
     """Whether each run sent the same requests as the first."""
+
+    def pairing(self, names: Sequence[str]) -> str:
+        """Return in words which of the runs are compared request by request with the first."""
+        paired = [name for name, is_paired in zip(names[1:], self.is_paired[1:], strict=True) if is_paired]
+        return f"Compared request by request: {', '.join(paired)}." if paired else "The runs sent different requests."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,8 +105,6 @@ class _Sample:
     """Each measure in every resample."""
 
 
-_TIMES = {"ttft": (0.5, 0.9, 0.99), "itl": (0.5, 0.99), "tpot": (0.5, 0.99), "e2e": (0.5, 0.99)}
-"""Percentiles that are compared, by field of `Latencies`."""
 _GOOD, _GOODPUT = "good", "goodput"
 
 
@@ -186,3 +207,72 @@ def _change(unit: Unit, own: Floats, first: Floats) -> Estimate | None:
     if not np.all(first > 0):  # no ratio in some resamples
         return None
     return Estimate.of(own / first)
+
+
+_BETTER, _WORSE, _CAUTION = "bold green", "bold red", "bold yellow"
+
+
+def comparison_view(comparison: Comparison, names: Sequence[str]) -> RenderableType:
+    """Return runs side by side, each but the first with its change; coloured changes exceed chance."""
+    letters = [ascii_uppercase[place % len(ascii_uppercase)] for place in range(len(names))]
+    table = plain_table("", "", num_left=2)
+    for place, letter in enumerate(letters):
+        table.add_column(letter, justify="right", no_wrap=True)
+        if place:
+            table.add_column(f"{letter} against {letters[0]}", justify="right", no_wrap=True)
+    previous = ""
+    for row in comparison.rows:
+        if previous and row.kind != previous:
+            table.add_section()
+        table.add_row(row.kind if row.kind != previous else "", row.name, *_comparison_cells(row))
+        previous = row.kind
+    return Group(*_legend(comparison, letters, names), "", table, "", *_notes(comparison, letters))
+
+
+def _legend(comparison: Comparison, letters: Sequence[str], names: Sequence[str]) -> Iterator[Text]:
+    for letter, name, summary in zip(letters, names, comparison.summaries, strict=True):
+        facts = (
+            f" {name} · {summary.info.system} · {summary.info.target} · {count(summary.window.num_counted, 'request')}"
+        )
+        yield Text.assemble((letter, "bold"), facts)
+
+
+def _notes(comparison: Comparison, letters: Sequence[str]) -> Iterator[Text]:
+    """Yield how to read the figures, and the warnings of every run."""
+    yield Text(
+        "×1.2 [1.1 – 1.3]: the ratio and its 95 % interval (pt: difference in points). Coloured: equal runs would"
+        " differ this much in fewer than 1 of 20 cases; 1 of 20 rows is coloured by chance. Intervals do not cover"
+        " differences between runs at different times.",
+        style="dim",
+    )
+    yield Text(comparison.pairing(letters), style="dim")
+    for letter, summary in zip(letters, comparison.summaries, strict=True):
+        for warning in summary.warnings:
+            yield Text(f"! {letter}: {warning}", style=_CAUTION)
+
+
+def _comparison_cells(row: Row) -> Iterator[Text]:
+    for place, cell in enumerate(row.cells):
+        yield Text(value_text(row, cell))
+        if place:
+            how = row.verdict(place)
+            yield Text(change_text(row, cell, "[{} – {}]"), style={None: "", True: _BETTER, False: _WORSE}[how])
+
+
+def value_text(row: Row, cell: Cell | None) -> str:
+    """Return the value of a run in words, marked where too few requests lie beyond it."""
+    if cell is None:
+        return UNKNOWN
+    write = {Unit.SECONDS: duration, Unit.PER_S: number, Unit.SHARE: percent}[row.unit]
+    return f"{'' if cell.is_sufficient else UNSURE}{write(cell.value.value)}"
+
+
+def change_text(row: Row, cell: Cell | None, bounds: str) -> str:
+    """Return a change in words: a ratio, or a difference in points, with its interval in the form of `bounds`."""
+    if cell is None or cell.change is None:
+        return UNKNOWN
+    if row.unit is Unit.SHARE:
+        points = cell.change.scaled(100)
+        return f"{points.value:+.1f} {bounds.format(f'{points.low:+.1f}', f'{points.high:+.1f}')} pt"
+    change = cell.change
+    return f"×{number(change.value)} {bounds.format(number(change.low), number(change.high))}"

@@ -51,6 +51,13 @@ class Estimate:
             low, high = bounds
         return cls(value=value, low=min(low, value), high=max(high, value))
 
+    @classmethod
+    def around(cls, value: float, draws: Floats) -> "Estimate":
+        """Return a value with the interval that contains 95 % of its draws, which may be infinite, and the value."""
+        tail = (1 - CONFIDENCE) / 2
+        low, high = (float(bound) for bound in np.quantile(draws, [tail, 1 - tail], method="inverted_cdf"))
+        return cls(value=value, low=min(low, value), high=max(high, value))
+
     def scaled(self, factor: float) -> "Estimate":
         """Return the estimate in another unit."""
         return Estimate(value=self.value * factor, low=self.low * factor, high=self.high * factor)
@@ -186,10 +193,15 @@ class Resampler:
         if 0 < value < 1:
             variance = float(np.nanvar(self.ratios(is_good.astype(np.float64), np.ones(num_requests))[1:]))
             effective = min(effective, value * (1 - value) / variance) if variance > 0 else effective
-        spread = _Z**2 / effective
-        center = (value + spread / 2) / (1 + spread)
-        half = math.sqrt(spread * value * (1 - value) + spread**2 / 4) / (1 + spread)
-        return Estimate(value=value, low=min(value, max(0.0, center - half)), high=max(value, min(1.0, center + half)))
+        return wilson(value, effective)
+
+
+def wilson(share: float, num_requests: float) -> Estimate:
+    """Return a share of so many independent requests with its interval. scipy's takes milliseconds: it tests, too."""
+    spread = _Z**2 / num_requests
+    center = (share + spread / 2) / (1 + spread)
+    half = math.sqrt(spread * share * (1 - share) + spread**2 / 4) / (1 + spread)
+    return Estimate(value=share, low=min(share, max(0.0, center - half)), high=max(share, min(1.0, center + half)))
 
 
 def _block_length(num_requests: int) -> int:

@@ -11,18 +11,8 @@ from common.slo import Slo
 from measure import figures
 from measure.load.estimates import Estimate, Floats, Ints, Resampler
 from measure.load.records import Outcome, RequestRecord, Run
-from measure.load.steadiness import steadiness
-from measure.load.summary import (
-    CacheUse,
-    FailureCount,
-    KindSummary,
-    Latencies,
-    PredictionError,
-    Summary,
-    Throughput,
-    Window,
-)
-from measure.load.window import counted, find_window
+from measure.load.summary import CacheUse, FailureCount, KindSummary, Latencies, PredictionError, Summary, Throughput
+from measure.load.window import Window, counted, find_window, steadiness
 from measure.load.workers import peak_queued, summarize_workers, tokens_between
 from measure.pages.wording import count
 

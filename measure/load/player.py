@@ -14,9 +14,8 @@ from common.clock import Clock
 from common.errors import KvrelayError
 from common.slo import Slo
 from measure.load.alarm import Alarm
-from measure.load.conversation import Conversation, Writer
 from measure.load.records import RequestRecord
-from measure.load.sending import Cancellation, PreparedRequest, send
+from measure.load.sending import Cancellation, Conversation, PreparedRequest, Writer, send
 from measure.load.targets.interface import ChunkSink, Target, TargetAnswer, TargetRequest
 from measure.workload.sessions import Content, Session
 

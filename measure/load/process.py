@@ -19,8 +19,8 @@ from common.clock import SystemClock
 from common.process import die_with_parent
 from measure.load.alarm import Alarm, make_alarm
 from measure.load.player import Player, RequestTerms, Tools
-from measure.load.pulse import LoopMeter, PulseTaker
 from measure.load.records import RequestRecord
+from measure.load.selfcheck import LoopMeter, PulseTaker
 from measure.load.targets.interface import Target, TargetSpec, make_target
 from measure.load.wire import (
     GeneratorOrder,

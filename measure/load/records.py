@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from common.errors import DeadlineExceeded, KvrelayError, Overloaded
+
 
 class Outcome(enum.StrEnum):
     """How a request ended."""
@@ -23,6 +25,18 @@ class Outcome(enum.StrEnum):
     TIMED_OUT = "timed_out"
     CANCELLED = "cancelled"
     """Cancelled by the load test itself, which was ended early."""
+
+    @classmethod
+    def of(cls, failure: KvrelayError | None, *, has_tokens: bool) -> "Outcome":
+        """Return the outcome of a request that failed, or of a complete one."""
+        match failure:
+            case None:
+                return cls.COMPLETED
+            case DeadlineExceeded():
+                return cls.TIMED_OUT
+            case Overloaded() if not has_tokens:
+                return cls.REFUSED
+        return cls.FAILED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

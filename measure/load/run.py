@@ -17,8 +17,7 @@ from measure.load.records import Outcome, PoolSample, RequestRecord, Run, RunInf
 from measure.load.selfcheck import Evidence, judge
 from measure.load.spec import LoadSpec, LoadTestFailed, Observer, Observers
 from measure.load.store import in_due_order
-from measure.load.targets.interface import Target, TargetInfo, make_target
-from measure.load.targets.probing import USUAL_VOCAB
+from measure.load.targets.interface import USUAL_VOCAB, Target, TargetInfo, make_target
 
 _NO_OBSERVER = Observers()
 _LEAD_S = 0.2

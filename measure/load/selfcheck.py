@@ -1,14 +1,19 @@
-"""Checks whether the load generator itself distorted the figures of a run."""
+"""Self-measurement of generator processes, and whether the load generator itself distorted the figures of a run."""
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean, median
 
 import numpy as np
 
+from common.clock import Clock
+from measure.load.alarm import Alarm
 from measure.load.records import GeneratorReport, RequestRecord
 from measure.load.wire import Pulse
 
+BEAT_S = 0.02
+"""Time between two measurements of delay."""
 LATE_S = 0.005
 """A request sent later than this is late. Delays matter above this or `LATE_SHARE`, whichever is larger."""
 LATE_SHARE = 0.05
@@ -22,6 +27,57 @@ FULL_SHARE = 0.8
 FULL_MACHINE = 0.95
 _WINDOW = 4
 """Pulses over which the CPU share of a process is averaged: two seconds."""
+
+
+@dataclass(slots=True)
+class LoopMeter:
+    """Measures the delay with which a process notices events, by waking at evenly spaced times.
+
+    Each wake-up missed during a stall counts with the time it would have waited, so that a stall weighs by its length.
+    """
+
+    alarm: Alarm
+    clock: Clock
+    _lags_s: list[float] = field(default_factory=list)
+
+    async def run(self) -> None:
+        """Measure until cancelled."""
+        due_s = self.clock.monotonic() + BEAT_S
+        while True:
+            await self.alarm.until(due_s)
+            lag_s = self.clock.monotonic() - due_s
+            while lag_s >= 0:
+                self._lags_s.append(lag_s)
+                lag_s -= BEAT_S
+                due_s += BEAT_S
+
+    def take(self) -> list[float]:
+        """Return the delays since the last call."""
+        taken, self._lags_s = self._lags_s, []
+        return taken
+
+
+class PulseTaker:
+    """Makes the pulses of this process."""
+
+    def __init__(self, meter: LoopMeter) -> None:
+        self._meter = meter
+        self._at_s = time.monotonic()
+        self._cpu_s = time.process_time()
+        self._first_sleep_s = _slept_s()
+
+    def take(self) -> Pulse:
+        """Return the pulse for the time since the last call."""
+        now_s, cpu_s = time.monotonic(), time.process_time()
+        share = (cpu_s - self._cpu_s) / max(now_s - self._at_s, 1e-9)
+        self._at_s, self._cpu_s = now_s, cpu_s
+        return Pulse(cpu_share=share, loop_lags_s=self._meter.take(), suspended_s=_slept_s() - self._first_sleep_s)
+
+
+def _slept_s() -> float:
+    """Return the time that the machine was suspended since boot; 0 where no clock counts it."""
+    boottime = getattr(time, "CLOCK_BOOTTIME", None)  # on Linux it runs on during suspension, unlike monotonic
+    return time.clock_gettime(boottime) - time.monotonic() if boottime is not None else 0.0
 
 
 @dataclass(slots=True)

@@ -1,13 +1,88 @@
-"""Sends one request and records its times."""
+"""Writes the prompts of a session, sends its requests one by one, and records their times."""
 
 import asyncio
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from common.clock import Clock
-from common.errors import DeadlineExceeded, KvrelayError, Overloaded
+from common.errors import KvrelayError
+from common.tokens import TokenArray
+from kvrelay.client.records import ChatMessage
 from measure.load.records import Outcome, RequestRecord, ServerReport
 from measure.load.targets.interface import PreparedCall, TargetAnswer, TargetRequest
-from measure.workload.sessions import Session
+from measure.workload.sessions import Content, Segment, Session, Turn
+
+_FILLERS = 1 << 62
+"""Lowest content number of answers whose token ids the server does not report; workloads use lower ones."""
+_MAX_TURNS = 1 << 16
+
+
+class Writer(Protocol):
+    """Writes segments as tokens or text (`measure.workload.content.ContentWriter`)."""
+
+    def tokens(self, segments: Sequence[Segment]) -> TokenArray:
+        """Return the token ids of the segments."""
+
+    def text(self, segments: Sequence[Segment]) -> str:
+        """Return the words of the segments."""
+
+
+class Conversation:
+    """The history of one session.
+
+    It holds the server's real answers, as token ids or text, so that later turns find them in a cache. With
+    `Content.TOKENS` and a server that reports no token ids, each answer is replaced by as many planned tokens, which no
+    cache holds.
+    """
+
+    def __init__(self, session: Session, content: Content, writer: Writer) -> None:
+        self._session = session
+        self._content = content
+        self._writer = writer
+        self._tokens: TokenArray = array("I")
+        self._texts: list[str] = []
+        self._messages: list[ChatMessage] = []
+        self._num_turns = 0
+        self._num_tokens = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Planned length of the last prompt; answers count with their real lengths."""
+        return self._num_tokens
+
+    def ask(self, turn: Turn) -> str | Sequence[int] | Sequence[ChatMessage]:
+        """Add the segments of a turn and return the prompt, which later calls do not change."""
+        self._num_turns += 1
+        self._num_tokens += sum(segment.num_tokens for segment in turn.segments)
+        match self._content:
+            case Content.TOKENS:
+                self._tokens = self._tokens + self._writer.tokens(turn.segments)
+                return self._tokens
+            case Content.TEXT:
+                self._texts.append(self._writer.text(turn.segments))
+                return " ".join(self._texts)
+            case Content.CHAT:
+                self._messages.append(ChatMessage(role="user", content=self._writer.text(turn.segments)))
+                return tuple(self._messages)
+
+    def hear(self, answer: TargetAnswer, num_tokens: int) -> None:
+        """Add an answer of `num_tokens` tokens."""
+        self._num_tokens += num_tokens
+        match self._content:
+            case Content.TOKENS:
+                self._tokens = self._tokens + self._ids(answer, num_tokens)
+            case Content.TEXT:
+                self._texts.append(answer.text)
+            case Content.CHAT:
+                self._messages.append(ChatMessage(role="assistant", content=answer.text))
+
+    def _ids(self, answer: TargetAnswer, num_tokens: int) -> TokenArray:
+        if answer.token_ids is not None:
+            return array("I", answer.token_ids)
+        content = _FILLERS + self._session.index * _MAX_TURNS + self._num_turns
+        return self._writer.tokens((Segment(content=content, num_tokens=num_tokens),))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +138,10 @@ async def send(request: PreparedRequest, *, due_s: float, clock: Clock, origin_s
     except asyncio.CancelledError:
         outcome = Outcome.CANCELLED
     except KvrelayError as failure:
-        outcome, error = _outcome(failure, log), f"{type(failure).__name__}: {failure.message}"
+        outcome, error = (
+            Outcome.of(failure, has_tokens=bool(log.num_tokens)),
+            f"{type(failure).__name__}: {failure.message}",
+        )
     end_s = clock.monotonic() - origin_s
     num_counted = answer.num_output_tokens if answer is not None else None
     num_prompt_tokens = answer.num_prompt_tokens if answer is not None else None
@@ -97,11 +175,3 @@ def settled(counts: list[int], num_counted: int | None) -> tuple[int, ...]:
         return tuple(counts)
     share, rest = divmod(num_counted, len(counts))
     return tuple(share + (position < rest) for position in range(len(counts)))
-
-
-def _outcome(failure: KvrelayError, log: ChunkLog) -> Outcome:
-    if isinstance(failure, DeadlineExceeded):
-        return Outcome.TIMED_OUT
-    if isinstance(failure, Overloaded) and not log.num_tokens:
-        return Outcome.REFUSED
-    return Outcome.FAILED

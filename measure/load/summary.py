@@ -7,29 +7,10 @@ cancellations have none; they count in goodput, as not good.
 from dataclasses import dataclass, field
 
 from common.slo import Slo
+from measure.figures import Counts
 from measure.load.estimates import Distribution, Estimate
 from measure.load.records import RunInfo
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Window:
-    """The counted part of a run: requests that were due in it count."""
-
-    start_s: float
-    """End of the warm-up."""
-    end_s: float
-    """Due time of the last counted request."""
-    rates_end_s: float
-    """End of the time that rates are over: `end_s`, or the last answer where answers take longer than the arrivals."""
-    num_counted: int
-    num_before: int
-    num_after: int
-    rule: str
-
-    @property
-    def duration_s(self) -> float:
-        """Time that rates are divided by."""
-        return self.rates_end_s - self.start_s
+from measure.load.window import Steadiness, Window
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,19 +54,14 @@ class PredictionError:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KindSummary:
+class KindSummary(Counts):
     """Figures of one kind of session; the kind "all" stands for all of them."""
 
     kind: str
-    num_requests: int
-    num_complete: int
     num_refused: int
     num_failed: int
     num_timed_out: int
     num_cancelled: int
-    num_good: int
-    num_ttft_misses: int
-    num_itl_misses: int
     good_share: Estimate
     """Share of good requests, with Wilson's interval, widened by the correlation of neighbouring requests."""
     goodput_per_s: Estimate
@@ -102,11 +78,6 @@ class KindSummary:
     num_transfers: int
     transfer_bytes: int
     prediction: PredictionError | None
-
-    @property
-    def num_not_complete(self) -> int:
-        """Requests that were refused, failed, timed out or were cancelled."""
-        return self.num_requests - self.num_complete
 
     @property
     def bytes_per_transfer(self) -> float | None:
@@ -162,20 +133,6 @@ class FailureCount:
     error: str
     """Class and message of the first of them; those of the others may differ in ids and numbers."""
     num_requests: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Steadiness:
-    """Whether the system kept up: the last third of the window compared with the first."""
-
-    is_steady: bool
-    backlog_early: float
-    """Mean number of open requests (due, not ended) in the first third."""
-    backlog_late: float
-    e2e_growth: Estimate | None
-    """Ratio of the median E2E of the last third to that of the first; None with too few requests."""
-    arrival_growth: float
-    """Ratio of the arrivals of the last third to those of the first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,7 @@
 """A summary as tables for a terminal."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TypeVar
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -8,10 +9,11 @@ from rich.text import Text
 
 from common.slo import Slo
 from measure.load.estimates import PERCENTILES, Distribution, Estimate, Percentile
-from measure.load.summary import Latencies, Summary, WorkerSummary
+from measure.load.summary import KindSummary, Latencies, Summary, WorkerSummary
 from measure.pages.wording import count, duration, number, percent, scaled
 
 Writer = Callable[[float], str]
+_T = TypeVar("_T")
 
 UNKNOWN = "–"
 UNSURE = "~"
@@ -72,6 +74,14 @@ def plain_table(*columns: str, num_left: int = 1) -> Table:
     return table
 
 
+def filled_table(items: Iterable[_T], columns: Mapping[str, Callable[[_T], str]], *, num_left: int = 1) -> Table:
+    """Return a table with a row for each item, whose cells the columns write."""
+    table = plain_table(*columns, num_left=num_left)
+    for item in items:
+        table.add_row(*(write(item) for write in columns.values()))
+    return table
+
+
 def verdict_style(estimate: Estimate, required: float) -> str:
     """Return green for a share that reaches `required`, red for one that certainly does not, else yellow."""
     if estimate.value >= required:
@@ -116,25 +126,22 @@ def _headline(summary: Summary, required_share: float) -> Text:
 
 
 def _shares(summary: Summary) -> RenderableType:
-    table = plain_table("", "requests", "good", "late TTFT", "slow TPOT", "refused", "failed", "timed out", "cancelled")
-    for kind in summary.distinct_kinds:
-        table.add_row(
-            kind.kind,
-            f"{kind.num_requests:,}",
-            f"{kind.num_good:,} ({percent(kind.good_share.value)})",
-            *(
-                f"{number_of:,}" if number_of else UNKNOWN
-                for number_of in (
-                    kind.num_ttft_misses,
-                    kind.num_itl_misses,
-                    kind.num_refused,
-                    kind.num_failed,
-                    kind.num_timed_out,
-                    kind.num_cancelled,
-                )
-            ),
-        )
-    return _spaced(table)
+    columns: dict[str, Callable[[KindSummary], str]] = {
+        "": lambda kind: kind.kind,
+        "requests": lambda kind: f"{kind.num_requests:,}",
+        "good": lambda kind: f"{kind.num_good:,} ({percent(kind.good_share.value)})",
+        "late TTFT": lambda kind: _some(kind.num_ttft_misses),
+        "slow TPOT": lambda kind: _some(kind.num_itl_misses),
+        "refused": lambda kind: _some(kind.num_refused),
+        "failed": lambda kind: _some(kind.num_failed),
+        "timed out": lambda kind: _some(kind.num_timed_out),
+        "cancelled": lambda kind: _some(kind.num_cancelled),
+    }
+    return _spaced(filled_table(summary.distinct_kinds, columns))
+
+
+def _some(number_of: int) -> str:
+    return f"{number_of:,}" if number_of else UNKNOWN
 
 
 def _latency_table(summary: Summary) -> RenderableType | None:
@@ -204,32 +211,19 @@ def _work(summary: Summary) -> Text:
 
 
 def _pool_table(pools: Iterable[WorkerSummary]) -> RenderableType:
-    table = plain_table(
-        "pool",
-        "workers",
-        "busy",
-        "running",
-        "waiting",
-        "KV mean",
-        "KV peak",
-        "computed tok/s",
-        "output tok/s",
-        "a worker",
-    )
-    for pool in pools:
-        table.add_row(
-            pool.name,
-            str(pool.num_workers),
-            or_unknown(pool.busy, _whole_percent),
-            or_unknown(pool.mean_running, number),
-            or_unknown(pool.mean_waiting, number),
-            or_unknown(pool.mean_kv, _whole_percent),
-            or_unknown(pool.peak_kv, _whole_percent),
-            or_unknown(pool.computed_tokens_per_s, scaled),
-            scaled(pool.output_tokens_per_s),
-            scaled(pool.output_tokens_per_worker_s),
-        )
-    return _spaced(table)
+    columns: dict[str, Callable[[WorkerSummary], str]] = {
+        "pool": lambda pool: pool.name,
+        "workers": lambda pool: str(pool.num_workers),
+        "busy": lambda pool: or_unknown(pool.busy, whole_percent),
+        "running": lambda pool: or_unknown(pool.mean_running, number),
+        "waiting": lambda pool: or_unknown(pool.mean_waiting, number),
+        "KV mean": lambda pool: or_unknown(pool.mean_kv, whole_percent),
+        "KV peak": lambda pool: or_unknown(pool.peak_kv, whole_percent),
+        "computed tok/s": lambda pool: or_unknown(pool.computed_tokens_per_s, scaled),
+        "output tok/s": lambda pool: scaled(pool.output_tokens_per_s),
+        "a worker": lambda pool: scaled(pool.output_tokens_per_worker_s),
+    }
+    return _spaced(filled_table(pools, columns))
 
 
 def _failure_table(summary: Summary) -> RenderableType:
@@ -252,7 +246,8 @@ def _generator(summary: Summary) -> Text:
     return Text(facts + ("" if generator.warnings else ": it kept up"), style="dim")
 
 
-def _whole_percent(share: float) -> str:
+def whole_percent(share: float) -> str:
+    """Return a share as percent without decimals."""
     return percent(share, 0)
 
 

@@ -8,7 +8,8 @@ from typing import Protocol
 import numpy as np
 
 from measure.load.records import PoolSample, RequestRecord, WorkerSample
-from measure.load.summary import Window, WorkerSummary
+from measure.load.summary import WorkerSummary
+from measure.load.window import Window
 
 _PREFILL, _DECODE = "prefill", "decode"
 

@@ -1,4 +1,4 @@
-"""Distributions as curves, with an even view and one of the tail."""
+"""Distributions as curves, with an even view and one of the tail, from data thinned without visible change."""
 
 import enum
 from collections.abc import Sequence
@@ -6,13 +6,67 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from measure.pages import thinning
 from measure.pages.axes import Axis, Scale, Unit
-from measure.pages.figures import Floats, Frame, Numbers, compact, new_figure, plain, ticks_of
-from measure.pages.theme import BUTTONS, PALETTE
+from measure.pages.figures import Floats, Frame, Numbers, buttons_menu, compact, new_figure, plain, ticks_of
+from measure.pages.theme import PALETTE
 
+MAX_CURVE_POINTS = 900
+EXACT_TAIL_POINTS = 300
+MAX_SCATTER_POINTS = 3000
 _MAX_NINES = 5
+
+
+def ecdf(values: Floats) -> tuple[Floats, Floats]:
+    """Return (sorted values, share of values at most as large) of the empirical distribution.
+
+    With more than `MAX_CURVE_POINTS` values, it keeps the largest `EXACT_TAIL_POINTS`, which show the high percentiles,
+    and evenly spaced ranks of the rest.
+    """
+    ordered = np.sort(values)
+    size = ordered.size
+    if size <= MAX_CURVE_POINTS:
+        ranks = np.arange(size)
+    else:
+        num_even = MAX_CURVE_POINTS - EXACT_TAIL_POINTS
+        even = np.linspace(0, size - EXACT_TAIL_POINTS, num_even, endpoint=False).astype(np.int64)
+        ranks = np.concatenate([even, np.arange(size - EXACT_TAIL_POINTS, size)])
+    return ordered[ranks], (ranks + 1) / max(1, size)
+
+
+def scatter_indices(y: Floats, max_points: int = MAX_SCATTER_POINTS) -> npt.NDArray[np.int64]:
+    """Return the indices of the points to draw, in order: the highest tenth of `max_points`, else every k-th."""
+    if y.size <= max_points:
+        return np.arange(y.size)
+    num_high = max_points // 10
+    high = np.argpartition(y, y.size - num_high)[y.size - num_high :]
+    even = np.linspace(0, y.size - 1, max_points - num_high).astype(np.int64)
+    return np.union1d(high, even)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rolling:
+    """Percentiles in each interval of time; intervals without values are left out."""
+
+    at_s: Floats
+    values: dict[float, Floats]
+
+
+def rolling(at_s: Floats, values: Floats, *, percentiles: tuple[float, ...], num_bins: int = 60) -> Rolling:
+    """Return percentiles over time, in `num_bins` equal intervals from the first to the last moment."""
+    if not at_s.size:
+        return Rolling(at_s=at_s, values=dict.fromkeys(percentiles, values))
+    edges = np.linspace(at_s.min(), at_s.max() + 1e-9, num_bins + 1)
+    bins = np.clip(np.searchsorted(edges, at_s, side="right") - 1, 0, num_bins - 1)
+    order = np.argsort(bins, kind="stable")
+    filled, starts = np.unique(bins[order], return_index=True)
+    groups = np.split(values[order], starts[1:])
+    table = np.array([np.percentile(group, percentiles) for group in groups])
+    return Rolling(
+        at_s=(edges[filled] + edges[filled + 1]) / 2,
+        values={percentile: table[:, index] for index, percentile in enumerate(percentiles)},
+    )
 
 
 class View(enum.StrEnum):
@@ -46,7 +100,7 @@ def ecdf_figure(samples: Sequence[Sample], frame: Frame, view: View = View.EVEN)
         values = np.asarray(sample.values, dtype=np.float64)
         if not values.size:
             continue
-        x, shares = thinning.ecdf(values)
+        x, shares = ecdf(values)
         most = max(most, values.size)
         heights[View.EVEN].append(shares)
         heights[View.TAIL].append(-np.log10(np.maximum(1 - shares, 0.5 / values.size)))
@@ -86,25 +140,16 @@ def _tail_axis(num_values: int) -> dict[str, Any]:
 
 def _buttons(heights: dict[View, list[Floats]], axes: dict[View, dict[str, Any]], view: View) -> dict[str, Any]:
     labels = {View.EVEN: "all", View.TAIL: "tail"}
-    return {
-        "type": "buttons",
-        "direction": "right",
-        "active": list(View).index(view),
-        "buttons": [
-            {
-                "label": labels[each],
-                "method": "update",
-                "args": [
-                    {"y": [np.round(height, 5).tolist() for height in heights[each]]},
-                    {f"yaxis.{key}": value for key, value in axes[each].items()},
-                ],
-            }
-            for each in View
-        ],
-        "x": 1,
-        "xanchor": "right",
-        "y": 0,
-        "yanchor": "top",
-        "pad": {"t": 34},
-        **BUTTONS,
-    }
+    buttons = [
+        {
+            "label": labels[each],
+            "method": "update",
+            "args": [
+                {"y": [np.round(height, 5).tolist() for height in heights[each]]},
+                {f"yaxis.{key}": value for key, value in axes[each].items()},
+            ],
+        }
+        for each in View
+    ]
+    place = {"x": 1, "xanchor": "right", "y": 0, "yanchor": "top", "pad": {"t": 34}}
+    return buttons_menu(buttons, active=list(View).index(view), **place)

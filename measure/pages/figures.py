@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import plotly.graph_objects as go
+from plotly.subplots import make_subplots
 
 from measure.pages.axes import Axis, Scale
-from measure.pages.theme import GREY, LIMIT, PALETTE, translucent
+from measure.pages.theme import BUTTONS, GREY, LIMIT, PALETTE, translucent
 
 Floats = npt.NDArray[np.float64]
 Numbers = Sequence[float] | Floats
@@ -164,12 +165,41 @@ def bar_figure(categories: Sequence[str], series: Sequence[Bars], frame: Frame, 
             y=compact(bars.values),
             name=plain(bars.name),
             marker={"color": bars.color},
-            error_y=_whiskers(bars),
+            error_y=None if bars.low is None or bars.high is None else whiskers(bars.values, bars.low, bars.high),
             hovertemplate=f"<b>%{{x}}</b><br>{plain(bars.name)}: {frame.y.unit.shows('y')}<extra></extra>",
         )
     figure.update_layout(barmode=mode)
     figure.update_xaxes(type="category", tickformat="", ticksuffix="")
     return figure
+
+
+def buttons_menu(buttons: Sequence[dict[str, Any]], **place: Any) -> dict[str, Any]:
+    """Return plotly's menu of buttons in a row, at a place."""
+    return {"type": "buttons", "direction": "right", "buttons": buttons, **place, **BUTTONS}
+
+
+def small_plots(titles: Sequence[str], *, num_columns: int, row_height: int) -> Any:
+    """Return a figure of small plots with common axes; `row_column` has the place of each."""
+    columns = min(num_columns, len(titles))
+    rows = -(-len(titles) // columns)
+    figure = make_subplots(
+        rows=rows,
+        cols=columns,
+        shared_xaxes=True,
+        shared_yaxes=True,
+        subplot_titles=[plain(title) for title in titles],
+        horizontal_spacing=0.04,
+        vertical_spacing=min(0.12, 0.35 / rows),
+    )
+    figure.update_layout(template=None, height=130 + row_height * rows)
+    figure.update_annotations(font_size=12)
+    return figure
+
+
+def row_column(index: int, num_titles: int, *, num_columns: int) -> dict[str, int]:
+    """Return the place of the `index`-th of `small_plots`."""
+    row, column = divmod(index, min(num_columns, num_titles))
+    return {"row": row + 1, "col": column + 1}
 
 
 def ticks_of(axis: Axis, parts: Sequence[Numbers], limits: Sequence[LimitLine]) -> dict[str, Any]:
@@ -178,15 +208,13 @@ def ticks_of(axis: Axis, parts: Sequence[Numbers], limits: Sequence[LimitLine]) 
     return axis.ticks(np.concatenate([*values, [limit.value for limit in limits]]))
 
 
-def _whiskers(bars: Bars) -> dict[str, Any] | None:
-    if bars.low is None or bars.high is None:
-        return None
-    values = np.asarray(bars.values)
+def whiskers(values: Numbers, low: Numbers, high: Numbers) -> dict[str, Any]:
+    """Return plotly's error bars from `low` to `high`."""
     return {
         "type": "data",
         "symmetric": False,
-        "array": compact(np.asarray(bars.high) - values),
-        "arrayminus": compact(values - np.asarray(bars.low)),
+        "array": compact(np.asarray(high) - np.asarray(values)),
+        "arrayminus": compact(np.asarray(values) - np.asarray(low)),
         "color": GREY,
         "thickness": 1.5,
         "width": 4,

@@ -10,11 +10,11 @@ import enum
 import gzip
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jinja2
 import plotly.graph_objects as go
@@ -24,6 +24,7 @@ from plotly.io.json import to_json_plotly
 
 from measure.pages.theme import Ink, template
 
+_T = TypeVar("_T")
 _ASSETS = Path(__file__).parent / "assets"
 _FIGURE_HEIGHT = 380
 _ENTRY_PX, _LETTER_PX, _ROW_PX = 50, 7, 19  # approximate size of legend entries
@@ -69,6 +70,12 @@ class Table:
     strong_rows: frozenset[int] = frozenset()
     links: tuple[str, ...] = ()
     """Link of each row's first cell, relative to the page; "" for none. Empty: no row has a link."""
+
+
+def table_of(items: Iterable[_T], columns: Mapping[str, Callable[[_T], str]], **look: Any) -> Table:
+    """Return a table with a row for each item, whose cells the columns write; `look`: other fields of `Table`."""
+    rows = tuple(tuple(write(item) for write in columns.values()) for item in items)
+    return Table(columns=tuple(columns), rows=rows, **look)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

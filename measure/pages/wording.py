@@ -1,6 +1,7 @@
 """Formats numbers for cards, tables and ticks."""
 
 import math
+from collections.abc import Iterable
 
 _PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
@@ -39,3 +40,19 @@ def percent(share: float, digits: int = 1) -> str:
 def count(value: int, noun: str, plural: str = "") -> str:
     """Return a number with its noun: 1 request, 1,200 requests."""
     return f"{value:,} {noun if value == 1 else plural or noun + 's'}"
+
+
+def rate(value: float) -> str:
+    """Return a rate: 1.5/s."""
+    return f"{number(value)}/s"
+
+
+def change(ratio: float) -> str:
+    """Return a ratio as a change: +12 %."""
+    return f"{100 * (ratio - 1):+.0f} %"
+
+
+def listed(parts: Iterable[str]) -> str:
+    """Return a list in words: a, b and c. At least one part."""
+    *rest, last = parts
+    return f"{', '.join(rest)} and {last}" if rest else last

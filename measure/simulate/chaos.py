@@ -24,14 +24,13 @@ from common.lifecycle import LifeCycle
 from common.timing import StepModel, TimingModel
 from engine.fake import FakeExecutor
 from measure.simulate.client import admit
-from measure.simulate.faults import FaultRates, SeededFaults
-from measure.simulate.invariants import AnswerCheck, Violation, leftovers
+from measure.simulate.invariants import AnswerCheck, Question, QuestionBook, Violation, leftovers
 from measure.simulate.loop import VirtualClock, VirtualLoop, collecting_rarely, ending_on_faults
 from measure.simulate.network import SimNetwork
-from measure.simulate.questions import Question, QuestionBook
 from measure.simulate.records import NetworkShape
 from measure.simulate.timing import FittedTimes, WorkerSpeed
 from measure.simulate.tokens import TokenLog
+from measure.simulate.wire import FaultRates, SeededFaults
 from measure.simulate.worker import SharedWorld, SimWorker, endpoints, simulated_reach
 from router.parts import RouterParts, build_router
 from router.record import Job

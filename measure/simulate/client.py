@@ -1,11 +1,15 @@
-"""Sends requests to a router, behind its front door, and records what becomes of them."""
+"""Sends the requests of a run to routers, behind their front doors, and records what becomes of them.
 
-from collections.abc import Sequence
+Requests go out at their times, and those that follow from others, such as the next turn of a chat, when they are due.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cache
 
 from common.block_hash import hash_blocks
-from common.errors import DeadlineExceeded, KvrelayError, Overloaded, Refused
+from common.errors import KvrelayError, Overloaded, Refused
 from common.ids import RequestId, mint_request_id
 from common.lifecycle import LifeCycle
 from common.sampling import SamplingParams
@@ -19,6 +23,9 @@ from router.admission.terms import NO_TERMS, Terms
 from router.admission.ticket import Ticket
 from router.parts import RouterParts
 from router.record import Job
+
+Progress = Callable[[int], None]
+"""Called with the number of requests that have ended."""
 
 
 class SimClient:
@@ -76,7 +83,7 @@ class SimClient:
             chunk_s=chunk_s,
             chunk_tokens=_ones(len(chunk_s)),
             end_s=self._now_s(),
-            outcome=_outcome(failure, has_tokens=bool(chunk_s)),
+            outcome=Outcome.of(failure, has_tokens=bool(chunk_s)),
             error="" if failure is None else f"{type(failure).__name__}: {failure.message}",
             num_prompt_tokens=len(arrival.prompt),
             num_wanted_tokens=arrival.num_output_tokens,
@@ -178,12 +185,58 @@ def _ones(length: int) -> tuple[int, ...]:
     return (1,) * length
 
 
-def _outcome(failure: KvrelayError | None, *, has_tokens: bool) -> Outcome:
-    match failure:
-        case None:
-            return Outcome.COMPLETED
-        case DeadlineExceeded():
-            return Outcome.TIMED_OUT
-        case Overloaded() if not has_tokens:
-            return Outcome.REFUSED
-    return Outcome.FAILED
+class Crowd:
+    """All users of one run. Event loop only."""
+
+    def __init__(
+        self, loop: VirtualLoop, clients: Sequence[SimClient], *, begin_s: float, progress: Progress | None = None
+    ) -> None:
+        """`begin_s`: the loop's time that arrivals call 0. Clients get requests in turn."""
+        self._loop = loop
+        self._clients = clients
+        self._begin_s = begin_s
+        self._progress = progress
+        self._num_asked = 0
+        self._running: set[asyncio.Task[RequestRecord]] = set()
+        self._num_to_come = 0
+        """Requests that follow from others and are not due yet."""
+        self._records: dict[int, RequestRecord] = {}
+        self._all_over = asyncio.Event()
+
+    async def serve(self, arrivals: Iterable[Arrival]) -> tuple[RequestRecord, ...]:
+        """Serve a workload to the end of its last request; returns the requests in order of arrival. Called once."""
+        for arrival in arrivals:
+            wait_s = self._begin_s + arrival.at_s - self._loop.time()
+            if wait_s > 0:
+                await asyncio.sleep(wait_s)
+            self._ask(arrival)
+        while self._running or self._num_to_come:
+            self._all_over.clear()
+            await self._all_over.wait()
+        return tuple(self._records[index] for index in range(self._num_asked))
+
+    def _ask(self, arrival: Arrival) -> None:
+        """Send a request now."""
+        index = self._num_asked
+        self._num_asked += 1
+        task = self._loop.create_task(self._clients[index % len(self._clients)].ask(arrival, index))
+        self._running.add(task)
+        task.add_done_callback(lambda task: self._end(task, arrival))
+
+    def _end(self, task: "asyncio.Task[RequestRecord]", arrival: Arrival) -> None:
+        self._running.discard(task)
+        if not task.cancelled():
+            record = task.result()  # raises what a bug raised
+            self._records[record.index] = record
+            if self._progress is not None:
+                self._progress(len(self._records))
+            following = None if arrival.follow_up is None else arrival.follow_up(record)
+            if following is not None:
+                self._num_to_come += 1
+                self._loop.call_at(self._begin_s + following.at_s, self._follow, following)
+        if not self._running and not self._num_to_come:
+            self._all_over.set()
+
+    def _follow(self, arrival: Arrival) -> None:
+        self._num_to_come -= 1
+        self._ask(arrival)

@@ -10,8 +10,7 @@ from typing import Any, Protocol
 
 import grpc
 
-from measure.simulate.messages import CANCELLED, EOF, TOO_LATE, CallTerms, HalfClose, Inbox, Status
-from measure.simulate.wire import Wire
+from measure.simulate.wire import CANCELLED, EOF, TOO_LATE, CallTerms, HalfClose, Inbox, Status, Wire
 
 
 class ServerEnd(Protocol):

@@ -1,8 +1,8 @@
 """Runs a workload on a whole cluster in one process, under a virtual clock.
 
-Real are the router (fleet, index, policy, admission, orchestration), the workers' services, the engines' bookkeeping
-and the transfer protocol. Simulated are the network (`network.py`), the passing of time in engines (`engine.py`) and
-the model's answers (`executor.py`). Requests enter behind the router's front door, already tokenized.
+The router (fleet, index, policy, admission, orchestration), the workers' services, the engines' bookkeeping and the
+transfer protocol are the real ones. The network (`network.py`), the passing of time in engines (`engine.py`) and the
+model's answers (`executor.py`) are simulated. Requests enter behind the router's front door, already tokenized.
 
 Everything happens on one virtual loop, ids are minted from the seed, and time begins at the first arrival: a run is a
 function of shape, settings and arrivals.
@@ -17,19 +17,16 @@ from common.config import PoolConfig, PoolsConfig, ServingConfig, TransferConfig
 from common.errors import Refused, WorkerLost
 from common.ids import RequestId, seeded_ids
 from kvrelay.v1 import worker_pb2
-from measure.load.records import PoolSample, RequestRecord
-from measure.simulate.client import SimClient
-from measure.simulate.crowd import Crowd, Progress
-from measure.simulate.elasticity import PlanNote
+from measure.load.records import PoolSample, RequestRecord, WorkerSample
+from measure.simulate.client import Crowd, Progress, SimClient
 from measure.simulate.executor import KnownAnswer, SimExecutor, sim_shape
 from measure.simulate.loop import VirtualClock, VirtualLoop, collecting_rarely, ending_on_faults
 from measure.simulate.network import SimNetwork
 from measure.simulate.planning import PlanningLoop
 from measure.simulate.pools import SimPools
-from measure.simulate.records import Arrival, ClusterShape, SimRun, SimSettings, WorkerResult
-from measure.simulate.sampler import Sampler
+from measure.simulate.records import Arrival, ClusterShape, PlanNote, SimRun, SimSettings, WorkerResult
 from measure.simulate.tokens import TokenLog
-from measure.simulate.worker import SharedWorld, SimWorker, simulated_reach
+from measure.simulate.worker import POOLS, SharedWorld, SimWorker, simulated_reach
 from router.facts import Endpoint
 from router.parts import RouterParts, build_router
 from router.placement.chooser import Search
@@ -38,6 +35,7 @@ from router.placement.decisions import Booking
 _WARM_UP_S = 10.0
 """Time before the first arrival, in which routers meet the workers. Subtracted from all reported times."""
 _WATCH = "/kvrelay.v1.WorkerService/WatchWorker"
+_Choose = Callable[[Search], Booking | Refused]
 
 
 def run(
@@ -190,9 +188,6 @@ def _config(shape: ClusterShape, settings: SimSettings) -> ServingConfig:
     )
 
 
-_Choose = Callable[[Search], Booking | Refused]
-
-
 def _timed(choose: _Choose, seconds: list[float]) -> _Choose:
     """Return `choose`, extended to note the real time that it takes."""
 
@@ -219,4 +214,58 @@ def _worker_result(worker: SimWorker) -> WorkerResult:
         num_requests=runtime.counters.num_requests,
         kv_bytes_sent=runtime.bytes_sent.total(),
         kv_bytes_received=runtime.bytes_received.total(),
+    )
+
+
+class Sampler:
+    """Notes every worker's load at equal intervals. Changes nothing. Event loop only."""
+
+    def __init__(
+        self, loop: VirtualLoop, workers: Sequence[SimWorker], routers: Sequence[RouterParts], interval_s: float | None
+    ) -> None:
+        """`interval_s`: None takes no samples."""
+        self._loop = loop
+        self._workers = workers
+        self._routers = routers
+        self._interval_s = interval_s
+        self._begin_s = 0.0
+        self._samples: list[PoolSample] = []
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        """Take a sample now and after every interval."""
+        self._begin_s = self._loop.time()
+        if self._interval_s is not None:
+            self._take(self._interval_s)
+
+    def stop(self) -> tuple[PoolSample, ...]:
+        """Stop and return the samples, with times since the start."""
+        if self._timer is not None:
+            self._timer.cancel()
+        return tuple(self._samples)
+
+    def _take(self, interval_s: float) -> None:
+        self._samples.append(
+            PoolSample(
+                at_s=self._loop.time() - self._begin_s,
+                num_queued=sum(router.admission.num_queued for router in self._routers),
+                workers=tuple(map(_worker_sample, self._workers)),
+            )
+        )
+        self._timer = self._loop.call_later(interval_s, self._take, interval_s)
+
+
+def _worker_sample(worker: SimWorker) -> WorkerSample:
+    load = worker.engine.core.load()
+    return WorkerSample(
+        worker_id=worker.endpoint.worker_id,
+        role=POOLS[worker.endpoint.role],
+        num_running=load.num_running,
+        num_waiting=load.num_waiting,
+        num_blocks=load.num_blocks,
+        num_used_blocks=load.num_used_blocks,
+        num_cached_blocks=load.num_cached_blocks,
+        num_computed_tokens=load.num_computed_tokens,
+        num_cached_tokens=load.num_cached_tokens,
+        busy_s=worker.engine.busy_s,
     )

@@ -1,16 +1,227 @@
-"""A grid of replays, policies times speeds, several at a time; finished cells are kept."""
+"""Replays a trace on a grid, policies times speeds, several cells at a time; finished cells are kept.
 
+    OUT/settings.json                 settings that all cells share
+    OUT/cells/POLICY@SPEED/           a cell; complete once it has a summary
+        requests.jsonl                every request, see `measure.simulate.store.write_requests`
+        workers.json                  the workers' counters
+        summary.json                  `measure.simulate.results.Summary`
+        clock.json                    real time of the run, and of the router's choices
+
+All files but `clock.json` are functions of the settings: two runs are equal byte for byte.
+"""
+
+import hashlib
 import json
-import multiprocessing
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from measure.simulate.replay import Cell, CellResult, ReplayError, ReplaySettings, load_trace, read_cell, run_cell
+import numpy as np
+from pydantic import TypeAdapter
 
-R = TypeVar("R")
+from common.config import RouterConfig
+from common.slo import Slo
+from measure.simulate.records import Arrival, ClusterShape, NetworkShape, SimRun, SimSettings
+from measure.simulate.results import Summary, summarize_run
+from measure.simulate.roofline import Hardware
+from measure.simulate.store import ResultFolder, in_processes, write_json, write_requests
+from measure.workload.content import ContentWriter
+from measure.workload.traces import Trace, read_trace
+from router.placement.policies.registry import GREEDY_PERFECT_SIGNALS, POLICIES, SIMULATED_POLICIES
+
+MAX_TOKENS = 2048
+"""Limit that every request states: a router cannot know the length of the answer."""
+PERFECT_REPORT_INTERVAL_S = 1e-3
+"""Report interval for the policy with perfect signals, which also knows the lengths of the answers."""
+REQUESTS_FILE = "requests.jsonl"
+_SUMMARY = TypeAdapter(Summary)
+
+
+class ReplayError(Exception):
+    """A replay cannot be started; the message says what to change."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplaySettings:
+    """Settings that all cells of a comparison share."""
+
+    trace: Path
+    trace_block_size: int | None = None
+    """Tokens per block id of the file; None: as the file says, else 512."""
+    num_requests: int | None = None
+    """Number of requests from the beginning of the trace; None: all."""
+    shrink: int = 1
+    """Divisor of all lengths, and of the trace's blocks."""
+    num_prefill: int
+    """0: aggregated."""
+    num_decode: int
+    num_routers: int = 1
+    num_blocks: int = 3000
+    block_size: int = 512
+    max_step_tokens: int
+    hardware: Hardware = field(default_factory=Hardware)
+    slo: Slo
+    shed: str = "deadline"
+    """Requests that routers refuse at once, see `RouterConfig`."""
+    event_lag_s: float = 0.02
+    report_interval_s: float = 0.1
+    seed: int = 0
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Return the settings as JSON values, with digests of files in place of paths."""
+        values = asdict(self)
+        values["trace"] = _digest(self.trace)
+        if self.hardware.timing_file is not None:
+            values["hardware"] = {"timing_file": _digest(self.hardware.timing_file)}
+        else:
+            del values["hardware"]["timing_file"]
+        return values
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """One run of a comparison."""
+
+    policy: str
+    speed: float
+
+    @property
+    def name(self) -> str:
+        """Name of its folder."""
+        return f"{self.policy}@{self.speed:g}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WallClock:
+    """Real time of a run, which differs each time."""
+
+    wall_s: float
+    num_choices: int
+    choice_p50_us: float
+    choice_p99_us: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CellResult:
+    """A finished cell."""
+
+    cell: Cell
+    summary: Summary
+    clock: WallClock
+
+
+def policy_names() -> tuple[str, ...]:
+    """Return every policy that can be compared."""
+    return (*POLICIES, *SIMULATED_POLICIES)
+
+
+def load_trace(settings: ReplaySettings) -> Trace:
+    """Return the trace at speed 1 as the cells replay it. Raises TraceError, ReplayError, OSError."""
+    trace = read_trace(settings.trace, block_size=settings.trace_block_size)
+    if settings.num_requests is not None:
+        trace = trace.first(settings.num_requests)
+    trace = trace.shrunk(settings.shrink)
+    if trace.block_size % settings.block_size:
+        raise ReplayError(
+            f"pages of {settings.block_size} tokens do not divide the trace's blocks of {trace.block_size}:"
+            " shared blocks of the trace would not be shared here; choose another --block-size"
+        )
+    longest = max(request.num_prompt_tokens + request.num_output_tokens for request in trace.requests)
+    if longest > settings.num_blocks * settings.block_size:
+        raise ReplayError(
+            f"{trace.name}: its longest request has {longest} tokens;"
+            f" a worker has {settings.num_blocks} pages of {settings.block_size}"
+        )
+    return trace
+
+
+def run_cell(settings: ReplaySettings, cell: Cell, folder: Path) -> CellResult:
+    """Replay the trace and write the cell's files, over those of an earlier try. Takes seconds to minutes."""
+    from measure.simulate.cluster import run
+
+    trace = load_trace(settings).faster(cell.speed)
+    shape, sim_settings = _simulation(settings, cell)
+    # The policy with perfect signals knows the lengths of the answers; all other requests allow any length.
+    max_tokens = 1 if cell.policy == GREEDY_PERFECT_SIGNALS else max(1, MAX_TOKENS // settings.shrink)
+    done = run(shape, sim_settings, trace_arrivals(trace, slo=settings.slo, max_tokens=max_tokens, seed=settings.seed))
+    summary = summarize_run(done, slo=settings.slo, num_prefill=settings.num_prefill)
+    result = CellResult(cell=cell, summary=summary, clock=_clock(done))
+    _write(folder, done, result)
+    return result
+
+
+def read_cell(cell: Cell, folder: Path) -> CellResult | None:
+    """Return a cell that is finished; None for any other. Raises OSError."""
+    if not (folder / "summary.json").exists():
+        return None
+    return CellResult(
+        cell=cell,
+        summary=_SUMMARY.validate_json((folder / "summary.json").read_bytes()),
+        clock=WallClock(**json.loads((folder / "clock.json").read_bytes())),
+    )
+
+
+def _simulation(settings: ReplaySettings, cell: Cell) -> tuple[ClusterShape, SimSettings]:
+    is_perfect = cell.policy == GREEDY_PERFECT_SIGNALS
+    pace, link, kv_bytes_per_token = settings.hardware.pace(settings.max_step_tokens)
+    shape = ClusterShape(
+        num_prefill=settings.num_prefill,
+        num_decode=settings.num_decode,
+        num_routers=settings.num_routers,
+        num_blocks=settings.num_blocks,
+        block_size=settings.block_size,
+        block_bytes=settings.block_size * kv_bytes_per_token,
+        max_step_tokens=settings.max_step_tokens,
+    )
+    return shape, SimSettings(
+        prefill=pace,
+        decode=pace,
+        network=NetworkShape(kv_bytes_per_s=link.bytes_per_s),
+        router=RouterConfig.model_validate({"shed": settings.shed}),
+        policy=cell.policy,
+        report_interval_s=PERFECT_REPORT_INTERVAL_S if is_perfect else settings.report_interval_s,
+        event_lag_s=0.0 if is_perfect else settings.event_lag_s,
+        itl_slo_s=settings.slo.tpot_s,
+        seed=settings.seed,
+    )
+
+
+def trace_arrivals(trace: Trace, *, slo: Slo, max_tokens: int = MAX_TOKENS, seed: int = 0) -> Iterator[Arrival]:
+    """Yield a trace's requests. Each states its objective and allows `max_tokens`, or its length if that is more."""
+    writer = ContentWriter(seed=seed)
+    for request in trace.requests:
+        yield Arrival(
+            at_s=request.arrival_s,
+            prompt=writer.tokens(trace.segments(request)),
+            num_output_tokens=request.num_output_tokens,
+            max_tokens=max(max_tokens, request.num_output_tokens),
+            ttft_slo_s=slo.ttft_of(request.num_prompt_tokens),
+        )
+
+
+def _clock(done: SimRun) -> WallClock:
+    p50, p99 = np.percentile(done.choice_s, [50, 99]) if len(done.choice_s) else (0.0, 0.0)
+    return WallClock(
+        wall_s=done.wall_s,
+        num_choices=len(done.choice_s),
+        choice_p50_us=float(p50) * 1e6,
+        choice_p99_us=float(p99) * 1e6,
+    )
+
+
+def _write(folder: Path, done: SimRun, result: CellResult) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    summary = folder / "summary.json"
+    summary.unlink(missing_ok=True)
+    write_requests(folder / REQUESTS_FILE, done.requests)
+    write_json(folder / "workers.json", [asdict(worker) for worker in done.workers])
+    write_json(folder / "clock.json", asdict(result.clock))
+    write_json(summary, asdict(result.summary))  # last and atomically: it marks the cell as complete
+
+
+def _digest(path: Path) -> str:
+    return hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,27 +243,14 @@ class Comparison:
         return self.out / "cells" / cell.name
 
     def prepare(self) -> None:
-        """Check the trace and claim the folder. Raises ReplayError when it holds results of other settings."""
+        """Check the trace and claim the folder. Raises ReplayError, and OtherSettings for results of other settings."""
         load_trace(self.settings)
-        ours = json.loads(json.dumps(self.settings.fingerprint()))
-        path = self.out / "settings.json"
-        if path.exists():
-            theirs = json.loads(path.read_text(encoding="utf-8"))
-            changed = sorted(key for key in {*ours, *theirs} if ours.get(key) != theirs.get(key))
-            if changed:
-                raise ReplayError(
-                    f"{self.out} holds results of other settings ({', '.join(changed)} differ);"
-                    " name another folder with --out, or replace them with --again"
-                )
-            return
-        self.out.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(ours, indent=1) + "\n", encoding="utf-8")
+        self.results.claim(self.settings.fingerprint())
 
-    def forget(self) -> None:
-        """Remove earlier results from the folder, and nothing else."""
-        (self.out / "settings.json").unlink(missing_ok=True)
-        for summary in self.out.glob("cells/*/summary.json"):
-            summary.unlink()
+    @property
+    def results(self) -> ResultFolder:
+        """Folder of the results."""
+        return ResultFolder(self.out, "cells")
 
     def run(self, *, num_jobs: int, report: Callable[[CellResult], None]) -> list[CellResult]:
         """Run the cells that are not finished and return all, in the order of `cells`.
@@ -61,12 +259,12 @@ class Comparison:
         first error, which is raised, or the first interrupt. Finished cells stay.
         """
         done: dict[Cell, CellResult] = {}
-        for result in self._results(num_jobs):
+        for result in self._finished(num_jobs):
             done[result.cell] = result
             report(result)
         return [done[cell] for cell in self.cells]
 
-    def _results(self, num_jobs: int) -> Iterator[CellResult]:
+    def _finished(self, num_jobs: int) -> Iterator[CellResult]:
         missing: list[Cell] = []
         for cell in self.cells:
             earlier = read_cell(cell, self.folder(cell))
@@ -80,22 +278,3 @@ class Comparison:
         else:
             tasks = [(self.settings, cell, self.folder(cell)) for cell in missing]
             yield from in_processes(run_cell, tasks, num_jobs=num_jobs)
-
-
-def in_processes(run: Callable[..., R], tasks: Sequence[tuple[Any, ...]], *, num_jobs: int) -> Iterator[R]:
-    """Yield the results of `run` for each tuple of arguments, each from a process of its own, as they end.
-
-    The first error, which is raised, or an interrupt ends all processes at once.
-    """
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(num_jobs, mp_context=context, max_tasks_per_child=1) as pool:
-        futures = [pool.submit(run, *arguments) for arguments in tasks]
-        try:
-            for future in as_completed(futures):
-                yield future.result()
-        except BaseException:  # an interrupt, too: running tasks may take minutes
-            for future in futures:
-                future.cancel()
-            for process in multiprocessing.active_children():
-                process.terminate()
-            raise

@@ -25,8 +25,7 @@ from engine.events import FinishReason, StepSample
 from engine.group import Group
 from engine.sequence import Sequence, SequenceState
 from measure.simulate.executor import EOS_TOKEN_ID, KnownAnswer, SimExecutor
-from measure.simulate.segment import StepSegment
-from measure.simulate.timing import StepTimes
+from measure.simulate.timing import StepSegment, StepTimes
 from measure.simulate.tokens import KeptTokens, TokenLog
 
 

@@ -1,7 +1,7 @@
 """An asyncio event loop with virtual time: it never sleeps, and an hour passes as fast as it can be computed.
 
 Ready callbacks run in the order in which they became ready; when there are none, time jumps to the next timer. Timers
-of equal time fire in the order in which they were set. So a run depends on nothing but its input.
+of equal time fire in the order in which they were set. A run therefore depends on nothing but its input.
 """
 
 import asyncio

@@ -11,12 +11,10 @@ from typing import Any
 import grpc
 
 from measure.simulate.client_call import ClientCall
-from measure.simulate.faults import Fate
 from measure.simulate.loop import VirtualLoop
-from measure.simulate.messages import CallTerms, Status
 from measure.simulate.records import NetworkShape
 from measure.simulate.server_call import ServerCall
-from measure.simulate.wire import KEEPALIVE_S, Wire
+from measure.simulate.wire import KEEPALIVE_S, CallTerms, Fate, Status, Wire
 
 
 @dataclass(slots=True, eq=False)

@@ -4,13 +4,14 @@ import asyncio
 import statistics
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 from cluster.planner.observation import Observation, ObservedWorker, Pool
 from cluster.planner.plan import Planner
 from common.demand import Demand, merge_demands
-from measure.simulate.elasticity import Elasticity, PlanNote
 from measure.simulate.loop import VirtualLoop
 from measure.simulate.pools import PoolSlot, SimPools
+from measure.simulate.records import Elasticity, PlanNote
 from router.parts import RouterParts
 
 _GUESSED_DRAIN_S = 5.0
@@ -74,26 +75,25 @@ class PlanningLoop:
         """Return a worker as the first router knows it; all routers hear the same."""
         worker_id = place.endpoint.worker_id
         worker, member = place.worker, self._routers[0].fleet.members_by_id.get(worker_id)
-        facts = None if member is None else member.facts
-        if worker is None or member is None or facts is None:
-            return ObservedWorker(
-                worker_id=worker_id,
-                pool=place.pool,
-                phase=place.phase,
-                timing=None,
-                num_running=0,
-                num_waiting=0,
-                num_pending_prefill_tokens=0,
-                num_context_tokens=0,
-                num_blocks=0,
-                num_free_blocks=0,
-                block_size=0,
-            )
-        report = member.report
-        return ObservedWorker(
+        unknown = ObservedWorker(
             worker_id=worker_id,
             pool=place.pool,
             phase=place.phase,
+            timing=None,
+            num_running=0,
+            num_waiting=0,
+            num_pending_prefill_tokens=0,
+            num_context_tokens=0,
+            num_blocks=0,
+            num_free_blocks=0,
+            block_size=0,
+        )
+        facts = None if member is None else member.facts
+        if worker is None or member is None or facts is None:
+            return unknown
+        report = member.report
+        return replace(
+            unknown,
             timing=member.timing,
             num_running=report.num_running,
             num_waiting=report.num_waiting + report.num_reserved,

@@ -6,14 +6,23 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-from plotly.subplots import make_subplots
 
 from measure.load.records import RequestRecord
 from measure.pages.axes import Axis, Scale, Unit
 from measure.pages.distributions import Sample, ecdf_figure
-from measure.pages.figures import Curve, Frame, LimitLine, compact, line_figure, new_figure, plain
+from measure.pages.figures import (
+    Curve,
+    Frame,
+    LimitLine,
+    compact,
+    line_figure,
+    new_figure,
+    plain,
+    row_column,
+    small_plots,
+)
 from measure.pages.theme import colors_of, dash_of, symbol_of
-from measure.simulate.replay import CellResult
+from measure.simulate.comparison import CellResult
 from measure.simulate.results import num_cached
 
 _LOAD_BINS = 60
@@ -127,17 +136,7 @@ def hits_and_balance(outcomes: Sequence[Outcome]) -> Any:
 
 def load_over_time(outcomes: Sequence[Outcome]) -> Any:
     """Return the tokens to compute that each worker got, for cells of one speed, a small plot per policy."""
-    num_columns = min(3, len(outcomes))
-    num_rows = -(-len(outcomes) // num_columns)
-    figure = make_subplots(
-        rows=num_rows,
-        cols=num_columns,
-        shared_xaxes=True,
-        shared_yaxes=True,
-        subplot_titles=[plain(cell.policy) for cell in outcomes],
-        horizontal_spacing=0.03,
-        vertical_spacing=min(0.12, 0.3 / num_rows),
-    )
+    figure = small_plots([cell.policy for cell in outcomes], num_columns=3, row_height=170)
     colors = colors_of(worker for cell in outcomes for worker in sorted(cell.load))
     drawn: set[str] = set()
     for index, cell in enumerate(outcomes):
@@ -151,14 +150,11 @@ def load_over_time(outcomes: Sequence[Outcome]) -> Any:
                 mode="lines",
                 line={"color": colors[worker], "width": 1.2},
                 hovertemplate=f"{plain(worker)}: %{{y:,.0f}} tokens<extra>{plain(cell.policy)}</extra>",
-                row=index // num_columns + 1,
-                col=index % num_columns + 1,
+                **row_column(index, len(outcomes), num_columns=3),
             )
             drawn.add(worker)
-    figure.update_layout(template=None, height=130 + 170 * num_rows)
     figure.update_xaxes(tickformat=".0%")
     figure.update_yaxes(tickformat="~s", rangemode="tozero")
-    figure.update_annotations(font_size=12)
     return figure
 
 

@@ -17,8 +17,8 @@ from cluster.planner.observation import Pool, WorkerPhase
 from cluster.planner.plan import PoolSizes, ScalingPlan
 from common.errors import Overloaded
 from common.ids import WorkerId
-from measure.simulate.elasticity import Elasticity, Stay
 from measure.simulate.loop import VirtualLoop
+from measure.simulate.records import Elasticity, Stay
 from measure.simulate.worker import ROLES, SimWorker, pool_endpoint
 from router.facts import Endpoint
 from router.parts import RouterParts

@@ -1,19 +1,59 @@
-"""The page of a comparison: a table and plots in one file."""
+"""A comparison as a table for a terminal, and as a page: a table and plots in one file."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 
 from rich.console import Console
+from rich.table import Table
 
+from measure.figures import Percentiles
+from measure.load.tables import plain_table
 from measure.pages.page import Listing, Page, Panel, Section, Width, write_page
 from measure.simulate import plots
-from measure.simulate.comparison import Comparison
-from measure.simulate.records import read_requests
-from measure.simulate.replay import REQUESTS_FILE, CellResult
-from measure.simulate.tables import comparison_table
+from measure.simulate.comparison import REQUESTS_FILE, CellResult, Comparison
+from measure.simulate.store import read_requests
 
+_COLUMNS: dict[str, Callable[[CellResult], str]] = {
+    "policy": lambda cell: cell.cell.policy,
+    "goodput/s": lambda cell: f"{cell.summary.goodput_per_s:.2f}",
+    "good %": lambda cell: f"{100 * cell.summary.figures.good_share:.1f}",
+    "refused %": lambda cell: (
+        f"{100 * cell.summary.figures.num_not_complete / max(1, cell.summary.figures.num_requests):.1f}"
+    ),
+    "TTFT p50/p90/p99 s": lambda cell: _times(cell.summary.figures.ttft, "{0.p50:.2f}/{0.p90:.2f}/{0.p99:.2f}"),
+    "ITL p50/p99 ms": lambda cell: _times(cell.summary.figures.tpot, "{0.p50:.0f}/{0.p99:.0f}", factor=1000),
+    "E2E p50/p99 s": lambda cell: _times(cell.summary.figures.e2e, "{0.p50:.1f}/{0.p99:.1f}"),
+    "hit %": lambda cell: f"{100 * cell.summary.token_hit:.1f}",
+    "pulled %": lambda cell: f"{100 * cell.summary.pulled_share:.1f}",
+    "hot spot": lambda cell: f"{cell.summary.hot_spot:.2f}",
+    "moved GB": lambda cell: f"{cell.summary.transfer_bytes / 1e9:.0f}",
+    "busy P/D %": lambda cell: (
+        f"{'-' if cell.summary.prefill_busy is None else f'{100 * cell.summary.prefill_busy:.0f}'}"
+        f"/{100 * cell.summary.decode_busy:.0f}"
+    ),
+    "choice µs": lambda cell: f"{cell.clock.choice_p50_us:.0f}",
+}
 _TABLE_WIDTH = 200
+
+
+def comparison_table(results: Sequence[CellResult]) -> Table:
+    """Return one row per cell, in sections by speed; the best goodput of each section is bold."""
+    table = plain_table("speed", *_COLUMNS, num_left=2)
+    for speed, group in groupby(results, key=lambda result: result.cell.speed):
+        cells = list(group)
+        best = max(cell.summary.goodput_per_s for cell in cells)
+        for index, cell in enumerate(cells):
+            is_best = cell.summary.goodput_per_s == best and len(cells) > 1
+            row = [f"{speed:g}×" if index == 0 else "", *(write(cell) for write in _COLUMNS.values())]
+            table.add_row(*row, style="bold" if is_best else None, end_section=index == len(cells) - 1)
+    return table
+
+
+def _times(latency: Percentiles | None, form: str, *, factor: float = 1) -> str:
+    if latency is None:
+        return "-"
+    return form.format(Percentiles(p50=factor * latency.p50, p90=factor * latency.p90, p99=factor * latency.p99))
 
 
 def write_report(comparison: Comparison, results: Sequence[CellResult]) -> Path:

@@ -5,18 +5,17 @@ lets its deadline pass.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any, NoReturn
 
 import grpc
 
 from measure.simulate.client_call import ClientCall
-from measure.simulate.messages import EOF, HANDLER_CANCELLED, OK, HalfClose, Inbox, Status
-from measure.simulate.wire import Wire
+from measure.simulate.wire import EOF, HANDLER_CANCELLED, OK, HalfClose, Inbox, Status, Wire
 
 
-class ServerCall(grpc.aio.ServicerContext[Any, Any]):
-    """The server's end of a call, and its handler's context."""
+class ServerCall:
+    """The server's end of a call, and its handler's context: the part of `grpc.aio.ServicerContext` that ours use."""
 
     def __init__(
         self, wire: Wire, call: ClientCall, handler: "grpc.RpcMethodHandler[Any, Any]", request: object
@@ -26,7 +25,6 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
         self._inbox = Inbox(wire.loop)
         self._status = OK
         self._is_abandoned = False
-        self._callbacks: list[Callable[[Any], None]] = []
         self.is_over = False
         self._task = wire.loop.create_task(self._status_of(handler, request))
         self._task.add_done_callback(self._ended)
@@ -58,66 +56,13 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
         self._status = Status(code, details, tuple(trailing_metadata))
         raise grpc.aio.AbortError("Locally aborted.")
 
-    async def abort_with_status(self, status: grpc.Status) -> NoReturn:
-        """End the call with a status."""
-        await self.abort(status.code, status.details, status.trailing_metadata or ())
-
-    async def send_initial_metadata(self, initial_metadata: Any) -> None:
-        """Drop it: our clients do not read it."""
-
-    def set_trailing_metadata(self, trailing_metadata: Any) -> None:
-        """Set the metadata that goes out with the status."""
-        self._status = Status(self._status.code, self._status.details, tuple(trailing_metadata))
-
     def invocation_metadata(self) -> Any:
         """Return the metadata that the client has sent with the call."""
         return self._call.terms.metadata
 
-    def set_code(self, code: grpc.StatusCode) -> None:
-        """Set the code of the status."""
-        self._status = Status(code, self._status.details, self._status.trailing)
-
-    def set_details(self, details: str) -> None:
-        """Set the text of the status."""
-        self._status = Status(self._status.code, details, self._status.trailing)
-
-    def set_compression(self, compression: grpc.Compression) -> None:
-        """Do nothing."""
-
-    def disable_next_message_compression(self) -> None:
-        """Do nothing."""
-
-    def peer(self) -> str:
-        """Return the client's host."""
-        return f"sim:{self._call.terms.source}"
-
-    def peer_identities(self) -> Any:
-        """Return none."""
-        return None
-
-    def peer_identity_key(self) -> None:
-        """Return none."""
-        return
-
-    def auth_context(self) -> Any:
-        """Return none."""
-        return {}
-
-    def time_remaining(self) -> float | None:  # type: ignore[override]
+    def time_remaining(self) -> float | None:
         """Return the seconds until the client's deadline; None without one."""
         return self._call.time_remaining()
-
-    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
-        """Call back when the call is over."""
-        self._callbacks.append(callback)
-
-    def cancelled(self) -> bool:
-        """Return whether the client is gone."""
-        return self._is_abandoned
-
-    def done(self) -> bool:
-        """Return whether the call is over."""
-        return self.is_over
 
     # Called by the network.
 
@@ -141,8 +86,6 @@ class ServerCall(grpc.aio.ServicerContext[Any, Any]):
         if not self._is_abandoned:
             status = HANDLER_CANCELLED if task.cancelled() else task.result()
             self._wire.send(self._call, status, is_request=False, deliver=self._call.deliver)
-        for callback in self._callbacks:
-            callback(self)
 
     async def _status_of(self, handler: Any, request: object) -> Status:
         """Run the handler and return its status."""

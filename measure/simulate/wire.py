@@ -4,19 +4,163 @@ Each message takes a latency; those of one direction of a call arrive in order. 
 worker that sends it and that of the worker that receives it; transfers that share a link queue there.
 """
 
+import asyncio
+import enum
+import random
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import grpc
+
 from kvrelay.v1 import kv_transfer_pb2
-from measure.simulate.faults import Fate, FaultInjector
 from measure.simulate.loop import VirtualLoop
-from measure.simulate.messages import CallTerms, Status
 from measure.simulate.records import NetworkShape
 
+EOF = grpc.aio.EOF
 KEEPALIVE_S = 15.0
 """Time after which a broken connection is noticed: ping interval and timeout of `common.rpc`."""
 _KV_METHOD = "/kvrelay.v1.KvTransferService/FetchBlocks"
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """The end of a call."""
+
+    code: grpc.StatusCode
+    details: str = ""
+    trailing: tuple[tuple[str, Any], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class HalfClose:
+    """The client has written its last message."""
+
+
+OK = Status(grpc.StatusCode.OK)
+CANCELLED = Status(grpc.StatusCode.CANCELLED, "Locally cancelled by application!")
+HANDLER_CANCELLED = Status(grpc.StatusCode.CANCELLED, "the handler was cancelled")
+TOO_LATE = Status(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallTerms:
+    """Hosts, method and deadline of a call."""
+
+    source: str
+    target: str
+    method: str
+    deadline_s: float | None
+    metadata: tuple[tuple[str, Any], ...] = ()
+
+
+class Inbox:
+    """Messages that have arrived. One reader at a time."""
+
+    __slots__ = ("_loop", "_messages", "_waiter")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._messages: deque[Any] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(self, message: object) -> None:
+        """Append a message that has arrived."""
+        self._messages.append(message)
+        self.wake()
+
+    def wake(self) -> None:
+        """Let the reader look again."""
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+    def __len__(self) -> int:
+        return len(self._messages)
+
+    def clear(self) -> None:
+        """Drop all unread messages."""
+        self._messages.clear()
+
+    def pop(self) -> Any:
+        """Return the oldest message."""
+        return self._messages.popleft()
+
+    async def wait(self) -> None:
+        """Wait for the next `wake`."""
+        self._waiter = self._loop.create_future()
+        await self._waiter
+
+
+class Fate(enum.Enum):
+    """Fate of a message."""
+
+    ARRIVE = "arrive"
+    LOSE = "lose"
+    """It vanishes; if it is a call's first or last message, the connection breaks."""
+    REPEAT = "repeat"
+    """It arrives twice."""
+
+
+class FaultInjector(Protocol):
+    """Decides the fate of every message, in the order of sending."""
+
+    def fate(self, source: str, target: str) -> tuple[Fate, float]:
+        """Return the fate of a message between two hosts, and its delay in seconds."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FaultRates:
+    """Probabilities per message."""
+
+    lose: float = 0.0
+    repeat: float = 0.0
+    delay: float = 0.0
+    max_delay_s: float = 0.0
+    """Upper bound of the uniform delay of a late message."""
+    stall: float = 0.0
+    """Probability that the sending host stalls: all its messages wait."""
+    stall_s: float = 0.0
+
+
+class SeededFaults:
+    """Faults drawn from a seed."""
+
+    def __init__(self, rates: FaultRates, *, seed: int, now_s: Callable[[], float]) -> None:
+        self._rates = rates
+        self._random = random.Random(seed)
+        self._now_s = now_s
+        self._silent_until_s: dict[str, float] = {}
+        self.is_quiet = False
+        """Whether faults are switched off."""
+        self.num_lost = 0
+        self.num_repeated = 0
+        self.num_late = 0
+        self.num_stalls = 0
+
+    def fate(self, source: str, target: str) -> tuple[Fate, float]:
+        """See `FaultInjector`."""
+        rates, draw, now_s = self._rates, self._random.random, self._now_s()
+        if self.is_quiet:
+            return Fate.ARRIVE, 0.0
+        late_s = 0.0
+        if draw() < rates.stall:
+            self.num_stalls += 1
+            self._silent_until_s[source] = now_s + rates.stall_s
+        if draw() < rates.delay:
+            self.num_late += 1
+            late_s = draw() * rates.max_delay_s
+        late_s = max(late_s, self._silent_until_s.get(source, 0.0) - now_s)
+        which = draw()
+        if which < rates.lose:
+            self.num_lost += 1
+            return Fate.LOSE, late_s
+        if which < rates.lose + rates.repeat:
+            self.num_repeated += 1
+            return Fate.REPEAT, late_s
+        return Fate.ARRIVE, late_s
 
 
 class Carried(Protocol):

@@ -11,7 +11,7 @@ import enum
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 
 
@@ -98,10 +98,7 @@ class RateProfile:
     def scaled(self, factor: float) -> "RateProfile":
         """Return the profile with all rates multiplied by `factor`."""
         return RateProfile(
-            tuple(
-                RatePiece(begin_s=piece.begin_s, rate=piece.rate * factor, slope=piece.slope * factor)
-                for piece in self.pieces
-            )
+            tuple(replace(piece, rate=piece.rate * factor, slope=piece.slope * factor) for piece in self.pieces)
         )
 
 

@@ -1,12 +1,194 @@
-"""Builds the workload of a specification."""
+"""Builds the workload of a specification: sessions from distributions, or from a trace.
 
+Every session has its own random generator, seeded by the workload's seed, the stream's name and the session's number.
+Its requests do not depend on its start, so the same sessions come at every load, and other streams do not change them.
+Arrivals have another generator.
+
+Contents have unique numbers: (counter · 3 + sort) · streams + position of the stream, where the sort distinguishes a
+session's own texts, shared prefixes and blocks of a trace.
+"""
+
+import bisect
+import enum
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from hashlib import blake2b
+from random import Random
 
-from measure.workload.sessions import Session, Stream, Workload
-from measure.workload.sources import Drawing, Replay, SessionSource, Synthetic
-from measure.workload.spec import StreamSpec, TraceStreamSpec, WorkloadError, WorkloadSpec
+from measure.workload.arrivals import arrival_times
+from measure.workload.sessions import Segment, Session, Stream, Turn, Workload
+from measure.workload.spec import (
+    PrefixSpec,
+    SessionStreamSpec,
+    StreamSpec,
+    TraceStreamSpec,
+    WorkloadError,
+    WorkloadSpec,
+)
+from measure.workload.traces import read_trace
+
+_MAX_TURNS = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drawing:
+    """Parameters for drawing the sessions of a stream."""
+
+    seed: int
+    position: int
+    num_streams: int
+    speed: float
+    """Factor on the specified rate of arrivals."""
+    duration_s: float
+    """Time after which no session begins; infinity: no limit."""
+    max_requests: float
+    """Requests of the stream after which no session begins."""
+
+    def random(self, name: str, purpose: str, number: int = 0) -> Random:
+        """Return a random generator that depends only on the seed and the arguments."""
+        key = f"{self.seed}\0{name}\0{purpose}\0{number}".encode()
+        return Random(int.from_bytes(blake2b(key, digest_size=16).digest()))
+
+    def content(self, sort: "Sort", counter: int) -> int:
+        """Return the number of a content."""
+        return (counter * len(Sort) + sort) * self.num_streams + self.position
+
+    def index(self, number: int) -> int:
+        """Return the index of the stream's session with this number."""
+        return number * self.num_streams + self.position
+
+
+class Sort(enum.IntEnum):
+    """Sort of a content."""
+
+    OWN = 0
+    PREFIX = 1
+    BLOCK = 2
+
+
+class Synthetic:
+    """Sessions of turns, drawn from distributions."""
+
+    def __init__(self, spec: SessionStreamSpec) -> None:
+        self.name = spec.name
+        self.concurrency = spec.concurrency
+        self._spec = spec
+
+    def request_rate(self, duration_s: float | None) -> float:
+        """Return the mean rate of the sessions times their mean number of turns; 0 in a closed loop."""
+        if self._spec.arrivals is None:
+            return 0.0
+        profile = self._spec.arrivals.profile
+        over_s = profile.changes_until_s if duration_s is None else duration_s
+        sessions_per_s = profile.expected(over_s) / over_s if over_s else profile.last_rate
+        return sessions_per_s * self._spec.turns.mean_count
+
+    def last_start_s(self, speed: float) -> float:
+        """Return when the rate falls to 0 for good; infinity when it never does."""
+        arrivals = self._spec.arrivals
+        if arrivals is None or arrivals.profile.last_rate:
+            return math.inf
+        return arrivals.profile.changes_until_s
+
+    def sessions(self, drawing: Drawing) -> Iterator[Session]:
+        """Yield sessions until the drawing's limits."""
+        prefixes = None if self._spec.prefix is None else _Prefixes(self._spec.prefix, self.name, drawing)
+        num_requests = 0
+        for number, start_s in enumerate(self._starts(drawing)):
+            if start_s > drawing.duration_s or num_requests >= drawing.max_requests:
+                return
+            turns = self._turns(number, drawing, prefixes)
+            num_requests += len(turns)
+            yield Session(index=drawing.index(number), kind=self.name, start_s=start_s, turns=turns)
+
+    def _starts(self, drawing: Drawing) -> Iterator[float]:
+        arrivals = self._spec.arrivals
+        if arrivals is None:
+            return itertools.repeat(0.0)
+        random = drawing.random(self.name, "arrivals")
+        return arrival_times(arrivals.profile.scaled(drawing.speed), arrivals.shape, random)
+
+    def _turns(self, number: int, drawing: Drawing, prefixes: "_Prefixes | None") -> tuple[Turn, ...]:
+        spec, random = self._spec, drawing.random(self.name, "session", number)
+        shared = () if prefixes is None else prefixes.draw(random)
+        num_turns = min(spec.turns.draw_count(random), _MAX_TURNS)
+        turns = []
+        for position in range(num_turns):
+            tokens = spec.first_tokens if position == 0 or spec.turn_tokens is None else spec.turn_tokens
+            content = drawing.content(Sort.OWN, number * _MAX_TURNS + position)
+            own = Segment(content, tokens.draw_count(random))
+            turns.append(
+                Turn(
+                    segments=(own,) if position else (*shared, own),
+                    num_output_tokens=spec.output_tokens.draw_count(random),
+                    think_s=max(0.0, spec.think_s.draw(random)) if position else 0.0,
+                )
+            )
+        return tuple(turns)
+
+
+class _Prefixes:
+    """Shared prefixes of a stream, and their popularity."""
+
+    def __init__(self, spec: PrefixSpec, name: str, drawing: Drawing) -> None:
+        self._share = spec.share
+        random = drawing.random(name, "prefixes")
+        self._segments = [
+            Segment(drawing.content(Sort.PREFIX, rank), spec.tokens.draw_count(random)) for rank in range(spec.count)
+        ]
+        self._popularity = list(itertools.accumulate((rank + 1) ** -spec.zipf for rank in range(spec.count)))
+
+    def draw(self, random: Random) -> tuple[Segment, ...]:
+        """Return the beginning of a session: a prefix, or nothing."""
+        has_one, which = random.random() < self._share, random.random() * self._popularity[-1]
+        if not has_one:
+            return ()
+        rank = min(bisect.bisect_right(self._popularity, which), len(self._segments) - 1)
+        return (self._segments[rank],)
+
+
+class Replay:
+    """The requests of a trace, each a session of one turn whose segments are the trace's blocks."""
+
+    concurrency = None
+
+    def __init__(self, spec: TraceStreamSpec) -> None:
+        """Raises TraceError, OSError."""
+        asked = spec.trace
+        trace = read_trace(asked.path, block_size=asked.block_size)
+        trace = trace if asked.limit is None else trace.first(asked.limit)
+        self.name = spec.name
+        self._trace = trace.shrunk(asked.shrink).faster(asked.speed)
+
+    def request_rate(self, duration_s: float | None) -> float:
+        """Return the mean rate over the whole trace."""
+        return len(self._trace.requests) / self._trace.duration_s if self._trace.duration_s else math.inf
+
+    def last_start_s(self, speed: float) -> float:
+        """Return the arrival of the last request."""
+        return self._trace.duration_s / speed
+
+    def sessions(self, drawing: Drawing) -> Iterator[Session]:
+        """Yield a session for each request that arrives within the drawing's limits."""
+        counters: dict[int, int] = {}  # ids in a file may have any size
+        for number, request in enumerate(self._trace.requests):
+            start_s = request.arrival_s / drawing.speed
+            if start_s > drawing.duration_s or number >= drawing.max_requests:
+                return
+            segments = tuple(
+                Segment(
+                    drawing.content(Sort.BLOCK, counters.setdefault(segment.content, len(counters))),
+                    segment.num_tokens,
+                )
+                for segment in self._trace.segments(request)
+            )
+            turn = Turn(segments=segments, num_output_tokens=request.num_output_tokens)
+            yield Session(index=drawing.index(number), kind=self.name, start_s=start_s, turns=(turn,))
+
+
+SessionSource = Synthetic | Replay
 
 
 def build_workload(spec: WorkloadSpec, *, load: float | None = None, seed: int | None = None) -> Workload:

@@ -197,17 +197,22 @@ def _is_endless(stream: SessionStreamSpec | TraceStreamSpec) -> bool:
     return stream.arrivals is None or stream.arrivals.profile.last_rate > 0
 
 
+def read_yaml(path: Path, *, refusal: type[Exception]) -> Any:
+    """Return the content of a YAML file. Raises `refusal` with the reason."""
+    try:
+        return yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise refusal(f"{path}: cannot be read: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise refusal(f"{path}: not YAML: {error}") from error
+
+
 def load_workload(path: Path, *, changes: Mapping[str, object] | None = None) -> WorkloadSpec:
     """Read and check the YAML file of a workload; `changes` replace top-level keys.
 
     Raises WorkloadError with one `file:key: reason` line per problem.
     """
-    try:
-        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise WorkloadError(f"{path}: cannot be read: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise WorkloadError(f"{path}: not YAML: {error}") from error
+    raw = read_yaml(path, refusal=WorkloadError)
     changed = {"name": path.stem} | raw | dict(changes or {}) if isinstance(raw, dict) else raw
     return parse_workload(changed, source=str(path), folder=path.parent)
 

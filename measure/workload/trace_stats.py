@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from rich.table import Table
 
 from measure.workload.traces import Trace
 
@@ -65,8 +66,8 @@ def trace_stats(trace: Trace) -> TraceStats:
         duration_s=trace.duration_s,
         requests_per_s=num_requests / trace.duration_s if trace.duration_s else float("inf"),
         max_burst=int(np.bincount([int(request.arrival_s) for request in trace.requests]).max()),
-        prompt_tokens=_spread([request.num_prompt_tokens for request in trace.requests]),
-        output_tokens=_spread([request.num_output_tokens for request in trace.requests]),
+        prompt_tokens=_spread_of([request.num_prompt_tokens for request in trace.requests]),
+        output_tokens=_spread_of([request.num_output_tokens for request in trace.requests]),
         num_blocks=num_blocks,
         num_unique_blocks=len(seen),
         infinite_cache_hit=num_hits / num_blocks,
@@ -139,6 +140,35 @@ def _leading(block_ids: Sequence[int], present: "set[int] | OrderedDict[int, Non
     return len(block_ids)
 
 
-def _spread(values: Sequence[int]) -> Spread:
+def _spread_of(values: Sequence[int]) -> Spread:
     p50, p90, p99 = np.percentile(values, [50, 90, 99])
     return Spread(mean=float(np.mean(values)), p50=float(p50), p90=float(p90), p99=float(p99), max=float(max(values)))
+
+
+def stats_table(stats: TraceStats) -> Table:
+    """Return a trace's statistics, one per line."""
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for name, value in (
+        ("requests", f"{stats.num_requests:,}"),
+        ("duration", f"{stats.duration_s:,.1f} s"),
+        ("rate", f"{stats.requests_per_s:.2f} requests/s, at most {stats.max_burst} in one second"),
+        ("prompt tokens", _in_words(stats.prompt_tokens)),
+        ("output tokens", _in_words(stats.output_tokens)),
+        ("blocks", f"{stats.num_blocks:,}, {stats.num_unique_blocks:,} different"),
+        ("infinite-cache hit", f"{stats.infinite_cache_hit:.2%} of all blocks"),
+        ("more than one block hit", f"{stats.share_beyond_first:.1%} of the requests"),
+    ):
+        table.add_row(name, value)
+    return table
+
+
+def placement_line(name: str, hits: PlacementHits) -> tuple[str, str]:
+    """Return a placement's name and its hits."""
+    return name, f"{hits.block_hit:.2%} of all blocks, hot spot {hits.hot_spot:.2f}"
+
+
+def _in_words(spread: Spread) -> str:
+    return (
+        f"mean {spread.mean:,.0f}, p50 {spread.p50:,.0f}, p90 {spread.p90:,.0f},"
+        f" p99 {spread.p99:,.0f}, max {spread.max:,.0f}"
+    )

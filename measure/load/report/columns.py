@@ -9,10 +9,9 @@ import numpy.typing as npt
 
 from common.slo import Slo
 from measure.load.records import RequestRecord, Run
-from measure.load.summary import Window
-from measure.pages.distributions import View
+from measure.load.window import Window
+from measure.pages.distributions import View, rolling
 from measure.pages.figures import Curve, LimitLine
-from measure.pages.thinning import rolling
 from measure.pages.wording import duration
 
 Floats = npt.NDArray[np.float64]

@@ -1,6 +1,6 @@
 """The page of several load tests: plots laid over each other, and comparisons with the first."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -8,20 +8,18 @@ from typing import Any
 import numpy as np
 
 from measure.figures import ALL
-from measure.load.comparison import Comparison, Row, Unit, compare
+from measure.load.comparison import Comparison, Row, change_text, compare, value_text
 from measure.load.estimates import Estimate
 from measure.load.records import Run
 from measure.load.report.columns import Columns, Measure, columns_of, open_requests, rolling_curves
-from measure.load.report.phases import phases_figure
+from measure.load.report.handoff import phases_figure
 from measure.load.summary import Summary
-from measure.load.tables import UNKNOWN
 from measure.pages import axes
 from measure.pages.axes import RUN_TIME, Axis, Scale
 from measure.pages.distributions import Sample, ecdf_figure
 from measure.pages.figures import Bars, Curve, Frame, bar_figure, line_figure
 from measure.pages.page import Absent, Page, Panel, Section, Table, Width, write_page
 from measure.pages.theme import DASHES, Phase, colors_of
-from measure.pages.wording import duration, number, percent
 
 MAX_KINDS = 3
 """Most kinds that plots separate."""
@@ -87,7 +85,7 @@ def _verdicts(comparison: Comparison, names: Sequence[str]) -> Iterator[str]:
         changed = []
         for row in comparison.rows:
             if row.kind == ALL and row.name in _VERDICT and row.is_significant(place):
-                changed.append(f"{_WORDS.get(row.name, row.name)} {_change_text(row, place)}")
+                changed.append(f"{_WORDS.get(row.name, row.name)} {_changed(row, place)}")
         found = "; ".join(changed) if changed else "no headline figure differs by more than chance"
         yield f"{name} against {names[0]}: {found}."
 
@@ -101,7 +99,6 @@ def _table_panel(comparison: Comparison, names: Sequence[str]) -> Panel:
         for index, row in enumerate(comparison.rows)
         if any(row.is_significant(place) for place in range(1, len(names)))
     )
-    paired = [name for name, is_paired in zip(names[1:], comparison.is_paired[1:], strict=True) if is_paired]
     return Panel(
         title="Side by side",
         look_for="Rows in bold differ by more than equal systems would in 19 of 20 cases.",
@@ -111,44 +108,24 @@ def _table_panel(comparison: Comparison, names: Sequence[str]) -> Panel:
             text_columns=frozenset(["kind"]),
             strong_rows=strong,
         ),
-        note=(f"Compared request by request: {', '.join(paired)}. " if paired else "The runs sent different requests. ")
-        + "Intervals (95 %) cover the variation within these runs, not between runs at different times.",
+        note=f"{comparison.pairing(names)} Intervals (95 %) cover the variation within these runs, not between runs at"
+        " different times.",
     )
 
 
 def _cells(row: Row) -> Iterator[str]:
-    write = _writer(row.unit)
     yield row.name
     yield row.kind
     for place, cell in enumerate(row.cells):
-        yield UNKNOWN if cell is None else ("" if cell.is_sufficient else "~") + write(cell.value.value)
+        yield value_text(row, cell)
         if place:
-            yield _change_text(row, place)
+            yield _changed(row, place)
 
 
-def _writer(unit: Unit) -> Callable[[float], str]:
-    match unit:
-        case Unit.SECONDS:
-            return duration
-        case Unit.SHARE:
-            return percent
-        case _:
-            return number
-
-
-def _change_text(row: Row, place: int) -> str:
-    """Return the change of a run against the first, with its interval and, where certain, "better" or "worse"."""
-    cell = row.cells[place]
-    if cell is None or cell.change is None:
-        return UNKNOWN
-    change, same = cell.change, 1.0
-    text = f"×{number(change.value)} ({number(change.low)} to {number(change.high)})"
-    if row.unit is Unit.SHARE:
-        points, same = change.scaled(100), 0.0
-        text = f"{points.value:+.1f} points ({points.low:+.1f} to {points.high:+.1f})"
-    if not row.is_significant(place):
-        return text
-    return f"{text}, {'better' if (change.value > same) == row.more_is_better else 'worse'}"
+def _changed(row: Row, place: int) -> str:
+    """Return the change of a run against the first and, where it is certain, "better" or "worse"."""
+    text = change_text(row, row.cells[place], "({} to {})")
+    return text + {None: "", True: ", better", False: ", worse"}[row.verdict(place)]
 
 
 def _bar_panels(arms: Sequence[_Arm]) -> tuple[Panel, ...]:

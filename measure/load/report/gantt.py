@@ -9,11 +9,11 @@ import numpy as np
 from common.slo import Slo
 from measure.load.records import RequestRecord
 from measure.load.report.columns import Columns, Floats
-from measure.load.report.phases import Span, hover_text, spans_of
+from measure.load.report.handoff import Span, hover_text, spans_of
 from measure.pages.axes import RUN_TIME, Axis
-from measure.pages.figures import Frame, compact, new_figure
+from measure.pages.figures import Frame, buttons_menu, compact, new_figure
 from measure.pages.page import Absent, Panel
-from measure.pages.theme import BUTTONS, LIMIT, ORANGE, PHASE_COLORS, Phase
+from measure.pages.theme import LIMIT, ORANGE, PHASE_COLORS, Phase
 from measure.pages.wording import duration
 
 MAX_ROWS, MIN_ROWS = 120, 25
@@ -201,14 +201,4 @@ def _menu(arrangements: Sequence[_Arrangement], tracks: Sequence[_Track]) -> dic
         }
         layout = {"xaxis.title.text": each.x_title, "xaxis.autorange": True}
         buttons.append({"label": each.name, "method": "update", "args": [moved, layout]})
-    return {
-        "type": "buttons",
-        "direction": "right",
-        "buttons": buttons,
-        "x": 0,
-        "xanchor": "left",
-        "y": 1.02,
-        "yanchor": "bottom",
-        "pad": {"b": 26},
-        **BUTTONS,
-    }
+    return buttons_menu(buttons, x=0, xanchor="left", y=1.02, yanchor="bottom", pad={"b": 26})

@@ -9,13 +9,12 @@ from plotly.subplots import make_subplots
 from common.slo import Slo
 from measure.load.records import PoolSample
 from measure.load.report.columns import Columns, Measure, known, objective, open_requests, rolling_curves
-from measure.load.summary import Window
+from measure.load.window import Window
 from measure.pages.axes import RUN_TIME, Axis, Scale, Unit
-from measure.pages.distributions import Sample, ecdf_figure
+from measure.pages.distributions import Sample, ecdf_figure, scatter_indices
 from measure.pages.figures import Curve, Frame, add_curve, compact, dots, line_figure, new_figure, plain
 from measure.pages.page import Absent, Panel, Width
 from measure.pages.theme import BLUE, GREY, LIMIT, PURPLE, colors_of, translucent
-from measure.pages.thinning import scatter_indices
 
 _NO_ANSWER = "no request was answered completely"
 _LOOK_FOR = {

@@ -1,14 +1,138 @@
-"""The page of one load test."""
+"""The page of one load test: its top, with headline figures beside their objectives, and its sections."""
 
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
 
+from measure.load.estimates import Distribution, Estimate
 from measure.load.records import Run
-from measure.load.report import asked, gantt, handoff, headline, latency, pools
+from measure.load.report import asked, gantt, handoff, latency, pools
 from measure.load.report.columns import columns_of
-from measure.load.summary import Summary
-from measure.pages.page import Page, Section, write_page
-from measure.pages.wording import count, duration
+from measure.load.summary import KindSummary, Summary
+from measure.load.tables import UNKNOWN, Writer, quoted
+from measure.pages.page import Card, Page, Panel, Section, Tone, table_of, write_page
+from measure.pages.wording import count, duration, number, percent, scaled
+
+
+def cards(summary: Summary) -> tuple[Card, ...]:
+    """Return the headline figures; those that the target does not report are left out."""
+    overall, slo = summary.overall, summary.slo
+    latencies, cache = overall.latencies, overall.cache
+    shown = [
+        Card(
+            label="Goodput, requests",
+            value=f"{number(overall.goodput_per_s.value)}/s",
+            note=f"{_interval(overall.goodput_per_s, number)}; offered {number(summary.throughput.offered_per_s)}/s",
+        ),
+        Card(
+            label="Within both objectives",
+            value=percent(overall.good_share.value),
+            note=f"{_interval(overall.good_share, percent)}; of {count(overall.num_requests, 'request')}",
+        ),
+        *_latency_cards("TTFT", latencies.ttft, slo.ttft_s),
+        *_latency_cards("TPOT", latencies.tpot, slo.tpot_s),
+        *_latency_cards("ITL", latencies.itl, None),
+        *_latency_cards("E2E", latencies.e2e, None),
+        Card(
+            label="Throughput",
+            value=f"{scaled(summary.throughput.output_tokens_per_s)} tokens/s",
+            note=f"{scaled(summary.throughput.prompt_tokens_per_s)} prompt tokens/s{_per_worker(summary)}",
+        ),
+    ]
+    if cache is not None:
+        shown.append(
+            Card(
+                label="Cache hit",
+                value=percent(cache.hit_share.value),
+                note=f"of prompt tokens; {percent(cache.pulled_share)} pulled from other workers",
+            )
+        )
+    if latencies.transfer_exposed is not None:
+        exposed = latencies.transfer_exposed
+        shown.append(
+            Card(
+                label="Exposed transfer: p50 / p99",
+                value=_both(exposed),
+                note=f"{count(overall.num_transfers, 'transfer')}; the part that prefill did not hide",
+            )
+        )
+    return (*shown, _failures_card(overall), _generator_card(summary))
+
+
+def kinds_panel(summary: Summary) -> Panel:
+    """Return the table of kinds."""
+    columns: dict[str, Callable[[KindSummary], str]] = {
+        "kind": lambda kind: kind.kind,
+        "requests": lambda kind: f"{kind.num_requests:,}",
+        "good": lambda kind: percent(kind.good_share.value),
+        "not complete": lambda kind: f"{kind.num_not_complete:,}",
+        "late first token": lambda kind: f"{kind.num_ttft_misses:,}",
+        "slow tokens": lambda kind: f"{kind.num_itl_misses:,}",
+        "TTFT p50 / p99": lambda kind: _both(kind.latencies.ttft),
+        "TPOT p50 / p99": lambda kind: _both(kind.latencies.tpot),
+        "ITL p50 / p99": lambda kind: _both(kind.latencies.itl),
+        "E2E p50 / p99": lambda kind: _both(kind.latencies.e2e),
+        "cache hit": lambda kind: UNKNOWN if kind.cache is None else percent(kind.cache.hit_share.value),
+    }
+    return Panel(
+        title="What each kind of session got",
+        look_for="A kind whose p99 is far from its p50 pays for other kinds.",
+        content=table_of(summary.distinct_kinds, columns, strong_rows=frozenset([0])),
+        note=f"Counted: {summary.window.rule}. Latencies are of complete requests, from when they were due."
+        " A percentile marked ~ rests on too few requests.",
+    )
+
+
+def _interval(estimate: Estimate, write: Writer) -> str:
+    return f"95 %: {write(estimate.low)} to {write(estimate.high)}"
+
+
+def _latency_cards(name: str, times: Distribution | None, objective_s: float | None) -> Iterable[Card]:
+    if times is None:
+        return
+    p99 = times.at(0.99)
+    objective = "" if objective_s is None else f"; objective {duration(objective_s)}"
+    tone = Tone.PLAIN if objective_s is None else Tone.GOOD if p99.value <= objective_s else Tone.BAD
+    yield Card(
+        label=f"{name}: p50 / p99",
+        value=_both(times),
+        note=f"p99, {_interval(p99.estimate, duration)}{objective}",
+        tone=tone,
+    )
+
+
+def _per_worker(summary: Summary) -> str:
+    num_workers = sum(summary.info.num_workers.values())
+    return f"; {scaled(summary.throughput.output_tokens_per_s / num_workers)} per worker" if num_workers > 1 else ""
+
+
+def _failures_card(overall: KindSummary) -> Card:
+    parts = (
+        (overall.num_refused, "refused"),
+        (overall.num_failed, "failed"),
+        (overall.num_timed_out, "timed out"),
+        (overall.num_cancelled, "cancelled"),
+    )
+    return Card(
+        label="Not complete",
+        value=count(overall.num_not_complete, "request"),
+        note=", ".join(f"{number} {word}" for number, word in parts if number) or "every answer is complete",
+        tone=Tone.BAD if overall.num_not_complete else Tone.GOOD,
+    )
+
+
+def _generator_card(summary: Summary) -> Card:
+    generator = summary.info.generator
+    return Card(
+        label="Delay of the generator, p99",
+        value=duration(generator.lag_p99_s),
+        note=f"{count(generator.num_processes, 'process', 'processes')}, {percent(generator.cpu_share, 0)} of a core",
+        tone=Tone.BAD if generator.warnings else Tone.GOOD,
+    )
+
+
+def _both(times: Distribution | None) -> str:
+    return UNKNOWN if times is None else f"{quoted(times.at(0.5))} / {quoted(times.at(0.99))}"
 
 
 def write_report(run: Run, summary: Summary, path: Path) -> None:
@@ -24,9 +148,9 @@ def report_page(run: Run, summary: Summary) -> Page:
         title=run.info.name,
         subtitle=_subtitle(run),
         warnings=tuple(dict.fromkeys((*summary.warnings, *run.info.generator.warnings))),
-        cards=headline.cards(summary),
+        cards=cards(summary),
         sections=(
-            Section(title="Overview", panels=(headline.kinds_panel(summary), asked.failures_panel(summary))),
+            Section(title="Overview", panels=(kinds_panel(summary), asked.failures_panel(summary))),
             Section(
                 title="Latency",
                 intro="From the due time of a request, so that a late generator hides no wait.",

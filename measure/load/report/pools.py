@@ -1,19 +1,18 @@
 """Panels on pools: running and waiting requests, busy share and KV pages of each worker over time."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from plotly.subplots import make_subplots
 
 from measure.load.records import PoolSample, WorkerSample
 from measure.load.report.columns import Floats
 from measure.load.summary import Summary, WorkerSummary
 from measure.load.tables import or_unknown
 from measure.pages.axes import RUN_TIME, Axis, Unit
-from measure.pages.figures import Curve, Frame, compact, line_figure, new_figure, plain
-from measure.pages.page import Absent, Panel, Table
+from measure.pages.figures import Curve, Frame, compact, line_figure, new_figure, plain, row_column, small_plots
+from measure.pages.page import Absent, Panel, table_of
 from measure.pages.theme import BLUE, GREY, TEAL, colors_of, translucent
 from measure.pages.wording import number, percent, scaled
 
@@ -157,19 +156,9 @@ def _busy(worker: WorkerSeries) -> tuple[Floats, Floats]:
 
 
 def _kv_areas(workers: Sequence[WorkerSeries]) -> Any:
-    num_columns = min(2, len(workers))
-    num_rows = -(-len(workers) // num_columns)
-    figure = make_subplots(
-        rows=num_rows,
-        cols=num_columns,
-        shared_xaxes=True,
-        shared_yaxes=True,
-        subplot_titles=[plain(worker.worker_id) for worker in workers],
-        horizontal_spacing=0.04,
-        vertical_spacing=min(0.12, 0.4 / num_rows),
-    )
+    figure = small_plots([worker.worker_id for worker in workers], num_columns=2, row_height=190)
     for index, worker in enumerate(workers):
-        place = {"row": index // num_columns + 1, "col": index % num_columns + 1}
+        place = row_column(index, len(workers), num_columns=2)
         for name, color, values in (
             ("used", TEAL, worker.values(lambda w: w.num_used_blocks / max(1, w.num_blocks))),
             ("cached", GREY, worker.values(lambda w: w.num_cached_blocks / max(1, w.num_blocks))),
@@ -187,10 +176,9 @@ def _kv_areas(workers: Sequence[WorkerSeries]) -> Any:
                 hovertemplate=f"{name}: %{{y:.1%}}<extra>{plain(worker.worker_id)}</extra>",
                 **place,
             )
-    figure.update_layout(template=None, height=130 + 190 * num_rows, hovermode="x unified")
+    figure.update_layout(hovermode="x unified")
     figure.update_yaxes(range=[0, 1.0], tickformat=".0%")
     figure.update_xaxes(ticksuffix=" s")
-    figure.update_annotations(font_size=12)
     return figure
 
 
@@ -228,45 +216,28 @@ def _heat_rows(rows: Sequence[tuple[str, Floats, Floats]], label: str, unit: Uni
 
 
 def _table_panel(summary: Summary) -> Panel:
-    columns = (
-        "worker",
-        "role",
-        "prompts for others",
-        "answers",
-        "computed tokens/s",
-        "output tokens/s",
-        "busy",
-        "running",
-        "waiting",
-        "KV mean",
-        "KV peak",
-    )
-    pools = [(f"all {pool.num_workers}", pool) for pool in summary.pools]
-    rows = [*pools, *((worker.name, worker) for worker in summary.workers)]
+    columns: dict[str, Callable[[WorkerSummary], str]] = {
+        "worker": lambda worker: worker.name,
+        "role": lambda worker: worker.role,
+        "prompts for others": lambda worker: f"{worker.num_prefilled:,}",
+        "answers": lambda worker: f"{worker.num_decoded:,}",
+        "computed tokens/s": lambda worker: or_unknown(worker.computed_tokens_per_s, scaled),
+        "output tokens/s": lambda worker: scaled(worker.output_tokens_per_s),
+        "busy": lambda worker: or_unknown(worker.busy, percent),
+        "running": lambda worker: or_unknown(worker.mean_running, number),
+        "waiting": lambda worker: or_unknown(worker.mean_waiting, number),
+        "KV mean": lambda worker: or_unknown(worker.mean_kv, percent),
+        "KV peak": lambda worker: or_unknown(worker.peak_kv, percent),
+    }
+    pools = [replace(pool, name=f"all {pool.num_workers}") for pool in summary.pools]
     return Panel(
         title="Workers and pools",
         look_for="Workers of one pool should have equal numbers; the busier pool limits the other.",
-        content=Table(
-            columns=columns,
-            rows=tuple(_row(name, worker) for name, worker in rows),
+        content=table_of(
+            [*pools, *summary.workers],
+            columns,
             text_columns=frozenset(["role"]),
             strong_rows=frozenset(range(len(pools))),
         ),
         note="Within the counted window; means over its samples.",
-    )
-
-
-def _row(name: str, worker: WorkerSummary) -> tuple[str, ...]:
-    return (
-        name,
-        worker.role,
-        f"{worker.num_prefilled:,}",
-        f"{worker.num_decoded:,}",
-        or_unknown(worker.computed_tokens_per_s, scaled),
-        scaled(worker.output_tokens_per_s),
-        or_unknown(worker.busy, percent),
-        or_unknown(worker.mean_running, number),
-        or_unknown(worker.mean_waiting, number),
-        or_unknown(worker.mean_kv, percent),
-        or_unknown(worker.peak_kv, percent),
     )

@@ -10,6 +10,9 @@ from common.errors import InvalidRequest
 from kvrelay.client.records import ChatMessage
 from measure.load.records import PoolSample, ServerReport
 
+USUAL_VOCAB = 32_000
+"""Vocabulary size that nearly all models exceed."""
+
 
 class Feature(enum.StrEnum):
     """Extension that not every OpenAI-compatible server has."""

@@ -1,9 +1,9 @@
-"""Load target for servers with OpenAI's HTTP API."""
+"""Load target for servers with OpenAI's HTTP API, and the probes for its extensions and vocabulary."""
 
 import asyncio
 import json
 import ssl
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 from urllib.parse import urlsplit
@@ -14,10 +14,10 @@ from common.errors import DeadlineExceeded, InvalidRequest, KvrelayError, Unknow
 from kvrelay.client.records import ChatMessage
 from kvrelay.client.tls import resolve
 from measure.load.records import PoolSample
-from measure.load.targets.completion import CompletionReader, SseReader
+from measure.load.targets.completion import CompletionReader, SseReader, error_of
 from measure.load.targets.exposition import pool_sample
-from measure.load.targets.http_errors import error_of
 from measure.load.targets.interface import (
+    USUAL_VOCAB,
     ChunkSink,
     Feature,
     PreparedCall,
@@ -26,13 +26,73 @@ from measure.load.targets.interface import (
     TargetRequest,
     TargetSpec,
 )
-from measure.load.targets.probing import find_features, find_small_vocab
 
+_LEAST_VOCAB = 125
+_EXTRAS = (Feature.IGNORE_EOS, Feature.MIN_TOKENS, Feature.TOKEN_IDS)
+_PROBE_TIMEOUT_S = 120.0
+"""The first request may compile kernels."""
+_TEXT = "Hello"
+_CHAT = (ChatMessage(role="user", content=_TEXT),)
+
+Send = Callable[[TargetRequest, Sequence[Feature]], Awaitable[TargetAnswer]]
+"""Sends a request with the given extensions. Raises KvrelayError."""
 _SHORT_TIMEOUT_S = 10.0
 _KEEPALIVE_S = 2.0
 """Servers silently drop idle connections after 5 s (uvicorn) or more: a request must not use one that is about to be
 dropped."""
 _OUR_OWN = "kvrelay"
+
+
+async def find_features(send: Send, *, takes_report: bool) -> tuple[Feature, ...]:
+    """Return the extensions of the server: all, all but token ids, or none. Raises KvrelayError.
+
+    Sends requests of two tokens; a chat where the server cannot complete text.
+    """
+    ours = (Feature.REPORT,) if takes_report else ()
+    refusal: KvrelayError | None = None
+    for features in ((*_EXTRAS, *ours), (*_EXTRAS[:2], *ours), ()):
+        for prompt in (_TEXT, _CHAT):
+            try:
+                answer = await send(_request(prompt), features)
+            except Unreachable:
+                raise
+            except KvrelayError as error:
+                refusal = error
+                continue
+            has_ids = answer.token_ids is not None
+            return tuple(one for one in features if has_ids or one is not Feature.TOKEN_IDS)
+    raise refusal or InvalidRequest("the server accepts neither text nor chats")
+
+
+async def find_small_vocab(send: Send) -> int | None:
+    """Return a number of token ids that the vocabulary has for certain, where it is below `USUAL_VOCAB`; else None.
+
+    Raises Unreachable.
+    """
+    num_tokens = USUAL_VOCAB
+    while num_tokens >= _LEAST_VOCAB:
+        try:
+            await send(_request((num_tokens - 1,)), ())
+        except Unreachable:
+            raise
+        except InvalidRequest:
+            num_tokens //= 2
+            continue
+        except KvrelayError:
+            return None  # no token ids at all
+        return num_tokens if num_tokens < USUAL_VOCAB else None
+    return None
+
+
+def _request(prompt: Any) -> TargetRequest:
+    return TargetRequest(
+        prompt=prompt,
+        num_prompt_tokens=1,
+        num_output_tokens=2,
+        seed=0,
+        timeout_s=_PROBE_TIMEOUT_S,
+        wants_token_ids=True,
+    )
 
 
 class OpenAiTarget:

@@ -5,9 +5,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from measure.experiment.arms import ArmPlan
-from measure.experiment.points import Arm, Point, Source
+from measure.experiment.points import Arm, Cell, Point, Source
 from measure.experiment.runner import ArmFailed, Measure
-from measure.experiment.store import Cell
 from measure.figures import Figures, Percentiles
 
 LOADS = (1.0, 2.0, 3.0, 4.0, 5.0, 6.0)

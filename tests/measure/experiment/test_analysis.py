@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from measure.experiment.analysis import Findings, analyze
+from measure.experiment.analysis import Findings, Limit, analyze, first_limit
 from measure.experiment.answers import agreement, answers_of
 from measure.experiment.curves import curves_of, dispersion_of
-from measure.experiment.limits import Limit, first_limit
 from measure.experiment.payoff import Verdict
 from measure.experiment.points import MeanUnit, Point, Source
 from tests.measure.experiment.builders import LOADS, NUM_REQUESTS, make_arm, make_point, served_up_to
@@ -56,24 +55,23 @@ def test_split_that_serves_twice_as_much_pays_and_the_gain_is_in_its_interval() 
     assert said(found).startswith("Does disaggregation pay? Yes, with 2 workers")
 
 
-def test_split_that_serves_half_as_much_is_said_to_lose() -> None:
-    found = findings(served_up_to(2.0, make_arm(1, 1)), served_up_to(4.0, make_arm(0, 2)))
-    assert found.payoffs[0].verdict is Verdict.LESS
-    assert said(found).startswith("Does disaggregation pay? No, with 2 workers it loses")
-
-
-def test_arms_that_do_alike_cannot_be_told_apart() -> None:
-    found = findings(served_up_to(3.0, make_arm(1, 1)), served_up_to(3.0, make_arm(0, 2)))
-    assert found.payoffs[0].verdict is Verdict.UNCLEAR
-    assert all(each.verdict is Verdict.UNCLEAR for each in found.payoffs[0].loads)
-    assert said(found).startswith("Does disaggregation pay? Cannot tell with 2 workers")
-
-
-def test_arms_that_serve_every_load_cannot_be_told_apart() -> None:
-    found = findings(served_up_to(9.0, make_arm(1, 1)), served_up_to(9.0, make_arm(0, 2)))
+@pytest.mark.parametrize(
+    ("split", "whole", "verdict", "words"),
+    [
+        (2.0, 4.0, Verdict.LESS, "Does disaggregation pay? No, with 2 workers it loses"),
+        (3.0, 3.0, Verdict.UNCLEAR, "Does disaggregation pay? Cannot tell with 2 workers"),
+        (9.0, 9.0, Verdict.UNCLEAR, "1P1D serves more than 6/s, the highest load (95 %: at least 6)"),
+    ],
+    ids=["loses", "alike", "both serve every load"],
+)
+def test_split_that_does_not_serve_more_is_told_so(split: float, whole: float, verdict: Verdict, words: str) -> None:
+    found = findings(served_up_to(split, make_arm(1, 1)), served_up_to(whole, make_arm(0, 2)))
     (payoff,) = found.payoffs
-    assert (payoff.ratio, payoff.verdict) == (None, Verdict.UNCLEAR)
-    assert "1P1D serves more than 6/s, the highest load (95 %: at least 6)" in said(found)
+    assert payoff.verdict is verdict
+    assert (payoff.ratio is None) == (split == 9.0)
+    if split == whole:
+        assert all(each.verdict is Verdict.UNCLEAR for each in payoff.loads)
+    assert words in said(found)
 
 
 def test_split_beyond_every_load_pays_and_goodput_says_by_how_much_at_least() -> None:
@@ -121,23 +119,25 @@ def test_limit_is_what_the_misses_and_the_pools_say(
     assert first_limit(curve, share=0.99).limit is limit
 
 
-def test_next_worker_is_of_the_pool_whose_neighbour_serves_more() -> None:
+@pytest.mark.parametrize(
+    ("with_prefill", "with_decode", "pool", "words"),
+    [
+        (4.0, 2.0, "prefill", "Beside 1P1D, a prefill worker: 2P1D serves"),
+        (3.0, 3.0, "", "Beside 1P1D, one cannot tell"),
+    ],
+)
+def test_next_worker_is_of_the_pool_whose_neighbour_serves_more(
+    with_prefill: float, with_decode: float, pool: str, words: str
+) -> None:
     found = findings(
-        served_up_to(2.0, make_arm(1, 1)), served_up_to(4.0, make_arm(2, 1)), served_up_to(2.0, make_arm(1, 2))
+        served_up_to(2.0, make_arm(1, 1)),
+        served_up_to(with_prefill, make_arm(2, 1)),
+        served_up_to(with_decode, make_arm(1, 2)),
     )
     arm = found.of("1P1D")
     assert arm is not None and arm.next_worker is not None
-    assert (arm.next_worker.pool, arm.next_worker.is_measured) == ("prefill", True)
-    assert "Beside 1P1D, a prefill worker: 2P1D serves" in said(found)
-
-
-def test_next_worker_cannot_be_told_when_both_neighbours_serve_as_much() -> None:
-    found = findings(
-        served_up_to(2.0, make_arm(1, 1)), served_up_to(3.0, make_arm(2, 1)), served_up_to(3.0, make_arm(1, 2))
-    )
-    arm = found.of("1P1D")
-    assert arm is not None and arm.next_worker is not None
-    assert (arm.next_worker.pool, arm.next_worker.is_measured) == ("", True)
+    assert (arm.next_worker.pool, arm.next_worker.is_measured) == (pool, True)
+    assert words in said(found)
 
 
 @pytest.mark.parametrize(("by", "pool"), [("late", "prefill"), ("slow", "decode")])

@@ -13,9 +13,9 @@ import yaml
 
 from common.errors import EngineFault
 from common.trust.identity import Role
-from measure.experiment.points import Source
-from measure.experiment.store import Cell, Store
-from measure.experiment.worker_facts import ask_worker
+from measure.experiment.points import Cell, Source
+from measure.experiment.real import ask_worker
+from measure.experiment.store import Store
 from measure.load.store import read_run
 from measure.simulate.timing import read_timing
 from tests.router.fakes import DECODE, FakeWorker

@@ -4,11 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from measure.experiment.points import Point, Source
+from measure.experiment.points import Cell, Point, Source, slug
 from measure.experiment.runner import CellFailed, Countdown, ResultKeeper, cell_order, run_cells, span
 from measure.experiment.search import find_capacities
 from measure.experiment.spec import CapacitySpec, Order
-from measure.experiment.store import Cell, Store, slug
+from measure.experiment.store import Store
+from measure.simulate.store import OtherSettings
 from tests.measure.experiment.builders import FakeBench, make_arm, make_plan, make_point
 
 ARMS = ("one", "two")
@@ -167,7 +168,6 @@ def test_search_on_an_arm_that_fails_goes_on_with_the_next(tmp_path: Path) -> No
 def test_point_and_its_numbers_survive_the_disk(tmp_path: Path) -> None:
     store, cell = Store(tmp_path), Cell(arm="1P1D", load=0.1, repeat=0)
     point = make_point(load=0.1)
-    store.begin(Source.REAL, cell)
     store.keep(Source.REAL, cell, point)
     assert store.point(Source.REAL, cell) == point
     assert store.point(Source.SIMULATED, cell) is None
@@ -175,10 +175,11 @@ def test_point_and_its_numbers_survive_the_disk(tmp_path: Path) -> None:
 
 def test_folder_with_results_of_other_settings_is_not_touched(tmp_path: Path) -> None:
     store = Store(tmp_path)
-    assert store.claim({"seed": 1, "arm one": {"threads": 1}}) == ()
-    assert store.claim({"seed": 1, "arm two": {"threads": 2}}) == ()
-    assert store.claim({"seed": 2, "arm one": {"threads": 1}, "arm two": {"threads": 1}}) == ("arm two", "seed")
-    assert store.claim({"seed": 1, "arm two": {"threads": 2}}) == ()
+    store.claim({"seed": 1, "arm one": {"threads": 1}})
+    store.claim({"seed": 1, "arm two": {"threads": 2}})
+    with pytest.raises(OtherSettings, match=r"\(arm two, seed differ\)"):
+        store.claim({"seed": 2, "arm one": {"threads": 1}, "arm two": {"threads": 1}})
+    store.claim({"seed": 1, "arm two": {"threads": 2}})
 
 
 def test_forget_removes_results_and_nothing_else(tmp_path: Path) -> None:

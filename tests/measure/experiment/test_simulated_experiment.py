@@ -8,12 +8,12 @@ import pytest
 from typer.testing import CliRunner
 
 from cli.experiment import experiment_app
-from measure.experiment.points import Source
+from measure.experiment.points import Cell, Source
 from measure.experiment.prepare import Choices
 from measure.experiment.report import write_report
-from measure.experiment.side_by_side import Errand, measure_side_by_side
+from measure.experiment.search import Errand, measure_side_by_side
 from measure.experiment.spec import ExperimentError
-from measure.experiment.store import Cell, Store
+from measure.experiment.store import Store
 from tests.measure.experiment.builders import make_arm, served_up_to
 
 FILE = """

@@ -43,7 +43,7 @@ def write(tmp_path: Path, **changes: Any) -> Path:
         ({"loads": []}, "experiment.yaml:loads: "),
         ({"loads": [0]}, "experiment.yaml:loads.0: "),
         ({"repeats": 0}, "experiment.yaml:repeats: "),
-        ({"shapes": ["2Q1D"]}, "experiment.yaml:shapes.0: '2Q1D' is no pool shape; say 2P1D, or 3 aggregated"),
+        ({"shapes": ["2Q1D"]}, "experiment.yaml:shapes.0: '2Q1D' is not a pool shape; say 2P1D, or 3 aggregated"),
         ({"shapes": [{"prefill": 1}]}, "experiment.yaml:shapes.0: say both prefill and decode"),
         ({"shapes": [{"workers": 1, "decode": 1}]}, "experiment.yaml:shapes.0: workers are aggregated"),
         ({"slo": {"ttft": 1}}, "experiment.yaml:slo.ttft: unknown key"),

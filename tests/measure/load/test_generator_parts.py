@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from common.clock import SystemClock
 from common.slo import Slo
 from measure.load.alarm import Alarm, KernelAlarm, LoopAlarm
+from measure.load.crew import GeneratorProcess
 from measure.load.player import RequestTerms
-from measure.load.processes import GeneratorProcess
-from measure.load.pulse import BEAT_S, LoopMeter
 from measure.load.records import Outcome, RequestRecord, ServerReport
+from measure.load.selfcheck import BEAT_S, LoopMeter
 from measure.load.sending import settled
 from measure.load.targets.interface import Feature, TargetSpec
 from measure.load.wire import GeneratorOrder, Unpacker, from_wire, pack, to_wire

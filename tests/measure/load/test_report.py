@@ -11,9 +11,11 @@ import pytest
 from common.slo import Slo
 from measure.load.measures import summarize
 from measure.load.records import Outcome, RequestRecord, Run, ServerReport
+from measure.load.report.comparison import comparison_page, distinct_names, write_comparison
+from measure.load.report.handoff import lengths_of, spans_of
 from measure.load.report.page import report_page, write_report
-from measure.load.report.phases import lengths_of, spans_of
-from measure.pages.page import Absent, Page, Panel, Tone, render_page
+from measure.load.summary import Summary
+from measure.pages.page import Absent, Page, Panel, Table, Tone, render_page
 from measure.pages.theme import Phase
 from tests.measure.load.made_runs import make_request
 from tests.measure.load.synthetic import Shape, make_run
@@ -158,3 +160,66 @@ def test_server_phases_longer_than_the_clients_end_at_the_first_token() -> None:
 def test_phases_of_a_request_without_a_token_end_with_it() -> None:
     spans = spans_of(make_record(chunk_s=(), chunk_tokens=(), end_s=1.2, outcome=Outcome.FAILED))
     assert [(span.phase, span.end_s) for span in spans] == [(Phase.QUEUE, 1.2)]
+
+
+# Pages that compare runs.
+
+
+def make_pair(*shapes: Shape) -> list[tuple[Run, Summary]]:
+    return [(run, summarize(run, slo=SLO)) for run in map(make_run, shapes)]
+
+
+def table_of(page: Page) -> Table:
+    (table,) = [panel.content for panel in panels_of(page).values() if isinstance(panel.content, Table)]
+    assert isinstance(table, Table)
+    return table
+
+
+def test_page_names_differences_and_their_size() -> None:
+    aggregated = Shape(num_requests=300, rate=3, num_prefill=0, name="2 aggregated")
+    page = comparison_page(make_pair(aggregated, Shape(num_requests=300, rate=3, num_decode=1, name="1P1D")))
+    assert page.title == "1P1D against 2 aggregated"
+    (verdict,) = page.verdict
+    assert "ITL p99 ×0.3" in verdict
+    assert "better" in verdict
+    table = table_of(page)
+    assert table.columns == ("measure", "kind", "2 aggregated", "1P1D", "1P1D against 2 aggregated")
+    assert {row[1] for row in table.rows} == {"all", "chat", "documents"}
+    for index, row in enumerate(table.rows):
+        assert row[-1].endswith((", better", ", worse")) == (index in table.strong_rows)
+    assert any(row[0] == "ITL p99" and row[-1].endswith("better") for row in table.rows)
+    assert left_out(page) == set()
+    check(render_page(page))
+
+
+def test_equal_runs_do_not_differ() -> None:
+    shape = Shape(num_requests=120)
+    page = comparison_page(make_pair(shape, shape, replace(shape, name="third")))
+    assert page.title == "3 runs side by side"
+    assert page.verdict == (
+        "synthetic (2) against synthetic (1): no headline figure differs by more than chance.",
+        "third against synthetic (1): no headline figure differs by more than chance.",
+    )
+    assert not table_of(page).strong_rows
+
+
+def test_server_without_time_stamps_is_compared_by_client_latencies() -> None:
+    page = comparison_page(make_pair(Shape(num_requests=80), Shape(num_requests=80, is_silent=True, name="other")))
+    check(render_page(page))
+    silent = comparison_page(make_pair(Shape(num_requests=80, is_silent=True), Shape(num_requests=80, is_silent=True)))
+    assert left_out(silent) == {"Mean time in each phase"}
+
+
+def test_names_are_numbered_where_they_are_equal() -> None:
+    runs = [make_run(Shape(num_requests=2, name=name)) for name in ("a", "b", "a")]
+    assert distinct_names(runs) == ["a (1)", "b", "a (2)"]
+
+
+def test_hostile_names_stay_names_and_bytes_are_equal(tmp_path: Path) -> None:
+    pair = make_pair(Shape(num_requests=40, name=HOSTILE), Shape(num_requests=40, name="b"))
+    for name in ("a.html", "b.html"):
+        write_comparison(pair, tmp_path / name)
+    page = (tmp_path / "a.html").read_text()
+    assert page.encode() == (tmp_path / "b.html").read_bytes()
+    assert HOSTILE not in page
+    check(page)

@@ -3,8 +3,7 @@ import io
 from rich.console import Console, RenderableType
 
 from common.slo import Slo
-from measure.load.comparison import compare
-from measure.load.comparison_table import comparison_view
+from measure.load.comparison import compare, comparison_view
 from measure.load.measures import summarize
 from measure.load.records import Outcome, PoolSample, Run, ServerReport
 from measure.load.tables import summary_view

@@ -6,9 +6,16 @@ from measure.workload.sessions import Content, Segment, Session, Stream, Turn, W
 
 
 def session(
-    index: int, *, start_s: float = 0.0, turns: int = 1, think_s: float = 0.0, tokens: int = 4, kind: str = "chat"
+    index: int,
+    *,
+    start_s: float = 0.0,
+    turns: int = 1,
+    think_s: float = 0.0,
+    tokens: int = 4,
+    num_output_tokens: int = 2,
+    kind: str = "chat",
 ) -> Session:
-    """Return a session whose turns each add a segment of their own and ask for two tokens."""
+    """Return a session whose turns each add a segment of their own."""
     return Session(
         index=index,
         kind=kind,
@@ -16,7 +23,7 @@ def session(
         turns=tuple(
             Turn(
                 segments=(Segment(content=1000 * index + turn, num_tokens=tokens),),
-                num_output_tokens=2,
+                num_output_tokens=num_output_tokens,
                 think_s=think_s if turn else 0.0,
             )
             for turn in range(turns)

@@ -8,9 +8,8 @@ from common.wire import pack_tokens
 from engine.events import FinishReason
 from kvrelay.v1 import inference_pb2, sampling_pb2
 from measure.simulate.chaos import ChaosSettings, run_chaos
-from measure.simulate.faults import FaultRates
-from measure.simulate.invariants import AnswerCheck, Violation
-from measure.simulate.questions import Question
+from measure.simulate.invariants import AnswerCheck, Question, Violation
+from measure.simulate.wire import FaultRates
 
 BAD_WEEK = FaultRates(lose=0.01, repeat=0.01, delay=0.1, max_delay_s=1.0, stall=0.001, stall_s=6.0)
 

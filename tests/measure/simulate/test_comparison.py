@@ -5,10 +5,9 @@ from pathlib import Path
 import pytest
 
 from common.slo import Slo
-from measure.simulate.comparison import Comparison
-from measure.simulate.records import read_requests
-from measure.simulate.replay import REQUESTS_FILE, Cell, CellResult, ReplayError, ReplaySettings
+from measure.simulate.comparison import REQUESTS_FILE, Cell, CellResult, Comparison, ReplayError, ReplaySettings
 from measure.simulate.report import write_report
+from measure.simulate.store import OtherSettings, read_requests
 from tests.measure.pages.test_page import check
 
 SMALL = Path(__file__).parents[2] / "data" / "small.jsonl"
@@ -93,9 +92,9 @@ def test_interrupted_cell_is_run_again(tmp_path: Path) -> None:
 def test_folder_with_results_of_other_settings_is_refused_until_they_are_forgotten(tmp_path: Path) -> None:
     run(make_comparison(tmp_path, "round_robin"))
     other = make_comparison(tmp_path, "round_robin", settings=make_settings(num_requests=5))
-    with pytest.raises(ReplayError, match=r"other settings \(num_requests differ\)"):
+    with pytest.raises(OtherSettings, match=r"other settings \(num_requests differ\)"):
         other.prepare()
-    other.forget()
+    other.results.forget()
     (result,), _ = run(other)
     assert result.summary.figures.num_requests == 5
 

@@ -12,11 +12,10 @@ import pytest
 from common.errors import HandoffGone, WorkerLost, from_rpc_error
 from common.rpc import abort, error_boundary
 from kvrelay.v1 import kv_transfer_pb2
-from measure.simulate.faults import Fate, FaultRates, SeededFaults
 from measure.simulate.loop import VirtualLoop
 from measure.simulate.network import SimChannel, SimNetwork, SimServer
 from measure.simulate.records import NetworkShape
-from measure.simulate.wire import KEEPALIVE_S
+from measure.simulate.wire import KEEPALIVE_S, Fate, FaultRates, SeededFaults
 from tests.measure.simulate.builders import current_loop, on_virtual_loop
 
 LATENCY_S = 0.25
@@ -87,6 +86,13 @@ async def numbers(request: int, context: Any) -> None:
         await context.write(number)
 
 
+async def failure_of(call: Awaitable[Any]) -> grpc.aio.AioRpcError:
+    """Return the error of a call that fails."""
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    return caught.value
+
+
 @on_virtual_time()
 async def test_unary_call_takes_a_latency_each_way(scene: Scene) -> None:
     async def double(request: int, context: Any) -> int:
@@ -112,9 +118,7 @@ async def test_status_of_our_errors_comes_back_as_the_same_class(scene: Scene) -
 
     call = scene.stream(fail)(0)
     assert await anext(call) == 1
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await anext(call)
-    error = from_rpc_error(caught.value)
+    error = from_rpc_error(await failure_of(anext(call)))
     assert isinstance(error, HandoffGone) and error.message == "it is gone" and error.field == "handoff_id"
 
 
@@ -123,9 +127,7 @@ async def test_handler_that_raises_something_else_ends_the_call_with_unknown(sce
     async def fail(request: int, context: Any) -> int:
         raise ZeroDivisionError("oops")
 
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await scene.unary(fail)(0)
-    assert caught.value.code() is grpc.StatusCode.UNKNOWN
+    assert (await failure_of(scene.unary(fail)(0))).code() is grpc.StatusCode.UNKNOWN
 
 
 async def hang(request: int, context: Any) -> None:
@@ -180,9 +182,7 @@ async def test_deadline_ends_the_call_on_both_sides(scene: Scene) -> None:
     call = scene.stream(hang)(0, timeout=2.0)
     await anext(call)
     assert call.time_remaining() == 2.0 - 2 * LATENCY_S
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await anext(call)
-    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert (await failure_of(anext(call))).code() is grpc.StatusCode.DEADLINE_EXCEEDED
     assert scene.loop.time() == 2.0
     await asyncio.sleep(1.0)
     assert hang_ended == [2.0 + LATENCY_S]
@@ -206,9 +206,7 @@ async def test_crash_of_either_side_breaks_the_call_off(scene: Scene, crashed: s
     call = scene.stream(hang)(0)
     await anext(call)
     scene.network.crash(crashed)
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await anext(call)
-    assert isinstance(from_rpc_error(caught.value), WorkerLost)
+    assert isinstance(from_rpc_error(await failure_of(anext(call))), WorkerLost)
     await asyncio.sleep(1.0)
     assert len(hang_ended) == 1
 
@@ -217,9 +215,7 @@ async def test_crash_of_either_side_breaks_the_call_off(scene: Scene, crashed: s
 async def test_call_to_a_host_without_server_is_unavailable(scene: Scene) -> None:
     scene.network.crash("server:1")
     assert scene.channel.get_state() is grpc.ChannelConnectivity.TRANSIENT_FAILURE
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await scene.unary(hang)(0)
-    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert (await failure_of(scene.unary(hang)(0))).code() is grpc.StatusCode.UNAVAILABLE
 
 
 @on_virtual_time()
@@ -246,9 +242,8 @@ async def test_abort_goes_out_with_its_trailing_metadata(scene: Scene) -> None:
         await abort(context, HandoffGone("no"))
         return 0
 
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await scene.unary(refuse)(0)
-    assert [key for key, _value in caught.value.trailing_metadata()] == ["grpc-status-details-bin"]
+    error = await failure_of(scene.unary(refuse)(0))
+    assert [key for key, _value in error.trailing_metadata()] == ["grpc-status-details-bin"]
 
 
 def _sealed(num_blocks: int) -> kv_transfer_pb2.FetchBlocksResponse:
@@ -296,9 +291,7 @@ async def assert_connection_breaks(scene: Scene) -> None:
     async def nothing(request: int, context: Any) -> None:
         return
 
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await anext(scene.stream(nothing)(0))
-    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert (await failure_of(anext(scene.stream(nothing)(0)))).code() is grpc.StatusCode.UNAVAILABLE
     assert scene.loop.time() >= KEEPALIVE_S
 
 

@@ -7,8 +7,7 @@ import pytest
 from cluster.planner.observation import Observation, Pool, WorkerPhase
 from cluster.planner.plan import PoolSizes, ScalingPlan
 from measure.simulate.cluster import run
-from measure.simulate.elasticity import Elasticity, Stay
-from measure.simulate.records import SimRun
+from measure.simulate.records import Elasticity, SimRun, Stay
 from tests.measure.simulate.builders import make_arrivals, make_settings, make_shape, printed_twice
 
 

@@ -8,8 +8,9 @@ import pytest
 from common.slo import Slo
 from measure.figures import Percentiles
 from measure.load.records import Outcome, RequestRecord, ServerReport
-from measure.simulate.records import SimRun, WorkerResult, read_requests, write_requests
+from measure.simulate.records import SimRun, WorkerResult
 from measure.simulate.results import Summary, hot_spot, summarize_run
+from measure.simulate.store import read_requests, write_requests
 from tests.measure.load.made_runs import make_failure, make_request
 
 SLO = Slo(ttft_s=2.0, tpot_s=0.05)

@@ -1,19 +1,11 @@
-import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
-from pydantic import BaseModel
-from pydantic.fields import FieldInfo
 
 from measure.workload.sessions import Content
 from measure.workload.spec import (
-    ArrivalsSpec,
-    PrefixSpec,
     SessionStreamSpec,
-    TraceSpec,
     TraceStreamSpec,
     WorkloadError,
     WorkloadSpec,
@@ -171,38 +163,3 @@ def test_file_that_holds_no_workload_is_refused(tmp_path: Path, text: str, compl
 def test_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(WorkloadError, match="cannot be read: No such file"):
         load_workload(tmp_path / "w.yaml")
-
-
-# docs/loadtest.md lists every key with its default, and its example is a workload.
-
-_DOC = (Path(__file__).parents[3] / "docs" / "loadtest.md").read_text(encoding="utf-8")
-_WORKLOADS = _DOC.partition("## Workloads")[2].partition("\n## ")[0]
-_ROW = re.compile(r"^\| `([a-z0-9_.]+)` \| `([^`]*)` \| \S.*\|$", re.MULTILINE)
-
-
-def keys(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str]]:
-    for name, field in section.model_fields.items():
-        yield f"{prefix}{name}", default(field)
-
-
-def default(field: FieldInfo) -> str:
-    if field.is_required():
-        return "required"
-    return "null" if field.default is None else str(field.default)
-
-
-def test_doc_lists_every_key_of_a_workload_with_its_default() -> None:
-    expected = [
-        *keys(WorkloadSpec),
-        *keys(SessionStreamSpec, "streams."),
-        *keys(ArrivalsSpec, "streams.arrivals."),
-        *keys(PrefixSpec, "streams.prefix."),
-        ("streams.trace", "null"),
-        *keys(TraceSpec, "streams.trace."),
-    ]
-    assert dict(_ROW.findall(_WORKLOADS)) == dict(expected)
-
-
-@pytest.mark.parametrize("block", re.findall(r"```yaml\n(.*?)```", _WORKLOADS, re.DOTALL))
-def test_example_of_the_doc_is_a_workload(block: str) -> None:
-    assert len(parse_workload(yaml.safe_load(block), source="docs/loadtest.md").streams) == 3

@@ -1,15 +1,11 @@
 """A workload's sessions as requests of a simulation."""
 
-from collections.abc import Sequence
-
 import pytest
 
 from common.config import parse_config
 from common.slo import Slo
-from measure.experiment.points import Arm, Point
-from measure.experiment.simulated import Simulation, simulate_point
-from measure.experiment.store import Cell
-from measure.experiment.users import WARM_UP, Users
+from measure.experiment.points import Arm, Cell, Point
+from measure.experiment.simulated import WARM_UP, Simulation, Users, simulate_point
 from measure.load.records import Outcome
 from measure.simulate.cluster import run
 from measure.simulate.records import Arrival, SimRun
@@ -17,9 +13,10 @@ from measure.simulate.roofline import Hardware
 from measure.workload.build import build_workload
 from measure.workload.content import ContentWriter
 from measure.workload.lengths import Distribution
-from measure.workload.sessions import Content, Segment, Session, Stream, Turn, Workload
+from measure.workload.sessions import Segment, Session, Stream, Turn, Workload
 from measure.workload.spec import WorkloadSpec, parse_workload
 from tests.measure.load.made_runs import make_failure
+from tests.measure.load.workloads import session, workload
 from tests.measure.simulate.builders import make_settings, make_shape
 
 SLO = Slo(ttft_s=2.0, tpot_s=0.05, ttft_tokens=64)
@@ -28,32 +25,26 @@ BLOCK_SIZE = 16
 
 def make_session(index: int, *, start_s: float = 0.0, num_turns: int = 1, kind: str = "chat") -> Session:
     """Return a session whose turns add 32 tokens each and are answered with 20, three seconds apart."""
-    turns = tuple(
-        Turn(segments=(Segment(100 * index + turn, 32),), num_output_tokens=20, think_s=3.0 if turn else 0.0)
-        for turn in range(num_turns)
-    )
-    return Session(index=index, kind=kind, start_s=start_s, turns=turns)
+    return session(index, start_s=start_s, turns=num_turns, think_s=3.0, tokens=32, num_output_tokens=20, kind=kind)
 
 
-def make_workload(*streams: Stream, duration_s: float = 100.0, max_requests: int | None = None) -> Workload:
-    return Workload(
-        name="test", content=Content.TOKENS, streams=streams, duration_s=duration_s, max_requests=max_requests
-    )
+def make_workload(
+    *streams: Stream | list[Session], duration_s: float = 100.0, max_requests: int | None = None
+) -> Workload:
+    """Return a workload of streams; those given as sessions are open loops."""
+    made = [each if isinstance(each, Stream) else Stream(kind=each[0].kind, sessions=each) for each in streams]
+    return workload(*made, duration_s=duration_s, max_requests=max_requests)
 
 
-def open_stream(sessions: Sequence[Session]) -> Stream:
-    return Stream(kind=sessions[0].kind, sessions=sessions)
-
-
-def serve(workload: Workload, *, warm_up_s: float = 0.0) -> tuple[SimRun, Users]:
-    users = Users(workload, ContentWriter(seed=0), slo=SLO, warm_up_s=warm_up_s)
+def serve(asked: Workload, *, warm_up_s: float = 0.0) -> tuple[SimRun, Users]:
+    users = Users(asked, ContentWriter(seed=0), slo=SLO, warm_up_s=warm_up_s)
     return run(make_shape(1, 1), make_settings(), users.arrivals()), users
 
 
 def test_open_loop_begins_sessions_of_all_streams_at_their_times_in_order() -> None:
     chats = [make_session(0, start_s=1.0), make_session(1, start_s=4.0)]
     singles = [make_session(2, start_s=0.5, kind="single"), make_session(3, start_s=2.0, kind="single")]
-    finished, users = serve(make_workload(open_stream(chats), open_stream(singles)))
+    finished, users = serve(make_workload(chats, singles))
     assert [(result.due_s, result.kind) for result in finished.requests] == [
         (0.5, "single"),
         (1.0, "chat"),
@@ -64,25 +55,18 @@ def test_open_loop_begins_sessions_of_all_streams_at_their_times_in_order() -> N
 
 
 def test_later_turn_holds_everything_said_before_and_finds_it_cached() -> None:
-    finished, _users = serve(make_workload(open_stream([make_session(0, num_turns=3)])))
+    finished, _users = serve(make_workload([make_session(0, num_turns=3)]))
     assert [result.num_prompt_tokens for result in finished.requests] == [32, 84, 136]
-    assert [result.server.num_cached_tokens for result in finished.requests] == [
-        0,
-        48,
-        96,
-    ]  # full blocks, last token apart
+    assert [result.server.num_cached_tokens for result in finished.requests] == [0, 48, 96]  # full blocks only
     for before, after in zip(finished.requests, finished.requests[1:], strict=False):
         assert after.due_s == before.end_s + 3.0
 
 
 def test_answers_of_two_sessions_that_begin_alike_are_not_alike() -> None:
     alike = [Session(index=n, kind="chat", start_s=n * 20.0, turns=make_session(0, num_turns=2).turns) for n in (0, 1)]
-    finished, _users = serve(make_workload(open_stream(alike)))
+    finished, _users = serve(make_workload(alike))
     later = [result for result in finished.requests if result.num_prompt_tokens > 32]
-    assert [result.server.num_cached_tokens for result in later] == [
-        48,
-        48,
-    ]  # not 64: its own answer, not the other one's
+    assert [result.server.num_cached_tokens for result in later] == [48, 48]  # not 64: its own answer
 
 
 def test_closed_loop_begins_a_session_when_one_has_ended() -> None:
@@ -111,7 +95,7 @@ def test_place_of_a_refused_session_is_taken_later_so_that_time_passes() -> None
 def test_session_ends_with_a_request_that_is_not_answered() -> None:
     turns = (Turn(segments=(Segment(1, 1200),), num_output_tokens=9), *make_session(0, num_turns=2).turns)
     session = Session(index=0, kind="chat", start_s=0.0, turns=turns)
-    finished, _users = serve(make_workload(open_stream([session])))
+    finished, _users = serve(make_workload([session]))
     (result,) = finished.requests
     assert not result.is_complete
     assert result.error
@@ -122,23 +106,23 @@ def test_no_session_begins_after_the_duration_or_after_so_many_requests(
     duration_s: float, max_requests: int | None, num_begun: int
 ) -> None:
     sessions = [make_session(n, start_s=float(n), num_turns=2) for n in range(9)]
-    finished, users = serve(make_workload(open_stream(sessions), duration_s=duration_s, max_requests=max_requests))
+    finished, users = serve(make_workload(sessions, duration_s=duration_s, max_requests=max_requests))
     assert len(finished.requests) == 2 * num_begun
     assert users.last_start_s == num_begun - 1
 
 
 def test_requests_of_the_warm_up_are_of_no_kind() -> None:
     sessions = [make_session(n, start_s=float(n)) for n in range(4)]
-    finished, _users = serve(make_workload(open_stream(sessions)), warm_up_s=2.0)
+    finished, _users = serve(make_workload(sessions), warm_up_s=2.0)
     assert [result.kind for result in finished.requests] == [WARM_UP, WARM_UP, "chat", "chat"]
 
 
 def test_requests_state_the_objective_of_their_length() -> None:
-    workload = make_workload(open_stream([make_session(0), make_session(1, num_turns=2)]))
-    arrivals = list(Users(workload, ContentWriter(seed=0), slo=SLO).arrivals())
+    asked = make_workload([make_session(0), make_session(1, num_turns=2)])
+    arrivals = list(Users(asked, ContentWriter(seed=0), slo=SLO).arrivals())
     assert [arrival.ttft_slo_s for arrival in arrivals] == [SLO.ttft_of(32)] * 2
     assert [arrival.max_tokens for arrival in arrivals] == [None, None]
-    known = Users(workload, ContentWriter(seed=0), slo=SLO, max_tokens=512)
+    known = Users(asked, ContentWriter(seed=0), slo=SLO, max_tokens=512)
     assert [arrival.max_tokens for arrival in known.arrivals()] == [512, 512]
 
 
@@ -170,8 +154,8 @@ def simulate(
     arm = Arm(name="arm", num_prefill=num_prefill, num_decode=num_decode)
     pool = {"block_size": 64, "max_step_tokens": 2048, "num_blocks": 4000}
     serving = parse_config({"pools": {"prefill": pool, "decode": pool}}, source="test")
-    workload = build_workload(spec, load=load, seed=seed)
-    return simulate_point(arm, serving, workload, SIMULATION, Cell(arm=arm.name, load=load, repeat=0))
+    asked = build_workload(spec, load=load, seed=seed)
+    return simulate_point(arm, serving, asked, SIMULATION, Cell(arm=arm.name, load=load, repeat=0))
 
 
 @pytest.mark.parametrize(("num_prefill", "num_decode"), [(1, 1), (0, 2)])

@@ -1,4 +1,4 @@
-"""docs/loadtest.md lists every key of an experiment with its default, and no other; examples are experiments."""
+"""docs/loadtest.md lists every key with its default, and no other; its examples are valid."""
 
 import re
 from collections.abc import Iterator
@@ -12,17 +12,22 @@ from pydantic.fields import FieldInfo
 from measure.experiment.points import Source
 from measure.experiment.prepare import Choices, prepare
 from measure.experiment.spec import CapacitySpec, ExperimentSpec, ExternalSpec, Shape, SimulateSpec
+from measure.workload.spec import ArrivalsSpec, PrefixSpec, SessionStreamSpec, TraceSpec, WorkloadSpec, parse_workload
 
-_DOCS = Path(__file__).parents[3] / "docs"
-_EXPERIMENTS = (_DOCS / "loadtest.md").read_text(encoding="utf-8").partition("## Experiments")[2].partition("\n## ")[0]
+_DOCS = Path(__file__).parents[2] / "docs"
+_DOC = (_DOCS / "loadtest.md").read_text(encoding="utf-8")
+_EXPERIMENTS, _WORKLOADS = (
+    _DOC.partition(f"## {name}")[2].partition("\n## ")[0] for name in ("Experiments", "Workloads")
+)
 _ROW = re.compile(r"^\| `([a-z0-9_.]+)` \| (?:`([^`]*)`|``|see below) \| \S.*\|$", re.MULTILINE)
+_EXAMPLE = re.compile(r"```yaml\n(.*?)```", re.DOTALL)
 _TOLD_ELSEWHERE = ("slo", "capacity", "simulate")
 
 
 def keys(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str]]:
     """Yield a section's keys with their defaults as the document writes them."""
     for name, field in section.model_fields.items():
-        if prefix or name not in _TOLD_ELSEWHERE:
+        if f"{prefix}{name}" not in _TOLD_ELSEWHERE:
             yield f"{prefix}{name}", default(field)
 
 
@@ -46,9 +51,26 @@ def test_doc_lists_every_key_of_an_experiment_with_its_default() -> None:
     assert listed == dict(expected)
 
 
-@pytest.mark.parametrize("block", re.findall(r"```yaml\n(.*?)```", _EXPERIMENTS, re.DOTALL))
+def test_doc_lists_every_key_of_a_workload_with_its_default() -> None:
+    expected = [
+        *keys(WorkloadSpec),
+        *keys(SessionStreamSpec, "streams."),
+        *keys(ArrivalsSpec, "streams.arrivals."),
+        *keys(PrefixSpec, "streams.prefix."),
+        ("streams.trace", "null"),
+        *keys(TraceSpec, "streams.trace."),
+    ]
+    assert dict(_ROW.findall(_WORKLOADS)) == dict(expected)
+
+
+@pytest.mark.parametrize("block", _EXAMPLE.findall(_EXPERIMENTS))
 def test_example_in_the_doc_is_an_experiment(block: str) -> None:
     assert len(ExperimentSpec.model_validate(yaml.safe_load(block)).shapes) == 3
+
+
+@pytest.mark.parametrize("block", _EXAMPLE.findall(_WORKLOADS))
+def test_example_of_the_doc_is_a_workload(block: str) -> None:
+    assert len(parse_workload(yaml.safe_load(block), source="docs/loadtest.md").streams) == 3
 
 
 @pytest.mark.parametrize("path", sorted((_DOCS / "examples").glob("*.yaml")), ids=lambda path: path.stem)
