@@ -13,9 +13,7 @@ scheduled arrival to the first token at the client, and of each request's mean g
 the median of the rounds' medians, with their range. A ratio of 1 is a perfect simulation.
 """
 
-import argparse
 import asyncio
-import json
 import statistics
 import time
 from collections.abc import Iterable, Sequence
@@ -23,15 +21,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 
+from benchmarks.answers import read
 from benchmarks.clusters import running_doors
+from benchmarks.command import command_line, terminal, write_figures
+from benchmarks.figures import Figures
 from cluster.lifecycle import ClusterInfo
 from cluster.trust import reach_of
 from common.config import RouterConfig, ServingConfig
 from common.timing import LinkModel, TimingModel
 from common.tokens import TokenArray
-from kvrelay.client import AsyncClient, Token
+from kvrelay.client import AsyncClient
 from measure.experiment.worker_facts import MeasuredWorker, ask_worker
 from measure.simulate.cluster import run
 from measure.simulate.records import Arrival, ClusterShape, NetworkShape, SimSettings
@@ -54,51 +54,45 @@ class Times:
     """Mean; None with a single token."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
-    """One latency, measured and simulated; seconds."""
-
-    name: str
-    real: float
-    real_rounds: tuple[float, ...]
-    simulated: float
-
-    @property
-    def ratio(self) -> float:
-        """Simulated to real."""
-        return self.simulated / self.real
-
-
 def main() -> None:
     """Measure, simulate, compare."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trace", type=Path, required=True)
-    parser.add_argument("--requests", type=int, default=80)
-    parser.add_argument("--shrink", type=int, default=32)
-    parser.add_argument("--load", type=float, default=0.5)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", type=Path)
+    parser = command_line("calibrate", __doc__, rounds=3)
+    parser.add_argument("--trace", type=Path, required=True, help="a trace in Mooncake's format")
+    parser.add_argument("--requests", type=int, default=80, help="requests that are replayed (default 80)")
+    parser.add_argument("--shrink", type=int, default=32, help="divisor of all lengths (default 32)")
+    parser.add_argument("--load", type=float, default=0.5, help="share of time that prefill is busy (default 0.5)")
     args = parser.parse_args()
-    console = Console()
+    console, figures = terminal(), Figures()
     trace = read_trace(args.trace).first(args.requests).shrunk(args.shrink)
     with running_doors(launcher="local", console=console) as (info, config):
         rounds, workers, trace = asyncio.run(_measure(info, trace, args.load, args.rounds, console))
     simulated = _simulate(trace, workers, config)
-    comparisons = _compare(rounds, simulated)
-    console.print(_table(comparisons))
+    for arm, each in (*(("real", times) for times in rounds), ("simulated", simulated)):
+        figures.add("medians", trace.name, arm, **_medians_ms(each))
+    figures.show(console)
+    for name, value_ms in _medians_ms(simulated).items():
+        real_ms = statistics.median(_medians_ms(each)[name] for each in rounds)
+        console.print(f"{name}: simulated / real is {value_ms / real_ms:.2f}")
     for name, worker in workers.items():
-        console.print(f"{name}: {worker.timing}", soft_wrap=True)
-    if args.json:
-        record = {
-            "trace": trace.name,
-            "num_requests": len(trace.requests),
-            "duration_s": trace.duration_s,
-            "comparisons": [asdict(comparison) | {"ratio": comparison.ratio} for comparison in comparisons],
-            "workers": {name: repr(worker) for name, worker in workers.items()},
-            "real": [[asdict(times) for times in each] for each in rounds],
-            "simulated": [asdict(times) for times in simulated],
-        }
-        args.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        console.print(f"{name}: {worker.timing}")
+    write_figures(
+        args.json,
+        figures,
+        method="benchmarks/calibrate.py",
+        num_requests=len(trace.requests),
+        duration_s=trace.duration_s,
+        workers={name: repr(worker) for name, worker in workers.items()},
+        real=[[asdict(times) for times in each] for each in rounds],
+        simulated=[asdict(times) for times in simulated],
+    )
+
+
+def _medians_ms(times: Sequence[Times]) -> dict[str, float]:
+    return {"TTFT_ms": 1000 * _median(t.ttft_s for t in times), "ITL_ms": 1000 * _median(t.itl_s for t in times)}
+
+
+def _median(values: Iterable[float | None]) -> float:
+    return statistics.median(value for value in values if value is not None)
 
 
 # Real workers.
@@ -140,14 +134,10 @@ async def _replay(client: AsyncClient, trace: Trace, *, number: int) -> list[Tim
 
 async def _serve(client: AsyncClient, request: TraceRequest, prompt: TokenArray, at_s: float) -> Times:
     await asyncio.sleep(at_s - time.perf_counter())
-    stamps = []
     stream = client.stream(prompt.tolist(), max_tokens=request.num_output_tokens, ignore_eos=True, temperature=0.0)
-    async with stream:
-        async for event in stream:
-            if isinstance(event, Token):
-                stamps.append(time.perf_counter())
-    num_gaps = len(stamps) - 1
-    return Times(ttft_s=stamps[0] - at_s, itl_s=(stamps[-1] - stamps[0]) / num_gaps if num_gaps else None)
+    answer = await read(stream, sent_s=at_s)
+    assert answer.generation, "every request is answered"
+    return Times(ttft_s=answer.ttft_s, itl_s=answer.mean_gap_s)
 
 
 # The simulator.
@@ -189,38 +179,6 @@ def _prompts(trace: Trace, number: int) -> list[TokenArray]:
     """Return the trace's prompts with contents of the round's own: nothing is cached from the round before."""
     writer = ContentWriter(seed=number, first_token=FIRST_TOKEN, num_tokens=NUM_TOKENS)
     return [writer.tokens(trace.segments(request)) for request in trace.requests]
-
-
-# Both.
-
-
-def _compare(rounds: Sequence[Sequence[Times]], simulated: Sequence[Times]) -> list[Comparison]:
-    comparisons = []
-    for name, pick in (("TTFT", lambda times: times.ttft_s), ("ITL", lambda times: times.itl_s)):
-        medians = tuple(_median(map(pick, each)) for each in rounds)
-        comparisons.append(
-            Comparison(
-                name=name,
-                real=statistics.median(medians),
-                real_rounds=medians,
-                simulated=_median(map(pick, simulated)),
-            )
-        )
-    return comparisons
-
-
-def _median(values: Iterable[float | None]) -> float:
-    return statistics.median(value for value in values if value is not None)
-
-
-def _table(comparisons: Sequence[Comparison]) -> Table:
-    table = Table(title="medians, ms", box=None, title_justify="left")
-    for column in ("", "real", "rounds", "simulated", "simulated / real"):
-        table.add_column(column, justify="left" if not column else "right")
-    for each in comparisons:
-        rounds = f"{1000 * min(each.real_rounds):.1f}–{1000 * max(each.real_rounds):.1f}"
-        table.add_row(each.name, f"{1000 * each.real:.1f}", rounds, f"{1000 * each.simulated:.1f}", f"{each.ratio:.2f}")
-    return table
 
 
 if __name__ == "__main__":

@@ -13,14 +13,14 @@ without its rule for long prompts; `clairvoyant`: what is not asked for again go
 (Belady 1966), no policy but a bound.
 """
 
-import argparse
 import heapq
-import json
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from benchmarks.command import command_line, terminal, write_figures
+from benchmarks.figures import Figures
 from common.eviction import EvictionClass, EvictionOrder, num_admitted
 from measure.workload.traces import read_trace
 
@@ -185,22 +185,17 @@ def policies(prompts: Sequence[Prompt]) -> dict[str, Callable[[int], Cache]]:
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line("eviction", __doc__)
     parser.add_argument("--trace", type=Path, required=True, help="a trace in Mooncake's format")
-    parser.add_argument("--json", type=Path, help="write the results here")
     args = parser.parse_args()
     prompts = [request.block_ids for request in read_trace(args.trace).requests]
-    results: dict[str, dict[str, float]] = {}
-    print("| policy |" + "".join(f" {workers} × {blocks} |" for workers, blocks in SIZES))
-    print("|---|" + "---|" * len(SIZES))
+    figures = Figures()
     for name, make in policies(prompts).items():
-        rates = [hit_rate(prompts, [make(blocks) for _ in range(workers)]) for workers, blocks in SIZES]
-        print(f"| {name} |" + "".join(f" {rate:.1%} |" for rate in rates), flush=True)
-        results[name] = {
-            f"{workers}x{blocks}": round(rate, 5) for (workers, blocks), rate in zip(SIZES, rates, strict=True)
-        }
-    if args.json is not None:
-        args.json.write_text(json.dumps({"trace": args.trace.name, "hit_rate": results}, indent=1) + "\n")
+        for workers, blocks in SIZES:
+            rate = hit_rate(prompts, [make(blocks) for _ in range(workers)])
+            figures.add("hit rate, %", args.trace.name, name, **{f"{workers}_×_{blocks}": 100 * rate})
+    figures.show(terminal())
+    write_figures(args.json, figures, method="benchmarks/eviction.py")
 
 
 if __name__ == "__main__":

@@ -17,38 +17,28 @@ or with `--kill controller` the supervisor's or the controller's, whose death no
 
 import argparse
 import asyncio
-import json
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from benchmarks.clusters import running_doors
+from benchmarks.answers import Answer, differences, read, story
+from benchmarks.clusters import ONE_THREAD_EACH, running_doors
+from benchmarks.command import command_line, terminal, write_json
+from benchmarks.figures import quantile
 from cluster.processes.state import StateFile
-from kvrelay.client import AsyncClient, KvrelayError, Token
+from kvrelay.client import AsyncClient, Token
 
 NUM_STREAMS = 16
 NUM_BEGUN = 5
 """Tokens of every stream before the kill."""
 _BACK_TIMEOUT_S = 120.0
-
-
-@dataclass(slots=True, kw_only=True)
-class Stream:
-    """Outcome of one request."""
-
-    number: int
-    text: str = ""
-    largest_gap_s: float = 0.0
-    num_plans: int = 0
-    failure: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,30 +53,23 @@ class Target:
     """How clients connect, as `kvrelay.client.tls.Tls`."""
 
 
-async def _ask(client: AsyncClient, number: int, num_tokens: int, begun: asyncio.Event) -> Stream:
-    stream = Stream(number=number)
-    prompt = f"Tell me a long story about lighthouse keeper number {number} and the ships that pass. " * 6
-    call = client.stream_chat(prompt, temperature=0.8, seed=number, max_tokens=num_tokens, ignore_eos=True)
-    last_s: float | None = None
-    try:
-        async with call:
-            async for event in call:
-                if isinstance(event, Token):
-                    now_s = time.perf_counter()
-                    stream.largest_gap_s = max(stream.largest_gap_s, now_s - (now_s if last_s is None else last_s))
-                    last_s = now_s
-                    if event.token_index + 1 >= NUM_BEGUN:
-                        begun.set()
-            done = await call.result()
-        stream.text, stream.num_plans = done.text, len(done.plans)
-    except KvrelayError as error:
-        stream.failure = f"{type(error).__name__}: {error}"
-        begun.set()
-    return stream
+async def _ask(client: AsyncClient, number: int, num_tokens: int, begun: asyncio.Event) -> Answer:
+    """Read one stream; sets `begun` once it has its first tokens or has failed."""
+
+    def on_token(token: Token) -> None:
+        if token.token_index + 1 >= NUM_BEGUN:
+            begun.set()
+
+    answer = await read(story(client, number, num_tokens=num_tokens), on_token=on_token)
+    begun.set()
+    return answer
 
 
-async def _pass(target: Target, num_tokens: int, all_begun: Callable[[], None]) -> list[Stream]:
-    """Send all streams, in turn through each router; calls `all_begun` when each has its first tokens."""
+async def _pass(target: Target, num_tokens: int, all_begun: Callable[[], None]) -> list[Answer]:
+    """Send all streams, in turn through each router; returns the answers.
+
+    `all_begun` is called when each stream has its first tokens.
+    """
     addresses = target.addresses
     clients = [
         AsyncClient([*addresses[at:], *addresses[:at]], timeout_s=600, tls=target.tls) for at in range(len(addresses))
@@ -114,7 +97,7 @@ async def _until_back(target: Target, killed_s: float) -> float:
     return time.perf_counter() - killed_s
 
 
-async def measure(target: Target, num_tokens: int) -> tuple[list[Stream], list[Stream], float | None]:
+async def measure(target: Target, num_tokens: int) -> tuple[list[Answer], list[Answer], float | None]:
     """Return the undisturbed streams, the disturbed ones, and after how long the killed router served again."""
     calm = await _pass(target, num_tokens, lambda: None)
     back: list[asyncio.Task[float]] = []
@@ -128,23 +111,31 @@ async def measure(target: Target, num_tokens: int) -> tuple[list[Stream], list[S
     return calm, hurt, await back[0] if back else None
 
 
-def _report(calm: list[Stream], hurt: list[Stream], back_s: float | None, console: Console) -> bool:
+def _report(calm: Sequence[Answer], hurt: Sequence[Answer], back_s: float | None, console: Console) -> bool:
     """Print what was seen; returns whether nothing failed and no text differs."""
-    num_failed = sum(bool(stream.failure) for stream in hurt)
-    num_different = sum(one.text != other.text for one, other in zip(calm, hurt, strict=True) if not other.failure)
-    console.print(f"{len(hurt)} streams, {num_failed} failed, {num_different} texts differ")
-    for name, streams in (("router killed", hurt[::2]), ("the other router", hurt[1::2]), ("undisturbed", calm)):
-        gaps = sorted(stream.largest_gap_s for stream in streams)
+    failures, num_different = differences(hurt, calm)
+    console.print(f"{len(hurt)} streams, {len(failures)} failed, {num_different} texts differ")
+    for name, answers in (("router killed", hurt[::2]), ("the other router", hurt[1::2]), ("undisturbed", calm)):
+        gaps_s = [answer.largest_gap_s for answer in answers]
         console.print(
-            f"{name}: largest gap of a stream, median {gaps[len(gaps) // 2]:.3f} s, largest {gaps[-1]:.3f} s;"
-            f" {sum(stream.num_plans > 1 for stream in streams)} of {len(streams)} went on by a further plan"
+            f"{name}: largest gap of a stream, median {quantile(gaps_s, 0.5):.3f} s, largest {max(gaps_s):.3f} s;"
+            f" {sum(answer.has_moved for answer in answers)} of {len(answers)} went on by a further plan"
         )
     if back_s is not None:
         console.print(f"the killed router answered again after {back_s:.2f} s")
-    for stream in hurt:
-        if stream.failure:
-            console.print(f"{stream.number}: {stream.failure}")
-    return not num_failed and not num_different
+    for failure in failures:
+        console.print(failure)
+    return not failures and not num_different
+
+
+def _record(number: int, answer: Answer) -> dict[str, object]:
+    return {
+        "number": number,
+        "text": answer.text,
+        "largest_gap_s": answer.largest_gap_s,
+        "has_moved": answer.has_moved,
+        "failure": str(answer.error or ""),
+    }
 
 
 @contextmanager
@@ -159,12 +150,11 @@ def _target(args: argparse.Namespace, console: Console) -> Iterator[Target]:
     model: dict[str, Any] = (
         {"engine": "fake", "fake_step_ms": 10.0, "max_model_len": 4096} if args.engine == "fake" else {}
     )
-    pools = {name: {"threads": 1} for name in ("prefill", "decode")}
     with running_doors(
         launcher=args.launcher,
         console=console,
         model=model or {"dtype": "float32"},
-        pools=pools,
+        pools=ONE_THREAD_EACH,
         router={"count": 2},
     ) as (info, _config):
         state = StateFile(info.run_dir).read()
@@ -177,26 +167,23 @@ def _target(args: argparse.Namespace, console: Console) -> Iterator[Target]:
 
 def main() -> None:
     """Run the benchmark."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.failover", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--launcher", choices=["local", "ray"], default="local", help="how the cluster is started")
+    parser = command_line("failover", __doc__, has_launcher=True)
     parser.add_argument("--engine", choices=["torch", "fake"], default="torch", help="the default model, or none")
     parser.add_argument("--tokens", type=int, default=160, help="length of each answer (default 160)")
     parser.add_argument("--address", help="routers of a running cluster, separated by a comma")
     parser.add_argument("--kill", choices=["router", "controller"], default="router", help="what --pid is")
     parser.add_argument("--pid", type=int, help="the process to kill, with --address")
-    parser.add_argument("--json", type=Path, help="write every stream to this file")
     args = parser.parse_args()
     if (args.address is None) != (args.pid is None) or (args.kill == "controller" and args.address is None):
         parser.error("--address and --pid go together, and --kill controller needs them")
-    console = Console(width=140)
+    console = terminal()
     with _target(args, console) as target:
         calm, hurt, back_s = asyncio.run(measure(target, args.tokens))
     is_clean = _report(calm, hurt, back_s, console)
-    if args.json is not None:
-        record = {"undisturbed": list(map(asdict, calm)), "killed": list(map(asdict, hurt)), "back_s": back_s}
-        args.json.write_text(json.dumps(record) + "\n", encoding="utf-8")
+    passes = {
+        name: [_record(*each) for each in enumerate(found)] for name, found in (("undisturbed", calm), ("killed", hurt))
+    }
+    write_json(args.json, passes | {"back_s": back_s})
     if not is_clean:
         raise SystemExit("requests failed, or texts differ from those of the undisturbed run")
 

@@ -9,41 +9,23 @@ Reported per run: the largest gap between two tokens that any client saw, the la
 until the supervisor's replacement is ready in the router. All processes share this machine's cores.
 """
 
-import argparse
 import asyncio
-import json
 import os
 import signal
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import asdict, dataclass
-from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 
 from benchmarks.clusters import running_doors
+from benchmarks.command import command_line, terminal, write_figures
+from benchmarks.figures import Figures
 from cluster.lifecycle import ClusterInfo
-from kvrelay.client import AsyncClient, AsyncGenerationStream, Generation, WorkerStatus
+from kvrelay.client import AsyncClient, AsyncGenerationStream, WorkerStatus
 
 NUM_STREAMS = 8
 OUTPUT_TOKENS = 128
 PROMPT = "Tell me a long story about a lighthouse keeper number {0}. " * 12
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """One run of 8 streams."""
-
-    killed: str
-    """Role of the killed worker, or "nobody"."""
-    run: str
-    max_ttft_s: float
-    max_itl_s: float
-    num_replanned: int
-    """Streams that got a second plan."""
-    back_s: float
-    """Kill to the replacement being ready; 0 without a kill."""
 
 
 async def _worker(client: AsyncClient, role: str) -> WorkerStatus | None:
@@ -71,89 +53,69 @@ def _streams(client: AsyncClient, run: str) -> list[AsyncGenerationStream]:
     ]
 
 
-async def _run(client: AsyncClient, run: str, killed: str) -> tuple[list[Generation], Outcome]:
+async def _kill(client: AsyncClient, role: str) -> float:
+    """Kill a pool's worker once it is busy; returns the seconds until its replacement is ready in the router."""
+
+    async def is_busy() -> bool:
+        status = await _worker(client, role)
+        wanted = NUM_STREAMS if role == "decode" else 1
+        return status is not None and status.load.num_running >= wanted
+
+    await _until(is_busy)
+    before = await _worker(client, role)
+    assert before is not None
+    old_pid, killed_s = before.pid, time.monotonic()
+    os.kill(old_pid, signal.SIGKILL)
+
+    async def is_back() -> bool:
+        status = await _worker(client, role)
+        return status is not None and status.pid != old_pid
+
+    await _until(is_back)
+    return time.monotonic() - killed_s
+
+
+async def _run(client: AsyncClient, run: str, role: str | None) -> tuple[list[str], dict[str, float]]:
+    """Send the streams, kill the worker of a role meanwhile; returns the texts and what was seen."""
     answers = [asyncio.create_task(stream.result()) for stream in _streams(client, run)]
-    back_s = 0.0
-    if killed != "nobody":
-
-        async def is_busy() -> bool:
-            status = await _worker(client, killed)
-            wanted = NUM_STREAMS if killed == "decode" else 1
-            return status is not None and status.load.num_running >= wanted
-
-        await _until(is_busy)
-        before = await _worker(client, killed)
-        assert before is not None
-        old_pid, killed_s = before.pid, time.monotonic()
-        os.kill(old_pid, signal.SIGKILL)
-
-        async def is_back() -> bool:
-            status = await _worker(client, killed)
-            return status is not None and status.pid != old_pid
-
-        await _until(is_back)
-        back_s = time.monotonic() - killed_s
+    seen = {} if role is None else {"worker_back_after_s": await _kill(client, role)}
     done = await asyncio.gather(*answers)
-    return done, Outcome(
-        killed=killed,
-        run=run,
-        max_ttft_s=max(answer.timings.ttft_s for answer in done),
-        max_itl_s=max(answer.timings.max_itl_s or 0.0 for answer in done),
-        num_replanned=sum(len(answer.plans) > 1 for answer in done),
-        back_s=back_s,
-    )
+    seen |= {
+        "largest_TTFT_s": max(answer.timings.ttft_s for answer in done),
+        "largest_gap_s": max(answer.timings.max_itl_s or 0.0 for answer in done),
+        "streams_replanned": sum(len(answer.plans) > 1 for answer in done),
+    }
+    return [answer.text for answer in done], seen
 
 
-async def _measure(info: ClusterInfo, rounds: int, console: Console) -> list[Outcome]:
-    outcomes: list[Outcome] = []
+async def _measure(info: ClusterInfo, rounds: int, console: Console) -> Figures:
+    figures = Figures()
     async with AsyncClient(info.address, timeout_s=300, tls=info.tls) as client:
         await client.chat("Warm up.", max_tokens=8)
         for round_idx in range(rounds):
             for killed in ("decode", "prefill"):
                 run = f"{killed} {round_idx}"
-                texts: list[list[str]] = []
-                for victim in (killed, "nobody"):
-                    answers, outcome = await _run(client, run, victim)
-                    texts.append([answer.text for answer in answers])
-                    outcomes.append(outcome)
-                    console.print(f"{run}: killed {victim}, {outcome}")
+                texts = []
+                for arm, role in ((f"{killed} worker killed", killed), ("undisturbed", None)):
+                    answers, seen = await _run(client, run, role)
+                    texts.append(answers)
+                    figures.add("recovery", f"{killed} worker", arm, **seen)
+                    console.print(f"{run}, {arm}: {seen}")
                 if texts[0] != texts[1]:
                     raise SystemExit(f"{run}: the answers differ from those of the undisturbed run")
-    return outcomes
-
-
-def _report(outcomes: list[Outcome], console: Console) -> None:
-    table = Table(title=f"{NUM_STREAMS} streams of {OUTPUT_TOKENS} tokens; every text identical to its undisturbed run")
-    for column in ("run", "killed", "streams replanned", "largest TTFT s", "largest gap s", "worker back after s"):
-        table.add_column(column, justify="right")
-    for outcome in outcomes:
-        table.add_row(
-            outcome.run,
-            outcome.killed,
-            str(outcome.num_replanned),
-            f"{outcome.max_ttft_s:.2f}",
-            f"{outcome.max_itl_s:.2f}",
-            f"{outcome.back_s:.2f}" if outcome.back_s else "",
-        )
-    console.print(table)
+    return figures
 
 
 def main() -> None:
     """Run the benchmark."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.recovery", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=2, help="rounds (default 2)")
-    parser.add_argument("--launcher", choices=["local", "ray"], default="local", help="how the cluster is started")
-    parser.add_argument("--json", type=Path, help="write every outcome to this file")
-    args = parser.parse_args()
-    console = Console(width=140)
+    args = command_line("recovery", __doc__, rounds=2, has_launcher=True).parse_args()
+    console = terminal()
     model, router = {"dtype": "float32"}, {"local_prefill_max_tokens": 32}
     with running_doors(launcher=args.launcher, model=model, router=router, console=console) as (info, _config):
-        outcomes = asyncio.run(_measure(info, args.rounds, console))
-    _report(outcomes, console)
-    if args.json is not None:
-        args.json.write_text(json.dumps([asdict(outcome) for outcome in outcomes], indent=1) + "\n", encoding="utf-8")
+        figures = asyncio.run(_measure(info, args.rounds, console))
+    console.print(f"{NUM_STREAMS} streams of {OUTPUT_TOKENS} tokens; every text is that of its undisturbed run")
+    figures.show(console)
+    write_figures(args.json, figures, method="benchmarks/recovery.py")
 
 
 if __name__ == "__main__":

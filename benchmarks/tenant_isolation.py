@@ -12,21 +12,20 @@ was faster (0.5: a coin), with a bootstrap interval over rounds. As a check of t
 prompts must be near 1. Exit code 1 when a probe finds cached tokens, or when the interval does not hold 0.5.
 """
 
-import argparse
 import asyncio
-import json
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.clusters import running_cluster
-from kvrelay.client import AsyncClient, Token
+from benchmarks.answers import read
+from benchmarks.clusters import running_doors
+from benchmarks.command import command_line, terminal, write_json
+from benchmarks.figures import spread
+from kvrelay.client import AsyncClient
 
 KEYS = {"a": "benchmark-key-of-a-01", "b": "benchmark-key-of-b-01"}
 ARMS = (("warm", "a"), ("probe", "b"), ("cold", "b"))
@@ -47,19 +46,15 @@ class Sample:
 
 
 async def _ask(client: AsyncClient, prompt: Sequence[int], *, round_idx: int, arm: str) -> Sample:
-    started_s, first_s = time.perf_counter(), 0.0
-    async with client.stream(prompt, max_tokens=2, temperature=0, ignore_eos=True) as stream:
-        async for event in stream:
-            if isinstance(event, Token) and not first_s:
-                first_s = time.perf_counter()
-        answer = await stream.result()
+    answer = await read(client.stream(prompt, max_tokens=2, temperature=0, ignore_eos=True))
+    usage = answer.generation.usage
     return Sample(
         round_idx=round_idx,
         arm=arm,
-        ttft_s=first_s - started_s,
-        num_cached_tokens=answer.usage.num_cached_tokens,
-        num_decode_cached_tokens=answer.usage.num_decode_cached_tokens,
-        predicted_cached_tokens=answer.plans[0].predicted_cached_tokens,
+        ttft_s=answer.ttft_s,
+        num_cached_tokens=usage.num_cached_tokens,
+        num_decode_cached_tokens=usage.num_decode_cached_tokens,
+        predicted_cached_tokens=answer.generation.plans[0].predicted_cached_tokens,
     )
 
 
@@ -99,16 +94,14 @@ def telltale(samples: Sequence[Sample], arm: str) -> tuple[float, float, float]:
 
 
 def _report(samples: Sequence[Sample], console: Console) -> bool:
-    table = Table(title="What each sees")
-    for column in ("arm", "TTFT ms, median (quartiles)", "cached", "on decode", "predicted", "faster than cold (95 %)"):
-        table.add_column(column, justify="right")
+    columns = ("TTFT ms, median (quartiles)", "cached", "on decode", "predicted", "faster than cold (95 %)")
+    table = Table("arm", *columns, title="Largest numbers of cached tokens that each sees")
     for arm in ("first", "warm", "probe", "cold"):
-        low, middle, high = np.percentile(_times(samples, arm), [25, 50, 75]) * 1000
         mine = [sample for sample in samples if sample.arm == arm]
         tell = "" if arm == "cold" else "{:.2f} ({:.2f}–{:.2f})".format(*telltale(samples, arm))
         table.add_row(
             arm,
-            f"{middle:.0f} ({low:.0f}–{high:.0f})",
+            spread(_times(samples, arm).tolist(), scale=1000, percentiles=(25, 75)),
             str(max(sample.num_cached_tokens for sample in mine)),
             str(max(sample.num_decode_cached_tokens for sample in mine)),
             str(max(sample.predicted_cached_tokens for sample in mine)),
@@ -123,22 +116,16 @@ def _report(samples: Sequence[Sample], console: Console) -> bool:
 
 def main() -> None:
     """Run the benchmark."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.tenant_isolation", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=20, help="rounds (default 20)")
+    parser = command_line("tenant_isolation", __doc__, rounds=20)
     parser.add_argument("--tokens", type=int, default=768, help="length of a prompt (default 768)")
-    parser.add_argument("--json", type=Path, help="write every sample to this file")
     args = parser.parse_args()
-    console = Console(width=140)
+    console = terminal()
     router = {"auth": "api_key", "salt_secret": "benchmark secret of enough characters"}
     tenants = [{"name": name, "api_keys": [key]} for name, key in KEYS.items()]
-    with running_cluster(launcher="local", router=router, tenants=tenants, console=console) as (address, _config):
-        samples = asyncio.run(_measure(address, num_rounds=args.rounds, num_tokens=args.tokens, console=console))
+    with running_doors(launcher="local", router=router, tenants=tenants, console=console) as (info, _config):
+        samples = asyncio.run(_measure(info.address, num_rounds=args.rounds, num_tokens=args.tokens, console=console))
     is_isolated = _report(samples, console)
-    if args.json is not None:
-        rows = [asdict(sample) for sample in samples]
-        args.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    write_json(args.json, [asdict(sample) for sample in samples])
     sys.exit(0 if is_isolated else 1)
 
 

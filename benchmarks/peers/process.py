@@ -62,7 +62,7 @@ class Arm:
 
     def cpu_s(self) -> float:
         """Return the CPU time that the arm and its helpers have used so far."""
-        return cpu_s(self._process)
+        return cpu_s(self._process.pid)
 
     def close(self) -> None:
         """End the process group. Harmless when it is over."""

@@ -60,7 +60,7 @@ class VllmServer:
 
     def cpu_s(self) -> float:
         """Return the CPU time of all its processes so far."""
-        return cpu_s(self._process)
+        return cpu_s(self.pid)
 
     def is_alive(self) -> bool:
         """Whether its first process still runs."""
@@ -112,7 +112,7 @@ def _wait_until_healthy(process: subprocess.Popen[bytes], address: str, log_path
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    pids = [member.pid for member in members(process)]
+    pids = [member.pid for member in members(process.pid)]
     end_group(process, grace_s=_STOP_GRACE_S)
     for pid in pids:  # Intel's OpenMP registers itself there and does not always take its name back
         for name in _SHARED_MEMORY.glob(f"__KMP_REGISTERED_LIB_{pid}_*"):

@@ -6,10 +6,9 @@ from contextlib import AsyncExitStack
 
 import grpc
 
-from benchmarks.router.stats import Figures, quantile
+from benchmarks.figures import Figures, quantile
 from benchmarks.tls_cost.arms import OFF, ON, SETTINGS, cpu_s, turns
 from benchmarks.token_router import TokenRouter, client_of, controller, http_session_of, running_token_router
-from benchmarks.trust import HOST
 from common.rpc import Connect
 from common.trust.authority import Authority
 from kvrelay.v1 import inference_pb2, inference_pb2_grpc, worker_pb2, worker_pb2_grpc
@@ -46,10 +45,9 @@ async def _measure(figures: Figures, arm: str, authority: Authority, router: Tok
         "worker's control", router.worker_pid, controller(authority).worker, router.worker_address, _get_worker_status
     )
     await at("gRPC door", router.router_pid, client_of(authority), router.address, _list_models)
-    url = f"{'https' if authority.settings.is_encrypted else 'http'}://{HOST}:{router.http_port}/live"
 
     async def on_new_session() -> None:
-        async with http_session_of(authority) as session, session.get(url) as response:
+        async with http_session_of(authority) as session, session.get(f"{router.http_url}/live") as response:
             response.raise_for_status()
 
     us, server_us = await _each(on_new_session, router.router_pid, num_calls)

@@ -3,19 +3,17 @@
 import asyncio
 import random
 from collections.abc import Iterator
-from contextlib import AsyncExitStack, ExitStack
+from contextlib import AsyncExitStack
 from itertools import count
 
 import aiohttp
-import uvloop
 
+from benchmarks.figures import Figures
 from benchmarks.router.arms import RequestArm, kvrelay_arm
-from benchmarks.router.clients import Load, run_grpc
-from benchmarks.router.stats import Figures
+from benchmarks.router.clients import Load
 from benchmarks.tls_cost.arms import OFF, ON, SETTINGS, cpu_s, turns
-from benchmarks.token_path import ITL_MS, NUM_STREAMS, HttpStreams, Streams
 from benchmarks.token_router import TokenRouter, client_of, http_session_of, running_token_router
-from benchmarks.trust import HOST
+from benchmarks.token_streams import ITL_MS, NUM_STREAMS, HttpStreams, Streams, watch
 from common.trust.authority import Authority
 
 _SETTLE_S = 0.4
@@ -42,7 +40,7 @@ async def measure_http_requests(figures: Figures, *, num_rounds: int, num_reques
         for number, arm in turns(num_rounds):
             authority, router = arms[arm]
             async with http_session_of(authority) as session:
-                url = f"{_scheme(authority)}://{HOST}:{router.http_port}/v1/completions"
+                url = f"{router.http_url}/v1/completions"
                 await _ask(session, url, num_requests=2 * _CONNECTIONS)  # connects
                 before_s = cpu_s(router.router_pid)
                 await _ask(session, url, num_requests=num_requests)
@@ -51,27 +49,23 @@ async def measure_http_requests(figures: Figures, *, num_rounds: int, num_reques
                 figures.add("requests", "HTTP", arm, router_CPU_us_per_request=used_s / num_requests * 1e6)
 
 
-def measure_grpc_requests(figures: Figures, *, num_rounds: int, num_requests: int) -> None:
+async def measure_grpc_requests(figures: Figures, *, num_rounds: int, num_requests: int) -> None:
     """A closed loop of requests of one token at the gRPC door, with prefill and decode mocks behind it."""
-    with ExitStack() as stack:
-        arms = {arm: stack.enter_context(kvrelay_arm(SETTINGS[arm])) for arm in (OFF, ON)}
+    async with AsyncExitStack() as stack:
+        arms = {arm: await stack.enter_async_context(kvrelay_arm(SETTINGS[arm])) for arm in (OFF, ON)}
         for number, arm in turns(num_rounds):
             rng = random.Random(number)
             prompts = [rng.choices(range(40_000), k=_PROMPT_TOKENS) for _ in range(num_requests)]
-            used_s = _run(arms[arm], Load(prompts=prompts, num_chunks=1, num_connections=_CONNECTIONS))
+            used_s = await _run(arms[arm], Load(prompts=prompts, num_chunks=1, num_connections=_CONNECTIONS))
             if number:
                 figures.add("requests", "gRPC", arm, router_CPU_us_per_request=used_s / num_requests * 1e6)
 
 
-def _run(arm: RequestArm, load: Load) -> float:
+async def _run(arm: RequestArm, load: Load) -> float:
     """Return the CPU time of the router that a load takes."""
     before_s: list[float] = []
-
-    def begin() -> None:
-        before_s.append(cpu_s(arm.router.pid))
-
-    uvloop.run(run_grpc(arm.connect, arm.address, load, begin=begin))
-    return cpu_s(arm.router.pid) - before_s[0]
+    await arm.run(load, begin=lambda: before_s.append(cpu_s(arm.router_pid)))
+    return cpu_s(arm.router_pid) - before_s[0]
 
 
 async def _start(stack: AsyncExitStack, arm: str, itl_ms: float) -> tuple[Authority, TokenRouter]:
@@ -82,23 +76,19 @@ async def _start(stack: AsyncExitStack, arm: str, itl_ms: float) -> tuple[Author
 async def _stream(case: str, authority: Authority, router: TokenRouter, window_s: float) -> dict[str, float]:
     async with http_session_of(authority) as session:
         streams = (
-            HttpStreams(session, f"{_scheme(authority)}://{HOST}:{router.http_port}/v1/completions")
+            HttpStreams(session, router.http_url)
             if case == "HTTP"
             else Streams(router.address, client_of(authority), direct=case == "direct")
         )
         await streams.start()
         await asyncio.sleep(_SETTLE_S)
-        pids = (router.router_pid, router.worker_pid)
-        tokens, messages, before_s = streams.num_tokens, streams.num_messages, [cpu_s(pid) for pid in pids]
-        await asyncio.sleep(window_s)
-        num_tokens, after_s = streams.num_tokens - tokens, [cpu_s(pid) for pid in pids]
-        num_messages = streams.num_messages - messages
+        window = await watch(streams, (router.router_pid, router.worker_pid), window_s)
         await streams.stop()
-    router_us, worker_us = ((a - b) / num_tokens * 1e6 for a, b in zip(after_s, before_s, strict=True))
+    router_us, worker_us = (cpu.total_s / window.num_tokens * 1e6 for cpu in window.cpu)
     return {
         "router_CPU_us_per_token": router_us,
         "worker_CPU_us_per_token": worker_us,
-        "tokens_per_message": num_tokens / num_messages,
+        "tokens_per_message": window.num_tokens / window.num_messages,
     }
 
 
@@ -116,7 +106,3 @@ async def _ask(session: aiohttp.ClientSession, url: str, *, num_requests: int) -
     async with asyncio.TaskGroup() as group:
         for _ in range(_CONNECTIONS):
             group.create_task(one_after_the_other(numbers, seeds))
-
-
-def _scheme(authority: Authority) -> str:
-    return "https" if authority.settings.is_encrypted else "http"
