@@ -41,25 +41,6 @@ class Cache(Protocol):
         ...
 
 
-class Lru:
-    """Least recently used."""
-
-    def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
-        self._blocks: OrderedDict[int, None] = OrderedDict()
-
-    def __contains__(self, block: int) -> bool:
-        return block in self._blocks
-
-    def use(self, prompt: Prompt, num_hits: int, now: int) -> None:
-        """See `Cache`."""
-        for block in reversed(prompt):
-            self._blocks[block] = None
-            self._blocks.move_to_end(block)
-        while len(self._blocks) > self._capacity:
-            self._blocks.popitem(last=False)
-
-
 class Segmented:
     """Blocks that were hit are protected, up to a share of the cache; those that leave it start again as new ones."""
 
@@ -173,7 +154,7 @@ def policies(prompts: Sequence[Prompt]) -> dict[str, Callable[[int], Cache]]:
     """Return makers of caches of so many blocks, by name."""
     uses = next_uses(prompts)
     return {
-        "lru": Lru,
+        "lru": lambda capacity: Segmented(capacity, 0.0),
         "slru, 20 % protected": lambda capacity: Segmented(capacity, 0.2),
         "slru, 80 % protected": lambda capacity: Segmented(capacity, 0.8),
         "lru, used once first": lambda capacity: Segmented(capacity, 1.0),

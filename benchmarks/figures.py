@@ -46,6 +46,12 @@ class Figures:
             figure = self.all.setdefault((part, case, arm, unit), Figure(part=part, case=case, arm=arm, unit=unit))
             figure.rounds.append(value)
 
+    def extend(self, other: "Figures") -> None:
+        """Add the rounds of other figures to these."""
+        for figure in other.all.values():
+            for value in figure.rounds:
+                self.add(figure.part, figure.case, figure.arm, **{figure.unit: value})
+
     def ratios(self, figure: Figure, base: str) -> list[float]:
         """Return a figure's ratio to the arm `base` in each round; empty for that arm and without a value there."""
         other = self.all.get((figure.part, figure.case, base, figure.unit))
@@ -90,7 +96,7 @@ class Figures:
 def spread(values: Sequence[float], *, scale: float = 1.0, percentiles: tuple[float, float] = (0, 100)) -> str:
     """Return the median with the range, or with two percentiles: "381 (367–389)"; one value stands alone."""
     low, middle, high = np.percentile(values, (percentiles[0], 50, percentiles[1])) * scale
-    return number(middle) + (f" ({number(low)}–{number(high)})" if len(values) > 1 else "")
+    return number(middle, 4) + (f" ({number(low)}–{number(high)})" if len(values) > 1 else "")
 
 
 def quantile(samples: Sequence[float], share: float) -> float:

@@ -23,17 +23,6 @@ class Bounds:
         return min(max(size, self.min_workers), self.max_workers)
 
 
-class StaticSplit:
-    """Always the same sizes."""
-
-    def __init__(self, sizes: PoolSizes) -> None:
-        self._sizes = sizes
-
-    def plan(self, observed: Observation) -> ScalingPlan:
-        """See `Planner`."""
-        return ScalingPlan(sizes=self._sizes, reason="fixed")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueLengthSettings:
     """Ray Serve's `AutoscalingConfig` of one deployment; names and defaults are its own."""

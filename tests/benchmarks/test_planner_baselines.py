@@ -6,7 +6,6 @@ from benchmarks.planner_baselines import (
     DynamoLoadSettings,
     QueueLength,
     QueueLengthSettings,
-    StaticSplit,
 )
 from cluster.planner.observation import Observation, ObservedWorker, Pool, WorkerPhase
 from cluster.planner.plan import Planner, PoolSizes
@@ -65,12 +64,6 @@ def pools(num_prefill: int = 2, num_decode: int = 2, *, prefill_running: int = 0
 def sizes_over_time(planner: Planner, observed: list[Observation]) -> list[tuple[int, int]]:
     plans = [planner.plan(each).sizes for each in observed]
     return [(sizes.prefill, sizes.decode) for sizes in plans]
-
-
-def test_static_split_whatever_happens_stays() -> None:
-    planner = StaticSplit(PoolSizes(prefill=3, decode=1))
-
-    assert planner.plan(observe(*pools(prefill_running=100))).sizes == PoolSizes(prefill=3, decode=1)
 
 
 def make_queue_length(target: float = 4.0, **changes: float) -> QueueLength:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.side_by_side.measure import Cell, Plan, cells
-from benchmarks.side_by_side.table import rows
+from benchmarks.side_by_side.table import figures_of
 from common.slo import Slo
 from measure.load.measures import summarize
 from measure.workload.spec import parse_workload
@@ -32,7 +32,7 @@ def test_cells_take_turns_backwards_in_every_other_repeat() -> None:
     assert [arm for _, _, arm in ordered[4:]] == ["b", "a", "b", "a"]
 
 
-def test_rows_give_the_median_and_the_range_over_repeats() -> None:
+def test_figures_have_a_value_of_each_repeat() -> None:
     slo = Slo(ttft_s=1.0, tpot_s=0.1)
     runs = [
         make_run([make_request(index, due_s=float(index), ttft_s=ttft_s) for index in range(20)])
@@ -43,7 +43,7 @@ def test_rows_give_the_median_and_the_range_over_repeats() -> None:
         for number, run in enumerate(runs)
     }
 
-    (row,) = [row for row in rows(measured) if row["kind"] == "all"]
+    figures = figures_of(measured).all
 
-    assert row["ttft_p50_s"] == pytest.approx((0.2, 0.1, 0.3))
-    assert row["not_complete"] == 0
+    assert figures["1 requests/s", "all", "a", "TTFT p50 ms"].rounds == pytest.approx([100, 300, 200])
+    assert figures["1 requests/s", "all", "a", "not complete"].median == 0
