@@ -35,8 +35,7 @@ from benchmarks.command import command_line, terminal, write_figures
 from benchmarks.figures import Figures
 from common.ids import BlockId
 from common.model_files import resolve_model
-from engine.executor import KvShape
-from engine.kv_cache import TorchKvStore
+from engine.kv_cache import TorchKvStore, kv_shape
 from engine.model.config import DecoderConfig, parse_config, read_json
 from engine.model.decoder import Decoder
 from engine.model.loader import load_weights, weight_files
@@ -155,15 +154,7 @@ def make_arms(model_dir: Path) -> list[Arm]:
         scales = kv_scales(weights, config) if "KV" in name else None
         if method is not None:
             quantize_weights(weights, method)
-        shape = KvShape(
-            num_layers=config.num_layers,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            block_size=BLOCK_SIZE,
-            dtype=str(dtype).removeprefix("torch."),
-            bytes_per_element=dtype.itemsize,
-            fingerprint=name,
-        )
+        shape = kv_shape(config, block_size=BLOCK_SIZE, dtype=dtype, fingerprint=name)
         store = TorchKvStore(shape, WINDOW_TOKENS // BLOCK_SIZE, device=_CPU)
         ops = TorchOps(config, store) if scales is None else RoundedKvOps(config, store, scales)
         return Arm(name=name, predict=Predictor(Decoder(config, weights), ops))

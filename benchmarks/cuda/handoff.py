@@ -31,7 +31,7 @@ from benchmarks.cuda.part import Part, part_parser, run_part
 from benchmarks.cuda.report import Reading
 from common.ids import BlockId
 from engine.executor import DeviceRegion, KvShape
-from engine.kv_cache import TorchKvStore
+from engine.kv_cache import TorchKvStore, kv_shape
 from engine.shared_memory import map_peer_region
 
 _GOAL = 0.5
@@ -59,15 +59,7 @@ SMOKE = Sizes(model="tiny", num_blocks=32, num_moved=(4, 16), repetitions=3)
 
 def _shape(sizes: Sizes) -> KvShape:
     decoder = Arm(model=sizes.model, format=Format.BF16).decoder
-    return KvShape(
-        num_layers=decoder.num_layers,
-        num_kv_heads=decoder.num_kv_heads,
-        head_dim=decoder.head_dim,
-        block_size=_BLOCK_SIZE,
-        dtype="bfloat16",
-        bytes_per_element=2,
-        fingerprint="benchmark",
-    )
+    return kv_shape(decoder, block_size=_BLOCK_SIZE, dtype=torch.bfloat16, fingerprint="benchmark")
 
 
 def _serve(device: torch.device, sizes: Sizes) -> None:

@@ -9,8 +9,7 @@ import grpc
 
 from benchmarks.figures import Figures
 from benchmarks.tls_cost.arms import OFF, ON, SETTINGS, cpu_s, turns
-from benchmarks.tls_cost.kv_pages import SHAPE, Pages
-from benchmarks.tls_cost.kv_source import EPOCH
+from benchmarks.tls_cost.kv_source import EPOCH, SHAPE, Pages
 from benchmarks.trust import running_child
 from common.clock import SystemClock
 from common.config import TransferConfig

@@ -1,6 +1,6 @@
 import pytest
 
-from benchmarks.planner_baselines import (
+from benchmarks.planner.baselines import (
     Bounds,
     DynamoLoad,
     DynamoLoadSettings,

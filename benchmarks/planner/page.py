@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.planner_outcome import NUM_BINS, Outcome
+from benchmarks.planner.outcome import NUM_BINS, Outcome
 from cluster.planner.observation import Pool
 from measure.pages.axes import Axis, Unit
 from measure.pages.figures import Curve, Frame, LimitLine, compact, line_figure, new_figure, plain
@@ -44,11 +44,9 @@ _SMOOTH = 3
 
 def markdown_table(outcomes: Sequence[Outcome], *, goal: float) -> str:
     """Return one row per arm; those that reach the goal are marked."""
-    lines = [" | ".join(("", *_COLUMNS, "holds", "")).strip(), "|---" * (len(_COLUMNS) + 1) + "|"]
-    lines += [
-        " | ".join(("", *_row(outcome), "yes" if outcome.good_share >= goal else "no", "")).strip()
-        for outcome in outcomes
-    ]
+    rows = [(*_row(outcome), "yes" if outcome.good_share >= goal else "no") for outcome in outcomes]
+    lines = [f"| {' | '.join(row)} |" for row in ((*_COLUMNS, "holds"), *rows)]
+    lines.insert(1, "|---" * (len(_COLUMNS) + 1) + "|")
     return "\n".join(lines) + "\n"
 
 
@@ -62,6 +60,7 @@ def cheapest(outcomes: Sequence[Outcome], *, goal: float) -> Outcome | None:
 def write_report(out: Path, outcomes: Sequence[Outcome], *, trace: Trace, goal: float) -> Path:
     """Write `report.html`: a table, GPU-hours against attainment, and each arm's day. Raises OSError."""
     shown = [best for kind in _KIND_NAMES if (best := _best([o for o in outcomes if o.kind == kind], goal))]
+    max_size = max((max(outcome.size(pool, _times(outcome))) for outcome in shown for pool in Pool), default=0)
     sections = (
         Section(
             title="What it costs to hold the objectives",
@@ -89,7 +88,7 @@ def write_report(out: Path, outcomes: Sequence[Outcome], *, trace: Trace, goal: 
                 *(
                     Panel(
                         title=f"Workers of {outcome.name} ({_KIND_NAMES[outcome.kind]})",
-                        content=_pools(outcome, max_size=_max_size(shown)),
+                        content=_pools(outcome, max_size=max_size),
                         note="Paid workers, including starting and draining ones.",
                         width=Width.HALF,
                     )
@@ -203,13 +202,19 @@ def _smooth(outcome: Outcome) -> np.ndarray:
     return np.asarray(good / np.maximum(arrived, 1))
 
 
+def _times(outcome: Outcome) -> list[float]:
+    """Return the times at which pools are drawn."""
+    times: list[float] = np.linspace(0, outcome.day_s, _TIMES).tolist()
+    return times
+
+
 def _pools(outcome: Outcome, *, max_size: int) -> Any:
-    times = np.linspace(0, outcome.day_s, _TIMES)
+    times = np.array(_times(outcome))
     curves = [
         Curve(
             name=f"{pool} workers",
             x=times / outcome.day_s * 24,
-            y=outcome.size(pool, [float(at_s) for at_s in times]),
+            y=outcome.size(pool, _times(outcome)),
             color=color,
             shape="hv",
         )
@@ -218,15 +223,6 @@ def _pools(outcome: Outcome, *, max_size: int) -> Any:
     figure = _over_the_day(curves, Axis(title="workers", unit=Unit.COUNT, starts_at_zero=True))
     figure.update_yaxes(range=[0, max_size + 0.5])
     return figure
-
-
-def _max_size(outcomes: Sequence[Outcome]) -> int:
-    return max(
-        size
-        for outcome in outcomes
-        for pool in Pool
-        for size in outcome.size(pool, [float(at_s) for at_s in np.linspace(0, outcome.day_s, _TIMES)])
-    )
 
 
 def _over_the_day(curves: Sequence[Curve], y: Axis, *, limits: tuple[LimitLine, ...] = ()) -> Any:
