@@ -17,16 +17,14 @@ import asyncio
 import random
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
 
-from benchmarks.answers import read
 from benchmarks.clusters import running_doors
 from benchmarks.command import command_line, terminal, write_figures
 from benchmarks.figures import Figures, quantile
-from kvrelay.client import AsyncClient, ChatMessage
+from kvrelay.client import AsyncClient, ChatMessage, Generation
 
 NUM_SESSIONS, NUM_TURNS, NUM_SYSTEM_PROMPTS = 20, 5, 4
 ANSWER_TOKENS = 32
@@ -35,34 +33,24 @@ THINK_S = 0.2
 _WORDS = ("harbour", "engine", "letter", "winter", "table", "copper", "signal", "orchard", "market", "river", "lantern")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Turn:
-    """One request."""
-
-    num_prompt_tokens: int
-    predicted_tokens: int
-    cached_tokens: int
-    pulled_tokens: int
-    ttft_s: float
-    itl_s: float
-
-
-def summary(turns: Sequence[Turn]) -> dict[str, float]:
+def summary(turns: Sequence[Generation]) -> dict[str, float]:
     """Return the figures of all requests of one round under one policy."""
-    predicted, found = sum(turn.predicted_tokens for turn in turns), sum(turn.cached_tokens for turn in turns)
-    ttfts_s = [turn.ttft_s for turn in turns]
+    predicted = [turn.plans[0].predicted_cached_tokens for turn in turns]
+    found = [turn.usage.num_cached_tokens for turn in turns]
+    pulled = [turn.usage.num_pulled_tokens for turn in turns]
+    ttfts_s = [turn.timings.ttft_s for turn in turns]
     return {
         "requests": len(turns),
-        "predicted": predicted,
-        "found": found,
-        "off_by_%": 100 * (predicted / max(1, found) - 1),
-        "|error|_a_request": statistics.fmean(abs(turn.predicted_tokens - turn.cached_tokens) for turn in turns),
-        "cached_%": 100 * found / sum(turn.num_prompt_tokens for turn in turns),
-        "pulled_tokens": sum(turn.pulled_tokens for turn in turns),
-        "pulls": sum(turn.pulled_tokens > 0 for turn in turns),
+        "predicted": sum(predicted),
+        "found": sum(found),
+        "off_by_%": 100 * (sum(predicted) / max(1, sum(found)) - 1),
+        "|error|_a_request": statistics.fmean(abs(a - b) for a, b in zip(predicted, found, strict=True)),
+        "cached_%": 100 * sum(found) / sum(turn.usage.num_prompt_tokens for turn in turns),
+        "pulled_tokens": sum(pulled),
+        "pulls": sum(count > 0 for count in pulled),
         "TTFT_p50_ms": 1e3 * quantile(ttfts_s, 0.5),
         "TTFT_p90_ms": 1e3 * quantile(ttfts_s, 0.9),
-        "ITL_p50_ms": 1e3 * statistics.median(turn.itl_s for turn in turns),
+        "ITL_p50_ms": 1e3 * statistics.median(turn.timings.mean_itl_s or 0.0 for turn in turns),
     }
 
 
@@ -70,35 +58,20 @@ def _text(rng: random.Random, num_words: int) -> str:
     return " ".join(rng.choice(_WORDS) for _ in range(num_words))
 
 
-async def _turn(client: AsyncClient, messages: Sequence[ChatMessage]) -> tuple[Turn, str]:
-    stream = client.stream_chat(messages, max_tokens=ANSWER_TOKENS, temperature=0.0, ignore_eos=True)
-    answer = (await read(stream)).generation
-    usage, timings = answer.usage, answer.timings
-    turn = Turn(
-        num_prompt_tokens=usage.num_prompt_tokens,
-        predicted_tokens=answer.plans[0].predicted_cached_tokens,
-        cached_tokens=usage.num_cached_tokens,
-        pulled_tokens=usage.num_pulled_tokens,
-        ttft_s=timings.ttft_s,
-        itl_s=timings.mean_itl_s or 0.0,
-    )
-    return turn, answer.text
-
-
-async def _session(client: AsyncClient, rng: random.Random, system: str, gate: asyncio.Semaphore) -> list[Turn]:
+async def _session(client: AsyncClient, rng: random.Random, system: str, gate: asyncio.Semaphore) -> list[Generation]:
     messages = [ChatMessage(role="system", content=system)]
-    turns: list[Turn] = []
+    turns: list[Generation] = []
     for _ in range(NUM_TURNS):
         messages.append(ChatMessage(role="user", content=_text(rng, QUESTION_WORDS)))
         async with gate:
-            turn, answer = await _turn(client, messages)
-        turns.append(turn)
-        messages.append(ChatMessage(role="assistant", content=answer))
+            stream = client.stream_chat(messages, max_tokens=ANSWER_TOKENS, temperature=0.0, ignore_eos=True)
+            turns.append(await stream.result())
+        messages.append(ChatMessage(role="assistant", content=turns[-1].text))
         await asyncio.sleep(rng.uniform(0.5, 1.5) * THINK_S)
     return turns
 
 
-async def _run(address: str, *, seed: int, concurrency: int) -> list[Turn]:
+async def _run(address: str, *, seed: int, concurrency: int) -> list[Generation]:
     """Run all sessions side by side and return their turns."""
     rng = random.Random(seed)
     systems = [_text(rng, SYSTEM_WORDS) for _ in range(NUM_SYSTEM_PROMPTS)]
