@@ -10,8 +10,9 @@ counts a byte twice, read and written. On a CPU, shared memory takes the place o
 """
 
 import argparse
-import json
+import base64
 import os
+import pickle
 import random
 import statistics
 import subprocess
@@ -20,7 +21,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import xxhash
@@ -30,7 +30,7 @@ from benchmarks.cuda.card import load_rates
 from benchmarks.cuda.part import Part, part_parser, run_part
 from benchmarks.cuda.report import Reading
 from common.ids import BlockId
-from engine.executor import DeviceRegion, KvShape
+from engine.executor import DeviceRegion, KvShape, SharedRegion
 from engine.kv_cache import TorchKvStore, kv_shape
 from engine.shared_memory import map_peer_region
 
@@ -57,6 +57,17 @@ FULL = Sizes(model="qwen3-8b", num_blocks=640, num_moved=(8, 64, 512), repetitio
 SMOKE = Sizes(model="tiny", num_blocks=32, num_moved=(4, 16), repetitions=3)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """What the second process tells of its pages."""
+
+    checksums: list[int]
+    """Checksums of the first blocks, as it read them itself."""
+    device: DeviceRegion | None
+    host: SharedRegion | None
+    pid: int
+
+
 def _shape(sizes: Sizes) -> KvShape:
     decoder = Arm(model=sizes.model, format=Format.BF16).decoder
     return kv_shape(decoder, block_size=_BLOCK_SIZE, dtype=torch.bfloat16, fingerprint="benchmark")
@@ -69,25 +80,13 @@ def _serve(device: torch.device, sizes: Sizes) -> None:
         keys_or_values.copy_(torch.randn(keys_or_values.shape, dtype=torch.bfloat16, device=device))
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    told: dict[str, Any] = {"checksums": [_checksum(store, BlockId(i)) for i in range(_NUM_CHECKED)]}
-    if store.device_sharing is not None:
-        region = store.device_sharing.region
-        told["device"] = {
-            "handle": region.handle.hex(),
-            "offset_bytes": region.offset_bytes,
-            "size_bytes": region.size_bytes,
-            "device_uuid": region.device_uuid,
-            "nonce": region.nonce.hex(),
-        }
-    elif store.shared_region is not None:
-        shared = store.shared_region
-        told["host"] = {
-            "fd": shared.fd,
-            "size_bytes": shared.size_bytes,
-            "nonce": shared.nonce.hex(),
-            "pid": os.getpid(),
-        }
-    print(json.dumps(told), flush=True)
+    told = {
+        "checksums": [_checksum(store, BlockId(i)) for i in range(_NUM_CHECKED)],
+        "device": store.device_sharing.region if store.device_sharing is not None else None,
+        "host": store.shared_region,
+        "pid": os.getpid(),
+    }
+    print(base64.b64encode(pickle.dumps(told)).decode(), flush=True)
     sys.stdin.read()
 
 
@@ -96,7 +95,7 @@ def _checksum(store: TorchKvStore, block_id: BlockId) -> int:
 
 
 @contextmanager
-def _peer(part: Part) -> Iterator[dict[str, Any]]:
+def _peer(part: Part) -> Iterator[Told]:
     """Run the second process; yields what it tells."""
     command = [sys.executable, "-m", "benchmarks.cuda.handoff", "--serve", "--device", part.device.type]
     command += ["--smoke"] if part.is_smoke else []
@@ -107,7 +106,7 @@ def _peer(part: Part) -> Iterator[dict[str, Any]]:
         line = process.stdout.readline()
         if not line:
             raise RuntimeError(f"the second process ended with status {process.wait()}")
-        yield json.loads(line)
+        yield Told(**pickle.loads(base64.b64decode(line)))  # from our own child
     finally:
         process.stdin.close()
         try:
@@ -118,29 +117,18 @@ def _peer(part: Part) -> Iterator[dict[str, Any]]:
 
 
 @contextmanager
-def _mapped(store: TorchKvStore, told: dict[str, Any], num_blocks: int) -> Iterator[CopyBlocks]:
+def _mapped(store: TorchKvStore, told: Told, num_blocks: int) -> Iterator[CopyBlocks]:
     """Map the peer's pages and yield what copies blocks out of them."""
-    if "device" in told:
+    if told.device is not None:
         if store.device_sharing is None:
             raise RuntimeError("these pages cannot be shared, so the peer's cannot be mapped; see the log")
-        raw = told["device"]
-        region = DeviceRegion(
-            handle=bytes.fromhex(raw["handle"]),
-            offset_bytes=raw["offset_bytes"],
-            size_bytes=raw["size_bytes"],
-            device_uuid=raw["device_uuid"],
-            nonce=bytes.fromhex(raw["nonce"]),
-        )
-        pages = store.device_sharing.map_peer(region, num_blocks)
+        pages = store.device_sharing.map_peer(told.device, num_blocks)
         try:
             yield pages.copy_blocks
         finally:
             pages.close()
-    elif "host" in told:
-        raw = told["host"]
-        memory = map_peer_region(
-            pid=raw["pid"], fd=raw["fd"], size_bytes=raw["size_bytes"], nonce=bytes.fromhex(raw["nonce"])
-        )
+    elif told.host is not None:
+        memory = map_peer_region(pid=told.pid, fd=told.host.fd, size_bytes=told.host.size_bytes, nonce=told.host.nonce)
         peer = store.map_peer(memoryview(memory), num_blocks)
         yield lambda sources, targets: store.write_blocks(targets, peer.read_blocks(sources))
     else:
@@ -167,13 +155,13 @@ def measure(part: Part) -> None:
                     )
 
 
-def _check_bytes(store: TorchKvStore, told: dict[str, Any], copy_blocks: CopyBlocks) -> None:
+def _check_bytes(store: TorchKvStore, told: Told, copy_blocks: CopyBlocks) -> None:
     sources = [BlockId(i) for i in range(_NUM_CHECKED)]
     targets = [BlockId(store.num_blocks - 1 - i) for i in range(_NUM_CHECKED)]
     copy_blocks(sources, targets)
     found = [_checksum(store, block_id) for block_id in targets]
-    if found != told["checksums"]:
-        wrong = sum(mine != theirs for mine, theirs in zip(found, told["checksums"], strict=True))
+    if found != told.checksums:
+        wrong = sum(mine != theirs for mine, theirs in zip(found, told.checksums, strict=True))
         raise AssertionError(f"{wrong} of {_NUM_CHECKED} blocks arrived with other bytes")
 
 

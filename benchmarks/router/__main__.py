@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import benchmarks.router as this
@@ -92,30 +93,20 @@ def _in_process(
     extent: Extent, figures: Figures, rng: random.Random, *, with_peers: bool
 ) -> list[tuple[str, Callable[[], None]]]:
     """Return one round of what runs in this process."""
-    steps: list[tuple[str, Callable[[], None]]] = [("hashing", lambda: measure_hashing(figures, rng))]
+    steps: list[tuple[str, Callable[[], None]]] = [("hashing", partial(measure_hashing, figures, rng))]
     for workers, blocks in extent.lookups:
-
-        def look_up(workers: int = workers, blocks: int = blocks) -> None:
-            measure_lookups(figures, rng, num_workers=workers, num_blocks=blocks)
-            if with_peers:
-                _measure_dynamo(figures, num_workers=workers, num_blocks=blocks)
-
-        steps.append(("index", look_up))
+        steps.append(("index", partial(measure_lookups, figures, rng, num_workers=workers, num_blocks=blocks)))
+        if with_peers:
+            steps.append(("index", partial(_measure_dynamo, figures, num_workers=workers, num_blocks=blocks)))
     for workers, batch in extent.updates:
-
-        def update(workers: int = workers, batch: int = batch) -> None:
-            num_blocks = extent.num_updated // (1 if batch > 1 else 10)
-            measure_updates(figures, rng, num_workers=workers, batch=batch, num_blocks=num_blocks)
-            measure_memory(figures, num_workers=workers, batch=batch, num_blocks=num_blocks)
-
-        steps.append(("index", update))
+        num_blocks = extent.num_updated // (1 if batch > 1 else 10)
+        size = {"num_workers": workers, "batch": batch, "num_blocks": num_blocks}
+        steps.append(("index", partial(measure_updates, figures, rng, **size)))
+        steps.append(("index", partial(measure_memory, figures, **size)))
     for workers, tokens in extent.decisions:
-
-        def decide(workers: int = workers, tokens: int = tokens) -> None:
-            for policy in POLICIES:
-                measure_decisions(figures, rng, policy=policy, num_workers=workers, num_tokens=tokens)
-
-        steps.append(("decision", decide))
+        for policy in POLICIES:
+            size = {"num_workers": workers, "num_tokens": tokens}
+            steps.append(("decision", partial(measure_decisions, figures, rng, policy=policy, **size)))
     return steps
 
 
