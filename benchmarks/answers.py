@@ -1,12 +1,15 @@
 """Answers as a client sees them: the time of every token, and the whole answer at the end."""
 
+import asyncio
 import itertools
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from kvrelay.client import AsyncClient, AsyncGenerationStream, Generation, KvrelayError, Token
 
+_T = TypeVar("_T")
 _STORY = "Tell me a long story about lighthouse keeper number {0} and the ships that pass. "
 
 
@@ -78,6 +81,19 @@ async def read(
     except KvrelayError as error:
         answer.error = error
     return answer
+
+
+async def closed_loop(ask: Callable[[_T], Awaitable[object]], items: Iterable[_T], *, concurrency: int) -> None:
+    """Ask for all items, so many at a time: the next one begins when one has ended."""
+    rest = iter(items)
+
+    async def place() -> None:
+        for item in rest:
+            await ask(item)
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(concurrency):
+            group.create_task(place())
 
 
 def story(client: AsyncClient, number: int, *, num_tokens: int) -> AsyncGenerationStream:

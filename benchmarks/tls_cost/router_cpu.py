@@ -2,17 +2,16 @@
 
 import asyncio
 import random
-from collections.abc import Iterator
 from contextlib import AsyncExitStack
-from itertools import count
 
 import aiohttp
 
+from benchmarks.answers import closed_loop
 from benchmarks.figures import Figures
 from benchmarks.router.arms import RequestArm, kvrelay_arm
 from benchmarks.router.clients import Load
-from benchmarks.tls_cost.arms import OFF, ON, SETTINGS, cpu_s, turns
-from benchmarks.token_router import TokenRouter, client_of, http_session_of, running_token_router
+from benchmarks.tls_cost.arms import OFF, ON, SETTINGS, cpu_s, running_arms, turns
+from benchmarks.token_router import TokenRouter, client_of, http_session_of
 from benchmarks.token_streams import ITL_MS, NUM_STREAMS, HttpStreams, Streams, watch
 from common.trust.authority import Authority
 
@@ -24,7 +23,7 @@ _PROMPT_TOKENS = 50
 async def measure_tokens(figures: Figures, *, num_rounds: int, window_s: float) -> None:
     """64 streams at the gRPC door, at the HTTP door, and from the worker itself."""
     async with AsyncExitStack() as stack:
-        arms = {arm: await _start(stack, arm, ITL_MS) for arm in (OFF, ON)}
+        arms = await running_arms(stack, itl_ms=ITL_MS)
         for case in ("gRPC", "HTTP", "direct"):
             for number, arm in turns(num_rounds):
                 authority, router = arms[arm]
@@ -36,7 +35,7 @@ async def measure_tokens(figures: Figures, *, num_rounds: int, window_s: float) 
 async def measure_http_requests(figures: Figures, *, num_rounds: int, num_requests: int) -> None:
     """A closed loop of requests of one token at the HTTP door, connections kept."""
     async with AsyncExitStack() as stack:
-        arms = {arm: await _start(stack, arm, 0.0) for arm in (OFF, ON)}
+        arms = await running_arms(stack, itl_ms=0.0)
         for number, arm in turns(num_rounds):
             authority, router = arms[arm]
             async with http_session_of(authority) as session:
@@ -68,11 +67,6 @@ async def _run(arm: RequestArm, load: Load) -> float:
     return cpu_s(arm.router_pid) - before_s[0]
 
 
-async def _start(stack: AsyncExitStack, arm: str, itl_ms: float) -> tuple[Authority, TokenRouter]:
-    authority = Authority.new(SETTINGS[arm])
-    return authority, await stack.enter_async_context(running_token_router(authority, itl_ms=itl_ms))
-
-
 async def _stream(case: str, authority: Authority, router: TokenRouter, window_s: float) -> dict[str, float]:
     async with http_session_of(authority) as session:
         streams = (
@@ -93,16 +87,9 @@ async def _stream(case: str, authority: Authority, router: TokenRouter, window_s
 
 
 async def _ask(session: aiohttp.ClientSession, url: str, *, num_requests: int) -> None:
-    numbers = iter(range(num_requests))
+    async def ask(number: int) -> None:
+        async with session.post(url, json={"prompt": [number % 250, 1, 2, 3], "max_tokens": 1}) as response:
+            response.raise_for_status()
+            await response.read()
 
-    async def one_after_the_other(numbers: Iterator[int], seeds: Iterator[int]) -> None:
-        for _ in numbers:
-            body = {"prompt": [next(seeds) % 250, 1, 2, 3], "max_tokens": 1}
-            async with session.post(url, json=body) as response:
-                response.raise_for_status()
-                await response.read()
-
-    seeds = count()
-    async with asyncio.TaskGroup() as group:
-        for _ in range(_CONNECTIONS):
-            group.create_task(one_after_the_other(numbers, seeds))
+    await closed_loop(ask, range(num_requests), concurrency=_CONNECTIONS)
