@@ -6,7 +6,7 @@ Method. 1P1D of fake engines (`model.engine: fake`, 2 ms a step) with both doors
 `run_load` as `kvrelay bench` does. Loads arrive at constant intervals, so that every repetition is the same work:
 `requests`: 40 requests/s for a single token each; `tokens`: 4 requests/s for 150 tokens each. Prompts are token ids, 64
 or 4096 of them. The process's CPU time (user + system, from the kernel) is read at seconds 1.5 and 6.5 of the run, when
-everything is warm. What its heartbeat costs (a run of one request a second) is taken off, and the rest divided by the
+everything is warm. The cost of its heartbeat (a run of one request a second) is taken off, and the rest divided by the
 requests that ended in between; of `tokens`, what single-token requests explain is taken off as well, and the rest is
 divided by the messages that arrived. CPU time, since the machine is shared; the median of the rounds is reported with
 their range.

@@ -68,7 +68,7 @@ class _NullExecutor:
         self._num_steps = 0
 
     def execute(self, batch: Seq[ScheduledSequence]) -> list[StepResult]:
-        """Return a token for everybody."""
+        """Return a token for each sequence."""
         begin_ns = time.perf_counter_ns()
         self._num_steps += 1
         token_id = 97 + self._num_steps % 26

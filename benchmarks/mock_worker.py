@@ -1,4 +1,4 @@
-"""What every mock worker answers: a description, a load report without load, and an empty status."""
+"""Answers of every mock worker: a description, a load report without load, and an empty status."""
 
 import asyncio
 from typing import Any

@@ -177,6 +177,12 @@ def growth_bytes(samples: Sequence[tuple[float, float]]) -> float:
     return float(slope) * (settled[-1][0] - settled[0][0])
 
 
+def growth(samples: Sequence[MemorySample]) -> dict[str, float]:
+    """Return by how much each kind of memory grew behind the warm-up, by the name of its field."""
+    names = ("rss_bytes", "device_bytes", "python_blocks")
+    return {name: growth_bytes([(each.at_s, getattr(each, name)) for each in samples]) for name in names}
+
+
 def run_load(load: Load, *, duration_s: float, sample_every_s: float, has_device: bool) -> list[MemorySample]:
     """Step until the time is over; returns the memory over time."""
     process = psutil.Process()
@@ -214,9 +220,8 @@ def _sample(process: psutil.Process, at_s: float, *, has_device: bool) -> Memory
 def verdict(samples: Sequence[MemorySample], core: EngineCore, counts: Counts, *, limit_bytes: float) -> list[str]:
     """Return what is wrong, in sentences. Every request is over."""
     problems = []
-    for name in ("rss_bytes", "device_bytes"):
-        grown = growth_bytes([(sample.at_s, getattr(sample, name)) for sample in samples])
-        if grown > limit_bytes:
+    for name, grown in growth(samples).items():
+        if name.endswith("bytes") and grown > limit_bytes:
             problems.append(f"{name} grew by {grown / _MIB:.1f} MiB behind the warm-up")
     if counts.max_filled_blocks < core.pool.num_blocks:
         problems.append(f"at most {counts.max_filled_blocks} of {core.pool.num_blocks} pages were filled")
@@ -235,10 +240,7 @@ def _config(args: argparse.Namespace) -> ServingConfig:
 
 def _report(samples: Sequence[MemorySample], executor: Executor, core: EngineCore, load: Load) -> dict[str, Any]:
     """Print what the load did and how memory grew; returns it with every sample."""
-    growth = {
-        name: growth_bytes([(sample.at_s, getattr(sample, name)) for sample in samples])
-        for name in ("rss_bytes", "device_bytes", "python_blocks")
-    }
+    grown = growth(samples)
     state = core.load()
     print(f"{executor.model_name}, {core.pool.num_blocks} pages, {samples[-1].at_s:.0f} s: {asdict(load.counts)}")
     print(
@@ -246,16 +248,16 @@ def _report(samples: Sequence[MemorySample], executor: Executor, core: EngineCor
         f" found in the cache {state.num_cached_tokens}"
     )
     print(
-        f"growth behind the warm-up: RSS {growth['rss_bytes'] / _MIB:+.2f} MiB"
-        f" of {samples[-1].rss_bytes / _MIB:.0f}, device {growth['device_bytes'] / _MIB:+.2f} MiB,"
-        f" allocations of the interpreter {growth['python_blocks']:+.0f}"
+        f"growth behind the warm-up: RSS {grown['rss_bytes'] / _MIB:+.2f} MiB"
+        f" of {samples[-1].rss_bytes / _MIB:.0f}, device {grown['device_bytes'] / _MIB:+.2f} MiB,"
+        f" allocations of the interpreter {grown['python_blocks']:+.0f}"
     )
     return {
         "model": executor.model_name,
         "num_blocks": core.pool.num_blocks,
         "counts": asdict(load.counts),
         "preemptions": state.num_preemptions,
-        "growth": growth,
+        "growth": grown,
         "samples": [asdict(sample) for sample in samples],
     }
 

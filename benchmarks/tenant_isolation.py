@@ -6,7 +6,7 @@ Method. A 1P+1D cluster of the default model (local launcher) with two tenants, 
 Each round draws a prompt of random token ids (seeded) that was never sent before; tenant a sends it first, so that it
 is cached. Then come, in an order that rotates from round to round: `warm`, tenant a sends it again; `probe`, tenant b
 sends the very same prompt; `cold`, tenant b sends another prompt of that length that was never sent. Each asks for
-two tokens, one request at a time. TTFT is what the client sees. Reported are medians with the quartiles, and how well
+two tokens, one request at a time. TTFT is what the client sees. The report has medians with the quartiles, and how well
 an attacker could tell a probe from a cold prompt by its TTFT: the share of all (probe, cold) pairs in which the probe
 was faster (0.5: a coin), with a bootstrap interval over rounds. As a check of the instrument, the same figure for warm
 prompts must be near 1. Exit code 1 when a probe finds cached tokens, or when the interval does not hold 0.5.

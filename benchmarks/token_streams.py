@@ -32,7 +32,7 @@ class CpuTime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """What happened in a time in which all streams ran."""
+    """Counts and times of a period in which all streams ran."""
 
     elapsed_s: float
     num_tokens: int

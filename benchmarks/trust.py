@@ -43,7 +43,7 @@ class Child:
 
     @property
     def ready(self) -> Ready:
-        """What its ready line says. Raises RuntimeError when the line is none."""
+        """Content of its ready line. Raises RuntimeError when the line is none."""
         ready = parse_ready(self.line)
         if ready is None:
             raise RuntimeError(f"{self.line!r} is no ready line")

@@ -59,7 +59,7 @@ SMOKE = Sizes(model="tiny", num_blocks=32, num_moved=(4, 16), repetitions=3)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Told:
-    """What the second process tells of its pages."""
+    """Facts of the second process's pages."""
 
     checksums: list[int]
     """Checksums of the first blocks, as it read them itself."""

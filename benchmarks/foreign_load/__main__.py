@@ -10,10 +10,9 @@ from rich.console import Console
 from benchmarks.clusters import running_doors
 from benchmarks.command import terminal, write_figures
 from benchmarks.figures import Figures, in_turn
-from benchmarks.foreign_load.agreement import OURS, add_report, verdicts
 from benchmarks.foreign_load.ours import ours
 from benchmarks.foreign_load.peers import aiperf, guidellm
-from benchmarks.foreign_load.report import Asked, Load, Tool, ToolFailed
+from benchmarks.foreign_load.report import OURS, Asked, Load, Tool, ToolFailed, add_report, verdicts
 from benchmarks.peers.venv import AIPERF, GUIDELLM, VenvFailed, ensure_venv
 from cluster.lifecycle import ClusterError
 from common.model_files import DEFAULT_MODEL_ID, ModelNotFound, resolve_model

@@ -1,4 +1,4 @@
-"""Planners to compare ours with: what other systems do, expressed in our terms."""
+"""Planners to compare ours with: the rules of other systems, expressed in our terms."""
 
 import math
 from collections import deque
@@ -94,7 +94,7 @@ class QueueLength:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DynamoLoadSettings:
-    """What NVIDIA Dynamo's SLA planner is told in its load mode."""
+    """Settings of NVIDIA Dynamo's SLA planner in its load mode."""
 
     ttft_s: float
     """Objective of a request's first token."""

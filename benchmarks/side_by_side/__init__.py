@@ -9,6 +9,6 @@ other ones at every load and in every repeat. The arms take turns, every other r
 the machine hits all of them. kvrelay is started anew for each of its turns. vLLM, which takes a minute to start, stays
 up, on a cache that has never seen the run's sessions; the CPU time that it uses in other arms' runs is told.
 
-Shown are medians over the repeats, with their range. DIR keeps every run, and a page of all of them, as `kvrelay
+The table has medians over the repeats, with their range. DIR keeps every run, and a page of all of them, as `kvrelay
 experiment` does: the same command goes on where it was stopped.
 """

@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 
 from benchmarks.figures import Figures
-from benchmarks.foreign_load.agreement import OURS, add_report, verdicts
 from benchmarks.foreign_load.peers import read_aiperf, read_guidellm
-from benchmarks.foreign_load.report import Load, ToolFailed, ToolReport
+from benchmarks.foreign_load.report import OURS, Load, ToolFailed, ToolReport, add_report, verdicts
 
 LOAD = Load(concurrency=2, num_requests=4, num_prompt_tokens=100, num_output_tokens=8, seed=0)
 REPORT = ToolReport(
