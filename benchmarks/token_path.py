@@ -6,8 +6,8 @@ Method. Three processes: a worker that computes nothing (`token_worker.py`), the
 router`, uvloop), and this one, the client, with 64 streams of one token a step. The router's CPU time (user + system,
 from the kernel) is read before and after a window that begins when every stream runs, and divided by the tokens that
 arrived here in between; requests begin and end outside the window. Each case is repeated and the median is reported,
-with the range. CPU time is used because the machine is shared: wall time would measure the others.
-The work of others still shows a little (caches, frequency), a few per cent between repetitions and up to 20 % between days.
+with the range. CPU time is used because the machine is shared: wall time would measure the others. The work of others
+still shows a little (caches, frequency), a few per cent between repetitions and up to 20 % between days.
 
 Cases: `paced`, a step every 5 ms, where every token arrives alone; and `full`, where the worker sends as fast as it is
 read, so that tokens wait for the client's streams and are merged. Arms: `grpc alone`, a bare server that sends the same

@@ -24,6 +24,6 @@ set it on every accepted socket; without a compiler the arm is left out. vllm-ro
 to render each prompt; the mocks answer 404, as engines without that endpoint do, and it goes on without. Both tokenize
 nothing here; ours hashes blocks of tokens, books, follows each request and could take it over.
 
-Peers are installed once, each into a venv of its own. A peer that cannot be installed or does not start is named in the output
-and in the JSON, with the reason; `--without-peers` leaves them all out.
+Peers are installed once, each into a venv of its own. A peer that cannot be installed or does not start is named in the
+output and in the JSON, with the reason; `--without-peers` leaves them all out.
 """
