@@ -2,159 +2,136 @@
 
     python -m benchmarks.calibrate --trace tests/data/small.jsonl [--load 0.5] [--rounds 3] [--json FILE]
 
-Method. 1P+1D of the default model (launcher local, processes and client on this machine's cores) serves the first
+Method. 1P+1D of the default model (launcher local, processes and generator on this machine's cores) serves the first
 requests of the trace, lengths divided by `--shrink`: a warm-up, then rounds with prompts of other tokens, so that each
 finds cold caches and the same prefixes to share. Arrivals never wait for answers. The warm-up's timing models choose
 the speed at which the prefill worker is busy `--load` of the time.
 
 Then the simulator replays the same arrivals on workers of the same pages and step budget, whose steps and pulls take
-what the workers' own models say at the end of the rounds (`WatchWorker`). Compared are medians of TTFT, from the
-scheduled arrival to the first token at the client, and of each request's mean gap between tokens; of the real rounds
-the median of the rounds' medians, with their range. A ratio of 1 is a perfect simulation.
+what the workers' own models say at the end of the rounds (`WatchWorker`). The comparison is of the medians of TTFT,
+from the scheduled arrival to the first token at the client, and of each request's mean gap between tokens; the real
+rounds count with the median of their medians, with the range. A ratio of 1 is a perfect simulation.
 """
 
 import argparse
 import asyncio
-import json
+import math
 import statistics
-import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 
 from benchmarks.clusters import running_doors
+from benchmarks.command import command_line, terminal, write_figures
+from benchmarks.figures import Figures
 from cluster.lifecycle import ClusterInfo
 from cluster.trust import reach_of
 from common.config import RouterConfig, ServingConfig
-from common.timing import LinkModel, TimingModel
-from common.tokens import TokenArray
-from kvrelay.client import AsyncClient, Token
+from common.slo import Slo
+from common.timing import LinkModel
+from kvrelay.client import AsyncClient
 from measure.experiment.real import MeasuredWorker, ask_worker
+from measure.figures import summarize
+from measure.load.records import RequestRecord
+from measure.load.run import run_load
+from measure.load.spec import LoadSpec
+from measure.load.targets.interface import TargetSpec
 from measure.simulate.cluster import run
 from measure.simulate.records import Arrival, ClusterShape, NetworkShape, SimSettings
 from measure.simulate.timing import FittedTimes, WorkerSpeed
+from measure.workload.build import build_workload
 from measure.workload.content import ContentWriter
-from measure.workload.traces import Trace, TraceRequest, read_trace
+from measure.workload.spec import parse_workload
+from measure.workload.traces import Trace, read_trace
 
-FIRST_TOKEN, NUM_TOKENS = 1000, 40_000
-"""Ordinary tokens of the default model's vocabulary."""
 MESSAGE_LATENCY_S = 1e-3
 """One way, Python to Python over loopback, with the loops' own work."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Times:
-    """Outcome of one request."""
-
-    ttft_s: float
-    itl_s: float | None
-    """Mean; None with a single token."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
-    """One latency, measured and simulated; seconds."""
-
-    name: str
-    real: float
-    real_rounds: tuple[float, ...]
-    simulated: float
-
-    @property
-    def ratio(self) -> float:
-        """Simulated to real."""
-        return self.simulated / self.real
-
-
 def main() -> None:
     """Measure, simulate, compare."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trace", type=Path, required=True)
-    parser.add_argument("--requests", type=int, default=80)
-    parser.add_argument("--shrink", type=int, default=32)
-    parser.add_argument("--load", type=float, default=0.5)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", type=Path)
+    parser = command_line("calibrate", __doc__, rounds=3)
+    parser.add_argument("--trace", type=Path, required=True, help="a trace in Mooncake's format")
+    parser.add_argument("--requests", type=int, default=80, help="requests that are replayed (default 80)")
+    parser.add_argument("--shrink", type=int, default=32, help="divisor of all lengths (default 32)")
+    parser.add_argument("--load", type=float, default=0.5, help="share of time that prefill is busy (default 0.5)")
     args = parser.parse_args()
-    console = Console()
+    console, figures = terminal(), Figures()
     trace = read_trace(args.trace).first(args.requests).shrunk(args.shrink)
     with running_doors(launcher="local", console=console) as (info, config):
-        rounds, workers, trace = asyncio.run(_measure(info, trace, args.load, args.rounds, console))
+        rounds, workers, speed = asyncio.run(_measure(info, args, trace, console))
+    trace = trace.faster(speed)
     simulated = _simulate(trace, workers, config)
-    comparisons = _compare(rounds, simulated)
-    console.print(_table(comparisons))
+    for arm, each in (*(("real", times) for times in rounds), ("simulated", simulated)):
+        figures.add("medians", trace.name, arm, **_medians_ms(each))
+    figures.show(console)
+    for name, value_ms in _medians_ms(simulated).items():
+        real_ms = statistics.median(_medians_ms(each)[name] for each in rounds)
+        console.print(f"{name}: simulated / real is {value_ms / real_ms:.2f}")
     for name, worker in workers.items():
-        console.print(f"{name}: {worker.timing}", soft_wrap=True)
-    if args.json:
-        record = {
-            "trace": trace.name,
-            "num_requests": len(trace.requests),
-            "duration_s": trace.duration_s,
-            "comparisons": [asdict(comparison) | {"ratio": comparison.ratio} for comparison in comparisons],
-            "workers": {name: repr(worker) for name, worker in workers.items()},
-            "real": [[asdict(times) for times in each] for each in rounds],
-            "simulated": [asdict(times) for times in simulated],
-        }
-        args.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        console.print(f"{name}: {worker.timing}")
+    write_figures(
+        args.json,
+        figures,
+        method="benchmarks/calibrate.py",
+        num_requests=len(trace.requests),
+        duration_s=trace.duration_s,
+        workers={name: repr(worker) for name, worker in workers.items()},
+        real=[_times(each) for each in rounds],
+        simulated=_times(simulated),
+    )
+
+
+def _medians_ms(requests: Iterable[RequestRecord]) -> dict[str, float]:
+    figures = summarize(list(requests), slo=Slo(ttft_s=math.inf, tpot_s=math.inf))
+    assert figures.num_complete == figures.num_requests, f"{figures.num_not_complete} requests were not answered"
+    assert figures.ttft is not None and figures.tpot is not None, "answers have more than one token"
+    return {"TTFT_ms": 1000 * figures.ttft.p50, "ITL_ms": 1000 * figures.tpot.p50}
+
+
+def _times(requests: Iterable[RequestRecord]) -> list[dict[str, float | None]]:
+    return [{"ttft_s": request.ttft_s, "itl_s": request.tpot_s} for request in requests]
 
 
 # Real workers.
 
 
 async def _measure(
-    info: ClusterInfo, trace: Trace, load: float, num_rounds: int, console: Console
-) -> tuple[list[list[Times]], dict[str, MeasuredWorker], Trace]:
-    """Return the rounds' times, the workers at the end, and the trace at the speed that was chosen."""
+    info: ClusterInfo, args: argparse.Namespace, trace: Trace, console: Console
+) -> tuple[list[Sequence[RequestRecord]], dict[str, MeasuredWorker], float]:
+    """Return the rounds' requests, the workers at the end, and the speed that was chosen."""
     connect = reach_of(info.run_dir).worker
-    async with AsyncClient(info.address, timeout_s=300, tls=info.tls) as client:
+    async with AsyncClient(info.address, tls=info.tls) as client:
         addresses = {view.role: view.address for view in (await client.status()).workers}
-        await _replay(client, trace.first(30).faster(0.5), number=0)
-        before = await ask_worker(addresses["prefill"], connect)
-        speed = load * trace.duration_s / sum(_prefill_s(before.timing, request) for request in trace.requests)
-        trace = trace.faster(speed)
-        console.print(f"speed {speed:.2f}: {len(trace.requests)} requests in {trace.duration_s:.0f} s")
-        rounds = []
-        for number in range(1, num_rounds + 1):
-            rounds.append(await _replay(client, trace, number=number))
-            console.print(f"round {number}: median TTFT {_median(t.ttft_s for t in rounds[-1]) * 1000:.0f} ms")
-        return rounds, {role: await ask_worker(at, connect) for role, at in addresses.items()}, trace
+    await _replay(info, args, limit=min(30, args.requests), speed=0.5, seed=0)
+    timing = (await ask_worker(addresses["prefill"], connect)).timing
+    busy_s = sum(timing.prefill_s(request.num_prompt_tokens, 0) for request in trace.requests)
+    speed = args.load * trace.duration_s / busy_s
+    console.print(f"speed {speed:.2f}: {len(trace.requests)} requests in {trace.duration_s / speed:.0f} s")
+    rounds = []
+    for number in range(1, args.rounds + 1):
+        rounds.append(await _replay(info, args, limit=args.requests, speed=speed, seed=number))
+        console.print(f"round {number}: {_medians_ms(rounds[-1])}")
+    return rounds, {role: await ask_worker(at, connect) for role, at in addresses.items()}, speed
 
 
-def _prefill_s(timing: TimingModel, request: TraceRequest) -> float:
-    return timing.prefill_s(request.num_prompt_tokens, 0)
-
-
-async def _replay(client: AsyncClient, trace: Trace, *, number: int) -> list[Times]:
-    start_s = time.perf_counter() + 0.5
-    prompts = _prompts(trace, number)
-    async with asyncio.TaskGroup() as group:
-        tasks = [
-            group.create_task(_serve(client, request, prompt, start_s + request.arrival_s))
-            for request, prompt in zip(trace.requests, prompts, strict=True)
-        ]
-    return [task.result() for task in tasks]
-
-
-async def _serve(client: AsyncClient, request: TraceRequest, prompt: TokenArray, at_s: float) -> Times:
-    await asyncio.sleep(at_s - time.perf_counter())
-    stamps = []
-    stream = client.stream(prompt.tolist(), max_tokens=request.num_output_tokens, ignore_eos=True, temperature=0.0)
-    async with stream:
-        async for event in stream:
-            if isinstance(event, Token):
-                stamps.append(time.perf_counter())
-    num_gaps = len(stamps) - 1
-    return Times(ttft_s=stamps[0] - at_s, itl_s=(stamps[-1] - stamps[0]) / num_gaps if num_gaps else None)
+async def _replay(
+    info: ClusterInfo, args: argparse.Namespace, *, limit: int, speed: float, seed: int
+) -> Sequence[RequestRecord]:
+    """Send the trace as `kvrelay bench` does, with contents of the seed's own; returns the requests."""
+    asked = {"path": str(args.trace.resolve()), "limit": limit, "shrink": args.shrink, "speed": speed}
+    workload = parse_workload({"streams": [{"name": "trace", "trace": asked}]}, source="calibrate")
+    target = TargetSpec(url=info.address, tls=info.tls)
+    spec = LoadSpec(name=f"round {seed}", target=target, workload=build_workload(workload, seed=seed))
+    return (await run_load(spec)).requests
 
 
 # The simulator.
 
 
-def _simulate(trace: Trace, workers: dict[str, MeasuredWorker], config: ServingConfig) -> list[Times]:
-    """Return the same requests' times in virtual time."""
+def _simulate(trace: Trace, workers: dict[str, MeasuredWorker], config: ServingConfig) -> Sequence[RequestRecord]:
+    """Return the same requests, served in virtual time."""
     prefill, decode = workers["prefill"], workers["decode"]
     pool = config.pools.decode
     shape = ClusterShape(
@@ -175,52 +152,16 @@ def _simulate(trace: Trace, workers: dict[str, MeasuredWorker], config: ServingC
         router=RouterConfig(policy=config.router.policy),
         report_interval_s=0.02,
     )
+    writer = ContentWriter(seed=1)
     arrivals = (
-        Arrival(at_s=request.arrival_s, prompt=prompt, num_output_tokens=request.num_output_tokens)
-        for request, prompt in zip(trace.requests, _prompts(trace, 1), strict=True)
-    )
-    requests = run(shape, settings, arrivals).requests
-    refused = [request.error for request in requests if not request.is_complete]
-    assert not refused, f"the simulated workers refused: {refused[0]}"
-    return [Times(ttft_s=request.ttft_s or 0.0, itl_s=request.tpot_s) for request in requests]
-
-
-def _prompts(trace: Trace, number: int) -> list[TokenArray]:
-    """Return the trace's prompts with contents of the round's own: nothing is cached from the round before."""
-    writer = ContentWriter(seed=number, first_token=FIRST_TOKEN, num_tokens=NUM_TOKENS)
-    return [writer.tokens(trace.segments(request)) for request in trace.requests]
-
-
-# Both.
-
-
-def _compare(rounds: Sequence[Sequence[Times]], simulated: Sequence[Times]) -> list[Comparison]:
-    comparisons = []
-    for name, pick in (("TTFT", lambda times: times.ttft_s), ("ITL", lambda times: times.itl_s)):
-        medians = tuple(_median(map(pick, each)) for each in rounds)
-        comparisons.append(
-            Comparison(
-                name=name,
-                real=statistics.median(medians),
-                real_rounds=medians,
-                simulated=_median(map(pick, simulated)),
-            )
+        Arrival(
+            at_s=request.arrival_s,
+            prompt=writer.tokens(trace.segments(request)),
+            num_output_tokens=request.num_output_tokens,
         )
-    return comparisons
-
-
-def _median(values: Iterable[float | None]) -> float:
-    return statistics.median(value for value in values if value is not None)
-
-
-def _table(comparisons: Sequence[Comparison]) -> Table:
-    table = Table(title="medians, ms", box=None, title_justify="left")
-    for column in ("", "real", "rounds", "simulated", "simulated / real"):
-        table.add_column(column, justify="left" if not column else "right")
-    for each in comparisons:
-        rounds = f"{1000 * min(each.real_rounds):.1f}–{1000 * max(each.real_rounds):.1f}"
-        table.add_row(each.name, f"{1000 * each.real:.1f}", rounds, f"{1000 * each.simulated:.1f}", f"{each.ratio:.2f}")
-    return table
+        for request in trace.requests
+    )
+    return run(shape, settings, arrivals).requests
 
 
 if __name__ == "__main__":

@@ -13,12 +13,8 @@ from cluster import lifecycle
 from cluster.lifecycle import ClusterInfo
 from common.config import ServingConfig, load_config
 
-
-@contextmanager
-def running_cluster(**settings: Any) -> Iterator[tuple[str, ServingConfig]]:
-    """Run a cluster as `running_doors` does; yields the address of its gRPC door, and its configuration."""
-    with running_doors(**settings) as (info, config):
-        yield info.address, config
+ONE_THREAD_EACH: dict[str, dict[str, Any]] = {name: {"threads": 1} for name in ("prefill", "decode")}
+"""Pools whose workers have one CPU thread each."""
 
 
 @contextmanager
@@ -32,10 +28,9 @@ def running_doors(
     tenants: list[dict[str, Any]] | None = None,
     **sections: dict[str, Any],
 ) -> Iterator[tuple[ClusterInfo, ServingConfig]]:
-    """Run a cluster on free ports; yields where it listens, and its configuration, stops everything at the end.
+    """Run a cluster on free ports; yields where it listens, and its configuration. Everything stops at the end.
 
-    1P+1D of the default model; `pools` (by name), `router`, `tenants` and further
-    `sections` add to serving.yaml.
+    1P+1D of the default model; `pools` (by name), `router`, `tenants` and further `sections` add to serving.yaml.
     """
     with tempfile.TemporaryDirectory() as folder:
         config_path = Path(folder) / "serving.yaml"

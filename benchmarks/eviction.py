@@ -13,14 +13,14 @@ without its rule for long prompts; `clairvoyant`: what is not asked for again go
 (Belady 1966), no policy but a bound.
 """
 
-import argparse
 import heapq
-import json
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from benchmarks.command import command_line, terminal, write_figures
+from benchmarks.figures import Figures
 from common.eviction import EvictionClass, EvictionOrder, num_admitted
 from measure.workload.traces import read_trace
 
@@ -39,25 +39,6 @@ class Cache(Protocol):
     def use(self, prompt: Prompt, num_hits: int, now: int) -> None:
         """Serve request number `now`, whose first `num_hits` blocks are cached, and keep what is worth it."""
         ...
-
-
-class Lru:
-    """Least recently used."""
-
-    def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
-        self._blocks: OrderedDict[int, None] = OrderedDict()
-
-    def __contains__(self, block: int) -> bool:
-        return block in self._blocks
-
-    def use(self, prompt: Prompt, num_hits: int, now: int) -> None:
-        """See `Cache`."""
-        for block in reversed(prompt):
-            self._blocks[block] = None
-            self._blocks.move_to_end(block)
-        while len(self._blocks) > self._capacity:
-            self._blocks.popitem(last=False)
 
 
 class Segmented:
@@ -173,7 +154,7 @@ def policies(prompts: Sequence[Prompt]) -> dict[str, Callable[[int], Cache]]:
     """Return makers of caches of so many blocks, by name."""
     uses = next_uses(prompts)
     return {
-        "lru": Lru,
+        "lru": lambda capacity: Segmented(capacity, 0.0),
         "slru, 20 % protected": lambda capacity: Segmented(capacity, 0.2),
         "slru, 80 % protected": lambda capacity: Segmented(capacity, 0.8),
         "lru, used once first": lambda capacity: Segmented(capacity, 1.0),
@@ -185,22 +166,17 @@ def policies(prompts: Sequence[Prompt]) -> dict[str, Callable[[int], Cache]]:
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line("eviction", __doc__)
     parser.add_argument("--trace", type=Path, required=True, help="a trace in Mooncake's format")
-    parser.add_argument("--json", type=Path, help="write the results here")
     args = parser.parse_args()
     prompts = [request.block_ids for request in read_trace(args.trace).requests]
-    results: dict[str, dict[str, float]] = {}
-    print("| policy |" + "".join(f" {workers} × {blocks} |" for workers, blocks in SIZES))
-    print("|---|" + "---|" * len(SIZES))
+    figures = Figures()
     for name, make in policies(prompts).items():
-        rates = [hit_rate(prompts, [make(blocks) for _ in range(workers)]) for workers, blocks in SIZES]
-        print(f"| {name} |" + "".join(f" {rate:.1%} |" for rate in rates), flush=True)
-        results[name] = {
-            f"{workers}x{blocks}": round(rate, 5) for (workers, blocks), rate in zip(SIZES, rates, strict=True)
-        }
-    if args.json is not None:
-        args.json.write_text(json.dumps({"trace": args.trace.name, "hit_rate": results}, indent=1) + "\n")
+        for workers, blocks in SIZES:
+            rate = hit_rate(prompts, [make(blocks) for _ in range(workers)])
+            figures.add("hit rate, %", args.trace.name, name, **{f"{workers}_×_{blocks}": 100 * rate})
+    figures.show(terminal())
+    write_figures(args.json, figures, method="benchmarks/eviction.py")
 
 
 if __name__ == "__main__":

@@ -1,31 +1,27 @@
 """Cost of a request and of a token to the load generator: CPU time of one process, and how exact it is.
 
-`python -m benchmarks.generator_cost --out benchmarks/results/generator_cost.json`
+`python -m benchmarks.generator_cost [--rounds 3] [--json FILE]`
 
 Method. 1P1D of fake engines (`model.engine: fake`, 2 ms a step) with both doors, and one generator process, driven by
 `run_load` as `kvrelay bench` does. Loads arrive at constant intervals, so that every repetition is the same work:
 `requests`: 40 requests/s for a single token each; `tokens`: 4 requests/s for 150 tokens each. Prompts are token ids, 64
 or 4096 of them. The process's CPU time (user + system, from the kernel) is read at seconds 1.5 and 6.5 of the run, when
-everything is warm. What its heartbeat costs (a run of one request a second) is taken off, and the rest divided by the
+everything is warm. The cost of its heartbeat (a run of one request a second) is taken off, and the rest divided by the
 requests that ended in between; of `tokens`, what single-token requests explain is taken off as well, and the rest is
-divided by the messages that arrived. CPU time, since the machine is shared; the median of the repetitions is reported
-beside all of them.
+divided by the messages that arrived. CPU time, since the machine is shared; the median of the rounds is reported with
+their range.
 `at 60 %` is what a process does until it gets company (`selfcheck.BUSY_SHARE`).
 """
 
-import argparse
 import asyncio
-import json
-import statistics
-import sys
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import psutil
-from rich.console import Console
 
 from benchmarks.clusters import running_doors
+from benchmarks.command import command_line, terminal, write_figures
+from benchmarks.figures import Figures
 from measure.load.records import PoolSample, RequestRecord
 from measure.load.run import run_load
 from measure.load.selfcheck import BUSY_SHARE
@@ -35,16 +31,6 @@ from measure.workload.build import build_workload
 from measure.workload.spec import parse_workload
 
 BEGIN_S, END_S = 1.5, 6.5
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
-    """One load."""
-
-    door: str
-    rate: float
-    num_prompt_tokens: int
-    num_output_tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,16 +71,16 @@ class _Reader:
                 self.cpu_s.append(times.user + times.system)
 
 
-async def measure(case: Case, url: str) -> Window:
-    """Run one load and read its window."""
+async def measure(url: str, *, rate: float, num_prompt_tokens: int, num_output_tokens: int) -> Window:
+    """Run one load of so many requests per second and return its window."""
     raw: dict[str, Any] = {
         "duration_s": END_S + 0.5,
         "streams": [
             {
                 "name": "load",
-                "arrivals": {"rate": case.rate, "process": "constant"},
-                "first_tokens": case.num_prompt_tokens,
-                "output_tokens": case.num_output_tokens,
+                "arrivals": {"rate": rate, "process": "constant"},
+                "first_tokens": num_prompt_tokens,
+                "output_tokens": num_output_tokens,
             }
         ],
     }
@@ -105,7 +91,7 @@ async def measure(case: Case, url: str) -> Window:
     )
     failed = [request.error for request in run.requests if not request.is_complete]
     if failed:
-        raise SystemExit(f"{case}: {len(failed)} requests failed, the first with {failed[0]}")
+        raise SystemExit(f"{url}: {len(failed)} requests failed, the first with {failed[0]}")
     inside = [request for request in run.requests if BEGIN_S <= request.end_s < END_S]
     begin_s, end_s = reader.cpu_s
     generator = run.info.generator
@@ -133,43 +119,28 @@ def cost(idle_s: float, requests: Window, tokens: Window) -> dict[str, float]:
 
 def main() -> None:
     """Measure everything and write it down."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--repetitions", type=int, default=3)
-    args = parser.parse_args()
+    args = command_line("generator_cost", __doc__, rounds=3).parse_args()
     model = {"engine": "fake", "fake_step_ms": 2.0, "max_model_len": 8192}
     pools = {name: {"num_blocks": 4096, "block_size": 16, "max_step_tokens": 8192} for name in ("prefill", "decode")}
-    found: list[dict[str, Any]] = []
-    with running_doors(
-        launcher="local", console=Console(stderr=True), model=model, pools=pools, router={"http_port": 0}
-    ) as (info, _config):
+    console, figures, kept = terminal(), Figures(), []
+    with running_doors(launcher="local", console=console, model=model, pools=pools, router={"http_port": 0}) as (
+        info,
+        _config,
+    ):
         urls = {"grpc": info.address, "http": f"http://{info.http_address}/v1"}
-        idle = asyncio.run(
-            measure(Case(door="grpc", rate=1.0, num_prompt_tokens=64, num_output_tokens=1), urls["grpc"])
-        )
+        idle = asyncio.run(measure(urls["grpc"], rate=1.0, num_prompt_tokens=64, num_output_tokens=1))
         for door, url in urls.items():
             for length in (64, 4096):
-                for repetition in range(args.repetitions):
-                    requests = Case(door=door, rate=40.0, num_prompt_tokens=length, num_output_tokens=1)
-                    tokens = Case(door=door, rate=4.0, num_prompt_tokens=length, num_output_tokens=150)
-                    windows = [asyncio.run(measure(case, url)) for case in (requests, tokens)]
-                    result = cost(idle.cpu_s, *windows)
-                    found.append(
-                        {"door": door, "num_prompt_tokens": length, "repetition": repetition, **result}
-                        | {"windows": [asdict(window) for window in windows]}
-                    )
-                    sys.stderr.write(f"{found[-1]}\n")
-    args.out.write_text(json.dumps({"idle": asdict(idle), "runs": found, "medians": _medians(found)}, indent=1))
-
-
-def _medians(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    medians = []
-    for door, length in sorted({(run["door"], run["num_prompt_tokens"]) for run in found}):
-        same = [run for run in found if (run["door"], run["num_prompt_tokens"]) == (door, length)]
-        names = ("us_per_request", "us_per_piece", "requests_per_s_at_60", "pieces_per_s_at_60")
-        values = {name: statistics.median(run[name] for run in same) for name in names}
-        medians.append({"door": door, "num_prompt_tokens": length, **values})
-    return medians
+                for _ in range(args.rounds):
+                    windows = [
+                        asyncio.run(measure(url, rate=rate, num_prompt_tokens=length, num_output_tokens=num_tokens))
+                        for rate, num_tokens in ((40.0, 1), (4.0, 150))
+                    ]
+                    figures.add("generator", f"{length} prompt tokens", door, **cost(idle.cpu_s, *windows))
+                    kept.append({"door": door, "num_prompt_tokens": length, "windows": list(map(asdict, windows))})
+                    console.print(f"{kept[-1]}")
+    figures.show(console)
+    write_figures(args.json, figures, method="benchmarks/generator_cost.py", idle=asdict(idle), runs=kept)
 
 
 if __name__ == "__main__":

@@ -18,28 +18,24 @@ position up to i, it would have written the same i tokens by itself. Reported: t
 and the mean number of tokens until the first that does not.
 """
 
-import argparse
 import hashlib
-import json
 import math
 import pydoc_data.topics
-import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import tokenizers
 import torch
-from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 from torch import Tensor
 
+from benchmarks.command import command_line, terminal, write_figures
+from benchmarks.figures import Figures
 from common.ids import BlockId
 from common.model_files import resolve_model
-from engine.executor import KvShape
-from engine.kv_cache import TorchKvStore
+from engine.kv_cache import TorchKvStore, kv_shape
 from engine.model.config import DecoderConfig, parse_config, read_json
 from engine.model.decoder import Decoder
 from engine.model.loader import load_weights, weight_files
@@ -70,17 +66,21 @@ class Arm:
     agreements: list[list[bool]] = field(default_factory=list)
     """Agreement with the reference's most likely token, by window and position of the answer."""
 
-    def summary(self) -> dict[str, float | str]:
+    @property
+    def perplexity(self) -> float:
+        """Exponential of the mean negative log-likelihood."""
+        return math.exp(self.nll_sum / self.num_predicted)
+
+    def summary(self) -> dict[str, float]:
         """Return the figures of the table."""
         positions = [same for window in self.agreements for same in window]
         runs = [window.index(False) if False in window else len(window) for window in self.agreements]
         return {
-            "arm": self.name,
-            "perplexity": math.exp(self.nll_sum / self.num_predicted),
-            "kl": self.kl_sum / self.num_predicted,
+            "perplexity": self.perplexity,
+            "KL": self.kl_sum / self.num_predicted,
             "same_top_token": self.num_same_top / self.num_predicted,
             "greedy_agreement": sum(positions) / len(positions),
-            "tokens_until_first_difference": sum(runs) / len(runs),
+            f"tokens_until_difference,_of_{ANSWER_TOKENS}": sum(runs) / len(runs),
             "same_answers": sum(run == ANSWER_TOKENS for run in runs) / len(runs),
         }
 
@@ -154,15 +154,7 @@ def make_arms(model_dir: Path) -> list[Arm]:
         scales = kv_scales(weights, config) if "KV" in name else None
         if method is not None:
             quantize_weights(weights, method)
-        shape = KvShape(
-            num_layers=config.num_layers,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            block_size=BLOCK_SIZE,
-            dtype=str(dtype).removeprefix("torch."),
-            bytes_per_element=dtype.itemsize,
-            fingerprint=name,
-        )
+        shape = kv_shape(config, block_size=BLOCK_SIZE, dtype=dtype, fingerprint=name)
         store = TorchKvStore(shape, WINDOW_TOKENS // BLOCK_SIZE, device=_CPU)
         ops = TorchOps(config, store) if scales is None else RoundedKvOps(config, store, scales)
         return Arm(name=name, predict=Predictor(Decoder(config, weights), ops))
@@ -213,50 +205,14 @@ def read_windows(model_dir: Path, num_windows: int) -> tuple[list[list[int]], st
     return windows, hashlib.sha256(text.encode()).hexdigest()
 
 
-def report(arms: Sequence[Arm], console: Console) -> None:
-    """Print the table."""
-    table = Table(title=f"{arms[0].num_predicted} predicted tokens")
-    for column in ("arm", "perplexity", "ratio", "KL", "same top token", "greedy agreement", "tokens until difference"):
-        table.add_column(column, justify="left" if column == "arm" else "right")
-    base = math.exp(arms[0].nll_sum / arms[0].num_predicted)
-    for arm in arms:
-        figures = arm.summary()
-        perplexity = math.exp(arm.nll_sum / arm.num_predicted)
-        table.add_row(
-            arm.name,
-            f"{perplexity:.3f}",
-            f"{perplexity / base:.4f}",
-            f"{figures['kl']:.5f}",
-            f"{figures['same_top_token']:.1%}",
-            f"{figures['greedy_agreement']:.1%}",
-            f"{figures['tokens_until_first_difference']:.1f} of {ANSWER_TOKENS}",
-        )
-    console.print(table)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
-    """Results of a run."""
-
-    model: str
-    python: str
-    torch: str
-    text_sha256: str
-    num_windows: int
-    window_tokens: int
-    elapsed_s: float
-    arms: list[dict[str, float | str]]
-
-
 @torch.inference_mode()
 def main() -> None:
     """Run and report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line("quality", __doc__)
     parser.add_argument("--model", default="default", help="checkpoint folder or hub id")
     parser.add_argument("--windows", type=int, default=24, help="windows of 512 tokens")
-    parser.add_argument("--json", type=Path, help="where to keep the figures")
     args = parser.parse_args()
-    console = Console(width=120)
+    console, figures = terminal(), Figures()
     started_s = time.monotonic()
     model_dir = resolve_model(args.model, local_files_only=True)
     windows, digest = read_windows(model_dir, args.windows)
@@ -264,19 +220,21 @@ def main() -> None:
     with Progress(console=console) as progress:
         task = progress.add_task("windows", total=len(windows))
         measure(arms, windows, lambda: progress.advance(task))
-    report(arms, console)
-    if args.json is not None:
-        result = Result(
-            model=model_dir.name,
-            python=sys.version.split()[0],
-            torch=torch.__version__,
-            text_sha256=digest,
-            num_windows=len(windows),
-            window_tokens=WINDOW_TOKENS,
-            elapsed_s=time.monotonic() - started_s,
-            arms=[arm.summary() for arm in arms],
-        )
-        args.json.write_text(json.dumps(asdict(result), indent=1) + "\n", encoding="utf-8")
+    for arm in arms:
+        ratio = arm.perplexity / arms[0].perplexity
+        figures.add("quality", model_dir.name, arm.name, **arm.summary(), perplexity_ratio=ratio)
+    console.print(f"{arms[0].num_predicted} predicted tokens")
+    figures.show(console)
+    write_figures(
+        args.json,
+        figures,
+        method="benchmarks/quality.py",
+        torch=torch.__version__,
+        text_sha256=digest,
+        num_windows=len(windows),
+        window_tokens=WINDOW_TOKENS,
+        elapsed_s=time.monotonic() - started_s,
+    )
 
 
 if __name__ == "__main__":

@@ -11,23 +11,23 @@ the gaps of the undisturbed run, and how long each kind of change took. All proc
 model included, share this machine's cores.
 """
 
-import argparse
 import asyncio
 import itertools
-import json
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.clusters import running_doors
+from benchmarks.answers import Answer, closed_loop, differences, read, story
+from benchmarks.clusters import ONE_THREAD_EACH, running_doors
+from benchmarks.command import command_line, terminal, write_json
+from benchmarks.figures import quantile, spread
 from cluster.control import scale
 from cluster.lifecycle import ClusterInfo
-from kvrelay.client import AsyncClient, KvrelayError, Token
+from kvrelay.client import AsyncClient
 
 NUM_STREAMS = 16
 OUTPUT_TOKENS = 160
@@ -42,51 +42,26 @@ _CHANGES: tuple[tuple[str, dict[str, int]], ...] = (
 _EDGES_S = (0.0, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, float("inf"))
 
 
-@dataclass(slots=True, kw_only=True)
-class Answers:
-    """Outcomes of the requests of one pass."""
+async def _serve(client: AsyncClient, numbers: Iterable[int]) -> list[Answer]:
+    """Keep 16 streams running until the numbers end; returns the answers in order."""
+    answers: dict[int, Answer] = {}
 
-    texts: dict[int, str] = field(default_factory=dict)
-    gaps_s: list[float] = field(default_factory=list)
-    num_moved: int = 0
-    failures: list[str] = field(default_factory=list)
+    async def ask(number: int) -> None:
+        answers[number] = await read(story(client, number, num_tokens=OUTPUT_TOKENS))
 
-
-async def _ask(client: AsyncClient, number: int, answers: Answers) -> None:
-    prompt = f"Tell me a long story about lighthouse keeper number {number} and the ships that pass. " * 6
-    stream = client.stream_chat(prompt, temperature=0.8, seed=number, max_tokens=OUTPUT_TOKENS, ignore_eos=True)
-    last_s: float | None = None
-    try:
-        async with stream:
-            async for event in stream:
-                if isinstance(event, Token):
-                    now_s = time.perf_counter()
-                    if last_s is not None:
-                        answers.gaps_s.append(now_s - last_s)
-                    last_s = now_s
-            done = await stream.result()
-    except KvrelayError as error:
-        answers.failures.append(f"{number}: {type(error).__name__}: {error}")
-        return
-    answers.texts[number] = done.text
-    answers.num_moved += len(done.plans) > 1
+    await closed_loop(ask, numbers, concurrency=NUM_STREAMS)
+    return [answers[number] for number in sorted(answers)]
 
 
 async def _disturbed(
     info: ClusterInfo, num_times: int, hold_s: float, console: Console
-) -> tuple[Answers, dict[str, list[float]]]:
-    """Keep 16 streams running while the pools change; returns what came of them and how long each change took."""
-    answers, numbers = Answers(), itertools.count()
+) -> tuple[list[Answer], dict[str, list[float]]]:
+    """Keep 16 streams running while the pools change; returns the answers and how long each change took."""
     took: dict[str, list[float]] = {name: [] for name, _ in _CHANGES}
     is_over = asyncio.Event()
-
-    async def place(client: AsyncClient) -> None:
-        while not is_over.is_set():
-            await _ask(client, next(numbers), answers)
-
+    numbers = itertools.takewhile(lambda _: not is_over.is_set(), itertools.count())
     async with AsyncClient(info.address, timeout_s=600, tls=info.tls) as client, asyncio.TaskGroup() as group:
-        for _ in range(NUM_STREAMS):
-            group.create_task(place(client))
+        serving = group.create_task(_serve(client, numbers))
         for number in range(num_times):
             for name, sizes in _CHANGES:
                 started_s = time.perf_counter()
@@ -96,75 +71,56 @@ async def _disturbed(
                 if name != "down":
                     await asyncio.sleep(hold_s)
         is_over.set()
-    return answers, took
+    return serving.result(), took
+
+
+async def _undisturbed(info: ClusterInfo, num_requests: int) -> list[Answer]:
+    """Send the same requests again, 16 at a time; returns the answers."""
+    async with AsyncClient(info.address, timeout_s=600, tls=info.tls) as client:
+        return await _serve(client, range(num_requests))
 
 
 def _scale(run_dir: Path, sizes: Mapping[str, int]) -> list[str]:
     return list(scale(run_dir, sizes, grace_s=GRACE_S, force=True))
 
 
-async def _undisturbed(info: ClusterInfo, numbers: Sequence[int]) -> Answers:
-    """Send the same requests again, 16 at a time."""
-    answers, left = Answers(), iter(numbers)
-
-    async def place(client: AsyncClient) -> None:
-        for number in left:
-            await _ask(client, number, answers)
-
-    async with AsyncClient(info.address, timeout_s=600, tls=info.tls) as client, asyncio.TaskGroup() as group:
-        for _ in range(NUM_STREAMS):
-            group.create_task(place(client))
-    return answers
+def _gaps_s(answers: Sequence[Answer]) -> list[float]:
+    return [gap_s for answer in answers for gap_s in answer.gaps_s]
 
 
-def _report(changed: Answers, calm: Answers, took: dict[str, list[float]], console: Console) -> None:
-    table = Table(title="gaps between two tokens of a stream", title_justify="left", box=None)
-    for column in ("gap s", "while resizing", "undisturbed"):
-        table.add_column(column, justify="right")
-    counts = [np.histogram(answers.gaps_s, bins=_EDGES_S)[0] for answers in (changed, calm)]
+def _report(changed: Sequence[Answer], calm: Sequence[Answer], took: dict[str, list[float]], console: Console) -> bool:
+    """Print what was seen; returns whether nothing failed and no text differs."""
+    table = Table("gap s", "while resizing", "undisturbed", title="gaps between two tokens of a stream")
+    gaps_s = [_gaps_s(answers) for answers in (changed, calm)]
+    counts = [np.histogram(gaps, bins=_EDGES_S)[0] for gaps in gaps_s]
     for index, (low, high) in enumerate(itertools.pairwise(_EDGES_S)):
         table.add_row(f"{low:g} – {high:g}", *(f"{count[index]:,}" for count in counts))
-    table.add_row("p99", *(f"{np.percentile(answers.gaps_s, 99):.3f}" for answers in (changed, calm)))
-    table.add_row("largest", *(f"{max(answers.gaps_s):.2f}" for answers in (changed, calm)))
+    table.add_row("p99", *(f"{quantile(gaps, 0.99):.3f}" for gaps in gaps_s))
+    table.add_row("largest", *(f"{max(gaps):.2f}" for gaps in gaps_s))
     console.print(table)
-    num_answers = len(changed.texts) + len(changed.failures)
-    num_different = sum(text != calm.texts.get(number) for number, text in changed.texts.items())
-    console.print(
-        f"{num_answers} answers, {len(changed.failures)} failed, {num_different} texts differ,"
-        f" {changed.num_moved} moved"
-    )
-    console.print(", ".join(f"{name} took {_spread(seconds)}" for name, seconds in took.items()))
-    for failure in changed.failures:
+    failures, num_different = differences(changed, calm)
+    num_moved = sum(answer.has_moved for answer in changed)
+    console.print(f"{len(changed)} answers, {len(failures)} failed, {num_different} texts differ, {num_moved} moved")
+    console.print(", ".join(f"{name} took {spread(seconds)} s" for name, seconds in took.items()))
+    for failure in failures:
         console.print(failure)
-
-
-def _spread(seconds: Sequence[float]) -> str:
-    return f"{np.median(seconds):.2f} s ({min(seconds):.2f}–{max(seconds):.2f})"
+    return not failures and not num_different
 
 
 def main() -> None:
     """Run the benchmark."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.resize", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line("resize", __doc__, has_launcher=True)
     parser.add_argument("--times", type=int, default=20, help="how often all changes (default 20)")
     parser.add_argument("--hold", type=float, default=10.0, help="seconds between the changes of one time (default 10)")
-    parser.add_argument("--launcher", choices=["local", "ray"], default="local", help="how the cluster is started")
-    parser.add_argument("--json", type=Path, help="write every gap and time to this file")
     args = parser.parse_args()
-    console = Console(width=140)
-    pools = {name: {"threads": 1} for name in ("prefill", "decode")}
-    with running_doors(launcher=args.launcher, model={"dtype": "float32"}, pools=pools, console=console) as (
-        info,
-        _config,
-    ):
+    console, model = terminal(), {"dtype": "float32"}
+    with running_doors(launcher=args.launcher, model=model, pools=ONE_THREAD_EACH, console=console) as (info, _config):
         changed, took = asyncio.run(_disturbed(info, args.times, args.hold, console))
-        calm = asyncio.run(_undisturbed(info, sorted(changed.texts)))
-    _report(changed, calm, took, console)
-    if args.json is not None:
-        record = {"took_s": took, "gaps_s": {"resizing": changed.gaps_s, "undisturbed": calm.gaps_s}}
-        args.json.write_text(json.dumps(record) + "\n", encoding="utf-8")
-    if changed.failures or any(text != calm.texts.get(number) for number, text in changed.texts.items()):
+        calm = asyncio.run(_undisturbed(info, len(changed)))
+    is_clean = _report(changed, calm, took, console)
+    gaps_s = {"resizing": _gaps_s(changed), "undisturbed": _gaps_s(calm)}
+    write_json(args.json, {"took_s": took, "gaps_s": gaps_s})
+    if not is_clean:
         raise SystemExit("requests failed, or texts differ from those of the undisturbed run")
 
 

@@ -13,19 +13,17 @@ page still held when every request is over.
 """
 
 import argparse
-import itertools
-import json
 import random
-import statistics
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import psutil
+from scipy.stats import theilslopes
 
+from benchmarks.command import command_line, write_json
 from common.block_hash import hash_blocks, hash_root
 from common.clock import SystemClock
 from common.config import ServingConfig, parse_config
@@ -167,11 +165,6 @@ class Load:
         return [self._rng.randrange(self._core.executor.vocab_size) for _ in range(count)]
 
 
-def theil_sen(points: Sequence[tuple[float, float]]) -> float:
-    """Return the median of the slopes between all pairs of points (x, y), x all distinct."""
-    return statistics.median((y2 - y1) / (x2 - x1) for (x1, y1), (x2, y2) in itertools.combinations(points, 2))
-
-
 def growth_bytes(samples: Sequence[tuple[float, float]]) -> float:
     """Return by how much the trend of (seconds, bytes) rises behind the warm-up; 0 for fewer than two samples."""
     if not samples:
@@ -180,7 +173,14 @@ def growth_bytes(samples: Sequence[tuple[float, float]]) -> float:
     settled = [sample for sample in samples if sample[0] >= first_s + _WARM_UP_SHARE * (last_s - first_s)]
     if len(settled) < 2:
         return 0.0
-    return theil_sen(settled) * (settled[-1][0] - settled[0][0])
+    slope, *_ = theilslopes([value for _, value in settled], [at_s for at_s, _ in settled])
+    return float(slope) * (settled[-1][0] - settled[0][0])
+
+
+def growth(samples: Sequence[MemorySample]) -> dict[str, float]:
+    """Return by how much each kind of memory grew behind the warm-up, by the name of its field."""
+    names = ("rss_bytes", "device_bytes", "python_blocks")
+    return {name: growth_bytes([(each.at_s, getattr(each, name)) for each in samples]) for name in names}
 
 
 def run_load(load: Load, *, duration_s: float, sample_every_s: float, has_device: bool) -> list[MemorySample]:
@@ -220,9 +220,8 @@ def _sample(process: psutil.Process, at_s: float, *, has_device: bool) -> Memory
 def verdict(samples: Sequence[MemorySample], core: EngineCore, counts: Counts, *, limit_bytes: float) -> list[str]:
     """Return what is wrong, in sentences. Every request is over."""
     problems = []
-    for name in ("rss_bytes", "device_bytes"):
-        grown = growth_bytes([(sample.at_s, getattr(sample, name)) for sample in samples])
-        if grown > limit_bytes:
+    for name, grown in growth(samples).items():
+        if name.endswith("bytes") and grown > limit_bytes:
             problems.append(f"{name} grew by {grown / _MIB:.1f} MiB behind the warm-up")
     if counts.max_filled_blocks < core.pool.num_blocks:
         problems.append(f"at most {counts.max_filled_blocks} of {core.pool.num_blocks} pages were filled")
@@ -240,31 +239,32 @@ def _config(args: argparse.Namespace) -> ServingConfig:
 
 
 def _report(samples: Sequence[MemorySample], executor: Executor, core: EngineCore, load: Load) -> dict[str, Any]:
-    blocks = growth_bytes([(sample.at_s, sample.python_blocks) for sample in samples])
-    rss = growth_bytes([(sample.at_s, sample.rss_bytes) for sample in samples])
-    device = growth_bytes([(sample.at_s, sample.device_bytes) for sample in samples])
+    """Print what the load did and how memory grew; returns it with every sample."""
+    grown = growth(samples)
     state = core.load()
     print(f"{executor.model_name}, {core.pool.num_blocks} pages, {samples[-1].at_s:.0f} s: {asdict(load.counts)}")
-    print(f"preemptions {state.num_preemptions}, prompt tokens computed {state.num_computed_tokens}, ", end="")
-    print(f"found in the cache {state.num_cached_tokens}")
-    print(f"growth behind the warm-up: RSS {rss / _MIB:+.2f} MiB of {samples[-1].rss_bytes / _MIB:.0f},", end=" ")
-    print(f"device {device / _MIB:+.2f} MiB, allocations of the interpreter {blocks:+.0f}")
+    print(
+        f"preemptions {state.num_preemptions}, prompt tokens computed {state.num_computed_tokens},"
+        f" found in the cache {state.num_cached_tokens}"
+    )
+    print(
+        f"growth behind the warm-up: RSS {grown['rss_bytes'] / _MIB:+.2f} MiB"
+        f" of {samples[-1].rss_bytes / _MIB:.0f}, device {grown['device_bytes'] / _MIB:+.2f} MiB,"
+        f" allocations of the interpreter {grown['python_blocks']:+.0f}"
+    )
     return {
         "model": executor.model_name,
         "num_blocks": core.pool.num_blocks,
         "counts": asdict(load.counts),
         "preemptions": state.num_preemptions,
-        "rss_growth_bytes": rss,
-        "device_growth_bytes": device,
+        "growth": grown,
         "samples": [asdict(sample) for sample in samples],
     }
 
 
 def main() -> int:
     """Run the soak."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.soak", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = command_line("soak", __doc__)
     parser.add_argument("--minutes", type=float, default=10, help="how long (default 10)")
     parser.add_argument("--engine", choices=["model", "fake"], default="model", help="what computes (default: a model)")
     parser.add_argument("--model", default="default", help="checkpoint folder (default: the default model)")
@@ -273,7 +273,6 @@ def main() -> int:
     parser.add_argument("--num-blocks", type=int, default=400, help="pages (default 400: less than the load needs)")
     parser.add_argument("--limit-mib", type=float, default=16, help="growth that is still none (default 16)")
     parser.add_argument("--seed", type=int, default=1, help="seed of the load (default 1)")
-    parser.add_argument("--out", type=Path, help="write every sample to this JSON file")
     args = parser.parse_args()
     config = _config(args)
     executor, _tokenizer = load_executor_for(config, config.pools.decode)
@@ -282,9 +281,7 @@ def main() -> int:
     has_device = executor.kv.shared_region is None and args.engine == "model"
     samples = run_load(load, duration_s=args.minutes * 60, sample_every_s=1.0, has_device=has_device)
     load.stop()
-    document = _report(samples, executor, core, load)
-    if args.out is not None:
-        args.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    write_json(args.json, _report(samples, executor, core, load))
     problems = verdict(samples, core, load.counts, limit_bytes=args.limit_mib * _MIB)
     for problem in problems:
         print(f"FAILED: {problem}")

@@ -13,144 +13,84 @@ arm computes nothing.
 
 import argparse
 import asyncio
-import json
 import os
 import random
 import statistics
 import time
-from collections import defaultdict
-from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.table import Table
 
+from benchmarks.answers import Answer, read
 from benchmarks.clusters import running_doors
+from benchmarks.command import command_line, terminal, write_figures
+from benchmarks.figures import Figures
 from cluster.lifecycle import ClusterInfo
 from common.sampling import SamplingParams
-from kvrelay.client import AsyncClient, Token
+from kvrelay.client import AsyncClient
 from worker.inprocess import LocalEngine
 
 PROMPT_TOKENS = 256
 OUTPUT_TOKENS = 32
 CONCURRENCIES = (1, 8)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
-    """One arm's round at one concurrency."""
-
-    arm: str
-    concurrency: int
-    round_idx: int
-    ttft_s: float
-    """Mean over the requests."""
-    itl_s: float
-    """Mean over the requests' mean gaps."""
-    total_s: float
+BASE = "in-process, 1 thread"
 
 
 def _prompts(rng: random.Random, count: int, vocab_size: int) -> list[list[int]]:
     return [[rng.randrange(100, vocab_size) for _ in range(PROMPT_TOKENS)] for _ in range(count)]
 
 
-def _summary(stamps: dict[int, list[float]], started_s: float) -> tuple[float, float]:
-    ttft = statistics.mean(times[0] - started_s for times in stamps.values())
-    itl = statistics.mean((times[-1] - times[0]) / (len(times) - 1) for times in stamps.values())
-    return ttft, itl
+async def _cluster_round(client: AsyncClient, prompts: list[list[int]]) -> list[Answer]:
+    sent_s = time.perf_counter()
+    streams = [client.stream(each, temperature=0, max_tokens=OUTPUT_TOKENS, ignore_eos=True) for each in prompts]
+    return await asyncio.gather(*(read(stream, sent_s=sent_s) for stream in streams))
 
 
-async def _cluster_round(client: AsyncClient, prompts: list[list[int]]) -> tuple[float, float]:
-    stamps: dict[int, list[float]] = defaultdict(list)
-    started_s = time.monotonic()
-
-    async def one(idx: int, prompt: list[int]) -> None:
-        async for event in client.stream(prompt, temperature=0, max_tokens=OUTPUT_TOKENS, ignore_eos=True):
-            if isinstance(event, Token):
-                stamps[idx].append(time.monotonic())
-
-    await asyncio.gather(*(one(idx, prompt) for idx, prompt in enumerate(prompts)))
-    return _summary(stamps, started_s)
-
-
-def _local_round(engine: LocalEngine, prompts: list[list[int]]) -> tuple[float, float]:
+def _local_round(engine: LocalEngine, prompts: list[list[int]]) -> list[Answer]:
     sampling = SamplingParams(temperature=0.0, max_tokens=OUTPUT_TOKENS, ignore_eos=True)
-    stamps: dict[int, list[float]] = defaultdict(list)
-    started_s = time.monotonic()
+    sent_s = time.perf_counter()
+    answers = [Answer(sent_s=sent_s) for _ in prompts]
     for token in engine.stream_all([(prompt, sampling) for prompt in prompts]):
-        stamps[token.request_idx].append(time.monotonic())
-    return _summary(stamps, started_s)
+        answers[token.request_idx].stamps_s.append(time.perf_counter())
+    return answers
 
 
-async def _measure(args: argparse.Namespace, console: Console, info: ClusterInfo, engine: LocalEngine) -> list[Sample]:
-    rng = random.Random(args.seed)
-    cores = os.cpu_count() or 1
-    samples: list[Sample] = []
+async def _measure(args: argparse.Namespace, console: Console, info: ClusterInfo, engine: LocalEngine) -> Figures:
+    rng, figures = random.Random(args.seed), Figures()
+    threads = {"cluster 1P+1D": None, BASE: 1, "in-process, all threads": os.cpu_count() or 1}
     async with AsyncClient(info.address, timeout_s=600, tls=info.tls) as client:
         for round_idx in range(args.rounds + 1):
             for concurrency in CONCURRENCIES:
-                for arm in ("cluster", "in-process, 1 thread", f"in-process, {cores} threads"):
+                for arm, num_threads in threads.items():
                     prompts = _prompts(rng, concurrency, engine.executor.vocab_size)
                     started_s = time.monotonic()
-                    if arm == "cluster":
-                        ttft, itl = await _cluster_round(client, prompts)
+                    if num_threads is None:
+                        answers = await _cluster_round(client, prompts)
                     else:
-                        torch.set_num_threads(1 if "1 thread" in arm else cores)
-                        ttft, itl = _local_round(engine, prompts)
-                    sample = Sample(
-                        arm=arm,
-                        concurrency=concurrency,
-                        round_idx=round_idx,
-                        ttft_s=ttft,
-                        itl_s=itl,
-                        total_s=time.monotonic() - started_s,
-                    )
-                    warm = " (warm-up)" if round_idx == 0 else ""
-                    console.print(f"round {round_idx}{warm} c={concurrency} {arm}: {sample.total_s:.2f} s")
+                        torch.set_num_threads(num_threads)
+                        answers = _local_round(engine, prompts)
+                    warm = "" if round_idx else " (warm-up)"
+                    took_s = time.monotonic() - started_s
+                    console.print(f"round {round_idx}{warm} c={concurrency} {arm}: {took_s:.2f} s")
                     if round_idx:
-                        samples.append(sample)
-    return samples
-
-
-def _report(samples: list[Sample], console: Console) -> None:
-    table = Table(title=f"{PROMPT_TOKENS} prompt tokens, {OUTPUT_TOKENS} output tokens, greedy, cold cache")
-    for column in ("concurrency", "arm", "TTFT ms (range)", "ratio", "ITL ms (range)", "ratio"):
-        table.add_column(column, justify="left" if column == "arm" else "right")
-    for concurrency in CONCURRENCIES:
-        groups: dict[str, list[Sample]] = defaultdict(list)
-        for sample in samples:
-            if sample.concurrency == concurrency:
-                groups[sample.arm].append(sample)
-        base = groups["in-process, 1 thread"]
-        for arm, group in groups.items():
-            cells: list[str] = []
-            for field in ("ttft_s", "itl_s"):
-                values = [getattr(s, field) * 1000 for s in group]
-                ratios = [getattr(s, field) / getattr(b, field) for s, b in zip(group, base, strict=True)]
-                cells.append(f"{statistics.median(values):.0f} ({min(values):.0f}-{max(values):.0f})")
-                cells.append(f"{statistics.median(ratios):.2f}")
-            table.add_row(str(concurrency), arm, *cells)
-    console.print(table)
+                        ttft_ms = 1000 * statistics.mean(answer.ttft_s for answer in answers)
+                        itl_ms = 1000 * statistics.mean(answer.mean_gap_s or 0.0 for answer in answers)
+                        figures.add("split", f"concurrency {concurrency}", arm, TTFT_ms=ttft_ms, ITL_ms=itl_ms)
+    return figures
 
 
 def main() -> None:
     """Run the benchmark."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.split_cost", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=5, help="measured rounds (default 5)")
+    parser = command_line("split_cost", __doc__, rounds=5, has_launcher=True)
     parser.add_argument("--seed", type=int, default=1, help="seed of the prompts (default 1)")
-    parser.add_argument("--launcher", choices=["local", "ray"], default="local", help="how the cluster is started")
-    parser.add_argument("--json", type=Path, help="write every sample to this file")
     args = parser.parse_args()
-    console = Console(width=120)
-    router = {"local_prefill_max_tokens": 32}  # what is measured is the handoff
+    console = terminal()
+    router = {"local_prefill_max_tokens": 32}  # the handoff is what is measured
     with running_doors(launcher=args.launcher, router=router, console=console) as (info, config):
-        samples = asyncio.run(_measure(args, console, info, LocalEngine.load(config)))
-    _report(samples, console)
-    if args.json is not None:
-        args.json.write_text(json.dumps([asdict(sample) for sample in samples], indent=1) + "\n", encoding="utf-8")
+        figures = asyncio.run(_measure(args, console, info, LocalEngine.load(config)))
+    console.print(f"{PROMPT_TOKENS} prompt tokens, {OUTPUT_TOKENS} output tokens, greedy, cold cache")
+    figures.show(console, base=BASE)
+    write_figures(args.json, figures, method="benchmarks/split_cost.py")
 
 
 if __name__ == "__main__":

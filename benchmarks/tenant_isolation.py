@@ -6,66 +6,46 @@ Method. A 1P+1D cluster of the default model (local launcher) with two tenants, 
 Each round draws a prompt of random token ids (seeded) that was never sent before; tenant a sends it first, so that it
 is cached. Then come, in an order that rotates from round to round: `warm`, tenant a sends it again; `probe`, tenant b
 sends the very same prompt; `cold`, tenant b sends another prompt of that length that was never sent. Each asks for
-two tokens, one request at a time. TTFT is what the client sees. Reported are medians with the quartiles, and how well
+two tokens, one request at a time. TTFT is what the client sees. The report has medians with the quartiles, and how well
 an attacker could tell a probe from a cold prompt by its TTFT: the share of all (probe, cold) pairs in which the probe
 was faster (0.5: a coin), with a bootstrap interval over rounds. As a check of the instrument, the same figure for warm
 prompts must be near 1. Exit code 1 when a probe finds cached tokens, or when the interval does not hold 0.5.
 """
 
-import argparse
 import asyncio
-import json
 import sys
-import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 
-from benchmarks.clusters import running_cluster
-from kvrelay.client import AsyncClient, Token
+from benchmarks.answers import read
+from benchmarks.clusters import running_doors
+from benchmarks.command import command_line, terminal, write_figures
+from benchmarks.figures import Figures, spread
+from kvrelay.client import AsyncClient
 
 KEYS = {"a": "benchmark-key-of-a-01", "b": "benchmark-key-of-b-01"}
 ARMS = (("warm", "a"), ("probe", "b"), ("cold", "b"))
 VOCAB = (1000, 40_000)
 SEED = 7
+PART = "tenants"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
-    """One request."""
-
-    round_idx: int
-    arm: str
-    ttft_s: float
-    num_cached_tokens: int
-    num_decode_cached_tokens: int
-    predicted_cached_tokens: int
-
-
-async def _ask(client: AsyncClient, prompt: Sequence[int], *, round_idx: int, arm: str) -> Sample:
-    started_s, first_s = time.perf_counter(), 0.0
-    async with client.stream(prompt, max_tokens=2, temperature=0, ignore_eos=True) as stream:
-        async for event in stream:
-            if isinstance(event, Token) and not first_s:
-                first_s = time.perf_counter()
-        answer = await stream.result()
-    return Sample(
-        round_idx=round_idx,
-        arm=arm,
-        ttft_s=first_s - started_s,
-        num_cached_tokens=answer.usage.num_cached_tokens,
-        num_decode_cached_tokens=answer.usage.num_decode_cached_tokens,
-        predicted_cached_tokens=answer.plans[0].predicted_cached_tokens,
-    )
+async def _ask(client: AsyncClient, prompt: Sequence[int]) -> dict[str, float]:
+    answer = await read(client.stream(prompt, max_tokens=2, temperature=0, ignore_eos=True))
+    usage, plan = answer.generation.usage, answer.generation.plans[0]
+    return {
+        "TTFT_ms": 1000 * answer.ttft_s,
+        "cached": usage.num_cached_tokens,
+        "cached_on_decode": usage.num_decode_cached_tokens,
+        "predicted": plan.predicted_cached_tokens,
+    }
 
 
-async def _measure(address: str, *, num_rounds: int, num_tokens: int, console: Console) -> list[Sample]:
+async def _measure(address: str, *, num_rounds: int, num_tokens: int, console: Console) -> Figures:
     rng = np.random.default_rng(SEED)
-    samples: list[Sample] = []
+    figures = Figures()
     async with (
         AsyncClient(address, timeout_s=300, api_key=KEYS["a"]) as a,
         AsyncClient(address, timeout_s=300, api_key=KEYS["b"]) as b,
@@ -75,22 +55,22 @@ async def _measure(address: str, *, num_rounds: int, num_tokens: int, console: C
             await client.generate(rng.integers(*VOCAB, num_tokens).tolist(), max_tokens=2)
         for round_idx in range(num_rounds):
             known, fresh = (rng.integers(*VOCAB, num_tokens).tolist() for _ in range(2))
-            samples.append(await _ask(a, known, round_idx=round_idx, arm="first"))
             turn = round_idx % len(ARMS)
-            for arm, tenant in (*ARMS[turn:], *ARMS[:turn]):
-                prompt = fresh if arm == "cold" else known
-                samples.append(await _ask(clients[tenant], prompt, round_idx=round_idx, arm=arm))
-            console.print(" · ".join(f"{s.arm} {s.ttft_s * 1000:.0f} ms" for s in samples[-4:]))
-    return samples
+            for arm, tenant in (("first", "a"), *ARMS[turn:], *ARMS[:turn]):
+                found = await _ask(clients[tenant], fresh if arm == "cold" else known)
+                figures.add(PART, f"{num_tokens} tokens", arm, **found)
+            console.print(f"round {round_idx + 1} of {num_rounds}")
+    return figures
 
 
-def _times(samples: Sequence[Sample], arm: str) -> "np.ndarray[tuple[int], np.dtype[np.float64]]":
-    return np.array([sample.ttft_s for sample in samples if sample.arm == arm])
+def _rounds(figures: Figures, arm: str, unit: str) -> list[float]:
+    return next(f.rounds for f in figures.all.values() if (f.arm, f.unit) == (arm, unit))
 
 
-def telltale(samples: Sequence[Sample], arm: str) -> tuple[float, float, float]:
+def telltale(figures: Figures, arm: str) -> tuple[float, float, float]:
     """Return how often `arm` is faster than a cold prompt, with a 95 % interval: bootstrap over rounds."""
-    faster = (_times(samples, arm)[:, None] < _times(samples, "cold")[None, :]).astype(float)
+    mine, cold = (np.array(_rounds(figures, each, "TTFT ms")) for each in (arm, "cold"))
+    faster = (mine[:, None] < cold[None, :]).astype(float)
     rng = np.random.default_rng(SEED)
     draws = rng.integers(0, len(faster), (2000, len(faster)))
     means = [faster[np.ix_(draw, draw)].mean() for draw in draws]
@@ -98,47 +78,33 @@ def telltale(samples: Sequence[Sample], arm: str) -> tuple[float, float, float]:
     return float(faster.mean()), float(low), float(high)
 
 
-def _report(samples: Sequence[Sample], console: Console) -> bool:
-    table = Table(title="What each sees")
-    for column in ("arm", "TTFT ms, median (quartiles)", "cached", "on decode", "predicted", "faster than cold (95 %)"):
-        table.add_column(column, justify="right")
-    for arm in ("first", "warm", "probe", "cold"):
-        low, middle, high = np.percentile(_times(samples, arm), [25, 50, 75]) * 1000
-        mine = [sample for sample in samples if sample.arm == arm]
-        tell = "" if arm == "cold" else "{:.2f} ({:.2f}–{:.2f})".format(*telltale(samples, arm))
-        table.add_row(
-            arm,
-            f"{middle:.0f} ({low:.0f}–{high:.0f})",
-            str(max(sample.num_cached_tokens for sample in mine)),
-            str(max(sample.num_decode_cached_tokens for sample in mine)),
-            str(max(sample.predicted_cached_tokens for sample in mine)),
-            tell,
+def _report(figures: Figures, console: Console) -> bool:
+    """Print what each arm sees; returns whether nothing tells a probe from a cold prompt."""
+    figures.show(console)
+    for arm in ("warm", "probe"):
+        quartiles = spread(_rounds(figures, arm, "TTFT ms"), percentiles=(25, 75))
+        share, low, high = telltale(figures, arm)
+        console.print(
+            f"{arm}: TTFT {quartiles} ms, median (quartiles);"
+            f" faster than cold in {share:.2f} ({low:.2f}–{high:.2f}) of all pairs"
         )
-    console.print(table)
-    probes = [sample for sample in samples if sample.arm == "probe"]
-    found = sum(s.num_cached_tokens + s.num_decode_cached_tokens + s.predicted_cached_tokens for s in probes)
-    _, low, high = telltale(samples, "probe")
+    found = sum(sum(_rounds(figures, "probe", unit)) for unit in ("cached", "cached on decode", "predicted"))
+    _, low, high = telltale(figures, "probe")
     return found == 0 and low <= 0.5 <= high
 
 
 def main() -> None:
     """Run the benchmark."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.tenant_isolation", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=20, help="rounds (default 20)")
+    parser = command_line("tenant_isolation", __doc__, rounds=20)
     parser.add_argument("--tokens", type=int, default=768, help="length of a prompt (default 768)")
-    parser.add_argument("--json", type=Path, help="write every sample to this file")
     args = parser.parse_args()
-    console = Console(width=140)
+    console = terminal()
     router = {"auth": "api_key", "salt_secret": "benchmark secret of enough characters"}
     tenants = [{"name": name, "api_keys": [key]} for name, key in KEYS.items()]
-    with running_cluster(launcher="local", router=router, tenants=tenants, console=console) as (address, _config):
-        samples = asyncio.run(_measure(address, num_rounds=args.rounds, num_tokens=args.tokens, console=console))
-    is_isolated = _report(samples, console)
-    if args.json is not None:
-        rows = [asdict(sample) for sample in samples]
-        args.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    with running_doors(launcher="local", router=router, tenants=tenants, console=console) as (info, _config):
+        figures = asyncio.run(_measure(info.address, num_rounds=args.rounds, num_tokens=args.tokens, console=console))
+    is_isolated = _report(figures, console)
+    write_figures(args.json, figures, method="benchmarks/tenant_isolation.py")
     sys.exit(0 if is_isolated else 1)
 
 

@@ -1,27 +1,29 @@
 """A router as it is deployed, with one worker behind it that computes nothing, and how clients connect to the two."""
 
+import asyncio
 import ssl
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import aiohttp
 import grpc
 import yaml
 
 from benchmarks.token_worker import WORKER_ID
-from benchmarks.trust import HOST, running_child
+from benchmarks.trust import HOST, Child, running_child
 from common.ports import free_port, with_port
-from common.process import Ready
 from common.rpc import client_channel
 from common.trust.authority import Authority
 from common.trust.credentials import Credentials
 from common.trust.identity import Role
 from common.trust.reach import Reach
 from kvrelay.v1 import router_admin_pb2, router_admin_pb2_grpc, worker_pb2, worker_pb2_grpc
+
+_START_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +33,8 @@ class TokenRouter:
     address: str
     worker_address: str
     """The worker's control."""
-    http_port: int
+    http_url: str
+    """Scheme, host and port of the OpenAI door."""
     router_pid: int
     worker_pid: int
     worker_door: str
@@ -39,51 +42,57 @@ class TokenRouter:
 
 
 @asynccontextmanager
-async def running_token_worker(authority: Authority, *, itl_ms: float) -> AsyncIterator[tuple[Ready, str]]:
-    """Run the worker alone until the block is left; yields its ready line and its direct door."""
+async def running_token_worker(authority: Authority, *, itl_ms: float) -> AsyncIterator[tuple[Child, str]]:
+    """Run the worker alone until the block is left; yields it and its direct door."""
     command = ("benchmarks.token_worker", "--itl-ms", str(itl_ms))
     async with running_child(authority, *command, role=Role.WORKER, name=WORKER_ID) as worker:
-        async with controller(authority).worker(worker.address) as channel:
+        address = worker.ready.address
+        async with controller(authority).worker(address) as channel:
             stub = worker_pb2_grpc.WorkerServiceStub(channel)
             described = await stub.DescribeWorker(worker_pb2.DescribeWorkerRequest())
-        yield worker, with_port(worker.address, described.direct_port)
+        yield worker, with_port(address, described.direct_port)
 
 
 @asynccontextmanager
 async def running_token_router(authority: Authority, *, itl_ms: float) -> AsyncIterator[TokenRouter]:
     """Run both, connected, until the block is left."""
     http_port = free_port(HOST)
-    config = {
-        "model": {"engine": "fake"},
-        "router": {
-            "port": 0,
-            "http_port": http_port,
-            "metrics_port": None,
-            "max_queued": 1024,
-        },
-    }
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "serving.yaml"
-        path.write_text(yaml.safe_dump(config), encoding="utf-8")
-        command = ("router", "--config", str(path), "--die-with-parent")
-        async with (
-            running_token_worker(authority, itl_ms=itl_ms) as (worker, worker_door),
-            running_child(authority, *command, role=Role.ROUTER, name="router-0") as router,
-        ):
-            async with controller(authority).router(router.admin_address) as channel:
-                admin = router_admin_pb2_grpc.RouterAdminServiceStub(channel)
-                endpoint = router_admin_pb2.WorkerEndpoint(
-                    worker_id=WORKER_ID, role=worker_pb2.WORKER_ROLE_DECODE, address=worker.address
-                )
-                await admin.SetWorkers(router_admin_pb2.SetWorkersRequest(workers=[endpoint]))
+    section = {"http_port": http_port, "max_queued": 1024}
+    async with running_token_worker(authority, itl_ms=itl_ms) as (worker, worker_door):
+        endpoint = router_admin_pb2.WorkerEndpoint(
+            worker_id=WORKER_ID, role=worker_pb2.WORKER_ROLE_DECODE, address=worker.ready.address
+        )
+        async with running_router(authority, [endpoint], section) as router:
             yield TokenRouter(
-                address=router.address,
-                worker_address=worker.address,
-                http_port=http_port,
+                address=router.ready.address,
+                worker_address=worker.ready.address,
+                http_url=f"{'https' if authority.settings.is_encrypted else 'http'}://{HOST}:{http_port}",
                 router_pid=router.pid,
                 worker_pid=worker.pid,
                 worker_door=worker_door,
             )
+
+
+@asynccontextmanager
+async def running_router(
+    authority: Authority, workers: Sequence[router_admin_pb2.WorkerEndpoint], section: Mapping[str, Any]
+) -> AsyncIterator[Child]:
+    """Run a router with these workers until the block is left; yields it when all of them are ready.
+
+    `section` adds to its section of serving.yaml.
+    """
+    config = {"model": {"engine": "fake"}, "router": {"port": 0, "metrics_port": None, **section}}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "serving.yaml"
+        path.write_text(yaml.safe_dump(config), encoding="utf-8")
+        command = ("router", "--config", str(path), "--die-with-parent")
+        async with running_child(authority, *command, role=Role.ROUTER, name="router-0") as router:
+            address, request = router.ready.admin_address, router_admin_pb2.SetWorkersRequest(workers=workers)
+            async with controller(authority).router(address) as channel, asyncio.timeout(_START_TIMEOUT_S):
+                admin = router_admin_pb2_grpc.RouterAdminServiceStub(channel)
+                while (await admin.SetWorkers(request)).num_ready < len(workers):  # noqa: ASYNC110 - there is no event
+                    await asyncio.sleep(0.05)
+            yield router
 
 
 def controller(authority: Authority) -> Reach:

@@ -1,7 +1,7 @@
 """A decode worker that computes nothing: every call gets one token a step, at a given pace or as fast as it is read.
 
 `python -m benchmarks.token_worker --itl-ms 5` gets its certificate on stdin and prints a ready line (common.process).
-What it costs is not the router's: it exists so that a router can be loaded without an engine on the same two cores.
+Its cost is not the router's: it exists so that a router can be loaded without an engine on the same two cores.
 Routers reach it at its control, as a real worker; clients at its direct door, whose port it tells routers.
 """
 
@@ -12,15 +12,13 @@ import os
 import sys
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import grpc
 import uvloop
 
+from benchmarks.mock_worker import Context, MockWorker
 from benchmarks.trust import HOST, enrol_child
-from common.block_hash import hash_probe, hash_root
 from common.config import TlsConfig
-from common.ids import mint_epoch
 from common.process import Ready, die_with_parent, ready_line
 from common.rpc_server import start_server
 from common.trust.access import Audience
@@ -36,15 +34,9 @@ from kvrelay.v1 import (
     worker_pb2,
     worker_pb2_grpc,
 )
-from router.fake_codec import ByteCodec
 
 WORKER_ID = "token-worker"
-FINGERPRINT = "tokens"
-BLOCK_SIZE = 16
-NUM_BLOCKS = 1 << 20
 TEXT = " token"
-
-Context = grpc.aio.ServicerContext[Any, Any]
 
 
 @dataclass(slots=True)
@@ -55,51 +47,19 @@ class _Call:
 
 
 class TokenWorker(
-    worker_pb2_grpc.WorkerServiceServicer,
+    MockWorker,
     decode_pb2_grpc.DecodeServiceServicer,
     decode_pb2_grpc.DirectServiceServicer,
     inference_pb2_grpc.InferenceServiceServicer,
 ):
-    """Serves routers, and bare streams to clients: what gRPC alone costs who sends the tokens."""
+    """Serves routers, and bare streams to clients: what gRPC alone costs the sender of the tokens."""
 
     def __init__(self, itl_s: float) -> None:
-        self.direct_port = 0
-        """Known once it serves."""
+        super().__init__(WORKER_ID, worker_pb2.WORKER_ROLE_DECODE)
         self._itl_s = itl_s
-        self._epoch = mint_epoch()
         self._directs = DirectTable()
         self._ticked = asyncio.Event()
         self._ticker: asyncio.Task[None] | None = None
-
-    async def DescribeWorker(  # noqa: D102
-        self, request: worker_pb2.DescribeWorkerRequest, context: Context
-    ) -> worker_pb2.DescribeWorkerResponse:
-        return worker_pb2.DescribeWorkerResponse(
-            worker_id=WORKER_ID,
-            epoch=self._epoch,
-            role=worker_pb2.WORKER_ROLE_DECODE,
-            layout=worker_pb2.KvLayout(block_size=BLOCK_SIZE, fingerprint=FINGERPRINT),
-            num_blocks=NUM_BLOCKS,
-            max_model_len=1 << 20,
-            vocab_size=256,
-            model_name="tokens",
-            tokenizer_probe=ByteCodec.probes.tokenizer,
-            template_probe=ByteCodec.probes.template,
-            hash_probe=hash_probe(hash_root(model_fingerprint=FINGERPRINT), BLOCK_SIZE),
-            direct_port=self.direct_port,
-        )
-
-    async def WatchWorker(  # type: ignore[override]  # noqa: D102
-        self, request: worker_pb2.WatchWorkerRequest, context: Context
-    ) -> None:
-        load = worker_pb2.LoadReport(num_free_blocks=NUM_BLOCKS, num_blocks=NUM_BLOCKS)
-        await context.write(worker_pb2.WatchWorkerResponse(epoch=self._epoch, load=load))
-        await asyncio.Event().wait()
-
-    async def GetWorkerStatus(  # noqa: D102
-        self, request: worker_pb2.GetWorkerStatusRequest, context: Context
-    ) -> worker_pb2.GetWorkerStatusResponse:
-        return worker_pb2.GetWorkerStatusResponse()
 
     async def DecodeMany(  # type: ignore[override]  # noqa: D102
         self, request_iterator: AsyncIterator[decode_pb2.DecodeManyRequest], context: Context

@@ -1,16 +1,17 @@
 """Identities of a benchmark's processes: the benchmark is their authority and enrols the children that it starts.
 
 A child gets its certificate over its standard streams, as from a launcher (common/trust/pipe.py): `python -m router`
-does so by itself, a mock by `enrol_child`. What the parent plays itself, the controller or another worker, has its
-credentials from the same authority (`Credentials.of`).
+does so by itself, a mock by `enrol_child`. The parts that the parent plays itself, the controller or another worker,
+have their credentials from the same authority (`Credentials.of`).
 """
 
 import asyncio
 import os
-import subprocess
 import sys
+import tempfile
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 
 from common.process import PARENT_PID_ENV, Ready, parse_ready
@@ -32,52 +33,61 @@ async def enrol_child() -> Credentials:
     return credentials
 
 
-def first_line(child: "subprocess.Popen[bytes]", authority: Authority, *, role: Role, name: str) -> str:
-    """Enrol a child under a name; returns the first other line of its stdout, empty when it has ended. Blocks."""
-    assert child.stdin is not None
-    assert child.stdout is not None
-    for line in child.stdout:
-        answer = answer_to(line.decode(), partial(authority.enrol, role=role, name=name))
-        if answer is None:
-            return line.decode()
-        child.stdin.write(answer.encode())
-        child.stdin.flush()
-    return ""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Child:
+    """A running child."""
+
+    pid: int
+    line: str
+    """The first line that it printed behind its enrolment."""
+
+    @property
+    def ready(self) -> Ready:
+        """Content of its ready line. Raises RuntimeError when the line is none."""
+        ready = parse_ready(self.line)
+        if ready is None:
+            raise RuntimeError(f"{self.line!r} is no ready line")
+        return ready
 
 
 @asynccontextmanager
 async def running_child(
     authority: Authority, *command: str, role: Role, name: str, env: Mapping[str, str] | None = None
-) -> AsyncIterator[Ready]:
-    """Run a Python module under a name until the block is left; yields what its ready line says.
+) -> AsyncIterator[Child]:
+    """Run a Python module under a name until the block is left; yields it once it has printed a line.
 
-    `env` is added to the environment. Raises RuntimeError when it does not start.
+    `env` is added to the environment. Raises RuntimeError with the end of its log when it does not start.
     """
-    child = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        *command,
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.DEVNULL,
-        env={**os.environ, **(env or {}), PARENT_PID_ENV: str(os.getpid())},
-    )
-    try:
-        yield await _until_ready(child, authority, role=role, name=name)
-    finally:
-        with suppress(ProcessLookupError):
-            child.kill()
-        await child.wait()
+    with tempfile.TemporaryFile() as log:
+        child = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            *command,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=log,
+            env={**os.environ, **(env or {}), PARENT_PID_ENV: str(os.getpid())},
+        )
+        try:
+            line = await _first_line(child, authority, role=role, name=name)
+            if not line:
+                log.seek(0)
+                raise RuntimeError(f"{name} did not start: {log.read().decode(errors='replace')[-500:]}")
+            yield Child(pid=child.pid, line=line)
+        finally:
+            with suppress(ProcessLookupError):
+                child.kill()
+            await child.wait()
 
 
-async def _until_ready(child: asyncio.subprocess.Process, authority: Authority, *, role: Role, name: str) -> Ready:
+async def _first_line(child: asyncio.subprocess.Process, authority: Authority, *, role: Role, name: str) -> str:
+    """Enrol a child; returns the first other line of its output, empty when it has ended."""
     assert child.stdin is not None
     assert child.stdout is not None
     async for line in child.stdout:
-        if (ready := parse_ready(line.decode())) is not None:
-            return ready
         answer = answer_to(line.decode(), partial(authority.enrol, role=role, name=name))
-        if answer is not None:
-            child.stdin.write(answer.encode())
-            await child.stdin.drain()
-    raise RuntimeError(f"{name} did not start")
+        if answer is None:
+            return line.decode()
+        child.stdin.write(answer.encode())
+        await child.stdin.drain()
+    return ""

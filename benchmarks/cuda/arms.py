@@ -15,6 +15,7 @@ from common.config import ServingConfig
 from common.config import parse_config as parse_serving
 from common.errors import Refused
 from common.ids import mint_request_id
+from common.model_files import resolve_model
 from common.random_models import CONFIGS
 from common.sampling import SamplingParams
 from common.tokens import as_tokens
@@ -25,6 +26,7 @@ from engine.group import Group
 from engine.kv_cache import TorchKvStore
 from engine.model.config import DecoderConfig
 from engine.model.config import parse_config as parse_model
+from engine.model.random_weights import fill_random, initializer_range
 from engine.sequence import EngineRequest
 from worker.factory import limits_for, load_executor_for
 
@@ -104,6 +106,17 @@ class Arm:
         pools = {"block_size": BLOCK_SIZE, "threads": torch.get_num_threads(), **pool}
         model = {"id": f"random:{self.model}", "device": device.type, **_FORMAT_KEYS[self.format]}
         return parse_serving({"model": model, "pools": {"prefill": pools, "decode": pools}}, source=self.name)
+
+
+def transformers_model(model: str, *, dtype: torch.dtype, **options: Any) -> Any:
+    """Return transformers' own model of a name, with the same random weights as ours."""
+    import transformers
+
+    hugging_face: Any = transformers  # half of it has no types
+    config = hugging_face.AutoConfig.from_pretrained(resolve_model(f"random:{model}", local_files_only=True))
+    made = hugging_face.AutoModelForCausalLM.from_config(config, dtype=dtype, **options).eval()
+    fill_random(dict(made.named_parameters()), seed=0, std=initializer_range(CONFIGS[model]))
+    return made
 
 
 def largest_model(device: torch.device) -> str:

@@ -18,12 +18,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.cuda.arms import Arm, EngineArm, Format
+from benchmarks.cuda.arms import Arm, EngineArm, Format, transformers_model
 from benchmarks.cuda.part import Part, part_parser, run_part
 from benchmarks.cuda.report import Reading
-from common.model_files import resolve_model
 from common.random_models import CONFIGS
-from engine.model.random_weights import fill_random, initializer_range
 
 _ORACLE_MODELS = ("tiny", "tiny-llama")
 _PROMPT_TOKENS = (1, 15, 16, 17, 33, 64, 100, 257)
@@ -64,7 +62,8 @@ def _check_oracle(part: Part, model: str) -> None:
     # The same prompts again: now their prefixes are in the cache.
     groups += [engine.add(prompt, max_tokens=_NUM_OUTPUT_TOKENS) for prompt in prompts]
     engine.drain()
-    reference = _reference(model)
+    reference = transformers_model(model, dtype=torch.float32)
+    reference.generation_config.eos_token_id = None
     expected = [_generate(reference, prompt) for prompt in prompts]
     found = [list(group.leader.output_token_ids) for group in groups]
     num_right = sum(answer == right for answer, right in zip(found, expected * 2, strict=True))
@@ -81,17 +80,6 @@ def _prompts(vocab_size: int) -> list[list[int]]:
         shared[: length // 2] + [rng.randrange(vocab_size) for _ in range(length - length // 2)]
         for length in _PROMPT_TOKENS
     ]
-
-
-def _reference(model: str) -> Any:
-    import transformers
-
-    hugging_face: Any = transformers  # half of it has no types
-    config = hugging_face.AutoConfig.from_pretrained(resolve_model(f"random:{model}", local_files_only=True))
-    reference = hugging_face.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    fill_random(dict(reference.named_parameters()), seed=0, std=initializer_range(CONFIGS[model]))
-    reference.generation_config.eos_token_id = None
-    return reference
 
 
 @torch.inference_mode()

@@ -22,10 +22,8 @@ from torch.nn import functional as F
 from benchmarks.cuda.arms import Arm, Format
 from benchmarks.cuda.card import CardRates, load_rates
 from benchmarks.cuda.part import Part, part_parser, run_part
-from benchmarks.cuda.report import Reading
 from benchmarks.cuda.timing import graph_s
-from engine.executor import KvShape
-from engine.kv_cache import TorchKvStore
+from engine.kv_cache import TorchKvStore, kv_shape
 from engine.model.config import DecoderConfig
 from engine.ops.interface import Ops
 from engine.ops.metadata import AttentionMetadata, SequenceSpan
@@ -67,9 +65,7 @@ class Bench:
         """Time one operation and report it."""
         elapsed_s = graph_s(run, self.part.device, calls=self.sizes.num_layers)
         bound_s = max(num_bytes / self.rates.copy_bytes_per_s, flops / self.rates.bf16_flops)
-        self.part.add(
-            Reading(case=case, value=elapsed_s * 1e6, unit="us", bound=bound_s * 1e6, ratio=bound_s / elapsed_s)
-        )
+        self.part.add_time(case, elapsed_s, bound_s, unit="us")
 
     def noise(self, *sizes: int) -> Tensor:
         """Return normally distributed bf16 numbers."""
@@ -129,15 +125,7 @@ def _measure_attend(bench: Bench, case: str, kv_dtype: torch.dtype, batch: int, 
 
 def _make_ops(bench: Bench, kv_dtype: torch.dtype, batch: int, context_len: int) -> tuple[Ops, TorchKvStore]:
     decoder, device = bench.decoder, bench.part.device
-    shape = KvShape(
-        num_layers=decoder.num_layers,
-        num_kv_heads=decoder.num_kv_heads,
-        head_dim=decoder.head_dim,
-        block_size=_BLOCK_SIZE,
-        dtype=str(kv_dtype).removeprefix("torch."),
-        bytes_per_element=kv_dtype.itemsize,
-        fingerprint="benchmark",
-    )
+    shape = kv_shape(decoder, block_size=_BLOCK_SIZE, dtype=kv_dtype, fingerprint="benchmark")
     store = TorchKvStore(shape, batch * -(-context_len // _BLOCK_SIZE) + 1, device=device)
     for pages in (pages for layer in store.layers for pages in layer):
         pages.copy_(torch.randn(pages.shape, dtype=torch.bfloat16, device=device))

@@ -62,6 +62,14 @@ class Part:
         ratio = "" if reading.ratio is None else f", ratio {reading.ratio:.2f}"
         print(f"  {reading.case}: {reading.value:.4g} {reading.unit}{ratio} {reading.note}".rstrip(), flush=True)
 
+    def add_time(
+        self, case: str, time_s: float, bound_s: float, *, unit: str = "ms", goal: float | None = None, note: str = ""
+    ) -> None:
+        """Report a time beside its bound; the ratio is the share of the bound that was reached."""
+        scale = {"ms": 1e3, "us": 1e6}[unit]
+        value, bound = time_s * scale, bound_s * scale
+        self.add(Reading(case=case, value=value, unit=unit, bound=bound, ratio=bound_s / time_s, goal=goal, note=note))
+
 
 def part_parser(name: str, description: str | None) -> argparse.ArgumentParser:
     """Return a parser with the arguments that every part has."""

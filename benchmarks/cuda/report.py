@@ -39,7 +39,7 @@ class Failure:
 
 @dataclass(slots=True, kw_only=True)
 class Report:
-    """One part's outcome. Whoever measures appends to it."""
+    """One part's outcome. The functions that measure append to it."""
 
     part: str
     title: str

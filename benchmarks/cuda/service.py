@@ -73,18 +73,16 @@ def _running(config: ServingConfig) -> Iterator[str]:
         }
     )
     with tempfile.TemporaryDirectory() as folder:
-        run_dir = Path(folder) / "run"
+        run_dir, config_path = Path(folder) / "run", Path("serving.yaml")
         try:
-            info = lifecycle.up(
-                config, config_path=Path("serving.yaml"), run_dir=run_dir, report=lambda line: print(f"  {line}")
-            )
-            yield info.address
+            with lifecycle.running_cluster(
+                config, config_path=config_path, run_dir=run_dir, report=lambda line: print(f"  {line}")
+            ) as info:
+                yield info.address
         except lifecycle.ClusterError:
             for log in sorted(run_dir.glob("logs/*.log")):
                 print(f"---- {log.name}\n{log.read_text(encoding='utf-8')[-3000:]}", flush=True)
             raise
-        finally:
-            lifecycle.down(run_dir, report=lambda _line: None)
 
 
 async def _ask(part: Part, arm: Arm, sizes: Sizes, address: str) -> None:
@@ -115,32 +113,22 @@ async def _ask(part: Part, arm: Arm, sizes: Sizes, address: str) -> None:
 def _report(part: Part, case: str, answers: Sequence[Generation]) -> None:
     timings = [answer.timings for answer in answers]
     moved = [answer.transfer for answer in answers if answer.transfer.transfer_s > 0]
-    part.add(
-        Reading(
-            case=f"{case}, first token",
-            value=1000 * statistics.median(each.ttft_s for each in timings),
-            unit="ms",
-            note=f"prefill {1000 * statistics.median(each.prefill_s for each in timings):.1f} ms",
-        )
-    )
-    part.add(
-        Reading(
-            case=f"{case}, between tokens",
-            value=1000 * statistics.median(each.mean_itl_s or 0.0 for each in timings),
-            unit="ms",
-            note=f"largest gap {1000 * max(each.max_itl_s or 0.0 for each in timings):.1f} ms",
-        )
-    )
+
+    def add(name: str, values_s: Sequence[float], note: str) -> None:
+        part.add(Reading(case=f"{case}, {name}", value=_median_ms(values_s), unit="ms", note=note))
+
+    prefill_ms = _median_ms([each.prefill_s for each in timings])
+    add("first token", [each.ttft_s for each in timings], f"prefill {prefill_ms:.1f} ms")
+    largest_ms = 1000 * max(each.max_itl_s or 0.0 for each in timings)
+    add("between tokens", [each.mean_itl_s or 0.0 for each in timings], f"largest gap {largest_ms:.1f} ms")
     if moved:
-        part.add(
-            Reading(
-                case=f"{case}, handoff",
-                value=1000 * statistics.median(each.transfer_s for each in moved),
-                unit="ms",
-                note=f"{moved[0].kv_bytes / 1e6:.0f} MB by {moved[0].transport},"
-                f" not hidden {1000 * statistics.median(each.exposed_s for each in moved):.1f} ms",
-            )
-        )
+        exposed_ms = _median_ms([each.exposed_s for each in moved])
+        note = f"{moved[0].kv_bytes / 1e6:.0f} MB by {moved[0].transport}, not hidden {exposed_ms:.1f} ms"
+        add("handoff", [each.transfer_s for each in moved], note)
+
+
+def _median_ms(values_s: Sequence[float]) -> float:
+    return 1000 * statistics.median(values_s)
 
 
 def _check_transport(part: Part, answers: Sequence[Generation]) -> None:

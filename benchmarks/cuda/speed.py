@@ -20,7 +20,6 @@ import torch
 from benchmarks.cuda.arms import BLOCK_SIZE, Arm, EngineArm, Format
 from benchmarks.cuda.card import CardRates, load_rates
 from benchmarks.cuda.part import Part, part_parser, run_part
-from benchmarks.cuda.report import Reading
 from benchmarks.cuda.timing import synchronize
 from common.random_models import CONFIGS
 
@@ -137,17 +136,8 @@ def _measure_decode(bench: Bench, case: str, batch: int, context: int, *, goal: 
     mean_context = context + sizes.num_warm_up_steps + sizes.num_steps / 2
     num_bytes = bench.arm.weight_bytes + batch * mean_context * bench.arm.kv_bytes_per_token
     step_s, bound_s = elapsed_s / sizes.num_steps, num_bytes / bench.rates.copy_bytes_per_s
-    bench.part.add(
-        Reading(
-            case=case,
-            value=step_s * 1000,
-            unit="ms",
-            bound=bound_s * 1000,
-            ratio=bound_s / step_s,
-            goal=goal,
-            note=note or f"{batch / step_s:.0f} tokens/s, {num_bytes / 1e9:.1f} GB a step",
-        )
-    )
+    note = note or f"{batch / step_s:.0f} tokens/s, {num_bytes / 1e9:.1f} GB a step"
+    bench.part.add_time(case, step_s, bound_s, goal=goal, note=note)
 
 
 def _measure_prefill(bench: Bench, case: str) -> None:
@@ -166,17 +156,8 @@ def _measure_prefill(bench: Bench, case: str) -> None:
     products = 2.0 * arm.num_layer_weights * num_tokens + 2.0 * arm.num_head_weights
     bound_s = products / product_rate + arm.attention_flops(num_tokens) / bench.rates.bf16_flops
     flops = products + arm.attention_flops(num_tokens)
-    bench.part.add(
-        Reading(
-            case=case,
-            value=prefill_s * 1000,
-            unit="ms",
-            bound=bound_s * 1000,
-            ratio=bound_s / prefill_s,
-            goal=bench.sizes.prefill_goal,
-            note=f"{num_tokens / prefill_s:.0f} tokens/s, {flops / prefill_s / 1e12:.0f} TFLOP/s",
-        )
-    )
+    note = f"{num_tokens / prefill_s:.0f} tokens/s, {flops / prefill_s / 1e12:.0f} TFLOP/s"
+    bench.part.add_time(case, prefill_s, bound_s, goal=bench.sizes.prefill_goal, note=note)
 
 
 def main(argv: list[str] | None = None) -> int:

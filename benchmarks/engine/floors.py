@@ -7,14 +7,14 @@ No engine can be faster than its bytes through the memory or its products throug
 model's weights faster than memory does; on such a machine a fraction above 1 is possible, and is no error.
 """
 
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from benchmarks.engine.cases import Case, Rate
+from benchmarks.figures import wall_s
 from engine.model.config import DecoderConfig
+from measure.simulate.roofline import ModelShape
 
 _READ_BYTES = 1 << 30
 _MATMUL_SIZES = (1024, 2048)
@@ -39,7 +39,7 @@ class RateMeter:
 
     def measure(self) -> MachineRates:
         """Return what the machine does at this moment: some tenths of a second."""
-        read_s = min(_seconds(self._bytes.sum) for _ in range(4))
+        read_s = min(wall_s(self._bytes.sum) for _ in range(4))
         return MachineRates(
             read_bytes_per_s=_READ_BYTES / read_s, bf16_flops=max(_matmul_flops(size) for size in _MATMUL_SIZES)
         )
@@ -47,14 +47,8 @@ class RateMeter:
 
 def _matmul_flops(size: int) -> float:
     matrix = torch.randn(size, size).bfloat16()
-    product_s = min(_seconds(lambda: matrix @ matrix) for _ in range(4))
+    product_s = min(wall_s(lambda: matrix @ matrix) for _ in range(4))
     return float(2 * size**3 / product_s)
-
-
-def _seconds(run: Callable[[], object]) -> float:
-    started_s = time.perf_counter()
-    run()
-    return time.perf_counter() - started_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,14 +65,20 @@ class ModelCost:
     @classmethod
     def of(cls, config: DecoderConfig) -> "ModelCost":
         """Count a model. Norms, biases and activations are left out: they are small, and a floor may be too low."""
-        heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        attention = config.hidden_size * (heads + 2 * kv_heads) + heads * config.hidden_size
-        mlp = 3 * config.hidden_size * config.intermediate_size
+        shape = ModelShape(
+            num_layers=config.num_layers,
+            hidden_size=config.hidden_size,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            intermediate_size=config.intermediate_size,
+            vocab_size=config.vocab_size,
+        )
         return cls(
-            layer_params=config.num_layers * (attention + mlp),
-            head_params=config.vocab_size * config.hidden_size,
-            kv_bytes_per_token=2 * config.num_layers * kv_heads * _BYTES_PER_ELEMENT,
-            attention_flops=4 * config.num_layers * heads,
+            layer_params=shape.num_layer_weights,
+            head_params=shape.num_head_weights,
+            kv_bytes_per_token=shape.kv_bytes_per_token,
+            attention_flops=4 * config.num_layers * config.num_heads * config.head_dim,
         )
 
     def prefill_s(self, rates: MachineRates, *, num_requests: int, prompt_tokens: int) -> float:

@@ -7,7 +7,6 @@ in a small step. So the table begins with the step as served, without a clock in
 """
 
 import random
-import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -18,10 +17,10 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 
 import engine.loading
 from benchmarks.engine.cases import Case, Rate
+from benchmarks.figures import Figures
 from common.config import ServingConfig, parse_config
 from common.sampling import SamplingParams
 from engine.core import EngineCore
@@ -158,20 +157,18 @@ def print_profile(model_dir: Path, *, threads: int, console: Console) -> None:
     model = {"id": str(model_dir), "dtype": "bfloat16", "device": "cpu"}
     pools = {"decode": {"kv_memory_gib": 1, "threads": threads}}
     config = parse_config({"model": model, "pools": pools}, source="profile")
+    figures = Figures()
     with console.status("measuring whole steps"):
-        served = _measure(config, Clocks(spent_s=defaultdict(float)))
+        _measure(config, Clocks(spent_s=defaultdict(float)), figures, _SERVED)
     clocks = Clocks(spent_s=defaultdict(float))
     with _clocks_in_the_model(clocks), console.status("measuring their parts"):
-        in_parts = _measure(config, clocks)
-    for name, parts in in_parts.items():
-        parts[_SERVED] = served[name][_STEP]
-    console.print(_table(in_parts))
+        _measure(config, clocks, figures, None)
+    figures.show(console)
 
 
-def _measure(config: ServingConfig, clocks: Clocks) -> dict[str, dict[str, float]]:
-    """Return the median step of each case, by part, on an engine that is loaded now."""
+def _measure(config: ServingConfig, clocks: Clocks, figures: Figures, whole: str | None) -> None:
+    """Add the steps of each case, on an engine that is loaded now: as a whole under a name, or part by part."""
     steps: list[StepTimes] = []
-    columns: dict[str, dict[str, float]] = {}
     with _clock_around_the_step(clocks, steps):
         local = LocalEngine.load(config)
         rng = random.Random(1)
@@ -179,8 +176,11 @@ def _measure(config: ServingConfig, clocks: Clocks) -> dict[str, dict[str, float
             for _ in range(2):  # the first time warms up
                 steps.clear()
                 _generate(local, case, rng)
-            columns[case.name] = _median_step(steps, case)
-    return columns
+            for step in _typical(steps, case):
+                step_s = sum(step.parts_s.values())
+                parts_s = {_STEP: step_s} | step.parts_s if whole is None else {whole: step_s}
+                for part, part_s in parts_s.items():
+                    figures.add(case.name, "a step", part, ms=1000 * part_s, share_of_the_step=part_s / step_s)
 
 
 def _generate(local: LocalEngine, case: Case, rng: random.Random) -> None:
@@ -190,29 +190,7 @@ def _generate(local: LocalEngine, case: Case, rng: random.Random) -> None:
         pass
 
 
-def _median_step(steps: list[StepTimes], case: Case) -> dict[str, float]:
-    """Return the median of each part over the steps of the case's kind: full batches, or full chunks."""
-    if case.rate is Rate.DECODE:
-        chosen = [step for step in steps if step.num_rows == case.num_requests]
-    else:
-        largest = max(step.num_rows for step in steps)
-        chosen = [step for step in steps if step.num_rows == largest]
-    parts = {part for step in chosen for part in step.parts_s}
-    median = {part: statistics.median(step.parts_s.get(part, 0.0) for step in chosen) for part in parts}
-    return {_STEP: statistics.median(sum(step.parts_s.values()) for step in chosen)} | median
-
-
-def _table(columns: dict[str, dict[str, float]]) -> Table:
-    table = Table(title="milliseconds of one step (share)")
-    table.add_column("part")
-    for name in columns:
-        table.add_column(name, justify="right")
-    first = next(iter(columns.values()))
-    parts = {part for column in columns.values() for part in column} - {_SERVED, _STEP}
-    for part in (_SERVED, _STEP, *sorted(parts, key=lambda part: -first.get(part, 0.0))):
-        cells = []
-        for column in columns.values():
-            part_s = column.get(part, 0.0)
-            cells.append(f"{part_s * 1e3:.2f} ({part_s / column[_STEP]:.0%})")
-        table.add_row(part, *cells)
-    return table
+def _typical(steps: Sequence[StepTimes], case: Case) -> list[StepTimes]:
+    """Return the steps of the case's kind: full batches, or full chunks."""
+    num_rows = case.num_requests if case.rate is Rate.DECODE else max(step.num_rows for step in steps)
+    return [step for step in steps if step.num_rows == num_rows]

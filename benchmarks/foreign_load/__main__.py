@@ -1,19 +1,18 @@
 """Runs foreign load generators and ours in turns."""
 
 import argparse
-import json
 import sys
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
 from rich.console import Console
 
 from benchmarks.clusters import running_doors
-from benchmarks.foreign_load.agreement import OURS, table, verdicts
+from benchmarks.command import terminal, write_figures
+from benchmarks.figures import Figures, in_turn
 from benchmarks.foreign_load.ours import ours
 from benchmarks.foreign_load.peers import aiperf, guidellm
-from benchmarks.foreign_load.report import Asked, Load, Tool, ToolFailed, ToolReport
+from benchmarks.foreign_load.report import OURS, Asked, Load, Tool, ToolFailed, add_report, verdicts
 from benchmarks.peers.venv import AIPERF, GUIDELLM, VenvFailed, ensure_venv
 from cluster.lifecycle import ClusterError
 from common.model_files import DEFAULT_MODEL_ID, ModelNotFound, resolve_model
@@ -27,31 +26,28 @@ _FAKE_STEP_MS = 20.0
 
 def main() -> int:
     """Run everything; 1 when a tool failed or counted something else than what was asked for."""
-    console = Console(stderr=True, soft_wrap=True)
+    console = terminal(stderr=True)
     args = _arguments()
     try:
         with sigterm_interrupts():
-            results = _run(args, console)
+            figures = _run(args, console)
     except (ToolFailed, VenvFailed, ClusterError, ModelNotFound, StoreError) as error:
         console.print(str(error), markup=False)
         return 1
     except KeyboardInterrupt:
         return 130
-    out = Console(width=None if sys.stdout.isatty() else 160)
-    out.print(table(results))
-    for line in verdicts(results):
+    out = terminal()
+    figures.show(out)
+    for line in verdicts(figures):
         out.print(line)
-    raw = [
-        {"users": users, "tool": tool, **asdict(report)} for (users, tool), found in results.items() for report in found
-    ]
-    (args.out / "foreign_load.json").write_text(json.dumps(raw, indent=1), encoding="utf-8")
+    write_figures(args.out / "foreign_load.json", figures, method="benchmarks/foreign_load/__init__.py")
     return 0
 
 
-def _run(args: argparse.Namespace, console: Console) -> dict[tuple[int, str], list[ToolReport]]:
+def _run(args: argparse.Namespace, console: Console) -> Figures:
     tools = _tools(args.tools, console)
     model_dir = resolve_model(DEFAULT_MODEL_ID, local_files_only=True)
-    results: dict[tuple[int, str], list[ToolReport]] = {(n, name): [] for n in args.concurrency for name in tools}
+    figures = Figures()
     served = {"engine": "fake", "fake_step_ms": _FAKE_STEP_MS} if args.engine == "fake" else {}
     name = "fake" if args.engine == "fake" else model_dir.name
     with running_doors(launcher="local", console=console, model=served) as (info, _):
@@ -59,14 +55,14 @@ def _run(args: argparse.Namespace, console: Console) -> dict[tuple[int, str], li
         ours(asked, _load(args, users=max(args.concurrency), seed=_WARM_UP_SEED), _folder(args.out / "warm-up"))
         for number in range(args.rounds):
             for users in args.concurrency:
-                for name in list(tools) if number % 2 == 0 else list(tools)[::-1]:
+                for name in in_turn(list(tools), number):
                     load, tool = _load(args, users=users, seed=number * 1000 + users), tools[name]
                     report = tool(asked, load, _folder(args.out / f"{name.replace(' ', '-')}-{users}-{number}"))
                     if faults := report.faults(load):
                         raise ToolFailed(f"{name}, {users} users: {'; '.join(faults)}")
-                    results[users, name].append(report)
+                    add_report(figures, users, name, report)
                     console.print(f"round {number + 1}: {name}, {users} users: as asked for")
-    return results
+    return figures
 
 
 def _tools(names: str, console: Console) -> dict[str, Tool]:

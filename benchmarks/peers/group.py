@@ -45,9 +45,9 @@ def start_group(spec: ArmSpec, *, log_path: Path, **streams: Any) -> subprocess.
 def end_group(process: subprocess.Popen[bytes], *, grace_s: float) -> None:
     """End a group that `start_group` began; what has not ended within `grace_s` is killed. Harmless when it is over.
 
-    Helpers get their time too: Python's resource tracker takes semaphores away after everybody else has gone.
+    Helpers get their time too: Python's resource tracker takes semaphores away after all others have gone.
     """
-    group = members(process)
+    group = members(process.pid)
     _signal(process.pid, signal.SIGTERM)
     try:
         psutil.wait_procs(group, timeout=grace_s)
@@ -56,19 +56,19 @@ def end_group(process: subprocess.Popen[bytes], *, grace_s: float) -> None:
         process.wait()
 
 
-def members(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
+def members(pid: int) -> list[psutil.Process]:
     """Return the process and its descendants; empty when it is over."""
     try:
-        leader = psutil.Process(process.pid)
+        leader = psutil.Process(pid)
         return [leader, *leader.children(recursive=True)]
     except psutil.NoSuchProcess:
         return []
 
 
-def cpu_s(process: subprocess.Popen[bytes]) -> float:
+def cpu_s(pid: int) -> float:
     """Return the CPU time that a process and its descendants have used so far."""
     total_s = 0.0
-    for member in members(process):
+    for member in members(pid):
         with contextlib.suppress(psutil.NoSuchProcess):
             times = member.cpu_times()
             total_s += times.user + times.system

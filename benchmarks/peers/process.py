@@ -24,7 +24,7 @@ class Arm:
     """A started engine; a context manager. Not thread-safe."""
 
     def __init__(self, spec: ArmSpec, *, log_path: Path) -> None:
-        """Start the process; `wait_ready` says when it can be asked. What it prints goes to `log_path`."""
+        """Start the process; `wait_ready` says when it can be asked. Its other output goes to `log_path`."""
         self.name = spec.name
         self.about: dict[str, Any] = {}
         self._log_path = log_path
@@ -62,7 +62,7 @@ class Arm:
 
     def cpu_s(self) -> float:
         """Return the CPU time that the arm and its helpers have used so far."""
-        return cpu_s(self._process)
+        return cpu_s(self._process.pid)
 
     def close(self) -> None:
         """End the process group. Harmless when it is over."""

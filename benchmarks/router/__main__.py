@@ -1,19 +1,19 @@
 """Runs the parts and reports; the method is in the package's docstring."""
 
-import argparse
+import asyncio
 import json
 import random
 import subprocess
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable
+from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
-import psutil
-from rich.console import Console
-from rich.table import Table
-
+import benchmarks.router as this
+from benchmarks.command import command_line, terminal, write_figures
+from benchmarks.figures import Figures, quantile
 from benchmarks.peers.venv import PeerPackages, VenvFailed, ensure_venv
 from benchmarks.router.arms import ArmMissing, RequestArm, kvrelay_arm, sglang_arm, vllm_arm
 from benchmarks.router.clients import Load
@@ -25,7 +25,6 @@ from benchmarks.router.in_process import (
     measure_memory,
     measure_updates,
 )
-from benchmarks.router.stats import Figures, quantile
 
 DYNAMO = PeerPackages(name="ai-dynamo-runtime-1.6.1", steps=(("install", "ai-dynamo-runtime==1.6.1"),))
 PARTS = ("hashing", "index", "decision", "requests")
@@ -69,15 +68,12 @@ QUICK = Extent(
 
 def main() -> None:
     """Parse the command line, measure, print, write."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.router", description="What the router costs.")
+    parser = command_line("router", this.__doc__)
     parser.add_argument("--quick", action="store_true", help="a few seconds, to see that everything runs")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
-    parser.add_argument("--without-peers", action="store_true")
-    parser.add_argument("--json", type=Path, help="where to write all rounds")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="only these parts")
+    parser.add_argument("--without-peers", action="store_true", help="measure our router alone")
     args = parser.parse_args()
-    console, figures = Console(), Figures()
-    if not console.is_terminal:
-        console = Console(width=200)
+    console, figures = terminal(), Figures()
     extent = QUICK if args.quick else FULL
     started_s, rng = time.monotonic(), random.Random(1)
     for round_idx in range(extent.num_rounds):
@@ -86,43 +82,31 @@ def main() -> None:
             if part in args.parts:
                 measure()
     if "requests" in args.parts:
-        _measure_requests(extent, figures, rng, with_peers=not args.without_peers)
-    for table in _tables(figures):
-        console.print(table)
-    for arm, why in figures.missing.items():
-        console.print(f"[bold]{arm} was not measured[/bold]: {why}")
-    if args.json is not None:
-        args.json.write_text(json.dumps(_report(figures, extent, args.parts), indent=1) + "\n", encoding="utf-8")
+        asyncio.run(_measure_requests(extent, figures, rng, with_peers=not args.without_peers))
+    figures.show(console)
+    write_figures(
+        args.json, figures, method="benchmarks/router/__init__.py", parts=list(args.parts), extent=asdict(extent)
+    )
 
 
 def _in_process(
     extent: Extent, figures: Figures, rng: random.Random, *, with_peers: bool
 ) -> list[tuple[str, Callable[[], None]]]:
     """Return one round of what runs in this process."""
-    steps: list[tuple[str, Callable[[], None]]] = [("hashing", lambda: measure_hashing(figures, rng))]
+    steps: list[tuple[str, Callable[[], None]]] = [("hashing", partial(measure_hashing, figures, rng))]
     for workers, blocks in extent.lookups:
-
-        def look_up(workers: int = workers, blocks: int = blocks) -> None:
-            measure_lookups(figures, rng, num_workers=workers, num_blocks=blocks)
-            if with_peers:
-                _measure_dynamo(figures, num_workers=workers, num_blocks=blocks)
-
-        steps.append(("index", look_up))
+        steps.append(("index", partial(measure_lookups, figures, rng, num_workers=workers, num_blocks=blocks)))
+        if with_peers:
+            steps.append(("index", partial(_measure_dynamo, figures, num_workers=workers, num_blocks=blocks)))
     for workers, batch in extent.updates:
-
-        def update(workers: int = workers, batch: int = batch) -> None:
-            num_blocks = extent.num_updated // (1 if batch > 1 else 10)
-            measure_updates(figures, rng, num_workers=workers, batch=batch, num_blocks=num_blocks)
-            measure_memory(figures, num_workers=workers, batch=batch, num_blocks=num_blocks)
-
-        steps.append(("index", update))
+        num_blocks = extent.num_updated // (1 if batch > 1 else 10)
+        size = {"num_workers": workers, "batch": batch, "num_blocks": num_blocks}
+        steps.append(("index", partial(measure_updates, figures, rng, **size)))
+        steps.append(("index", partial(measure_memory, figures, **size)))
     for workers, tokens in extent.decisions:
-
-        def decide(workers: int = workers, tokens: int = tokens) -> None:
-            for policy in POLICIES:
-                measure_decisions(figures, rng, policy=policy, num_workers=workers, num_tokens=tokens)
-
-        steps.append(("decision", decide))
+        for policy in POLICIES:
+            size = {"num_workers": workers, "num_tokens": tokens}
+            steps.append(("decision", partial(measure_decisions, figures, rng, policy=policy, **size)))
     return steps
 
 
@@ -147,26 +131,26 @@ def _measure_dynamo(figures: Figures, *, num_workers: int, num_blocks: int) -> N
     )  # fmt: skip
 
 
-def _measure_requests(extent: Extent, figures: Figures, rng: random.Random, *, with_peers: bool) -> None:
+async def _measure_requests(extent: Extent, figures: Figures, rng: random.Random, *, with_peers: bool) -> None:
     for num_tokens, num_chunks, num_requests in extent.requests:
-        with ExitStack() as stack:
-            arms = [stack.enter_context(kvrelay_arm())]
+        async with AsyncExitStack() as stack:
+            arms = [await stack.enter_async_context(kvrelay_arm())]
             for name, start in (("sglang-router", sglang_arm), ("vllm-router", vllm_arm)) if with_peers else ():
                 if name not in figures.missing:
                     try:
-                        arms.append(stack.enter_context(start(num_chunks)))
+                        arms.append(await stack.enter_async_context(start(num_chunks)))
                     except ArmMissing as error:
                         figures.missing[name] = str(error)
             for round_idx in range(extent.num_rounds + 1):
                 prompts = [rng.choices(range(40_000), k=num_tokens) for _ in range(num_requests)]
                 load = Load(prompts=prompts, num_chunks=num_chunks, num_connections=NUM_CONNECTIONS)
                 for arm in arms:
-                    _measure_round(figures if round_idx else Figures(), arm, load)  # the first one warms up
+                    await _measure_round(figures if round_idx else Figures(), arm, load)  # the first one warms up
 
 
-def _measure_round(figures: Figures, arm: RequestArm, load: Load) -> None:
+async def _measure_round(figures: Figures, arm: RequestArm, load: Load) -> None:
     router_s, mock_s = arm.cpu_s()
-    measured = arm.run(load)
+    measured = await arm.run(load)
     router_end_s, mock_end_s = arm.cpu_s()
     num_requests = len(load.prompts)
     figures.add(
@@ -179,33 +163,6 @@ def _measure_round(figures: Figures, arm: RequestArm, load: Load) -> None:
         first_chunk_ms_p50=quantile(measured.first_chunk_s, 0.5) * 1e3,
         first_chunk_ms_p99=quantile(measured.first_chunk_s, 0.99) * 1e3,
     )
-
-
-def _tables(figures: Figures) -> list[Table]:
-    """One table a part: a line for each case and arm, a column for each unit; median (range)."""
-    parts: dict[str, dict[tuple[str, str], dict[str, str]]] = {}
-    for figure in figures.all.values():
-        text = f"{figure.median:.4g} ({min(figure.rounds):.3g}–{max(figure.rounds):.3g})"
-        parts.setdefault(figure.part, {}).setdefault((figure.case, figure.arm), {})[figure.unit] = text
-    tables: list[Table] = []
-    for part, lines in parts.items():
-        units = list(dict.fromkeys(unit for cells in lines.values() for unit in cells))
-        table = Table("case", "arm", *units, title=part, title_justify="left")
-        for (case, arm), cells in lines.items():
-            table.add_row(case, arm, *(cells.get(unit, "") for unit in units))
-        tables.append(table)
-    return tables
-
-
-def _report(figures: Figures, extent: Extent, parts: Sequence[str]) -> dict[str, object]:
-    return {
-        "method": "benchmarks/router/__init__.py",
-        "cores": psutil.cpu_count(),
-        "parts": list(parts),
-        "extent": asdict(extent),
-        "missing": figures.missing,
-        "figures": [asdict(figure) | {"median": figure.median} for figure in figures.all.values()],
-    }
 
 
 if __name__ == "__main__":

@@ -82,8 +82,8 @@ async def run_grpc(connect: Connect, address: str, load: Load, *, begin: Callabl
             await channel.close()
 
 
-async def run_http(port: int, load: Load) -> Measured:
-    """Run a round against a router that speaks HTTP; a token is four characters of text."""
+async def run_http(port: int, load: Load, *, begin: Callable[[], None] = lambda: None) -> Measured:
+    """Run a round against a router that speaks HTTP; a token is four characters of text. `begin` as in `run_grpc`."""
     bodies = [_http_request(prompt, port) for prompt in load.prompts]
     streams = [await asyncio.open_connection("127.0.0.1", port, limit=1 << 20) for _ in range(load.num_connections)]
 
@@ -105,6 +105,7 @@ async def run_http(port: int, load: Load) -> Measured:
         return ask
 
     try:
+        begin()
         return await _drive(len(bodies), [connection(*stream) for stream in streams])
     finally:
         for _reader, writer in streams:

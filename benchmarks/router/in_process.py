@@ -12,7 +12,7 @@ from functools import partial
 
 import psutil
 
-from benchmarks.router.stats import Figures, quantile, times_us
+from benchmarks.figures import Figures, quantile, times_us
 from benchmarks.trust import PLAIN
 from common.block_hash import BlockHashes, hash_blocks, hash_probe, hash_root
 from common.clock import SystemClock

@@ -9,14 +9,12 @@ moves: a decode worker says at once that its blocks have come.
 import asyncio
 import sys
 from collections.abc import AsyncIterator, Iterator
-from typing import Any
 
 import grpc
 import uvloop
 
+from benchmarks.mock_worker import Context, MockWorker
 from benchmarks.trust import HOST, enrol_child
-from common.block_hash import hash_probe, hash_root
-from common.kv_events import KvEvents, encode_events
 from common.process import die_with_parent
 from common.rpc_server import Server, start_server
 from common.trust.access import Audience
@@ -31,14 +29,8 @@ from kvrelay.v1 import (
     worker_pb2,
     worker_pb2_grpc,
 )
-from router.fake_codec import ByteCodec
 
-BLOCK_SIZE = 16
-FINGERPRINT = "mock"
-NUM_BLOCKS = 1 << 20
-PROBES = ByteCodec().probes
-
-Context = grpc.aio.ServicerContext[Any, Any]
+_ROLES = (worker_pb2.WORKER_ROLE_PREFILL, worker_pb2.WORKER_ROLE_DECODE)
 
 
 def _token(index: int, sequence: sequence_pb2.SequenceSpec) -> sampling_pb2.SampleToken:
@@ -60,48 +52,8 @@ def _answers(request: decode_pb2.DecodeRequest) -> Iterator[decode_pb2.DecodeRes
         yield decode_pb2.DecodeResponse(tokens=batch)
 
 
-class MockWorker(
-    worker_pb2_grpc.WorkerServiceServicer,
-    prefill_pb2_grpc.PrefillServiceServicer,
-    decode_pb2_grpc.DecodeServiceServicer,
-):
-    """One worker."""
-
-    def __init__(self, number: int) -> None:
-        self._worker_id = f"w{number}"
-        roles = (worker_pb2.WORKER_ROLE_PREFILL, worker_pb2.WORKER_ROLE_DECODE)
-        self._role = roles[number % 2]
-
-    async def DescribeWorker(  # noqa: D102
-        self, request: worker_pb2.DescribeWorkerRequest, context: Context
-    ) -> worker_pb2.DescribeWorkerResponse:
-        return worker_pb2.DescribeWorkerResponse(
-            worker_id=self._worker_id,
-            epoch=1,
-            role=self._role,
-            layout=worker_pb2.KvLayout(block_size=BLOCK_SIZE, fingerprint=FINGERPRINT),
-            num_blocks=NUM_BLOCKS,
-            max_model_len=1 << 18,
-            vocab_size=50_000,
-            model_name="mock",
-            hash_probe=hash_probe(hash_root(model_fingerprint=FINGERPRINT), BLOCK_SIZE),
-            tokenizer_probe=PROBES.tokenizer,
-            template_probe=PROBES.template,
-        )
-
-    async def WatchWorker(self, request: worker_pb2.WatchWorkerRequest, context: Context) -> None:  # type: ignore[override]  # noqa: D102
-        update = worker_pb2.WatchWorkerResponse(
-            epoch=1,
-            kv_events=encode_events(KvEvents(is_snapshot=True)),
-            load=worker_pb2.LoadReport(num_free_blocks=NUM_BLOCKS, num_blocks=NUM_BLOCKS),
-        )
-        await context.write(update)
-        await asyncio.Event().wait()
-
-    async def GetWorkerStatus(  # noqa: D102
-        self, request: worker_pb2.GetWorkerStatusRequest, context: Context
-    ) -> worker_pb2.GetWorkerStatusResponse:
-        return worker_pb2.GetWorkerStatusResponse(status=worker_pb2.WorkerStatus(epoch=1))
+class InstantWorker(MockWorker, prefill_pb2_grpc.PrefillServiceServicer, decode_pb2_grpc.DecodeServiceServicer):
+    """One worker that answers at once."""
 
     async def Prefill(self, request: prefill_pb2.PrefillRequest, context: Context) -> None:  # type: ignore[override]  # noqa: D102
         await context.write(prefill_pb2.PrefillResponse(started=prefill_pb2.PrefillStarted()))
@@ -124,9 +76,9 @@ async def _serve(num_workers: int) -> None:
     credentials = await enrol_child()
     servers: list[Server] = []  # a server without a reference stops
     for number in range(num_workers):
-        worker = MockWorker(number)  # type: ignore[abstract]
+        worker = InstantWorker(f"w{number}", _ROLES[number % 2])  # type: ignore[abstract]
 
-        def add(server: grpc.aio.Server, worker: MockWorker = worker) -> list[str]:
+        def add(server: grpc.aio.Server, worker: InstantWorker = worker) -> list[str]:
             worker_pb2_grpc.add_WorkerServiceServicer_to_server(worker, server)
             prefill_pb2_grpc.add_PrefillServiceServicer_to_server(worker, server)
             decode_pb2_grpc.add_DecodeServiceServicer_to_server(worker, server)

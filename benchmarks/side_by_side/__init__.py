@@ -3,11 +3,12 @@
     python -m benchmarks.side_by_side --out DIR [--experiment FILE.yaml] [--load 1.2 ...] [--repeats 3] [--arms …]
 
 Method. Every arm has the same two cores, model, KV memory in all, and token budget of a step; the generator shares the
-cores, as everywhere here. A run sends an experiment's workload (by default that of docs/examples) in an open loop, the
-same sessions to every arm, other ones at every load and in every repeat. The arms take turns, every other repeat
-backwards, so that what drifts on the machine hits all of them. kvrelay is started anew for each run. vLLM, which takes
-a minute to start, stays up, on a cache that has never seen the run's sessions; the CPU time that it uses in other arms'
-runs is told. Each run is preceded by one that is thrown away.
+cores, as everywhere here. The workload, its loads, repeats, warm-up and objectives are those of an experiment's file
+(by default that of docs/examples), sent in an open loop as `kvrelay experiment` does: the same sessions to every arm,
+other ones at every load and in every repeat. The arms take turns, every other repeat backwards, so that what drifts on
+the machine hits all of them. kvrelay is started anew for each of its turns. vLLM, which takes a minute to start, stays
+up, on a cache that has never seen the run's sessions; the CPU time that it uses in other arms' runs is told.
 
-Shown are medians over the repeats, with their range. DIR keeps every run as `kvrelay bench compare` reads it.
+The table has medians over the repeats, with their range. DIR keeps every run, and a page of all of them, as `kvrelay
+experiment` does: the same command goes on where it was stopped.
 """

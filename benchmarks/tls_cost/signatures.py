@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from benchmarks.router.stats import Figures, quantile, times_us
+from benchmarks.figures import Figures, quantile, times_us
 from benchmarks.trust import HOST, PLAIN
 from common.ids import Epoch, HandoffId, WorkerId
 from common.trust.authority import Authority

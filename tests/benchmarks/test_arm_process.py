@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from benchmarks.engine.cases import Case, Rate
-from benchmarks.engine.floors import MachineRates
+from benchmarks.engine.floors import MachineRates, ModelCost
 from benchmarks.engine.measure import Plan, run
 from benchmarks.peers.group import ArmSpec
 from benchmarks.peers.process import Arm, ArmFailed
@@ -101,14 +101,15 @@ def test_run_alternates_the_arms_drops_the_first_round_and_compares_the_answers(
     for arm in arms:
         arm.wait_ready(timeout_s=TIMEOUT_S)
     case = Case(name="case", rate=Rate.MIXED, num_requests=2, prompt_tokens=3, output_tokens=4)
+    cost = ModelCost(layer_params=1, head_params=1, kv_bytes_per_token=1, attention_flops=1)
     lines: list[str] = []
 
-    measured = run(arms, Plan(cases=[case], num_rounds=2, vocab_size=1000, seed=1), lines.append)
+    figures = run(arms, Plan(cases=[case], num_rounds=2, vocab_size=1000, seed=1, cost=cost), lines.append)
 
-    assert [(sample.round_idx, sample.arm) for sample in measured.samples] == [(1, "b"), (1, "a"), (2, "a"), (2, "b")]
-    assert [(a.round_idx, a.arms, a.first_tokens, a.tokens) for a in measured.agreements] == [
-        (1, ("a", "b"), 1.0, 1.0),
-        (2, ("a", "b"), 1.0, 1.0),
-    ]
-    assert [(rated.round_idx, rated.rates) for rated in measured.rates] == [(1, rates), (2, rates)]
+    found = {(figure.arm, figure.unit): figure.rounds for figure in figures.all.values()}
+    assert all(len(rounds) == 2 for rounds in found.values())
+    assert found["b", "same tokens"] == found["b", "same first tokens"] == [1.0, 1.0]
+    assert found["at best", "TFLOP per s"] == [1e-12, 1e-12]
+    turns = [key[2] for key in figures.all if key[3] == "tokens per s"]
+    assert turns == ["b", "a"]
     assert len(lines) == 3

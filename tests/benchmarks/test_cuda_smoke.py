@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.cuda import card, checks, handoff, kernels, service, speed, throughput
+from benchmarks.cuda import arms, card, checks, handoff, kernels, service, speed, throughput
 from benchmarks.cuda.report import Report
 from engine import loading
 from engine.cuda.loading import load_cuda_executor
@@ -68,7 +68,7 @@ def test_part_when_steps_overlap_as_on_a_gpu_measures_every_case(
 
 
 def test_checks_when_an_answer_differs_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "initializer_range", lambda _config: 0.149)
+    monkeypatch.setattr(arms, "initializer_range", lambda _config: 0.149)
     status = checks.main(["--only", "oracle", "--smoke", "--device", "cpu", "--out", str(tmp_path)])
     assert status == 1
     failures = Report.load(tmp_path / "checks-oracle.json").failures

@@ -4,8 +4,8 @@ import pytest
 
 from benchmarks.engine.cases import CASES, Case, Rate, choose_cases, decode_rate
 from benchmarks.engine.floors import MachineRates, ModelCost
-from benchmarks.engine.measure import CaseRates, Measured, Sample, common_prefix
-from benchmarks.engine.report import spinning_arms, summarize
+from benchmarks.engine.measure import TURNS, common_prefix, spinning_arms
+from benchmarks.figures import Figures
 from benchmarks.peers.protocol import Output
 
 RATES = MachineRates(read_bytes_per_s=1000.0, bf16_flops=100_000.0)
@@ -20,24 +20,6 @@ def make_case(rate: Rate, *, num_requests: int = 2, prompt_tokens: int = 10, out
     return Case(
         name="case", rate=rate, num_requests=num_requests, prompt_tokens=prompt_tokens, output_tokens=output_tokens
     )
-
-
-def make_sample(arm: str, round_idx: int, tokens_per_s: float, *, idle_cpu_s: float = 0.0) -> Sample:
-    return Sample(
-        arm=arm,
-        case="case",
-        round_idx=round_idx,
-        tokens_per_s=tokens_per_s,
-        ttft_s=0.1,
-        total_s=1.0,
-        idle_cpu_s=idle_cpu_s,
-    )
-
-
-def make_measured(*samples: Sample) -> Measured:
-    rounds = sorted({sample.round_idx for sample in samples})
-    rates = [CaseRates(case="case", round_idx=round_idx, rates=RATES) for round_idx in rounds]
-    return Measured(samples=list(samples), agreements=[], rates=rates)
 
 
 # ── rates ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -126,37 +108,14 @@ def test_mixed_floor_is_prefill_and_then_the_steps_behind_the_first_token() -> N
     assert COST.best_tokens_per_s(case, RATES) == pytest.approx(8 / (prefill_s + 3 * step_s))
 
 
-# ── summary ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_summary_takes_the_median_of_the_rounds_own_ratios() -> None:
-    measured = make_measured(
-        *(make_sample("a", idx, rate) for idx, rate in enumerate((10.0, 40.0, 30.0), start=1)),
-        *(make_sample("b", idx, rate) for idx, rate in enumerate((5.0, 10.0, 10.0), start=1)),
-    )
-
-    (line,) = summarize(measured, [make_case(Rate.DECODE)], ["a", "b"], COST)
-
-    assert (line.ratio, line.ratio_low, line.ratio_high) == (3.0, 2.0, 4.0)
-    assert [(arm.median, arm.low, arm.high) for arm in line.arms] == [(30.0, 10.0, 40.0), (10.0, 5.0, 10.0)]
-
-
-def test_summary_holds_every_round_against_its_own_floor() -> None:
-    case = make_case(Rate.DECODE)
-    twice_as_fast = MachineRates(read_bytes_per_s=2000.0, bf16_flops=200_000.0)
-    at_best = COST.best_tokens_per_s(case, RATES)
-    measured = make_measured(make_sample("a", 1, at_best / 4), make_sample("a", 2, at_best / 2))
-    measured.rates[1] = CaseRates(case="case", round_idx=2, rates=twice_as_fast)
-
-    (line,) = summarize(measured, [case], ["a"], COST)
-
-    assert line.arms[0].of_floor == pytest.approx(0.25)
-    assert line.ratio is None
+# ── disturbance ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_spinning_arms_when_the_waiting_one_used_a_core_says_who_was_disturbed() -> None:
-    measured = make_measured(make_sample("a", 1, 1.0, idle_cpu_s=0.5), make_sample("b", 1, 1.0, idle_cpu_s=0.01))
+    figures = Figures()
+    for arm, waiting_cpu_s in (("a", 0.5), ("b", 0.01)):
+        figures.add(TURNS, "case", arm, total_s=1.0, CPU_s_of_waiting_arms=waiting_cpu_s)
 
-    (sentence,) = spinning_arms(measured)
+    (sentence,) = spinning_arms(figures)
 
     assert sentence.startswith("while a computed, the waiting arm used 50% of a core")

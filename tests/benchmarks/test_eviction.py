@@ -3,7 +3,7 @@
 import random
 from itertools import count
 
-from benchmarks.eviction import Lru, hit_rate, policies
+from benchmarks.eviction import Segmented, hit_rate, policies
 from measure.workload.synth import SynthSettings, synthesize
 
 
@@ -23,7 +23,7 @@ def chats(num_requests: int, *, seed: int) -> list[list[int]]:
 
 def test_hit_rate_counts_leading_blocks_on_the_worker_that_holds_most() -> None:
     prompts = [[0, 1, 2], [0, 3], [0, 1, 2, 4], [0, 9, 2]]
-    workers = [Lru(10), Lru(10)]
+    workers = [Segmented(10, 0.0), Segmented(10, 0.0)]
     assert hit_rate(prompts, workers) == (0 + 0 + 3 + 1) / 12
     assert 4 in workers[0]
     assert 3 in workers[1]

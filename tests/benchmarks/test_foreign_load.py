@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.foreign_load.agreement import OURS, verdicts
+from benchmarks.figures import Figures
 from benchmarks.foreign_load.peers import read_aiperf, read_guidellm
-from benchmarks.foreign_load.report import Load, ToolFailed, ToolReport
+from benchmarks.foreign_load.report import OURS, Load, ToolFailed, ToolReport, add_report, verdicts
 
 LOAD = Load(concurrency=2, num_requests=4, num_prompt_tokens=100, num_output_tokens=8, seed=0)
 REPORT = ToolReport(
@@ -80,7 +80,11 @@ def test_faults_name_what_is_not_as_asked_for(changes: dict[str, int], fault: st
 def test_verdict_compares_medians_and_says_whether_the_rounds_overlap() -> None:
     slower = replace(REPORT, ttft_p50_s=0.4)
 
-    told = list(verdicts({(2, OURS): [REPORT, REPORT], (2, "aiperf"): [slower, slower]}))
+    figures = Figures()
+    for tool, report in ((OURS, REPORT), ("aiperf", slower)) * 2:
+        add_report(figures, 2, tool, report)
 
-    assert told[0] == "2 users, TTFT p50: ours is 0.50 times aiperf's; the ranges over 2 rounds do not meet"
-    assert told[1] == "2 users, TPOT p50: ours is 1.00 times aiperf's; the ranges over 2 rounds meet"
+    told = list(verdicts(figures))
+
+    assert told[0] == "2 users, TTFT P50 ms: ours is 0.50 times aiperf's; the ranges over 2 rounds do not meet"
+    assert told[1] == "2 users, TPOT P50 ms: ours is 1.00 times aiperf's; the ranges over 2 rounds meet"

@@ -1,18 +1,19 @@
+from dataclasses import replace
+
 import pytest
 
-from benchmarks.planner_baselines import (
+from benchmarks.planner.baselines import (
     Bounds,
     DynamoLoad,
     DynamoLoadSettings,
     QueueLength,
     QueueLengthSettings,
-    StaticSplit,
 )
 from cluster.planner.observation import Observation, ObservedWorker, Pool, WorkerPhase
 from cluster.planner.plan import Planner, PoolSizes
-from common.demand import Demand, RequestShape
-from common.ids import WorkerId
+from common.demand import RequestShape
 from common.timing import StepModel, TimingModel
+from tests.cluster.planner import support
 
 TIMING = TimingModel(
     prefill=StepModel(constant_s=0.0, per_prefill_token_s=1e-4),
@@ -23,36 +24,17 @@ TIMING = TimingModel(
 
 
 def make_worker(number: int, pool: Pool, phase: WorkerPhase = WorkerPhase.SERVING, **load: int) -> ObservedWorker:
-    fields = {"num_running": 0, "num_waiting": 0, "num_pending_prefill_tokens": 0, "num_context_tokens": 0} | load
-    return ObservedWorker(
-        worker_id=WorkerId(f"{pool}-{number}"),
-        pool=pool,
-        phase=phase,
-        timing=TIMING if phase is WorkerPhase.SERVING else None,
-        num_blocks=100,
-        num_free_blocks=100,
-        block_size=16,
-        **fields,
-    )
+    worker = support.make_worker(pool, number, phase)
+    return replace(worker, timing=worker.timing and TIMING, **load)  # type: ignore[arg-type]
 
 
 def observe(
     *workers: ObservedWorker, now_s: float = 0.0, num_queued: int = 0, num_queued_tokens: int = 0
 ) -> Observation:
-    demand = Demand(
-        window_s=60.0,
-        num_arrived=10,
-        num_refused=0,
-        num_finished=1,
-        num_good=1,
-        shapes=(RequestShape(num_prompt_tokens=2000, num_computed_tokens=1000, num_output_tokens=100),),
-        num_queued=num_queued,
-        num_queued_tokens=num_queued_tokens,
-        ttft_p90_s=None,
-        itl_p90_s=None,
-    )
-    seconds = dict.fromkeys(Pool, 10.0)
-    return Observation(now_s=now_s, demand=demand, workers=workers, startup_s=seconds, drain_s=seconds)
+    shape = RequestShape(num_prompt_tokens=2000, num_computed_tokens=1000, num_output_tokens=100)
+    demand = support.make_demand(rate=1.0, shapes=(shape,))
+    demand = replace(demand, num_queued=num_queued, num_queued_tokens=num_queued_tokens)
+    return replace(support.make_observation(now_s, demand, PoolSizes(prefill=0, decode=0)), workers=workers)
 
 
 def pools(num_prefill: int = 2, num_decode: int = 2, *, prefill_running: int = 0, decode_running: int = 0) -> tuple:  # type: ignore[type-arg]
@@ -65,12 +47,6 @@ def pools(num_prefill: int = 2, num_decode: int = 2, *, prefill_running: int = 0
 def sizes_over_time(planner: Planner, observed: list[Observation]) -> list[tuple[int, int]]:
     plans = [planner.plan(each).sizes for each in observed]
     return [(sizes.prefill, sizes.decode) for sizes in plans]
-
-
-def test_static_split_whatever_happens_stays() -> None:
-    planner = StaticSplit(PoolSizes(prefill=3, decode=1))
-
-    assert planner.plan(observe(*pools(prefill_running=100))).sizes == PoolSizes(prefill=3, decode=1)
 
 
 def make_queue_length(target: float = 4.0, **changes: float) -> QueueLength:

@@ -3,10 +3,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.planner import SLO, main, read_outcomes
-from benchmarks.planner_arms import ArmError, parse_arm
-from benchmarks.planner_outcome import Outcome
-from benchmarks.planner_page import cheapest
+from benchmarks.planner.__main__ import SLO, main, read_outcomes
+from benchmarks.planner.arms import ArmError, parse_arm
+from benchmarks.planner.outcome import Outcome
+from benchmarks.planner.page import cheapest
 from cluster.planner.observation import Pool
 from cluster.planner.plan import PoolSizes
 from measure.workload.traces import TraceRequest, write_trace

@@ -1,49 +1,60 @@
-"""The order of a comparison's runs, and its table."""
+"""The arms of a comparison, and its figures."""
 
-from pathlib import Path
+from collections.abc import Sequence
 
 import pytest
 
-from benchmarks.side_by_side.measure import Cell, Plan, cells
-from benchmarks.side_by_side.table import rows
-from common.slo import Slo
-from measure.load.measures import summarize
-from measure.workload.spec import parse_workload
-from tests.measure.load.made_runs import make_request, make_run
-
-STREAM = {"name": "chat", "concurrency": 1, "first_tokens": 8, "output_tokens": 4}
-WORKLOAD = parse_workload({"max_requests": 4, "streams": [STREAM]}, source="test")
+from benchmarks.side_by_side.arms import ARMS, figures_of, plan_of
+from measure.experiment.points import Point, Source
+from measure.figures import ALL, Figures, Percentiles
 
 
-def test_cells_take_turns_backwards_in_every_other_repeat() -> None:
-    plan = Plan(
-        arms=("a", "b"),
-        workload=WORKLOAD,
-        loads=(1.0, 2.0),
-        repeats=2,
-        warm_up_s=1.0,
-        slo=Slo(ttft_s=1.0, tpot_s=0.1),
-        out=Path(),
+def make_points(ttfts_s: Sequence[float]) -> list[Point]:
+    return [
+        Point(
+            arm=plan_of("vllm-cpu").arm,
+            source=Source.REAL,
+            load=1.0,
+            repeat=repeat,
+            duration_s=10.0,
+            kinds={ALL: make_figures(ttft_s)},
+            output_tokens_per_s=80.0,
+            token_hit=0.25,
+            prefill_busy=None,
+            decode_busy=None,
+            kv_peak=None,
+            transfer_bytes=0,
+            transfer_exposed_p50_s=None,
+        )
+        for repeat, ttft_s in enumerate(ttfts_s)
+    ]
+
+
+def make_figures(ttft_s: float) -> Figures:
+    return Figures(
+        num_requests=20,
+        num_complete=20,
+        num_good=15,
+        num_ttft_misses=5,
+        num_itl_misses=0,
+        ttft=Percentiles(p50=ttft_s, p90=ttft_s, p99=ttft_s),
+        itl=None,
+        tpot=None,
+        e2e=None,
     )
 
-    ordered = [(cell.repeat, cell.load, cell.arm) for cell in cells(plan)]
 
-    assert ordered[:4] == [(0, 1.0, "a"), (0, 1.0, "b"), (0, 2.0, "a"), (0, 2.0, "b")]
-    assert [arm for _, _, arm in ordered[4:]] == ["b", "a", "b", "a"]
+@pytest.mark.parametrize("name", ARMS)
+def test_arms_have_as_many_threads(name: str) -> None:
+    plan = plan_of(name)
+
+    assert plan.arm.num_threads == 2
+    assert plan.serving is None
 
 
-def test_rows_give_the_median_and_the_range_over_repeats() -> None:
-    slo = Slo(ttft_s=1.0, tpot_s=0.1)
-    runs = [
-        make_run([make_request(index, due_s=float(index), ttft_s=ttft_s) for index in range(20)])
-        for ttft_s in (0.1, 0.3, 0.2)
-    ]
-    measured = {
-        Cell(arm="a", load=1.0, repeat=number): summarize(run, slo=slo, warm_up_s=0.0)
-        for number, run in enumerate(runs)
-    }
+def test_figures_have_a_value_of_each_repeat_and_leave_out_what_was_not_measured() -> None:
+    figures = figures_of(make_points([0.1, 0.3, 0.2])).all
 
-    (row,) = [row for row in rows(measured) if row["kind"] == "all"]
-
-    assert row["ttft_p50_s"] == pytest.approx((0.2, 0.1, 0.3))
-    assert row["not_complete"] == 0
+    assert figures["1 requests/s: TTFT", ALL, "vllm-cpu", "TTFT p50 ms"].rounds == pytest.approx([100, 300, 200])
+    assert figures["1 requests/s", ALL, "vllm-cpu", "good share"].median == 0.75
+    assert ("1 requests/s: ITL", ALL, "vllm-cpu", "ITL p50 ms") not in figures

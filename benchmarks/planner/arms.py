@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from benchmarks.planner_baselines import Bounds, DynamoLoad, DynamoLoadSettings, QueueLength, QueueLengthSettings
+from benchmarks.planner.baselines import Bounds, DynamoLoad, DynamoLoadSettings, QueueLength, QueueLengthSettings
 from cluster.planner.plan import Planner, PoolSizes
 from cluster.planner.settings import PlannerSettings
 from cluster.planner.slo_planner import SloPlanner

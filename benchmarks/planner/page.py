@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.planner_outcome import NUM_BINS, Outcome
+from benchmarks.planner.outcome import NUM_BINS, Outcome
 from cluster.planner.observation import Pool
 from measure.pages.axes import Axis, Unit
 from measure.pages.figures import Curve, Frame, LimitLine, compact, line_figure, new_figure, plain
@@ -14,20 +14,6 @@ from measure.pages.page import Page, Panel, Section, Table, Width, write_page
 from measure.pages.theme import BLUE, GREY, ORANGE, PALETTE, TEAL
 from measure.workload.traces import Trace
 
-_COLUMNS = (
-    "arm",
-    "GPU-hours",
-    "good %",
-    "worst part of the day %",
-    "TTFT in time %",
-    "gaps in time %",
-    "TTFT p50/p99 s",
-    "hit %",
-    "started",
-    "flipped",
-    "left",
-    "answers moved",
-)
 _KIND_NAMES = {
     "fixed": "fixed split",
     "ray": "queue length, as Ray Serve",
@@ -44,11 +30,11 @@ _SMOOTH = 3
 
 def markdown_table(outcomes: Sequence[Outcome], *, goal: float) -> str:
     """Return one row per arm; those that reach the goal are marked."""
-    lines = [" | ".join(("", *_COLUMNS, "holds", "")).strip(), "|---" * (len(_COLUMNS) + 1) + "|"]
-    lines += [
-        " | ".join(("", *_row(outcome), "yes" if outcome.good_share >= goal else "no", "")).strip()
-        for outcome in outcomes
-    ]
+    rows = [_row(each) | {"holds": "yes" if each.good_share >= goal else "no"} for each in outcomes]
+    if not rows:
+        return ""
+    lines = [f"| {' | '.join(cells)} |" for cells in (rows[0], *(row.values() for row in rows))]
+    lines.insert(1, "|---" * len(rows[0]) + "|")
     return "\n".join(lines) + "\n"
 
 
@@ -62,6 +48,7 @@ def cheapest(outcomes: Sequence[Outcome], *, goal: float) -> Outcome | None:
 def write_report(out: Path, outcomes: Sequence[Outcome], *, trace: Trace, goal: float) -> Path:
     """Write `report.html`: a table, GPU-hours against attainment, and each arm's day. Raises OSError."""
     shown = [best for kind in _KIND_NAMES if (best := _best([o for o in outcomes if o.kind == kind], goal))]
+    max_size = max((max(outcome.size(pool, _times(outcome))) for outcome in shown for pool in Pool), default=0)
     sections = (
         Section(
             title="What it costs to hold the objectives",
@@ -78,7 +65,7 @@ def write_report(out: Path, outcomes: Sequence[Outcome], *, trace: Trace, goal: 
             title="The day",
             intro="For each kind the cheapest arm that reaches the goal, or the closest one.",
             panels=(
-                Panel(title="Load", content=_load(shown[0]), width=Width.HALF) if shown else _none(),
+                *(Panel(title="Load", content=_load(each), width=Width.HALF) for each in shown[:1]),
                 Panel(
                     title="Good requests over the day",
                     look_for="Where a curve falls, the pools were too small or grew too late.",
@@ -89,7 +76,7 @@ def write_report(out: Path, outcomes: Sequence[Outcome], *, trace: Trace, goal: 
                 *(
                     Panel(
                         title=f"Workers of {outcome.name} ({_KIND_NAMES[outcome.kind]})",
-                        content=_pools(outcome, max_size=_max_size(shown)),
+                        content=_pools(outcome, max_size=max_size),
                         note="Paid workers, including starting and draining ones.",
                         width=Width.HALF,
                     )
@@ -103,10 +90,6 @@ def write_report(out: Path, outcomes: Sequence[Outcome], *, trace: Trace, goal: 
     subtitle = f"{len(trace.requests):,} requests in a day of {trace.duration_s / 3600:.1f} simulated hours"
     write_page(path, Page(title=title, subtitle=subtitle, sections=sections, verdict=_verdict(outcomes, goal)))
     return path
-
-
-def _none() -> Panel:
-    return Panel(title="Load", content=Table(columns=("no arm has run",), rows=()))
 
 
 def _verdict(outcomes: Sequence[Outcome], goal: float) -> tuple[str, ...]:
@@ -129,26 +112,29 @@ def _best(outcomes: Sequence[Outcome], goal: float) -> Outcome | None:
     return cheapest(outcomes, goal=goal) or max(outcomes, key=lambda outcome: outcome.good_share, default=None)
 
 
-def _row(outcome: Outcome) -> tuple[str, ...]:
-    return (
-        outcome.name,
-        f"{outcome.gpu_hours:.1f}",
-        f"{100 * outcome.good_share:.2f}",
-        f"{100 * outcome.worst_bin:.1f}",
-        f"{100 * outcome.ttft_share:.2f}",
-        f"{100 * outcome.itl_share:.2f}",
-        f"{outcome.ttft_p50_s:.2f} / {outcome.ttft_p99_s:.1f}",
-        f"{100 * outcome.hit:.1f}",
-        str(outcome.num_starts),
-        str(outcome.num_flips),
-        str(outcome.num_leaves),
-        str(outcome.num_moves),
-    )
+def _row(outcome: Outcome) -> dict[str, str]:
+    """Return the cells of an arm by column."""
+    return {
+        "arm": outcome.name,
+        "GPU-hours": f"{outcome.gpu_hours:.1f}",
+        "good %": f"{100 * outcome.good_share:.2f}",
+        "worst part of the day %": f"{100 * outcome.worst_bin:.1f}",
+        "TTFT in time %": f"{100 * outcome.ttft_share:.2f}",
+        "gaps in time %": f"{100 * outcome.itl_share:.2f}",
+        "TTFT p50/p99 s": f"{outcome.ttft_p50_s:.2f} / {outcome.ttft_p99_s:.1f}",
+        "hit %": f"{100 * outcome.hit:.1f}",
+        "started": str(outcome.num_starts),
+        "flipped": str(outcome.num_flips),
+        "left": str(outcome.num_leaves),
+        "answers moved": str(outcome.num_moves),
+    }
 
 
 def _table(outcomes: Sequence[Outcome], goal: float) -> Table:
+    rows = [_row(outcome) for outcome in outcomes]
     holding = frozenset(i for i, outcome in enumerate(outcomes) if outcome.good_share >= goal)
-    return Table(columns=_COLUMNS, rows=tuple(_row(outcome) for outcome in outcomes), strong_rows=holding)
+    columns = tuple(rows[0]) if rows else ("no arm has run",)
+    return Table(columns=columns, rows=tuple(tuple(row.values()) for row in rows), strong_rows=holding)
 
 
 def _scatter(outcomes: Sequence[Outcome], goal: float) -> Any:
@@ -203,13 +189,19 @@ def _smooth(outcome: Outcome) -> np.ndarray:
     return np.asarray(good / np.maximum(arrived, 1))
 
 
+def _times(outcome: Outcome) -> list[float]:
+    """Return the times at which pools are drawn."""
+    times: list[float] = np.linspace(0, outcome.day_s, _TIMES).tolist()
+    return times
+
+
 def _pools(outcome: Outcome, *, max_size: int) -> Any:
-    times = np.linspace(0, outcome.day_s, _TIMES)
+    times = np.array(_times(outcome))
     curves = [
         Curve(
             name=f"{pool} workers",
             x=times / outcome.day_s * 24,
-            y=outcome.size(pool, [float(at_s) for at_s in times]),
+            y=outcome.size(pool, _times(outcome)),
             color=color,
             shape="hv",
         )
@@ -218,15 +210,6 @@ def _pools(outcome: Outcome, *, max_size: int) -> Any:
     figure = _over_the_day(curves, Axis(title="workers", unit=Unit.COUNT, starts_at_zero=True))
     figure.update_yaxes(range=[0, max_size + 0.5])
     return figure
-
-
-def _max_size(outcomes: Sequence[Outcome]) -> int:
-    return max(
-        size
-        for outcome in outcomes
-        for pool in Pool
-        for size in outcome.size(pool, [float(at_s) for at_s in np.linspace(0, outcome.day_s, _TIMES)])
-    )
 
 
 def _over_the_day(curves: Sequence[Curve], y: Axis, *, limits: tuple[LimitLine, ...] = ()) -> Any:

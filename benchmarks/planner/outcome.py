@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from pydantic import BaseModel
 
-from benchmarks.planner_arms import Arm
+from benchmarks.planner.arms import Arm
 from cluster.planner.observation import Pool
 from common.slo import Slo
 from measure.figures import summarize

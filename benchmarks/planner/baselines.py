@@ -1,4 +1,4 @@
-"""Planners to compare ours with: what other systems do, expressed in our terms."""
+"""Planners to compare ours with: the rules of other systems, expressed in our terms."""
 
 import math
 from collections import deque
@@ -21,17 +21,6 @@ class Bounds:
     def clamp(self, size: int) -> int:
         """Return the nearest size that is allowed."""
         return min(max(size, self.min_workers), self.max_workers)
-
-
-class StaticSplit:
-    """Always the same sizes."""
-
-    def __init__(self, sizes: PoolSizes) -> None:
-        self._sizes = sizes
-
-    def plan(self, observed: Observation) -> ScalingPlan:
-        """See `Planner`."""
-        return ScalingPlan(sizes=self._sizes, reason="fixed")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +94,7 @@ class QueueLength:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DynamoLoadSettings:
-    """What NVIDIA Dynamo's SLA planner is told in its load mode."""
+    """Settings of NVIDIA Dynamo's SLA planner in its load mode."""
 
     ttft_s: float
     """Objective of a request's first token."""
