@@ -22,8 +22,6 @@ hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "here")
 
 _FIRST = ("tests/hosts", "tests/cluster", "tests/e2e", "tests/benchmarks", "tests/measure/experiment")
 """Folders whose files wait longest for processes: they begin first, so that no process ends alone with one of them."""
-
-
 _HOSTS = "tests/hosts"
 """Its files share network devices of this machine, so that one process runs them all."""
 
@@ -36,7 +34,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Return what keeps the tests of a file in one process, and those that share a machine-wide resource.
 
-    Marks (`--dist loadgroup`) have no effect: xdist 3.8 writes them into an attribute that pytest 9.2 does not reads.
+    Marks (`--dist loadgroup`) have no effect: xdist 3.8 writes them into an attribute that pytest 9.2 does not read.
     """
     from xdist.scheduler import LoadFileScheduling  # a machine without xdist runs the tests, too
 

@@ -191,6 +191,11 @@ async def test_certificates_of_a_joined_cluster_outlive_its_processes_and_their_
         ca = _ca(info)
         expected = [each.text for each in await answers(client, _begun(), [])]
         shown = {await asyncio.to_thread(shown_by, info.address)}
+
+        async def is_known() -> bool:
+            return "decode-0" in await pids(client)
+
+        await until(is_known, timeout_s=60, what="decode-0 reports to the router")  # it has just been certified again
         before = await pids(client)
         os.kill(before["decode-0"], signal.SIGKILL)
 

@@ -41,7 +41,11 @@ SERVING: dict[str, Any] = {
     },
 }
 _STATE = f"cat ~/.cache/kvrelay/run/{NAME}/state.json"
-_LOGS = f"cat ~/kvrelay-up.log; tail -n 40 ~/.cache/kvrelay/run/{NAME}/logs/supervisor.log"
+_LOGS = (
+    f"cat ~/kvrelay-up.log; tail -n 40 ~/.cache/kvrelay/run/{NAME}/logs/supervisor.log ~/kvrelay-head.log; "
+    "cd /tmp/ray/session_latest/logs && tail -n 25 $(ls -t raylet*.out gcs_server*.out *agent*.log | head -n 6); "
+    "ps -eo pid,ppid,etimes,stat,args | cut -c1-200"
+)
 _WAIT_S = 120
 _NUM_WORKERS = 3
 
