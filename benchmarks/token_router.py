@@ -18,9 +18,9 @@ from common.ports import free_port, with_port
 from common.process import Ready
 from common.rpc import client_channel
 from common.trust.authority import Authority
+from common.trust.channels import Reach
 from common.trust.credentials import Credentials
 from common.trust.identity import Role
-from common.trust.reach import Reach
 from kvrelay.v1 import router_admin_pb2, router_admin_pb2_grpc, worker_pb2, worker_pb2_grpc
 
 

@@ -36,7 +36,7 @@ from kvrelay.v1 import (
     worker_pb2,
     worker_pb2_grpc,
 )
-from router.fake_codec import ByteCodec
+from router.codec import ByteCodec
 
 WORKER_ID = "token-worker"
 FINGERPRINT = "tokens"

@@ -10,8 +10,7 @@ from rich.console import Group, RenderableType
 
 from cli.console import err, print_wide
 from cli.options import DEFAULT_CONFIG, AddressOption, ApiKeyOption, CaOption, ConfigOption
-from cli.render import plan_text, seconds
-from cli.split_table import SplitTable
+from cli.render import SplitTable, plan_text, seconds
 from cli.target import find_cluster
 from kvrelay.client import Candidate, Client, Decision
 

@@ -1,4 +1,4 @@
-"""`kvrelay scale` and `kvrelay restart`: other pool sizes, or new workers, without a lost request."""
+"""`kvrelay scale`, `restart`, `rollout`: other sizes, new workers, another configuration; no request is lost."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -7,11 +7,12 @@ import typer
 
 from cli.console import Progress, out
 from cli.errors import CliError
-from cli.options import DEFAULT_CONFIG, ConfigOption
+from cli.options import DEFAULT_CONFIG, ConfigOption, LauncherOption
 from cli.target import run_dir_of
 
 if TYPE_CHECKING:
     from cluster.lifecycle import ClusterInfo
+
 
 _POOLS = ("prefill", "decode")
 GraceOption = Annotated[
@@ -83,3 +84,57 @@ def running_cluster(config_path: Path) -> "ClusterInfo":
     if info is None:
         raise CliError("no cluster is running; start one with `kvrelay up`")
     return info
+
+
+def rollout(
+    config_path: ConfigOption = DEFAULT_CONFIG,
+    launcher: LauncherOption = None,
+    canary_s: Annotated[
+        float,
+        typer.Option(
+            "--canary",
+            metavar="SECONDS",
+            min=0,
+            max=86400,
+            help="How long the first new worker of each pool serves before the others follow; 0: no canary.",
+        ),
+    ] = 15.0,
+    max_slowdown: Annotated[
+        float, typer.Option("--max-slowdown", metavar="TIMES", min=1, help="How much slower a canary may be.")
+    ] = 1.5,
+    grace_s: GraceOption = 30.0,
+    force: Annotated[
+        bool, typer.Option("--force", help="Even when pools become smaller than their load needs.")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only tell what differs and what that needs.")] = False,
+) -> None:
+    """Bring the running cluster to what the configuration file says; requests go on.
+
+    \b
+    kvrelay rollout --dry-run
+    kvrelay rollout --config serving.yaml --canary 60
+
+    What cannot be changed while the cluster runs is refused by key, and then nothing changes. One new worker of each
+    pool serves beside the old ones first. When it does not start, dies or is slower, it goes again and the old
+    configuration stays: exit status 1. Another model, or block size, takes a second set of workers and two routers.
+    """  # noqa: D301 - \b marks a preformatted block
+    from cluster import control
+    from cluster.changes.rollout import RolloutTerms
+    from cluster.lifecycle import with_model
+    from common.config import load_config
+
+    config = load_config(config_path)
+    if launcher is not None:
+        config = config.model_copy(update={"launcher": launcher.value})
+    info = running_cluster(config_path)
+    with Progress() as report:
+        config = with_model(config, report)
+        if dry_run:
+            steps = control.preview_rollout(info.run_dir, config)
+        else:
+            terms = RolloutTerms(canary_s=canary_s, max_slowdown=max_slowdown, grace_s=grace_s, is_forced=force)
+            steps = control.rollout(info.run_dir, config, terms)
+        for step in steps:
+            report(step)
+    if not dry_run:
+        out.print(f"the cluster runs {config_path}")

@@ -16,14 +16,13 @@ from common.errors import Cancelled, KvIncomplete, KvrelayError
 from common.ids import Epoch, HandoffId, WorkerId
 from common.rpc import to_report
 from decode_worker.direct import GRACE_S, DirectAnswer, DirectTable
-from decode_worker.outlet import Outlet
+from decode_worker.shared_stream import Outlet
 from engine.core import EngineCore
 from engine.events import EngineEvent, Failed, Started, Tokens
 from engine.group import Group
 from engine.sequence import EngineRequest
 from kv_transfer.handoff import HandoffManifest
-from kv_transfer.pull import Pulled, PullPlan
-from kv_transfer.wanted import WantedHandoff
+from kv_transfer.pull import Pulled, PullPlan, WantedHandoff
 from kvrelay.v1 import decode_pb2 as pb
 from kvrelay.v1 import sampling_pb2, worker_pb2
 from worker.output import OutputStreams, prompt_logprobs_to_proto

@@ -15,8 +15,8 @@ from common.errors import WorkerLost
 from common.ids import WorkerId
 from common.kv_events import KvEvents, decode_events
 from common.parity import TextProbes
-from common.timing_wire import timing_from_proto
-from common.trust.reach import Reach
+from common.timing import timing_from_proto
+from common.trust.channels import Reach
 from kvrelay.v1 import sequence_pb2, worker_pb2
 from router.facts import Endpoint, ModelFacts, WorkerFacts, check_report, find_mismatch, summarize
 from router.index import PrefixIndex

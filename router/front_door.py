@@ -17,14 +17,13 @@ from common.errors import KvrelayError, Overloaded, Refused, Unreachable, Worker
 from common.ids import RequestId, mint_request_id
 from common.lifecycle import LifeCycle
 from kvrelay.v1 import inference_pb2 as pb
-from router.admission.terms import Terms, read_terms
 from router.admission.ticket import Ticket
 from router.doorkeeper import Doorkeeper
 from router.merge_window import MergeWindow
 from router.outbox import Outbox
 from router.parts import RouterParts
 from router.record import Job
-from router.tenants import Tenant
+from router.tenants import Tenant, Terms, read_terms
 from router.validation import RequestReader
 
 MAX_REQUEST_S = 3600.0

@@ -13,7 +13,7 @@ from common.demand import demand_to_proto
 from common.errors import InvalidRequest, KvrelayError
 from common.ids import RequestId, WorkerId
 from common.rpc import error_boundary, time_left_s
-from common.timing_wire import timing_to_proto
+from common.timing import timing_to_proto
 from common.wire_names import ROLE_NAMES
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import inference_pb2_grpc, router_admin_pb2, router_admin_pb2_grpc, worker_pb2

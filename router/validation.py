@@ -5,12 +5,11 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from common.bounds import check_bounds
 from common.errors import InvalidRequest, PromptTooLong, UnknownModel, WorkerLost
 from common.ids import RequestId
 from common.sampling import SamplingParams
 from common.tokens import TOKEN_BYTES, TokenArray
-from common.wire import sampling_from_proto, token_ids_from_proto, unpack_tokens
+from common.wire import check_bounds, sampling_from_proto, token_ids_from_proto, unpack_tokens
 from kvrelay.v1 import inference_pb2, sampling_pb2
 from router.codec import Codec
 from router.facts import ModelFacts

@@ -11,14 +11,14 @@ from common.block_hash import hash_probe, hash_root
 from common.errors import InvalidRequest
 from common.kv_events import KvEvents, encode_events
 from common.rpc import error_boundary
-from common.timing_wire import timing_to_proto
+from common.timing import timing_to_proto
 from common.version import installed_version
 from common.wire_names import ROLE_NAMES
 from engine.events import EngineLoad
 from kv_transfer.serve import layout_to_proto
 from kvrelay.v1 import worker_pb2 as pb
 from kvrelay.v1 import worker_pb2_grpc
-from worker.peer_probe import PeerProbe
+from worker.peers import PeerProbe
 from worker.runtime import WorkerRuntime
 
 UPDATE_GAP_S = 0.02

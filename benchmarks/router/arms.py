@@ -28,9 +28,9 @@ from benchmarks.trust import HOST, PLAIN, first_line
 from common.process import parse_ready
 from common.rpc import Connect, client_channel
 from common.trust.authority import Authority, AuthoritySettings
+from common.trust.channels import Reach
 from common.trust.credentials import Credentials
 from common.trust.identity import Role
-from common.trust.reach import Reach
 from kvrelay.v1 import router_admin_pb2, router_admin_pb2_grpc, worker_pb2
 
 SGLANG_ROUTER = PeerPackages(name="sglang-router-0.3.2", steps=(("install", "sglang-router==0.3.2"),))

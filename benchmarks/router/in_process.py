@@ -22,9 +22,9 @@ from common.ids import Epoch, RequestId, WorkerId
 from common.kv_events import KvEvents, decode_events, encode_events
 from common.tokens import TokenArray, as_tokens
 from common.trust.authority import Authority
+from common.trust.channels import Reach
 from common.trust.credentials import Credentials
 from common.trust.identity import Role
-from common.trust.reach import Reach
 from kvrelay.v1 import worker_pb2
 from router.facts import Endpoint, WorkerFacts
 from router.index import PrefixIndex

@@ -19,8 +19,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from cluster.changes.observing import Ask, make_observation
 from cluster.changes.scaling import Scaler
-from cluster.planner.observation import Observation, Pool, WorkerPhase
-from cluster.planner.plan import Planner, PoolSizes, ScalingPlan
+from cluster.planner.plan import Observation, Planner, Pool, PoolSizes, ScalingPlan, WorkerPhase
 from cluster.processes.plan import ProcessRole
 from cluster.processes.workforce import Workforce
 from common.clock import Clock

@@ -21,7 +21,7 @@ from functools import partial
 from statistics import median
 
 from cluster.changes.flipping import Flips, flip_obstacle, flip_workers
-from cluster.planner.observation import Pool
+from cluster.planner.plan import Pool
 from cluster.processes.launcher import StartFailed
 from cluster.processes.managed_process import ManagedProcess
 from cluster.processes.plan import (

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from statistics import median_low
 
 from cluster.planner.capacity import DecodeCapacity, DecodeRoom, Objectives, PrefillCapacity
-from cluster.planner.observation import Observation, ObservedWorker, Pool
+from cluster.planner.plan import Observation, ObservedWorker, Pool
 from common.demand import Demand, RequestShape
 from common.slo import Slo
 from common.timing import StepShape, TimingModel

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from cluster.planner.observation import Pool
+from cluster.planner.plan import Pool
 from common.slo import Slo
 
 DECODE_HELP = 0.75

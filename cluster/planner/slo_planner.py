@@ -18,9 +18,8 @@ from cluster.planner.capacity import best_split, rate_of, workers_for
 from cluster.planner.correction import Correction
 from cluster.planner.evidence import Capacities, ShapeMemory, measure, objectives_of
 from cluster.planner.forecast import Forecast, Line
-from cluster.planner.observation import Observation, Pool, WorkerPhase
 from cluster.planner.patience import NeedHistory, PoolNeed
-from cluster.planner.plan import PoolSizes, ScalingPlan
+from cluster.planner.plan import Observation, Pool, PoolSizes, ScalingPlan, WorkerPhase
 from cluster.planner.reasons import Numbers, hold, tell
 from cluster.planner.settings import PlannerSettings
 

@@ -7,14 +7,16 @@ the old one is closed when its last call has ended. A call stays on its channel 
 import asyncio
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
 
-from common.rpc import channel_options
+from common.rpc import Connect, channel_options
 from common.trust.credentials import Credentials
 from common.trust.identity import Role, server_name
 from common.trust.proofs import METADATA_KEY, PROOF_LIFETIME_S, audience_of
+from common.trust.tickets import IssueTicket, issuer
 
 _RENEW_PROOF_S = PROOF_LIFETIME_S / 2
 
@@ -152,3 +154,31 @@ class InsideChannel(grpc.aio.Channel):
             task = asyncio.get_running_loop().create_task(generation.channel.close())
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reach:
+    """Factories of channels and tickets."""
+
+    worker: Connect
+    """Makes a channel to a worker's control or KV plane."""
+    router: Connect
+    """Makes a channel to a router's administration."""
+    issue: IssueTicket
+    """Signs tickets; workers accept those of routers for placed requests, and of the controller for moving caches."""
+    direct_name: str = ""
+    """DNS name in the certificates of workers' direct doors; empty if they name hosts, or without TLS."""
+
+    @classmethod
+    def of(cls, credentials: Credentials, *, has_own_files: bool = False) -> "Reach":
+        """Return the access of the holder of these credentials.
+
+        `has_own_files`: doors show the operator's certificate instead of the cluster's.
+        """
+        is_issued = credentials.is_encrypted and not has_own_files
+        return cls(
+            direct_name=server_name(credentials.identity.cluster, Role.WORKER) if is_issued else "",
+            worker=connect_to(Role.WORKER, credentials),
+            router=connect_to(Role.ROUTER, credentials),
+            issue=issuer(lambda: credentials.held.signer),
+        )

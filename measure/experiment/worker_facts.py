@@ -7,8 +7,7 @@ import grpc
 
 from common.errors import EngineFault, from_rpc_error
 from common.rpc import Connect
-from common.timing import GUESSED_LINK, TimingModel
-from common.timing_wire import timing_from_proto
+from common.timing import GUESSED_LINK, TimingModel, timing_from_proto
 from kvrelay.v1 import worker_pb2, worker_pb2_grpc
 
 _TIMEOUT_S = 10.0

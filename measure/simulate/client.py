@@ -15,10 +15,10 @@ from measure.simulate.executor import KnownAnswer
 from measure.simulate.loop import VirtualLoop
 from measure.simulate.records import Arrival, SimSettings
 from measure.simulate.tokens import TokenLog
-from router.admission.terms import NO_TERMS, Terms
 from router.admission.ticket import Ticket
 from router.parts import RouterParts
 from router.record import Job
+from router.tenants import NO_TERMS, Terms
 
 
 class SimClient:

@@ -3,8 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from cluster.planner.observation import Pool
-from cluster.planner.plan import Planner, PoolSizes, ScalingPlan
+from cluster.planner.plan import Planner, Pool, PoolSizes, ScalingPlan
 from common.slo import Slo
 
 

@@ -5,8 +5,7 @@ import statistics
 from collections.abc import Sequence
 from contextlib import suppress
 
-from cluster.planner.observation import Observation, ObservedWorker, Pool
-from cluster.planner.plan import Planner
+from cluster.planner.plan import Observation, ObservedWorker, Planner, Pool
 from common.demand import Demand, merge_demands
 from measure.simulate.elasticity import Elasticity, PlanNote
 from measure.simulate.loop import VirtualLoop

@@ -28,13 +28,12 @@ from router.admission.account import Account, Service, open_account
 from router.admission.displacement import account_above
 from router.admission.fair_queue import OUTPUT_TOKEN_COST, PROMPT_TOKEN_COST, FairQueue, Place, rank
 from router.admission.limits import Pace
-from router.admission.terms import NO_TERMS, Terms
 from router.admission.ticket import QueuedRequest, Ticket
 from router.fleet import Fleet
+from router.metrics import TenantMetrics
 from router.placement.chooser import Chooser
 from router.placement.decisions import Booking
-from router.tenant_metrics import TenantMetrics
-from router.tenants import ANYBODY, Tenant
+from router.tenants import ANYBODY, NO_TERMS, Tenant, Terms
 
 MAX_CANDIDATES = 4
 """Requests of each tenant that are tried when none before them found a plan."""

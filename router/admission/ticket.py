@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 from common.errors import Overloaded, Refused
 from router.admission.account import Account, Service
-from router.admission.terms import Terms
 from router.placement.chooser import Search
 from router.placement.decisions import Booking
+from router.tenants import Terms
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

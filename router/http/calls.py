@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from common.bounds import MAX_CHAT_MESSAGES, MAX_CONTENT_PARTS, MAX_PROMPT_TOKENS, MAX_PROMPTS, check_length
 from common.errors import InvalidRequest
 from common.sampling import MAX_LOGPROBS, Biases, Parameter, Tokens
+from common.wire import MAX_CHAT_MESSAGES, MAX_CONTENT_PARTS, MAX_PROMPT_TOKENS, MAX_PROMPTS, check_length
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import sampling_pb2
 from router.http.schema import ROLES, SAMPLING_FIELDS, ChatBody, CompletionBody, GenerationBody, field_path

@@ -21,8 +21,7 @@ from router.fleet import Fleet
 from router.index import PrefixIndex
 from router.placement.decisions import Booking, DecisionLog
 from router.placement.feasibility import Shed, find_hopeless
-from router.placement.plans import PlacementRequest, Plan
-from router.placement.policies.interface import Policy
+from router.placement.plans import PlacementRequest, Plan, Policy
 from router.prefix_match import PrefixMatches
 
 EXPECTED_TTL_S = 30.0

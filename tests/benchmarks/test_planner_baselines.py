@@ -8,8 +8,7 @@ from benchmarks.planner_baselines import (
     QueueLengthSettings,
     StaticSplit,
 )
-from cluster.planner.observation import Observation, ObservedWorker, Pool, WorkerPhase
-from cluster.planner.plan import Planner, PoolSizes
+from cluster.planner.plan import Observation, ObservedWorker, Planner, Pool, PoolSizes, WorkerPhase
 from common.demand import Demand, RequestShape
 from common.ids import WorkerId
 from common.timing import StepModel, TimingModel

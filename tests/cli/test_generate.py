@@ -2,8 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from cli.generate import Device
-from cli.in_process import Stopwatch, local_config
+from cli.generate import Device, Stopwatch, local_config
 from common.errors import InvalidRequest
 from kvrelay.v1 import sampling_pb2
 from tests.cli.conftest import FakeLifecycle, Run

@@ -7,8 +7,8 @@ import pytest
 
 from common.block_hash import hash_blocks
 from common.ids import WorkerId, mint_epoch
+from router.codec import ByteCodec
 from router.facts import Endpoint, WorkerFacts, find_mismatch
-from router.fake_codec import ByteCodec
 from tests.router.fakes import (
     BLOCK_SIZE,
     DECODE,

@@ -12,8 +12,7 @@ import pytest
 from common.errors import Refused
 from common.ids import WorkerId
 from common.timing import LinkModel, StepModel, TimingModel
-from router.placement.plans import FleetView, Keeper, PlacementRequest, Plan, PlanKind, Pull
-from router.placement.policies.interface import Policy
+from router.placement.plans import FleetView, Keeper, PlacementRequest, Plan, PlanKind, Policy, Pull
 from tests.router import fleets
 from tests.router.fleets import worker
 

@@ -10,8 +10,8 @@ from common.ids import RequestId
 from common.tokens import as_tokens
 from common.wire import pack_tokens
 from kvrelay.v1 import inference_pb2, sampling_pb2
+from router.codec import ByteCodec
 from router.facts import ModelFacts
-from router.fake_codec import ByteCodec
 from router.record import Job
 from router.tenants import ANYBODY, Tenant
 from router.token_cache import Encoded

@@ -3,8 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from cluster.planner.observation import Observation, ObservedWorker, Pool, WorkerPhase
-from cluster.planner.plan import PoolSizes
+from cluster.planner.plan import Observation, ObservedWorker, Pool, PoolSizes, WorkerPhase
 from cluster.planner.settings import PlannerSettings, PoolLimits
 from common.demand import Demand, RequestShape
 from common.ids import WorkerId

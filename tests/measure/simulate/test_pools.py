@@ -4,8 +4,7 @@ from itertools import pairwise
 
 import pytest
 
-from cluster.planner.observation import Observation, Pool, WorkerPhase
-from cluster.planner.plan import PoolSizes, ScalingPlan
+from cluster.planner.plan import Observation, Pool, PoolSizes, ScalingPlan, WorkerPhase
 from measure.simulate.cluster import run
 from measure.simulate.elasticity import Elasticity, Stay
 from measure.simulate.records import SimRun
