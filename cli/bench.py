@@ -15,7 +15,6 @@ from cli.bench_options import (
     Criteria,
     Output,
     counted,
-    options_from_dataclasses,
     output,
     served_objectives,
 )
@@ -24,7 +23,7 @@ from cli.bench_results import compare, report
 from cli.bench_workload import Limits, Replay, Shape, TraceOption, WorkloadOption, workload_spec
 from cli.console import err
 from cli.errors import EXIT_INTERRUPTED, CliError
-from cli.options import DEFAULT_CONFIG, ApiKeyOption, CaOption, ConfigOption
+from cli.options import DEFAULT_CONFIG, ApiKeyOption, CaOption, ConfigOption, options_from_dataclasses
 from cli.target import find_cluster
 
 if TYPE_CHECKING:

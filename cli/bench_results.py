@@ -9,10 +9,10 @@ from typing import Annotated
 import typer
 
 from cli.bench_measure import COMPARISON_FILE, earlier_objectives, judge, show
-from cli.bench_options import CheckOption, Criteria, Output, options_from_dataclasses, output, served_objectives
+from cli.bench_options import CheckOption, Criteria, Output, output, served_objectives
 from cli.console import err, print_wide
 from cli.errors import CliError
-from cli.options import DEFAULT_CONFIG, ConfigOption
+from cli.options import DEFAULT_CONFIG, ConfigOption, options_from_dataclasses
 
 
 @options_from_dataclasses

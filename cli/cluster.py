@@ -34,7 +34,7 @@ def up(
 
     config = load_config(config_path)
     if launcher is not None:
-        config = config.model_copy(update={"launcher": launcher.value})
+        config = config.model_copy(update={"launcher": launcher})
     if not foreground:
         out.print(_ready(_start(config, config_path)), soft_wrap=True)
         err.print(

@@ -174,7 +174,7 @@ def _demo_config(config: "ServingConfig", launcher: Launcher | None) -> "Serving
     """Return the configuration with a free port and a name of its own."""
     router = config.router.model_copy(update={"host": "127.0.0.1", "port": 0, "http_port": 0})
     changes = {"name": f"demo-{os.getpid()}", "router": router}
-    return config.model_copy(update=changes | ({"launcher": launcher.value} if launcher is not None else {}))
+    return config.model_copy(update=changes | ({"launcher": launcher} if launcher is not None else {}))
 
 
 def _ask(client: Client, prompt: DemoPrompt) -> SummaryRow:

@@ -2,33 +2,18 @@
 
 import asyncio
 import secrets
+import sys
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from cli.console import Progress, write_text
-from cli.options import DEFAULT_CONFIG
-from cli.render import seconds, throughput
-from kvrelay.client import ChatMessage, SamplingOptions
-
-if TYPE_CHECKING:
-    from common.config import ServingConfig
-    from common.sampling import SamplingParams
-    from router.codec import Codec
-
-import enum
-import sys
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from cli.console import err
+from cli.console import Progress, err, write_text
 from cli.options import (
-    AddressOption,
-    ApiKeyOption,
-    CaOption,
-    ConfigOption,
+    DEFAULT_CONFIG,
     MaxNewTokensOption,
     ModelOption,
     SeedOption,
@@ -36,33 +21,24 @@ from cli.options import (
     TimeoutOption,
     TopKOption,
     TopPOption,
+    options_from_dataclasses,
     sampling_options,
 )
-from cli.render import stats_lines
-from cli.target import find_cluster
-from kvrelay.client import Client, Prompt, Token
+from cli.render import seconds, stats_lines, throughput
+from cli.target import Connection
+from kvrelay.client import ChatMessage, Client, Prompt, SamplingOptions, Token
+
+if TYPE_CHECKING:
+    from common.config import ServingConfig
+    from common.sampling import SamplingParams
+    from router.codec import Codec
 
 _IN_PROCESS = "In-process"
+_overrides = partial(typer.Option, help="Overrides the file.", rich_help_panel=_IN_PROCESS)
 _STDIN = "-"
 
 
-class Device(enum.StrEnum):
-    """Device and threads of an in-process model."""
-
-    AUTO = "auto"
-    CPU = "cpu"
-    CUDA = "cuda"
-
-
-class Dtype(enum.StrEnum):
-    """Number format of an in-process model."""
-
-    AUTO = "auto"
-    FLOAT32 = "float32"
-    BFLOAT16 = "bfloat16"
-    FLOAT16 = "float16"
-
-
+@options_from_dataclasses
 def generate(
     prompt: Annotated[str, typer.Option("--prompt", "-p", help="What to ask; '-' reads standard input.")],
     chat: Annotated[
@@ -72,10 +48,8 @@ def generate(
     show_stats: Annotated[
         bool, typer.Option("--show-stats", "-s", help="Tell what the answer cost, on stderr.")
     ] = False,
-    address: AddressOption = None,
-    ca: CaOption = None,
-    api_key: ApiKeyOption = None,
-    config_path: ConfigOption = DEFAULT_CONFIG,
+    *,
+    connection: Connection,
     timeout_s: TimeoutOption = None,
     max_new_tokens: MaxNewTokensOption = None,
     temperature: TemperatureOption = 0.0,
@@ -85,12 +59,8 @@ def generate(
     in_process: Annotated[
         bool, typer.Option("--in-process", help="Load the model here, without a cluster.", rich_help_panel=_IN_PROCESS)
     ] = False,
-    device: Annotated[
-        Device | None, typer.Option("--device", help="Overrides the file.", rich_help_panel=_IN_PROCESS)
-    ] = None,
-    dtype: Annotated[
-        Dtype | None, typer.Option("--dtype", help="Overrides the file.", rich_help_panel=_IN_PROCESS)
-    ] = None,
+    device: Annotated[Literal["auto", "cpu", "cuda"] | None, _overrides("--device")] = None,
+    dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"] | None, _overrides("--dtype")] = None,
     local_files_only: Annotated[
         bool, typer.Option("--local-files-only", help="Never download a model.", rich_help_panel=_IN_PROCESS)
     ] = False,
@@ -110,15 +80,14 @@ def generate(
         max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
     )
     if in_process:
-        if address is not None or timeout_s is not None:
+        if connection.address is not None or timeout_s is not None:
             raise typer.BadParameter("--address and --timeout make no sense with --in-process")
         overrides = {"id": model, "device": device, "dtype": dtype, "local_files_only": local_files_only or None}
-        stats = run_in_process(local_config(config_path, overrides), source, sampling)
+        stats = run_in_process(local_config(connection.config_path, overrides), source, sampling)
     else:
         if device or dtype or local_files_only:
             raise typer.BadParameter("--device, --dtype and --local-files-only need --in-process")
-        cluster = find_cluster(address, ca, config_path)
-        with Client(cluster.address, **cluster.client_options(api_key), timeout_s=timeout_s) as client:
+        with connection.client(timeout_s=timeout_s) as client:
             stats = _run_on_cluster(client, source, sampling, model=model or "")
     if show_stats:
         for line in stats:

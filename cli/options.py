@@ -1,8 +1,11 @@
 """Options that several commands share."""
 
-import enum
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Literal, get_type_hints
 
 import typer
 
@@ -13,12 +16,8 @@ DEFAULT_CONFIG = Path("serving.yaml")
 _SAMPLING = "Sampling"
 
 
-class Launcher(enum.StrEnum):
-    """How processes are started."""
-
-    RAY = "ray"
-    LOCAL = "local"
-
+Launcher = Literal["ray", "local"]
+"""How processes are started."""
 
 ConfigOption = Annotated[
     Path, typer.Option("--config", "-c", metavar="FILE", envvar="KVRELAY_CONFIG", help="The configuration file.")
@@ -92,6 +91,27 @@ SeedOption = Annotated[
     int | None,
     typer.Option("--seed", min=0, help="Repeats a sampled answer; default: drawn anew.", rich_help_panel=_SAMPLING),
 ]
+
+
+def options_from_dataclasses(command: Callable[..., None]) -> Callable[..., None]:
+    """Return `command` with each field of its dataclass parameters as an option of its own."""
+    hints = get_type_hints(command, include_extras=True)
+    groups = {name: hint for name, hint in hints.items() if isinstance(hint, type) and dataclasses.is_dataclass(hint)}
+    parameters = []
+    for name, parameter in inspect.signature(command).parameters.items():
+        own = inspect.signature(groups[name]).parameters.values() if name in groups else [parameter]
+        parameters += [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in own]
+
+    @functools.wraps(command)
+    def with_options(**values: Any) -> None:
+        for name, group in groups.items():
+            own = {field.name: values.pop(field.name) for field in dataclasses.fields(group)}
+            values[name] = group(**own)
+        command(**values)
+
+    with_options.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    with_options.__annotations__ = {each.name: each.annotation for each in parameters}
+    return with_options
 
 
 def sampling_options(

@@ -125,7 +125,7 @@ def rollout(
 
     config = load_config(config_path)
     if launcher is not None:
-        config = config.model_copy(update={"launcher": launcher.value})
+        config = config.model_copy(update={"launcher": launcher})
     info = running_cluster(config_path)
     with Progress() as report:
         config = with_model(config, report)

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from common.ids import WorkerId
-from common.wire import check_number
+from common.wire import check_number, message_of
 from kvrelay.v1 import worker_pb2
 
 
@@ -141,8 +141,8 @@ MAX_LINKS = 4096
 def timing_to_proto(model: TimingModel, transports: Mapping[WorkerId, int]) -> worker_pb2.TimingReport:
     """Return the message; `transports` holds the transport to each peer."""
     return worker_pb2.TimingReport(
-        prefill=_step_to_proto(model.prefill),
-        decode=_step_to_proto(model.decode),
+        prefill=message_of(worker_pb2.StepModel, model.prefill),
+        decode=message_of(worker_pb2.StepModel, model.decode),
         links=[
             worker_pb2.LinkModel(
                 peer_worker_id=peer or "",
@@ -172,11 +172,6 @@ def timing_from_proto(message: worker_pb2.TimingReport) -> TimingModel:
             for i, link in enumerate(message.links)
         },
     )
-
-
-def _step_to_proto(model: StepModel) -> worker_pb2.StepModel:
-    weights = {name: getattr(model, name) for name in _STEP_FIELDS}
-    return worker_pb2.StepModel(**weights, num_samples=model.num_samples)
 
 
 def _step_from_proto(message: worker_pb2.StepModel, field: str) -> StepModel:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
@@ -76,6 +76,7 @@ def _has_bounds(field: FieldDescriptor) -> bool:
 
 
 _Convert = Callable[[Any], Any]
+_Message = TypeVar("_Message", bound=Message)
 
 
 def _same(value: Any) -> Any:
@@ -112,6 +113,18 @@ def sampling_to_proto(sampling: SamplingParams) -> sampling_pb2.SamplingParams:
     return sampling_pb2.SamplingParams(
         **{option: convert(getattr(sampling, name)) for option, name, convert in _WRITERS}
     )
+
+
+def message_of(kind: type[_Message], *sources: object, **given: Any) -> _Message:
+    """Return a message with the given fields, and all others from attributes of the same names.
+
+    A field is read from the first source that has it. Raises AttributeError for a field that no source has.
+    """
+    for name in kind.DESCRIPTOR.fields_by_name:
+        if name not in given:
+            source = next((each for each in sources if hasattr(each, name)), None)
+            given[name] = getattr(source, name)
+    return kind(**given)
 
 
 def check_number(value: float, field: str, *, highest: float) -> float:

@@ -22,6 +22,7 @@ from common.rpc import error_boundary
 from common.trust.credentials import Credentials
 from common.trust.guard import caller
 from common.trust.tickets import PullRight, check_ticket, of_blocks, of_handoff
+from common.wire import message_of
 from engine.core import EngineCore
 from engine.executor import KvShape, KvStore
 from engine.thread import EngineDriver
@@ -208,15 +209,7 @@ class KvTransferService(kv_transfer_pb2_grpc.KvTransferServiceServicer):
 
 def layout_to_proto(shape: KvShape) -> worker_pb2.KvLayout:
     """Return the message for the shape of a block."""
-    return worker_pb2.KvLayout(
-        num_layers=shape.num_layers,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        block_size=shape.block_size,
-        block_bytes=shape.block_bytes,
-        dtype=shape.dtype,
-        fingerprint=shape.fingerprint,
-    )
+    return message_of(worker_pb2.KvLayout, shape)
 
 
 def _unpin(core: EngineCore, block_ids: Seq[BlockId]) -> None:
