@@ -9,8 +9,10 @@ that only decode by memory, so each kind has its own weights. Prompts are comput
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import median_low
+from typing import TypeVar
 
 from common.ids import WorkerId
 from common.wire import check_number, message_of
@@ -123,6 +125,19 @@ class TimingModel:
         return link.seconds(num_bytes)
 
 
+TYPICAL_CHUNK = StepShape(num_prefill_tokens=512, num_prefill_pairs=512 * 2048)
+TYPICAL_BATCH = StepShape(num_decodes=16, num_context_tokens=16 * 1024)
+"""Steps by which models of a pool are compared."""
+
+_Model = TypeVar("_Model")
+
+
+def median_model(models: Sequence[_Model], measure: Callable[[_Model], float]) -> _Model:
+    """Return the model whose measure is the median: medians of single weights would describe no worker."""
+    middle = median_low(map(measure, models))
+    return next(model for model in models if measure(model) == middle)
+
+
 GUESSED_TIMING = TimingModel(
     prefill=StepModel(constant_s=5e-3, per_prefill_token_s=1e-4, per_decode_s=1e-4),
     decode=StepModel(constant_s=5e-3, per_decode_s=1e-4, per_context_token_s=1e-7),
@@ -131,7 +146,8 @@ GUESSED_TIMING = TimingModel(
 """Assumed until any worker of the pool has measured itself; only its proportions matter then."""
 
 
-_STEP_FIELDS = ("constant_s", "per_prefill_token_s", "per_prefill_pair_s", "per_decode_s", "per_context_token_s")
+STEP_WEIGHTS = ("constant_s", "per_prefill_token_s", "per_prefill_pair_s", "per_decode_s", "per_context_token_s")
+"""Fields of a `StepModel` that weigh a step's contents, in order."""
 _LONGEST_S = 3600.0
 """Longest plausible time of one step."""
 _MAX_STEP_TOKENS = 1 << 24
@@ -176,7 +192,7 @@ def timing_from_proto(message: worker_pb2.TimingReport) -> TimingModel:
 
 def _step_from_proto(message: worker_pb2.StepModel, field: str) -> StepModel:
     weights = {
-        name: check_number(getattr(message, name), f"{field}.{name}", highest=_LONGEST_S) for name in _STEP_FIELDS
+        name: check_number(getattr(message, name), f"{field}.{name}", highest=_LONGEST_S) for name in STEP_WEIGHTS
     }
     return StepModel(**weights, num_samples=message.num_samples)
 

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import dataclass
 
-from common.errors import KvrelayError, Overloaded, Refused, Unreachable, WorkerLost
+from common.errors import KvrelayError, Refused, Unreachable, WorkerLost
 from common.ids import RequestId, mint_request_id
 from common.lifecycle import LifeCycle
 from kvrelay.v1 import inference_pb2 as pb
@@ -148,7 +148,7 @@ class FrontDoor:
         terms = read_terms(request, tenant=tenant, default=self._default_terms)
         admitted = self.parts.admission.admit(tenant, terms)
         if isinstance(admitted, Refused):
-            raise Overloaded(admitted.reason, retry_after_s=admitted.retry_after_s)
+            raise admitted.error()
         return admitted
 
     async def _read(self, request: pb.GenerateRequest, caller: Caller, request_id: RequestId) -> Job:

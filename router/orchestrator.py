@@ -155,7 +155,7 @@ class Orchestrator:
         expected = Service(num_prompt_tokens=len(job.prompt_token_ids), num_output_tokens=output)
         refused = self._admission.take_tokens(ticket, expected)
         if refused is not None:
-            raise Overloaded(refused.reason, retry_after_s=refused.retry_after_s)
+            raise refused.error()
 
     @asynccontextmanager
     async def running(self, job: Job, ticket: Ticket, life: LifeCycle, *, timeout_s: float) -> AsyncIterator[Outbox]:

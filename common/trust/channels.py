@@ -8,6 +8,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partialmethod
 from typing import Any
 
 import grpc
@@ -54,23 +55,9 @@ class InsideChannel(grpc.aio.Channel):
 
     # Used by stubs.
 
-    def unary_unary(self, method: str, *codecs: Any, **options: Any) -> Any:
-        """Return a function that makes a call with one request and one response."""
-        return self._multicallable("unary_unary", method, codecs, options)
+    def _multicallable(self, kind: str, method: str, *codecs: Any, **options: Any) -> Any:
+        """Return a function that makes calls of a kind."""
 
-    def unary_stream(self, method: str, *codecs: Any, **options: Any) -> Any:
-        """Return a function that makes a call with one request and a stream of responses."""
-        return self._multicallable("unary_stream", method, codecs, options)
-
-    def stream_unary(self, method: str, *codecs: Any, **options: Any) -> Any:
-        """Return a function that makes a call with a stream of requests and one response."""
-        return self._multicallable("stream_unary", method, codecs, options)
-
-    def stream_stream(self, method: str, *codecs: Any, **options: Any) -> Any:
-        """Return a function that makes a call with a stream each way."""
-        return self._multicallable("stream_stream", method, codecs, options)
-
-    def _multicallable(self, kind: str, method: str, codecs: Any, options: dict[str, Any]) -> Any:
         def call(*request: Any, timeout: float | None = None, metadata: Any = None, **terms: Any) -> Any:
             generation = self._generation()
             multicallable = generation.multicallables.get(method)
@@ -84,6 +71,11 @@ class InsideChannel(grpc.aio.Channel):
             return made
 
         return call
+
+    unary_unary = partialmethod(_multicallable, "unary_unary")
+    unary_stream = partialmethod(_multicallable, "unary_stream")
+    stream_unary = partialmethod(_multicallable, "stream_unary")
+    stream_stream = partialmethod(_multicallable, "stream_stream")
 
     # Connection.
 

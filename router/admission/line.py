@@ -2,7 +2,7 @@
 
 1. `admit`: a request gets a *ticket*, or a refusal because the line or its tenant's share is full or a rate is used up.
    This is cheap and happens before anything is tokenized; `take_tokens` follows when the size is known. In a full line
-   a newcomer may displace a request of a tenant that has more than its share (displacement.py).
+   a newcomer may displace a request of a tenant that has more than its share (`account_above`).
 2. `place`: the request waits in line (fair_queue.py) until the chooser books a plan for it. Requests that lost a plan
    go before all newcomers, in order of arrival.
 3. The line is served whenever the fleet changes, a request ends or an exclusion expires; there is no polling. When the
@@ -24,8 +24,7 @@ from dataclasses import replace
 
 from common.clock import Clock
 from common.errors import Overloaded, RefusalCause, Refused, WorkerLost
-from router.admission.account import Account, Service, open_account
-from router.admission.displacement import account_above
+from router.admission.account import Account, Service, account_above, open_account
 from router.admission.fair_queue import OUTPUT_TOKEN_COST, PROMPT_TOKEN_COST, FairQueue, Place, rank
 from router.admission.limits import Pace
 from router.admission.ticket import QueuedRequest, Ticket
@@ -141,7 +140,7 @@ class Admission:
         account = self._account(tenant, now_s)
         if (refused := account.take_inquiry(now_s)) is not None:
             self._count(tenant.name, refused)
-            raise Overloaded(refused.reason, retry_after_s=refused.retry_after_s)
+            raise refused.error()
         account.num_inquiries += 1
         try:
             yield
@@ -227,7 +226,7 @@ class Admission:
                 self._queue.discard(place)
                 self._serve()  # requests behind it may be served now
         if isinstance(outcome, Refused):
-            raise Overloaded(outcome.reason, retry_after_s=outcome.retry_after_s)
+            raise outcome.error()
         return outcome
 
     def _stand(self, queued: QueuedRequest) -> Place[QueuedRequest]:

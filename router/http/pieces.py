@@ -7,15 +7,9 @@ from typing import Any
 from google.protobuf.message import Message
 
 from common.tokens import TokenArray
-from common.wire_names import TRANSPORT_NAMES
+from common.wire_names import FINISH_REASON_NAMES, PLAN_KIND_NAMES, TRANSPORT_NAMES
 from kvrelay.v1 import inference_pb2, sampling_pb2
 from kvrelay.v1 import inference_pb2 as pb
-
-FINISH_REASONS = {
-    sampling_pb2.FINISH_REASON_UNSPECIFIED: None,
-    sampling_pb2.FINISH_REASON_STOP: "stop",
-    sampling_pb2.FINISH_REASON_LENGTH: "length",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +46,7 @@ class Piece:
     @property
     def finish_reason(self) -> str | None:
         """Why the choice ended, or None."""
-        return FINISH_REASONS[self.tokens[-1].finish_reason]
+        return FINISH_REASON_NAMES.get(self.tokens[-1].finish_reason)
 
 
 class Prompts:
@@ -87,9 +81,6 @@ def by_sample(delta: inference_pb2.TokenDelta) -> dict[int, list[sampling_pb2.Sa
     return samples
 
 
-_PLAN_KINDS = {pb.PLAN_KIND_REMOTE: "remote", pb.PLAN_KIND_LOCAL: "local"}
-
-
 @dataclass(slots=True, eq=False)
 class RequestFacts:
     """Events of one request other than tokens."""
@@ -121,7 +112,7 @@ def report_of(requests: Iterable[RequestFacts]) -> dict[str, Any]:
 
 
 def _report(facts: RequestFacts) -> dict[str, Any]:
-    plans = [{**_plain(plan), "kind": _PLAN_KINDS[plan.kind]} for plan in facts.plans]
+    plans = [{**_plain(plan), "kind": PLAN_KIND_NAMES[plan.kind]} for plan in facts.plans]
     told = _plain(facts.completed)
     told["transfer"]["transport"] = TRANSPORT_NAMES.get(facts.completed.transfer.transport)
     return {"request_id": facts.request_id, "plans": plans, **told}

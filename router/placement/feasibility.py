@@ -4,10 +4,8 @@ import enum
 
 from common.errors import RefusalCause, Refused
 from common.timing import GUESSED_TIMING
+from router.admission.limits import retry_after
 from router.placement.plans import FleetView, PlacementRequest, Plan, WorkerLoad
-
-MIN_RETRY_S = 0.05
-MAX_RETRY_S = 60.0
 
 
 class Shed(enum.Enum):
@@ -61,5 +59,4 @@ def _least_ttft_s(request: PlacementRequest, worker: WorkerLoad) -> float:
 def _refusal(ttft_s: float, left_s: float, cause: RefusalCause, what: str) -> Refused:
     reason = f"the first token is predicted in {ttft_s:.2f} s; {what} leaves {max(left_s, 0.0):.2f} s"
     # The excess has to be worked off first.
-    retry_after_s = min(max(ttft_s - left_s, MIN_RETRY_S), MAX_RETRY_S)
-    return Refused(reason=reason, retry_after_s=retry_after_s, cause=cause)
+    return Refused(reason=reason, retry_after_s=retry_after(ttft_s - left_s), cause=cause)
