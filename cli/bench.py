@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cli.bench_measure import measure, show
 from cli.bench_options import (
     CheckOption,
     Criteria,
@@ -19,7 +18,7 @@ from cli.bench_options import (
     served_objectives,
 )
 from cli.bench_record import record
-from cli.bench_results import compare, report
+from cli.bench_results import compare, measure, report, show
 from cli.bench_workload import Limits, Replay, Shape, TraceOption, WorkloadOption, workload_spec
 from cli.console import err
 from cli.errors import EXIT_INTERRUPTED, CliError

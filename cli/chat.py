@@ -29,11 +29,11 @@ _HELP = "/reset forgets the conversation · /exit or Ctrl-D leaves · Ctrl-C sto
 @options_from_dataclasses
 def chat(
     system: Annotated[
-        str | None, typer.Option("--system", help="Tell the model how to behave.", show_default=False)
+        str | None, typer.Option("--system", help="System message: how the model should behave.", show_default=False)
     ] = None,
     model: ModelOption = None,
     show_stats: Annotated[
-        bool, typer.Option("--show-stats", "-s", help="Tell what each answer cost, on stderr.")
+        bool, typer.Option("--show-stats", "-s", help="Print the cost of each answer on stderr.")
     ] = False,
     *,
     connection: Connection,

@@ -3,6 +3,7 @@
 import sys
 import time
 from collections.abc import Callable
+from time import sleep
 from types import TracebackType
 from typing import Self
 
@@ -39,7 +40,7 @@ def watch_view(view: Callable[[], RenderableType], interval_s: float) -> None:
     try:
         with Live(view(), console=out, auto_refresh=False) as live:
             while True:
-                time.sleep(interval_s)
+                sleep(interval_s)
                 try:
                     latest = view()
                 except KvrelayError as error:  # a router that restarts comes back into view

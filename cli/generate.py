@@ -40,13 +40,13 @@ _STDIN = "-"
 
 @options_from_dataclasses
 def generate(
-    prompt: Annotated[str, typer.Option("--prompt", "-p", help="What to ask; '-' reads standard input.")],
+    prompt: Annotated[str, typer.Option("--prompt", "-p", help="The prompt; '-' reads standard input.")],
     chat: Annotated[
         bool, typer.Option("--chat/--raw", help="Apply the model's chat template, or continue the text as it is.")
     ] = True,
     model: ModelOption = None,
     show_stats: Annotated[
-        bool, typer.Option("--show-stats", "-s", help="Tell what the answer cost, on stderr.")
+        bool, typer.Option("--show-stats", "-s", help="Print the cost of the answer on stderr.")
     ] = False,
     *,
     connection: Connection,

@@ -23,12 +23,12 @@ _CLOCK = slice(11, 23)  # hours to milliseconds of an ISO time
 
 def logs(
     process: Annotated[
-        str | None, typer.Argument(help="Such as router-0, decode (the whole pool), supervisor; default: everybody.")
+        str | None, typer.Argument(help="Such as router-0, decode (the whole pool), supervisor; default: all.")
     ] = None,
     config_path: ConfigOption = DEFAULT_CONFIG,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with new lines until Ctrl-C.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Show new lines until Ctrl-C.")] = False,
     num_lines: Annotated[int, typer.Option("--lines", "-l", min=0, help="Last lines of each process.")] = 50,
-    raw: Annotated[bool, typer.Option("--raw", help="The JSON lines as they are.")] = False,
+    raw: Annotated[bool, typer.Option("--raw", help="Show the JSON lines unchanged.")] = False,
 ) -> None:
     """Show what the processes of the cluster logged, in the order of time.
 

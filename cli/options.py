@@ -10,10 +10,9 @@ from typing import Annotated, Any, Literal, get_type_hints
 import typer
 
 from cli.errors import CliError
-from kvrelay.client import SamplingOptions
+from common.sampling import PARAMETERS, SamplingOptions
 
 DEFAULT_CONFIG = Path("serving.yaml")
-_SAMPLING = "Sampling"
 
 
 Launcher = Literal["ray", "local"]
@@ -53,7 +52,7 @@ ApiKeyOption = Annotated[
         "--api-key",
         metavar="KEY",
         envvar="KVRELAY_API_KEY",
-        help="Who is calling, where the cluster asks for it; better given by the environment.",
+        help="API key of the caller, where the cluster asks for one; better given by the environment.",
         show_default=False,
     ),
 ]
@@ -70,27 +69,23 @@ ModelOption = Annotated[
         show_default=False,
     ),
 ]
+
+
+def _sampling(option: str, *flags: str, help: str) -> Any:
+    """Return an option with the declared bounds of a sampling parameter."""
+    (declared,) = (each for each in PARAMETERS if each.option == option)
+    return typer.Option(*flags, min=declared.least, max=declared.most, help=help, rich_help_panel="Sampling")
+
+
 MaxNewTokensOption = Annotated[
-    int | None,
-    typer.Option(
-        "--max-new-tokens", "-n", min=1, help="Longest answer; default: the server's.", rich_help_panel=_SAMPLING
-    ),
+    int | None, _sampling("max_tokens", "--max-new-tokens", "-n", help="Longest answer; default: the server's.")
 ]
-TemperatureOption = Annotated[
-    float, typer.Option("--temperature", "-t", min=0.0, help="0 is greedy.", rich_help_panel=_SAMPLING)
-]
-TopKOption = Annotated[
-    int | None,
-    typer.Option("--top-k", min=0, help="Only the k most probable tokens; 0 is all.", rich_help_panel=_SAMPLING),
-]
+TemperatureOption = Annotated[float, _sampling("temperature", "--temperature", "-t", help="0 is greedy.")]
+TopKOption = Annotated[int | None, _sampling("top_k", "--top-k", help="Only the k most probable tokens; 0 is all.")]
 TopPOption = Annotated[
-    float | None,
-    typer.Option("--top-p", help="Only the most probable tokens that reach this mass.", rich_help_panel=_SAMPLING),
+    float | None, _sampling("top_p", "--top-p", help="Only the most probable tokens that reach this mass.")
 ]
-SeedOption = Annotated[
-    int | None,
-    typer.Option("--seed", min=0, help="Repeats a sampled answer; default: drawn anew.", rich_help_panel=_SAMPLING),
-]
+SeedOption = Annotated[int | None, _sampling("seed", "--seed", help="Repeats a sampled answer; default: drawn anew.")]
 
 
 def options_from_dataclasses(command: Callable[..., None]) -> Callable[..., None]:

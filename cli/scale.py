@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _POOLS = ("prefill", "decode")
 GraceOption = Annotated[
-    float, typer.Option("--grace", metavar="SECONDS", min=0.1, max=3600, help="How long a worker that goes may take.")
+    float, typer.Option("--grace", metavar="SECONDS", min=0.1, max=3600, help="Time that a worker may take to leave.")
 ]
 
 
@@ -71,7 +71,7 @@ def _parse(sizes: list[str]) -> dict[str, int]:
     for text in sizes:
         pool, _, count = text.partition("=")
         if pool not in _POOLS or not count.isdecimal():
-            raise CliError(f"{text!r}: say prefill=N or decode=N")
+            raise CliError(f"cannot read {text!r}; give prefill=N or decode=N")
         wanted[pool] = int(count)
     return wanted
 
@@ -96,17 +96,17 @@ def rollout(
             metavar="SECONDS",
             min=0,
             max=86400,
-            help="How long the first new worker of each pool serves before the others follow; 0: no canary.",
+            help="Time that the first new worker of each pool serves before the others follow; 0: no canary.",
         ),
     ] = 15.0,
     max_slowdown: Annotated[
-        float, typer.Option("--max-slowdown", metavar="TIMES", min=1, help="How much slower a canary may be.")
+        float, typer.Option("--max-slowdown", metavar="TIMES", min=1, help="Factor by which a canary may be slower.")
     ] = 1.5,
     grace_s: GraceOption = 30.0,
     force: Annotated[
         bool, typer.Option("--force", help="Even when pools become smaller than their load needs.")
     ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only tell what differs and what that needs.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show the differences and what each needs.")] = False,
 ) -> None:
     """Bring the running cluster to what the configuration file says; requests go on.
 

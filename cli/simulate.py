@@ -177,5 +177,5 @@ def _policies(text: str) -> tuple[str, ...]:
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     unknown = [name for name in names if name not in known]
     if unknown or not names:
-        raise CliError(f"--policy: {unknown[0] if unknown else text!r} is no policy; known are {', '.join(known)}")
+        raise CliError(f"--policy: {unknown[0] if unknown else text!r} is not a policy; known are {', '.join(known)}")
     return names

@@ -61,7 +61,7 @@ def stats(
 @trace_app.command()
 def synth(
     path: Annotated[Path, typer.Argument(metavar="FILE.jsonl", help="Where to write it.")],
-    requests: Annotated[int, typer.Option("--requests", "-n", min=1, help="How many.")] = 12_000,
+    requests: Annotated[int, typer.Option("--requests", "-n", min=1, help="Number of requests.")] = 12_000,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of the trace.")] = 0,
     rate: Annotated[float, typer.Option("--rate", min=0.001, help="Mean requests per second.")] = 3.4,
     burst_period: Annotated[

@@ -130,7 +130,7 @@ class RunningService(Protocol):
 
     @property
     def role(self) -> str:
-        """Of a worker, at this moment: "prefill" or "decode"; empty for anything else."""
+        """Present role of a worker, "prefill" or "decode"; empty for others."""
         ...
 
     async def stop(self, grace_s: float) -> None:

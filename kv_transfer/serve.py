@@ -183,14 +183,11 @@ class KvTransferService(kv_transfer_pb2_grpc.KvTransferServiceServicer):
     def _manifest(self, handoff: Handoff) -> pb.Manifest:
         manifest = handoff.manifest
         assert manifest is not None
-        return pb.Manifest(
-            num_tokens=manifest.num_tokens,
-            num_blocks=manifest.num_blocks,
+        return message_of(
+            pb.Manifest,
+            manifest,
             last_block_hash=manifest.last_block_hash or b"",
-            first_tokens=[
-                pb.ManifestToken(sample_index=t.sample_index, token_id=t.token_id, finished=t.finished)
-                for t in manifest.first_tokens
-            ],
+            first_tokens=[message_of(pb.ManifestToken, token) for token in manifest.first_tokens],
             age_s=self._table.age_s(handoff),
         )
 

@@ -45,9 +45,8 @@ from router.demand import DemandMeter
 from router.fleet import Fleet
 from router.metrics import RouterMetrics
 from router.outbox import Outbox
-from router.placement.chooser import Chooser, Search
+from router.placement.chooser import Chooser, Search, Shed
 from router.placement.decisions import Booking
-from router.placement.feasibility import Shed
 from router.placement.plans import PlacementRequest
 from router.record import Job, RunningRequest
 from router.traffic import TrafficRecordings
@@ -318,7 +317,7 @@ class Orchestrator:
             received_s=leg.record.life.received_s,
             deadline_s=leg.record.deadline_s,
             ttft_slo_s=terms.ttft_objective_s(len(job.prompt_token_ids)),
-            itl_slo_s=terms.itl_slo_s,
+            tpot_slo_s=terms.tpot_slo_s,
         )
         return QueuedRequest(
             ticket=leg.ticket,

@@ -100,7 +100,9 @@ def build_router(
     metrics.watch("kvrelay_bookings", "Bookings held on workers", lambda: fleet.num_bookings)
     metrics.watch("kvrelay_index_blocks", "Blocks known to the prefix index", lambda: index.num_blocks)
     metrics.watch(
-        "kvrelay_index_evicted_blocks", "Blocks the prefix index forgot for want of memory", lambda: index.num_evicted
+        "kvrelay_index_evicted_blocks",
+        "Blocks forgotten by the prefix index to bound memory",
+        lambda: index.num_evicted,
     )
     metrics.watch("kvrelay_workers_ready", "Workers in use", fleet.count_ready)
     return RouterParts(

@@ -140,7 +140,7 @@ async def serve_router(
         RequestReader(codec, default_max_tokens=config.default_max_tokens),
         doorkeeper=make_doorkeeper(serving, credentials),
         default_terms=Terms(
-            ttft_slo_s=serving.slo.ttft_s, ttft_tokens=serving.slo.ttft_tokens, itl_slo_s=serving.slo.tpot_s
+            ttft_slo_s=serving.slo.ttft_s, ttft_tokens=serving.slo.ttft_tokens, tpot_slo_s=serving.slo.tpot_s
         ),
         merging=merging,
         block_key=make_block_key(serving, bytes.fromhex(credentials.held.enrolment.block_key)),

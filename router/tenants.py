@@ -41,7 +41,7 @@ class Terms:
     ttft_slo_s: float = math.inf
     ttft_tokens: float = math.inf
     """Prompt length beyond which the first token may take proportionally longer."""
-    itl_slo_s: float = math.inf
+    tpot_slo_s: float = math.inf
 
     def ttft_objective_s(self, num_prompt_tokens: int) -> float:
         """Return the objective for the first token of a prompt of this size."""
@@ -59,7 +59,7 @@ def read_terms(message: inference_pb2.GenerateRequest, *, tenant: Tenant, defaul
         priority=min(message.priority, tenant.max_priority),
         ttft_slo_s=_seconds(objective.ttft_s, "ttft_s") if has_own else default.ttft_slo_s,
         ttft_tokens=math.inf if has_own else default.ttft_tokens,
-        itl_slo_s=_seconds(objective.itl_s, "itl_s") if objective.HasField("itl_s") else default.itl_slo_s,
+        tpot_slo_s=_seconds(objective.itl_s, "itl_s") if objective.HasField("itl_s") else default.tpot_slo_s,
     )
 
 

@@ -19,7 +19,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from cluster.changes.observing import Ask, make_observation
 from cluster.changes.scaling import Scaler
-from cluster.planner.plan import Observation, Planner, Pool, PoolSizes, ScalingPlan, WorkerPhase
+from cluster.planner.plan import Planner, PoolSizes, ScalingPlan
 from cluster.processes.plan import ProcessRole
 from cluster.processes.workforce import Workforce
 from common.clock import Clock
@@ -131,7 +131,7 @@ class Autopilot:
             return
         now_s = self._clock.monotonic()
         observed = make_observation(reports, self._workforce, self._scaler, now_s=now_s)
-        note = PlanNote(made_s=now_s, present=_present(observed), plan=self._planner.plan(observed))
+        note = PlanNote(made_s=now_s, present=observed.sizes, plan=self._planner.plan(observed))
         if note.wants_change:
             note.outcome = self._begin(note)
             is_new = not self._changes or self._changes[-1].plan.sizes != note.plan.sizes
@@ -199,11 +199,6 @@ class Autopilot:
             self._num_failures = 0
             note.outcome = f"done in {self._clock.monotonic() - started_s:.1f} s"
             self.gauges.count_change("done")
-
-
-def _present(observed: Observation) -> PoolSizes:
-    prefill, decode = (observed.count(pool, WorkerPhase.STARTING, WorkerPhase.SERVING) for pool in Pool)
-    return PoolSizes(prefill=prefill, decode=decode)
 
 
 def _log(text: str) -> None:

@@ -146,7 +146,7 @@ class _Lines:
                 logger.error("certificate refused: %s", error)
 
     async def _next(self) -> str:
-        """Return the next line, empty at the end of stdout. Of an overlong line only the rest is returned."""
+        """Return the next line, empty at the end of stdout; only the rest of an overlong line."""
         while True:
             try:
                 return (await self._stdout.readline()).decode(errors="replace")

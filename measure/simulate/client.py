@@ -89,7 +89,7 @@ class SimClient:
     def _admit(self, arrival: Arrival) -> Ticket:
         settings = self._settings
         ttft_slo_s = settings.ttft_slo_s if arrival.ttft_slo_s is None else arrival.ttft_slo_s
-        return admit(self._router, Terms(ttft_slo_s=ttft_slo_s, itl_slo_s=settings.itl_slo_s))
+        return admit(self._router, Terms(ttft_slo_s=ttft_slo_s, tpot_slo_s=settings.itl_slo_s))
 
     def _job(self, arrival: Arrival, request_id: RequestId) -> Job:
         model = self._router.fleet.model

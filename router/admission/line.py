@@ -12,7 +12,7 @@
    `settle` when it ends.
 
 A worker that refuses a request is offered it again only when its load has changed or the time that it named has passed
-(chooser.py). A refusal is final when waiting cannot help (placement/feasibility.py).
+(chooser.py). A refusal is final when waiting cannot help (`find_hopeless` there).
 """
 
 import asyncio

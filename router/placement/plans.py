@@ -114,7 +114,7 @@ class PlacementRequest:
     """The caller's own deadline."""
     ttft_slo_s: float = math.inf
     """Objective for the time from `received_s` to the first token."""
-    itl_slo_s: float = math.inf
+    tpot_slo_s: float = math.inf
     """Objective for the mean gap between tokens."""
     now_s: float = 0.0
     """Time of the choice. The chooser sets this field and the following ones."""

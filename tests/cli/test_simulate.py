@@ -47,7 +47,7 @@ def test_simulate_with_a_timing_file_takes_times_and_step_budget_from_it(run: Ru
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (("-p", "best"), "--policy: 'best' is no policy; known are predictive, "),
+        (("-p", "best"), "--policy: 'best' is not a policy; known are predictive, "),
         (("-s", "1,fast"), "--speed: '1,fast'; say positive numbers"),
         (("-s", "0"), "--speed: '0'; say positive numbers"),
         (("-w", "many"), "--workers: 'many' names no workers; say 4P4D"),

@@ -49,7 +49,7 @@ class Greedy:
 def _key(request: PlacementRequest, option: PlanForecast) -> tuple[int, float, float]:
     """Return what is minimized: missed objectives, time to the first token with the delay it causes, gap of tokens."""
     prompt = option.prompt
-    missed = (option.itl_s > request.itl_slo_s) + (request.waited_s + prompt.ttft_s > request.ttft_slo_s)
+    missed = (option.itl_s > request.tpot_slo_s) + (request.waited_s + prompt.ttft_s > request.ttft_slo_s)
     delayed_s = prompt.prefill_s * option.decode.num_decodes if option.prefill_id is None else 0.0
     return missed, prompt.ttft_s + DELAY_PRICE * delayed_s, option.itl_s
 

@@ -89,6 +89,6 @@ def _missed_objective(request: PlacementRequest, chosen: PlanForecast) -> Refuse
     ttft_s = request.waited_s + chosen.prompt.ttft_s
     if ttft_s > request.ttft_slo_s:
         return refuse(f"the first token would come after {ttft_s:.2f} s, not within {request.ttft_slo_s:g} s")
-    if chosen.itl_s > request.itl_slo_s:
-        return refuse(f"tokens would come every {chosen.itl_s:.3f} s, not every {request.itl_slo_s:g} s")
+    if chosen.itl_s > request.tpot_slo_s:
+        return refuse(f"tokens would come every {chosen.itl_s:.3f} s, not every {request.tpot_slo_s:g} s")
     return None

@@ -49,7 +49,7 @@ from router.placement.policies.prices import (
 SHORTLIST = 4
 """Workers of each pool that are compared in pairs, after each was ranked by itself."""
 NETWORK_S = 1e-3
-"""What calls add to a first token."""
+"""Time that calls add to a first token."""
 NUM_PRESELECTED = 6
 """Workers that are priced for each virtue when a pool is large."""
 

@@ -68,8 +68,8 @@ def _gaps(request: PlacementRequest, decode: WorkerLoad) -> tuple[float, float]:
 
 
 def _missed_gaps(request: PlacementRequest, decode: WorkerLoad, before: float, after: float) -> float:
-    newly_missed = _probably(after, request.itl_slo_s) - _probably(before, request.itl_slo_s)
-    num_missed = _probably(after, request.itl_slo_s) + max(0.0, newly_missed) * decode.num_decodes
+    newly_missed = _probably(after, request.tpot_slo_s) - _probably(before, request.tpot_slo_s)
+    num_missed = _probably(after, request.tpot_slo_s) + max(0.0, newly_missed) * decode.num_decodes
     return MISS_PRICE * _miss_unit(request) * num_missed
 
 

@@ -3,8 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from cluster.planner.plan import Observation, ObservedWorker, Pool, PoolSizes, WorkerPhase
-from cluster.planner.settings import PlannerSettings, PoolLimits
+from cluster.planner.plan import Observation, ObservedWorker, PlannerSettings, Pool, PoolLimits, PoolSizes, WorkerPhase
 from common.demand import Demand, RequestShape
 from common.ids import WorkerId
 from common.slo import Slo
