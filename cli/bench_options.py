@@ -64,7 +64,7 @@ class Criteria:
             help="Longer prompts may take proportionally longer to the first token; default: likewise.",
         ),
     ] = None
-    itl: Annotated[
+    tpot: Annotated[
         float | None,
         objective(
             "--tpot", "--itl", min=0, metavar="SECONDS", help="Mean gap between a request's tokens; default: likewise."
@@ -93,7 +93,7 @@ class Criteria:
 
     def judgement(self, defaults: "Slo", required_share: float | None = None) -> Judgement:
         """Return what these options ask for; objectives that are not given are those of `defaults`."""
-        given = {"ttft_s": self.ttft, "ttft_tokens": self.ttft_tokens, "tpot_s": self.itl}
+        given = {"ttft_s": self.ttft, "ttft_tokens": self.ttft_tokens, "tpot_s": self.tpot}
         changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
         return Judgement(
             slo=dataclasses.replace(defaults, **changes),

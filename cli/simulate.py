@@ -33,7 +33,7 @@ def simulate(
     ttft: Annotated[
         float, _workload("--ttft", min=0, metavar="SECONDS", help="Objective per 8192 prompt tokens.")
     ] = 2.0,
-    itl: Annotated[
+    tpot: Annotated[
         float, _workload("--tpot", "--itl", min=0, metavar="SECONDS", help="Objective for the mean gap of tokens.")
     ] = 0.05,
     workers: Annotated[str, _cluster("--workers", "-w", metavar="4P4D|8", help="Both pools, or one.")] = "4P4D",
@@ -103,7 +103,7 @@ def simulate(
             block_size=block_size,
             max_step_tokens=step_tokens or _default_step_tokens(timing, num_prefill=num_prefill),
             hardware=_hardware(model, device, timing),
-            slo=Slo(ttft_s=ttft, tpot_s=itl),
+            slo=Slo(ttft_s=ttft, tpot_s=tpot),
             shed=shed,
             event_lag_s=event_lag,
             report_interval_s=report_interval,

@@ -19,8 +19,7 @@ from common.lifecycle import LifeCycle
 from kvrelay.v1 import inference_pb2 as pb
 from router.admission.ticket import Ticket
 from router.doorkeeper import Doorkeeper
-from router.merge_window import MergeWindow
-from router.outbox import Outbox
+from router.outbox import MergeWindow, Outbox
 from router.parts import RouterParts
 from router.record import Job
 from router.tenants import Tenant, Terms, read_terms

@@ -26,7 +26,7 @@ from router.codec import ByteCodec, Codec
 from router.doorkeeper import make_block_key, make_doorkeeper
 from router.fleet import Fleet
 from router.front_door import FrontDoor
-from router.merge_window import MergeWindow
+from router.outbox import MergeWindow
 from router.parts import build_router
 from router.service import InferenceService, RouterAdminService
 from router.tenants import Terms

@@ -19,12 +19,11 @@ from common.wire_names import ROLE_NAMES
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import inference_pb2_grpc, router_admin_pb2, router_admin_pb2_grpc, worker_pb2
 from router.demand import REMEMBERED_S
-from router.explain import explain
 from router.facts import Endpoint
 from router.front_door import Caller, FrontDoor
 from router.member import Member, WorkerState
 from router.parts import RouterParts
-from router.placement.decisions import CAPACITY
+from router.placement.decisions import CAPACITY, explain
 from router.pool_timing import MIN_SAMPLES
 from router.tenants import Tenant
 

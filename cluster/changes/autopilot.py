@@ -81,17 +81,13 @@ class Autopilot:
         self._ask = ask
         self._clock = clock
         self._settings = scaler.config.planner
-        self._latest: PlanNote | None = None
+        self.latest: PlanNote | None = None
+        """The last plan."""
         self._changes: deque[PlanNote] = deque(maxlen=_NUM_KEPT)
         """Plans that wanted other sizes than the plan before."""
         self._changing: asyncio.Task[None] | None = None
         self._num_failures = 0
         self._paused_until_s = 0.0
-
-    @property
-    def latest(self) -> PlanNote | None:
-        """The last plan."""
-        return self._latest
 
     @property
     def is_off(self) -> bool:
@@ -138,7 +134,7 @@ class Autopilot:
             if is_new or note.outcome == _BEGUN:
                 self._changes.append(note)
                 logger.info("plan: %s", note.plan.reason, extra={"outcome": note.outcome})
-        self._latest = note
+        self.latest = note
         self.gauges.set_sizes(present=note.present, wanted=note.plan.sizes)
 
     async def settled(self) -> None:
@@ -151,7 +147,7 @@ class Autopilot:
         return controller_pb2.GetPlanResponse(
             mode=self._settings.mode,
             interval_s=self._settings.interval_s,
-            latest=None if self._latest is None else self._record(self._latest),
+            latest=None if self.latest is None else self._record(self.latest),
             changes=[self._record(note) for note in reversed(self._changes)],
         )
 

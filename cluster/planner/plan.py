@@ -113,7 +113,7 @@ class PoolLimits:
 
     def __post_init__(self) -> None:
         if not 0 <= self.smallest <= self.largest:
-            raise ValueError(f"smallest is {self.smallest}, largest {self.largest}; 0 <= smallest <= largest must hold")
+            raise ValueError(f"smallest {self.smallest} and largest {self.largest} must be 0 <= smallest <= largest")
 
     def clamp(self, size: int) -> int:
         """Return the nearest allowed size."""

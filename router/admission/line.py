@@ -55,8 +55,10 @@ class Admission:
         self._metrics = metrics
         self._next_number = 0
         self._num_unplanned = 0
-        self._num_queued_tokens = 0
-        self._num_refused = 0
+        self.num_queued_tokens = 0
+        """Tokens of the queued requests whose size is known."""
+        self.num_refused = 0
+        """Requests refused before any worker was asked for anything."""
         self._num_changes = 0
         self._accounts: dict[str, Account] = {}
         self._queue: FairQueue[QueuedRequest] = FairQueue()
@@ -78,16 +80,6 @@ class Admission:
     def num_queued(self) -> int:
         """Requests that wait for a plan, those that lost theirs included."""
         return self._num_unplanned + self._queue.num_first
-
-    @property
-    def num_queued_tokens(self) -> int:
-        """Tokens of the queued requests whose size is known."""
-        return self._num_queued_tokens
-
-    @property
-    def num_refused(self) -> int:
-        """Requests refused before any worker was asked for anything."""
-        return self._num_refused
 
     @property
     def num_active(self) -> int:
@@ -170,7 +162,7 @@ class Admission:
 
     def _count(self, tenant: str, refused: Refused) -> Refused:
         self._metrics.count_refusal(tenant, refused.cause)
-        self._num_refused += 1
+        self.num_refused += 1
         return refused
 
     def _close(self, ticket: Ticket) -> None:
@@ -208,7 +200,7 @@ class Admission:
         place = self._stand(queued)
         queued.ticket.queued.add(queued)
         self._waits_for_workers = False
-        self._num_queued_tokens += queued.search.request.num_tokens
+        self.num_queued_tokens += queued.search.request.num_tokens
         try:
             self._serve()
             async with asyncio.timeout(queued.deadline_s - self._clock.monotonic()):
@@ -220,7 +212,7 @@ class Admission:
                 raise self._timeout_error(queued) from None
             raise
         finally:
-            self._num_queued_tokens -= queued.search.request.num_tokens
+            self.num_queued_tokens -= queued.search.request.num_tokens
             queued.ticket.queued.discard(queued)
             if place.is_waiting:
                 self._queue.discard(place)

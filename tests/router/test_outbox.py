@@ -5,8 +5,7 @@ import asyncio
 from common.errors import EngineFault
 from common.wire import pack_tokens
 from kvrelay.v1 import inference_pb2, sampling_pb2
-from router.merge_window import BUSY, CALM, MAX_WINDOW_S, MIN_WINDOW_S, MergeWindow
-from router.outbox import Outbox
+from router.outbox import BUSY, CALM, MAX_WINDOW_S, MIN_WINDOW_S, MergeWindow, Outbox
 
 
 def token(index: int, sample: int = 0) -> sampling_pb2.SampleToken:
