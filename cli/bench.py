@@ -38,9 +38,9 @@ def bench() -> None:
     """Put a server under load and measure the latencies of its users.
 
     \b
-    kvrelay bench run --rate 4 --ttft 0.5 --tpot 0.05   does it meet these objectives?
-    kvrelay bench report DIR --ttft 1                   and others?
-    kvrelay bench compare DIR1 DIR2                     is one better than the other?
+    kvrelay bench run --rate 4 --ttft 0.5 --tpot 0.05   test a server against these objectives
+    kvrelay bench report DIR --ttft 1                   judge the same run by others
+    kvrelay bench compare DIR1 DIR2                     compare two runs
     kvrelay bench record today.jsonl --duration 600     record live traffic for a replay
     """  # noqa: D301 - \b marks a preformatted block
 
@@ -62,7 +62,7 @@ class Server:
         ),
     ] = None
     model: Annotated[
-        str | None, _target("--model", "-m", help="Default: the first one served.", show_default=False)
+        str | None, _target("--model", "-m", help="Name of a served model; default: the first one.", show_default=False)
     ] = None
     api_key: ApiKeyOption = None
     ca: CaOption = None
@@ -82,21 +82,22 @@ class Server:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sending:
-    """Options for sending requests and keeping what comes of them."""
+    """Options for sending requests and keeping the results."""
 
     drain: Annotated[
         float,
         counted("--drain", min=0, metavar="SECONDS", help="Time after the load until running requests are cancelled."),
     ] = 120.0
     timeout: Annotated[
-        float, counted("--timeout", min=0.001, metavar="SECONDS", help="Per request, from its sending.")
+        float,
+        counted("--timeout", min=0.001, metavar="SECONDS", help="Longest duration of a request after it is sent."),
     ] = 600.0
     processes: Annotated[
         int | None,
         typer.Option(
             "--processes",
             min=1,
-            help="Number of processes that send; default: one, and more when it gets busy.",
+            help="Number of sending processes; default: one, and more when it is busy.",
             show_default=False,
             rich_help_panel="Generator",
         ),
@@ -111,7 +112,7 @@ class Sending:
             "--label",
             "-l",
             metavar="KEY=VALUE",
-            help="Kept with the results; repeatable. name=… names the run.",
+            help="Label of the results; repeatable. name=… names the run.",
             show_default=False,
         ),
     ] = None
@@ -142,7 +143,7 @@ def run(
     kvrelay bench run -T http://127.0.0.1:8000/v1 -w chats.yaml --check 0.99
 
     Requests are sent when they are due, whether or not others have been answered,
-    and latencies count from then. DIR keeps every request, a summary and a page
+    and latencies count from then. DIR holds every request, a summary and a page
     of plots. Ctrl-C ends the run and keeps the results.
 
     A good request is answered completely, with its first token and the mean gap

@@ -52,7 +52,7 @@ class Criteria:
             "--ttft",
             min=0,
             metavar="SECONDS",
-            help="From when a request was due to its first token; default: slo.ttft_s of serving.yaml, or as before.",
+            help="From a request's due time to its first token; default: slo.ttft_s of serving.yaml, or as before.",
         ),
     ] = None
     ttft_tokens: Annotated[
@@ -76,7 +76,7 @@ class Criteria:
             "--warm-up",
             min=0,
             metavar="SECONDS",
-            help="Leave out requests due before; default: a tenth of the arrivals, at most 60 s.",
+            help="Leave out requests due earlier; default: a tenth of the arrivals, at most 60 s.",
             show_default=False,
         ),
     ] = None
@@ -86,7 +86,7 @@ class Criteria:
             "--cool-down",
             min=0,
             metavar="SECONDS",
-            help="Leave out this long before the last request; default: all that follows the last session's start.",
+            help="Leave out this time before the last request; default: all requests after the last session's start.",
             show_default=False,
         ),
     ] = None

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @options_from_dataclasses
 def record(
-    path: Annotated[Path, typer.Argument(metavar="OUT.jsonl", help="Where to write the trace.")],
+    path: Annotated[Path, typer.Argument(metavar="OUT.jsonl", help="File of the trace.")],
     duration_s: Annotated[
         float | None,
         typer.Option(
@@ -27,7 +27,7 @@ def record(
             "-d",
             min=0.001,
             metavar="SECONDS",
-            help="Record requests that arrive within this time, and wait for their ends; default: until Ctrl-C.",
+            help="Record the requests of this time, and wait for their ends; default: until Ctrl-C.",
             show_default=False,
         ),
     ] = None,
@@ -39,8 +39,9 @@ def record(
 ) -> None:
     """Record live traffic as a trace: arrivals, lengths, and the prefixes that prompts share.
 
-    No content leaves the cluster: prompts are represented by keys that are meaningless outside the recording. Only
-    the caller's own tenant is recorded. Ctrl-C ends the recording and writes it.
+    No content leaves the cluster: prompts are represented by keys that are
+    meaningless outside the recording. Only the caller's own tenant is recorded.
+    Ctrl-C ends the recording and writes it.
 
     \b
     kvrelay bench record today.jsonl --duration 600

@@ -135,14 +135,14 @@ def report(
     check: CheckOption = None,
     shown: Output,
 ) -> None:
-    """Judge a finished run again: other objectives, another warm-up.
+    """Judge a finished run again, by other objectives or another warm-up.
 
     \b
     kvrelay bench report bench-results/rate-4-20260101-120000 --ttft 1
     kvrelay bench report DIR --warm-up 20 --json | jq .kinds[0].good_share
 
-    Writes summary.json and report.html in DIR again; the requests stay as they are.
-    Objectives that are not given are those of the last judgement.
+    Writes summary.json and report.html in DIR again; the requests stay as they
+    are. Objectives that are not given are those of the last judgement.
     """  # noqa: D301 - \b marks a preformatted block
     from measure.load.store import read_run
 
@@ -164,20 +164,21 @@ def compare(
             "--out",
             "-o",
             metavar="FILE.html",
-            help="The page of overlaid plots; default: comparison.html in the last of the folders.",
+            help="File of the page of overlaid plots; default: comparison.html in the last folder.",
             show_default=False,
         ),
     ] = None,
     shown: Output,
 ) -> None:
-    """Put runs side by side and separate differences from chance.
+    """Compare runs and separate differences from chance.
 
     \b
     kvrelay bench compare bench-results/before bench-results/after
     kvrelay bench compare kvrelay vllm --ttft 1 --out side-by-side.html
 
-    All are judged by the same objectives, by default those of the first run. Runs of the same workload and seed are
-    compared request by request, which finds smaller differences.
+    All are judged by the same objectives, by default those of the first run. Runs
+    of the same workload and seed are compared request by request, which finds
+    smaller differences.
     """  # noqa: D301 - \b marks a preformatted block
     from measure.load.comparison import compare as compare_runs
     from measure.load.comparison_table import comparison_view

@@ -56,7 +56,12 @@ class Shape(_Options):
     ] = None
     concurrency: Annotated[
         int | None,
-        _load("--concurrency", "-k", min=1, help="Closed loop: sessions at any time; the load follows the server."),
+        _load(
+            "--concurrency",
+            "-k",
+            min=1,
+            help="Closed loop: number of sessions at any time; the load follows the server.",
+        ),
     ] = None
     prompt_tokens: Annotated[
         str | None, _length("--prompt-tokens", help=f"{_LENGTHS}. Default: {DEFAULT_PROMPT_TOKENS}.")
@@ -75,11 +80,11 @@ class Shape(_Options):
         _request(
             "--think",
             metavar="SECONDS",
-            help=f"From an answer to the next turn; may be a distribution. Default: {DEFAULT_THINK_S}.",
+            help=f"Time from an answer to the next turn; may be a distribution. Default: {DEFAULT_THINK_S}.",
         ),
     ] = None
     prefix_tokens: Annotated[
-        str | None, _length("--prefix-tokens", help="Length of a shared prefix of the prompts, a system prompt.")
+        str | None, _length("--prefix-tokens", help="Length of a prefix that prompts share, such as a system prompt.")
     ] = None
     prefix_share: Annotated[
         float | None, _request("--prefix-share", min=0, max=1, help="Share of sessions with a prefix; default: 1.")
@@ -99,7 +104,7 @@ class Limits(_Options):
             "--load",
             min=0.0001,
             metavar="RATE",
-            help="Scale all arrivals, also those of a file or a trace, to this mean number of requests per second.",
+            help="Scale all arrivals, including those of a file or trace, to this mean number of requests per second.",
         ),
     ] = None
     duration: Annotated[
@@ -109,18 +114,19 @@ class Limits(_Options):
             "-d",
             min=0.1,
             metavar="SECONDS",
-            help=f"No session begins later; default: {DEFAULT_DURATION_S:g}, or as in the file or trace.",
+            help=f"Time in which sessions begin; default: {DEFAULT_DURATION_S:g}, or as in the file or trace.",
         ),
     ] = None
     requests: Annotated[
-        int | None, _load("--requests", "-n", min=1, help="No session begins after this many requests.")
+        int | None, _load("--requests", "-n", min=1, help="Number of requests after which no session begins.")
     ] = None
     content: Annotated[
-        Content | None, _request("--content", help="Exact token ids, words, or chat messages; default: tokens.")
+        Content | None,
+        _request("--content", help="Content of prompts: exact token ids, words, or chat messages; default: tokens."),
     ] = None
     seed: Annotated[
         int | None,
-        _request("--seed", min=0, help="Equal seeds, equal requests; a new one keeps caches cold. Default: 0."),
+        _request("--seed", min=0, help="Equal seeds give equal requests; a new seed finds caches cold. Default: 0."),
     ] = None
 
 
@@ -130,7 +136,7 @@ class Replay(_Options):
 
     speed: Annotated[float | None, _replay("--speed", "-s", min=0.0001, help="Factor on the rate of arrivals.")] = None
     shrink: Annotated[int | None, _replay("--shrink", min=1, help="Divide all lengths by this.")] = None
-    limit: Annotated[int | None, _replay("--limit", min=1, help="Only the first requests.")] = None
+    limit: Annotated[int | None, _replay("--limit", min=1, help="Number of requests from the beginning.")] = None
 
 
 WorkloadOption = Annotated[
@@ -148,7 +154,7 @@ TraceOption = Annotated[
         "--trace",
         "-t",
         metavar="FILE",
-        help="Mooncake (.jsonl), Azure (.csv), or what `kvrelay bench record` wrote.",
+        help="Mooncake (.jsonl), Azure (.csv), or a recording of `kvrelay bench record`.",
     ),
 ]
 

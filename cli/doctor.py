@@ -26,23 +26,24 @@ _MARKS = {"ok": ("ok", "green"), "warning": ("warning", "yellow"), "failure": ("
 def doctor(
     *,
     connection: Connection,
-    host_only: Annotated[bool, typer.Option("--host-only", help="Check this host only, no cluster.")] = False,
+    host_only: Annotated[bool, typer.Option("--host-only", help="Check only this host, not the cluster.")] = False,
     hosts: Annotated[
         Path | None,
-        typer.Option("--hosts", metavar="CLUSTER.yaml", help="Check this file's hosts by ssh.", show_default=False),
+        typer.Option(
+            "--hosts", metavar="CLUSTER.yaml", help="Check the hosts of this file by ssh.", show_default=False
+        ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print every finding as JSON, for programs.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print every finding, as JSON.")] = False,
 ) -> None:
-    """Check this host, and the cluster as seen from it. Ends with status 1 when something will not work.
+    """Check this host, and the cluster as seen from it. The exit status is 1 when something will not work.
 
     \b
     kvrelay doctor --host-only            # before `kvrelay up`: packages, model, memory, disk, ports, GPUs
-    kvrelay doctor                        # and the running cluster: every worker, from here
-    kvrelay doctor -a HEAD:50051          # on another host: does it reach every worker?
+    kvrelay doctor                        # also the running cluster: every worker, from here
+    kvrelay doctor -a HEAD:50051          # on another host: whether it reaches every worker
+    kvrelay doctor --hosts cluster.yaml   # the hosts that `ray up` uses, by ssh: missing parts, differences
 
-    kvrelay doctor --hosts cluster.yaml   # the hosts that `ray up` uses, by ssh: what they lack, what differs
-
-    Nothing is changed.
+    It changes nothing.
     """  # noqa: D301 - \b marks a preformatted block
     findings = _ask_hosts(hosts) if hosts else _collect(connection, host_only=host_only)
     if as_json:

@@ -31,20 +31,23 @@ def run(
     path: Annotated[Path, typer.Argument(metavar="FILE.yaml", help="The experiment.")],
     out: OutOption,
     find_capacity: Annotated[
-        bool, typer.Option("--find-capacity", help="Search each arm's highest load that meets the objectives.")
+        bool, typer.Option("--find-capacity", help="Search for each arm's highest load that meets the objectives.")
     ] = False,
-    simulate: Annotated[bool, typer.Option("--simulate", help="In virtual time, without starting anything.")] = False,
+    simulate: Annotated[bool, typer.Option("--simulate", help="Run in virtual time, without a cluster.")] = False,
     only: Annotated[
         str, typer.Option("--only", metavar="ARM,…", help="Only these arms or shapes.", show_default=False)
     ] = "",
     loads: Annotated[
-        str, typer.Option("--loads", metavar="X,Y,…", help="In place of the file's; requests/s.", show_default=False)
+        str,
+        typer.Option(
+            "--loads", metavar="X,Y,…", help="Loads in requests/s, in place of the file's.", show_default=False
+        ),
     ] = "",
     again: Annotated[bool, typer.Option("--again", help="Replace earlier results in the folder.")] = False,
     jobs: Annotated[
-        int, typer.Option("--jobs", "-j", min=1, help="Simulated arms side by side, each in a process.")
+        int, typer.Option("--jobs", "-j", min=1, help="Number of simulated arms at a time, each in a process.")
     ] = 1,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check the file and show what would be run.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check the file and show its arms and loads.")] = False,
 ) -> None:
     """Run an experiment: start every arm, warm it up, measure it, stop it.
 
@@ -53,8 +56,8 @@ def run(
     kvrelay experiment run documents.yaml --out results
     kvrelay experiment run documents.yaml --out results --simulate
 
-    Finished runs are kept: the same command goes on where it was stopped, and
-    more loads, arms or repeats in the file add to what is there. Failures are
+    Finished runs are kept: the same command continues where it stopped, and
+    more loads, arms or repeats in the file add to the results. Failures are
     noted, tried again next time, and make the exit status 1.
     """  # noqa: D301 - \b marks a preformatted block
     from measure.experiment.points import Source

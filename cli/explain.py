@@ -20,14 +20,14 @@ _TIMEOUT_S = 10.0
 @options_from_dataclasses
 def explain(
     request_id: Annotated[
-        str | None, typer.Argument(metavar="[REQUEST_ID]", help="As `generate --show-stats` and the logs name it.")
+        str | None, typer.Argument(metavar="[REQUEST_ID]", help="The id in `generate --show-stats` and in the logs.")
     ] = None,
     *,
     connection: Connection,
-    last: Annotated[int, typer.Option("--last", "-n", metavar="N", min=1, help="At most so many decisions.")] = 3,
-    as_json: Annotated[bool, typer.Option("--json", help="For programs: every field, as JSON.")] = False,
+    last: Annotated[int, typer.Option("--last", "-n", metavar="N", min=1, help="Largest number of decisions.")] = 3,
+    as_json: Annotated[bool, typer.Option("--json", help="Print every field, as JSON.")] = False,
 ) -> None:
-    """Show why requests went where they went: what was compared, what was chosen, and what came of it.
+    """Show the router's decisions on requests: the options, the choice and its outcome.
 
     \b
     kvrelay explain                  the latest decisions

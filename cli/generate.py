@@ -46,7 +46,7 @@ def generate(
     ] = True,
     model: ModelOption = None,
     show_stats: Annotated[
-        bool, typer.Option("--show-stats", "-s", help="Print the cost of the answer on stderr.")
+        bool, typer.Option("--show-stats", "-s", help="Show the cost of the answer, on stderr.")
     ] = False,
     *,
     connection: Connection,
@@ -65,7 +65,7 @@ def generate(
         bool, typer.Option("--local-files-only", help="Never download a model.", rich_help_panel=_IN_PROCESS)
     ] = False,
 ) -> None:
-    """Ask once and stream the answer to the terminal.
+    """Send one prompt and stream the answer to the terminal.
 
     \b
     kvrelay generate -p "Why is the sky blue?" --show-stats

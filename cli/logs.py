@@ -28,11 +28,11 @@ def logs(
     config_path: ConfigOption = DEFAULT_CONFIG,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Show new lines until Ctrl-C.")] = False,
     num_lines: Annotated[int, typer.Option("--lines", "-l", min=0, help="Last lines of each process.")] = 50,
-    raw: Annotated[bool, typer.Option("--raw", help="Show the JSON lines unchanged.")] = False,
+    raw: Annotated[bool, typer.Option("--raw", help="Print the JSON lines unchanged.")] = False,
 ) -> None:
-    """Show what the processes of the cluster logged, in the order of time.
+    """Show the logs of the cluster's processes, in order of time.
 
-    The logs stay there after `kvrelay down`, until the next `kvrelay up`.
+    The logs stay after `kvrelay down`, until the next `kvrelay up`.
 
     \b
     kvrelay logs

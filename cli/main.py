@@ -51,8 +51,8 @@ def kvrelay(
 
     \b
     kvrelay up                                  start the cluster of ./serving.yaml
-    kvrelay generate -p "Why is the sky blue?"  ask it something
-    kvrelay status --watch                      look at it
+    kvrelay generate -p "Why is the sky blue?"  send it a prompt
+    kvrelay status --watch                      watch its load
     kvrelay down                                stop it
     """  # noqa: D301 - \b marks a preformatted block
 

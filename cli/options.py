@@ -42,7 +42,7 @@ CaOption = Annotated[
         "--ca",
         metavar="FILE",
         envvar="KVRELAY_CA",
-        help="Connect by TLS, to routers that these certificates vouch for; default: the run folder's, where it is.",
+        help="Connect by TLS to routers that these authorities certify; default: that of the run folder, if any.",
         show_default=False,
     ),
 ]
@@ -52,13 +52,13 @@ ApiKeyOption = Annotated[
         "--api-key",
         metavar="KEY",
         envvar="KVRELAY_API_KEY",
-        help="API key of the caller, where the cluster asks for one; better given by the environment.",
+        help="API key of the caller, for clusters with tenants; better set in the environment.",
         show_default=False,
     ),
 ]
 TimeoutOption = Annotated[
     float | None,
-    typer.Option("--timeout", metavar="SECONDS", min=0.001, help="Give up after this long.", show_default=False),
+    typer.Option("--timeout", metavar="SECONDS", min=0.001, help="Deadline of the call.", show_default=False),
 ]
 ModelOption = Annotated[
     str | None,
@@ -80,12 +80,18 @@ def _sampling(option: str, *flags: str, help: str) -> Any:
 MaxNewTokensOption = Annotated[
     int | None, _sampling("max_tokens", "--max-new-tokens", "-n", help="Longest answer; default: the server's.")
 ]
-TemperatureOption = Annotated[float, _sampling("temperature", "--temperature", "-t", help="0 is greedy.")]
-TopKOption = Annotated[int | None, _sampling("top_k", "--top-k", help="Only the k most probable tokens; 0 is all.")]
-TopPOption = Annotated[
-    float | None, _sampling("top_p", "--top-p", help="Only the most probable tokens that reach this mass.")
+TemperatureOption = Annotated[
+    float, _sampling("temperature", "--temperature", "-t", help="0 always takes the most probable token.")
 ]
-SeedOption = Annotated[int | None, _sampling("seed", "--seed", help="Repeats a sampled answer; default: drawn anew.")]
+TopKOption = Annotated[
+    int | None, _sampling("top_k", "--top-k", help="Keep only the k most probable tokens; 0 keeps all.")
+]
+TopPOption = Annotated[
+    float | None, _sampling("top_p", "--top-p", help="Keep the smallest set of tokens whose probability reaches this.")
+]
+SeedOption = Annotated[
+    int | None, _sampling("seed", "--seed", help="Equal seeds give equal answers; default: drawn anew.")
+]
 
 
 def options_from_dataclasses(command: Callable[..., None]) -> Callable[..., None]:

@@ -21,17 +21,20 @@ _NUM_CHANGES = 10
 def plan(
     config_path: ConfigOption = DEFAULT_CONFIG,
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Keep it on the screen until Ctrl-C.")] = False,
-    interval_s: Annotated[float, typer.Option("--interval", metavar="SECONDS", min=0.1, help="With --watch.")] = 1.0,
-    as_json: Annotated[bool, typer.Option("--json", help="For programs: every field, as JSON.")] = False,
+    interval_s: Annotated[
+        float, typer.Option("--interval", metavar="SECONDS", min=0.1, help="Refresh interval of --watch.")
+    ] = 1.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print every field, as JSON.")] = False,
 ) -> None:
-    """Show how large the pools are and should be, why, and what was changed.
+    """Show the present and wanted sizes of the pools, the reason, and the changes so far.
 
     \b
     kvrelay plan
     kvrelay plan --watch
     kvrelay plan --json | jq .latest.terms
 
-    Plans are made with planner.mode: advise or act in serving.yaml; with advise nothing is changed.
+    Plans are made with planner.mode: advise or act in serving.yaml; with advise
+    nothing is changed.
     """  # noqa: D301 - \b marks a preformatted block
     from cluster.control import read_plan
 

@@ -13,10 +13,9 @@ from cli.target import run_dir_of
 if TYPE_CHECKING:
     from cluster.lifecycle import ClusterInfo
 
-
 _POOLS = ("prefill", "decode")
 GraceOption = Annotated[
-    float, typer.Option("--grace", metavar="SECONDS", min=0.1, max=3600, help="Time that a worker may take to leave.")
+    float, typer.Option("--grace", metavar="SECONDS", min=0.1, max=3600, help="Most time for a worker to leave.")
 ]
 
 
@@ -24,7 +23,9 @@ def scale(
     sizes: Annotated[list[str], typer.Argument(metavar="POOL=N…", help="prefill=3, decode=2, or both.")],
     config_path: ConfigOption = DEFAULT_CONFIG,
     grace_s: GraceOption = 30.0,
-    force: Annotated[bool, typer.Option("--force", help="Shrink even below what the present load needs.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Allow pools that are too small for the present load.")
+    ] = False,
     flip: Annotated[bool, typer.Option("--flip/--no-flip", help="Let workers change their pool.")] = True,
 ) -> None:
     """Make the running cluster's pools larger or smaller; requests go on.
@@ -33,11 +34,12 @@ def scale(
     kvrelay scale decode=3
     kvrelay scale prefill=2 decode=1 --grace 60
 
-    New workers come first. A worker that goes gets nothing new and gives its running answers to others,
-    which pull the KV from it: the same text, after a pause of one prefill at most. Where one pool shrinks
-    and the other grows, workers change over with their model and cache. A pool that would not carry the
-    present load within the objectives is not made smaller without --force. serving.yaml is not changed:
-    the next `kvrelay up` starts with its sizes.
+    New workers come first. A worker that leaves gets no new requests and gives
+    its running answers to others, which pull the KV from it: the text is the
+    same, after a pause of one prefill at most. Where one pool shrinks and the
+    other grows, workers change over with their model and cache. A pool that would
+    not carry the present load within the objectives shrinks only with --force.
+    serving.yaml is not changed: the next `kvrelay up` starts with its sizes.
     """  # noqa: D301 - \b marks a preformatted block
     from cluster.changes.flipping import Flips
     from cluster.control import scale as ask
@@ -54,8 +56,9 @@ def scale(
 def restart(config_path: ConfigOption = DEFAULT_CONFIG, grace_s: GraceOption = 30.0) -> None:
     """Replace every worker of the running cluster by a new process, one after the other; requests go on.
 
-    For a new version of kvrelay, or new model files under the same name. One worker more than usual runs
-    meanwhile, so capacity never falls; workers go as with `kvrelay scale`. The router stays.
+    Use it for a new version of kvrelay, or new model files under the same name.
+    One additional worker runs meanwhile, so capacity never falls; workers leave
+    as with `kvrelay scale`. The router stays.
     """
     from cluster.control import restart as ask
 
@@ -96,27 +99,27 @@ def rollout(
             metavar="SECONDS",
             min=0,
             max=86400,
-            help="Time that the first new worker of each pool serves before the others follow; 0: no canary.",
+            help="Time for which the first new worker of each pool serves before the others follow; 0: no canary.",
         ),
     ] = 15.0,
     max_slowdown: Annotated[
-        float, typer.Option("--max-slowdown", metavar="TIMES", min=1, help="Factor by which a canary may be slower.")
+        float, typer.Option("--max-slowdown", metavar="TIMES", min=1, help="Largest slowdown of a canary.")
     ] = 1.5,
     grace_s: GraceOption = 30.0,
-    force: Annotated[
-        bool, typer.Option("--force", help="Even when pools become smaller than their load needs.")
-    ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show the differences and what each needs.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Allow pools that are smaller than their load needs.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show the differences and what they need.")] = False,
 ) -> None:
-    """Bring the running cluster to what the configuration file says; requests go on.
+    """Bring the running cluster to the present configuration file; requests go on.
 
     \b
     kvrelay rollout --dry-run
     kvrelay rollout --config serving.yaml --canary 60
 
-    What cannot be changed while the cluster runs is refused by key, and then nothing changes. One new worker of each
-    pool serves beside the old ones first. When it does not start, dies or is slower, it goes again and the old
-    configuration stays: exit status 1. Another model, or block size, takes a second set of workers and two routers.
+    A key that cannot change while the cluster runs is refused by name, and then
+    nothing changes. One new worker of each pool serves beside the old ones first.
+    If it does not start, dies or is slower, it is removed and the old
+    configuration stays: exit status 1. Another model, or block size, needs a
+    second set of workers and two routers.
     """  # noqa: D301 - \b marks a preformatted block
     from cluster import control
     from cluster.changes.rollout import RolloutTerms

@@ -24,11 +24,13 @@ _workload, _cluster, _signals, _run = (
 
 
 def simulate(
-    trace: Annotated[Path, _workload("--trace", "-t", help="Mooncake (.jsonl) or Azure (.csv).")],
+    trace: Annotated[Path, _workload("--trace", "-t", help="Mooncake or a recording (.jsonl), Azure (.csv).")],
     out: Annotated[Path, _run("--out", "-o", metavar="DIR", help="Results.")],
     policy: Annotated[str, _run("--policy", "-p", metavar="A,B,…|all", help="Policies to compare.")] = "all",
     speed: Annotated[str, _workload("--speed", "-s", metavar="X,Y,…", help="Speed-up of the arrivals.")] = "1",
-    limit: Annotated[int | None, _workload("--limit", "-n", min=1, help="Only the first requests.")] = None,
+    limit: Annotated[
+        int | None, _workload("--limit", "-n", min=1, help="Number of requests from the beginning; default: all.")
+    ] = None,
     shrink: Annotated[int, _workload("--shrink", min=1, help="Divide all lengths by this.")] = 1,
     ttft: Annotated[
         float, _workload("--ttft", min=0, metavar="SECONDS", help="Objective per 8192 prompt tokens.")
@@ -37,9 +39,9 @@ def simulate(
         float, _workload("--tpot", "--itl", min=0, metavar="SECONDS", help="Objective for the mean gap of tokens.")
     ] = 0.05,
     workers: Annotated[str, _cluster("--workers", "-w", metavar="4P4D|8", help="Both pools, or one.")] = "4P4D",
-    aggregated: Annotated[bool, _cluster("--aggregated", help="As many workers in one pool.")] = False,
+    aggregated: Annotated[bool, _cluster("--aggregated", help="Put as many workers into one pool.")] = False,
     blocks: Annotated[int, _cluster("--blocks", "-b", min=1, help="KV pages of a worker.")] = 3000,
-    block_size: Annotated[int, _cluster("--block-size", min=2, metavar="TOKENS", help="Tokens of a page.")] = 512,
+    block_size: Annotated[int, _cluster("--block-size", min=2, metavar="TOKENS", help="Tokens per page.")] = 512,
     step_tokens: Annotated[
         int | None,
         _cluster(
@@ -55,7 +57,7 @@ def simulate(
         Path | None,
         _cluster("--timing", metavar="FILE", help="Timings fitted on real workers, in place of --model and --device."),
     ] = None,
-    routers: Annotated[int, _signals("--routers", min=1, help="Routers side by side.")] = 1,
+    routers: Annotated[int, _signals("--routers", min=1, help="Number of routers.")] = 1,
     event_lag: Annotated[
         float, _signals("--event-lag", min=0, metavar="SECONDS", help="Extra latency of reports.")
     ] = 0.02,
@@ -64,22 +66,22 @@ def simulate(
     ] = 0.1,
     shed: Annotated[
         Literal["none", "deadline", "slo"],
-        _signals("--shed", help="Refuse at once the requests that must miss this."),
+        _signals("--shed", help="Refuse requests at once that will miss this."),
     ] = "deadline",
-    seed: Annotated[int, _run("--seed", min=0, help="Same seed, same results.")] = 0,
-    jobs: Annotated[int, _run("--jobs", "-j", min=1, help="Runs side by side.")] = 1,
+    seed: Annotated[int, _run("--seed", min=0, help="Equal seeds give equal results.")] = 0,
+    jobs: Annotated[int, _run("--jobs", "-j", min=1, help="Number of runs at a time.")] = 1,
     again: Annotated[bool, _run("--again", help="Replace earlier results in the folder.")] = False,
 ) -> None:
-    """Replay a trace in virtual time: real router and workers, simulated work.
+    """Replay a trace in virtual time, with real routers and workers and simulated work.
 
     \b
     kvrelay simulate -t conversation.jsonl --speed 0.5,1,2,3 --out results -j 2
     kvrelay simulate -t conversation.jsonl -p round_robin --aggregated --out one
 
-    One run per policy and speed. Steps, copies and messages only take time; all
-    else is the code that serves. Prints a table and writes it to DIR with a page
-    of plots (report.html) and every request. Finished runs are kept: the same
-    command goes on where it was stopped.
+    Each policy and speed is one run. Steps, copies and messages only take time;
+    everything else is the code that serves. Prints a table and writes it to DIR
+    with a page of plots (report.html) and every request. Finished runs are kept:
+    the same command continues where it stopped.
 
     A good request is complete and within both objectives; refused requests count
     as failures.

@@ -23,8 +23,10 @@ def status(
     *,
     connection: Connection,
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Keep it on the screen until Ctrl-C.")] = False,
-    interval_s: Annotated[float, typer.Option("--interval", metavar="SECONDS", min=0.1, help="With --watch.")] = 1.0,
-    as_json: Annotated[bool, typer.Option("--json", help="For programs: every field, as JSON.")] = False,
+    interval_s: Annotated[
+        float, typer.Option("--interval", metavar="SECONDS", min=0.1, help="Refresh interval of --watch.")
+    ] = 1.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print every field, as JSON.")] = False,
 ) -> None:
     """Show every router and every worker: load, pages, leases, KV moved.
 

@@ -18,10 +18,13 @@ def trace() -> None:
 @trace_app.command()
 def stats(
     path: Annotated[Path, typer.Argument(metavar="TRACE", help="Mooncake or a recording (.jsonl), Azure (.csv).")],
-    workers: Annotated[int, typer.Option("--workers", "-w", min=1, help="Caches to place requests on.")] = 8,
-    blocks: Annotated[int, typer.Option("--blocks", "-b", min=1, help="Blocks that one cache holds.")] = 3000,
+    workers: Annotated[int, typer.Option("--workers", "-w", min=1, help="Number of caches.")] = 8,
+    blocks: Annotated[int, typer.Option("--blocks", "-b", min=1, help="Blocks per cache.")] = 3000,
     limit: Annotated[
-        int | None, typer.Option("--limit", "-n", min=1, help="Only the first requests.", show_default=False)
+        int | None,
+        typer.Option(
+            "--limit", "-n", min=1, help="Number of requests from the beginning; default: all.", show_default=False
+        ),
     ] = None,
     trace_block_size: Annotated[
         int | None,
@@ -41,7 +44,7 @@ def stats(
     sticky        the worker with most of the prefix, if more than one block;
                   else the worker that has computed least
 
-    Caches evict the least recently used blocks, of one prompt its end first.
+    Caches evict the least recently used blocks; the end of a prompt goes first.
     """  # noqa: D301 - \b marks a preformatted block
     from measure.simulate.tables import placement_line, stats_table
     from measure.workload.trace_stats import round_robin_hits, sticky_hits, trace_stats
@@ -60,7 +63,7 @@ def stats(
 
 @trace_app.command()
 def synth(
-    path: Annotated[Path, typer.Argument(metavar="FILE.jsonl", help="Where to write it.")],
+    path: Annotated[Path, typer.Argument(metavar="FILE.jsonl", help="File of the trace.")],
     requests: Annotated[int, typer.Option("--requests", "-n", min=1, help="Number of requests.")] = 12_000,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of the trace.")] = 0,
     rate: Annotated[float, typer.Option("--rate", min=0.001, help="Mean requests per second.")] = 3.4,
@@ -71,8 +74,9 @@ def synth(
 ) -> None:
     """Write a trace of synthetic traffic: chats in turns, agents with growing contexts, long single prompts.
 
-    Lengths, bursts and reuse resemble those of the published Mooncake conversation trace, and the
-    format is the same. It contains no text and no user data.
+    Lengths, bursts and reuse resemble those of the published Mooncake
+    conversation trace, and the format is the same. It contains no text and no
+    user data.
     """
     from measure.workload.synth import SynthSettings, synthesize
     from measure.workload.traces import TraceError, write_trace

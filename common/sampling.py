@@ -133,7 +133,7 @@ class SamplingParams:
     seed: int = _declare(
         "Equal seeds give equal answers, on any worker.",
         default=0,
-        told_default="drawn by the router, told in the answer",
+        told_default="drawn by the router, returned in the answer",
         least=0,
         most=2**64 - 1,
     )

@@ -6,8 +6,9 @@ process, so that the duration of a look-up reveals nothing about existing keys, 
 A tenant's cache salt is blake2b(its name, keyed with `router.salt_secret`), and goes into the first link of its block
 hashes: tenants with different salts have no block in common on any worker, so that neither cached tokens nor times
 reveal to one tenant what another has sent. The salt is never taken from a request. The block key, which keys the first
-link of all hashes, follows from the same secret: without the secret no hash can be computed. Routers with the same
-secret derive the same salts and the same key; a changed secret makes every cached prefix unreachable.
+link of all hashes, follows from the same secret, or comes from the cluster's authority when there is none: without the
+key no hash can be computed. Routers with the same secret derive the same salts and the same key; a changed secret makes
+every cached prefix unreachable.
 """
 
 import hashlib

@@ -52,11 +52,11 @@ class PlannerConfig(Section):
     """Pools that follow their load."""
 
     mode: Annotated[Literal["off", "advise", "act"], Words, Need.RESTART] = "off"
-    """`advise`: plans are made and shown by `kvrelay plan`, nothing is changed; `act`: they are carried out; `off`."""
+    """`off`: no plans; `advise`: `kvrelay plan` shows plans, nothing is changed; `act`: plans are carried out."""
     interval_s: Annotated[float, Field(ge=0.1, le=3600), Need.RESTART] = 10.0
     """Seconds from plan to plan."""
     window_s: Annotated[float, Field(ge=1, le=120), Need.RESTART] = 10.0
-    """How many seconds back each plan counts requests."""
+    """Seconds of past requests that each plan counts."""
     attainment: Annotated[float, Field(gt=0, lt=1), Need.RESTART] = 0.9
     """Share of the requests that are to meet both objectives of `slo`, of those that could on an idle cluster."""
     min_prefill: Annotated[int, Field(ge=1, le=1024), Need.RESTART] = 1
@@ -78,7 +78,7 @@ class PlannerConfig(Section):
     cooldown_s: Annotated[float, Field(ge=0), Need.RESTART] = 30.0
     """Seconds after any change in which no pool shrinks."""
     grace_s: Annotated[float, Field(gt=0, le=3600), Need.RESTART] = 30.0
-    """Seconds in which a worker that goes may give its requests away."""
+    """Seconds in which a worker that leaves may give its requests away."""
     metrics_port: Annotated[Port | None, Need.RESTART] = None
     """Prometheus port of present and wanted sizes, on `router.host`; 0 picks a free one, `null` turns it off."""
 

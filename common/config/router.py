@@ -55,7 +55,7 @@ class RouterConfig(Section):
         ],
         Need.ROUTERS,
     ] = "predictive"
-    """How workers are chosen: [see below](#policies)."""
+    """Rule that chooses workers: [see below](#policies)."""
     local_prefill_max_tokens: Annotated[Annotated[int, Field(ge=0)] | Literal["auto"], Need.ROUTERS] = "auto"
     """A prompt with at most this many uncached tokens on the decode worker may be prefilled there. `auto`: any prompt
     for which that costs less (`predictive`), at most 32 tokens under the other policies. `llm_d` has a threshold of
@@ -70,8 +70,8 @@ class RouterConfig(Section):
     `authorization: Bearer <key>` of a request names its tenant; see [tenants](#tenants)."""
     salt_secret: Annotated[str | None, Field(min_length=16), Need.ROUTERS] = None
     """Secret from which tenants' cache salts and the key of all block hashes are derived, at least 16 characters; equal
-    on all routers of a cluster. `null`: each router draws a key when it starts, and can use no prefix that came by
-    another router or before its start. `env:NAME` reads an environment variable."""
+    on all routers of a cluster. `null`: the controller draws the key of block hashes once and keeps it in the run
+    folder (`tls/block.key`). `env:NAME` reads an environment variable."""
     shed: Annotated[Literal["none", "deadline", "slo"], Need.ROUTERS] = "deadline"
     """Requests that are refused at once because no worker can serve them in time. `deadline`: those whose first token
     would come after the client's own deadline; `slo`: also those that would miss their objective for the time to first
@@ -114,14 +114,14 @@ class TenantConfig(Section):
     max_concurrent: Annotated[int | None, Field(ge=1)] = None
     """Requests with a plan; more wait. `null`: no limit."""
     requests_per_min: Annotated[float | None, Field(gt=0)] = None
-    """Requests, calls that only tokenize among them; up to one minute's worth at once."""
+    """Requests, including calls that only tokenize; up to one minute's worth at once."""
     tokens_per_min: Annotated[float | None, Field(gt=0)] = None
     """Prompt and output tokens, cached ones included; up to one minute's worth at once."""
     max_priority: Annotated[int, Field(ge=0, le=1000)] = 0
     """Largest priority that its requests may claim; a larger claim gets this."""
     operator: bool = False
-    """Its keys may ask for the status of the whole cluster, as operators on the host of the run folder may without
-    one."""
+    """Its keys may ask for the status of the whole cluster. Commands on the host of the run folder need no key for
+    that."""
     share_cache: bool = False
     """Share cached prefixes with the other tenants that set this. Otherwise neither cached tokens nor times tell a
     tenant what another has sent."""

@@ -1,6 +1,6 @@
 """The state of a cluster and the decisions of its router, as `Client.status` and `Client.explain` return them.
 
-Field names are those of the wire messages (kvrelay/v1/inference.proto, worker.proto), which define each of them.
+Field names are those of the wire messages (proto/kvrelay/v1/inference.proto, worker.proto), which define each of them.
 """
 
 from collections.abc import Mapping

@@ -149,7 +149,7 @@ def run_cell(settings: ReplaySettings, cell: Cell, folder: Path) -> CellResult:
 
     trace = load_trace(settings).faster(cell.speed)
     shape, sim_settings = _simulation(settings, cell)
-    # The oracle knows the lengths of the answers; all other requests allow any length.
+    # The policy with perfect signals knows the lengths of the answers; all other requests allow any length.
     max_tokens = 1 if cell.policy == GREEDY_PERFECT_SIGNALS else max(1, MAX_TOKENS // settings.shrink)
     done = run(shape, sim_settings, trace_arrivals(trace, slo=settings.slo, max_tokens=max_tokens, seed=settings.seed))
     summary = summarize_run(done, slo=settings.slo, num_prefill=settings.num_prefill)

@@ -1,6 +1,7 @@
-"""docs/: every word is defined once, and every number that is configured, exported or reported has a unit."""
+"""docs/: words are defined once, numbers that are configured, exported or reported have a unit, paths exist."""
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,9 @@ _COUNTED = re.compile(
     r"|refusals|threads)\b",
     re.IGNORECASE,
 )
+_IN_BACKTICKS = re.compile(r"`([\w.*-]+(?:/[\w.*-]+)*/?)`")
+_RUN_FOLDERS = ("tls/",)
+"""Folders that a running cluster makes."""
 _TIMES = {"TTFT", "ITL", "TPOT", "E2E", "queue", "prefill", "transfer", "exposed", "lag"}
 
 
@@ -121,3 +125,34 @@ def has_unit(name: str, meaning: str, *, counted: bool = True) -> bool:
 )
 def test_number_without_a_unit_is_found(name: str, meaning: str, expected: bool) -> None:
     assert has_unit(name, meaning) is expected
+
+
+def repository_paths() -> list[Path]:
+    roots = [each for each in _REPO.iterdir() if each.name == ".ci" or not each.name.startswith(".")]
+    return [path.relative_to(_REPO) for root in roots for path in (root, *root.rglob("*"))]
+
+
+def missing_paths(text: str, existing: Sequence[Path]) -> list[str]:
+    """Return the paths in backticks that end no existing path; names in capitals stand for output of a command."""
+    named = [
+        each
+        for each in _IN_BACKTICKS.findall(text)
+        if ("/" in each or each.endswith((".py", ".h", ".cpp", ".proto")))
+        and not each.startswith(_RUN_FOLDERS)
+        and not any(part.partition(".")[0].isupper() for part in each.split("/"))
+    ]
+    return [each for each in named if not any(path.match(each) for path in existing)]
+
+
+def test_every_repository_path_in_the_documents_exists() -> None:
+    documents = [_REPO / "README.md", _REPO / "ARCHITECTURE.md", *(_REPO / "docs").glob("*.md")]
+    existing = repository_paths()
+
+    assert {path.name: found for path in documents if (found := missing_paths(path.read_text("utf-8"), existing))} == {}
+
+
+def test_path_that_has_moved_is_found() -> None:
+    existing = [Path("engine/ops/cpu/gemm.h"), Path("engine/ops/cpu")]
+
+    text = "`cpu/gemm.h`, `ops/cpu/`, `arena.py`, `gpu/gemm.h`, `real/RUN/run.json`, `tls/ca.pem`"
+    assert missing_paths(text, existing) == ["arena.py", "gpu/gemm.h"]
