@@ -2,7 +2,7 @@
 
 from array import array
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from common.block_hash import hash_blocks, hash_root
 from common.clock import ManualClock
@@ -21,6 +21,7 @@ from engine.sequence import EngineRequest
 from engine.sequence import Sequence as EngineSequence
 
 BLOCK_SIZE = 4
+T = TypeVar("T")
 
 
 def make_request(
@@ -93,12 +94,16 @@ class Collector:
         return next((event for event in self.events if isinstance(event, Failed)), None)
 
 
+def granted(answer: T | Refused) -> T:
+    """Return what an engine gave, which must not be a refusal."""
+    assert not isinstance(answer, Refused), answer
+    return answer
+
+
 def submit(core: EngineCore, request: EngineRequest) -> tuple[Group, Collector]:
     """Add a request that must be accepted."""
     collector = Collector()
-    group = core.add(request, collector)
-    assert not isinstance(group, Refused), group
-    return group, collector
+    return granted(core.add(request, collector)), collector
 
 
 def run_until_idle(core: EngineCore, *, max_steps: int = 10_000) -> int:
@@ -110,6 +115,13 @@ def run_until_idle(core: EngineCore, *, max_steps: int = 10_000) -> int:
             group.sink(event)
         core.wake()
     raise AssertionError(f"still busy after {max_steps} steps")
+
+
+def served(core: EngineCore, request: EngineRequest) -> Collector:
+    """Serve a request to its end, with all others, and return what it was sent."""
+    _group, collector = submit(core, request)
+    run_until_idle(core)
+    return collector
 
 
 def expected_tokens(request: EngineRequest, *, sample: int = 0) -> list[int]:

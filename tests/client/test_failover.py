@@ -92,13 +92,6 @@ def test_error_of_a_router_that_answers_is_not_retried(ask: Ask, error: KvrelayE
         assert not other.generate_requests
 
 
-def test_single_address_is_tried_once(ask: Ask, fake: FakeInference, address: str) -> None:
-    fake.script = [accepted(), GONE]
-    with pytest.raises(Unreachable):
-        ask(address)
-    assert len(fake.generate_requests) == 1
-
-
 def test_client_stays_with_the_router_that_works(connect: Connect) -> None:
     with two([accepted(), GONE], hello_world()) as (addresses, one, other), connect(addresses) as client:
         for _ in range(3):
@@ -116,11 +109,14 @@ def test_reading_calls_go_to_the_next_router_too(connect: Connect, address: str)
         assert client.tokenize("a b").token_ids == (1, 2)
 
 
-def test_max_attempts_bounds_consecutive_failures(connect: Connect, fake: FakeInference, address: str) -> None:
+@pytest.mark.parametrize(("terms", "num_attempts"), [({}, 1), ({"max_attempts": 3}, 3)])
+def test_single_address_is_tried_once_or_as_often_as_asked(
+    connect: Connect, fake: FakeInference, address: str, terms: dict[str, int], num_attempts: int
+) -> None:
     fake.script = [accepted(), remote_plan(), GONE]
-    with connect(address, max_attempts=3) as client, pytest.raises(Unreachable):
+    with connect(address, **terms) as client, pytest.raises(Unreachable):
         client.generate("Hi")
-    assert len(fake.generate_requests) == 3
+    assert len(fake.generate_requests) == num_attempts
 
 
 def test_attempts_try_every_router_at_once_and_then_wait_ever_longer() -> None:

@@ -11,11 +11,11 @@ from cluster.changes.scaling import Scaler
 from cluster.processes.launcher import StartFailed
 from cluster.processes.life import Life
 from cluster.processes.managed_process import ManagedProcess
-from cluster.processes.plan import HostResources, ProcessRole, ProcessSpec, make_plan
+from cluster.processes.plan import HostResources, ProcessRole, ProcessSpec, make_plan, pool_order
 from cluster.processes.worker_calls import WorkerSnapshot
 from cluster.processes.workforce import Workforce
 from common.config import ServingConfig
-from common.errors import InvalidRequest
+from common.errors import InvalidRequest, KvrelayError
 from common.timing import StepModel, TimingModel
 from tests.cluster.support import make_config
 
@@ -43,9 +43,12 @@ class FakeWorkforce(Workforce):
     done: list[str] = field(default_factory=list)
     sizes: list[Mapping[ProcessRole, int]] = field(default_factory=list)
     fails: Callable[[ProcessSpec], bool] = lambda spec: False
+    failures: dict[str, KvrelayError] = field(default_factory=dict)
+    """Errors of flips by the worker's name; such a worker keeps three requests when it drains."""
 
     def workers(self, role: ProcessRole) -> list[ManagedProcess]:
-        return [cast(ManagedProcess, each) for each in self.pool if each.spec.role is role]
+        pool = [cast(ManagedProcess, each) for each in self.pool if each.spec.role is role]
+        return sorted(pool, key=lambda worker: pool_order(worker.spec))
 
     async def add_worker(self, spec: ProcessSpec) -> int:
         if self.fails(spec):
@@ -59,9 +62,11 @@ class FakeWorkforce(Workforce):
 
     async def drain_worker(self, process: ManagedProcess, *, grace_s: float) -> int:
         self.done.append(f"drain {process.spec.name}")
-        return 0
+        return 3 if process.spec.name in self.failures else 0
 
     async def flip_worker(self, process: ManagedProcess, role: ProcessRole, *, grace_s: float) -> None:
+        if (failure := self.failures.get(process.spec.name)) is not None:
+            raise failure
         process.spec = replace(process.spec, role=role)
         self._note(f"{process.spec.name} to {role}")
 

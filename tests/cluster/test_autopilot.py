@@ -86,13 +86,19 @@ class Bench:
         return sizes[PREFILL], sizes[DECODE]
 
 
+async def begun(*sizes: PoolSizes, mode: str = "act") -> Bench:
+    """Return a bench whose two workers serve and are known to the routers."""
+    bench = Bench(*sizes, mode=mode)
+    await bench.begin()
+    return bench
+
+
 def sizes(prefill: int, decode: int) -> PoolSizes:
     return PoolSizes(prefill=prefill, decode=decode)
 
 
 async def test_act_carries_a_plan_out_and_reports_it() -> None:
-    bench = Bench(sizes(2, 3), sizes(2, 3))
-    await bench.begin()
+    bench = await begun(sizes(2, 3), sizes(2, 3))
     assert (await bench.step()).startswith("done in")
     assert bench.sizes() == (2, 3)
     bench.report()
@@ -105,15 +111,13 @@ async def test_act_carries_a_plan_out_and_reports_it() -> None:
 
 
 async def test_advise_changes_nothing_and_says_what_it_would() -> None:
-    bench = Bench(sizes(2, 3), mode="advise")
-    await bench.begin()
+    bench = await begun(sizes(2, 3), mode="advise")
     assert "advised only" in await bench.step()
     assert bench.sizes() == (1, 1)
 
 
 async def test_planner_observes_measured_times_and_every_worker() -> None:
-    bench = Bench(sizes(1, 1))
-    await bench.begin()
+    bench = await begun(sizes(1, 1))
     bench.scaler.start_times.note(PREFILL, 40.0)
     bench.scaler.start_times.note(PREFILL, 60.0)
     await bench.step()
@@ -125,16 +129,14 @@ async def test_planner_observes_measured_times_and_every_worker() -> None:
 
 
 async def test_worker_that_no_router_knows_yet_is_starting() -> None:
-    bench = Bench(sizes(1, 1))
-    await bench.begin()
+    bench = await begun(sizes(1, 1))
     bench.reports = RouterReports(demand=make_demand(rate=1.0), conditions={})
     await bench.step()
     assert {worker.phase for worker in bench.planner.observed[0].workers} == {"starting"}
 
 
 async def test_failed_start_is_reported_and_retried_after_a_growing_pause() -> None:
-    bench = Bench(*[sizes(2, 1)] * 5)
-    await bench.begin()
+    bench = await begun(*[sizes(2, 1)] * 5)
     bench.workforce.fails = lambda spec: True
     assert "failed, pause of 10 s" in await bench.step()
     assert await bench.step() == "waits 10 s: the last growth failed"
@@ -147,16 +149,14 @@ async def test_failed_start_is_reported_and_retried_after_a_growing_pause() -> N
 
 
 async def test_plan_during_another_change_waits() -> None:
-    bench = Bench(sizes(2, 1))
-    await bench.begin()
+    bench = await begun(sizes(2, 1))
     async with bench.scaler.changing():
         assert (await bench.step()).startswith("waits: another change")
     assert bench.sizes() == (1, 1)
 
 
 async def test_plan_while_a_change_is_under_way_does_not_begin_another() -> None:
-    bench = Bench(sizes(2, 1), sizes(3, 1))
-    await bench.begin()
+    bench = await begun(sizes(2, 1), sizes(3, 1))
     await bench.autopilot.step()
     await bench.autopilot.step()
     assert bench.autopilot.latest is not None
@@ -166,8 +166,7 @@ async def test_plan_while_a_change_is_under_way_does_not_begin_another() -> None
 
 
 async def test_silent_routers_make_no_plan() -> None:
-    bench = Bench()
-    await bench.begin()
+    bench = await begun()
     bench.reports = None
     await bench.autopilot.step()
     assert bench.autopilot.latest is None
@@ -197,8 +196,7 @@ async def test_autopilot_plans_at_every_interval_until_it_is_stopped() -> None:
 
 
 async def test_plan_response_contains_everything() -> None:
-    bench = Bench(sizes(2, 1), mode="advise")
-    await bench.begin()
+    bench = await begun(sizes(2, 1), mode="advise")
     await bench.step()
     bench.clock.advance(7.0)
     response = bench.autopilot.response()
@@ -211,26 +209,23 @@ async def test_plan_response_contains_everything() -> None:
 # The guard.
 
 
-def make_guard(bench: Bench) -> LoadGuard:
-    return LoadGuard(scaler=bench.scaler, workforce=bench.workforce, ask=bench.ask, clock=bench.clock)
+async def guarded() -> tuple[Bench, LoadGuard]:
+    """Return a bench of four workers in each pool and the guard of its sizes."""
+    bench = await begun()
+    await bench.scaler.scale({PREFILL: 4, DECODE: 4}, grace_s=1.0, report=lambda _text: None)
+    return bench, LoadGuard(scaler=bench.scaler, workforce=bench.workforce, ask=bench.ask, clock=bench.clock)
 
 
 async def test_guard_refuses_sizes_below_the_load_with_the_numbers() -> None:
-    bench = Bench()
-    await bench.begin()
-    await bench.scaler.scale({PREFILL: 4, DECODE: 4}, grace_s=1.0, report=lambda _text: None)
+    bench, guard = await guarded()
     bench.report(rate=10.0)
-    guard = make_guard(bench)
     await guard.check({PREFILL: 4, DECODE: 5})
     with pytest.raises(InvalidRequest, match=r"1 prefill workers would carry .* and 10\.00 came .*--force"):
         await guard.check({PREFILL: 1})
 
 
 async def test_guard_without_load_or_evidence_allows_everything() -> None:
-    bench = Bench()
-    await bench.begin()
-    await bench.scaler.scale({PREFILL: 4, DECODE: 4}, grace_s=1.0, report=lambda _text: None)
-    guard = make_guard(bench)
+    bench, guard = await guarded()
     bench.report(rate=0.0)
     await guard.check({PREFILL: 1, DECODE: 1})
     bench.reports = None

@@ -3,53 +3,26 @@
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from cluster.changes.flipping import flip_obstacle, flip_workers
-from cluster.processes.managed_process import ManagedProcess
-from cluster.processes.plan import ProcessRole, ProcessSpec, pool_order
-from cluster.processes.workforce import Workforce
-from common.errors import EngineFault, KvrelayError, Overloaded
+from common.errors import EngineFault, Overloaded
+from tests.cluster.rollout_bench import DECODE, PREFILL, FakeWorkforce, process
 from tests.cluster.support import make_config, make_spec
 
-PREFILL, DECODE = ProcessRole.PREFILL, ProcessRole.DECODE
+
+def force_of(*, prefill: int, decode: int) -> FakeWorkforce:
+    pools = ((PREFILL, prefill), (DECODE, decode))
+    return FakeWorkforce([process(make_spec(f"{role}-{i}", role)) for role, count in pools for i in range(count)])
 
 
-class FakeWorker:
-    def __init__(self, spec: ProcessSpec) -> None:
-        self.spec = spec
+def shape(force: FakeWorkforce) -> dict[str, list[str]]:
+    return {str(role): [worker.spec.name for worker in force.workers(role)] for role in (PREFILL, DECODE)}
 
 
-class FakeForce(Workforce):
-    """Workers that flip at once, except those with a failure."""
-
-    def __init__(self, *, prefill: int, decode: int) -> None:
-        pools = ((PREFILL, prefill), (DECODE, decode))
-        self.all = [FakeWorker(make_spec(f"{role}-{i}", role)) for role, count in pools for i in range(count)]
-        self.failures: dict[str, KvrelayError] = {}
-        self.calls: list[str] = []
-
-    def workers(self, role: ProcessRole) -> list[ManagedProcess]:
-        pool = [worker for worker in self.all if worker.spec.role is role]
-        return cast(list[ManagedProcess], sorted(pool, key=lambda worker: pool_order(worker.spec)))
-
-    async def drain_worker(self, process: ManagedProcess, *, grace_s: float) -> int:
-        self.calls.append(f"drain {process.spec.name}")
-        return 3 if process.spec.name in self.failures else 0
-
-    async def flip_worker(self, process: ManagedProcess, role: ProcessRole, *, grace_s: float) -> None:
-        self.calls.append(f"flip {process.spec.name}")
-        if (failure := self.failures.get(process.spec.name)) is not None:
-            raise failure
-        process.spec = make_spec(process.spec.name, role)
-
-    def shape(self) -> dict[str, list[str]]:
-        return {str(role): [worker.spec.name for worker in self.workers(role)] for role in (PREFILL, DECODE)}
-
-
-async def flip(force: FakeForce, *, prefill: int, decode: int, pools: Mapping[str, Any] | None = None) -> list[str]:
+async def flip(force: FakeWorkforce, *, prefill: int, decode: int, pools: Mapping[str, Any] | None = None) -> list[str]:
     steps: list[str] = []
     first, latest = make_config(), make_config(pools=pools or {})
     await flip_workers(
@@ -63,23 +36,23 @@ async def flip(force: FakeForce, *, prefill: int, decode: int, pools: Mapping[st
 
 
 async def test_last_worker_of_the_shrinking_pool_drains_and_flips() -> None:
-    force = FakeForce(prefill=2, decode=2)
+    force = force_of(prefill=2, decode=2)
 
     steps = await flip(force, prefill=1, decode=3)
 
-    assert force.calls == ["drain prefill-1", "flip prefill-1"]
-    assert force.shape() == {"prefill": ["prefill-0"], "decode": ["decode-0", "decode-1", "prefill-1"]}
+    assert force.done == ["drain prefill-1", "prefill-1 to decode"]
+    assert shape(force) == {"prefill": ["prefill-0"], "decode": ["decode-0", "decode-1", "prefill-1"]}
     assert steps[0] == "flipping prefill-1 to decode"
     assert steps[1].startswith("prefill-1 serves decode after 0.0")
 
 
 async def test_flipped_worker_returns_to_its_pool_first() -> None:
-    force = FakeForce(prefill=2, decode=2)
+    force = force_of(prefill=2, decode=2)
 
     await flip(force, prefill=1, decode=3)
     await flip(force, prefill=2, decode=2)
 
-    assert force.shape() == {"prefill": ["prefill-0", "prefill-1"], "decode": ["decode-0", "decode-1"]}
+    assert shape(force) == {"prefill": ["prefill-0", "prefill-1"], "decode": ["decode-0", "decode-1"]}
 
 
 @pytest.mark.parametrize(
@@ -98,7 +71,7 @@ async def test_flipped_worker_returns_to_its_pool_first() -> None:
 async def test_surplus_workers_flip_up_to_the_deficit_but_never_the_last(
     before: tuple[int, int], wanted: tuple[int, int], after: tuple[int, int]
 ) -> None:
-    force = FakeForce(prefill=before[0], decode=before[1])
+    force = force_of(prefill=before[0], decode=before[1])
 
     await flip(force, prefill=wanted[0], decode=wanted[1])
 
@@ -106,17 +79,17 @@ async def test_surplus_workers_flip_up_to_the_deficit_but_never_the_last(
 
 
 async def test_worker_that_is_not_empty_in_time_stays_and_the_others_flip() -> None:
-    force = FakeForce(prefill=3, decode=1)
+    force = force_of(prefill=3, decode=1)
     force.failures["prefill-2"] = Overloaded("still has 3 calls")
 
     steps = await flip(force, prefill=1, decode=3)
 
-    assert force.shape() == {"prefill": ["prefill-0", "prefill-2"], "decode": ["decode-0", "prefill-1"]}
+    assert shape(force) == {"prefill": ["prefill-0", "prefill-2"], "decode": ["decode-0", "prefill-1"]}
     assert "prefill-2 stays in prefill with 3 requests that had not moved: still has 3 calls" in steps
 
 
 async def test_worker_that_the_routers_do_not_use_afterwards_is_an_error() -> None:
-    force = FakeForce(prefill=2, decode=1)
+    force = force_of(prefill=2, decode=1)
     force.failures["prefill-1"] = EngineFault("the routers do not use it")
 
     with pytest.raises(EngineFault, match="do not use it"):
@@ -125,21 +98,21 @@ async def test_worker_that_the_routers_do_not_use_afterwards_is_an_error() -> No
 
 @pytest.mark.parametrize("key", ["num_gpus", "num_cpus", "threads"])
 async def test_pools_of_different_workers_keep_theirs_and_the_reason_names_the_key(key: str) -> None:
-    force = FakeForce(prefill=2, decode=2)
+    force = force_of(prefill=2, decode=2)
 
     steps = await flip(force, prefill=1, decode=3, pools={"prefill": {key: 2}, "decode": {key: 4}})
 
-    assert force.calls == []
+    assert force.done == []
     assert len(steps) == 1
     assert f"pools.prefill.{key} is 2" in steps[0]
 
 
 async def test_worker_that_was_started_before_the_other_pool_changed_keeps_its_own() -> None:
-    force = FakeForce(prefill=3, decode=1)
+    force = force_of(prefill=3, decode=1)
     changed = {"decode": {"max_running": 8, "count": 7}}
-    force.all[2].spec = replace(force.all[2].spec, config=make_config(pools=changed))
+    force.pool[2].spec = replace(force.pool[2].spec, config=make_config(pools=changed))
 
     steps = await flip(force, prefill=1, decode=3, pools=changed)
 
-    assert force.shape() == {"prefill": ["prefill-0", "prefill-1"], "decode": ["decode-0", "prefill-2"]}
+    assert shape(force) == {"prefill": ["prefill-0", "prefill-1"], "decode": ["decode-0", "prefill-2"]}
     assert steps[0] == "not every worker can change its pool: prefill-1 was started with another pools.decode"

@@ -1,10 +1,16 @@
-"""Rollouts and restarts over fake processes: order, capacity, canaries, rollback."""
+"""Rollouts and restarts over fake processes: order, capacity, canaries, rollback, requests of the command line."""
 
+import asyncio
 from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
 from cluster.changes.rollout import RolloutTerms
+from cluster.changes.scaling import Report
+from cluster.control import rollout, serving_control
+from common.config import ServingConfig
 from common.errors import EngineFault, InvalidRequest, Overloaded
 from tests.cluster.rollout_bench import DECODE, PREFILL, ROUTER, TERMS, Bench, FakeWorkforce, pools, snapshot
 from tests.cluster.support import make_config
@@ -207,3 +213,31 @@ async def test_second_change_is_refused_while_one_runs() -> None:
     async with bench.scaler.changing():
         with pytest.raises(Overloaded):
             await bench.run(pools(max_running=8))
+
+
+class RecordingRollouts:
+    """Records its requests."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[ServingConfig, RolloutTerms]] = []
+
+    async def run(self, config: ServingConfig, terms: RolloutTerms, report: Report) -> None:
+        self.asked.append((config, terms))
+        report("begun")
+        raise EngineFault("the canary is bad")
+
+
+@pytest.mark.parametrize("is_forced", [True, False])
+async def test_rollout_receives_every_term_and_returns_steps_and_failure(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, *, is_forced: bool
+) -> None:
+    rollouts = RecordingRollouts()
+    terms = RolloutTerms(canary_s=3.0, max_slowdown=2.0, grace_s=7.0, is_forced=is_forced)
+    unused, config = cast("Any", None), make_config(router={"port": 1})
+
+    async with serving_control(unused, cast("Any", rollouts), unused, tmp_path, stop=lambda: None):
+        with pytest.raises(EngineFault, match="the canary is bad"):
+            await asyncio.to_thread(lambda: list(rollout(tmp_path, config, terms)))
+
+    assert rollouts.asked == [(config, terms)]
+    assert "change failed: the canary is bad" in caplog.text  # in case the caller has disconnected

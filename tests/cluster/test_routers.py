@@ -107,8 +107,7 @@ async def test_until_idle_sends_one_router_away_until_another_is_in_its_place() 
         first.num_requests = second.num_requests = 2
         waiting = asyncio.create_task(both.routers.until_idle("router-0"))
         await first.until(lambda router: router.is_leaving)
-        seen = first.num_pushes
-        await first.until(lambda router: router.num_pushes >= seen + 2)
+        await two_more_pushes(first)
         assert not waiting.done() and not second.is_leaving
 
         first.num_requests = 0
@@ -128,8 +127,7 @@ async def test_router_that_is_down_delays_nothing_and_learns_everything_later() 
         both.up(1)
         await both.fakes[1].until(lambda router: len(router.workers) == 2)
         waiting = asyncio.create_task(both.routers.until_ready(2, among=BOTH))
-        seen = both.fakes[1].num_pushes
-        await both.fakes[1].until(lambda router: router.num_pushes >= seen + 2)
+        await two_more_pushes(both.fakes[1])
         assert not waiting.done()
         both.fakes[1].num_unused = 0
         await waiting

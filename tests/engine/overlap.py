@@ -6,7 +6,7 @@ from typing import Any
 
 from engine.core import EngineCore
 from engine.executor import ScheduledSequence, StepHandle, StepResult
-from tests.builders import Collector, expected_tokens, make_request
+from tests.builders import Collector, expected_tokens, make_core, make_request
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +41,12 @@ class Spy:
         if step_idx in self.fail_results_of:
             raise RuntimeError(f"no results of step {step_idx}")
         return results
+
+
+def spied(**limits: Any) -> tuple[EngineCore, Spy]:
+    """Return a core over the fake engine and its spy."""
+    core = make_core(**limits)
+    return core, Spy(core)
 
 
 def step(core: EngineCore) -> None:

@@ -12,7 +12,17 @@ from engine.core import EngineCore
 from engine.events import FinishReason, Started, Tokens
 from engine.group import Group
 from tests import builders
-from tests.builders import BLOCK_SIZE, Collector, assert_empty, expected_tokens, make_request, run_until_idle, submit
+from tests.builders import (
+    BLOCK_SIZE,
+    Collector,
+    assert_empty,
+    expected_tokens,
+    granted,
+    make_request,
+    run_until_idle,
+    served,
+    submit,
+)
 from tests.engine.overlap import Spy, step
 
 MakeCore = Callable[..., EngineCore]
@@ -32,8 +42,7 @@ def test_generate_at_block_and_chunk_boundaries_equals_oracle(
     core = make_core(max_step_tokens=max_step_tokens)
     request = make_request(range(num_prompt_tokens), max_tokens=11, ignore_eos=True)
     for _ in range(2):  # the second time from the prefix cache
-        _group, collector = submit(core, request)
-        run_until_idle(core)
+        collector = served(core, request)
         assert collector.token_ids() == expected_tokens(request)
     assert_empty(core)
 
@@ -42,8 +51,7 @@ def test_generate_when_prompt_is_cached_computes_only_the_rest(make_core: MakeCo
     core = make_core()
     prompt = list(range(4 * BLOCK_SIZE))
     for expected_cached in (0, 3 * BLOCK_SIZE):  # the last token is always computed
-        _group, collector = submit(core, make_request(prompt))
-        run_until_idle(core)
+        collector = served(core, make_request(prompt))
         (started,) = [event for event in collector.events if isinstance(event, Started)]
         assert started.num_cached_tokens == expected_cached
 
@@ -55,8 +63,7 @@ def test_siblings_computed_side_by_side_all_leave_their_prompts_in_the_cache(mak
         submit(core, make_request(prompt, max_tokens=3, ignore_eos=True))
     run_until_idle(core)
     for prompt in prompts:
-        _group, again = submit(core, make_request(prompt, max_tokens=3, ignore_eos=True))
-        run_until_idle(core)
+        again = served(core, make_request(prompt, max_tokens=3, ignore_eos=True))
         assert [e.num_cached_tokens for e in again.events if isinstance(e, Started)] == [3 * BLOCK_SIZE]
         assert again.token_ids() == expected_tokens(make_request(prompt, max_tokens=3, ignore_eos=True))
     assert_empty(core)
@@ -66,8 +73,7 @@ def test_generate_with_other_salt_never_sees_cached_blocks(make_core: MakeCore) 
     core = make_core()
     prompt = list(range(4 * BLOCK_SIZE))
     for salt in ("a", "b"):
-        _group, collector = submit(core, make_request(prompt, salt=salt))
-        run_until_idle(core)
+        collector = served(core, make_request(prompt, salt=salt))
         (started,) = [event for event in collector.events if isinstance(event, Started)]
         assert started.num_cached_tokens == 0
 
@@ -133,8 +139,7 @@ def test_sampled_answer_is_the_same_alone_in_a_batch_and_resumed(make_core: Make
     alone = expected_tokens(request)
     core = make_core()
     submits = [submit(core, make_request([i], temperature=1.0, seed=i, max_tokens=10)) for i in range(15)]
-    _group, in_batch = submit(core, request)
-    run_until_idle(core)
+    in_batch = served(core, request)
     assert len(submits) == 15
     assert in_batch.token_ids() == alone
     _group, resumed = submit(
@@ -152,8 +157,7 @@ def test_finish_reasons_stop_token_eos_length_and_context_end(make_core: MakeCor
     _g, length = submit(core, request)
     stops = frozenset({free_run[2]})
     _g, stop = submit(core, make_request([1, 2, 3], max_tokens=5, ignore_eos=True, stop_token_ids=stops))
-    _g, context = submit(core, make_request(range(12), max_tokens=100, ignore_eos=True))
-    run_until_idle(core)
+    context = served(core, make_request(range(12), max_tokens=100, ignore_eos=True))
     assert (len(length.outputs), length.outputs[-1].finish_reason) == (5, FinishReason.LENGTH)
     assert stop.token_ids() == free_run[: free_run.index(free_run[2]) + 1]
     assert stop.outputs[-1].finish_reason is FinishReason.STOP
@@ -167,8 +171,7 @@ def test_eos_ends_a_sample_unless_ignored(make_core: MakeCore) -> None:
         request = make_request([seed], temperature=1.0, seed=seed, max_tokens=40)
         expected = expected_tokens(request)
         if expected[-1] == EOS_TOKEN_ID:
-            _group, collector = submit(core, request)
-            run_until_idle(core)
+            collector = served(core, request)
             assert collector.token_ids() == expected
             assert collector.outputs[-1].finish_reason is FinishReason.STOP
             return
@@ -180,8 +183,7 @@ def test_prompt_logprobs_of_a_prompt_preempted_half_way_come_once(make_core: Mak
     _g, early = submit(core, make_request([0] * 11, max_tokens=40, ignore_eos=True))
     while not early.outputs:
         step(core)
-    _g, late = submit(core, make_request([1] * 43, max_tokens=2, num_prompt_logprobs=1))
-    run_until_idle(core)
+    late = served(core, make_request([1] * 43, max_tokens=2, num_prompt_logprobs=1))
     assert core.load().num_preemptions > 0
     assert next(len(event.prompt_logprobs) for event in late.events if isinstance(event, Tokens)) == 42
     assert_empty(core)
@@ -193,14 +195,12 @@ def test_prompt_logprobs_are_sent_once_when_a_sample_is_recomputed_or_taken_over
     core = make_core(num_blocks=12, max_step_tokens=32)
     submit(core, make_request([0] * 17, max_tokens=20, ignore_eos=True))
     late_request = make_request([1] * 17, max_tokens=20, ignore_eos=True, num_prompt_logprobs=1)
-    _g, late = submit(core, late_request)
-    run_until_idle(core)
+    late = served(core, late_request)
     assert core.load().num_preemptions > 0
     told = [len(event.prompt_logprobs) for event in late.events if isinstance(event, Tokens)]
     assert (told[0], sum(told)) == (16, 16)
     rest = make_request([1] * 17, output=late.token_ids()[:2], max_tokens=20, ignore_eos=True, num_prompt_logprobs=1)
-    _g, taken_over = submit(core, rest)
-    run_until_idle(core)
+    taken_over = served(core, rest)
     assert not any(event.prompt_logprobs for event in taken_over.events if isinstance(event, Tokens))
     assert taken_over.token_ids() == late.token_ids()[2:]
 
@@ -256,8 +256,7 @@ def test_step_when_executor_fails_ends_only_that_batch(make_core: MakeCore) -> N
 
 def test_reserve_refuses_when_pages_are_short_and_grants_after_release(make_core: MakeCore) -> None:
     core = make_core(num_blocks=10)
-    first = core.reserve(make_request(range(20), max_tokens=4), Collector())
-    assert isinstance(first, Group)
+    first = granted(core.reserve(make_request(range(20), max_tokens=4), Collector()))
     refused = core.reserve(make_request(range(100, 120), max_tokens=4), Collector())
     assert isinstance(refused, Refused)
     core.cancel(first)
@@ -268,10 +267,8 @@ def test_handoff_in_one_process_equals_oracle_and_publishes_only_verified_blocks
     prefill, decode = make_core(max_step_tokens=16), make_core()
     request = make_request(range(23), max_tokens=10, ignore_eos=True)
     collector, sent = Collector(), Collector()
-    source = prefill.add_prefill_only(request, sent)
-    target = decode.reserve(request, collector)
-    assert isinstance(source, Group)
-    assert isinstance(target, Group)
+    source = granted(prefill.add_prefill_only(request, sent))
+    target = granted(decode.reserve(request, collector))
     run_until_idle(prefill)
     assert prefill.load().num_held == 1
     data = prefill.executor.kv.read_blocks(source.leader.block_ids())

@@ -9,7 +9,7 @@ from common.ids import BlockHash
 from common.prefix_chains import whole_chain
 from engine.core import EngineCore
 from engine.hot_prefixes import hot_prefixes
-from tests.builders import BLOCK_SIZE, make_core, make_request, run_until_idle, submit
+from tests.builders import BLOCK_SIZE, make_core, make_request, served, submit
 from tests.engine.test_block_pool import BLOCK_SIZE as SMALL_BLOCK
 from tests.engine.test_block_pool import NUM_BLOCKS, ROOT, PoolMachine
 
@@ -91,8 +91,7 @@ def test_prefix_that_running_requests_share_comes_first() -> None:
 def test_hot_prefixes_are_cut_to_max_blocks_from_their_ends() -> None:
     core = make_core()
     request = make_request(list(range(5 * BLOCK_SIZE + 1)), max_tokens=1)
-    submit(core, request)
-    run_until_idle(core)
+    served(core, request)
 
     (chain,) = core.hot_prefixes(3)
 
@@ -100,5 +99,4 @@ def test_hot_prefixes_are_cut_to_max_blocks_from_their_ends() -> None:
 
 
 def serve(core: EngineCore, prompt: list[int]) -> None:
-    submit(core, make_request(prompt, max_tokens=1))
-    run_until_idle(core)
+    served(core, make_request(prompt, max_tokens=1))

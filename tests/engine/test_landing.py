@@ -7,7 +7,17 @@ from common.errors import Refused
 from engine.core import EngineCore
 from engine.events import Started
 from engine.group import Group
-from tests.builders import BLOCK_SIZE, Collector, assert_empty, make_core, make_request, run_until_idle, submit
+from tests.builders import (
+    BLOCK_SIZE,
+    Collector,
+    assert_empty,
+    granted,
+    make_core,
+    make_request,
+    run_until_idle,
+    served,
+    submit,
+)
 
 
 def test_request_that_pulled_enters_in_order_of_arrival_and_reports_its_whole_wait() -> None:
@@ -22,8 +32,7 @@ def test_request_that_pulled_enters_in_order_of_arrival_and_reports_its_whole_wa
     clock.advance(3.0)
     core.landings.commit(landing, 3)
     told = Collector()
-    group = core.add(request, told, landing)
-    assert not isinstance(group, Refused)
+    group = granted(core.add(request, told, landing))
     assert core.scheduler.waiting == [group.leader, later.leader]
     run_until_idle(core)
     assert told.events[0] == Started(num_cached_tokens=3 * BLOCK_SIZE, queue_s=3.0, num_pulled_tokens=3 * BLOCK_SIZE)
@@ -53,8 +62,7 @@ def land(core: EngineCore, prompt: Sequence[int], num_blocks: int) -> tuple[Grou
     if refused is not None:
         return refused
     core.landings.commit(landing, num_blocks)
-    group = core.add(request, told, landing)
-    assert not isinstance(group, Refused)
+    group = granted(core.add(request, told, landing))
     return group, told
 
 
@@ -79,9 +87,7 @@ def test_growing_request_takes_back_pulled_pages_of_the_latest_in_line() -> None
     core = make_core(num_blocks=20, max_running=1)
     submit(core, make_request(range(8), max_tokens=48, ignore_eos=True))  # 14 pages in the end
     core.step()
-    first, second = land(core, range(100, 120), 4), land(core, range(150, 170), 4)
-    assert not isinstance(first, Refused)
-    assert not isinstance(second, Refused)
+    first, second = (granted(land(core, range(begin, begin + 20), 4)) for begin in (100, 150))
     run_until_idle(core)
     assert core.scheduler.num_preemptions == 0
     assert num_pulled(first[1]) == 4
@@ -93,8 +99,7 @@ def test_first_in_line_takes_pulled_pages_of_those_behind_it() -> None:
     core = make_core(num_blocks=16, max_running=1)
     submit(core, make_request(range(8), max_tokens=6, ignore_eos=True))
     core.step()
-    landed = land(core, range(100, 120), 4)
-    assert not isinstance(landed, Refused)
+    landed = granted(land(core, range(100, 120), 4))
     early = make_request(range(200, 260), max_tokens=1)
     landing = core.arrive(early.block_hashes[:0])
     landing.order = 0  # it arrived before, and its pull took long
@@ -110,8 +115,7 @@ def test_request_that_leaves_the_line_releases_its_pulled_pages() -> None:
     core = make_core(max_running=1)
     running, _ = submit(core, make_request(range(8), ignore_eos=True))
     core.step()
-    landed = land(core, range(100, 120), 4)
-    assert not isinstance(landed, Refused)
+    landed = granted(land(core, range(100, 120), 4))
     core.cancel(landed[0])
     core.cancel(running)
     run_until_idle(core)
@@ -124,8 +128,7 @@ def test_block_that_a_sibling_publishes_first_replaces_the_pulled_one() -> None:
     landing = core.arrive(request.block_hashes[:2])
     core.landings.reserve(landing)
     pulled = landing.block_ids()
-    submit(core, request)
-    run_until_idle(core)
+    served(core, request)
     core.landings.commit(landing, 2)
     assert not set(landing.block_table) & set(pulled)
     assert landing.retired_blocks == list(pulled)

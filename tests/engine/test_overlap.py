@@ -12,14 +12,14 @@ from tests.builders import (
     make_core,
     make_request,
     run_until_idle,
+    served,
     submit,
 )
-from tests.engine.overlap import Spy, ending_request, step, step_until_flight_knows
+from tests.engine.overlap import ending_request, spied, step, step_until_flight_knows
 
 
 def test_step_with_two_in_flight_launches_the_next_before_the_last_results() -> None:
-    core = make_core()
-    spy = Spy(core)
+    core, spy = spied()
     request = make_request([1, 2, 3], max_tokens=5, ignore_eos=True)
     _group, collector = submit(core, request)
     step(core)
@@ -36,16 +36,13 @@ def test_step_with_two_in_flight_launches_the_next_before_the_last_results() -> 
 
 
 def test_plan_when_context_ends_launches_nothing_behind_the_last_token() -> None:
-    core = make_core(max_model_len=16)
-    spy = Spy(core)
-    _group, collector = submit(core, make_request(range(12), max_tokens=100, ignore_eos=True))
-    run_until_idle(core)
+    core, spy = spied(max_model_len=16)
+    collector = served(core, make_request(range(12), max_tokens=100, ignore_eos=True))
     assert (len(spy.batches), len(collector.outputs)) == (4, 4)
 
 
 def test_input_rows_name_the_sample_of_the_step_before_in_a_batch_that_changes() -> None:
-    core = make_core(max_step_tokens=16)
-    spy = Spy(core)
+    core, spy = spied(max_step_tokens=16)
     requests = [make_request([i] * (3 + 9 * i), max_tokens=4 + i, ignore_eos=True) for i in range(5)]
     collectors = [submit(core, request)[1] for request in requests]
     run_until_idle(core)
@@ -59,8 +56,7 @@ def test_input_rows_name_the_sample_of_the_step_before_in_a_batch_that_changes()
 
 
 def test_sequence_with_penalties_waits_for_its_tokens_while_others_go_on() -> None:
-    core = make_core()
-    spy = Spy(core)
+    core, spy = spied()
     free = make_request([1, 2], max_tokens=8, ignore_eos=True)
     penalised = make_request([3, 4], max_tokens=8, ignore_eos=True, presence_penalty=0.5)
     (free_group, free_out), (waiting_group, waiting_out) = submit(core, free), submit(core, penalised)
@@ -76,11 +72,9 @@ def test_sequence_with_penalties_waits_for_its_tokens_while_others_go_on() -> No
 
 
 def test_prompt_with_n_samples_forks_when_its_tokens_are_known() -> None:
-    core = make_core()
-    spy = Spy(core)
+    core, spy = spied()
     request = make_request([1, 2, 3, 4, 5], n=3, temperature=1.0, seed=4, max_tokens=6, ignore_eos=True)
-    _group, collector = submit(core, request)
-    run_until_idle(core)
+    collector = served(core, request)
     assert [[item.input_row for item in batch] for batch in spy.batches[:3]] == [[None], [None] * 3, [0, 1, 2]]
     for sample in range(3):
         assert collector.token_ids(sample) == expected_tokens(request, sample=sample)
@@ -88,8 +82,7 @@ def test_prompt_with_n_samples_forks_when_its_tokens_are_known() -> None:
 
 
 def test_token_behind_the_end_is_computed_and_dropped() -> None:
-    core = make_core()
-    spy = Spy(core)
+    core, spy = spied()
     request, expected = ending_request()
     group, collector = submit(core, request)
     step_until_flight_knows(core, collector, len(expected))
@@ -124,8 +117,7 @@ def test_sample_ended_from_outside_after_any_step_leaves_the_others_alone(num_st
 
 @pytest.mark.parametrize("failing", [{2}, {2, 3}])
 def test_fault_of_a_step_fails_the_requests_of_the_step_behind_it_too(failing: set[int]) -> None:
-    core = make_core(max_step_tokens=16)
-    spy = Spy(core)
+    core, spy = spied(max_step_tokens=16)
     spy.fail_results_of = failing
     _g, early = submit(core, make_request([1, 2], max_tokens=20, ignore_eos=True))
     for _ in range(3):
@@ -140,14 +132,12 @@ def test_fault_of_a_step_fails_the_requests_of_the_step_behind_it_too(failing: s
     assert (core.num_steps_in_flight, spy.taken) == (0, [0, 1, 2, 3]), "the step behind must not run any more"
     assert_empty(core)
     request = make_request([1, 2], max_tokens=5, ignore_eos=True)
-    _g, after = submit(core, request)
-    run_until_idle(core)
+    after = served(core, request)
     assert after.token_ids() == expected_tokens(request)
 
 
 def test_fault_of_a_launch_spares_what_is_in_flight() -> None:
-    core = make_core(max_running=8)
-    spy = Spy(core)
+    core, spy = spied(max_running=8)
     done_request = make_request([5, 6], max_tokens=2, ignore_eos=True)
     _g, lost = submit(core, make_request([1, 2], max_tokens=20, ignore_eos=True))
     _g, done = submit(core, done_request)
@@ -163,8 +153,7 @@ def test_fault_of_a_launch_spares_what_is_in_flight() -> None:
 
 
 def test_started_is_emitted_before_the_step_is_launched() -> None:
-    core = make_core()
-    spy = Spy(core)
+    core, spy = spied()
     _g, first = submit(core, make_request([1, 2], max_tokens=20, ignore_eos=True))
     step(core)
     _g, second = submit(core, make_request([3, 4], max_tokens=20, ignore_eos=True))

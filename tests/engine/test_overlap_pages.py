@@ -6,19 +6,20 @@ import pytest
 from common.errors import Refused
 from engine.events import EngineEvent, Progress, Started
 from engine.fake import token_kv
-from engine.group import Group
 from engine.sequence import SequenceState
 from tests.builders import (
     BLOCK_SIZE,
     Collector,
     assert_empty,
     expected_tokens,
+    granted,
     make_core,
     make_request,
     run_until_idle,
+    served,
     submit,
 )
-from tests.engine.overlap import Spy, ending_request, step, step_until_flight_knows
+from tests.engine.overlap import ending_request, spied, step, step_until_flight_knows
 
 
 @pytest.mark.parametrize("ending", ["stop token", "stop string", "cancel"])
@@ -37,11 +38,9 @@ def test_pages_of_an_ended_sequence_are_not_granted_while_a_step_writes_them(end
     transferred = make_request(range(100, 130), max_tokens=2)  # needs every page
     assert isinstance(core.reserve(transferred, Collector()), Refused)
     step(core)
-    reservation = core.reserve(transferred, Collector())
-    assert isinstance(reservation, Group)
+    reservation = granted(core.reserve(transferred, Collector()))
     source = make_core()
-    prefill = source.add_prefill_only(transferred, Collector())
-    assert isinstance(prefill, Group)
+    prefill = granted(source.add_prefill_only(transferred, Collector()))
     run_until_idle(source)
     data = bytes(source.executor.kv.read_blocks(prefill.leader.block_ids()))
     core.executor.kv.write_blocks(reservation.leader.block_ids(), memoryview(data))
@@ -67,8 +66,7 @@ def test_block_is_published_once_all_its_tokens_are_known_and_computed() -> None
 
 
 def test_page_exhaustion_by_a_pending_token_takes_all_steps_then_preempts() -> None:
-    core = make_core(num_blocks=6)
-    spy = Spy(core)
+    core, spy = spied(num_blocks=6)
     requests = [make_request([i] * (2 * BLOCK_SIZE - 1), max_tokens=10, ignore_eos=True) for i in range(3)]
     collectors = [submit(core, request)[1] for request in requests]
     while core.load().num_preemptions == 0:
@@ -89,8 +87,7 @@ def test_prompt_whose_pages_a_puller_reads_is_not_preempted() -> None:
     while not decoding.outputs:
         step(core)
     sent = Collector()
-    held = core.add_prefill_only(make_request([2] * 15), sent)  # four pages, a token in each step
-    assert isinstance(held, Group)
+    held = granted(core.add_prefill_only(make_request([2] * 15), sent))  # four pages, a token in each step
     while core.load().num_preemptions == 0:
         step(core)
     assert (core.load().num_running, core.load().num_held) == (1, 0), "what is left is the prompt"
@@ -106,8 +103,7 @@ def test_prompt_whose_pages_a_puller_reads_is_not_preempted() -> None:
 
 
 def test_progress_of_a_prompt_covers_only_kv_that_exists() -> None:
-    core = make_core(max_step_tokens=8)
-    spy = Spy(core)
+    core, spy = spied(max_step_tokens=8)
     prompt = list(range(30))
     seen: list[int] = []
 
@@ -118,8 +114,7 @@ def test_progress_of_a_prompt_covers_only_kv_that_exists() -> None:
             found = np.frombuffer(pages, dtype="<u8")[: event.num_computed_tokens]
             assert found.tolist() == [token_kv(prompt[p], p) for p in range(event.num_computed_tokens)]
 
-    group = core.add_prefill_only(make_request(prompt), sink)
-    assert isinstance(group, Group)
+    group = granted(core.add_prefill_only(make_request(prompt), sink))
     run_until_idle(core)
     assert seen == [8, 16, 24, 30]
     assert len(spy.batches) == 4, "nothing is computed behind a prompt that is held"
@@ -144,8 +139,7 @@ def test_own_page_of_a_block_that_a_sibling_published_is_kept_while_in_flight() 
     step(core)
     step(core)  # the prompts are published; the step in flight reads the sibling's own pages
     assert sibling_group.leader.retired_blocks
-    reservation = core.reserve(make_request(range(100, 128)), Collector())
-    assert isinstance(reservation, Group)
+    reservation = granted(core.reserve(make_request(range(100, 128)), Collector()))
     size = core.executor.kv.shape.block_bytes * len(reservation.leader.block_table)
     core.executor.kv.write_blocks(reservation.leader.block_ids(), memoryview(bytes(size)))
     run_until_idle(core)
@@ -162,8 +156,7 @@ def test_page_that_a_step_in_flight_copies_from_is_not_granted() -> None:
         step(core)
     step(core)  # one token a step: the leader has copied the page, its sibling has not run
     core.finish_sample(group, 1)
-    reservation = core.reserve(make_request([9]), Collector())
-    assert isinstance(reservation, Group)
+    reservation = granted(core.reserve(make_request([9]), Collector()))
     ones = b"\xff" * core.executor.kv.shape.block_bytes
     core.executor.kv.write_blocks(reservation.leader.block_ids(), memoryview(ones))
     run_until_idle(core)
@@ -179,7 +172,6 @@ def test_request_that_needs_exactly_all_pages_is_served(
 ) -> None:
     core = make_core(num_blocks=4, max_steps_in_flight=max_steps_in_flight)
     request = make_request([0] * num_prompt, max_tokens=max_tokens, ignore_eos=True)
-    _g, collector = submit(core, request)
-    run_until_idle(core)
+    collector = served(core, request)
     assert collector.token_ids() == expected_tokens(request)
     assert_empty(core)

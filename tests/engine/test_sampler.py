@@ -11,18 +11,15 @@ import pytest
 import torch
 from scipy import stats
 
-from common.block_hash import NO_HASHES
 from common.errors import EngineFault
-from common.ids import HashRoot, RequestId
 from common.sampling import SamplingParams
-from common.tokens import as_tokens
 from engine.cuda.columns import Columns
 from engine.cuda.device import HostDevice
 from engine.draw import waiting_times
 from engine.logits import LogitEdits, OutputTokens
 from engine.sampler import Nucleus, Sampler, SamplingRow, position_logprobs
-from engine.sequence import EngineRequest
 from engine.sequence import Sequence as EngineSequence
+from tests.engine.driver import make_sequence
 from tests.engine.sampling_reference import choice, distribution, shaped_logits, waiting_time
 
 EOS = frozenset({2})
@@ -353,15 +350,8 @@ def test_greedy_over_a_large_vocabulary_takes_the_smallest_token_id_of_the_best(
     assert sample_ids(logits, rows) == logits.argmax(axis=1).tolist()
 
 
-def make_sequence(prompt: list[int], output: list[int]) -> EngineSequence:
-    request = EngineRequest(
-        request_id=RequestId("req-test"),
-        prompt_token_ids=as_tokens(prompt),
-        sampling=SamplingParams(),
-        hash_root=HashRoot(bytes(32)),
-        block_hashes=NO_HASHES,
-    )
-    sequence = EngineSequence.from_request(request, block_size=4, order=0)
+def generated(prompt: list[int], output: list[int]) -> EngineSequence:
+    sequence = make_sequence(prompt)
     for token_id in output:
         sequence.append_token(token_id)
     return sequence
@@ -381,7 +371,7 @@ def test_penalties_of_sequences_that_come_and_go_equal_those_counted_anew() -> N
     rng = random.Random(0)
     vocab_size = 30
     kept = Sampler(vocab_size=vocab_size, eos_token_ids=EOS)
-    sequences = [make_sequence(rng.choices(range(30), k=rng.randrange(1, 9)), []) for _ in range(40)]
+    sequences = [generated(rng.choices(range(30), k=rng.randrange(1, 9)), []) for _ in range(40)]
     kinds = [{"repetition_penalty": 1.8}, {"presence_penalty": 1.5, "frequency_penalty": 0.5}, {}]
     for step in range(120):
         batch = rng.sample(sequences, rng.randrange(1, 4 + step // 10))
@@ -399,7 +389,7 @@ def test_penalties_of_sequences_that_come_and_go_equal_those_counted_anew() -> N
 
 def test_penalties_in_later_steps_bring_only_new_tokens_to_the_device() -> None:
     sampler = Sampler(vocab_size=50, eos_token_ids=EOS)
-    sequence = make_sequence([3] * 5000, [4] * 3000)
+    sequence = generated([3] * 5000, [4] * 3000)
     num_words = []
     for _ in range(3):
         columns = Columns()
@@ -413,7 +403,7 @@ def test_penalties_in_later_steps_bring_only_new_tokens_to_the_device() -> None:
 
 
 def test_output_tokens_are_a_view_of_what_a_sequence_has_generated() -> None:
-    sequence = make_sequence([1, 2, 3], [4, 5, 6, 7])
+    sequence = generated([1, 2, 3], [4, 5, 6, 7])
     tokens = OutputTokens(sequence)
     assert list(tokens) == list(tokens[:]) == [4, 5, 6, 7]
     assert (tokens[0], tokens[-1]) == (4, 7)

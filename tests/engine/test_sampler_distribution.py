@@ -1,15 +1,18 @@
-"""Draws over token indices, sample indices and seeds follow the exact shaped distribution."""
+"""Noise and the draws made from it: known answers, independence, and the exact shaped distribution."""
 
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from scipy import stats
 
-from common.sampling import SamplingParams
+from engine.noise import noise_key, noise_keys, philox_4x32
 from engine.sampler import Sampler, SamplingRow
 from tests.engine.sampling_reference import distribution
+from tests.engine.test_sampler import make_row
 
 NUM_DRAWS = 6000
 EOS = frozenset({0})
@@ -22,14 +25,9 @@ def draw(logits: np.ndarray[Any, np.dtype[np.float32]], rows: list[SamplingRow])
     return [s.token_id for s in Sampler(vocab_size=len(logits), eos_token_ids=EOS).sample(repeated, rows)]
 
 
-def make_row(token_index: int, *, sample_index: int = 0, **params: Any) -> SamplingRow:
-    return SamplingRow(
-        params=SamplingParams(**{"seed": 2024, "max_tokens": 10**6, **params}),
-        sample_index=sample_index,
-        token_index=token_index,
-        prompt_token_ids=(3, 4, 4),
-        output_token_ids=(5, 5, 6),
-    )
+def row_at(token_index: int, **fields: Any) -> SamplingRow:
+    fields = {"seed": 2024, "max_tokens": 10**6, "prompt": (3, 4, 4), "output": (5, 5, 6), **fields}
+    return make_row(token_index=token_index, **fields)
 
 
 def assert_follows(tokens: list[int], probabilities: np.ndarray[Any, np.dtype[np.float64]]) -> None:
@@ -65,9 +63,9 @@ def assert_follows(tokens: list[int], probabilities: np.ndarray[Any, np.dtype[np
 def test_draws_over_one_index_follow_the_shaped_distribution(params: dict[str, Any], vary: str) -> None:
     logits = np.random.default_rng(1).normal(size=24, scale=1.5).astype(np.float32)
     rows = {
-        "token_index": [make_row(i, **params) for i in range(NUM_DRAWS)],
-        "sample_index": [make_row(0, sample_index=i, **params) for i in range(NUM_DRAWS)],
-        "seed": [make_row(0, seed=i, **params) for i in range(NUM_DRAWS)],
+        "token_index": [row_at(i, **params) for i in range(NUM_DRAWS)],
+        "sample_index": [row_at(0, sample_index=i, **params) for i in range(NUM_DRAWS)],
+        "seed": [row_at(0, seed=i, **params) for i in range(NUM_DRAWS)],
     }[vary]
     assert_follows(draw(logits, rows), distribution(logits, rows[0], EOS))
 
@@ -75,8 +73,8 @@ def test_draws_over_one_index_follow_the_shaped_distribution(params: dict[str, A
 @pytest.mark.parametrize("other", [{"sample_index": 1}, {"seed": 2025}], ids=str)
 def test_draws_of_two_samples_or_two_seeds_are_independent(other: dict[str, Any]) -> None:
     logits = np.log(np.array([0.4, 0.3, 0.2, 0.1], dtype=np.float32))
-    first = draw(logits, [make_row(i) for i in range(NUM_DRAWS)])
-    second = draw(logits, [make_row(i, **other) for i in range(NUM_DRAWS)])
+    first = draw(logits, [row_at(i) for i in range(NUM_DRAWS)])
+    second = draw(logits, [row_at(i, **other) for i in range(NUM_DRAWS)])
     table = np.zeros((4, 4))
     np.add.at(table, (first, second), 1)
     assert stats.chi2_contingency(table).pvalue > 1e-3
@@ -85,7 +83,54 @@ def test_draws_of_two_samples_or_two_seeds_are_independent(other: dict[str, Any]
 def test_draws_when_logits_move_a_little_change_only_near_the_boundaries() -> None:
     logits = np.random.default_rng(3).normal(size=500).astype(np.float32)
     moved = logits + np.random.default_rng(4).normal(size=500, scale=1e-6).astype(np.float32)
-    rows = [make_row(i) for i in range(NUM_DRAWS)]
+    rows = [row_at(i) for i in range(NUM_DRAWS)]
     changed = [(a, b) for a, b in zip(draw(logits, rows), draw(moved, rows), strict=True) if a != b]
     assert len(changed) < 10
     assert all(abs(a - b) == 1 for a, b in changed)
+
+
+U64 = st.integers(0, 2**64 - 1)
+
+# Random123's published vectors for philox4x32 with 10 rounds: counter, key, output.
+KNOWN_ANSWERS = [
+    ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+    ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+    (
+        (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+        (0xA4093822, 0x299F31D0),
+        (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+    ),
+]
+
+
+@pytest.mark.parametrize(("counter", "key", "expected"), KNOWN_ANSWERS)
+def test_philox_on_published_vectors_gives_published_words(
+    counter: tuple[int, int, int, int], key: tuple[int, int], expected: tuple[int, int, int, int]
+) -> None:
+    assert philox_4x32(counter, key) == expected
+
+
+@given(st.lists(st.tuples(U64, U64, U64), min_size=1, max_size=8))
+def test_noise_keys_on_any_triples_equals_noise_key_bit_for_bit(triples: list[tuple[int, int, int]]) -> None:
+    seeds, samples, tokens = zip(*triples, strict=True)
+    assert noise_keys(seeds, samples, tokens).tolist() == [noise_key(*triple) for triple in triples]
+
+
+@given(U64, U64, U64)
+def test_noise_key_on_any_triple_has_64_bits(seed: int, sample: int, token: int) -> None:
+    assert 0 <= noise_key(seed, sample, token) < 2**64
+
+
+@pytest.mark.parametrize("vary", ["seed", "sample_index", "token_index"])
+def test_noise_key_over_consecutive_inputs_is_uniform_and_uncorrelated(vary: str) -> None:
+    values = np.array(
+        [noise_key(**{"seed": 7, "sample_index": 3, "token_index": 11} | {vary: index}) for index in range(4000)]
+    ).astype(np.float64)
+    assert stats.kstest(values / 2.0**64, "uniform").pvalue > 1e-3
+    for lag in (1, 2, 3):
+        assert abs(np.corrcoef(values[:-lag], values[lag:])[0, 1]) < 0.06
+
+
+def test_noise_key_when_two_inputs_are_swapped_gives_another_number() -> None:
+    triples = [(1, 2, 3), (1, 3, 2), (2, 1, 3), (2, 3, 1), (3, 1, 2)]
+    assert len({noise_key(*triple) for triple in triples}) == 5

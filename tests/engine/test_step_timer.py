@@ -9,7 +9,7 @@ from common.timing import StepShape
 from engine.core import EngineCore
 from engine.events import StepSample
 from engine.executor import ScheduledSequence, StepHandle, StepResult
-from tests.builders import Collector, make_core, make_request, run_until_idle, submit
+from tests.builders import Collector, make_core, make_request, run_until_idle, served, submit
 from tests.engine.overlap import Handle, Spy
 
 STEP_S, HOST_S = 0.5, 0.125
@@ -106,8 +106,7 @@ def test_shape_of_a_mixed_step_counts_both() -> None:
 
 def test_unread_step_samples_do_not_pile_up() -> None:
     core = make_core()
-    submit(core, make_request([1], max_tokens=200, ignore_eos=True))
-    run_until_idle(core)
+    served(core, make_request([1], max_tokens=200, ignore_eos=True))
     assert 0 < len(core.report().samples) <= 64
 
 

@@ -47,22 +47,14 @@ def byte_fallback(decoder: tokenizers.decoders.Decoder | None) -> tokenizers.Tok
     return tokenizer
 
 
-@functools.cache
-def llama_like() -> tokenizers.Tokenizer:
-    chain = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    return byte_fallback(decoders.Sequence(chain))
-
-
-def gemma_like() -> tokenizers.Tokenizer:
-    return byte_fallback(decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]))
-
-
-def metaspace_with_fallback() -> tokenizers.Tokenizer:
-    return byte_fallback(decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()]))
-
-
-def metaspace() -> tokenizers.Tokenizer:
-    return byte_fallback(decoders.Metaspace())
+_GEMMA = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+gemma_like = functools.partial(byte_fallback, decoders.Sequence(_GEMMA))
+llama_like = functools.partial(byte_fallback, decoders.Sequence([*_GEMMA, decoders.Strip(" ", 1, 0)]))
+metaspace_with_fallback = functools.partial(
+    byte_fallback, decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])
+)
+metaspace = functools.partial(byte_fallback, decoders.Metaspace())
+undecorated = functools.partial(byte_fallback, None)
 
 
 @functools.cache
@@ -74,11 +66,6 @@ def wordpiece() -> tokenizers.Tokenizer:
 
 
 @functools.cache
-def undecorated() -> tokenizers.Tokenizer:
-    return byte_fallback(None)
-
-
-@functools.cache
 def default_model() -> tokenizers.Tokenizer:
     path = default_model_dir() / "tokenizer.json"
     if not path.is_file():
@@ -87,8 +74,16 @@ def default_model() -> tokenizers.Tokenizer:
 
 
 BYTE_LEVEL = [byte_level, pytest.param(default_model, marks=pytest.mark.model)]
-FALLBACK = [llama_like, gemma_like, metaspace_with_fallback]
-TEXT_ONLY = [metaspace, wordpiece, undecorated]
+FALLBACK = [
+    pytest.param(llama_like, id="llama_like"),
+    pytest.param(gemma_like, id="gemma_like"),
+    pytest.param(metaspace_with_fallback, id="metaspace_with_fallback"),
+]
+TEXT_ONLY = [
+    pytest.param(metaspace, id="metaspace"),
+    wordpiece,
+    pytest.param(undecorated, id="undecorated"),
+]
 STOPS = [(), ("stop",), ("\n\n",), ("stop", "top is", "o"), ("aab", "aabaaab"), (" a a", "😀😀", "é"), ("�",)]
 BYTE_PIECES = [byte_tokenizer().id_to_token(byte) or "" for byte in range(NUM_BYTES)]
 # Bytes that could complete a character, and one that cannot.

@@ -12,11 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
-from common.block_hash import hash_blocks, hash_root
 from common.clock import ManualClock
-from common.ids import BlockId, RequestId
-from common.sampling import SamplingParams
-from common.tokens import as_tokens
+from common.ids import BlockId
 from engine.core import EngineCore
 from engine.events import Started
 from engine.kv_cache import TorchKvStore, kv_shape
@@ -26,13 +23,11 @@ from engine.model.transformers_loader import TESTED_ARCHITECTURES, load_transfor
 from engine.model.transformers_trial import read_transformers_config
 from engine.ops.metadata import AttentionMetadata, SequenceSpan
 from engine.scheduler import SchedulerLimits
-from engine.sequence import EngineRequest
-from tests.builders import assert_empty, run_until_idle, submit
+from tests.builders import BLOCK_SIZE, assert_empty, make_request, served
 from tests.engine.driver import Driver, load, make_sequence
 from tests.engine.tiny_models import MAX_MODEL_LEN, TRANSFORMERS_MODELS, make_model, make_prompt, reference_tokens
 
 CPU = torch.device("cpu")
-BLOCK_SIZE = 4
 NUM_TOKENS = 9
 # Around the block size, beyond the windows of 7; and the one-token prompt.
 PROMPT_LENS = (1, 5, 23, 40)
@@ -121,18 +116,10 @@ def test_engine_when_prompt_is_cached_answers_as_transformers(name: str, checkpo
     limits = SchedulerLimits(block_size=BLOCK_SIZE, max_step_tokens=16, max_running=4, max_waiting=8)
     core = EngineCore(load(checkpoint(name)), limits, ManualClock())
     prompt = make_prompt(5 * BLOCK_SIZE + 1)
-    root = hash_root(model_fingerprint="test", cache_salt="")
-    request = EngineRequest(
-        request_id=RequestId("req-test"),
-        prompt_token_ids=as_tokens(prompt),
-        sampling=SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS),
-        hash_root=root,
-        block_hashes=hash_blocks(prompt, root=root, block_size=BLOCK_SIZE),
-    )
+    request = make_request(prompt, max_tokens=NUM_TOKENS)
     expected = reference_tokens(reference, prompt, NUM_TOKENS)
     for num_cached in (0, 5 * BLOCK_SIZE):
-        _group, collector = submit(core, request)
-        run_until_idle(core)
+        collector = served(core, request)
         assert collector.token_ids() == expected
         assert [e.num_cached_tokens for e in collector.events if isinstance(e, Started)] == [num_cached]
     assert_empty(core)

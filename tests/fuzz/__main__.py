@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.fuzz.child import load_atheris
-from tests.fuzz.kept import CORPUS, kept_file, read_inputs, read_kept
+from tests.fuzz.child import CORPUS, kept_file, load_atheris, read_inputs, read_kept
 from tests.fuzz.runner import Finding, Runner
 from tests.fuzz.targets.catalog import TARGETS
 

@@ -1,26 +1,31 @@
-"""Callers of fuzzed calls: most show a proof of the right role, the others anything else.
+"""Callers of fuzzed calls: most show a proof of the right role and a right ticket, the others anything else.
 
-What is drawn here comes from the end of an input, behind all other decisions; where nothing is left the proof is right.
-"""
+What is drawn here comes from the end of an input, behind all other decisions; where nothing is left all is right."""
 
 import base64
 import dataclasses
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+from google.protobuf.message import DecodeError, Message
+
+from common.ids import Epoch, HandoffId, WorkerId
 from common.trust.access import METHODS
 from common.trust.authority import Authority
 from common.trust.credentials import Credentials
 from common.trust.identity import Role
 from common.trust.proofs import METADATA_KEY, PROOF_LIFETIME_S, audience_of
+from common.trust.tickets import ANY_CACHED, PullRight, issuer, of_blocks, of_handoff
+from kvrelay.v1 import decode_pb2, kv_transfer_pb2, prefill_pb2, prefix_pb2, sequence_pb2
 from tests.fuzz.members import AUTHORITY, DENIED, credentials_of
+from tests.fuzz.messages import Source
 from tests.fuzz.play import Step
-from tests.fuzz.source import Source
 
 WORKER = "decode-0"
-"""Whom calls come from that only workers may make."""
+"""The caller of what only workers may call."""
 _INSIDERS = (Role.ROUTER, Role.WORKER, Role.CONTROLLER, Role.OPERATOR)
 _ALPHABET = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_"
 _STRANGERS = Authority.new(AUTHORITY.settings)
@@ -87,21 +92,6 @@ def with_proof(step: Step, source: Source) -> Step:
     return dataclasses.replace(step, metadata=(*metadata, DENIED), is_denied=True)
 
 
-def _none(_source: Source, _step: Step) -> None:
-    return None
-
-
-def _of_another_role(source: Source, step: Step) -> str:
-    return proof_of(
-        source.choose([role for role in _INSIDERS if role not in METHODS[step.method]]), audience_at(step.target)
-    )
-
-
-def _for_another(source: Source, step: Step) -> str:
-    others = ("worker:x:1", "worker:prefill-9:1", "router:2", "door", "kv", "", "controller:1", "worker:1")
-    return proof_of(_insider(step.method), source.choose(others))
-
-
 def _of_a_stranger(_source: Source, step: Step) -> str:
     role = _insider(step.method)
     stranger = _strangers.get(role) or _strangers.setdefault(role, Credentials.of(_STRANGERS, role, "x"))
@@ -111,27 +101,13 @@ def _of_a_stranger(_source: Source, step: Step) -> str:
 _strangers: dict[Role, Credentials] = {}
 
 
-def _expired(_source: Source, step: Step) -> str:
-    return _proof(credentials_of(_insider(step.method), "x"), audience_at(step.target), "expired", lifetime_s=-1000)
-
-
 def _damaged(source: Source, step: Step) -> str:
     """One character is another one; not the last, of which not every bit counts."""
-    proof = proof_of(_insider(step.method), audience_at(step.target))
+    proof = _right(step)
     place = source.below(1 << 12) % (len(proof) - 1)
     there = _ALPHABET.find(proof[place])
     put = _ALPHABET[(there + 1 + source.below(len(_ALPHABET) - 1)) % len(_ALPHABET)]
     return proof[:place] + put + proof[place + 1 :]
-
-
-def _cut(source: Source, step: Step) -> str:
-    proof = proof_of(_insider(step.method), audience_at(step.target))
-    return proof[: source.below(1 << 12) % len(proof)]
-
-
-def _with_other_fields(source: Source, step: Step) -> str:
-    """The signature stays: it fits no more."""
-    return change_fields(proof_of(_insider(step.method), audience_at(step.target)), source)
 
 
 def change_fields(token: str, source: Source) -> str:
@@ -154,24 +130,125 @@ def encoded(raw: bytes) -> str:
     return base64.urlsafe_b64encode(raw).rstrip(b"=").decode()
 
 
-def _raw(source: Source, _step: Step) -> Any:
-    raw = source.take(source.below(64))
-    return source.choose((raw, raw.decode("latin-1"), "a.b.c", "x" * 7000, "." * 4000, "\ud800"))
-
-
 def _insider(method: str) -> Role:
     role = right_role(method)
     return Role.ROUTER if role is Role.CLIENT else role
 
 
+def _right(step: Step) -> str:
+    return proof_of(_insider(step.method), audience_at(step.target))
+
+
+def _cut(source: Source, step: Step) -> str:
+    proof = _right(step)
+    return proof[: source.below(1 << 12) % len(proof)]
+
+
+def _raw(source: Source, _step: Step) -> Any:
+    raw = source.take(source.below(64))
+    return source.choose((raw, raw.decode("latin-1"), "a.b.c", "x" * 7000, "." * 4000, "\ud800"))
+
+
+_OTHERS = ("worker:x:1", "worker:prefill-9:1", "router:2", "door", "kv", "", "controller:1", "worker:1")
+"""Listeners that no call is for."""
 _WRONG: Sequence[Callable[[Source, Step], Any]] = (
-    _none,
-    _of_another_role,
-    _for_another,
+    lambda _source, _step: None,
+    lambda source, step: proof_of(
+        source.choose([role for role in _INSIDERS if role not in METHODS[step.method]]), audience_at(step.target)
+    ),
+    lambda source, step: proof_of(_insider(step.method), source.choose(_OTHERS)),
     _of_a_stranger,
-    _expired,
+    lambda _source, step: _proof(
+        credentials_of(_insider(step.method), "x"), audience_at(step.target), "expired", lifetime_s=-1000
+    ),
     _damaged,
     _cut,
-    _with_other_fields,
+    lambda source, step: change_fields(_right(step), source),  # the signature stays, and fits no more
     _raw,
 )
+"""Proofs that a call may not be made with; their order is part of kept inputs."""
+
+
+RIGHT = "ticket"
+_FOR_CACHE = "ticket-for-cache"
+
+
+def _as(role: Role) -> Callable[[PullRight], str]:
+    return issuer(lambda: credentials_of(role, f"{role}-0").held.signer)
+
+
+_router, _controller, _worker = _as(Role.ROUTER), _as(Role.CONTROLLER), _as(Role.WORKER)
+_KINDS: Mapping[str, Callable[[PullRight], str]] = {
+    RIGHT: _router,
+    _FOR_CACHE: lambda right: _controller(replace(right, subject=ANY_CACHED)),
+    "ticket-for-cache-of-router": lambda right: _router(replace(right, subject=ANY_CACHED)),
+    "ticket-of-worker": _worker,
+    "ticket-of-controller": _controller,
+    "ticket-for-another": lambda right: _router(replace(right, puller=WorkerId("prefill-9"))),
+    "ticket-from-another": lambda right: _router(replace(right, source=WorkerId("prefill-9"))),
+    "ticket-for-another-life": lambda right: _router(replace(right, epoch=Epoch(right.epoch ^ 1))),
+    "ticket-for-something-else": lambda right: _router(replace(right, subject=of_blocks(b"x" * 16))),
+    "ticket-damaged": lambda right: _router(right)[:-40] + "A" * 40,
+}
+WORDS = (RIGHT, RIGHT, *_KINDS, "", "x", "a.b.c", "x" * 7000)
+"""Tickets that hints offer; those outside `_KINDS` are sent unchanged."""
+_PULLING: Mapping[str, type[Message]] = {
+    "DecodeMany": decode_pb2.DecodeManyRequest,
+    "Prefill": prefill_pb2.PrefillRequest,
+    "PullPrefixes": prefix_pb2.PullPrefixesRequest,
+    "FetchBlocks": kv_transfer_pb2.FetchBlocksRequest,
+}
+_Parts = decode_pb2.Handoff | sequence_pb2.KvSource | kv_transfer_pb2.OpenFetch
+
+
+def with_tickets(step: Step, source: Source) -> Step:
+    """Return a call to a worker with its tickets signed; what is not right about them comes from an input's end.
+
+    Pullers of the worker are `WORKER`; where a message has the worker pull, it is the puller.
+    """
+    kind = _PULLING.get(step.method.rpartition("/")[2])
+    if kind is None:
+        return step
+    word = source.choose(WORDS) if source.byte() >= 192 else RIGHT
+    worker = step.target.partition(":")[0]
+    signed = [_sign(raw, kind(), worker=worker, word=word) for raw in step.messages]
+    return replace(step, messages=tuple(raw for raw, _ in signed), may_pull=signed[0][1])
+
+
+def _sign(raw: bytes, message: Message, *, worker: str, word: str) -> tuple[bytes, bool]:
+    """Return a message with its tickets, and whether it may open a pull."""
+    try:
+        message.ParseFromString(raw)
+    except (DecodeError, UnicodeDecodeError):
+        return raw, True
+    may_pull = True
+    parts = list(_parts(message))
+    for part in parts:
+        right = _right_of(part, worker)
+        if part.ticket == RIGHT:
+            part.ticket = word
+        if isinstance(part, kv_transfer_pb2.OpenFetch):
+            may_pull = part.ticket == RIGHT or (part.ticket == _FOR_CACHE and not part.handoff_id)
+        if part.ticket in _KINDS:
+            part.ticket = _KINDS[part.ticket](right)
+    return (message.SerializeToString() if parts else raw), may_pull
+
+
+def _right_of(part: _Parts, worker: str) -> PullRight:
+    if isinstance(part, kv_transfer_pb2.OpenFetch):
+        subject = of_handoff(HandoffId(part.handoff_id)) if part.handoff_id else of_blocks(part.block_hashes)
+        return PullRight(puller=WorkerId(WORKER), source=WorkerId(worker), epoch=Epoch(part.epoch), subject=subject)
+    if isinstance(part, decode_pb2.Handoff):
+        source, epoch, subject = part.prefill_worker_id, part.prefill_epoch, of_handoff(HandoffId(part.handoff_id))
+    else:
+        source, epoch, subject = part.worker_id, part.epoch, ANY_CACHED
+    return PullRight(puller=WorkerId(worker), source=WorkerId(source), epoch=Epoch(epoch), subject=subject)
+
+
+def _parts(message: Any) -> Iterator[_Parts]:
+    if isinstance(message, _Parts):
+        yield message
+        return
+    for field, value in message.ListFields():
+        if field.message_type is not None and not field.is_repeated:
+            yield from _parts(value)

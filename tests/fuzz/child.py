@@ -14,15 +14,31 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tests.fuzz.kept import read_inputs
-
 if TYPE_CHECKING:
     from tests.fuzz.runner import Finding, Runner
 
+CORPUS = Path(__file__).parent / "corpus"
+REGRESSIONS = Path(__file__).parent / "regressions"
 _INSTRUMENTED = ("common", "router", "worker", "decode_worker", "prefill_worker", "kv_transfer", "engine")
 _MAX_INPUT_BYTES = 2_048
 _SLOWNESS = 4.0
 """Instrumented code takes about so many times as long."""
+
+
+def kept_file(name: str) -> Path:
+    """Return the file of a target's corpus, which may not exist."""
+    return CORPUS / f"{name}.txt"
+
+
+def read_kept(name: str) -> list[bytes]:
+    """Return a target's corpus."""
+    path = kept_file(name)
+    return [bytes.fromhex(line) for line in path.read_text().split()] if path.exists() else []
+
+
+def read_inputs(folders: Sequence[Path]) -> list[bytes]:
+    """Return the inputs in some folders, one a file, in order."""
+    return [path.read_bytes() for folder in folders if folder.is_dir() for path in sorted(folder.iterdir())]
 
 
 def load_atheris() -> Any:

@@ -4,10 +4,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from tests.fuzz.callers import with_proof
+from tests.fuzz.callers import with_proof, with_tickets
+from tests.fuzz.messages import Source
 from tests.fuzz.play import Step, play
-from tests.fuzz.source import Source
-from tests.fuzz.tickets import with_tickets
 from tests.fuzz.world import World
 
 

@@ -32,6 +32,7 @@ from kvrelay.v1 import (
     worker_pb2,
 )
 from router.codec import ByteCodec
+from router.facts import ModelFacts
 from router.server import RunningRouter, serve_router
 from tests.router.fake_service import VOCAB_SIZE, add_worker_service, next_token
 from tests.trust import as_controller_of_router, credentials_of, operator_token, worker_guard
@@ -42,6 +43,18 @@ FINGERPRINT = "fake-model"
 BLOCK_KEY = bytes.fromhex(credentials_of(Role.ROUTER, "router-0").held.enrolment.block_key)
 ROOT = hash_root(model_fingerprint=FINGERPRINT, key=BLOCK_KEY)
 TIMEOUT_S = 60.0
+_PREFILL_GATES = ("prefill", "first_token")
+
+
+MODEL = ModelFacts(
+    name="fake",
+    fingerprint=FINGERPRINT,
+    block_size=BLOCK_SIZE,
+    vocab_size=VOCAB_SIZE,
+    max_model_len=1 << 20,
+    max_decode_blocks=1 << 20,
+    root=ROOT,
+)
 
 
 def answer(prompt: Sequence[int], num_tokens: int, sample_index: int = 0) -> list[int]:
@@ -263,6 +276,16 @@ class TestCluster:
     inference: "inference_pb2_grpc.InferenceServiceAsyncStub"
     admin: "router_admin_pb2_grpc.RouterAdminServiceAsyncStub"
 
+    @property
+    def prefill(self) -> FakeWorker:
+        """The prefill worker of a `pair`."""
+        return self.workers["p0"]
+
+    @property
+    def decode(self) -> FakeWorker:
+        """The decode worker of a `pair`."""
+        return self.workers["d0"]
+
     async def set_workers(self, *workers: FakeWorker) -> int:
         request = router_admin_pb2.SetWorkersRequest(workers=[worker.endpoint for worker in workers])
         return (await self.admin.SetWorkers(request)).num_ready
@@ -302,6 +325,13 @@ class TestCluster:
     async def until_queued(self, count: int) -> None:
         """Wait until that many requests wait for a plan."""
         await self.until(lambda router: router.num_queued == count)
+
+    async def until_held(self, gate: str) -> None:
+        """Wait until a `held_pair` holds a request."""
+        if gate == "queue":
+            await self.until_queued(1)
+        else:
+            await (self.prefill if gate in _PREFILL_GATES else self.decode).gates.reached(gate)
 
     async def queue(self, *requests: inference_pb2.GenerateRequest) -> "asyncio.Future[list[Reply]]":
         """Start requests one after the other while no worker has room, and return their replies to come."""
@@ -375,6 +405,16 @@ def full_pair() -> tuple[FakeWorker, FakeWorker]:
     """Return a prefill worker and a decode worker without free pages, whose `set_load` makes room."""
     prefill, decode = pair()
     decode.report.num_free_blocks, decode.report.num_running = 0, 1
+    return prefill, decode
+
+
+def held_pair(gate: str) -> tuple[FakeWorker, FakeWorker]:
+    """Return a pair that holds requests at a gate, or in the queue, as `TestCluster.until_held` sees."""
+    prefill, decode = full_pair() if gate == "queue" else pair()
+    for worker in (prefill, decode):
+        worker.gates.close(gate)
+    if gate in _PREFILL_GATES:
+        decode.gates.close("fetch")  # there is nothing to fetch yet
     return prefill, decode
 
 

@@ -176,20 +176,6 @@ async def test_tenant_with_a_full_line_of_its_own_does_not_fill_that_of_others()
     assert line.counts == (2, 0)
 
 
-async def test_tenants_are_served_in_turn_however_many_requests_one_of_them_has() -> None:
-    line = Line(num_pages=1)
-    await line.come("first", 1)
-    for number in range(6):
-        await line.come(f"a{number}", 1, A)
-    for number in range(2):
-        await line.come(f"b{number}", 1, B)
-    order = ["first"]
-    for _ in range(5):
-        await line.end(order[-1])
-        order += [name for name in line.served if name not in order]
-    assert [name[0] for name in order[1:]] == ["a", "b", "a", "b", "a"]
-
-
 async def test_request_that_lost_its_worker_goes_before_newcomers_past_all_limits() -> None:
     line = Line(num_pages=1)
     tight = Tenant(name="tight", max_queued=2, max_concurrent=1)

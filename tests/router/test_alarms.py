@@ -71,13 +71,6 @@ class Router:
 # ── promises ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_kept_promises_raise_nothing() -> None:
-    router = Router()
-    for _ in range(2 * WINDOW_DECISIONS):
-        router.decide(predicted=100, found=100)
-    assert router.standing() == []
-
-
 def test_broken_promises_raise_an_alarm_that_names_the_worst_worker() -> None:
     router = Router()
     for _ in range(MIN_DECISIONS):
@@ -99,20 +92,20 @@ def test_few_decisions_raise_nothing(num_decisions: int, kinds: list[str]) -> No
     assert router.standing() == kinds
 
 
-def test_tokens_found_beyond_a_promise_make_up_for_no_other_promise() -> None:
+@pytest.mark.parametrize(
+    ("promises", "kinds"),
+    [
+        pytest.param([(100, 100)], [], id="kept"),
+        pytest.param([(100, 0), (100, 1000)], ["predicted_hits"], id="more than promised makes up for no other one"),
+        pytest.param([(100_000, 100_000), (10, 0)], [], id="each weighs by its tokens"),
+    ],
+)
+def test_only_broken_promises_that_weigh_much_raise_an_alarm(promises: list[tuple[int, int]], kinds: list[str]) -> None:
     router = Router()
     for _ in range(MIN_DECISIONS):
-        router.decide(predicted=100, found=0)
-        router.decide(predicted=100, found=1000)
-    assert router.standing() == ["predicted_hits"]
-
-
-def test_promises_weigh_by_their_tokens() -> None:
-    router = Router()
-    router.decide(predicted=100_000, found=100_000)
-    for _ in range(MIN_DECISIONS):
-        router.decide(predicted=10, found=0)
-    assert router.standing() == []
+        for predicted, found in promises:
+            router.decide(predicted=predicted, found=found)
+    assert router.standing() == kinds
 
 
 def test_alarm_of_promises_clears_only_well_above_where_it_was_raised() -> None:

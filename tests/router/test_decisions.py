@@ -1,17 +1,32 @@
-"""The log of decisions, and the metrics of the router."""
+"""The log of decisions, the metrics made from it, and `Explain` through a real router."""
 
 import asyncio
 from contextlib import suppress
 
+import grpc
 import pytest
 from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.exposition import generate_latest
 
-from common.errors import Cancelled, WorkerLost
+from common.errors import Cancelled, Unauthenticated, WorkerLost, from_rpc_error
 from common.ids import RequestId, WorkerId
+from kvrelay.v1 import inference_pb2
 from router.metrics import RouterMetrics, WeightedHistogram
 from router.placement.decisions import Decision, DecisionLog
 from router.placement.plans import Plan
+from tests.router.fakes import (
+    DECODE,
+    PREFILL,
+    TIMEOUT_S,
+    FakeWorker,
+    Reply,
+    TestCluster,
+    config_with,
+    make_request,
+    running_cluster,
+    trio,
+)
+from tests.router.test_tenants import KEYS, serving
 
 
 def decision(request_id: str = "r0", *, tenant: str = "a", **predicted: float) -> Decision:
@@ -105,3 +120,127 @@ def test_weighted_histogram_is_exported_as_one_that_takes_its_values_one_by_one(
         return [line for line in generate_latest(registry).decode().splitlines() if "_created" not in line]
 
     assert lines(weighted) == lines(plain)
+
+
+async def explain(
+    cluster: TestCluster, request_id: str = "", *, limit: int = 0, key: str | None = None
+) -> list[inference_pb2.Decision]:
+    metadata = () if key is None else (("authorization", f"Bearer {key}"),)
+    asked = inference_pb2.ExplainRequest(request_id=request_id, limit=limit)
+    try:
+        response = await cluster.inference.Explain(asked, timeout=TIMEOUT_S, metadata=metadata)
+    except grpc.aio.AioRpcError as error:
+        raise from_rpc_error(error) from error
+    return list(response.decisions)
+
+
+def request_id_of(reply: Reply) -> str:
+    return reply.messages[0].accepted.request_id
+
+
+async def test_explain_shows_candidates_choice_and_outcome_of_a_request() -> None:
+    workers = FakeWorker("p0", PREFILL, num_cached_tokens=4), FakeWorker("p1", PREFILL), FakeWorker("d0", DECODE)
+    async with running_cluster(*workers, config=config_with(policy="dynamo")) as cluster:
+        reply = await cluster.generate(make_request(10))
+        (decision,) = await explain(cluster)
+        assert decision.plan == reply.plans[0]
+        assert (decision.request_id, decision.attempt) == (request_id_of(reply), 1)
+        assert (decision.policy, decision.num_tokens, decision.num_candidates) == ("dynamo", 10, 2)
+        assert {each.prefill_worker_id for each in decision.candidates} == {"p0", "p1"}
+        chosen = decision.candidates[0]
+        assert (chosen.prefill_worker_id, chosen.kind) == (decision.plan.prefill_worker_id, decision.plan.kind)
+        # 10 tokens in blocks of 4 to compute, and three pages to decode in.
+        assert dict(chosen.terms)["prefill.prefill_blocks"] == 2.5
+        assert chosen.cost == 2.5 + 3.0
+        assert decision.outcome.num_cached_tokens == (4 if chosen.prefill_worker_id == "p0" else 0)
+        assert 0 < decision.outcome.ttft_s <= reply.completed.timings.ttft_s
+        assert decision.outcome.mean_itl_s == pytest.approx(reply.completed.timings.mean_itl_s)
+        assert decision.outcome.ended == "completed"
+
+
+async def test_explain_of_a_running_request_has_no_outcome_yet(cluster: TestCluster) -> None:
+    cluster.prefill.gates.close("prefill")
+    generating = await cluster.start(make_request(10), cluster.prefill, "prefill")
+    (decision,) = await explain(cluster)
+    outcome = decision.outcome
+    assert outcome == inference_pb2.DecisionOutcome()
+    cluster.prefill.gates.open("prefill")
+    await generating
+
+
+async def test_explain_of_one_request_shows_each_attempt_and_why_it_ended() -> None:
+    prefill, first, second = trio()
+    first.gates.close("token 3")
+    async with running_cluster(prefill, first, second) as cluster:
+        generating = await cluster.start(make_request(10), first, "token 3")
+        await first.die()
+        reply: Reply = await generating
+        await cluster.generate(make_request(9))
+        decisions = await explain(cluster, request_id_of(reply))
+        assert [(each.attempt, each.outcome.ended) for each in decisions] == [(2, "completed"), (1, "WorkerLost")]
+        again, before = decisions
+        assert (before.num_tokens, again.num_tokens) == (10, 13)
+        # The first attempt delivered tokens 0 to 2, the second 3 to 5: the pause between them belongs to neither.
+        assert before.outcome.mean_itl_s + again.outcome.mean_itl_s < reply.completed.timings.max_itl_s
+        assert len(await explain(cluster)) == 3
+        assert [each.num_tokens for each in await explain(cluster, limit=1)] == [9]
+
+
+async def test_explain_shows_a_refusal_by_a_worker() -> None:
+    prefill, full, free = trio()
+    full.num_refusals = 1
+    async with running_cluster(prefill, full, free) as cluster:
+        await cluster.generate(make_request(10))
+        ended = [(each.plan.decode_worker_id, each.outcome.ended) for each in await explain(cluster)]
+        assert ended == [("d1", "completed"), ("d0", "Overloaded")]
+
+
+async def test_explain_of_a_request_that_the_client_left_says_so(cluster: TestCluster) -> None:
+    cluster.decode.gates.close("token 1")
+    (await cluster.start(make_request(10), cluster.decode, "token 1")).cancel()
+    await cluster.until_idle()
+    (decision,) = await explain(cluster)
+    assert decision.outcome.ended == "Cancelled"
+
+
+async def test_explain_of_an_unknown_request_is_empty() -> None:
+    async with running_cluster(FakeWorker("d0", DECODE)) as cluster:
+        assert await explain(cluster, "req-unknown") == []
+
+
+async def test_explain_shows_a_tenant_nothing_of_another() -> None:
+    async with running_cluster(FakeWorker("d0", DECODE), config=serving()) as cluster:
+        reply = Reply()
+        metadata = (("authorization", f"Bearer {KEYS['a']}"),)
+        await cluster.read(cluster.inference.Generate(make_request(10), timeout=TIMEOUT_S, metadata=metadata), reply)
+        assert len(await explain(cluster, key=KEYS["a"])) == 1
+        assert await explain(cluster, key=KEYS["b"]) == []
+        assert await explain(cluster, request_id_of(reply), key=KEYS["b"]) == []
+        with pytest.raises(Unauthenticated):
+            await explain(cluster)
+
+
+@pytest.mark.parametrize("name", ["p0", "d0"], ids=["remote plan", "local plan"])
+async def test_a_prompt_that_is_computed_is_no_prefill_load_any_more(name: str) -> None:
+    decode = FakeWorker("d0", DECODE)
+    workers = {"d0": decode} if name == "d0" else {"p0": FakeWorker("p0", PREFILL), "d0": decode}
+    computes, gate = workers[name], "token 0" if name == "d0" else "first_token"
+    computes.gates.close(gate)
+    decode.gates.close("token 2")
+    async with running_cluster(*workers.values()) as cluster:
+        call = cluster.inference.Generate(make_request(10), timeout=TIMEOUT_S)
+        await computes.gates.reached(gate)
+        assert prefill_load(cluster, computes) == (1, 10)
+        computes.gates.open(gate)
+        async for message in call:
+            if message.HasField("tokens"):
+                break
+        assert prefill_load(cluster, computes) == (0, 0)
+        call.cancel()
+
+
+def prefill_load(cluster: TestCluster, worker: FakeWorker) -> tuple[int, int]:
+    """Return the prompts that the router counts as pending on the worker, and their tokens to compute."""
+    view = cluster.router.fleet.view(excluded=())
+    load = next(each for each in (*view.prefill, *view.decode) if each.worker_id == worker.worker_id)
+    return load.num_active_prefills, load.num_active_missing_tokens

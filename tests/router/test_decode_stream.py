@@ -120,9 +120,14 @@ class Wire:
         self.incoming.put_nowait(message)
 
 
-async def test_follow_hands_over_what_came_before_and_what_comes_until_enough() -> None:
+def wired() -> tuple[Wire, DecodeStream]:
+    """Return the worker's end of a stream and the router's."""
     wire = Wire()
-    stream = DecodeStream(wire)  # type: ignore[arg-type]
+    return wire, DecodeStream(wire)  # type: ignore[arg-type]
+
+
+async def test_follow_hands_over_what_came_before_and_what_comes_until_enough() -> None:
+    wire, stream = wired()
     call = stream.open(decode_pb2.DecodeRequest())
     seen: list[int] = []
 
@@ -147,8 +152,7 @@ async def test_follow_hands_over_what_came_before_and_what_comes_until_enough() 
 
 
 async def test_handler_that_fails_ends_only_its_own_call() -> None:
-    wire = Wire()
-    stream = DecodeStream(wire)  # type: ignore[arg-type]
+    wire, stream = wired()
     bad, good = stream.open(decode_pb2.DecodeRequest()), stream.open(decode_pb2.DecodeRequest())
 
     def fail(_message: decode_pb2.DecodeResponse) -> bool:
@@ -164,8 +168,7 @@ async def test_handler_that_fails_ends_only_its_own_call() -> None:
 
 
 async def test_unreadable_status_fails_every_call_and_ends_the_stream() -> None:
-    wire = Wire()
-    stream = DecodeStream(wire)  # type: ignore[arg-type]
+    wire, stream = wired()
     call = stream.open(decode_pb2.DecodeRequest())
     wire.say(1, end=13, status=b"\xff")
     await call.receive()
@@ -175,8 +178,7 @@ async def test_unreadable_status_fails_every_call_and_ends_the_stream() -> None:
 
 
 async def test_close_is_sent_once_and_not_after_the_end() -> None:
-    wire = Wire()
-    stream = DecodeStream(wire)  # type: ignore[arg-type]
+    wire, stream = wired()
     with stream.open(decode_pb2.DecodeRequest()):
         pass
     with stream.open(decode_pb2.DecodeRequest()) as ended:

@@ -40,12 +40,6 @@ async def test_tenant_with_nothing_in_line_gets_in_when_another_has_filled_it() 
         task.cancel()
 
 
-async def test_one_tenant_alone_may_use_the_whole_line_and_no_more() -> None:
-    line = Line(max_queued=5)
-    fill(line, A, 5)
-    assert line.refusal().cause is RefusalCause.QUEUE_FULL
-
-
 async def test_two_tenants_share_a_full_line_by_weight_without_displacing_in_turn() -> None:
     line = Line(max_queued=8)
     fill(line, A, 8)

@@ -35,8 +35,8 @@ def serve(queue: FairQueue[int], *, cost: float = 0.0, skipping: Container[str] 
     return place
 
 
-def drain(queue: FairQueue[int]) -> list[int]:
-    places = iter(lambda: queue.pop(now_s=0.0), None)
+def drain(queue: FairQueue[int], *, now_s: float = 0.0) -> list[int]:
+    places = iter(lambda: queue.pop(now_s=now_s), None)
     return [place.item for place in places]
 
 
@@ -255,45 +255,39 @@ TestQueueMachine = QueueMachine.TestCase
 TestQueueMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
+def push_due(queue: FairQueue[int], number: int, *, due_s: float, priority: int = 0) -> Place[int]:
+    key = rank(priority=priority, work_s=0.0, due_s=due_s, number=number)
+    return queue.push(number, tenant="a", rank=key, due_s=due_s)
+
+
 def test_pop_serves_requests_in_time_before_late_ones() -> None:
-    queue: FairQueue[str] = FairQueue()
-    queue.add_tenant("a", weight=1.0)
-    for number, (name, due_s) in enumerate([("late first", 1.0), ("late second", 2.0), ("in time", 9.0)]):
-        key = rank(priority=0, work_s=1.0, due_s=due_s, number=number)
-        queue.push(name, tenant="a", rank=key, due_s=due_s)
-    order = [place.item for _ in range(3) if (place := queue.pop(now_s=5.0)) is not None]
-    assert order == ["in time", "late first", "late second"]
+    queue = make_queue(a=1)
+    for number, due_s in enumerate([1.0, 2.0, 9.0]):
+        push_due(queue, number, due_s=due_s)
+    assert drain(queue, now_s=5.0) == [2, 0, 1]
 
 
 def test_pop_serves_a_late_one_of_higher_priority_before_other_late_ones() -> None:
-    queue: FairQueue[str] = FairQueue()
-    queue.add_tenant("a", weight=1.0)
-    for number, priority in enumerate([0, 1]):
-        key = rank(priority=priority, work_s=1.0, due_s=1.0, number=number)
-        queue.push(f"priority {priority}", tenant="a", rank=key, due_s=1.0)
-    first = queue.pop(now_s=5.0)
-    assert first is not None
-    assert first.item == "priority 1"
+    queue = make_queue(a=1)
+    for priority in (0, 1):
+        push_due(queue, priority, due_s=1.0, priority=priority)
+    assert drain(queue, now_s=5.0) == [1, 0]
 
 
 def test_restore_keeps_a_late_one_behind_those_in_time() -> None:
-    queue: FairQueue[str] = FairQueue()
-    queue.add_tenant("a", weight=1.0)
-    queue.push("late", tenant="a", rank=rank(priority=0, work_s=1.0, due_s=1.0, number=0), due_s=1.0)
-    late = queue.pop(now_s=5.0)
-    assert late is not None
+    queue = make_queue(a=1)
+    late = push_due(queue, 0, due_s=1.0)
+    assert queue.pop(now_s=5.0) is late
     queue.restore(late)
-    queue.push("in time", tenant="a", rank=rank(priority=0, work_s=1.0, due_s=9.0, number=1), due_s=9.0)
-    order = [place.item for _ in range(2) if (place := queue.pop(now_s=5.0)) is not None]
-    assert order == ["in time", "late"]
+    push_due(queue, 1, due_s=9.0)
+    assert drain(queue, now_s=5.0) == [1, 0]
 
 
 def test_late_one_goes_after_so_many_plans_for_others() -> None:
     queue = make_queue(a=1)
-    late = queue.push(-1, tenant="a", rank=rank(priority=0, work_s=0.0, due_s=1.0, number=0), due_s=1.0)
+    late = push_due(queue, -1, due_s=1.0)
     for number in range(1, 2 * LATE_TURN):
-        key = rank(priority=0, work_s=0.0, due_s=90.0 + number, number=number)
-        queue.push(number, tenant="a", rank=key, due_s=90.0 + number)
+        push_due(queue, number, due_s=90.0 + number)
     served: list[int] = []
     while late.item not in served:
         place = queue.pop(now_s=5.0)

@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 
 from common.block_hash import hash_blocks
-from common.ids import WorkerId, mint_epoch
+from common.ids import WorkerId
 from router.codec import ByteCodec
-from router.facts import Endpoint, WorkerFacts, find_mismatch
+from router.facts import Endpoint, find_mismatch
 from tests.router.fakes import (
     BLOCK_SIZE,
     DECODE,
@@ -22,6 +22,7 @@ from tests.router.fakes import (
     prompt_of,
     running_cluster,
 )
+from tests.router.test_member import make_facts
 
 HASHES = hash_blocks(prompt_of(12), root=ROOT, block_size=BLOCK_SIZE)
 
@@ -115,18 +116,7 @@ def test_worker_with_absurd_blocks_is_refused_before_its_hashes_are_computed(mon
     probed: list[int] = []
     monkeypatch.setattr("router.facts.hash_probe", lambda _root, block_size: probed.append(block_size))
     endpoint = Endpoint(worker_id=WorkerId("d0"), role=DECODE, address="127.0.0.1:1")
-    facts = WorkerFacts(
-        worker_id=endpoint.worker_id,
-        epoch=mint_epoch(),
-        role=DECODE,
-        model_name="fake",
-        fingerprint="fake-model",
-        block_size=2**32 - 1,
-        num_blocks=64,
-        vocab_size=256,
-        max_model_len=200,
-        hash_probe=b"",
-    )
+    facts = replace(make_facts(num_blocks=64), block_size=2**32 - 1)
     why = find_mismatch(facts, endpoint=endpoint, reference=None, probes=None)
     assert why == "block_size is 4294967295; at most 4096 is accepted"
     assert not probed
@@ -172,14 +162,12 @@ async def test_events_feed_the_index() -> None:
         assert await predicted(cluster) == 2 * BLOCK_SIZE
 
 
-async def test_gap_in_events_leads_to_a_snapshot() -> None:
-    prefill, decode = pair()
-    async with running_cluster(prefill, decode) as cluster:
-        prefill.blocks.update(HASHES)  # the messages that told of these are lost
-        prefill.publish(lost=1)
-        await cluster.until_index_blocks(3)
-        assert prefill.num_watches == 2
-        assert await predicted(cluster) == 3 * BLOCK_SIZE
+async def test_gap_in_events_leads_to_a_snapshot(cluster: TestCluster) -> None:
+    cluster.prefill.blocks.update(HASHES)  # the messages that told of these are lost
+    cluster.prefill.publish(lost=1)
+    await cluster.until_index_blocks(3)
+    assert cluster.prefill.num_watches == 2
+    assert await predicted(cluster) == 3 * BLOCK_SIZE
 
 
 async def test_new_epoch_forgets_the_blocks_of_the_old_one() -> None:
@@ -193,7 +181,5 @@ async def test_new_epoch_forgets_the_blocks_of_the_old_one() -> None:
         assert await predicted(cluster) == 0
 
 
-async def test_routing_expects_the_blocks_that_it_sends() -> None:
-    prefill, decode = pair()
-    async with running_cluster(prefill, decode) as cluster:
-        assert [await predicted(cluster), await predicted(cluster)] == [0, 3 * BLOCK_SIZE]
+async def test_routing_expects_the_blocks_that_it_sends(cluster: TestCluster) -> None:
+    assert [await predicted(cluster), await predicted(cluster)] == [0, 3 * BLOCK_SIZE]

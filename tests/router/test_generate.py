@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from common.block_hash import hash_blocks
-from common.errors import DeadlineExceeded, KvrelayError, Overloaded, WorkerLost
+from common.errors import DeadlineExceeded, Overloaded, WorkerLost
 from common.ids import BlockHash
 from common.wire import unpack_tokens
 from kvrelay.v1 import inference_pb2, sampling_pb2
@@ -20,10 +20,12 @@ from tests.router.fakes import (
     FakeWorker,
     Reply,
     Shape,
+    TestCluster,
     answer,
     config_with,
     full_pair,
     hashes_of,
+    held_pair,
     make_request,
     pair,
     prompt_of,
@@ -33,29 +35,27 @@ from tests.router.fakes import (
 )
 
 
-async def test_generate_remote_plan_delivers_every_token_and_the_facts() -> None:
-    prefill, decode = pair()
-    prefill.num_cached_tokens, decode.num_cached_tokens = 4, 8
-    async with running_cluster(prefill, decode) as cluster:
-        reply = await cluster.generate(make_request(10, max_tokens=6))
-        assert reply.token_ids() == answer(prompt_of(10), 6)
-        assert reply.messages[0].accepted.num_prompt_tokens == 10
-        assert [(p.kind, p.prefill_worker_id, p.decode_worker_id, p.attempt) for p in reply.plans] == [
-            (inference_pb2.PLAN_KIND_REMOTE, "p0", "d0", 1)
-        ]
-        completed = reply.completed
-        assert completed.usage == inference_pb2.Usage(
-            num_prompt_tokens=10, num_output_tokens=6, num_cached_tokens=4, num_decode_cached_tokens=8
-        )
-        assert (completed.num_attempts, completed.transfer.kv_bytes, completed.timings.prefill_s) == (1, 100, 0.25)
-        assert (completed.timings.transfer_s, completed.timings.transfer_exposed_s) == (0.5, 0.125)
-        assert 0 < completed.timings.queue_s <= completed.timings.ttft_s <= completed.timings.e2e_s
-        handoff = decode.requests[0].handoff
-        assert handoff.handoff_id == prefill.requests[0].handoff_id != ""
-        assert (handoff.prefill_worker_id, handoff.prefill_epoch) == ("p0", prefill.epoch)
-        assert handoff.prefill_address == prefill.address
-        status = await cluster.until_idle()
-        assert status.num_completed == 1
+async def test_generate_remote_plan_delivers_every_token_and_the_facts(cluster: TestCluster) -> None:
+    cluster.prefill.num_cached_tokens, cluster.decode.num_cached_tokens = 4, 8
+    reply = await cluster.generate(make_request(10, max_tokens=6))
+    assert reply.token_ids() == answer(prompt_of(10), 6)
+    assert reply.messages[0].accepted.num_prompt_tokens == 10
+    assert [(p.kind, p.prefill_worker_id, p.decode_worker_id, p.attempt) for p in reply.plans] == [
+        (inference_pb2.PLAN_KIND_REMOTE, "p0", "d0", 1)
+    ]
+    completed = reply.completed
+    assert completed.usage == inference_pb2.Usage(
+        num_prompt_tokens=10, num_output_tokens=6, num_cached_tokens=4, num_decode_cached_tokens=8
+    )
+    assert (completed.num_attempts, completed.transfer.kv_bytes, completed.timings.prefill_s) == (1, 100, 0.25)
+    assert (completed.timings.transfer_s, completed.timings.transfer_exposed_s) == (0.5, 0.125)
+    assert 0 < completed.timings.queue_s <= completed.timings.ttft_s <= completed.timings.e2e_s
+    handoff = cluster.decode.requests[0].handoff
+    assert handoff.handoff_id == cluster.prefill.requests[0].handoff_id != ""
+    assert (handoff.prefill_worker_id, handoff.prefill_epoch) == ("p0", cluster.prefill.epoch)
+    assert handoff.prefill_address == cluster.prefill.address
+    status = await cluster.until_idle()
+    assert status.num_completed == 1
 
 
 async def test_generate_without_prefill_worker_plans_local() -> None:
@@ -70,12 +70,15 @@ async def test_generate_without_prefill_worker_plans_local() -> None:
 
 
 @pytest.mark.parametrize("num_tokens", [BLOCK_SIZE * 2 - 1, BLOCK_SIZE * 2, BLOCK_SIZE * 2 + 1])
-async def test_router_looks_for_the_hashes_that_a_worker_computes_from_the_sequence(num_tokens: int) -> None:
-    prefill, decode = pair()
-    async with running_cluster(prefill, decode) as cluster:
-        await cluster.generate(make_request(num_tokens))
-        expected = hash_blocks(prompt_of(num_tokens), root=ROOT, block_size=BLOCK_SIZE)
-        assert [hashes_of(worker.requests[0].sequence) for worker in (prefill, decode)] == [expected, expected]
+async def test_router_looks_for_the_hashes_that_a_worker_computes_from_the_sequence(
+    cluster: TestCluster, num_tokens: int
+) -> None:
+    await cluster.generate(make_request(num_tokens))
+    expected = hash_blocks(prompt_of(num_tokens), root=ROOT, block_size=BLOCK_SIZE)
+    assert [hashes_of(worker.requests[0].sequence) for worker in (cluster.prefill, cluster.decode)] == [
+        expected,
+        expected,
+    ]
 
 
 async def test_generate_short_suffix_on_decode_plans_local() -> None:
@@ -109,65 +112,51 @@ async def test_generate_while_the_same_prompt_is_on_its_way_to_decode_stays_remo
     ]
 
 
-async def test_generate_when_first_token_is_the_last_cancels_decode() -> None:
-    prefill, decode = pair()
-    decode.gates.close("fetch")  # decode never gets anywhere by itself
-    async with running_cluster(prefill, decode) as cluster:
-        reply = await cluster.generate(make_request(10, max_tokens=1))
-        assert reply.token_ids() == answer(prompt_of(10), 1)
-        assert reply.tokens[-1].finish_reason == sampling_pb2.FINISH_REASON_LENGTH
-        await cluster.until_idle()
-        assert decode.calls["cancelled"] == 1
+async def test_generate_when_first_token_is_the_last_cancels_decode(cluster: TestCluster) -> None:
+    cluster.decode.gates.close("fetch")  # decode never gets anywhere by itself
+    reply = await cluster.generate(make_request(10, max_tokens=1))
+    assert reply.token_ids() == answer(prompt_of(10), 1)
+    assert reply.tokens[-1].finish_reason == sampling_pb2.FINISH_REASON_LENGTH
+    await cluster.until_idle()
+    assert cluster.decode.calls["cancelled"] == 1
 
 
-async def test_generate_two_samples_delivers_both_and_ends_each_by_itself() -> None:
-    prefill, decode = pair()
+async def test_generate_two_samples_delivers_both_and_ends_each_by_itself(cluster: TestCluster) -> None:
     prompt = prompt_of(10)
     first, second = answer(prompt, 6, 0), answer(prompt, 6, 1)
     stop = first[2]
     assert stop not in second
-    async with running_cluster(prefill, decode) as cluster:
-        reply = await cluster.generate(make_request(10, n=2, stop_token_ids=[stop]))
-        assert (reply.token_ids(0), reply.token_ids(1)) == (first[:3], second)
-        assert reply.completed.usage.num_output_tokens == 9
+    reply = await cluster.generate(make_request(10, n=2, stop_token_ids=[stop]))
+    assert (reply.token_ids(0), reply.token_ids(1)) == (first[:3], second)
+    assert reply.completed.usage.num_output_tokens == 9
 
 
-async def test_generate_prompt_logprobs_are_delivered_once() -> None:
-    prefill, decode = pair()
+async def test_generate_prompt_logprobs_are_delivered_once(cluster: TestCluster) -> None:
     request = make_request(10)
     request.sampling.prompt_logprobs = 0
-    async with running_cluster(prefill, decode) as cluster:
-        reply = await cluster.generate(request)
-        with_logprobs = [m.tokens for m in reply.messages if m.tokens.prompt_logprobs]
-        assert [[entry.chosen.token_id for entry in delta.prompt_logprobs] for delta in with_logprobs] == [
-            prompt_of(10)
-        ]
-        assert with_logprobs[0].tokens[0].token_index == 0
+    reply = await cluster.generate(request)
+    with_logprobs = [m.tokens for m in reply.messages if m.tokens.prompt_logprobs]
+    assert [[entry.chosen.token_id for entry in delta.prompt_logprobs] for delta in with_logprobs] == [prompt_of(10)]
+    assert with_logprobs[0].tokens[0].token_index == 0
 
 
-async def test_generate_draws_a_seed_and_reports_it() -> None:
-    prefill, decode = pair()
-    async with running_cluster(prefill, decode) as cluster:
-        drawn = await cluster.generate(make_request())
-        assert drawn.completed.seed == decode.requests[0].sequence.sampling.seed
-        request = make_request()
-        request.sampling.seed = 7
-        assert (await cluster.generate(request)).completed.seed == 7
+async def test_generate_draws_a_seed_and_reports_it(cluster: TestCluster) -> None:
+    drawn = await cluster.generate(make_request())
+    assert drawn.completed.seed == cluster.decode.requests[0].sequence.sampling.seed
+    request = make_request()
+    request.sampling.seed = 7
+    assert (await cluster.generate(request)).completed.seed == 7
 
 
 @pytest.mark.parametrize("num_duplicates", [1, 3])
-async def test_generate_duplicate_tokens_are_dropped(num_duplicates: int) -> None:
-    prefill, decode = pair()
-    decode.num_duplicates = num_duplicates
-    async with running_cluster(prefill, decode) as cluster:
-        assert (await cluster.generate(make_request(10))).token_ids() == answer(prompt_of(10), 6)
+async def test_generate_duplicate_tokens_are_dropped(cluster: TestCluster, num_duplicates: int) -> None:
+    cluster.decode.num_duplicates = num_duplicates
+    assert (await cluster.generate(make_request(10))).token_ids() == answer(prompt_of(10), 6)
 
 
-async def test_generate_max_tokens_is_clipped_to_the_room_in_the_context() -> None:
-    prefill, decode = pair()
-    async with running_cluster(prefill, decode) as cluster:
-        reply = await cluster.generate(make_request(195, max_tokens=1000))
-        assert len(reply.token_ids()) == 5  # max_model_len is 200
+async def test_generate_max_tokens_is_clipped_to_the_room_in_the_context(cluster: TestCluster) -> None:
+    reply = await cluster.generate(make_request(195, max_tokens=1000))
+    assert len(reply.token_ids()) == 5  # max_model_len is 200
 
 
 async def test_generate_text_and_chat_are_tokenized_as_tokenize_does() -> None:
@@ -210,27 +199,23 @@ async def test_generate_without_any_worker_fails_after_the_queue_timeout() -> No
         await cluster.until_idle()
 
 
-async def test_generate_when_decode_refuses_waits_until_its_load_changes() -> None:
-    prefill, decode = pair()
-    decode.num_refusals = 1  # and asks to come back in 30 s, longer than the test may take
-    async with running_cluster(prefill, decode) as cluster:
-        generating = asyncio.create_task(cluster.generate(make_request(10)))
-        await cluster.until_queued(1)
-        await cluster.until(lambda _router: decode.requests)
-        await cluster.until_queued(1)
-        decode.set_load(num_free_blocks=40)
-        reply = await generating
-        assert reply.token_ids() == answer(prompt_of(10), 6)
-        assert (reply.completed.num_attempts, len(decode.requests)) == (1, 2)
-        assert (await cluster.until_idle()).num_replans == 0
+async def test_generate_when_decode_refuses_waits_until_its_load_changes(cluster: TestCluster) -> None:
+    cluster.decode.num_refusals = 1  # and asks to come back in 30 s, longer than the test may take
+    generating = asyncio.create_task(cluster.generate(make_request(10)))
+    await cluster.until_queued(1)
+    await cluster.until(lambda _router: cluster.decode.requests)
+    await cluster.until_queued(1)
+    cluster.decode.set_load(num_free_blocks=40)
+    reply = await generating
+    assert reply.token_ids() == answer(prompt_of(10), 6)
+    assert (reply.completed.num_attempts, len(cluster.decode.requests)) == (1, 2)
+    assert (await cluster.until_idle()).num_replans == 0
 
 
-async def test_generate_when_decode_refuses_asks_again_after_the_time_it_named() -> None:
-    prefill, decode = pair()
-    decode.num_refusals, decode.retry_after_s = 2, 0.02
-    async with running_cluster(prefill, decode) as cluster:
-        assert (await cluster.generate(make_request(10))).token_ids() == answer(prompt_of(10), 6)
-        assert len(decode.requests) == 3
+async def test_generate_when_decode_refuses_asks_again_after_the_time_it_named(cluster: TestCluster) -> None:
+    cluster.decode.num_refusals, cluster.decode.retry_after_s = 2, 0.02
+    assert (await cluster.generate(make_request(10))).token_ids() == answer(prompt_of(10), 6)
+    assert len(cluster.decode.requests) == 3
 
 
 async def test_generate_when_one_decode_worker_refuses_takes_the_other() -> None:
@@ -241,15 +226,13 @@ async def test_generate_when_one_decode_worker_refuses_takes_the_other() -> None
         assert (len(first.requests), [plan.decode_worker_id for plan in reply.plans]) == (1, ["d1"])
 
 
-async def test_generate_when_prefill_refuses_releases_decode_and_waits() -> None:
-    prefill, decode = pair()
-    prefill.num_refusals = 1
-    async with running_cluster(prefill, decode) as cluster:
-        generating = asyncio.create_task(cluster.generate(make_request(10)))
-        await cluster.until(lambda _router: prefill.requests and not decode.num_running_calls)
-        prefill.set_load(num_waiting=1)
-        assert (await generating).token_ids() == answer(prompt_of(10), 6)
-        await cluster.until_idle()
+async def test_generate_when_prefill_refuses_releases_decode_and_waits(cluster: TestCluster) -> None:
+    cluster.prefill.num_refusals = 1
+    generating = asyncio.create_task(cluster.generate(make_request(10)))
+    await cluster.until(lambda _router: cluster.prefill.requests and not cluster.decode.num_running_calls)
+    cluster.prefill.set_load(num_waiting=1)
+    assert (await generating).token_ids() == answer(prompt_of(10), 6)
+    await cluster.until_idle()
 
 
 async def test_generate_when_refused_for_too_long_is_overloaded_with_retry_info() -> None:
@@ -292,77 +275,47 @@ async def test_generate_when_queue_is_full_is_refused_with_retry_info() -> None:
         assert (await cluster.until_idle()).num_failed == 1
 
 
-async def test_waiting_requests_are_served_in_order_of_arrival() -> None:
-    prefill, decode = full_pair()
-    async with running_cluster(prefill, decode) as cluster:
-        replies = await cluster.queue(*map(make_request, (10, 11, 12)))
-        decode.set_load(num_free_blocks=64)
-        await replies
-        assert decode.prompt_lengths == [10, 11, 12]
-
-
 @pytest.mark.parametrize("gate", ["queue", "reserve", "prefill", "first_token", "token 2"])
 async def test_generate_when_deadline_passes_frees_everything(gate: str) -> None:
-    prefill, decode = pair()
-    for worker in (prefill, decode):
-        worker.gates.close(gate)
-    if gate == "queue":
-        decode.report.num_free_blocks, decode.report.num_running = 0, 1
-    async with running_cluster(prefill, decode) as cluster:
-        with pytest.raises(KvrelayError) as caught:
+    async with running_cluster(*held_pair(gate)) as cluster:
+        with pytest.raises(DeadlineExceeded):
             await cluster.generate(make_request(10), timeout_s=0.3)
-        assert isinstance(caught.value, DeadlineExceeded)
         status = await cluster.until_idle()
         assert (status.num_failed, status.num_cancelled) == (1, 0)
 
 
 @pytest.mark.parametrize("gate", ["queue", "reserve", "prefill", "first_token", "fetch", "token 1", "token 3"])
 async def test_generate_when_client_cancels_frees_everything(gate: str) -> None:
-    prefill, decode = pair()
-    for worker in (prefill, decode):
-        worker.gates.close(gate)
-    if gate == "queue":
-        decode.report.num_free_blocks, decode.report.num_running = 0, 1
-    if gate in ("prefill", "first_token"):
-        decode.gates.close("fetch")  # there is nothing to fetch yet
-    async with running_cluster(prefill, decode) as cluster:
-        call = cluster.inference.Generate(make_request(10), timeout=TIMEOUT_S)
-        reading = asyncio.create_task(cluster.read(call, Reply()))
-        if gate == "queue":
-            await cluster.until_queued(1)
-        else:
-            holder = prefill if gate in ("prefill", "first_token") else decode
-            await holder.gates.reached(gate)
-        call.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await reading
+    async with running_cluster(*held_pair(gate)) as cluster:
+        generating = asyncio.create_task(cluster.generate(make_request(10)))
+        await cluster.until_held(gate)
+        generating.cancel()
         status = await cluster.until_idle()
         assert (status.num_cancelled, status.num_failed, status.num_completed) == (1, 0, 0)
-        assert decode.calls["cancelled"] == decode.calls["started"] == (0 if gate == "queue" else 1)
+        calls = cluster.decode.calls
+        assert calls["cancelled"] == calls["started"] == (0 if gate == "queue" else 1)
 
 
-async def test_generate_when_a_storm_of_clients_cancels_frees_everything() -> None:
-    prefill, decode = pair()
-    async with running_cluster(prefill, decode) as cluster:
-        calls = [cluster.inference.Generate(make_request(8 + i % 9), timeout=TIMEOUT_S) for i in range(60)]
+async def test_generate_when_a_storm_of_clients_cancels_frees_everything(cluster: TestCluster) -> None:
+    calls = [cluster.inference.Generate(make_request(8 + i % 9), timeout=TIMEOUT_S) for i in range(60)]
 
-        async def read_some(number: int, call: Any) -> None:
-            reply = Reply()
-            if number % 2:
-                with suppress(asyncio.CancelledError):
-                    async for message in call:
-                        reply.messages.append(message)
-                        if len(reply.messages) > number % 8:
-                            call.cancel()
-            else:
-                await cluster.read(call, reply)
-                assert reply.token_ids() == answer(prompt_of(8 + number % 9), 6)
+    async def read_some(number: int, call: Any) -> None:
+        reply = Reply()
+        if number % 2:
+            with suppress(asyncio.CancelledError):
+                async for message in call:
+                    reply.messages.append(message)
+                    if len(reply.messages) > number % 8:
+                        call.cancel()
+        else:
+            await cluster.read(call, reply)
+            assert reply.token_ids() == answer(prompt_of(8 + number % 9), 6)
 
-        await asyncio.gather(*(read_some(i, call) for i, call in enumerate(calls)))
-        status = await cluster.until_idle()
-        assert status.num_failed == 0
-        assert status.num_completed + status.num_cancelled == 60
-        assert status.num_completed >= 30
+    await asyncio.gather(*(read_some(i, call) for i, call in enumerate(calls)))
+    status = await cluster.until_idle()
+    assert status.num_failed == 0
+    assert status.num_completed + status.num_cancelled == 60
+    assert status.num_completed >= 30
 
 
 @pytest.mark.parametrize("is_local", [False, True])

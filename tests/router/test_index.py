@@ -52,56 +52,11 @@ def test_match_of_unknown_blocks_is_empty(num_blocks: int) -> None:
     assert PrefixIndex().match(blocks(*range(num_blocks))) == {}
 
 
-def test_snapshot_replaces_everything_of_its_worker_only() -> None:
-    index = PrefixIndex()
-    store(index, A, 0, 1, 2)
-    store(index, B, 0, 1)
-    index.apply(A, KvEvents(stored=blocks(0), is_snapshot=True))
-    assert index.match(blocks(0, 1, 2)) == {A: 1, B: 2}
-
-
 def test_expected_blocks_match_until_they_expire() -> None:
     index = PrefixIndex()
     index.expect(A, blocks(0, 1), expires_s=10.0)
     assert (dict(index.match(blocks(0, 1, 2))), index.expire(9.9)) == ({A: 2}, 0)
     assert (index.expire(10.0), dict(index.match(blocks(0, 1, 2))), index.num_blocks) == (2, {}, 0)
-
-
-def test_expected_blocks_that_a_worker_confirms_stay() -> None:
-    index = PrefixIndex()
-    index.expect(A, blocks(0, 1), expires_s=10.0)
-    store(index, A, 0)
-    assert (index.expire(99.0), dict(index.match(blocks(0, 1)))) == (1, {A: 1})
-
-
-def test_expecting_blocks_that_are_held_does_not_make_them_expire() -> None:
-    index = PrefixIndex()
-    store(index, A, 0)
-    index.expect(A, blocks(0), expires_s=10.0)
-    assert (index.expire(99.0), dict(index.match(blocks(0)))) == (0, {A: 1})
-
-
-def test_expecting_again_prolongs() -> None:
-    index = PrefixIndex()
-    index.expect(A, blocks(0, 1), expires_s=10.0)
-    index.expect(A, blocks(0), expires_s=20.0)
-    assert (index.expire(15.0), dict(index.match(blocks(0, 1)))) == (1, {A: 1})
-
-
-def test_retracted_blocks_are_forgotten_unless_confirmed() -> None:
-    index = PrefixIndex()
-    index.expect(A, blocks(0, 1, 2), expires_s=10.0)
-    store(index, A, 0)
-    index.retract(A, blocks(0, 1, 2))
-    index.retract(B, blocks(0))
-    assert (index.num_expected, dict(index.match(blocks(0, 1, 2)))) == (0, {A: 1})
-
-
-def test_removed_expected_block_is_forgotten() -> None:
-    index = PrefixIndex()
-    index.expect(A, blocks(0), expires_s=10.0)
-    index.apply(A, KvEvents(removed=blocks(0)))
-    assert (index.num_expected, dict(index.match(blocks(0)))) == (0, {})
 
 
 def test_dropped_worker_is_scrubbed_in_slices_and_its_slot_used_again() -> None:

@@ -1,4 +1,6 @@
-"""Token delivery: once, in order, or not at all."""
+"""Token delivery: once, in order, or not at all; the outbox of a client, and the merge window of a busy router."""
+
+import asyncio
 
 import pytest
 from hypothesis import given
@@ -7,13 +9,23 @@ from hypothesis import strategies as st
 from common.clock import ManualClock
 from common.errors import EngineFault
 from common.wire import pack_tokens, unpack_tokens
-from kvrelay.v1 import sampling_pb2
+from kvrelay.v1 import inference_pb2, sampling_pb2
 from router.ledger import TokenLedger
+from router.outbox import BUSY, CALM, MAX_WINDOW_S, MIN_WINDOW_S, MergeWindow, Outbox
 
 
 def token(index: int, sample: int = 0, *, ends: bool = False) -> sampling_pb2.SampleToken:
     reason = sampling_pb2.FINISH_REASON_STOP if ends else sampling_pb2.FINISH_REASON_UNSPECIFIED
     return sampling_pb2.SampleToken(sample_index=sample, token_index=index, token_id=100 + index, finish_reason=reason)
+
+
+def run(first: int, length: int, sample: int = 0, *, ends: bool = False) -> sampling_pb2.TokenRun:
+    return sampling_pb2.TokenRun(
+        sample_index=sample,
+        first_token_index=first,
+        tokens=pack_tokens(range(100 + first, 100 + first + length)),
+        finish_reason=sampling_pb2.FINISH_REASON_LENGTH if ends else sampling_pb2.FINISH_REASON_UNSPECIFIED,
+    )
 
 
 def ledger(num_samples: int = 1) -> TokenLedger:
@@ -31,12 +43,18 @@ def test_accept_at_a_gap_takes_nothing() -> None:
     mine = ledger()
     with pytest.raises(EngineFault, match="jumps from token 0 to 2"):
         mine.accept([token(0), token(2)], expected=range(1))
+    with pytest.raises(EngineFault, match="jumps from token 1 to 3"):
+        mine.accept_runs([run(0, 2), run(3, 1)], expected=range(1))
     assert (mine.output(0).tolist(), mine.num_tokens) == ([], 0)
 
 
-def test_accept_of_a_sample_that_is_not_expected_is_a_fault() -> None:
+def test_accept_of_a_sample_that_is_not_expected_or_of_half_a_token_is_a_fault() -> None:
     with pytest.raises(EngineFault, match="sample 1"):
         ledger(2).accept([token(0, sample=1)], expected=range(1))
+    with pytest.raises(EngineFault, match="sample 1"):
+        ledger(2).accept_runs([run(0, 1, sample=1)], expected=range(1))
+    with pytest.raises(EngineFault, match="3 bytes"):
+        ledger().accept_runs([sampling_pb2.TokenRun(tokens=b"abc")], expected=range(1))
 
 
 def test_accept_after_the_end_drops() -> None:
@@ -44,6 +62,8 @@ def test_accept_after_the_end_drops() -> None:
     mine.accept([token(0, ends=True), token(0, sample=1)], expected=range(2))
     assert mine.accept([token(1)], expected=range(2)) == []
     assert mine.unfinished(range(2)) == [1]
+    mine.accept_runs([run(1, 2, sample=1, ends=True)], expected=range(2))
+    assert mine.accept_runs([run(3, 1, sample=1)], expected=range(2)) == mine.unfinished(range(2)) == []
 
 
 def test_gaps_are_those_of_the_first_sample() -> None:
@@ -67,40 +87,10 @@ def test_gaps_of_a_run_are_even() -> None:
     assert mine.gaps == [(0.5, 4)]
 
 
-def run(first: int, length: int, sample: int = 0, *, ends: bool = False) -> sampling_pb2.TokenRun:
-    return sampling_pb2.TokenRun(
-        sample_index=sample,
-        first_token_index=first,
-        tokens=pack_tokens(range(100 + first, 100 + first + length)),
-        finish_reason=sampling_pb2.FINISH_REASON_LENGTH if ends else sampling_pb2.FINISH_REASON_UNSPECIFIED,
-    )
-
-
 def test_accept_runs_cuts_what_is_known() -> None:
     mine = ledger()
     assert mine.accept_runs([run(0, 3), run(1, 2), run(2, 3)], expected=range(1)) == [run(0, 3), run(3, 2)]
     assert mine.output(0).tolist() == [100, 101, 102, 103, 104]
-
-
-def test_accept_runs_at_a_gap_takes_nothing() -> None:
-    mine = ledger()
-    with pytest.raises(EngineFault, match="jumps from token 1 to 3"):
-        mine.accept_runs([run(0, 2), run(3, 1)], expected=range(1))
-    assert mine.num_tokens == 0
-
-
-def test_accept_runs_of_a_sample_that_is_not_expected_or_of_half_a_token_is_a_fault() -> None:
-    with pytest.raises(EngineFault, match="sample 1"):
-        ledger(2).accept_runs([run(0, 1, sample=1)], expected=range(1))
-    with pytest.raises(EngineFault, match="3 bytes"):
-        ledger().accept_runs([sampling_pb2.TokenRun(tokens=b"abc")], expected=range(1))
-
-
-def test_accept_runs_after_the_end_drops() -> None:
-    mine = ledger(2)
-    mine.accept_runs([run(0, 2, ends=True)], expected=range(2))
-    assert mine.accept_runs([run(2, 1)], expected=range(2)) == []
-    assert mine.unfinished(range(2)) == [1]
 
 
 @given(
@@ -123,3 +113,105 @@ def test_tokens_and_runs_in_any_mixture_deliver_each_index_once(cuts: list[tuple
             assert first > len(delivered)
     assert delivered == list(range(100, 100 + len(delivered)))
     assert mine.output(0).tolist() == delivered
+
+
+async def test_outbox_delivers_what_was_put_before_an_error() -> None:
+    outbox = Outbox()
+    outbox.put(inference_pb2.GenerateResponse(accepted=inference_pb2.Accepted(num_prompt_tokens=3)))
+    outbox.close(EngineFault("step"))
+    message = await outbox.get()
+    assert message is not None
+    assert message.accepted.num_prompt_tokens == 3
+    assert await outbox.get() is None
+    assert isinstance(outbox.error, EngineFault)
+
+
+async def test_tokens_that_wait_become_one_message_in_order_and_others_keep_their_place() -> None:
+    outbox = Outbox()
+    outbox.put_tokens([token(0), token(0, sample=1)], [])
+    outbox.put_tokens([token(1)], [])
+    outbox.put(inference_pb2.GenerateResponse(plan=inference_pb2.PlanChosen(attempt=2)))
+    outbox.put_tokens([token(2)], [])
+    outbox.close(None)
+    messages = [await outbox.get() for _ in range(4)]
+    assert [m and m.WhichOneof("event") for m in messages] == ["tokens", "plan", "tokens", None]
+    assert messages[0] is not None
+    assert list(messages[0].tokens.tokens) == [token(0), token(0, sample=1), token(1)]
+
+
+async def test_runs_that_wait_become_one_per_sample() -> None:
+    outbox = Outbox()
+    outbox.put_tokens([], [run(0, 1), run(0, 1, sample=1)])
+    outbox.put_tokens([], [run(1, 2, ends=True), run(1, 1, sample=1)])
+    message = await outbox.get()
+    assert message is not None
+    assert list(message.tokens.runs) == [run(0, 3, ends=True), run(0, 2, sample=1)]
+
+
+async def test_a_message_that_was_taken_does_not_change_any_more() -> None:
+    outbox = Outbox()
+    outbox.put_tokens([token(0)], [])
+    first = await outbox.get()
+    outbox.put_tokens([token(1)], [])
+    second = await outbox.get()
+    assert first is not None
+    assert second is not None
+    assert (list(first.tokens.tokens), list(second.tokens.tokens)) == ([token(0)], [token(1)])
+
+
+async def test_a_reader_that_waits_is_woken_by_tokens_and_by_the_end() -> None:
+    outbox = Outbox()
+    reading = asyncio.create_task(outbox.get())
+    await asyncio.sleep(0)
+    outbox.put_tokens([token(0)], [])
+    assert await reading is not None
+    reading = asyncio.create_task(outbox.get())
+    await asyncio.sleep(0)
+    outbox.close(None)
+    assert await reading is None
+
+
+async def test_tokens_that_wait_for_long_become_messages_that_can_be_sent() -> None:
+    outbox = Outbox()
+    for index in range(10_000):
+        outbox.put_tokens([token(index)], [])
+    outbox.close(None)
+    messages = []
+    while (message := await outbox.get()) is not None:
+        messages.append(message.tokens.tokens)
+    assert [len(tokens) for tokens in messages] == [4096, 4096, 10_000 - 2 * 4096]
+    assert [each.token_index for tokens in messages for each in tokens] == list(range(10_000))
+
+
+def test_window_grows_while_busy_stays_between_and_shrinks_to_nothing_when_calm() -> None:
+    window = MergeWindow()
+    window.adapt((BUSY + CALM) / 2)
+    assert window.window_s == 0
+    seen = []
+    for _ in range(6):
+        window.adapt(1.0)
+        seen.append(window.window_s)
+    assert seen == [MIN_WINDOW_S, 2 * MIN_WINDOW_S, 4 * MIN_WINDOW_S, *[MAX_WINDOW_S] * 3]
+    window.adapt((BUSY + CALM) / 2)
+    assert window.window_s == MAX_WINDOW_S
+    for _ in range(4):
+        window.adapt(0.0)
+    assert window.window_s == 0
+
+
+async def test_over_without_a_window_returns_at_once() -> None:
+    await asyncio.wait_for(MergeWindow().over(), 0.001)
+
+
+async def test_waiting_clients_share_one_window_that_outlives_one_of_them() -> None:
+    window = MergeWindow()
+    window.adapt(1.0)
+    waiting = [asyncio.create_task(window.over()) for _ in range(3)]
+    await asyncio.sleep(0)
+    waiting[0].cancel()
+    await asyncio.sleep(0)
+    assert not waiting[1].done()
+    loop, started_s = asyncio.get_running_loop(), asyncio.get_running_loop().time()
+    await asyncio.gather(*waiting[1:])
+    assert 0 < loop.time() - started_s < 1.0
+    assert waiting[0].cancelled()

@@ -23,8 +23,10 @@ from tests.router.fakes import (
     FakeWorker,
     Reply,
     Shape,
+    TestCluster,
     answer,
     config_with,
+    held_pair,
     make_request,
     pair,
     prompt_of,
@@ -61,30 +63,26 @@ async def test_prefill_fails_then_its_blocks_are_no_longer_expected() -> None:
         assert (await cluster.until_idle()).num_index_blocks == 0
 
 
-async def test_client_cancels_during_prefill_then_its_blocks_are_no_longer_expected() -> None:
-    prefill, decode = pair()
-    prefill.gates.close("first_token")
-    async with running_cluster(prefill, decode) as cluster:
-        generating = await cluster.start(make_request(10), prefill, "first_token")
-        assert (await cluster.status()).router.num_index_blocks == 2
-        generating.cancel()
-        assert (await cluster.until_idle()).num_index_blocks == 0
+async def test_client_cancels_during_prefill_then_its_blocks_are_no_longer_expected(cluster: TestCluster) -> None:
+    cluster.prefill.gates.close("first_token")
+    generating = await cluster.start(make_request(10), cluster.prefill, "first_token")
+    assert (await cluster.status()).router.num_index_blocks == 2
+    generating.cancel()
+    assert (await cluster.until_idle()).num_index_blocks == 0
 
 
-async def test_only_decode_dies_then_the_answer_waits_for_its_restart() -> None:
-    prefill, decode = pair()
-    decode.gates.close("token 3")
-    async with running_cluster(prefill, decode) as cluster:
-        generating = await cluster.start(make_request(10), decode, "token 3")
-        await decode.die()
-        await cluster.until_state("d0", "lost")
-        assert not generating.done()
-        decode.gates.open("token 3")
-        await decode.restart()
-        reply = await generating
-        assert reply.token_ids() == answer(prompt_of(10), 6)
-        assert reply.completed.timings.max_itl_s > 0
-        await cluster.until_idle()
+async def test_only_decode_dies_then_the_answer_waits_for_its_restart(cluster: TestCluster) -> None:
+    cluster.decode.gates.close("token 3")
+    generating = await cluster.start(make_request(10), cluster.decode, "token 3")
+    await cluster.decode.die()
+    await cluster.until_state("d0", "lost")
+    assert not generating.done()
+    cluster.decode.gates.open("token 3")
+    await cluster.decode.restart()
+    reply = await generating
+    assert reply.token_ids() == answer(prompt_of(10), 6)
+    assert reply.completed.timings.max_itl_s > 0
+    await cluster.until_idle()
 
 
 async def test_request_that_lost_its_worker_is_served_before_those_that_wait() -> None:
@@ -119,18 +117,16 @@ async def test_decode_never_comes_back_then_the_request_fails_by_name() -> None:
         await cluster.until_idle()
 
 
-async def test_prefill_dies_before_first_token_then_decode_serves_alone() -> None:
-    prefill, decode = pair()
-    prefill.gates.close("first_token")
-    decode.gates.close("fetch")
-    async with running_cluster(prefill, decode) as cluster:
-        generating = await cluster.start(make_request(10), prefill, "first_token")
-        await prefill.die()
-        reply = await generating
-        assert reply.token_ids() == answer(prompt_of(10), 6)
-        assert [plan.kind for plan in reply.plans] == [inference_pb2.PLAN_KIND_REMOTE, inference_pb2.PLAN_KIND_LOCAL]
-        await cluster.until_idle()
-        assert decode.calls["cancelled"] == 1  # the first call was closed, not left
+async def test_prefill_dies_before_first_token_then_decode_serves_alone(cluster: TestCluster) -> None:
+    cluster.prefill.gates.close("first_token")
+    cluster.decode.gates.close("fetch")
+    generating = await cluster.start(make_request(10), cluster.prefill, "first_token")
+    await cluster.prefill.die()
+    reply = await generating
+    assert reply.token_ids() == answer(prompt_of(10), 6)
+    assert [plan.kind for plan in reply.plans] == [inference_pb2.PLAN_KIND_REMOTE, inference_pb2.PLAN_KIND_LOCAL]
+    await cluster.until_idle()
+    assert cluster.decode.calls["cancelled"] == 1  # the first call was closed, not left
 
 
 async def test_prefill_dies_then_another_one_takes_over() -> None:
@@ -171,23 +167,19 @@ async def test_worker_faults_every_time_then_the_error_reaches_the_client() -> N
         assert (await cluster.until_idle()).num_replans == 2
 
 
-async def test_worker_rejects_the_request_then_the_client_gets_the_error_at_once() -> None:
-    prefill, decode = pair()
-    decode.faults["reserve"] = InvalidRequest("no", field="sampling.n")
-    async with running_cluster(prefill, decode) as cluster:
-        with pytest.raises(InvalidRequest) as caught:
-            await cluster.generate(make_request(10))
-        assert caught.value.field == "sampling.n"
-        assert (len(decode.requests), (await cluster.until_idle()).num_replans) == (1, 0)
+async def test_worker_rejects_the_request_then_the_client_gets_the_error_at_once(cluster: TestCluster) -> None:
+    cluster.decode.faults["reserve"] = InvalidRequest("no", field="sampling.n")
+    with pytest.raises(InvalidRequest) as caught:
+        await cluster.generate(make_request(10))
+    assert caught.value.field == "sampling.n"
+    assert (len(cluster.decode.requests), (await cluster.until_idle()).num_replans) == (1, 0)
 
 
-async def test_decode_restarted_unnoticed_then_its_stale_epoch_leads_to_the_new_one() -> None:
-    prefill, decode = pair()
-    async with running_cluster(prefill, decode) as cluster:
-        decode.epoch = mint_epoch()  # as if the process were a new one behind the same connection
-        reply = await cluster.generate(make_request(10))
-        assert reply.token_ids() == answer(prompt_of(10), 6)
-        assert decode.requests[0].epoch != decode.requests[1].epoch == decode.epoch
+async def test_decode_restarted_unnoticed_then_its_stale_epoch_leads_to_the_new_one(cluster: TestCluster) -> None:
+    cluster.decode.epoch = mint_epoch()  # as if the process were a new one behind the same connection
+    reply = await cluster.generate(make_request(10))
+    assert reply.token_ids() == answer(prompt_of(10), 6)
+    assert cluster.decode.requests[0].epoch != cluster.decode.requests[1].epoch == cluster.decode.epoch
 
 
 async def test_two_samples_and_decode_dies_then_each_goes_on_by_itself() -> None:
@@ -207,68 +199,53 @@ async def test_two_samples_and_decode_dies_then_each_goes_on_by_itself() -> None
         await cluster.until_idle()
 
 
-async def test_two_samples_before_the_first_token_are_planned_again_together() -> None:
-    prefill, decode = pair()
-    prefill.faults["first_token"] = EngineFault("step")
-    async with running_cluster(prefill, decode) as cluster:
-        reply = await cluster.generate(make_request(10, n=2))
-        assert [reply.token_ids(0), reply.token_ids(1)] == [answer(prompt_of(10), 6, i) for i in (0, 1)]
-        assert [request.sequence.sampling.n for request in prefill.requests] == [2, 2]
+async def test_two_samples_before_the_first_token_are_planned_again_together(cluster: TestCluster) -> None:
+    cluster.prefill.faults["first_token"] = EngineFault("step")
+    reply = await cluster.generate(make_request(10, n=2))
+    assert [reply.token_ids(0), reply.token_ids(1)] == [answer(prompt_of(10), 6, i) for i in (0, 1)]
+    assert [request.sequence.sampling.n for request in cluster.prefill.requests] == [2, 2]
 
 
-async def test_one_of_two_samples_has_ended_when_decode_dies_then_only_the_other_goes_on() -> None:
-    prefill, decode = pair()
+async def test_one_of_two_samples_has_ended_when_decode_dies_then_only_the_other_goes_on(cluster: TestCluster) -> None:
     stop = answer(prompt_of(10), 6, 0)[1]
-    decode.faults["token 3"] = WorkerLost("gone")
-    async with running_cluster(prefill, decode) as cluster:
-        reply = await cluster.generate(make_request(10, n=2, stop_token_ids=[stop]))
-        assert reply.token_ids(0) == answer(prompt_of(10), 2, 0)
-        assert reply.token_ids(1) == answer(prompt_of(10), 6, 1)
-        assert decode.requests[-1].sequence.first_sample_index == 1
+    cluster.decode.faults["token 3"] = WorkerLost("gone")
+    reply = await cluster.generate(make_request(10, n=2, stop_token_ids=[stop]))
+    assert reply.token_ids(0) == answer(prompt_of(10), 2, 0)
+    assert reply.token_ids(1) == answer(prompt_of(10), 6, 1)
+    assert cluster.decode.requests[-1].sequence.first_sample_index == 1
 
 
-async def test_prompt_logprobs_are_not_asked_for_again() -> None:
-    prefill, decode = pair()
-    decode.faults["token 3"] = WorkerLost("gone")
+async def test_prompt_logprobs_are_not_asked_for_again(cluster: TestCluster) -> None:
+    cluster.decode.faults["token 3"] = WorkerLost("gone")
     request = make_request(10)
     request.sampling.prompt_logprobs = 0
-    async with running_cluster(prefill, decode) as cluster:
-        reply = await cluster.generate(request)
-        assert sum(bool(message.tokens.prompt_logprobs) for message in reply.messages) == 1
-        assert [r.sequence.sampling.HasField("prompt_logprobs") for r in decode.requests] == [True, False]
+    reply = await cluster.generate(request)
+    assert sum(bool(message.tokens.prompt_logprobs) for message in reply.messages) == 1
+    assert [r.sequence.sampling.HasField("prompt_logprobs") for r in cluster.decode.requests] == [True, False]
 
 
-async def test_workers_come_back_with_another_model_then_the_answer_is_not_continued() -> None:
-    prefill, decode = pair()
-    decode.gates.close("token 3")
-    async with running_cluster(prefill, decode) as cluster:
-        generating = await cluster.start(make_request(10), decode, "token 3")
-        for worker in (prefill, decode):
-            worker.shape = Shape(fingerprint="other")
-            await worker.die()
-        await cluster.until_state("p0", "lost")
-        await cluster.until_state("d0", "lost")
-        decode.gates.open("token 3")
-        for worker in (prefill, decode):
-            await worker.restart()
-        with pytest.raises(WorkerLost, match="fake-model"):
-            await generating
-        await cluster.until_idle()
+async def test_workers_come_back_with_another_model_then_the_answer_is_not_continued(cluster: TestCluster) -> None:
+    cluster.decode.gates.close("token 3")
+    generating = await cluster.start(make_request(10), cluster.decode, "token 3")
+    for worker in (cluster.prefill, cluster.decode):
+        worker.shape = Shape(fingerprint="other")
+        await worker.die()
+    await cluster.until_state("p0", "lost")
+    await cluster.until_state("d0", "lost")
+    cluster.decode.gates.open("token 3")
+    for worker in (cluster.prefill, cluster.decode):
+        await worker.restart()
+    with pytest.raises(WorkerLost, match="fake-model"):
+        await generating
+    await cluster.until_idle()
 
 
 @pytest.mark.parametrize("gate", ["token 3", "prefill"])
 async def test_client_cancels_during_recovery_then_nothing_is_left(gate: str) -> None:
-    prefill, decode = pair()
-    (prefill if gate == "prefill" else decode).gates.close(gate)
-    if gate == "prefill":
-        decode.gates.close("fetch")
-    async with running_cluster(prefill, decode) as cluster:
-        call = cluster.inference.Generate(make_request(10), timeout=TIMEOUT_S)
-        reading = asyncio.create_task(cluster.read(call, Reply()))
-        await (prefill if gate == "prefill" else decode).gates.reached(gate)
-        await asyncio.gather(decode.die(), prefill.die())
+    async with running_cluster(*held_pair(gate)) as cluster:
+        generating = asyncio.create_task(cluster.generate(make_request(10)))
+        await cluster.until_held(gate)
+        await asyncio.gather(cluster.decode.die(), cluster.prefill.die())
         await cluster.until_queued(1)
-        call.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await reading
+        generating.cancel()
         assert (await cluster.until_idle()).num_cancelled == 1

@@ -61,42 +61,37 @@ async def test_resumed_answer_begins_behind_the_known_tokens_and_counts_them(num
     assert sent_output(decode.requests[0].sequence) == whole[:num_known]
 
 
-async def test_accepted_has_what_a_client_needs_to_resume_elsewhere() -> None:
-    async with running_cluster(*pair()) as cluster:
-        reply = await run(cluster, make_request(10))
+async def test_accepted_has_what_a_client_needs_to_resume_elsewhere(cluster: TestCluster) -> None:
+    reply = await run(cluster, make_request(10))
     accepted = reply.messages[0].accepted
     assert accepted.fingerprint == FINGERPRINT
     assert accepted.seed == reply.completed.seed != 0
 
 
-async def test_samples_go_on_each_from_its_own_tokens_and_ended_ones_stay_ended() -> None:
+async def test_samples_go_on_each_from_its_own_tokens_and_ended_ones_stay_ended(cluster: TestCluster) -> None:
     wholes = [answer(prompt_of(10), 6, index) for index in range(4)]
     known = {0: wholes[0][:2], 1: wholes[1], 2: wholes[2][:5]}  # nothing of the last one yet
-    async with running_cluster(*pair()) as cluster:
-        reply = await run(cluster, resumed(make_request(10, n=4), known, finished=(1,)))
+    reply = await run(cluster, resumed(make_request(10, n=4), known, finished=(1,)))
     for index in range(4):
         num_known = len(known.get(index, []))
         assert rest_of(reply, index) == list(enumerate(wholes[index]))[num_known:]
     assert reply.completed.usage.num_output_tokens == 24
 
 
-async def test_samples_without_any_token_share_one_plan() -> None:
-    async with running_cluster(*pair()) as cluster:
-        reply = await run(cluster, resumed(make_request(10, n=3), {0: [], 1: [], 2: []}))
+async def test_samples_without_any_token_share_one_plan(cluster: TestCluster) -> None:
+    reply = await run(cluster, resumed(make_request(10, n=3), {0: [], 1: [], 2: []}))
     assert len(reply.plans) == 1
     assert [reply.token_ids(index) for index in range(3)] == [answer(prompt_of(10), 6, index) for index in range(3)]
 
 
-async def test_answer_that_is_complete_ends_without_any_worker() -> None:
-    prefill, decode = pair()
-    async with running_cluster(prefill, decode) as cluster:
-        whole = {index: answer(prompt_of(10), 6, index) for index in range(2)}
-        reply = await run(cluster, resumed(make_request(10, n=2), whole, finished=(0, 1)))
-        assert reply.completed.usage.num_output_tokens == 12
-        assert (await cluster.until_idle()).num_completed == 1
+async def test_answer_that_is_complete_ends_without_any_worker(cluster: TestCluster) -> None:
+    whole = {index: answer(prompt_of(10), 6, index) for index in range(2)}
+    reply = await run(cluster, resumed(make_request(10, n=2), whole, finished=(0, 1)))
+    assert reply.completed.usage.num_output_tokens == 12
+    assert (await cluster.until_idle()).num_completed == 1
     assert not reply.tokens
-    assert not prefill.requests
-    assert not decode.requests
+    assert not cluster.prefill.requests
+    assert not cluster.decode.requests
 
 
 async def test_prompt_logprobs_that_came_with_the_first_token_do_not_come_again() -> None:
@@ -125,48 +120,34 @@ async def test_resumed_answer_survives_the_death_of_its_new_worker() -> None:
     assert rest_of(reply) == list(enumerate(whole))[2:]
 
 
-HALF = b"\x01\x00\x00"
-BAD = {
-    "resume.samples": [(b"", False), (b"", False)],
-    "resume.samples[0].tokens": [(pack_tokens([1, VOCAB_SIZE]), False)],
-    "resume.samples[0].is_finished": [(b"", True)],
-}
-
-
-@pytest.mark.parametrize("field", BAD)
-async def test_invalid_resume_names_its_field(field: str) -> None:
-    request = make_request(10)
-    request.sampling.seed = 1
-    for tokens, is_finished in BAD[field]:
-        request.resume.samples.add(tokens=tokens, is_finished=is_finished)
-    await refused(request, field)
-
-
-@pytest.mark.parametrize("tokens", [HALF, pack_tokens([1] * 6), pack_tokens([1] * 7)], ids=["half", "all", "more"])
-async def test_resume_with_half_a_token_or_nothing_left_is_refused(tokens: bytes) -> None:
+@pytest.mark.parametrize(
+    ("seed", "samples", "field"),
+    [
+        pytest.param(1, [(b"", False), (b"", False)], "resume.samples", id="too many samples"),
+        pytest.param(1, [(pack_tokens([1, VOCAB_SIZE]), False)], "resume.samples[0].tokens", id="no such token"),
+        pytest.param(1, [(b"\x01\x00\x00", False)], "resume.samples[0].tokens", id="half a token"),
+        pytest.param(1, [(pack_tokens([1] * 6), False)], "resume.samples[0].tokens", id="nothing left"),
+        pytest.param(1, [(pack_tokens([1] * 7), False)], "resume.samples[0].tokens", id="more than was asked for"),
+        pytest.param(1, [(b"", True)], "resume.samples[0].is_finished", id="finished without a token"),
+        pytest.param(None, [(pack_tokens([1]), False)], "sampling.seed", id="no seed"),
+    ],
+)
+async def test_invalid_resume_names_its_field(
+    cluster: TestCluster, seed: int | None, samples: list[tuple[bytes, bool]], field: str
+) -> None:
     request = make_request(10, max_tokens=6)
-    request.sampling.seed = 1
-    request.resume.samples.add(tokens=tokens)
-    await refused(request, "resume.samples[0].tokens")
+    if seed is not None:
+        request.sampling.seed = seed
+    for tokens, is_finished in samples:
+        request.resume.samples.add(tokens=tokens, is_finished=is_finished)
+    with pytest.raises(InvalidRequest) as caught:
+        await cluster.generate(request)
+    assert caught.value.field == field
+    assert (await run(cluster, make_request(10))).token_ids() == answer(prompt_of(10), 6)
 
 
-async def test_resume_without_the_seed_is_refused() -> None:
-    request = make_request(10)
-    request.resume.samples.add(tokens=pack_tokens([1]))
-    await refused(request, "sampling.seed")
-
-
-async def refused(request: inference_pb2.GenerateRequest, field: str) -> None:
-    async with running_cluster(*pair()) as cluster:
-        with pytest.raises(InvalidRequest) as caught:
-            await cluster.generate(request)
-        assert caught.value.field == field
-        assert (await run(cluster, make_request(10))).token_ids() == answer(prompt_of(10), 6)
-
-
-async def test_answer_of_another_model_is_not_resumed() -> None:
+async def test_answer_of_another_model_is_not_resumed(cluster: TestCluster) -> None:
     request = resumed(make_request(10), {0: [1]})
     request.resume.fingerprint = "another"
-    async with running_cluster(*pair()) as cluster:
-        with pytest.raises(WorkerLost, match="another"):
-            await cluster.generate(request)
+    with pytest.raises(WorkerLost, match="another"):
+        await cluster.generate(request)

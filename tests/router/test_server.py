@@ -27,10 +27,10 @@ from tests.router.fakes import (
     PREFILL,
     TIMEOUT_S,
     FakeWorker,
+    TestCluster,
     answer,
     config_with,
     make_request,
-    pair,
     prompt_of,
     running_cluster,
 )
@@ -105,15 +105,14 @@ async def test_start_router_on_a_taken_port_raises_and_holds_nothing() -> None:
         await router.stop(0)
 
 
-async def test_get_demand_reports_arrivals_and_every_worker() -> None:
-    async with running_cluster(*pair()) as cluster:
-        await cluster.generate(make_request())
-        report = await cluster.admin.GetDemand(router_admin_pb2.GetDemandRequest(window_s=10))
-        assert [(each.worker_id, each.is_serving) for each in report.workers] == [("p0", True), ("d0", True)]
-        assert not any(each.HasField("timing") for each in report.workers), "fakes have measured nothing"
-        assert all(each.block_size > 0 and each.load.num_blocks > 0 for each in report.workers)
-        with pytest.raises(grpc.aio.AioRpcError, match="0 is not from 1 to 120"):
-            await cluster.admin.GetDemand(router_admin_pb2.GetDemandRequest(window_s=0))
+async def test_get_demand_reports_arrivals_and_every_worker(cluster: TestCluster) -> None:
+    await cluster.generate(make_request())
+    report = await cluster.admin.GetDemand(router_admin_pb2.GetDemandRequest(window_s=10))
+    assert [(each.worker_id, each.is_serving) for each in report.workers] == [("p0", True), ("d0", True)]
+    assert not any(each.HasField("timing") for each in report.workers), "fakes have measured nothing"
+    assert all(each.block_size > 0 and each.load.num_blocks > 0 for each in report.workers)
+    with pytest.raises(grpc.aio.AioRpcError, match="0 is not from 1 to 120"):
+        await cluster.admin.GetDemand(router_admin_pb2.GetDemandRequest(window_s=0))
 
 
 async def test_stop_lets_running_requests_end_and_takes_no_new_ones() -> None:

@@ -13,6 +13,7 @@ from tests.router.fakes import (
     BLOCK_KEY,
     FINGERPRINT,
     ROOT,
+    TestCluster,
     answer,
     config_with,
     full_pair,
@@ -162,13 +163,12 @@ async def test_higher_priority_goes_first_as_far_as_the_tenant_may_claim_it() ->
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan")])
-async def test_objective_that_is_not_a_time_is_refused_by_name(seconds: float) -> None:
-    async with running_cluster(*pair()) as cluster:
-        request = make_request()
-        request.objective.ttft_s = seconds
-        with pytest.raises(InvalidRequest) as caught:
-            await cluster.generate(request)
-        assert caught.value.field == "objective.ttft_s"
+async def test_objective_that_is_not_a_time_is_refused_by_name(cluster: TestCluster, seconds: float) -> None:
+    request = make_request()
+    request.objective.ttft_s = seconds
+    with pytest.raises(InvalidRequest) as caught:
+        await cluster.generate(request)
+    assert caught.value.field == "objective.ttft_s"
 
 
 async def test_request_that_cannot_meet_its_deadline_is_refused_before_any_prefill() -> None:
@@ -203,9 +203,8 @@ async def test_request_that_cannot_meet_its_objective_is_refused_when_configured
 
 
 async def test_long_cold_prompt_gives_way_to_a_short_one_that_comes_soon_after_it() -> None:
-    prefill, decode = pair()
+    prefill, decode = full_pair()
     prefill.timing = decode.timing = timing_of(s_per_prompt_token=0.01)
-    decode.report.num_free_blocks, decode.report.num_running = 0, 1
     async with running_cluster(prefill, decode, config=config_with(shed="none")) as cluster:
         replies = await cluster.queue(make_request(100), make_request(10))
         decode.set_load(num_free_blocks=64)

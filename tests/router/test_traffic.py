@@ -16,13 +16,11 @@ from common.tokens import as_tokens
 from kvrelay.client import AsyncClient, RecordedRequest
 from kvrelay.client.traffic import AsyncTrafficStream
 from router import traffic
-from router.facts import ModelFacts
 from router.record import Job, RunningRequest
 from router.traffic import MAX_RECORDINGS, TrafficRecordings
-from tests.router.fake_service import VOCAB_SIZE
 from tests.router.fakes import (
     BLOCK_SIZE,
-    FINGERPRINT,
+    MODEL,
     ROOT,
     TIMEOUT_S,
     TestCluster,
@@ -218,22 +216,13 @@ async def test_router_that_stops_ends_its_recordings() -> None:
 
 def ended(num_blocks: int, *, at_s: float = 0.0) -> RunningRequest:
     prompt = as_tokens(range(num_blocks * BLOCK_SIZE))
-    model = ModelFacts(
-        name="fake",
-        fingerprint=FINGERPRINT,
-        block_size=BLOCK_SIZE,
-        vocab_size=VOCAB_SIZE,
-        max_model_len=1 << 20,
-        max_decode_blocks=1 << 20,
-        root=ROOT,
-    )
     clock = ManualClock(at_s)
     job = Job(
         request_id=RequestId("req-1"),
         prompt_token_ids=prompt,
         prompt_hashes=hash_blocks(prompt, root=ROOT, block_size=BLOCK_SIZE),
         sampling=SamplingParams(),
-        model=model,
+        model=MODEL,
     )
     return RunningRequest(job, LifeCycle(job.request_id, clock), clock, deadline_s=1.0)
 

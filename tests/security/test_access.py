@@ -28,7 +28,7 @@ def test_every_row_names_somebody() -> None:
     assert [method for method, roles in METHODS.items() if not roles] == []
 
 
-def test_method_for_clients_is_for_nobody_else_and_is_denied_inside() -> None:
+def test_method_for_clients_is_denied_to_every_other_caller() -> None:
     for method, roles in METHODS.items():
         if Role.CLIENT in roles:
             assert roles == {Role.CLIENT}, method

@@ -22,7 +22,6 @@ from common.trust.channels import connect_to
 from common.trust.credentials import Credentials, Held
 from common.trust.enrolment import Enrolment, EnrolmentRequest
 from common.trust.identity import Role
-from common.trust.pipe import answer_to
 from common.trust.proofs import ProofVerifier
 from common.trust.tickets import PullRight, check_ticket, issuer, of_blocks
 from tests.trust import AUTHORITY, credentials_of, worker_guard
@@ -67,20 +66,6 @@ def test_proof_whose_end_is_a_string_of_digits_is_taken_again_and_again() -> Non
         assert checking.identify(token, audience=AUDIENCE).name == "worker-0"
 
 
-def test_proof_without_an_end_is_good_no_longer_than_its_certificate(monkeypatch: pytest.MonkeyPatch) -> None:
-    checking = verifier()
-    token = token_of(certificate_der(), exp=2**60)
-    checking.identify(token, audience=AUDIENCE)
-    monkeypatch.setattr(time, "time", lambda: member().expires_unix_s + 1)
-    monkeypatch.setattr(checking, "_check_certificate", _refuse)
-    with pytest.raises(Unauthenticated):
-        checking.identify(token, audience=AUDIENCE)
-
-
-def _refuse(*_args: object, **_options: object) -> None:
-    raise ValueError("it has expired")
-
-
 @pytest.mark.parametrize("text", [DEEP, "[]", "{}", '{"csr_pem": 5, "hosts": []}', '{"csr_pem": "", "hosts": [5]}'])
 def test_what_is_no_request_for_a_certificate_is_refused(text: str) -> None:
     with pytest.raises(ValueError):
@@ -95,10 +80,6 @@ def test_answer_with_a_field_of_another_type_is_refused() -> None:
     for name in fields:
         with pytest.raises(ValueError):
             Enrolment.from_json(json.dumps({**fields, name: [1]}))
-
-
-def test_line_of_a_child_that_is_too_deep_for_json_is_another_line() -> None:
-    assert answer_to(DEEP, ENROL) is None
 
 
 def test_request_of_another_version_or_curve_is_refused() -> None:

@@ -201,14 +201,6 @@ async def test_proof_with_odd_contents_is_refused_like_any_other() -> None:
             assert "not valid" in await refused_proof(target, signed)
 
 
-def test_proof_with_an_expiry_in_words_is_checked_each_time() -> None:
-    signer = credentials_of(Role.ROUTER, "router-0").held.signer
-    claims = json.dumps({"sub": signer.identity.uri, "aud": "worker:1", "exp": str(int(time.time()) + 60)}).encode()
-    proof = jwt.api_jws.encode(claims, signer._key, algorithm="ES256", headers=signer._headers)  # noqa: SLF001
-    verifier = credentials_of(Role.WORKER, "decode-0").held.verifier
-    assert verifier.identify(proof, audience="worker:1") == verifier.identify(proof, audience="worker:1")
-
-
 def test_proof_is_good_for_no_longer_than_its_certificate(monkeypatch: pytest.MonkeyPatch) -> None:
     """A former member could make itself a proof that is good for years, and have it remembered."""
     own = authority(is_encrypted=False, lifetime_s=60.0)

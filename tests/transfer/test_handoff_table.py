@@ -18,7 +18,9 @@ MANIFEST = HandoffManifest(
 ID = HandoffId("ho-1")
 
 
-class Fixture:
+class Leases:
+    """A table under a clock that the test moves; counts the ends of its handoffs."""
+
     def __init__(self) -> None:
         self.clock = ManualClock()
         self.table = HandoffTable(block_size=4, lease_ttl_s=10.0, clock=self.clock)
@@ -28,85 +30,83 @@ class Fixture:
         self.num_ends += 1
 
 
+@pytest.fixture
+def leases() -> Leases:
+    return Leases()
+
+
 @pytest.mark.parametrize("first", ["puller", "prefill"])
-def test_either_side_may_come_first(first: str) -> None:
-    f = Fixture()
+def test_either_side_may_come_first(leases: Leases, first: str) -> None:
     if first == "puller":
-        f.table.attach_puller(ID)
-    handoff = f.table.begin(ID, f.ended)
+        leases.table.attach_puller(ID)
+    handoff = leases.table.begin(ID, leases.ended)
     if first == "prefill":
-        assert f.table.attach_puller(ID) is handoff
-    f.table.progress(handoff, (BlockId(3), BlockId(5)), 5)
+        assert leases.table.attach_puller(ID) is handoff
+    leases.table.progress(handoff, (BlockId(3), BlockId(5)), 5)
     assert handoff.num_ready_blocks == 1, "the tail is not final before the manifest"
-    f.table.complete(handoff, MANIFEST)
+    leases.table.complete(handoff, MANIFEST)
     assert handoff.num_ready_blocks == 2
-    f.table.release(handoff)
-    f.table.abort(handoff, HandoffGone("late"))
-    assert (f.num_ends, f.table.num_leases, handoff.state) == (1, 0, HandoffState.RELEASED)
+    leases.table.release(handoff)
+    leases.table.abort(handoff, HandoffGone("late"))
+    assert (leases.num_ends, leases.table.num_leases, handoff.state) == (1, 0, HandoffState.RELEASED)
 
 
-def test_second_puller_and_second_prefill_are_refused() -> None:
-    f = Fixture()
-    f.table.attach_puller(ID)
+def test_second_puller_and_second_prefill_are_refused(leases: Leases) -> None:
+    leases.table.attach_puller(ID)
     with pytest.raises(HandoffGone):
-        f.table.attach_puller(ID)
-    f.table.begin(ID, f.ended)
+        leases.table.attach_puller(ID)
+    leases.table.begin(ID, leases.ended)
     with pytest.raises(InvalidRequest):
-        f.table.begin(ID, f.ended)
+        leases.table.begin(ID, leases.ended)
 
 
 @pytest.mark.parametrize("missing", ["puller", "prefill"])
-def test_lease_expires_when_one_side_never_comes(missing: str) -> None:
-    f = Fixture()
+def test_lease_expires_when_one_side_never_comes(leases: Leases, missing: str) -> None:
     if missing == "prefill":
-        handoff = f.table.attach_puller(ID)
+        handoff = leases.table.attach_puller(ID)
     else:
-        handoff = f.table.begin(ID, f.ended)
-        f.clock.advance(100.0)  # computing a long prompt is no idleness of a lease...
-        f.table.complete(handoff, MANIFEST)
-    f.clock.advance(9.9)
-    f.table.sweep()
-    assert f.table.num_leases == 1
-    f.clock.advance(0.2)
-    f.table.sweep()
-    assert (f.table.num_leases, f.table.num_expired) == (0, 1)
+        handoff = leases.table.begin(ID, leases.ended)
+        leases.clock.advance(100.0)  # computing a long prompt is no idleness of a lease...
+        leases.table.complete(handoff, MANIFEST)
+    leases.clock.advance(9.9)
+    leases.table.sweep()
+    assert leases.table.num_leases == 1
+    leases.clock.advance(0.2)
+    leases.table.sweep()
+    assert (leases.table.num_leases, leases.table.num_expired) == (0, 1)
     with pytest.raises(HandoffGone):
         handoff.raise_if_aborted()
-    assert f.num_ends == (missing == "puller")
+    assert leases.num_ends == (missing == "puller")
 
 
-def test_lease_with_both_sides_present_does_not_expire_while_prefill_computes() -> None:
-    f = Fixture()
-    f.table.attach_puller(ID)
-    f.table.begin(ID, f.ended)
-    f.clock.advance(1000.0)
-    f.table.sweep()
-    assert (f.table.num_leases, f.table.num_expired) == (1, 0)
+def test_lease_with_both_sides_present_does_not_expire_while_prefill_computes(leases: Leases) -> None:
+    leases.table.attach_puller(ID)
+    leases.table.begin(ID, leases.ended)
+    leases.clock.advance(1000.0)
+    leases.table.sweep()
+    assert (leases.table.num_leases, leases.table.num_expired) == (1, 0)
 
 
-async def test_abort_wakes_the_other_side_at_once() -> None:
-    f = Fixture()
-    handoff = f.table.attach_puller(ID)
+async def test_abort_wakes_the_other_side_at_once(leases: Leases) -> None:
+    handoff = leases.table.attach_puller(ID)
     waiter = asyncio.create_task(handoff.changed())
     await asyncio.sleep(0)
-    f.table.abort(handoff, HandoffGone("the router cancelled"))
+    leases.table.abort(handoff, HandoffGone("the router cancelled"))
     async with asyncio.timeout(60):
         await waiter
     with pytest.raises(HandoffGone, match="the router cancelled"):
         handoff.raise_if_aborted()
 
 
-def test_prefill_that_comes_after_its_puller_went_away_is_told_and_holds_nothing() -> None:
-    f = Fixture()
-    f.table.abort(f.table.attach_puller(ID), HandoffGone("the puller went away"))
+def test_prefill_that_comes_after_its_puller_went_away_is_told_and_holds_nothing(leases: Leases) -> None:
+    leases.table.abort(leases.table.attach_puller(ID), HandoffGone("the puller went away"))
     with pytest.raises(HandoffGone, match="the puller went away"):
-        f.table.begin(ID, f.ended)
-    assert (f.num_ends, f.table.num_leases) == (0, 0)
+        leases.table.begin(ID, leases.ended)
+    assert (leases.num_ends, leases.table.num_leases) == (0, 0)
 
 
-def test_abort_before_the_prefill_is_forgotten_after_one_time_to_live() -> None:
-    f = Fixture()
-    f.table.abort(f.table.attach_puller(ID), HandoffGone("the puller went away"))
-    f.clock.advance(10.1)
-    f.table.sweep()
-    assert f.table.begin(ID, f.ended).state is HandoffState.FILLING
+def test_abort_before_the_prefill_is_forgotten_after_one_time_to_live(leases: Leases) -> None:
+    leases.table.abort(leases.table.attach_puller(ID), HandoffGone("the puller went away"))
+    leases.clock.advance(10.1)
+    leases.table.sweep()
+    assert leases.table.begin(ID, leases.ended).state is HandoffState.FILLING

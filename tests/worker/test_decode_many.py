@@ -6,6 +6,7 @@ from typing import Any
 
 import grpc
 import pytest
+import pytest_asyncio
 
 from common.errors import (
     InvalidRequest,
@@ -185,6 +186,13 @@ class Script:
         await self.can_write.wait()
 
 
+@pytest_asyncio.fixture
+async def script() -> AsyncIterator[Script]:
+    made = Script()
+    yield made
+    made.running.cancel()
+
+
 async def until(condition: Any) -> None:
     async with asyncio.timeout(TIMEOUT_S):
         while not condition():  # noqa: ASYNC110 - nothing but turns of the loop is waited for
@@ -195,18 +203,15 @@ def batch(index: int) -> pb.TokenBatch:
     return pb.TokenBatch(tokens=[sampling_pb2.SampleToken(token_index=index, token_id=index)])
 
 
-async def test_tokens_of_several_calls_in_one_turn_of_the_loop_are_one_message() -> None:
-    script = Script()
+async def test_tokens_of_several_calls_in_one_turn_of_the_loop_are_one_message(script: Script) -> None:
     outlets = [await script.open(call_id, str(call_id)) for call_id in range(3)]
     for outlet in outlets:
         outlet.put_tokens(batch(0))
     await until(lambda: script.messages)
     assert [update.call_id for update in script.messages[0].updates] == [0, 1, 2]
-    script.running.cancel()
 
 
-async def test_slow_reader_gets_everything_in_few_messages_and_delays_no_other() -> None:
-    script = Script()
+async def test_slow_reader_gets_everything_in_few_messages_and_delays_no_other(script: Script) -> None:
     talker, other = await script.open(1, "a"), await script.open(2, "b")
     script.can_write.clear()
     for index in range(500):
@@ -218,7 +223,6 @@ async def test_slow_reader_gets_everything_in_few_messages_and_delays_no_other()
     mine = [t for m in script.messages for u in m.updates if u.call_id == 1 for t in u.responses[0].tokens.tokens]
     assert [token.token_index for token in mine] == list(range(500))
     assert [update.call_id for update in script.messages[1].updates] == [1, 2]
-    script.running.cancel()
 
 
 LARGE = 29 << 20
@@ -247,8 +251,7 @@ async def test_large_answers_in_one_step_fail_neither_each_other_nor_the_stream(
         assert [len(many.answers[call_id].text[0]) for call_id in range(6)] == [1, LARGE] * 3
 
 
-async def test_tokens_that_wait_for_a_slow_reader_come_in_messages_of_bounded_size() -> None:
-    script = Script()
+async def test_tokens_that_wait_for_a_slow_reader_come_in_messages_of_bounded_size(script: Script) -> None:
     talker, other = await script.open(1, "a"), await script.open(2, "b")
     script.can_write.clear()
     top = [sampling_pb2.TokenLogprob(token_id=150_000, logprob=-1.0)] * 20
@@ -269,15 +272,13 @@ async def test_tokens_that_wait_for_a_slow_reader_come_in_messages_of_bounded_si
     assert seen == list(range(num_tokens))
     assert max(message.ByteSize() for message in script.messages) < 8 << 20 < logprobs.ByteSize() * num_tokens
     assert script.messages[1].updates[1].call_id == 2, "a short answer does not wait for a long one"
-    script.running.cancel()
 
 
 def updates_of(script: Script, call_id: int) -> list[pb.CallUpdate]:
     return [update for message in script.messages for update in message.updates if update.call_id == call_id]
 
 
-async def test_closed_call_sends_nothing_more() -> None:
-    script = Script()
+async def test_closed_call_sends_nothing_more(script: Script) -> None:
     outlet, other = await script.open(1, "a"), await script.open(2, "b")
     script.requests.put_nowait(pb.DecodeManyRequest(call_id=1, close=pb.CloseCall()))
     await until(script.requests.empty)
@@ -286,11 +287,9 @@ async def test_closed_call_sends_nothing_more() -> None:
     other.put_tokens(batch(0))
     await until(lambda: script.messages)
     assert [update.call_id for update in script.messages[0].updates] == [2]
-    script.running.cancel()
 
 
-async def test_empty_request_ends_the_stream() -> None:
-    script = Script()
+async def test_empty_request_ends_the_stream(script: Script) -> None:
     script.requests.put_nowait(pb.DecodeManyRequest(call_id=1))
     with pytest.raises(InvalidRequest, match="open and close"):
         await script.running

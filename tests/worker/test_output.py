@@ -1,9 +1,12 @@
-"""Messages made of an engine's tokens, and answers kept for clients that stream them directly."""
+"""Streams of a worker: tokens in messages, answers kept for direct clients, changes of cached blocks for watchers."""
 
 import pytest
 
-from common.errors import InvalidRequest, KvrelayError
+from common.block_hash import BlockHashes
+from common.errors import InvalidRequest, KvrelayError, Overloaded
 from common.fake_tokenizer import byte_tokenizer
+from common.ids import BlockHash
+from common.kv_events import KvEvents
 from common.sampling import SamplingParams
 from common.wire import sampling_from_proto, sampling_to_proto, unpack_tokens
 from decode_worker.direct import CAPABILITY_BYTES, DirectAnswer
@@ -13,6 +16,7 @@ from kvrelay.v1 import sampling_pb2 as pb
 from tests.builders import expected_tokens, make_request
 from tests.worker.cluster import messages as read_messages
 from tests.worker.cluster import running_pair
+from worker.kv_event_hub import KvEventHub
 from worker.output import OutputStreams
 
 
@@ -77,3 +81,28 @@ async def test_late_client_gets_everything_in_messages_below_the_size_limit() ->
     answer.close(KvrelayError("over"))
     assert [len(message.tokens.tokens) for message in messages] == [4096, 4096, 10_000 - 2 * 4096]
     assert [t.token_index for message in messages for t in message.tokens.tokens] == list(range(10_000))
+
+
+A, B = BlockHash(b"a" * 16), BlockHash(b"b" * 16)
+
+
+async def test_watcher_merges_changes_to_the_last_one_of_each_hash() -> None:
+    hub = KvEventHub()
+    with hub.watch() as watcher:
+        hub.publish(KvEvents(stored=BlockHashes.of((A, B))))
+        hub.publish(KvEvents(removed=BlockHashes.of((A,))))
+        assert await watcher.next_changes() == KvEvents(stored=BlockHashes.of((B,)), removed=BlockHashes.of((A,)))
+        hub.publish(KvEvents())
+        assert await watcher.next_changes() == KvEvents()
+
+
+async def test_subscription_of_a_slow_watcher_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("worker.kv_event_hub.MAX_PENDING_CHANGES", 1)
+    hub = KvEventHub()
+    with hub.watch() as slow, hub.watch() as fast:
+        hub.publish(KvEvents(stored=BlockHashes.of((A,))))
+        assert await fast.next_changes() == KvEvents(stored=BlockHashes.of((A,)))
+        hub.publish(KvEvents(stored=BlockHashes.of((B,)), removed=BlockHashes.of((A,))))
+        hub.publish(KvEvents(stored=BlockHashes.of((A,))))
+        with pytest.raises(Overloaded):
+            await slow.next_changes()

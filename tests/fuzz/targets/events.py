@@ -14,9 +14,8 @@ from kvrelay.v1 import router_admin_pb2, worker_pb2, worker_pb2_grpc
 from measure.simulate.network import SimServer
 from router.index import PrefixIndex
 from tests.fuzz.callers import right_metadata
-from tests.fuzz.messages import Hints, draw
+from tests.fuzz.messages import Hints, Source, draw
 from tests.fuzz.services import ROUTER
-from tests.fuzz.source import Source
 from tests.fuzz.target import Target
 from tests.fuzz.world import World, set_workers_request
 

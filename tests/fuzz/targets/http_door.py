@@ -10,8 +10,8 @@ from typing import Any
 
 import httptools
 
+from tests.fuzz.messages import Source
 from tests.fuzz.services import MAX_MODEL_LEN
-from tests.fuzz.source import Source
 from tests.fuzz.target import Target
 from tests.fuzz.world import World
 

@@ -21,10 +21,9 @@ from kvrelay.v1 import decode_pb2, kv_transfer_pb2_grpc, prefix_pb2, sequence_pb
 from kvrelay.v1 import kv_transfer_pb2 as pb
 from measure.simulate.network import SimServer
 from tests.fuzz.callers import with_proof
-from tests.fuzz.messages import Hints, draw
+from tests.fuzz.messages import Hints, Source, draw
 from tests.fuzz.play import Step, play
 from tests.fuzz.services import BLOCK_SIZE
-from tests.fuzz.source import Source
 from tests.fuzz.target import Target, timing
 from tests.fuzz.targets.worker import ROOT, decode_step, sequence
 from tests.fuzz.world import World

@@ -7,10 +7,9 @@ from google.protobuf.message import Message
 
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import router_admin_pb2, sampling_pb2
-from tests.fuzz.messages import Hints, draw
+from tests.fuzz.messages import Hints, Source, draw
 from tests.fuzz.play import Step
 from tests.fuzz.services import MAX_MODEL_LEN, NUM_BLOCKS, ROUTER
-from tests.fuzz.source import Source
 from tests.fuzz.target import CallTarget, timing
 from tests.fuzz.world import World, set_workers_request
 

@@ -23,7 +23,7 @@ from common.trust.proofs import ProofVerifier
 from common.trust.tickets import PullRight, check_ticket
 from tests.fuzz.callers import change_fields, encoded, proof_of
 from tests.fuzz.members import AUTHORITY, credentials_of
-from tests.fuzz.source import Source
+from tests.fuzz.messages import Source
 from tests.fuzz.target import Target
 from tests.fuzz.world import World
 

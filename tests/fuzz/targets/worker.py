@@ -11,12 +11,11 @@ from common.sampling import SamplingParams
 from common.wire import pack_tokens, sampling_to_proto
 from engine.shared_memory import host_id
 from kvrelay.v1 import decode_pb2, kv_transfer_pb2, prefill_pb2, prefix_pb2, sequence_pb2, worker_pb2
-from tests.fuzz.messages import Hints, draw
+from tests.fuzz.callers import RIGHT, WORDS
+from tests.fuzz.messages import Hints, Source, draw
 from tests.fuzz.play import Step
 from tests.fuzz.services import BLOCK_SIZE, FuzzWorker
-from tests.fuzz.source import Source
 from tests.fuzz.target import CallTarget, timing
-from tests.fuzz.tickets import RIGHT, WORDS
 from tests.fuzz.world import World
 
 _FINGERPRINT = f"fake-v1-{BLOCK_SIZE}"

@@ -12,12 +12,11 @@ from openai import AsyncOpenAI
 
 from common.config import RouterConfig, ServingConfig
 from tests.router.fakes import (
-    DECODE,
-    PREFILL,
     TIMEOUT_S,
     FakeWorker,
     TestCluster,
     config_with,
+    pair,
     prompt_of,
     running_cluster,
 )
@@ -61,10 +60,6 @@ class HttpCluster:
         wanted = f'kvrelay_http_responses_total{{path="{path}",status="{status}"}} '
         found = [line for line in body.decode().splitlines() if line.startswith(wanted)]
         return round(float(found[0].rpartition(" ")[2])) if found else 0
-
-
-def pair() -> tuple[FakeWorker, FakeWorker]:
-    return FakeWorker("p0", PREFILL), FakeWorker("d0", DECODE)
 
 
 def body_of(**fields: Any) -> bytes:

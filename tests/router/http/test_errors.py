@@ -8,8 +8,8 @@ import pytest
 
 from common.errors import EngineFault, KvrelayError, error_classes
 from router.http.errors import error_body, kind_of
-from tests.router.fakes import config_with, prompt_of
-from tests.router.http.clients import CHAT, COMPLETIONS, fetch, held_cluster, http_cluster, pair
+from tests.router.fakes import config_with, full_pair, pair, prompt_of
+from tests.router.http.clients import CHAT, COMPLETIONS, HttpCluster, fetch, held_cluster, http_cluster
 from tests.router.test_tenants import KEYS, serving
 
 TURN: Any = {"messages": [{"role": "user", "content": "hi"}]}
@@ -76,13 +76,14 @@ def test_every_error_class_has_a_kind() -> None:
         (CHAT, {**TURN, "modalities": ["audio"]}, "modalities"),
     ],
 )
-async def test_bad_field_is_refused_by_its_name(path: str, fields: dict[str, Any], param: str) -> None:
-    async with http_cluster(*pair()) as http:
-        status, _headers, body = await fetch(http.port, "POST", path, json.dumps(fields).encode())
-        error = json.loads(body)["error"]
-        assert (status, error["param"], error["type"]) == (400, param, "invalid_request_error"), error
-        assert error["message"]
-        assert (await http.cluster.until_idle()).num_failed == 1
+async def test_bad_field_is_refused_by_its_name(
+    http: HttpCluster, path: str, fields: dict[str, Any], param: str
+) -> None:
+    status, _headers, body = await fetch(http.port, "POST", path, json.dumps(fields).encode())
+    error = json.loads(body)["error"]
+    assert (status, error["param"], error["type"]) == (400, param, "invalid_request_error"), error
+    assert error["message"]
+    assert (await http.cluster.until_idle()).num_failed == 1
 
 
 @pytest.mark.parametrize(
@@ -92,29 +93,26 @@ async def test_bad_field_is_refused_by_its_name(path: str, fields: dict[str, Any
         {"tool_choice": "none", "response_format": {"type": "text"}, "modalities": ["text"], "best_of": 1},
     ],
 )
-async def test_fields_that_change_no_answer_are_taken(fields: dict[str, Any]) -> None:
-    async with http_cluster(*pair()) as http:
-        reply = await http.chat(max_tokens=1, **fields)
-        assert reply.choices[0].finish_reason == "length"
+async def test_fields_that_change_no_answer_are_taken(http: HttpCluster, fields: dict[str, Any]) -> None:
+    reply = await http.chat(max_tokens=1, **fields)
+    assert reply.choices[0].finish_reason == "length"
 
 
-async def test_prompt_that_is_too_long_is_a_bad_request_with_openais_code() -> None:
-    async with http_cluster(*pair()) as http:
-        with pytest.raises(openai.BadRequestError) as caught:
-            await http.complete(prompt=prompt_of(200), max_tokens=None)
-        assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "prompt")
-        with pytest.raises(openai.BadRequestError) as caught:
-            await http.chat(messages=[{"role": "user", "content": "a" * 200}])
-        assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "messages")
+async def test_prompt_that_is_too_long_is_a_bad_request_with_openais_code(http: HttpCluster) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        await http.complete(prompt=prompt_of(200), max_tokens=None)
+    assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "prompt")
+    with pytest.raises(openai.BadRequestError) as caught:
+        await http.chat(messages=[{"role": "user", "content": "a" * 200}])
+    assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "messages")
 
 
-async def test_unknown_model_is_not_found() -> None:
-    async with http_cluster(*pair()) as http:
-        with pytest.raises(openai.NotFoundError) as caught:
-            await http.complete(model="other")
-        assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
-        with pytest.raises(openai.NotFoundError):
-            await http.client.models.retrieve("a/b")
+async def test_unknown_model_is_not_found(http: HttpCluster) -> None:
+    with pytest.raises(openai.NotFoundError) as caught:
+        await http.complete(model="other")
+    assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
+    with pytest.raises(openai.NotFoundError):
+        await http.client.models.retrieve("a/b")
 
 
 async def test_unknown_key_is_unauthenticated_before_the_body_is_read() -> None:
@@ -133,9 +131,7 @@ async def test_unknown_key_is_unauthenticated_before_the_body_is_read() -> None:
 
 
 async def test_full_queue_is_a_rate_limit_with_the_time_to_retry() -> None:
-    prefill, decode = pair()
-    decode.report.num_free_blocks, decode.report.num_running = 0, 1
-    async with http_cluster(prefill, decode, config=config_with(http_port=0, max_queued=1)) as http:
+    async with http_cluster(*full_pair(), config=config_with(http_port=0, max_queued=1)) as http:
         with pytest.raises(openai.RateLimitError) as caught:
             await http.complete(prompt=["hi", "ho"], max_tokens=1)
         headers = caught.value.response.headers

@@ -1,4 +1,4 @@
-"""Answers without failures, as OpenAI's own client reads them."""
+"""Answers without failures, as OpenAI's own client reads them, and endpoints that generate nothing."""
 
 import asyncio
 import json
@@ -7,8 +7,8 @@ from typing import Any
 import openai
 import pytest
 
-from tests.router.fakes import DECODE, FakeWorker, answer, config_with, prompt_of, sent_prompt
-from tests.router.http.clients import API_KEY, COMPLETIONS, fetch, http_cluster, pair
+from tests.router.fakes import DECODE, PREFILL, TIMEOUT_S, FakeWorker, answer, config_with, pair, prompt_of, sent_prompt
+from tests.router.http.clients import API_KEY, COMPLETIONS, HttpCluster, fetch, http_cluster
 
 pytestmark = pytest.mark.filterwarnings("error")
 MESSAGES: Any = [
@@ -31,29 +31,27 @@ async def test_completion_brings_every_token_and_the_usage() -> None:
         assert (await http.cluster.until_idle()).num_completed == 1
 
 
-async def test_completion_stream_brings_every_token_then_the_usage() -> None:
-    async with http_cluster(*pair()) as http:
-        stream = await http.complete(stream=True, stream_options={"include_usage": True}, return_token_ids=True)
-        chunks = [chunk async for chunk in stream]
-        *parts, last = chunks
-        assert [token for part in parts for token in part.choices[0].token_ids] == answer(prompt_of(10), 6)
-        assert parts[0].choices[0].prompt_token_ids == prompt_of(10)
-        assert [part.choices[0].finish_reason for part in parts] == [None] * (len(parts) - 1) + ["length"]
-        assert last.choices == []
-        assert (last.usage.prompt_tokens, last.usage.completion_tokens) == (10, 6)
-        assert len({chunk.id for chunk in chunks}) == 1
-        await http.cluster.until_idle()
+async def test_completion_stream_brings_every_token_then_the_usage(http: HttpCluster) -> None:
+    stream = await http.complete(stream=True, stream_options={"include_usage": True}, return_token_ids=True)
+    chunks = [chunk async for chunk in stream]
+    *parts, last = chunks
+    assert [token for part in parts for token in part.choices[0].token_ids] == answer(prompt_of(10), 6)
+    assert parts[0].choices[0].prompt_token_ids == prompt_of(10)
+    assert [part.choices[0].finish_reason for part in parts] == [None] * (len(parts) - 1) + ["length"]
+    assert last.choices == []
+    assert (last.usage.prompt_tokens, last.usage.completion_tokens) == (10, 6)
+    assert len({chunk.id for chunk in chunks}) == 1
+    await http.cluster.until_idle()
 
 
-async def test_running_usage_grows_by_the_tokens_of_each_event() -> None:
+async def test_running_usage_grows_by_the_tokens_of_each_event(http: HttpCluster) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
-    async with http_cluster(*pair()) as http:
-        num_tokens = 0
-        async for chunk in await http.complete(stream=True, stream_options=options, return_token_ids=True):
-            num_tokens += sum(len(choice.token_ids) for choice in chunk.choices)
-            assert (chunk.usage.prompt_tokens, chunk.usage.completion_tokens) == (10, num_tokens)
-            assert chunk.usage.total_tokens == 10 + num_tokens
-        assert num_tokens == 6
+    num_tokens = 0
+    async for chunk in await http.complete(stream=True, stream_options=options, return_token_ids=True):
+        num_tokens += sum(len(choice.token_ids) for choice in chunk.choices)
+        assert (chunk.usage.prompt_tokens, chunk.usage.completion_tokens) == (10, num_tokens)
+        assert chunk.usage.total_tokens == 10 + num_tokens
+    assert num_tokens == 6
 
 
 async def test_chat_is_tokenized_as_over_grpc() -> None:
@@ -64,29 +62,27 @@ async def test_chat_is_tokenized_as_over_grpc() -> None:
         assert (reply.choices[0].message.role, reply.choices[0].finish_reason) == ("assistant", "length")
 
 
-async def test_chat_stream_begins_each_choice_with_its_role() -> None:
-    async with http_cluster(*pair()) as http:
-        chunks = [chunk async for chunk in await http.chat(n=2, max_tokens=3, stream=True)]
-        for index in (0, 1):
-            mine = [chunk.choices[0] for chunk in chunks if chunk.choices[0].index == index]
-            assert [choice.delta.role for choice in mine] == ["assistant"] + [None] * (len(mine) - 1)
-            assert mine[-1].finish_reason == "length"
-        assert all(chunk.usage is None for chunk in chunks)
+async def test_chat_stream_begins_each_choice_with_its_role(http: HttpCluster) -> None:
+    chunks = [chunk async for chunk in await http.chat(n=2, max_tokens=3, stream=True)]
+    for index in (0, 1):
+        mine = [chunk.choices[0] for chunk in chunks if chunk.choices[0].index == index]
+        assert [choice.delta.role for choice in mine] == ["assistant"] + [None] * (len(mine) - 1)
+        assert mine[-1].finish_reason == "length"
+    assert all(chunk.usage is None for chunk in chunks)
 
 
-async def test_chat_stream_has_running_counts_and_prompt_ids_beside_its_choices() -> None:
+async def test_chat_stream_has_running_counts_and_prompt_ids_beside_its_choices(http: HttpCluster) -> None:
     options = {"continuous_usage_stats": True}
-    async with http_cluster(*pair()) as http:
-        stream = await http.chat(
-            messages=MESSAGES, max_tokens=5, stream=True, stream_options=options, return_token_ids=True
-        )
-        chunks = [chunk async for chunk in stream if chunk.choices and chunk.choices[0].model_extra]
-        counts = [len(chunk.choices[0].token_ids) for chunk in chunks]
-        usages = [chunk.usage for chunk in chunks if chunk.usage is not None]
-        assert [usage.completion_tokens for usage in usages] == [sum(counts[: i + 1]) for i in range(len(counts))]
-        assert sum(counts) == 5
-        assert bytes(chunks[0].prompt_token_ids).startswith(b"system: be brief")
-        assert {usage.prompt_tokens for usage in usages} == {len(chunks[0].prompt_token_ids)}
+    stream = await http.chat(
+        messages=MESSAGES, max_tokens=5, stream=True, stream_options=options, return_token_ids=True
+    )
+    chunks = [chunk async for chunk in stream if chunk.choices and chunk.choices[0].model_extra]
+    counts = [len(chunk.choices[0].token_ids) for chunk in chunks]
+    usages = [chunk.usage for chunk in chunks if chunk.usage is not None]
+    assert [usage.completion_tokens for usage in usages] == [sum(counts[: i + 1]) for i in range(len(counts))]
+    assert sum(counts) == 5
+    assert bytes(chunks[0].prompt_token_ids).startswith(b"system: be brief")
+    assert {usage.prompt_tokens for usage in usages} == {len(chunks[0].prompt_token_ids)}
 
 
 async def test_options_reach_the_worker_under_their_own_names() -> None:
@@ -120,18 +116,15 @@ async def test_length_without_a_limit_is_openais_or_the_servers(path: str, num_t
         assert reply.usage.completion_tokens == num_tokens
 
 
-async def test_completion_of_several_prompts_numbers_choices_by_prompt_and_sample() -> None:
+async def test_completion_of_several_prompts_numbers_choices_by_prompt_and_sample(http: HttpCluster) -> None:
     prompts = [prompt_of(5), prompt_of(9)]
-    async with http_cluster(*pair()) as http:
-        reply = await http.complete(prompt=prompts, n=2, max_tokens=4, return_token_ids=True, kvrelay={"report": True})
-        assert {choice.index: choice.token_ids for choice in reply.choices} == {
-            2 * position + sample: answer(prompt, 4, sample)
-            for position, prompt in enumerate(prompts)
-            for sample in (0, 1)
-        }
-        assert (reply.usage.prompt_tokens, reply.usage.completion_tokens) == (14, 16)
-        assert len(reply.kvrelay["requests"]) == 2
-        assert (await http.cluster.until_idle()).num_completed == 2
+    reply = await http.complete(prompt=prompts, n=2, max_tokens=4, return_token_ids=True, kvrelay={"report": True})
+    assert {choice.index: choice.token_ids for choice in reply.choices} == {
+        2 * position + sample: answer(prompt, 4, sample) for position, prompt in enumerate(prompts) for sample in (0, 1)
+    }
+    assert (reply.usage.prompt_tokens, reply.usage.completion_tokens) == (14, 16)
+    assert len(reply.kvrelay["requests"]) == 2
+    assert (await http.cluster.until_idle()).num_completed == 2
 
 
 async def test_report_has_plan_timings_and_transfer() -> None:
@@ -159,3 +152,91 @@ def test_sync_client_streams_and_lists_models() -> None:
             assert num_choices >= 1
 
     asyncio.run(run())
+
+
+async def ask(http: HttpCluster, method: str, path: str, **fields: Any) -> Any:
+    status, _headers, body = await fetch(http.port, method, path, json.dumps(fields).encode() if fields else b"")
+    assert status == 200, body
+    return json.loads(body)
+
+
+async def test_models_are_those_that_workers_told() -> None:
+    async with http_cluster(FakeWorker("d0", DECODE)) as http:
+        (model,) = (await ask(http, "GET", "/v1/models"))["data"]
+        assert (model["id"], model["object"], model["owned_by"], model["max_model_len"]) == (
+            *("fake", "model", "kvrelay"),
+            200,
+        )
+        assert model["vocab_size"] == 256
+        assert await ask(http, "GET", "/v1/models/fake") == model
+
+
+async def test_tokenize_and_detokenize_are_inverse() -> None:
+    async with http_cluster(FakeWorker("d0", DECODE)) as http:
+        told = await ask(http, "POST", "/tokenize", prompt="hé", return_token_strs=True)
+        assert told == {
+            "count": 3,
+            "max_model_len": 200,
+            "tokens": [104, 195, 169],
+            "token_strs": ["h", "\ufffd", "\ufffd"],
+        }
+        assert await ask(http, "POST", "/detokenize", tokens=told["tokens"]) == {"prompt": "hé"}
+        chat = await ask(http, "POST", "/tokenize", messages=[{"role": "user", "content": "hi"}])
+        assert bytes(chat["tokens"]) == b"user: hi\nassistant:"
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/tokenize", {}),
+        ("/tokenize", {"prompt": "a", "messages": []}),
+        ("/detokenize", {}),
+        ("/detokenize", {"tokens": [256]}),
+        ("/detokenize", {"tokens": [-1]}),
+    ],
+)
+async def test_tokens_of_nothing_sensible_are_refused(path: str, fields: dict[str, Any]) -> None:
+    async with http_cluster(FakeWorker("d0", DECODE)) as http:
+        assert (await fetch(http.port, "POST", path, json.dumps(fields).encode()))[0] == 400
+
+
+async def test_health_version_and_metrics_are_told() -> None:
+    async with http_cluster(FakeWorker("d0", DECODE)) as http:
+        assert await ask(http, "GET", "/health") == {"status": "ok"}
+        assert set(await ask(http, "GET", "/version")) == {"version"}
+        _status, headers, body = await fetch(http.port, "GET", "/metrics")
+        assert headers["content-type"].startswith("text/plain")
+        assert b"kvrelay_workers_ready 1.0" in body
+        assert await http.num_responses("/health", 200) == 1
+
+
+async def test_tokens_without_a_worker_are_unavailable() -> None:
+    async with http_cluster() as http:
+        assert (await fetch(http.port, "POST", "/tokenize", b'{"prompt": "a"}'))[0] == 503
+
+
+async def test_health_follows_the_workers_and_live_does_not() -> None:
+    decode = FakeWorker("d0", DECODE)
+    async with http_cluster(FakeWorker("p0", PREFILL)) as http, asyncio.timeout(TIMEOUT_S):
+
+        async def answers(path: str) -> tuple[int, bytes]:
+            status, _headers, body = await fetch(http.port, "GET", path)
+            return status, body
+
+        status, body = await answers("/health")
+        assert (status, json.loads(body)["error"]["message"]) == (503, "no decode worker is ready")
+        await decode.start()
+        await http.cluster.set_workers(decode)
+        while (await answers("/health"))[0] != 200:
+            pass
+        await decode.die()
+        while (await answers("/health"))[0] != 503:
+            pass
+        assert await answers("/live") == (200, b'{"status": "ok"}')
+
+
+async def test_health_of_a_router_that_sends_clients_elsewhere_is_bad() -> None:
+    async with http_cluster(FakeWorker("d0", DECODE)) as http:
+        http.cluster.router.door.is_leaving = True
+        assert (await fetch(http.port, "GET", "/health"))[0] == 503
+        assert (await fetch(http.port, "GET", "/live"))[0] == 200

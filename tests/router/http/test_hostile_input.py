@@ -8,8 +8,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from router.http.protocol import MAX_HEAD_BYTES
-from tests.router.fakes import TIMEOUT_S, config_with, prompt_of
-from tests.router.http.clients import CHAT, COMPLETIONS, fetch, http_cluster, pair
+from tests.router.fakes import TIMEOUT_S, config_with, pair, prompt_of
+from tests.router.http.clients import CHAT, COMPLETIONS, HttpCluster, fetch, http_cluster
 
 BODIES = {
     "nothing": b"",
@@ -39,14 +39,13 @@ BODIES = {
 
 
 @pytest.mark.parametrize("name", BODIES)
-async def test_malformed_body_is_a_bad_request_and_leaves_nothing(name: str) -> None:
-    async with http_cluster(*pair()) as http:
-        for path in (COMPLETIONS, CHAT):
-            status, headers, body = await fetch(http.port, "POST", path, BODIES[name])
-            assert (status, headers["content-type"]) == (400, "application/json"), body
-            assert set(json.loads(body)["error"]) == {"message", "type", "param", "code"}
-            assert len(body) < 1000
-        await http.cluster.until_idle()
+async def test_malformed_body_is_a_bad_request_and_leaves_nothing(http: HttpCluster, name: str) -> None:
+    for path in (COMPLETIONS, CHAT):
+        status, headers, body = await fetch(http.port, "POST", path, BODIES[name])
+        assert (status, headers["content-type"]) == (400, "application/json"), body
+        assert set(json.loads(body)["error"]) == {"message", "type", "param", "code"}
+        assert len(body) < 1000
+    await http.cluster.until_idle()
 
 
 _JSON = st.recursive(
@@ -101,17 +100,16 @@ async def test_body_that_is_much_too_large_is_refused_while_it_comes(start: byte
         await http.cluster.until_idle()
 
 
-async def test_head_without_an_end_breaks_the_connection() -> None:
-    async with http_cluster(*pair()) as http:
-        _reader, writer = await asyncio.open_connection("127.0.0.1", http.port)
-        writer.write(b"POST /v1/completions HTTP/1.1\r\nx: ")
-        async with asyncio.timeout(TIMEOUT_S):
-            with pytest.raises(ConnectionError):
-                for _ in range(1000):
-                    writer.write(b"x" * (MAX_HEAD_BYTES // 8))
-                    await writer.drain()
-        writer.transport.abort()
-        assert (await fetch(http.port, "GET", "/health"))[0] == 200
+async def test_head_without_an_end_breaks_the_connection(http: HttpCluster) -> None:
+    _reader, writer = await asyncio.open_connection("127.0.0.1", http.port)
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nx: ")
+    async with asyncio.timeout(TIMEOUT_S):
+        with pytest.raises(ConnectionError):
+            for _ in range(1000):
+                writer.write(b"x" * (MAX_HEAD_BYTES // 8))
+                await writer.drain()
+    writer.transport.abort()
+    assert (await fetch(http.port, "GET", "/health"))[0] == 200
 
 
 @pytest.mark.parametrize(
@@ -126,23 +124,23 @@ async def test_head_without_an_end_breaks_the_connection() -> None:
         ("HEAD", "/health", 200),
     ],
 )
-async def test_other_paths_and_methods_are_refused_in_openais_form(method: str, path: str, status: int) -> None:
-    async with http_cluster(*pair()) as http:
-        found, _headers, body = await fetch(http.port, method, path)
-        assert found == status
-        if status != 200:
-            assert json.loads(body)["error"]["type"] == "invalid_request_error"
+async def test_other_paths_and_methods_are_refused_in_openais_form(
+    http: HttpCluster, method: str, path: str, status: int
+) -> None:
+    found, _headers, body = await fetch(http.port, method, path)
+    assert found == status
+    if status != 200:
+        assert json.loads(body)["error"]["type"] == "invalid_request_error"
 
 
-async def test_requests_on_one_connection_are_answered_in_order() -> None:
-    async with http_cluster(*pair()) as http:
-        reader, writer = await asyncio.open_connection("127.0.0.1", http.port)
-        body = json.dumps({"prompt": prompt_of(5), "max_tokens": 1}).encode()
-        top = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
-        writer.write((top + body) * 3)
-        async with asyncio.timeout(TIMEOUT_S):
-            for _ in range(3):
-                assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
-                assert json.loads(await reader.readuntil(b"}}}"))["choices"]
-        writer.close()
-        assert (await http.cluster.until_idle()).num_completed == 3
+async def test_requests_on_one_connection_are_answered_in_order(http: HttpCluster) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", http.port)
+    body = json.dumps({"prompt": prompt_of(5), "max_tokens": 1}).encode()
+    top = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
+    writer.write((top + body) * 3)
+    async with asyncio.timeout(TIMEOUT_S):
+        for _ in range(3):
+            assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
+            assert json.loads(await reader.readuntil(b"}}}"))["choices"]
+    writer.close()
+    assert (await http.cluster.until_idle()).num_completed == 3

@@ -1,6 +1,7 @@
-"""The fuzzer finds each fault that these tests put into the services on purpose."""
+"""The fuzzers find each fault put in on purpose, and nothing in kept inputs, old findings and some inputs by chance."""
 
 import asyncio
+import random
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -14,10 +15,15 @@ from kv_transfer import serve
 from kv_transfer.handoff import HandoffTable
 from router.codec import ByteCodec
 from router.validation import RequestReader
+from tests.fuzz.callers import WORDS
+from tests.fuzz.child import CORPUS, REGRESSIONS, mutate, read_inputs, read_kept
+from tests.fuzz.http.__main__ import fuzz
+from tests.fuzz.http.door import running_door
+from tests.fuzz.http.oracle import Log
+from tests.fuzz.http.wire_cases import REQUESTS, WireCases
 from tests.fuzz.members import DENIED, credentials_of
-from tests.fuzz.runner import Runner
+from tests.fuzz.runner import MAX_LOOP_S, Finding, Runner
 from tests.fuzz.targets.catalog import TARGETS
-from tests.fuzz.tickets import WORDS
 
 PLAIN = bytes(2)
 """One call without a change; of the router, a request for some tokens."""
@@ -93,9 +99,7 @@ def test_handoff_that_stays_is_found(pull_server: Runner, monkeypatch: pytest.Mo
     assert "held" in kinds(pull_server, fetch_of_a_handoff_that_nobody_fills)
 
 
-def test_call_that_is_served_to_whoever_may_not_make_it_is_found(
-    worker: Runner, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_call_served_to_a_caller_who_may_not_make_it_is_found(worker: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
     decode_without_a_proof = bytes([*bytes(7), 255, 0])
     assert kinds(worker, decode_without_a_proof) == set()
     real = Guard._by_proof  # noqa: SLF001
@@ -120,3 +124,56 @@ def test_undocumented_exception_of_a_check_is_found(trust: Runner, monkeypatch: 
 
     monkeypatch.setattr(ProofVerifier, "verify", decode)
     assert kinds(trust, bytes([0])) == {"raised"}
+
+
+_NUM_BY_CHANCE = 80
+"""Inputs per target: a count, not a time, so that every machine runs the same ones."""
+_MAX_BYTES = 300_000
+
+
+@pytest.fixture(params=TARGETS)
+def runner(request: pytest.FixtureRequest) -> Iterator[Runner]:
+    with Runner(TARGETS[request.param](), max_loop_s=MAX_LOOP_S).running() as running:
+        yield running
+
+
+def found_in(runner: Runner, data: bytes) -> list[Finding]:
+    """Return what is wrong with an input again and again: a busy machine is slow once."""
+    return runner.try_again(data) if runner.try_input(data) else []
+
+
+def test_kept_inputs_and_regressions_are_served(runner: Runner) -> None:
+    name = runner.target.name
+    for data in (*runner.target.seeds(), *read_inputs([REGRESSIONS / name]), *read_kept(name)):
+        assert found_in(runner, data) == [], data.hex()
+
+
+def test_inputs_by_chance_are_served(runner: Runner) -> None:
+    draw = random.Random(1)
+    inputs = read_kept(runner.target.name)
+    for _ in range(_NUM_BY_CHANCE):
+        data = mutate(draw, inputs)
+        assert found_in(runner, data) == [], data.hex()
+
+
+def test_the_inputs_that_are_kept_are_small() -> None:
+    files = [path for root in (CORPUS, REGRESSIONS) for path in root.rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in files) <= _MAX_BYTES
+
+
+def test_whatever_comes_at_the_http_door_gets_one_documented_answer_and_leaves_nothing() -> None:
+    log = fuzz(7, lambda num_rounds: num_rounds < 1, num_examples=10)
+    assert list(map(str, log.findings.values())) == []
+    served = {where for where, status in log.statuses if status == 200}
+    assert {"POST /v1/completions", "POST /v1/chat/completions", "bytes on a connection"} <= served
+
+
+def test_fuzzer_notices_an_answer_that_is_missing() -> None:
+    log = Log()
+    with running_door() as door:
+        cases = WireCases(door, log)
+        request, status = REQUESTS[0]
+        cases._expect([request[:-2] + b"connection: close\r\n\r\n"], [status])  # noqa: SLF001
+        assert not log.findings
+        cases._expect([request[:-2] + b"connection: close\r\n\r\n"], [status, status])  # noqa: SLF001
+    assert len(log.findings) == 1

@@ -1,0 +1,108 @@
+"""The kernels for pages and 8-bit weights against plain torch, in the interpreter or on a GPU."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.cuda.kv_copy import block_view, move_blocks_in_torch
+from engine.executor import NONCE_BYTES
+from engine.model.quantize import FP8_MAX, quantize_rows_in_torch
+from tests.engine.cuda_kv.support import DEVICE, make_shape, make_storage
+
+pytest.importorskip("triton")
+
+from engine.cuda.kernels import int8_linear, move_blocks, quantize_rows
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    num_parts=st.integers(1, 4),
+    num_words=st.sampled_from([1, 7, 1023, 1024, 1025]),
+    dtype=st.sampled_from([torch.int64, torch.int32, torch.int16, torch.uint8]),
+    ids=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 5)), max_size=6, unique_by=lambda pair: pair[1]),
+    layouts=st.tuples(st.booleans(), st.booleans()),
+)
+def test_move_blocks_equals_torch_in_every_layout(
+    num_parts: int,
+    num_words: int,
+    dtype: torch.dtype,
+    ids: list[tuple[int, int]],
+    layouts: tuple[bool, bool],
+) -> None:
+    def blocks(num_blocks: int, by_part: bool) -> torch.Tensor:
+        sizes = (num_parts, num_blocks, num_words) if by_part else (num_blocks, num_parts, num_words)
+        values = torch.arange(num_blocks * num_parts * num_words).to(dtype).view(sizes).to(DEVICE)
+        return values.transpose(0, 1) if by_part else values
+
+    source, target = blocks(4, layouts[0]) + 1, blocks(6, layouts[1])
+    source_ids = torch.tensor([pair[0] for pair in ids], dtype=torch.int64, device=DEVICE)
+    target_ids = torch.tensor([pair[1] for pair in ids], dtype=torch.int64, device=DEVICE)
+    expected = target.clone()
+    move_blocks_in_torch(source, source_ids, expected, target_ids)
+    move_blocks(source, source_ids, target, target_ids)
+    assert torch.equal(target, expected)
+
+
+@pytest.mark.parametrize(
+    ("block_size", "head_dim", "dtype"),
+    [(16, 128, "bfloat16"), (4, 10, "float32"), (3, 10, "float16"), (1, 5, "float8_e4m3fn")],
+)
+def test_move_blocks_between_pages_of_any_word_equals_torch(block_size: int, head_dim: int, dtype: str) -> None:
+    shape = make_shape(dtype=dtype, head_dim=head_dim, num_kv_heads=3, block_size=block_size)
+    source, target, expected = (make_storage(shape, 7, seed=seed)[:-NONCE_BYTES] for seed in (0, 1, 1))
+    source_ids, target_ids = torch.tensor([5, 0, 6], device=DEVICE), torch.tensor([1, 6, 2], device=DEVICE)
+    move_blocks(block_view(source, shape), source_ids, block_view(target, shape), target_ids)
+    move_blocks_in_torch(block_view(source, shape), source_ids, block_view(expected, shape), target_ids)
+    assert torch.equal(target, expected)
+
+
+def random_values(*sizes: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> torch.Tensor:
+    return torch.randn(sizes, generator=torch.Generator().manual_seed(seed)).to(dtype).to(DEVICE)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("num_tokens", "num_features"), [(1, 1), (1, 576), (3, 60), (5, 513)])
+def test_quantize_rows_of_e4m3_values_restores_them(num_tokens: int, num_features: int, dtype: torch.dtype) -> None:
+    values = random_values(num_tokens, num_features, dtype=torch.float32).mul(8).to(torch.float8_e4m3fn).to(dtype)
+    values[:, 0] = -FP8_MAX
+    factors = 2.0 ** torch.arange(num_tokens, device=DEVICE)[:, None]
+    rows, scales = quantize_rows(values * factors.to(dtype))
+    assert torch.equal(scales, factors)
+    assert torch.equal(rows.to(dtype), values)
+
+
+@pytest.mark.skipif(DEVICE.type == "cpu", reason="the interpreter loses the carry where it rounds up to a power of two")
+def test_quantize_rows_of_any_values_equals_torch() -> None:
+    x = random_values(7, 4096)
+    rows, scales = quantize_rows(x)
+    expected_rows, expected_scales = quantize_rows_in_torch(x)
+    assert torch.equal(scales, expected_scales)
+    different = rows.view(torch.uint8) != expected_rows.view(torch.uint8)
+    assert different.float().mean() < 1e-3, "only ties may turn, where the two divide differently"
+
+
+def test_quantize_rows_of_a_part_of_a_wider_tensor_reads_that_part() -> None:
+    wide = random_values(4, 96)
+    rows, scales = quantize_rows(wide[:, :32])
+    expected_rows, expected_scales = quantize_rows(wide[:, :32].contiguous())
+    assert torch.equal(rows.view(torch.uint8), expected_rows.view(torch.uint8))
+    assert torch.equal(scales, expected_scales)
+
+
+def test_quantize_rows_of_zeros_restores_zeros() -> None:
+    rows, scales = quantize_rows(torch.zeros(2, 40, dtype=torch.bfloat16, device=DEVICE))
+    assert torch.equal(rows.float() * scales, torch.zeros(2, 40, device=DEVICE))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(("num_tokens", "num_in", "num_out"), [(1, 128, 32), (3, 60, 72), (17, 129, 33), (64, 40, 31)])
+def test_int8_linear_equals_torch(num_tokens: int, num_in: int, num_out: int, dtype: torch.dtype) -> None:
+    x, scale = random_values(num_tokens, num_in, dtype=dtype), random_values(num_out, 1, dtype=dtype, seed=1)
+    weight = torch.randint(-127, 128, (num_out, num_in), generator=torch.Generator().manual_seed(2), dtype=torch.int8)
+    weight = weight.to(DEVICE)
+    expected = (x.double() @ (weight.double() * scale.double()).t()).float()
+    found = int8_linear(x, weight, scale)
+    assert found.dtype is dtype
+    error = (found.float() - expected).abs().max() / expected.abs().max()
+    assert error < {torch.bfloat16: 5e-3, torch.float16: 1e-3, torch.float32: 1e-6}[dtype]
