@@ -18,9 +18,9 @@ from benchmarks.trust import HOST, Child, running_child
 from common.ports import free_port, with_port
 from common.rpc import client_channel
 from common.trust.authority import Authority
+from common.trust.channels import Reach
 from common.trust.credentials import Credentials
 from common.trust.identity import Role
-from common.trust.reach import Reach
 from kvrelay.v1 import router_admin_pb2, router_admin_pb2_grpc, worker_pb2, worker_pb2_grpc
 
 _START_TIMEOUT_S = 60.0

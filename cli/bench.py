@@ -9,22 +9,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cli.bench_measure import measure, show
 from cli.bench_options import (
     CheckOption,
     Criteria,
     Output,
     counted,
-    options_from_dataclasses,
     output,
     served_objectives,
 )
 from cli.bench_record import record
-from cli.bench_results import compare, report
+from cli.bench_results import compare, measure, report, show
 from cli.bench_workload import Limits, Replay, Shape, TraceOption, WorkloadOption, workload_spec
 from cli.console import err
 from cli.errors import EXIT_INTERRUPTED, CliError
-from cli.options import DEFAULT_CONFIG, ApiKeyOption, CaOption, ConfigOption
+from cli.options import DEFAULT_CONFIG, ApiKeyOption, CaOption, ConfigOption, options_from_dataclasses
 from cli.target import find_cluster
 
 if TYPE_CHECKING:
@@ -40,7 +38,7 @@ def bench() -> None:
     """Put a server under load and measure the latencies of its users.
 
     \b
-    kvrelay bench run --rate 4 --ttft 0.5 --itl 0.05    test a server against these objectives
+    kvrelay bench run --rate 4 --ttft 0.5 --tpot 0.05   test a server against these objectives
     kvrelay bench report DIR --ttft 1                   judge the same run by others
     kvrelay bench compare DIR1 DIR2                     compare two runs
     kvrelay bench record today.jsonl --duration 600     record live traffic for a replay
@@ -139,7 +137,7 @@ def run(
 
     \b
     kvrelay bench run                                      one request a second, for a minute
-    kvrelay bench run --rate 4 --duration 120 --ttft 0.5 --itl 0.05
+    kvrelay bench run --rate 4 --duration 120 --ttft 0.5 --tpot 0.05
     kvrelay bench run -k 16 --turns 6 --prefix-tokens 300  sixteen chats at any time
     kvrelay bench run --trace conversation.jsonl --shrink 16 --load 2
     kvrelay bench run -T http://127.0.0.1:8000/v1 -w chats.yaml --check 0.99
@@ -164,7 +162,7 @@ def run(
         target=server.spec(),
         workload=build_workload(specification, load=limits.load),
         specification=specification.model_dump(mode="json", exclude_none=True) | scaled,
-        slo=None if criteria.ttft is None and criteria.itl is None else judgement.slo,
+        slo=None if criteria.ttft is None and criteria.tpot is None else judgement.slo,
         timeout_s=sending.timeout,
         drain_s=sending.drain,
         processes=sending.processes,

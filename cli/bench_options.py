@@ -2,10 +2,8 @@
 
 import dataclasses
 import functools
-import inspect
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -32,27 +30,6 @@ CheckOption = Annotated[
         help=f"Exit with {EXIT_BELOW_BOUND} when a smaller share of the requests meets both objectives; for CI.",
     ),
 ]
-
-
-def options_from_dataclasses(command: Callable[..., None]) -> Callable[..., None]:
-    """Return `command` with each field of its dataclass parameters as an option of its own."""
-    hints = get_type_hints(command, include_extras=True)
-    groups = {name: hint for name, hint in hints.items() if isinstance(hint, type) and dataclasses.is_dataclass(hint)}
-    parameters = []
-    for name, parameter in inspect.signature(command).parameters.items():
-        own = inspect.signature(groups[name]).parameters.values() if name in groups else [parameter]
-        parameters += [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in own]
-
-    @functools.wraps(command)
-    def with_options(**values: Any) -> None:
-        for name, group in groups.items():
-            own = {field.name: values.pop(field.name) for field in dataclasses.fields(group)}
-            values[name] = group(**own)
-        command(**values)
-
-    with_options.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    with_options.__annotations__ = {each.name: each.annotation for each in parameters}
-    return with_options
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,9 +64,11 @@ class Criteria:
             help="Longer prompts may take proportionally longer to the first token; default: likewise.",
         ),
     ] = None
-    itl: Annotated[
+    tpot: Annotated[
         float | None,
-        objective("--itl", min=0, metavar="SECONDS", help="Mean gap between a request's tokens; default: likewise."),
+        objective(
+            "--tpot", "--itl", min=0, metavar="SECONDS", help="Mean gap between a request's tokens; default: likewise."
+        ),
     ] = None
     warm_up: Annotated[
         float | None,
@@ -114,7 +93,7 @@ class Criteria:
 
     def judgement(self, defaults: "Slo", required_share: float | None = None) -> Judgement:
         """Return what these options ask for; objectives that are not given are those of `defaults`."""
-        given = {"ttft_s": self.ttft, "ttft_tokens": self.ttft_tokens, "itl_s": self.itl}
+        given = {"ttft_s": self.ttft, "ttft_tokens": self.ttft_tokens, "tpot_s": self.tpot}
         changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
         return Judgement(
             slo=dataclasses.replace(defaults, **changes),

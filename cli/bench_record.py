@@ -8,8 +8,8 @@ import typer
 
 from cli.console import Progress, err
 from cli.errors import CliError
-from cli.options import DEFAULT_CONFIG, AddressOption, ApiKeyOption, CaOption, ConfigOption
-from cli.target import find_cluster
+from cli.options import options_from_dataclasses
+from cli.target import Connection
 from common.signals import sigterm_interrupts, uninterrupted
 
 if TYPE_CHECKING:
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from measure.workload.traces import TrafficTrace
 
 
+@options_from_dataclasses
 def record(
     path: Annotated[Path, typer.Argument(metavar="OUT.jsonl", help="File of the trace.")],
     duration_s: Annotated[
@@ -33,10 +34,8 @@ def record(
     limit: Annotated[
         int | None, typer.Option("--limit", "-n", min=1, help="Stop after this many requests.", show_default=False)
     ] = None,
-    address: AddressOption = None,
-    ca: CaOption = None,
-    api_key: ApiKeyOption = None,
-    config_path: ConfigOption = DEFAULT_CONFIG,
+    *,
+    connection: Connection,
 ) -> None:
     """Record live traffic as a trace: arrivals, lengths, and the prefixes that prompts share.
 
@@ -48,14 +47,12 @@ def record(
     kvrelay bench record today.jsonl --duration 600
     kvrelay trace stats today.jsonl
     """  # noqa: D301 - \b marks a preformatted block
-    from kvrelay.client import Client
     from measure.workload.traces import TrafficTrace
 
     if path.suffix != ".jsonl":
         raise CliError(f"{path}: a recording must end in .jsonl")
     trace = TrafficTrace()
-    cluster = find_cluster(address, ca, config_path)
-    with Client(cluster.address, **cluster.client_options(api_key)) as client:
+    with connection.client() as client:
         stream = client.record(duration_s=duration_s)
         with sigterm_interrupts(), suppress(KeyboardInterrupt):
             _read(stream, trace, limit)

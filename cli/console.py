@@ -2,10 +2,14 @@
 
 import sys
 import time
+from collections.abc import Callable
+from time import sleep
 from types import TracebackType
 from typing import Self
 
 from rich.console import Console, RenderableType
+from rich.live import Live
+from rich.text import Text
 
 _FILE_WIDTH = 180
 out = Console(markup=False, highlight=False, emoji=False)
@@ -27,6 +31,23 @@ def print_wide(renderable: RenderableType) -> None:
     """Print a table to stdout: as wide as the terminal, or as wide as it likes when stdout is a file or a pipe."""
     console = out if out.is_terminal else Console(markup=False, highlight=False, emoji=False, width=_FILE_WIDTH)
     console.print(renderable)
+
+
+def watch_view(view: Callable[[], RenderableType], interval_s: float) -> None:
+    """Keep a view on the screen until Ctrl-C; a failure to make it after the first time is shown in its place."""
+    from common.errors import KvrelayError  # gRPC, which not every command needs
+
+    try:
+        with Live(view(), console=out, auto_refresh=False) as live:
+            while True:
+                sleep(interval_s)
+                try:
+                    latest = view()
+                except KvrelayError as error:  # a router that restarts comes back into view
+                    latest = Text(f"{error.message}\nstill trying; Ctrl-C ends")
+                live.update(latest, refresh=True)
+    except KeyboardInterrupt:
+        return
 
 
 class Progress:

@@ -13,8 +13,8 @@ from rich.text import Text
 
 from cli.console import err, print_wide
 from cli.errors import EXIT_FAILURE
-from cli.options import DEFAULT_CONFIG, AddressOption, ApiKeyOption, CaOption, ConfigOption
-from cli.target import find_cluster, run_dir_of
+from cli.options import DEFAULT_CONFIG, options_from_dataclasses
+from cli.target import Connection, run_dir_of
 
 if TYPE_CHECKING:
     from cluster.doctor.finding import Finding
@@ -22,11 +22,10 @@ if TYPE_CHECKING:
 _MARKS = {"ok": ("ok", "green"), "warning": ("warning", "yellow"), "failure": ("FAILURE", "bold red")}
 
 
+@options_from_dataclasses
 def doctor(
-    config_path: ConfigOption = DEFAULT_CONFIG,
-    address: AddressOption = None,
-    api_key: ApiKeyOption = None,
-    ca: CaOption = None,
+    *,
+    connection: Connection,
     host_only: Annotated[bool, typer.Option("--host-only", help="Check only this host, not the cluster.")] = False,
     hosts: Annotated[
         Path | None,
@@ -46,7 +45,7 @@ def doctor(
 
     It changes nothing.
     """  # noqa: D301 - \b marks a preformatted block
-    findings = _ask_hosts(hosts) if hosts else _collect(config_path, address, ca, api_key, host_only=host_only)
+    findings = _ask_hosts(hosts) if hosts else _collect(connection, host_only=host_only)
     if as_json:
         typer.echo(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=2))
     else:
@@ -63,9 +62,7 @@ def _ask_hosts(path: Path) -> "list[Finding]":
     return asyncio.run(check_hosts(read_hosts(path), run_command))
 
 
-def _collect(
-    config_path: Path, address: str | None, ca: Path | None, api_key: str | None, *, host_only: bool
-) -> "list[Finding]":
+def _collect(connection: Connection, *, host_only: bool) -> "list[Finding]":
     from cluster.doctor.host import check_host, this_host
     from cluster.doctor.service import check_service
     from cluster.lifecycle import read_info
@@ -73,6 +70,7 @@ def _collect(
     from common.config import ServingConfig, load_config
     from kvrelay.client import AsyncClient
 
+    config_path, address = connection.config_path, connection.address
     has_file = config_path.exists() or config_path != DEFAULT_CONFIG
     config = load_config(config_path) if has_file else ServingConfig()
     is_up = read_info(run_dir_of(config_path)) is not None
@@ -83,10 +81,10 @@ def _collect(
         err.print("no cluster runs here: only this host was checked (name a cluster with --address)")
         return findings
     compared = config if has_file and address is None else None
-    cluster = find_cluster(address, ca, config_path)
+    cluster = connection.cluster()
     # A cluster that was named by its address may have been started elsewhere; its workers tell operators only.
     operator = operator_credentials(run_dir_of(config_path))
-    client = partial(AsyncClient, cluster.address, **cluster.client_options(api_key))
+    client = partial(AsyncClient, cluster.address, **cluster.client_options(connection.api_key))
     return findings + asyncio.run(check_service(client, compared, operator=operator))
 
 

@@ -9,23 +9,21 @@ import typer
 from rich.console import Group, RenderableType
 
 from cli.console import err, print_wide
-from cli.options import DEFAULT_CONFIG, AddressOption, ApiKeyOption, CaOption, ConfigOption
-from cli.render import plan_text, seconds
-from cli.split_table import SplitTable
-from cli.target import find_cluster
-from kvrelay.client import Candidate, Client, Decision
+from cli.options import options_from_dataclasses
+from cli.render import SplitTable, plan_text, seconds
+from cli.target import Connection
+from kvrelay.client import Candidate, Decision
 
 _TIMEOUT_S = 10.0
 
 
+@options_from_dataclasses
 def explain(
     request_id: Annotated[
         str | None, typer.Argument(metavar="[REQUEST_ID]", help="The id in `generate --show-stats` and in the logs.")
     ] = None,
-    address: AddressOption = None,
-    ca: CaOption = None,
-    api_key: ApiKeyOption = None,
-    config_path: ConfigOption = DEFAULT_CONFIG,
+    *,
+    connection: Connection,
     last: Annotated[int, typer.Option("--last", "-n", metavar="N", min=1, help="Largest number of decisions.")] = 3,
     as_json: Annotated[bool, typer.Option("--json", help="Print every field, as JSON.")] = False,
 ) -> None:
@@ -36,8 +34,7 @@ def explain(
     kvrelay explain req-…            those on one request
     kvrelay explain --last 100 --json | jq '.[].outcome'
     """  # noqa: D301 - \b marks a preformatted block
-    cluster = find_cluster(address, ca, config_path)
-    with Client(cluster.address, **cluster.client_options(api_key), timeout_s=_TIMEOUT_S) as client:
+    with connection.client(timeout_s=_TIMEOUT_S) as client:
         decisions = client.explain(request_id, limit=last)
     if as_json:
         typer.echo(json.dumps([dataclasses.asdict(decision) for decision in decisions], indent=2))

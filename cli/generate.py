@@ -1,20 +1,19 @@
 """`kvrelay generate`: one answer, from the cluster or from an engine in this very process."""
 
-import enum
+import asyncio
+import secrets
 import sys
 import time
-from typing import Annotated
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from cli.console import err, write_text
-from cli.in_process import local_config, run_in_process
+from cli.console import Progress, err, write_text
 from cli.options import (
     DEFAULT_CONFIG,
-    AddressOption,
-    ApiKeyOption,
-    CaOption,
-    ConfigOption,
     MaxNewTokensOption,
     ModelOption,
     SeedOption,
@@ -22,33 +21,24 @@ from cli.options import (
     TimeoutOption,
     TopKOption,
     TopPOption,
+    options_from_dataclasses,
     sampling_options,
 )
-from cli.render import stats_lines
-from cli.target import find_cluster
+from cli.render import seconds, stats_lines, throughput
+from cli.target import Connection
 from kvrelay.client import ChatMessage, Client, Prompt, SamplingOptions, Token
 
+if TYPE_CHECKING:
+    from common.config import ServingConfig
+    from common.sampling import SamplingParams
+    from router.codec import Codec
+
 _IN_PROCESS = "In-process"
+_overrides = partial(typer.Option, help="Overrides the file.", rich_help_panel=_IN_PROCESS)
 _STDIN = "-"
 
 
-class Device(enum.StrEnum):
-    """Device and threads of an in-process model."""
-
-    AUTO = "auto"
-    CPU = "cpu"
-    CUDA = "cuda"
-
-
-class Dtype(enum.StrEnum):
-    """Number format of an in-process model."""
-
-    AUTO = "auto"
-    FLOAT32 = "float32"
-    BFLOAT16 = "bfloat16"
-    FLOAT16 = "float16"
-
-
+@options_from_dataclasses
 def generate(
     prompt: Annotated[str, typer.Option("--prompt", "-p", help="The prompt; '-' reads standard input.")],
     chat: Annotated[
@@ -58,10 +48,8 @@ def generate(
     show_stats: Annotated[
         bool, typer.Option("--show-stats", "-s", help="Show the cost of the answer, on stderr.")
     ] = False,
-    address: AddressOption = None,
-    ca: CaOption = None,
-    api_key: ApiKeyOption = None,
-    config_path: ConfigOption = DEFAULT_CONFIG,
+    *,
+    connection: Connection,
     timeout_s: TimeoutOption = None,
     max_new_tokens: MaxNewTokensOption = None,
     temperature: TemperatureOption = 0.0,
@@ -71,12 +59,8 @@ def generate(
     in_process: Annotated[
         bool, typer.Option("--in-process", help="Load the model here, without a cluster.", rich_help_panel=_IN_PROCESS)
     ] = False,
-    device: Annotated[
-        Device | None, typer.Option("--device", help="Overrides the file.", rich_help_panel=_IN_PROCESS)
-    ] = None,
-    dtype: Annotated[
-        Dtype | None, typer.Option("--dtype", help="Overrides the file.", rich_help_panel=_IN_PROCESS)
-    ] = None,
+    device: Annotated[Literal["auto", "cpu", "cuda"] | None, _overrides("--device")] = None,
+    dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"] | None, _overrides("--dtype")] = None,
     local_files_only: Annotated[
         bool, typer.Option("--local-files-only", help="Never download a model.", rich_help_panel=_IN_PROCESS)
     ] = False,
@@ -96,15 +80,14 @@ def generate(
         max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
     )
     if in_process:
-        if address is not None or timeout_s is not None:
+        if connection.address is not None or timeout_s is not None:
             raise typer.BadParameter("--address and --timeout make no sense with --in-process")
         overrides = {"id": model, "device": device, "dtype": dtype, "local_files_only": local_files_only or None}
-        stats = run_in_process(local_config(config_path, overrides), source, sampling)
+        stats = run_in_process(local_config(connection.config_path, overrides), source, sampling)
     else:
         if device or dtype or local_files_only:
             raise typer.BadParameter("--device, --dtype and --local-files-only need --in-process")
-        cluster = find_cluster(address, ca, config_path)
-        with Client(cluster.address, **cluster.client_options(api_key), timeout_s=timeout_s) as client:
+        with connection.client(timeout_s=timeout_s) as client:
             stats = _run_on_cluster(client, source, sampling, model=model or "")
     if show_stats:
         for line in stats:
@@ -121,3 +104,104 @@ def _run_on_cluster(client: Client, source: Prompt, sampling: SamplingOptions, *
         elapsed_s = time.perf_counter() - started_s
         write_text("\n")
         return stats_lines(stream.result(), elapsed_s=elapsed_s)
+
+
+def local_config(config_path: Path, overrides: Mapping[str, Any]) -> "ServingConfig":
+    """Return the file's configuration, or the default one, with the command line's `model` keys; None is no override.
+
+    Raises ConfigError.
+    """
+    from common.config import ServingConfig, load_config, parse_config
+
+    is_default = config_path == DEFAULT_CONFIG and not config_path.exists()
+    raw = (ServingConfig() if is_default else load_config(config_path)).model_dump(mode="json")
+    raw["model"].update({key: value for key, value in overrides.items() if value is not None})
+    return parse_config(raw, source="command line")
+
+
+def run_in_process(config: "ServingConfig", source: str | Sequence[ChatMessage], options: SamplingOptions) -> list[str]:
+    """Load the model here and stream the answer to stdout; returns the lines of statistics.
+
+    Raises KvrelayError, ModelNotFound.
+    """
+    from worker.inprocess import LocalEngine
+
+    with Progress() as report:
+        report(f"loading model {config.model.id}")
+        prompt_ids = asyncio.run(_encode(_load_codec(config), source))
+        engine = LocalEngine.load(config)
+        report("loaded")
+    stopwatch = Stopwatch()
+    for piece in engine.stream(prompt_ids, _sampling_params(options, config)):
+        stopwatch.note_token()
+        write_text(piece.text)
+    write_text("\n")
+    return [
+        f"tokens    prompt {len(prompt_ids)} · output {stopwatch.num_tokens}",
+        f"time      TTFT {seconds(stopwatch.ttft_s)} · ITL mean {seconds(stopwatch.mean_itl_s)}",
+        f"total     {throughput(stopwatch.num_tokens, stopwatch.elapsed_s)}",
+    ]
+
+
+class Stopwatch:
+    """Latencies of a stream of tokens, as this process sees them."""
+
+    def __init__(self) -> None:
+        self._started_s = time.perf_counter()
+        self._first_s: float | None = None
+        self._last_s = self._started_s
+        self.num_tokens = 0
+
+    def note_token(self) -> None:
+        """Count a token that has just arrived."""
+        self._last_s = time.perf_counter()
+        self.num_tokens += 1
+        if self._first_s is None:
+            self._first_s = self._last_s
+
+    @property
+    def elapsed_s(self) -> float:
+        """Start to last token."""
+        return self._last_s - self._started_s
+
+    @property
+    def ttft_s(self) -> float | None:
+        """Start to first token; None before it."""
+        return None if self._first_s is None else self._first_s - self._started_s
+
+    @property
+    def mean_itl_s(self) -> float | None:
+        """Mean gap between tokens; None with fewer than two."""
+        if self._first_s is None or self.num_tokens < 2:
+            return None
+        return (self._last_s - self._first_s) / (self.num_tokens - 1)
+
+
+def _load_codec(config: "ServingConfig") -> "Codec":
+    """Return the codec that the router would use, so that both ways see the same tokens."""
+    if config.model.engine == "fake":
+        from router.codec import ByteCodec
+
+        return ByteCodec()
+    from common.model_files import resolve_model
+
+    model_dir = resolve_model(config.model.id, local_files_only=config.model.local_files_only)
+    from router.tokenizer import TextCodec  # after the line that tells what to do when the model is not there
+
+    return TextCodec.load(model_dir)
+
+
+async def _encode(codec: "Codec", source: str | Sequence[ChatMessage]) -> Sequence[int]:
+    if isinstance(source, str):
+        return await codec.encode(source)
+    messages = [(message.role, message.content) for message in source]
+    encoded = await codec.encode_chat(messages, rendered_unix_s=int(time.time()))
+    return encoded.token_ids
+
+
+def _sampling_params(options: SamplingOptions, config: "ServingConfig") -> "SamplingParams":
+    from common.sampling import SamplingParams
+
+    given: dict[str, Any] = dict(options)  # of the names that both share
+    defaults = {"max_tokens": config.router.default_max_tokens, "seed": secrets.randbits(63)}
+    return SamplingParams(**(defaults | given))

@@ -13,7 +13,7 @@ import typer
 from cli.errors import CliError
 from cli.options import DEFAULT_CONFIG, ConfigOption
 from cli.target import run_dir_of
-from common.output_log import old_log
+from common.log import old_log
 
 _POLL_S = 0.2
 _SUFFIX = ".log"

@@ -8,7 +8,7 @@ import typer
 
 from cli.bench import bench_app
 from cli.chat import chat
-from cli.cluster import down, up
+from cli.cluster import down, fetch_model, up
 from cli.console import out
 from cli.demo import demo
 from cli.doctor import doctor
@@ -17,10 +17,8 @@ from cli.experiment import experiment_app
 from cli.explain import explain
 from cli.generate import generate
 from cli.logs import logs
-from cli.model import fetch_model
 from cli.plan import plan
-from cli.rollout import rollout
-from cli.scale import restart, scale
+from cli.scale import restart, rollout, scale
 from cli.simulate import simulate
 from cli.status import status
 from cli.trace import trace_app

@@ -1,24 +1,22 @@
 """Options that several commands share."""
 
-import enum
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Literal, get_type_hints
 
 import typer
 
 from cli.errors import CliError
-from kvrelay.client import SamplingOptions
+from common.sampling import PARAMETERS, SamplingOptions
 
 DEFAULT_CONFIG = Path("serving.yaml")
-_SAMPLING = "Sampling"
 
 
-class Launcher(enum.StrEnum):
-    """How processes are started."""
-
-    RAY = "ray"
-    LOCAL = "local"
-
+Launcher = Literal["ray", "local"]
+"""How processes are started."""
 
 ConfigOption = Annotated[
     Path, typer.Option("--config", "-c", metavar="FILE", envvar="KVRELAY_CONFIG", help="The configuration file.")
@@ -71,36 +69,50 @@ ModelOption = Annotated[
         show_default=False,
     ),
 ]
+
+
+def _sampling(option: str, *flags: str, help: str) -> Any:
+    """Return an option with the declared bounds of a sampling parameter."""
+    (declared,) = (each for each in PARAMETERS if each.option == option)
+    return typer.Option(*flags, min=declared.least, max=declared.most, help=help, rich_help_panel="Sampling")
+
+
 MaxNewTokensOption = Annotated[
-    int | None,
-    typer.Option(
-        "--max-new-tokens", "-n", min=1, help="Longest answer; default: the server's.", rich_help_panel=_SAMPLING
-    ),
+    int | None, _sampling("max_tokens", "--max-new-tokens", "-n", help="Longest answer; default: the server's.")
 ]
 TemperatureOption = Annotated[
-    float,
-    typer.Option(
-        "--temperature", "-t", min=0.0, help="0 always takes the most probable token.", rich_help_panel=_SAMPLING
-    ),
+    float, _sampling("temperature", "--temperature", "-t", help="0 always takes the most probable token.")
 ]
 TopKOption = Annotated[
-    int | None,
-    typer.Option(
-        "--top-k", min=0, help="Keep only the k most probable tokens; 0 keeps all.", rich_help_panel=_SAMPLING
-    ),
+    int | None, _sampling("top_k", "--top-k", help="Keep only the k most probable tokens; 0 keeps all.")
 ]
 TopPOption = Annotated[
-    float | None,
-    typer.Option(
-        "--top-p", help="Keep the smallest set of tokens whose probability reaches this.", rich_help_panel=_SAMPLING
-    ),
+    float | None, _sampling("top_p", "--top-p", help="Keep the smallest set of tokens whose probability reaches this.")
 ]
 SeedOption = Annotated[
-    int | None,
-    typer.Option(
-        "--seed", min=0, help="Equal seeds give equal answers; default: drawn anew.", rich_help_panel=_SAMPLING
-    ),
+    int | None, _sampling("seed", "--seed", help="Equal seeds give equal answers; default: drawn anew.")
 ]
+
+
+def options_from_dataclasses(command: Callable[..., None]) -> Callable[..., None]:
+    """Return `command` with each field of its dataclass parameters as an option of its own."""
+    hints = get_type_hints(command, include_extras=True)
+    groups = {name: hint for name, hint in hints.items() if isinstance(hint, type) and dataclasses.is_dataclass(hint)}
+    parameters = []
+    for name, parameter in inspect.signature(command).parameters.items():
+        own = inspect.signature(groups[name]).parameters.values() if name in groups else [parameter]
+        parameters += [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in own]
+
+    @functools.wraps(command)
+    def with_options(**values: Any) -> None:
+        for name, group in groups.items():
+            own = {field.name: values.pop(field.name) for field in dataclasses.fields(group)}
+            values[name] = group(**own)
+        command(**values)
+
+    with_options.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    with_options.__annotations__ = {each.name: each.annotation for each in parameters}
+    return with_options
 
 
 def sampling_options(

@@ -1,20 +1,16 @@
 """`kvrelay plan`: what the planner thinks of the pools' sizes, and why."""
 
 import json
-from pathlib import Path
-from time import sleep
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Group, RenderableType
-from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from cli.console import out, print_wide
+from cli.console import print_wide, watch_view
 from cli.options import DEFAULT_CONFIG, ConfigOption
 from cli.scale import running_cluster
-from kvrelay.client import KvrelayError
 
 if TYPE_CHECKING:
     from kvrelay.v1.controller_pb2 import GetPlanResponse, PlanRecord
@@ -46,7 +42,7 @@ def plan(
         raise typer.BadParameter("--watch and --json exclude each other")
     run_dir = running_cluster(config_path).run_dir
     if watch:
-        _watch(run_dir, interval_s)
+        watch_view(lambda: plan_view(read_plan(run_dir)), interval_s)
     elif as_json:
         from google.protobuf.json_format import MessageToDict
 
@@ -93,20 +89,3 @@ def _changes(records: "list[PlanRecord]") -> Table:
     for record in records:
         table.add_row(f"{record.age_s:.0f} s", _sizes(record), Text(record.outcome), Text(record.reason))
     return table
-
-
-def _watch(run_dir: Path, interval_s: float) -> None:
-    from cluster.control import read_plan
-
-    view = plan_view(read_plan(run_dir))
-    try:
-        with Live(view, console=out, auto_refresh=False) as live:
-            while True:
-                sleep(interval_s)
-                try:
-                    view = plan_view(read_plan(run_dir))
-                except KvrelayError as error:
-                    view = Text(f"{error.message}\nstill trying; Ctrl-C ends")
-                live.update(view, refresh=True)
-    except KeyboardInterrupt:
-        return

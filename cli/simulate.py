@@ -1,9 +1,8 @@
 """`kvrelay simulate`: replays a trace under placement policies, in virtual time."""
 
-import enum
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -23,14 +22,6 @@ _workload, _cluster, _signals, _run = (
 )
 
 
-class Shed(enum.StrEnum):
-    """`router.shed` of serving.yaml."""
-
-    NONE = "none"
-    DEADLINE = "deadline"
-    SLO = "slo"
-
-
 def simulate(
     trace: Annotated[Path, _workload("--trace", "-t", help="Mooncake or a recording (.jsonl), Azure (.csv).")],
     out: Annotated[Path, _run("--out", "-o", metavar="DIR", help="Results.")],
@@ -43,8 +34,8 @@ def simulate(
     ttft: Annotated[
         float, _workload("--ttft", min=0, metavar="SECONDS", help="Objective per 8192 prompt tokens.")
     ] = 2.0,
-    itl: Annotated[
-        float, _workload("--itl", min=0, metavar="SECONDS", help="Objective for the mean gap of tokens.")
+    tpot: Annotated[
+        float, _workload("--tpot", "--itl", min=0, metavar="SECONDS", help="Objective for the mean gap of tokens.")
     ] = 0.05,
     workers: Annotated[str, _cluster("--workers", "-w", metavar="4P4D|8", help="Both pools, or one.")] = "4P4D",
     aggregated: Annotated[bool, _cluster("--aggregated", help="Put as many workers into one pool.")] = False,
@@ -72,7 +63,10 @@ def simulate(
     report_interval: Annotated[
         float, _signals("--report-interval", min=0, metavar="SECONDS", help="Time between two reports.")
     ] = 0.1,
-    shed: Annotated[Shed, _signals("--shed", help="Refuse requests at once that will miss this.")] = Shed.DEADLINE,
+    shed: Annotated[
+        Literal["none", "deadline", "slo"],
+        _signals("--shed", help="Refuse requests at once that will miss this."),
+    ] = "deadline",
     seed: Annotated[int, _run("--seed", min=0, help="Equal seeds give equal results.")] = 0,
     jobs: Annotated[int, _run("--jobs", "-j", min=1, help="Number of runs at a time.")] = 1,
     again: Annotated[bool, _run("--again", help="Replace earlier results in the folder.")] = False,
@@ -108,8 +102,8 @@ def simulate(
             block_size=block_size,
             max_step_tokens=step_tokens or _default_step_tokens(timing, num_prefill=num_prefill),
             hardware=_hardware(model, device, timing),
-            slo=Slo(ttft_s=ttft, tpot_s=itl),
-            shed=shed.value,
+            slo=Slo(ttft_s=ttft, tpot_s=tpot),
+            shed=shed,
             event_lag_s=event_lag,
             report_interval_s=report_interval,
             seed=seed,

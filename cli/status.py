@@ -4,28 +4,24 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from contextlib import ExitStack
-from time import sleep
 from typing import Annotated
 
 import typer
-from rich.console import RenderableType
-from rich.live import Live
 
-from cli.console import out, print_wide
-from cli.options import DEFAULT_CONFIG, AddressOption, ApiKeyOption, CaOption, ConfigOption
+from cli.console import print_wide, watch_view
+from cli.options import options_from_dataclasses
 from cli.render import AskedRouter, status_view
-from cli.target import find_cluster
+from cli.target import Connection
 from kvrelay.client import Client, KvrelayError
 from kvrelay.client.failover import RouterList
 
 _TIMEOUT_S = 10.0
 
 
+@options_from_dataclasses
 def status(
-    address: AddressOption = None,
-    api_key: ApiKeyOption = None,
-    ca: CaOption = None,
-    config_path: ConfigOption = DEFAULT_CONFIG,
+    *,
+    connection: Connection,
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Keep it on the screen until Ctrl-C.")] = False,
     interval_s: Annotated[
         float, typer.Option("--interval", metavar="SECONDS", min=0.1, help="Refresh interval of --watch.")
@@ -42,12 +38,12 @@ def status(
     if watch and as_json:
         raise typer.BadParameter("--watch and --json exclude each other")
     with ExitStack() as stack:
-        cluster = find_cluster(address, ca, config_path)
+        cluster = connection.cluster()
         addresses = RouterList(cluster.address, max_attempts=1).addresses
-        options = {"timeout_s": _TIMEOUT_S, **cluster.client_options(api_key)}
+        options = {"timeout_s": _TIMEOUT_S, **cluster.client_options(connection.api_key)}
         clients = [stack.enter_context(Client(each, **options)) for each in addresses]
         if watch:
-            _watch(clients, interval_s)
+            watch_view(lambda: status_view(_ask(clients)), interval_s)
         elif as_json:
             typer.echo(json.dumps(_record(_ask(clients)), indent=2))
         else:
@@ -80,18 +76,3 @@ def _record(routers: Sequence[AskedRouter]) -> dict[str, object]:
         for asked in routers
     ]
     return {**dataclasses.asdict(told), "routers": each}
-
-
-def _watch(clients: Sequence[Client], interval_s: float) -> None:
-    view: RenderableType = status_view(_ask(clients))
-    try:
-        with Live(view, console=out, auto_refresh=False) as live:
-            while True:
-                sleep(interval_s)
-                try:
-                    view = status_view(_ask(clients))
-                except KvrelayError as error:  # a router that restarts comes back into view
-                    view = f"{error.message}\nstill trying; Ctrl-C ends"
-                live.update(view, refresh=True)
-    except KeyboardInterrupt:
-        return

@@ -2,9 +2,12 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from cli.options import DEFAULT_CONFIG
+from cli.options import DEFAULT_CONFIG, AddressOption, ApiKeyOption, CaOption, ConfigOption
+
+if TYPE_CHECKING:
+    from kvrelay.client import Client
 
 _DEFAULT_NAME = "kvrelay"
 
@@ -60,3 +63,24 @@ def find_cluster(address: str | None, ca: Path | None, config_path: Path) -> Clu
         tls=info.tls if ca is None else tls,
         operator_proof=operator_proof(info.run_dir),
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Connection:
+    """Options that name a cluster, and its caller."""
+
+    address: AddressOption = None
+    ca: CaOption = None
+    api_key: ApiKeyOption = None
+    config_path: ConfigOption = DEFAULT_CONFIG
+
+    def cluster(self) -> ClusterTarget:
+        """Return the cluster. Raises ConfigError."""
+        return find_cluster(self.address, self.ca, self.config_path)
+
+    def client(self, **options: Any) -> "Client":
+        """Return a client of the cluster; the caller closes it. Raises ConfigError."""
+        from kvrelay.client import Client
+
+        cluster = self.cluster()
+        return Client(cluster.address, **cluster.client_options(self.api_key), **options)

@@ -19,10 +19,10 @@ from common.config import ServingConfig
 from common.errors import Unauthenticated
 from common.ports import is_loopback
 from common.trust.authority import Authority, AuthoritySettings, write_private
+from common.trust.channels import Reach
 from common.trust.credentials import LOOK_S, Credentials
 from common.trust.identity import Role
 from common.trust.proofs import OPERATOR_AUDIENCE
-from common.trust.reach import Reach
 
 logger = logging.getLogger(__name__)
 

@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import os
-import subprocess
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -23,6 +22,7 @@ from cluster.processes.worker_calls import inspect_worker
 from cluster.ray import outside
 from cluster.trust import Trust
 from common.config import ServingConfig
+from common.process import count_gpus
 from common.trust.doors import scrape_tls
 from engine.memory import measure_host
 
@@ -130,12 +130,8 @@ def _this_host(gpus: list[str] | None) -> HostResources:
 
 
 def _visible_gpus() -> list[str]:
-    """Return the GPUs of CUDA_VISIBLE_DEVICES, or else all of this host. Asks the driver's tool, not torch."""
+    """Return the GPUs of CUDA_VISIBLE_DEVICES, or else all of this host."""
     configured = os.environ.get("CUDA_VISIBLE_DEVICES")
     if configured is not None:
         return [device for device in configured.split(",") if device]
-    try:
-        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False, timeout=30).stdout
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    return [str(idx) for idx, _ in enumerate(line for line in listed.splitlines() if line.startswith("GPU "))]
+    return [str(idx) for idx in range(count_gpus())]

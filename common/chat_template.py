@@ -93,7 +93,8 @@ class LineTemplate:
     """The template of the fake engine: a `role: content` line per message, and the start of the assistant's line."""
 
     def render(self, messages: Sequence[tuple[str, str]], *, rendered_unix_s: int) -> str:
-        """Return the lines; they do not depend on the time."""
+        """Return the lines; they do not depend on the time. Raises InvalidRequest with the message and its field."""
+        _check(messages)
         return "".join([*(f"{role}: {content}\n" for role, content in messages), "assistant:"])
 
 

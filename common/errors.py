@@ -187,6 +187,10 @@ class Refused:
         """Whether the caller gets the refusal at once, because waiting in line cannot help."""
         return self.cause not in (RefusalCause.NO_ROOM, RefusalCause.BUSY)
 
+    def error(self) -> Overloaded:
+        """Return the exception for a caller outside of the process."""
+        return Overloaded(self.reason, retry_after_s=self.retry_after_s)
+
 
 def error_classes() -> list[type[KvrelayError]]:
     """Return every class of the tree, root first; subclasses in other modules do not travel and are left out."""

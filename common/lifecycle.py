@@ -87,7 +87,3 @@ class LifeCycle:
     def first(self, state: State) -> float | None:
         """Return when `state` was first entered, or None."""
         return next((at_s for seen, at_s in self.stamps if seen is state), None)
-
-    def last(self, state: State) -> float | None:
-        """Return when `state` was last entered, or None."""
-        return next((at_s for seen, at_s in reversed(self.stamps) if seen is state), None)

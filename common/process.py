@@ -9,6 +9,7 @@ import logging
 import os
 import resource
 import signal
+import subprocess
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ PARENT_PID_ENV = "KVRELAY_PARENT_PID"
 
 _PR_SET_PDEATHSIG = 1
 _MIN_RESERVED_FILES = 64
+_ASK_TIMEOUT_S = 30.0
 _NUM_LISTENERS = 3
 """Listeners of a process: a router has two doors and administration; a worker has control, KV plane and direct door."""
 
@@ -128,7 +130,7 @@ class RunningService(Protocol):
 
     @property
     def role(self) -> str:
-        """Of a worker, at this moment: "prefill" or "decode"; empty for anything else."""
+        """Present role of a worker, "prefill" or "decode"; empty for others."""
         ...
 
     async def stop(self, grace_s: float) -> None:
@@ -167,6 +169,17 @@ def parse_ready(line: str) -> Ready | None:
     if not all(isinstance(told.get(name), kind) for name, kind in kinds.items()):
         return None
     return Ready(**told)
+
+
+def count_gpus() -> int:
+    """Return how many GPUs the driver's tool lists on this host, without torch; 0 without the tool. Takes seconds."""
+    try:
+        listed = subprocess.run(
+            ["nvidia-smi", "-L"], capture_output=True, text=True, check=False, timeout=_ASK_TIMEOUT_S
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return 0
+    return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
 
 
 def claim_open_files() -> int:

@@ -9,10 +9,9 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from common.malformed import MalformedRequestInterceptor
 from common.ports import is_port_free, listen_on_first
 from common.process import claim_open_files, connections_per_listener
-from common.rpc import KEEPALIVE
+from common.rpc import KEEPALIVE, MalformedRequestInterceptor
 from common.trust.access import Audience
 from common.trust.guard import Guard
 

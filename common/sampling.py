@@ -2,7 +2,7 @@
 
 The fields of `SamplingParams` are the declaration: name, type, default, bounds and meaning. `PARAMETERS` lists them for
 everything that is derived from it: the checks of a request, the wire format (common/wire.py), the entries that a
-message may hold (common/bounds.py), the fields of the HTTP API and its OpenAPI document (router/http/schema.py), the
+message may hold (common/wire.py), the fields of the HTTP API and its OpenAPI document (router/http/schema.py), the
 options of the Python clients, and the tables in docs/client.md and docs/openai.md.
 
 A new parameter is one field here, its type in `SamplingOptions` and its field in proto/kvrelay/v1/sampling.proto.

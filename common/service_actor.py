@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.config import ServingConfig
-from common.log import setup_logging
-from common.output_log import send_output_to
+from common.log import send_output_to, setup_logging
 from common.ports import names_of
 from common.process import ProcessIdentity, Ready, RunningService, ready_of
 from common.trust.credentials import Credentials

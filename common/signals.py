@@ -8,28 +8,35 @@ from types import FrameType
 
 
 @contextmanager
+def handlers_kept() -> Iterator[None]:
+    """Restore the handlers of SIGTERM and Ctrl-C after the block. Main thread only."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
 def sigterm_interrupts() -> Iterator[None]:
     """Make SIGTERM raise KeyboardInterrupt, as Ctrl-C does. Main thread only."""
 
     def interrupt(signum: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
+    with handlers_kept():
+        signal.signal(signal.SIGTERM, interrupt)
         yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
     """Ignore Ctrl-C and SIGTERM, so that a second one does not interrupt a clean-up. Main thread only."""
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
+    with handlers_kept():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def set_on_signals(stopping: asyncio.Event) -> None:
@@ -51,14 +58,3 @@ def on_first_signal(told: Callable[[], None]) -> None:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, first)
-
-
-@contextmanager
-def handlers_kept() -> Iterator[None]:
-    """Restore the handlers of SIGTERM and Ctrl-C after the block. Main thread only."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -8,10 +8,15 @@ that only decode by memory, so each kind has its own weights. Prompts are comput
     transfer = latency + bytes / bandwidth
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import median_low
+from typing import TypeVar
 
 from common.ids import WorkerId
+from common.wire import check_number, message_of
+from kvrelay.v1 import worker_pb2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,9 +125,84 @@ class TimingModel:
         return link.seconds(num_bytes)
 
 
+TYPICAL_CHUNK = StepShape(num_prefill_tokens=512, num_prefill_pairs=512 * 2048)
+TYPICAL_BATCH = StepShape(num_decodes=16, num_context_tokens=16 * 1024)
+"""Steps by which models of a pool are compared."""
+
+_Model = TypeVar("_Model")
+
+
+def median_model(models: Sequence[_Model], measure: Callable[[_Model], float]) -> _Model:
+    """Return the model whose measure is the median: medians of single weights would describe no worker."""
+    middle = median_low(map(measure, models))
+    return next(model for model in models if measure(model) == middle)
+
+
 GUESSED_TIMING = TimingModel(
     prefill=StepModel(constant_s=5e-3, per_prefill_token_s=1e-4, per_decode_s=1e-4),
     decode=StepModel(constant_s=5e-3, per_decode_s=1e-4, per_context_token_s=1e-7),
     max_step_tokens=512,
 )
 """Assumed until any worker of the pool has measured itself; only its proportions matter then."""
+
+
+STEP_WEIGHTS = ("constant_s", "per_prefill_token_s", "per_prefill_pair_s", "per_decode_s", "per_context_token_s")
+"""Fields of a `StepModel` that weigh a step's contents, in order."""
+_LONGEST_S = 3600.0
+"""Longest plausible time of one step."""
+_MAX_STEP_TOKENS = 1 << 24
+MAX_LINKS = 4096
+
+
+def timing_to_proto(model: TimingModel, transports: Mapping[WorkerId, int]) -> worker_pb2.TimingReport:
+    """Return the message; `transports` holds the transport to each peer."""
+    return worker_pb2.TimingReport(
+        prefill=message_of(worker_pb2.StepModel, model.prefill),
+        decode=message_of(worker_pb2.StepModel, model.decode),
+        links=[
+            worker_pb2.LinkModel(
+                peer_worker_id=peer or "",
+                transport=worker_pb2.KvTransport.ValueType(0 if peer is None else transports.get(peer, 0)),
+                latency_s=link.latency_s,
+                bytes_per_s=link.bytes_per_s,
+                num_samples=link.num_samples,
+            )
+            for peer, link in model.links.items()
+        ],
+        max_step_tokens=model.max_step_tokens,
+    )
+
+
+def timing_from_proto(message: worker_pb2.TimingReport) -> TimingModel:
+    """Return the record. Raises ValueError, naming the field, for values that no measurement can yield."""
+    if not 1 <= message.max_step_tokens <= _MAX_STEP_TOKENS:
+        raise ValueError(f"timing.max_step_tokens is {message.max_step_tokens}; allowed are 1 to {_MAX_STEP_TOKENS}")
+    if len(message.links) > MAX_LINKS:
+        raise ValueError(f"timing.links has {len(message.links)} entries; at most {MAX_LINKS}")
+    return TimingModel(
+        prefill=_step_from_proto(message.prefill, "timing.prefill"),
+        decode=_step_from_proto(message.decode, "timing.decode"),
+        max_step_tokens=message.max_step_tokens,
+        links={
+            WorkerId(link.peer_worker_id) if link.peer_worker_id else None: _link_from_proto(link, f"timing.links[{i}]")
+            for i, link in enumerate(message.links)
+        },
+    )
+
+
+def _step_from_proto(message: worker_pb2.StepModel, field: str) -> StepModel:
+    weights = {
+        name: check_number(getattr(message, name), f"{field}.{name}", highest=_LONGEST_S) for name in STEP_WEIGHTS
+    }
+    return StepModel(**weights, num_samples=message.num_samples)
+
+
+def _link_from_proto(message: worker_pb2.LinkModel, field: str) -> LinkModel:
+    bytes_per_s = check_number(message.bytes_per_s, f"{field}.bytes_per_s", highest=math.inf)
+    if bytes_per_s == 0:
+        raise ValueError(f"{field}.bytes_per_s is 0")
+    return LinkModel(
+        latency_s=check_number(message.latency_s, f"{field}.latency_s", highest=_LONGEST_S),
+        bytes_per_s=bytes_per_s,
+        num_samples=message.num_samples,
+    )

@@ -15,15 +15,15 @@ from functools import partial
 from common.errors import Cancelled, KvIncomplete, KvrelayError
 from common.ids import Epoch, HandoffId, WorkerId
 from common.rpc import to_report
+from common.wire import message_of
 from decode_worker.direct import GRACE_S, DirectAnswer, DirectTable
-from decode_worker.outlet import Outlet
+from decode_worker.shared_stream import Outlet
 from engine.core import EngineCore
 from engine.events import EngineEvent, Failed, Started, Tokens
 from engine.group import Group
 from engine.sequence import EngineRequest
 from kv_transfer.handoff import HandoffManifest
-from kv_transfer.pull import Pulled, PullPlan
-from kv_transfer.wanted import WantedHandoff
+from kv_transfer.pull import Pulled, PullPlan, WantedHandoff
 from kvrelay.v1 import decode_pb2 as pb
 from kvrelay.v1 import sampling_pb2, worker_pb2
 from worker.output import OutputStreams, prompt_logprobs_to_proto
@@ -66,7 +66,7 @@ class DecodeCall:
                 if has_handoff:
                     pulled = await self._pull(spec, request.handoff)
                     await self._start(pulled.manifest)
-                    self._outlet.put(pb.DecodeResponse(transferred=_stats(pulled)))
+                    self._outlet.put(pb.DecodeResponse(transferred=message_of(worker_pb2.TransferStats, pulled)))
                 await self._until_over()
                 if self._direct is not None:
                     await self._direct.delivered()
@@ -197,13 +197,3 @@ class DecodeCall:
                 self._outlet.put_tokens(batch)
             else:
                 self._direct.put(batch)
-
-
-def _stats(pulled: Pulled) -> worker_pb2.TransferStats:
-    return worker_pb2.TransferStats(
-        num_blocks=pulled.num_blocks,
-        kv_bytes=pulled.kv_bytes,
-        transfer_s=pulled.transfer_s,
-        exposed_s=pulled.exposed_s,
-        transport=worker_pb2.KvTransport.ValueType(pulled.transport),
-    )

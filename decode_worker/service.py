@@ -12,8 +12,7 @@ from common.rpc import error_boundary
 from common.structured import TaskCensus
 from decode_worker.call import DecodeCall
 from decode_worker.direct import DirectTable
-from decode_worker.outlet import Outlet
-from decode_worker.shared_stream import SharedStream
+from decode_worker.shared_stream import Outlet, SharedStream
 from kvrelay.v1 import decode_pb2 as pb
 from kvrelay.v1 import decode_pb2_grpc
 from worker.runtime import WorkerRuntime

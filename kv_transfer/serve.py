@@ -22,6 +22,7 @@ from common.rpc import error_boundary
 from common.trust.credentials import Credentials
 from common.trust.guard import caller
 from common.trust.tickets import PullRight, check_ticket, of_blocks, of_handoff
+from common.wire import message_of
 from engine.core import EngineCore
 from engine.executor import KvShape, KvStore
 from engine.thread import EngineDriver
@@ -182,14 +183,11 @@ class KvTransferService(kv_transfer_pb2_grpc.KvTransferServiceServicer):
     def _manifest(self, handoff: Handoff) -> pb.Manifest:
         manifest = handoff.manifest
         assert manifest is not None
-        return pb.Manifest(
-            num_tokens=manifest.num_tokens,
-            num_blocks=manifest.num_blocks,
+        return message_of(
+            pb.Manifest,
+            manifest,
             last_block_hash=manifest.last_block_hash or b"",
-            first_tokens=[
-                pb.ManifestToken(sample_index=t.sample_index, token_id=t.token_id, finished=t.finished)
-                for t in manifest.first_tokens
-            ],
+            first_tokens=[message_of(pb.ManifestToken, token) for token in manifest.first_tokens],
             age_s=self._table.age_s(handoff),
         )
 
@@ -208,15 +206,7 @@ class KvTransferService(kv_transfer_pb2_grpc.KvTransferServiceServicer):
 
 def layout_to_proto(shape: KvShape) -> worker_pb2.KvLayout:
     """Return the message for the shape of a block."""
-    return worker_pb2.KvLayout(
-        num_layers=shape.num_layers,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        block_size=shape.block_size,
-        block_bytes=shape.block_bytes,
-        dtype=shape.dtype,
-        fingerprint=shape.fingerprint,
-    )
+    return message_of(worker_pb2.KvLayout, shape)
 
 
 def _unpin(core: EngineCore, block_ids: Seq[BlockId]) -> None:

@@ -26,10 +26,9 @@ from common.structured import TaskCensus
 from common.token_batches import runs_of
 from common.trust.tickets import IssueTicket, PullRight, of_blocks, of_handoff
 from kvrelay.v1 import decode_pb2, inference_pb2, prefill_pb2, sequence_pb2
-from router.explain import plan_to_proto
 from router.member import Hold
 from router.metrics import RouterMetrics
-from router.placement.decisions import Booking
+from router.placement.decisions import Booking, plan_to_proto
 from router.placement.plans import Keeper, Plan, PlanKind
 from router.record import Delivery, RunningRequest
 from router.worker_client import Incoming

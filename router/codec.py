@@ -1,10 +1,11 @@
-"""The tokenizer interface of the router."""
+"""The tokenizer interface of the router, and a codec without files for the fake engine: one token per byte."""
 
 from collections.abc import Sequence
 from typing import Protocol
 
-from common.parity import TextProbes
-from common.tokens import TokenArray
+from common.chat_template import LineTemplate
+from common.parity import TextProbes, byte_probes
+from common.tokens import TokenArray, as_tokens
 from router.tenants import ANYBODY, Tenant
 from router.token_cache import Encoded
 
@@ -48,3 +49,42 @@ class Codec(Protocol):
     async def decode(self, token_ids: Sequence[int], *, tenant: Tenant = ANYBODY) -> str:
         """Return the text of consecutive ids, special tokens included; unknown ids have no text."""
         ...
+
+
+NUM_BYTES = 256
+_TEMPLATE = LineTemplate()
+
+
+class ByteCodec:
+    """Token id = byte value of the UTF-8 text."""
+
+    probes = byte_probes(_TEMPLATE)
+
+    async def encode(self, text: str, *, tenant: Tenant = ANYBODY) -> TokenArray:
+        """Return the bytes of `text`."""
+        return as_tokens(text.encode())
+
+    async def encode_chat(
+        self,
+        messages: Sequence[tuple[str, str]],
+        *,
+        rendered_unix_s: int,
+        tenant: Tenant = ANYBODY,
+        scope: bytes | None = None,
+    ) -> Encoded:
+        """Return the bytes of one `role: content` line per message and of the line that the answer continues."""
+        return Encoded(as_tokens(_TEMPLATE.render(messages, rendered_unix_s=rendered_unix_s).encode()))
+
+    def decode_pieces(self, token_ids: Sequence[int]) -> tuple[str, ...]:
+        """Return the character of each byte, or U+FFFD; ids beyond bytes have no text."""
+        return tuple(
+            bytes([token_id]).decode(errors="replace") if token_id < NUM_BYTES else "" for token_id in token_ids
+        )
+
+    async def pieces(self, token_ids: Sequence[int], *, tenant: Tenant = ANYBODY) -> tuple[str, ...]:
+        """Return the same as `decode_pieces`."""
+        return self.decode_pieces(token_ids)
+
+    async def decode(self, token_ids: Sequence[int], *, tenant: Tenant = ANYBODY) -> str:
+        """Return the text of the bytes; ids beyond bytes have no text."""
+        return bytes(token_id for token_id in token_ids if token_id < NUM_BYTES).decode(errors="replace")

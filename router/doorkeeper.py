@@ -151,14 +151,5 @@ def _salt(secret: str, what: str) -> str:
 
 
 def _tenant(config: TenantConfig, *, cache_salt: str) -> Tenant:
-    return Tenant(
-        name=config.name,
-        weight=config.weight,
-        max_queued=config.max_queued,
-        max_concurrent=config.max_concurrent,
-        requests_per_min=config.requests_per_min,
-        tokens_per_min=config.tokens_per_min,
-        max_priority=config.max_priority,
-        is_operator=config.operator,
-        cache_salt=cache_salt,
-    )
+    shared = config.model_dump(exclude={"api_keys", "api_key_sha256", "operator", "share_cache"})
+    return Tenant(**shared, is_operator=config.operator, cache_salt=cache_salt)

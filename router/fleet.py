@@ -15,8 +15,8 @@ from common.errors import WorkerLost
 from common.ids import WorkerId
 from common.kv_events import KvEvents, decode_events
 from common.parity import TextProbes
-from common.timing_wire import timing_from_proto
-from common.trust.reach import Reach
+from common.timing import timing_from_proto
+from common.trust.channels import Reach
 from kvrelay.v1 import sequence_pb2, worker_pb2
 from router.facts import Endpoint, ModelFacts, WorkerFacts, check_report, find_mismatch, summarize
 from router.index import PrefixIndex
@@ -57,15 +57,11 @@ class Fleet:
         # Removed members on which requests still run.
         self._retired: dict[Member, WorkerLink] = {}
         self._closing: set[asyncio.Task[None]] = set()
-        self._model: ModelFacts | None = None
+        self.model: ModelFacts | None = None
+        """The served model; while no worker is ready, as last known; None before the first one."""
         self._roster: Roster | None = None
         self._changed = asyncio.Event()
         self._listeners: list[Callable[[], None]] = []
-
-    @property
-    def model(self) -> ModelFacts | None:
-        """The served model; while no worker is ready, as last known; None before the first one."""
-        return self._model
 
     @property
     def members(self) -> tuple[Member, ...]:
@@ -100,9 +96,9 @@ class Fleet:
         """Return the model once a decode worker has described it. Raises WorkerLost."""
         try:
             async with asyncio.timeout(timeout_s):
-                while self._model is None:
+                while self.model is None:
                     await self._changed.wait()
-                return self._model
+                return self.model
         except TimeoutError:
             raise WorkerLost(f"no decode worker became ready within {timeout_s:g} s") from None
 
@@ -219,7 +215,7 @@ class Fleet:
             self._enter(member, WorkerState.READY, "")
             self._timing.complete([member])
             accepted = [m.facts for m in self._members.values() if m.facts is not None and m.is_accepted]
-            self._model = summarize(accepted) or self._model
+            self.model = summarize(accepted) or self.model
         self._notify()
 
     def on_lost(self, member: Member, why: str) -> None:
@@ -261,7 +257,7 @@ class Fleet:
 
     def view(self, *, excluded: Collection[WorkerId]) -> FleetView:
         """Return the ready workers that are not excluded."""
-        block_bytes = 0 if self._model is None else self._model.block_bytes
+        block_bytes = 0 if self.model is None else self.model.block_bytes
         return self.roster.view(excluded=excluded, block_bytes=block_bytes)
 
     def load_version(self, worker_id: WorkerId) -> int:

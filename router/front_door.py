@@ -13,18 +13,16 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import dataclass
 
-from common.errors import KvrelayError, Overloaded, Refused, Unreachable, WorkerLost
+from common.errors import KvrelayError, Refused, Unreachable, WorkerLost
 from common.ids import RequestId, mint_request_id
 from common.lifecycle import LifeCycle
 from kvrelay.v1 import inference_pb2 as pb
-from router.admission.terms import Terms, read_terms
 from router.admission.ticket import Ticket
 from router.doorkeeper import Doorkeeper
-from router.merge_window import MergeWindow
-from router.outbox import Outbox
+from router.outbox import MergeWindow, Outbox
 from router.parts import RouterParts
 from router.record import Job
-from router.tenants import Tenant
+from router.tenants import Tenant, Terms, read_terms
 from router.validation import RequestReader
 
 MAX_REQUEST_S = 3600.0
@@ -149,7 +147,7 @@ class FrontDoor:
         terms = read_terms(request, tenant=tenant, default=self._default_terms)
         admitted = self.parts.admission.admit(tenant, terms)
         if isinstance(admitted, Refused):
-            raise Overloaded(admitted.reason, retry_after_s=admitted.retry_after_s)
+            raise admitted.error()
         return admitted
 
     async def _read(self, request: pb.GenerateRequest, caller: Caller, request_id: RequestId) -> Job:

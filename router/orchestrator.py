@@ -45,9 +45,8 @@ from router.demand import DemandMeter
 from router.fleet import Fleet
 from router.metrics import RouterMetrics
 from router.outbox import Outbox
-from router.placement.chooser import Chooser, Search
+from router.placement.chooser import Chooser, Search, Shed
 from router.placement.decisions import Booking
-from router.placement.feasibility import Shed
 from router.placement.plans import PlacementRequest
 from router.record import Job, RunningRequest
 from router.traffic import TrafficRecordings
@@ -155,7 +154,7 @@ class Orchestrator:
         expected = Service(num_prompt_tokens=len(job.prompt_token_ids), num_output_tokens=output)
         refused = self._admission.take_tokens(ticket, expected)
         if refused is not None:
-            raise Overloaded(refused.reason, retry_after_s=refused.retry_after_s)
+            raise refused.error()
 
     @asynccontextmanager
     async def running(self, job: Job, ticket: Ticket, life: LifeCycle, *, timeout_s: float) -> AsyncIterator[Outbox]:
@@ -318,7 +317,7 @@ class Orchestrator:
             received_s=leg.record.life.received_s,
             deadline_s=leg.record.deadline_s,
             ttft_slo_s=terms.ttft_objective_s(len(job.prompt_token_ids)),
-            itl_slo_s=terms.itl_slo_s,
+            tpot_slo_s=terms.tpot_slo_s,
         )
         return QueuedRequest(
             ticket=leg.ticket,

@@ -6,17 +6,16 @@ from dataclasses import dataclass
 from common.clock import Clock
 from common.config import RouterConfig
 from common.parity import TextProbes
-from common.trust.reach import Reach
+from common.trust.channels import Reach
 from router.admission.line import Admission
 from router.alarms import Alarms
 from router.fleet import Fleet
 from router.index import BYTES_PER_BLOCK, PrefixIndex
-from router.metrics import RouterMetrics
+from router.metrics import RouterMetrics, TenantMetrics
 from router.orchestrator import Orchestrator
 from router.placement.chooser import Chooser
-from router.placement.policies.interface import PolicySettings
+from router.placement.plans import PolicySettings
 from router.placement.policies.registry import make_policy
-from router.tenant_metrics import TenantMetrics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +100,9 @@ def build_router(
     metrics.watch("kvrelay_bookings", "Bookings held on workers", lambda: fleet.num_bookings)
     metrics.watch("kvrelay_index_blocks", "Blocks known to the prefix index", lambda: index.num_blocks)
     metrics.watch(
-        "kvrelay_index_evicted_blocks", "Blocks the prefix index forgot for want of memory", lambda: index.num_evicted
+        "kvrelay_index_evicted_blocks",
+        "Blocks forgotten by the prefix index to bound memory",
+        lambda: index.num_evicted,
     )
     metrics.watch("kvrelay_workers_ready", "Workers in use", fleet.count_ready)
     return RouterParts(

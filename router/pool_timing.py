@@ -1,13 +1,19 @@
 """Timing models for workers with too few measurements of their own: those of their pool."""
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
-from statistics import median_low
-from typing import TypeVar
 
 from common.ids import WorkerId
-from common.timing import GUESSED_TIMING, LinkModel, StepModel, StepShape, TimingModel
+from common.timing import (
+    GUESSED_TIMING,
+    TYPICAL_BATCH,
+    TYPICAL_CHUNK,
+    LinkModel,
+    StepModel,
+    TimingModel,
+    median_model,
+)
 from kvrelay.v1 import worker_pb2
 from router.member import Member
 
@@ -15,12 +21,8 @@ MIN_SAMPLES = 8
 """A model fitted to fewer steps is not used."""
 NUM_LATEST = 15
 """Latest models of a pool, whose median is used."""
-_CHUNK = StepShape(num_prefill_tokens=512, num_prefill_pairs=512 * 2048)
-_BATCH = StepShape(num_decodes=16, num_context_tokens=16 * 1024)
 
 _TRANSFER_BYTES = 64 << 20
-
-_Model = TypeVar("_Model")
 
 
 class PoolTiming:
@@ -71,18 +73,13 @@ class PoolTiming:
     def _usual_link(self, members: Iterable[Member]) -> LinkModel | None:
         reported = [member.reported_timing.links.get(None) for member in members if member.reported_timing is not None]
         links = [link for link in reported if link is not None]
-        return _median_of(links, lambda link: link.seconds(_TRANSFER_BYTES)) if links else None
+        return median_model(links, lambda link: link.seconds(_TRANSFER_BYTES)) if links else None
 
     def _usual(self, role: int, kind: str) -> StepModel:
-        shape = _CHUNK if kind == "prefill" else _BATCH
+        shape = TYPICAL_CHUNK if kind == "prefill" else TYPICAL_BATCH
         other = worker_pb2.WORKER_ROLE_PREFILL + worker_pb2.WORKER_ROLE_DECODE - role
         for pool in (role, other):
             latest = self._latest.get((pool, kind))
             if latest:
-                return _median_of([model for _id, model in latest], lambda model: model.seconds(shape))
+                return median_model([model for _id, model in latest], lambda model: model.seconds(shape))
         return GUESSED_TIMING.prefill if kind == "prefill" else GUESSED_TIMING.decode
-
-
-def _median_of(models: list[_Model], measure: Callable[[_Model], float]) -> _Model:
-    middle = median_low(map(measure, models))
-    return next(model for model in models if measure(model) == middle)

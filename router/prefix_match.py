@@ -43,7 +43,7 @@ class PrefixMatches(Mapping[WorkerId, int]):
     """How many leading blocks each worker holds; a worker that holds none is absent.
 
     Hundreds of workers often form two or three groups, so the mapping is built only on demand: a policy that looks for
-    the longest prefix reads `groups` or `best`. Valid for one decision; event loop only.
+    the longest prefix reads `groups`. Valid for one decision; event loop only.
     """
 
     __slots__ = ("_by_worker", "_firsts", "_owners", "_view", "groups")
@@ -60,15 +60,6 @@ class PrefixMatches(Mapping[WorkerId, int]):
     def longest(self) -> int:
         """Leading blocks that the best worker holds; 0 without any."""
         return self.groups[-1][0] if self.groups else 0
-
-    def best(self, num_workers: int) -> list[tuple[int, WorkerId]]:
-        """Return (blocks, worker) of at least `num_workers` best holders, best first; the last group is complete."""
-        found: list[tuple[int, WorkerId]] = []
-        for num_blocks, workers in reversed(self.groups):
-            if len(found) >= num_workers:
-                break
-            found.extend((num_blocks, worker_id) for worker_id in self._members(workers))
-        return found
 
     def verify(self, worker_id: WorkerId) -> bool:
         """Make the number of one worker exact and return whether it was. The groups do not change."""

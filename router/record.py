@@ -9,7 +9,7 @@ from common.ids import RequestId
 from common.lifecycle import LifeCycle, State
 from common.sampling import SamplingParams
 from common.tokens import TokenArray, as_tokens
-from common.wire import pack_tokens, sampling_to_proto
+from common.wire import message_of, pack_tokens, sampling_to_proto
 from kvrelay.v1 import decode_pb2, inference_pb2, sequence_pb2, worker_pb2
 from router.admission.account import Service
 from router.demand import Answered
@@ -150,12 +150,9 @@ class RunningRequest:
     @property
     def usage(self) -> inference_pb2.Usage:
         """Token counts so far."""
-        return inference_pb2.Usage(
-            num_prompt_tokens=len(self.job.prompt_token_ids),
-            num_output_tokens=self.ledger.num_tokens,
-            num_cached_tokens=self.num_cached_tokens,
-            num_decode_cached_tokens=self.num_decode_cached_tokens,
-            num_pulled_tokens=self.num_pulled_tokens,
+        num_prompt_tokens, num_output_tokens = len(self.job.prompt_token_ids), self.ledger.num_tokens
+        return message_of(
+            inference_pb2.Usage, self, num_prompt_tokens=num_prompt_tokens, num_output_tokens=num_output_tokens
         )
 
     @property
@@ -190,10 +187,4 @@ class RunningRequest:
     @property
     def completed(self) -> inference_pb2.Completed:
         """The terminal message."""
-        return inference_pb2.Completed(
-            usage=self.usage,
-            timings=self.timings,
-            transfer=self.transfer,
-            num_attempts=self.num_attempts,
-            seed=self.job.sampling.seed,
-        )
+        return message_of(inference_pb2.Completed, self, seed=self.job.sampling.seed)

@@ -17,20 +17,19 @@ from common.metrics_server import MetricsServer
 from common.rpc_server import Server, start_server
 from common.slo import Slo
 from common.trust.access import Audience
+from common.trust.channels import Reach
 from common.trust.credentials import Credentials
 from common.trust.doors import DoorCertificates, door_of, scrape_tls
 from common.trust.guard import Guard
-from common.trust.reach import Reach
 from kvrelay.v1 import inference_pb2, inference_pb2_grpc, router_admin_pb2, router_admin_pb2_grpc
-from router.admission.terms import Terms
-from router.codec import Codec
+from router.codec import ByteCodec, Codec
 from router.doorkeeper import make_block_key, make_doorkeeper
-from router.fake_codec import ByteCodec
 from router.fleet import Fleet
 from router.front_door import FrontDoor
-from router.merge_window import MergeWindow
+from router.outbox import MergeWindow
 from router.parts import build_router
 from router.service import InferenceService, RouterAdminService
+from router.tenants import Terms
 from router.traffic import TrafficRecordings
 from router.validation import RequestReader
 
@@ -141,7 +140,7 @@ async def serve_router(
         RequestReader(codec, default_max_tokens=config.default_max_tokens),
         doorkeeper=make_doorkeeper(serving, credentials),
         default_terms=Terms(
-            ttft_slo_s=serving.slo.ttft_s, ttft_tokens=serving.slo.ttft_tokens, itl_slo_s=serving.slo.tpot_s
+            ttft_slo_s=serving.slo.ttft_s, ttft_tokens=serving.slo.ttft_tokens, tpot_slo_s=serving.slo.tpot_s
         ),
         merging=merging,
         block_key=make_block_key(serving, bytes.fromhex(credentials.held.enrolment.block_key)),

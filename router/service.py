@@ -13,17 +13,17 @@ from common.demand import demand_to_proto
 from common.errors import InvalidRequest, KvrelayError
 from common.ids import RequestId, WorkerId
 from common.rpc import error_boundary, time_left_s
-from common.timing_wire import timing_to_proto
+from common.timing import timing_to_proto
+from common.wire import message_of
 from common.wire_names import ROLE_NAMES
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import inference_pb2_grpc, router_admin_pb2, router_admin_pb2_grpc, worker_pb2
 from router.demand import REMEMBERED_S
-from router.explain import explain
 from router.facts import Endpoint
 from router.front_door import Caller, FrontDoor
 from router.member import Member, WorkerState
 from router.parts import RouterParts
-from router.placement.decisions import CAPACITY
+from router.placement.decisions import CAPACITY, explain
 from router.pool_timing import MIN_SAMPLES
 from router.tenants import Tenant
 
@@ -84,12 +84,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             model = self._parts.fleet.model
             if model is None:
                 return pb.ListModelsResponse()
-            info = pb.ModelInfo(
-                name=model.name,
-                max_model_len=model.max_model_len,
-                vocab_size=model.vocab_size,
-                fingerprint=model.fingerprint,
-            )
+            info = message_of(pb.ModelInfo, model)
             return pb.ListModelsResponse(models=[info])
 
     async def GetClusterStatus(  # noqa: D102
@@ -123,23 +118,14 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                 await context.write(recording.message())
 
     def _router_status(self) -> pb.RouterStatus:
-        totals = self._parts.orchestrator.totals
-        return pb.RouterStatus(
-            policy=self._parts.config.policy,
-            num_queued=self._parts.admission.num_queued,
-            num_active=self._parts.admission.num_active,
-            num_bookings=self._parts.fleet.num_bookings,
-            num_index_blocks=self._parts.index.num_blocks,
-            num_request_tasks=self._parts.orchestrator.num_request_tasks,
-            num_completed=totals.num_completed,
-            num_cancelled=totals.num_cancelled,
-            num_failed=totals.num_failed,
-            num_replans=totals.num_replans,
-            num_moves=totals.num_moves,
-            num_refused=self._parts.admission.num_refused,
+        parts = self._parts
+        return message_of(
+            pb.RouterStatus,
+            *(parts.orchestrator.totals, parts.orchestrator, parts.admission, parts.fleet, parts.config),
+            num_index_blocks=parts.index.num_blocks,
             http_port=self._http_port,
             is_encrypted=self._is_encrypted,
-            alarms=self._parts.alarms.texts,
+            alarms=parts.alarms.texts,
         )
 
 

@@ -111,15 +111,11 @@ class TokenCache:
 
     def __init__(self, *, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._num_bytes = 0
+        self.num_bytes = 0
+        """Memory in use, estimated."""
         self._prefixes: OrderedDict[bytes, KnownPrefix] = OrderedDict()
         self._lock = threading.Lock()
         self._key = secrets.token_bytes(32)
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory in use, estimated."""
-        return self._num_bytes
 
     def digests(self, text: str, cuts: list[Cut], *, scope: bytes) -> list[bytes]:
         """Return a hash of the text before each cut, for one scope."""
@@ -147,12 +143,12 @@ class TokenCache:
         with self._lock:
             previous = self._prefixes.pop(digest, None)
             if previous is not None:
-                self._num_bytes -= _size(previous)
+                self.num_bytes -= _size(previous)
             self._prefixes[digest] = prefix
-            self._num_bytes += _size(prefix)
-            while self._num_bytes > self._max_bytes:
+            self.num_bytes += _size(prefix)
+            while self.num_bytes > self._max_bytes:
                 _digest, oldest = self._prefixes.popitem(last=False)
-                self._num_bytes -= _size(oldest)
+                self.num_bytes -= _size(oldest)
 
 
 def _size(prefix: KnownPrefix) -> int:

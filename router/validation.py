@@ -5,12 +5,11 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from common.bounds import check_bounds
 from common.errors import InvalidRequest, PromptTooLong, UnknownModel, WorkerLost
 from common.ids import RequestId
 from common.sampling import SamplingParams
 from common.tokens import TOKEN_BYTES, TokenArray
-from common.wire import sampling_from_proto, token_ids_from_proto, unpack_tokens
+from common.wire import check_bounds, sampling_from_proto, token_ids_from_proto, unpack_tokens
 from kvrelay.v1 import inference_pb2, sampling_pb2
 from router.codec import Codec
 from router.facts import ModelFacts
@@ -18,7 +17,6 @@ from router.record import Begun, Delivery, Job
 from router.tenants import Tenant
 from router.token_cache import Encoded
 
-CHAT_ROLES = ("system", "user", "assistant")
 MAX_CHARS_PER_TOKEN = 64
 """Text with more characters than this for each token of the context is refused before it is tokenized."""
 MAX_RENDER_AGE_S = 86_400
@@ -87,14 +85,6 @@ class RequestReader:
         Raises RequestError.
         """
         check_bounds(chat, field="chat")
-        if not chat.messages:
-            raise InvalidRequest("the conversation has no message", field="chat.messages")
-        for position, message in enumerate(chat.messages):
-            if message.role not in CHAT_ROLES:
-                raise InvalidRequest(
-                    f"role is {message.role[:40]!r}; allowed are {', '.join(CHAT_ROLES)}",
-                    field=f"chat.messages[{position}].role",
-                )
         # A template adds some text to each message, so empty messages count as well.
         num_chars = sum(len(message.content) + 1 for message in chat.messages)
         _check_chars(num_chars, model, field="chat.messages")

@@ -7,12 +7,12 @@ import grpc
 
 from common.trust.access import Audience
 from common.trust.authority import Authority, AuthoritySettings
+from common.trust.channels import Reach
 from common.trust.credentials import Credentials
 from common.trust.guard import Guard
 from common.trust.identity import Role
 from common.trust.pipe import answer_to
 from common.trust.proofs import OPERATOR_AUDIENCE
-from common.trust.reach import Reach
 
 AUTHORITY = Authority.new(AuthoritySettings(cluster="test", is_encrypted=False))
 

@@ -13,16 +13,16 @@ import tokenizers
 from common.block_hash import hash_blocks, hash_root
 from common.clock import SystemClock
 from common.config import ServingConfig
-from common.errors import InvalidRequest, Overloaded, Refused
+from common.errors import InvalidRequest, Refused
 from common.ids import mint_request_id
 from common.sampling import SamplingParams
 from common.tokens import as_tokens
+from common.wire_names import FINISH_REASON_NAMES
 from engine.core import EngineCore
 from engine.events import EngineEvent, Failed, Tokens
 from engine.executor import Executor
 from engine.group import Group
 from engine.sequence import EngineRequest
-from kvrelay.v1 import sampling_pb2
 from worker.factory import limits_for, load_executor_for
 from worker.output import OutputStreams
 
@@ -38,9 +38,6 @@ class SampleText:
     text: str
     finish_reason: str | None
     """"stop", "length" or None while the sample goes on."""
-
-
-_REASONS = {sampling_pb2.FINISH_REASON_STOP: "stop", sampling_pb2.FINISH_REASON_LENGTH: "length"}
 
 
 class LocalEngine:
@@ -71,7 +68,7 @@ class LocalEngine:
                 request = self._request(prompt, sampling)
                 group = self._core.add(request, partial(_note, inbox, idx))
                 if isinstance(group, Refused):
-                    raise Overloaded(group.reason, retry_after_s=group.retry_after_s)
+                    raise group.error()
                 running.append((group, OutputStreams(request, self.tokenizer)))
             while any(not streams.is_over for _group, streams in running):
                 for group, event in self._core.step():
@@ -102,7 +99,7 @@ class LocalEngine:
                 token_index=message.token_index,
                 token_id=message.token_id,
                 text=message.text,
-                finish_reason=_REASONS.get(message.finish_reason),
+                finish_reason=FINISH_REASON_NAMES.get(message.finish_reason),
             )
 
     def _request(self, prompt: Sequence[int], sampling: SamplingParams) -> EngineRequest:

@@ -8,7 +8,7 @@
 A pull never fails its request: when it fails, or takes longer than computing would, it is counted by reason, the source
 is told, and the prompt is computed. Other requests are computed meanwhile.
 
-A request's hashes are computed here, from its tokens. Hashes from a list of prefixes (`prefix_intake.py`) come without
+A request's hashes are computed here, from its tokens. Hashes from a list of prefixes (`prefix_service.py`) come without
 tokens: the source looks them up in its own cache. Only computing KV can show that it is right, so a worker trusts its
 peers, which belong to the cluster.
 """
@@ -29,8 +29,7 @@ from engine.core import EngineCore
 from engine.landing import Landing
 from engine.sequence import EngineRequest
 from engine.thread import EngineDriver
-from kv_transfer.pull import KvPuller, PullPlan
-from kv_transfer.wanted import WantedBlocks
+from kv_transfer.pull import KvPuller, PullPlan, WantedBlocks
 from kvrelay.v1 import sequence_pb2
 from worker.peers import PeerChannels
 

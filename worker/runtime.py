@@ -285,7 +285,7 @@ class WorkerRuntime:
         """Return the group that `add` makes on the engine thread; a cancelled caller cancels it. Raises Overloaded."""
         group = await self.engine.acquire(add, _cancel_if_granted)
         if isinstance(group, Refused):
-            raise Overloaded(group.reason, retry_after_s=group.retry_after_s)
+            raise group.error()
         return group
 
     def backlog_s(self) -> float:

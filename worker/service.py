@@ -11,14 +11,15 @@ from common.block_hash import hash_probe, hash_root
 from common.errors import InvalidRequest
 from common.kv_events import KvEvents, encode_events
 from common.rpc import error_boundary
-from common.timing_wire import timing_to_proto
+from common.timing import timing_to_proto
 from common.version import installed_version
+from common.wire import message_of
 from common.wire_names import ROLE_NAMES
 from engine.events import EngineLoad
 from kv_transfer.serve import layout_to_proto
 from kvrelay.v1 import worker_pb2 as pb
 from kvrelay.v1 import worker_pb2_grpc
-from worker.peer_probe import PeerProbe
+from worker.peers import PeerProbe
 from worker.runtime import WorkerRuntime
 
 UPDATE_GAP_S = 0.02
@@ -45,15 +46,10 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
     def _describe(self) -> pb.DescribeWorkerResponse:
         runtime = self._runtime
         executor, shape = runtime.executor, runtime.executor.kv.shape
-        return pb.DescribeWorkerResponse(
-            worker_id=runtime.worker_id,
-            epoch=runtime.epoch,
-            role=runtime.role,
+        return message_of(
+            pb.DescribeWorkerResponse,
+            *(executor.kv, executor, runtime),
             layout=layout_to_proto(shape),
-            num_blocks=executor.kv.num_blocks,
-            max_model_len=executor.max_model_len,
-            vocab_size=executor.vocab_size,
-            model_name=executor.model_name,
             hash_probe=hash_probe(hash_root(model_fingerprint=shape.fingerprint), shape.block_size),
             metrics_port=runtime.ports.metrics,
             kv_port=runtime.ports.kv,
@@ -106,24 +102,15 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         runtime = self._runtime
         load = runtime.load  # of the last step: asking the engine would wait for the running one
         return pb.GetWorkerStatusResponse(
-            status=pb.WorkerStatus(
+            status=message_of(
+                pb.WorkerStatus,
+                *(load, runtime, runtime.handoffs, runtime.counters, runtime.timing),
                 load=load_to_proto(load, backlog_s=runtime.backlog_s()),
-                num_used_blocks=load.num_used_blocks,
-                num_cached_blocks=load.num_cached_blocks,
-                num_leases=runtime.handoffs.num_leases,
                 num_reservations=load.num_reserved,
-                num_request_tasks=runtime.num_request_tasks,
-                num_preemptions=load.num_preemptions,
                 num_leases_expired=runtime.handoffs.num_expired,
-                num_cancelled=runtime.counters.num_cancelled,
                 kv_bytes_received=runtime.bytes_received.total(),
                 kv_bytes_sent=runtime.bytes_sent.total(),
-                num_cached_tokens=load.num_cached_tokens,
-                num_computed_tokens=load.num_computed_tokens,
-                uptime_s=runtime.uptime_s,
                 pid=os.getpid(),
-                epoch=runtime.epoch,
-                busy_s=runtime.timing.busy_s,
             ),
             timing=timing_to_proto(runtime.timing.model, runtime.timing.transports),
         )
@@ -135,16 +122,4 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
 
 def load_to_proto(load: EngineLoad, *, backlog_s: float) -> pb.LoadReport:
     """Return the fields of a load that routers use."""
-    return pb.LoadReport(
-        num_running=load.num_running,
-        num_waiting=load.num_waiting,
-        num_free_blocks=load.num_free_blocks,
-        num_blocks=load.num_blocks,
-        num_pending_prefill_tokens=load.num_pending_prefill_tokens,
-        num_context_tokens=load.num_context_tokens,
-        num_reserved=load.num_reserved,
-        num_decoding=load.num_decoding,
-        prefill_backlog_s=backlog_s,
-        num_cold_blocks=load.num_cold_blocks,
-        num_cached_blocks=load.num_cached_blocks,
-    )
+    return message_of(pb.LoadReport, load, prefill_backlog_s=backlog_s)

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 
 from common.ids import WorkerId
-from common.timing import GUESSED_LINK, GUESSED_TIMING, LinkModel, StepModel, StepShape, TimingModel
+from common.timing import GUESSED_LINK, GUESSED_TIMING, STEP_WEIGHTS, LinkModel, StepModel, StepShape, TimingModel
 from engine.events import EngineLoad, StepSample
 from worker.timing_fit import RobustFit
 
@@ -19,8 +19,6 @@ _DRIFT_RATE = 1 / 32
 _MAX_DRIFT = 0.1
 _MAX_BYTES_PER_S = 1e12
 _REFERENCE_BYTES = (1 << 20, 1 << 28)
-_WEIGHTS = ("constant_s", "per_prefill_token_s", "per_prefill_pair_s", "per_decode_s", "per_context_token_s")
-"""Fields of a `StepModel`, in the order of the features that they weigh."""
 
 
 class FitSchedule:
@@ -49,7 +47,7 @@ class StepFit:
 
     def __init__(self, guess: StepModel) -> None:
         self.model = guess
-        self._fit = RobustFit([getattr(guess, weight) for weight in _WEIGHTS])
+        self._fit = RobustFit([getattr(guess, weight) for weight in STEP_WEIGHTS])
         self._schedule = FitSchedule()
         self._num_warm_up = NUM_WARM_UP_STEPS
 
@@ -63,7 +61,7 @@ class StepFit:
         self._fit.add(features, sample.seconds)
         if not self._schedule.is_due(sample.seconds / max(self.model.seconds(shape), 1e-9) - 1):
             return False
-        weights = dict(zip(_WEIGHTS, self._fit.fit(), strict=True))
+        weights = dict(zip(STEP_WEIGHTS, self._fit.fit(), strict=True))
         self.model = StepModel(**weights, num_samples=self._fit.num_samples)
         return True
 

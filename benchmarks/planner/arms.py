@@ -5,8 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from benchmarks.planner.baselines import Bounds, DynamoLoad, DynamoLoadSettings, QueueLength, QueueLengthSettings
-from cluster.planner.plan import Planner, PoolSizes
-from cluster.planner.settings import PlannerSettings
+from cluster.planner.plan import Planner, PlannerSettings, PoolSizes
 from cluster.planner.slo_planner import SloPlanner
 from common.slo import Slo
 

@@ -5,8 +5,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cluster.planner.observation import Observation, ObservedWorker, Pool, WorkerPhase
-from cluster.planner.plan import PoolSizes, ScalingPlan
+from cluster.planner.plan import Observation, ObservedWorker, Pool, PoolSizes, ScalingPlan, WorkerPhase
 
 _PAID = (WorkerPhase.STARTING, WorkerPhase.SERVING)
 

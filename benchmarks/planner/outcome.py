@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pydantic import BaseModel
 
 from benchmarks.planner.arms import Arm
-from cluster.planner.observation import Pool
+from cluster.planner.plan import Pool
 from common.slo import Slo
 from measure.figures import summarize
 from measure.simulate.records import PlanNote, SimRun, Stay

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.planner.outcome import NUM_BINS, Outcome
-from cluster.planner.observation import Pool
+from cluster.planner.plan import Pool
 from measure.pages.axes import Axis, Unit
 from measure.pages.figures import Curve, Frame, LimitLine, compact, line_figure, new_figure, plain
 from measure.pages.page import Page, Panel, Section, Table, Width, write_page

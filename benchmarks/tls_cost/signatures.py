@@ -7,10 +7,10 @@ from benchmarks.figures import Figures, quantile, times_us
 from benchmarks.trust import HOST, PLAIN
 from common.ids import Epoch, HandoffId, WorkerId
 from common.trust.authority import Authority
+from common.trust.channels import Reach
 from common.trust.credentials import Credentials
 from common.trust.identity import Identity, Role
 from common.trust.proofs import PROOF_LIFETIME_S, audience_of
-from common.trust.reach import Reach
 from common.trust.tickets import PullRight, check_ticket, of_handoff
 
 _ARM = "both"

@@ -19,7 +19,6 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from cluster.changes.observing import Ask, make_observation
 from cluster.changes.scaling import Scaler
-from cluster.planner.observation import Observation, Pool, WorkerPhase
 from cluster.planner.plan import Planner, PoolSizes, ScalingPlan
 from cluster.processes.plan import ProcessRole
 from cluster.processes.workforce import Workforce
@@ -82,17 +81,13 @@ class Autopilot:
         self._ask = ask
         self._clock = clock
         self._settings = scaler.config.planner
-        self._latest: PlanNote | None = None
+        self.latest: PlanNote | None = None
+        """The last plan."""
         self._changes: deque[PlanNote] = deque(maxlen=_NUM_KEPT)
         """Plans that wanted other sizes than the plan before."""
         self._changing: asyncio.Task[None] | None = None
         self._num_failures = 0
         self._paused_until_s = 0.0
-
-    @property
-    def latest(self) -> PlanNote | None:
-        """The last plan."""
-        return self._latest
 
     @property
     def is_off(self) -> bool:
@@ -132,14 +127,14 @@ class Autopilot:
             return
         now_s = self._clock.monotonic()
         observed = make_observation(reports, self._workforce, self._scaler, now_s=now_s)
-        note = PlanNote(made_s=now_s, present=_present(observed), plan=self._planner.plan(observed))
+        note = PlanNote(made_s=now_s, present=observed.sizes, plan=self._planner.plan(observed))
         if note.wants_change:
             note.outcome = self._begin(note)
             is_new = not self._changes or self._changes[-1].plan.sizes != note.plan.sizes
             if is_new or note.outcome == _BEGUN:
                 self._changes.append(note)
                 logger.info("plan: %s", note.plan.reason, extra={"outcome": note.outcome})
-        self._latest = note
+        self.latest = note
         self.gauges.set_sizes(present=note.present, wanted=note.plan.sizes)
 
     async def settled(self) -> None:
@@ -152,7 +147,7 @@ class Autopilot:
         return controller_pb2.GetPlanResponse(
             mode=self._settings.mode,
             interval_s=self._settings.interval_s,
-            latest=None if self._latest is None else self._record(self._latest),
+            latest=None if self.latest is None else self._record(self.latest),
             changes=[self._record(note) for note in reversed(self._changes)],
         )
 
@@ -200,11 +195,6 @@ class Autopilot:
             self._num_failures = 0
             note.outcome = f"done in {self._clock.monotonic() - started_s:.1f} s"
             self.gauges.count_change("done")
-
-
-def _present(observed: Observation) -> PoolSizes:
-    prefill, decode = (observed.count(pool, WorkerPhase.STARTING, WorkerPhase.SERVING) for pool in Pool)
-    return PoolSizes(prefill=prefill, decode=decode)
 
 
 def _log(text: str) -> None:

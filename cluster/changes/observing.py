@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import grpc
 
 from cluster.changes.scaling import Scaler
-from cluster.planner.observation import Observation, ObservedWorker, Pool, WorkerPhase
+from cluster.planner.plan import Observation, ObservedWorker, Pool, WorkerPhase
 from cluster.processes.plan import ProcessRole
 from cluster.processes.workforce import Workforce
 from common.demand import Demand, demand_from_proto, merge_demands
 from common.ids import WorkerId
 from common.rpc import Connect
-from common.timing_wire import timing_from_proto
+from common.timing import timing_from_proto
 from kvrelay.v1 import router_admin_pb2, router_admin_pb2_grpc
 
 logger = logging.getLogger(__name__)

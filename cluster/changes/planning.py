@@ -12,8 +12,7 @@ from cluster.changes.observing import Ask, ask_routers, make_observation
 from cluster.changes.scaling import Scaler
 from cluster.planner.capacity import rate_of
 from cluster.planner.evidence import ShapeMemory, measure, objectives_of
-from cluster.planner.observation import Observation, Pool, WorkerPhase
-from cluster.planner.settings import DECODE_HELP, PlannerSettings, PoolLimits
+from cluster.planner.plan import DECODE_HELP, Observation, PlannerSettings, Pool, PoolLimits, WorkerPhase
 from cluster.planner.slo_planner import SloPlanner
 from cluster.processes.launcher import StartFailed
 from cluster.processes.plan import ProcessRole

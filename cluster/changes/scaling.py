@@ -21,7 +21,7 @@ from functools import partial
 from statistics import median
 
 from cluster.changes.flipping import Flips, flip_obstacle, flip_workers
-from cluster.planner.observation import Pool
+from cluster.planner.plan import Pool
 from cluster.processes.launcher import StartFailed
 from cluster.processes.managed_process import ManagedProcess
 from cluster.processes.plan import (
@@ -66,7 +66,8 @@ class Scaler:
     """Brings pools to their wanted sizes, one change at a time. Event loop only."""
 
     def __init__(self, config: ServingConfig, workforce: Workforce, plan_for: PlanFor) -> None:
-        self._config = self._first = config
+        self.config = self._first = config
+        """The configuration of new workers; `adopt` changes it."""
         self._own: ServingConfig | None = None
         """The configuration of new workers, once it differs from the launcher's."""
         self._workforce = workforce
@@ -92,14 +93,9 @@ class Scaler:
 
     # The steps of a change. Callers hold `changing`.
 
-    @property
-    def config(self) -> ServingConfig:
-        """The configuration of new workers."""
-        return self._config
-
     def adopt(self, config: ServingConfig) -> None:
         """Start workers from now on with another configuration than the launcher's."""
-        self._config = self._own = config
+        self.config = self._own = config
 
     @asynccontextmanager
     async def changing(self) -> AsyncIterator[None]:
@@ -118,9 +114,9 @@ class Scaler:
     ) -> None:
         """Bring both pools to these sizes. Raises InvalidRequest, EngineFault."""
         if flips is Flips.FIRST:
-            obstacle = partial(flip_obstacle, first=self._first, latest=self._config)
+            obstacle = partial(flip_obstacle, first=self._first, latest=self.config)
             await flip_workers(self._workforce, sizes, obstacle=obstacle, grace_s=grace_s, report=report)
-        specs = self.plan(self._config, sizes)
+        specs = self.plan(self.config, sizes)
         await self.grow(specs, report)
         await self.shrink(self._present() - {spec.name for spec in specs}, grace_s, report)
 
@@ -131,7 +127,7 @@ class Scaler:
             raise InvalidRequest(
                 "launcher: local assigns the GPUs at its start; launcher: ray can scale", field="pools"
             )
-        own = self._own if config is self._config else config
+        own = self._own if config is self.config else config
         try:
             planned = self._plan_for(with_sizes(config, sizes))
         except PlanError as error:

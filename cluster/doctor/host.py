@@ -4,7 +4,6 @@ import json
 import os
 import resource
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -20,6 +19,7 @@ from cluster.doctor.finding import Finding, failure, ok, warning
 from common.config import PoolConfig, ServingConfig
 from common.model_files import DEFAULT_MODEL_ID, ModelNotFound, cache_dir, resolve_model
 from common.ports import dial_address, is_port_free
+from common.process import count_gpus
 from common.random_models import SEED_FILE
 
 _GIB = 1 << 30
@@ -27,7 +27,6 @@ _LITTLE_DISK_GIB, _NO_DISK_GIB = 5.0, 0.5
 _MIN_OPEN_FILES = 4096
 _MIN_SHARED_MEMORY = 200 << 20
 """Space in /dev/shm for Ray's object store, which kvrelay keeps at its minimum, plus a margin."""
-_ASK_TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +54,7 @@ def this_host() -> HostFacts:
         free_disk=_free_disk,
         max_open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[1],  # every process raises its own to this
         shared_memory_bytes=shutil.disk_usage(shared).free if shared.is_dir() else None,
-        num_gpus=_count_gpus(),
+        num_gpus=count_gpus(),
         compiler=os.environ.get("CXX") or next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None),
         installed=_installed,
     )
@@ -234,16 +233,6 @@ def _free_disk(folder: Path) -> int:
     while not folder.exists():
         folder = folder.parent
     return shutil.disk_usage(folder).free
-
-
-def _count_gpus() -> int:
-    try:
-        listed = subprocess.run(
-            ["nvidia-smi", "-L"], capture_output=True, text=True, check=False, timeout=_ASK_TIMEOUT_S
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return 0
-    return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
 
 
 def _installed(name: str) -> str | None:

@@ -17,8 +17,8 @@ from common.rpc import Connect
 from common.trust.authority import RENEW_SHARE
 from common.trust.channels import connect_to
 from common.trust.credentials import Credentials
+from common.trust.doors import Onlooker
 from common.trust.identity import Role
-from common.trust.shown import Onlooker
 from common.version import installed_version
 from kvrelay.client import AsyncClient, ClusterStatus, WorkerView
 from kvrelay.v1 import worker_pb2, worker_pb2_grpc

@@ -8,7 +8,7 @@ since probing for that would cost requests their objectives.
 import math
 from dataclasses import dataclass, field
 
-from cluster.planner.observation import Pool
+from cluster.planner.plan import Pool
 from common.demand import Demand
 from common.slo import Slo
 

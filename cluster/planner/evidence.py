@@ -3,17 +3,14 @@
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median_low
 
 from cluster.planner.capacity import DecodeCapacity, DecodeRoom, Objectives, PrefillCapacity
-from cluster.planner.observation import Observation, ObservedWorker, Pool
+from cluster.planner.plan import Observation, ObservedWorker, Pool
 from common.demand import Demand, RequestShape
 from common.slo import Slo
-from common.timing import StepShape, TimingModel
+from common.timing import TYPICAL_BATCH, TYPICAL_CHUNK, TimingModel, median_model
 
 _MAX_SHAPES = 512
-_CHUNK = StepShape(num_prefill_tokens=512, num_prefill_pairs=512 * 2048)
-_BATCH = StepShape(num_decodes=16, num_context_tokens=16 * 1024)
 
 
 class ShapeMemory:
@@ -67,12 +64,11 @@ def objectives_of(slo: Slo, *, attainment: float, max_utilization: float) -> Obj
 
 def _typical_timing(observed: Observation, pool: Pool) -> TimingModel | None:
     """Return the median worker's model; from the other pool if this one has none."""
-    shape = _CHUNK if pool is Pool.PREFILL else _BATCH
+    shape = TYPICAL_CHUNK if pool is Pool.PREFILL else TYPICAL_BATCH
     for candidates in (_of(observed, pool), observed.workers):
         models = [worker.timing for worker in candidates if worker.timing is not None]
         if models:
-            middle = median_low(model.step_s(shape) for model in models)
-            return next(model for model in models if model.step_s(shape) == middle)
+            return median_model(models, lambda model: model.step_s(shape))
     return None
 
 

@@ -5,10 +5,8 @@ from dataclasses import dataclass
 
 from cluster.planner.evidence import Capacities
 from cluster.planner.forecast import Line
-from cluster.planner.observation import Observation, Pool
 from cluster.planner.patience import PoolNeed
-from cluster.planner.plan import PoolSizes, ScalingPlan
-from cluster.planner.settings import PlannerSettings
+from cluster.planner.plan import Observation, PlannerSettings, Pool, PoolSizes, ScalingPlan
 
 _PER_MINUTE = 60.0
 

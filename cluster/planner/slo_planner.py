@@ -18,11 +18,9 @@ from cluster.planner.capacity import best_split, rate_of, workers_for
 from cluster.planner.correction import Correction
 from cluster.planner.evidence import Capacities, ShapeMemory, measure, objectives_of
 from cluster.planner.forecast import Forecast, Line
-from cluster.planner.observation import Observation, Pool, WorkerPhase
 from cluster.planner.patience import NeedHistory, PoolNeed
-from cluster.planner.plan import PoolSizes, ScalingPlan
+from cluster.planner.plan import Observation, PlannerSettings, Pool, PoolSizes, ScalingPlan, WorkerPhase
 from cluster.planner.reasons import Numbers, hold, tell
-from cluster.planner.settings import PlannerSettings
 
 _NO_FREE_PAGES = 0.1
 """Share of free pages below which waiting requests are assumed to wait for decode workers."""
@@ -93,8 +91,7 @@ class SloPlanner:
         return tell(wanted, numbers, settings=self._settings)
 
     def _note_sizes(self, observed: Observation) -> PoolSizes:
-        counts = {pool: observed.count(pool, WorkerPhase.STARTING, WorkerPhase.SERVING) for pool in Pool}
-        present = PoolSizes(prefill=counts[Pool.PREFILL], decode=counts[Pool.DECODE])
+        present = observed.sizes
         if present != self._present:
             if self._present is not None:
                 self._changed_s = observed.now_s

@@ -4,7 +4,7 @@
 pool, first those with the most room; each prefix goes to one of them. *Warming*: a new worker pulls the hottest
 prefixes of its peers before any router knows it. Routers learn of both from the workers' ordinary KV events.
 
-A worker skips the blocks it has, and evicts none of higher value for them (`worker/prefix_intake.py`). Time and bytes
+A worker skips the blocks it has, and evicts none of higher value for them (`worker/prefix_service.py`). Time and bytes
 are bounded. No failure here fails a change of the pools: a prefix that is lost is computed again.
 """
 
@@ -19,9 +19,8 @@ from cluster.processes.plan import ProcessRole
 from common.errors import InvalidRequest
 from common.ids import Epoch, WorkerId
 from common.ports import with_port
-from common.prefix_chains import ChainSelection, PrefixChain
-from common.prefix_wire import chains_from_proto, chains_to_proto
-from common.trust.reach import Reach
+from common.prefix_chains import ChainSelection, PrefixChain, chains_from_proto, chains_to_proto
+from common.trust.channels import Reach
 from common.trust.tickets import ANY_CACHED, PullRight
 from kvrelay.v1 import prefix_pb2, prefix_pb2_grpc, sequence_pb2, worker_pb2, worker_pb2_grpc
 

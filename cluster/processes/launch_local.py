@@ -13,7 +13,7 @@ from pathlib import Path
 from cluster.processes.launcher import RunningProcess, StartFailed, identity_role
 from cluster.processes.plan import ProcessRole, ProcessSpec
 from cluster.processes.run_dir import config_file_of, log_path, log_tail
-from common.output_log import LOG_PATH_ENV, open_log
+from common.log import LOG_PATH_ENV, open_log
 from common.process import PARENT_PID_ENV, ProcessIdentity, Ready, parse_ready
 from common.trust.authority import Authority
 from common.trust.enrolment import Enrolment, EnrolmentRequest
@@ -146,7 +146,7 @@ class _Lines:
                 logger.error("certificate refused: %s", error)
 
     async def _next(self) -> str:
-        """Return the next line, empty at the end of stdout. Of an overlong line only the rest is returned."""
+        """Return the next line, empty at the end of stdout; only the rest of an overlong line."""
         while True:
             try:
                 return (await self._stdout.readline()).decode(errors="replace")

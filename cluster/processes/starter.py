@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from cluster.processes.run_dir import log_path, log_tail
-from common.output_log import LOG_PATH_ENV, open_log
+from common.log import LOG_PATH_ENV, open_log
 
 _DETACH = b"detach\n"
 _STOP_TIMEOUT_S = 60.0

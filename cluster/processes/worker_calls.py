@@ -7,8 +7,7 @@ import grpc
 from cluster.processes.plan import ProcessRole
 from common.errors import from_rpc_error
 from common.rpc import Connect
-from common.timing import TimingModel
-from common.timing_wire import timing_from_proto
+from common.timing import TimingModel, timing_from_proto
 from common.wire_names import ROLE_NUMBERS
 from kvrelay.v1 import worker_pb2, worker_pb2_grpc
 

@@ -24,7 +24,7 @@ from cluster.processes.state import ClusterPhase
 from common.clock import SystemClock
 from common.config import PoolConfig, ServingConfig
 from common.errors import EngineFault
-from common.trust.reach import Reach
+from common.trust.channels import Reach
 from common.wire_names import ROLE_NUMBERS
 from kvrelay.v1 import router_admin_pb2
 

@@ -24,8 +24,7 @@ from cluster.ray.joined_ray import CONTROLLER, pinned_to, remove_workers, this_h
 from cluster.ray.private_ray import NAMESPACE
 from cluster.wiring import supervise
 from common.config import ServingConfig, load_config
-from common.log import setup_logging
-from common.output_log import send_output_to
+from common.log import send_output_to, setup_logging
 
 logger = logging.getLogger(__name__)
 

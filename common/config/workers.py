@@ -10,7 +10,7 @@ from common.wire_names import TRANSPORT_NUMBERS
 
 def _known_transport(name: str) -> str:
     if name not in TRANSPORT_NUMBERS:
-        raise ValueError(f"{name!r} is no transport; known are {', '.join(TRANSPORT_NUMBERS)}")
+        raise ValueError(f"{name!r} is not a transport; known are {', '.join(TRANSPORT_NUMBERS)}")
     return name
 
 

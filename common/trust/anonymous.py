@@ -13,8 +13,7 @@ from typing import Any
 import grpc
 
 from common.errors import InvalidRequest, KvrelayError, Overloaded
-from common.malformed import strict
-from common.rpc import abort
+from common.rpc import abort, strict
 
 MOST_OPEN = 128
 _REQUEST_S = 60.0

@@ -7,14 +7,17 @@ the old one is closed when its last call has ended. A call stays on its channel 
 import asyncio
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partialmethod
 from typing import Any
 
 import grpc
 
-from common.rpc import channel_options
+from common.rpc import Connect, channel_options
 from common.trust.credentials import Credentials
 from common.trust.identity import Role, server_name
 from common.trust.proofs import METADATA_KEY, PROOF_LIFETIME_S, audience_of
+from common.trust.tickets import IssueTicket, issuer
 
 _RENEW_PROOF_S = PROOF_LIFETIME_S / 2
 
@@ -52,23 +55,9 @@ class InsideChannel(grpc.aio.Channel):
 
     # Used by stubs.
 
-    def unary_unary(self, method: str, *codecs: Any, **options: Any) -> Any:
-        """Return a function that makes a call with one request and one response."""
-        return self._multicallable("unary_unary", method, codecs, options)
+    def _multicallable(self, kind: str, method: str, *codecs: Any, **options: Any) -> Any:
+        """Return a function that makes calls of a kind."""
 
-    def unary_stream(self, method: str, *codecs: Any, **options: Any) -> Any:
-        """Return a function that makes a call with one request and a stream of responses."""
-        return self._multicallable("unary_stream", method, codecs, options)
-
-    def stream_unary(self, method: str, *codecs: Any, **options: Any) -> Any:
-        """Return a function that makes a call with a stream of requests and one response."""
-        return self._multicallable("stream_unary", method, codecs, options)
-
-    def stream_stream(self, method: str, *codecs: Any, **options: Any) -> Any:
-        """Return a function that makes a call with a stream each way."""
-        return self._multicallable("stream_stream", method, codecs, options)
-
-    def _multicallable(self, kind: str, method: str, codecs: Any, options: dict[str, Any]) -> Any:
         def call(*request: Any, timeout: float | None = None, metadata: Any = None, **terms: Any) -> Any:
             generation = self._generation()
             multicallable = generation.multicallables.get(method)
@@ -82,6 +71,11 @@ class InsideChannel(grpc.aio.Channel):
             return made
 
         return call
+
+    unary_unary = partialmethod(_multicallable, "unary_unary")
+    unary_stream = partialmethod(_multicallable, "unary_stream")
+    stream_unary = partialmethod(_multicallable, "stream_unary")
+    stream_stream = partialmethod(_multicallable, "stream_stream")
 
     # Connection.
 
@@ -152,3 +146,31 @@ class InsideChannel(grpc.aio.Channel):
             task = asyncio.get_running_loop().create_task(generation.channel.close())
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reach:
+    """Factories of channels and tickets."""
+
+    worker: Connect
+    """Makes a channel to a worker's control or KV plane."""
+    router: Connect
+    """Makes a channel to a router's administration."""
+    issue: IssueTicket
+    """Signs tickets; workers accept those of routers for placed requests, and of the controller for moving caches."""
+    direct_name: str = ""
+    """DNS name in the certificates of workers' direct doors; empty if they name hosts, or without TLS."""
+
+    @classmethod
+    def of(cls, credentials: Credentials, *, has_own_files: bool = False) -> "Reach":
+        """Return the access of the holder of these credentials.
+
+        `has_own_files`: doors show the operator's certificate instead of the cluster's.
+        """
+        is_issued = credentials.is_encrypted and not has_own_files
+        return cls(
+            direct_name=server_name(credentials.identity.cluster, Role.WORKER) if is_issued else "",
+            worker=connect_to(Role.WORKER, credentials),
+            router=connect_to(Role.ROUTER, credentials),
+            issue=issuer(lambda: credentials.held.signer),
+        )

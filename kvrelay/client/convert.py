@@ -10,7 +10,7 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 import grpc
 
 from common.errors import EngineFault, InvalidRequest, KvrelayError, Unreachable, from_rpc_error
-from common.wire_names import ROLE_NAMES, TRANSPORT_NAMES
+from common.wire_names import FINISH_REASON_NAMES, PLAN_KIND_NAMES, ROLE_NAMES, TRANSPORT_NAMES
 from kvrelay.client.records import (
     Accepted,
     Completed,
@@ -25,19 +25,13 @@ from kvrelay.client.records import (
     TransferStats,
 )
 from kvrelay.client.status import WorkerView
-from kvrelay.v1 import inference_pb2, sampling_pb2
+from kvrelay.v1 import inference_pb2
 
 _R = TypeVar("_R")
 _Read = Callable[[Any], Any]
 _ENUMS: Mapping[Any, Mapping[int, Any]] = {
-    PlanKind: {
-        inference_pb2.PLAN_KIND_REMOTE: PlanKind.REMOTE,
-        inference_pb2.PLAN_KIND_LOCAL: PlanKind.LOCAL,
-    },
-    FinishReason: {
-        sampling_pb2.FINISH_REASON_STOP: FinishReason.STOP,
-        sampling_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH,
-    },
+    PlanKind: {number: PlanKind(name) for number, name in PLAN_KIND_NAMES.items()},
+    FinishReason: {number: FinishReason(name) for number, name in FINISH_REASON_NAMES.items()},
 }
 _FIELDS: Mapping[tuple[type, str], _Read] = {
     (WorkerView, "role"): lambda message: ROLE_NAMES.get(message.role, "unknown"),

@@ -39,17 +39,13 @@ class RouterList:
             raise InvalidRequest(f"max_attempts is {max_attempts}; it must be at least 1", field="max_attempts")
         several = _ROUNDS * len(self.addresses) if len(self.addresses) > 1 else 1
         self.max_attempts = several if max_attempts is None else max_attempts
-        self._current = self.addresses[0]
-
-    @property
-    def current(self) -> str:
+        self.current = self.addresses[0]
         """The router to call."""
-        return self._current
 
     def leave(self, address: str) -> None:
         """Switch to the next router, unless another call has done so already."""
-        if self._current == address:
-            self._current = self.addresses[(self.addresses.index(address) + 1) % len(self.addresses)]
+        if self.current == address:
+            self.current = self.addresses[(self.addresses.index(address) + 1) % len(self.addresses)]
 
 
 @dataclass(slots=True)

@@ -13,8 +13,7 @@ from cluster.lifecycle import ClusterError, ClusterInfo, running_cluster
 from cluster.trust import operator_proof, reach_of
 from common.errors import EngineFault, KvrelayError, from_rpc_error
 from common.rpc import Connect
-from common.timing import GUESSED_LINK, TimingModel
-from common.timing_wire import timing_from_proto
+from common.timing import GUESSED_LINK, TimingModel, timing_from_proto
 from kvrelay.client import AsyncClient
 from kvrelay.v1 import worker_pb2, worker_pb2_grpc
 from measure.experiment.arms import ArmPlan

@@ -19,10 +19,10 @@ from measure.simulate.executor import KnownAnswer
 from measure.simulate.loop import VirtualLoop
 from measure.simulate.records import Arrival, SimSettings
 from measure.simulate.tokens import TokenLog
-from router.admission.terms import NO_TERMS, Terms
 from router.admission.ticket import Ticket
 from router.parts import RouterParts
 from router.record import Job
+from router.tenants import NO_TERMS, Terms
 
 Progress = Callable[[int], None]
 """Called with the number of requests that have ended."""
@@ -96,7 +96,7 @@ class SimClient:
     def _admit(self, arrival: Arrival) -> Ticket:
         settings = self._settings
         ttft_slo_s = settings.ttft_slo_s if arrival.ttft_slo_s is None else arrival.ttft_slo_s
-        return admit(self._router, Terms(ttft_slo_s=ttft_slo_s, itl_slo_s=settings.itl_slo_s))
+        return admit(self._router, Terms(ttft_slo_s=ttft_slo_s, tpot_slo_s=settings.itl_slo_s))
 
     def _job(self, arrival: Arrival, request_id: RequestId) -> Job:
         model = self._router.fleet.model

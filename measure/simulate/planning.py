@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from cluster.planner.observation import Observation, ObservedWorker, Pool
-from cluster.planner.plan import Planner
+from cluster.planner.plan import Observation, ObservedWorker, Planner, Pool
 from common.demand import Demand, merge_demands
 from measure.simulate.loop import VirtualLoop
 from measure.simulate.pools import PoolSlot, SimPools

@@ -13,8 +13,7 @@ import asyncio
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass, replace
 
-from cluster.planner.observation import Pool, WorkerPhase
-from cluster.planner.plan import PoolSizes, ScalingPlan
+from cluster.planner.plan import Pool, PoolSizes, ScalingPlan, WorkerPhase
 from common.errors import Overloaded
 from common.ids import WorkerId
 from measure.simulate.loop import VirtualLoop

@@ -5,8 +5,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from cluster.planner.observation import Pool
-from cluster.planner.plan import Planner, PoolSizes, ScalingPlan
+from cluster.planner.plan import Planner, Pool, PoolSizes, ScalingPlan
 from common.config import RouterConfig
 from common.slo import Slo
 from measure.load.records import PoolSample, RequestRecord

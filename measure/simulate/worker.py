@@ -7,14 +7,14 @@ from typing import cast
 
 import grpc
 
-from cluster.planner.observation import Pool
+from cluster.planner.plan import Pool
 from cluster.worker_process.server import pool_services
 from common.config import ServingConfig
 from common.fake_tokenizer import byte_tokenizer
 from common.ids import WorkerId
 from common.rpc import Connect
 from common.timing import TimingModel
-from common.trust.reach import Reach
+from common.trust.channels import Reach
 from engine.core import EngineCore
 from engine.events import StepReport, StepSample
 from engine.executor import Executor

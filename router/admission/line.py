@@ -2,7 +2,7 @@
 
 1. `admit`: a request gets a *ticket*, or a refusal because the line or its tenant's share is full or a rate is used up.
    This is cheap and happens before anything is tokenized; `take_tokens` follows when the size is known. In a full line
-   a newcomer may displace a request of a tenant that has more than its share (displacement.py).
+   a newcomer may displace a request of a tenant that has more than its share (`account_above`).
 2. `place`: the request waits in line (fair_queue.py) until the chooser books a plan for it. Requests that lost a plan
    go before all newcomers, in order of arrival.
 3. The line is served whenever the fleet changes, a request ends or an exclusion expires; there is no polling. When the
@@ -12,7 +12,7 @@
    `settle` when it ends.
 
 A worker that refuses a request is offered it again only when its load has changed or the time that it named has passed
-(chooser.py). A refusal is final when waiting cannot help (placement/feasibility.py).
+(chooser.py). A refusal is final when waiting cannot help (`find_hopeless` there).
 """
 
 import asyncio
@@ -24,17 +24,15 @@ from dataclasses import replace
 
 from common.clock import Clock
 from common.errors import Overloaded, RefusalCause, Refused, WorkerLost
-from router.admission.account import Account, Service, open_account
-from router.admission.displacement import account_above
+from router.admission.account import Account, Service, account_above, open_account
 from router.admission.fair_queue import OUTPUT_TOKEN_COST, PROMPT_TOKEN_COST, FairQueue, Place, rank
 from router.admission.limits import Pace
-from router.admission.terms import NO_TERMS, Terms
 from router.admission.ticket import QueuedRequest, Ticket
 from router.fleet import Fleet
+from router.metrics import TenantMetrics
 from router.placement.chooser import Chooser
 from router.placement.decisions import Booking
-from router.tenant_metrics import TenantMetrics
-from router.tenants import ANYBODY, Tenant
+from router.tenants import ANYBODY, NO_TERMS, Tenant, Terms
 
 MAX_CANDIDATES = 4
 """Requests of each tenant that are tried when none before them found a plan."""
@@ -57,8 +55,10 @@ class Admission:
         self._metrics = metrics
         self._next_number = 0
         self._num_unplanned = 0
-        self._num_queued_tokens = 0
-        self._num_refused = 0
+        self.num_queued_tokens = 0
+        """Tokens of the queued requests whose size is known."""
+        self.num_refused = 0
+        """Requests refused before any worker was asked for anything."""
         self._num_changes = 0
         self._accounts: dict[str, Account] = {}
         self._queue: FairQueue[QueuedRequest] = FairQueue()
@@ -80,16 +80,6 @@ class Admission:
     def num_queued(self) -> int:
         """Requests that wait for a plan, those that lost theirs included."""
         return self._num_unplanned + self._queue.num_first
-
-    @property
-    def num_queued_tokens(self) -> int:
-        """Tokens of the queued requests whose size is known."""
-        return self._num_queued_tokens
-
-    @property
-    def num_refused(self) -> int:
-        """Requests refused before any worker was asked for anything."""
-        return self._num_refused
 
     @property
     def num_active(self) -> int:
@@ -142,7 +132,7 @@ class Admission:
         account = self._account(tenant, now_s)
         if (refused := account.take_inquiry(now_s)) is not None:
             self._count(tenant.name, refused)
-            raise Overloaded(refused.reason, retry_after_s=refused.retry_after_s)
+            raise refused.error()
         account.num_inquiries += 1
         try:
             yield
@@ -172,7 +162,7 @@ class Admission:
 
     def _count(self, tenant: str, refused: Refused) -> Refused:
         self._metrics.count_refusal(tenant, refused.cause)
-        self._num_refused += 1
+        self.num_refused += 1
         return refused
 
     def _close(self, ticket: Ticket) -> None:
@@ -210,7 +200,7 @@ class Admission:
         place = self._stand(queued)
         queued.ticket.queued.add(queued)
         self._waits_for_workers = False
-        self._num_queued_tokens += queued.search.request.num_tokens
+        self.num_queued_tokens += queued.search.request.num_tokens
         try:
             self._serve()
             async with asyncio.timeout(queued.deadline_s - self._clock.monotonic()):
@@ -222,13 +212,13 @@ class Admission:
                 raise self._timeout_error(queued) from None
             raise
         finally:
-            self._num_queued_tokens -= queued.search.request.num_tokens
+            self.num_queued_tokens -= queued.search.request.num_tokens
             queued.ticket.queued.discard(queued)
             if place.is_waiting:
                 self._queue.discard(place)
                 self._serve()  # requests behind it may be served now
         if isinstance(outcome, Refused):
-            raise Overloaded(outcome.reason, retry_after_s=outcome.retry_after_s)
+            raise outcome.error()
         return outcome
 
     def _stand(self, queued: QueuedRequest) -> Place[QueuedRequest]:

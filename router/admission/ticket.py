@@ -5,11 +5,11 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from common.errors import Overloaded, Refused
+from common.errors import Refused
 from router.admission.account import Account, Service
-from router.admission.terms import Terms
 from router.placement.chooser import Search
 from router.placement.decisions import Booking
+from router.tenants import Terms
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -54,7 +54,7 @@ class Ticket:
     def check_place(self) -> None:
         """Raise Overloaded when another request has taken its place."""
         if self.displaced is not None:
-            raise Overloaded(self.displaced.reason, retry_after_s=self.displaced.retry_after_s)
+            raise self.displaced.error()
 
     def displace(self, refused: Refused) -> None:
         """Give its place away and end all its waits."""

@@ -13,8 +13,7 @@ from common.ids import RequestId
 from kvrelay.v1 import inference_pb2, sampling_pb2
 from router.http.calls import Call
 from router.http.exchange import Exchange
-from router.http.pieces import Piece, Prompt, Prompts, by_sample
-from router.http.report import RequestFacts, report_of, usage_of
+from router.http.pieces import Piece, Prompt, Prompts, RequestFacts, by_sample, report_of, usage_of
 from router.http.styles import Style
 from router.record import Job
 

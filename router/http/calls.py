@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from common.bounds import MAX_CHAT_MESSAGES, MAX_CONTENT_PARTS, MAX_PROMPT_TOKENS, MAX_PROMPTS, check_length
 from common.errors import InvalidRequest
 from common.sampling import MAX_LOGPROBS, Biases, Parameter, Tokens
+from common.wire import MAX_CHAT_MESSAGES, MAX_CONTENT_PARTS, MAX_PROMPT_TOKENS, MAX_PROMPTS, check_length
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import sampling_pb2
 from router.http.schema import ROLES, SAMPLING_FIELDS, ChatBody, CompletionBody, GenerationBody, field_path
@@ -165,7 +165,7 @@ def _call(
         raise InvalidRequest("stream_options needs stream: true", field="stream_options")
     timeout_s = extension.timeout_s if extension is not None else None
     if timeout_s is not None and timeout_s <= 0:
-        raise InvalidRequest(f"{timeout_s} is no positive number of seconds", field="kvrelay.timeout_s")
+        raise InvalidRequest(f"{timeout_s} is not a positive number of seconds", field="kvrelay.timeout_s")
     return Call(
         requests=requests,
         num_samples=requests[0].sampling.n or 1,
@@ -206,7 +206,7 @@ def _biases(biases: Mapping[str, float], field: str) -> dict[int, float]:
     found: dict[int, float] = {}
     for name, bias in biases.items():
         if not (name.isascii() and name.isdecimal() and len(name) <= 10):
-            raise InvalidRequest(f"{field}: {name[:40]!r} is no token id", field=field)
+            raise InvalidRequest(f"{field}: {name[:40]!r} is not a token id", field=field)
         found[_uint(int(name), field)] = bias
     return found
 

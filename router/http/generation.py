@@ -15,7 +15,7 @@ from router.front_door import Caller, FrontDoor
 from router.http.answers import Answer, GatheredAnswer, StreamedAnswer
 from router.http.calls import Call, body_field, chat_call, completion_call
 from router.http.exchange import Exchange
-from router.http.report import RequestFacts
+from router.http.pieces import RequestFacts
 from router.http.schema import ChatBody, CompletionBody, parse_body
 from router.http.styles import Style, TokenTexts
 from router.record import Job

@@ -15,7 +15,7 @@ from router.http.calls import read_messages, read_token_ids
 from router.http.errors import NOT_FOUND, HttpError
 from router.http.exchange import Exchange
 from router.http.generation import BODY_TIMEOUT_S
-from router.http.openapi import openapi_document
+from router.http.routes import openapi_document
 from router.http.schema import DetokenizeBody, TokenizeBody, parse_body
 
 

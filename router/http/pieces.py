@@ -1,16 +1,15 @@
-"""Pieces of an answer: consecutive tokens of one choice."""
+"""Parts of an answer: consecutive tokens of one choice, token counts, and the report of how a request was served."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from google.protobuf.message import Message
 
 from common.tokens import TokenArray
+from common.wire_names import FINISH_REASON_NAMES, PLAN_KIND_NAMES, TRANSPORT_NAMES
 from kvrelay.v1 import inference_pb2, sampling_pb2
-
-FINISH_REASONS = {
-    sampling_pb2.FINISH_REASON_UNSPECIFIED: None,
-    sampling_pb2.FINISH_REASON_STOP: "stop",
-    sampling_pb2.FINISH_REASON_LENGTH: "length",
-}
+from kvrelay.v1 import inference_pb2 as pb
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +46,7 @@ class Piece:
     @property
     def finish_reason(self) -> str | None:
         """Why the choice ended, or None."""
-        return FINISH_REASONS[self.tokens[-1].finish_reason]
+        return FINISH_REASON_NAMES.get(self.tokens[-1].finish_reason)
 
 
 class Prompts:
@@ -80,3 +79,48 @@ def by_sample(delta: inference_pb2.TokenDelta) -> dict[int, list[sampling_pb2.Sa
     for token in delta.tokens:
         samples.setdefault(token.sample_index, []).append(token)
     return samples
+
+
+@dataclass(slots=True, eq=False)
+class RequestFacts:
+    """Events of one request other than tokens."""
+
+    request_id: str
+    plans: list[pb.PlanChosen] = field(default_factory=list)
+    completed: pb.Completed = field(default_factory=pb.Completed)
+
+
+def usage_of(requests: Iterable[RequestFacts]) -> dict[str, Any]:
+    """Return the token counts of all requests together, under OpenAI's names."""
+    usages = [facts.completed.usage for facts in requests]
+    prompt = sum(usage.num_prompt_tokens for usage in usages)
+    output = sum(usage.num_output_tokens for usage in usages)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": output,
+        "total_tokens": prompt + output,
+        "prompt_tokens_details": {"cached_tokens": sum(usage.num_cached_tokens for usage in usages)},
+    }
+
+
+def report_of(requests: Iterable[RequestFacts]) -> dict[str, Any]:
+    """Return the report, with an entry for each prompt of the call, for callers that ask by `kvrelay.report`.
+
+    Field names are those of the gRPC messages (proto/kvrelay/v1/inference.proto), which define each of them.
+    """
+    return {"requests": [_report(facts) for facts in requests]}
+
+
+def _report(facts: RequestFacts) -> dict[str, Any]:
+    plans = [{**_plain(plan), "kind": PLAN_KIND_NAMES[plan.kind]} for plan in facts.plans]
+    told = _plain(facts.completed)
+    told["transfer"]["transport"] = TRANSPORT_NAMES.get(facts.completed.transfer.transport)
+    return {"request_id": facts.request_id, "plans": plans, **told}
+
+
+def _plain(message: Message) -> dict[str, Any]:
+    """Return every field of a message that has neither lists nor maps."""
+    return {
+        name: _plain(value) if isinstance(value, Message) else value
+        for name, value in ((field.name, getattr(message, field.name)) for field in message.DESCRIPTOR.fields)
+    }

@@ -1,13 +1,28 @@
-"""The endpoints of the HTTP API: each one's route, body, answer and statuses. Handlers are named in app.py.
+"""The endpoints of the HTTP API, and the OpenAPI document that is derived from them, their bodies and errors.
 
-The application (app.py) serves exactly these, and the OpenAPI document (openapi.py) describes exactly these.
+Each endpoint has its route, body, answer and statuses here. The application (app.py), which names the handlers, serves
+exactly these, and the document describes exactly these.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
 
-from router.http.schema import ChatBody, CompletionBody, DetokenizeBody, GenerationBody, TokenizeBody
+from common.version import installed_version
+from router.http.schema import (
+    TEXT,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    GenerationBody,
+    TokenizeBody,
+    const_schema,
+    list_schema,
+    object_schema,
+    option_schemas,
+)
 
 _EVERYWHERE = (400, 405, 431)
 """Statuses of malformed HTTP, of another method, and of a head without an end."""
@@ -26,7 +41,7 @@ class Endpoint:
     """Path as Starlette writes it."""
     summary: str
     answer: str
-    """Schema of the answer (openapi.py), or the content type of one that is not JSON."""
+    """Schema of the answer (below), or the content type of one that is not JSON."""
     errors: tuple[int, ...] = ()
     body: type[BaseModel] | None = None
 
@@ -67,3 +82,113 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     _get("version", "/version", "The version of kvrelay", "Version"),
     _get("openapi", "/openapi.json", "This document", "Document"),
 )
+
+
+_MEANINGS = {
+    400: "not HTTP/1.1, not JSON, or a value is not allowed; `param` names the field",
+    401: "no API key, or an unknown one (`router.auth: api_key`)",
+    404: "no such model, or nothing at this path",
+    405: "another method",
+    408: "the body did not come in time",
+    413: "the body is too large",
+    429: "refused for now; `retry-after` says when to come back",
+    431: "request line and headers are too large",
+    500: "a step failed",
+    503: "no worker is ready, the router stops, or as many requests run as there are connections for",
+    504: "`kvrelay.timeout_s`, or the server's limit on a wait, has passed",
+}
+
+
+_COUNT = {"type": "integer", "minimum": 0}
+_TEXT_OR_NULL: dict[str, Any] = {"type": ["string", "null"]}
+_NESTED: dict[str, Any] = {"type": ["object", "null"]}
+_USAGE = object_schema(prompt_tokens=_COUNT, completion_tokens=_COUNT, total_tokens=_COUNT)
+_MODEL = object_schema(
+    id=TEXT,
+    object=const_schema("model"),
+    created=_COUNT,
+    owned_by=TEXT,
+    max_model_len=_COUNT,
+    vocab_size=_COUNT,
+)
+
+
+def _answer(kind: str, **choice: Any) -> dict[str, Any]:
+    choices = list_schema(object_schema(index=_COUNT, **choice, logprobs=_NESTED, finish_reason=TEXT))
+    return object_schema(id=TEXT, object=const_schema(kind), created=_COUNT, model=TEXT, choices=choices, usage=_USAGE)
+
+
+_SCHEMAS: dict[str, dict[str, Any]] = {
+    "Error": object_schema(error=object_schema(message=TEXT, type=TEXT, param=_TEXT_OR_NULL, code=_TEXT_OR_NULL)),
+    "Completion": _answer("text_completion", text=TEXT),
+    "ChatCompletion": _answer(
+        "chat.completion", message=object_schema(role=const_schema("assistant"), content=TEXT, refusal={"type": "null"})
+    ),
+    "Models": object_schema(object=const_schema("list"), data=list_schema(_MODEL)),
+    "Model": _MODEL,
+    "Tokens": object_schema(count=_COUNT, max_model_len=_COUNT, tokens=list_schema(_COUNT)),
+    "Text": object_schema(prompt=TEXT),
+    "Status": object_schema(status=const_schema("ok")),
+    "Version": object_schema(version=TEXT),
+    "Document": object_schema(openapi=TEXT, info={"type": "object"}, paths={"type": "object"}),
+}
+
+
+def openapi_document() -> dict[str, Any]:
+    """Return the document."""
+    paths: dict[str, dict[str, Any]] = {}
+    for endpoint in ENDPOINTS:
+        paths.setdefault(endpoint.public_path, {})[endpoint.method.lower()] = _operation(endpoint)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "kvrelay", "version": installed_version(), "description": "OpenAI-compatible HTTP API."},
+        "paths": paths,
+        "components": {
+            "schemas": {**_SCHEMAS, **_bodies()},
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+    }
+
+
+def _operation(endpoint: Endpoint) -> dict[str, Any]:
+    operation: dict[str, Any] = {
+        "operationId": endpoint.name,
+        "summary": endpoint.summary,
+        "responses": {str(status): _response(endpoint, status) for status in endpoint.statuses},
+    }
+    if 401 in endpoint.statuses:
+        operation["security"] = [{"key": []}, {}]
+    if "{name}" in endpoint.public_path:
+        name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+        operation["parameters"] = [name]
+    if endpoint.body is not None:
+        operation["requestBody"] = {"required": True, "content": _json(endpoint.body.__name__)}
+    return operation
+
+
+def _response(endpoint: Endpoint, status: int) -> dict[str, Any]:
+    if status != 200:
+        return {"description": _MEANINGS[status], "content": _json("Error")}
+    content = _json(endpoint.answer) if endpoint.answer in _SCHEMAS else {endpoint.answer: {"schema": TEXT}}
+    if endpoint.can_stream:
+        content["text/event-stream"] = {"schema": object_schema(data=TEXT)}  # of each event
+    return {"description": endpoint.summary, "content": content}
+
+
+def _json(schema: str) -> dict[str, Any]:
+    return {"application/json": {"schema": {"$ref": f"#/components/schemas/{schema}"}}}
+
+
+def _bodies() -> dict[str, Any]:
+    """Return the schemas of all bodies, with every known option."""
+    models = [endpoint.body for endpoint in ENDPOINTS if endpoint.body is not None]
+    _, found = models_json_schema(
+        [(model, "validation") for model in models], ref_template="#/components/schemas/{model}"
+    )
+    schemas: dict[str, Any] = found["$defs"]
+    for schema in schemas.values():
+        schema["additionalProperties"] = {"type": "null"}  # unknown options are refused unless they are null
+    for model in models:
+        properties = schemas[model.__name__]["properties"]
+        properties.update({name: option for name, option in option_schemas(model).items() if name not in properties})
+    return schemas

@@ -19,9 +19,9 @@ from pydantic import (
     create_model,
 )
 
-from common.bounds import MAX_PROMPT_TOKENS
 from common.errors import InvalidRequest
 from common.sampling import PARAMETERS, Biases, Parameter, Texts, Tokens
+from common.wire import MAX_PROMPT_TOKENS
 
 _Tokens = Annotated[list[int], Field(max_length=MAX_PROMPT_TOKENS)]
 ROLES: Mapping[str, str] = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}

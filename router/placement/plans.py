@@ -1,11 +1,13 @@
-"""What a routing policy sees and what it answers."""
+"""The interface of a routing policy: what it sees, what it answers, and its settings."""
 
 import enum
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from common.block_hash import NO_HASHES, BlockHashes
+from common.errors import Refused
 from common.ids import RequestId, WorkerId
 from common.timing import GUESSED_TIMING, TimingModel
 
@@ -112,7 +114,7 @@ class PlacementRequest:
     """The caller's own deadline."""
     ttft_slo_s: float = math.inf
     """Objective for the time from `received_s` to the first token."""
-    itl_slo_s: float = math.inf
+    tpot_slo_s: float = math.inf
     """Objective for the mean gap between tokens."""
     now_s: float = 0.0
     """Time of the choice. The chooser sets this field and the following ones."""
@@ -214,3 +216,25 @@ class FleetView:
     """KV bytes of one block."""
     sources: frozenset[WorkerId] = field(default_factory=frozenset)
     """Workers that blocks may be pulled from: refusing ones included, lost ones not."""
+
+
+class Policy(Protocol):
+    """Chooses the workers of a request. Event loop only."""
+
+    def choose(self, request: PlacementRequest, fleet: FleetView) -> Plan | Refused:
+        """Return a plan whose workers are in the view, or why there is none now. Does not book."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicySettings:
+    """Settings that policies are made with; each uses those that concern it."""
+
+    local_prefill_max_tokens: float = 0
+    """A prompt with at most this many uncached tokens on its decode worker is prefilled there."""
+    max_prefill_wait_s: float = math.inf
+    """`predictive` and `greedy_perfect_signals`: prompts that would wait longer at every worker stay queued."""
+    seed: int = 0
+    """Seed of a policy's random choices."""
+    refuses_over_slo: bool = False
+    """`mooncake`: refuse requests that are predicted to miss their objectives."""

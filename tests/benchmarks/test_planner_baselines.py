@@ -9,8 +9,7 @@ from benchmarks.planner.baselines import (
     QueueLength,
     QueueLengthSettings,
 )
-from cluster.planner.observation import Observation, ObservedWorker, Pool, WorkerPhase
-from cluster.planner.plan import Planner, PoolSizes
+from cluster.planner.plan import Observation, ObservedWorker, Planner, Pool, PoolSizes, WorkerPhase
 from common.demand import RequestShape
 from common.timing import StepModel, TimingModel
 from tests.cluster.planner import support

@@ -7,8 +7,7 @@ from benchmarks.planner.__main__ import SLO, main, read_outcomes
 from benchmarks.planner.arms import ArmError, parse_arm
 from benchmarks.planner.outcome import Outcome
 from benchmarks.planner.page import cheapest
-from cluster.planner.observation import Pool
-from cluster.planner.plan import PoolSizes
+from cluster.planner.plan import Pool, PoolSizes
 from measure.workload.traces import TraceRequest, write_trace
 
 

@@ -123,6 +123,14 @@ def test_bench_run_with_concurrency_is_a_closed_loop(run: Run, load: FakeLoad) -
     assert load.spec.name == "concurrency-16"
 
 
+@pytest.mark.parametrize("option", ["--tpot", "--itl"])
+def test_bench_run_judges_by_the_objective_for_the_gap_between_tokens(run: Run, load: FakeLoad, option: str) -> None:
+    result = run("bench", "run", "--out", "here", "--no-report", "--ttft", "0.5", option, "0.05")
+    assert result.exit_code == 0, result.output
+    assert load.spec.slo is not None
+    assert (load.spec.slo.ttft_s, load.spec.slo.tpot_s) == (0.5, 0.05)
+
+
 def test_bench_run_takes_a_workload_file_and_options_that_hold_for_every_workload(
     run: Run, load: FakeLoad, folder: Path
 ) -> None:

@@ -2,8 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from cli.generate import Device
-from cli.in_process import Stopwatch, local_config
+from cli.generate import Stopwatch, local_config
 from common.errors import InvalidRequest
 from kvrelay.v1 import sampling_pb2
 from tests.cli.conftest import FakeLifecycle, Run
@@ -155,7 +154,7 @@ def test_generate_in_process_without_the_model_says_what_to_do(run: Run, folder:
 def test_local_config_overrides_the_file(folder: Path) -> None:
     path = folder / "mine.yaml"
     path.write_text("model: {id: from-file, dtype: float16}\n")
-    config = local_config(path, {"id": None, "device": Device.CPU, "dtype": None, "local_files_only": True})
+    config = local_config(path, {"id": None, "device": "cpu", "dtype": None, "local_files_only": True})
     assert (config.model.id, config.model.dtype) == ("from-file", "float16")
     assert (config.model.device, config.model.local_files_only) == ("cpu", True)
 

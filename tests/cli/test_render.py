@@ -2,8 +2,7 @@ import pytest
 from rich.console import Console
 
 from cli.console import write_text
-from cli.render import byte_count, seconds, throughput
-from cli.split_table import SplitTable
+from cli.render import SplitTable, byte_count, seconds, throughput
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ def test_status_watch_goes_on_over_a_failure_until_interrupted(
         if len(rounds) == 3:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr("cli.status.sleep", sleep)
+    monkeypatch.setattr("cli.console.sleep", sleep)
     result = run("status", "-a", address, "--watch", "--interval", "0.5")
     assert result.exit_code == 0
     assert rounds == [0.5] * 3

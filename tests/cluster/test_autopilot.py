@@ -9,13 +9,12 @@ from cluster.changes.autopilot import Autopilot, PlanGauges
 from cluster.changes.observing import RouterReports
 from cluster.changes.planning import LoadGuard
 from cluster.changes.scaling import Scaler
-from cluster.planner.observation import Observation, Pool
-from cluster.planner.plan import PoolSizes, ScalingPlan
+from cluster.planner.plan import Observation, Pool, PoolSizes, ScalingPlan
 from cluster.processes.plan import ProcessRole, make_plan
 from common.clock import ManualClock
 from common.config import ServingConfig
 from common.errors import InvalidRequest
-from common.timing_wire import timing_to_proto
+from common.timing import timing_to_proto
 from kvrelay.v1 import router_admin_pb2, worker_pb2
 from tests.cluster.planner.support import TIMING, make_demand
 from tests.cluster.rollout_bench import HOST, FakeWorkforce

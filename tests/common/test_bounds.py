@@ -6,9 +6,8 @@ import pytest
 from google.protobuf.descriptor import Descriptor, FieldDescriptor, ServiceDescriptor
 from google.protobuf.message import Message
 
-from common.bounds import BOUNDS, check_bounds
 from common.errors import InvalidRequest
-from common.wire import sampling_from_proto, sampling_to_proto
+from common.wire import BOUNDS, check_bounds, sampling_from_proto, sampling_to_proto
 from kvrelay.v1 import decode_pb2, sampling_pb2
 from kvrelay.v1 import inference_pb2 as pb
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from common.output_log import (
+from common.log import (
     LOG_PATH_ENV,
     MAX_LOG_BYTES,
     NUM_OLD_LOGS,
@@ -21,7 +21,7 @@ from common.output_log import (
 WRITER = """
 import ctypes, os, sys
 from pathlib import Path
-from common.output_log import rotate_output
+from common.log import rotate_output
 log = Path(sys.argv[1])
 libc = ctypes.CDLL(None)
 for number in range(6):

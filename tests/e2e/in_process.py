@@ -10,7 +10,7 @@ from common.config import ServingConfig, parse_config
 from common.trust.identity import Role
 from kvrelay.client import AsyncClient
 from kvrelay.v1 import router_admin_pb2, router_admin_pb2_grpc, worker_pb2
-from router.fake_codec import ByteCodec
+from router.codec import ByteCodec
 from router.server import RunningRouter, serve_router
 from tests.trust import as_controller_of_router, credentials_of
 from tests.worker.cluster import make_runtime, serve_runtime

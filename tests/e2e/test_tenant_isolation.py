@@ -9,7 +9,7 @@ from common.config import parse_config
 from common.trust.identity import Role
 from kvrelay.client import AsyncClient, Generation
 from kvrelay.v1 import router_admin_pb2, router_admin_pb2_grpc, worker_pb2
-from router.fake_codec import ByteCodec
+from router.codec import ByteCodec
 from router.server import serve_router
 from tests.trust import as_controller_of_router, credentials_of
 from tests.worker.cluster import Pair, running_pair

@@ -12,11 +12,10 @@ import grpc
 from common.rpc import Connect
 from common.trust.access import Audience
 from common.trust.authority import Authority, AuthoritySettings
-from common.trust.channels import InsideChannel
+from common.trust.channels import InsideChannel, Reach
 from common.trust.credentials import Credentials
 from common.trust.guard import Guard, Screen
 from common.trust.identity import Role
-from common.trust.reach import Reach
 from common.trust.tickets import issuer
 
 AUTHORITY = Authority.new(AuthoritySettings(cluster="test", is_encrypted=False, allows_plain_text=True))

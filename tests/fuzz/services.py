@@ -17,7 +17,7 @@ from uvicorn.server import ServerState
 from cluster.worker_process.server import pool_services
 from common.clock import Clock
 from common.config import PoolConfig, PoolsConfig, RouterConfig, ServingConfig, TransferConfig
-from common.malformed import MalformedRequestInterceptor
+from common.rpc import MalformedRequestInterceptor
 from common.timing import StepModel, TimingModel
 from common.trust.access import Audience
 from common.trust.credentials import Credentials
@@ -40,10 +40,9 @@ from measure.simulate.records import NetworkShape
 from measure.simulate.timing import FittedTimes, WorkerSpeed
 from measure.simulate.tokens import TokenLog
 from measure.simulate.worker import SharedWorld, SimWorker
-from router.admission.terms import Terms
+from router.codec import ByteCodec
 from router.doorkeeper import make_doorkeeper
 from router.facts import Endpoint
-from router.fake_codec import ByteCodec
 from router.front_door import FrontDoor
 from router.http.app import HttpApp
 from router.http.connections import Connections, Patience
@@ -51,6 +50,7 @@ from router.http.protocol import DoorProtocol
 from router.http.server import uvicorn_config
 from router.parts import RouterParts, build_router
 from router.service import InferenceService, RouterAdminService
+from router.tenants import Terms
 from router.validation import RequestReader
 from tests.fuzz.loop import MeteredLoop
 from tests.fuzz.members import DENIED, as_member, credentials_of, make_guard, reach_of

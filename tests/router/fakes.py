@@ -31,8 +31,8 @@ from kvrelay.v1 import (
     sequence_pb2,
     worker_pb2,
 )
+from router.codec import ByteCodec
 from router.facts import ModelFacts
-from router.fake_codec import ByteCodec
 from router.server import RunningRouter, serve_router
 from tests.router.fake_service import VOCAB_SIZE, add_worker_service, next_token
 from tests.trust import as_controller_of_router, credentials_of, operator_token, worker_guard

@@ -4,8 +4,7 @@ from collections.abc import Mapping
 
 from common.ids import RequestId, WorkerId
 from common.timing import StepModel, TimingModel
-from router.placement.plans import FleetView, PlacementRequest, Plan, WorkerLoad
-from router.placement.policies.interface import Policy, PolicySettings
+from router.placement.plans import FleetView, PlacementRequest, Plan, Policy, PolicySettings, WorkerLoad
 from router.placement.policies.registry import make_policy
 
 TIMING = TimingModel(

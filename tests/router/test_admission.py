@@ -16,19 +16,17 @@ from common.ids import RequestId, WorkerId
 from kvrelay.v1 import worker_pb2
 from router.admission.account import Service
 from router.admission.line import MAX_CANDIDATES, MAX_OVERTAKEN, Admission
-from router.admission.terms import Terms
 from router.admission.ticket import QueuedRequest, Ticket
 from router.facts import Endpoint
 from router.fleet import Fleet
 from router.index import PrefixIndex
 from router.member import Hold, Member
+from router.metrics import MAX_LABELS, OTHERS, TenantMetrics
 from router.placement.chooser import Chooser, Search
 from router.placement.decisions import Booking, Decision
-from router.placement.plans import PlacementRequest, Plan
-from router.placement.policies.interface import PolicySettings
+from router.placement.plans import PlacementRequest, Plan, PolicySettings
 from router.placement.policies.registry import make_policy
-from router.tenant_metrics import MAX_LABELS, OTHERS, TenantMetrics
-from router.tenants import Tenant
+from router.tenants import Tenant, Terms
 from tests.trust import ROUTER
 
 A, B = Tenant(name="a"), Tenant(name="b")

@@ -113,7 +113,7 @@ STEPS = st.lists(st.tuples(st.integers(0, 4), st.booleans()), min_size=10, max_s
 def test_no_tenant_within_its_reservation_is_refused_while_another_borrows(
     weights: list[float], max_queued: int, steps: list[tuple[int, bool]]
 ) -> None:
-    """In any order of arrivals and departures, the bound and the promises of displacement.py hold."""
+    """In any order of arrivals and departures, the bound and the promises of `account_above` hold."""
     tenants = [Tenant(name=f"t{index}", weight=weight) for index, weight in enumerate(weights)]
     reserved = {tenant.name: max_queued * tenant.weight / sum(weights) for tenant in tenants}
     line = Line(max_queued=max_queued)

@@ -7,7 +7,7 @@ import pytest
 from common.errors import RefusalCause, Refused
 from common.ids import WorkerId
 from common.timing import GUESSED_TIMING, StepModel, TimingModel
-from router.placement.feasibility import Shed, find_hopeless
+from router.placement.chooser import Shed, find_hopeless
 from router.placement.plans import FleetView, PlacementRequest, Plan, WorkerLoad
 from tests.router import fleets
 from tests.router.fleets import fleet

@@ -7,8 +7,8 @@ import pytest
 
 from common.block_hash import hash_blocks
 from common.ids import WorkerId
+from router.codec import ByteCodec
 from router.facts import Endpoint, find_mismatch
-from router.fake_codec import ByteCodec
 from tests.router.fakes import (
     BLOCK_SIZE,
     DECODE,

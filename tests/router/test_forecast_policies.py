@@ -61,10 +61,12 @@ def test_mooncake_pulls_only_from_sources() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ttft_slo_s", "itl_slo_s", "reason"), [(0.15, 1.0, "first token"), (1.0, 0.0109, "every 0.011 s")]
+    ("ttft_slo_s", "tpot_slo_s", "reason"), [(0.15, 1.0, "first token"), (1.0, 0.0109, "every 0.011 s")]
 )
-def test_mooncake_refuses_a_missed_objective_only_when_set_to(ttft_slo_s: float, itl_slo_s: float, reason: str) -> None:
-    wanted, view = request(ttft_slo_s=ttft_slo_s, itl_slo_s=itl_slo_s), fleet(worker("p0"), worker("d0"))
+def test_mooncake_refuses_a_missed_objective_only_when_set_to(
+    ttft_slo_s: float, tpot_slo_s: float, reason: str
+) -> None:
+    wanted, view = request(ttft_slo_s=ttft_slo_s, tpot_slo_s=tpot_slo_s), fleet(worker("p0"), worker("d0"))
     assert choose(policy("mooncake"), wanted, view).predicted_ttft_s == pytest.approx(0.16)
     refusal = policy("mooncake", refuses_over_slo=True).choose(wanted, view)
     assert isinstance(refusal, Refused)
@@ -83,9 +85,9 @@ def test_greedy_prefers_an_idle_decode_worker_without_any_queue() -> None:
 def test_greedy_gives_up_a_faster_first_token_that_would_break_the_token_objective() -> None:
     # Local on d0: 10 + 2 = 12 ms, and 160 ms of prefill over 16 tokens, 22 ms. Remote: 12 ms after half a second.
     view = fleet(worker("p0", prefill_free_at_s=0.5), worker("d0", num_decodes=1))
-    wanted = request(num_output_tokens=16, itl_slo_s=0.02)
+    wanted = request(num_output_tokens=16, tpot_slo_s=0.02)
     assert choose(policy("greedy_perfect_signals"), wanted, view).kind is PlanKind.REMOTE
-    assert choose(policy("greedy_perfect_signals"), replace(wanted, itl_slo_s=0.03), view).kind is PlanKind.LOCAL
+    assert choose(policy("greedy_perfect_signals"), replace(wanted, tpot_slo_s=0.03), view).kind is PlanKind.LOCAL
 
 
 def test_greedy_pulls_when_that_is_faster_than_computing() -> None:
@@ -95,7 +97,7 @@ def test_greedy_pulls_when_that_is_faster_than_computing() -> None:
         worker("d1", num_decodes=99, timing=LINKED),
         block_bytes=1000,
     )
-    plan = choose(policy("greedy_perfect_signals"), request(cached={"d0": 9}, itl_slo_s=0.12), view)
+    plan = choose(policy("greedy_perfect_signals"), request(cached={"d0": 9}, tpot_slo_s=0.12), view)
     assert plan.prefill == "p0"
     assert plan.pull is not None
     assert plan.pull.source == "d0"
@@ -112,7 +114,7 @@ def test_greedy_prefers_a_later_first_token_to_delaying_a_large_batch() -> None:
 
 def test_greedy_misses_one_objective_rather_than_two() -> None:
     # Local, the first token is in time and the gap, 11 ms + 160 ms / 4, is not. Remote, both are late.
-    wanted = request(num_output_tokens=4, itl_slo_s=0.005, ttft_slo_s=0.3)
+    wanted = request(num_output_tokens=4, tpot_slo_s=0.005, ttft_slo_s=0.3)
     view = fleet(worker("p0", prefill_free_at_s=0.2), worker("d0", num_decodes=1))
     assert choose(policy("greedy_perfect_signals"), wanted, view).kind is PlanKind.LOCAL
 

@@ -14,7 +14,7 @@ from common.ids import RequestId
 from common.tokens import as_tokens
 from common.wire import pack_tokens
 from kvrelay.v1 import inference_pb2, router_admin_pb2, sampling_pb2
-from router.fake_codec import ByteCodec
+from router.codec import ByteCodec
 from router.record import Job
 from router.tenants import ANYBODY, Tenant
 from router.token_cache import Encoded

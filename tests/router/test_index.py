@@ -190,7 +190,7 @@ def test_entries_of_removed_and_used_again_blocks_do_not_pile_up() -> None:
     assert index.num_age_entries <= 2 * 30 + 6 * 16
 
 
-def test_matches_have_groups_and_the_best_workers() -> None:
+def test_matches_have_groups_of_workers() -> None:
     index = PrefixIndex()
     workers = [WorkerId(f"w{number}") for number in range(100)]
     for worker in workers:
@@ -198,8 +198,7 @@ def test_matches_have_groups_and_the_best_workers() -> None:
     store(index, workers[7], *range(4, 9))
     matches = index.match(blocks(*range(10)))
     assert [(num_blocks, workers.bit_count()) for num_blocks, workers in matches.groups] == [(4, 99), (9, 1)]
-    assert (matches.longest, len(matches), matches.best(1)) == (9, 100, [(9, workers[7])])
-    assert [blocks for blocks, _worker in matches.best(2)] == [9, *[4] * 99]
+    assert (matches.longest, len(matches), matches.get(workers[7])) == (9, 100, 9)
     assert matches.get(WorkerId("unknown")) == 0
 
 

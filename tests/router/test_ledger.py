@@ -11,8 +11,7 @@ from common.errors import EngineFault
 from common.wire import pack_tokens, unpack_tokens
 from kvrelay.v1 import inference_pb2, sampling_pb2
 from router.ledger import TokenLedger
-from router.merge_window import BUSY, CALM, MAX_WINDOW_S, MIN_WINDOW_S, MergeWindow
-from router.outbox import Outbox
+from router.outbox import BUSY, CALM, MAX_WINDOW_S, MIN_WINDOW_S, MergeWindow, Outbox
 
 
 def token(index: int, sample: int = 0, *, ends: bool = False) -> sampling_pb2.SampleToken:

@@ -5,9 +5,8 @@ import pytest
 from common.errors import RefusalCause
 from router.admission.account import GUESSED_OUTPUT_TOKENS, MAX_INQUIRIES, Service, open_account
 from router.admission.limits import MAX_RETRY_S, UNKNOWN_RETRY_S, Pace, TokenBucket
-from router.admission.terms import NO_TERMS
 from router.admission.ticket import Ticket
-from router.tenants import Tenant
+from router.tenants import NO_TERMS, Tenant
 
 
 def test_bucket_holds_one_minutes_worth_and_refills_at_its_rate() -> None:

@@ -118,7 +118,7 @@ def situations(draw: st.DrawFn) -> tuple[PlacementRequest, FleetView]:
     workers = [worker(name, timing=LINKED, **draw(loads)) for name in names]
     cached = draw(st.dictionaries(st.sampled_from([*names, "gone"]), st.integers(1, 60)))
     num_tokens = draw(st.integers(1, 200) | st.integers(1, 5000))
-    slo = {"itl_slo_s": draw(st.sampled_from([0.02, 0.1])), "ttft_slo_s": draw(st.sampled_from([0.1, 10.0]))}
+    slo = {"tpot_slo_s": draw(st.sampled_from([0.02, 0.1])), "ttft_slo_s": draw(st.sampled_from([0.1, 10.0]))}
     absent = draw(st.integers(0, 1))
     num_prefill = sum(name.startswith("p") for name in names) + absent
     return request(num_tokens, cached=cached, **slo), fleet(*workers, num_prefill=num_prefill, block_bytes=1000)

@@ -12,8 +12,7 @@ import pytest
 from common.errors import Refused
 from common.ids import WorkerId
 from common.timing import LinkModel, StepModel, TimingModel
-from router.placement.plans import FleetView, Keeper, PlacementRequest, Plan, PlanKind, Pull
-from router.placement.policies.interface import Policy
+from router.placement.plans import FleetView, Keeper, PlacementRequest, Plan, PlanKind, Policy, Pull
 from tests.router import fleets
 from tests.router.fleets import worker
 
@@ -91,7 +90,7 @@ def test_newcomer_avoids_the_batch_whose_gap_objective_it_would_break() -> None:
     # d0 would go from 29 to 30 ms with an objective of 30: all its sequences would be at risk.
     crowded, remote = load("d0", num_decodes=9), load("d1", num_decodes=4, prefill_free_at_s=0.3)
     view = fleet(crowded, remote)
-    assert choose(request(50, itl_slo_s=0.030, ttft_slo_s=1.0), view).decode == "d1"
+    assert choose(request(50, tpot_slo_s=0.030, ttft_slo_s=1.0), view).decode == "d1"
 
 
 def test_short_suffix_stays_on_the_decode_worker_that_has_the_rest() -> None:
@@ -158,7 +157,7 @@ def test_prompt_is_not_computed_where_it_would_break_the_gap_objective() -> None
     view = fleet(load("p0", prefill_free_at_s=1.0), load("d0", num_decodes=3))
     asked = request(1001, num_output_tokens=100, ttft_slo_s=10.0)
     assert choose(asked, view, local_prefill_max_tokens=math.inf).kind is PlanKind.LOCAL
-    strict = replace(asked, itl_slo_s=0.030)
+    strict = replace(asked, tpot_slo_s=0.030)
     assert choose(strict, view, local_prefill_max_tokens=math.inf).kind is PlanKind.REMOTE
 
 

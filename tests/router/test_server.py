@@ -20,8 +20,7 @@ from common.rpc import client_channel
 from common.trust.identity import Role
 from kvrelay.v1 import inference_pb2, inference_pb2_grpc, router_admin_pb2
 from router.alarms import AlarmKind
-from router.codec import Codec
-from router.fake_codec import ByteCodec
+from router.codec import ByteCodec, Codec
 from router.server import start_router
 from tests.router.fakes import (
     DECODE,

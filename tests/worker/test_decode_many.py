@@ -18,9 +18,8 @@ from common.errors import (
     to_status_bytes,
 )
 from common.structured import TaskCensus
-from decode_worker.outlet import Outlet
 from decode_worker.service import DecodeService
-from decode_worker.shared_stream import SharedStream
+from decode_worker.shared_stream import Outlet, SharedStream
 from engine.sequence import EngineRequest
 from kvrelay.v1 import decode_pb2 as pb
 from kvrelay.v1 import sampling_pb2, sequence_pb2

@@ -15,7 +15,7 @@ from kvrelay.v1 import worker_pb2 as pb
 from kvrelay.v1.kv_transfer_pb2 import DescribePagesResponse
 from tests.trust import reach_as
 from tests.worker.scripted_source import serve_blocks
-from worker.peer_probe import MAX_PROBES, PeerProbe
+from worker.peers import MAX_PROBES, PeerProbe
 
 BOUND_S = 0.3
 CONNECT = reach_as(Role.WORKER, "decode-0").worker

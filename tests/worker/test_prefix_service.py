@@ -110,7 +110,7 @@ async def test_bytes_bound_what_is_taken_in_at_whole_blocks() -> None:
 
 async def test_long_chain_comes_in_pieces_and_serving_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     async with taking() as (_pool, source, taker):
-        monkeypatch.setattr("worker.prefix_intake.PIECE_BYTES", 2 * source.runtime.executor.kv.shape.block_bytes)
+        monkeypatch.setattr("worker.prefix_service.PIECE_BYTES", 2 * source.runtime.executor.kv.shape.block_bytes)
         took = await pull(taker, where(source), await hot(source))
         assert took.num_pulled_blocks == PREFIX_BLOCKS + 1
 

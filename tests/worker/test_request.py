@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from common.errors import InvalidRequest, PromptTooLong
-from common.prefix_wire import MAX_BLOCKS, chains_from_proto
+from common.prefix_chains import MAX_BLOCKS, chains_from_proto
 from engine.fake import FakeExecutor
 from engine.sequence import EngineRequest
 from kvrelay.v1 import prefill_pb2, prefix_pb2, sequence_pb2
@@ -92,7 +92,7 @@ def test_last_sample_that_a_request_may_have_is_taken() -> None:
 def test_values_of_a_chain_are_not_read_when_their_number_is_wrong(
     num_blocks: int, num_values: int, field: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("common.prefix_wire.pairwise", pytest.fail)
+    monkeypatch.setattr("common.prefix_chains.pairwise", pytest.fail)
     chain = prefix_pb2.PrefixChain(block_hashes=bytes(16 * num_blocks), values=[1.0] * num_values)
     with pytest.raises(InvalidRequest) as raised:
         chains_from_proto([chain])

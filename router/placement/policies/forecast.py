@@ -1,11 +1,11 @@
-"""Predictions of prompts and token gaps on a worker, by the worker's own timing model."""
+"""Predictions of prompts, token gaps and whole plans, by each worker's own timing model."""
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from common.ids import WorkerId
-from router.placement.plans import Candidate, PlacementRequest, Plan, Pull, WorkerLoad
+from router.placement.plans import Candidate, Keeper, PlacementRequest, Plan, Pull, WorkerLoad
 from router.placement.policies.pooled import NUM_EXPLAINED
 
 
@@ -17,14 +17,20 @@ class PromptForecast:
     pull: Pull | None
     num_cached_tokens: int
     """Cached tokens, pulled ones included."""
-    queue_s: float
+    wait_s: float
+    """Time until the prompts accepted before are computed."""
     pull_s: float
     prefill_s: float
 
     @property
     def ttft_s(self) -> float:
-        """Time from now to the first token."""
-        return self.queue_s + self.pull_s + self.prefill_s
+        """Time from the choice to the first token when a pull follows the wait."""
+        return self.wait_s + self.pull_s + self.prefill_s
+
+    @property
+    def ready_s(self) -> float:
+        """Time from the choice to the end of the computation when a pull runs during the wait."""
+        return max(self.wait_s, self.pull_s) + self.prefill_s
 
 
 def forecast_prompt(
@@ -53,7 +59,7 @@ def forecast_prompt(
         worker=worker,
         pull=pull,
         num_cached_tokens=cached,
-        queue_s=worker.prefill_wait_s(request.now_s),
+        wait_s=worker.prefill_wait_s(request.now_s),
         pull_s=pull_s,
         prefill_s=prefill_s,
     )
@@ -67,11 +73,15 @@ def forecast_itl_s(request: PlacementRequest, worker: WorkerLoad, *, num_output_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanForecast:
-    """A whole plan; local when the decode worker computes the prompt."""
+    """A whole plan and its cost; local when the decode worker computes the prompt."""
 
     prompt: PromptForecast
     decode: WorkerLoad
     itl_s: float
+    """Gap between tokens on the decode worker, this request included."""
+    cost: float
+    """Cost that the policy minimizes."""
+    terms: Mapping[str, float]
 
     @property
     def prefill_id(self) -> WorkerId | None:
@@ -79,33 +89,46 @@ class PlanForecast:
         return None if self.prompt.worker is self.decode else self.prompt.worker.worker_id
 
     def candidate(self) -> Candidate:
-        """Return the option for `Explain`; its cost is the time to the first token."""
-        prompt = self.prompt
+        """Return the option for `Explain`."""
+        pull = self.prompt.pull
         return Candidate(
             prefill=self.prefill_id,
             decode=self.decode.worker_id,
-            source=None if prompt.pull is None else prompt.pull.source,
-            cost=prompt.ttft_s,
-            terms={"queue": prompt.queue_s, "pull": prompt.pull_s, "prefill": prompt.prefill_s, "itl": self.itl_s},
+            source=None if pull is None else pull.source,
+            cost=self.cost,
+            terms=self.terms,
         )
 
 
-def make_forecast_plan(chosen: PlanForecast, options: Sequence[PlanForecast]) -> Plan:
-    """Return the plan of the chosen option, with the best others for `Explain`."""
-    prompt = chosen.prompt
-    rest = heapq.nsmallest(
-        NUM_EXPLAINED - 1, (option for option in options if option is not chosen), key=lambda o: o.prompt.ttft_s
-    )
-    best = (chosen, *rest)
+def forecast_plan(prompt: PromptForecast, decode: WorkerLoad, itl_s: float) -> PlanForecast:
+    """Return a plan whose cost is the time to the first token."""
+    terms = {"queue": prompt.wait_s, "pull": prompt.pull_s, "prefill": prompt.prefill_s, "itl": itl_s}
+    return PlanForecast(prompt=prompt, decode=decode, itl_s=itl_s, cost=prompt.ttft_s, terms=terms)
+
+
+def make_plan(
+    best: Sequence[PlanForecast], *, ttft_s: float, reason: str, num_options: int, keeper: Keeper = Keeper.BOTH
+) -> Plan:
+    """Return the first of the best options as a plan, with the others for `Explain`."""
+    chosen = best[0]
     return Plan(
         decode=chosen.decode.worker_id,
         prefill=chosen.prefill_id,
-        predicted_cached_tokens=prompt.num_cached_tokens,
-        reason=f"first token in {prompt.ttft_s:.3f} s, then one every {chosen.itl_s:.4f} s",
-        pull=prompt.pull,
-        predicted_prefill_s=prompt.prefill_s,
-        predicted_ttft_s=prompt.ttft_s,
+        predicted_cached_tokens=chosen.prompt.num_cached_tokens,
+        reason=reason,
+        pull=chosen.prompt.pull,
+        keeper=keeper,
+        predicted_prefill_s=chosen.prompt.prefill_s,
+        predicted_ttft_s=ttft_s,
         predicted_itl_s=chosen.itl_s,
         candidates=lambda: tuple(option.candidate() for option in best),
-        num_candidates=len(options),
+        num_candidates=num_options,
     )
+
+
+def make_soonest_plan(chosen: PlanForecast, options: Sequence[PlanForecast]) -> Plan:
+    """Return the plan of the chosen option, with the best others for `Explain`."""
+    others = (option for option in options if option is not chosen)
+    best = (chosen, *heapq.nsmallest(NUM_EXPLAINED - 1, others, key=lambda option: option.cost))
+    reason = f"first token in {chosen.cost:.3f} s, then one every {chosen.itl_s:.4f} s"
+    return make_plan(best, ttft_s=chosen.cost, reason=reason, num_options=len(options))

@@ -13,16 +13,16 @@ The policy is greedy, one request at a time: it bounds what better signals can g
 from collections.abc import Iterator
 
 from common.errors import Refused
-from router.placement.plans import FleetView, PlacementRequest, Plan, Pull, WorkerLoad
+from router.placement.plans import FleetView, PlacementRequest, Plan, PolicySettings, Pull, WorkerLoad
 from router.placement.policies.eligible import Eligible, find_eligible, refuse_busy, refuse_without_prefill
 from router.placement.policies.forecast import (
     PlanForecast,
     PromptForecast,
     forecast_itl_s,
+    forecast_plan,
     forecast_prompt,
-    make_forecast_plan,
+    make_soonest_plan,
 )
-from router.placement.policies.interface import PolicySettings
 from router.placement.policies.prices import DELAY_PRICE
 
 
@@ -41,15 +41,15 @@ class Greedy:
             return refuse_without_prefill()
         options = [*_local_options(request, eligible, fleet), *_remote_options(request, eligible, fleet)]
         best = min(options, key=lambda option: _key(request, option))
-        if best.prompt.queue_s > self._max_prefill_wait_s:
-            return refuse_busy(best.prompt.queue_s, self._max_prefill_wait_s)
-        return make_forecast_plan(best, options)
+        if best.prompt.wait_s > self._max_prefill_wait_s:
+            return refuse_busy(best.prompt.wait_s, self._max_prefill_wait_s)
+        return make_soonest_plan(best, options)
 
 
 def _key(request: PlacementRequest, option: PlanForecast) -> tuple[int, float, float]:
     """Return what is minimized: missed objectives, time to the first token with the delay it causes, gap of tokens."""
     prompt = option.prompt
-    missed = (option.itl_s > request.itl_slo_s) + (request.waited_s + prompt.ttft_s > request.ttft_slo_s)
+    missed = (option.itl_s > request.tpot_slo_s) + (request.waited_s + prompt.ttft_s > request.ttft_slo_s)
     delayed_s = prompt.prefill_s * option.decode.num_decodes if option.prefill_id is None else 0.0
     return missed, prompt.ttft_s + DELAY_PRICE * delayed_s, option.itl_s
 
@@ -58,7 +58,7 @@ def _local_options(request: PlacementRequest, eligible: Eligible, fleet: FleetVi
     for worker in eligible.decode:
         for prompt in _forecast_with_pull(request, worker, fleet, num_decodes=worker.num_decodes):
             itl_s = _itl_s(request, worker, prefill_s=prompt.prefill_s if worker.num_decodes else 0.0)
-            yield PlanForecast(prompt=prompt, decode=worker, itl_s=itl_s)
+            yield forecast_plan(prompt, worker, itl_s)
 
 
 def _remote_options(request: PlacementRequest, eligible: Eligible, fleet: FleetView) -> Iterator[PlanForecast]:
@@ -69,7 +69,7 @@ def _remote_options(request: PlacementRequest, eligible: Eligible, fleet: FleetV
     itl_s = _itl_s(request, decode)
     for worker in eligible.prefill:
         for prompt in _forecast_with_pull(request, worker, fleet, num_decodes=0):
-            yield PlanForecast(prompt=prompt, decode=decode, itl_s=itl_s)
+            yield forecast_plan(prompt, decode, itl_s)
 
 
 def _forecast_with_pull(

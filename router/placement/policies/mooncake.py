@@ -18,16 +18,16 @@ replicated by these pulls. Without a prefill pool the decode workers take both p
 from collections.abc import Sequence
 
 from common.errors import Refused
-from router.placement.plans import FleetView, PlacementRequest, Plan, Pull, WorkerLoad
+from router.placement.plans import FleetView, PlacementRequest, Plan, PolicySettings, Pull, WorkerLoad
 from router.placement.policies.eligible import find_eligible, refuse, refuse_without_prefill
 from router.placement.policies.forecast import (
     PlanForecast,
     PromptForecast,
     forecast_itl_s,
+    forecast_plan,
     forecast_prompt,
-    make_forecast_plan,
+    make_soonest_plan,
 )
-from router.placement.policies.interface import PolicySettings
 
 BALANCING_THRESHOLD = 1.5
 
@@ -55,7 +55,7 @@ class Mooncake:
         chosen = min(options, key=lambda option: option.prompt.ttft_s)
         if self._settings.refuses_over_slo and (refusal := _missed_objective(request, chosen)):
             return refusal
-        return make_forecast_plan(chosen, options)
+        return make_soonest_plan(chosen, options)
 
 
 def _options(
@@ -63,9 +63,7 @@ def _options(
 ) -> list[PlanForecast]:
     """Return a plan for each worker of the pool; without `decode` the worker also decodes."""
     pairs = [(prompt, decode or prompt.worker) for prompt in _forecast_all(request, pool, fleet)]
-    return [
-        PlanForecast(prompt=prompt, decode=worker, itl_s=forecast_itl_s(request, worker)) for prompt, worker in pairs
-    ]
+    return [forecast_plan(prompt, worker, forecast_itl_s(request, worker)) for prompt, worker in pairs]
 
 
 def _forecast_all(request: PlacementRequest, pool: Sequence[WorkerLoad], fleet: FleetView) -> list[PromptForecast]:
@@ -91,6 +89,6 @@ def _missed_objective(request: PlacementRequest, chosen: PlanForecast) -> Refuse
     ttft_s = request.waited_s + chosen.prompt.ttft_s
     if ttft_s > request.ttft_slo_s:
         return refuse(f"the first token would come after {ttft_s:.2f} s, not within {request.ttft_slo_s:g} s")
-    if chosen.itl_s > request.itl_slo_s:
-        return refuse(f"tokens would come every {chosen.itl_s:.3f} s, not every {request.itl_slo_s:g} s")
+    if chosen.itl_s > request.tpot_slo_s:
+        return refuse(f"tokens would come every {chosen.itl_s:.3f} s, not every {request.tpot_slo_s:g} s")
     return None

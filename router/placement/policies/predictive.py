@@ -32,16 +32,14 @@ from dataclasses import replace
 
 from common.errors import Refused
 from common.ids import WorkerId
-from router.placement.plans import Candidate, FleetView, Keeper, PlacementRequest, Plan, WorkerLoad
+from router.placement.plans import FleetView, Keeper, PlacementRequest, Plan, PolicySettings, WorkerLoad
 from router.placement.policies.eligible import Eligible, Turns, find_eligible, refuse_busy, refuse_without_prefill
-from router.placement.policies.interface import PolicySettings
+from router.placement.policies.forecast import PlanForecast, PromptForecast, make_plan
 from router.placement.policies.prices import (
     DELAY_PRICE,
     MIN_PULLED_BLOCKS,
     PREFILL_WORK_PRICE,
     RESERVE_PRICE,
-    Compute,
-    Option,
     compute_on,
     local_option,
     remote_option,
@@ -51,7 +49,7 @@ from router.placement.policies.prices import (
 SHORTLIST = 4
 """Workers of each pool that are compared in pairs, after each was ranked by itself."""
 NETWORK_S = 1e-3
-"""What calls add to a first token."""
+"""Time that calls add to a first token."""
 NUM_PRESELECTED = 6
 """Workers that are priced for each virtue when a pool is large."""
 
@@ -79,17 +77,17 @@ class Predictive:
             return refuse_without_prefill()
         options.sort(key=lambda option: (option.cost, self._last_turns(option)))
         best = options[0]
-        if best.compute.wait_s > self._settings.max_prefill_wait_s:
-            return refuse_busy(best.compute.wait_s, self._settings.max_prefill_wait_s)
+        if best.prompt.wait_s > self._settings.max_prefill_wait_s:
+            return refuse_busy(best.prompt.wait_s, self._settings.max_prefill_wait_s)
         return self._plan(request, fleet, options)
 
-    def _options(self, request: PlacementRequest, fleet: FleetView, eligible: Eligible) -> Iterator[Option]:
+    def _options(self, request: PlacementRequest, fleet: FleetView, eligible: Eligible) -> Iterator[PlanForecast]:
         """Yield the plans of the best workers of each pool: remote ones in pairs, then local ones."""
         sources = _sources(request, fleet)
 
-        def shortlist(work_prices: Iterable[tuple[WorkerLoad, float]]) -> list[Compute]:
-            computes = (compute_on(request, fleet, sources, worker, work_price=price) for worker, price in work_prices)
-            return heapq.nsmallest(SHORTLIST, computes, key=self._compute_rank)
+        def shortlist(work_prices: Iterable[tuple[WorkerLoad, float]]) -> list[PromptForecast]:
+            priced = (compute_on(request, fleet, sources, worker, work_price=price) for worker, price in work_prices)
+            return [prompt for _cost, prompt in heapq.nsmallest(SHORTLIST, priced, key=self._prompt_rank)]
 
         def decode_rank(priced: tuple[float, WorkerLoad]) -> tuple[float, int, int]:
             price, worker = priced
@@ -97,13 +95,13 @@ class Predictive:
 
         token_prices = ((token_price(request, decode), decode) for decode in eligible.decode)
         best_decodes = heapq.nsmallest(SHORTLIST, token_prices, key=decode_rank)
-        for compute in shortlist((prefill, PREFILL_WORK_PRICE) for prefill in eligible.prefill):
+        for prompt in shortlist((prefill, PREFILL_WORK_PRICE) for prefill in eligible.prefill):
             for price, decode in best_decodes:
-                yield remote_option(request, fleet, compute, decode, price)
+                yield remote_option(request, fleet, prompt, decode, price)
         local_prices = self._local_prices(request, eligible)
         local = [worker for worker in eligible.decode if worker.worker_id in local_prices]
-        for compute in shortlist((worker, local_prices[worker.worker_id]) for worker in local):
-            yield local_option(request, compute, work_price=local_prices[compute.worker.worker_id])
+        for prompt in shortlist((worker, local_prices[worker.worker_id]) for worker in local):
+            yield local_option(request, prompt, work_price=local_prices[prompt.worker.worker_id])
 
     def _local_prices(self, request: PlacementRequest, eligible: Eligible) -> dict[WorkerId, float]:
         """Return the work price of each decode worker that may compute the prompt itself."""
@@ -116,38 +114,34 @@ class Predictive:
             if request.missing_tokens(decode.worker_id) <= at_most
         }
 
-    def _plan(self, request: PlacementRequest, fleet: FleetView, options: Sequence[Option]) -> Plan:
+    def _plan(self, request: PlacementRequest, fleet: FleetView, options: Sequence[PlanForecast]) -> Plan:
         best = options[0]
-        compute, decode = best.compute, best.decode
-        prefill = best.prefill_id
-        self._turns.take(compute.worker.worker_id, decode.worker_id)
-        return Plan(
-            decode=decode.worker_id,
-            prefill=prefill,
-            pull=compute.pull,
-            keeper=Keeper.BOTH if prefill is None else self._keeper(request, fleet, compute, decode),
-            predicted_cached_tokens=compute.num_cached_tokens,
-            predicted_prefill_s=compute.compute_s,
-            predicted_ttft_s=compute.ready_s + NETWORK_S,
-            predicted_itl_s=best.itl_s,
+        prompt, decode = best.prompt, best.decode
+        self._turns.take(prompt.worker.worker_id, decode.worker_id)
+        return make_plan(
+            options,
+            ttft_s=prompt.ready_s + NETWORK_S,
             reason=_reason(request, best),
-            candidates=lambda: tuple(map(_candidate, options)),
-            num_candidates=len(options),
+            num_options=len(options),
+            keeper=Keeper.BOTH if best.prefill_id is None else self._keeper(request, fleet, prompt, decode),
         )
 
-    def _compute_rank(self, compute: Compute) -> tuple[float, int]:
-        return compute.cost, self._turns.last_turn(compute.worker.worker_id)
+    def _prompt_rank(self, priced: tuple[float, PromptForecast]) -> tuple[float, int]:
+        cost, prompt = priced
+        return cost, self._turns.last_turn(prompt.worker.worker_id)
 
-    def _last_turns(self, option: Option) -> tuple[int, int]:
+    def _last_turns(self, option: PlanForecast) -> tuple[int, int]:
         turn = self._turns.last_turn
-        return turn(option.compute.worker.worker_id), turn(option.decode.worker_id)
+        return turn(option.prompt.worker.worker_id), turn(option.decode.worker_id)
 
-    def _keeper(self, request: PlacementRequest, fleet: FleetView, compute: Compute, decode: WorkerLoad) -> Keeper:
+    def _keeper(
+        self, request: PlacementRequest, fleet: FleetView, prompt: PromptForecast, decode: WorkerLoad
+    ) -> Keeper:
         """Return which side keeps the prompt's blocks."""
         held_by_decode = request.cached_blocks.get(decode.worker_id, 0)
-        held_by_prefill = request.cached_blocks.get(compute.worker.worker_id, 0)
-        if compute.pull is not None and compute.pull.num_blocks > held_by_decode:
-            from_prefill = any(worker.worker_id == compute.pull.source for worker in fleet.prefill)
+        held_by_prefill = request.cached_blocks.get(prompt.worker.worker_id, 0)
+        if prompt.pull is not None and prompt.pull.num_blocks > held_by_decode:
+            from_prefill = any(worker.worker_id == prompt.pull.source for worker in fleet.prefill)
             return Keeper.PREFILL if from_prefill else Keeper.DECODE
         if max(held_by_decode, held_by_prefill) >= MIN_PULLED_BLOCKS:
             return Keeper.PREFILL if held_by_prefill >= held_by_decode else Keeper.DECODE
@@ -185,22 +179,11 @@ def _sources(request: PlacementRequest, fleet: FleetView) -> list[tuple[int, Wor
     return [(request.pullable_blocks(worker_id), worker_id) for _blocks, worker_id in most]
 
 
-def _candidate(option: Option) -> Candidate:
-    pull = option.compute.pull
-    return Candidate(
-        prefill=option.prefill_id,
-        decode=option.decode.worker_id,
-        source=None if pull is None else pull.source,
-        cost=option.cost,
-        terms=option.terms,
-    )
-
-
-def _reason(request: PlacementRequest, option: Option) -> str:
-    compute = option.compute
-    pulled = "" if compute.pull is None else f", {compute.pull.num_blocks} blocks from {compute.pull.source}"
+def _reason(request: PlacementRequest, option: PlanForecast) -> str:
+    prompt = option.prompt
+    pulled = "" if prompt.pull is None else f", {prompt.pull.num_blocks} blocks from {prompt.pull.source}"
     return (
-        f"{request.num_tokens - compute.num_cached_tokens} tokens to compute in {compute.compute_s * 1e3:.0f} ms"
-        f" after {max(compute.wait_s, compute.pull_s) * 1e3:.0f} ms{pulled};"
+        f"{request.num_tokens - prompt.num_cached_tokens} tokens to compute in {prompt.prefill_s * 1e3:.0f} ms"
+        f" after {max(prompt.wait_s, prompt.pull_s) * 1e3:.0f} ms{pulled};"
         f" {option.itl_s * 1e3:.1f} ms between tokens"
     )

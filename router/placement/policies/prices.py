@@ -1,10 +1,10 @@
 """The terms of the predictive policy's cost, each in seconds; see `predictive` for the whole."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 
 from common.ids import WorkerId
 from router.placement.plans import FleetView, PlacementRequest, Pull, WorkerLoad
+from router.placement.policies.forecast import PlanForecast, PromptForecast
 
 MISS_PRICE = 10.0
 """Price of a missed objective, in multiples of the promised time to first token."""
@@ -20,45 +20,6 @@ MIN_PULLED_BLOCKS = 2
 """A single block is only the beginning of the chat template."""
 
 
-@dataclass(frozen=True, slots=True)
-class Compute:
-    """How one worker would compute the prompt."""
-
-    worker: WorkerLoad
-    cost: float
-    wait_s: float
-    pull_s: float
-    compute_s: float
-    num_cached_tokens: int
-    pull: Pull | None
-
-    @property
-    def ready_s(self) -> float:
-        """Time from the choice to the end of the computation."""
-        return max(self.wait_s, self.pull_s) + self.compute_s
-
-
-@dataclass(frozen=True, slots=True)
-class Option:
-    """A plan and its price."""
-
-    compute: Compute
-    decode: WorkerLoad
-    """The plan is local when this worker computes the prompt."""
-    terms: Mapping[str, float]
-    itl_s: float
-
-    @property
-    def cost(self) -> float:
-        """Cost that the policy minimizes."""
-        return sum(self.terms.values())
-
-    @property
-    def prefill_id(self) -> WorkerId | None:
-        """The prefill worker; None for a local plan."""
-        return None if self.compute.worker is self.decode else self.compute.worker.worker_id
-
-
 def compute_on(
     request: PlacementRequest,
     fleet: FleetView,
@@ -66,27 +27,29 @@ def compute_on(
     worker: WorkerLoad,
     *,
     work_price: float,
-) -> Compute:
-    """Return the cheapest way for one worker: computing alone, or after a pull."""
+) -> tuple[float, PromptForecast]:
+    """Return the cheapest way for one worker, computing alone or after a pull, behind its cost."""
     timing, num_tokens = worker.timing, request.num_tokens
     wait_s = worker.prefill_wait_s(request.now_s)
     own_blocks = min(request.cached_blocks.get(worker.worker_id, 0), request.num_usable_blocks)
     cached = own_blocks * request.block_size
     decodes = {"num_decodes": worker.num_decodes, "num_context_tokens": worker.num_context_tokens}
-    compute_s = timing.prefill_s(num_tokens - cached, cached, **decodes)
-    best = Compute(worker, wait_s + (1 + work_price) * compute_s, wait_s, 0.0, compute_s, cached, None)
+    compute_s, pull_s, pull = timing.prefill_s(num_tokens - cached, cached, **decodes), 0.0, None
+    cost = wait_s + (1 + work_price) * compute_s
     for num_blocks, source in sources:
         usable = min(num_blocks, request.num_usable_blocks)
         if source == worker.worker_id or usable < own_blocks + MIN_PULLED_BLOCKS:
             continue
-        pull_s = timing.pull_s(source, (usable - own_blocks) * fleet.block_bytes)
-        cached = usable * request.block_size
-        compute_s = timing.prefill_s(num_tokens - cached, cached, **decodes)
-        cost = max(wait_s, pull_s) + (1 + work_price) * compute_s
-        if cost < best.cost:
+        pulling_s = timing.pull_s(source, (usable - own_blocks) * fleet.block_bytes)
+        num_cached = usable * request.block_size
+        rest_s = timing.prefill_s(num_tokens - num_cached, num_cached, **decodes)
+        if (other := max(wait_s, pulling_s) + (1 + work_price) * rest_s) < cost:
+            cost, cached, compute_s, pull_s = other, num_cached, rest_s, pulling_s
             pull = Pull(source=source, num_blocks=usable)
-            best = Compute(worker, cost, wait_s, pull_s, compute_s, cached, pull)
-    return best
+    forecast = PromptForecast(
+        worker=worker, pull=pull, num_cached_tokens=cached, wait_s=wait_s, pull_s=pull_s, prefill_s=compute_s
+    )
+    return cost, forecast
 
 
 def token_price(request: PlacementRequest, decode: WorkerLoad, *, held_up_s: float = 0.0) -> float:
@@ -105,8 +68,8 @@ def _gaps(request: PlacementRequest, decode: WorkerLoad) -> tuple[float, float]:
 
 
 def _missed_gaps(request: PlacementRequest, decode: WorkerLoad, before: float, after: float) -> float:
-    newly_missed = _probably(after, request.itl_slo_s) - _probably(before, request.itl_slo_s)
-    num_missed = _probably(after, request.itl_slo_s) + max(0.0, newly_missed) * decode.num_decodes
+    newly_missed = _probably(after, request.tpot_slo_s) - _probably(before, request.tpot_slo_s)
+    num_missed = _probably(after, request.tpot_slo_s) + max(0.0, newly_missed) * decode.num_decodes
     return MISS_PRICE * _miss_unit(request) * num_missed
 
 
@@ -126,37 +89,41 @@ def _probably(predicted_s: float, objective_s: float) -> float:
 
 
 def remote_option(
-    request: PlacementRequest, fleet: FleetView, compute: Compute, decode: WorkerLoad, tokens_s: float
-) -> Option:
+    request: PlacementRequest, fleet: FleetView, prompt: PromptForecast, decode: WorkerLoad, tokens_s: float
+) -> PlanForecast:
     """Return the plan that computes here and decodes there; `tokens_s` is the decode worker's `token_price`."""
     present = request.cached_blocks.get(decode.worker_id, 0)
     num_bytes = max(0, request.num_prefill_blocks - present) * fleet.block_bytes
-    transfer_s = decode.timing.pull_s(compute.worker.worker_id, num_bytes)
-    last_chunk = min(request.num_tokens - compute.num_cached_tokens, compute.worker.timing.max_step_tokens)
+    transfer_s = decode.timing.pull_s(prompt.worker.worker_id, num_bytes)
+    last_chunk = min(request.num_tokens - prompt.num_cached_tokens, prompt.worker.timing.max_step_tokens)
     last_s = transfer_s * min(1.0, last_chunk / max(1, request.num_tokens))
-    terms = {
-        "wait": compute.wait_s,
-        "pull": max(0.0, compute.pull_s - compute.wait_s),
-        "compute": compute.compute_s,
-        "work": PREFILL_WORK_PRICE * compute.compute_s,
-        "transfer": HANDOFF_S + max(last_s, transfer_s - compute.compute_s),
-        "tokens": tokens_s,
-        "missed": _missed_first_token(request, compute.ready_s),
-    }
-    return Option(compute, decode, terms, _gaps(request, decode)[1])
+    exposed_s = HANDOFF_S + max(last_s, transfer_s - prompt.prefill_s)
+    return _priced(request, prompt, decode, PREFILL_WORK_PRICE, {"transfer": exposed_s, "tokens": tokens_s})
 
 
-def local_option(request: PlacementRequest, compute: Compute, *, work_price: float) -> Option:
+def local_option(request: PlacementRequest, prompt: PromptForecast, *, work_price: float) -> PlanForecast:
     """Return the plan in which a decode worker does everything."""
-    decode = compute.worker
+    decode = prompt.worker
     # Prompts computed here delay all decoding sequences; spread over an answer as long as this one.
-    held_up_s = (compute.wait_s + compute.compute_s) / max(1, request.num_output_tokens)
+    held_up_s = (prompt.wait_s + prompt.prefill_s) / max(1, request.num_output_tokens)
+    tokens_s = token_price(request, decode, held_up_s=held_up_s)
+    return _priced(request, prompt, decode, work_price, {"tokens": tokens_s})
+
+
+def _priced(
+    request: PlacementRequest,
+    prompt: PromptForecast,
+    decode: WorkerLoad,
+    work_price: float,
+    own_terms: Mapping[str, float],
+) -> PlanForecast:
     terms = {
-        "wait": compute.wait_s,
-        "pull": max(0.0, compute.pull_s - compute.wait_s),
-        "compute": compute.compute_s,
-        "work": work_price * compute.compute_s,
-        "tokens": token_price(request, decode, held_up_s=held_up_s),
-        "missed": _missed_first_token(request, compute.ready_s),
+        "wait": prompt.wait_s,
+        "pull": max(0.0, prompt.pull_s - prompt.wait_s),
+        "compute": prompt.prefill_s,
+        "work": work_price * prompt.prefill_s,
+        **own_terms,
+        "missed": _missed_first_token(request, prompt.ready_s),
     }
-    return Option(compute, decode, terms, _gaps(request, decode)[1])
+    cost = sum(terms.values())
+    return PlanForecast(prompt=prompt, decode=decode, itl_s=_gaps(request, decode)[1], cost=cost, terms=terms)

@@ -4,11 +4,11 @@ import random
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
+from router.placement.plans import Policy, PolicySettings
 from router.placement.policies import simple
 from router.placement.policies.aibrix import AibrixDecode, AibrixPrefill, AibrixWhole
 from router.placement.policies.dynamo import DECODE, PREFILL, WHOLE, DynamoLinear, DynamoLmetric
 from router.placement.policies.greedy import Greedy
-from router.placement.policies.interface import Policy, PolicySettings
 from router.placement.policies.llm_d import DISAGGREGATED, NON_CACHED_TOKENS, UNIFIED, LlmD
 from router.placement.policies.mooncake import Mooncake
 from router.placement.policies.pooled import PooledPolicy, Selector

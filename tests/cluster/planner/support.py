@@ -3,9 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from cluster.planner.observation import Observation, ObservedWorker, Pool, WorkerPhase
-from cluster.planner.plan import PoolSizes
-from cluster.planner.settings import PlannerSettings, PoolLimits
+from cluster.planner.plan import Observation, ObservedWorker, PlannerSettings, Pool, PoolLimits, PoolSizes, WorkerPhase
 from common.demand import Demand, RequestShape
 from common.ids import WorkerId
 from common.slo import Slo

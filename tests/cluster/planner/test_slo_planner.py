@@ -6,9 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.planner.observation import Observation, Pool, WorkerPhase
-from cluster.planner.plan import PoolSizes, ScalingPlan
-from cluster.planner.settings import PlannerSettings, PoolLimits
+from cluster.planner.plan import Observation, PlannerSettings, Pool, PoolLimits, PoolSizes, ScalingPlan, WorkerPhase
 from cluster.planner.slo_planner import SloPlanner
 from common.demand import Demand
 from common.timing import TimingModel

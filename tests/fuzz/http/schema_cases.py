@@ -18,8 +18,7 @@ from schemathesis.specs.openapi.checks import (
     response_schema_conformance,
 )
 
-from router.http.openapi import openapi_document
-from router.http.routes import ENDPOINTS, Endpoint
+from router.http.routes import ENDPOINTS, Endpoint, openapi_document
 from tests.fuzz.http.door import Door
 from tests.fuzz.http.oracle import Log, complaint
 

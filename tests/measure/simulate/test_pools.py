@@ -4,8 +4,7 @@ from itertools import pairwise
 
 import pytest
 
-from cluster.planner.observation import Observation, Pool, WorkerPhase
-from cluster.planner.plan import PoolSizes, ScalingPlan
+from cluster.planner.plan import Observation, Pool, PoolSizes, ScalingPlan, WorkerPhase
 from measure.simulate.cluster import run
 from measure.simulate.records import Elasticity, SimRun, Stay
 from tests.measure.simulate.builders import make_arrivals, make_settings, make_shape, printed_twice

@@ -13,8 +13,7 @@ from common.wire import sampling_from_proto
 from router.http import errors as http_errors
 from router.http.calls import completion_call
 from router.http.errors import ErrorKind, kind_of
-from router.http.openapi import openapi_document
-from router.http.routes import ENDPOINTS
+from router.http.routes import ENDPOINTS, openapi_document
 from router.http.schema import (
     ChatBody,
     CompletionBody,
