@@ -15,13 +15,16 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from typing import TypeVar
 
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
 from measure.experiment.capacity import ArmCapacity
 from measure.experiment.points import Cell, Point, Source, slug
+from measure.experiment.spec import ExperimentError
 from measure.simulate.store import ResultFolder, write_json
 
+_T = TypeVar("_T")
 _POINT = TypeAdapter(Point)
 _CAPACITY = TypeAdapter(ArmCapacity)
 
@@ -49,14 +52,14 @@ class Store(ResultFolder):
         write_json(self.folder(source, cell) / "point.json", asdict(point))
 
     def point(self, source: Source, cell: Cell) -> Point | None:
-        """Return the point of a complete cell; None for any other. Raises ValueError for an invalid file."""
+        """Return the point of a complete cell; None for any other. Raises ExperimentError."""
         path = self.folder(source, cell) / "point.json"
-        return _read_point(path) if path.exists() else None
+        return _read(_POINT, path) if path.exists() else None
 
     def points(self) -> Iterator[Point]:
         """Yield all points, real ones first, by arm, load and repeat."""
         for source in Source:
-            points = map(_read_point, self.out.glob(f"{source.value}/*/point.json"))
+            points = (_read(_POINT, path) for path in self.out.glob(f"{source.value}/*/point.json"))
             yield from sorted(points, key=lambda point: (point.arm.name, point.load, point.repeat))
 
     def keep_capacity(self, capacity: ArmCapacity) -> None:
@@ -67,7 +70,7 @@ class Store(ResultFolder):
         """Yield all capacities, those of real arms first."""
         for source in Source:
             for path in sorted(self.out.glob(f"capacity/{source.value}/*.json")):
-                yield _CAPACITY.validate_json(path.read_text(encoding="utf-8"))
+                yield _read(_CAPACITY, path)
 
     def failures(self) -> Iterator[str]:
         """Yield a line for each cell that failed."""
@@ -75,5 +78,11 @@ class Store(ResultFolder):
             yield f"{path.parent.name}: {path.read_text(encoding='utf-8').strip()}"
 
 
-def _read_point(path: Path) -> Point:
-    return _POINT.validate_json(path.read_text(encoding="utf-8"))
+def _read(kind: TypeAdapter[_T], path: Path) -> _T:
+    try:
+        return kind.validate_json(path.read_bytes())
+    except ValidationError as error:
+        raise ExperimentError(
+            f"cannot read {path}: it was written by another version of kvrelay, or changed;"
+            " measure again with `kvrelay experiment run`, into another folder or with --again"
+        ) from error

@@ -7,7 +7,7 @@ import pytest
 from measure.experiment.points import Cell, Point, Source, slug
 from measure.experiment.runner import CellFailed, Countdown, ResultKeeper, cell_order, run_cells, span
 from measure.experiment.search import find_capacities
-from measure.experiment.spec import CapacitySpec, Order
+from measure.experiment.spec import CapacitySpec, ExperimentError, Order
 from measure.experiment.store import Store
 from measure.simulate.store import OtherSettings
 from tests.measure.experiment.builders import FakeBench, make_arm, make_plan, make_point
@@ -171,6 +171,15 @@ def test_point_and_its_numbers_survive_the_disk(tmp_path: Path) -> None:
     store.keep(Source.REAL, cell, point)
     assert store.point(Source.REAL, cell) == point
     assert store.point(Source.SIMULATED, cell) is None
+
+
+def test_point_of_another_version_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    store, cell = Store(tmp_path), Cell(arm="1P1D", load=0.1, repeat=0)
+    store.keep(Source.REAL, cell, make_point(load=0.1))
+    path = store.folder(Source.REAL, cell) / "point.json"
+    path.write_text(path.read_text().replace('"load"', '"speed"'))
+    with pytest.raises(ExperimentError, match=r"point.json: it was written by another version .*--again"):
+        list(store.points())
 
 
 def test_folder_with_results_of_other_settings_is_not_touched(tmp_path: Path) -> None:
