@@ -12,6 +12,9 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 # The tests that call programs of the host or compile; their skips are printed.
 BARE_TESTS := tests/cli tests/cluster tests/engine/cpu_kernels tests/engine/cuda/test_graphs.py tests/hosts \
   tests/benchmarks/test_peer_venv.py tests/e2e/test_bundle.py
+# The serving path without a model, a kernel or a cluster of processes.
+QUICK_TESTS := tests/client tests/common tests/router tests/transfer tests/worker tests/cluster/planner \
+  $(addprefix tests/engine/test_,block_pool.py core.py landing.py overlap.py step_timer.py)
 FUZZ_TARGETS ?= all
 FUZZ_SECONDS ?= 600
 STEP := printf '==> %s\n'
@@ -31,6 +34,10 @@ demo: $(VENV)/.runtime ## Start a cluster, send it a handful of prompts, show wh
 .PHONY: test
 test: $(VENV)/.dev model ## Run the whole test suite (CPU, no running service)
 	@.ci/test
+
+.PHONY: test-quick
+test-quick: $(VENV)/.dev ## Run the fast tests of the serving path, for the inner loop
+	@.ci/test -m "not e2e and not model" $(QUICK_TESTS)
 
 .PHONY: test-bare
 test-bare: $(VENV)/.dev ## Run the tests that use programs of the host, without compilers, ssh, rsync, git ...
