@@ -1,14 +1,12 @@
 """The router as a process and as an object: start, ready line, health, metrics, drain."""
 
 import asyncio
-import resource
 import signal
 import socket
 import sys
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import grpc
 import pytest
@@ -51,16 +49,15 @@ async def scrape(port: int) -> dict[str, float]:
 
 
 @asynccontextmanager
-async def router_process(folder: Path, **options: Any) -> AsyncIterator[tuple[asyncio.subprocess.Process, Ready]]:
-    """Run a router of the fake engine as a process, which is ready inside the block."""
+async def router_process(folder: Path, *wrapper: str) -> AsyncIterator[tuple[asyncio.subprocess.Process, Ready]]:
+    """Run a router of the fake engine as a process, which is ready inside the block. `wrapper` executes its command."""
     config = folder / "serving.yaml"
     config.write_text("model: {engine: fake}\n")
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "router", "--config", str(config), "--port", "0", "--die-with-parent"),
+        *(*wrapper, sys.executable, "-m", "router", "--config", str(config), "--port", "0", "--die-with-parent"),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.DEVNULL,
-        **options,
     )
     try:
         assert process.stdout is not None
@@ -186,8 +183,8 @@ RECOVERY_S = 60.0
 """The gRPC door answers again when the first silent connections have had their time."""
 
 
-def limit_open_files() -> None:
-    resource.setrlimit(resource.RLIMIT_NOFILE, (MAX_OPEN_FILES // 2, MAX_OPEN_FILES))
+# Not a `preexec_fn`: a fork of this process, with gRPC's threads, may die before it has become the router.
+FEW_OPEN_FILES = ("sh", "-c", f'ulimit -S -n {MAX_OPEN_FILES // 2}; ulimit -H -n {MAX_OPEN_FILES}; exec "$@"', "sh")
 
 
 async def http_port_of(address: str) -> int:
@@ -199,7 +196,7 @@ async def http_port_of(address: str) -> int:
 
 
 async def test_silent_connections_beyond_the_open_files_end_neither_door(tmp_path: Path) -> None:
-    async with router_process(tmp_path, preexec_fn=limit_open_files) as (_process, ready):
+    async with router_process(tmp_path, *FEW_OPEN_FILES) as (_process, ready):
         address = ready.address
         host, _, port = address.rpartition(":")
         http_port = await http_port_of(address)
