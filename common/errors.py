@@ -163,6 +163,8 @@ class RefusalCause(enum.Enum):
     """No worker can take it now."""
     BUSY = "busy"
     """Workers could take it but are busy with other prompts: it waits in line, where its turn can still change."""
+    SATURATED = "saturated"
+    """The decode workers run as many answers as they may: no other request that waits gets a plan, either."""
     QUEUE_FULL = "queue_full"
     """Too many requests of all tenants wait."""
     TENANT_QUEUE_FULL = "tenant_queue_full"
@@ -185,7 +187,7 @@ class Refused:
     @property
     def is_final(self) -> bool:
         """Whether the caller gets the refusal at once, because waiting in line cannot help."""
-        return self.cause not in (RefusalCause.NO_ROOM, RefusalCause.BUSY)
+        return self.cause not in (RefusalCause.NO_ROOM, RefusalCause.BUSY, RefusalCause.SATURATED)
 
     def error(self) -> Overloaded:
         """Return the exception for a caller outside of the process."""

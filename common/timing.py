@@ -113,6 +113,18 @@ class TimingModel:
         """Return the number of steps for prompt tokens while `num_decodes` sequences decode."""
         return -(-num_new_tokens // max(1, self.max_step_tokens - num_decodes))
 
+    def chunk_within(self, step_s: float, *, num_before: int, beside: StepShape) -> int:
+        """Return how many tokens of a prompt, after `num_before`, can join `beside` in a step of `step_s`."""
+        model = self.prefill
+        left_s = step_s - model.seconds(beside)
+        if left_s <= 0:
+            return 0
+        # The positive root of left_s = linear·t + square·t².
+        linear = model.per_prefill_token_s + model.per_prefill_pair_s * num_before
+        square = model.per_prefill_pair_s / 2
+        reached = linear + math.sqrt(linear * linear + 4 * square * left_s)
+        return self.max_step_tokens if reached == 0 else min(self.max_step_tokens, int(2 * left_s / reached))
+
     def itl_s(self, num_decodes: int, num_context_tokens: int) -> float:
         """Return the predicted gap between tokens of a batch that only decodes."""
         return self.decode.seconds(StepShape(num_decodes=num_decodes, num_context_tokens=num_context_tokens))

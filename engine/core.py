@@ -146,7 +146,7 @@ class EngineCore:
     def begin_step(self) -> tuple[StepPlan, Emitted]:
         """Plan the next step. Returns it, and events of the requests it starts, which may go out before it computes."""
         self._timer.begin()
-        plan = self.scheduler.schedule(self.unplanned)
+        plan = self.scheduler.schedule(self.unplanned, now_s=self._clock.monotonic())
         self._is_stalled = not plan.batch and self._pipeline.num_steps == 0
         emitted: Emitted = []
         for sequence in plan.admitted:

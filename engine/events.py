@@ -93,6 +93,8 @@ class EngineLoad:
     num_blocks: int
     num_cold_blocks: int
     """Free pages that are empty or were never reused."""
+    num_free_slots: int
+    """Sequences that may still join the batch."""
     num_decoding: int
     """Running sequences that decode."""
     num_context_tokens: int

@@ -32,6 +32,7 @@ def measure_load(scheduler: Scheduler, *, now_s: float) -> EngineLoad:
         num_cached_blocks=pool.num_cached_blocks,
         num_blocks=pool.num_blocks,
         num_cold_blocks=pool.num_cold,
+        num_free_slots=scheduler.num_free_slots,
         num_decoding=num_decoding,
         num_context_tokens=context,
         num_pending_prefill_tokens=num_tokens,

@@ -26,6 +26,7 @@ from engine.block_pool import BlockPool
 from engine.executor import ScheduledSequence
 from engine.pages import Pages
 from engine.sequence import Sequence, SequenceState
+from engine.step_budget import StepBudget
 from engine.unplanned import UnplannedDecodes
 
 
@@ -45,6 +46,8 @@ class SchedulerLimits:
 class StepPlan:
     """One step: pages to copy first (copy-on-write), then the batch to compute."""
 
+    now_s: float = 0.0
+    """Time at which it is planned."""
     batch: dict[Sequence, ScheduledSequence] = field(default_factory=dict)
     copies: list[tuple[BlockId, BlockId]] = field(default_factory=list)
     admitted: list[Sequence] = field(default_factory=list)
@@ -52,6 +55,8 @@ class StepPlan:
     num_decodes: int = 0
     num_context_tokens: int = 0
     num_prefill_pairs: int = 0
+    max_s: float | None = None
+    """Time that the step may take with prompts, because of the answers that decode in it; None: not asked yet."""
     is_short: bool = False
     """Whether a running sequence needs pages that only preemption, or the end of the steps in flight, can free."""
 
@@ -86,6 +91,7 @@ class Scheduler:
         self.backlog = Backlog(pool, limits.block_size)
         """Work of the waiting sequences."""
         self.pages = Pages(pool, limits.block_size)
+        self.budget = StepBudget()
         self._num_steps_in_flight = 0
         self._watermark_blocks = max(1, round(limits.watermark * pool.num_blocks))
 
@@ -99,6 +105,15 @@ class Scheduler:
     def has_work(self) -> bool:
         """Whether `schedule` could find something to do."""
         return bool(self.waiting or self.running)
+
+    @property
+    def num_free_slots(self) -> int:
+        """Sequences that may still join those in the batch and in line; a lone prompt may have more samples."""
+        return max(0, self.limits.max_running - self._num_slots)
+
+    @property
+    def _num_slots(self) -> int:
+        return sum(s.num_samples for s in (*self.running, *self.reserved, *self.waiting))
 
     @property
     def num_spoken_for(self) -> int:
@@ -119,7 +134,7 @@ class Scheduler:
 
     def reserve(self, sequence: Sequence) -> Refused | None:
         """Grant pages for all known tokens, which a transfer fills, or refuse; see `Pages.take` for what it sets."""
-        slots = sum(s.num_samples for s in (*self.running, *self.reserved, *self.waiting))
+        slots = self._num_slots
         if slots and slots + sequence.num_samples > self.limits.max_running:
             return Refused(reason=f"{slots} sequences are running or about to run", retry_after_s=0.5)
         if self.waiting:
@@ -185,11 +200,14 @@ class Scheduler:
 
     # ── stepping ────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def schedule(self, unplanned: UnplannedDecodes) -> StepPlan:
+    def schedule(self, unplanned: UnplannedDecodes, *, now_s: float) -> StepPlan:
         """Return the next step's plan: allocates pages, preempts when they run out, admits when there is room."""
         num_unplanned = len(unplanned.sequences)
         plan = StepPlan(
-            num_tokens=num_unplanned, num_decodes=num_unplanned, num_context_tokens=unplanned.num_context_tokens
+            now_s=now_s,
+            num_tokens=num_unplanned,
+            num_decodes=num_unplanned,
+            num_context_tokens=unplanned.num_context_tokens,
         )
         if num_unplanned == len(self.running) and not self.waiting:
             return plan
@@ -203,12 +221,11 @@ class Scheduler:
             if num_to_run:
                 (decoding if num_to_run == 1 else prefilling).append((sequence, num_to_run))
         for sequence, num_to_run in (*decoding, *prefilling):
-            budget = self.limits.max_step_tokens - plan.num_tokens
-            if budget == 0:
+            num_new = min(num_to_run, self._num_left(plan, sequence, num_to_run))
+            if num_new <= 0:
                 break
             if sequence.state is not SequenceState.RUNNING:
                 continue  # preempted by an earlier one in this loop
-            num_new = min(num_to_run, budget)
             if self._make_room(sequence, num_new, plan):
                 self._plan(sequence, num_new, num_to_run, plan)
         if self.num_preemptions == preemptions_before and not plan.is_short:
@@ -219,6 +236,8 @@ class Scheduler:
     def launched(self, plan: StepPlan) -> None:
         """Count the tokens of a launched step as computed, and the tokens that it samples as pending."""
         self._num_steps_in_flight += 1
+        if plan.max_s is not None:
+            self.budget.launched(plan.shape)
         self.pages.hold_sources(plan.copies)
         row = 0
         for sequence, item in plan.batch.items():
@@ -257,6 +276,8 @@ class Scheduler:
             slots = sum(s.num_samples for s in (*self.running, *self.reserved))
             if slots and slots + sequence.num_samples > self.limits.max_running:
                 return
+            if self._num_left(plan, sequence, sequence.num_to_run) <= 0:
+                return
             if not self._take_pages(sequence):
                 return
             self._dequeue(sequence)
@@ -264,8 +285,19 @@ class Scheduler:
             insort(self.running, sequence, key=_order)
             plan.admitted.append(sequence)
             self.num_cached_tokens += min(sequence.num_cached_tokens, sequence.num_prompt_tokens)
-            budget = self.limits.max_step_tokens - plan.num_tokens
-            self._plan(sequence, min(sequence.num_to_run, budget), sequence.num_to_run, plan)
+            num_new = min(sequence.num_to_run, max(1, self._num_left(plan, sequence, sequence.num_to_run)))
+            self._plan(sequence, num_new, sequence.num_to_run, plan)
+
+    def _num_left(self, plan: StepPlan, sequence: Sequence, num_to_run: int) -> int:
+        """Return how many tokens of a sequence the step can still hold: fewer of a prompt beside answers in a hurry."""
+        max_tokens = self.limits.max_step_tokens
+        if num_to_run == 1:
+            return max_tokens - plan.num_tokens
+        if plan.max_s is None:
+            plan.max_s = self.budget.max_step_s(plan.shape, self.running, now_s=plan.now_s)
+        return self.budget.num_fitting(
+            plan.shape, num_before=sequence.num_computed, max_s=plan.max_s, max_tokens=max_tokens
+        )
 
     def _take_pages(self, first: Sequence) -> bool:
         """Give the first in line its pages, taking back blocks that were pulled for others in line when pages run out.

@@ -1,6 +1,7 @@
 """A request inside the engine, and each of its samples."""
 
 import enum
+import math
 from array import array
 from dataclasses import dataclass, field
 
@@ -31,6 +32,8 @@ class EngineRequest:
     """Hashes of the full blocks of prompt + output tokens."""
     output_token_ids: TokenArray = field(default_factory=lambda: as_tokens(()))
     first_sample_index: int = 0
+    tpot_slo_s: float = math.inf
+    """Objective for the mean gap between the tokens of its answer."""
     retention: Retention = Retention.KEEP
 
 
@@ -76,6 +79,8 @@ class Sequence:
     state: SequenceState = SequenceState.WAITING
     num_ready: int = 0
     num_computed: int = 0
+    decodes_since: tuple[float, float] | None = None
+    """Time at which prompts beside it were first considered, and their delays of all steps before (step_budget.py)."""
     num_in_flight: int = 0
     """Launched, incomplete steps that compute a part of it; they may write its pages."""
     num_pending: int = 0

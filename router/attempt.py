@@ -111,7 +111,11 @@ class Attempt:
             )
         handoff_id = mint_handoff_id()
         request = decode_pb2.DecodeRequest(
-            sequence=self.record.sequence(self.samples, _retention(self.booking.plan, Keeper.DECODE)),
+            sequence=self.record.sequence(
+                self.samples,
+                _retention(self.booking.plan, Keeper.DECODE),
+                tpot_slo_s=self.booking.decode.tpot_slo_s,
+            ),
             handoff=None if prefill is None else self._handoff(prefill, handoff_id),
             epoch=decode.epoch,
             source=self._source(decode) if prefill is None else None,

@@ -271,6 +271,8 @@ class Fleet:
         decode.num_blocks = request.num_decode_blocks
         decode.num_decodes = request.num_samples
         decode.num_context_tokens = request.num_samples * request.num_tokens
+        if decode.member.timing.itl_s(decode.num_decodes, decode.num_context_tokens) <= request.tpot_slo_s:
+            decode.tpot_slo_s = request.tpot_slo_s
         prefill = None
         if plan.prefill is not None:
             prefill = self._hold(plan.prefill, request)

@@ -1,6 +1,7 @@
 """One worker as the router sees it: its state, its last report, and the bookings since."""
 
 import enum
+import math
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -46,6 +47,8 @@ class Hold:
     """Sequences that the request adds to the worker's decode batch."""
     num_context_tokens: int = 0
     """KV tokens of these sequences."""
+    tpot_slo_s: float = math.inf
+    """Objective for the mean gap of these sequences; infinite when the worker cannot keep it."""
     is_prefilled: bool = False
     """The first token has arrived."""
     has_left: bool = False
@@ -63,6 +66,8 @@ class _Active:
     """Tokens of these prompts."""
     num_missing_tokens: int = 0
     """Tokens of these prompts that are expected to be computed."""
+    num_by_tpot_slo: Counter[float] = field(default_factory=Counter)
+    """Decoding holds by their objective, if they have one."""
 
     def count(self, hold: Hold, sign: int) -> None:
         self.num_blocks += sign * hold.num_blocks
@@ -70,6 +75,10 @@ class _Active:
             self.num_prefills += sign
             self.num_prompt_tokens += sign * hold.num_prompt_tokens
             self.num_missing_tokens += sign * hold.num_missing_tokens
+        if hold.tpot_slo_s != math.inf:
+            self.num_by_tpot_slo[hold.tpot_slo_s] += sign
+            if not self.num_by_tpot_slo[hold.tpot_slo_s]:
+                del self.num_by_tpot_slo[hold.tpot_slo_s]
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -221,12 +230,14 @@ class Member:
         num_pending_tokens = report.num_pending_prefill_tokens
         # Sequences that wait on a decode worker will decode there; those on a prefill worker never do.
         num_decodes = num_sequences if self.endpoint.role == worker_pb2.WORKER_ROLE_DECODE else 0
+        num_free_slots = report.num_free_slots if report.HasField("num_free_slots") else math.inf
         num_context_tokens = report.num_context_tokens
         free_at_s = self.reported_s + report.prefill_backlog_s
         for hold in self.unreported:
             num_free_blocks -= hold.num_blocks
             num_sequences += 1
             num_decodes += hold.num_decodes
+            num_free_slots -= hold.num_decodes
             num_context_tokens += hold.num_context_tokens
             if not hold.is_prefilled:
                 num_pending_tokens += hold.num_missing_tokens
@@ -236,6 +247,7 @@ class Member:
             worker_id=self.endpoint.worker_id,
             num_blocks=self.facts.num_blocks,
             num_free_blocks=max(num_free_blocks, 0),
+            num_free_slots=max(num_free_slots, 0),
             num_sequences=num_sequences,
             num_waiting=report.num_waiting + report.num_reserved,
             num_pending_prefill_tokens=num_pending_tokens,
@@ -249,5 +261,6 @@ class Member:
             num_active_prefill_tokens=active.num_prompt_tokens,
             num_active_missing_tokens=active.num_missing_tokens,
             num_active_blocks=active.num_blocks,
+            tpot_slos=tuple(active.num_by_tpot_slo),
             timing=self.timing,
         )

@@ -1,6 +1,7 @@
 """One request in the router: what was asked, what was delivered, what the workers reported."""
 
 import enum
+import math
 from dataclasses import dataclass, field, replace
 
 from common.block_hash import BlockHashes, hash_blocks
@@ -90,7 +91,11 @@ class RunningRequest:
         return self.ledger.output(samples[0]) if len(samples) == 1 else as_tokens(())
 
     def sequence(
-        self, samples: range, retention: "sequence_pb2.Retention.ValueType" = sequence_pb2.RETENTION_UNSPECIFIED
+        self,
+        samples: range,
+        retention: "sequence_pb2.Retention.ValueType" = sequence_pb2.RETENTION_UNSPECIFIED,
+        *,
+        tpot_slo_s: float = math.inf,
     ) -> sequence_pb2.SequenceSpec:
         """Return the specification with which a worker begins the samples or continues a single one."""
         output = self.output_of(samples)
@@ -105,6 +110,7 @@ class RunningRequest:
             sampling=sampling_to_proto(sampling),
             first_sample_index=samples[0],
             retention=retention,
+            tpot_slo_s=None if tpot_slo_s == math.inf else tpot_slo_s,
         )
 
     def deliver(self, batch: decode_pb2.TokenBatch, *, expected: range) -> bool:

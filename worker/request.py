@@ -4,6 +4,8 @@ Block hashes are not sent: a worker computes them from the root and the tokens. 
 what the hash names, and no caller can make it publish one prompt's KV under another's name.
 """
 
+import math
+
 from common.block_hash import ROOT_BYTES, hash_blocks
 from common.errors import InvalidRequest, PromptTooLong
 from common.ids import HashRoot, RequestId
@@ -35,6 +37,8 @@ def engine_request(spec: sequence_pb2.SequenceSpec, executor: Executor) -> Engin
         raise InvalidRequest("has max_tokens already; nothing is left to generate", field="sequence.output_tokens")
     if len(spec.hash_root) != ROOT_BYTES:
         raise InvalidRequest(f"has {len(spec.hash_root)} bytes, not {ROOT_BYTES}", field="sequence.hash_root")
+    if spec.HasField("tpot_slo_s") and not spec.tpot_slo_s > 0:
+        raise InvalidRequest(f"is {spec.tpot_slo_s}; must be positive", field="sequence.tpot_slo_s")
     root = HashRoot(spec.hash_root)
     return EngineRequest(
         request_id=RequestId(spec.request_id),
@@ -44,5 +48,6 @@ def engine_request(spec: sequence_pb2.SequenceSpec, executor: Executor) -> Engin
         hash_root=root,
         block_hashes=hash_blocks(prompt + output, root=root, block_size=block_size),
         first_sample_index=spec.first_sample_index,
+        tpot_slo_s=spec.tpot_slo_s if spec.HasField("tpot_slo_s") else math.inf,
         retention=Retention.BRIEF if spec.retention == sequence_pb2.RETENTION_BRIEF else Retention.KEEP,
     )

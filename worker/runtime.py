@@ -19,6 +19,7 @@ from common.ids import Epoch, WorkerId, mint_epoch
 from common.kv_events import KvEvents
 from common.parity import Template, TextProbes, text_probes
 from common.rpc import Connect
+from common.timing import GUESSED_TIMING
 from common.trust.channels import connect_to
 from common.trust.credentials import Credentials
 from common.trust.identity import Role
@@ -194,6 +195,7 @@ class WorkerRuntime:
     def start(self) -> None:
         """Start stepping and sweeping."""
         self.engine.start()
+        self._share_timing()
         self._sweeper = asyncio.get_running_loop().create_task(self.handoffs.sweep_forever())
 
     async def aclose(self) -> None:
@@ -250,8 +252,15 @@ class WorkerRuntime:
         limits = limits_for(self.pool_config)
         self.engine.post(lambda core: core.scheduler.change_limits(limits))
         self.timing.change_budget(limits.max_step_tokens)
+        self._share_timing()
         self.hub.end(StaleEpoch(f"{self.worker_id} has changed its role"))
         logger.info("role changed", extra={"role": ROLE_NAMES[role], "epoch": self.epoch})
+
+    def _share_timing(self) -> None:
+        """Let the scheduler use the present timing model, once both kinds of steps were measured."""
+        model = self.timing.model
+        if GUESSED_TIMING.prefill != model.prefill and GUESSED_TIMING.decode != model.decode:
+            self.engine.post(lambda core: setattr(core.scheduler.budget, "timing", model))
 
     def announce_leaving(self) -> None:
         """Tell the routers that this worker will end."""
@@ -316,7 +325,10 @@ class WorkerRuntime:
 
     def _on_report(self, report: StepReport) -> None:
         self.load = report.load
+        before = self.timing.version
         self.timing.observe(report.samples)
+        if self.timing.version != before:
+            self._share_timing()
         self.hub.publish(report.kv_events, report.accepted)
 
 

@@ -15,7 +15,6 @@ from common.timing import timing_to_proto
 from common.version import installed_version
 from common.wire import message_of
 from common.wire_names import ROLE_NAMES
-from engine.events import EngineLoad
 from kv_transfer.serve import layout_to_proto
 from kvrelay.v1 import worker_pb2 as pb
 from kvrelay.v1 import worker_pb2_grpc
@@ -75,7 +74,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
                         epoch=runtime.epoch,
                         seq=seq,
                         kv_events=encode_events(events) if events else b"",
-                        load=load_to_proto(runtime.load, backlog_s=runtime.backlog_s()),
+                        load=load_report(runtime),
                         accepted_request_ids=watcher.take_accepted(),
                         leaving=runtime.is_leaving,
                     )
@@ -105,7 +104,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             status=message_of(
                 pb.WorkerStatus,
                 *(load, runtime, runtime.handoffs, runtime.counters, runtime.timing),
-                load=load_to_proto(load, backlog_s=runtime.backlog_s()),
+                load=load_report(runtime),
                 num_reservations=load.num_reserved,
                 num_leases_expired=runtime.handoffs.num_expired,
                 kv_bytes_received=runtime.bytes_received.total(),
@@ -120,6 +119,6 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             return await self._probe.reach(request, layout_to_proto(self._runtime.executor.kv.shape))
 
 
-def load_to_proto(load: EngineLoad, *, backlog_s: float) -> pb.LoadReport:
-    """Return the fields of a load that routers use."""
-    return message_of(pb.LoadReport, load, prefill_backlog_s=backlog_s)
+def load_report(runtime: WorkerRuntime) -> pb.LoadReport:
+    """Return what routers are told of a worker's load."""
+    return message_of(pb.LoadReport, runtime.load, prefill_backlog_s=runtime.backlog_s())

@@ -51,6 +51,7 @@ class SequenceSpec(_message.Message):
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     RETENTION_FIELD_NUMBER: _builtins.int
+    TPOT_SLO_S_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Minted by the router."""
     hash_root: _builtins.bytes
@@ -65,6 +66,10 @@ class SequenceSpec(_message.Message):
     """Tokens generated before, by a worker that was lost; same form. Only with sampling.n = 1."""
     retention: Global___Retention.ValueType
     """How long the worker keeps the sequence's blocks when it is over."""
+    tpot_slo_s: _builtins.float
+    """Objective for the mean gap between tokens, in seconds; absent without one that the worker can keep. Prompts that are
+    computed beside this answer get no more of a step than it allows.
+    """
     @_builtins.property
     def sampling(self) -> _sampling_pb2.SamplingParams:
         """Validated, with every default filled in."""
@@ -79,12 +84,15 @@ class SequenceSpec(_message.Message):
         prompt_tokens: _builtins.bytes = ...,
         output_tokens: _builtins.bytes = ...,
         retention: Global___Retention.ValueType = ...,
+        tpot_slo_s: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_tpot_slo_s", b"_tpot_slo_s", "sampling", b"sampling", "tpot_slo_s", b"tpot_slo_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_sample_index", b"first_sample_index", "hash_root", b"hash_root", "output_tokens", b"output_tokens", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "retention", b"retention", "sampling", b"sampling"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tpot_slo_s", b"_tpot_slo_s", "first_sample_index", b"first_sample_index", "hash_root", b"hash_root", "output_tokens", b"output_tokens", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "retention", b"retention", "sampling", b"sampling", "tpot_slo_s", b"tpot_slo_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__tpot_slo_s: _TypeAlias = _typing.Literal["tpot_slo_s"]  # noqa: Y015
+    _WhichOneofArgType__tpot_slo_s: _TypeAlias = _typing.Literal["_tpot_slo_s", b"_tpot_slo_s"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__tpot_slo_s) -> _WhichOneofReturnType__tpot_slo_s | None: ...
 
 Global___SequenceSpec: _TypeAlias = SequenceSpec  # noqa: Y015
 

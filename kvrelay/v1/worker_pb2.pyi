@@ -382,6 +382,7 @@ class LoadReport(_message.Message):
     PREFILL_BACKLOG_S_FIELD_NUMBER: _builtins.int
     NUM_COLD_BLOCKS_FIELD_NUMBER: _builtins.int
     NUM_CACHED_BLOCKS_FIELD_NUMBER: _builtins.int
+    NUM_FREE_SLOTS_FIELD_NUMBER: _builtins.int
     num_running: _builtins.int
     """Sequences in the running batch."""
     num_waiting: _builtins.int
@@ -404,6 +405,8 @@ class LoadReport(_message.Message):
     """Free pages of little value: empty, or used once. Others hold prefixes that were reused."""
     num_cached_blocks: _builtins.int
     """Free pages that hold reusable KV."""
+    num_free_slots: _builtins.int
+    """Sequences that may still join the batch; absent: no limit is known."""
     def __init__(
         self,
         *,
@@ -418,12 +421,15 @@ class LoadReport(_message.Message):
         prefill_backlog_s: _builtins.float = ...,
         num_cold_blocks: _builtins.int = ...,
         num_cached_blocks: _builtins.int = ...,
+        num_free_slots: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_num_free_slots", b"_num_free_slots", "num_free_slots", b"num_free_slots"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_blocks", b"num_blocks", "num_cached_blocks", b"num_cached_blocks", "num_cold_blocks", b"num_cold_blocks", "num_context_tokens", b"num_context_tokens", "num_decoding", b"num_decoding", "num_free_blocks", b"num_free_blocks", "num_pending_prefill_tokens", b"num_pending_prefill_tokens", "num_reserved", b"num_reserved", "num_running", b"num_running", "num_waiting", b"num_waiting", "prefill_backlog_s", b"prefill_backlog_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_free_slots", b"_num_free_slots", "num_blocks", b"num_blocks", "num_cached_blocks", b"num_cached_blocks", "num_cold_blocks", b"num_cold_blocks", "num_context_tokens", b"num_context_tokens", "num_decoding", b"num_decoding", "num_free_blocks", b"num_free_blocks", "num_free_slots", b"num_free_slots", "num_pending_prefill_tokens", b"num_pending_prefill_tokens", "num_reserved", b"num_reserved", "num_running", b"num_running", "num_waiting", b"num_waiting", "prefill_backlog_s", b"prefill_backlog_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__num_free_slots: _TypeAlias = _typing.Literal["num_free_slots"]  # noqa: Y015
+    _WhichOneofArgType__num_free_slots: _TypeAlias = _typing.Literal["_num_free_slots", b"_num_free_slots"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__num_free_slots) -> _WhichOneofReturnType__num_free_slots | None: ...
 
 Global___LoadReport: _TypeAlias = LoadReport  # noqa: Y015
 

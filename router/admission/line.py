@@ -263,6 +263,8 @@ class Admission:
                 queued.granted.set_result(self._count(queued.ticket.account.tenant.name, outcome))
             else:
                 passed.append(place)
+                if outcome.cause is RefusalCause.SATURATED:
+                    break
                 num_passed[place.tenant] += 1
                 if queued.num_overtaken >= MAX_OVERTAKEN:
                     break

@@ -171,6 +171,8 @@ class WorkerLoad:
     worker_id: WorkerId
     num_blocks: int
     num_free_blocks: int
+    num_free_slots: float = math.inf
+    """Sequences that may still join its batch."""
     num_sequences: int = 0
     """Running, waiting and reserved sequences."""
     num_waiting: int = 0
@@ -180,6 +182,8 @@ class WorkerLoad:
     """Sequences that decode, or will as soon as their KV has arrived."""
     num_context_tokens: int = 0
     """KV tokens of these sequences."""
+    tpot_slos: tuple[float, ...] = ()
+    """Different objectives for the mean gap of this router's requests that decode there."""
     prefill_free_at_s: float = 0.0
     """Time at which every prompt accepted or booked so far is computed, as the worker predicts; in the past when there
     is none."""

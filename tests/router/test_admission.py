@@ -43,6 +43,7 @@ class PageChooser(Chooser):
         self.num_free = num_pages
         self.asked: list[str] = []
         self.hopeless: set[str] = set()
+        self.is_saturated = False
         self._fleet = fleet
         endpoint = Endpoint(worker_id=WORKER, role=worker_pb2.WORKER_ROLE_DECODE, address="nowhere:1")
         self._member = Member(endpoint=endpoint, client=cast(Any, None))
@@ -52,6 +53,8 @@ class PageChooser(Chooser):
         self.asked.append(request.request_id)
         if request.request_id in self.hopeless:
             return Refused(reason="too late", retry_after_s=3.0, cause=RefusalCause.DEADLINE)
+        if self.is_saturated:
+            return Refused(reason="all is full", retry_after_s=1.0, cause=RefusalCause.SATURATED)
         if request.num_tokens > self.num_free:
             return Refused(reason=f"{self.num_free} pages are free", retry_after_s=1.0)
         self.num_free -= request.num_tokens
@@ -232,6 +235,16 @@ async def test_line_is_not_asked_again_before_something_changes_and_then_only_it
     assert line.chooser.asked == []
     line.chooser.change()
     assert line.chooser.asked == [f"a{number}" for number in range(MAX_CANDIDATES)]
+
+
+async def test_line_is_not_searched_while_no_worker_takes_anybody() -> None:
+    line = Line(num_pages=0)
+    for name in ("a", "b", "c"):
+        await line.come(name, 1, B if name == "c" else A)
+    line.chooser.is_saturated = True
+    line.chooser.asked.clear()
+    line.chooser.change()
+    assert line.chooser.asked == ["a"]
 
 
 async def test_request_that_no_worker_can_serve_in_time_is_refused_at_once() -> None:

@@ -1,5 +1,6 @@
 """The load of a worker in the router: lagging reports plus bookings, with every request counted once."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import cast
@@ -73,6 +74,18 @@ def test_load_counts_a_booking_until_the_worker_says_that_its_report_includes_it
     assert member.load().num_free_blocks == 2
     member.take_report(worker_pb2.LoadReport(num_running=2, num_free_blocks=2), ["r0"], now_s=0.02)
     assert (member.load().num_free_blocks, member.load().num_sequences) == (2, 2)
+
+
+def test_booking_takes_free_slots_and_its_objective_counts_while_it_lasts() -> None:
+    member = make_member()
+    assert (member.load().num_free_slots, member.load().tpot_slos) == (math.inf, ())  # it has not told its limit
+    member.take_report(worker_pb2.LoadReport(num_free_slots=3, num_free_blocks=9), now_s=0.0)
+    holds = [book(member, num_decodes=2, tpot_slo_s=slo_s) for slo_s in (0.05, 0.05, math.inf)]
+    assert (member.load().num_free_slots, member.load().tpot_slos) == (0, (0.05,))
+    member.remove_hold(holds[0])
+    assert (member.load().num_free_slots, member.load().tpot_slos) == (0, (0.05,))
+    member.remove_hold(holds[1])
+    assert (member.load().num_free_slots, member.load().tpot_slos) == (1, ())
 
 
 def test_load_counts_the_attempt_that_is_not_accepted_yet() -> None:

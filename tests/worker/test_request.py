@@ -114,3 +114,12 @@ async def test_malformed_message_on_a_stream_is_an_invalid_request(method: str, 
             error = await error_of(call)
         assert isinstance(error, InvalidRequest), error
         assert error.field == "message"
+
+
+@pytest.mark.parametrize("tpot_slo_s", [0.0, -1.0, float("nan")])
+def test_objective_that_is_no_time_is_refused(tpot_slo_s: float) -> None:
+    spec = spec_of(make_request([1, 2, 3]))
+    spec.tpot_slo_s = tpot_slo_s
+    with pytest.raises(InvalidRequest) as raised:
+        engine_request(spec, FakeExecutor(num_blocks=8, block_size=BLOCK_SIZE))
+    assert raised.value.field == "sequence.tpot_slo_s"

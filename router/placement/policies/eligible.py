@@ -27,13 +27,26 @@ def find_eligible(request: PlacementRequest, fleet: FleetView) -> Eligible | Ref
     """Return the workers that can serve the request, or why no decode worker can."""
     if not fleet.decode:
         return refuse("no decode worker is available")
-    decode = tuple(worker for worker in fleet.decode if worker.num_free_blocks >= request.num_decode_blocks)
+    with_slots = tuple(worker for worker in fleet.decode if _has_slots(request, worker))
+    if not with_slots:
+        is_full = all(worker.num_free_slots < 1 for worker in fleet.decode)
+        return Refused(
+            reason=f"no decode worker may run {request.num_samples} more sequences",
+            retry_after_s=RETRY_AFTER_S,
+            cause=RefusalCause.SATURATED if is_full else RefusalCause.NO_ROOM,
+        )
+    decode = tuple(worker for worker in with_slots if worker.num_free_blocks >= request.num_decode_blocks)
     if not decode:
-        free = max(worker.num_free_blocks for worker in fleet.decode)
+        free = max(worker.num_free_blocks for worker in with_slots)
         return refuse(f"no decode worker has {request.num_decode_blocks} free pages; the most is {free}")
     prefill = tuple(worker for worker in fleet.prefill if worker.num_blocks >= request.num_prefill_blocks)
     none_is_large_enough = bool(fleet.prefill) and not prefill
     return Eligible(prefill=prefill, decode=decode, must_be_local=fleet.num_prefill == 0 or none_is_large_enough)
+
+
+def _has_slots(request: PlacementRequest, worker: WorkerLoad) -> bool:
+    """Return whether the worker's batch has room; an idle worker takes more samples of a lone prompt than that."""
+    return request.num_samples <= worker.num_free_slots or not worker.num_sequences
 
 
 def refuse(reason: str) -> Refused:

@@ -35,6 +35,7 @@ from common.ids import WorkerId
 from router.placement.plans import FleetView, Keeper, PlacementRequest, Plan, PolicySettings, WorkerLoad
 from router.placement.policies.eligible import Eligible, Turns, find_eligible, refuse_busy, refuse_without_prefill
 from router.placement.policies.forecast import PlanForecast, PromptForecast, make_plan
+from router.placement.policies.gaps import keep_gaps
 from router.placement.policies.prices import (
     DELAY_PRICE,
     MIN_PULLED_BLOCKS,
@@ -72,6 +73,10 @@ class Predictive:
             prefill=_preselect(request, eligible.prefill, self._turns),
             decode=_preselect(request, eligible.decode, self._turns),
         )
+        decode = keep_gaps(request, eligible.decode)
+        if isinstance(decode, Refused):
+            return decode
+        eligible = replace(eligible, decode=decode)
         options = list(self._options(request, fleet, eligible))
         if not options:
             return refuse_without_prefill()

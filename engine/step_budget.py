@@ -1,0 +1,68 @@
+"""How much of a prompt a step may hold beside the answers that decode in it.
+
+Every token of a running answer waits for one whole step. A step with prompts may take as long as the objective of each
+answer for its mean gap, and an answer that is ahead of it also gives what its steps have spared until now. So prompts
+that seldom come are computed in as few steps as without answers beside them, and prompts that never cease slow the
+answers down to their objectives, not further. An objective that the step would miss without any prompt does not count:
+it cannot be kept.
+"""
+
+import math
+from collections.abc import Iterable
+
+from common.timing import StepShape, TimingModel
+from engine.sequence import Sequence
+
+STEP_SHARE = 0.95
+"""Share of an objective that a step with prompts may take beside an answer that has only just begun."""
+SPARED_SHARE = 0.8
+"""Share of that up to which the mean gap of an older answer may rise: what its steps have taken is estimated."""
+MAX_CHUNKS = 8
+"""Most steps that share the prompt tokens of a full one, so that prompts go on under any objective."""
+
+
+class StepBudget:
+    """Bounds prompts by time. Engine thread only."""
+
+    def __init__(self) -> None:
+        self.timing: TimingModel | None = None
+        """Model of the steps; None: only their tokens are bounded."""
+        self._alone_s = 0.0
+        """Time of a step with the decodes of the last look alone."""
+        self._delays_s = 0.0
+        """Time by which prompts have prolonged steps, since the start."""
+
+    def max_step_s(self, decodes: StepShape, running: Iterable[Sequence], *, now_s: float) -> float:
+        """Return the time that a step with `decodes`, which are some of `running`, may take with prompts."""
+        if self.timing is None or not decodes.num_decodes:
+            self._alone_s = math.inf
+            return math.inf
+        self._alone_s = self.timing.itl_s(decodes.num_decodes, decodes.num_context_tokens)
+        return min((self._allowance_s(each, now_s) for each in running if each.num_to_run <= 1), default=math.inf)
+
+    def _allowance_s(self, sequence: Sequence, now_s: float) -> float:
+        limit_s, alone_s = STEP_SHARE * sequence.request.tpot_slo_s, self._alone_s
+        if not alone_s < limit_s < math.inf:
+            return math.inf
+        if sequence.decodes_since is None:
+            sequence.decodes_since = now_s, self._delays_s
+        began_s, delays_before_s = sequence.decodes_since
+        elapsed_s, delayed_s = now_s - began_s, self._delays_s - delays_before_s
+        # Without the delays, its steps have taken about as long as this one would alone.
+        spared_s = max(0.0, elapsed_s - delayed_s) / alone_s * SPARED_SHARE * limit_s - elapsed_s
+        return limit_s + max(0.0, spared_s)
+
+    def launched(self, shape: StepShape) -> None:
+        """Count a step with prompts for which `max_step_s` was asked."""
+        if self.timing is not None and self._alone_s != math.inf:
+            self._delays_s += max(0.0, self.timing.step_s(shape) - self._alone_s)
+
+    def num_fitting(self, shape: StepShape, *, num_before: int, max_s: float, max_tokens: int) -> int:
+        """Return how many tokens of a prompt, after `num_before`, fit into a step of `max_s` beside what it holds."""
+        num_left = max_tokens - shape.num_prefill_tokens - shape.num_decodes
+        if self.timing is None or max_s == math.inf:
+            return num_left
+        num_fitting = self.timing.chunk_within(max_s, num_before=num_before, beside=shape)
+        if not shape.num_prefill_tokens:  # the first prompt goes on in any case
+            num_fitting = max(num_fitting, max_tokens // MAX_CHUNKS)
+        return min(num_left, num_fitting)
