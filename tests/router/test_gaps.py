@@ -4,6 +4,7 @@ The fleet's timing: 10 ms plus a millisecond per sequence between tokens.
 """
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,7 @@ from router.placement.plans import Plan
 from tests.router.fleets import TIMING, fleet, policy, request, worker
 
 
-def outcome(num_decodes: int, *, running: float, own: float, **fields: object) -> Plan | Refused:
+def outcome(num_decodes: int, *, running: float, own: float, **fields: Any) -> Plan | Refused:
     """Return the answer of the policy about one decode worker, whose answers have the objective `running`."""
     slos = (running,) if num_decodes else ()
     load = worker("d0", num_decodes=num_decodes, num_sequences=num_decodes, tpot_slos=slos, **fields)
