@@ -11,6 +11,7 @@ from cli.errors import CliError
 from cli.options import positive_numbers
 
 if TYPE_CHECKING:
+    from measure.simulate.bound import Bound
     from measure.simulate.comparison import CellResult, Comparison
     from measure.simulate.roofline import Hardware
 
@@ -69,6 +70,7 @@ def simulate(
     ] = "deadline",
     seed: Annotated[int, _run("--seed", min=0, help="Equal seeds give equal results.")] = 0,
     jobs: Annotated[int, _run("--jobs", "-j", min=1, help="Number of runs at a time.")] = 1,
+    bound: Annotated[bool, _run("--bound", help="Show how much any policy could reach.")] = False,
     again: Annotated[bool, _run("--again", help="Replace earlier results in the folder.")] = False,
 ) -> None:
     """Replay a trace in virtual time, with real routers and workers and simulated work.
@@ -83,7 +85,8 @@ def simulate(
     the same command continues where it stopped.
 
     A good request is complete and within both objectives; refused requests count
-    as failures.
+    as failures. --bound computes for each speed how many requests could be good
+    under any policy that knows the whole trace, and adds the share reached of it.
     """  # noqa: D301 - \b marks a preformatted block
     from common.slo import Slo
     from measure.simulate.comparison import Comparison, ReplaySettings
@@ -116,8 +119,9 @@ def simulate(
         comparison.results.forget()
     comparison.prepare()
     results = _run_all(comparison, num_jobs=jobs)
-    page = write_report(comparison, results)
-    print_wide(comparison_table(results))
+    bounds = _bounds(comparison) if bound else {}
+    page = write_report(comparison, results, bounds)
+    print_wide(comparison_table(results, bounds))
     err.print(f"The page is {page}", soft_wrap=True)
 
 
@@ -137,6 +141,17 @@ def _run_all(comparison: "Comparison", *, num_jobs: int) -> "list[CellResult]":
             )
 
         return comparison.run(num_jobs=num_jobs, report=tell)
+
+
+def _bounds(comparison: "Comparison") -> "dict[float, Bound]":
+    from measure.simulate.bound import replay_bound
+
+    bounds: dict[float, Bound] = {}
+    with Progress() as report:
+        for speed in comparison.speeds:
+            report(f"bound at speed {speed:g}")
+            bounds[speed] = replay_bound(comparison.settings, speed)
+    return bounds
 
 
 def _workers(text: str, *, aggregated: bool) -> tuple[int, int]:

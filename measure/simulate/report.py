@@ -1,6 +1,7 @@
 """A comparison as a table for a terminal, and as a page: a table and plots in one file."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
 
@@ -11,8 +12,9 @@ from measure.figures import Percentiles
 from measure.load.tables import plain_table
 from measure.pages.page import Listing, Page, Panel, Section, Width, write_page
 from measure.simulate import plots
+from measure.simulate.bound import Bound
 from measure.simulate.comparison import REQUESTS_FILE, CellResult, Comparison
-from measure.simulate.store import read_requests
+from measure.simulate.store import read_requests, write_json
 
 _COLUMNS: dict[str, Callable[[CellResult], str]] = {
     "policy": lambda cell: cell.cell.policy,
@@ -37,15 +39,21 @@ _COLUMNS: dict[str, Callable[[CellResult], str]] = {
 _TABLE_WIDTH = 200
 
 
-def comparison_table(results: Sequence[CellResult]) -> Table:
+Bounds = Mapping[float, Bound]
+"""Bounds by speed; none where they were not asked for."""
+_NO_BOUNDS: Bounds = {}
+
+
+def comparison_table(results: Sequence[CellResult], bounds: Bounds = _NO_BOUNDS) -> Table:
     """Return one row per cell, in sections by speed; the best goodput of each section is bold."""
-    table = plain_table("speed", *_COLUMNS, num_left=2)
+    columns = _COLUMNS | (_bound_columns(bounds) if bounds else {})
+    table = plain_table("speed", *columns, num_left=2)
     for speed, group in groupby(results, key=lambda result: result.cell.speed):
         cells = list(group)
         best = max(cell.summary.goodput_per_s for cell in cells)
         for index, cell in enumerate(cells):
             is_best = cell.summary.goodput_per_s == best and len(cells) > 1
-            row = [f"{speed:g}×" if index == 0 else "", *(write(cell) for write in _COLUMNS.values())]
+            row = [f"{speed:g}×" if index == 0 else "", *(write(cell) for write in columns.values())]
             table.add_row(*row, style="bold" if is_best else None, end_section=index == len(cells) - 1)
     return table
 
@@ -56,9 +64,21 @@ def _times(latency: Percentiles | None, form: str, *, factor: float = 1) -> str:
     return form.format(Percentiles(p50=factor * latency.p50, p90=factor * latency.p90, p99=factor * latency.p99))
 
 
-def write_report(comparison: Comparison, results: Sequence[CellResult]) -> Path:
-    """Write `table.txt` and `report.html` to the comparison's folder and return the page. Raises OSError."""
-    table = _table_text(results)
+def _bound_columns(bounds: Bounds) -> dict[str, Callable[[CellResult], str]]:
+    return {
+        "bound %": lambda cell: f"{100 * bounds[cell.cell.speed].good_share:.1f}",
+        "of bound %": lambda cell: f"{100 * bounds[cell.cell.speed].ratio(cell.summary.figures.num_good):.1f}",
+    }
+
+
+def write_report(comparison: Comparison, results: Sequence[CellResult], bounds: Bounds = _NO_BOUNDS) -> Path:
+    """Write `table.txt` and `report.html` to the comparison's folder, `bounds.json` too if there are bounds.
+
+    Returns the page. Raises OSError.
+    """
+    table = _table_text(results, bounds)
+    if bounds:
+        write_json(comparison.out / "bounds.json", {f"{speed:g}": asdict(bound) for speed, bound in bounds.items()})
     (comparison.out / "table.txt").write_text(table, encoding="utf-8")
     overview = Section(
         title="Overview",
@@ -156,8 +176,8 @@ def _settings_text(comparison: Comparison) -> str:
     )
 
 
-def _table_text(results: Sequence[CellResult]) -> str:
+def _table_text(results: Sequence[CellResult], bounds: Bounds) -> str:
     console = Console(width=_TABLE_WIDTH, color_system=None, force_terminal=False, highlight=False)
     with console.capture() as capture:
-        console.print(comparison_table(results))
+        console.print(comparison_table(results, bounds))
     return "\n".join(line.rstrip() for line in capture.get().splitlines()) + "\n"

@@ -94,6 +94,29 @@ class Roofline:
         per_token_s = self._longer_s(flops=0, num_bytes=self.model.kv_bytes_per_token)
         return self.step_s(StepShape(num_decodes=num_decodes)), per_token_s
 
+    def floors(self) -> tuple[StepModel, ...]:
+        """See `StepTimes`: products bound by arithmetic, and by reading the weights once a step."""
+        model, device = self.model, self.device
+        per_kv_s = self._longer_s(flops=0, num_bytes=model.kv_bytes_per_token)
+        per_token_s = self._all_reduce_s(StepShape(num_decodes=1))
+        layers_s, head_s = (
+            self._arithmetic_s(2 * num_weights) for num_weights in (model.num_layer_weights, model.num_head_weights)
+        )
+        reading_weights = StepModel(
+            constant_s=device.overhead_s + self._products_s(StepShape()),
+            per_prefill_token_s=per_token_s,
+            per_prefill_pair_s=self._arithmetic_s(self._flops_per_pair),
+            per_decode_s=per_token_s + per_kv_s,
+            per_context_token_s=per_kv_s,
+        )
+        arithmetic = replace(
+            reading_weights,
+            constant_s=device.overhead_s,
+            per_prefill_token_s=per_token_s + layers_s,
+            per_decode_s=per_token_s + per_kv_s + layers_s + head_s,
+        )
+        return arithmetic, reading_weights
+
     @property
     def link(self) -> LinkModel:
         """Link between two workers: every device of a group pulls its part through its own NIC."""
@@ -138,10 +161,14 @@ class Roofline:
         """Arithmetic of a token and one it attends to: products of query and key, and of weight and value."""
         return 4 * self.model.num_layers * self.model.num_heads * self.model.head_dim
 
+    def _arithmetic_s(self, flops: float) -> float:
+        device = self.device
+        return flops / (device.peak_flops_per_s * device.tensor_parallel * device.flops_efficiency)
+
     def _longer_s(self, *, flops: float, num_bytes: float) -> float:
         device = self.device
         return max(
-            flops / (device.peak_flops_per_s * device.tensor_parallel * device.flops_efficiency),
+            self._arithmetic_s(flops),
             num_bytes / (device.memory_bytes_per_s * device.tensor_parallel * device.bandwidth_efficiency),
         )
 

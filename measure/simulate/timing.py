@@ -29,6 +29,10 @@ class StepTimes(Protocol):
         """Return (seconds of a step that decodes so many sequences of no context, seconds more per context token)."""
         ...
 
+    def floors(self) -> tuple[StepModel, ...]:
+        """Return linear models, at least one, none of which exceeds the time of any step."""
+        ...
+
 
 class FittedTimes:
     """Step times of a timing model that was fitted to real runs."""
@@ -43,6 +47,18 @@ class FittedTimes:
     def decode_line(self, num_decodes: int) -> tuple[float, float]:
         """See `StepTimes`."""
         return self.model.itl_s(num_decodes, 0), self.model.decode.per_context_token_s
+
+    def floors(self) -> tuple[StepModel, ...]:
+        """See `StepTimes`: the smaller weight of the two kinds of steps; only one of them has prompt tokens."""
+        prefill, decode = self.model.prefill, self.model.decode
+        floor = StepModel(
+            constant_s=min(prefill.constant_s, decode.constant_s),
+            per_prefill_token_s=prefill.per_prefill_token_s,
+            per_prefill_pair_s=prefill.per_prefill_pair_s,
+            per_decode_s=min(prefill.per_decode_s, decode.per_decode_s),
+            per_context_token_s=min(prefill.per_context_token_s, decode.per_context_token_s),
+        )
+        return (floor,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

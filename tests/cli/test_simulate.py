@@ -21,6 +21,20 @@ def test_simulate_compares_policies_and_leaves_table_page_and_requests(run: Run,
     assert json.loads(lines[3])["index"] == 3
 
 
+def test_simulate_with_bound_tells_how_much_of_it_each_policy_reaches(run: Run, folder: Path) -> None:
+    arguments = ("simulate", "-t", SMALL, "-n", "25", "-p", "round_robin", "-w", "1P1D", "-s", "1,40", "--bound")
+    result = run(*arguments, "-o", "out")
+    assert result.exit_code == 0, result.output
+    bounds = json.loads((folder / "out" / "bounds.json").read_text())
+    assert 0 < bounds["40"]["num_good"] < bounds["1"]["num_good"] <= bounds["1"]["num_requests"] == 25
+    summaries = [folder / "out" / "cells" / f"round_robin@{speed}" / "summary.json" for speed in bounds]
+    num_good = [json.loads(summary.read_text())["figures"]["num_good"] for summary in summaries]
+    assert all(good <= bound["num_good"] for good, bound in zip(num_good, bounds.values(), strict=True))
+    for output in (result.stdout, (folder / "out" / "table.txt").read_text()):
+        assert "of bound %" in output
+    assert "bound" not in run(*arguments[:-1], "-o", "out").stdout
+
+
 def test_simulate_aggregated_puts_all_workers_in_one_pool(run: Run, folder: Path) -> None:
     result = run("simulate", "-t", SMALL, "-n", "8", "-p", "round_robin", "-w", "1P1D", "--aggregated", "-o", "out")
     assert result.exit_code == 0, result.output
