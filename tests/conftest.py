@@ -13,6 +13,10 @@ import pytest
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# Several processes share the cores, where threads of torch that wait for each other spin. A cluster's plan tells its
+# workers their number.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # In CI the same examples each time: a new counterexample belongs to the person who looks for it, not to whose change is
 # being tested. Everywhere else Hypothesis keeps searching. How long an example takes says nothing on a busy machine.
 _slow = [hypothesis.HealthCheck.too_slow]
@@ -20,19 +24,30 @@ hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, supp
 hypothesis.settings.register_profile("here", deadline=None, suppress_health_check=_slow)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "here")
 
-_FIRST = ("tests/hosts", "tests/cluster", "tests/e2e", "tests/benchmarks", "tests/measure/experiment")
-"""Folders whose files wait longest for processes: they begin first, so that no process ends alone with one of them."""
+_FIRST = (
+    "tests/hosts/test_ray_up.py::test_typed",
+    "tests/hosts/test_ray_up.py",
+    "tests/e2e/test_oracle.py",
+    "tests/e2e/test_scale.py",
+    "tests/hosts",
+    "tests/e2e",
+    "tests/cluster",
+    "tests/benchmarks",
+    "tests/measure/experiment",
+)
+"""What takes longest begins first, so that no process ends alone with it. The tests on hosts begin in two processes; a
+third one at a time would leave Ray too little of two cores."""
 _HOSTS = "tests/hosts"
-"""Its files share network devices of this machine, so that one process runs them all."""
+"""Each of its tests is minutes of waiting on hosts of its own, so that they need not share a process."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: _position(item.path.relative_to(item.config.rootpath).as_posix(), _FIRST))
+    items.sort(key=lambda item: _position(item.nodeid, _FIRST))
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Return what keeps the tests of a file in one process, and those that share a machine-wide resource.
+    """Return what keeps the tests of a file in one process, but for those that take minutes each.
 
     Marks (`--dist loadgroup`) have no effect: xdist 3.8 writes them into an attribute that pytest 9.2 does not read.
     """
@@ -40,10 +55,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class ByFile(LoadFileScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
-            return _HOSTS if nodeid.startswith(_HOSTS) else super()._split_scope(nodeid)
+            return nodeid if nodeid.startswith(_HOSTS) else super()._split_scope(nodeid)
 
     return ByFile(config, log)
 
 
-def _position(name: str, folders: Sequence[str]) -> int:
-    return next((idx for idx, folder in enumerate(folders) if name.startswith(folder)), len(folders))
+def _position(name: str, beginnings: Sequence[str]) -> int:
+    return next((idx for idx, beginning in enumerate(beginnings) if name.startswith(beginning)), len(beginnings))

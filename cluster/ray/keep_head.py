@@ -30,7 +30,8 @@ class RestartTiming:
 
     poll_s: float = 0.25
     stopped_after_s: float = 5.0
-    """A head that is incomplete for so long but has not ended was stopped. Ray checks every second."""
+    """A head that is incomplete for so long but has not ended was stopped. Ray checks every second. Before it is up,
+    this is the time that it has for ending."""
     pause_s: float = 1.0
     """Pause before the next life."""
 
@@ -58,31 +59,37 @@ def _live(command: Sequence[str], log: Path, on_up: Callable[[], None], pace: Re
             [*command, "--block"], stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
         )
     was_up = is_stopped = False
+    seen: set[str] = set()
     lonely_s = 0.0
     while process.poll() is None and lonely_s < pace.stopped_after_s:
         time.sleep(pace.poll_s)  # they are not our children, so there is no event
         if not was_up and _UP in _written(log, offset):
             was_up = True
             on_up()
-        if was_up and not _is_whole(process.pid):
-            lonely_s += pace.poll_s
-            is_stopped = is_stopped or _is_being_stopped()
-        else:
+        alive = _main_processes(process.pid)
+        seen |= alive
+        if alive >= (_MAIN_PROCESSES if was_up else seen):
             lonely_s = 0.0
+            continue
+        # On a busy host a raylet gives up when its agent takes 15 s to start; Ray would go on waiting for it for 30 s.
+        if not was_up and lonely_s == 0.0:
+            process.terminate()
+        lonely_s += pace.poll_s
+        is_stopped = is_stopped or _is_being_stopped()
     if process.poll() is None:
         process.kill()
         process.wait()
-        return 0, was_up
+        return 0 if was_up or is_stopped else 1, was_up
     return 0 if is_stopped else process.returncode, was_up
 
 
-def _is_whole(pid: int) -> bool:
-    """Return whether the main processes of a head run below `ray start`."""
+def _main_processes(pid: int) -> frozenset[str]:
+    """Return which of a head's main processes run below `ray start`."""
     try:
         children = psutil.Process(pid).children()
-        return {child.name() for child in children if child.status() != psutil.STATUS_ZOMBIE} >= _MAIN_PROCESSES
+        return _MAIN_PROCESSES & {child.name() for child in children if child.status() != psutil.STATUS_ZOMBIE}
     except psutil.NoSuchProcess:
-        return False
+        return frozenset()
 
 
 def _is_being_stopped() -> bool:

@@ -18,6 +18,13 @@ _HEAD = """
 {folder}/gcs_server 600 & gcs=$!
 {folder}/raylet 600 & raylet=$!
 echo $gcs >>{folder}/pids
+if [ -e {folder}/raylet_dies ]; then
+  rm {folder}/raylet_dies
+  trap "kill $gcs; exit 1" TERM
+  sleep 0.2
+  kill $raylet
+  wait $gcs
+fi
 echo told to --block
 wait $gcs
 status=$?
@@ -26,7 +33,8 @@ kill $raylet
 sleep 0.5
 exit 1
 """
-"""Ends with status 1 after its first process was killed, and never if that ended in order."""
+"""Ends with status 1 after its first process was killed, and never if that ended in order. With a file `raylet_dies` it
+does not come up and waits for its second one, which is dead."""
 
 
 def make_head(folder: Path) -> list[str]:
@@ -76,6 +84,17 @@ def test_head_that_is_killed_is_started_again_and_one_that_ends_in_order_is_not(
         os.kill(second, signal.SIGTERM)
 
     assert (second != first, statuses) == (True, [0])
+
+
+def test_life_whose_raylet_dies_before_it_is_up_is_ended_at_once_and_another_one_begun(tmp_path: Path) -> None:
+    with kept(tmp_path) as (ups, statuses):
+        (tmp_path / "raylet_dies").touch()
+        os.kill(gcs_pid(tmp_path), signal.SIGKILL)
+        assert ups.acquire(timeout=60)
+        assert len((tmp_path / "pids").read_text(encoding="utf-8").split()) == 3
+        os.kill(gcs_pid(tmp_path), signal.SIGTERM)
+
+    assert statuses == [0]
 
 
 def test_head_that_ray_stop_has_killed_since_it_did_not_end_is_not_started_again(tmp_path: Path) -> None:

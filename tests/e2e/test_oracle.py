@@ -66,7 +66,8 @@ class Oracle:
         if len(answer) != max_tokens and (not answer or answer[-1] != self._eos):
             return f"ends after {len(answer)} tokens without an end-of-sequence token"
         with self._torch.inference_mode():
-            logits = self._model(self._torch.tensor([[*prompt, *answer]])).logits[0, len(prompt) - 1 : -1]
+            given = self._torch.tensor([[*prompt, *answer]])
+            logits = self._model(given, logits_to_keep=len(answer) + 1).logits[0, :-1]
         want = tuple(logits.argmax(-1).tolist())
         if answer != want:
             top = logits[next(i for i, (a, b) in enumerate(zip(answer, want, strict=True)) if a != b)].topk(2)

@@ -14,7 +14,9 @@ from tests.e2e.harness import fake_config, running_cluster
 pytestmark = pytest.mark.e2e
 
 NUM_STREAMS = 16
+NUM_TOKENS = 1000
 ROUNDS = 2
+_undisturbed_texts: list[str] = []
 
 
 async def resize(folder: Path, grace_s: float = 30.0, **wanted: int) -> list[str]:
@@ -38,6 +40,14 @@ async def answers(client: AsyncClient, begun: asyncio.Event, *, num_tokens: int)
     return await asyncio.gather(*(answer(client, n, begun, num_tokens=num_tokens) for n in range(NUM_STREAMS)))
 
 
+async def undisturbed_texts(client: AsyncClient) -> list[str]:
+    """Return the texts of the streams when nothing disturbs them: the same ones on every cluster of this file."""
+    if not _undisturbed_texts:
+        seen = await answers(client, asyncio.Event(), num_tokens=NUM_TOKENS)
+        _undisturbed_texts.extend(each.text for each in seen)
+    return _undisturbed_texts
+
+
 async def workers(client: AsyncClient) -> set[str]:
     return {view.worker_id for view in (await client.status()).workers}
 
@@ -47,9 +57,9 @@ async def test_pools_grow_and_shrink_under_sixteen_streams_without_a_trace_in_th
     tmp_path: Path, launcher: str
 ) -> None:
     async with running_cluster(tmp_path, fake_config(launcher=launcher, step_ms=5.0)) as client:
-        expected = [each.text for each in await answers(client, asyncio.Event(), num_tokens=1000)]
+        expected = await undisturbed_texts(client)
         begun = asyncio.Event()
-        running = asyncio.create_task(answers(client, begun, num_tokens=1000))
+        running = asyncio.create_task(answers(client, begun, num_tokens=NUM_TOKENS))
         await begun.wait()
         for _ in range(ROUNDS):
             await resize(tmp_path, prefill=2, decode=2)
@@ -65,10 +75,10 @@ async def test_pools_grow_and_shrink_under_sixteen_streams_without_a_trace_in_th
 
 async def test_rolling_restart_replaces_every_worker_without_a_trace_in_the_answers(tmp_path: Path) -> None:
     async with running_cluster(tmp_path, fake_config(step_ms=5.0)) as client:
-        expected = [each.text for each in await answers(client, asyncio.Event(), num_tokens=1000)]
+        expected = await undisturbed_texts(client)
         before = {view.worker_id: view.status.pid for view in (await client.status()).workers if view.status}
         begun = asyncio.Event()
-        running = asyncio.create_task(answers(client, begun, num_tokens=1000))
+        running = asyncio.create_task(answers(client, begun, num_tokens=NUM_TOKENS))
         await begun.wait()
         await asyncio.to_thread(lambda: list(restart(tmp_path / "run", grace_s=30.0)))
         done = await running

@@ -18,9 +18,12 @@ from pathlib import Path
 import psutil
 
 TOOLS = {"ip": "iproute2", "ssh": "openssh-client", "/usr/sbin/sshd": "openssh-server", "rsync": "rsync"}
-SUBNET = "10.77.0"
+_NUMBER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+"""Each process of pytest has a network of its own."""
+SUBNET = f"10.77.{_NUMBER}"
 FIRST_ADDRESS = 10
-_BRIDGE = "kvrelay-test"
+_NETWORK = f"kv{_NUMBER}"
+_BRIDGE = f"{_NETWORK}-bridge"
 _BOOT = Path(__file__).parent / "boot.sh"
 _REPO = Path(__file__).parents[2]
 _BOOT_TIMEOUT_S = 20.0
@@ -58,7 +61,7 @@ class Host:
             namespaces = ("--pid", "--fork", "--kill-child", "--mount", "--uts", "--ipc", "--mount-proc")
             boot = ("bash", str(_BOOT), self.name, str(self.state), str(_REPO))
             self._init = subprocess.Popen(
-                ["ip", "netns", "exec", self.name, "unshare", *namespaces, *boot],
+                ["ip", "netns", "exec", self.device, "unshare", *namespaces, *boot],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -96,7 +99,7 @@ class Host:
     @contextmanager
     def cut_off_from(self, other: "Host") -> Iterator[None]:
         """Drop what this host sends to another one, as a firewall between the two would; all others are reached."""
-        route = ("-n", self.name, "route", "{}", "blackhole", f"{other.address}/32")
+        route = ("-n", self.device, "route", "{}", "blackhole", f"{other.address}/32")
         _ip(*(part.format("add") for part in route))
         try:
             yield
@@ -118,6 +121,11 @@ class Host:
                 with suppress(psutil.Error, FileNotFoundError, ProcessLookupError):
                     total += process.memory_full_info().pss
         return total
+
+    @property
+    def device(self) -> str:
+        """Name of its network namespace, and of the wire that leads there."""
+        return f"{_NETWORK}-{self.name}"[:15]  # an interface's name has at most 15 characters
 
     @property
     def is_on(self) -> bool:
@@ -148,8 +156,8 @@ def hosts(names: Sequence[str], folder: Path) -> Iterator[dict[str, Host]]:
     finally:
         for host in made.values():
             host.power_off()
-            _ip("link", "del", _wire(host), check=False)  # at once; a namespace goes when its last process has
-            _ip("netns", "del", host.name, check=False)
+            _ip("link", "del", host.device, check=False)  # at once; a namespace goes when its last process has
+            _ip("netns", "del", host.device, check=False)
             shutil.rmtree(_hosts_file(host).parent, ignore_errors=True)
         _ip("link", "del", _BRIDGE, check=False)
         subprocess.run(["umount", "--lazy", str(disks)], check=False)
@@ -157,24 +165,19 @@ def hosts(names: Sequence[str], folder: Path) -> Iterator[dict[str, Host]]:
 
 def _connect(host: Host, everybody: dict[str, Host]) -> None:
     """Give a host its network: a wire to the bridge, an address, and the names of all."""
-    _ip("netns", "add", host.name)
-    wire = _wire(host)
-    _ip("link", "add", wire, "type", "veth", "peer", "name", "eth0", "netns", host.name)
-    _ip("link", "set", wire, "master", _BRIDGE, "up")
-    _ip("-n", host.name, "addr", "add", f"{host.address}/24", "dev", "eth0")
-    _ip("-n", host.name, "link", "set", "eth0", "up")
-    _ip("-n", host.name, "link", "set", "lo", "up")
+    _ip("netns", "add", host.device)
+    _ip("link", "add", host.device, "type", "veth", "peer", "name", "eth0", "netns", host.device)
+    _ip("link", "set", host.device, "master", _BRIDGE, "up")
+    _ip("-n", host.device, "addr", "add", f"{host.address}/24", "dev", "eth0")
+    _ip("-n", host.device, "link", "set", "eth0", "up")
+    _ip("-n", host.device, "link", "set", "lo", "up")
     names = ["127.0.0.1 localhost", *(f"{each.address} {each.name}" for each in everybody.values())]
     _hosts_file(host).parent.mkdir(parents=True, exist_ok=True)  # `ip netns exec` mounts it over /etc/hosts
     _hosts_file(host).write_text("\n".join(names) + "\n", encoding="utf-8")
 
 
-def _wire(host: Host) -> str:
-    return f"kv-{host.name}"[:15]  # an interface's name has at most 15 characters
-
-
 def _hosts_file(host: Host) -> Path:
-    return Path("/etc/netns") / host.name / "hosts"
+    return Path("/etc/netns") / host.device / "hosts"
 
 
 def _make_keys(folder: Path) -> None:

@@ -7,7 +7,7 @@ import asyncio
 import os
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -82,15 +82,19 @@ class Site:
         names = self.names_of(where)
         self.journal.note(f"the router serves; {', '.join(f'{worker} on {name}' for worker, name in names.items())}")
 
-    async def cut_power_in_mid_stream(self, client: AsyncClient) -> None:
+    async def undisturbed_texts(self, client: AsyncClient) -> list[str]:
+        """Stream while nothing happens and return the texts, which are the same ones ever after."""
+        seen = await stream_all(client)
+        self.journal.note(f"undisturbed; {describe(seen)}")
+        return [each.answer.text for each in seen]
+
+    async def cut_power_in_mid_stream(self, client: AsyncClient, texts: Sequence[str]) -> None:
         """Switch a decode host off while streams run: they go on elsewhere with the same text, and it is taken back."""
         where = await workers_at(client, count=3)
         lost = next(host for host in self.machines.values() if host.address == where["decode-0"])
-        undisturbed = await stream_all(client)
-        self.journal.note(f"undisturbed; {describe(undisturbed)}")
         disturbed = await stream_all(client, lambda: asyncio.to_thread(lost.power_off))
         self.journal.note(f"{lost.name}, where decode-0 runs, lost its power in mid-stream; {describe(disturbed)}")
-        assert [each.answer.text for each in disturbed] == [each.answer.text for each in undisturbed]
+        assert [each.answer.text for each in disturbed] == list(texts)
         assert any(each.was_moved for each in disturbed), "no stream decoded on the host that lost its power"
         self.journal.note("every stream has the text that it had undisturbed")
         lost.boot()
@@ -126,9 +130,10 @@ async def test_fixed_hosts_serve_from_their_pools_refuse_strangers_and_survive_a
     site = Site(machines, "cluster.yaml", tmp_path, num_decode=2, tls={"lifetime_s": _LIFETIME_S})
     of_workers = [host for host in machines.values() if host is not site.cluster.head]
     async with site.up(num_workers=3) as client:
-        await refuse_strangers_in_mid_stream(site.cluster, of_workers, client, site.journal)
-        await renew_certificates_in_mid_stream(site.cluster, of_workers, client, site.journal)
-        await site.cut_power_in_mid_stream(client)
+        texts = await site.undisturbed_texts(client)
+        await refuse_strangers_in_mid_stream(site.cluster, of_workers, client, site.journal, texts)
+        await renew_certificates_in_mid_stream(site.cluster, of_workers, client, site.journal, texts)
+        await site.cut_power_in_mid_stream(client, texts)
     await site.take_down()
 
 
@@ -139,7 +144,7 @@ async def test_typed_hosts_follow_their_pool_and_the_doctor_names_what_is_sick(
     async with site.up(num_workers=2) as client:
         spare = await host_comes_with_a_larger_pool(site)
         doctor_names_what_is_sick(site, machines[spare])
-        await site.cut_power_in_mid_stream(client)
+        await site.cut_power_in_mid_stream(client, await site.undisturbed_texts(client))
         known = {port for ports in documented_ports().values() for port in ports}
         unknown = {host.name: host.listening_ports() - known for host in machines.values()}
         assert not any(unknown.values()), unknown

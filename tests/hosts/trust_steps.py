@@ -1,7 +1,7 @@
 """Steps on a cluster that serves: strangers try everything, and certificates change, while clients stream."""
 
 import asyncio
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from common.trust.identity import Role
 from kvrelay.client import AsyncClient
@@ -45,11 +45,13 @@ class Listeners:
 
 
 async def refuse_strangers_in_mid_stream(
-    cluster: RayCluster, hosts: Collection[Host], client: AsyncClient, journal: Journal
+    cluster: RayCluster, hosts: Collection[Host], client: AsyncClient, journal: Journal, texts: Sequence[str]
 ) -> None:
-    """Call every method from a stranger host while streams run: each is refused, and no stream is disturbed."""
+    """Call every method from a stranger host while streams run: each is refused, and no stream is disturbed.
+
+    `texts` are those of undisturbed streams.
+    """
     at = await asyncio.to_thread(Listeners, cluster, hosts)
-    undisturbed = await stream_all(client)
     before = await client.status()
     attempts: list[Attempt] = []
 
@@ -65,7 +67,7 @@ async def refuse_strangers_in_mid_stream(
     )
     journal.note(f"meanwhile {describe(seen)}")
     assert not [each for each in attempts if each.was_let_in]
-    assert [each.answer.text for each in seen] == [each.answer.text for each in undisturbed]
+    assert [each.answer.text for each in seen] == list(texts)
     after = await client.status()
     assert after.router.num_failed == 0
     assert [(each.worker_id, each.role, each.state) for each in after.workers] == [
@@ -74,18 +76,20 @@ async def refuse_strangers_in_mid_stream(
 
 
 async def renew_certificates_in_mid_stream(
-    cluster: RayCluster, hosts: Collection[Host], client: AsyncClient, journal: Journal
+    cluster: RayCluster, hosts: Collection[Host], client: AsyncClient, journal: Journal, texts: Sequence[str]
 ) -> None:
-    """Stream until every listener has shown three certificates: texts stay the same, and newcomers get in."""
+    """Stream until every listener has shown three certificates: texts stay the same, and newcomers get in.
+
+    `texts` are those of undisturbed streams.
+    """
     at = await asyncio.to_thread(Listeners, cluster, hosts)
-    undisturbed = await stream_all(client)
-    texts, num_streams = [each.answer.text for each in undisturbed], 0
+    num_streams = 0
     num_failed = (await client.status()).router.num_failed
     async with watched(at.owners) as serials, asyncio.timeout(_WAIT_S):
         while min(len(each) for each in serials.values()) < _NUM_CERTIFICATES:
             async with cluster.client() as newcomer:
                 old, new = await asyncio.gather(stream_all(client), stream_all(newcomer))
-            assert [each.answer.text for each in (*old, *new)] == texts * 2
+            assert [each.answer.text for each in (*old, *new)] == [*texts, *texts]
             num_streams += 2 * NUM_STREAMS
     assert (await client.status()).router.num_failed == num_failed
     journal.note(

@@ -43,7 +43,7 @@ EXPERIMENT: dict[str, Any] = {
     "grid": {"pools.num_blocks": [256]},
     "loads": [20],
     "repeats": 1,
-    "duration_s": 1.0,
+    "duration_s": 2.0,
     "warm_up_s": 0.2,
     "slo": {"ttft_s": 5, "tpot_s": 1},
 }
