@@ -60,6 +60,7 @@ class Fleet:
         self.model: ModelFacts | None = None
         """The served model; while no worker is ready, as last known; None before the first one."""
         self._roster: Roster | None = None
+        self._changed_loads: set[Member] = set()
         self._changed = asyncio.Event()
         self._listeners: list[Callable[[], None]] = []
 
@@ -117,7 +118,9 @@ class Fleet:
             if worker_id not in self._members:
                 logger.info("worker joins", extra={"worker_id": worker_id, "address": endpoint.address})
                 client = WorkerClient(endpoint.address, self._connect)
-                member = Member(endpoint=endpoint, client=client, direct_name=self._direct_name)
+                member = Member(
+                    endpoint=endpoint, client=client, direct_name=self._direct_name, changed=self._changed_loads
+                )
                 self._members[worker_id] = member
                 self._roster = None
                 self._links[worker_id] = WorkerLink(member, self, clock=self._clock)
@@ -250,9 +253,12 @@ class Fleet:
 
     @property
     def roster(self) -> Roster:
-        """The ready workers by pool."""
+        """The ready workers by pool, with their loads now."""
         if self._roster is None:
             self._roster = Roster.of(self._members.values())
+        elif self._changed_loads:
+            self._roster.refresh(self._changed_loads)
+        self._changed_loads.clear()
         return self._roster
 
     def view(self, *, excluded: Collection[WorkerId]) -> FleetView:

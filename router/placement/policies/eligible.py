@@ -1,11 +1,11 @@
 """Shared by policies: the workers that could serve a request, refusals, and turns."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from common.errors import RefusalCause, Refused
+from common.errors import Refused
 from common.ids import WorkerId
-from router.placement.plans import FleetView, PlacementRequest, WorkerLoad
+from router.placement.loads import PoolLoads
+from router.placement.plans import Busy, FleetView, PlacementRequest
 
 RETRY_AFTER_S = 1.0
 """Pause before asking again after a refusal whose end cannot be predicted."""
@@ -15,9 +15,9 @@ RETRY_AFTER_S = 1.0
 class Eligible:
     """The workers that could serve one request now."""
 
-    prefill: Sequence[WorkerLoad]
+    prefill: PoolLoads
     """Prefill workers that could hold the prompt."""
-    decode: Sequence[WorkerLoad]
+    decode: PoolLoads
     """Decode workers with enough free pages; at least one."""
     must_be_local: bool
     """No prefill worker could ever compute the prompt."""
@@ -27,11 +27,11 @@ def find_eligible(request: PlacementRequest, fleet: FleetView) -> Eligible | Ref
     """Return the workers that can serve the request, or why no decode worker can."""
     if not fleet.decode:
         return refuse("no decode worker is available")
-    decode = tuple(worker for worker in fleet.decode if worker.num_free_blocks >= request.num_decode_blocks)
+    decode = fleet.decode.where(fleet.decode.num_free_blocks >= request.num_decode_blocks)
     if not decode:
-        free = max(worker.num_free_blocks for worker in fleet.decode)
+        free = int(fleet.decode.num_free_blocks.max())
         return refuse(f"no decode worker has {request.num_decode_blocks} free pages; the most is {free}")
-    prefill = tuple(worker for worker in fleet.prefill if worker.num_blocks >= request.num_prefill_blocks)
+    prefill = fleet.prefill.where(fleet.prefill.num_blocks >= request.num_prefill_blocks)
     none_is_large_enough = bool(fleet.prefill) and not prefill
     return Eligible(prefill=prefill, decode=decode, must_be_local=fleet.num_prefill == 0 or none_is_large_enough)
 
@@ -46,12 +46,12 @@ def refuse_without_prefill() -> Refused:
     return refuse("no prefill worker is available")
 
 
-def refuse_busy(wait_s: float, max_wait_s: float) -> Refused:
+def refuse_busy(worker_id: WorkerId, wait_s: float, max_wait_s: float) -> Busy:
     """Return the refusal of a prompt that stays queued until a worker can begin with it soon."""
-    return Refused(
+    return Busy(
         reason=f"every worker is busy with prompts for {wait_s:.1f} s",
         retry_after_s=wait_s - max_wait_s,
-        cause=RefusalCause.BUSY,
+        worker_id=worker_id,
     )
 
 

@@ -3,7 +3,8 @@
 from collections.abc import Iterable, Mapping
 
 from common.ids import WorkerId
-from router.placement.plans import FleetView, PlacementRequest, Pull, WorkerLoad
+from router.placement.loads import WorkerLoad
+from router.placement.plans import FleetView, PlacementRequest, Pull
 from router.placement.policies.forecast import PlanForecast, PromptForecast
 
 MISS_PRICE = 10.0
