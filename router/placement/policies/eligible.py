@@ -1,10 +1,11 @@
 """Shared by policies: the workers that could serve a request, refusals, and turns."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from common.errors import Refused
 from common.ids import WorkerId
-from router.placement.loads import PoolLoads
+from router.placement.loads import PoolLoads, WorkerLoad
 from router.placement.plans import Busy, FleetView, PlacementRequest
 
 RETRY_AFTER_S = 1.0
@@ -61,6 +62,11 @@ class Turns:
     def __init__(self) -> None:
         self._now = 0
         self._last: dict[WorkerId, int] = {}
+
+    def last_turns(self, workers: Iterable[WorkerLoad]) -> list[int]:
+        """Return the last turn of each of some workers."""
+        last = self._last
+        return [last.get(worker.worker_id, 0) for worker in workers]
 
     def last_turn(self, worker_id: WorkerId) -> int:
         """Return the turn in which the worker was chosen last; 0: never."""

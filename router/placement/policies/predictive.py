@@ -116,14 +116,15 @@ class Predictive:
         """
         if len(pool) <= 3 * NUM_PRESELECTED:
             return pool.loads
-        loads, context = pool.loads, pool.num_context_tokens
+        loads, num_decodes = pool.loads, pool.num_decodes
 
         def last_turns(positions: Positions) -> list[int]:
-            return [self._turns.last_turn(loads[position].worker_id) for position in positions.tolist()]
+            return self._turns.last_turns(loads[position] for position in positions.tolist())
 
-        free_at_s = np.maximum(pool.prefill_free_at_s, request.now_s)
-        soonest = lowest(free_at_s, NUM_PRESELECTED, tied=last_turns)
-        emptiest = lowest(pool.num_decodes, NUM_PRESELECTED, tied=context.__getitem__)
+        soonest = lowest(np.maximum(pool.prefill_free_at_s, request.now_s), NUM_PRESELECTED, tied=last_turns)
+        emptiest: list[int] = []
+        if num_decodes.any():  # no prefill worker decodes
+            emptiest = lowest(num_decodes, NUM_PRESELECTED, tied=pool.num_context_tokens.__getitem__)
         fullest = islice(filter(None, (pool.find(worker_id) for _blocks, worker_id in holders)), NUM_PRESELECTED)
         chosen = [*(loads[position] for position in (*soonest, *emptiest)), *fullest]
         return list({worker.worker_id: worker for worker in chosen}.values())
