@@ -179,8 +179,8 @@ class Fleet:
 
     def on_described(self, member: Member, facts: WorkerFacts) -> bool:
         """Accept or refuse a worker; a new epoch voids the blocks and bookings of the old one."""
-        others = [m for m in self._members.values() if m is not member and m.is_accepted]
-        reference = others[0].facts if others else None
+        others = (m.facts for m in self._members.values() if m is not member and m.is_accepted)
+        reference = next(others, None)
         why = find_mismatch(facts, endpoint=member.endpoint, reference=reference, probes=self._probes)
         if why is not None:
             if why != member.why:

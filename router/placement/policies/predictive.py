@@ -38,6 +38,7 @@ from router.placement.loads import PoolLoads, Positions, WorkerLoad, lowest
 from router.placement.plans import FleetView, Keeper, PlacementRequest, Plan, PolicySettings
 from router.placement.policies.eligible import Eligible, Turns, find_eligible, refuse_busy, refuse_without_prefill
 from router.placement.policies.forecast import PlanForecast, PromptForecast, make_plan
+from router.placement.policies.pooled import NUM_EXPLAINED
 from router.placement.policies.prices import (
     DELAY_PRICE,
     MIN_PULLED_BLOCKS,
@@ -83,7 +84,7 @@ class Predictive:
 
     def _options(self, request: PlacementRequest, fleet: FleetView, eligible: Eligible) -> Iterator[PlanForecast]:
         """Yield the plans of the best workers of each pool: remote ones in pairs, then local ones."""
-        holders = [each for each in request.best_holders(NUM_HOLDERS) if each[0] >= MIN_PULLED_BLOCKS]
+        holders = request.best_holders(NUM_HOLDERS)
         sources = _sources(request, fleet, holders)
         prefills = self._preselect(request, eligible.prefill, holders)
         decodes = self._preselect(request, eligible.decode, holders)
@@ -147,7 +148,7 @@ class Predictive:
         prompt, decode = best.prompt, best.decode
         self._turns.take(prompt.worker.worker_id, decode.worker_id)
         return make_plan(
-            options,
+            options[:NUM_EXPLAINED],
             ttft_s=prompt.ready_s + NETWORK_S,
             reason=_reason(request, best),
             num_options=len(options),
