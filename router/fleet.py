@@ -60,6 +60,7 @@ class Fleet:
         self.model: ModelFacts | None = None
         """The served model; while no worker is ready, as last known; None before the first one."""
         self._roster: Roster | None = None
+        self._changed_loads: set[Member] = set()
         self._changed = asyncio.Event()
         self._listeners: list[Callable[[], None]] = []
 
@@ -117,7 +118,9 @@ class Fleet:
             if worker_id not in self._members:
                 logger.info("worker joins", extra={"worker_id": worker_id, "address": endpoint.address})
                 client = WorkerClient(endpoint.address, self._connect)
-                member = Member(endpoint=endpoint, client=client, direct_name=self._direct_name)
+                member = Member(
+                    endpoint=endpoint, client=client, direct_name=self._direct_name, changed=self._changed_loads
+                )
                 self._members[worker_id] = member
                 self._roster = None
                 self._links[worker_id] = WorkerLink(member, self, clock=self._clock)
@@ -176,8 +179,8 @@ class Fleet:
 
     def on_described(self, member: Member, facts: WorkerFacts) -> bool:
         """Accept or refuse a worker; a new epoch voids the blocks and bookings of the old one."""
-        others = [m for m in self._members.values() if m is not member and m.is_accepted]
-        reference = others[0].facts if others else None
+        others = (m.facts for m in self._members.values() if m is not member and m.is_accepted)
+        reference = next(others, None)
         why = find_mismatch(facts, endpoint=member.endpoint, reference=reference, probes=self._probes)
         if why is not None:
             if why != member.why:
@@ -250,9 +253,12 @@ class Fleet:
 
     @property
     def roster(self) -> Roster:
-        """The ready workers by pool."""
+        """The ready workers by pool, with their loads now."""
         if self._roster is None:
             self._roster = Roster.of(self._members.values())
+        elif self._changed_loads:
+            self._roster.refresh(self._changed_loads)
+        self._changed_loads.clear()
         return self._roster
 
     def view(self, *, excluded: Collection[WorkerId]) -> FleetView:

@@ -11,7 +11,7 @@ from common.ports import with_port
 from common.timing import GUESSED_TIMING, TimingModel
 from kvrelay.v1 import worker_pb2
 from router.facts import Endpoint, WorkerFacts
-from router.placement.plans import WorkerLoad
+from router.placement.loads import WorkerLoad
 from router.worker_client import WorkerClient
 
 SETTLE_S = 1.0
@@ -115,6 +115,8 @@ class Member:
     """Bookings that the last report does not include yet, in order."""
     num_users: int = 0
     """Bookings on any life for which the worker still has work; their calls use the channel."""
+    changed: "set[Member]" = field(default_factory=set)
+    """Members whose load has changed since the last look; the fleet's members share one set."""
     _active: _Active = field(default_factory=_Active)
     """Sums over `holds`, so that computing a load costs only the unreported ones."""
     _load: WorkerLoad | None = None
@@ -152,7 +154,7 @@ class Member:
         self.holds[hold] = self.unreported[hold] = None
         self._active.count(hold, 1)
         self.num_users += 1
-        self._load = None
+        self._touch()
 
     def remove_hold(self, hold: Hold) -> None:
         """Forget a booking on any life."""
@@ -160,7 +162,7 @@ class Member:
             del self.holds[hold]
             self._active.count(hold, -1)
         self.unreported.pop(hold, None)
-        self._load = None
+        self._touch()
         self.end_use(hold)
 
     def end_use(self, hold: Hold) -> None:
@@ -181,7 +183,7 @@ class Member:
         self.facts = facts
         self.state = WorkerState.CONNECTING
         self.why = ""
-        self._load = None
+        self._touch()
 
     def take_report(self, report: worker_pb2.LoadReport, accepted: Collection[str] = (), *, now_s: float) -> None:
         """Remember a load report; the bookings that it includes no longer count on top of it.
@@ -192,7 +194,7 @@ class Member:
             self.report = report
             self.load_version += 1
         self.reported_s = now_s
-        self._load = None
+        self._touch()
         if not self.unreported:
             return
         num_accepted = Counter(accepted)
@@ -206,7 +208,7 @@ class Member:
     def take_timing(self, timing: TimingModel) -> None:
         """Use a new model of the worker's speed."""
         self.timing = timing
-        self._load = None
+        self._touch()
 
     def note_prefilled(self, hold: Hold) -> None:
         """Note the first token of a booking. Harmless when repeated."""
@@ -214,7 +216,11 @@ class Member:
             self._active.count(hold, -1)
             hold.is_prefilled = True
             self._active.count(hold, 1)
-            self._load = None
+            self._touch()
+
+    def _touch(self) -> None:
+        self._load = None
+        self.changed.add(self)
 
     def load(self) -> WorkerLoad:
         """Return the last report plus the bookings that it does not include."""

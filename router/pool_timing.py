@@ -1,7 +1,7 @@
 """Timing models for workers with too few measurements of their own: those of their pool."""
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from common.ids import WorkerId
@@ -22,7 +22,13 @@ MIN_SAMPLES = 8
 NUM_LATEST = 15
 """Latest models of a pool, whose median is used."""
 
+TOLERANCE = 0.02
+"""Relative change of a median below which the workers keep the model that they have: every worker reports its model
+again and again, and a change concerns all of its pool."""
+
 _TRANSFER_BYTES = 64 << 20
+_Kind = tuple[int, str]
+"""Role, and "prefill" or "decode"."""
 
 
 class PoolTiming:
@@ -35,51 +41,69 @@ class PoolTiming:
     """
 
     def __init__(self) -> None:
-        self._latest: dict[tuple[int, str], deque[tuple[WorkerId, StepModel]]] = {}
+        self._latest: dict[_Kind, deque[tuple[WorkerId, StepModel]]] = {}
+        self._links: dict[WorkerId, LinkModel] = {}
+        """The latest links that any worker measured, oldest first."""
+        self._usual: dict[_Kind, StepModel] = {}
+        self._usual_link: LinkModel | None = None
 
     def take(self, member: Member, reported: TimingModel, members: Iterable[Member]) -> None:
-        """Take the measured parts of a worker's model, and complete all `members` again."""
+        """Take the measured parts of a worker's model and complete it; also all `members` when a median has moved."""
         member.reported_timing = reported
         role, worker_id = member.endpoint.role, member.endpoint.worker_id
+        has_moved = False
         for kind, model in (("prefill", reported.prefill), ("decode", reported.decode)):
             if model.num_samples >= MIN_SAMPLES:
                 latest = self._latest.setdefault((role, kind), deque(maxlen=NUM_LATEST))
                 for known in [known for known in latest if known[0] == worker_id]:
                     latest.remove(known)
                 latest.append((worker_id, model))
-        self.complete(members)
+                has_moved |= self._move_usual((role, kind), [model for _id, model in latest])
+        if (link := reported.links.get(None)) is not None:
+            has_moved |= self._move_usual_link(worker_id, link)
+        self.complete(members if has_moved else (member,))
 
     def complete(self, members: Iterable[Member]) -> None:
-        """Give every worker the best available model: its own, its pool's, the other pool's, the guess."""
-        usual = {
-            (role, kind): self._usual(role, kind)
-            for role in (worker_pb2.WORKER_ROLE_PREFILL, worker_pb2.WORKER_ROLE_DECODE)
-            for kind in ("prefill", "decode")
-        }
-        members = list(members)
-        link = self._usual_link(members)
+        """Give each worker the best available model: its own, its pool's, the other pool's, the guess."""
+        link = self._usual_link
         for member in members:
             reported, role = member.reported_timing, member.endpoint.role
             own = GUESSED_TIMING if reported is None else reported
             timing = replace(
                 own,
-                prefill=own.prefill if own.prefill.num_samples >= MIN_SAMPLES else usual[role, "prefill"],
-                decode=own.decode if own.decode.num_samples >= MIN_SAMPLES else usual[role, "decode"],
+                prefill=own.prefill if own.prefill.num_samples >= MIN_SAMPLES else self._find_usual(role, "prefill"),
+                decode=own.decode if own.decode.num_samples >= MIN_SAMPLES else self._find_usual(role, "decode"),
                 links=own.links or ({} if link is None else {None: link}),
             )
             if timing != member.timing:
                 member.take_timing(timing)
 
-    def _usual_link(self, members: Iterable[Member]) -> LinkModel | None:
-        reported = [member.reported_timing.links.get(None) for member in members if member.reported_timing is not None]
-        links = [link for link in reported if link is not None]
-        return median_model(links, lambda link: link.seconds(_TRANSFER_BYTES)) if links else None
+    def _move_usual(self, kind: _Kind, models: Sequence[StepModel]) -> bool:
+        """Make the median of these models the usual one unless it is nearly the same; return whether it was moved."""
+        shape = TYPICAL_CHUNK if kind[1] == "prefill" else TYPICAL_BATCH
+        median, usual = median_model(models, lambda model: model.seconds(shape)), self._usual.get(kind)
+        if usual is not None and _is_near(median.seconds(shape), usual.seconds(shape)):
+            return False
+        self._usual[kind] = median
+        return True
 
-    def _usual(self, role: int, kind: str) -> StepModel:
-        shape = TYPICAL_CHUNK if kind == "prefill" else TYPICAL_BATCH
+    def _move_usual_link(self, worker_id: WorkerId, link: LinkModel) -> bool:
+        self._links.pop(worker_id, None)
+        self._links[worker_id] = link
+        if len(self._links) > NUM_LATEST:
+            del self._links[next(iter(self._links))]
+        median = median_model(list(self._links.values()), lambda link: link.seconds(_TRANSFER_BYTES))
+        usual = self._usual_link
+        if usual is not None and _is_near(median.seconds(_TRANSFER_BYTES), usual.seconds(_TRANSFER_BYTES)):
+            return False
+        self._usual_link = median
+        return True
+
+    def _find_usual(self, role: int, kind: str) -> StepModel:
         other = worker_pb2.WORKER_ROLE_PREFILL + worker_pb2.WORKER_ROLE_DECODE - role
-        for pool in (role, other):
-            latest = self._latest.get((pool, kind))
-            if latest:
-                return median_model([model for _id, model in latest], lambda model: model.seconds(shape))
-        return GUESSED_TIMING.prefill if kind == "prefill" else GUESSED_TIMING.decode
+        guess = GUESSED_TIMING.prefill if kind == "prefill" else GUESSED_TIMING.decode
+        return self._usual.get((role, kind)) or self._usual.get((other, kind)) or guess
+
+
+def _is_near(seconds: float, usual_s: float) -> bool:
+    return abs(seconds - usual_s) <= TOLERANCE * usual_s

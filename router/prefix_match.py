@@ -3,6 +3,7 @@
 from collections.abc import ItemsView, Iterator, Mapping, Sequence, ValuesView
 from dataclasses import dataclass
 from itertools import repeat
+from typing import cast
 
 import numpy as np
 
@@ -42,11 +43,11 @@ class IndexView:
 class PrefixMatches(Mapping[WorkerId, int]):
     """How many leading blocks each worker holds; a worker that holds none is absent.
 
-    Hundreds of workers often form two or three groups, so the mapping is built only on demand: a policy that looks for
-    the longest prefix reads `groups`. Valid for one decision; event loop only.
+    Hundreds of workers often form two or three groups, so a worker's number is looked up in `groups`; the mapping is
+    built only for a policy that goes through all of it. Valid for one decision; event loop only.
     """
 
-    __slots__ = ("_by_worker", "_firsts", "_owners", "_view", "groups")
+    __slots__ = ("_by_worker", "_firsts", "_known", "_owners", "_view", "groups")
 
     def __init__(self, groups: Sequence[tuple[int, int]], owners: Sequence[WorkerId | None], view: IndexView) -> None:
         """`groups` are (blocks, bit mask of slots), fewest blocks first; `owners` go by slot and never change."""
@@ -54,6 +55,8 @@ class PrefixMatches(Mapping[WorkerId, int]):
         self._owners = owners
         self._view = view
         self._by_worker: dict[WorkerId, int] | None = None
+        self._known: dict[WorkerId, int] = {}
+        """Numbers that were looked up or made exact; 0 for a worker that holds none."""
         self._firsts: dict[int, int] | None = None
 
     @property
@@ -67,8 +70,19 @@ class PrefixMatches(Mapping[WorkerId, int]):
         exact = min(found, self._count_exactly(worker_id)) if found else 0
         if exact == found:
             return True
-        self._expanded()[worker_id] = exact
+        self._known[worker_id] = exact
+        self._by_worker = None
         return False
+
+    def longest_holders(self) -> Iterator[tuple[int, WorkerId]]:
+        """Yield the (blocks, worker) from the most blocks on, as the groups have them."""
+        for num_blocks, workers in reversed(self.groups):
+            while workers:
+                lowest = workers & -workers
+                worker_id = self._owners[lowest.bit_length() - 1]
+                assert worker_id is not None, "a slot in a group has an owner"
+                yield num_blocks, worker_id
+                workers ^= lowest
 
     def count_present(self, worker_id: WorkerId) -> int:
         """Return exactly how many leading blocks events have confirmed; others are only expected."""
@@ -89,14 +103,23 @@ class PrefixMatches(Mapping[WorkerId, int]):
         return count_before_gap(self._firsts, slot_bit(view.slots[worker_id]), self.longest)
 
     def __getitem__(self, worker_id: WorkerId) -> int:
-        return self._expanded()[worker_id]
+        num_blocks = self.get(worker_id)
+        if not num_blocks:
+            raise KeyError(worker_id)
+        return num_blocks
 
     def get(self, worker_id: WorkerId, default: int = 0) -> int:  # type: ignore[override]  # no other default is of use
         """Return the worker's number of blocks."""
-        by_worker = self._by_worker
-        if by_worker is None:
-            by_worker = self._expanded()
-        return by_worker.get(worker_id, default)
+        known = self._known.get(worker_id)
+        if known is None:
+            known = self._known[worker_id] = self._look_up(worker_id)
+        return known or default
+
+    def _look_up(self, worker_id: WorkerId) -> int:
+        slot = self._view.slots.get(worker_id)
+        if slot is None:
+            return 0
+        return next((num_blocks for num_blocks, workers in self.groups if workers >> slot & 1), 0)
 
     def items(self) -> ItemsView[WorkerId, int]:
         """Return the pairs; the inherited view would look each one up."""
@@ -107,19 +130,24 @@ class PrefixMatches(Mapping[WorkerId, int]):
         return self._expanded().values()
 
     def __contains__(self, worker_id: object) -> bool:
-        return worker_id in self._expanded()
+        return bool(self.get(cast(WorkerId, worker_id)))
 
     def __iter__(self) -> Iterator[WorkerId]:
         return iter(self._expanded())
 
     def __len__(self) -> int:
-        return sum(workers.bit_count() for _num_blocks, workers in self.groups)
+        return len(self._expanded())
 
     def _expanded(self) -> dict[WorkerId, int]:
         if self._by_worker is None:
             self._by_worker = {}
             for num_blocks, workers in self.groups:
                 self._by_worker.update(dict.fromkeys(self._members(workers), num_blocks))
+            for worker_id, num_blocks in self._known.items():
+                if num_blocks:
+                    self._by_worker[worker_id] = num_blocks
+                else:
+                    self._by_worker.pop(worker_id, None)
         return self._by_worker
 
     def _members(self, workers: int) -> Iterator[WorkerId]:

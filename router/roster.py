@@ -1,21 +1,24 @@
 """The ready workers by pool. Every decision reads them, so they are sorted again only when a state changes."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from common.ids import WorkerId
 from common.timing import GUESSED_TIMING, TimingModel
 from kvrelay.v1 import worker_pb2
 from router.member import Member, WorkerState
+from router.placement.loads import PoolLoads, WorkerLoad
 from router.placement.plans import FleetView
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roster:
-    """The members by pool as of the last change of state; their loads are current."""
+    """The members by pool as of the last change of state, and their loads as of the last `refresh`."""
 
-    prefill: tuple[Member, ...]
-    decode: tuple[Member, ...]
+    prefill: PoolLoads
+    decode: PoolLoads
+    pools: Mapping[Member, PoolLoads]
+    """Pool of each member that may be chosen."""
     num_prefill: int
     """Prefill workers in use, including those that are not ready now."""
     ready: frozenset[WorkerId]
@@ -39,33 +42,43 @@ class Roster:
                 leaving += [member for member in pool if member.is_draining]
                 pool[:] = [member for member in pool if not member.is_draining]
         prefill, decode = pools[worker_pb2.WORKER_ROLE_PREFILL], pools[worker_pb2.WORKER_ROLE_DECODE]
+        prefill_loads, decode_loads = (PoolLoads(member.load() for member in pool) for pool in (prefill, decode))
         return cls(
-            prefill=tuple(prefill),
-            decode=tuple(decode),
+            prefill=prefill_loads,
+            decode=decode_loads,
+            pools=dict.fromkeys(prefill, prefill_loads) | dict.fromkeys(decode, decode_loads),
             num_prefill=num_prefill,
             ready=frozenset(member.endpoint.worker_id for member in (*prefill, *decode, *leaving)),
             leaving=frozenset(member.endpoint.worker_id for member in leaving),
         )
 
+    def refresh(self, changed: Iterable[Member]) -> None:
+        """Read the loads of these members again."""
+        for member in changed:
+            pool = self.pools.get(member)
+            if pool is not None:
+                pool.replace(member.load())
+
     def view(self, *, excluded: Collection[WorkerId], block_bytes: int) -> FleetView:
         """Return the ready workers that are not excluded."""
-        prefill, decode = self.prefill, self.decode
-        if excluded:
-            prefill = tuple(member for member in prefill if member.endpoint.worker_id not in excluded)
-            decode = tuple(member for member in decode if member.endpoint.worker_id not in excluded)
         return FleetView(
-            prefill=tuple([member.load() for member in prefill]),
-            decode=tuple([member.load() for member in decode]),
+            prefill=self.prefill.without(excluded) if excluded else self.prefill,
+            decode=self.decode.without(excluded) if excluded else self.decode,
             num_prefill=self.num_prefill,
             block_bytes=block_bytes,
             sources=self.ready,
         )
 
+    def load(self, worker_id: WorkerId) -> WorkerLoad | None:
+        """Return the load of a worker that may be chosen; None for any other."""
+        return self.prefill.find(worker_id) or self.decode.find(worker_id)
+
     @property
     def typical_timing(self) -> TimingModel:
         """The timing model of any worker that computes prompts; a guess without one."""
-        return next((member.timing for member in self.prefill or self.decode), GUESSED_TIMING)
+        return next((load.timing for load in self.prefill or self.decode), GUESSED_TIMING)
 
     def prefill_free_at_s(self) -> float:
         """Return the time at which the first worker that computes prompts has finished those it was given."""
-        return min((member.load().prefill_free_at_s for member in self.prefill or self.decode), default=0.0)
+        pool = self.prefill or self.decode
+        return float(pool.prefill_free_at_s.min()) if pool else 0.0

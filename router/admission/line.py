@@ -12,7 +12,9 @@
    `settle` when it ends.
 
 A worker that refuses a request is offered it again only when its load has changed or the time that it named has passed
-(chooser.py). A refusal is final when waiting cannot help (`find_hopeless` there).
+(chooser.py). A request that prefers to wait for a busy worker is asked again when that worker's load changes, when it
+should be free, or when a worker becomes free after none was. A refusal is final when waiting cannot help
+(`find_hopeless` in chooser.py).
 """
 
 import asyncio
@@ -66,6 +68,9 @@ class Admission:
         self._timer: asyncio.TimerHandle | None = None
         self._opens_s = 0.0
         """Time at which the first worker is free for another prompt, as of the last look."""
+        self._num_openings = 0
+        """Times that a worker became free after none was."""
+        self._is_open = False
         self._waits_for_workers = False
         """All requests tried last wait for that time, and none has arrived since."""
         fleet.subscribe(self._on_change)
@@ -196,7 +201,7 @@ class Admission:
         """
         queued.ticket.check_place()
         granted: asyncio.Future[Booking | Refused] = asyncio.get_running_loop().create_future()
-        queued.granted, queued.refused_at = granted, -1
+        queued.granted, queued.refused_at, queued.refused_at_opening = granted, -1, -1
         place = self._stand(queued)
         queued.ticket.queued.add(queued)
         self._waits_for_workers = False
@@ -242,7 +247,10 @@ class Admission:
         passed: list[Place[QueuedRequest]] = []
         num_passed: Counter[str] = Counter()
         skipping: set[str] = set()
-        now_s, self._opens_s = self._clock.monotonic(), self._chooser.opens_at_s()
+        if not self.num_queued:
+            return
+        now_s = self._clock.monotonic()
+        self._look(now_s)
         if self._waits_for_workers and self._opens_s > now_s:
             self._wake_at(self._opens_s)
             return
@@ -255,7 +263,7 @@ class Admission:
             if isinstance(outcome, Booking):
                 self._grant(queued, outcome)
                 self._queue.grant(place)
-                self._opens_s = self._chooser.opens_at_s()
+                self._look(now_s)
                 for other in passed:
                     # A request that waits for a busy worker loses nothing to those that go elsewhere.
                     other.item.num_overtaken += not _is_busy(other.item)
@@ -275,19 +283,29 @@ class Admission:
         self._waits_for_workers = bool(passed) and all(_is_busy(place.item) for place in passed)
         self._wake_at(min((self._wakes_at_s(place.item) for place in passed), default=math.inf))
 
+    def _look(self, now_s: float) -> None:
+        """Note whether some worker is free for another prompt."""
+        self._opens_s = self._chooser.opens_at_s()
+        was_open, self._is_open = self._is_open, self._opens_s <= now_s
+        self._num_openings += self._is_open and not was_open
+
     def _ask(self, queued: QueuedRequest) -> Booking | Refused:
         if queued.last_refusal is not None and not self._is_worth_asking(queued, queued.last_refusal):
             return queued.last_refusal
         outcome = self._chooser.choose(queued.search)
         if isinstance(outcome, Refused):
-            queued.last_refusal, queued.refused_at = outcome, self._num_changes
+            queued.last_refusal = outcome
+            queued.refused_at, queued.refused_at_opening = self._num_changes, self._num_openings
             queued.ask_again_s = self._clock.monotonic() + max(outcome.retry_after_s, MIN_BUSY_S)
         return outcome
 
     def _is_worth_asking(self, queued: QueuedRequest, last: Refused) -> bool:
         now_s = self._clock.monotonic()
-        if last.cause is RefusalCause.BUSY and self._opens_s > now_s:
-            return False
+        if last.cause is RefusalCause.BUSY:
+            if self._opens_s > now_s:
+                return False
+            if queued.refused_at_opening == self._num_openings and not self._chooser.may_differ(queued.search):
+                return self._wakes_at_s(queued) <= now_s
         return queued.refused_at != self._num_changes or self._wakes_at_s(queued) <= now_s
 
     def _wakes_at_s(self, queued: QueuedRequest) -> float:

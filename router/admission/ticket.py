@@ -85,6 +85,8 @@ class QueuedRequest:
     last_refusal: Refused | None = None
     refused_at: int = -1
     """Number of the fleet's changes at the last refusal; asking again helps only after another change."""
+    refused_at_opening: int = -1
+    """Number of times that a worker had become free after none was, at the last refusal."""
     ask_again_s: float = 0.0
     """Time at which the last refusal suggests asking again."""
     num_overtaken: int = 0

@@ -13,6 +13,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 from common.block_hash import BlockHashes
 from common.clock import Clock
@@ -23,7 +24,8 @@ from router.admission.limits import retry_after
 from router.fleet import Fleet
 from router.index import PrefixIndex
 from router.placement.decisions import Booking, DecisionLog
-from router.placement.plans import FleetView, PlacementRequest, Plan, Policy, WorkerLoad
+from router.placement.loads import WorkerLoad
+from router.placement.plans import Busy, FleetView, PlacementRequest, Plan, Policy
 from router.prefix_match import PrefixMatches
 
 
@@ -45,25 +47,29 @@ def find_hopeless(request: PlacementRequest, plan: Plan | Refused, view: FleetVi
     """
     if shed is Shed.NONE:
         return None
-    ttft_s = _predicted_ttft_s(request, plan, view)
+    left_s = request.ttft_slo_s - request.waited_s if shed is Shed.SLO else math.inf
+    ttft_s = _late_ttft_s(request, plan, view, left_s=min(left_s, request.time_left_s))
     if ttft_s is None:
         return None
     if ttft_s > request.time_left_s:
         return _refusal(ttft_s, request.time_left_s, RefusalCause.DEADLINE, "the caller's deadline")
-    left_s = request.ttft_slo_s - request.waited_s
-    if shed is Shed.SLO and ttft_s > left_s:
-        return _refusal(ttft_s, left_s, RefusalCause.SLO, f"the objective of {request.ttft_slo_s:g} s")
-    return None
+    return _refusal(ttft_s, left_s, RefusalCause.SLO, f"the objective of {request.ttft_slo_s:g} s")
 
 
-def _predicted_ttft_s(request: PlacementRequest, plan: Plan | Refused, view: FleetView) -> float | None:
-    workers = (*view.prefill, *view.decode)
+def _late_ttft_s(request: PlacementRequest, plan: Plan | Refused, view: FleetView, *, left_s: float) -> float | None:
+    """Return the predicted time to the first token; None when it is in time or not known."""
     if isinstance(plan, Plan) and plan.predicted_ttft_s is not None:
-        computes = next(worker for worker in workers if worker.worker_id == plan.computes)
-        return plan.predicted_ttft_s if _is_measured(computes) else None
-    if not workers or not all(map(_is_measured, workers)):
-        return None
-    return min(_least_ttft_s(request, worker) for worker in workers)
+        computes = (view.decode if plan.prefill is None else view.prefill).find(plan.computes)
+        is_late = plan.predicted_ttft_s > left_s and computes is not None and _is_measured(computes)
+        return plan.predicted_ttft_s if is_late else None
+    least_s = math.inf
+    # The first worker that is in time ends the search; mostly it is one of those that are free soonest.
+    for worker in chain(view.prefill.soonest(), view.decode.soonest(), view.prefill, view.decode):
+        ttft_s = _least_ttft_s(request, worker)
+        if ttft_s <= left_s or not _is_measured(worker):
+            return None
+        least_s = min(least_s, ttft_s)
+    return least_s if least_s != math.inf else None
 
 
 def _is_measured(worker: WorkerLoad) -> bool:
@@ -103,6 +109,8 @@ class Search:
     shed: Shed = Shed.NONE
     exclusions: dict[WorkerId, Exclusion] = field(default_factory=dict)
     version_when_booked: dict[WorkerId, int] = field(default_factory=dict)
+    awaited: WorkerLoad | None = None
+    """The busy worker for which the last refusal was made, as it was then."""
 
     @property
     def wakes_at_s(self) -> float:
@@ -134,18 +142,36 @@ class Chooser:
         }
         view = self._fleet.view(excluded=search.exclusions.keys())
         matches = self._index.match(search.request.hashes)
-        request = replace(search.request, now_s=now_s, cached_blocks=matches, count_present=matches.count_present)
+        request = replace(
+            search.request,
+            now_s=now_s,
+            cached_blocks=matches,
+            longest_holders=matches.longest_holders,
+            count_present=matches.count_present,
+        )
         plan = self._policy.choose(request, view)
         while isinstance(plan, Plan) and not _verify(matches, plan):
             plan = self._policy.choose(request, view)
         if not search.exclusions and (hopeless := find_hopeless(request, plan, view, shed=search.shed)) is not None:
             return hopeless
+        search.awaited = self._fleet.roster.load(plan.worker_id) if isinstance(plan, Busy) else None
         if isinstance(plan, Refused):
             return plan
         booking = self._book(search, request, plan)
         booking.decision.decision_s = self._clock.monotonic() - now_s
         self.decisions.add(booking.decision)
         return booking
+
+    def may_differ(self, search: Search) -> bool:
+        """Return whether a change of the fleet since the last refusal may concern the request.
+
+        While it prefers to wait for a busy worker, only changes of that one do: what others were given makes them no
+        better, and a worker that becomes free is offered by the line.
+        """
+        awaited = search.awaited
+        if awaited is None or search.exclusions:
+            return True
+        return self._fleet.roster.load(awaited.worker_id) is not awaited
 
     def opens_at_s(self) -> float:
         """Return the predicted time at which some worker's prefill wait is short enough for another prompt."""

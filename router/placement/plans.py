@@ -1,15 +1,17 @@
 """The interface of a routing policy: what it sees, what it answers, and its settings."""
 
 import enum
+import heapq
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Protocol
 
 from common.block_hash import NO_HASHES, BlockHashes
-from common.errors import Refused
+from common.errors import RefusalCause, Refused
 from common.ids import RequestId, WorkerId
-from common.timing import GUESSED_TIMING, TimingModel
+from router.placement.loads import PoolLoads
 
 
 class PlanKind(enum.Enum):
@@ -120,6 +122,8 @@ class PlacementRequest:
     """Time of the choice. The chooser sets this field and the following ones."""
     cached_blocks: Mapping[WorkerId, int] = field(default_factory=dict)
     """Leading blocks that each worker holds; a worker that holds none is absent."""
+    longest_holders: Callable[[], Iterator[tuple[int, WorkerId]]] | None = None
+    """Yields the (blocks, worker) of `cached_blocks`, most blocks first. None: they are sorted."""
     count_present: Callable[[WorkerId], int] | None = None
     """Returns how many leading blocks a worker has really stored; `cached_blocks` also counts those that it was sent to
     compute. None: all are present."""
@@ -149,6 +153,13 @@ class PlacementRequest:
         """Leading blocks that a cache can save. The last token is always computed, for its logits."""
         return (self.num_tokens - 1) // self.block_size
 
+    def best_holders(self, num_holders: int) -> list[tuple[int, WorkerId]]:
+        """Return the (blocks, worker) that hold most of the prompt, best first."""
+        if self.longest_holders is not None:
+            return sorted(islice(self.longest_holders(), num_holders), reverse=True)
+        held = ((num_blocks, worker_id) for worker_id, num_blocks in self.cached_blocks.items())
+        return heapq.nlargest(num_holders, held)
+
     def pullable_blocks(self, worker_id: WorkerId) -> int:
         """Return how many leading blocks can be fetched from the worker now."""
         if self.count_present is None:
@@ -165,61 +176,25 @@ class PlacementRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerLoad:
-    """A ready worker: its last report plus what this router has booked on it since."""
-
-    worker_id: WorkerId
-    num_blocks: int
-    num_free_blocks: int
-    num_free_slots: float = math.inf
-    """Sequences that may still join its batch."""
-    num_sequences: int = 0
-    """Running, waiting and reserved sequences."""
-    num_waiting: int = 0
-    """Sequences of the last report that wait for pages or for their KV."""
-    num_pending_prefill_tokens: int = 0
-    num_decodes: int = 0
-    """Sequences that decode, or will as soon as their KV has arrived."""
-    num_context_tokens: int = 0
-    """KV tokens of these sequences."""
-    tpot_slos: tuple[float, ...] = ()
-    """Different objectives for the mean gap of this router's requests that decode there."""
-    prefill_free_at_s: float = 0.0
-    """Time at which every prompt accepted or booked so far is computed, as the worker predicts; in the past when there
-    is none."""
-    num_cold_blocks: int = 0
-    """Free pages whose content is not worth keeping."""
-    num_cached_blocks: int = 0
-    """Free pages that hold reusable KV."""
-    num_active_requests: int = 0
-    """This router's requests on the worker that have not ended."""
-    num_active_prefills: int = 0
-    """Active requests whose prompt the worker computes and whose first token has not arrived."""
-    num_active_prefill_tokens: int = 0
-    """Prompt tokens of the active prefills, cached ones included."""
-    num_active_missing_tokens: int = 0
-    """Prompt tokens of the active prefills that are not predicted to be cached."""
-    num_active_blocks: int = 0
-    """Pages that the active requests occupy."""
-    timing: TimingModel = GUESSED_TIMING
-
-    def prefill_wait_s(self, now_s: float) -> float:
-        """Return how long a prompt that arrives now waits for those before it."""
-        return max(0.0, self.prefill_free_at_s - now_s)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class FleetView:
-    """The workers that may be chosen for one request."""
+    """The workers that may be chosen for one request. Valid for one decision."""
 
-    prefill: tuple[WorkerLoad, ...]
-    decode: tuple[WorkerLoad, ...]
+    prefill: PoolLoads
+    decode: PoolLoads
     num_prefill: int
     """Prefill workers in use, including those that cannot be chosen now."""
     block_bytes: int = 0
     """KV bytes of one block."""
     sources: frozenset[WorkerId] = field(default_factory=frozenset)
     """Workers that blocks may be pulled from: refusing ones included, lost ones not."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Busy(Refused):
+    """A refusal until the worker that computes the prompt in the best plan can begin soon."""
+
+    worker_id: WorkerId
+    cause: RefusalCause = RefusalCause.BUSY
 
 
 class Policy(Protocol):

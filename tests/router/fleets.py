@@ -4,7 +4,8 @@ from collections.abc import Mapping
 
 from common.ids import RequestId, WorkerId
 from common.timing import StepModel, TimingModel
-from router.placement.plans import FleetView, PlacementRequest, Plan, Policy, PolicySettings, WorkerLoad
+from router.placement.loads import PoolLoads, WorkerLoad
+from router.placement.plans import FleetView, PlacementRequest, Plan, Policy, PolicySettings
 from router.placement.policies.registry import make_policy
 
 TIMING = TimingModel(
@@ -25,8 +26,8 @@ def fleet(*workers: WorkerLoad, num_prefill: int | None = None, block_bytes: int
     """Return a view of workers named p… and d…, all of which are sources."""
     prefill = tuple(each for each in workers if each.worker_id.startswith("p"))
     return FleetView(
-        prefill=prefill,
-        decode=tuple(each for each in workers if each.worker_id.startswith("d")),
+        prefill=PoolLoads(prefill),
+        decode=PoolLoads(each for each in workers if each.worker_id.startswith("d")),
         num_prefill=len(prefill) if num_prefill is None else num_prefill,
         block_bytes=block_bytes,
         sources=frozenset(each.worker_id for each in workers),

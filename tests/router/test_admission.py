@@ -24,7 +24,7 @@ from router.member import Hold, Member
 from router.metrics import MAX_LABELS, OTHERS, TenantMetrics
 from router.placement.chooser import Chooser, Search
 from router.placement.decisions import Booking, Decision
-from router.placement.plans import PlacementRequest, Plan, PolicySettings
+from router.placement.plans import Busy, PlacementRequest, Plan, PolicySettings
 from router.placement.policies.registry import make_policy
 from router.tenants import Tenant, Terms
 from tests.trust import ROUTER
@@ -44,6 +44,9 @@ class PageChooser(Chooser):
         self.asked: list[str] = []
         self.hopeless: set[str] = set()
         self.is_saturated = False
+        self.busy: set[str] = set()
+        self.differs = False
+        self.opens_s = 0.0
         self._fleet = fleet
         endpoint = Endpoint(worker_id=WORKER, role=worker_pb2.WORKER_ROLE_DECODE, address="nowhere:1")
         self._member = Member(endpoint=endpoint, client=cast(Any, None))
@@ -55,6 +58,8 @@ class PageChooser(Chooser):
             return Refused(reason="too late", retry_after_s=3.0, cause=RefusalCause.DEADLINE)
         if self.is_saturated:
             return Refused(reason="all is full", retry_after_s=1.0, cause=RefusalCause.SATURATED)
+        if request.request_id in self.busy:
+            return Busy(reason="busy", retry_after_s=5.0, worker_id=WORKER)
         if request.num_tokens > self.num_free:
             return Refused(reason=f"{self.num_free} pages are free", retry_after_s=1.0)
         self.num_free -= request.num_tokens
@@ -74,6 +79,12 @@ class PageChooser(Chooser):
 
         decision = Decision(request_id=request.request_id, num_tokens=request.num_tokens, plan=plan, decided_s=0.0)
         return Booking(decision=decision, decode=hold, on_release=free)
+
+    def may_differ(self, search: Search) -> bool:
+        return self.differs
+
+    def opens_at_s(self) -> float:
+        return self.opens_s
 
     def work_s(self, request: PlacementRequest) -> float:
         return float(request.num_tokens)
@@ -245,6 +256,34 @@ async def test_line_is_not_searched_while_no_worker_takes_anybody() -> None:
     line.chooser.asked.clear()
     line.chooser.change()
     assert line.chooser.asked == ["a"]
+
+
+async def test_request_that_waits_for_a_busy_worker_is_not_asked_about_changes_of_others() -> None:
+    line = Line()
+    line.chooser.busy.add("x")
+    await line.come("x", 1)
+    line.chooser.asked.clear()
+    for _ in range(3):
+        line.chooser.change()
+    assert line.chooser.asked == []
+    line.chooser.differs = True
+    line.chooser.change()
+    assert line.chooser.asked == ["x"]
+
+
+async def test_request_that_waits_for_a_busy_worker_is_offered_another_that_becomes_free() -> None:
+    line = Line()
+    line.chooser.busy.add("x")
+    line.chooser.opens_s = line.clock.monotonic() + 1.0
+    await line.come("x", 1)
+    line.chooser.asked.clear()
+    line.chooser.change()
+    assert line.chooser.asked == []
+    line.chooser.opens_s = 0.0
+    line.chooser.busy.clear()
+    line.chooser.change()
+    await turns()
+    assert line.served == {"x"}
 
 
 async def test_request_that_no_worker_can_serve_in_time_is_refused_at_once() -> None:

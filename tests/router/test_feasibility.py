@@ -8,7 +8,8 @@ from common.errors import RefusalCause, Refused
 from common.ids import WorkerId
 from common.timing import GUESSED_TIMING, StepModel, TimingModel
 from router.placement.chooser import Shed, find_hopeless
-from router.placement.plans import FleetView, PlacementRequest, Plan, WorkerLoad
+from router.placement.loads import WorkerLoad
+from router.placement.plans import FleetView, PlacementRequest, Plan
 from tests.router import fleets
 from tests.router.fleets import fleet
 

@@ -132,12 +132,16 @@ class AgainstNaive(RuleBasedStateMachine):
                 exact = next((i for i in range(8 - start) if start + i not in known), 8 - start)
                 matches = self.index.match(hashes)
                 assert matches.get(worker) >= exact
+                assert matches.get(worker) == dict(matches).get(worker, 0)
                 was_exact = matches.get(worker) == exact
                 assert matches.verify(worker) is was_exact
                 assert matches.get(worker) == exact
                 confirmed = self.held.get(worker, set())
                 present = next((i for i in range(exact) if start + i not in confirmed), exact)
                 assert self.index.match(hashes).count_present(worker) == present
+            holders = list(self.index.match(hashes).longest_holders())
+            assert {holder: num_blocks for num_blocks, holder in holders} == self.index.match(hashes)
+            assert [num_blocks for num_blocks, _ in holders] == sorted((n for n, _ in holders), reverse=True)
         assert self.index.num_expected == len(self.expected)
 
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 import pytest
@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from common.clock import ManualClock
 from common.ids import Epoch, RequestId, WorkerId
-from common.timing import GUESSED_TIMING, StepModel, TimingModel
+from common.timing import GUESSED_TIMING, LinkModel, StepModel, TimingModel
 from kvrelay.v1 import worker_pb2
 from router.facts import Endpoint, WorkerFacts
 from router.member import SETTLE_S, Hold, Member
@@ -186,6 +186,23 @@ def test_timing_that_a_pool_never_measures_comes_from_the_other_pool() -> None:
 def test_timing_without_any_measurement_is_the_guess() -> None:
     (member,) = reported([("p0", PREFILL, measured(2.0, num_prefills=0, num_decodes=0))])
     assert (member.timing.prefill, member.timing.decode) == (GUESSED_TIMING.prefill, GUESSED_TIMING.decode)
+
+
+def test_report_that_hardly_moves_the_median_leaves_the_models_of_other_workers() -> None:
+    pool, members = PoolTiming(), [make_member(worker_id=name, role=PREFILL) for name in ("p0", "p1")]
+    used = []
+    for step_s in (2.0, 2.01, 3.0):
+        pool.take(members[0], measured(step_s), members)
+        used.append([member.timing.prefill.constant_s for member in members])
+    assert used == [[2.0, 2.0], [2.01, 2.0], [3.0, 3.0]]
+
+
+def test_worker_without_pulls_takes_the_link_of_those_that_have_pulled() -> None:
+    pool, (old, new) = PoolTiming(), [make_member(worker_id=name) for name in ("d0", "d1")]
+    link = LinkModel(latency_s=0.001, bytes_per_s=5e9, num_samples=9)
+    pool.take(old, replace(measured(1.0), links={None: link}), [old])
+    pool.complete([new])
+    assert new.timing.links == {None: link}
 
 
 # ── reports that lag ────────────────────────────────────────────────────────────────────────────────────────────────

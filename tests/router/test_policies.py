@@ -1,5 +1,6 @@
 """Properties of every routing policy."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import get_args
 
@@ -11,7 +12,8 @@ from common.config import RouterConfig
 from common.errors import Refused
 from common.ids import WorkerId
 from common.timing import LinkModel
-from router.placement.plans import FleetView, PlacementRequest, Plan, PlanKind, WorkerLoad
+from router.placement.loads import WorkerLoad
+from router.placement.plans import FleetView, PlacementRequest, Plan, PlanKind
 from router.placement.policies.registry import POLICIES, SIMULATED_POLICIES
 from tests.router.fleets import TIMING, choose, fleet, policy, request, worker
 
@@ -149,7 +151,7 @@ def test_policy_chooses_workers_of_the_view_with_room_or_refuses(
             assert plan.pull.source in view.sources - {plan.computes}
 
 
-def _fitting(wanted: PlacementRequest, workers: tuple[WorkerLoad, ...]) -> set[WorkerId]:
+def _fitting(wanted: PlacementRequest, workers: Iterable[WorkerLoad]) -> set[WorkerId]:
     return {each.worker_id for each in workers if each.num_free_blocks >= wanted.num_decode_blocks}
 
 

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 import pytest
 
 from common.errors import Refused
-from router.placement.plans import PlanKind, WorkerLoad
+from router.placement.loads import WorkerLoad
+from router.placement.plans import PlanKind
 from tests.router.fleets import choose, costs, fleet, policy, request, worker
 
 

@@ -25,7 +25,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from router.placement.plans import PlacementRequest, WorkerLoad
+from router.placement.loads import WorkerLoad
+from router.placement.plans import PlacementRequest
 from router.placement.policies.pooled import Score, Selector
 from router.placement.policies.simple import kv_usage
 

@@ -21,7 +21,8 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from router.placement.plans import PlacementRequest, WorkerLoad
+from router.placement.loads import WorkerLoad
+from router.placement.plans import PlacementRequest
 from router.placement.policies.pooled import Score, Selector
 
 

@@ -1,11 +1,12 @@
 """Shared by policies: the workers that could serve a request, refusals, and turns."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from common.errors import RefusalCause, Refused
 from common.ids import WorkerId
-from router.placement.plans import FleetView, PlacementRequest, WorkerLoad
+from router.placement.loads import PoolLoads, WorkerLoad
+from router.placement.plans import Busy, FleetView, PlacementRequest
 
 RETRY_AFTER_S = 1.0
 """Pause before asking again after a refusal whose end cannot be predicted."""
@@ -15,9 +16,9 @@ RETRY_AFTER_S = 1.0
 class Eligible:
     """The workers that could serve one request now."""
 
-    prefill: Sequence[WorkerLoad]
+    prefill: PoolLoads
     """Prefill workers that could hold the prompt."""
-    decode: Sequence[WorkerLoad]
+    decode: PoolLoads
     """Decode workers with enough free pages; at least one."""
     must_be_local: bool
     """No prefill worker could ever compute the prompt."""
@@ -27,26 +28,21 @@ def find_eligible(request: PlacementRequest, fleet: FleetView) -> Eligible | Ref
     """Return the workers that can serve the request, or why no decode worker can."""
     if not fleet.decode:
         return refuse("no decode worker is available")
-    with_slots = tuple(worker for worker in fleet.decode if _has_slots(request, worker))
+    with_slots = fleet.decode.where(fleet.decode.num_free_slots >= request.num_samples)
     if not with_slots:
-        is_full = all(worker.num_free_slots < 1 for worker in fleet.decode)
+        is_full = not (fleet.decode.num_free_slots >= 1).any()
         return Refused(
             reason=f"no decode worker may run {request.num_samples} more sequences",
             retry_after_s=RETRY_AFTER_S,
             cause=RefusalCause.SATURATED if is_full else RefusalCause.NO_ROOM,
         )
-    decode = tuple(worker for worker in with_slots if worker.num_free_blocks >= request.num_decode_blocks)
+    decode = with_slots.where(with_slots.num_free_blocks >= request.num_decode_blocks)
     if not decode:
-        free = max(worker.num_free_blocks for worker in with_slots)
+        free = int(with_slots.num_free_blocks.max())
         return refuse(f"no decode worker has {request.num_decode_blocks} free pages; the most is {free}")
-    prefill = tuple(worker for worker in fleet.prefill if worker.num_blocks >= request.num_prefill_blocks)
+    prefill = fleet.prefill.where(fleet.prefill.num_blocks >= request.num_prefill_blocks)
     none_is_large_enough = bool(fleet.prefill) and not prefill
     return Eligible(prefill=prefill, decode=decode, must_be_local=fleet.num_prefill == 0 or none_is_large_enough)
-
-
-def _has_slots(request: PlacementRequest, worker: WorkerLoad) -> bool:
-    """Return whether the worker's batch has room; an idle worker takes more samples of a lone prompt than that."""
-    return request.num_samples <= worker.num_free_slots or not worker.num_sequences
 
 
 def refuse(reason: str) -> Refused:
@@ -59,12 +55,12 @@ def refuse_without_prefill() -> Refused:
     return refuse("no prefill worker is available")
 
 
-def refuse_busy(wait_s: float, max_wait_s: float) -> Refused:
+def refuse_busy(worker_id: WorkerId, wait_s: float, max_wait_s: float) -> Busy:
     """Return the refusal of a prompt that stays queued until a worker can begin with it soon."""
-    return Refused(
+    return Busy(
         reason=f"every worker is busy with prompts for {wait_s:.1f} s",
         retry_after_s=wait_s - max_wait_s,
-        cause=RefusalCause.BUSY,
+        worker_id=worker_id,
     )
 
 
@@ -74,6 +70,11 @@ class Turns:
     def __init__(self) -> None:
         self._now = 0
         self._last: dict[WorkerId, int] = {}
+
+    def last_turns(self, workers: Iterable[WorkerLoad]) -> list[int]:
+        """Return the last turn of each of some workers."""
+        last = self._last
+        return [last.get(worker.worker_id, 0) for worker in workers]
 
     def last_turn(self, worker_id: WorkerId) -> int:
         """Return the turn in which the worker was chosen last; 0: never."""

@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from common.ids import WorkerId
-from router.placement.plans import Candidate, Keeper, PlacementRequest, Plan, Pull, WorkerLoad
+from router.placement.loads import WorkerLoad
+from router.placement.plans import Candidate, Keeper, PlacementRequest, Plan, Pull
 from router.placement.policies.pooled import NUM_EXPLAINED
 
 

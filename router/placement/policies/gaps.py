@@ -14,7 +14,8 @@ from collections.abc import Sequence
 
 from common.errors import RefusalCause, Refused
 from common.timing import GUESSED_TIMING
-from router.placement.plans import PlacementRequest, WorkerLoad
+from router.placement.loads import WorkerLoad
+from router.placement.plans import PlacementRequest
 from router.placement.policies.eligible import RETRY_AFTER_S
 
 

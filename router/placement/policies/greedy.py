@@ -13,7 +13,8 @@ The policy is greedy, one request at a time: it bounds what better signals can g
 from collections.abc import Iterator
 
 from common.errors import Refused
-from router.placement.plans import FleetView, PlacementRequest, Plan, PolicySettings, Pull, WorkerLoad
+from router.placement.loads import WorkerLoad
+from router.placement.plans import FleetView, PlacementRequest, Plan, PolicySettings, Pull
 from router.placement.policies.eligible import Eligible, find_eligible, refuse_busy, refuse_without_prefill
 from router.placement.policies.forecast import (
     PlanForecast,
@@ -42,7 +43,7 @@ class Greedy:
         options = [*_local_options(request, eligible, fleet), *_remote_options(request, eligible, fleet)]
         best = min(options, key=lambda option: _key(request, option))
         if best.prompt.wait_s > self._max_prefill_wait_s:
-            return refuse_busy(best.prompt.wait_s, self._max_prefill_wait_s)
+            return refuse_busy(best.prompt.worker.worker_id, best.prompt.wait_s, self._max_prefill_wait_s)
         return make_soonest_plan(best, options)
 
 

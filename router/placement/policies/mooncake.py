@@ -18,7 +18,8 @@ replicated by these pulls. Without a prefill pool the decode workers take both p
 from collections.abc import Sequence
 
 from common.errors import Refused
-from router.placement.plans import FleetView, PlacementRequest, Plan, PolicySettings, Pull, WorkerLoad
+from router.placement.loads import WorkerLoad
+from router.placement.plans import FleetView, PlacementRequest, Plan, PolicySettings, Pull
 from router.placement.policies.eligible import find_eligible, refuse, refuse_without_prefill
 from router.placement.policies.forecast import (
     PlanForecast,
@@ -45,11 +46,11 @@ class Mooncake:
             return eligible
         decode = min(eligible.decode, key=lambda worker: forecast_itl_s(request, worker))
         if eligible.must_be_local:
-            options = _options(request, eligible.decode, fleet)
+            options = _options(request, eligible.decode.loads, fleet)
         elif request.missing_tokens(decode.worker_id) <= self._settings.local_prefill_max_tokens:
             options = _options(request, (decode,), fleet)
         else:
-            options = _options(request, eligible.prefill, fleet, decode=decode)
+            options = _options(request, eligible.prefill.loads, fleet, decode=decode)
         if not options:
             return refuse_without_prefill()
         chosen = min(options, key=lambda option: option.prompt.ttft_s)

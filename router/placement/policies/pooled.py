@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from common.errors import Refused
-from router.placement.plans import Candidate, FleetView, PlacementRequest, Plan, WorkerLoad
+from router.placement.loads import WorkerLoad
+from router.placement.plans import Candidate, FleetView, PlacementRequest, Plan
 from router.placement.policies.eligible import find_eligible, refuse_without_prefill
 
 NUM_EXPLAINED = 8
@@ -92,17 +93,17 @@ class PooledPolicy:
         if isinstance(eligible, Refused):
             return eligible
         if eligible.must_be_local:
-            whole = self._whole.select(request, eligible.decode)
+            whole = self._whole.select(request, eligible.decode.loads)
             self._whole.note(request, whole.worker)
             return _plan(request, None, whole)
-        decode = self._decode.select(request, eligible.decode)
+        decode = self._decode.select(request, eligible.decode.loads)
         is_local = request.missing_tokens(decode.worker.worker_id) <= self._local_prefill_max_tokens
         if not is_local and not eligible.prefill:
             return refuse_without_prefill()
         self._decode.note(request, decode.worker)
         if is_local:
             return _plan(request, None, decode)
-        prefill = self._prefill.select(request, eligible.prefill)
+        prefill = self._prefill.select(request, eligible.prefill.loads)
         self._prefill.note(request, prefill.worker)
         return _plan(request, prefill, decode)
 

@@ -27,15 +27,19 @@ cooperative caching: Dahlin et al., OSDI 1994).
 
 import heapq
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+
+import numpy as np
 
 from common.errors import Refused
 from common.ids import WorkerId
-from router.placement.plans import FleetView, Keeper, PlacementRequest, Plan, PolicySettings, WorkerLoad
-from router.placement.policies.eligible import Eligible, Turns, find_eligible, refuse_busy, refuse_without_prefill
+from router.placement.loads import PoolLoads, Positions, WorkerLoad, lowest
+from router.placement.plans import FleetView, Keeper, PlacementRequest, Plan, PolicySettings
+from router.placement.policies.eligible import Turns, find_eligible, refuse_busy, refuse_without_prefill
 from router.placement.policies.forecast import PlanForecast, PromptForecast, make_plan
 from router.placement.policies.gaps import keep_gaps
+from router.placement.policies.pooled import NUM_EXPLAINED
 from router.placement.policies.prices import (
     DELAY_PRICE,
     MIN_PULLED_BLOCKS,
@@ -53,6 +57,8 @@ NETWORK_S = 1e-3
 """Time that calls add to a first token."""
 NUM_PRESELECTED = 6
 """Workers that are priced for each virtue when a pool is large."""
+NUM_HOLDERS = 64
+"""Holders of the prompt's prefix that are looked at, those of the longest first."""
 
 
 class Predictive:
@@ -68,27 +74,32 @@ class Predictive:
         eligible = find_eligible(request, fleet)
         if isinstance(eligible, Refused):
             return eligible
-        eligible = replace(
-            eligible,
-            prefill=_preselect(request, eligible.prefill, self._turns),
-            decode=_preselect(request, eligible.decode, self._turns),
-        )
-        decode = keep_gaps(request, eligible.decode)
-        if isinstance(decode, Refused):
-            return decode
-        eligible = replace(eligible, decode=decode)
-        options = list(self._options(request, fleet, eligible))
+        holders = request.best_holders(NUM_HOLDERS)
+        decodes = keep_gaps(request, self._preselect(request, eligible.decode, holders))
+        if isinstance(decodes, Refused):
+            return decodes
+        prefills = self._preselect(request, eligible.prefill, holders)
+        local_prices = self._local_prices(request, decodes, must_be_local=eligible.must_be_local)
+        sources = _sources(request, fleet, holders)
+        options = list(self._options(request, fleet, sources, prefills, decodes, local_prices))
         if not options:
             return refuse_without_prefill()
         options.sort(key=lambda option: (option.cost, self._last_turns(option)))
         best = options[0]
         if best.prompt.wait_s > self._settings.max_prefill_wait_s:
-            return refuse_busy(best.prompt.wait_s, self._settings.max_prefill_wait_s)
+            return refuse_busy(best.prompt.worker.worker_id, best.prompt.wait_s, self._settings.max_prefill_wait_s)
         return self._plan(request, fleet, options)
 
-    def _options(self, request: PlacementRequest, fleet: FleetView, eligible: Eligible) -> Iterator[PlanForecast]:
+    def _options(
+        self,
+        request: PlacementRequest,
+        fleet: FleetView,
+        sources: Sequence[tuple[int, WorkerId]],
+        prefills: Iterable[WorkerLoad],
+        decodes: Sequence[WorkerLoad],
+        local_prices: Mapping[WorkerId, float],
+    ) -> Iterator[PlanForecast]:
         """Yield the plans of the best workers of each pool: remote ones in pairs, then local ones."""
-        sources = _sources(request, fleet)
 
         def shortlist(work_prices: Iterable[tuple[WorkerLoad, float]]) -> list[PromptForecast]:
             priced = (compute_on(request, fleet, sources, worker, work_price=price) for worker, price in work_prices)
@@ -98,24 +109,48 @@ class Predictive:
             price, worker = priced
             return price, -request.cached_tokens(worker.worker_id), self._turns.last_turn(worker.worker_id)
 
-        token_prices = ((token_price(request, decode), decode) for decode in eligible.decode)
+        token_prices = ((token_price(request, decode), decode) for decode in decodes)
         best_decodes = heapq.nsmallest(SHORTLIST, token_prices, key=decode_rank)
-        for prompt in shortlist((prefill, PREFILL_WORK_PRICE) for prefill in eligible.prefill):
+        for prompt in shortlist((prefill, PREFILL_WORK_PRICE) for prefill in prefills):
             for price, decode in best_decodes:
                 yield remote_option(request, fleet, prompt, decode, price)
-        local_prices = self._local_prices(request, eligible)
-        local = [worker for worker in eligible.decode if worker.worker_id in local_prices]
+        local = [worker for worker in decodes if worker.worker_id in local_prices]
         for prompt in shortlist((worker, local_prices[worker.worker_id]) for worker in local):
             yield local_option(request, prompt, work_price=local_prices[prompt.worker.worker_id])
 
-    def _local_prices(self, request: PlacementRequest, eligible: Eligible) -> dict[WorkerId, float]:
+    def _preselect(
+        self, request: PlacementRequest, pool: PoolLoads, holders: Iterable[tuple[int, WorkerId]]
+    ) -> list[WorkerLoad]:
+        """Return the workers of a pool that are worth pricing: all of a small one.
+
+        In a large one, these are the workers that are free soonest (among equals the ones chosen longest ago), that
+        decode least, and that hold most of the prompt.
+        """
+        if len(pool) <= 3 * NUM_PRESELECTED:
+            return pool.loads
+        loads, num_decodes = pool.loads, pool.num_decodes
+
+        def last_turns(positions: Positions) -> list[int]:
+            return self._turns.last_turns(loads[position] for position in positions.tolist())
+
+        soonest = lowest(np.maximum(pool.prefill_free_at_s, request.now_s), NUM_PRESELECTED, tied=last_turns)
+        emptiest: list[int] = []
+        if num_decodes.any():  # no prefill worker decodes
+            emptiest = lowest(num_decodes, NUM_PRESELECTED, tied=pool.num_context_tokens.__getitem__)
+        fullest = islice(filter(None, (pool.find(worker_id) for _blocks, worker_id in holders)), NUM_PRESELECTED)
+        chosen = [*(loads[position] for position in (*soonest, *emptiest)), *fullest]
+        return list({worker.worker_id: worker for worker in chosen}.values())
+
+    def _local_prices(
+        self, request: PlacementRequest, decodes: Iterable[WorkerLoad], *, must_be_local: bool
+    ) -> dict[WorkerId, float]:
         """Return the work price of each decode worker that may compute the prompt itself."""
-        at_most = math.inf if eligible.must_be_local else self._settings.local_prefill_max_tokens
-        is_reserved = at_most == math.inf and not eligible.must_be_local
+        at_most = math.inf if must_be_local else self._settings.local_prefill_max_tokens
+        is_reserved = at_most == math.inf and not must_be_local
         reserve = RESERVE_PRICE if is_reserved else 0.0  # prompts below a configured limit are welcome
         return {
             decode.worker_id: PREFILL_WORK_PRICE + reserve + DELAY_PRICE * decode.num_decodes
-            for decode in eligible.decode
+            for decode in decodes
             if request.missing_tokens(decode.worker_id) <= at_most
         }
 
@@ -124,7 +159,7 @@ class Predictive:
         prompt, decode = best.prompt, best.decode
         self._turns.take(prompt.worker.worker_id, decode.worker_id)
         return make_plan(
-            options,
+            options[:NUM_EXPLAINED],
             ttft_s=prompt.ready_s + NETWORK_S,
             reason=_reason(request, best),
             num_options=len(options),
@@ -146,12 +181,11 @@ class Predictive:
         held_by_decode = request.cached_blocks.get(decode.worker_id, 0)
         held_by_prefill = request.cached_blocks.get(prompt.worker.worker_id, 0)
         if prompt.pull is not None and prompt.pull.num_blocks > held_by_decode:
-            from_prefill = any(worker.worker_id == prompt.pull.source for worker in fleet.prefill)
-            return Keeper.PREFILL if from_prefill else Keeper.DECODE
+            is_from_prefill = fleet.prefill.find(prompt.pull.source) is not None
+            return Keeper.PREFILL if is_from_prefill else Keeper.DECODE
         if max(held_by_decode, held_by_prefill) >= MIN_PULLED_BLOCKS:
             return Keeper.PREFILL if held_by_prefill >= held_by_decode else Keeper.DECODE
-        num_prefill_blocks = sum(worker.num_blocks for worker in fleet.prefill)
-        num_decode_blocks = sum(worker.num_blocks for worker in fleet.decode)
+        num_prefill_blocks, num_decode_blocks = fleet.prefill.num_blocks.sum(), fleet.decode.num_blocks.sum()
         self._dealt += num_prefill_blocks / (num_prefill_blocks + num_decode_blocks)
         if self._dealt >= 1.0:
             self._dealt -= 1.0
@@ -159,27 +193,11 @@ class Predictive:
         return Keeper.DECODE
 
 
-def _preselect(request: PlacementRequest, workers: Sequence[WorkerLoad], turns: Turns) -> Sequence[WorkerLoad]:
-    """Return the workers of a large pool that are worth pricing, in about 1 µs a worker.
-
-    These are the workers that are free soonest (among equals the ones chosen longest ago), that decode least, and that
-    hold most of the prompt.
-    """
-    if len(workers) <= 3 * NUM_PRESELECTED:
-        return workers
-    now_s, cached, last_turn = request.now_s, request.cached_blocks, turns.last_turn
-    soonest = heapq.nsmallest(
-        NUM_PRESELECTED, workers, key=lambda w: (max(now_s, w.prefill_free_at_s), last_turn(w.worker_id))
-    )
-    emptiest = heapq.nsmallest(NUM_PRESELECTED, workers, key=lambda w: (w.num_decodes, w.num_context_tokens))
-    fullest = heapq.nlargest(NUM_PRESELECTED, workers, key=lambda w: cached.get(w.worker_id, 0)) if cached else []
-    return list({worker.worker_id: worker for worker in (*soonest, *emptiest, *fullest)}.values())
-
-
-def _sources(request: PlacementRequest, fleet: FleetView) -> list[tuple[int, WorkerId]]:
-    """Return the (blocks, worker) that hold most of the prompt, best first."""
-    held = ((blocks, worker_id) for worker_id, blocks in request.cached_blocks.items() if worker_id in fleet.sources)
-    most = heapq.nlargest(SHORTLIST, held)
+def _sources(
+    request: PlacementRequest, fleet: FleetView, holders: Iterable[tuple[int, WorkerId]]
+) -> list[tuple[int, WorkerId]]:
+    """Return the (blocks, worker) of the best holders that blocks can be pulled from, best first."""
+    most = islice((each for each in holders if each[1] in fleet.sources), SHORTLIST)
     # What a worker was only sent to compute may be waited for there, but cannot be fetched from there yet.
     return [(request.pullable_blocks(worker_id), worker_id) for _blocks, worker_id in most]
 

@@ -3,7 +3,8 @@
 from collections.abc import Iterable, Mapping
 
 from common.ids import WorkerId
-from router.placement.plans import FleetView, PlacementRequest, Pull, WorkerLoad
+from router.placement.loads import WorkerLoad
+from router.placement.plans import FleetView, PlacementRequest, Pull
 from router.placement.policies.forecast import PlanForecast, PromptForecast
 
 MISS_PRICE = 10.0
@@ -29,20 +30,22 @@ def compute_on(
     work_price: float,
 ) -> tuple[float, PromptForecast]:
     """Return the cheapest way for one worker, computing alone or after a pull, behind its cost."""
-    timing, num_tokens = worker.timing, request.num_tokens
+    timing, num_tokens, most_usable = worker.timing, request.num_tokens, request.num_usable_blocks
     wait_s = worker.prefill_wait_s(request.now_s)
-    own_blocks = min(request.cached_blocks.get(worker.worker_id, 0), request.num_usable_blocks)
+    own_blocks = min(request.cached_blocks.get(worker.worker_id, 0), most_usable)
     cached = own_blocks * request.block_size
     decodes = {"num_decodes": worker.num_decodes, "num_context_tokens": worker.num_context_tokens}
     compute_s, pull_s, pull = timing.prefill_s(num_tokens - cached, cached, **decodes), 0.0, None
     cost = wait_s + (1 + work_price) * compute_s
+    num_cached, rest_s = cached, compute_s
     for num_blocks, source in sources:
-        usable = min(num_blocks, request.num_usable_blocks)
+        usable = min(num_blocks, most_usable)
         if source == worker.worker_id or usable < own_blocks + MIN_PULLED_BLOCKS:
             continue
         pulling_s = timing.pull_s(source, (usable - own_blocks) * fleet.block_bytes)
-        num_cached = usable * request.block_size
-        rest_s = timing.prefill_s(num_tokens - num_cached, num_cached, **decodes)
+        if num_cached != usable * request.block_size:  # the next source often holds as much
+            num_cached = usable * request.block_size
+            rest_s = timing.prefill_s(num_tokens - num_cached, num_cached, **decodes)
         if (other := max(wait_s, pulling_s) + (1 + work_price) * rest_s) < cost:
             cost, cached, compute_s, pull_s = other, num_cached, rest_s, pulling_s
             pull = Pull(source=source, num_blocks=usable)

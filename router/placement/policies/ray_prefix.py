@@ -14,7 +14,8 @@ without eviction (the default) only grows, is kept as the tokens that each worke
 from collections.abc import Sequence
 
 from common.ids import WorkerId
-from router.placement.plans import PlacementRequest, WorkerLoad
+from router.placement.loads import WorkerLoad
+from router.placement.plans import PlacementRequest
 from router.placement.policies.pooled import Score, Selector
 
 MATCH_RATE_THRESHOLD = 0.1

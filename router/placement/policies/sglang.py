@@ -19,7 +19,8 @@ size of its tree. The conditions on token usage are off by default and left out.
 
 from collections.abc import Sequence
 
-from router.placement.plans import PlacementRequest, WorkerLoad
+from router.placement.loads import WorkerLoad
+from router.placement.plans import PlacementRequest
 from router.placement.policies.pooled import Score, Selector
 
 BALANCE_ABS_THRESHOLD = 64

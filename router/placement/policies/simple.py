@@ -20,7 +20,8 @@ sends everything to one worker.
 import random
 from collections.abc import Sequence
 
-from router.placement.plans import PlacementRequest, WorkerLoad
+from router.placement.loads import WorkerLoad
+from router.placement.plans import PlacementRequest
 from router.placement.policies.eligible import Turns
 from router.placement.policies.pooled import Score, Selector
 

@@ -1,0 +1,174 @@
+"""What a router knows about the load of its workers: one record each, and arrays over each pool.
+
+A decision among hundreds of workers may not look at each of them in turn. It compares whole arrays, picks a few workers
+and reads only their records.
+"""
+
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from common.ids import WorkerId
+from common.timing import GUESSED_TIMING, TimingModel
+
+Floats = npt.NDArray[np.float64]
+Positions = npt.NDArray[np.intp]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerLoad:
+    """A ready worker: its last report plus what this router has booked on it since."""
+
+    worker_id: WorkerId
+    num_blocks: int
+    num_free_blocks: int
+    num_free_slots: float = math.inf
+    """Sequences that may still join its batch."""
+    num_sequences: int = 0
+    """Running, waiting and reserved sequences."""
+    num_waiting: int = 0
+    """Sequences of the last report that wait for pages or for their KV."""
+    num_pending_prefill_tokens: int = 0
+    num_decodes: int = 0
+    """Sequences that decode, or will as soon as their KV has arrived."""
+    num_context_tokens: int = 0
+    """KV tokens of these sequences."""
+    tpot_slos: tuple[float, ...] = ()
+    """Different objectives for the mean gap of this router's requests that decode there."""
+    prefill_free_at_s: float = 0.0
+    """Time at which every prompt accepted or booked so far is computed, as the worker predicts; in the past when there
+    is none."""
+    num_cold_blocks: int = 0
+    """Free pages whose content is not worth keeping."""
+    num_cached_blocks: int = 0
+    """Free pages that hold reusable KV."""
+    num_active_requests: int = 0
+    """This router's requests on the worker that have not ended."""
+    num_active_prefills: int = 0
+    """Active requests whose prompt the worker computes and whose first token has not arrived."""
+    num_active_prefill_tokens: int = 0
+    """Prompt tokens of the active prefills, cached ones included."""
+    num_active_missing_tokens: int = 0
+    """Prompt tokens of the active prefills that are not predicted to be cached."""
+    num_active_blocks: int = 0
+    """Pages that the active requests occupy."""
+    timing: TimingModel = GUESSED_TIMING
+
+    def prefill_wait_s(self, now_s: float) -> float:
+        """Return how long a prompt that arrives now waits for those before it."""
+        return max(0.0, self.prefill_free_at_s - now_s)
+
+
+class PoolLoads:
+    """The loads of one pool, in a fixed order of its workers. Event loop only."""
+
+    def __init__(self, loads: Iterable[WorkerLoad]) -> None:
+        self.loads = list(loads)
+        self._numbers = np.array([_numbers(load) for load in self.loads], dtype=np.float64).reshape(-1, 6).T.copy()
+        self._positions: dict[WorkerId, int] | None = None
+
+    def __len__(self) -> int:
+        return len(self.loads)
+
+    def __iter__(self) -> Iterator[WorkerLoad]:
+        return iter(self.loads)
+
+    @property
+    def prefill_free_at_s(self) -> Floats:
+        """See `WorkerLoad`; so the following."""
+        return self._column(0)
+
+    @property
+    def num_free_blocks(self) -> Floats:
+        """Free pages."""
+        return self._column(1)
+
+    @property
+    def num_blocks(self) -> Floats:
+        """All pages."""
+        return self._column(2)
+
+    @property
+    def num_decodes(self) -> Floats:
+        """Sequences that decode."""
+        return self._column(3)
+
+    @property
+    def num_context_tokens(self) -> Floats:
+        """KV tokens of these sequences."""
+        return self._column(4)
+
+    @property
+    def num_free_slots(self) -> Floats:
+        """Sequences that may still join the batch; an idle worker takes a lone prompt with any number of samples."""
+        return self._column(5)
+
+    def soonest(self) -> list[WorkerLoad]:
+        """Return the worker that is free soonest for another prompt; none in an empty pool."""
+        return [self.loads[int(self.prefill_free_at_s.argmin())]] if self.loads else []
+
+    def find(self, worker_id: WorkerId) -> WorkerLoad | None:
+        """Return the load of a worker; None for one that is not here."""
+        position = self._by_id.get(worker_id)
+        return None if position is None else self.loads[position]
+
+    def replace(self, load: WorkerLoad) -> None:
+        """Replace the load of a worker that is here."""
+        position = self._by_id[load.worker_id]
+        self.loads[position] = load
+        self._numbers[:, position] = _numbers(load)
+
+    def where(self, mask: npt.NDArray[np.bool_]) -> "PoolLoads":
+        """Return the loads that a mask selects; itself when that is all."""
+        if mask.all():
+            return self
+        positions = np.flatnonzero(mask)
+        part = PoolLoads(())
+        part.loads = [self.loads[position] for position in positions.tolist()]
+        part._numbers = self._numbers[:, positions]
+        return part
+
+    def without(self, worker_ids: Collection[WorkerId]) -> "PoolLoads":
+        """Return the loads of all other workers."""
+        mask = np.ones(len(self), dtype=np.bool_)
+        mask[[self._by_id[worker_id] for worker_id in worker_ids if worker_id in self._by_id]] = False
+        return self.where(mask)
+
+    def _column(self, number: int) -> Floats:
+        column: Floats = self._numbers[number]
+        return column
+
+    @property
+    def _by_id(self) -> dict[WorkerId, int]:
+        if self._positions is None:
+            self._positions = {load.worker_id: position for position, load in enumerate(self.loads)}
+        return self._positions
+
+
+def _numbers(load: WorkerLoad) -> tuple[float, ...]:
+    return (
+        load.prefill_free_at_s,
+        load.num_free_blocks,
+        load.num_blocks,
+        load.num_decodes,
+        load.num_context_tokens,
+        load.num_free_slots if load.num_sequences else math.inf,
+    )
+
+
+def lowest(keys: Floats, num_lowest: int, *, tied: Callable[[Positions], npt.ArrayLike]) -> list[int]:
+    """Return the positions of the lowest keys; equal ones go by what `tied` returns for their positions, then by order.
+
+    Costs O(len(keys)) array operations; `tied` is asked only about keys that are equal to the last one returned.
+    """
+    if len(keys) <= num_lowest:
+        return list(range(len(keys)))
+    last = np.partition(keys, num_lowest - 1)[num_lowest - 1]
+    below, equal = np.flatnonzero(keys < last), np.flatnonzero(keys == last)
+    num_equal = num_lowest - len(below)
+    if len(equal) > num_equal:
+        equal = equal[np.argsort(tied(equal), kind="stable")[:num_equal]]
+    return [*below.tolist(), *equal.tolist()]
