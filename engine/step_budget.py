@@ -25,19 +25,23 @@ class StepBudget:
     """Bounds prompts by time. Engine thread only."""
 
     def __init__(self) -> None:
-        self.timing: TimingModel | None = None
+        self._timing: TimingModel | None = None
         """Model of the steps; None: only their tokens are bounded."""
         self._alone_s = 0.0
         """Time of a step with the decodes of the last look alone."""
         self._delays_s = 0.0
         """Time by which prompts have prolonged steps, since the start."""
 
+    def take_timing(self, timing: TimingModel) -> None:
+        """Use a model of the steps from now on."""
+        self._timing = timing
+
     def max_step_s(self, decodes: StepShape, running: Iterable[Sequence], *, now_s: float) -> float:
         """Return the time that a step with `decodes`, which are some of `running`, may take with prompts."""
-        if self.timing is None or not decodes.num_decodes:
+        if self._timing is None or not decodes.num_decodes:
             self._alone_s = math.inf
             return math.inf
-        self._alone_s = self.timing.itl_s(decodes.num_decodes, decodes.num_context_tokens)
+        self._alone_s = self._timing.itl_s(decodes.num_decodes, decodes.num_context_tokens)
         return min((self._allowance_s(each, now_s) for each in running if each.num_to_run <= 1), default=math.inf)
 
     def _allowance_s(self, sequence: Sequence, now_s: float) -> float:
@@ -54,15 +58,15 @@ class StepBudget:
 
     def launched(self, shape: StepShape) -> None:
         """Count a step with prompts for which `max_step_s` was asked."""
-        if self.timing is not None and self._alone_s != math.inf:
-            self._delays_s += max(0.0, self.timing.step_s(shape) - self._alone_s)
+        if self._timing is not None and self._alone_s != math.inf:
+            self._delays_s += max(0.0, self._timing.step_s(shape) - self._alone_s)
 
     def num_fitting(self, shape: StepShape, *, num_before: int, max_s: float, max_tokens: int) -> int:
         """Return how many tokens of a prompt, after `num_before`, fit into a step of `max_s` beside what it holds."""
         num_left = max_tokens - shape.num_prefill_tokens - shape.num_decodes
-        if self.timing is None or max_s == math.inf:
+        if self._timing is None or max_s == math.inf:
             return num_left
-        num_fitting = self.timing.chunk_within(max_s, num_before=num_before, beside=shape)
+        num_fitting = self._timing.chunk_within(max_s, num_before=num_before, beside=shape)
         if not shape.num_prefill_tokens:  # the first prompt goes on in any case
             num_fitting = max(num_fitting, max_tokens // MAX_CHUNKS)
         return min(num_left, num_fitting)

@@ -260,7 +260,7 @@ class WorkerRuntime:
         """Let the scheduler use the present timing model, once both kinds of steps were measured."""
         model = self.timing.model
         if GUESSED_TIMING.prefill != model.prefill and GUESSED_TIMING.decode != model.decode:
-            self.engine.post(lambda core: setattr(core.scheduler.budget, "timing", model))
+            self.engine.post(lambda core: core.scheduler.budget.take_timing(model))
 
     def announce_leaving(self) -> None:
         """Tell the routers that this worker will end."""

@@ -34,7 +34,7 @@ def answer(tpot_slo_s: float) -> Sequence:
 
 def budget() -> StepBudget:
     made = StepBudget()
-    made.timing = TIMING
+    made.take_timing(TIMING)
     return made
 
 
@@ -91,5 +91,5 @@ def steps_of_prompt(core: EngineCore, clock: ManualClock, *, tpot_slo_s: float) 
 def test_engine_cuts_a_prompt_so_that_the_answer_beside_it_keeps_its_pace(tpot_slo_s: float, largest: int) -> None:
     clock = ManualClock()
     core = make_core(max_step_tokens=STEP_TOKENS, clock=clock, num_blocks=128)
-    core.scheduler.budget.timing = TIMING
+    core.scheduler.budget.take_timing(TIMING)
     assert max(steps_of_prompt(core, clock, tpot_slo_s=tpot_slo_s)) == largest
