@@ -13,6 +13,7 @@ Both calls belong to the attempt: when one fails, or the client goes away, the o
 
 import asyncio
 import enum
+import math
 import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -114,7 +115,7 @@ class Attempt:
             sequence=self.record.sequence(
                 self.samples,
                 _retention(self.booking.plan, Keeper.DECODE),
-                tpot_slo_s=self.booking.decode.tpot_slo_s,
+                tpot_slo_s=decode.tpot_slo_s if decode.bounds_prompts else math.inf,
             ),
             handoff=None if prefill is None else self._handoff(prefill, handoff_id),
             epoch=decode.epoch,

@@ -279,6 +279,7 @@ class Fleet:
         decode.num_context_tokens = request.num_samples * request.num_tokens
         if decode.member.timing.itl_s(decode.num_decodes, decode.num_context_tokens) <= request.tpot_slo_s:
             decode.tpot_slo_s = request.tpot_slo_s
+            decode.bounds_prompts = self.roster.num_prefill == 0
         prefill = None
         if plan.prefill is not None:
             prefill = self._hold(plan.prefill, request)

@@ -49,6 +49,8 @@ class Hold:
     """KV tokens of these sequences."""
     tpot_slo_s: float = math.inf
     """Objective for the mean gap of these sequences; infinite when the worker cannot keep it."""
+    bounds_prompts: bool = False
+    """Whether the worker holds prompts back for this objective: there is no prefill worker to compute them instead."""
     is_prefilled: bool = False
     """The first token has arrived."""
     has_left: bool = False

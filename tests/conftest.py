@@ -25,20 +25,17 @@ hypothesis.settings.register_profile("here", deadline=None, suppress_health_chec
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "here")
 
 _FIRST = (
-    "tests/hosts/test_ray_up.py::test_typed",
-    "tests/hosts/test_ray_up.py",
+    "tests/hosts",
     "tests/e2e/test_oracle.py",
     "tests/e2e/test_scale.py",
-    "tests/hosts",
     "tests/e2e",
     "tests/cluster",
     "tests/benchmarks",
     "tests/measure/experiment",
 )
-"""What takes longest begins first, so that no process ends alone with it. The tests on hosts begin in two processes; a
-third one at a time would leave Ray too little of two cores."""
+"""What takes longest begins first, so that no process ends alone with it."""
 _HOSTS = "tests/hosts"
-"""Each of its tests is minutes of waiting on hosts of its own, so that they need not share a process."""
+"""One process runs all of its tests: two clusters of hosts at a time leave Ray too little of two cores."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -47,7 +44,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Return what keeps the tests of a file in one process, but for those that take minutes each.
+    """Return what keeps the tests of a file in one process, and all tests on hosts.
 
     Marks (`--dist loadgroup`) have no effect: xdist 3.8 writes them into an attribute that pytest 9.2 does not read.
     """
@@ -55,7 +52,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class ByFile(LoadFileScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
-            return nodeid if nodeid.startswith(_HOSTS) else super()._split_scope(nodeid)
+            return _HOSTS if nodeid.startswith(_HOSTS) else super()._split_scope(nodeid)
 
     return ByFile(config, log)
 

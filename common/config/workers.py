@@ -63,8 +63,8 @@ class PoolConfig(Section):
     num_blocks: Annotated[int | None, Field(ge=2), Need.POOL] = None
     """Pages of one worker, instead of `kv_memory_gib`."""
     max_step_tokens: Annotated[int, Field(ge=1), Need.POOL] = 512
-    """Token budget of one engine step: decode tokens first, prefill chunks with the rest, smaller ones where answers in
-    the step would miss their objective for the gaps between tokens."""
+    """Token budget of one engine step: decode tokens first, prefill chunks with the rest; without a
+    prefill pool, smaller ones where answers in the step would miss `slo.tpot_s`."""
     max_running: Annotated[int, Field(ge=1), Need.POOL] = 64
     """Sequences in one step. At most `max_step_tokens`."""
     max_waiting: Annotated[int, Field(ge=1), Need.POOL] = 256

@@ -51,6 +51,8 @@ class WorkerLoad:
     prefill_backlog_s: float = 0.0
     num_cold_blocks: int = 0
     num_cached_blocks: int = 0
+    num_free_slots: int = 0
+    """Sequences that may still join its batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -67,8 +67,8 @@ class SequenceSpec(_message.Message):
     retention: Global___Retention.ValueType
     """How long the worker keeps the sequence's blocks when it is over."""
     tpot_slo_s: _builtins.float
-    """Objective for the mean gap between tokens, in seconds; absent without one that the worker can keep. Prompts that are
-    computed beside this answer get no more of a step than it allows.
+    """Objective for the mean gap between tokens, in seconds: prompts that are computed beside this answer get no more of a
+    step than it allows. Absent without an objective that the worker can keep, and where prefill workers take prompts.
     """
     @_builtins.property
     def sampling(self) -> _sampling_pb2.SamplingParams:

@@ -16,7 +16,8 @@ from tests.fuzz.world import World
 
 MAX_LOOP_S = 0.05
 """CPU time of the event loop that one input may take, beside what each engine step that it brings about may."""
-_LOOP_S_PER_STEP = 0.001
+_LOOP_S_PER_STEP = 0.002
+"""A step brings up to twelve tokens, each through worker, router and client, and often the next sequence."""
 _MAX_CPU_S = 10.0
 """CPU time after which an input is taken to run for ever."""
 _INPUTS_PER_WORLD = 2_000

@@ -69,6 +69,19 @@ async def test_generate_without_prefill_worker_plans_local() -> None:
         await cluster.until_idle()
 
 
+@pytest.mark.parametrize("has_prefill", [False, True])
+async def test_decode_worker_holds_prompts_back_for_an_objective_only_without_prefill_workers(
+    has_prefill: bool,
+) -> None:
+    prefill, decode = pair()
+    async with running_cluster(*([prefill] if has_prefill else []), decode) as cluster:
+        request = make_request(10, max_tokens=3)
+        request.objective.itl_s = 0.5
+        await cluster.generate(request)
+        sequence = decode.requests[0].sequence
+        assert (sequence.tpot_slo_s if sequence.HasField("tpot_slo_s") else None) == (None if has_prefill else 0.5)
+
+
 @pytest.mark.parametrize("num_tokens", [BLOCK_SIZE * 2 - 1, BLOCK_SIZE * 2, BLOCK_SIZE * 2 + 1])
 async def test_router_looks_for_the_hashes_that_a_worker_computes_from_the_sequence(
     cluster: TestCluster, num_tokens: int
