@@ -6,8 +6,9 @@ A decode worker is *closed* to a request when its timing model says that, in the
 - the request would miss an objective for its own gaps that it could keep alone.
 
 Prompts that the worker computes do not count here: without prefill workers its scheduler gives them no more of a step
-than the objectives of the answers allow (engine/step_budget.py), and with them the policy prices the delay. The model is fitted to what steps really take, and the batch comes with every
-report, so that an error corrects itself. A worker on which nothing decodes is open to every request.
+than the objectives of the answers allow (engine/step_budget.py), and with them the policy prices the delay. The model
+is fitted to what steps really take, and the batch comes with every report, so that an error corrects itself. A worker
+on which nothing decodes is open to every request.
 """
 
 from collections.abc import Sequence
