@@ -10,7 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
+import pytest
 
+from cluster.ray import keep_head
 from cluster.ray.keep_head import RestartTiming, keep
 
 _PACE = RestartTiming(poll_s=0.02, stopped_after_s=2.0, pause_s=0.0)
@@ -21,7 +23,7 @@ echo $gcs >>{folder}/pids
 if [ -e {folder}/raylet_dies ]; then
   rm {folder}/raylet_dies
   trap "kill $gcs; exit 1" TERM
-  sleep 0.2
+  sleep 2
   kill $raylet
   wait $gcs
 fi
@@ -43,6 +45,11 @@ def make_head(folder: Path) -> list[str]:
         shutil.copy(shutil.which("sleep") or "", folder / name)
     (folder / "head.sh").write_text(_HEAD.format(folder=folder), encoding="utf-8")
     return ["bash", str(folder / "head.sh")]
+
+
+@pytest.fixture
+def _no_ray_stop_of_other_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keep_head, "_is_being_stopped", lambda: False)
 
 
 @contextmanager
@@ -75,6 +82,7 @@ def kept(folder: Path) -> Iterator[tuple[threading.Semaphore, list[int]]]:
     assert not {"sleep", "gcs_server", "raylet"} & set(left)
 
 
+@pytest.mark.usefixtures("_no_ray_stop_of_other_tests")
 def test_head_that_is_killed_is_started_again_and_one_that_ends_in_order_is_not(tmp_path: Path) -> None:
     with kept(tmp_path) as (ups, statuses):
         first = gcs_pid(tmp_path)
@@ -86,6 +94,7 @@ def test_head_that_is_killed_is_started_again_and_one_that_ends_in_order_is_not(
     assert (second != first, statuses) == (True, [0])
 
 
+@pytest.mark.usefixtures("_no_ray_stop_of_other_tests")
 def test_life_whose_raylet_dies_before_it_is_up_is_ended_at_once_and_another_one_begun(tmp_path: Path) -> None:
     with kept(tmp_path) as (ups, statuses):
         (tmp_path / "raylet_dies").touch()
