@@ -91,6 +91,7 @@ def model_config(**changes: Any) -> dict[str, Any]:
         "pools": {"prefill": pool | changes.get("prefill", {}), "decode": pool | changes.get("decode", {})},
         "router": {"port": 0, "local_prefill_max_tokens": 0} | changes.get("router", {}),
         "transfer": changes.get("transfer", {}),
+        "slo": {"ttft_s": 600.0, "tpot_s": 600.0},  # on a slow machine, too, nothing waits for the sake of gaps
     }
 
 
