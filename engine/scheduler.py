@@ -15,6 +15,7 @@ sequences without one skip the step and the plan `is_short`. The next plan is th
 preempt.
 """
 
+import math
 from bisect import insort
 from dataclasses import dataclass, field
 
@@ -46,8 +47,6 @@ class SchedulerLimits:
 class StepPlan:
     """One step: pages to copy first (copy-on-write), then the batch to compute."""
 
-    now_s: float = 0.0
-    """Time at which it is planned."""
     batch: dict[Sequence, ScheduledSequence] = field(default_factory=dict)
     copies: list[tuple[BlockId, BlockId]] = field(default_factory=list)
     admitted: list[Sequence] = field(default_factory=list)
@@ -55,8 +54,8 @@ class StepPlan:
     num_decodes: int = 0
     num_context_tokens: int = 0
     num_prefill_pairs: int = 0
-    max_s: float | None = None
-    """Time that the step may take with prompts, because of the answers that decode in it; None: not asked yet."""
+    max_s: float = math.inf
+    """Time that the step may take with prompts, because of the answers that decode in it."""
     is_short: bool = False
     """Whether a running sequence needs pages that only preemption, or the end of the steps in flight, can free."""
 
@@ -204,10 +203,7 @@ class Scheduler:
         """Return the next step's plan: allocates pages, preempts when they run out, admits when there is room."""
         num_unplanned = len(unplanned.sequences)
         plan = StepPlan(
-            now_s=now_s,
-            num_tokens=num_unplanned,
-            num_decodes=num_unplanned,
-            num_context_tokens=unplanned.num_context_tokens,
+            num_tokens=num_unplanned, num_decodes=num_unplanned, num_context_tokens=unplanned.num_context_tokens
         )
         if num_unplanned == len(self.running) and not self.waiting:
             return plan
@@ -220,14 +216,10 @@ class Scheduler:
             num_to_run = sequence.num_to_run
             if num_to_run:
                 (decoding if num_to_run == 1 else prefilling).append((sequence, num_to_run))
-        for sequence, num_to_run in (*decoding, *prefilling):
-            num_new = min(num_to_run, self._num_left(plan, sequence, num_to_run))
-            if num_new <= 0:
-                break
-            if sequence.state is not SequenceState.RUNNING:
-                continue  # preempted by an earlier one in this loop
-            if self._make_room(sequence, num_new, plan):
-                self._plan(sequence, num_new, num_to_run, plan)
+        self._continue(decoding, plan)
+        if prefilling or self.waiting:
+            plan.max_s = self.budget.max_step_s(plan.shape, self.running, now_s=now_s)
+        self._continue(prefilling, plan)
         if self.num_preemptions == preemptions_before and not plan.is_short:
             self._admit(plan)
         self.backlog.look_again(self.waiting)
@@ -236,8 +228,7 @@ class Scheduler:
     def launched(self, plan: StepPlan) -> None:
         """Count the tokens of a launched step as computed, and the tokens that it samples as pending."""
         self._num_steps_in_flight += 1
-        if plan.max_s is not None:
-            self.budget.launched(plan.shape)
+        self.budget.launched(plan.shape)
         self.pages.hold_sources(plan.copies)
         row = 0
         for sequence, item in plan.batch.items():
@@ -270,6 +261,17 @@ class Scheduler:
             if sequence.state is SequenceState.FINISHED and sequence.num_in_flight == 0:
                 self.pages.release(sequence)
 
+    def _continue(self, items: list[tuple[Sequence, int]], plan: StepPlan) -> None:
+        """Plan running sequences, each with the number of tokens that it has to run, as long as the step has room."""
+        for sequence, num_to_run in items:
+            num_new = min(num_to_run, self._num_left(plan, sequence, num_to_run))
+            if num_new <= 0:
+                return
+            if sequence.state is not SequenceState.RUNNING:
+                continue  # preempted by an earlier one
+            if self._make_room(sequence, num_new, plan):
+                self._plan(sequence, num_new, num_to_run, plan)
+
     def _admit(self, plan: StepPlan) -> None:
         while self.waiting and plan.num_tokens < self.limits.max_step_tokens:
             sequence = self.waiting[0]
@@ -293,8 +295,6 @@ class Scheduler:
         max_tokens = self.limits.max_step_tokens
         if num_to_run == 1:
             return max_tokens - plan.num_tokens
-        if plan.max_s is None:
-            plan.max_s = self.budget.max_step_s(plan.shape, self.running, now_s=plan.now_s)
         return self.budget.num_fitting(
             plan.shape, num_before=sequence.num_computed, max_s=plan.max_s, max_tokens=max_tokens
         )
@@ -362,6 +362,7 @@ class Scheduler:
         assert victim not in plan.batch, "a victim is planned already"
         self.running.remove(victim)
         self.pages.release(victim)
+        victim.decodes_since = None
         self._enqueue(victim)
         self.num_preemptions += 1
 

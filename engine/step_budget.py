@@ -27,8 +27,6 @@ class StepBudget:
     def __init__(self) -> None:
         self._timing: TimingModel | None = None
         """Model of the steps; None: only their tokens are bounded."""
-        self._alone_s = 0.0
-        """Time of a step with the decodes of the last look alone."""
         self._delays_s = 0.0
         """Time by which prompts have prolonged steps, since the start."""
 
@@ -39,13 +37,13 @@ class StepBudget:
     def max_step_s(self, decodes: StepShape, running: Iterable[Sequence], *, now_s: float) -> float:
         """Return the time that a step with `decodes`, which are some of `running`, may take with prompts."""
         if self._timing is None or not decodes.num_decodes:
-            self._alone_s = math.inf
             return math.inf
-        self._alone_s = self._timing.itl_s(decodes.num_decodes, decodes.num_context_tokens)
-        return min((self._allowance_s(each, now_s) for each in running if each.num_to_run <= 1), default=math.inf)
+        alone_s = self._timing.itl_s(decodes.num_decodes, decodes.num_context_tokens)
+        decoding = (sequence for sequence in running if sequence.num_to_run <= 1)
+        return min((self._allowance_s(sequence, alone_s, now_s) for sequence in decoding), default=math.inf)
 
-    def _allowance_s(self, sequence: Sequence, now_s: float) -> float:
-        limit_s, alone_s = STEP_SHARE * sequence.request.tpot_slo_s, self._alone_s
+    def _allowance_s(self, sequence: Sequence, alone_s: float, now_s: float) -> float:
+        limit_s = STEP_SHARE * sequence.request.tpot_slo_s
         if not alone_s < limit_s < math.inf:
             return math.inf
         if sequence.decodes_since is None:
@@ -57,9 +55,10 @@ class StepBudget:
         return limit_s + max(0.0, spared_s)
 
     def launched(self, shape: StepShape) -> None:
-        """Count a step with prompts for which `max_step_s` was asked."""
-        if self._timing is not None and self._alone_s != math.inf:
-            self._delays_s += max(0.0, self._timing.step_s(shape) - self._alone_s)
+        """Count a step."""
+        if self._timing is not None and shape.num_decodes and shape.num_prefill_tokens:
+            alone_s = self._timing.itl_s(shape.num_decodes, shape.num_context_tokens)
+            self._delays_s += max(0.0, self._timing.step_s(shape) - alone_s)
 
     def num_fitting(self, shape: StepShape, *, num_before: int, max_s: float, max_tokens: int) -> int:
         """Return how many tokens of a prompt, after `num_before`, fit into a step of `max_s` beside what it holds."""

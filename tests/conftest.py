@@ -33,7 +33,7 @@ _FIRST = (
     "tests/benchmarks",
     "tests/measure/experiment",
 )
-"""What takes longest begins first, so that no process ends alone with it."""
+"""The longest tests begin first, so that no process ends alone with one of them."""
 _HOSTS = "tests/hosts"
 """One process runs all of its tests: two clusters of hosts at a time leave Ray too little of two cores."""
 

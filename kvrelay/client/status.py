@@ -52,7 +52,7 @@ class WorkerLoad:
     num_cold_blocks: int = 0
     num_cached_blocks: int = 0
     num_free_slots: int = 0
-    """Sequences that may still join its batch."""
+    """Sequences that may still join its batch; 0 also where it does not tell."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,9 +10,9 @@ Every argument below holds for every floor. Take any schedule, and the requests 
 
 1. Prompt work has an owner. A page of a prompt is owned by the first request of the trace that contains it with all
    tokens before it; tokens behind the last full page are owned by their request, since only full pages are shared. If
-   the owner is good, somebody has computed the page between the owner's arrival, before which nobody knew it, and the
+   the owner is good, some worker has computed the page between the owner's arrival, when it became known, and the
    owner's deadline for the first token. So an owned token is computed in this window by a step that no other request is
-   charged for, whether or not its pages are cached and whoever else is served. A token that ends a prompt may be
+   charged for, whether or not its pages are cached and whatever else is served. A token that ends a prompt may be
    computed as if it decoded, and then its page serves others: tokens that end a page or their prompt are charged the
    cheaper of the two. A page is computed after the pages before it, or in the same step: the copies that lead to the
    owner's first token come from steps that follow each other, wherever they ran. Those are the ones charged, and their

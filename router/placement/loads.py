@@ -1,4 +1,4 @@
-"""What a router knows about the load of its workers: one record each, and arrays over each pool.
+"""The load of workers as a router knows it: one record for each, and arrays over each pool.
 
 A decision among hundreds of workers may not look at each of them in turn. It compares whole arrays, picks a few workers
 and reads only their records.

@@ -93,3 +93,20 @@ def test_engine_cuts_a_prompt_so_that_the_answer_beside_it_keeps_its_pace(tpot_s
     core = make_core(max_step_tokens=STEP_TOKENS, clock=clock, num_blocks=128)
     core.scheduler.budget.take_timing(TIMING)
     assert max(steps_of_prompt(core, clock, tpot_slo_s=tpot_slo_s)) == largest
+
+
+def test_time_that_a_preempted_answer_waits_is_nothing_that_it_has_spared() -> None:
+    core = make_core(max_step_tokens=STEP_TOKENS, clock=ManualClock(), num_blocks=24)
+    core.scheduler.budget.take_timing(TIMING)
+    answers = [
+        submit(core, replace(make_request([first] * 8, max_tokens=80, ignore_eos=True), tpot_slo_s=0.04))[0].leader
+        for first in (1, 2)
+    ]
+    for _ in range(3):
+        core.finish_step(core.begin_step()[0])
+    submit(core, make_request([3] * 8, max_tokens=1))
+    core.finish_step(core.begin_step()[0])
+    assert None not in [answer.decodes_since for answer in answers]
+    while not core.scheduler.num_preemptions:
+        core.finish_step(core.begin_step()[0])
+    assert [answer.decodes_since is None for answer in answers] == [False, True]

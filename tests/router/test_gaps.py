@@ -47,7 +47,7 @@ def test_other_worker_takes_what_one_may_not() -> None:
     assert plan.decode == "d1"
 
 
-def test_objective_that_no_worker_can_keep_keeps_nobody_waiting() -> None:
+def test_request_whose_objective_no_worker_can_keep_does_not_wait() -> None:
     assert isinstance(outcome(0, running=0.020, own=0.001), Plan)
     assert isinstance(outcome(5, running=1.0, own=0.001), Plan)
 

@@ -12,7 +12,7 @@ from common.slo import Slo
 from common.timing import StepModel, StepShape, TimingModel
 from measure.figures import summarize
 from measure.simulate.bound import Bound, Fleet, goodput_bound
-from measure.simulate.bound_work import Charge, StepLimits, demands, owned_from
+from measure.simulate.bound_work import Charge, Demands, StepLimits, demands, owned_from
 from measure.simulate.cluster import run
 from measure.simulate.comparison import trace_arrivals
 from measure.simulate.roofline import Roofline
@@ -210,30 +210,23 @@ def test_a_prompt_owns_what_no_earlier_prompt_holds_in_full_pages() -> None:
     assert owned_from(trace, 4) == [0, 20, 24, 0, 12]
 
 
+def work_of(floor: StepModel, *, num_tokens: int, block_size: int) -> Demands:
+    """Return the work of one prompt in steps of five tokens."""
+    limits = StepLimits(max_step_tokens=5, block_size=block_size)
+    slo = Slo(ttft_s=100.0, tpot_s=1.0)
+    return demands(prompts(1, num_tokens=num_tokens), slo, limits, charge=Charge.EVEN, floor=floor, floors=(floor,))
+
+
 def test_fixed_time_is_charged_once_for_a_full_step() -> None:
     floor = StepModel(constant_s=1.0, per_prefill_token_s=0.1, per_decode_s=1.0)
-    work = demands(
-        prompts(1, num_tokens=11),
-        Slo(ttft_s=100.0, tpot_s=1.0),
-        StepLimits(max_step_tokens=5, block_size=11),
-        charge=Charge.EVEN,
-        floor=floor,
-        floors=(floor,),
-    )
+    work = work_of(floor, num_tokens=11, block_size=11)
     assert work.prefill_s.tolist() == pytest.approx([11 * 0.1 + 11 / 5 * 1.0])
     assert work.earliest_first_s.tolist() == pytest.approx([11 * 0.1 + 3 * 1.0])
 
 
 def test_token_that_ends_a_page_may_be_computed_as_if_it_decoded() -> None:
     floor = StepModel(constant_s=0.0, per_prefill_token_s=1.0, per_decode_s=0.2)
-    work = demands(
-        prompts(1, num_tokens=11),
-        Slo(ttft_s=100.0, tpot_s=1.0),
-        StepLimits(max_step_tokens=5, block_size=5),
-        charge=Charge.EVEN,
-        floor=floor,
-        floors=(floor,),
-    )
+    work = work_of(floor, num_tokens=11, block_size=5)
     assert work.prefill_s.tolist() == pytest.approx([8 * 1.0 + 3 * 0.2])  # positions 4, 9 and the last
 
 
