@@ -2,6 +2,7 @@
 
 import errno
 import ipaddress
+import random
 import re
 import socket
 from collections.abc import Callable, Collection, Sequence
@@ -13,6 +14,9 @@ _Listening = TypeVar("_Listening")
 
 MAX_PORT = 65535
 MAX_OWN_NAMES = 32
+_FREE_PORTS = range(22000, 32000)
+"""Where free ports are looked for: below those that the system gives to outgoing connections and to port 0, any of
+which may take a port between the look and its use."""
 _MAX_TRIES = 100
 _MAX_NAME_CHARS = 253
 _LABEL = r"[A-Za-z0-9_](?:[A-Za-z0-9_-]*[A-Za-z0-9_])?"
@@ -82,9 +86,8 @@ def _own_addresses() -> list[str]:
 
 
 def free_port(host: str) -> int:
-    """Return a port that is free on `host` now. Raises OSError for an address of another machine."""
-    with _listen(host, 0) as listener:
-        return int(listener.getsockname()[1])
+    """Return a port that is free on `host` now. Raises OSError as `free_ports`."""
+    return free_ports(host, 1)
 
 
 def free_ports(host: str, count: int, *, taken: Collection[int] = ()) -> int:
@@ -93,10 +96,9 @@ def free_ports(host: str, count: int, *, taken: Collection[int] = ()) -> int:
     Raises OSError for an address of another machine, and when no such ports were found.
     """
     for _ in range(_MAX_TRIES):
-        first = free_port(host)
+        first = random.choice(_FREE_PORTS)
         row = range(first, first + count)
-        is_ours = row[-1] <= MAX_PORT and not any(port in taken for port in row)
-        if is_ours and all(is_port_free(host, port) for port in row[1:]):
+        if not any(port in taken for port in row) and all(is_port_free(host, port) for port in row):
             return first
     raise OSError(errno.EADDRNOTAVAIL, f"cannot find {count} consecutive free ports")
 

@@ -4,6 +4,9 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
 
 from cluster.processes.plan import ProcessRole, ProcessSpec
 from cluster.processes.routers import Routers
@@ -16,6 +19,7 @@ from tests.trust import CONTROLLER
 
 _TIMEOUT_S = 60.0
 _SILENT_S = 10.0
+_EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 BOTH = ("router-0", "router-1")
 
 
@@ -172,3 +176,10 @@ def test_free_ports_are_in_a_row_and_none_that_is_taken() -> None:
 
     assert all(is_port_free("127.0.0.1", port) for port in range(first, first + 3))
     assert not set(range(first, first + 3)) & set(range(again, again + 3))
+
+
+@pytest.mark.skipif(not _EPHEMERAL.exists(), reason="only Linux tells its range of ephemeral ports")
+def test_free_port_is_none_that_an_outgoing_connection_may_take_before_the_router_listens() -> None:
+    lowest = int(_EPHEMERAL.read_text().split()[0])
+
+    assert free_ports("127.0.0.1", 3) + 2 < lowest
