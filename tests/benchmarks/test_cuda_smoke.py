@@ -17,6 +17,8 @@ from engine.options import ModelDescription
 Main = Callable[[list[str] | None], int]
 
 REPOSITORY = Path(__file__).parents[2]
+SMOKE = ["--smoke", "--device", "cpu", "--budget-s", "3600"]
+"""A smoke run that a busy machine does not end."""
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +49,7 @@ def _settings(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_part_when_run_on_a_cpu_measures_every_case(
     main: Main, name: str, arguments: list[str], num_readings: int, tmp_path: Path
 ) -> None:
-    assert main([*arguments, "--smoke", "--device", "cpu", "--out", str(tmp_path)]) == 0
+    assert main([*arguments, *SMOKE, "--out", str(tmp_path)]) == 0
     report = Report.load(tmp_path / f"{name}.json")
     assert len(report.readings) >= num_readings
     assert all(reading.value > 0 for reading in report.readings)
@@ -64,12 +66,12 @@ def test_part_when_steps_overlap_as_on_a_gpu_measures_every_case(
     monkeypatch.setattr(
         loading, "load_executor", lambda options: load_cuda_executor(ModelDescription.read(options), options)
     )
-    assert main([*arguments, "--smoke", "--device", "cpu", "--out", str(tmp_path)]) == 0
+    assert main([*arguments, *SMOKE, "--out", str(tmp_path)]) == 0
 
 
 def test_checks_when_an_answer_differs_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arms, "initializer_range", lambda _config: 0.149)
-    status = checks.main(["--only", "oracle", "--smoke", "--device", "cpu", "--out", str(tmp_path)])
+    status = checks.main(["--only", "oracle", *SMOKE, "--out", str(tmp_path)])
     assert status == 1
     failures = Report.load(tmp_path / "checks-oracle.json").failures
     assert [failure.case for failure in failures] == ["oracle, tiny", "oracle, tiny-llama"]
@@ -79,7 +81,7 @@ def test_script_when_one_part_fails_reports_it_and_goes_on(tmp_path: Path) -> No
     (tmp_path / "file").touch()
     done = subprocess.run(
         [REPOSITORY / "benchmarks" / "cuda_all.sh", "--smoke", "speed", "handoff"],
-        env={**os.environ, "OUT": str(tmp_path), "KVRELAY_CACHE": str(tmp_path / "file" / "cache")},
+        env={**os.environ, "OUT": str(tmp_path), "KVRELAY_CACHE": str(tmp_path / "file" / "cache"), "TOTAL_S": "3600"},
         capture_output=True,
         text=True,
         check=False,
