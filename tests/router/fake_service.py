@@ -143,8 +143,8 @@ class _WorkerService(
             update = decode_pb2.CallUpdate(call_id=message.call_id, responses=responses)
             if end is not None:
                 update.status_code, update.status = end
-            async with self._writing:
-                await context.write(decode_pb2.DecodeManyResponse(updates=[update]))
+            # A call that is closed in the middle of a write leaves the stream to the others.
+            await asyncio.shield(self._send(decode_pb2.DecodeManyResponse(updates=[update]), context))
 
         try:
             await self._decode(message.open, write)
@@ -152,6 +152,10 @@ class _WorkerService(
             await write(end=to_status_bytes(error))
         else:
             await write(end=(0, b""))
+
+    async def _send(self, response: decode_pb2.DecodeManyResponse, context: Context) -> None:
+        async with self._writing:
+            await context.write(response)
 
     async def _decode(self, request: decode_pb2.DecodeRequest, write: Write) -> None:
         worker = self._worker
