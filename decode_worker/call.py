@@ -98,7 +98,7 @@ class DecodeCall:
     async def _add(self, spec: EngineRequest, request: pb.DecodeRequest) -> Group:
         """Queue a request that is computed here; leading blocks are pulled first if the router names a source."""
         runtime = self._runtime
-        with runtime.prefixes.arrival() as arrival:
+        with runtime.prefill_gate.entering(request.sequence), runtime.prefixes.arrival() as arrival:
             if request.HasField("source"):
                 await runtime.prefixes.pull(arrival, spec, request.source)
             return await runtime.admit(lambda core: core.add(spec, self._sink, arrival.landing))

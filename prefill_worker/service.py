@@ -12,6 +12,7 @@ The handoff is aborted and its pages are freed when the router closes the call, 
 import asyncio
 import logging
 from collections.abc import Coroutine
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, TypeVar
 
@@ -47,14 +48,21 @@ class PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
     async def Prefill(self, request: pb.PrefillRequest, context: Context) -> None:  # type: ignore[override]  # noqa: D102
         runtime = self._runtime
         async with error_boundary(context, "Prefill"):
-            with runtime.request_task():
+            with runtime.request_task(), ExitStack() as entering:
                 runtime.check_epoch(request.epoch)
                 spec = engine_request(request.sequence, runtime.executor)
                 source = request.source if request.HasField("source") else None
-                await self._prefill(spec, HandoffId(request.handoff_id), source, context)
+                # Before the handoff begins: the puller hears of a refusal from the router alone.
+                entering.enter_context(runtime.prefill_gate.entering(request.sequence))
+                await self._prefill(spec, HandoffId(request.handoff_id), source, entering, context)
 
     async def _prefill(
-        self, spec: EngineRequest, handoff_id: HandoffId, source: sequence_pb2.KvSource | None, context: Context
+        self,
+        spec: EngineRequest,
+        handoff_id: HandoffId,
+        source: sequence_pb2.KvSource | None,
+        entering: ExitStack,
+        context: Context,
     ) -> None:
         runtime = self._runtime
         events: asyncio.Queue[EngineEvent] = asyncio.Queue()  # bounded by the prompt: one entry per chunk
@@ -74,6 +82,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
                     lambda core: core.add_prefill_only(spec, events.put_nowait, arrival.landing)
                 )
             granted.append(group)
+            entering.close()
             if handoff.is_over:  # the puller left in the meantime
                 cancel_granted()
                 handoff.raise_if_aborted()

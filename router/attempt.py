@@ -116,6 +116,7 @@ class Attempt:
                 self.samples,
                 _retention(self.booking.plan, Keeper.DECODE),
                 tpot_slo_s=decode.tpot_slo_s if decode.bounds_prompts else math.inf,
+                prefill_booking=self._prefill_booking(decode) if prefill is None else None,
             ),
             handoff=None if prefill is None else self._handoff(prefill, handoff_id),
             epoch=decode.epoch,
@@ -154,6 +155,12 @@ class Attempt:
                 server_name=decode.member.direct_name,
             )
             self.record.outbox.put(inference_pb2.GenerateResponse(direct=grant))
+
+    def _prefill_booking(self, computes: Hold) -> sequence_pb2.PrefillBooking | None:
+        max_wait_s = self.booking.plan.max_wait_s
+        if max_wait_s == math.inf:
+            return None
+        return sequence_pb2.PrefillBooking(max_wait_s=max_wait_s, prefill_s=computes.prefill_s)
 
     def _handoff(self, prefill: Hold, handoff_id: HandoffId) -> decode_pb2.Handoff:
         """Return where the decode worker pulls the prompt's KV from, with its ticket."""
@@ -211,7 +218,11 @@ class Attempt:
 
     async def _prefill(self, prefill: Hold, handoff_id: HandoffId, has_first_tokens: asyncio.Event) -> None:
         request = prefill_pb2.PrefillRequest(
-            sequence=self.record.sequence(self.samples, _retention(self.booking.plan, Keeper.PREFILL)),
+            sequence=self.record.sequence(
+                self.samples,
+                _retention(self.booking.plan, Keeper.PREFILL),
+                prefill_booking=self._prefill_booking(prefill),
+            ),
             handoff_id=handoff_id,
             epoch=prefill.epoch,
             source=self._source(prefill),

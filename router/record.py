@@ -96,6 +96,7 @@ class RunningRequest:
         retention: "sequence_pb2.Retention.ValueType" = sequence_pb2.RETENTION_UNSPECIFIED,
         *,
         tpot_slo_s: float = math.inf,
+        prefill_booking: sequence_pb2.PrefillBooking | None = None,
     ) -> sequence_pb2.SequenceSpec:
         """Return the specification with which a worker begins the samples or continues a single one."""
         output = self.output_of(samples)
@@ -111,6 +112,7 @@ class RunningRequest:
             first_sample_index=samples[0],
             retention=retention,
             tpot_slo_s=None if tpot_slo_s == math.inf else tpot_slo_s,
+            prefill_booking=prefill_booking,
         )
 
     def deliver(self, batch: decode_pb2.TokenBatch, *, expected: range) -> bool:

@@ -37,6 +37,7 @@ from kvrelay.v1 import worker_pb2
 from worker.factory import limits_for, load_executor_for, load_template_for
 from worker.kv_event_hub import KvEventHub
 from worker.peers import PeerChannels
+from worker.prefill_gate import PrefillGate
 from worker.prefix_pull import PrefixPuller
 from worker.timing import WorkerTiming
 
@@ -145,6 +146,7 @@ class WorkerRuntime:
             block_size=executor.kv.shape.block_size,
             prefill_s=lambda num_new, num_cached: self.timing.model.prefill_s(num_new, num_cached),
         )
+        self.prefill_gate = PrefillGate(self.backlog_s)
         self.is_leaving = False
         """Whether the routers were told that it will end."""
         self.on_drain: list[Callable[[], None]] = []

@@ -52,6 +52,7 @@ class SequenceSpec(_message.Message):
     OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     RETENTION_FIELD_NUMBER: _builtins.int
     TPOT_SLO_S_FIELD_NUMBER: _builtins.int
+    PREFILL_BOOKING_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Minted by the router."""
     hash_root: _builtins.bytes
@@ -74,6 +75,10 @@ class SequenceSpec(_message.Message):
     def sampling(self) -> _sampling_pb2.SamplingParams:
         """Validated, with every default filled in."""
 
+    @_builtins.property
+    def prefill_booking(self) -> Global___PrefillBooking:
+        """For the worker that computes the prompt. Absent: the prompt waits there for as long as it takes."""
+
     def __init__(
         self,
         *,
@@ -85,16 +90,45 @@ class SequenceSpec(_message.Message):
         output_tokens: _builtins.bytes = ...,
         retention: Global___Retention.ValueType = ...,
         tpot_slo_s: _builtins.float | None = ...,
+        prefill_booking: Global___PrefillBooking | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_tpot_slo_s", b"_tpot_slo_s", "sampling", b"sampling", "tpot_slo_s", b"tpot_slo_s"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_tpot_slo_s", b"_tpot_slo_s", "prefill_booking", b"prefill_booking", "sampling", b"sampling", "tpot_slo_s", b"tpot_slo_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tpot_slo_s", b"_tpot_slo_s", "first_sample_index", b"first_sample_index", "hash_root", b"hash_root", "output_tokens", b"output_tokens", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "retention", b"retention", "sampling", b"sampling", "tpot_slo_s", b"tpot_slo_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tpot_slo_s", b"_tpot_slo_s", "first_sample_index", b"first_sample_index", "hash_root", b"hash_root", "output_tokens", b"output_tokens", "prefill_booking", b"prefill_booking", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "retention", b"retention", "sampling", b"sampling", "tpot_slo_s", b"tpot_slo_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__tpot_slo_s: _TypeAlias = _typing.Literal["tpot_slo_s"]  # noqa: Y015
     _WhichOneofArgType__tpot_slo_s: _TypeAlias = _typing.Literal["_tpot_slo_s", b"_tpot_slo_s"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__tpot_slo_s) -> _WhichOneofReturnType__tpot_slo_s | None: ...
 
 Global___SequenceSpec: _TypeAlias = SequenceSpec  # noqa: Y015
+
+@_typing.final
+class PrefillBooking(_message.Message):
+    """What the router expects of the worker that computes a prompt."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MAX_WAIT_S_FIELD_NUMBER: _builtins.int
+    PREFILL_S_FIELD_NUMBER: _builtins.int
+    max_wait_s: _builtins.float
+    """Longest wait for prompts accepted before, in seconds. Beyond it the worker refuses, and the prompt waits in its
+    router's line instead of behind prompts of other routers.
+    """
+    prefill_s: _builtins.float
+    """Computation of this prompt, in seconds."""
+    def __init__(
+        self,
+        *,
+        max_wait_s: _builtins.float = ...,
+        prefill_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_wait_s", b"max_wait_s", "prefill_s", b"prefill_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefillBooking: _TypeAlias = PrefillBooking  # noqa: Y015
 
 @_typing.final
 class KvSource(_message.Message):

@@ -44,6 +44,8 @@ class Account:
     pace: Pace = field(default_factory=Pace)
     waiting: "dict[int, Ticket]" = field(default_factory=dict)
     """Requests without a plan, by number, in order of arrival."""
+    num_returned: int = 0
+    """Requests that wait again because a worker has refused their plan."""
     num_active: int = 0
     """Requests that have had a plan and have not ended."""
     num_inquiries: int = 0
@@ -53,7 +55,7 @@ class Account:
     @property
     def num_queued(self) -> int:
         """Requests without a plan. Any thread."""
-        return len(self.waiting)
+        return len(self.waiting) + self.num_returned
 
     @property
     def is_full(self) -> bool:

@@ -3,8 +3,8 @@
 1. `admit`: a request gets a *ticket*, or a refusal because the line or its tenant's share is full or a rate is used up.
    This is cheap and happens before anything is tokenized; `take_tokens` follows when the size is known. In a full line
    a newcomer may displace a request of a tenant that has more than its share (`account_above`).
-2. `place`: the request waits in line (fair_queue.py) until the chooser books a plan for it. Requests that lost a plan
-   go before all newcomers, in order of arrival.
+2. `place`: the request waits in line (fair_queue.py) until the chooser books a plan for it. Requests that lost a worker
+   go before all newcomers, in order of arrival. A newcomer that a worker refused takes its former place again.
 3. The line is served whenever the fleet changes, a request ends or an exclusion expires; there is no polling. When the
    next request finds no plan, a few of each tenant behind it may go ahead, until it has been overtaken MAX_OVERTAKEN
    times.
@@ -176,7 +176,10 @@ class Admission:
         ticket.is_closed = True
         account = ticket.account
         if not ticket.has_plan:
-            if account.waiting.pop(ticket.number, None) is not None:
+            if ticket.is_returned:
+                account.num_returned -= 1
+                self._num_unplanned -= 1
+            elif account.waiting.pop(ticket.number, None) is not None:
                 self._num_unplanned -= 1
             return
         account.num_active -= 1
@@ -228,8 +231,12 @@ class Admission:
 
     def _stand(self, queued: QueuedRequest) -> Place[QueuedRequest]:
         ticket = queued.ticket
-        if ticket.has_plan:
+        if queued.goes_first is None:
+            queued.goes_first = ticket.has_plan
+        if queued.goes_first:
             return self._queue.push_first(queued, number=ticket.number)
+        if ticket.has_plan:
+            self._take_back(ticket)
         request = queued.search.request
         work_s = self._chooser.work_s(request)
         has_objective = request.ttft_slo_s != math.inf
@@ -237,6 +244,16 @@ class Admission:
         key = rank(priority=ticket.terms.priority, work_s=work_s, due_s=due_s, number=ticket.number)
         late_s = due_s if has_objective else math.inf
         return self._queue.push(queued, tenant=ticket.account.tenant.name, rank=key, due_s=late_s)
+
+    def _take_back(self, ticket: Ticket) -> None:
+        """Let a newcomer that a worker has refused wait as before its plan; no other request displaces it any more."""
+        account = ticket.account
+        ticket.has_plan, ticket.is_returned = False, True
+        account.num_active -= 1
+        account.num_returned += 1
+        self._num_unplanned += 1
+        if not account.is_full:
+            self._queue.release(account.tenant.name)
 
     def _on_change(self) -> None:
         self._num_changes += 1
@@ -323,11 +340,14 @@ class Admission:
             now_s = self._clock.monotonic()
             ticket.has_plan = True
             self._num_unplanned -= 1
-            del account.waiting[ticket.number]
+            if ticket.is_returned:
+                account.num_returned -= 1
+            else:
+                del account.waiting[ticket.number]
+                self._pace.depart(now_s)
+                account.pace.depart(now_s)
+                self._metrics.observe_queue(account.tenant.name, now_s - ticket.received_s)
             account.num_active += 1
-            self._pace.depart(now_s)
-            account.pace.depart(now_s)
-            self._metrics.observe_queue(account.tenant.name, now_s - ticket.received_s)
             request = queued.search.request
             expected = Service(
                 num_prompt_tokens=request.num_tokens,

@@ -27,7 +27,9 @@ class Ticket:
     service: Service = field(default_factory=Service)
     """Charge to the share of its tenant."""
     has_plan: bool = False
-    """The request has had a plan: no limit refuses it any more, and it goes before newcomers."""
+    """The request has had a plan that no worker refused: no limit refuses it any more, and it goes before newcomers."""
+    is_returned: bool = False
+    """A worker has refused its plan, so that it waits, or has waited, again. No limit refuses it any more."""
     displaced: Refused | None = None
     """Set when another tenant's request took its place before it had a plan; the refusal that its client gets."""
     queued: "set[QueuedRequest]" = field(default_factory=set)
@@ -81,6 +83,8 @@ class QueuedRequest:
     search: Search
     deadline_s: float
     """Time on the router's clock at which it gives up."""
+    goes_first: bool | None = None
+    """Whether it goes before all newcomers, because its request has lost a worker; None before it is in line."""
     granted: "asyncio.Future[Booking | Refused] | None" = None
     last_refusal: Refused | None = None
     refused_at: int = -1

@@ -78,6 +78,8 @@ class Plan:
     """Time from the choice to the first token."""
     predicted_itl_s: float | None = None
     """Gap between tokens on the decode worker, this request included."""
+    max_wait_s: float = math.inf
+    """Longest wait for other prompts at the worker that computes this one; beyond it, the worker refuses."""
     candidates: Callable[[], tuple[Candidate, ...]] = tuple
     """Returns the best options, the chosen one first. Called on demand, by `Explain`."""
     num_candidates: int = 1

@@ -110,6 +110,7 @@ class Line:
             metrics=TenantMetrics(self.registry),
         )
         self.tickets: dict[str, Ticket] = {}
+        self.queued: dict[str, QueuedRequest] = {}
         self.waiting: dict[str, asyncio.Task[Booking]] = {}
 
     def admit(self, tenant: Tenant = A, *, priority: int = 0) -> Ticket:
@@ -130,8 +131,16 @@ class Line:
     async def place(self, name: str, num_pages: int, *, patience_s: float = PATIENCE_S) -> None:
         request = PlacementRequest(request_id=RequestId(name), num_tokens=num_pages, block_size=1, num_output_tokens=0)
         deadline_s = self.clock.monotonic() + patience_s
-        queued = QueuedRequest(ticket=self.tickets[name], search=Search(request=request), deadline_s=deadline_s)
-        self.waiting[name] = asyncio.create_task(self.admission.place(queued))
+        self.queued[name] = QueuedRequest(
+            ticket=self.tickets[name], search=Search(request=request), deadline_s=deadline_s
+        )
+        self.waiting[name] = asyncio.create_task(self.admission.place(self.queued[name]))
+        await turns()
+
+    async def refuse(self, name: str) -> None:
+        """Let the worker refuse a booked plan; the request waits for another one."""
+        self.waiting.pop(name).result().release()
+        self.waiting[name] = asyncio.create_task(self.admission.place(self.queued[name]))
         await turns()
 
     async def end(self, name: str) -> None:
@@ -204,6 +213,44 @@ async def test_request_that_lost_its_worker_goes_before_newcomers_past_all_limit
     assert line.served == {"x"}
     await line.end("x")
     assert line.served == {"y"}
+
+
+async def test_newcomer_that_a_worker_refused_waits_behind_more_urgent_ones_again() -> None:
+    line = Line(num_pages=1)
+    await line.come("refused", 1)
+    await line.come("urgent", 1, priority=1)
+    line.chooser.is_saturated = True
+    await line.refuse("refused")
+    (account,) = line.admission.accounts
+    assert (account.num_queued, account.num_active, line.admission.num_queued) == (2, 0, 2)
+    line.chooser.is_saturated = False
+    line.chooser.change()
+    await turns()
+    assert line.waiting["urgent"].done()
+    assert not line.waiting["refused"].done()
+    await line.end("urgent")
+    await turns()
+    await line.end("refused")
+    assert (account.num_queued, account.num_active, line.admission.num_queued) == (0, 0, 0)
+
+
+async def test_refused_newcomer_of_a_tenant_at_its_concurrency_cap_gets_another_plan() -> None:
+    line = Line()
+    await line.come("only", 1, Tenant(name="a", max_concurrent=1))
+    await line.refuse("only")
+    await line.end("only")
+
+
+async def test_newcomer_that_a_worker_refused_is_not_displaced_from_a_full_line() -> None:
+    line = Line(max_queued=2)
+    await line.come("refused", 1, A)
+    line.chooser.is_saturated = True
+    await line.refuse("refused")
+    await line.come("newest", 1, A)
+    line.admit(B)
+    with pytest.raises(Overloaded):
+        await line.waiting["newest"]
+    assert not line.waiting["refused"].done()
 
 
 async def test_concurrency_cap_makes_only_its_own_tenant_wait() -> None:

@@ -17,7 +17,9 @@ For a prefill worker P and a decode worker D, and for a decode worker that compu
   at a multiple of the objective, so that it outweighs everything else.
 
 A plan whose wait is longer than `max_prefill_wait_s` is not made yet: the request stays in the router's line, where the
-order can still change and where the next free worker takes the most urgent request.
+order can still change and where the next free worker takes the most urgent request. A request that will miss its
+objective anyway waits for a worker that is free. The worker refuses a prompt that would wait much longer, because
+another router was quicker; the request then takes its place in line again (`Plan.max_wait_s`).
 
 One copy is enough: after a handoff, both workers hold the same blocks. One of them keeps its copy for later and the
 other evicts it first, so that both pools together hold twice as many different blocks; pulls bring them to where they
@@ -28,6 +30,7 @@ cooperative caching: Dahlin et al., OSDI 1994).
 import heapq
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 
 import numpy as np
@@ -55,6 +58,8 @@ SHORTLIST = 4
 """Workers of each pool that are compared in pairs, after each was ranked by itself."""
 NETWORK_S = 1e-3
 """Time that calls add to a first token."""
+WAIT_TOLERANCE = 2.0
+"""Waits at which a worker refuses a prompt, in multiples of the longest for which it is sent there."""
 NUM_PRESELECTED = 6
 """Workers that are priced for each virtue when a pool is large."""
 NUM_HOLDERS = 64
@@ -86,9 +91,12 @@ class Predictive:
             return refuse_without_prefill()
         options.sort(key=lambda option: (option.cost, self._last_turns(option)))
         best = options[0]
-        if best.prompt.wait_s > self._settings.max_prefill_wait_s:
-            return refuse_busy(best.prompt.worker.worker_id, best.prompt.wait_s, self._settings.max_prefill_wait_s)
-        return self._plan(request, fleet, options)
+        max_wait_s = self._settings.max_prefill_wait_s
+        if max_wait_s != math.inf and request.waited_s + best.prompt.ready_s > request.ttft_slo_s:
+            max_wait_s = 0.0  # busy workers are left to requests that may be in time, at this and at other routers
+        if best.prompt.wait_s > max_wait_s:
+            return refuse_busy(best.prompt.worker.worker_id, best.prompt.wait_s, max_wait_s)
+        return replace(self._plan(request, fleet, options), max_wait_s=WAIT_TOLERANCE * max_wait_s)
 
     def _options(
         self,

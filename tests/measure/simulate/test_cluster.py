@@ -1,8 +1,11 @@
+from array import array
+
 import pytest
 
+from common.config import RouterConfig
 from common.timing import StepShape
 from measure.simulate.cluster import run
-from measure.simulate.records import ClusterShape
+from measure.simulate.records import Arrival, ClusterShape
 from measure.simulate.results import num_cached
 from tests.measure.simulate.builders import MODEL, make_arrivals, make_settings, make_shape, printed_twice
 
@@ -43,6 +46,17 @@ def test_run_a_lone_requests_times_are_those_of_the_model() -> None:
     decode_s = sum(MODEL.itl_s(1, num_prompt + i) for i in range(1, num_output))
     assert result.ttft_s == pytest.approx(prefill_s + 2 * 0.0005)  # the network: there and back
     assert sum(result.gaps_s) == pytest.approx(decode_s)
+
+
+def test_routers_that_choose_the_same_free_worker_at_once_do_not_queue_prompts_there() -> None:
+    router = RouterConfig.model_validate(
+        {"metrics_port": None, "local_prefill_max_tokens": 0, "max_prefill_wait_s": 0.005}
+    )
+    arrivals = [Arrival(at_s=1.0, prompt=array("I", [idx] * 500), num_output_tokens=2) for idx in (1, 2)]
+
+    finished = run(make_shape(2, 1, num_blocks=128, num_routers=2), make_settings(router=router), arrivals)
+
+    assert {result.server.prefill_worker for result in finished.requests if result.server} == {"prefill-0", "prefill-1"}
 
 
 _PRINT_RUN = """
