@@ -13,7 +13,6 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import chain
 
 from common.block_hash import BlockHashes
 from common.clock import Clock
@@ -27,6 +26,11 @@ from router.placement.decisions import Booking, DecisionLog
 from router.placement.loads import WorkerLoad
 from router.placement.plans import Busy, FleetView, PlacementRequest, Plan, Policy
 from router.prefix_match import PrefixMatches
+
+NUM_SOONEST = 4
+"""Workers of each pool that are looked at because they are free soonest."""
+NUM_HOLDERS = 8
+"""Workers that are looked at because they hold most of the prompt."""
 
 
 class Shed(enum.Enum):
@@ -63,13 +67,22 @@ def _late_ttft_s(request: PlacementRequest, plan: Plan | Refused, view: FleetVie
         is_late = plan.predicted_ttft_s > left_s and computes is not None and _is_measured(computes)
         return plan.predicted_ttft_s if is_late else None
     least_s = math.inf
-    # The first worker that is in time ends the search; mostly it is one of those that are free soonest.
-    for worker in chain(view.prefill.soonest(), view.decode.soonest(), view.prefill, view.decode):
+    for worker in _quickest(request, view):
         ttft_s = _least_ttft_s(request, worker)
         if ttft_s <= left_s or not _is_measured(worker):
             return None
         least_s = min(least_s, ttft_s)
     return least_s if least_s != math.inf else None
+
+
+def _quickest(request: PlacementRequest, view: FleetView) -> Iterator[WorkerLoad]:
+    """Yield workers of which one is the first to compute the prompt: those free soonest and those that hold most of it.
+
+    Any other waits longer and computes more; among many workers it is not worth a look.
+    """
+    for pool in (view.prefill, view.decode):
+        yield from pool.soonest(NUM_SOONEST)
+        yield from filter(None, (pool.find(worker_id) for _blocks, worker_id in request.best_holders(NUM_HOLDERS)))
 
 
 def _is_measured(worker: WorkerLoad) -> bool:

@@ -106,9 +106,9 @@ class PoolLoads:
         """Sequences that may still join the batch; an idle worker takes a lone prompt with any number of samples."""
         return self._column(5)
 
-    def soonest(self) -> list[WorkerLoad]:
-        """Return the worker that is free soonest for another prompt; none in an empty pool."""
-        return [self.loads[int(self.prefill_free_at_s.argmin())]] if self.loads else []
+    def soonest(self, num_workers: int) -> list[WorkerLoad]:
+        """Return the workers that are free soonest for another prompt."""
+        return [self.loads[position] for position in lowest(self.prefill_free_at_s, num_workers, tied=lambda at: at)]
 
     def find(self, worker_id: WorkerId) -> WorkerLoad | None:
         """Return the load of a worker; None for one that is not here."""

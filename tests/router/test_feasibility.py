@@ -68,6 +68,13 @@ def test_deadline_is_held_against_the_least_that_any_worker_needs(
     assert (refused is not None) is is_hopeless
 
 
+def test_worker_that_holds_the_prompt_is_found_among_many_that_are_free_sooner() -> None:
+    sooner = [worker(f"p{idx}", queue_s=10.0) for idx in range(1, 30)]
+    many = fleet(*sooner, worker(P, queue_s=10.5), worker(D, queue_s=100.0))
+    assert find_hopeless(request(time_left_s=10.8, cached=90), NO_PLAN, many, shed=Shed.DEADLINE) is None
+    assert find_hopeless(request(time_left_s=10.8), NO_PLAN, many, shed=Shed.DEADLINE) is not None
+
+
 def test_prediction_of_the_policy_goes_before_our_own() -> None:
     asked = request(time_left_s=2.0)
     assert find_hopeless(asked, plan(1.9), view(worker(P, queue_s=9.0)), shed=Shed.DEADLINE) is None
