@@ -318,6 +318,7 @@ class Orchestrator:
             deadline_s=leg.record.deadline_s,
             ttft_slo_s=terms.ttft_objective_s(len(job.prompt_token_ids)),
             tpot_slo_s=terms.tpot_slo_s,
+            has_begun=leg.record.ledger.num_tokens > 0,
         )
         return QueuedRequest(
             ticket=leg.ticket,

@@ -208,6 +208,8 @@ class Admission:
         self.num_queued_tokens += queued.search.request.num_tokens
         try:
             self._serve()
+            if place.is_waiting:
+                self._forecast(place)
             async with asyncio.timeout(queued.deadline_s - self._clock.monotonic()):
                 outcome = await granted
         except BaseException as error:
@@ -219,8 +221,9 @@ class Admission:
         finally:
             self.num_queued_tokens -= queued.search.request.num_tokens
             queued.ticket.queued.discard(queued)
-            if place.is_waiting:
-                self._queue.discard(place)
+            was_waiting = place.is_waiting
+            self._queue.discard(place)
+            if was_waiting:
                 self._serve()  # requests behind it may be served now
         if isinstance(outcome, Refused):
             raise outcome.error()
@@ -228,15 +231,24 @@ class Admission:
 
     def _stand(self, queued: QueuedRequest) -> Place[QueuedRequest]:
         ticket = queued.ticket
-        if ticket.has_plan:
-            return self._queue.push_first(queued, number=ticket.number)
         request = queued.search.request
         work_s = self._chooser.work_s(request)
+        if ticket.has_plan:
+            return self._queue.push_first(queued, number=ticket.number, work_s=work_s)
         has_objective = request.ttft_slo_s != math.inf
         due_s = ticket.received_s + (request.ttft_slo_s - work_s if has_objective else 0.0)
         key = rank(priority=ticket.terms.priority, work_s=work_s, due_s=due_s, number=ticket.number)
         late_s = due_s if has_objective else math.inf
-        return self._queue.push(queued, tenant=ticket.account.tenant.name, rank=key, due_s=late_s)
+        return self._queue.push(queued, tenant=ticket.account.tenant.name, rank=key, due_s=late_s, work_s=work_s)
+
+    def _forecast(self, place: Place[QueuedRequest]) -> None:
+        """Forecast the first token of a request that begins to wait; a later wait does not change the forecast."""
+        search = place.item.search
+        if search.line_forecast is None and not search.request.has_begun:
+            before_s = self._queue.work_before_s(place, now_s=self._clock.monotonic())
+            search.line_forecast = self._chooser.forecast_in_line(
+                search.request, work_s=place.work_s, before_s=before_s
+            )
 
     def _on_change(self) -> None:
         self._num_changes += 1

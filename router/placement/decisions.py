@@ -15,6 +15,7 @@ from common.errors import Cancelled
 from common.ids import RequestId
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import sequence_pb2
+from router.calibration import Forecast
 from router.member import Hold
 from router.placement.plans import Candidate, Plan, PlanKind
 
@@ -34,6 +35,14 @@ class Decision:
     """On the router's clock."""
     decision_s: float = 0.0
     """Duration of the choice."""
+    waited_s: float = 0.0
+    """Time from the receipt of the request to the choice."""
+    line_forecast: Forecast | None = None
+    """Time from receipt to the first token, as forecast when the request entered the line; None: it never waited."""
+    ttft_forecast: Forecast | None = None
+    """Time from receipt to the first token, as forecast at the choice."""
+    itl_forecast: Forecast | None = None
+    """Mean gap between tokens, as forecast at the choice."""
     tenant: str = ""
     """Owner of the request; no other tenant may see the decision."""
     attempt: int = 0
