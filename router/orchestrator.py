@@ -324,6 +324,7 @@ class Orchestrator:
             ticket=leg.ticket,
             search=Search(request=request, shed=Shed(self._config.shed) if is_first else Shed.NONE),
             deadline_s=self._clock.monotonic() + patience_s,
+            on_waiting=leg.record.tell_queued,
         )
 
     def _suspect(self, leg: _Leg, booking: Booking, failure: AttemptFailed) -> None:

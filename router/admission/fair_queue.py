@@ -15,7 +15,7 @@ Requests that are too late for their objective go behind all others: under overl
 none. They go in order of arrival when no others wait, and at every LATE_TURN-th grant in any case, so none starves.
 
 Every operation costs O(log n + tenants) for n waiting requests. What is before a request is known from running sums
-(backlog.py), for forecasts of its wait.
+(queued_work.py), for forecasts of its wait.
 """
 
 import heapq
@@ -24,7 +24,7 @@ from collections.abc import Container
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from router.admission.backlog import Backlog, Rank
+from router.admission.queued_work import QueuedWork, Rank
 
 AGEING = 0.3
 """Seconds of prefill that a second of waiting outweighs."""
@@ -59,21 +59,21 @@ class Place(Generic[T]):
     """Time that one worker spends on it; 0: not counted in what is before others."""
     is_waiting: bool = False
     """Whether it is in line; `pop` takes it out."""
-    counted: tuple[Backlog, Rank] | None = None
-    """Backlog that its work is counted in, and under which rank."""
+    counted: tuple[QueuedWork, Rank] | None = None
+    """Where its work is counted, and under which rank."""
 
-    def count_in(self, backlog: Backlog, rank: Rank) -> None:
+    def count_in(self, work: QueuedWork, rank: Rank) -> None:
         """Count its work as waiting, here and nowhere else."""
         self.uncount()
         if self.work_s:
-            backlog.add(rank, self.work_s)
-            self.counted = backlog, rank
+            work.add(rank, self.work_s)
+            self.counted = work, rank
 
     def uncount(self) -> None:
         """Count its work as waiting no more. Harmless when repeated."""
         if self.counted is not None:
-            backlog, rank = self.counted
-            backlog.remove(rank, self.work_s)
+            work, rank = self.counted
+            work.remove(rank, self.work_s)
             self.counted = None
 
 
@@ -87,9 +87,9 @@ class _TenantQueue(Generic[T]):
     lost their workers have equal ranks."""
     late: list[tuple[Rank, int, Place[T]]] = field(default_factory=list)
     """Items that were found late."""
-    backlog: Backlog = field(default_factory=Backlog)
+    work: QueuedWork = field(default_factory=QueuedWork)
     """Work of the waiting items that were not found late."""
-    late_backlog: Backlog = field(default_factory=Backlog)
+    late_work: QueuedWork = field(default_factory=QueuedWork)
     num_added: int = 0
     num_waiting: int = 0
     num_granted: int = 0
@@ -134,7 +134,7 @@ class _TenantQueue(Generic[T]):
                 return place
             late_rank = _late_rank(place)
             heapq.heappush(self.late, (late_rank, order, place))
-            place.count_in(self.late_backlog, late_rank)
+            place.count_in(self.late_work, late_rank)
         while True:
             _rank, _order, place = heapq.heappop(self.late)
             if place.is_waiting:
@@ -179,14 +179,14 @@ class FairQueue(Generic[T]):
             self._lift(queue)
         place = Place(item, tenant, queue, rank, due_s, work_s)
         queue.add(place)
-        place.count_in(queue.backlog, rank)
+        place.count_in(queue.work, rank)
         return place
 
     def push_first(self, item: T, *, number: int, work_s: float = 0.0) -> Place[T]:
         """Add an item that was served before in front of all newcomers, in order of `number`."""
         place = Place(item, FIRST, self._first, (number,), work_s=work_s)
         self._first.add(place)
-        place.count_in(self._first.backlog, place.rank)
+        place.count_in(self._first.work, place.rank)
         return place
 
     def work_before_s(self, place: Place[T], *, now_s: float) -> float:
@@ -196,16 +196,16 @@ class FairQueue(Generic[T]):
         """
         queue = place.queue
         if queue is self._first:
-            return queue.backlog.before_s(place.rank)
+            return queue.work.before_s(place.rank)
         if place.due_s >= now_s:
-            own_s = queue.backlog.before_s(place.rank)
+            own_s = queue.work.before_s(place.rank)
         else:
-            own_s = queue.backlog.total_s + queue.late_backlog.before_s(_late_rank(place))
-        before_s = self._first.backlog.total_s + own_s
+            own_s = queue.work.total_s + queue.late_work.before_s(_late_rank(place))
+        before_s = self._first.work.total_s + own_s
         for other in self._queues.values():
             if other is not queue and other.contends:
                 share_s = (own_s + place.work_s) * other.weight / queue.weight
-                before_s += min(share_s, other.backlog.total_s + other.late_backlog.total_s)
+                before_s += min(share_s, other.work.total_s + other.late_work.total_s)
         return before_s
 
     def pop(self, *, now_s: float, skipping: Container[str] = ()) -> Place[T] | None:

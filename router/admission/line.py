@@ -242,13 +242,13 @@ class Admission:
         return self._queue.push(queued, tenant=ticket.account.tenant.name, rank=key, due_s=late_s, work_s=work_s)
 
     def _forecast(self, place: Place[QueuedRequest]) -> None:
-        """Forecast the first token of a request that begins to wait; a later wait does not change the forecast."""
-        search = place.item.search
-        if search.line_forecast is None and not search.request.has_begun:
-            before_s = self._queue.work_before_s(place, now_s=self._clock.monotonic())
-            search.line_forecast = self._chooser.forecast_in_line(
-                search.request, work_s=place.work_s, before_s=before_s
-            )
+        """Forecast the first token of a newcomer that begins to wait, and tell it."""
+        queued, search = place.item, place.item.search
+        if queued.ticket.has_plan or search.request.has_begun:
+            return
+        before_s = self._queue.work_before_s(place, now_s=self._clock.monotonic())
+        search.line_forecast = self._chooser.forecast_in_line(search.request, work_s=place.work_s, before_s=before_s)
+        queued.on_waiting(search.line_forecast)
 
     def _on_change(self) -> None:
         self._num_changes += 1

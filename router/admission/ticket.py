@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from common.errors import Refused
 from router.admission.account import Account, Service
+from router.calibration import Forecast
 from router.placement.chooser import Search
 from router.placement.decisions import Booking
 from router.tenants import Terms
@@ -81,6 +82,8 @@ class QueuedRequest:
     search: Search
     deadline_s: float
     """Time on the router's clock at which it gives up."""
+    on_waiting: "Callable[[Forecast | None], None]" = lambda _forecast: None
+    """Called when a newcomer begins to wait, with the forecast of its first token; None while there is no worker."""
     granted: "asyncio.Future[Booking | Refused] | None" = None
     last_refusal: Refused | None = None
     refused_at: int = -1

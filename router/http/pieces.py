@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from common.tokens import TokenArray
@@ -119,8 +120,13 @@ def _report(facts: RequestFacts) -> dict[str, Any]:
 
 
 def _plain(message: Message) -> dict[str, Any]:
-    """Return every field of a message that has neither lists nor maps."""
-    return {
-        name: _plain(value) if isinstance(value, Message) else value
-        for name, value in ((field.name, getattr(message, field.name)) for field in message.DESCRIPTOR.fields)
-    }
+    """Return every field of a message that has neither lists nor maps; an optional one that is not set is None."""
+    return {each.name: _value(message, each) for each in message.DESCRIPTOR.fields}
+
+
+def _value(message: Message, descriptor: FieldDescriptor) -> Any:
+    is_optional = descriptor.containing_oneof is not None
+    if is_optional and not message.HasField(descriptor.name):
+        return None
+    value = getattr(message, descriptor.name)
+    return _plain(value) if isinstance(value, Message) else value

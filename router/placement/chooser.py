@@ -234,7 +234,7 @@ class Chooser:
         booking = self._fleet.book(plan, request)
         decision = booking.decision
         decision.num_hashed_blocks, decision.waited_s = len(request.hashes), request.waited_s
-        decision.line_forecast = None if request.has_begun else search.line_forecast
+        decision.line_forecast = search.line_forecast
         decision.ttft_forecast, decision.itl_forecast = self.forecaster.ttft(request, plan), self.forecaster.itl(plan)
         for worker_id in (plan.decode, plan.prefill):
             if worker_id is not None:

@@ -6,7 +6,7 @@ Rank = tuple[float, ...]
 _BLOCK_SIZE = 64
 
 
-class Backlog:
+class QueuedWork:
     """A sum of work by rank.
 
     Entries stand in order in blocks whose sums are kept: every operation on n entries looks at one block and at the
