@@ -19,7 +19,7 @@ WINDOW = 200
 MIN_OUTCOMES = 20
 """Outcomes before which there is no correction and no interval."""
 _MISS = (1 - COVERAGE) / 2
-_ADAPTATION = 0.01
+_ADAPTATION = 0.005
 """Change of a bound's level by one outcome beyond it, as in the paper."""
 _LEVELS = (0.01, 0.3)
 """Range of the share of the window's outcomes that is left beyond a bound."""

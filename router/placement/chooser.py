@@ -233,7 +233,8 @@ class Chooser:
     def _book(self, search: Search, request: PlacementRequest, plan: Plan) -> Booking:
         booking = self._fleet.book(plan, request)
         decision = booking.decision
-        decision.num_hashed_blocks, decision.waited_s = len(request.hashes), request.waited_s
+        decision.num_hashed_blocks = len(request.hashes)
+        decision.waited_s = decision.decided_s - request.received_s
         decision.line_forecast = search.line_forecast
         decision.ttft_forecast, decision.itl_forecast = self.forecaster.ttft(request, plan), self.forecaster.itl(plan)
         for worker_id in (plan.decode, plan.prefill):
