@@ -14,7 +14,7 @@ from common.ids import RequestId, mint_request_id
 from common.lifecycle import LifeCycle
 from common.sampling import SamplingParams
 from kvrelay.client.convert import record
-from kvrelay.client.records import Forecast
+from kvrelay.client.records import PlanChosen
 from kvrelay.v1 import inference_pb2
 from measure.load.records import Outcome, RequestRecord, ServerReport
 from measure.simulate.executor import KnownAnswer
@@ -155,15 +155,15 @@ class _Reply:
         """Return the router's report: forecasts of the first plan, workers of the last one."""
         if not self._plans:
             return ServerReport()
-        first, last = self._plans[0], self._plans[-1]
+        first, last = record(PlanChosen, self._plans[0]), self._plans[-1]
         told = ServerReport(
             prefill_worker=last.prefill_worker_id or None,
             decode_worker=last.decode_worker_id or None,
             predicted_ttft_s=first.predicted_ttft_s or None,
             predicted_cached_tokens=first.predicted_cached_tokens,
-            ttft_forecast=_forecast(first, "ttft_forecast"),
-            line_ttft_forecast=_forecast(first, "line_ttft_forecast"),
-            itl_forecast=_forecast(first, "itl_forecast"),
+            ttft_forecast=first.ttft_forecast,
+            line_ttft_forecast=first.line_ttft_forecast,
+            itl_forecast=first.itl_forecast,
         )
         if self._completed is None:
             return told
@@ -182,10 +182,6 @@ class _Reply:
             transfer_bytes=transfer.kv_bytes,
             num_attempts=self._completed.num_attempts,
         )
-
-
-def _forecast(plan: inference_pb2.PlanChosen, name: str) -> Forecast | None:
-    return record(Forecast, getattr(plan, name)) if plan.HasField(name) else None
 
 
 @cache

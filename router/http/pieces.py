@@ -4,7 +4,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from common.tokens import TokenArray
@@ -121,12 +120,14 @@ def _report(facts: RequestFacts) -> dict[str, Any]:
 
 def _plain(message: Message) -> dict[str, Any]:
     """Return every field of a message that has neither lists nor maps; an optional one that is not set is None."""
-    return {each.name: _value(message, each) for each in message.DESCRIPTOR.fields}
+    return {
+        field.name: _value(message, field.name, is_optional=field.containing_oneof is not None)
+        for field in message.DESCRIPTOR.fields
+    }
 
 
-def _value(message: Message, descriptor: FieldDescriptor) -> Any:
-    is_optional = descriptor.containing_oneof is not None
-    if is_optional and not message.HasField(descriptor.name):
+def _value(message: Message, name: str, *, is_optional: bool) -> Any:
+    if is_optional and not message.HasField(name):
         return None
-    value = getattr(message, descriptor.name)
+    value = getattr(message, name)
     return _plain(value) if isinstance(value, Message) else value

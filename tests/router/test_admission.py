@@ -140,7 +140,7 @@ class Line:
             ticket=self.tickets[name],
             search=Search(request=request),
             deadline_s=deadline_s,
-            on_waiting=lambda forecast: self.told.append((name, forecast and forecast.expected_s)),
+            on_waiting=lambda forecast: self.told.append((name, None if forecast is None else forecast.expected_s)),
         )
         self.waiting[name] = asyncio.create_task(self.admission.place(queued))
         await turns()
