@@ -10,9 +10,9 @@ from rich.console import Group, RenderableType
 
 from cli.console import err, print_wide
 from cli.options import options_from_dataclasses
-from cli.render import SplitTable, plan_text, seconds
+from cli.render import SplitTable, forecast_text, plan_text, seconds
 from cli.target import Connection
-from kvrelay.client import Candidate, Decision
+from kvrelay.client import Candidate, Decision, PlanChosen
 
 _TIMEOUT_S = 10.0
 
@@ -55,17 +55,20 @@ def _spaced(decisions: Sequence[Decision]) -> Iterator[RenderableType]:
 def _view(decision: Decision) -> RenderableType:
     """Return one decision: a headline, its candidates, predicted beside actual."""
     plan, outcome = decision.plan, decision.outcome
+    whole_s = None if outcome.ttft_s is None else decision.waited_s + outcome.ttft_s
     headline = (
         f"{decision.request_id} · attempt {decision.attempt} · {seconds(decision.age_s)} ago"
         f" · {outcome.ended or 'running'}\n"
         f"policy {decision.policy}: {decision.num_tokens} tokens, {decision.num_candidates} options"
-        f" in {seconds(decision.decision_s)}\n"
+        f" in {seconds(decision.decision_s)}, {seconds(decision.waited_s)} after receipt\n"
         f"chosen {plan_text(plan)} ({plan.reason})"
     )
     rows = (
         ("cached tokens", str(plan.predicted_cached_tokens), _count(outcome.num_cached_tokens)),
         ("choice to first token", seconds(plan.predicted_ttft_s or None), seconds(outcome.ttft_s)),
-        ("gap between tokens", seconds(plan.predicted_itl_s or None), seconds(outcome.mean_itl_s)),
+        ("receipt to first token", forecast_text(plan.ttft_forecast), seconds(whole_s)),
+        ("… on entering the line", forecast_text(plan.line_ttft_forecast), seconds(whole_s)),
+        ("gap between tokens", _gap_text(plan), seconds(outcome.mean_itl_s)),
     )
     comparison = SplitTable(("", "predicted", "actual"), rows, num_left=1)
     candidates = [_candidate_table(decision.candidates), ""] if decision.candidates else []
@@ -90,6 +93,11 @@ def _candidate_table(candidates: Sequence[Candidate]) -> RenderableType:
 def _workers(candidate: Candidate) -> str:
     workers = [worker for worker in (candidate.prefill_worker_id, candidate.decode_worker_id) if worker]
     return f"{candidate.kind.value} {' → '.join(workers)}"
+
+
+def _gap_text(plan: PlanChosen) -> str:
+    """Return the forecast, or the bare prediction of a router without forecasts."""
+    return seconds(plan.predicted_itl_s or None) if plan.itl_forecast is None else forecast_text(plan.itl_forecast)
 
 
 def _count(value: int | None) -> str:

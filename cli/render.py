@@ -8,7 +8,7 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.table import Table
 from rich.text import Text
 
-from kvrelay.client import ClusterStatus, Generation, PlanChosen, RouterStatus, WorkerView
+from kvrelay.client import ClusterStatus, Forecast, Generation, PlanChosen, RouterStatus, WorkerView
 
 _GAP = 3  # one space of padding on both sides, and the line
 
@@ -71,6 +71,13 @@ def seconds(value_s: float | None) -> str:
     minutes, rest_s = divmod(round(value_s), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest_s:02d} s"
+
+
+def forecast_text(forecast: Forecast | None) -> str:
+    """Return a forecast with its interval; "–" for None."""
+    if forecast is None or forecast.low_s is None or forecast.high_s is None:
+        return seconds(None if forecast is None else forecast.expected_s)
+    return f"{seconds(forecast.expected_s)} ({seconds(forecast.low_s)} to {seconds(forecast.high_s)})"
 
 
 def byte_count(value: int) -> str:

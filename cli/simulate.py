@@ -90,7 +90,7 @@ def simulate(
     """  # noqa: D301 - \b marks a preformatted block
     from common.slo import Slo
     from measure.simulate.comparison import Comparison, ReplaySettings
-    from measure.simulate.report import comparison_table, write_report
+    from measure.simulate.report import FORECASTS_NOTE, comparison_table, forecast_table, write_report
 
     num_prefill, num_decode = _workers(workers, aggregated=aggregated)
     comparison = Comparison(
@@ -122,6 +122,9 @@ def simulate(
     bounds = _bounds(comparison) if bound else {}
     page = write_report(comparison, results, bounds)
     print_wide(comparison_table(results, bounds))
+    if (forecasts := forecast_table(results)) is not None:
+        print_wide(forecasts)
+        err.print(FORECASTS_NOTE, soft_wrap=True)
     err.print(f"The page is {page}", soft_wrap=True)
 
 

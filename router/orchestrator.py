@@ -318,11 +318,13 @@ class Orchestrator:
             deadline_s=leg.record.deadline_s,
             ttft_slo_s=terms.ttft_objective_s(len(job.prompt_token_ids)),
             tpot_slo_s=terms.tpot_slo_s,
+            has_begun=leg.record.ledger.num_tokens > 0,
         )
         return QueuedRequest(
             ticket=leg.ticket,
             search=Search(request=request, shed=Shed(self._config.shed) if is_first else Shed.NONE),
             deadline_s=self._clock.monotonic() + patience_s,
+            on_waiting=leg.record.tell_queued,
         )
 
     def _suspect(self, leg: _Leg, booking: Booking, failure: AttemptFailed) -> None:

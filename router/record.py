@@ -13,10 +13,12 @@ from common.tokens import TokenArray, as_tokens
 from common.wire import message_of, pack_tokens, sampling_to_proto
 from kvrelay.v1 import decode_pb2, inference_pb2, sequence_pb2, worker_pb2
 from router.admission.account import Service
+from router.calibration import Forecast
 from router.demand import Answered
 from router.facts import ModelFacts
 from router.ledger import TokenLedger
 from router.outbox import Outbox
+from router.placement.decisions import forecast_to_proto
 
 
 class Delivery(enum.Enum):
@@ -85,6 +87,11 @@ class RunningRequest:
             self.ledger.resume(index, sample.token_ids)
             if sample.is_finished:
                 self.ledger.finish(index)
+
+    def tell_queued(self, ttft_forecast: Forecast | None) -> None:
+        """Tell the client that the request waits in line."""
+        queued = inference_pb2.Queued(ttft_forecast=forecast_to_proto(ttft_forecast))
+        self.outbox.put(inference_pb2.GenerateResponse(queued=queued))
 
     def output_of(self, samples: range) -> TokenArray:
         """Return the tokens that a worker continues from; none when several samples begin together."""

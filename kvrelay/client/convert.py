@@ -20,6 +20,7 @@ from kvrelay.client.records import (
     PlanKind,
     PositionLogprobs,
     PromptLogprobs,
+    Queued,
     Token,
     TokenRun,
     TransferStats,
@@ -57,6 +58,8 @@ def events_from_proto(message: inference_pb2.GenerateResponse) -> Iterator[Event
     match message.WhichOneof("event"):
         case "accepted":
             yield record(Accepted, message.accepted)
+        case "queued":
+            yield record(Queued, message.queued)
         case "plan":
             yield record(PlanChosen, message.plan)
         case "tokens":

@@ -95,6 +95,26 @@ class SampleSoFar:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Forecast:
+    """A duration that is forecast, corrected by the errors of the latest forecasts."""
+
+    expected_s: float
+    """Median."""
+    low_s: float | None = None
+    """Lower end of the interval that holds 80 % of the outcomes; None before enough outcomes are known."""
+    high_s: float | None = None
+    """Upper end of it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Queued:
+    """No worker is free for the request: it waits in line. Comes at most once."""
+
+    ttft_forecast: Forecast | None
+    """Time from the receipt of the request to the first token; None while there is no worker."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlanChosen:
     """The router chose workers. A further one follows when a worker was lost and the request moved."""
 
@@ -114,6 +134,13 @@ class PlanChosen:
     """Time from the choice to the first token; 0 when the policy predicts none."""
     predicted_itl_s: float = 0.0
     """Gap between tokens; 0 when the policy predicts none."""
+    ttft_forecast: Forecast | None = None
+    """Time from the receipt of the request to the first token, the wait in line included; None when the policy
+    predicts none, or after the first token."""
+    line_ttft_forecast: Forecast | None = None
+    """The same time as forecast when the request entered the line; None when it did not wait there."""
+    itl_forecast: Forecast | None = None
+    """Mean gap between tokens; None when the policy predicts none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,8 +239,8 @@ class Completed:
     """The seed that was used; sending it again repeats the answer."""
 
 
-Event: TypeAlias = Accepted | PlanChosen | PromptLogprobs | Token | TokenRun | Completed
-"""Events of a stream, in this order: Accepted, PlanChosen, …, Token or TokenRun, …, Completed."""
+Event: TypeAlias = Accepted | Queued | PlanChosen | PromptLogprobs | Token | TokenRun | Completed
+"""Events of a stream, in this order: Accepted, perhaps Queued, PlanChosen, …, Token or TokenRun, …, Completed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -147,4 +147,6 @@ class Decision:
     """Number of options."""
     decision_s: float
     """Duration of the decision."""
+    waited_s: float
+    """Time from the receipt of the request to the decision."""
     outcome: DecisionOutcome

@@ -332,6 +332,9 @@ class PlanChosen(_message.Message):
     NUM_SOURCE_BLOCKS_FIELD_NUMBER: _builtins.int
     PREDICTED_TTFT_S_FIELD_NUMBER: _builtins.int
     PREDICTED_ITL_S_FIELD_NUMBER: _builtins.int
+    TTFT_FORECAST_FIELD_NUMBER: _builtins.int
+    LINE_TTFT_FORECAST_FIELD_NUMBER: _builtins.int
+    ITL_FORECAST_FIELD_NUMBER: _builtins.int
     kind: Global___PlanKind.ValueType
     """Its kind."""
     prefill_worker_id: _builtins.str
@@ -352,6 +355,20 @@ class PlanChosen(_message.Message):
     """Predicted seconds from the choice to the first token; 0 when the policy predicts none."""
     predicted_itl_s: _builtins.float
     """Predicted gap between tokens on the decode worker; 0 when the policy predicts none."""
+    @_builtins.property
+    def ttft_forecast(self) -> Global___Forecast:
+        """Time from the receipt of the request to the first token, the wait in line included, as forecast at the choice.
+        Absent when the policy predicts none, or after the first token.
+        """
+
+    @_builtins.property
+    def line_ttft_forecast(self) -> Global___Forecast:
+        """The same time as forecast when the request entered the line; absent when it did not wait there."""
+
+    @_builtins.property
+    def itl_forecast(self) -> Global___Forecast:
+        """Mean gap between tokens as forecast at the choice; absent when the policy predicts none."""
+
     def __init__(
         self,
         *,
@@ -365,14 +382,91 @@ class PlanChosen(_message.Message):
         num_source_blocks: _builtins.int = ...,
         predicted_ttft_s: _builtins.float = ...,
         predicted_itl_s: _builtins.float = ...,
+        ttft_forecast: Global___Forecast | None = ...,
+        line_ttft_forecast: Global___Forecast | None = ...,
+        itl_forecast: Global___Forecast | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_itl_forecast", b"_itl_forecast", "_line_ttft_forecast", b"_line_ttft_forecast", "_ttft_forecast", b"_ttft_forecast", "itl_forecast", b"itl_forecast", "line_ttft_forecast", b"line_ttft_forecast", "ttft_forecast", b"ttft_forecast"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "decode_worker_id", b"decode_worker_id", "kind", b"kind", "num_source_blocks", b"num_source_blocks", "predicted_cached_tokens", b"predicted_cached_tokens", "predicted_itl_s", b"predicted_itl_s", "predicted_ttft_s", b"predicted_ttft_s", "prefill_worker_id", b"prefill_worker_id", "reason", b"reason", "source_worker_id", b"source_worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_itl_forecast", b"_itl_forecast", "_line_ttft_forecast", b"_line_ttft_forecast", "_ttft_forecast", b"_ttft_forecast", "attempt", b"attempt", "decode_worker_id", b"decode_worker_id", "itl_forecast", b"itl_forecast", "kind", b"kind", "line_ttft_forecast", b"line_ttft_forecast", "num_source_blocks", b"num_source_blocks", "predicted_cached_tokens", b"predicted_cached_tokens", "predicted_itl_s", b"predicted_itl_s", "predicted_ttft_s", b"predicted_ttft_s", "prefill_worker_id", b"prefill_worker_id", "reason", b"reason", "source_worker_id", b"source_worker_id", "ttft_forecast", b"ttft_forecast"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__itl_forecast: _TypeAlias = _typing.Literal["itl_forecast"]  # noqa: Y015
+    _WhichOneofArgType__itl_forecast: _TypeAlias = _typing.Literal["_itl_forecast", b"_itl_forecast"]  # noqa: Y015
+    _WhichOneofReturnType__line_ttft_forecast: _TypeAlias = _typing.Literal["line_ttft_forecast"]  # noqa: Y015
+    _WhichOneofArgType__line_ttft_forecast: _TypeAlias = _typing.Literal["_line_ttft_forecast", b"_line_ttft_forecast"]  # noqa: Y015
+    _WhichOneofReturnType__ttft_forecast: _TypeAlias = _typing.Literal["ttft_forecast"]  # noqa: Y015
+    _WhichOneofArgType__ttft_forecast: _TypeAlias = _typing.Literal["_ttft_forecast", b"_ttft_forecast"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__itl_forecast) -> _WhichOneofReturnType__itl_forecast | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__line_ttft_forecast) -> _WhichOneofReturnType__line_ttft_forecast | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__ttft_forecast) -> _WhichOneofReturnType__ttft_forecast | None: ...
 
 Global___PlanChosen: _TypeAlias = PlanChosen  # noqa: Y015
+
+@_typing.final
+class Forecast(_message.Message):
+    """A duration that is forecast, corrected by the errors of the latest forecasts."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EXPECTED_S_FIELD_NUMBER: _builtins.int
+    LOW_S_FIELD_NUMBER: _builtins.int
+    HIGH_S_FIELD_NUMBER: _builtins.int
+    expected_s: _builtins.float
+    """Median, seconds."""
+    low_s: _builtins.float
+    """Lower end of the interval that holds 80 % of the outcomes, seconds; absent before enough outcomes are known."""
+    high_s: _builtins.float
+    """Upper end of it, seconds."""
+    def __init__(
+        self,
+        *,
+        expected_s: _builtins.float = ...,
+        low_s: _builtins.float | None = ...,
+        high_s: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_high_s", b"_high_s", "_low_s", b"_low_s", "high_s", b"high_s", "low_s", b"low_s"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_high_s", b"_high_s", "_low_s", b"_low_s", "expected_s", b"expected_s", "high_s", b"high_s", "low_s", b"low_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__high_s: _TypeAlias = _typing.Literal["high_s"]  # noqa: Y015
+    _WhichOneofArgType__high_s: _TypeAlias = _typing.Literal["_high_s", b"_high_s"]  # noqa: Y015
+    _WhichOneofReturnType__low_s: _TypeAlias = _typing.Literal["low_s"]  # noqa: Y015
+    _WhichOneofArgType__low_s: _TypeAlias = _typing.Literal["_low_s", b"_low_s"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__high_s) -> _WhichOneofReturnType__high_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__low_s) -> _WhichOneofReturnType__low_s | None: ...
+
+Global___Forecast: _TypeAlias = Forecast  # noqa: Y015
+
+@_typing.final
+class Queued(_message.Message):
+    """No worker is free for the request: it waits in line."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TTFT_FORECAST_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def ttft_forecast(self) -> Global___Forecast:
+        """Time from the receipt of the request to the first token; absent while there is no worker."""
+
+    def __init__(
+        self,
+        *,
+        ttft_forecast: Global___Forecast | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_ttft_forecast", b"_ttft_forecast", "ttft_forecast", b"ttft_forecast"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_ttft_forecast", b"_ttft_forecast", "ttft_forecast", b"ttft_forecast"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__ttft_forecast: _TypeAlias = _typing.Literal["ttft_forecast"]  # noqa: Y015
+    _WhichOneofArgType__ttft_forecast: _TypeAlias = _typing.Literal["_ttft_forecast", b"_ttft_forecast"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__ttft_forecast) -> _WhichOneofReturnType__ttft_forecast | None: ...
+
+Global___Queued: _TypeAlias = Queued  # noqa: Y015
 
 @_typing.final
 class Accepted(_message.Message):
@@ -555,6 +649,7 @@ class GenerateResponse(_message.Message):
     TOKENS_FIELD_NUMBER: _builtins.int
     COMPLETED_FIELD_NUMBER: _builtins.int
     DIRECT_FIELD_NUMBER: _builtins.int
+    QUEUED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def accepted(self) -> Global___Accepted:
         """First message."""
@@ -575,6 +670,10 @@ class GenerateResponse(_message.Message):
     def direct(self) -> Global___DirectGrant:
         """Direct mode: where the tokens are."""
 
+    @_builtins.property
+    def queued(self) -> Global___Queued:
+        """The request has begun to wait; at most once."""
+
     def __init__(
         self,
         *,
@@ -583,12 +682,13 @@ class GenerateResponse(_message.Message):
         tokens: Global___TokenDelta | None = ...,
         completed: Global___Completed | None = ...,
         direct: Global___DirectGrant | None = ...,
+        queued: Global___Queued | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "completed", b"completed", "direct", b"direct", "event", b"event", "plan", b"plan", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "completed", b"completed", "direct", b"direct", "event", b"event", "plan", b"plan", "queued", b"queued", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "completed", b"completed", "direct", b"direct", "event", b"event", "plan", b"plan", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "completed", b"completed", "direct", b"direct", "event", b"event", "plan", b"plan", "queued", b"queued", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["accepted", "plan", "tokens", "completed", "direct"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["accepted", "plan", "tokens", "completed", "direct", "queued"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
@@ -1083,6 +1183,7 @@ class Decision(_message.Message):
     NUM_CANDIDATES_FIELD_NUMBER: _builtins.int
     DECISION_S_FIELD_NUMBER: _builtins.int
     OUTCOME_FIELD_NUMBER: _builtins.int
+    WAITED_S_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request."""
     attempt: _builtins.int
@@ -1097,6 +1198,8 @@ class Decision(_message.Message):
     """How many options there were."""
     decision_s: _builtins.float
     """Time that the decision took, seconds."""
+    waited_s: _builtins.float
+    """Seconds from the receipt of the request to the choice."""
     @_builtins.property
     def plan(self) -> Global___PlanChosen:
         """What was chosen."""
@@ -1122,10 +1225,11 @@ class Decision(_message.Message):
         num_candidates: _builtins.int = ...,
         decision_s: _builtins.float = ...,
         outcome: Global___DecisionOutcome | None = ...,
+        waited_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["outcome", b"outcome", "plan", b"plan"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "attempt", b"attempt", "candidates", b"candidates", "decision_s", b"decision_s", "num_candidates", b"num_candidates", "num_tokens", b"num_tokens", "outcome", b"outcome", "plan", b"plan", "policy", b"policy", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "attempt", b"attempt", "candidates", b"candidates", "decision_s", b"decision_s", "num_candidates", b"num_candidates", "num_tokens", b"num_tokens", "outcome", b"outcome", "plan", b"plan", "policy", b"policy", "request_id", b"request_id", "waited_s", b"waited_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

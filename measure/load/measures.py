@@ -10,7 +10,7 @@ import numpy as np
 from common.slo import Slo
 from measure import figures
 from measure.load.estimates import Estimate, Floats, Ints, Resampler
-from measure.load.records import Outcome, RequestRecord, Run
+from measure.load.records import Outcome, RequestRecord, Run, ServerReport
 from measure.load.summary import CacheUse, FailureCount, KindSummary, Latencies, PredictionError, Summary, Throughput
 from measure.load.window import Window, counted, find_window, steadiness
 from measure.load.workers import peak_queued, summarize_workers, tokens_between
@@ -156,14 +156,19 @@ def _cache(requests: Sequence[RequestRecord], resampler: Resampler) -> CacheUse 
 
 def _prediction(complete: Sequence[RequestRecord]) -> PredictionError | None:
     errors = [
-        request.server.ttft_s - request.server.predicted_ttft_s
+        request.server.ttft_s - forecast_s
         for request in complete
-        if request.server.ttft_s is not None and request.server.predicted_ttft_s is not None
+        if request.server.ttft_s is not None and (forecast_s := _forecast_ttft_s(request.server)) is not None
     ]
     if not errors:
         return None
     p90 = np.quantile(np.abs(errors), 0.9)
     return PredictionError(num_requests=len(errors), median_s=float(np.median(errors)), p90_abs_s=float(p90))
+
+
+def _forecast_ttft_s(report: ServerReport) -> float | None:
+    """Return the forecast that includes the wait in line; of a server without it, the one from the choice on."""
+    return report.predicted_ttft_s if report.ttft_forecast is None else report.ttft_forecast.expected_s
 
 
 def _cautions(summary: Summary) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from common.errors import DeadlineExceeded, KvrelayError, Overloaded
+from kvrelay.client.records import Forecast
 
 
 class Outcome(enum.StrEnum):
@@ -37,6 +38,9 @@ class Outcome(enum.StrEnum):
             case Overloaded() if not has_tokens:
                 return cls.REFUSED
         return cls.FAILED
+
+
+_FORECASTS = ("ttft_forecast", "line_ttft_forecast", "itl_forecast")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +68,12 @@ class ServerReport:
     num_attempts: int | None = None
     predicted_ttft_s: float | None = None
     predicted_cached_tokens: int | None = None
+    ttft_forecast: Forecast | None = None
+    """Time from the receipt of the request to the first token, as forecast at the choice of its plan."""
+    line_ttft_forecast: Forecast | None = None
+    """The same as forecast when the request entered the line; None also when it did not wait there."""
+    itl_forecast: Forecast | None = None
+    """Mean gap between tokens."""
 
     @classmethod
     def of(cls, report: Mapping[str, Any]) -> "ServerReport":
@@ -80,6 +90,7 @@ class ServerReport:
                 "decode_worker": plan["decode_worker_id"],
                 "predicted_ttft_s": plan["predicted_ttft_s"] or None,
             }
+            | {name: Forecast(**plan[name]) if plan.get(name) else None for name in _FORECASTS}
         )
 
 

@@ -13,6 +13,8 @@ from common.errors import KvrelayError, Overloaded, Refused
 from common.ids import RequestId, mint_request_id
 from common.lifecycle import LifeCycle
 from common.sampling import SamplingParams
+from kvrelay.client.convert import record
+from kvrelay.client.records import PlanChosen
 from kvrelay.v1 import inference_pb2
 from measure.load.records import Outcome, RequestRecord, ServerReport
 from measure.simulate.executor import KnownAnswer
@@ -153,12 +155,15 @@ class _Reply:
         """Return the router's report: forecasts of the first plan, workers of the last one."""
         if not self._plans:
             return ServerReport()
-        first, last = self._plans[0], self._plans[-1]
+        first, last = record(PlanChosen, self._plans[0]), self._plans[-1]
         told = ServerReport(
             prefill_worker=last.prefill_worker_id or None,
             decode_worker=last.decode_worker_id or None,
             predicted_ttft_s=first.predicted_ttft_s or None,
             predicted_cached_tokens=first.predicted_cached_tokens,
+            ttft_forecast=first.ttft_forecast,
+            line_ttft_forecast=first.line_ttft_forecast,
+            itl_forecast=first.itl_forecast,
         )
         if self._completed is None:
             return told

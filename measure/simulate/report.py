@@ -14,6 +14,7 @@ from measure.pages.page import Listing, Page, Panel, Section, Width, write_page
 from measure.simulate import plots
 from measure.simulate.bound import Bound
 from measure.simulate.comparison import REQUESTS_FILE, CellResult, Comparison
+from measure.simulate.results import ForecastCheck, Summary
 from measure.simulate.store import read_requests, write_json
 
 _COLUMNS: dict[str, Callable[[CellResult], str]] = {
@@ -58,6 +59,42 @@ def comparison_table(results: Sequence[CellResult], bounds: Bounds = _NO_BOUNDS)
     return table
 
 
+_FORECASTS: dict[str, Callable[[Summary], ForecastCheck | None]] = {
+    "TTFT, entering the line": lambda summary: summary.line_ttft_forecast,
+    "TTFT, at the choice": lambda summary: summary.ttft_forecast,
+    "mean gap": lambda summary: summary.itl_forecast,
+}
+FORECASTS_NOTE = (
+    "off: median relative error of the routers' forecasts; held: outcomes within their intervals, which should be 80 %"
+)
+
+
+def forecast_table(results: Sequence[CellResult]) -> Table | None:
+    """Return a row for each cell whose routers forecast; None without any."""
+    rows = [
+        (
+            f"{result.cell.speed:g}×",
+            result.cell.policy,
+            *(_check_text(find(result.summary)) for find in _FORECASTS.values()),
+        )
+        for result in results
+        if any(find(result.summary) for find in _FORECASTS.values())
+    ]
+    if not rows:
+        return None
+    table = plain_table("speed", "policy", *(f"{name}: off, held %" for name in _FORECASTS), num_left=2)
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _check_text(check: ForecastCheck | None) -> str:
+    if check is None:
+        return "-"
+    held = "-" if check.held_share is None else f"{100 * check.held_share:.0f}"
+    return f"{100 * check.median_error:.0f}, {held}"
+
+
 def _times(latency: Percentiles | None, form: str, *, factor: float = 1) -> str:
     if latency is None:
         return "-"
@@ -76,7 +113,7 @@ def write_report(comparison: Comparison, results: Sequence[CellResult], bounds: 
 
     Returns the page. Raises OSError.
     """
-    table = _table_text(results, bounds)
+    table = _text_of(comparison_table(results, bounds))
     if bounds:
         write_json(comparison.out / "bounds.json", {f"{speed:g}": asdict(bound) for speed, bound in bounds.items()})
     (comparison.out / "table.txt").write_text(table, encoding="utf-8")
@@ -85,6 +122,7 @@ def write_report(comparison: Comparison, results: Sequence[CellResult], bounds: 
         panels=(
             Panel(title="What was run", content=Listing(text=_settings_text(comparison))),
             Panel(title="Results", content=Listing(text=table)),
+            *_forecast_panels(results),
         ),
     )
     path = comparison.out / "report.html"
@@ -176,8 +214,15 @@ def _settings_text(comparison: Comparison) -> str:
     )
 
 
-def _table_text(results: Sequence[CellResult], bounds: Bounds) -> str:
+def _forecast_panels(results: Sequence[CellResult]) -> Iterator[Panel]:
+    table = forecast_table(results)
+    if table is not None:
+        look_for = "Held far below 80: do not trust the intervals."
+        yield Panel(title="Forecasts", look_for=look_for, content=Listing(text=_text_of(table)), note=FORECASTS_NOTE)
+
+
+def _text_of(table: Table) -> str:
     console = Console(width=_TABLE_WIDTH, color_system=None, force_terminal=False, highlight=False)
     with console.capture() as capture:
-        console.print(comparison_table(results, bounds))
+        console.print(table)
     return "\n".join(line.rstrip() for line in capture.get().splitlines()) + "\n"

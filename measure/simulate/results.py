@@ -7,9 +7,21 @@ from dataclasses import dataclass
 import numpy as np
 
 from common.slo import Slo
+from kvrelay.client.records import Forecast
 from measure.figures import Figures, Percentiles, percentiles, summarize
 from measure.load.records import RequestRecord
 from measure.simulate.records import SimRun, WorkerResult
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForecastCheck:
+    """Forecasts of a duration beside the outcomes, over the complete requests that have both."""
+
+    num_requests: int
+    median_error: float
+    """Median of |forecast / outcome - 1|."""
+    held_share: float | None
+    """Share of the outcomes within their interval, of those that have one; 0.8 is right. None without intervals."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +49,11 @@ class Summary:
     """Mean of |predicted - actual| cached tokens, as a share of the prompt tokens."""
     end_s: float
     """Time at which the last request had ended."""
+    line_ttft_forecast: ForecastCheck | None = None
+    """Of TTFT, made when requests entered the line; None when none waited. None also for runs of an earlier version."""
+    ttft_forecast: ForecastCheck | None = None
+    """Of TTFT, made at the choice of a plan; None for policies that predict none. So the following."""
+    itl_forecast: ForecastCheck | None = None
 
 
 def summarize_run(run: SimRun, *, slo: Slo, num_prefill: int) -> Summary:
@@ -65,6 +82,27 @@ def summarize_run(run: SimRun, *, slo: Slo, num_prefill: int) -> Summary:
             num_prompt_tokens,
         ),
         end_s=run.end_s,
+        line_ttft_forecast=check_forecasts((each.server.line_ttft_forecast, each.server.ttft_s) for each in complete),
+        ttft_forecast=check_forecasts((each.server.ttft_forecast, each.server.ttft_s) for each in complete),
+        itl_forecast=check_forecasts((each.server.itl_forecast, each.tpot_s) for each in complete),
+    )
+
+
+def check_forecasts(pairs: Iterable[tuple[Forecast | None, float | None]]) -> ForecastCheck | None:
+    """Compare forecasts with outcomes; None when no request has both."""
+    known = [(forecast, outcome_s) for forecast, outcome_s in pairs if forecast is not None and outcome_s]
+    if not known:
+        return None
+    errors = [abs(forecast.expected_s / outcome_s - 1) for forecast, outcome_s in known]
+    held = [
+        forecast.low_s <= outcome_s <= forecast.high_s
+        for forecast, outcome_s in known
+        if forecast.low_s is not None and forecast.high_s is not None
+    ]
+    return ForecastCheck(
+        num_requests=len(known),
+        median_error=float(np.median(errors)),
+        held_share=sum(held) / len(held) if held else None,
     )
 
 

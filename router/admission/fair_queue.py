@@ -14,7 +14,8 @@ so the order of two waiting requests never changes, and a heap holds it.
 Requests that are too late for their objective go behind all others: under overload, serving every request late serves
 none. They go in order of arrival when no others wait, and at every LATE_TURN-th grant in any case, so none starves.
 
-Every operation costs O(log n + tenants) for n waiting requests.
+Every operation costs O(log n + tenants) for n waiting requests. What is before a request is known from running sums
+(queued_work.py), for forecasts of its wait.
 """
 
 import heapq
@@ -22,6 +23,8 @@ import math
 from collections.abc import Container
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
+
+from router.admission.queued_work import QueuedWork, Rank
 
 AGEING = 0.3
 """Seconds of prefill that a second of waiting outweighs."""
@@ -34,7 +37,6 @@ FIRST = ""
 _MIN_STALE = 64
 
 T = TypeVar("T")
-Rank = tuple[float, ...]
 
 
 def rank(*, priority: int, work_s: float, due_s: float, number: int) -> Rank:
@@ -53,8 +55,26 @@ class Place(Generic[T]):
     rank: Rank
     due_s: float = math.inf
     """Time after which the item is late."""
+    work_s: float = 0.0
+    """Time that one worker spends on it; 0: not counted in what is before others."""
     is_waiting: bool = False
     """Whether it is in line; `pop` takes it out."""
+    counted: tuple[QueuedWork, Rank] | None = None
+    """Where its work is counted, and under which rank."""
+
+    def count_in(self, work: QueuedWork, rank: Rank) -> None:
+        """Count its work as waiting, here and nowhere else."""
+        self.uncount()
+        if self.work_s:
+            work.add(rank, self.work_s)
+            self.counted = work, rank
+
+    def uncount(self) -> None:
+        """Count its work as waiting no more. Harmless when repeated."""
+        if self.counted is not None:
+            work, rank = self.counted
+            work.remove(rank, self.work_s)
+            self.counted = None
 
 
 @dataclass(slots=True, eq=False)
@@ -67,6 +87,9 @@ class _TenantQueue(Generic[T]):
     lost their workers have equal ranks."""
     late: list[tuple[Rank, int, Place[T]]] = field(default_factory=list)
     """Items that were found late."""
+    work: QueuedWork = field(default_factory=QueuedWork)
+    """Work of the waiting items that were not found late."""
+    late_work: QueuedWork = field(default_factory=QueuedWork)
     num_added: int = 0
     num_waiting: int = 0
     num_granted: int = 0
@@ -109,11 +132,18 @@ class _TenantQueue(Generic[T]):
                 continue
             if place.due_s >= now_s:
                 return place
-            heapq.heappush(self.late, ((place.rank[0], place.rank[-1]), order, place))
+            late_rank = _late_rank(place)
+            heapq.heappush(self.late, (late_rank, order, place))
+            place.count_in(self.late_work, late_rank)
         while True:
             _rank, _order, place = heapq.heappop(self.late)
             if place.is_waiting:
                 return place
+
+
+def _late_rank(place: Place[T]) -> Rank:
+    """Return the key of an item among those that are late: its priority, then its arrival."""
+    return place.rank[0], place.rank[-1]
 
 
 class FairQueue(Generic[T]):
@@ -142,20 +172,41 @@ class FairQueue(Generic[T]):
         """Return the tenant's weighted service."""
         return self._queues[tenant].counter
 
-    def push(self, item: T, *, tenant: str, rank: Rank, due_s: float = math.inf) -> Place[T]:
+    def push(self, item: T, *, tenant: str, rank: Rank, due_s: float = math.inf, work_s: float = 0.0) -> Place[T]:
         """Add a newcomer to the queue of its tenant; after `due_s` it goes behind those that are not late."""
         queue = self._queues[tenant]
         if not queue.contends:
             self._lift(queue)
-        place = Place(item, tenant, queue, rank, due_s)
+        place = Place(item, tenant, queue, rank, due_s, work_s)
         queue.add(place)
+        place.count_in(queue.work, rank)
         return place
 
-    def push_first(self, item: T, *, number: int) -> Place[T]:
+    def push_first(self, item: T, *, number: int, work_s: float = 0.0) -> Place[T]:
         """Add an item that was served before in front of all newcomers, in order of `number`."""
-        place = Place(item, FIRST, self._first, (number,))
+        place = Place(item, FIRST, self._first, (number,), work_s=work_s)
         self._first.add(place)
+        place.count_in(self._first.work, place.rank)
         return place
+
+    def work_before_s(self, place: Place[T], *, now_s: float) -> float:
+        """Return the work that will be served before a waiting item if no others come.
+
+        Other tenants get their shares meanwhile, and no more than waits there.
+        """
+        queue = place.queue
+        if queue is self._first:
+            return queue.work.before_s(place.rank)
+        if place.due_s >= now_s:
+            own_s = queue.work.before_s(place.rank)
+        else:
+            own_s = queue.work.total_s + queue.late_work.before_s(_late_rank(place))
+        before_s = self._first.work.total_s + own_s
+        for other in self._queues.values():
+            if other is not queue and other.contends:
+                share_s = (own_s + place.work_s) * other.weight / queue.weight
+                before_s += min(share_s, other.work.total_s + other.late_work.total_s)
+        return before_s
 
     def pop(self, *, now_s: float, skipping: Container[str] = ()) -> Place[T] | None:
         """Take out the next item of the tenants that are not skipped; None when there is none."""
@@ -172,6 +223,7 @@ class FairQueue(Generic[T]):
     def grant(self, place: Place[T]) -> None:
         """Note that an item that was taken out has been served."""
         place.queue.num_granted += 1
+        place.uncount()
 
     def restore(self, place: Place[T]) -> None:
         """Put an item that was taken out back at the same place; the counters stay as they are."""
@@ -179,6 +231,7 @@ class FairQueue(Generic[T]):
 
     def discard(self, place: Place[T]) -> None:
         """Remove an item. Harmless when it is not in line."""
+        place.uncount()
         if place.is_waiting:
             place.queue.remove(place)
             self._note_left(place.queue)

@@ -211,6 +211,8 @@ class Admission:
         self.num_queued_tokens += queued.search.request.num_tokens
         try:
             self._serve()
+            if place.is_waiting:
+                self._forecast(place)
             async with asyncio.timeout(queued.deadline_s - self._clock.monotonic()):
                 outcome = await granted
         except BaseException as error:
@@ -222,8 +224,9 @@ class Admission:
         finally:
             self.num_queued_tokens -= queued.search.request.num_tokens
             queued.ticket.queued.discard(queued)
-            if place.is_waiting:
-                self._queue.discard(place)
+            was_waiting = place.is_waiting
+            self._queue.discard(place)
+            if was_waiting:
                 self._serve()  # requests behind it may be served now
         if isinstance(outcome, Refused):
             raise outcome.error()
@@ -231,19 +234,28 @@ class Admission:
 
     def _stand(self, queued: QueuedRequest) -> Place[QueuedRequest]:
         ticket = queued.ticket
+        request = queued.search.request
+        work_s = self._chooser.work_s(request)
         if queued.goes_first is None:
             queued.goes_first = ticket.has_plan
         if queued.goes_first:
-            return self._queue.push_first(queued, number=ticket.number)
+            return self._queue.push_first(queued, number=ticket.number, work_s=work_s)
         if ticket.has_plan:
             self._take_back(ticket)
-        request = queued.search.request
-        work_s = self._chooser.work_s(request)
         has_objective = request.ttft_slo_s != math.inf
         due_s = ticket.received_s + (request.ttft_slo_s - work_s if has_objective else 0.0)
         key = rank(priority=ticket.terms.priority, work_s=work_s, due_s=due_s, number=ticket.number)
         late_s = due_s if has_objective else math.inf
-        return self._queue.push(queued, tenant=ticket.account.tenant.name, rank=key, due_s=late_s)
+        return self._queue.push(queued, tenant=ticket.account.tenant.name, rank=key, due_s=late_s, work_s=work_s)
+
+    def _forecast(self, place: Place[QueuedRequest]) -> None:
+        """Forecast the first token of a newcomer that begins to wait, and tell it."""
+        queued, search = place.item, place.item.search
+        if queued.ticket.has_plan or queued.ticket.is_returned or search.request.has_begun:
+            return
+        before_s = self._queue.work_before_s(place, now_s=self._clock.monotonic())
+        search.line_forecast = self._chooser.forecast_in_line(search.request, work_s=place.work_s, before_s=before_s)
+        queued.on_waiting(search.line_forecast)
 
     def _take_back(self, ticket: Ticket) -> None:
         """Let a newcomer that a worker has refused wait as before its plan; no other request displaces it any more."""

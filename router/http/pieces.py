@@ -119,8 +119,15 @@ def _report(facts: RequestFacts) -> dict[str, Any]:
 
 
 def _plain(message: Message) -> dict[str, Any]:
-    """Return every field of a message that has neither lists nor maps."""
+    """Return every field of a message that has neither lists nor maps; an optional one that is not set is None."""
     return {
-        name: _plain(value) if isinstance(value, Message) else value
-        for name, value in ((field.name, getattr(message, field.name)) for field in message.DESCRIPTOR.fields)
+        field.name: _value(message, field.name, is_optional=field.containing_oneof is not None)
+        for field in message.DESCRIPTOR.fields
     }
+
+
+def _value(message: Message, name: str, *, is_optional: bool) -> Any:
+    if is_optional and not message.HasField(name):
+        return None
+    value = getattr(message, name)
+    return _plain(value) if isinstance(value, Message) else value

@@ -20,9 +20,11 @@ from common.errors import RefusalCause, Refused
 from common.ids import WorkerId
 from common.timing import GUESSED_TIMING
 from router.admission.limits import retry_after
+from router.calibration import Forecast
 from router.fleet import Fleet
 from router.index import PrefixIndex
 from router.placement.decisions import Booking, DecisionLog
+from router.placement.forecasts import Forecaster
 from router.placement.loads import WorkerLoad
 from router.placement.plans import Busy, FleetView, PlacementRequest, Plan, Policy
 from router.prefix_match import PrefixMatches
@@ -122,6 +124,8 @@ class Search:
     shed: Shed = Shed.NONE
     exclusions: dict[WorkerId, Exclusion] = field(default_factory=dict)
     version_when_booked: dict[WorkerId, int] = field(default_factory=dict)
+    line_forecast: Forecast | None = None
+    """Forecast of the time to first token made when the request entered the line."""
     awaited: WorkerLoad | None = None
     """The busy worker for which the last refusal was made, as it was then."""
 
@@ -143,6 +147,8 @@ class Chooser:
         self._policy = policy
         self._clock = clock
         self.decisions = DecisionLog()
+        self.forecaster = Forecaster()
+        self.decisions.subscribe(self.forecaster.learn)
 
     def choose(self, search: Search) -> Booking | Refused:
         """Return a booked plan, or why there is none now. The caller releases the booking."""
@@ -195,6 +201,19 @@ class Chooser:
         num_cached = min(self._index.match(request.hashes).longest, request.num_usable_blocks) * request.block_size
         return self._fleet.roster.typical_timing.prefill_s(request.num_tokens - num_cached, num_cached)
 
+    def forecast_in_line(self, request: PlacementRequest, *, work_s: float, before_s: float) -> Forecast | None:
+        """Return the time to first token of a request that waits behind `before_s` of work; None without any worker.
+
+        The workers share the work before it, and, of the requests that come meanwhile, as much as its own: shorter ones
+        overtake it, and the longer it computes, the more do.
+        """
+        roster, now_s = self._fleet.roster, self._clock.monotonic()
+        num_workers = len(roster.prefill or roster.decode)
+        if not num_workers:
+            return None
+        wait_s = max(0.0, roster.prefill_free_at_s() - now_s) + (before_s + work_s) / num_workers
+        return self.forecaster.in_line(wait_s + work_s, passed_s=now_s - request.received_s)
+
     def exclude(self, search: Search, worker_id: WorkerId, *, retry_after_s: float | None) -> None:
         """Leave a worker that refused the search out until its load changes or the time has passed."""
         search.exclusions[worker_id] = Exclusion(
@@ -226,7 +245,11 @@ class Chooser:
 
     def _book(self, search: Search, request: PlacementRequest, plan: Plan) -> Booking:
         booking = self._fleet.book(plan, request)
-        booking.decision.num_hashed_blocks = len(request.hashes)
+        decision = booking.decision
+        decision.num_hashed_blocks = len(request.hashes)
+        decision.waited_s = decision.decided_s - request.received_s
+        decision.line_forecast = search.line_forecast
+        decision.ttft_forecast, decision.itl_forecast = self.forecaster.ttft(request, plan), self.forecaster.itl(plan)
         for worker_id in (plan.decode, plan.prefill):
             if worker_id is not None:
                 search.version_when_booked[worker_id] = self._fleet.load_version(worker_id)

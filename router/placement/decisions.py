@@ -15,6 +15,7 @@ from common.errors import Cancelled
 from common.ids import RequestId
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import sequence_pb2
+from router.calibration import Forecast
 from router.member import Hold
 from router.placement.plans import Candidate, Plan, PlanKind
 
@@ -34,6 +35,14 @@ class Decision:
     """On the router's clock."""
     decision_s: float = 0.0
     """Duration of the choice."""
+    waited_s: float = 0.0
+    """Time from the receipt of the request to the choice."""
+    line_forecast: Forecast | None = None
+    """Time from receipt to the first token, as forecast when the request entered the line; None: it never waited."""
+    ttft_forecast: Forecast | None = None
+    """Time from receipt to the first token, as forecast at the choice."""
+    itl_forecast: Forecast | None = None
+    """Mean gap between tokens, as forecast at the choice."""
     tenant: str = ""
     """Owner of the request; no other tenant may see the decision."""
     attempt: int = 0
@@ -127,8 +136,16 @@ class DecisionLog:
 _KINDS = {PlanKind.REMOTE: pb.PLAN_KIND_REMOTE, PlanKind.LOCAL: pb.PLAN_KIND_LOCAL}
 
 
-def plan_to_proto(plan: Plan, *, attempt: int) -> pb.PlanChosen:
-    """Return the part of a plan that its client sees."""
+def forecast_to_proto(forecast: Forecast | None) -> pb.Forecast | None:
+    """Return the message of a forecast."""
+    if forecast is None:
+        return None
+    return pb.Forecast(expected_s=forecast.expected_s, low_s=forecast.low_s, high_s=forecast.high_s)
+
+
+def plan_to_proto(decision: Decision, *, attempt: int) -> pb.PlanChosen:
+    """Return the part of a decision that its client sees."""
+    plan = decision.plan
     return pb.PlanChosen(
         kind=_KINDS[plan.kind],
         prefill_worker_id=plan.prefill or "",
@@ -140,6 +157,9 @@ def plan_to_proto(plan: Plan, *, attempt: int) -> pb.PlanChosen:
         num_source_blocks=0 if plan.pull is None else plan.pull.num_blocks,
         predicted_ttft_s=plan.predicted_ttft_s or 0.0,
         predicted_itl_s=plan.predicted_itl_s or 0.0,
+        ttft_forecast=forecast_to_proto(decision.ttft_forecast),
+        line_ttft_forecast=forecast_to_proto(decision.line_forecast),
+        itl_forecast=forecast_to_proto(decision.itl_forecast),
     )
 
 
@@ -156,10 +176,11 @@ def _decision(decision: Decision, policy: str, now_s: float) -> pb.Decision:
         age_s=now_s - decision.decided_s,
         policy=policy,
         num_tokens=decision.num_tokens,
-        plan=plan_to_proto(plan, attempt=decision.attempt),
+        plan=plan_to_proto(decision, attempt=decision.attempt),
         candidates=[_candidate(candidate) for candidate in plan.candidates()],
         num_candidates=plan.num_candidates,
         decision_s=decision.decision_s,
+        waited_s=decision.waited_s,
         outcome=pb.DecisionOutcome(
             num_cached_tokens=decision.num_cached_tokens,
             ttft_s=decision.ttft_s,

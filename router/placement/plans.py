@@ -120,6 +120,8 @@ class PlacementRequest:
     """Objective for the time from `received_s` to the first token."""
     tpot_slo_s: float = math.inf
     """Objective for the mean gap between tokens."""
+    has_begun: bool = False
+    """The client has had its first token, through an earlier plan."""
     now_s: float = 0.0
     """Time of the choice. The chooser sets this field and the following ones."""
     cached_blocks: Mapping[WorkerId, int] = field(default_factory=dict)

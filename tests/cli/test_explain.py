@@ -13,7 +13,7 @@ def test_explain_shows_candidates_choice_and_predicted_beside_actual(run: Run, a
     assert result.exit_code == 0
     complete, _, running = result.stdout.partition("req-0 ·")
     assert "req-1 · attempt 1 · 90.00 s ago · completed" in complete
-    assert "policy predictive: 1000 tokens, 6 options in 0.4 ms" in complete
+    assert "policy predictive: 1000 tokens, 6 options in 0.4 ms, 1.00 s after receipt" in complete
     assert "chosen remote prefill-0 → decode-1 (least cost)" in complete
     rows = {cells(line)[0]: cells(line)[1:] for line in complete.splitlines() if "│" in line or "┃" in line}
     assert rows["candidate"] == ["pull from", "cost", "prefill", "queue"]
@@ -21,12 +21,16 @@ def test_explain_shows_candidates_choice_and_predicted_beside_actual(run: Run, a
     assert rows["local decode-0"] == ["", "2", "", "2"]
     assert rows["cached tokens"] == ["640", "608"]
     assert rows["choice to first token"] == ["500 ms", "625 ms"]
-    assert rows["gap between tokens"] == ["20.0 ms", "30.0 ms"]
+    assert rows["receipt to first token"] == ["1.50 s (1.25 s to 2.00 s)", "1.62 s"]
+    assert rows["… on entering the line"] == ["3.00 s", "1.62 s"]
+    assert rows["gap between tokens"] == ["25.0 ms (20.0 ms to 50.0 ms)", "30.0 ms"]
     assert "attempt 2" in running
     assert "running" in running
     assert {cells(line)[0]: cells(line)[1:] for line in running.splitlines() if "│" in line} == {
         "cached tokens": ["0", "–"],
         "choice to first token": ["–", "–"],
+        "receipt to first token": ["–", "–"],
+        "… on entering the line": ["–", "–"],
         "gap between tokens": ["–", "–"],
     }
 

@@ -14,6 +14,7 @@ def test_simulate_compares_policies_and_leaves_table_page_and_requests(run: Run,
     assert result.exit_code == 0, result.output
     assert "[4/4]" in result.stderr
     assert result.stdout.count("round_robin") == 2
+    assert "at the choice: off, held" in result.stdout
     assert (folder / "out" / "report.html").read_text().startswith("<!doctype html>")
     assert (folder / "out" / "table.txt").exists()
     lines = (folder / "out" / "cells" / "predictive@0.5" / "requests.jsonl").read_text().splitlines()

@@ -148,6 +148,9 @@ def remote_decision() -> pb.Decision:
             num_source_blocks=40,
             predicted_ttft_s=0.5,
             predicted_itl_s=0.02,
+            ttft_forecast=pb.Forecast(expected_s=1.5, low_s=1.25, high_s=2.0),
+            line_ttft_forecast=pb.Forecast(expected_s=3.0),
+            itl_forecast=pb.Forecast(expected_s=0.025, low_s=0.02, high_s=0.05),
         ),
         candidates=[
             pb.Candidate(
@@ -162,6 +165,7 @@ def remote_decision() -> pb.Decision:
         ],
         num_candidates=6,
         decision_s=0.0004,
+        waited_s=1.0,
         outcome=pb.DecisionOutcome(num_cached_tokens=608, ttft_s=0.625, mean_itl_s=0.03, ended="completed"),
     )
 

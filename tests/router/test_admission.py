@@ -17,6 +17,7 @@ from kvrelay.v1 import worker_pb2
 from router.admission.account import Service
 from router.admission.line import MAX_CANDIDATES, MAX_OVERTAKEN, Admission
 from router.admission.ticket import QueuedRequest, Ticket
+from router.calibration import Forecast
 from router.facts import Endpoint
 from router.fleet import Fleet
 from router.index import PrefixIndex
@@ -80,6 +81,9 @@ class PageChooser(Chooser):
         decision = Decision(request_id=request.request_id, num_tokens=request.num_tokens, plan=plan, decided_s=0.0)
         return Booking(decision=decision, decode=hold, on_release=free)
 
+    def forecast_in_line(self, request: PlacementRequest, *, work_s: float, before_s: float) -> Forecast:
+        return Forecast(expected_s=before_s + work_s, predicted_s=before_s + work_s)
+
     def may_differ(self, search: Search) -> bool:
         return self.differs
 
@@ -112,6 +116,8 @@ class Line:
         self.tickets: dict[str, Ticket] = {}
         self.queued: dict[str, QueuedRequest] = {}
         self.waiting: dict[str, asyncio.Task[Booking]] = {}
+        self.told: list[tuple[str, float | None]] = []
+        """Requests that were told that they wait, with the forecast of their first token."""
 
     def admit(self, tenant: Tenant = A, *, priority: int = 0) -> Ticket:
         ticket = self.admission.admit(tenant, Terms(priority=priority))
@@ -132,7 +138,10 @@ class Line:
         request = PlacementRequest(request_id=RequestId(name), num_tokens=num_pages, block_size=1, num_output_tokens=0)
         deadline_s = self.clock.monotonic() + patience_s
         self.queued[name] = QueuedRequest(
-            ticket=self.tickets[name], search=Search(request=request), deadline_s=deadline_s
+            ticket=self.tickets[name],
+            search=Search(request=request),
+            deadline_s=deadline_s,
+            on_waiting=lambda forecast: self.told.append((name, None if forecast is None else forecast.expected_s)),
         )
         self.waiting[name] = asyncio.create_task(self.admission.place(self.queued[name]))
         await turns()
@@ -188,6 +197,33 @@ async def test_full_line_refuses_and_says_when_by_the_pace_it_measured() -> None
     assert "2 requests are waiting; the limit is 2" in refused[0].reason
     assert [refusal.retry_after_s for refusal in refused] == pytest.approx([0.5, 1.0], rel=0.1)
     assert line.counts == (2, 1)
+
+
+async def test_newcomer_that_waits_is_told_when_by_the_work_of_those_before_it() -> None:
+    line = Line(num_pages=4)
+    await line.come("running", 4)
+    assert line.told == []
+    await line.come("x", 2)
+    await line.come("y", 3)
+    assert line.told == [("x", 2.0), ("y", 2.0 + 3.0)]
+    await line.leave("x")
+    await line.come("z", 1)  # shorter: it goes before y
+    assert line.told[2:] == [("z", 1.0)]
+    line.waiting.pop("running").result().decode.num_blocks = 0  # its worker died: it waits again, but is no newcomer
+    await line.place("running", 4)
+    await line.come("w", 4)
+    assert line.told[3:] == [("w", 4.0 + 1.0 + 3.0 + 4.0)]
+
+
+async def test_request_that_is_refused_or_gives_up_is_before_no_other_any_more() -> None:
+    line = Line(num_pages=0)
+    await line.come("x", 2)
+    line.chooser.hopeless.add("x")
+    line.chooser.change()
+    await turns()
+    assert line.waiting["x"].exception() is not None
+    await line.come("y", 3)
+    assert line.told[-1] == ("y", 3.0)
 
 
 async def test_tenant_with_a_full_line_of_its_own_does_not_fill_that_of_others() -> None:

@@ -22,6 +22,7 @@ from tests.router.fakes import (
     Reply,
     TestCluster,
     config_with,
+    full_pair,
     make_request,
     running_cluster,
     trio,
@@ -156,6 +157,23 @@ async def test_explain_shows_candidates_choice_and_outcome_of_a_request() -> Non
         assert 0 < decision.outcome.ttft_s <= reply.completed.timings.ttft_s
         assert decision.outcome.mean_itl_s == pytest.approx(reply.completed.timings.mean_itl_s)
         assert decision.outcome.ended == "completed"
+
+
+async def test_client_that_waits_is_told_its_ttft_which_explain_shows_beside_the_outcome() -> None:
+    prefill, decode = full_pair()
+    async with running_cluster(prefill, decode) as cluster:
+        replies = await cluster.queue(make_request(10), make_request(10))
+        decode.set_load(num_free_blocks=64, num_running=0)
+        for reply in await replies:
+            events = [message.WhichOneof("event") for message in reply.messages]
+            assert events[:3] == ["accepted", "queued", "plan"]
+            (plan,) = reply.plans
+            assert plan.line_ttft_forecast == reply.messages[1].queued.ttft_forecast
+            (decision,) = await explain(cluster, request_id_of(reply))
+            assert decision.plan == plan
+            assert 0 < decision.waited_s < plan.ttft_forecast.expected_s
+            assert decision.waited_s + decision.outcome.ttft_s >= reply.completed.timings.ttft_s
+        assert plan.line_ttft_forecast.expected_s > 0
 
 
 async def test_explain_of_a_running_request_has_no_outcome_yet(cluster: TestCluster) -> None:

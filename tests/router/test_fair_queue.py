@@ -24,12 +24,12 @@ def push(
 ) -> Place[int]:
     """Add a request that arrives at second `number`."""
     key = rank(priority=priority, work_s=work_s, due_s=number, number=number)
-    return queue.push(number, tenant=tenant, rank=key)
+    return queue.push(number, tenant=tenant, rank=key, work_s=work_s)
 
 
-def serve(queue: FairQueue[int], *, cost: float = 0.0, skipping: Container[str] = ()) -> Place[int]:
+def serve(queue: FairQueue[int], *, cost: float = 0.0, skipping: Container[str] = (), now_s: float = 0.0) -> Place[int]:
     """Take out the next place, which must exist, and charge its tenant."""
-    place = queue.pop(now_s=0.0, skipping=skipping)
+    place = queue.pop(now_s=now_s, skipping=skipping)
     assert place is not None
     queue.charge(place.tenant, cost)
     return place
@@ -62,6 +62,44 @@ def test_long_prompt_gives_way_only_to_those_that_come_within_its_own_work() -> 
     push(queue, 9)
     push(queue, 11)
     assert drain(queue) == [9, 0, 11]
+
+
+def test_work_before_a_request_is_that_of_the_waiting_ones_that_go_before_it() -> None:
+    queue = make_queue(a=1)
+    first, second = push(queue, 0, work_s=1.0), push(queue, 1, work_s=2.0)
+    last = push(queue, 9, work_s=4.0)
+    assert queue.work_before_s(last, now_s=0.0) == 3.0
+    queue.push_first(5, number=5, work_s=8.0)
+    assert [queue.work_before_s(place, now_s=0.0) for place in (first, second, last)] == [8.0, 9.0, 11.0]
+    tried = queue.pop(now_s=0.0)
+    assert tried is not None
+    queue.restore(tried)
+    assert queue.work_before_s(last, now_s=0.0) == 11.0
+    queue.grant(tried)
+    assert queue.work_before_s(last, now_s=0.0) == 3.0
+    queue.discard(second)
+    assert queue.work_before_s(last, now_s=0.0) == 1.0
+
+
+def test_late_request_has_all_others_and_the_late_ones_that_came_earlier_before_it() -> None:
+    queue = make_queue(a=1)
+    early, late = (queue.push(n, tenant="a", rank=(0, n, n), due_s=1.0, work_s=5.0) for n in (0, 1))
+    punctual = queue.push(2, tenant="a", rank=(0, 2, 2), work_s=2.0)
+    for _ in range(2):  # the late ones are found when they would be next
+        queue.restore(serve(queue, now_s=2.0))
+    assert queue.work_before_s(punctual, now_s=2.0) == 0.0
+    assert queue.work_before_s(early, now_s=2.0) == 2.0
+    assert queue.work_before_s(late, now_s=2.0) == 2.0 + 5.0
+
+
+def test_other_tenants_get_their_share_before_a_request_and_no_more_than_they_wait_for() -> None:
+    queue = make_queue(a=1, b=1, heavy=3)
+    push(queue, 0, work_s=1.0)
+    mine = push(queue, 1, work_s=1.0)
+    for number in range(10):
+        push(queue, number, tenant="heavy", work_s=1.0)
+    push(queue, 0, tenant="b", work_s=0.5)
+    assert queue.work_before_s(mine, now_s=0.0) == 1.0 + 3 * 2.0 + 0.5
 
 
 def test_requests_that_lost_a_plan_go_before_newcomers_in_order_of_arrival() -> None:

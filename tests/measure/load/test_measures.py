@@ -1,6 +1,7 @@
 import pytest
 
 from common.slo import Slo
+from kvrelay.client.records import Forecast
 from measure.load.measures import summarize
 from measure.load.records import Outcome, PoolSample, ServerReport
 from measure.load.summary import Summary
@@ -92,7 +93,8 @@ def test_summary_of_server_reports_has_cache_transfers_replans_and_forecasts() -
             transfer_bytes=moved,
             num_attempts=attempts,
             ttft_s=1.0,
-            predicted_ttft_s=foreseen_s,
+            predicted_ttft_s=0.125,  # from the choice on
+            ttft_forecast=Forecast(expected_s=foreseen_s),
         )
 
     requests = [

@@ -19,7 +19,7 @@ from common.errors import (
     Unauthenticated,
     Unreachable,
 )
-from kvrelay.client.records import ChatMessage
+from kvrelay.client.records import ChatMessage, Forecast
 from measure.load.records import ServerReport
 from measure.load.targets.completion import CompletionReader, SseReader
 from measure.load.targets.interface import Feature, Target, TargetAnswer, TargetRequest, TargetSpec, make_target
@@ -122,12 +122,13 @@ def test_last_event_without_text_is_a_token_if_the_total_counts_it() -> None:
 
 
 async def test_report_of_our_own_server_is_requested_and_read() -> None:
-    predicted = {"predicted_ttft_s": 0.5, "predicted_cached_tokens": 16}
+    predicted = {"predicted_ttft_s": 0.5, "predicted_cached_tokens": 16, "line_ttft_forecast": None}
+    forecast = {"expected_s": 0.75, "low_s": 0.5, "high_s": None}
     timings = {"queue_s": 0.1, "prefill_s": 0.2, "transfer_s": 0.3, "transfer_exposed_s": 0.05, "ttft_s": 0.4}
     timings["e2e_s"] = 0.9
     told = {
         "request_id": "req-9",
-        "plans": [{"prefill_worker_id": "p0", "decode_worker_id": "d0", **predicted}],
+        "plans": [{"prefill_worker_id": "p0", "decode_worker_id": "d0", **predicted, "ttft_forecast": forecast}],
         "usage": {"num_cached_tokens": 16, "num_pulled_tokens": 0, "num_decode_cached_tokens": 8},
         "timings": timings,
         "transfer": {"kv_bytes": 1024, "transport": "shm"},
@@ -146,6 +147,7 @@ async def test_report_of_our_own_server_is_requested_and_read() -> None:
         num_decode_cached_tokens=8,
         transfer_bytes=1024,
         transport="shm",
+        ttft_forecast=Forecast(expected_s=0.75, low_s=0.5),
         **timings,  # type: ignore[arg-type]
         **predicted,  # type: ignore[arg-type]
     )

@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 
 from common.slo import Slo
+from kvrelay.client.records import Forecast
 from measure.figures import Percentiles
 from measure.load.records import Outcome, RequestRecord, ServerReport
 from measure.simulate.records import SimRun, WorkerResult
-from measure.simulate.results import Summary, hot_spot, summarize_run
+from measure.simulate.results import ForecastCheck, Summary, hot_spot, summarize_run
 from measure.simulate.store import read_requests, write_requests
 from tests.measure.load.made_runs import make_failure, make_request
 
@@ -153,3 +154,19 @@ def test_requests_in_a_file_keep_their_latencies_and_reports(tmp_path: Path) -> 
     for before, after in zip(requests, found, strict=True):
         for name in ("ttft_s", "tpot_s", "e2e_s", "num_output_tokens", "server", "outcome", "error"):
             assert getattr(after, name) == getattr(before, name)
+
+
+def test_forecasts_are_compared_with_outcomes_and_their_intervals_where_they_have_one() -> None:
+    forecasts = (
+        Forecast(expected_s=1.5),
+        Forecast(expected_s=1.1, low_s=0.5, high_s=1.5),
+        Forecast(expected_s=0.7, low_s=0.5, high_s=0.9),
+    )
+    requests = [make_result(index, ttft_s=1.0, ttft_forecast=forecast) for index, forecast in enumerate(forecasts)]
+    waited = make_result(3, ttft_s=2.0, line_ttft_forecast=Forecast(expected_s=1.0, low_s=0.5, high_s=2.0))
+    summary = summary_of(*requests, waited, refused(4))
+    assert summary.ttft_forecast is not None
+    assert (summary.ttft_forecast.num_requests, summary.ttft_forecast.held_share) == (3, 0.5)
+    assert summary.ttft_forecast.median_error == pytest.approx(0.3)
+    assert summary.line_ttft_forecast == ForecastCheck(num_requests=1, median_error=0.5, held_share=1.0)
+    assert summary.itl_forecast is None

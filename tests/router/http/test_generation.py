@@ -133,7 +133,10 @@ async def test_report_has_plan_timings_and_transfer() -> None:
         _status, headers, raw = await fetch(http.port, "POST", COMPLETIONS, body)
         (told,) = json.loads(raw)["kvrelay"]["requests"]
         assert told["request_id"] == headers["x-request-id"]
-        assert (told["plans"][0]["kind"], told["plans"][0]["decode_worker_id"]) == ("remote", "d0")
+        (plan,) = told["plans"]
+        assert (plan["kind"], plan["decode_worker_id"]) == ("remote", "d0")
+        assert plan["line_ttft_forecast"] is None  # it did not wait
+        assert (plan["ttft_forecast"]["expected_s"] > 0, plan["ttft_forecast"]["low_s"]) == (True, None)
         assert (told["timings"]["prefill_s"], told["transfer"]["kv_bytes"], told["seed"]) == (0.25, 100, 7)
 
 

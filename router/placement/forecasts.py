@@ -1,0 +1,53 @@
+"""Forecasts of the time to first token and of the gap between tokens, with intervals.
+
+There are two of the time to first token, both from receipt on: the first is made when the request enters the line, from
+the work before it; the second when its plan is chosen, when the wait in line is known and the policy predicts the rest.
+Each learns from its own outcomes (router/calibration.py). Forecasts inform clients and operators; choices do not read
+them.
+"""
+
+from typing import TYPE_CHECKING
+
+from router.calibration import ErrorBand, Forecast
+from router.placement.plans import PlacementRequest, Plan, PlanKind
+
+if TYPE_CHECKING:
+    from router.placement.decisions import Decision
+
+
+class Forecaster:
+    """Makes forecasts and learns from ended decisions. Event loop only."""
+
+    def __init__(self) -> None:
+        self._in_line = ErrorBand()
+        self._ttft = {kind: ErrorBand() for kind in PlanKind}
+        """Errors by kind of plan: a decode worker computes a prompt beside its answers, so its times vary more."""
+        self._itl = ErrorBand()
+
+    def in_line(self, predicted_s: float, *, passed_s: float) -> Forecast:
+        """Return the time to first token of a request that waits in line, `passed_s` after it was received."""
+        return self._in_line.forecast(predicted_s, passed_s=passed_s)
+
+    def ttft(self, request: PlacementRequest, plan: Plan) -> Forecast | None:
+        """Return the time to first token with a plan that is chosen now; None when the policy predicts none.
+
+        None also when the client has had its first token, through an earlier plan.
+        """
+        if plan.predicted_ttft_s is None or request.has_begun:
+            return None
+        return self._ttft[plan.kind].forecast(plan.predicted_ttft_s, passed_s=request.waited_s)
+
+    def itl(self, plan: Plan) -> Forecast | None:
+        """Return the mean gap between tokens with a plan; None when the policy predicts none."""
+        return None if plan.predicted_itl_s is None else self._itl.forecast(plan.predicted_itl_s)
+
+    def learn(self, decision: "Decision") -> None:
+        """Learn from a decision whose attempt has ended."""
+        if decision.ttft_s is not None:
+            whole_s = decision.waited_s + decision.ttft_s
+            if decision.ttft_forecast is not None:
+                self._ttft[decision.plan.kind].learn(decision.ttft_forecast, whole_s)
+            if decision.line_forecast is not None:
+                self._in_line.learn(decision.line_forecast, whole_s)
+        if decision.mean_itl_s is not None and decision.itl_forecast is not None:
+            self._itl.learn(decision.itl_forecast, decision.mean_itl_s)
