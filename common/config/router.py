@@ -76,6 +76,9 @@ class RouterConfig(Section):
     """Requests that are refused at once because no worker can serve them in time. `deadline`: those whose first token
     would come after the client's own deadline; `slo`: also those that would miss their objective for the time to first
     token; `none`. Only measured times refuse."""
+    late_share: Annotated[float, Field(ge=0, le=1), Need.ROUTERS] = 0.016
+    """Largest share of a tenant's work, in tokens, that goes to requests which have missed their objective for the
+    first token while others of it could still meet theirs; [see below](#overload)."""
     queue_timeout_s: Annotated[float, Field(gt=0), Need.ROUTERS] = 60.0
     """Longest wait for a plan, in seconds."""
     recovery_timeout_s: Annotated[float, Field(gt=0), Need.ROUTERS] = 60.0

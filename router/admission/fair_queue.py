@@ -11,8 +11,13 @@ the computation may begin and still be in time for the first token; without an o
 gives way to short ones, but only to those that arrive within `work_s / AGEING` seconds after it. Requests age alike,
 so the order of two waiting requests never changes, and a heap holds it.
 
-Requests that are too late for their objective go behind all others: under overload, serving every request late serves
-none. They go in order of arrival when no others wait, and at every LATE_TURN-th grant in any case, so none starves.
+Requests that are late for their objective go behind those in time. The aim: as many requests as possible within their
+objectives, while each of the others still gets its answer before its deadline or is refused with a true retry-after,
+at a price of at most `late_share` of the work. Late requests therefore go when no others of their tenant wait; and
+before others whenever the work of all that the tenant was granted has paid, at that share, for the last late one that
+did. Among late requests, higher priority goes first, then the earlier deadline: those that can no longer be answered
+are refused when their turn comes (chooser.py). The share is of work, not of requests, because late ones are mostly
+long. One request at a time may exceed it, so that none is too long for ever.
 
 Every operation costs O(log n + tenants) for n waiting requests.
 """
@@ -25,8 +30,6 @@ from typing import Generic, TypeVar
 
 AGEING = 0.3
 """Seconds of prefill that a second of waiting outweighs."""
-LATE_TURN = 64
-"""Out of this many plans of a tenant, one goes to a request that is late already."""
 PROMPT_TOKEN_COST = 1.0
 OUTPUT_TOKEN_COST = 2.0
 FIRST = ""
@@ -53,23 +56,37 @@ class Place(Generic[T]):
     rank: Rank
     due_s: float = math.inf
     """Time after which the item is late."""
+    deadline_s: float = math.inf
+    """Time at which it gives up; late items go in this order."""
+    number: int = 0
+    """Position in the order in which items came to the queue."""
+    is_late: bool = False
+    """Whether it was found late."""
     is_waiting: bool = False
     """Whether it is in line; `pop` takes it out."""
 
 
+_Entry = tuple[Rank, int, Place[T]]
+"""Key, position in the order of arrival, and the item."""
+
+
 @dataclass(slots=True, eq=False)
 class _TenantQueue(Generic[T]):
-    """Items of one tenant."""
+    """Items of one tenant. The heaps include places that are no longer waiting; `heap` includes late ones, too."""
 
     weight: float
-    heap: list[tuple[Rank, int, Place[T]]] = field(default_factory=list)
-    """Includes places that are no longer waiting. The second entry breaks ties by arrival: samples of one request that
-    lost their workers have equal ranks."""
-    late: list[tuple[Rank, int, Place[T]]] = field(default_factory=list)
-    """Items that were found late."""
+    late_share: float = 0.0
+    heap: list[_Entry[T]] = field(default_factory=list)
+    """Items by rank."""
+    due: list[_Entry[T]] = field(default_factory=list)
+    """Items by the time after which they are late."""
+    late: list[_Entry[T]] = field(default_factory=list)
+    """Items that were found late, by priority and deadline."""
     num_added: int = 0
     num_waiting: int = 0
-    num_granted: int = 0
+    late_debt: float = 0.0
+    """Work of late items that went before those in time and is not paid for yet; none goes before them while it is
+    positive."""
     counter: float = 0.0
     is_held: bool = False
 
@@ -78,48 +95,84 @@ class _TenantQueue(Generic[T]):
         return self.num_waiting > 0 and not self.is_held
 
     def add(self, place: Place[T]) -> None:
-        place.is_waiting = True
         self.num_added += 1
-        heapq.heappush(self.heap, (place.rank, self.num_added, place))
+        place.number = self.num_added
+        if place.due_s != math.inf:
+            heapq.heappush(self.due, ((place.due_s,), place.number, place))
+        self.restore(place)
+
+    def restore(self, place: Place[T]) -> None:
+        place.is_waiting = True
         self.num_waiting += 1
+        if place.is_late:
+            self._add_late(place)
+        else:
+            heapq.heappush(self.heap, (place.rank, place.number, place))
 
     def remove(self, place: Place[T]) -> None:
         place.is_waiting = False
         self.num_waiting -= 1
-        if len(self.heap) + len(self.late) > max(2 * self.num_waiting, _MIN_STALE):
-            for heap in (self.heap, self.late):
+        for heap in (self.heap, self.due, self.late):
+            if len(heap) > max(2 * self.num_waiting, _MIN_STALE):
                 heap[:] = [entry for entry in heap if entry[-1].is_waiting]
                 heapq.heapify(heap)
 
     def take(self, now_s: float) -> Place[T]:
-        place = self._next(now_s)
+        """Take out the next item; at least one waits."""
+        self._find_late(now_s)
+        late, in_time = _first(self.late), _first(self.heap)
+        if late is not None and (in_time is None or self._has_late_turn):
+            place = late
+            heapq.heappop(self.late)
+        else:
+            assert in_time is not None, f"none of {self.num_waiting} items that wait is in a heap"
+            place = in_time
+            heapq.heappop(self.heap)
         place.is_waiting = False
         self.num_waiting -= 1
         return place
 
-    def _next(self, now_s: float) -> Place[T]:
-        if self.num_granted % LATE_TURN == LATE_TURN - 1:
-            while self.late:
-                _rank, _order, place = heapq.heappop(self.late)
-                if place.is_waiting:
-                    return place
-        while self.heap:
-            _rank, order, place = heapq.heappop(self.heap)
-            if not place.is_waiting:
-                continue
-            if place.due_s >= now_s:
-                return place
-            heapq.heappush(self.late, ((place.rank[0], place.rank[-1]), order, place))
-        while True:
-            _rank, _order, place = heapq.heappop(self.late)
+    @property
+    def _has_late_turn(self) -> bool:
+        return self.late_share > 0 >= self.late_debt
+
+    def grant(self, place: Place[T], work: float) -> None:
+        if place.is_late and _first(self.heap) is not None:
+            self.late_debt += (1 - self.late_share) * work
+        else:
+            # What late items do not use is not saved up.
+            paid = self.late_share * work
+            self.late_debt = max(self.late_debt - paid, -paid)
+
+    def _find_late(self, now_s: float) -> None:
+        while self.due and self.due[0][-1].due_s < now_s:
+            place = heapq.heappop(self.due)[-1]
             if place.is_waiting:
-                return place
+                place.is_late = True
+                self._add_late(place)
+
+    def _add_late(self, place: Place[T]) -> None:
+        priority_first = place.rank[0]
+        heapq.heappush(self.late, ((priority_first, place.deadline_s), place.number, place))
+
+
+def _first(heap: list[_Entry[T]]) -> Place[T] | None:
+    """Return the first item that waits in the heap."""
+    while heap:
+        key, _number, place = heap[0]
+        # A late item stays in the heap where it stood while it was in time.
+        if place.is_waiting and not (place.is_late and key is place.rank):
+            return place
+        heapq.heappop(heap)
+    return None
 
 
 class FairQueue(Generic[T]):
     """All items in line. Event loop only."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, late_share: float = 0.0) -> None:
+        """`late_share`: largest share of a tenant's work that goes to late items while others wait."""
+        self._late_share = late_share
         self._queues: dict[str, _TenantQueue[T]] = {}
         self._first: _TenantQueue[T] = _TenantQueue(weight=1.0)
         self._last_left = self._first
@@ -136,18 +189,20 @@ class FairQueue(Generic[T]):
     def add_tenant(self, name: str, *, weight: float) -> None:
         """Make a tenant known. Harmless when repeated."""
         if name not in self._queues:
-            self._queues[name] = _TenantQueue(weight=weight)
+            self._queues[name] = _TenantQueue(weight=weight, late_share=self._late_share)
 
     def counter(self, tenant: str) -> float:
         """Return the tenant's weighted service."""
         return self._queues[tenant].counter
 
-    def push(self, item: T, *, tenant: str, rank: Rank, due_s: float = math.inf) -> Place[T]:
+    def push(
+        self, item: T, *, tenant: str, rank: Rank, due_s: float = math.inf, deadline_s: float = math.inf
+    ) -> Place[T]:
         """Add a newcomer to the queue of its tenant; after `due_s` it goes behind those that are not late."""
         queue = self._queues[tenant]
         if not queue.contends:
             self._lift(queue)
-        place = Place(item, tenant, queue, rank, due_s)
+        place = Place(item, tenant, queue, rank, due_s, deadline_s)
         queue.add(place)
         return place
 
@@ -169,13 +224,13 @@ class FairQueue(Generic[T]):
         self._note_left(queue)
         return place
 
-    def grant(self, place: Place[T]) -> None:
-        """Note that an item that was taken out has been served."""
-        place.queue.num_granted += 1
+    def grant(self, place: Place[T], work: float) -> None:
+        """Note that an item that was taken out is served, and how much work it is in the units of `charge`."""
+        place.queue.grant(place, work)
 
     def restore(self, place: Place[T]) -> None:
         """Put an item that was taken out back at the same place; the counters stay as they are."""
-        place.queue.add(place)
+        place.queue.restore(place)
 
     def discard(self, place: Place[T]) -> None:
         """Remove an item. Harmless when it is not in line."""

@@ -48,8 +48,16 @@ class Admission:
     """The line. Event loop only."""
 
     def __init__(
-        self, *, fleet: Fleet, chooser: Chooser, clock: Clock, max_queued: int, metrics: TenantMetrics
+        self,
+        *,
+        fleet: Fleet,
+        chooser: Chooser,
+        clock: Clock,
+        max_queued: int,
+        metrics: TenantMetrics,
+        late_share: float = 0.0,
     ) -> None:
+        """`late_share`: largest share of a tenant's work that goes to late requests while others wait."""
         self._fleet = fleet
         self._chooser = chooser
         self._clock = clock
@@ -63,7 +71,7 @@ class Admission:
         """Requests refused before any worker was asked for anything."""
         self._num_changes = 0
         self._accounts: dict[str, Account] = {}
-        self._queue: FairQueue[QueuedRequest] = FairQueue()
+        self._queue: FairQueue[QueuedRequest] = FairQueue(late_share=late_share)
         self._pace = Pace()
         self._timer: asyncio.TimerHandle | None = None
         self._opens_s = 0.0
@@ -236,7 +244,10 @@ class Admission:
         due_s = ticket.received_s + (request.ttft_slo_s - work_s if has_objective else 0.0)
         key = rank(priority=ticket.terms.priority, work_s=work_s, due_s=due_s, number=ticket.number)
         late_s = due_s if has_objective else math.inf
-        return self._queue.push(queued, tenant=ticket.account.tenant.name, rank=key, due_s=late_s)
+        deadline_s = min(queued.deadline_s, request.deadline_s)
+        return self._queue.push(
+            queued, tenant=ticket.account.tenant.name, rank=key, due_s=late_s, deadline_s=deadline_s
+        )
 
     def _on_change(self) -> None:
         self._num_changes += 1
@@ -262,7 +273,7 @@ class Admission:
             outcome = self._ask(queued)
             if isinstance(outcome, Booking):
                 self._grant(queued, outcome)
-                self._queue.grant(place)
+                self._queue.grant(place, _cost(queued.ticket.service))
                 self._look(now_s)
                 for other in passed:
                     # A request that waits for a busy worker loses nothing to those that go elsewhere.
