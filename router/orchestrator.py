@@ -307,9 +307,14 @@ class Orchestrator:
         is_first = leg.num_attempts == 1
         patience_s = self._config.queue_timeout_s if is_first else self._config.recovery_timeout_s
         terms = leg.ticket.terms
+        num_tokens = len(job.prompt_token_ids) + len(output)
+        tpot_slo_s = terms.tpot_slo_s
+        if not terms.names_tpot:
+            pace_s = self._fleet.usual_pace_s(num_samples=len(leg.samples), num_tokens=num_tokens)
+            tpot_slo_s = max(tpot_slo_s, pace_s)
         request = PlacementRequest(
             request_id=job.request_id,
-            num_tokens=len(job.prompt_token_ids) + len(output),
+            num_tokens=num_tokens,
             num_samples=len(leg.samples),
             block_size=job.model.block_size,
             hashes=NO_HASHES if wants_prompt else job.hashes(output),
@@ -317,7 +322,7 @@ class Orchestrator:
             received_s=leg.record.life.received_s,
             deadline_s=leg.record.deadline_s,
             ttft_slo_s=terms.ttft_objective_s(len(job.prompt_token_ids)),
-            tpot_slo_s=terms.tpot_slo_s,
+            tpot_slo_s=tpot_slo_s,
         )
         return QueuedRequest(
             ticket=leg.ticket,
