@@ -18,7 +18,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from common.block_hash import NO_HASHES
@@ -49,6 +49,7 @@ from router.placement.chooser import Chooser, Search, Shed
 from router.placement.decisions import Booking
 from router.placement.plans import PlacementRequest
 from router.record import Job, RunningRequest
+from router.tenants import Overload
 from router.traffic import TrafficRecordings
 
 logger = logging.getLogger(__name__)
@@ -324,11 +325,39 @@ class Orchestrator:
             ttft_slo_s=terms.ttft_objective_s(len(job.prompt_token_ids)),
             tpot_slo_s=tpot_slo_s,
         )
-        return QueuedRequest(
-            ticket=leg.ticket,
-            search=Search(request=request, shed=Shed(self._config.shed) if is_first else Shed.NONE),
-            deadline_s=self._clock.monotonic() + patience_s,
+        queued = QueuedRequest(
+            ticket=leg.ticket, search=Search(request=request), deadline_s=self._clock.monotonic() + patience_s
         )
+        if is_first:
+            self._set_overload(queued, leg.record)
+        return queued
+
+    def _set_overload(self, queued: QueuedRequest, record: RunningRequest) -> None:
+        """Set what happens to a new request that is late or will be."""
+        tenant, search = queued.ticket.account.tenant, queued.search
+        configured = Shed(self._config.shed)
+
+        def relax(max_tokens: int | None = None) -> None:
+            search.shed = Shed.DEADLINE if configured is Shed.SLO else configured
+            # A resumed answer keeps the limit that its client was told.
+            if max_tokens is not None and not record.job.begun:
+                record.shorten(max_tokens)
+                num_output_tokens = min(search.request.num_output_tokens, record.job.sampling.max_tokens)
+                search.request = replace(search.request, num_output_tokens=num_output_tokens)
+
+        match tenant.overload:
+            case None:
+                search.shed = configured
+            case Overload.REFUSE:
+                search.shed = Shed.SLO
+            case Overload.WAIT:
+                queued.deadline_s = record.deadline_s
+            case Overload.SHORTEN:
+                search.shed = Shed.SLO
+                queued.on_late = partial(relax, tenant.shortened_max_tokens)
+            case Overload.YIELD:
+                search.shed, queued.deadline_s = Shed.SLO, record.deadline_s
+                queued.on_late = relax
 
     def _suspect(self, leg: _Leg, booking: Booking, failure: AttemptFailed) -> None:
         """Take the workers of a failed attempt out of use until they answer again.

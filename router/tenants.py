@@ -1,10 +1,24 @@
 """Tenants: their shares and limits, the salts that keep their KV apart, and the terms that their requests claim."""
 
+import enum
 import math
 from dataclasses import dataclass
 
 from common.errors import InvalidRequest
 from kvrelay.v1 import inference_pb2
+
+
+class Overload(enum.Enum):
+    """Fate of requests that miss their objective for the first token, or will."""
+
+    REFUSE = "refuse"
+    """Refused at once."""
+    WAIT = "wait"
+    """Served whenever it may be, until their own deadline."""
+    SHORTEN = "shorten"
+    """Served with a shorter answer."""
+    YIELD = "yield"
+    """Served after the requests of all tenants."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +37,10 @@ class Tenant:
     """Prompt and output together, cached ones included."""
     max_priority: int = 0
     """Highest priority; a request that claims more gets this one."""
+    overload: Overload | None = None
+    """None: as the router's `shed` says."""
+    shortened_max_tokens: int = 128
+    """Longest answer of a request that SHORTEN concerns."""
     is_operator: bool = False
     """Whether it may ask for the status of the whole cluster."""
     cache_salt: str = ""

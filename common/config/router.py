@@ -122,6 +122,12 @@ class TenantConfig(Section):
     """Prompt and output tokens, cached ones included; up to one minute's worth at once."""
     max_priority: Annotated[int, Field(ge=0, le=1000)] = 0
     """Largest priority that its requests may claim; a larger claim gets this."""
+    overload: Literal["refuse", "wait", "shorten", "yield"] | None = None
+    """Fate of its requests that miss their objective for the first token, or will. `refuse`: refused at once; `wait`:
+    served whenever it may be, until their own deadline; `shorten`: served with at most `shortened_max_tokens`; `yield`:
+    served after the requests of all tenants. `null`: as `router.shed` says. [More](#overload)."""
+    shortened_max_tokens: Annotated[int, Field(ge=1)] = 128
+    """With `overload: shorten`, longest answer in tokens to such a request."""
     operator: bool = False
     """Its keys may ask for the status of the whole cluster. Commands on the host of the run folder need no key for
     that."""

@@ -114,6 +114,8 @@ class PlanChosen:
     """Time from the choice to the first token; 0 when the policy predicts none."""
     predicted_itl_s: float = 0.0
     """Gap between tokens; 0 when the policy predicts none."""
+    shortened_max_tokens: int = 0
+    """Longest answer when overload has made it shorter than asked for; 0: as asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,8 @@ Between tenants: the virtual token counter of Sheng et al., "Fairness in Serving
 Each tenant has a counter of the tokens that it was served, divided by its weight; the waiting tenant with the lowest
 counter goes next. A tenant that comes back after a pause is lifted to the lowest counter of the waiting ones, so it
 cannot save up its share. The weighted service of two tenants that both keep waiting then differs by no more than what
-is in flight at once, whatever their requests look like.
+is in flight at once, whatever their requests look like. A tenant that *yields* goes after all others while all its
+requests are late; to have waited there counts as a pause.
 
 Within a tenant: higher priority first; then least `work_s + AGEING * due_s`, where `due_s` is the latest time at which
 the computation may begin and still be in time for the first token; without an objective, the arrival. A long prompt
@@ -76,6 +77,8 @@ class _TenantQueue(Generic[T]):
 
     weight: float
     late_share: float = 0.0
+    yields: bool = False
+    """Late items go after the items of all tenants."""
     heap: list[_Entry[T]] = field(default_factory=list)
     """Items by rank."""
     due: list[_Entry[T]] = field(default_factory=list)
@@ -132,9 +135,16 @@ class _TenantQueue(Generic[T]):
         self.num_waiting -= 1
         return place
 
+    def is_behind(self, now_s: float) -> bool:
+        """Return whether all its items go after those of the other tenants."""
+        if not self.yields:
+            return False
+        self._find_late(now_s)
+        return _first(self.heap) is None
+
     @property
     def _has_late_turn(self) -> bool:
-        return self.late_share > 0 >= self.late_debt
+        return not self.yields and self.late_share > 0 >= self.late_debt
 
     def grant(self, place: Place[T], work: float) -> None:
         if place.is_late and _first(self.heap) is not None:
@@ -167,6 +177,11 @@ def _first(heap: list[_Entry[T]]) -> Place[T] | None:
     return None
 
 
+def _is_parked(queue: _TenantQueue[T]) -> bool:
+    """Return whether the queue has stood behind all others, so that its counter is out of date."""
+    return queue.yields and _first(queue.heap) is None
+
+
 class FairQueue(Generic[T]):
     """All items in line. Event loop only."""
 
@@ -186,10 +201,10 @@ class FairQueue(Generic[T]):
         """Number of items before all newcomers."""
         return self._first.num_waiting
 
-    def add_tenant(self, name: str, *, weight: float) -> None:
-        """Make a tenant known. Harmless when repeated."""
+    def add_tenant(self, name: str, *, weight: float, yields: bool = False) -> None:
+        """Make a tenant known; if it `yields`, its late items go after those of all tenants. Harmless when repeated."""
         if name not in self._queues:
-            self._queues[name] = _TenantQueue(weight=weight, late_share=self._late_share)
+            self._queues[name] = _TenantQueue(weight=weight, late_share=self._late_share, yields=yields)
 
     def counter(self, tenant: str) -> float:
         """Return the tenant's weighted service."""
@@ -200,7 +215,7 @@ class FairQueue(Generic[T]):
     ) -> Place[T]:
         """Add a newcomer to the queue of its tenant; after `due_s` it goes behind those that are not late."""
         queue = self._queues[tenant]
-        if not queue.contends:
+        if not queue.contends or _is_parked(queue):
             self._lift(queue)
         place = Place(item, tenant, queue, rank, due_s, deadline_s)
         queue.add(place)
@@ -217,6 +232,7 @@ class FairQueue(Generic[T]):
         if self._first.num_waiting and FIRST not in skipping:
             return self._first.take(now_s)
         queues = [queue for name, queue in self._queues.items() if queue.contends and name not in skipping]
+        queues = [queue for queue in queues if not queue.is_behind(now_s)] or queues
         if not queues:
             return None
         queue = min(queues, key=lambda queue: queue.counter)
@@ -230,6 +246,11 @@ class FairQueue(Generic[T]):
 
     def restore(self, place: Place[T]) -> None:
         """Put an item that was taken out back at the same place; the counters stay as they are."""
+        place.queue.restore(place)
+
+    def restore_late(self, place: Place[T]) -> None:
+        """Put an item that was taken out back among the late ones, because it is going to be late."""
+        place.is_late = True
         place.queue.restore(place)
 
     def discard(self, place: Place[T]) -> None:
@@ -258,7 +279,8 @@ class FairQueue(Generic[T]):
 
     def _lift(self, queue: _TenantQueue[T]) -> None:
         lowest = min(
-            (other.counter for other in self._queues.values() if other.contends), default=self._last_left.counter
+            (other.counter for other in self._queues.values() if other.contends and not _is_parked(other)),
+            default=self._last_left.counter,
         )
         queue.counter = max(queue.counter, lowest)
 

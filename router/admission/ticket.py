@@ -81,6 +81,8 @@ class QueuedRequest:
     search: Search
     deadline_s: float
     """Time on the router's clock at which it gives up."""
+    on_late: Callable[[], None] | None = None
+    """Adapts the search of a request that is late, or would be refused for its objective; None: nothing to adapt."""
     granted: "asyncio.Future[Booking | Refused] | None" = None
     last_refusal: Refused | None = None
     refused_at: int = -1
@@ -91,3 +93,9 @@ class QueuedRequest:
     """Time at which the last refusal suggests asking again."""
     num_overtaken: int = 0
     """Plans given to requests behind this one after it was refused one."""
+
+    def become_late(self) -> None:
+        """Adapt the search once, before the request is tried as a late one."""
+        if self.on_late is not None:
+            self.on_late()
+            self.on_late = self.last_refusal = None
