@@ -14,6 +14,7 @@ from cli.bench_options import (
     Criteria,
     Output,
     counted,
+    objective,
     output,
     served_objectives,
 )
@@ -84,6 +85,14 @@ class Server:
 class Sending:
     """Options for sending requests and keeping the results."""
 
+    tell_objectives: Annotated[
+        bool,
+        objective(
+            "--tell-objectives/--no-tell-objectives",
+            help="Name --ttft and --tpot in each request, so that a kvrelay server acts by them.",
+            show_default=True,
+        ),
+    ] = True
     drain: Annotated[
         float,
         counted("--drain", min=0, metavar="SECONDS", help="Time after the load until running requests are cancelled."),
@@ -163,6 +172,7 @@ def run(
         workload=build_workload(specification, load=limits.load),
         specification=specification.model_dump(mode="json", exclude_none=True) | scaled,
         slo=None if criteria.ttft is None and criteria.tpot is None else judgement.slo,
+        tells_objectives=sending.tell_objectives,
         timeout_s=sending.timeout,
         drain_s=sending.drain,
         processes=sending.processes,

@@ -196,6 +196,10 @@ def _router_lines(router: RouterStatus, *, address: str) -> list[RenderableType]
         f" {router.num_replans} replans, {router.num_moves} moves\n"
         f"held: {router.num_bookings} bookings, {router.num_request_tasks} tasks"
     )
+    if router.refusals:
+        lines += "\nrefused: " + ", ".join(
+            f"{each.num_refused} of {each.tenant} ({each.cause})" for each in router.refusals
+        )
     return [lines, *(Text(f"ALARM {text}", style="bold red") for text in router.alarms)]
 
 

@@ -146,6 +146,7 @@ class Attempt:
             self.record.num_decode_cached_tokens = min(response.reserved.num_cached_tokens, num_prompt_tokens)
         self.record.num_attempts = max(self.record.num_attempts, self.number)
         chosen = plan_to_proto(self.booking.decision, attempt=self.number)
+        chosen.shortened_max_tokens = self.record.shortened_max_tokens or 0
         self.record.outbox.put(inference_pb2.GenerateResponse(plan=chosen))
         if self._access is not None:
             grant = inference_pb2.DirectGrant(

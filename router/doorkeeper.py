@@ -25,7 +25,7 @@ from common.errors import AccessDenied, Unauthenticated
 from common.trust.credentials import Credentials
 from common.trust.identity import Role
 from common.trust.proofs import OPERATOR_AUDIENCE
-from router.tenants import ANYBODY, Tenant
+from router.tenants import ANYBODY, Overload, Tenant
 
 logger = logging.getLogger(__name__)
 
@@ -151,5 +151,6 @@ def _salt(secret: str, what: str) -> str:
 
 
 def _tenant(config: TenantConfig, *, cache_salt: str) -> Tenant:
-    shared = config.model_dump(exclude={"api_keys", "api_key_sha256", "operator", "share_cache"})
-    return Tenant(**shared, is_operator=config.operator, cache_salt=cache_salt)
+    shared = config.model_dump(exclude={"api_keys", "api_key_sha256", "overload", "operator", "share_cache"})
+    overload = None if config.overload is None else Overload(config.overload)
+    return Tenant(**shared, overload=overload, is_operator=config.operator, cache_salt=cache_salt)

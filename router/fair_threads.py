@@ -87,7 +87,6 @@ class FairThreads:
                 turn, cost = place.item
                 if turn.done():  # cancelled: its task is leaving the queue
                     continue
-                lane.queue.grant(place)
                 lane.queue.charge(place.tenant, cost)
                 lane.num_free -= 1
                 self._num_free -= 1

@@ -15,7 +15,7 @@ from common.errors import WorkerLost
 from common.ids import WorkerId
 from common.kv_events import KvEvents, decode_events
 from common.parity import TextProbes
-from common.timing import timing_from_proto
+from common.timing import StepShape, timing_from_proto
 from common.trust.channels import Reach
 from kvrelay.v1 import sequence_pb2, worker_pb2
 from router.facts import Endpoint, ModelFacts, WorkerFacts, check_report, find_mismatch, summarize
@@ -29,6 +29,10 @@ from router.roster import Roster
 from router.worker_client import WorkerClient
 
 logger = logging.getLogger(__name__)
+
+PACE_FACTOR = 3.0
+"""Multiple of the gap of a lone answer that a default objective allows at least: below it, a slow model would have no
+objective that it can keep, and nothing would bound its batches."""
 
 
 class Fleet:
@@ -265,6 +269,17 @@ class Fleet:
         """Return the ready workers that are not excluded."""
         block_bytes = 0 if self.model is None else self.model.block_bytes
         return self.roster.view(excluded=excluded, block_bytes=block_bytes)
+
+    def usual_pace_s(self, *, num_samples: int, num_tokens: int) -> float:
+        """Return a gap between tokens that the model can keep on a typical decode worker with some others beside it.
+
+        It is PACE_FACTOR times the gap of these samples alone; 0 until the workers have measured their steps.
+        """
+        model = self._timing.decode
+        if model is None:
+            return 0.0
+        alone = StepShape(num_decodes=num_samples, num_context_tokens=num_samples * num_tokens)
+        return PACE_FACTOR * model.seconds(alone)
 
     def load_version(self, worker_id: WorkerId) -> int:
         """Return a number that changes with the worker's reported load."""

@@ -2,6 +2,7 @@
 
 import asyncio
 from bisect import bisect_left
+from collections import Counter as Counts
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import accumulate
@@ -159,6 +160,7 @@ class TenantMetrics(Collector):
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._labels: dict[str, str] = {}
+        self._num_refused: Counts[tuple[str, str]] = Counts()
         self._read_accounts: Callable[[], Iterable[Account]] = tuple
         self._refusals = Counter("kvrelay_tenant_refusals", "Requests refused", ["tenant", "cause"], registry=registry)
         self._tokens = Counter("kvrelay_tenant_tokens", "Tokens served", ["tenant", "kind"], registry=registry)
@@ -177,7 +179,14 @@ class TenantMetrics(Collector):
 
     def count_refusal(self, tenant: str, cause: RefusalCause) -> None:
         """Count a request that was refused."""
-        self._refusals.labels(self._label(tenant), cause.value).inc()
+        key = self._label(tenant), cause.value
+        self._refusals.labels(*key).inc()
+        self._num_refused[key] += 1
+
+    @property
+    def refusals(self) -> tuple[tuple[str, str, int], ...]:
+        """Tenant, cause and number of the refused requests."""
+        return tuple((*key, count) for key, count in sorted(self._num_refused.items()))
 
     def count_service(self, tenant: str, service: Service) -> None:
         """Count the tokens that a request got."""

@@ -18,7 +18,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from common.block_hash import NO_HASHES
@@ -49,6 +49,7 @@ from router.placement.chooser import Chooser, Search, Shed
 from router.placement.decisions import Booking
 from router.placement.plans import PlacementRequest
 from router.record import Job, RunningRequest
+from router.tenants import Overload
 from router.traffic import TrafficRecordings
 
 logger = logging.getLogger(__name__)
@@ -307,9 +308,14 @@ class Orchestrator:
         is_first = leg.num_attempts == 1
         patience_s = self._config.queue_timeout_s if is_first else self._config.recovery_timeout_s
         terms = leg.ticket.terms
+        num_tokens = len(job.prompt_token_ids) + len(output)
+        tpot_slo_s = terms.tpot_slo_s
+        if not terms.names_tpot:
+            pace_s = self._fleet.usual_pace_s(num_samples=len(leg.samples), num_tokens=num_tokens)
+            tpot_slo_s = max(tpot_slo_s, pace_s)
         request = PlacementRequest(
             request_id=job.request_id,
-            num_tokens=len(job.prompt_token_ids) + len(output),
+            num_tokens=num_tokens,
             num_samples=len(leg.samples),
             block_size=job.model.block_size,
             hashes=NO_HASHES if wants_prompt else job.hashes(output),
@@ -317,15 +323,45 @@ class Orchestrator:
             received_s=leg.record.life.received_s,
             deadline_s=leg.record.deadline_s,
             ttft_slo_s=terms.ttft_objective_s(len(job.prompt_token_ids)),
-            tpot_slo_s=terms.tpot_slo_s,
+            tpot_slo_s=tpot_slo_s,
             has_begun=leg.record.ledger.num_tokens > 0,
         )
-        return QueuedRequest(
+        queued = QueuedRequest(
             ticket=leg.ticket,
-            search=Search(request=request, shed=Shed(self._config.shed) if is_first else Shed.NONE),
+            search=Search(request=request),
             deadline_s=self._clock.monotonic() + patience_s,
             on_waiting=leg.record.tell_queued,
         )
+        if is_first:
+            self._set_overload(queued, leg.record)
+        return queued
+
+    def _set_overload(self, queued: QueuedRequest, record: RunningRequest) -> None:
+        """Set what happens to a new request that is late or will be."""
+        tenant, search = queued.ticket.account.tenant, queued.search
+        configured = Shed(self._config.shed)
+
+        def relax(max_tokens: int | None = None) -> None:
+            search.shed = Shed.DEADLINE if configured is Shed.SLO else configured
+            # A resumed answer keeps the limit that its client was told.
+            if max_tokens is not None and not record.job.begun:
+                record.shorten(max_tokens)
+                num_output_tokens = min(search.request.num_output_tokens, record.job.sampling.max_tokens)
+                search.request = replace(search.request, num_output_tokens=num_output_tokens)
+
+        match tenant.overload:
+            case None:
+                search.shed = configured
+            case Overload.REFUSE:
+                search.shed = Shed.SLO
+            case Overload.WAIT:
+                queued.deadline_s = record.deadline_s
+            case Overload.SHORTEN:
+                search.shed = Shed.SLO
+                queued.on_late = partial(relax, tenant.shortened_max_tokens)
+            case Overload.YIELD:
+                search.shed, queued.deadline_s = Shed.SLO, record.deadline_s
+                queued.on_late = relax
 
     def _suspect(self, leg: _Leg, booking: Booking, failure: AttemptFailed) -> None:
         """Take the workers of a failed attempt out of use until they answer again.

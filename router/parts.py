@@ -78,6 +78,7 @@ def build_router(
         clock=clock,
         max_queued=config.max_queued,
         metrics=TenantMetrics(metrics.registry),
+        late_share=config.late_share,
     )
     orchestrator = Orchestrator(
         fleet=fleet,

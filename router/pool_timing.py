@@ -78,6 +78,11 @@ class PoolTiming:
             if timing != member.timing:
                 member.take_timing(timing)
 
+    @property
+    def decode(self) -> StepModel | None:
+        """The model of steps on a typical decode worker; None until some decode worker has measured enough of them."""
+        return self._usual.get((worker_pb2.WORKER_ROLE_DECODE, "decode"))
+
     def _move_usual(self, kind: _Kind, models: Sequence[StepModel]) -> bool:
         """Make the median of these models the usual one unless it is nearly the same; return whether it was moved."""
         shape = TYPICAL_CHUNK if kind[1] == "prefill" else TYPICAL_BATCH

@@ -74,6 +74,8 @@ class RunningRequest:
     """Time on `clock` at which everything must have ended."""
     outbox: Outbox = field(default_factory=Outbox)
     ledger: TokenLedger = field(init=False)
+    shortened_max_tokens: int | None = None
+    """Longest answer when overload has made it shorter than the request asks for."""
     num_cached_tokens: int = 0
     num_pulled_tokens: int = 0
     num_decode_cached_tokens: int = 0
@@ -92,6 +94,14 @@ class RunningRequest:
         """Tell the client that the request waits in line."""
         queued = inference_pb2.Queued(ttft_forecast=forecast_to_proto(ttft_forecast))
         self.outbox.put(inference_pb2.GenerateResponse(queued=queued))
+
+    def shorten(self, max_tokens: int) -> None:
+        """Lower the longest answer, before any token; the client is told with the plan."""
+        sampling = self.job.sampling
+        max_tokens = max(max_tokens, sampling.min_tokens)
+        if max_tokens < sampling.max_tokens:
+            self.shortened_max_tokens = max_tokens
+            self.job = replace(self.job, sampling=replace(sampling, max_tokens=max_tokens))
 
     def output_of(self, samples: range) -> TokenArray:
         """Return the tokens that a worker continues from; none when several samples begin together."""

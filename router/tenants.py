@@ -1,10 +1,24 @@
 """Tenants: their shares and limits, the salts that keep their KV apart, and the terms that their requests claim."""
 
+import enum
 import math
 from dataclasses import dataclass
 
 from common.errors import InvalidRequest
 from kvrelay.v1 import inference_pb2
+
+
+class Overload(enum.Enum):
+    """Fate of requests that miss their objective for the first token, or will."""
+
+    REFUSE = "refuse"
+    """Refused at once."""
+    WAIT = "wait"
+    """Served whenever it may be, until their own deadline."""
+    SHORTEN = "shorten"
+    """Served with a shorter answer."""
+    YIELD = "yield"
+    """Served after the requests of all tenants."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +37,10 @@ class Tenant:
     """Prompt and output together, cached ones included."""
     max_priority: int = 0
     """Highest priority; a request that claims more gets this one."""
+    overload: Overload | None = None
+    """None: as the router's `shed` says."""
+    shortened_max_tokens: int = 128
+    """Longest answer of a request that SHORTEN concerns."""
     is_operator: bool = False
     """Whether it may ask for the status of the whole cluster."""
     cache_salt: str = ""
@@ -42,6 +60,8 @@ class Terms:
     ttft_tokens: float = math.inf
     """Prompt length beyond which the first token may take proportionally longer."""
     tpot_slo_s: float = math.inf
+    names_tpot: bool = True
+    """Whether the request names `tpot_slo_s` itself; the default adapts to the model (`Fleet.usual_pace_s`)."""
 
     def ttft_objective_s(self, num_prompt_tokens: int) -> float:
         """Return the objective for the first token of a prompt of this size."""
@@ -54,12 +74,13 @@ NO_TERMS = Terms()
 def read_terms(message: inference_pb2.GenerateRequest, *, tenant: Tenant, default: Terms) -> Terms:
     """Return the terms of the request, completed by the defaults. Raises InvalidRequest."""
     objective = message.objective
-    has_own = objective.HasField("ttft_s")
+    has_own, names_tpot = objective.HasField("ttft_s"), objective.HasField("itl_s")
     return Terms(
         priority=min(message.priority, tenant.max_priority),
         ttft_slo_s=_seconds(objective.ttft_s, "ttft_s") if has_own else default.ttft_slo_s,
         ttft_tokens=math.inf if has_own else default.ttft_tokens,
-        tpot_slo_s=_seconds(objective.itl_s, "itl_s") if objective.HasField("itl_s") else default.tpot_slo_s,
+        tpot_slo_s=_seconds(objective.itl_s, "itl_s") if names_tpot else default.tpot_slo_s,
+        names_tpot=names_tpot,
     )
 
 

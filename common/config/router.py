@@ -76,6 +76,9 @@ class RouterConfig(Section):
     """Requests that are refused at once because no worker can serve them in time. `deadline`: those whose first token
     would come after the client's own deadline; `slo`: also those that would miss their objective for the time to first
     token; `none`. Only measured times refuse."""
+    late_share: Annotated[float, Field(ge=0, le=1), Need.ROUTERS] = 0.016
+    """Largest share of a tenant's work, in tokens, that goes to requests which have missed their objective for the
+    first token while others of it could still meet theirs; [see below](#overload)."""
     queue_timeout_s: Annotated[float, Field(gt=0), Need.ROUTERS] = 60.0
     """Longest wait for a plan, in seconds."""
     recovery_timeout_s: Annotated[float, Field(gt=0), Need.ROUTERS] = 60.0
@@ -119,6 +122,12 @@ class TenantConfig(Section):
     """Prompt and output tokens, cached ones included; up to one minute's worth at once."""
     max_priority: Annotated[int, Field(ge=0, le=1000)] = 0
     """Largest priority that its requests may claim; a larger claim gets this."""
+    overload: Literal["refuse", "wait", "shorten", "yield"] | None = None
+    """Fate of its requests that miss their objective for the first token, or will. `refuse`: refused at once; `wait`:
+    served whenever it may be, until their own deadline; `shorten`: served with at most `shortened_max_tokens`; `yield`:
+    served after the requests of all tenants. `null`: as `router.shed` says. [More](#overload)."""
+    shortened_max_tokens: Annotated[int, Field(ge=1)] = 128
+    """With `overload: shorten`, longest answer in tokens to such a request."""
     operator: bool = False
     """Its keys may ask for the status of the whole cluster. Commands on the host of the run folder need no key for
     that."""
@@ -136,8 +145,9 @@ class SloConfig(Section):
     """Prompts of more tokens than this may take proportionally longer to the first token; an objective that a request
     names is taken as it is."""
     tpot_s: Annotated[float, Field(gt=0), Need.ROUTERS] = 0.2
-    """Mean seconds between the tokens of an answer. A request waits while every decode worker would miss it; without a
-    prefill pool, workers also compute prompts in chunks so small that running answers keep it."""
+    """Mean seconds between the tokens of an answer; at least three times the measured gap of a lone answer, so that a
+    slow model is protected, too. A request waits while every decode worker would miss it; without a prefill pool,
+    workers also compute prompts in chunks so small that running answers keep it."""
 
     # Until version 0.2: `itl_s`, the name of this key in 0.1.
     @model_validator(mode="before")

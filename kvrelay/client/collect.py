@@ -104,7 +104,13 @@ class EventBuffer(Buffer[Event]):
     def resumed(self, request: inference_pb2.GenerateRequest) -> inference_pb2.GenerateRequest:
         """Return the request for what is still missing; the request itself before any token."""
         samples, accepted = self.so_far(), self._accepted
-        return resumed_request(request, samples, accepted) if samples and accepted is not None else request
+        if not samples or accepted is None:
+            return request
+        resumed = resumed_request(request, samples, accepted)
+        # Only the first router that shortens the answer says so: the others get the shorter limit.
+        if shortened := next((plan.shortened_max_tokens for plan in self._plans if plan.shortened_max_tokens), 0):
+            resumed.sampling.max_tokens = shortened
+        return resumed
 
     def finish(self) -> None:
         """Note the regular end. Raises EngineFault when the last event is missing."""

@@ -141,6 +141,8 @@ class PlanChosen:
     """The same time as forecast when the request entered the line; None when it did not wait there."""
     itl_forecast: Forecast | None = None
     """Mean gap between tokens; None when the policy predicts none."""
+    shortened_max_tokens: int = 0
+    """Longest answer when overload has made it shorter than asked for; 0: as asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

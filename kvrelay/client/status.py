@@ -10,6 +10,15 @@ from kvrelay.client.records import PlanChosen, PlanKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TenantRefusals:
+    """Requests of one tenant that were refused for one cause."""
+
+    tenant: str
+    cause: str
+    num_refused: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RouterStatus:
     """State of the router, and counts of its requests since its start."""
 
@@ -33,6 +42,8 @@ class RouterStatus:
     """Port of the HTTP API on the router's host; 0 without one."""
     is_encrypted: bool = False
     """Whether the router's ports use TLS."""
+    refusals: tuple[TenantRefusals, ...] = ()
+    """Refused requests by tenant and cause."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -335,6 +335,7 @@ class PlanChosen(_message.Message):
     TTFT_FORECAST_FIELD_NUMBER: _builtins.int
     LINE_TTFT_FORECAST_FIELD_NUMBER: _builtins.int
     ITL_FORECAST_FIELD_NUMBER: _builtins.int
+    SHORTENED_MAX_TOKENS_FIELD_NUMBER: _builtins.int
     kind: Global___PlanKind.ValueType
     """Its kind."""
     prefill_worker_id: _builtins.str
@@ -355,6 +356,10 @@ class PlanChosen(_message.Message):
     """Predicted seconds from the choice to the first token; 0 when the policy predicts none."""
     predicted_itl_s: _builtins.float
     """Predicted gap between tokens on the decode worker; 0 when the policy predicts none."""
+    shortened_max_tokens: _builtins.int
+    """Longest answer, in tokens, when the tenant's overload terms have shortened it; 0: as asked for. A resumed request asks
+    for this.
+    """
     @_builtins.property
     def ttft_forecast(self) -> Global___Forecast:
         """Time from the receipt of the request to the first token, the wait in line included, as forecast at the choice.
@@ -385,10 +390,11 @@ class PlanChosen(_message.Message):
         ttft_forecast: Global___Forecast | None = ...,
         line_ttft_forecast: Global___Forecast | None = ...,
         itl_forecast: Global___Forecast | None = ...,
+        shortened_max_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_itl_forecast", b"_itl_forecast", "_line_ttft_forecast", b"_line_ttft_forecast", "_ttft_forecast", b"_ttft_forecast", "itl_forecast", b"itl_forecast", "line_ttft_forecast", b"line_ttft_forecast", "ttft_forecast", b"ttft_forecast"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_itl_forecast", b"_itl_forecast", "_line_ttft_forecast", b"_line_ttft_forecast", "_ttft_forecast", b"_ttft_forecast", "attempt", b"attempt", "decode_worker_id", b"decode_worker_id", "itl_forecast", b"itl_forecast", "kind", b"kind", "line_ttft_forecast", b"line_ttft_forecast", "num_source_blocks", b"num_source_blocks", "predicted_cached_tokens", b"predicted_cached_tokens", "predicted_itl_s", b"predicted_itl_s", "predicted_ttft_s", b"predicted_ttft_s", "prefill_worker_id", b"prefill_worker_id", "reason", b"reason", "source_worker_id", b"source_worker_id", "ttft_forecast", b"ttft_forecast"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_itl_forecast", b"_itl_forecast", "_line_ttft_forecast", b"_line_ttft_forecast", "_ttft_forecast", b"_ttft_forecast", "attempt", b"attempt", "decode_worker_id", b"decode_worker_id", "itl_forecast", b"itl_forecast", "kind", b"kind", "line_ttft_forecast", b"line_ttft_forecast", "num_source_blocks", b"num_source_blocks", "predicted_cached_tokens", b"predicted_cached_tokens", "predicted_itl_s", b"predicted_itl_s", "predicted_ttft_s", b"predicted_ttft_s", "prefill_worker_id", b"prefill_worker_id", "reason", b"reason", "shortened_max_tokens", b"shortened_max_tokens", "source_worker_id", b"source_worker_id", "ttft_forecast", b"ttft_forecast"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__itl_forecast: _TypeAlias = _typing.Literal["itl_forecast"]  # noqa: Y015
     _WhichOneofArgType__itl_forecast: _TypeAlias = _typing.Literal["_itl_forecast", b"_itl_forecast"]  # noqa: Y015
@@ -903,6 +909,7 @@ class RouterStatus(_message.Message):
     HTTP_PORT_FIELD_NUMBER: _builtins.int
     NUM_MOVES_FIELD_NUMBER: _builtins.int
     IS_ENCRYPTED_FIELD_NUMBER: _builtins.int
+    REFUSALS_FIELD_NUMBER: _builtins.int
     policy: _builtins.str
     """Routing policy."""
     num_queued: _builtins.int
@@ -935,6 +942,10 @@ class RouterStatus(_message.Message):
     def alarms(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """What is wrong with the routing itself, in words; empty: nothing. See docs/operations.md."""
 
+    @_builtins.property
+    def refusals(self) -> _containers.RepeatedCompositeFieldContainer[Global___TenantRefusals]:
+        """Refused requests by tenant and cause, since its start."""
+
     def __init__(
         self,
         *,
@@ -953,14 +964,45 @@ class RouterStatus(_message.Message):
         http_port: _builtins.int = ...,
         num_moves: _builtins.int = ...,
         is_encrypted: _builtins.bool = ...,
+        refusals: _abc.Iterable[Global___TenantRefusals] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["alarms", b"alarms", "http_port", b"http_port", "is_encrypted", b"is_encrypted", "num_active", b"num_active", "num_bookings", b"num_bookings", "num_cancelled", b"num_cancelled", "num_completed", b"num_completed", "num_failed", b"num_failed", "num_index_blocks", b"num_index_blocks", "num_moves", b"num_moves", "num_queued", b"num_queued", "num_refused", b"num_refused", "num_replans", b"num_replans", "num_request_tasks", b"num_request_tasks", "policy", b"policy"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alarms", b"alarms", "http_port", b"http_port", "is_encrypted", b"is_encrypted", "num_active", b"num_active", "num_bookings", b"num_bookings", "num_cancelled", b"num_cancelled", "num_completed", b"num_completed", "num_failed", b"num_failed", "num_index_blocks", b"num_index_blocks", "num_moves", b"num_moves", "num_queued", b"num_queued", "num_refused", b"num_refused", "num_replans", b"num_replans", "num_request_tasks", b"num_request_tasks", "policy", b"policy", "refusals", b"refusals"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RouterStatus: _TypeAlias = RouterStatus  # noqa: Y015
+
+@_typing.final
+class TenantRefusals(_message.Message):
+    """Requests of one tenant that were refused for one cause."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: _builtins.int
+    CAUSE_FIELD_NUMBER: _builtins.int
+    NUM_REFUSED_FIELD_NUMBER: _builtins.int
+    tenant: _builtins.str
+    """Its name; "others": all tenants beyond the first hundred."""
+    cause: _builtins.str
+    """The cause, as in the metric kvrelay_tenant_refusals_total."""
+    num_refused: _builtins.int
+    """Their number."""
+    def __init__(
+        self,
+        *,
+        tenant: _builtins.str = ...,
+        cause: _builtins.str = ...,
+        num_refused: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cause", b"cause", "num_refused", b"num_refused", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TenantRefusals: _TypeAlias = TenantRefusals  # noqa: Y015
 
 @_typing.final
 class WorkerView(_message.Message):

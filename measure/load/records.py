@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from common.errors import DeadlineExceeded, KvrelayError, Overloaded
+from common.slo import Slo
 from kvrelay.client.records import Forecast
 
 
@@ -233,6 +234,8 @@ class RunInfo:
     generator: GeneratorReport
     labels: dict[str, str] = field(default_factory=dict)
     """Labels by the caller: pool shape, policy, repeat …"""
+    told_slo: Slo | None = None
+    """Objectives that each request named to the server; None: none."""
     notes: tuple[str, ...] = ()
     """Remarks for readers of the numbers: features that the target does not have, requests that were cut short."""
 

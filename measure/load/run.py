@@ -58,6 +58,8 @@ class _LoadRun:
         self._requests: list[RequestRecord] = []
         self._samples: list[PoolSample] = []
         self._notes = list(info.notes)
+        if spec.slo is not None and info.takes_objectives and not spec.tells_objectives:
+            self._notes.append("the server was not told the objectives: it served each request by its own")
         max_processes = spec.processes or spec.max_processes or _num_cores()
         self._evidence = Evidence(max_processes=max_processes)
 
@@ -94,7 +96,7 @@ class _LoadRun:
             origin_s=self._origin_s,
             duration_s=spec.workload.duration_s,
             timeout_s=spec.timeout_s,
-            slo=spec.slo,
+            slo=spec.slo if spec.tells_objectives else None,
             first_token=first_token,
             num_tokens=num_tokens,
         )
@@ -141,6 +143,7 @@ class _LoadRun:
                 num_workers=info.num_workers,
                 generator=judge(requests, self._evidence),
                 labels=dict(spec.labels),
+                told_slo=spec.slo if spec.tells_objectives and info.takes_objectives else None,
                 notes=(*self._notes, *_remarks(requests, spec.drain_s, was_stopped=was_stopped)),
             ),
             requests=requests,

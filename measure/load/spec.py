@@ -21,7 +21,9 @@ class LoadSpec:
     specification: Mapping[str, Any] = field(default_factory=dict)
     """Specification of the workload as JSON, kept with the results."""
     slo: Slo | None = None
-    """Objectives sent with each request, to targets that take them. None: those of the server."""
+    """Objectives of the run. None: those of the server."""
+    tells_objectives: bool = True
+    """Whether each request names them, to targets that take them."""
     timeout_s: float = 600.0
     drain_s: float = 120.0
     """Time after `workload.duration_s` at which running sessions are cancelled."""

@@ -97,9 +97,11 @@ def _title(summary: Summary) -> Text:
         for number_of, what in ((window.num_before, "in the warm-up"), (window.num_after, "in the cool-down"))
         if number_of
     ]
+    told = "" if info.told_slo is None else f"told the server: {objectives(info.told_slo)}\n"
     return Text.assemble(
         (info.name, "bold"),
         f" · {info.system}{', ' + workers if workers else ''} · {info.model} · {info.target}\n",
+        told,
         f"{count(window.num_counted, 'request')}, {window.rule}",
         f"; left out: {', '.join(left_out)}\n" if left_out else "\n",
     )

@@ -4,15 +4,21 @@ Between tenants: the virtual token counter of Sheng et al., "Fairness in Serving
 Each tenant has a counter of the tokens that it was served, divided by its weight; the waiting tenant with the lowest
 counter goes next. A tenant that comes back after a pause is lifted to the lowest counter of the waiting ones, so it
 cannot save up its share. The weighted service of two tenants that both keep waiting then differs by no more than what
-is in flight at once, whatever their requests look like.
+is in flight at once, whatever their requests look like. A tenant that *yields* goes after all others while all its
+requests are late; to have waited there counts as a pause.
 
 Within a tenant: higher priority first; then least `work_s + AGEING * due_s`, where `due_s` is the latest time at which
 the computation may begin and still be in time for the first token; without an objective, the arrival. A long prompt
 gives way to short ones, but only to those that arrive within `work_s / AGEING` seconds after it. Requests age alike,
 so the order of two waiting requests never changes, and a heap holds it.
 
-Requests that are too late for their objective go behind all others: under overload, serving every request late serves
-none. They go in order of arrival when no others wait, and at every LATE_TURN-th grant in any case, so none starves.
+Requests that are late for their objective go behind those in time. The aim: as many requests as possible within their
+objectives, while each of the others still gets its answer before its deadline or is refused with a true retry-after,
+at a price of at most `late_share` of the work. Late requests therefore go when no others of their tenant wait; and
+before others whenever the work of all that the tenant was granted has paid, at that share, for the last late one that
+did. Among late requests, higher priority goes first, then the earlier deadline: those that can no longer be answered
+are refused when their turn comes (chooser.py). The share is of work, not of requests, because late ones are mostly
+long. One request at a time may exceed it, so that none is too long for ever.
 
 Every operation costs O(log n + tenants) for n waiting requests. What is before a request is known from running sums
 (queued_work.py), for forecasts of its wait.
@@ -28,8 +34,6 @@ from router.admission.queued_work import QueuedWork, Rank
 
 AGEING = 0.3
 """Seconds of prefill that a second of waiting outweighs."""
-LATE_TURN = 64
-"""Out of this many plans of a tenant, one goes to a request that is late already."""
 PROMPT_TOKEN_COST = 1.0
 OUTPUT_TOKEN_COST = 2.0
 FIRST = ""
@@ -57,6 +61,12 @@ class Place(Generic[T]):
     """Time after which the item is late."""
     work_s: float = 0.0
     """Time that one worker spends on it; 0: not counted in what is before others."""
+    deadline_s: float = math.inf
+    """Time at which it gives up; late items go in this order."""
+    number: int = 0
+    """Position in the order in which items came to the queue."""
+    is_late: bool = False
+    """Whether it was found late."""
     is_waiting: bool = False
     """Whether it is in line; `pop` takes it out."""
     counted: tuple[QueuedWork, Rank] | None = None
@@ -77,22 +87,32 @@ class Place(Generic[T]):
             self.counted = None
 
 
+_Entry = tuple[Rank, int, Place[T]]
+"""Key, position in the order of arrival, and the item."""
+
+
 @dataclass(slots=True, eq=False)
 class _TenantQueue(Generic[T]):
-    """Items of one tenant."""
+    """Items of one tenant. The heaps include places that are no longer waiting; `heap` includes late ones, too."""
 
     weight: float
-    heap: list[tuple[Rank, int, Place[T]]] = field(default_factory=list)
-    """Includes places that are no longer waiting. The second entry breaks ties by arrival: samples of one request that
-    lost their workers have equal ranks."""
-    late: list[tuple[Rank, int, Place[T]]] = field(default_factory=list)
-    """Items that were found late."""
+    late_share: float = 0.0
+    yields: bool = False
+    """Late items go after the items of all tenants."""
+    heap: list[_Entry[T]] = field(default_factory=list)
+    """Items by rank."""
+    due: list[_Entry[T]] = field(default_factory=list)
+    """Items by the time after which they are late."""
+    late: list[_Entry[T]] = field(default_factory=list)
+    """Items that were found late, by priority and deadline."""
     work: QueuedWork = field(default_factory=QueuedWork)
     """Work of the waiting items that were not found late."""
     late_work: QueuedWork = field(default_factory=QueuedWork)
     num_added: int = 0
     num_waiting: int = 0
-    num_granted: int = 0
+    late_debt: float = 0.0
+    """Work of late items that went before those in time and is not paid for yet; none goes before them while it is
+    positive."""
     counter: float = 0.0
     is_held: bool = False
 
@@ -101,55 +121,104 @@ class _TenantQueue(Generic[T]):
         return self.num_waiting > 0 and not self.is_held
 
     def add(self, place: Place[T]) -> None:
-        place.is_waiting = True
         self.num_added += 1
-        heapq.heappush(self.heap, (place.rank, self.num_added, place))
+        place.number = self.num_added
+        if place.due_s != math.inf:
+            heapq.heappush(self.due, ((place.due_s,), place.number, place))
+        self.restore(place)
+
+    def restore(self, place: Place[T]) -> None:
+        place.is_waiting = True
         self.num_waiting += 1
+        if place.is_late:
+            self._add_late(place)
+        else:
+            heapq.heappush(self.heap, (place.rank, place.number, place))
 
     def remove(self, place: Place[T]) -> None:
         place.is_waiting = False
         self.num_waiting -= 1
-        if len(self.heap) + len(self.late) > max(2 * self.num_waiting, _MIN_STALE):
-            for heap in (self.heap, self.late):
+        for heap in (self.heap, self.due, self.late):
+            if len(heap) > max(2 * self.num_waiting, _MIN_STALE):
                 heap[:] = [entry for entry in heap if entry[-1].is_waiting]
                 heapq.heapify(heap)
 
     def take(self, now_s: float) -> Place[T]:
-        place = self._next(now_s)
+        """Take out the next item; at least one waits."""
+        self._find_late(now_s)
+        late, in_time = _first(self.late), _first(self.heap)
+        if late is not None and (in_time is None or self._has_late_turn):
+            place = late
+            heapq.heappop(self.late)
+        else:
+            assert in_time is not None, f"none of {self.num_waiting} items that wait is in a heap"
+            place = in_time
+            heapq.heappop(self.heap)
         place.is_waiting = False
         self.num_waiting -= 1
         return place
 
-    def _next(self, now_s: float) -> Place[T]:
-        if self.num_granted % LATE_TURN == LATE_TURN - 1:
-            while self.late:
-                _rank, _order, place = heapq.heappop(self.late)
-                if place.is_waiting:
-                    return place
-        while self.heap:
-            _rank, order, place = heapq.heappop(self.heap)
-            if not place.is_waiting:
-                continue
-            if place.due_s >= now_s:
-                return place
-            late_rank = _late_rank(place)
-            heapq.heappush(self.late, (late_rank, order, place))
-            place.count_in(self.late_work, late_rank)
-        while True:
-            _rank, _order, place = heapq.heappop(self.late)
+    def is_behind(self, now_s: float) -> bool:
+        """Return whether all its items go after those of the other tenants."""
+        if not self.yields:
+            return False
+        self._find_late(now_s)
+        return _first(self.heap) is None
+
+    @property
+    def _has_late_turn(self) -> bool:
+        return not self.yields and self.late_share > 0 >= self.late_debt
+
+    def grant(self, place: Place[T], work: float) -> None:
+        if place.is_late and _first(self.heap) is not None:
+            self.late_debt += (1 - self.late_share) * work
+        else:
+            # What late items do not use is not saved up.
+            paid = self.late_share * work
+            self.late_debt = max(self.late_debt - paid, -paid)
+
+    def _find_late(self, now_s: float) -> None:
+        while self.due and self.due[0][-1].due_s < now_s:
+            place = heapq.heappop(self.due)[-1]
             if place.is_waiting:
-                return place
+                self.note_late(place)
+                self._add_late(place)
+
+    def note_late(self, place: Place[T]) -> None:
+        place.is_late = True
+        place.count_in(self.late_work, _late_rank(place))
+
+    def _add_late(self, place: Place[T]) -> None:
+        heapq.heappush(self.late, (_late_rank(place), place.number, place))
+
+
+def _first(heap: list[_Entry[T]]) -> Place[T] | None:
+    """Return the first item that waits in the heap."""
+    while heap:
+        key, _number, place = heap[0]
+        # A late item stays in the heap where it stood while it was in time.
+        if place.is_waiting and not (place.is_late and key is place.rank):
+            return place
+        heapq.heappop(heap)
+    return None
+
+
+def _is_parked(queue: _TenantQueue[T]) -> bool:
+    """Return whether the queue has stood behind all others, so that its counter is out of date."""
+    return queue.yields and _first(queue.heap) is None
 
 
 def _late_rank(place: Place[T]) -> Rank:
-    """Return the key of an item among those that are late: its priority, then its arrival."""
-    return place.rank[0], place.rank[-1]
+    """Return the key of an item among those that are late: its priority, then its deadline."""
+    return place.rank[0], place.deadline_s, place.number
 
 
 class FairQueue(Generic[T]):
     """All items in line. Event loop only."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, late_share: float = 0.0) -> None:
+        """`late_share`: largest share of a tenant's work that goes to late items while others wait."""
+        self._late_share = late_share
         self._queues: dict[str, _TenantQueue[T]] = {}
         self._first: _TenantQueue[T] = _TenantQueue(weight=1.0)
         self._last_left = self._first
@@ -163,21 +232,30 @@ class FairQueue(Generic[T]):
         """Number of items before all newcomers."""
         return self._first.num_waiting
 
-    def add_tenant(self, name: str, *, weight: float) -> None:
-        """Make a tenant known. Harmless when repeated."""
+    def add_tenant(self, name: str, *, weight: float, yields: bool = False) -> None:
+        """Make a tenant known; if it `yields`, its late items go after those of all tenants. Harmless when repeated."""
         if name not in self._queues:
-            self._queues[name] = _TenantQueue(weight=weight)
+            self._queues[name] = _TenantQueue(weight=weight, late_share=self._late_share, yields=yields)
 
     def counter(self, tenant: str) -> float:
         """Return the tenant's weighted service."""
         return self._queues[tenant].counter
 
-    def push(self, item: T, *, tenant: str, rank: Rank, due_s: float = math.inf, work_s: float = 0.0) -> Place[T]:
+    def push(
+        self,
+        item: T,
+        *,
+        tenant: str,
+        rank: Rank,
+        due_s: float = math.inf,
+        deadline_s: float = math.inf,
+        work_s: float = 0.0,
+    ) -> Place[T]:
         """Add a newcomer to the queue of its tenant; after `due_s` it goes behind those that are not late."""
         queue = self._queues[tenant]
-        if not queue.contends:
+        if not queue.contends or _is_parked(queue):
             self._lift(queue)
-        place = Place(item, tenant, queue, rank, due_s, work_s)
+        place = Place(item, tenant, queue, rank, due_s, work_s, deadline_s)
         queue.add(place)
         place.count_in(queue.work, rank)
         return place
@@ -197,7 +275,7 @@ class FairQueue(Generic[T]):
         queue = place.queue
         if queue is self._first:
             return queue.work.before_s(place.rank)
-        if place.due_s >= now_s:
+        if not place.is_late and place.due_s >= now_s:
             own_s = queue.work.before_s(place.rank)
         else:
             own_s = queue.work.total_s + queue.late_work.before_s(_late_rank(place))
@@ -213,6 +291,7 @@ class FairQueue(Generic[T]):
         if self._first.num_waiting and FIRST not in skipping:
             return self._first.take(now_s)
         queues = [queue for name, queue in self._queues.items() if queue.contends and name not in skipping]
+        queues = [queue for queue in queues if not queue.is_behind(now_s)] or queues
         if not queues:
             return None
         queue = min(queues, key=lambda queue: queue.counter)
@@ -220,14 +299,19 @@ class FairQueue(Generic[T]):
         self._note_left(queue)
         return place
 
-    def grant(self, place: Place[T]) -> None:
-        """Note that an item that was taken out has been served."""
-        place.queue.num_granted += 1
+    def grant(self, place: Place[T], work: float) -> None:
+        """Note that an item that was taken out is served, and how much work it is in the units of `charge`."""
+        place.queue.grant(place, work)
         place.uncount()
 
     def restore(self, place: Place[T]) -> None:
         """Put an item that was taken out back at the same place; the counters stay as they are."""
-        place.queue.add(place)
+        place.queue.restore(place)
+
+    def restore_late(self, place: Place[T]) -> None:
+        """Put an item that was taken out back among the late ones, because it is going to be late."""
+        place.queue.note_late(place)
+        place.queue.restore(place)
 
     def discard(self, place: Place[T]) -> None:
         """Remove an item. Harmless when it is not in line."""
@@ -256,7 +340,8 @@ class FairQueue(Generic[T]):
 
     def _lift(self, queue: _TenantQueue[T]) -> None:
         lowest = min(
-            (other.counter for other in self._queues.values() if other.contends), default=self._last_left.counter
+            (other.counter for other in self._queues.values() if other.contends and not _is_parked(other)),
+            default=self._last_left.counter,
         )
         queue.counter = max(queue.counter, lowest)
 

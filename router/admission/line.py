@@ -26,6 +26,7 @@ from dataclasses import replace
 
 from common.clock import Clock
 from common.errors import Overloaded, RefusalCause, Refused, WorkerLost
+from kvrelay.v1 import inference_pb2
 from router.admission.account import Account, Service, account_above, open_account
 from router.admission.fair_queue import OUTPUT_TOKEN_COST, PROMPT_TOKEN_COST, FairQueue, Place, rank
 from router.admission.limits import Pace
@@ -34,7 +35,7 @@ from router.fleet import Fleet
 from router.metrics import TenantMetrics
 from router.placement.chooser import Chooser
 from router.placement.decisions import Booking
-from router.tenants import ANYBODY, NO_TERMS, Tenant, Terms
+from router.tenants import ANYBODY, NO_TERMS, Overload, Tenant, Terms
 
 MAX_CANDIDATES = 4
 """Requests of each tenant that are tried when none before them found a plan."""
@@ -48,8 +49,16 @@ class Admission:
     """The line. Event loop only."""
 
     def __init__(
-        self, *, fleet: Fleet, chooser: Chooser, clock: Clock, max_queued: int, metrics: TenantMetrics
+        self,
+        *,
+        fleet: Fleet,
+        chooser: Chooser,
+        clock: Clock,
+        max_queued: int,
+        metrics: TenantMetrics,
+        late_share: float = 0.0,
     ) -> None:
+        """`late_share`: largest share of a tenant's work that goes to late requests while others wait."""
         self._fleet = fleet
         self._chooser = chooser
         self._clock = clock
@@ -63,7 +72,7 @@ class Admission:
         """Requests refused before any worker was asked for anything."""
         self._num_changes = 0
         self._accounts: dict[str, Account] = {}
-        self._queue: FairQueue[QueuedRequest] = FairQueue()
+        self._queue: FairQueue[QueuedRequest] = FairQueue(late_share=late_share)
         self._pace = Pace()
         self._timer: asyncio.TimerHandle | None = None
         self._opens_s = 0.0
@@ -90,6 +99,14 @@ class Admission:
     def num_active(self) -> int:
         """Requests that have had a plan and have not ended."""
         return sum(account.num_active for account in self.accounts)
+
+    @property
+    def refusals(self) -> tuple[inference_pb2.TenantRefusals, ...]:
+        """Refused requests by tenant and cause."""
+        return tuple(
+            inference_pb2.TenantRefusals(tenant=tenant, cause=cause, num_refused=count)
+            for tenant, cause, count in self._metrics.refusals
+        )
 
     # At the door.
 
@@ -191,7 +208,8 @@ class Admission:
         account = self._accounts.get(tenant.name)
         if account is None:
             account = self._accounts[tenant.name] = open_account(tenant, now_s=now_s)
-            self._queue.add_tenant(tenant.name, weight=tenant.weight)
+            yields = tenant.overload is Overload.YIELD
+            self._queue.add_tenant(tenant.name, weight=tenant.weight, yields=yields)
         return account
 
     # In line.
@@ -246,7 +264,15 @@ class Admission:
         due_s = ticket.received_s + (request.ttft_slo_s - work_s if has_objective else 0.0)
         key = rank(priority=ticket.terms.priority, work_s=work_s, due_s=due_s, number=ticket.number)
         late_s = due_s if has_objective else math.inf
-        return self._queue.push(queued, tenant=ticket.account.tenant.name, rank=key, due_s=late_s, work_s=work_s)
+        deadline_s = min(queued.deadline_s, request.deadline_s)
+        return self._queue.push(
+            queued,
+            tenant=ticket.account.tenant.name,
+            rank=key,
+            due_s=late_s,
+            deadline_s=deadline_s,
+            work_s=work_s,
+        )
 
     def _forecast(self, place: Place[QueuedRequest]) -> None:
         """Forecast the first token of a newcomer that begins to wait, and tell it."""
@@ -288,14 +314,18 @@ class Admission:
             assert queued.granted is not None, f"{queued.search.request.request_id} is in line without a future"
             if queued.granted.done():  # cancelled: its task is leaving the line
                 continue
+            if place.is_late:
+                queued.become_late()
             outcome = self._ask(queued)
             if isinstance(outcome, Booking):
                 self._grant(queued, outcome)
-                self._queue.grant(place)
+                self._queue.grant(place, _cost(queued.ticket.service))
                 self._look(now_s)
                 for other in passed:
                     # A request that waits for a busy worker loses nothing to those that go elsewhere.
                     other.item.num_overtaken += not _is_busy(other.item)
+            elif outcome.cause is RefusalCause.SLO and queued.on_late is not None:
+                self._queue.restore_late(place)
             elif outcome.is_final:
                 queued.granted.set_result(self._count(queued.ticket.account.tenant.name, outcome))
             else:

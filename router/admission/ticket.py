@@ -88,6 +88,8 @@ class QueuedRequest:
     """Whether it goes before all newcomers, because its request has lost a worker; None before it is in line."""
     on_waiting: "Callable[[Forecast | None], None]" = lambda _forecast: None
     """Called when a newcomer begins to wait, with the forecast of its first token; None while there is no worker."""
+    on_late: Callable[[], None] | None = None
+    """Adapts the search of a request that is late, or would be refused for its objective; None: nothing to adapt."""
     granted: "asyncio.Future[Booking | Refused] | None" = None
     last_refusal: Refused | None = None
     refused_at: int = -1
@@ -98,3 +100,9 @@ class QueuedRequest:
     """Time at which the last refusal suggests asking again."""
     num_overtaken: int = 0
     """Plans given to requests behind this one after it was refused one."""
+
+    def become_late(self) -> None:
+        """Adapt the search once, before the request is tried as a late one."""
+        if self.on_late is not None:
+            self.on_late()
+            self.on_late = self.last_refusal = None

@@ -123,6 +123,14 @@ def test_bench_run_with_concurrency_is_a_closed_loop(run: Run, load: FakeLoad) -
     assert load.spec.name == "concurrency-16"
 
 
+@pytest.mark.parametrize(("options", "tells"), [([], True), (["--no-tell-objectives"], False)])
+def test_bench_run_tells_the_objectives_unless_told_not_to(
+    run: Run, load: FakeLoad, options: list[str], tells: bool
+) -> None:
+    assert run("bench", "run", "--out", "here", "--no-report", "--ttft", "1", *options).exit_code == 0
+    assert load.spec.tells_objectives is tells
+
+
 @pytest.mark.parametrize("option", ["--tpot", "--itl"])
 def test_bench_run_judges_by_the_objective_for_the_gap_between_tokens(run: Run, load: FakeLoad, option: str) -> None:
     result = run("bench", "run", "--out", "here", "--no-report", "--ttft", "0.5", option, "0.05")

@@ -241,6 +241,7 @@ class FakeInference(inference_pb2_grpc.InferenceServiceServicer):
                 num_completed=11,
                 num_failed=1,
                 alarms=["no_updates: p0 is silent"],
+                refusals=[pb.TenantRefusals(tenant="batch", cause="slo", num_refused=7)],
                 http_port=8000,
             ),
             workers=[

@@ -63,6 +63,15 @@ def test_connection_that_breaks_midstream_resumes_after_the_received_tokens(ask:
     assert request.sampling.temperature == 0.7
 
 
+def test_answer_that_a_router_has_shortened_stays_as_short_at_every_other_router(ask: Ask) -> None:
+    plan = remote_plan()
+    plan.plan.shortened_max_tokens = 9
+    second: list[Step] = [accepted(), remote_plan(), tokens(["b"], first_index=1, last="length"), completed(2)]
+    with two([accepted(), plan, tokens(["a"]), GONE], second) as (addresses, _, other):
+        ask(addresses, max_tokens=50)
+    assert {request.sampling.max_tokens for request in other.generate_requests} == {9}
+
+
 def test_resumed_request_tells_ended_and_empty_samples(ask: Ask) -> None:
     first: list[Step] = [
         *(accepted(), remote_plan()),

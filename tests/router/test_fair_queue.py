@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from router.admission.fair_queue import AGEING, LATE_TURN, FairQueue, Place, rank
+from router.admission.fair_queue import AGEING, FairQueue, Place, rank
 
 TENANTS = {"a": 1.0, "b": 1.0, "heavy": 3.0}
 
@@ -75,7 +75,7 @@ def test_work_before_a_request_is_that_of_the_waiting_ones_that_go_before_it() -
     assert tried is not None
     queue.restore(tried)
     assert queue.work_before_s(last, now_s=0.0) == 11.0
-    queue.grant(tried)
+    queue.grant(tried, 1.0)
     assert queue.work_before_s(last, now_s=0.0) == 3.0
     queue.discard(second)
     assert queue.work_before_s(last, now_s=0.0) == 1.0
@@ -85,7 +85,7 @@ def test_late_request_has_all_others_and_the_late_ones_that_came_earlier_before_
     queue = make_queue(a=1)
     early, late = (queue.push(n, tenant="a", rank=(0, n, n), due_s=1.0, work_s=5.0) for n in (0, 1))
     punctual = queue.push(2, tenant="a", rank=(0, 2, 2), work_s=2.0)
-    for _ in range(2):  # the late ones are found when they would be next
+    for _ in range(2):
         queue.restore(serve(queue, now_s=2.0))
     assert queue.work_before_s(punctual, now_s=2.0) == 0.0
     assert queue.work_before_s(early, now_s=2.0) == 2.0
@@ -321,15 +321,53 @@ def test_restore_keeps_a_late_one_behind_those_in_time() -> None:
     assert drain(queue, now_s=5.0) == [1, 0]
 
 
-def test_late_one_goes_after_so_many_plans_for_others() -> None:
-    queue = make_queue(a=1)
-    late = push_due(queue, -1, due_s=1.0)
-    for number in range(1, 2 * LATE_TURN):
-        push_due(queue, number, due_s=90.0 + number)
-    served: list[int] = []
-    while late.item not in served:
+def late_share_of_work(late_share: float, *, late_cost: float, in_time_cost: float) -> float:
+    """Return the share of the work that late requests get while there is always another one in time."""
+    queue: FairQueue[float] = FairQueue(late_share=late_share)
+    queue.add_tenant("a", weight=1)
+    served = {late_cost: 0.0, in_time_cost: 0.0}
+    for number in range(2000):
+        for cost, due_s in ((late_cost, 1.0), (in_time_cost, 90.0)):
+            key = rank(priority=0, work_s=0.0, due_s=due_s, number=number)
+            queue.push(cost, tenant="a", rank=key, due_s=due_s)
         place = queue.pop(now_s=5.0)
         assert place is not None
-        queue.grant(place)
-        served.append(place.item)
-    assert len(served) == LATE_TURN
+        queue.grant(place, place.item)
+        served[place.item] += place.item
+    return served[late_cost] / sum(served.values())
+
+
+@pytest.mark.parametrize("late_share", [0.0, 0.02, 0.25, 1.0])
+@pytest.mark.parametrize("late_cost", [10.0, 1000.0])
+def test_late_requests_get_their_share_of_the_work_whatever_their_size(late_share: float, late_cost: float) -> None:
+    share = late_share_of_work(late_share, late_cost=late_cost, in_time_cost=100.0)
+    assert share == pytest.approx(late_share, abs=0.01)
+
+
+def test_late_one_is_found_behind_waiting_ones_of_better_rank() -> None:
+    queue: FairQueue[int] = FairQueue(late_share=0.1)
+    queue.add_tenant("a", weight=1)
+    for number, (work_s, due_s) in enumerate([(0.0, 9.0), (60.0, 1.0)]):
+        key = rank(priority=0, work_s=work_s, due_s=due_s, number=number)
+        queue.push(number, tenant="a", rank=key, due_s=due_s)
+    assert drain(queue, now_s=5.0) == [1, 0]
+
+
+def test_late_ones_go_in_order_of_their_deadlines() -> None:
+    queue = make_queue(a=1)
+    for number, deadline_s in enumerate([30.0, 10.0, 20.0]):
+        key = rank(priority=0, work_s=0.0, due_s=1.0, number=number)
+        queue.push(number, tenant="a", rank=key, due_s=1.0, deadline_s=deadline_s)
+    assert drain(queue, now_s=5.0) == [1, 2, 0]
+
+
+def test_late_ones_served_while_no_others_wait_cost_the_later_ones_no_turn() -> None:
+    queue: FairQueue[int] = FairQueue(late_share=0.1)
+    queue.add_tenant("a", weight=1)
+    push_due(queue, 0, due_s=1.0)
+    place = queue.pop(now_s=5.0)
+    assert place is not None
+    queue.grant(place, 1000.0)
+    push_due(queue, 1, due_s=1.0)
+    push_due(queue, 2, due_s=9.0)
+    assert drain(queue, now_s=5.0) == [1, 2]

@@ -10,7 +10,7 @@ from common.block_hash import hash_blocks
 from common.errors import DeadlineExceeded, Overloaded, WorkerLost
 from common.ids import BlockHash
 from common.wire import unpack_tokens
-from kvrelay.v1 import inference_pb2, sampling_pb2
+from kvrelay.v1 import inference_pb2, sampling_pb2, worker_pb2
 from tests.router.fake_service import VOCAB_SIZE
 from tests.router.fakes import (
     BLOCK_SIZE,
@@ -80,6 +80,33 @@ async def test_decode_worker_holds_prompts_back_for_an_objective_only_without_pr
         await cluster.generate(request)
         sequence = decode.requests[0].sequence
         assert (sequence.tpot_slo_s if sequence.HasField("tpot_slo_s") else None) == (None if has_prefill else 0.5)
+
+
+@pytest.mark.parametrize(
+    ("lone_gap_s", "num_samples", "objective_s", "expected_s"),
+    [
+        (0.5, 8, None, 1.5),  # a slow model has an objective that it can keep
+        (0.5, 8, 0.6, 0.6),  # the request's own stays
+        (0.01, 8, None, 0.2),  # the configured one suits a fast model
+        (0.5, 1, None, 0.2),  # too few steps to know
+    ],
+)
+async def test_default_gap_objective_is_one_that_the_model_can_keep(
+    lone_gap_s: float, num_samples: int, objective_s: float | None, expected_s: float | None
+) -> None:
+    decode = FakeWorker("d0", DECODE)
+    decode.timing = worker_pb2.TimingReport(
+        prefill=worker_pb2.StepModel(constant_s=0.01, num_samples=8),
+        decode=worker_pb2.StepModel(constant_s=lone_gap_s, num_samples=num_samples),
+        max_step_tokens=512,
+    )
+    async with running_cluster(decode) as cluster:
+        request = make_request(10, max_tokens=3)
+        if objective_s is not None:
+            request.objective.itl_s = objective_s
+        await cluster.generate(request)
+        sequence = decode.requests[0].sequence
+    assert (sequence.tpot_slo_s if sequence.HasField("tpot_slo_s") else None) == expected_s
 
 
 @pytest.mark.parametrize("num_tokens", [BLOCK_SIZE * 2 - 1, BLOCK_SIZE * 2, BLOCK_SIZE * 2 + 1])

@@ -8,7 +8,8 @@ import pytest
 from common.block_hash import hash_root
 from common.config import ServingConfig, parse_config
 from common.errors import InvalidRequest, Overloaded, Unauthenticated
-from kvrelay.client import AsyncClient
+from common.wire import pack_tokens
+from kvrelay.client import AsyncClient, ServiceTerms
 from tests.router.fakes import (
     BLOCK_KEY,
     FINGERPRINT,
@@ -23,6 +24,7 @@ from tests.router.fakes import (
     prompt_of,
     running_cluster,
     timing_of,
+    trio,
 )
 from tests.router.http.clients import fetch
 
@@ -36,8 +38,12 @@ def serving(*, a: dict[str, Any] | None = None, b: dict[str, Any] | None = None,
     return parse_config({"router": door, "tenants": tenants}, source="test")
 
 
-async def ask(client: AsyncClient, num_tokens: int = 10, *, timeout_s: float = 60.0) -> list[int]:
-    generation = await client.generate(prompt_of(num_tokens), max_tokens=6, temperature=0, timeout_s=timeout_s)
+async def ask(
+    client: AsyncClient, num_tokens: int = 10, terms: ServiceTerms | None = None, *, timeout_s: float = 60.0
+) -> list[int]:
+    generation = await client.generate(
+        prompt_of(num_tokens), max_tokens=6, temperature=0, timeout_s=timeout_s, terms=terms
+    )
     return list(generation.samples[0].token_ids)
 
 
@@ -210,3 +216,95 @@ async def test_long_cold_prompt_gives_way_to_a_short_one_that_comes_soon_after_i
         decode.set_load(num_free_blocks=64)
         await replies
     assert decode.prompt_lengths == [10, 100]
+
+
+def overloaded(overload: str | None, *, shed: str = "deadline") -> ServingConfig:
+    """Return the configuration of a cluster whose only tenant chooses what becomes of late requests."""
+    tenant = {"name": "default", "overload": overload, "shortened_max_tokens": 2}
+    router = {"local_prefill_max_tokens": 0, "shed": shed}
+    return parse_config({"router": router, "tenants": [tenant]}, source="test")
+
+
+@pytest.mark.parametrize(
+    ("overload", "shed", "num_tokens"),
+    [
+        ("refuse", "none", None),
+        ("wait", "slo", 6),
+        ("shorten", "slo", 2),
+        ("yield", "slo", 6),
+        (None, "slo", None),
+        (None, "deadline", 6),
+    ],
+)
+async def test_tenant_chooses_what_becomes_of_a_request_that_will_be_late(
+    overload: str | None, shed: str, num_tokens: int | None
+) -> None:
+    prefill, decode = pair()
+    prefill.timing = decode.timing = timing_of(s_per_prompt_token=0.5)
+    async with running_cluster(prefill, decode, config=overloaded(overload, shed=shed)) as cluster:
+        request = make_request(10)
+        request.objective.ttft_s = 4.5
+        if num_tokens is None:
+            with pytest.raises(Overloaded, match=r"the objective of 4\.5 s") as caught:
+                await cluster.generate(request)
+            assert caught.value.retry_after_s is not None
+            (refused,) = (await cluster.until_idle()).refusals
+            assert (refused.tenant, refused.cause, refused.num_refused) == ("default", "slo", 1)
+        else:
+            reply = await cluster.generate(request)
+            assert reply.token_ids() == answer(prompt_of(10), 6)[:num_tokens]
+            assert [plan.shortened_max_tokens for plan in reply.plans] == [2 if overload == "shorten" else 0]
+            await cluster.until_idle()
+
+
+async def test_request_in_time_is_not_shortened() -> None:
+    prefill, decode = pair()
+    prefill.timing = decode.timing = timing_of(s_per_prompt_token=0.01)
+    async with running_cluster(prefill, decode, config=overloaded("shorten")) as cluster:
+        reply = await cluster.generate(make_request(10))
+        assert reply.token_ids() == answer(prompt_of(10), 6)
+        assert reply.plans[0].shortened_max_tokens == 0
+
+
+async def test_shortened_answer_that_loses_its_worker_ends_where_it_would_have() -> None:
+    prefill, first, second = trio()
+    for worker in (prefill, first, second):
+        worker.timing = timing_of(s_per_prompt_token=0.5)
+    first.gates.close("token 1")
+    async with running_cluster(prefill, first, second, config=overloaded("shorten")) as cluster:
+        request = make_request(10)
+        request.objective.ttft_s = 4.5
+        running = asyncio.create_task(cluster.generate(request))
+        await first.gates.reached("token 1")
+        await first.die()
+        assert (await running).token_ids() == answer(prompt_of(10), 2)
+
+
+async def test_resumed_answer_is_not_shortened_again() -> None:
+    prefill, decode = pair()
+    prefill.timing = decode.timing = timing_of(s_per_prompt_token=0.5)
+    async with running_cluster(prefill, decode, config=overloaded("shorten")) as cluster:
+        begun = answer(prompt_of(10), 3)
+        request = make_request(10)
+        request.objective.ttft_s = 4.5
+        request.resume.fingerprint, request.sampling.seed = FINGERPRINT, 7
+        request.resume.samples.add(tokens=pack_tokens(begun))
+        reply = await cluster.generate(request)
+        assert begun + [token.token_id for token in reply.tokens] == answer(prompt_of(10), 6)
+
+
+async def test_late_requests_of_a_tenant_that_yields_go_after_those_of_all_tenants() -> None:
+    prefill, decode = full_pair()
+    late, waiting = ServiceTerms(ttft_s=1e-6), []
+    async with (
+        running_cluster(prefill, decode, config=serving(a={"overload": "yield"})) as cluster,
+        AsyncClient(cluster.router.address, api_key=KEYS["a"]) as a,
+        AsyncClient(cluster.router.address, api_key=KEYS["b"]) as b,
+    ):
+        for client, num_tokens, terms in ((a, 8, late), (a, 9, late), (b, 10, late), (b, 11, late), (a, 12, None)):
+            waiting.append(asyncio.create_task(ask(client, num_tokens, terms)))
+            await cluster.until_queued(len(waiting))
+        decode.set_load(num_free_blocks=64)
+        await asyncio.gather(*waiting)
+    assert sorted(decode.prompt_lengths[:3]) == [10, 11, 12]
+    assert decode.prompt_lengths[3:] == [8, 9]

@@ -9,7 +9,7 @@ from measure.load.records import Run
 from measure.load.report import asked, gantt, handoff, latency, pools
 from measure.load.report.columns import columns_of
 from measure.load.summary import KindSummary, Summary
-from measure.load.tables import UNKNOWN, Writer, quoted
+from measure.load.tables import UNKNOWN, Writer, objectives, quoted
 from measure.pages.page import Card, Page, Panel, Section, Tone, table_of, write_page
 from measure.pages.wording import count, duration, number, percent, scaled
 
@@ -182,6 +182,7 @@ def _subtitle(run: Run) -> str:
         info.target,
         workers,
         labels,
+        "" if info.told_slo is None else f"told the server: {objectives(info.told_slo)}",
         f"{count(len(run.requests), 'request')} in {duration(info.duration_s)}",
         info.started_at,
     )

@@ -56,6 +56,7 @@ class GrpcTarget:
             max_model_len=model.max_model_len,
             vocab_size=model.vocab_size,
             num_workers=num_workers,
+            takes_objectives=True,
         )
 
     def prepare(self, request: TargetRequest) -> PreparedCall:

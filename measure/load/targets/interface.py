@@ -53,6 +53,8 @@ class TargetInfo:
     vocab_size: int | None
     num_workers: dict[str, int]
     """By role; empty when the target does not report them."""
+    takes_objectives: bool = False
+    """Whether the server reads the objectives that a request names."""
     notes: tuple[str, ...] = ()
     """Features that the server does not have, and what follows for the numbers."""
 

@@ -137,6 +137,7 @@ class OpenAiTarget:
             max_model_len=model.get("max_model_len"),
             vocab_size=vocab_size,
             num_workers={},
+            takes_objectives=Feature.REPORT in features,
             notes=_notes(features),
         )
 

@@ -69,6 +69,22 @@ async def test_run_against_our_grpc_api_measures_every_turn_of_both_loops() -> N
     assert all(r.server.request_id and r.server.decode_worker for r in run.requests)
 
 
+@pytest.mark.parametrize("tells_objectives", [True, False])
+async def test_run_says_whether_the_server_was_told_the_objectives(tells_objectives: bool) -> None:
+    slo = Slo(ttft_s=1e-6, tpot_s=9.0)
+    async with running_system() as system:
+        spec = LoadSpec(
+            name="told",
+            target=TargetSpec(url=system.address),
+            workload=workload(open_loop([0.0])),
+            slo=slo,
+            tells_objectives=tells_objectives,
+        )
+        run = await run_load(spec)
+    assert run.info.told_slo == (slo if tells_objectives else None)
+    assert any("was not told" in note for note in run.info.notes) is not tells_objectives
+
+
 async def test_run_against_our_http_api_gets_server_reports_and_continues_answers() -> None:
     async with running_system(router={"http_port": 0}) as system:
         spec = LoadSpec(
