@@ -109,7 +109,9 @@ class PlacementRequest:
     hashes: BlockHashes = NO_HASHES
     """Hashes of the full blocks of these tokens; empty when cached KV cannot be used."""
     num_output_tokens: int = 256
-    """Expected length of each answer; never more than max_tokens."""
+    """Expected length of each answer, or of the rest of one; never more than max_tokens."""
+    typical_output_tokens: int = 256
+    """Mean length of all answers, as far as known."""
     received_s: float = 0.0
     """On the router's clock, like all absolute times here."""
     deadline_s: float = math.inf
