@@ -146,6 +146,11 @@ class PlacementRequest:
         return self.num_tokens // self.block_size + self.num_samples
 
     @property
+    def num_growth_blocks(self) -> float:
+        """Further pages that the answers are expected to fill."""
+        return self.num_samples * self.num_output_tokens / self.block_size
+
+    @property
     def num_prefill_blocks(self) -> int:
         """Pages that a prefill worker needs."""
         return -(-self.num_tokens // self.block_size)

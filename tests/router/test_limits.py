@@ -3,7 +3,7 @@
 import pytest
 
 from common.errors import RefusalCause
-from router.admission.account import MAX_INQUIRIES, Service, open_account
+from router.admission.account import MAX_INQUIRIES, open_account
 from router.admission.limits import MAX_RETRY_S, UNKNOWN_RETRY_S, Pace, TokenBucket
 from router.admission.ticket import Ticket
 from router.tenants import NO_TERMS, Tenant
