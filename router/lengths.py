@@ -192,7 +192,8 @@ def _at_least(probabilities: Floats, num_tokens: int) -> Floats:
     """Return the probabilities given that the answer has at least so many tokens."""
     rest = probabilities.copy()
     rest[: _bin(num_tokens)] = 0.0
-    return rest / rest.sum()
+    rest /= rest.sum()
+    return rest
 
 
 def _exponential(mean: float) -> Floats:

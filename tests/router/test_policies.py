@@ -1,7 +1,7 @@
 """Properties of every routing policy."""
 
 from dataclasses import replace
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given, settings
@@ -94,7 +94,7 @@ def test_answers_wait_for_the_pages_that_they_and_others_will_grow_into() -> Non
     wanted = request(160, num_samples=2, num_output_tokens=32)  # 12 pages now, 4 more at the end
     chosen = policy("least_load")
 
-    def choice(**fields: float) -> Plan | Refused:
+    def choice(**fields: Any) -> Plan | Refused:
         return chosen.choose(wanted, fleet(worker("d0", **fields)))
 
     assert isinstance(choice(free=16, num_decodes=1), Plan)
