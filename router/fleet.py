@@ -290,6 +290,7 @@ class Fleet:
         """Count the plan as load of its workers until the booking is released."""
         decode = self._hold(plan.decode, request)
         decode.num_blocks = request.num_decode_blocks
+        decode.num_growth_blocks = request.num_growth_blocks
         decode.num_decodes = request.num_samples
         decode.num_context_tokens = request.num_samples * request.num_tokens
         if decode.member.timing.itl_s(decode.num_decodes, decode.num_context_tokens) <= request.tpot_slo_s:

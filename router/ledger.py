@@ -43,7 +43,12 @@ class TokenLedger:
     @property
     def num_tokens(self) -> int:
         """Delivered tokens of all samples."""
-        return sum(len(sample.token_ids) for sample in self._samples)
+        return sum(self.lengths)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Delivered tokens of each sample."""
+        return [len(sample.token_ids) for sample in self._samples]
 
     def mean_gap_s(self, *, skip: int = 0) -> float | None:
         """Return the mean gap without the first `skip` entries of `gaps`; None when none is left."""

@@ -47,6 +47,8 @@ class Hold:
     """Sequences that the request adds to the worker's decode batch."""
     num_context_tokens: int = 0
     """KV tokens of these sequences."""
+    num_growth_blocks: float = 0.0
+    """Pages that their answers are expected to fill."""
     tpot_slo_s: float = math.inf
     """Objective for the mean gap of these sequences; infinite when the worker cannot keep it."""
     bounds_prompts: bool = False
@@ -68,11 +70,26 @@ class _Active:
     """Tokens of these prompts."""
     num_missing_tokens: int = 0
     """Tokens of these prompts that are expected to be computed."""
+    num_decodes: int = 0
+    num_growth_blocks: float = 0.0
     num_by_tpot_slo: Counter[float] = field(default_factory=Counter)
     """Decoding holds by their objective, if they have one."""
 
+    def num_kept_blocks(self, num_decodes: int) -> float:
+        """Return the free pages to keep for `num_decodes` answers that grow as the active ones do.
+
+        While answers come and go, the pages of those that end pay for the growth of the others, in the mean. The number
+        that ends in a time scatters by its square root, so that many answers need no more than that share.
+        """
+        if not self.num_decodes:
+            return 0.0
+        return math.sqrt(num_decodes) * self.num_growth_blocks / self.num_decodes
+
     def count(self, hold: Hold, sign: int) -> None:
+        """Add a hold, or take it out."""
         self.num_blocks += sign * hold.num_blocks
+        self.num_decodes += sign * hold.num_decodes
+        self.num_growth_blocks += sign * hold.num_growth_blocks
         if not hold.is_prefilled and hold.num_prompt_tokens:
             self.num_prefills += sign
             self.num_prompt_tokens += sign * hold.num_prompt_tokens
@@ -255,6 +272,7 @@ class Member:
             worker_id=self.endpoint.worker_id,
             num_blocks=self.facts.num_blocks,
             num_free_blocks=max(num_free_blocks, 0),
+            num_growth_blocks=self._active.num_kept_blocks(num_decodes),
             num_free_slots=max(num_free_slots, 0),
             num_sequences=num_sequences,
             num_waiting=report.num_waiting + report.num_reserved,

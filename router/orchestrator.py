@@ -43,6 +43,7 @@ from router.admission.ticket import QueuedRequest, Ticket
 from router.attempt import Attempt, AttemptFailed, AttemptOutcome
 from router.demand import DemandMeter
 from router.fleet import Fleet
+from router.lengths import AnswerLengths
 from router.metrics import RouterMetrics
 from router.outbox import Outbox
 from router.placement.chooser import Chooser, Search, Shed
@@ -100,6 +101,7 @@ class Orchestrator:
         self._config = config
         self._census = TaskCensus()
         self._num_calls = 0
+        self._lengths = AnswerLengths()
         self.totals = Totals()
         self.recordings = TrafficRecordings(clock)
         self.demand = DemandMeter(clock)
@@ -151,7 +153,8 @@ class Orchestrator:
 
     def take_tokens(self, ticket: Ticket, job: Job) -> None:
         """Count the size of a request against the rate of its tenant, before it runs. Raises Overloaded."""
-        output = ticket.account.expected_output_tokens(at_most=job.sampling.max_tokens) * job.sampling.n
+        length = self._lengths.expect(job, ticket.account.tenant.name)
+        output = length.num_tokens * job.sampling.n
         expected = Service(num_prompt_tokens=len(job.prompt_token_ids), num_output_tokens=output)
         refused = self._admission.take_tokens(ticket, expected)
         if refused is not None:
@@ -183,7 +186,7 @@ class Orchestrator:
             record.outbox.put(inference_pb2.GenerateResponse(completed=record.completed))
             self._metrics.observe(record)
             self.demand.note_answer(record.answered)
-            ticket.account.learn_output(record.service)
+            self._lengths.learn(record.job, ticket.account.tenant.name, record.ledger.lengths)
         except TimeoutError:
             error = DeadlineExceeded("the deadline passed before the answer was complete")
         except KvrelayError as caught:
@@ -313,13 +316,15 @@ class Orchestrator:
         if not terms.names_tpot:
             pace_s = self._fleet.usual_pace_s(num_samples=len(leg.samples), num_tokens=num_tokens)
             tpot_slo_s = max(tpot_slo_s, pace_s)
+        length = self._lengths.expect(job, leg.ticket.account.tenant.name, num_done=len(output))
         request = PlacementRequest(
             request_id=job.request_id,
             num_tokens=num_tokens,
             num_samples=len(leg.samples),
             block_size=job.model.block_size,
             hashes=NO_HASHES if wants_prompt else job.hashes(output),
-            num_output_tokens=leg.ticket.account.expected_output_tokens(at_most=job.sampling.max_tokens),
+            num_output_tokens=length.num_tokens,
+            typical_output_tokens=self._lengths.typical_tokens,
             received_s=leg.record.life.received_s,
             deadline_s=leg.record.deadline_s,
             ttft_slo_s=terms.ttft_objective_s(len(job.prompt_token_ids)),

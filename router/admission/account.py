@@ -11,11 +11,8 @@ from router.tenants import Tenant
 if TYPE_CHECKING:
     from router.admission.ticket import Ticket
 
-GUESSED_OUTPUT_TOKENS = 256.0
-"""Assumed length of a tenant's first answer."""
 MAX_INQUIRIES = 256
 """Concurrent calls of one tenant that only tokenize."""
-_OUTPUT_WEIGHT = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +47,6 @@ class Account:
     """Requests that have had a plan and have not ended."""
     num_inquiries: int = 0
     """Running calls that only tokenize."""
-    mean_output_tokens: float = GUESSED_OUTPUT_TOKENS
 
     @property
     def num_queued(self) -> int:
@@ -61,10 +57,6 @@ class Account:
     def is_full(self) -> bool:
         """Whether the tenant has all the requests with a plan that it may have."""
         return self.tenant.max_concurrent is not None and self.num_active >= self.tenant.max_concurrent
-
-    def expected_output_tokens(self, *, at_most: int) -> int:
-        """Return the likely length of one answer, in tokens."""
-        return max(1, min(round(self.mean_output_tokens), at_most))
 
     def take_request(self, now_s: float) -> Refused | None:
         """Count a request that arrives now, before its size is known; or return why not."""
@@ -112,11 +104,6 @@ class Account:
         """Count tokens used beyond the expectation; a negative number gives tokens back."""
         if self.tokens is not None:
             self.tokens.take(num_tokens, now_s)
-
-    def learn_output(self, service: Service) -> None:
-        """Learn from a completed request how long answers are."""
-        mean = service.num_output_tokens / service.num_samples
-        self.mean_output_tokens += _OUTPUT_WEIGHT * (mean - self.mean_output_tokens)
 
     def _check_tokens(self, num_tokens: int, now_s: float) -> Refused | None:
         if self.tokens is None or not (wait_s := self.tokens.wait_s(num_tokens, now_s)):

@@ -25,6 +25,8 @@ class WorkerLoad:
     worker_id: WorkerId
     num_blocks: int
     num_free_blocks: int
+    num_growth_blocks: float = 0.0
+    """Free pages that its answers will probably fill before enough of them end."""
     num_free_slots: float = math.inf
     """Sequences that may still join its batch."""
     num_sequences: int = 0
@@ -67,7 +69,7 @@ class PoolLoads:
 
     def __init__(self, loads: Iterable[WorkerLoad]) -> None:
         self.loads = list(loads)
-        self._numbers = np.array([_numbers(load) for load in self.loads], dtype=np.float64).reshape(-1, 6).T.copy()
+        self._numbers = np.array([_numbers(load) for load in self.loads], dtype=np.float64).reshape(-1, 7).T.copy()
         self._positions: dict[WorkerId, int] | None = None
 
     def __len__(self) -> int:
@@ -105,6 +107,11 @@ class PoolLoads:
     def num_free_slots(self) -> Floats:
         """Sequences that may still join the batch; an idle worker takes a lone prompt with any number of samples."""
         return self._column(5)
+
+    @property
+    def num_growth_blocks(self) -> Floats:
+        """Free pages kept for running answers."""
+        return self._column(6)
 
     def soonest(self, num_workers: int) -> list[WorkerLoad]:
         """Return the workers that are free soonest for another prompt."""
@@ -156,6 +163,7 @@ def _numbers(load: WorkerLoad) -> tuple[float, ...]:
         load.num_decodes,
         load.num_context_tokens,
         load.num_free_slots if load.num_sequences else math.inf,
+        load.num_growth_blocks,
     )
 
 

@@ -111,7 +111,9 @@ class PlacementRequest:
     hashes: BlockHashes = NO_HASHES
     """Hashes of the full blocks of these tokens; empty when cached KV cannot be used."""
     num_output_tokens: int = 256
-    """Expected length of each answer; never more than max_tokens."""
+    """Expected length of each answer, or of the rest of one; never more than max_tokens."""
+    typical_output_tokens: int = 256
+    """Mean length of all answers, as far as known."""
     received_s: float = 0.0
     """On the router's clock, like all absolute times here."""
     deadline_s: float = math.inf
@@ -146,6 +148,11 @@ class PlacementRequest:
     def num_decode_blocks(self) -> int:
         """Pages that the decode worker must grant: samples share the full blocks, not the rest and the next token."""
         return self.num_tokens // self.block_size + self.num_samples
+
+    @property
+    def num_growth_blocks(self) -> float:
+        """Further pages that the answers are expected to fill."""
+        return self.num_samples * self.num_output_tokens / self.block_size
 
     @property
     def num_prefill_blocks(self) -> int:

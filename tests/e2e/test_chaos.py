@@ -13,7 +13,7 @@ from common.errors import KvrelayError, RequestError
 from kvrelay.client import AsyncClient
 from kvrelay.v1 import inference_pb2, sampling_pb2
 from tests.builders import expected_tokens, make_request
-from tests.e2e.harness import FAKE_POOL, fake_config, held, running_cluster, until_idle, worker
+from tests.e2e.harness import FAKE_POOL, fake_config, held, running_cluster, until_idle
 
 pytestmark = pytest.mark.e2e
 
@@ -128,10 +128,6 @@ async def test_300_requests_half_cancelled_some_hostile_leave_nothing_behind(
         assert not await held(client)
         assert [view.status.pid for view in (await client.status()).workers if view.status] == pids, "a process died"
         assert (await client.generate([1, 2, 3], temperature=0, max_tokens=3)).token_ids
-        view = await worker(client, "decode")
-        assert view.status is not None
-        if num_blocks == 62:
-            assert view.status.num_preemptions > 0, "the tiny pool must have run out of pages"
         with pytest.raises(RequestError):
             await client.generate([], max_tokens=1)
         await channel.close()

@@ -293,13 +293,28 @@ async def test_generate_never_books_more_pages_than_decode_has() -> None:
     decode.gates.close("reserve")  # no reservation is acknowledged, no report comes: only bookings count
     async with running_cluster(prefill, decode) as cluster:
         # 10 tokens: 2 full blocks and one more, so two requests fit into 8 pages and a third does not.
-        generating = [asyncio.create_task(cluster.generate(make_request(10))) for _ in range(3)]
+        generating = [asyncio.create_task(cluster.generate(make_request(10, max_tokens=1))) for _ in range(3)]
         status = await cluster.until(lambda router: router.num_active == len(decode.requests) == 2)
         assert status.num_queued == 1
         decode.gates.open("reserve")
         replies = await asyncio.gather(*generating)
-        assert [reply.token_ids() for reply in replies] == [answer(prompt_of(10), 6)] * 3
+        assert [reply.token_ids() for reply in replies] == [answer(prompt_of(10), 1)] * 3
         await cluster.until_idle()
+
+
+async def test_generate_after_short_answers_lets_requests_with_high_limits_share_a_worker() -> None:
+    prefill, decode = pair()
+    decode.shape = Shape(num_blocks=16)
+    decode.report.num_blocks = decode.report.num_free_blocks = 16
+    short = make_request(10, max_tokens=40, stop_token_ids=answer(prompt_of(10), 1))
+    async with running_cluster(prefill, decode) as cluster:
+        for _ in range(20):  # nothing is known at first: an answer of 40 tokens would fill 10 pages
+            await cluster.generate(short)
+        decode.gates.close("reserve")
+        generating = [asyncio.create_task(cluster.generate(short)) for _ in range(2)]
+        await cluster.until(lambda router: router.num_active == 2)
+        decode.gates.open("reserve")
+        await asyncio.gather(*generating)
 
 
 async def test_generate_when_queue_is_full_is_refused_with_retry_info() -> None:

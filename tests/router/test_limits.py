@@ -3,7 +3,7 @@
 import pytest
 
 from common.errors import RefusalCause
-from router.admission.account import GUESSED_OUTPUT_TOKENS, MAX_INQUIRIES, Service, open_account
+from router.admission.account import MAX_INQUIRIES, open_account
 from router.admission.limits import MAX_RETRY_S, UNKNOWN_RETRY_S, Pace, TokenBucket
 from router.admission.ticket import Ticket
 from router.tenants import NO_TERMS, Tenant
@@ -127,12 +127,3 @@ def test_request_refused_for_its_tokens_does_not_count_against_the_request_rate(
     assert account.take_request(0.0) is None
     assert account.take_tokens(40, 0.0) is not None
     assert account.take_request(0.0) is None
-
-
-def test_account_learns_how_long_answers_are_and_expects_no_more_than_was_asked_for() -> None:
-    account = open_account(Tenant(name="t"), now_s=0.0)
-    assert account.expected_output_tokens(at_most=10_000) == GUESSED_OUTPUT_TOKENS
-    for _ in range(100):
-        account.learn_output(Service(num_output_tokens=40, num_samples=2))
-    assert account.expected_output_tokens(at_most=10_000) == 20
-    assert account.expected_output_tokens(at_most=5) == 5

@@ -76,6 +76,21 @@ def test_load_counts_a_booking_until_the_worker_says_that_its_report_includes_it
     assert (member.load().num_free_blocks, member.load().num_sequences) == (2, 2)
 
 
+def test_pages_kept_for_answers_grow_with_the_root_of_their_number() -> None:
+    member = make_member()
+    assert member.load().num_growth_blocks == 0
+    holds = [
+        book(member, request_id=f"r{n}", num_decodes=1, num_growth_blocks=growth) for n, growth in enumerate([1, 5])
+    ]
+    assert member.load().num_growth_blocks == pytest.approx(3 * math.sqrt(2))
+    # Answers of other routers, which only the report counts, grow like this router's.
+    member.take_report(worker_pb2.LoadReport(num_running=9), ["r0", "r1"], now_s=0.0)
+    assert member.load().num_growth_blocks == pytest.approx(9)
+    for hold in holds:
+        member.remove_hold(hold)
+    assert member.load().num_growth_blocks == 0
+
+
 def test_booking_takes_free_slots_and_its_objective_counts_while_it_lasts() -> None:
     member = make_member()
     assert (member.load().num_free_slots, member.load().tpot_slos) == (math.inf, ())  # it has not told its limit

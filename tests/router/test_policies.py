@@ -1,8 +1,7 @@
 """Properties of every routing policy."""
 
-from collections.abc import Iterable
 from dataclasses import replace
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given, settings
@@ -10,7 +9,6 @@ from hypothesis import strategies as st
 
 from common.config import RouterConfig
 from common.errors import Refused
-from common.ids import WorkerId
 from common.timing import LinkModel
 from router.placement.loads import WorkerLoad
 from router.placement.plans import FleetView, PlacementRequest, Plan, PlanKind
@@ -92,6 +90,21 @@ def test_policy_explains_its_choice_before_the_others(name: str) -> None:
     assert len(set(map(repr, candidates))) == len(candidates) <= plan.num_candidates
 
 
+def test_answers_wait_for_the_pages_that_they_and_others_will_grow_into() -> None:
+    wanted = request(160, num_samples=2, num_output_tokens=32)  # 12 pages now, 4 more at the end
+    chosen = policy("least_load")
+
+    def choice(**fields: Any) -> Plan | Refused:
+        return chosen.choose(wanted, fleet(worker("d0", **fields)))
+
+    assert isinstance(choice(free=16, num_decodes=1), Plan)
+    assert isinstance(choice(free=15, num_decodes=1), Refused)
+    assert isinstance(choice(free=18, num_decodes=1, num_growth_blocks=2.5), Refused)
+    assert isinstance(choice(free=19, num_decodes=1, num_growth_blocks=2.5), Plan)
+    # A worker without answers has nothing to wait for.
+    assert isinstance(choice(free=12), Plan)
+
+
 loads = st.builds(
     lambda used, blocks, counts, tokens: {
         "blocks": blocks,
@@ -104,6 +117,7 @@ loads = st.builds(
         "num_pending_prefill_tokens": tokens,
         "num_active_missing_tokens": tokens,
         "num_active_blocks": used,
+        "num_growth_blocks": used / 8,
         "num_context_tokens": tokens,
         "prefill_free_at_s": tokens / 1000,
     },
@@ -140,7 +154,7 @@ def test_policy_chooses_workers_of_the_view_with_room_or_refuses(
             assert plan.retry_after_s > 0
             assert refuses or "for a token" in plan.reason or not _has_room(wanted, view)
             continue
-        assert plan.decode in _fitting(wanted, view.decode)
+        assert plan.decode in {each.worker_id for each in view.decode if _fits(wanted, each)}
         assert (plan.prefill is None) == (plan.kind is PlanKind.LOCAL)
         if plan.prefill is not None:
             prefill = next(each for each in view.prefill if each.worker_id == plan.prefill)
@@ -151,11 +165,12 @@ def test_policy_chooses_workers_of_the_view_with_room_or_refuses(
             assert plan.pull.source in view.sources - {plan.computes}
 
 
-def _fitting(wanted: PlacementRequest, workers: Iterable[WorkerLoad]) -> set[WorkerId]:
-    return {each.worker_id for each in workers if each.num_free_blocks >= wanted.num_decode_blocks}
+def _fits(wanted: PlacementRequest, worker: WorkerLoad) -> bool:
+    num_grown = wanted.num_growth_blocks + worker.num_growth_blocks if worker.num_decodes else 0
+    return worker.num_free_blocks >= wanted.num_decode_blocks + num_grown
 
 
 def _has_room(wanted: PlacementRequest, view: FleetView) -> bool:
     """Return whether every policy must find a plan."""
     could_prefill = any(each.num_blocks >= wanted.num_prefill_blocks for each in view.prefill)
-    return bool(_fitting(wanted, view.decode)) and (could_prefill or not view.num_prefill)
+    return any(_fits(wanted, each) for each in view.decode) and (could_prefill or not view.num_prefill)

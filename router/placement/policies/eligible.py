@@ -36,13 +36,24 @@ def find_eligible(request: PlacementRequest, fleet: FleetView) -> Eligible | Ref
             retry_after_s=RETRY_AFTER_S,
             cause=RefusalCause.SATURATED if is_full else RefusalCause.NO_ROOM,
         )
-    decode = with_slots.where(with_slots.num_free_blocks >= request.num_decode_blocks)
+    decode = _with_room(request, with_slots)
     if not decode:
-        free = int(with_slots.num_free_blocks.max())
-        return refuse(f"no decode worker has {request.num_decode_blocks} free pages; the most is {free}")
+        free = int((with_slots.num_free_blocks - with_slots.num_growth_blocks).max())
+        wanted = f"{request.num_decode_blocks} free pages and {request.num_growth_blocks:.0f} for the answer"
+        return refuse(f"no decode worker has {wanted}; the most is {free}")
     prefill = fleet.prefill.where(fleet.prefill.num_blocks >= request.num_prefill_blocks)
     none_is_large_enough = bool(fleet.prefill) and not prefill
     return Eligible(prefill=prefill, decode=decode, must_be_local=fleet.num_prefill == 0 or none_is_large_enough)
+
+
+def _with_room(request: PlacementRequest, decode: PoolLoads) -> PoolLoads:
+    """Return the workers with pages for the prompt and for what the answers there are expected to grow.
+
+    A worker without answers takes any request that it can begin.
+    """
+    num_free, num_needed = decode.num_free_blocks, request.num_decode_blocks
+    has_room = num_free - decode.num_growth_blocks >= num_needed + request.num_growth_blocks
+    return decode.where(has_room | ((decode.num_decodes == 0) & (num_free >= num_needed)))
 
 
 def refuse(reason: str) -> Refused:

@@ -107,8 +107,8 @@ def remote_option(
 def local_option(request: PlacementRequest, prompt: PromptForecast, *, work_price: float) -> PlanForecast:
     """Return the plan in which a decode worker does everything."""
     decode = prompt.worker
-    # Prompts computed here delay all decoding sequences; spread over an answer as long as this one.
-    held_up_s = (prompt.wait_s + prompt.prefill_s) / max(1, request.num_output_tokens)
+    # Prompts computed here delay all decoding sequences; spread over an answer as long as theirs are.
+    held_up_s = (prompt.wait_s + prompt.prefill_s) / request.typical_output_tokens
     tokens_s = token_price(request, decode, held_up_s=held_up_s)
     return _priced(request, prompt, decode, work_price, {"tokens": tokens_s})
 
