@@ -270,16 +270,18 @@ class Fleet:
         block_bytes = 0 if self.model is None else self.model.block_bytes
         return self.roster.view(excluded=excluded, block_bytes=block_bytes)
 
-    def usual_pace_s(self, *, num_samples: int, num_tokens: int) -> float:
-        """Return a gap between tokens that the model can keep on a typical decode worker with some others beside it.
+    def tpot_objective_s(self, slo_s: float, *, is_own: bool, num_samples: int, num_tokens: int) -> float:
+        """Return the objective for the mean gap of a request; `slo_s` is its own one or the default.
 
-        It is PACE_FACTOR times the gap of these samples alone; 0 until the workers have measured their steps.
+        A default is at least PACE_FACTOR times the gap of these samples alone on a typical decode worker, once that is
+        measured. So is an objective that they would miss even alone: with none at all, ever more answers would run at
+        once.
         """
         model = self._timing.decode
         if model is None:
-            return 0.0
-        alone = StepShape(num_decodes=num_samples, num_context_tokens=num_samples * num_tokens)
-        return PACE_FACTOR * model.seconds(alone)
+            return slo_s
+        alone_s = model.seconds(StepShape(num_decodes=num_samples, num_context_tokens=num_samples * num_tokens))
+        return slo_s if is_own and alone_s <= slo_s else max(slo_s, PACE_FACTOR * alone_s)
 
     def load_version(self, worker_id: WorkerId) -> int:
         """Return a number that changes with the worker's reported load."""
