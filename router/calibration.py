@@ -53,9 +53,9 @@ class ErrorBand:
         if len(self._latest) < MIN_OUTCOMES:
             return Forecast(expected_s=passed_s + predicted_s, passed_s=passed_s, predicted_s=predicted_s)
         return Forecast(
-            expected_s=passed_s + predicted_s * self._factor(0.5),
-            low_s=passed_s + predicted_s * self._factor(self._below),
-            high_s=passed_s + predicted_s * self._factor(1 - self._above),
+            expected_s=passed_s + predicted_s * self.factor(0.5),
+            low_s=passed_s + predicted_s * self.factor(self._below),
+            high_s=passed_s + predicted_s * self.factor(1 - self._above),
             passed_s=passed_s,
             predicted_s=predicted_s,
         )
@@ -74,8 +74,10 @@ class ErrorBand:
         if len(self._latest) > WINDOW:
             del self._sorted[bisect_left(self._sorted, self._latest.popleft())]
 
-    def _factor(self, level: float) -> float:
-        """Return the quantile of actual / predicted, between the two nearest outcomes."""
+    def factor(self, level: float) -> float:
+        """Return the quantile of actual / predicted, between the two nearest outcomes; 1 before enough are known."""
+        if len(self._latest) < MIN_OUTCOMES:
+            return 1.0
         position = level * (len(self._sorted) - 1)
         index = min(int(position), len(self._sorted) - 2)
         low, high = self._sorted[index : index + 2]

@@ -31,8 +31,7 @@ from router.worker_client import WorkerClient
 logger = logging.getLogger(__name__)
 
 PACE_FACTOR = 3.0
-"""Multiple of the gap of a lone answer that a default objective allows at least: below it, a slow model would have no
-objective that it can keep, and nothing would bound its batches."""
+"""Multiple of the gap of a lone answer that takes the place of an objective that is shorter than this gap."""
 
 
 class Fleet:
@@ -270,18 +269,17 @@ class Fleet:
         block_bytes = 0 if self.model is None else self.model.block_bytes
         return self.roster.view(excluded=excluded, block_bytes=block_bytes)
 
-    def tpot_objective_s(self, slo_s: float, *, is_own: bool, num_samples: int, num_tokens: int) -> float:
-        """Return the objective for the mean gap of a request; `slo_s` is its own one or the default.
+    def tpot_objective_s(self, slo_s: float, *, num_samples: int, num_tokens: int) -> float:
+        """Return the objective for the mean gap of a request that should have `slo_s`.
 
-        A default is at least PACE_FACTOR times the gap of these samples alone on a typical decode worker, once that is
-        measured. So is an objective that they would miss even alone: with none at all, ever more answers would run at
-        once.
+        When its samples would miss that even alone on a typical decode worker, once that is measured, it is PACE_FACTOR
+        times their gap alone: with no objective at all, ever more answers would run at once.
         """
         model = self._timing.decode
         if model is None:
             return slo_s
         alone_s = model.seconds(StepShape(num_decodes=num_samples, num_context_tokens=num_samples * num_tokens))
-        return slo_s if is_own and alone_s <= slo_s else max(slo_s, PACE_FACTOR * alone_s)
+        return slo_s if alone_s <= slo_s else PACE_FACTOR * alone_s
 
     def load_version(self, worker_id: WorkerId) -> int:
         """Return a number that changes with the worker's reported load."""

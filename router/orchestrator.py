@@ -312,9 +312,7 @@ class Orchestrator:
         patience_s = self._config.queue_timeout_s if is_first else self._config.recovery_timeout_s
         terms = leg.ticket.terms
         num_tokens = len(job.prompt_token_ids) + len(output)
-        tpot_slo_s = self._fleet.tpot_objective_s(
-            terms.tpot_slo_s, is_own=terms.names_tpot, num_samples=len(leg.samples), num_tokens=num_tokens
-        )
+        tpot_slo_s = self._fleet.tpot_objective_s(terms.tpot_slo_s, num_samples=len(leg.samples), num_tokens=num_tokens)
         length = self._lengths.expect(job, leg.ticket.account.tenant.name, num_done=len(output))
         request = PlacementRequest(
             request_id=job.request_id,

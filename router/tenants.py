@@ -60,8 +60,6 @@ class Terms:
     ttft_tokens: float = math.inf
     """Prompt length beyond which the first token may take proportionally longer."""
     tpot_slo_s: float = math.inf
-    names_tpot: bool = True
-    """Whether the request names `tpot_slo_s` itself; the default adapts to the model (`Fleet.usual_pace_s`)."""
 
     def ttft_objective_s(self, num_prompt_tokens: int) -> float:
         """Return the objective for the first token of a prompt of this size."""
@@ -74,13 +72,12 @@ NO_TERMS = Terms()
 def read_terms(message: inference_pb2.GenerateRequest, *, tenant: Tenant, default: Terms) -> Terms:
     """Return the terms of the request, completed by the defaults. Raises InvalidRequest."""
     objective = message.objective
-    has_own, names_tpot = objective.HasField("ttft_s"), objective.HasField("itl_s")
+    has_own = objective.HasField("ttft_s")
     return Terms(
         priority=min(message.priority, tenant.max_priority),
         ttft_slo_s=_seconds(objective.ttft_s, "ttft_s") if has_own else default.ttft_slo_s,
         ttft_tokens=math.inf if has_own else default.ttft_tokens,
-        tpot_slo_s=_seconds(objective.itl_s, "itl_s") if names_tpot else default.tpot_slo_s,
-        names_tpot=names_tpot,
+        tpot_slo_s=_seconds(objective.itl_s, "itl_s") if objective.HasField("itl_s") else default.tpot_slo_s,
     )
 
 

@@ -45,16 +45,19 @@ class Shed(enum.Enum):
     """Also requests that would miss their objective for the time to first token."""
 
 
-def find_hopeless(request: PlacementRequest, plan: Plan | Refused, view: FleetView, *, shed: Shed) -> Refused | None:
+def find_hopeless(
+    request: PlacementRequest, plan: Plan | Refused, view: FleetView, *, shed: Shed, error: float = 1.0
+) -> Refused | None:
     """Return a final refusal when no worker of the view can bring the first token in time.
 
     The prediction of the policy counts; without one, the least time that any worker would need for its queue and the
-    computation. Predictions for workers without measurements do not count.
+    computation. Predictions for workers without measurements do not count. Most actual times are below `error` times
+    the predicted one; a request is refused for its objective when that would be late.
     """
     if shed is Shed.NONE:
         return None
     left_s = request.ttft_slo_s - request.waited_s if shed is Shed.SLO else math.inf
-    ttft_s = _late_ttft_s(request, plan, view, left_s=min(left_s, request.time_left_s))
+    ttft_s = _late_ttft_s(request, plan, view, left_s=min(left_s / error, request.time_left_s))
     if ttft_s is None:
         return None
     if ttft_s > request.time_left_s:
@@ -171,8 +174,10 @@ class Chooser:
         plan = self._policy.choose(request, view)
         while isinstance(plan, Plan) and not _verify(matches, plan):
             plan = self._policy.choose(request, view)
-        if not search.exclusions and (hopeless := find_hopeless(request, plan, view, shed=search.shed)) is not None:
-            return hopeless
+        if not search.exclusions:
+            error = self.forecaster.ttft_error(plan)
+            if (hopeless := find_hopeless(request, plan, view, shed=search.shed, error=error)) is not None:
+                return hopeless
         search.awaited = self._fleet.roster.load(plan.worker_id) if isinstance(plan, Busy) else None
         if isinstance(plan, Refused):
             return plan

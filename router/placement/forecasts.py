@@ -2,17 +2,25 @@
 
 There are two of the time to first token, both from receipt on: the first is made when the request enters the line, from
 the work before it; the second when its plan is chosen, when the wait in line is known and the policy predicts the rest.
-Each learns from its own outcomes (router/calibration.py). Forecasts inform clients and operators; choices do not read
-them.
+Each learns from its own outcomes (router/calibration.py). Forecasts inform clients and operators; plans are chosen by
+the raw predictions, and only a refusal for an objective (`router.shed: slo`) reads how far these are usually exceeded.
 """
 
 from typing import TYPE_CHECKING
 
+from common.errors import Refused
 from router.calibration import ErrorBand, Forecast
 from router.placement.plans import PlacementRequest, Plan, PlanKind
 
 if TYPE_CHECKING:
     from router.placement.decisions import Decision
+
+
+MOST = 0.8
+"""Share of the outcomes that a refusal takes into account."""
+
+MAX_ERROR = 1.2
+"""Most that it takes into account: relative errors of short predictions are large and say nothing about long ones."""
 
 
 class Forecaster:
@@ -36,6 +44,11 @@ class Forecaster:
         if plan.predicted_ttft_s is None or request.has_begun:
             return None
         return self._ttft[plan.kind].forecast(plan.predicted_ttft_s, passed_s=request.waited_s)
+
+    def ttft_error(self, plan: Plan | Refused) -> float:
+        """Return by which factor most first tokens are later than predicted, with such a plan or a remote one."""
+        kind = plan.kind if isinstance(plan, Plan) else PlanKind.REMOTE
+        return min(max(self._ttft[kind].factor(MOST), 1.0), MAX_ERROR)
 
     def itl(self, plan: Plan) -> Forecast | None:
         """Return the mean gap between tokens with a plan; None when the policy predicts none."""

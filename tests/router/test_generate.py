@@ -86,12 +86,13 @@ async def test_decode_worker_holds_prompts_back_for_an_objective_only_without_pr
     ("lone_gap_s", "num_samples", "objective_s", "expected_s"),
     [
         (0.5, 8, None, 1.5),  # a slow model has an objective that it can keep
-        (0.5, 8, 0.6, 0.6),  # the request's own stays
-        (0.01, 8, None, 0.2),  # the configured one suits a fast model
+        (0.5, 8, 0.4, 1.5),  # so do requests that ask for more
+        (0.5, 8, 0.6, 0.6),
+        (0.15, 8, None, 0.2),  # the configured one can be kept
         (0.5, 1, None, 0.2),  # too few steps to know
     ],
 )
-async def test_default_gap_objective_is_one_that_the_model_can_keep(
+async def test_gap_objective_that_the_model_cannot_keep_becomes_one_that_bounds_the_batch(
     lone_gap_s: float, num_samples: int, objective_s: float | None, expected_s: float | None
 ) -> None:
     decode = FakeWorker("d0", DECODE)
