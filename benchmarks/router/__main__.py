@@ -50,10 +50,10 @@ class Extent:
 
 FULL = Extent(
     num_rounds=5,
-    lookups=tuple((workers, blocks) for blocks in (128, 1024, 8192) for workers in (8, 64, 512)),
+    lookups=tuple((workers, blocks) for blocks in (128, 1024, 8192) for workers in (8, 64, 512, 1000)),
     updates=((8, 1000), (512, 1000), (512, 64), (512, 1)),
     num_updated=1_000_000,
-    decisions=tuple((workers, tokens) for tokens in (1024, 16_384, 131_072) for workers in (8, 64, 512)),
+    decisions=tuple((workers, tokens) for tokens in (1024, 16_384, 131_072) for workers in (8, 64, 512, 1000)),
     requests=((50, 1, 1000), (50, 32, 300), (2048, 1, 600), (16_384, 1, 200)),
 )
 QUICK = Extent(
