@@ -145,9 +145,9 @@ class SloConfig(Section):
     """Prompts of more tokens than this may take proportionally longer to the first token; an objective that a request
     names is taken as it is."""
     tpot_s: Annotated[float, Field(gt=0), Need.ROUTERS] = 0.2
-    """Mean seconds between the tokens of an answer; at least three times the measured gap of a lone answer, so that a
-    slow model is protected, too. A request waits while every decode worker would miss it; without a prefill pool,
-    workers also compute prompts in chunks so small that running answers keep it."""
+    """Mean seconds between the tokens of an answer. A request waits while every decode worker would miss it; without a
+    prefill pool, workers also compute prompts in chunks so small that running answers keep it. Where even a lone answer
+    would miss it, as measured, three times its gap takes its place."""
 
     # Until version 0.2: `itl_s`, the name of this key in 0.1.
     @model_validator(mode="before")
