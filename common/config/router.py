@@ -63,8 +63,9 @@ class RouterConfig(Section):
     max_prefill_wait_s: Annotated[float, Field(gt=0), Need.ROUTERS] = 0.1
     """With `predictive`, a prompt that would wait longer than this many seconds at every worker waits in
     the router's line instead, where the most urgent goes first."""
-    max_queued: Annotated[int, Field(ge=1), Need.ROUTERS] = 512
-    """Requests that wait for a plan; more are refused. Each tenant can always hold its share of them, by `weight`."""
+    max_queued: Annotated[int | None, Field(ge=1), Need.ROUTERS] = None
+    """Requests that wait for a plan; more are refused. Each tenant can always hold its share of them, by `weight`.
+    `null`: 512, or 4 for each worker if that is more."""
     auth: Annotated[Literal["none", "api_key"], Need.ROUTERS] = "none"
     """`none`: every request belongs to the tenant `default`. `api_key`: the metadata, or HTTP header,
     `authorization: Bearer <key>` of a request names its tenant; see [tenants](#tenants)."""

@@ -37,6 +37,10 @@ from router.placement.chooser import Chooser
 from router.placement.decisions import Booking
 from router.tenants import ANYBODY, NO_TERMS, Overload, Tenant, Terms
 
+MIN_QUEUED = 512
+"""Places in the line of a small fleet, unless configured."""
+QUEUED_PER_WORKER = 4
+"""Places in the line of a large one, for each worker: many requests wait for the worker that computes their prefix."""
 MAX_CANDIDATES = 4
 """Requests of each tenant that are tried when none before them found a plan."""
 MAX_OVERTAKEN = 32
@@ -54,7 +58,7 @@ class Admission:
         fleet: Fleet,
         chooser: Chooser,
         clock: Clock,
-        max_queued: int,
+        max_queued: int | None,
         metrics: TenantMetrics,
         late_share: float = 0.0,
     ) -> None:
@@ -96,6 +100,13 @@ class Admission:
         return self._num_unplanned + self._queue.num_first
 
     @property
+    def max_queued(self) -> int:
+        """Most requests that wait for a first plan."""
+        if self._max_queued is not None:
+            return self._max_queued
+        return max(MIN_QUEUED, QUEUED_PER_WORKER * len(self._fleet.members_by_id))
+
+    @property
     def num_active(self) -> int:
         """Requests that have had a plan and have not ended."""
         return sum(account.num_active for account in self.accounts)
@@ -114,7 +125,7 @@ class Admission:
         """Return a ticket, or why there is none."""
         now_s = self._clock.monotonic()
         account, above = self._account(tenant, now_s), None
-        if self._num_unplanned >= self._max_queued:
+        if self._num_unplanned >= self.max_queued:
             above = account_above(account, self._accounts.values())
             if above is None:
                 return self._count(tenant.name, self._full(now_s))
@@ -133,7 +144,7 @@ class Admission:
         return ticket
 
     def _full(self, now_s: float) -> Refused:
-        reason = f"{self._num_unplanned} requests are waiting; the limit is {self._max_queued}"
+        reason = f"{self._num_unplanned} requests are waiting; the limit is {self.max_queued}"
         return Refused(reason=reason, retry_after_s=self._pace.promise_s(now_s), cause=RefusalCause.QUEUE_FULL)
 
     def _displace(self, account: Account, now_s: float) -> None:

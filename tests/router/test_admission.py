@@ -15,7 +15,7 @@ from common.errors import Overloaded, RefusalCause, Refused, WorkerLost
 from common.ids import RequestId, WorkerId
 from kvrelay.v1 import worker_pb2
 from router.admission.account import Service
-from router.admission.line import MAX_CANDIDATES, MAX_OVERTAKEN, Admission
+from router.admission.line import MAX_CANDIDATES, MAX_OVERTAKEN, MIN_QUEUED, QUEUED_PER_WORKER, Admission
 from router.admission.ticket import QueuedRequest, Ticket
 from router.calibration import Forecast
 from router.facts import Endpoint
@@ -101,7 +101,7 @@ class PageChooser(Chooser):
 class Line:
     """An admission with everything around it."""
 
-    def __init__(self, *, num_pages: int = 8, max_queued: int = 100) -> None:
+    def __init__(self, *, num_pages: int = 8, max_queued: int | None = 100) -> None:
         self.clock = ManualClock(100.0)
         self.fleet = Fleet(index=PrefixIndex(), clock=self.clock, reach=ROUTER)
         self.chooser = PageChooser(self.fleet, self.clock, num_pages=num_pages)
@@ -224,6 +224,19 @@ async def test_request_that_is_refused_or_gives_up_is_before_no_other_any_more()
     assert line.waiting["x"].exception() is not None
     await line.come("y", 3)
     assert line.told[-1] == ("y", 3.0)
+
+
+async def test_line_of_a_large_fleet_has_places_for_each_worker_unless_configured() -> None:
+    line = Line(max_queued=None)
+    assert line.admission.max_queued == MIN_QUEUED
+    line.fleet.set_workers(
+        [
+            Endpoint(worker_id=WorkerId(f"d{idx}"), role=worker_pb2.WORKER_ROLE_DECODE, address="127.0.0.1:1")
+            for idx in range(MIN_QUEUED)
+        ]
+    )
+    assert line.admission.max_queued == QUEUED_PER_WORKER * MIN_QUEUED
+    await line.fleet.aclose()
 
 
 async def test_tenant_with_a_full_line_of_its_own_does_not_fill_that_of_others() -> None:
