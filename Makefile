@@ -17,6 +17,8 @@ QUICK_TESTS := tests/client tests/common tests/router tests/transfer tests/worke
   $(addprefix tests/engine/test_,block_pool.py core.py landing.py overlap.py step_timer.py)
 FUZZ_TARGETS ?= all
 FUZZ_SECONDS ?= 600
+# Clients of tests/foreign: packages that must not meet the project's own.
+FOREIGN := .foreign
 STEP := printf '==> %s\n'
 # One line per package instead of pip's four; whatever else pip says, errors above all, stays.
 BRIEF := 2>&1 | sed -u -E -e 's/^Collecting ([^ ]+).*/    \1/' -e 's/^(Installing collected packages).*/    installing/' \
@@ -49,6 +51,10 @@ fuzz: $(VENV)/.dev ## Fuzz every door, FUZZ_SECONDS (600) each; FUZZ_TARGETS nam
 	  || echo "there is no atheris for this platform: inputs are chosen by chance" >&2
 	@$(BIN)/python -m tests.fuzz $(FUZZ_TARGETS) --seconds $(FUZZ_SECONDS)
 
+.PHONY: foreign
+foreign: $(VENV)/.dev model $(FOREIGN)/.python $(FOREIGN)/.node ## Test other projects' clients (LiteLLM, LangChain ...) against clusters
+	@KVRELAY_FOREIGN_PYTHON=$(FOREIGN)/venv/bin/python KVRELAY_FOREIGN_NODE=$(FOREIGN)/node .ci/test tests/foreign
+
 .PHONY: check
 check: $(VENV)/.dev ## Lint, types, import rules, protos, generated code
 	@.ci/check
@@ -73,7 +79,7 @@ tables: $(VENV)/.dev ## Write the tables of configuration keys in docs/ again
 
 .PHONY: clean
 clean: ## Remove .venv and caches; the fetched model stays
-	rm -rf $(VENV) .venv-genproto .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis dist
+	rm -rf $(VENV) $(FOREIGN) .venv-genproto .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.made:
@@ -98,3 +104,16 @@ $(VENV)/.dev: requirements-dev.lock $(VENV)/.runtime
 	@$(STEP) "installing $$(wc -l <requirements-dev.lock) locked development packages"
 	@$(PIP) install --no-deps --progress-bar off --requirement requirements-dev.lock $(BRIEF)
 	@touch $@
+
+$(FOREIGN)/.python: tests/foreign/requirements.txt
+	@$(STEP) "installing clients for Python into $(FOREIGN)"
+	@"$(PYTHON)" -m venv $(FOREIGN)/venv
+	@$(FOREIGN)/venv/bin/python -m pip --disable-pip-version-check --no-input install --quiet --requirement $<
+	@touch $@
+
+$(FOREIGN)/.node: tests/foreign/package.json
+	@mkdir -p $(FOREIGN)/node && cp $< $(FOREIGN)/node/
+	@if command -v npm >/dev/null; then \
+	  $(STEP) "installing clients for node into $(FOREIGN)"; \
+	  npm install --prefix $(FOREIGN)/node --no-package-lock --no-audit --no-fund --silent && touch $@; \
+	else echo "there is no npm: the clients for node are not tested" >&2; fi

@@ -61,6 +61,7 @@ class _NullExecutor:
         self.kv: Any = _NullStore(num_blocks)
         self.max_model_len = 1 << 20
         self.vocab_size = 256
+        self.hidden_size = 0
         self.eos_token_ids = frozenset[int]()
         self.model_name = "null"
         self.max_steps_in_flight = max_steps_in_flight

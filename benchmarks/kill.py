@@ -1,13 +1,14 @@
 """Pause of clients when a process is killed in the middle of their streams: a worker, a router, the controller.
 
-    python -m benchmarks.kill decode|prefill|router [--launcher local|ray] [--engine fake|torch] [--rounds 2]
-    python -m benchmarks.kill router|controller --address HOST:1,HOST:2 --pid PID
+    python -m benchmarks.kill decode|prefill|router [--stop] [--launcher local|ray] [--engine fake|torch] [--rounds 2]
+    python -m benchmarks.kill router|controller [--stop] --address HOST:1,HOST:2 --pid PID
 
-Method. 1P+1D of the default model in fp32, so that texts can be compared. For a worker: one router and 8 sampled
+Method. 1P+1D of the default model in fp32, so that texts can be compared; 2P+2D with --stop, since a worker that is
+stopped and has no like keeps its answers until it is replaced. For a worker: one router and 8 sampled
 streams of 128 tokens; every prompt is handed over. For a router: two of them and 16 streams of 160 tokens, the even
 ones through router-0 and the odd ones through router-1, by clients that know both. Seeds are fixed, and every round has
-prompts of its own. Once every stream has its first tokens, the process gets SIGKILL; a prefill worker gets it while it
-reads. The same requests are then sent again, undisturbed, and every text must be the same.
+prompts of its own. Once every stream has its first tokens, the process gets SIGKILL, or SIGSTOP with --stop; a prefill
+worker gets it while it reads. The same requests are then sent again, undisturbed, and every text must be the same.
 
 Reported: failed requests, texts that differ, the largest gap between two tokens of each stream whose router died, of
 each other one and of the undisturbed ones, the largest TTFT, and the seconds from the kill until the worker's successor
@@ -55,8 +56,14 @@ class Target:
     """Returns the process to kill; a worker's is asked from the router instead."""
     tls: bool | str | None = None
     """How clients connect, as `kvrelay.client.tls.Tls`."""
+    signal: signal.Signals
     num_streams: int
     num_tokens: int
+
+    @property
+    def case(self) -> str:
+        """Title of its figures."""
+        return f"{self.victim} {'killed' if self.signal is signal.SIGKILL else 'stopped'}"
 
 
 async def _pass(
@@ -98,7 +105,7 @@ async def _kill(target: Target, begun: Sequence[asyncio.Event]) -> float | None:
     if target.victim in _WORKERS:
         return await _kill_worker(target, begun)
     await asyncio.gather(*(event.wait() for event in begun))
-    os.kill(target.find_pid(), signal.SIGKILL)
+    os.kill(target.find_pid(), target.signal)
     killed_s = time.perf_counter()
     if target.victim == "controller":
         return None
@@ -112,21 +119,20 @@ async def _kill_worker(target: Target, begun: Sequence[asyncio.Event]) -> float:
     """Kill a pool's worker; returns the seconds until its successor is ready in the router."""
     async with AsyncClient(target.addresses[0], timeout_s=_BACK_TIMEOUT_S, tls=target.tls) as client:
 
-        async def status_when(condition: Callable[[WorkerStatus], bool]) -> WorkerStatus:
+        async def status_when(condition: Callable[[str, WorkerStatus], bool]) -> tuple[str, WorkerStatus]:
             async with asyncio.timeout(_BACK_TIMEOUT_S):
                 while True:
-                    views = (await client.status()).workers
-                    status = next((view.status for view in views if view.role == target.victim), None)
-                    if status is not None and condition(status):
-                        return status
+                    for view in (await client.status()).workers:
+                        if view.role == target.victim and view.status and condition(view.worker_id, view.status):
+                            return view.worker_id, view.status
                     await asyncio.sleep(0.02)
 
         if target.victim == "decode":
             await asyncio.gather(*(event.wait() for event in begun))
-        before = await status_when(lambda status: status.load.num_running > 0)
-        os.kill(before.pid, signal.SIGKILL)
+        victim, before = await status_when(lambda _name, status: status.load.num_running > 0)
+        os.kill(before.pid, target.signal)
         killed_s = time.perf_counter()
-        await status_when(lambda status: status.pid != before.pid)
+        await status_when(lambda name, status: name == victim and status.pid != before.pid)
         return time.perf_counter() - killed_s
 
 
@@ -145,9 +151,9 @@ async def measure(target: Target, figures: Figures, *, num_rounds: int, console:
         num_routers = len(target.addresses)
         groups = {f"clients of router-{at}": hurt[at::num_routers] for at in range(num_routers)}
         for arm, answers in (groups | {"undisturbed": calm}).items():
-            _add(figures, f"{target.victim} killed", arm, answers)
+            _add(figures, target.case, arm, answers)
         if back_s is not None:
-            figures.add("back", f"{target.victim} killed", target.victim, back_after_s=back_s)
+            figures.add("back", target.case, target.victim, back_after_s=back_s)
     return is_clean
 
 
@@ -169,12 +175,15 @@ def _target(args: argparse.Namespace, console: Console) -> Iterator[Target]:
     """Yield what the arguments name: a running cluster, or one that is started for it."""
     is_worker = args.victim in _WORKERS
     num_streams, num_tokens = (8, 128) if is_worker else (16, 160)
+    number = signal.SIGSTOP if args.stop else signal.SIGKILL
+    pools = {pool: {"count": 2, "threads": 1} for pool in _WORKERS} if args.stop and is_worker else {}
     if args.address is not None:
         addresses = tuple(args.address.split(","))
         yield Target(
             victim=args.victim,
             addresses=addresses,
             find_pid=lambda: args.pid,
+            signal=number,
             num_streams=num_streams,
             num_tokens=num_tokens,
         )
@@ -184,7 +193,7 @@ def _target(args: argparse.Namespace, console: Console) -> Iterator[Target]:
         launcher=args.launcher,
         console=console,
         model=fake if args.engine == "fake" else {"dtype": "float32"},
-        pools={} if is_worker else ONE_THREAD_EACH,
+        pools=pools if is_worker else ONE_THREAD_EACH,
         router={"local_prefill_max_tokens": 32} if is_worker else {"count": 2},
     ) as (info, _config):
         yield Target(
@@ -192,6 +201,7 @@ def _target(args: argparse.Namespace, console: Console) -> Iterator[Target]:
             addresses=info.addresses,
             find_pid=lambda: _router_pid(info.run_dir),
             tls=info.tls,
+            signal=number,
             num_streams=num_streams,
             num_tokens=num_tokens,
         )
@@ -210,6 +220,7 @@ def main() -> None:
     parser = command_line("kill", __doc__, rounds=2, has_launcher=True)
     parser.add_argument("victim", choices=[*_WORKERS, "router", "controller"], help="what is killed")
     parser.add_argument("--engine", choices=["torch", "fake"], default="torch", help="the default model, or none")
+    parser.add_argument("--stop", action="store_true", help="stop it (SIGSTOP) instead of killing it")
     parser.add_argument("--address", help="routers of a running cluster, separated by a comma; one round is measured")
     parser.add_argument("--pid", type=int, help="the process to kill, with --address")
     args = parser.parse_args()

@@ -54,8 +54,10 @@ class MockWorker(worker_pb2_grpc.WorkerServiceServicer):
             kv_events=encode_events(KvEvents(is_snapshot=True)),
             load=worker_pb2.LoadReport(num_free_blocks=NUM_BLOCKS, num_blocks=NUM_BLOCKS),
         )
-        await context.write(update)
-        await asyncio.Event().wait()
+        while True:
+            await context.write(update)
+            await asyncio.sleep(request.heartbeat_s or 3600)
+            update = worker_pb2.WatchWorkerResponse(epoch=self._epoch, seq=update.seq + 1, load=update.load)
 
     async def GetWorkerStatus(  # noqa: D102
         self, request: worker_pb2.GetWorkerStatusRequest, context: Context

@@ -81,7 +81,7 @@ async def _undisturbed(info: ClusterInfo, num_requests: int) -> list[Answer]:
 
 
 def _scale(run_dir: Path, sizes: Mapping[str, int]) -> list[str]:
-    return list(scale(run_dir, sizes, grace_s=GRACE_S, force=True))
+    return [step.text for step in scale(run_dir, sizes, grace_s=GRACE_S, force=True)]
 
 
 def _gaps_s(answers: Sequence[Answer]) -> list[float]:

@@ -54,10 +54,16 @@ def up(
 def down(config_path: ConfigOption = DEFAULT_CONFIG) -> None:
     """Stop the cluster.
 
-    The routers drain first, then the workers end. Does nothing when no cluster is running.
+    Changes that run are cancelled, then the routers drain, then the workers end.
+    Does nothing when no cluster is running. Ends with status 1, and says what may
+    still run, when Ray does not answer.
     """
-    if not _stop(run_dir_of(config_path)):
-        err.print("no cluster is running")
+    run_dir = run_dir_of(config_path)
+    if _stop(run_dir):
+        return
+    err.print(f"no cluster is running: nothing in {run_dir} names one", soft_wrap=True)
+    if not run_dir.exists():
+        err.print("If that folder was deleted, a cluster in Ray goes on; RAY_ADDRESS lets it be found.", soft_wrap=True)
 
 
 def _start(config: "ServingConfig", config_path: Path) -> "ClusterInfo":

@@ -1,16 +1,22 @@
 """The terminal: answers go to stdout, everything about them to stderr, and text of a model is never interpreted."""
 
+import json
 import sys
 import time
 from collections.abc import Callable
 from time import sleep
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self, TypeVar
 
+import typer
 from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.text import Text
 
+if TYPE_CHECKING:
+    from google.protobuf.message import Message
+
+T = TypeVar("T")
 _FILE_WIDTH = 180
 out = Console(markup=False, highlight=False, emoji=False)
 err = Console(markup=False, highlight=False, emoji=False, stderr=True)
@@ -31,6 +37,31 @@ def print_wide(renderable: RenderableType) -> None:
     """Print a table to stdout: as wide as the terminal, or as wide as it likes when stdout is a file or a pipe."""
     console = out if out.is_terminal else Console(markup=False, highlight=False, emoji=False, width=_FILE_WIDTH)
     console.print(renderable)
+
+
+def show(
+    ask: Callable[[], T],
+    *,
+    view: Callable[[T], RenderableType],
+    record: Callable[[T], object],
+    watch: bool,
+    interval_s: float,
+    as_json: bool,
+) -> None:
+    """Print what `ask` returns: as a view, as the JSON of its record, or as a view that stays until Ctrl-C."""
+    if watch:
+        watch_view(lambda: view(ask()), interval_s)
+    elif as_json:
+        typer.echo(json.dumps(record(ask()), indent=2))
+    else:
+        print_wide(view(ask()))
+
+
+def message_record(message: "Message") -> dict[str, object]:
+    """Return every field of a message, those with default values too."""
+    from google.protobuf.json_format import MessageToDict
+
+    return MessageToDict(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
 
 
 def watch_view(view: Callable[[], RenderableType], interval_s: float) -> None:

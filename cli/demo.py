@@ -90,6 +90,15 @@ def sampled_question() -> DemoPrompt:
     return _prompt("sampled", "temperature 0.8, top-p 0.95, seed 7", question, sampling=sampling)
 
 
+def structured_question() -> DemoPrompt:
+    """Return a request whose answer follows a JSON schema."""
+    sizes = {"enum": ["small", "medium", "large"]}
+    fields = {"name": {"type": "string", "maxLength": 20}, "legs": {"type": "integer", "maximum": 8}, "size": sizes}
+    schema = {"type": "object", "properties": fields, "required": list(fields), "additionalProperties": False}
+    sampling = SamplingOptions(max_tokens=ANSWER_TOKENS, temperature=0.0, structured_outputs={"json": schema})
+    return _prompt("structured", "the answer follows a JSON schema", "Describe an animal in JSON.", sampling=sampling)
+
+
 def concurrent_pair() -> tuple[DemoPrompt, DemoPrompt]:
     """Return two requests to send at the same moment."""
     return (
@@ -165,6 +174,7 @@ def ask_everything(address: str) -> list[SummaryRow]:
             *shared_prefix_pair(),
             long_prompt(lambda text: len(client.tokenize(text).token_ids), max_model_len=model.max_model_len),
             sampled_question(),
+            structured_question(),
         ]
         rows = [_ask(client, prompt) for prompt in prompts]
     return [*rows, *asyncio.run(_ask_together(address, concurrent_pair()))]

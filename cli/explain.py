@@ -9,7 +9,7 @@ import typer
 from rich.console import Group, RenderableType
 
 from cli.console import err, print_wide
-from cli.options import options_from_dataclasses
+from cli.options import JsonOption, options_from_dataclasses
 from cli.render import SplitTable, forecast_text, plan_text, seconds
 from cli.target import Connection
 from kvrelay.client import Candidate, Decision, PlanChosen
@@ -25,7 +25,7 @@ def explain(
     *,
     connection: Connection,
     last: Annotated[int, typer.Option("--last", "-n", metavar="N", min=1, help="Largest number of decisions.")] = 3,
-    as_json: Annotated[bool, typer.Option("--json", help="Print every field, as JSON.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Show the router's decisions on requests: the options, the choice and its outcome.
 

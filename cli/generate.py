@@ -194,8 +194,10 @@ def _load_codec(config: "ServingConfig") -> "Codec":
 async def _encode(codec: "Codec", source: str | Sequence[ChatMessage]) -> Sequence[int]:
     if isinstance(source, str):
         return await codec.encode(source)
-    messages = [(message.role, message.content) for message in source]
-    encoded = await codec.encode_chat(messages, rendered_unix_s=int(time.time()))
+    from common.chat_template import Conversation
+
+    conversation = Conversation.plain((message.role, message.content) for message in source)
+    encoded = await codec.encode_chat(conversation, rendered_unix_s=int(time.time()))
     return encoded.token_ids
 
 

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from cli.bench import bench_app
+from cli.changes import cancel, changes
 from cli.chat import chat
 from cli.cluster import down, fetch_model, up
 from cli.console import out
@@ -63,6 +64,8 @@ app.command(rich_help_panel=_CLUSTER)(down)
 app.command(rich_help_panel=_CLUSTER)(status)
 app.command(rich_help_panel=_CLUSTER)(scale)
 app.command(rich_help_panel=_CLUSTER)(plan)
+app.command(rich_help_panel=_CLUSTER)(changes)
+app.command(rich_help_panel=_CLUSTER)(cancel)
 app.command(rich_help_panel=_CLUSTER)(restart)
 app.command(rich_help_panel=_CLUSTER)(rollout)
 app.command(rich_help_panel=_CLUSTER)(explain)

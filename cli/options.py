@@ -21,6 +21,19 @@ Launcher = Literal["ray", "local"]
 ConfigOption = Annotated[
     Path, typer.Option("--config", "-c", metavar="FILE", envvar="KVRELAY_CONFIG", help="The configuration file.")
 ]
+WatchOption = Annotated[bool, typer.Option("--watch", "-w", help="Keep it on the screen until Ctrl-C.")]
+IntervalOption = Annotated[
+    float, typer.Option("--interval", metavar="SECONDS", min=0.1, help="Refresh interval of --watch.")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print every field, as JSON.")]
+
+
+def check_form(*, watch: bool, as_json: bool) -> None:
+    """Raise BadParameter for both forms of output at once."""
+    if watch and as_json:
+        raise typer.BadParameter("--watch and --json exclude each other")
+
+
 LauncherOption = Annotated[
     Launcher | None,
     typer.Option("--launcher", help="Ray actors or plain subprocesses; overrides the file.", show_default=False),

@@ -1,16 +1,14 @@
 """`kvrelay plan`: what the planner thinks of the pools' sizes, and why."""
 
-import json
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from cli.console import print_wide, watch_view
-from cli.options import DEFAULT_CONFIG, ConfigOption
-from cli.scale import running_cluster
+from cli.console import message_record, show
+from cli.options import DEFAULT_CONFIG, ConfigOption, IntervalOption, JsonOption, WatchOption, check_form
+from cli.target import running_cluster
 
 if TYPE_CHECKING:
     from kvrelay.v1.controller_pb2 import GetPlanResponse, PlanRecord
@@ -20,11 +18,9 @@ _NUM_CHANGES = 10
 
 def plan(
     config_path: ConfigOption = DEFAULT_CONFIG,
-    watch: Annotated[bool, typer.Option("--watch", "-w", help="Keep it on the screen until Ctrl-C.")] = False,
-    interval_s: Annotated[
-        float, typer.Option("--interval", metavar="SECONDS", min=0.1, help="Refresh interval of --watch.")
-    ] = 1.0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print every field, as JSON.")] = False,
+    watch: WatchOption = False,
+    interval_s: IntervalOption = 1.0,
+    as_json: JsonOption = False,
 ) -> None:
     """Show the present and wanted sizes of the pools, the reason, and the changes so far.
 
@@ -38,19 +34,16 @@ def plan(
     """  # noqa: D301 - \b marks a preformatted block
     from cluster.control import read_plan
 
-    if watch and as_json:
-        raise typer.BadParameter("--watch and --json exclude each other")
+    check_form(watch=watch, as_json=as_json)
     run_dir = running_cluster(config_path).run_dir
-    if watch:
-        watch_view(lambda: plan_view(read_plan(run_dir)), interval_s)
-    elif as_json:
-        from google.protobuf.json_format import MessageToDict
-
-        response = read_plan(run_dir)
-        fields = MessageToDict(response, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
-        typer.echo(json.dumps(fields, indent=2))
-    else:
-        print_wide(plan_view(read_plan(run_dir)))
+    show(
+        lambda: read_plan(run_dir),
+        view=plan_view,
+        record=message_record,
+        watch=watch,
+        interval_s=interval_s,
+        as_json=as_json,
+    )
 
 
 def plan_view(response: "GetPlanResponse") -> RenderableType:

@@ -1,17 +1,14 @@
 """`kvrelay scale`, `restart`, `rollout`: other sizes, new workers, another configuration; no request is lost."""
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
+from cli.changes import show_steps
 from cli.console import Progress, out
 from cli.errors import CliError
 from cli.options import DEFAULT_CONFIG, ConfigOption, LauncherOption
-from cli.target import run_dir_of
-
-if TYPE_CHECKING:
-    from cluster.lifecycle import ClusterInfo
+from cli.target import running_cluster
 
 _POOLS = ("prefill", "decode")
 GraceOption = Annotated[
@@ -40,6 +37,8 @@ def scale(
     other grows, workers change over with their model and cache. A pool that would
     not carry the present load within the objectives shrinks only with --force.
     serving.yaml is not changed: the next `kvrelay up` starts with its sizes.
+    The change waits for earlier ones of its pools. Ctrl-C ends the display alone,
+    `kvrelay cancel` the change.
     """  # noqa: D301 - \b marks a preformatted block
     from cluster.changes.flipping import Flips
     from cluster.control import scale as ask
@@ -48,8 +47,7 @@ def scale(
     info = running_cluster(config_path)
     with Progress() as report:
         flips = Flips.FIRST if flip else Flips.NEVER
-        for step in ask(info.run_dir, wanted, grace_s=grace_s, force=force, flips=flips):
-            report(step)
+        show_steps(ask(info.run_dir, wanted, grace_s=grace_s, force=force, flips=flips), report)
     out.print(", ".join(f"{pool}: {count}" for pool, count in wanted.items()))
 
 
@@ -64,8 +62,7 @@ def restart(config_path: ConfigOption = DEFAULT_CONFIG, grace_s: GraceOption = 3
 
     info = running_cluster(config_path)
     with Progress() as report:
-        for step in ask(info.run_dir, grace_s=grace_s):
-            report(step)
+        show_steps(ask(info.run_dir, grace_s=grace_s), report)
     out.print("every worker is new")
 
 
@@ -77,16 +74,6 @@ def _parse(sizes: list[str]) -> dict[str, int]:
             raise CliError(f"cannot read {text!r}; give prefill=N or decode=N")
         wanted[pool] = int(count)
     return wanted
-
-
-def running_cluster(config_path: Path) -> "ClusterInfo":
-    """Return the cluster that a configuration file names. Raises CliError when it does not run."""
-    from cluster.lifecycle import read_info
-
-    info = read_info(run_dir_of(config_path))
-    if info is None:
-        raise CliError("no cluster is running; start one with `kvrelay up`")
-    return info
 
 
 def rollout(
@@ -123,7 +110,7 @@ def rollout(
     """  # noqa: D301 - \b marks a preformatted block
     from cluster import control
     from cluster.changes.rollout import RolloutTerms
-    from cluster.lifecycle import with_model
+    from cluster.resolving import with_model
     from common.config import load_config
 
     config = load_config(config_path)
@@ -137,7 +124,6 @@ def rollout(
         else:
             terms = RolloutTerms(canary_s=canary_s, max_slowdown=max_slowdown, grace_s=grace_s, is_forced=force)
             steps = control.rollout(info.run_dir, config, terms)
-        for step in steps:
-            report(step)
+        show_steps(steps, report)
     if not dry_run:
         out.print(f"the cluster runs {config_path}")

@@ -1,15 +1,11 @@
 """`kvrelay status`."""
 
 import dataclasses
-import json
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Annotated
 
-import typer
-
-from cli.console import print_wide, watch_view
-from cli.options import options_from_dataclasses
+from cli.console import err, show
+from cli.options import IntervalOption, JsonOption, WatchOption, check_form, options_from_dataclasses
 from cli.render import AskedRouter, status_view
 from cli.target import Connection
 from kvrelay.client import Client, KvrelayError
@@ -22,11 +18,9 @@ _TIMEOUT_S = 10.0
 def status(
     *,
     connection: Connection,
-    watch: Annotated[bool, typer.Option("--watch", "-w", help="Keep it on the screen until Ctrl-C.")] = False,
-    interval_s: Annotated[
-        float, typer.Option("--interval", metavar="SECONDS", min=0.1, help="Refresh interval of --watch.")
-    ] = 1.0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print every field, as JSON.")] = False,
+    watch: WatchOption = False,
+    interval_s: IntervalOption = 1.0,
+    as_json: JsonOption = False,
 ) -> None:
     """Show every router and every worker: load, pages, leases, KV moved.
 
@@ -35,19 +29,22 @@ def status(
     kvrelay status --watch --interval 0.5
     kvrelay status --json | jq '.workers[].status.load'
     """  # noqa: D301 - \b marks a preformatted block
-    if watch and as_json:
-        raise typer.BadParameter("--watch and --json exclude each other")
+    check_form(watch=watch, as_json=as_json)
     with ExitStack() as stack:
         cluster = connection.cluster()
         addresses = RouterList(cluster.address, max_attempts=1).addresses
         options = {"timeout_s": _TIMEOUT_S, **cluster.client_options(connection.api_key)}
         clients = [stack.enter_context(Client(each, **options)) for each in addresses]
-        if watch:
-            watch_view(lambda: status_view(_ask(clients)), interval_s)
-        elif as_json:
-            typer.echo(json.dumps(_record(_ask(clients)), indent=2))
-        else:
-            print_wide(status_view(_ask(clients)))
+        if cluster.trouble:
+            err.print(f"the controller does not supervise the processes: {cluster.trouble}", soft_wrap=True)
+        show(
+            lambda: _ask(clients),
+            view=status_view,
+            record=_record,
+            watch=watch,
+            interval_s=interval_s,
+            as_json=as_json,
+        )
 
 
 def _ask(clients: Sequence[Client]) -> list[AskedRouter]:

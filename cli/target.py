@@ -4,9 +4,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cli.errors import CliError
 from cli.options import DEFAULT_CONFIG, AddressOption, ApiKeyOption, CaOption, ConfigOption
 
 if TYPE_CHECKING:
+    from cluster.lifecycle import ClusterInfo
     from kvrelay.client import Client
 
 _DEFAULT_NAME = "kvrelay"
@@ -22,6 +24,8 @@ class ClusterTarget:
     """TLS setting, in the form of `kvrelay.client.tls.Tls`."""
     operator_proof: str | None
     """Proof that the caller is an operator of this host; None for a cluster named by its address."""
+    trouble: str = ""
+    """Why its controller does not supervise it, as its run folder on this host says."""
 
     def client_options(self, api_key: str | None) -> dict[str, Any]:
         """Return what a client of it is made with, besides its addresses; without a key it is an operator's."""
@@ -40,6 +44,18 @@ def run_dir_of(config_path: Path) -> Path:
     from common.config import load_config
 
     return default_run_dir(load_config(config_path).name)
+
+
+def running_cluster(config_path: Path) -> "ClusterInfo":
+    """Return the cluster that a configuration file names. Raises CliError when it does not run."""
+    from cluster.lifecycle import read_info
+
+    info = read_info(run_dir_of(config_path))
+    if info is None:
+        raise CliError("no cluster is running; start one with `kvrelay up`")
+    if info.trouble:
+        raise CliError(f"the controller does not supervise the cluster yet: {info.trouble}")
+    return info
 
 
 def find_cluster(address: str | None, ca: Path | None, config_path: Path) -> ClusterTarget:
@@ -62,6 +78,7 @@ def find_cluster(address: str | None, ca: Path | None, config_path: Path) -> Clu
         address=info.address,
         tls=info.tls if ca is None else tls,
         operator_proof=operator_proof(info.run_dir),
+        trouble=info.trouble,
     )
 
 

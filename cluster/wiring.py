@@ -3,23 +3,25 @@
 import asyncio
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
 
+from cluster.changes.change import Changes
 from cluster.changes.planning import make_planning
 from cluster.changes.rollout import Rollouts, Surroundings
 from cluster.changes.scaling import PlanFor, Scaler
-from cluster.control import serving_control
+from cluster.control_service import Controls, serving_control
 from cluster.processes.launch_local import LocalLauncher, service_command
 from cluster.processes.launcher import Launcher, StartFailed
 from cluster.processes.plan import HostResources, PlanError, ProcessSpec, make_plan
 from cluster.processes.run_dir import write_config
 from cluster.processes.starter import Progress, StartFailure, StartListener
-from cluster.processes.state import StateFile, has_served, wanted_processes
+from cluster.processes.state import ClusterPhase, StateFile, has_served, wanted_processes
 from cluster.processes.supervisor import Ground, Supervisor
 from cluster.processes.worker_calls import inspect_worker
 from cluster.ray import outside
+from cluster.takeover import TakeoverFailed
 from cluster.trust import Trust
 from common.config import ServingConfig
 from common.process import count_gpus
@@ -32,11 +34,19 @@ NO_RAY = "launcher: ray needs Ray: pip install 'kvrelay[ray]', or set launcher: 
 
 
 async def supervise(
-    config: ServingConfig, *, config_path: Path, run_dir: Path, audience: StartListener, stopping: asyncio.Event
+    config: ServingConfig,
+    *,
+    config_path: Path,
+    run_dir: Path,
+    audience: StartListener,
+    stopping: asyncio.Event,
+    confirm_end: Callable[[], Awaitable[None]] | None = None,
 ) -> int:
     """Run the cluster of one run folder, whose lock is held, until told to stop. Returns the exit status.
 
-    No process that it started outlives it, except in a joined Ray cluster when it is killed.
+    No process that it started outlives it, except in a joined Ray cluster when it is killed. `confirm_end` is awaited
+    once all of them were stopped; if it raises, state.json stays. Raises TakeoverFailed when the processes of an
+    earlier life serve but it cannot begin to supervise them: then it has changed nothing, and can be tried again.
     """
 
     def report(text: str) -> None:
@@ -44,6 +54,9 @@ async def supervise(
 
     state_file = StateFile(run_dir)
     last = state_file.read()
+    environment = outside.joined_environment(config.launcher)
+    is_takeover = bool(environment) and last is not None and last.phase in (ClusterPhase.READY, ClusterPhase.ADOPTING)
+    has_begun = False
     try:
         trust = _open_trust(config, run_dir)
         plan_for, launcher = _choose_launcher(config, trust, config_path=config_path, run_dir=run_dir)
@@ -56,31 +69,35 @@ async def supervise(
                 specs = wanted_processes(config, plan_for, found=found, last=last)
                 report(f"{', '.join(sorted(found))} are there already")
             report(f"starting {', '.join(spec.name for spec in specs if spec.name not in found)}")
-            ground = Ground(
-                launcher=launcher,
-                trust=trust,
-                state_file=state_file,
-                ray_environment=outside.joined_environment(config.launcher),
-            )
+            ground = Ground(launcher=launcher, trust=trust, state_file=state_file, ray_environment=environment)
             supervisor = Supervisor(config, specs=specs, ground=ground, report=report)
             if has_served(found, last):
+                is_takeover = True
                 supervisor.adopt()
-            workforce = supervisor.workforce
+            workforce, changes = supervisor.workforce, Changes()
             scaler = Scaler(config, workforce, plan_for)
-            planning = make_planning(scaler, workforce, scrape_tls=scrape_tls(trust.credentials))
+            planning = make_planning(scaler, workforce, changes, scrape_tls=scrape_tls(trust.credentials))
             surroundings = Surroundings(
                 keep=partial(write_config, config_path),
                 check=planning.guard.check,
                 inspect=partial(inspect_worker, connect=trust.reach.worker),
             )
             rollouts = Rollouts(scaler, workforce, surroundings)
-            control = serving_control(scaler, rollouts, planning, run_dir, stop=stopping.set)
-            async with trust.renewing(), control, planning.running(stopping):
-                await supervisor.run(stopping, on_ready=lambda: audience.tell(supervisor.up))
+            controls = Controls(scaler=scaler, rollouts=rollouts, planning=planning, changes=changes, stop=stopping.set)
+            async with trust.renewing(), serving_control(controls, run_dir), planning.running(stopping):
+                has_begun = True
+                await supervisor.run(stopping, on_ready=lambda: audience.tell(supervisor.up), end_changes=changes.close)
         finally:
             await launcher.close()
-            state_file.remove()
-    except (StartFailed, PlanError) as error:
+            if has_begun and confirm_end is not None:
+                await confirm_end()
+            if has_begun or not is_takeover:
+                state_file.remove()
+    except Exception as error:
+        if is_takeover and not has_begun:
+            raise TakeoverFailed(str(error) or repr(error)) from error
+        if not isinstance(error, StartFailed | PlanError):
+            raise
         logger.error("cluster failed to start", extra={"reason": str(error)})
         audience.tell(StartFailure(reason=str(error)))
         return 1
@@ -104,7 +121,9 @@ def _choose_launcher(
     pools = config.pools
     host = _this_host(_visible_gpus() if pools.prefill.num_gpus or pools.decode.num_gpus else None)
     command = service_command(config_path)
-    return partial(make_plan, host=host), LocalLauncher(command=command, run_dir=run_dir, authority=trust.authority)
+    return partial(make_plan, host=host), LocalLauncher(
+        command=command, run_dir=run_dir, authority=trust.authority, credentials=trust.credentials
+    )
 
 
 def _ray(config: ServingConfig, trust: Trust, run_dir: Path) -> tuple[PlanFor, Launcher]:

@@ -6,7 +6,9 @@ the conversation and of the given time alone, on any host: the time is in UTC, a
 """
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, NoReturn
 
@@ -18,7 +20,13 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from common.errors import InvalidRequest
 
-ROLES = ("system", "user", "assistant")
+ROLES = ("system", "user", "assistant", "tool")
+_OWN_VARIABLES = frozenset(("messages", "tools", "documents", "add_generation_prompt", "strftime_now"))
+_ARGUMENTS_AS_TEXT = re.compile(r"arguments\s+is\s+string|\['arguments'\]\s*\+")
+"""Templates that take the arguments of a tool call as text say so, or join them to text; all others write them with
+`tojson`."""
+_CALLS_WITHOUT_CONTENT = re.compile(r"== 'assistant' and message\['content'\] is none")
+"""Templates that write tool calls only where there is no content, as DeepSeek-R1's."""
 
 # Errors of a template on messages that it does not support: its own refusals, and failures of its expressions.
 _TEMPLATE_FAULTS = (
@@ -32,6 +40,26 @@ _TEMPLATE_FAULTS = (
 )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversation:
+    """Messages, tools and variables for a chat template, in the form of Hugging Face's templates."""
+
+    messages: Sequence[Mapping[str, Any]]
+    """Each has `role` and `content`, and perhaps `tool_calls`, `tool_call_id`, `reasoning_content` and `name`."""
+    tools: Sequence[Mapping[str, Any]] = ()
+    """Tools as OpenAI's API describes them: {"type": "function", "function": {"name": …, …}}."""
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    """Further variables of the template, such as `enable_thinking`."""
+    num_chars: int = 0
+    """Characters of all its texts."""
+
+    @classmethod
+    def plain(cls, turns: Iterable[tuple[str, str]]) -> "Conversation":
+        """Return a conversation of (role, content)."""
+        messages = [{"role": role, "content": content} for role, content in turns]
+        return cls(messages=messages, num_chars=sum(len(message["content"]) for message in messages))
+
+
 class ChatTemplate:
     """A compiled template. Thread-safe."""
 
@@ -43,23 +71,26 @@ class ChatTemplate:
         environment.filters["tojson"] = _tojson
         environment.globals["raise_exception"] = _raise_exception
         del environment.globals["lipsum"], environment.filters["random"]
+        self.source = source
         self._template = environment.from_string(source)
         self._special_tokens = dict(special_tokens)
+        self._takes_arguments_as_text = bool(_ARGUMENTS_AS_TEXT.search(source))
+        self._wants_no_content = bool(_CALLS_WITHOUT_CONTENT.search(source))
 
-    def render(self, messages: Sequence[tuple[str, str]], *, rendered_unix_s: int) -> str:
-        """Return the prompt for (role, content) messages, up to where the assistant's answer begins.
+    def render(self, conversation: Conversation, *, rendered_unix_s: int) -> str:
+        """Return the prompt for a conversation, up to where the assistant's answer begins.
 
         Templates may write the date of `rendered_unix_s`. Raises InvalidRequest with the message and its field, or with
         the template's objection.
         """
-        _check(messages)
+        _check(conversation)
         now = datetime.fromtimestamp(rendered_unix_s, UTC).replace(tzinfo=None)
         try:
-            return self._template.render(
-                **self._special_tokens,
+            rendered = self._template.render(
+                **{**self._special_tokens, **conversation.variables},
                 strftime_now=now.strftime,
-                messages=[{"role": role, "content": content} for role, content in messages],
-                tools=None,
+                messages=[self._message(each) for each in conversation.messages],
+                tools=conversation.tools or None,
                 documents=None,
                 add_generation_prompt=True,
             )
@@ -67,6 +98,22 @@ class ChatTemplate:
             raise InvalidRequest(
                 f"the model's chat template refuses the conversation: {error}", field="chat.messages"
             ) from error
+        check_unicode(rendered, field="chat")  # whatever a client may have hidden in tools and variables
+        return rendered
+
+    def _message(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return a message as the template takes it: most want the arguments of tool calls as objects."""
+        if not message.get("tool_calls"):
+            return message
+        if self._wants_no_content:
+            message = {**message, "content": message["content"] or None}
+        if self._takes_arguments_as_text:
+            return message
+        calls = [
+            {**call, "function": {**call["function"], "arguments": _as_object(call["function"]["arguments"])}}
+            for call in message["tool_calls"]
+        ]
+        return {**message, "tool_calls": calls}
 
 
 def check_unicode(text: str, *, field: str) -> None:
@@ -77,10 +124,21 @@ def check_unicode(text: str, *, field: str) -> None:
         raise InvalidRequest(f"character {error.start} is a lone surrogate: not valid Unicode", field=field) from error
 
 
-def _check(messages: Sequence[tuple[str, str]]) -> None:
-    if not messages:
+def _as_object(arguments: str) -> Any:
+    """Return the arguments of a call that the model wrote as JSON; the text itself if it is none."""
+    try:
+        return json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
+
+
+def _check(conversation: Conversation) -> None:
+    if taken := _OWN_VARIABLES & conversation.variables.keys():
+        raise InvalidRequest(f"{sorted(taken)[0]} is set by the server", field="chat.template_variables")
+    if not conversation.messages:
         raise InvalidRequest("the conversation has no message", field="chat.messages")
-    for position, (role, content) in enumerate(messages):
+    for position, message in enumerate(conversation.messages):
+        role, content = message["role"], message["content"]
         if role not in ROLES:
             allowed = ", ".join(ROLES)
             raise InvalidRequest(
@@ -90,12 +148,27 @@ def _check(messages: Sequence[tuple[str, str]]) -> None:
 
 
 class LineTemplate:
-    """The template of the fake engine: a `role: content` line per message, and the start of the assistant's line."""
+    """The template of the fake engine: a line for the tools and each message, and the start of the answer's line."""
 
-    def render(self, messages: Sequence[tuple[str, str]], *, rendered_unix_s: int) -> str:
+    source = '<tool_call>{"name": …, "arguments": …}</tool_call>'
+    """The markup of tool calls in its answers, as of the models that it stands for."""
+
+    def render(self, conversation: Conversation, *, rendered_unix_s: int) -> str:
         """Return the lines; they do not depend on the time. Raises InvalidRequest with the message and its field."""
-        _check(messages)
-        return "".join([*(f"{role}: {content}\n" for role, content in messages), "assistant:"])
+        _check(conversation)
+        lines = [f"tools: {_tojson(conversation.tools)}"] if conversation.tools else []
+        for message in conversation.messages:
+            calls = f" {_tojson(message['tool_calls'])}" if message.get("tool_calls") else ""
+            lines.append(f"{message['role']}: {message['content']}{calls}")
+        lines += map(_variable, conversation.variables.items())
+        prompt = "\n".join([*lines, "assistant:"])
+        check_unicode(prompt, field="chat")
+        return prompt
+
+
+def _variable(item: tuple[str, Any]) -> str:
+    name, value = item
+    return f"{name} = {_tojson(value)}"
 
 
 class _GenerationTag(Extension):

@@ -20,6 +20,7 @@ KvrelayError
     ├── StaleEpoch            the worker was restarted              FAILED_PRECONDITION
     ├── WorkerLost            a worker died or went away            UNAVAILABLE
     └── EngineFault           a step failed                         INTERNAL
+        └── CrashSuspected    it seems to end its workers           INTERNAL
 
 The status carries ErrorInfo(reason=<class name>, domain="kvrelay"), so a client gets the same class back.
 Inside a process a refusal is a value (`Refused`); it becomes `Overloaded` only at the edge.
@@ -156,6 +157,10 @@ class EngineFault(WorkerError):
     code = grpc.StatusCode.INTERNAL
 
 
+class CrashSuspected(EngineFault):
+    """Worker after worker was lost while computing this request; it is not tried again."""
+
+
 class RefusalCause(enum.Enum):
     """Reason of a refusal; a label of metrics."""
 
@@ -164,7 +169,7 @@ class RefusalCause(enum.Enum):
     BUSY = "busy"
     """Workers could take it but are busy with other prompts: it waits in line, where its turn can still change."""
     SATURATED = "saturated"
-    """The decode workers run as many answers as they may: no other request that waits gets a plan, either."""
+    """The workers run as many answers as they may: no other request that waits for their pool gets a plan, either."""
     QUEUE_FULL = "queue_full"
     """Too many requests of all tenants wait."""
     TENANT_QUEUE_FULL = "tenant_queue_full"

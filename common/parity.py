@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Protocol
 
+from common.chat_template import Conversation
 from common.errors import InvalidRequest
 from common.tokens import as_tokens
 
@@ -49,7 +50,7 @@ NO_PROBES = TextProbes(tokenizer=b"", template=b"")
 class Template(Protocol):
     """Renders a conversation."""
 
-    def render(self, messages: Sequence[tuple[str, str]], *, rendered_unix_s: int) -> str:
+    def render(self, conversation: Conversation, *, rendered_unix_s: int) -> str:
         """Return the prompt. Raises InvalidRequest when the template refuses the conversation."""
         ...
 
@@ -100,10 +101,10 @@ def _differs(probe: bytes) -> str:
 def _conversation(template: Template) -> str:
     """Return the rendered conversation, or the template's refusal. Some templates accept no system message."""
     try:
-        return template.render(PROBE_MESSAGES, rendered_unix_s=_PROBE_UNIX_S)
+        return template.render(Conversation.plain(PROBE_MESSAGES), rendered_unix_s=_PROBE_UNIX_S)
     except InvalidRequest:
         try:
-            return template.render(PROBE_MESSAGES[1:], rendered_unix_s=_PROBE_UNIX_S)
+            return template.render(Conversation.plain(PROBE_MESSAGES[1:]), rendered_unix_s=_PROBE_UNIX_S)
         except InvalidRequest as error:
             return error.message
 

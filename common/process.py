@@ -17,6 +17,9 @@ from typing import Any, Protocol
 
 import psutil
 
+EXIT_HUNG = 75
+"""Exit status of a process that its own watchdog ends (sysexits.h: a temporary failure)."""
+
 PARENT_PID_ENV = "KVRELAY_PARENT_PID"
 """Set by the launcher of a process with `--die-with-parent`: the pid that has to stay alive."""
 

@@ -11,7 +11,7 @@ from grpc_reflection.v1alpha import reflection
 
 from common.ports import is_port_free, listen_on_first
 from common.process import claim_open_files, connections_per_listener
-from common.rpc import KEEPALIVE, MalformedRequestInterceptor
+from common.rpc import KEEPALIVE, MIN_PING_INTERVAL_MS, MalformedRequestInterceptor
 from common.trust.access import Audience
 from common.trust.guard import Guard
 
@@ -48,7 +48,7 @@ async def start_server(
     """
     options = [
         *KEEPALIVE,
-        ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+        ("grpc.http2.min_ping_interval_without_data_ms", MIN_PING_INTERVAL_MS),
         # Silent clients are disconnected; when all places are taken, new ones are.
         ("grpc.server_handshake_timeout_ms", 10_000),
         ("grpc.max_connection_idle_ms", 300_000),

@@ -9,13 +9,15 @@ A new parameter is one field here, its type in `SamplingOptions` and its field i
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, TypedDict
 
 from common.errors import InvalidRequest
+from common.structured_outputs import FIELD, read_structure
 
 MAX_N = 64
+MAX_BEAMS = 16
 MAX_LOGPROBS = 20
 _INT32_MAX = 2**31 - 1
 
@@ -26,6 +28,8 @@ Tokens = frozenset[int]
 """A set: looked up for every token of every sample."""
 Biases = tuple[tuple[int, float], ...]
 """A number for each of some tokens."""
+Json = str
+"""The text of a JSON object."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +41,7 @@ class Parameter:
     option: str
     """Name on the wire, in both APIs and in errors."""
     type: Any
-    """Type of the value: float, int, bool, `Texts`, `Tokens` or `Biases`."""
+    """Type of the value: float, int, bool, `Texts`, `Tokens`, `Biases` or `Json`."""
     default: Any
     told_default: str | None = None
     """The default in words, where it is no value."""
@@ -58,7 +62,7 @@ class Parameter:
         values = f"{self.least} to {self.most}"
         if self.is_open:
             values = f"more than {self.least}, at most {self.most}"
-        if self.type == Texts:
+        if self.type in (Texts, Json):
             values += " characters"
         return f"{entries}, each {values}" if entries else values
 
@@ -67,6 +71,8 @@ class Parameter:
         if self.type in (float, int):
             if value is not None:
                 self._check_number(value)
+        elif self.type == Json:
+            self._check_number(len(value), fault=f"has {len(value)} characters")
         elif self.max_entries is not None:
             if len(value) > self.max_entries:
                 raise self._refusal(f"has {len(value)} entries")
@@ -137,7 +143,9 @@ class SamplingParams:
         least=0,
         most=2**64 - 1,
     )
-    n: int = _declare("Number of independent samples of the prompt; they share its KV.", default=1, least=1, most=MAX_N)
+    n: int = _declare(
+        "Number of independent samples of the prompt, or beams; they share its KV.", default=1, least=1, most=MAX_N
+    )
     stop: tuple[str, ...] = _declare(
         "Strings that end a sample; their text is not returned.", default=(), least=1, most=256, max_entries=16
     )
@@ -175,11 +183,42 @@ class SamplingParams:
     detokenize: bool = _declare(
         "Return text; without it tokens come as runs of ids, without stop strings and `logprobs`.", default=True
     )
+    structured_outputs: str = _declare(
+        "What the answer has to look like: an object with one of the keys `json` (a schema), `json_object`, `regex`,"
+        " `choice`, `grammar` (Lark) or `structural_tag`; [see below](#structured-outputs).",
+        default="",
+        told_default="anything",
+        least=0,
+        most=1 << 18,
+    )
+    use_beam_search: bool = _declare(
+        "Return the `n` best answers that beam search of width `n` finds, best first, all at its end;"
+        " [see below](#beam-search).",
+        default=False,
+    )
+    length_penalty: float = _declare(
+        "Beam search divides an answer's log-probability by its length to this power: more prefers longer answers.",
+        default=1.0,
+        least=-10,
+        most=10,
+    )
+    early_stopping: bool = _declare(
+        "Beam search ends with the `n`-th complete answer, even if a better one may follow.", default=False
+    )
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the most probable token is always chosen."""
-        return self.temperature == 0.0
+        """Whether the most probable token is always chosen, except where beams compete."""
+        return self.temperature == 0.0 or self.use_beam_search
+
+    @property
+    def has_beams(self) -> bool:
+        """Whether the samples are beams that compete with each other. One beam alone is a greedy sample."""
+        return self.use_beam_search and self.n > 1
+
+    def end_token_ids(self, eos_token_ids: Collection[int]) -> frozenset[int]:
+        """Return the tokens that end a sample, given the model's own."""
+        return self.stop_token_ids if self.ignore_eos else self.stop_token_ids.union(eos_token_ids)
 
     @property
     def has_penalties(self) -> bool:
@@ -196,12 +235,38 @@ class SamplingParams:
             raise InvalidRequest(
                 f"min_tokens is {self.min_tokens}; max_tokens is {self.max_tokens}", field="sampling.min_tokens"
             )
+        if self.structured_outputs:
+            read_structure(self.structured_outputs)
+            if self.ignore_eos or self.min_tokens:
+                raise InvalidRequest(
+                    "structured_outputs decides where an answer ends: ignore_eos and min_tokens are not taken with it",
+                    field=FIELD,
+                )
+        self._check_beams(vocab_size)
         if not self.detokenize and self.stop:
             raise InvalidRequest("stop strings are found in text: detokenize must be true", field="sampling.stop")
         if not self.detokenize and self.num_logprobs is not None:
             raise InvalidRequest(
                 "runs of tokens carry no log-probabilities: detokenize must be true", field="sampling.logprobs"
             )
+
+    def _check_beams(self, vocab_size: int) -> None:
+        if not self.use_beam_search:
+            for name in ("length_penalty", "early_stopping"):
+                if getattr(self, name) != DEFAULTS[name]:
+                    raise InvalidRequest(
+                        f"{name} is for beam search: set use_beam_search or leave it out", field=f"sampling.{name}"
+                    )
+            return
+        most = min(MAX_BEAMS, vocab_size)
+        if self.n > most:
+            raise InvalidRequest(f"n is {self.n}; beam search takes 1 to {most}", field="sampling.n")
+        for parameter in PARAMETERS:
+            if parameter.name in _NOT_WITH_BEAMS and getattr(self, parameter.name) != parameter.default:
+                raise InvalidRequest(
+                    f"{parameter.option} is not supported with use_beam_search: leave one of them out",
+                    field=f"sampling.{parameter.option}",
+                )
 
 
 PARAMETERS: Sequence[Parameter] = tuple(
@@ -213,6 +278,15 @@ PARAMETERS: Sequence[Parameter] = tuple(
     )
     for each in fields(SamplingParams)
 )
+
+DEFAULTS: Mapping[str, Any] = {each.name: each.default for each in PARAMETERS}
+_NOT_WITH_BEAMS = frozenset(
+    (
+        *("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "stop"),
+        *("num_logprobs", "num_prompt_logprobs", "structured_outputs"),
+    )
+)
+"""Parameters that shape or report single tokens of single samples, which beam search does not support."""
 
 
 class SamplingOptions(TypedDict, total=False):
@@ -240,3 +314,7 @@ class SamplingOptions(TypedDict, total=False):
     prompt_logprobs: int
     include_special_tokens: bool
     detokenize: bool
+    structured_outputs: str | Mapping[str, Any] | type[Any]
+    use_beam_search: bool
+    length_penalty: float
+    early_stopping: bool

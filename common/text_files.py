@@ -1,4 +1,7 @@
-"""Loads a model folder's tokenizer and chat template without torch and transformers. Raises ModelNotFound."""
+"""Loads a model folder's tokenizer, chat template and recommended sampling. Raises ModelNotFound.
+
+Needs neither torch nor transformers.
+"""
 
 import json
 from pathlib import Path
@@ -10,6 +13,7 @@ import tokenizers
 from common.chat_template import ChatTemplate
 from common.model_files import ModelNotFound
 
+_RECOMMENDED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -30,6 +34,12 @@ def load_chat_template(model_dir: Path) -> ChatTemplate | None:
         return ChatTemplate(source, special_tokens=named) if source is not None else None
     except jinja2.TemplateSyntaxError as error:
         raise ModelNotFound(f"the chat template in {model_dir} does not compile: {error}") from error
+
+
+def load_sampling_defaults(model_dir: Path) -> dict[str, float]:
+    """Return the sampling that the model's makers recommend in generation_config.json, by option."""
+    given = _read_json(model_dir / "generation_config.json")
+    return {name: given[name] for name in _RECOMMENDED if isinstance(given.get(name), int | float)}
 
 
 def _template_source(model_dir: Path, config: dict[str, Any]) -> str | None:

@@ -86,7 +86,11 @@ class TimingModel:
 
     def step_s(self, shape: StepShape) -> float:
         """Return the predicted time of one step."""
-        return (self.prefill if shape.num_prefill_tokens else self.decode).seconds(shape)
+        return self.kind_of(shape).seconds(shape)
+
+    def kind_of(self, shape: StepShape) -> StepModel:
+        """Return the model of the kind of a step."""
+        return self.prefill if shape.num_prefill_tokens else self.decode
 
     def prefill_s(
         self, num_new_tokens: int, num_cached_tokens: int, *, num_decodes: int = 0, num_context_tokens: int = 0

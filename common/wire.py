@@ -6,6 +6,7 @@ from functools import cache
 from typing import Any, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 
@@ -18,6 +19,8 @@ MAX_PROMPT_TOKENS = 1 << 24
 """Far beyond every model; its own context length is checked next, also by `len`."""
 MAX_CHAT_MESSAGES = 4096
 """A template runs once per message: rendering this many takes 0.1 s."""
+MAX_TOOLS = 128
+"""Tools of a conversation, and calls of a message."""
 MAX_CONTENT_PARTS = 1024
 """Most parts of a message of the HTTP API."""
 MAX_PROMPTS = 128
@@ -26,6 +29,8 @@ MAX_PROMPTS = 128
 BOUNDS: Mapping[str, int] = {
     "kvrelay.v1.TokenIds.ids": MAX_PROMPT_TOKENS,
     "kvrelay.v1.ChatPrompt.messages": MAX_CHAT_MESSAGES,
+    "kvrelay.v1.ChatPrompt.tools": MAX_TOOLS,
+    "kvrelay.v1.ChatMessage.tool_calls": MAX_TOOLS,
     "kvrelay.v1.Resume.samples": MAX_N,
     "kvrelay.v1.StreamTokensRequest.num_received": MAX_N,
 } | {
@@ -94,7 +99,7 @@ _WRITERS = [(each.option, each.name, _TO_PROTO.get(each.type, _same)) for each i
 
 
 def sampling_from_proto(
-    message: sampling_pb2.SamplingParams, *, default_max_tokens: int, default_seed: int
+    message: sampling_pb2.SamplingParams, *, default_seed: int, default_max_tokens: int = 1
 ) -> SamplingParams:
     """Return the record with defaults filled in. Raises InvalidRequest for a field with too many entries.
 
@@ -113,6 +118,16 @@ def sampling_to_proto(sampling: SamplingParams) -> sampling_pb2.SamplingParams:
     return sampling_pb2.SamplingParams(
         **{option: convert(getattr(sampling, name)) for option, name, convert in _WRITERS}
     )
+
+
+def pack_floats(values: npt.ArrayLike) -> bytes:
+    """Return values as little-endian float32."""
+    return np.asarray(values, dtype="<f4").tobytes()
+
+
+def unpack_floats(raw: bytes) -> npt.NDArray[np.float32]:
+    """Invert `pack_floats`. Raises ValueError for a partial value."""
+    return np.frombuffer(raw, dtype="<f4")
 
 
 def message_of(kind: type[_Message], *sources: object, **given: Any) -> _Message:

@@ -10,24 +10,24 @@
 
 import asyncio
 import logging
+from collections import deque
 from functools import partial
 
-from common.errors import Cancelled, KvIncomplete, KvrelayError
+from common.errors import Cancelled, InvalidRequest, KvIncomplete, KvrelayError
 from common.ids import Epoch, HandoffId, WorkerId
 from common.rpc import to_report
 from common.wire import message_of
 from decode_worker.direct import GRACE_S, DirectAnswer, DirectTable
 from decode_worker.shared_stream import Outlet
 from engine.core import EngineCore
-from engine.events import EngineEvent, Failed, Started, Tokens
+from engine.events import BeamsAdvanced, EngineEvent, Failed, Started, Tokens
 from engine.group import Group
 from engine.sequence import EngineRequest
 from kv_transfer.handoff import HandoffManifest
 from kv_transfer.pull import Pulled, PullPlan, WantedHandoff
 from kvrelay.v1 import decode_pb2 as pb
 from kvrelay.v1 import sampling_pb2, worker_pb2
-from worker.output import OutputStreams, prompt_logprobs_to_proto
-from worker.request import engine_request
+from worker.output import OutputStreams, beams_to_proto, prompt_logprobs_to_proto
 from worker.runtime import WorkerRuntime
 
 logger = logging.getLogger(__name__)
@@ -46,13 +46,17 @@ class DecodeCall:
         """Events that wait for earlier messages; None once those were sent."""
         self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._num_steps = 0
+        self._answers: deque[EngineEvent] = deque()
+        """Events of complete beams that are still to be sent."""
 
     async def run(self, request: pb.DecodeRequest) -> None:
         """Serve the request until every sample has ended. Frees everything at its end. Raises KvrelayError."""
         runtime = self._runtime
-        with runtime.request_task():
+        with runtime.request_task(), runtime.quarantine.holding(request.sequence):
             runtime.check_epoch(request.epoch)
-            spec = engine_request(request.sequence, runtime.executor)
+            spec = await runtime.engine_request(request.sequence)
+            if spec.pooling is not None:
+                raise InvalidRequest("prefill workers compute embeddings", field="sequence.pooling")
             self._streams = OutputStreams(spec, runtime.tokenizer)
             has_handoff = request.HasField("handoff")
             group = await (
@@ -113,7 +117,7 @@ class DecodeCall:
                 num_tokens=leader.num_tokens,
                 num_blocks=len(leader.block_table),
                 last_block_hash=spec.block_hashes[-1] if spec.block_hashes else None,
-                num_samples=spec.sampling.n,
+                num_samples=0 if spec.sampling.has_beams else spec.sampling.n,
                 first_sample_index=spec.first_sample_index,
             ),
             block_table=leader.block_ids(),
@@ -153,7 +157,21 @@ class DecodeCall:
         """Take an event of the engine. An error ends this call only, not others of the same step."""
         if self._held is not None:
             self._held.append(event)
-        elif not self._over.done():
+        elif self._group.beams is not None and isinstance(event, Tokens):
+            self._answers.append(event)
+            if len(self._answers) == 1:
+                asyncio.get_running_loop().call_soon(self._tell_answers)
+        else:
+            self._try_to_tell(event)
+
+    def _tell_answers(self) -> None:
+        """Send a piece of the beams' answers, which come all at once, and the rest later: other calls go on between."""
+        self._try_to_tell(self._answers.popleft())
+        if self._answers:
+            asyncio.get_running_loop().call_soon(self._tell_answers)
+
+    def _try_to_tell(self, event: EngineEvent) -> None:
+        if not self._over.done():
             try:
                 self._tell(event)
             except Exception as error:  # noqa: BLE001 - the top of a callback that serves other calls as well
@@ -172,6 +190,8 @@ class DecodeCall:
                 self._tell_tokens(tokens)
                 if self._streams.is_over:
                     self._over.set_result(None)
+            case BeamsAdvanced() as advanced:
+                self._outlet.put(pb.DecodeResponse(beams=beams_to_proto(advanced.snapshot)))
             case Failed() as failed:
                 raise failed.error
 
@@ -186,14 +206,15 @@ class DecodeCall:
                 self._runtime.engine.post(finish)
         else:
             runs = self._streams.take_runs(tokens)
-        if messages or runs:
+        has_tokens = bool(messages or runs)
+        if has_tokens or tokens.prefill_s is not None:
             batch = pb.TokenBatch(
                 tokens=messages,
                 runs=runs,
                 prompt_logprobs=prompt_logprobs_to_proto(tokens.prompt_logprobs),
                 prefill_s=tokens.prefill_s or 0.0,
             )
-            if self._direct is None:
+            if self._direct is None or not has_tokens:
                 self._outlet.put_tokens(batch)
             else:
                 self._direct.put(batch)

@@ -51,5 +51,5 @@ class Backlog:
         num_new = sequence.num_tokens - sequence.num_expected_cached_tokens
         self.num_tokens += sign * num_new
         self.num_pairs += sign * num_pairs(num_new, sequence.num_expected_cached_tokens)
-        if not sequence.is_pinned:
+        if sequence.will_decode:
             self.num_context_tokens += sign * sequence.num_tokens

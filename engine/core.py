@@ -29,6 +29,7 @@ from common.clock import Clock
 from common.errors import EngineFault, PromptTooLong, Refused
 from common.ids import RequestId
 from common.prefix_chains import PrefixChain
+from engine.beam_groups import BeamGroups
 from engine.block_pool import BlockPool
 from engine.events import EngineEvent, EngineLoad, Failed, FinishReason, Progress, StepReport, TokenOutput
 from engine.executor import Executor, Sampled, ScheduledSequence, StepResult
@@ -38,14 +39,21 @@ from engine.landing import Landing, Landings
 from engine.load import measure_load
 from engine.pipeline import Pipeline, StepTimer
 from engine.scheduler import Scheduler, SchedulerLimits, StepPlan
-from engine.sequence import EngineRequest, Sequence, SequenceState
+from engine.sequence import MAX_FORCED_TOKENS, EngineRequest, Sequence, SequenceState
 from engine.unplanned import UnplannedDecodes
 
 logger = logging.getLogger(__name__)
 
 _MAX_ACCEPTED = 4096  # a bound for drivers that never call `report`
 
+MAX_FAILED_STEPS = 3
+"""Failed steps in a row, of different requests, after which the device counts as broken: errors of CUDA are sticky."""
+
 Emitted = list[tuple[Group, EngineEvent]]
+
+
+class DeviceBroken(Exception):
+    """Every step fails; the process has to start again."""
 
 
 class EngineCore:
@@ -61,9 +69,15 @@ class EngineCore:
         self._timer = StepTimer(clock)
         self._accepted: deque[RequestId] = deque(maxlen=_MAX_ACCEPTED)
         self._groups: dict[Sequence, Group] = {}
+        self._beams = BeamGroups(self.scheduler, self._groups, clock, eos_token_ids=executor.eos_token_ids)
         self.unplanned = UnplannedDecodes(self.pool, self.scheduler.pages, self._groups)
         self._next_order = 0
+        self._num_forced_left = 0
+        """Tokens that may still be forced behind the step whose results are taken."""
         self._is_stalled = False
+        self._num_failed_steps = 0
+        self._failed_requests: set[RequestId] = set()
+        """Requests of the failed steps since the last good one."""
 
     @property
     def has_work(self) -> bool:
@@ -99,6 +113,12 @@ class EngineCore:
         group = Group(request, sink, landing.queued_s, holds_after_prefill=True)
         return self._enter(group, self.scheduler.add, landing)
 
+    def add_embedding(self, request: EngineRequest, sink: Sink, landing: Landing | None = None) -> Group | Refused:
+        """Put a request with `pooling` in line, which ends with its embedding. Raises PromptTooLong."""
+        self._check_fits(request, num_new_tokens=0)
+        landing = landing or self.arrive(NO_HASHES)
+        return self._enter(Group(request, sink, landing.queued_s), self.scheduler.add, landing)
+
     def reserve(self, request: EngineRequest, sink: Sink) -> Group | Refused:
         """Grant pages for a request whose KV will be pulled. Raises PromptTooLong."""
         self._check_fits(request, num_new_tokens=request.sampling.max_tokens)
@@ -108,17 +128,26 @@ class EngineCore:
     def commit(self, group: Group, num_tokens: int) -> None:
         """Mark the KV of a reservation's first `num_tokens` tokens as verified and in its pages."""
         if group.leader.state is SequenceState.RESERVED:
-            self.scheduler.commit(group.leader, num_tokens)
+            # The last token of a prompt with beams is computed again, for the candidates of the next one.
+            most = group.leader.num_tokens - (group.beams is not None)
+            self.scheduler.commit(group.leader, min(num_tokens, most))
 
     def start(self, group: Group, first_tokens: Seq[tuple[int, bool]]) -> None:
-        """Decode a filled reservation. `first_tokens`: (token id, finished) of each sample, in sample order."""
+        """Decode a filled reservation. `first_tokens`: (token id, finished) of each sample, in sample order; of beams
+        there are none.
+        """
         leader = group.leader
         if leader.state is not SequenceState.RESERVED:
             return  # cancelled in the meantime
-        assert len(first_tokens) == leader.num_samples, (
-            f"{len(first_tokens)} first tokens, {leader.num_samples} samples"
-        )
+        num_first = 0 if group.beams else leader.num_samples
+        assert len(first_tokens) == num_first, f"{len(first_tokens)} first tokens instead of {num_first}"
+        if group.beams and group.request.beams:
+            group.prefilled_elsewhere(self._clock.monotonic())
+            self._beams.resume(group)
+            return
         self.scheduler.start(leader)
+        if group.beams:
+            return
         self._fork(group, len(first_tokens) - 1)
         for sequence, (token_id, finished) in zip(list(group.sequences), first_tokens, strict=True):
             sequence.append_token(token_id)
@@ -159,7 +188,8 @@ class EngineCore:
     def finish_step(self, plan: StepPlan) -> Emitted:
         """Launch what `begin_step` planned, then take steps until no more than `max_steps_in_flight` - 1 are in flight.
 
-        A fault of the executor ends the requests of the steps concerned, not the engine.
+        A fault of the executor ends the requests of the steps concerned, not the engine. Raises DeviceBroken when step
+        after step fails.
         """
         emitted: Emitted = []
         if plan.batch:
@@ -201,6 +231,7 @@ class EngineCore:
         leader = Sequence.from_request(group.request, block_size=self.scheduler.limits.block_size, order=landing.order)
         leader.max_num_tokens = min(leader.max_num_tokens, self.executor.max_model_len)
         leader.is_pinned = group.holds_after_prefill
+        self._beams.begin(group, leader)
         self.landings.enter(landing, leader)
         refused = enter(leader)
         if refused is not None:
@@ -209,6 +240,8 @@ class EngineCore:
         group.sequences.append(leader)
         self._groups[leader] = group
         self._accepted.append(group.request.request_id)
+        if leader.state is SequenceState.WAITING:
+            self._beams.resume(group)
         return group
 
     def _check_fits(self, request: EngineRequest, *, num_new_tokens: int) -> None:
@@ -221,9 +254,12 @@ class EngineCore:
         num_tokens = min(len(request.prompt_token_ids) + num_new_tokens, self.executor.max_model_len)
         num_computed = max(num_known, num_tokens - 1)
         num_blocks = self.scheduler.pages.num_blocks_for(num_computed)
+        if request.sampling.has_beams and num_new_tokens:  # no beam can go on without the others
+            num_shared = len(request.prompt_token_ids) // self.scheduler.limits.block_size
+            num_blocks += (request.sampling.n - 1) * max(0, num_blocks - num_shared)
         if num_blocks > self.pool.num_blocks:
             raise PromptTooLong(
-                f"{num_computed} tokens need {num_blocks} KV blocks; this worker has {self.pool.num_blocks}",
+                f"answers of {num_computed} tokens need {num_blocks} KV blocks; this worker has {self.pool.num_blocks}",
                 field="prompt",
             )
 
@@ -238,8 +274,11 @@ class EngineCore:
             for failed in plans:
                 self.scheduler.land(failed)
             return
+        self._num_failed_steps = 0
+        self._failed_requests.clear()
         self._timer.end(plan.shape)
         self.scheduler.complete(plan)
+        self._num_forced_left = MAX_FORCED_TOKENS
         tokens: dict[Group, list[TokenOutput]] = {}
         for item, result in zip(plan.batch.values(), results, strict=True):
             if item.sequence.state is SequenceState.RUNNING:  # else it ended in the meantime
@@ -255,15 +294,24 @@ class EngineCore:
         group = self._groups[sequence]
         if sequence.num_output_tokens == 0:  # else they were sent before a preemption, or by another worker
             group.prompt_logprobs.extend(result.prompt_logprobs)
+        if group.request.pooling is not None:
+            group.add_pooled(result.pooled)
+            if sequence.num_ready == sequence.num_tokens:
+                emitted.append((group, group.embedded_event(self._clock.monotonic())))
+                self._finish(sequence)
+            return
         if group.holds_after_prefill:
             emitted.append((group, Progress(num_computed_tokens=sequence.num_ready, block_table=sequence.block_ids())))
         if item.num_samples == 0:
             return
         if group.holds_after_prefill:
-            tokens[group] = [
-                self._output(sequence, sequence.sample_index + j, sampled) for j, sampled in enumerate(result.sampled)
-            ]
+            # The worker that decodes has its own look at the last token before beams.
+            first = () if sequence.request.sampling.has_beams else result.sampled
+            tokens[group] = [self._output(sequence, sequence.sample_index + j, each) for j, each in enumerate(first)]
             self.scheduler.hold(sequence)
+            return
+        if group.beams is not None:
+            emitted.extend((group, event) for event in self._beams.take(group, group.beams, sequence, *result.sampled))
             return
         samples = [sequence] if item.num_samples == 1 else [sequence, *self._fork(group, item.num_samples - 1)]
         for sample, sampled in zip(samples, result.sampled, strict=True):
@@ -272,6 +320,25 @@ class EngineCore:
             tokens.setdefault(group, []).append(output)
             if output.finish_reason is not None:
                 self._finish(sample)
+            elif sample.request.grammar is not None:
+                tokens[group] += self._fast_forward(sample)
+
+    def _fast_forward(self, sequence: Sequence) -> list[TokenOutput]:
+        """Append the tokens that a grammar forces, which need no step of their own; returns their outputs.
+
+        They are the tokens that steps would sample. Log-probabilities need the model's look at each position.
+        """
+        outputs: list[TokenOutput] = []
+        if sequence.request.sampling.num_logprobs is not None:
+            return outputs
+        while self._num_forced_left and (token_id := sequence.forced_token()) is not None:
+            self._num_forced_left -= 1
+            outputs.append(self._output(sequence, sequence.sample_index, Sampled(token_id=token_id)))
+            sequence.append_token(token_id)
+            if outputs[-1].finish_reason is not None:
+                self._finish(sequence)
+                break
+        return outputs
 
     def _output(self, sequence: Sequence, sample_index: int, sampled: Sampled) -> TokenOutput:
         """Return the output for a token that is about to be appended to `sequence`."""
@@ -288,13 +355,16 @@ class EngineCore:
         if token_id in sampling.stop_token_ids:
             return FinishReason.STOP
         if token_id in self.executor.eos_token_ids and not sampling.ignore_eos:
-            return FinishReason.STOP
+            # A grammar that exceeds its limits cuts the answer, which must not look finished.
+            is_cut = sequence.grammar_state is not None and not sequence.grammar_state.is_complete
+            return FinishReason.LENGTH if is_cut else FinishReason.STOP
         if sequence.num_tokens + 1 >= sequence.max_num_tokens:
             return FinishReason.LENGTH
         return None
 
     def _fork(self, group: Group, num_children: int) -> list[Sequence]:
-        children = self.scheduler.fork(group.leader, num_children)
+        leader = group.leader
+        children = [self.scheduler.fork(leader, leader.sample_index + 1 + i) for i in range(num_children)]
         for child in children:
             group.sequences.append(child)
             self._groups[child] = group
@@ -305,9 +375,13 @@ class EngineCore:
         self._groups.pop(sequence, None)
 
     def _fail(self, plans: Seq[StepPlan], error: Exception) -> Emitted:
-        """End every request of these steps."""
+        """End every request of these steps. Raises DeviceBroken."""
         self._timer.pause()
         groups = {self._groups[sequence]: None for plan in plans for sequence in plan.batch if sequence in self._groups}
+        self._num_failed_steps += 1
+        self._failed_requests.update(group.request.request_id for group in groups)
+        if self._num_failed_steps >= MAX_FAILED_STEPS and len(self._failed_requests) > 1:
+            raise DeviceBroken(f"{self._num_failed_steps} steps in a row have failed") from error
         logger.error(
             "engine step failed", exc_info=error, extra={"requests": [group.request.request_id for group in groups]}
         )

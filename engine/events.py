@@ -8,7 +8,8 @@ from common.errors import KvrelayError
 from common.ids import BlockId, RequestId
 from common.kv_events import KvEvents
 from common.timing import StepShape
-from engine.executor import Logprobs
+from engine.beams import BeamSnapshot
+from engine.executor import Hidden, Logprobs
 
 
 class FinishReason(enum.Enum):
@@ -60,7 +61,10 @@ class TokenRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tokens:
-    """Tokens of one step. The first tokens of a prompt computed here carry the prefill time."""
+    """Tokens of one step. The first tokens of a prompt computed here carry the prefill time.
+
+    The first event of beams carries it alone: their tokens come at the end, sample by sample.
+    """
 
     tokens: tuple[TokenOutput, ...] = ()
     runs: tuple[TokenRun, ...] = ()
@@ -70,13 +74,29 @@ class Tokens:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Embedded:
+    """The prompt is computed, and the request holds nothing any more."""
+
+    vector: Hidden
+    """Its pooled hidden states, not normalized."""
+    prefill_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeamsAdvanced:
+    """A beam search has come so far; another engine may go on from here."""
+
+    snapshot: BeamSnapshot
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Failed:
     """The request failed and holds nothing any more."""
 
     error: KvrelayError
 
 
-EngineEvent = Started | Progress | Tokens | Failed
+EngineEvent = Started | Progress | Tokens | Embedded | BeamsAdvanced | Failed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,11 +6,18 @@ Above it (scheduler, block pool, loop) there are no tensors; below it (model run
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
 
 from common.errors import LayoutMismatch
 from common.ids import BlockId
+from common.pooling import Pooling
 from engine.sequence import Sequence
+
+Hidden: TypeAlias = npt.NDArray[np.float32]
+"""Hidden state of a token after the model's last norm, or a sum of some, float32 [hidden_size]."""
 
 NONCE_BYTES = 16
 """Random bytes at the end of a shared region, by which a peer verifies that it mapped the right one."""
@@ -175,6 +182,21 @@ class ScheduledSequence:
         """Index of the token that this step samples among the generated ones. Valid inside `launch`."""
         return self.sequence.num_output_tokens + (self.input_row is not None)
 
+    @property
+    def first_pooled(self) -> int | None:
+        """First of its new tokens whose hidden states, to the end, belong to an embedding; None: none do.
+
+        Valid inside `launch`.
+        """
+        sequence = self.sequence
+        match sequence.request.pooling:
+            case Pooling.MEAN:
+                return 0
+            case Pooling.LAST if sequence.num_computed + self.num_new_tokens == sequence.num_tokens:
+                return self.num_new_tokens - 1
+            case _:
+                return None
+
 
 @dataclass(slots=True)
 class StepResult:
@@ -184,6 +206,8 @@ class StepResult:
     """Tokens of num_samples samples; entry j belongs to sample_index + j."""
     prompt_logprobs: list[Logprobs]
     """Log-probabilities of token p + 1, for each scheduled position p with p + 1 inside the prompt, when requested."""
+    pooled: Hidden | None = None
+    """Sum of the hidden states of the new tokens from `first_pooled` on, added up in float32; None without any."""
 
 
 class StepHandle(Protocol):
@@ -214,6 +238,8 @@ class Executor(Protocol):
     kv: KvStore
     max_model_len: int
     vocab_size: int
+    hidden_size: int
+    """Length of an embedding; 0 when it cannot compute any."""
     eos_token_ids: frozenset[int]
     model_name: str
     max_steps_in_flight: int

@@ -8,10 +8,13 @@ As on a device, a launched step is computed later: when its results are requeste
 page that is given away while a step in flight may still use it changes the answer too.
 """
 
+import enum
+import os
+import threading
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -22,9 +25,11 @@ from common.fake_tokenizer import EOS_TOKEN_ID, VOCAB_SIZE
 from common.ids import BlockId
 from common.sampling import SamplingParams
 from common.tokens import TokenArray
+from engine.beams import num_candidates
 from engine.executor import (
     NONCE_BYTES,
     DeviceSharing,
+    Hidden,
     KvShape,
     KvStore,
     Logprobs,
@@ -33,13 +38,31 @@ from engine.executor import (
     StepResult,
     check_ids,
 )
+from engine.grammar import Allowed
 from engine.noise import noise_key
 from engine.shared_memory import allocate_region
 
 U64 = npt.NDArray[np.uint64]
 _MASK = (1 << 64) - 1
+FAULTS_ENV = "KVRELAY_FAKE_FAULTS"
+"""Set to 1 in the environment of a worker, it makes the tokens of `Fault` in a prompt do what they say: for tests."""
+_HAS_FAULTS = os.environ.get(FAULTS_ENV) == "1"
 _LETTERS = b"etaoin shrdlu cmfwyp vbgkj qxz .\n"
 _EOS_PER_1000 = 8
+HIDDEN_SIZE = 16
+_HIDDEN_STEPS = 1 << 10
+"""Values of hidden states are multiples of 1 / this, so that sums over thousands of them are exact in float32."""
+
+
+class Fault(enum.IntEnum):
+    """Tokens that break the engine that computes them."""
+
+    CRASH = 1
+    """The process dies as if by a bug in a kernel."""
+    HANG = 2
+    """The step never ends."""
+    RAISE = 3
+    """The step fails."""
 
 
 def fake_shape(block_size: int) -> KvShape:
@@ -126,13 +149,18 @@ class _Chunk:
     token_ids: TokenArray
     """Tokens of the chunk, and the next one if it is known; empty when the input is pending."""
     block_table: "array[int]"
+    allowed: Allowed | None
+    """Tokens that its grammar allows next; None without one."""
+    first_pooled: int | None
 
     @classmethod
     def of(cls, item: ScheduledSequence) -> "_Chunk":
         sequence = item.sequence
         start = sequence.num_computed
         token_ids = sequence.token_ids[start : start + item.num_new_tokens + 1]
-        return cls(item, start, item.token_index, token_ids, sequence.block_table[:])
+        allowed = sequence.allowed() if item.num_samples else None
+        table = sequence.block_table[:]
+        return cls(item, start, item.token_index, token_ids, table, allowed, item.first_pooled)
 
     @property
     def sampling(self) -> SamplingParams:
@@ -171,6 +199,8 @@ class FakeStep:
     def _one(self, chunk: _Chunk, previous_token_ids: list[int]) -> StepResult:
         item, end = chunk.item, chunk.start + chunk.item.num_new_tokens
         token_ids = chunk.token_ids if item.input_row is None else [previous_token_ids[item.input_row]]
+        if _HAS_FAULTS:
+            _commit(token_ids[: end - chunk.start])
         for position in range(chunk.start, end):
             value = token_kv(token_ids[position - chunk.start], position)
             self._store.write_token(chunk.block_table, position, value)
@@ -183,7 +213,23 @@ class FakeStep:
             for position in range(chunk.start, min(end, item.sequence.num_prompt_tokens - 1)):
                 state = context_state(self._store.gather(chunk.block_table, position + 1))
                 result.prompt_logprobs.append(_logprobs(state, token_ids[position + 1 - chunk.start], num_top))
+        if chunk.first_pooled is not None:
+            ends = range(chunk.start + chunk.first_pooled + 1, end + 1)
+            rows = [hidden_state(self._store.gather(chunk.block_table, each)) for each in ends]
+            result.pooled = np.sum(rows, axis=0, dtype=np.float32)
         return result
+
+
+def _commit(token_ids: Iterable[int]) -> None:
+    """Commit the faults among some tokens."""
+    for token_id in token_ids:
+        match token_id:
+            case Fault.CRASH:
+                os.abort()
+            case Fault.HANG:
+                threading.Event().wait()
+            case Fault.RAISE:
+                raise RuntimeError("a fault of the fake engine, as asked for")
 
 
 class FakeExecutor:
@@ -202,6 +248,7 @@ class FakeExecutor:
         self.kv: KvStore = self._store
         self.max_model_len = max_model_len
         self.vocab_size = VOCAB_SIZE
+        self.hidden_size = HIDDEN_SIZE
         self.eos_token_ids = frozenset({EOS_TOKEN_ID})
         self.model_name = "fake"
         self.max_steps_in_flight = max_steps_in_flight
@@ -222,9 +269,14 @@ def _sample(chunk: _Chunk, state: int, sample: int) -> Sampled:
     if not sampling.is_greedy:
         state = _mix(state ^ noise_key(sampling.seed, chunk.item.sequence.sample_index + sample, chunk.token_index))
     token_id = _LETTERS[state % len(_LETTERS)]
+    if chunk.allowed is not None:
+        choices = np.flatnonzero(chunk.allowed)
+        token_id = int(choices[state % len(choices)])
     may_end = not sampling.ignore_eos and chunk.token_index >= sampling.min_tokens
-    if may_end and (state >> 20) % 1000 < _EOS_PER_1000:
+    if chunk.allowed is None and may_end and (state >> 20) % 1000 < _EOS_PER_1000:
         token_id = EOS_TOKEN_ID
+    if sampling.has_beams:
+        return Sampled(token_id=token_id, logprobs=_candidates(sampling, state))
     if sampling.num_logprobs is None:
         return Sampled(token_id=token_id)
     return Sampled(token_id=token_id, logprobs=_logprobs(state, token_id, sampling.num_logprobs))
@@ -242,10 +294,30 @@ def context_state(kv: U64) -> int:
     return _mix(int(mixed.sum(dtype=np.uint64)))
 
 
+def hidden_state(kv: U64) -> Hidden:
+    """Return the hidden state of the last of some tokens, made up from the KV of all of them."""
+    state, size = context_state(kv), 2 * _HIDDEN_STEPS
+    values = [(_mix(state + i) % size - _HIDDEN_STEPS) / _HIDDEN_STEPS for i in range(HIDDEN_SIZE)]
+    return np.array(values, np.float32)
+
+
 def _logprobs(state: int, token_id: int, num_top: int) -> Logprobs:
     """Return made-up but deterministic log-probabilities that follow the pages' content."""
     top = tuple((int(_mix(state + rank) % VOCAB_SIZE), -1.0 - rank - (state % 997) / 997) for rank in range(num_top))
     return Logprobs(token_id=token_id, logprob=-0.5 - (state % 997) / 997, top=top)
+
+
+def _candidates(sampling: SamplingParams, state: int) -> Logprobs:
+    """Return distinct next tokens of a beam, letters and the end among them, in an order that follows the pages."""
+    num_top = num_candidates(sampling, (EOS_TOKEN_ID,), VOCAB_SIZE)
+    ends = () if sampling.ignore_eos else (EOS_TOKEN_ID,)
+    letters = sorted({*_LETTERS, *ends}, key=lambda token_id: _mix(state ^ token_id))
+    others = [token_id for token_id in range(VOCAB_SIZE) if token_id not in letters]
+    top = tuple(
+        (token_id, -0.2 * (rank + 1) - (_mix(state + rank) % 997) / 9970)
+        for rank, token_id in enumerate((letters + others)[:num_top])
+    )
+    return Logprobs(token_id=top[0][0], logprob=top[0][1], top=top)
 
 
 def _mix(value: int) -> int:

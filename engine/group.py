@@ -1,19 +1,30 @@
 """A request inside one engine: its samples and the sink of its events."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from engine.events import EngineEvent, Started, TokenOutput, Tokens
-from engine.executor import Logprobs
+import numpy as np
+import numpy.typing as npt
+
+from common.errors import EngineFault
+from common.pooling import Pooling
+from engine.beams import BeamSearch
+from engine.events import Embedded, EngineEvent, Failed, FinishReason, Started, TokenOutput, TokenRun, Tokens
+from engine.executor import Hidden, Logprobs
 from engine.sequence import EngineRequest, Sequence, SequenceState
 
 Sink = Callable[[EngineEvent], None]
+
+MAX_EVENT_TOKENS = 256
+"""Most tokens of one event of beams."""
 
 
 @dataclass(slots=True, eq=False)
 class Group:
     """The n samples of one request. The first sequence computes the prompt; the others are forked from it.
+
+    Beams are replaced in every step; those that have died are forgotten.
 
     Work inside an engine is named by group, not by request id: after a failure two samples of one request may resume
     side by side. Engine thread only, except `sink`, which `EngineThread` calls on the event loop.
@@ -25,9 +36,13 @@ class Group:
     holds_after_prefill: bool = False
     """Whether its pages are kept for a puller after the prompt, instead of decoding."""
     sequences: list[Sequence] = field(default_factory=list)
+    beams: BeamSearch | None = None
+    """Set when its sequences are beams, best first."""
     prefill_started_s: float | None = None
     reported_prefill: bool = False
     prompt_logprobs: list[Logprobs] = field(default_factory=list)
+    pooled: npt.NDArray[np.float64] | None = None
+    """Sum of the hidden states of its embedding so far."""
 
     @property
     def leader(self) -> Sequence:
@@ -41,7 +56,9 @@ class Group:
 
     def admitted(self, sequence: Sequence, now_s: float) -> Started | None:
         """Note that a sequence's first chunk is planned. Returns the event unless it was returned before."""
-        self.prompt_logprobs.clear()  # a preempted prompt is computed from its beginning again
+        # A preempted prompt is computed from its beginning again.
+        self.prompt_logprobs.clear()
+        self.pooled = None
         if self.prefill_started_s is not None:
             return None
         self.prefill_started_s = now_s
@@ -51,6 +68,10 @@ class Group:
             num_pulled_tokens=sequence.num_pulled_tokens,
         )
 
+    def prefilled_elsewhere(self, now_s: float) -> None:
+        """Note that another engine computed the prompt: nothing is told of what is computed again here."""
+        self.prefill_started_s, self.reported_prefill = now_s, True
+
     def tokens_event(self, outputs: Seq[TokenOutput], now_s: float) -> Tokens:
         """Return the event for a step's tokens; the first one of a prompt computed here has the prefill time."""
         prefill_s = None
@@ -59,3 +80,48 @@ class Group:
             prefill_s = now_s - self.prefill_started_s
         prompt_logprobs, self.prompt_logprobs = tuple(self.prompt_logprobs), []
         return Tokens(tokens=tuple(outputs), prompt_logprobs=prompt_logprobs, prefill_s=prefill_s)
+
+    def add_pooled(self, part: Hidden | None) -> None:
+        """Add a step's part of its embedding. Parts are added in float64: the result depends little on the steps."""
+        if part is not None:
+            self.pooled = part.astype(np.float64) if self.pooled is None else self.pooled + part
+
+    def embedded_event(self, now_s: float) -> Embedded | Failed:
+        """Return the event for its embedding when the whole prompt is computed; a failure when it is not finite."""
+        assert self.pooled is not None, "the last step of a prompt has its last hidden state"
+        assert self.prefill_started_s is not None, "a computed prompt was started"
+        is_mean = self.request.pooling is Pooling.MEAN
+        vector = self.pooled / (len(self.request.prompt_token_ids) if is_mean else 1)
+        if not np.isfinite(vector).all():
+            return Failed(error=EngineFault("the model's hidden states are not finite"))
+        return Embedded(vector=vector.astype(np.float32), prefill_s=now_s - self.prefill_started_s)
+
+    def answer_events(self, search: BeamSearch, now_s: float) -> Iterator[Tokens]:
+        """Yield the events of the answers that a search has found, best first: one sample after the other."""
+        for rank, answer in enumerate(search.complete):
+            sample_index = self.request.first_sample_index + rank
+            for begin in range(0, len(answer.token_ids), MAX_EVENT_TOKENS):
+                token_ids = answer.token_ids[begin : begin + MAX_EVENT_TOKENS]
+                reason = None
+                if begin + len(token_ids) == len(answer.token_ids):
+                    reason = FinishReason.STOP if answer.has_end else FinishReason.LENGTH
+                run = TokenRun(
+                    sample_index=sample_index, first_token_index=begin, token_ids=token_ids, finish_reason=reason
+                )
+                yield self._answer_event(run, now_s)
+
+    def _answer_event(self, run: TokenRun, now_s: float) -> Tokens:
+        if not self.request.sampling.detokenize:
+            return replace(self.tokens_event((), now_s), runs=(run,))
+        last = len(run.token_ids) - 1
+        outputs = [
+            TokenOutput(
+                sample_index=run.sample_index,
+                token_index=run.first_token_index + i,
+                token_id=token_id,
+                logprobs=None,
+                finish_reason=run.finish_reason if i == last else None,
+            )
+            for i, token_id in enumerate(run.token_ids)
+        ]
+        return self.tokens_event(outputs, now_s)

@@ -13,9 +13,9 @@ def measure_load(scheduler: Scheduler, *, now_s: float) -> EngineLoad:
     for sequence in scheduler.running:
         num_known = len(sequence.token_ids)
         num_left = num_known - sequence.num_ready
-        if not sequence.is_pinned:
+        if sequence.will_decode:
             context += num_known
-        if num_left == 1 and not sequence.is_pinned:
+        if num_left == 1 and sequence.will_decode:
             num_decoding += 1
         else:
             num_tokens += num_left

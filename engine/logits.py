@@ -6,40 +6,18 @@ first, as columns that go to the device in one copy.
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from common.sampling import SamplingParams
-from common.tokens import TokenArray
 from engine.cuda.columns import Column, Columns
 from engine.cuda.device import Fetch, device_for
 from engine.executor import Logprobs
+from engine.grammar import Allowed
 from engine.sequence import Sequence as EngineSequence
-
-
-class OutputTokens(Sequence[int]):
-    """A view of a sequence's outputs: reading the last ones costs the same at any length."""
-
-    def __init__(self, sequence: EngineSequence) -> None:
-        self._sequence = sequence
-
-    def __len__(self) -> int:
-        return self._sequence.num_output_tokens
-
-    @overload
-    def __getitem__(self, index: int) -> int: ...
-    @overload
-    def __getitem__(self, index: slice) -> TokenArray: ...
-    def __getitem__(self, index: int | slice) -> "int | TokenArray":
-        """Return a token, or a copy of several."""
-        first = self._sequence.num_prompt_tokens
-        if isinstance(index, slice):
-            begin, end, step = index.indices(len(self))
-            return self._sequence.token_ids[first + begin : first + end : step]
-        return self._sequence.token_ids[first + range(len(self))[index]]
 
 
 # Not frozen: one is made for every token, and the guard of a frozen class costs more than the rest of its construction.
@@ -58,14 +36,14 @@ class SamplingRow:
     rows have one prompt, and outputs that grow at the end. None: tokens are counted anew."""
 
     @property
+    def allowed(self) -> Allowed | None:
+        """Tokens that the grammar of the answer allows; None without a grammar."""
+        return None if self.sequence is None else self.sequence.allowed()
+
+    @property
     def must_continue(self) -> bool:
         """Whether the sample is still shorter than `min_tokens`."""
         return self.token_index < self.params.min_tokens
-
-
-def end_token_ids(params: SamplingParams, eos_token_ids: Collection[int]) -> frozenset[int]:
-    """Return the tokens that end a sample, which `min_tokens` forbids."""
-    return params.stop_token_ids if params.ignore_eos else params.stop_token_ids.union(eos_token_ids)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +71,7 @@ class LogitEdits:
         if not biases and not ends:
             return None
         bias_of = {key: np.array(params.logit_bias, dtype=np.float64) for key, params in biases.items()}
-        ends_of = {key: np.array([*end_token_ids(params, eos_token_ids)]) for key, params in ends.items()}
+        ends_of = {key: np.array([*params.end_token_ids(eos_token_ids)]) for key, params in ends.items()}
         biased = [i for i, row in enumerate(rows) if row.params.logit_bias]
         going_on = [i for i, row in enumerate(rows) if row.must_continue]
         values = [bias_of[id(rows[i].params)] for i in biased]

@@ -1,6 +1,7 @@
 """Moves pages between the pool and the sequences' block tables, as the scheduler decides."""
 
 from array import array
+from collections import Counter
 from collections.abc import Sequence as Seq
 
 from common.eviction import num_admitted
@@ -44,6 +45,23 @@ class Pages:
         num_fresh = max(0, self.num_blocks_for(sequence.num_computed + num_new) - len(table))
         shares_tail = first < len(table) and not self._pool.is_writable(table[first])
         return num_fresh + shares_tail
+
+    def num_missing_together(self, sequences: Seq[Sequence]) -> int:
+        """Return how many free pages it takes to write one token of each of these, which may share pages.
+
+        The last of several that share a page writes it in place.
+        """
+        num_missing = 0
+        writers: Counter[int] = Counter()
+        for sequence in sequences:
+            table, first = sequence.block_table, sequence.num_computed // self._block_size
+            if first == len(table):
+                num_missing += 1
+            else:
+                writers[table[first]] += 1
+        for block_id, num_writers in writers.items():
+            num_missing += num_writers - (self._pool.ref_count(block_id) == num_writers)
+        return num_missing
 
     def make_writable(self, sequence: Sequence, num_new: int) -> tuple[BlockId, BlockId] | None:
         """Take the missing pages. Returns (source, target) when a shared page must be copied before the step."""

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.executor import DoneStep, KvStore, Logprobs, ScheduledSequence, StepResult
+from engine.executor import DoneStep, Hidden, KvStore, Logprobs, ScheduledSequence, StepResult
 from engine.kv_cache import TorchKvStore
 from engine.ops.metadata import AttentionMetadata, SequenceSpan
 from engine.options import CheckpointInfo
@@ -33,6 +33,11 @@ class Model(Protocol[StepT_contra]):
         """Return float32 [num_rows, vocab_size] for rows of `forward`'s result."""
         ...
 
+    @property
+    def hidden_size(self) -> int:
+        """Length of a hidden state; 0 when it is not known."""
+        ...
+
 
 class StepPreparer(Protocol[StepT_co]):
     """Prepares a model's steps."""
@@ -53,6 +58,7 @@ class ModelExecutor(Generic[StepT]):
         self.kv: KvStore = store
         self.max_model_len = info.max_model_len
         self.vocab_size = info.vocab_size
+        self.hidden_size = model.hidden_size
         self.eos_token_ids = info.eos_token_ids
         self.model_name = info.name
         self._model = model
@@ -78,7 +84,11 @@ class ModelExecutor(Generic[StepT]):
         )
         starts = metadata.query_start_loc.tolist()
         results = [
-            StepResult(sampled=[], prompt_logprobs=self._prompt_logprobs(item, hidden[begin:end]))
+            StepResult(
+                sampled=[],
+                prompt_logprobs=self._prompt_logprobs(item, hidden[begin:end]),
+                pooled=_pooled(item, hidden[begin:end]),
+            )
             for item, begin, end in zip(batch, starts[:-1], starts[1:], strict=True)
         ]
         self._sample(batch, hidden, starts, results)
@@ -113,3 +123,12 @@ class ModelExecutor(Generic[StepT]):
             chunk = targets[begin : begin + _LOGPROB_ROWS]
             found.extend(position_logprobs(self._model.logits(hidden[begin : begin + len(chunk)]), chunk, num_top))
         return found
+
+
+def _pooled(item: ScheduledSequence, hidden: Tensor) -> Hidden | None:
+    """Return the sum of the hidden states of a sequence's new tokens that belong to its embedding; None without any."""
+    first = item.first_pooled
+    if first is None:
+        return None
+    summed: Hidden = hidden[first:].sum(dim=0, dtype=torch.float32).cpu().numpy()
+    return summed

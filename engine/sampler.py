@@ -3,15 +3,16 @@
 Each row goes through these steps in order; a step that its parameters do not ask for is skipped:
 
 1. log-probabilities: float32, from the logits as the model returned them
-2. logit bias, added
-3. min_tokens: tokens that would end the sample become impossible (stop tokens, and end-of-sequence unless ignore_eos)
-4. penalties: repetition (prompt and output), then frequency and presence (output)
-5. temperature 0: the largest logit, of equals the smallest token id. Else:
-6. temperature
-7. top-k: the k best tokens, of equals the smaller ids
-8. top-p: the fewest best tokens whose share of the remaining mass reaches p, of equals the smaller ids
-9. min-p: tokens at least min_p times as probable as the best one
-10. the choice: an exponential race. Token t arrives after E(t) / probability(t), where the E(t) are independent
+2. grammar: tokens that structured_outputs does not allow become impossible
+3. logit bias, added
+4. min_tokens: tokens that would end the sample become impossible (stop tokens, and end-of-sequence unless ignore_eos)
+5. penalties: repetition (prompt and output), then frequency and presence (output)
+6. temperature 0, or beams: the largest logit, of equals the smallest token id. Else:
+7. temperature
+8. top-k: the k best tokens, of equals the smaller ids
+9. top-p: the fewest best tokens whose share of the remaining mass reaches p, of equals the smaller ids
+10. min-p: tokens at least min_p times as probable as the best one
+11. the choice: an exponential race. Token t arrives after E(t) / probability(t), where the E(t) are independent
     exponential times, a hash of (seed, sample index, token index, t); the first to arrive is chosen
 
 vLLM has the same order, except that min-p comes before top-k, which changes only the mass that top-p refers to.
@@ -22,22 +23,27 @@ The race (the Gumbel-max trick without the logarithms) is exact and stable: when
 moves the probabilities by 1e-6, only a near tie of the two best can change. Inverting the cumulative distribution is
 not stable: each of its 50,000 boundaries moves, and about one draw in a thousand changes (measured on SmolLM2 in
 float32). There is no random generator, so that a row's answer depends on the row alone.
+
+A beam's row is a greedy one that reports its best tokens; `engine.beams` chooses among those of all beams.
 """
 
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from common.errors import EngineFault
 from common.sampling import SamplingParams
+from engine.beams import num_candidates
 from engine.cuda.columns import Column, Columns
 from engine.cuda.device import Fetch, device_for
 from engine.draw import Draw, DrawPlan, first_best, round_up_width
 from engine.executor import Logprobs, Sampled, ScheduledSequence
-from engine.logits import LogitEdits, LogprobsFetch, OutputTokens, SamplingRow, fetch_logprobs, position_logprobs
+from engine.logits import LogitEdits, LogprobsFetch, SamplingRow, fetch_logprobs, position_logprobs
 from engine.penalties import Penalties, PenaltyPlan
+from engine.sequence import OutputTokens
 
 __all__ = ["Nucleus", "Sampler", "SamplingRow", "position_logprobs", "sampling_rows"]
 
@@ -84,8 +90,9 @@ class Sampler:
         logprobs: list[tuple[int, int]] = []
         for i, row in enumerate(rows):
             (plain if _is_plain(row) else shaped).append(i)
-            if row.params.num_logprobs is not None:
-                logprobs.append((i, row.params.num_logprobs))
+            num_top = self._num_top(row.params)
+            if num_top is not None:
+                logprobs.append((i, num_top))
         return SamplingPlan(
             num_rows=len(rows),
             vocab_size=self._vocab_size,
@@ -101,7 +108,10 @@ class Sampler:
         groups: dict[_Way, list[int]] = {}
         for i, row in enumerate(rows):
             groups.setdefault(self._way(row.params), []).append(i)
+        allowed = {i: mask for i, row in enumerate(rows) if (mask := row.allowed) is not None}
         return _ShapedPlan(
+            structured=tuple(allowed),
+            allowed=torch.from_numpy(np.stack(list(allowed.values()))) if allowed else None,
             edits=LogitEdits.plan(rows, self._eos_token_ids, columns),
             penalties=self._penalties,
             penalty_plan=self._penalties.plan([rows[i] for i in penalized], columns) if penalized else None,
@@ -115,6 +125,12 @@ class Sampler:
                 for way, members in groups.items()
             ),
         )
+
+    def _num_top(self, params: SamplingParams) -> int | None:
+        """Return how many tokens are reported with their log-probabilities; None: none at all."""
+        if params.has_beams:
+            return num_candidates(params, self._eos_token_ids, self._vocab_size)
+        return params.num_logprobs
 
     def _way(self, params: SamplingParams) -> "_Way":
         vocab_size = self._vocab_size
@@ -152,10 +168,11 @@ def _is_plain(row: SamplingRow) -> bool:
     """Whether a row takes the best token of its logits as they are."""
     params = row.params
     return (
-        params.temperature == 0.0
+        params.is_greedy
         and row.token_index >= params.min_tokens
         and not params.logit_bias
         and not params.has_penalties
+        and not params.structured_outputs
     )
 
 
@@ -249,6 +266,10 @@ class Chosen:
 class _ShapedPlan:
     """Rows that are not plain: their logits are shaped, then chosen from in groups of one `_Way`."""
 
+    structured: tuple[int, ...]
+    """Rows with a grammar."""
+    allowed: torch.Tensor | None
+    """bool [len(structured), vocab], on the host: the tokens that their grammars allow."""
     edits: LogitEdits | None
     penalties: Penalties
     penalty_plan: PenaltyPlan | None
@@ -269,9 +290,13 @@ class _ShapedPlan:
         return chosen
 
     def _shape(self, logits: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
-        if self.edits is None and self.penalty_plan is None:
+        if self.edits is None and self.penalty_plan is None and self.allowed is None:
             return logits.float()
         shaped = logits.to(torch.float32, copy=True)
+        if self.allowed is not None:
+            rows = torch.tensor(self.structured, device=shaped.device)
+            forbidden = self.allowed.logical_not().to(shaped.device)
+            shaped[rows] = shaped[rows].masked_fill_(forbidden, -torch.inf)
         if self.edits is not None:
             self.edits.apply(shaped, words)
         if self.penalty_plan is None:

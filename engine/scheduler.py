@@ -8,7 +8,8 @@ A step mixes decode tokens (first) and prefill chunks (with the rest of the toke
 
 and from any state to FINISHED. Its pages are then released: at once, or with the last step in flight that may still
 write them. Preemption takes the pages of the latest arrival, which keeps its place in line and is computed again
-later, from what the prefix cache still holds.
+later, from what the prefix cache still holds. Beams of one request are preempted together (`engine/beams.py`): none of
+them could go on without the others.
 
 A plan made while an earlier step is in flight, whose tokens are not known yet, never preempts: when pages run out,
 sequences without one skip the step and the plan `is_short`. The next plan is then made with nothing in flight, and can
@@ -17,6 +18,7 @@ preempt.
 
 import math
 from bisect import insort
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from common.errors import Refused
@@ -72,6 +74,15 @@ class StepPlan:
 
 def _order(sequence: Sequence) -> tuple[int, int]:
     return sequence.order, sequence.sample_index
+
+
+def _awaits_beam(sequence: Sequence) -> bool:
+    """Whether a preempted beam has to wait for another one, whose blocks it may then find in the cache.
+
+    Beams are computed again one after the other, so that they share their pages again.
+    """
+    running = (beam for beam in sequence.beams or () if beam.state is SequenceState.RUNNING)
+    return any(beam.candidates is None for beam in running)
 
 
 class Scheduler:
@@ -138,7 +149,9 @@ class Scheduler:
             return Refused(reason=f"{slots} sequences are running or about to run", retry_after_s=0.5)
         if self.waiting:
             return Refused(reason="sequences are waiting for pages", retry_after_s=0.5)
-        cached = self.pool.match_prefix(sequence.block_hashes)
+        # Of beams, the last token is computed here: its candidates are needed.
+        hashes = sequence.block_hashes[: sequence.num_reusable_blocks] if sequence.is_beam else sequence.block_hashes
+        cached = self.pool.match_prefix(hashes)
         # Every sample writes its next token soon.
         if not self.pages.take(sequence, cached, num_spared=self._num_spared(sequence.num_samples)):
             return Refused(reason=f"{self.pool.num_free} pages are free; too few for this prompt", retry_after_s=0.5)
@@ -154,19 +167,32 @@ class Scheduler:
         self.pages.publish(sequence)
 
     def start(self, sequence: Sequence) -> None:
-        """Let a completely filled reservation run."""
-        assert sequence.num_computed == sequence.num_tokens, f"{sequence.num_computed} of {sequence.num_tokens} tokens"
+        """Let a completely filled reservation run; of beams, without the last token."""
+        num_filled = sequence.num_tokens - sequence.is_beam
+        assert sequence.num_computed == num_filled, f"{sequence.num_computed} of {num_filled} tokens"
         self.reserved.remove(sequence)
         sequence.state = SequenceState.RUNNING
         insort(self.running, sequence, key=_order)
 
-    def fork(self, leader: Sequence, num_children: int) -> list[Sequence]:
-        """Return further samples of a running prompt; they share all its pages until they write."""
-        children = [leader.fork(leader.sample_index + 1 + i) for i in range(num_children)]
-        for child in children:
-            self.pages.share(child)
-            insort(self.running, child, key=_order)
-        return children
+    def withdraw(self, sequence: Sequence) -> None:
+        """Take a sequence out of the line, or its reservation back; what that has filled stays cached."""
+        if sequence.state is SequenceState.RESERVED:
+            self.reserved.remove(sequence)
+            self.pages.release(sequence)
+        else:
+            self._dequeue(sequence)
+
+    def line_up(self, sequences: Seq[Sequence]) -> None:
+        """Put sequences without pages in line, each at its place."""
+        for sequence in sequences:
+            self._enqueue(sequence)
+
+    def fork(self, parent: Sequence, sample_index: int) -> Sequence:
+        """Return another sample that continues a running sequence; they share all pages until they write."""
+        child = parent.fork(sample_index)
+        self.pages.share(child)
+        insort(self.running, child, key=_order)
+        return child
 
     # ── leaving ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -215,7 +241,7 @@ class Scheduler:
                 continue
             num_to_run = sequence.num_to_run
             if num_to_run:
-                (decoding if num_to_run == 1 else prefilling).append((sequence, num_to_run))
+                (decoding if num_to_run == 1 or sequence.is_decoding else prefilling).append((sequence, num_to_run))
         self._continue(decoding, plan)
         if prefilling or self.waiting:
             plan.max_s = self.budget.max_step_s(plan.shape, self.running, now_s=now_s)
@@ -263,8 +289,11 @@ class Scheduler:
 
     def _continue(self, items: list[tuple[Sequence, int]], plan: StepPlan) -> None:
         """Plan running sequences, each with the number of tokens that it has to run, as long as the step has room."""
-        for sequence, num_to_run in items:
-            num_new = min(num_to_run, self._num_left(plan, sequence, num_to_run))
+        for position, (sequence, num_to_run) in enumerate(items):
+            num_left = self._num_left(plan, sequence, num_to_run)
+            if num_to_run > 1 and sequence.is_decoding:  # every answer behind it gets its token in this step
+                num_left = self.limits.max_step_tokens - plan.num_tokens - (len(items) - position - 1)
+            num_new = min(num_to_run, num_left)
             if num_new <= 0:
                 return
             if sequence.state is not SequenceState.RUNNING:
@@ -275,8 +304,10 @@ class Scheduler:
     def _admit(self, plan: StepPlan) -> None:
         while self.waiting and plan.num_tokens < self.limits.max_step_tokens:
             sequence = self.waiting[0]
+            if _awaits_beam(sequence):
+                return
             slots = sum(s.num_samples for s in (*self.running, *self.reserved))
-            if slots and slots + sequence.num_samples > self.limits.max_running:
+            if slots and slots + sequence.num_samples > self.limits.max_running and not self._is_awaited(sequence):
                 return
             if self._num_left(plan, sequence, sequence.num_to_run) <= 0:
                 return
@@ -304,7 +335,7 @@ class Scheduler:
 
         False when that does not suffice.
         """
-        num_spared = self._num_spared(0)
+        num_spared = 0 if self._is_awaited(first) else self._num_spared(0)
         reusable = first.block_hashes[: first.num_reusable_blocks]
         while True:
             # It needs at least one page of its own: without one the search of the cache is not worth it.
@@ -314,6 +345,10 @@ class Scheduler:
                 return True
             if not self._take_back_landed(self.waiting[1:]):
                 return False
+
+    def _is_awaited(self, sequence: Sequence) -> bool:
+        """Whether all others that run are beams that wait for this one: they free nothing until it runs."""
+        return sequence.is_beam and all(s.beams is sequence.beams for s in (*self.running, *self.reserved))
 
     def _take_back_landed(self, waiting: list[Sequence]) -> bool:
         """Release the pulled blocks of the latest of these that holds some; False when none does."""
@@ -327,7 +362,7 @@ class Scheduler:
         plan.batch[sequence] = ScheduledSequence(
             sequence,
             num_new,
-            num_samples=sequence.num_samples if num_new == num_to_run else 0,
+            num_samples=sequence.num_rows if num_new == num_to_run else 0,
             input_row=sequence.pending_row if sequence.num_pending else None,
         )
         plan.num_tokens += num_new
@@ -339,16 +374,20 @@ class Scheduler:
             plan.num_prefill_pairs += num_pairs(num_new, num_before)
 
     def _make_room(self, sequence: Sequence, num_new: int, plan: StepPlan) -> bool:
-        """Make [num_computed, num_computed + num_new) writable, preempting later arrivals. False: it cannot run now."""
-        while (num_missing := self.pages.num_missing(sequence, num_new)) > self.pool.num_free:
+        """Make [num_computed, num_computed + num_new) writable, preempting later arrivals. False: it cannot run now.
+
+        Before the first of several beams there must be room for all: none of them may become a victim once planned.
+        """
+        while (num_missing := self._num_missing(sequence, num_new, plan)) > self.pool.num_free:
             if self._take_back_landed(self.waiting):
                 continue
             if self._num_steps_in_flight:
                 plan.is_short = True
                 return False
             victim = next(s for s in reversed(self.running) if not s.is_pinned)
-            self._preempt(victim, plan)
-            if victim is sequence:
+            for each in [s for s in victim.beams or (victim,) if s.state is SequenceState.RUNNING]:
+                self._preempt(each, plan)
+            if sequence.state is not SequenceState.RUNNING:
                 return False
         if num_missing:
             copy = self.pages.make_writable(sequence, num_new)
@@ -356,13 +395,19 @@ class Scheduler:
                 plan.copies.append(copy)
         return True
 
+    def _num_missing(self, sequence: Sequence, num_new: int, plan: StepPlan) -> int:
+        if sequence.beams is None or num_new != 1:
+            return self.pages.num_missing(sequence, num_new)
+        writers = [beam for beam in sequence.beams if beam.num_to_run == 1 and beam not in plan.batch]
+        return self.pages.num_missing_together(writers)
+
     def _preempt(self, victim: Sequence, plan: StepPlan) -> None:
         assert victim.num_in_flight == 0, f"{victim.num_in_flight} steps in flight write the pages of a victim"
         # Only decoding sequences run out of pages, and they are planned in the order of arrival.
         assert victim not in plan.batch, "a victim is planned already"
         self.running.remove(victim)
         self.pages.release(victim)
-        victim.decodes_since = None
+        victim.decodes_since = victim.candidates = None
         self._enqueue(victim)
         self.num_preemptions += 1
 

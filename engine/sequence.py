@@ -3,12 +3,21 @@
 import enum
 import math
 from array import array
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from typing import overload
 
 from common.block_hash import BlockHashes, extend_hash
 from common.ids import BlockHash, BlockId, HashRoot, RequestId
+from common.pooling import Pooling
 from common.sampling import SamplingParams
 from common.tokens import TokenArray, as_tokens
+from engine.beams import BeamSnapshot, Candidates
+from engine.grammar import Allowed, Grammar, GrammarState
+
+MAX_FORCED_TOKENS = 64
+"""Most tokens, of all sequences together, that are appended behind one step because grammars leave no choice. Looking
+for them takes up to 0.1 ms a token, and the next step computes them beside the answers of others."""
 
 
 class Retention(enum.Enum):
@@ -35,6 +44,12 @@ class EngineRequest:
     tpot_slo_s: float = math.inf
     """Objective for the mean gap between the tokens of its answer."""
     retention: Retention = Retention.KEEP
+    grammar: Grammar | None = None
+    """Grammar that its answers follow."""
+    pooling: Pooling | None = None
+    """Set when it is answered by an embedding of its prompt, and samples nothing."""
+    beams: BeamSnapshot | None = None
+    """Beam search that it continues."""
 
 
 class SequenceState(enum.Enum):
@@ -101,6 +116,12 @@ class Sequence:
     unchanged until the sequence ends."""
     retired_blocks: list[BlockId] = field(default_factory=list)
     """Own pages that an equal published page replaced in the block table; still held."""
+    grammar_state: GrammarState | None = None
+    """State of its grammar after the tokens that were looked at; None before the first look."""
+    beams: "list[Sequence] | None" = None
+    """The beams that compete with it, best first, itself included; one list for all of them. None: it is no beam."""
+    candidates: Candidates | None = None
+    """Its best next tokens, once its known tokens are computed; it then waits for the other beams."""
 
     @classmethod
     def from_request(cls, request: EngineRequest, *, block_size: int, order: int) -> "Sequence":
@@ -134,7 +155,13 @@ class Sequence:
     @property
     def waits_for_tokens(self) -> bool:
         """Whether the next step depends on the value of the sampled token."""
-        return self.is_pinned or self.request.sampling.has_penalties
+        sampling = self.request.sampling
+        return self.is_pinned or sampling.has_penalties or sampling.has_beams or self.request.grammar is not None
+
+    @property
+    def will_decode(self) -> bool:
+        """Whether this engine generates its answer."""
+        return not self.is_pinned and self.request.pooling is None
 
     @property
     def num_pulled_tokens(self) -> int:
@@ -149,14 +176,28 @@ class Sequence:
 
     @property
     def num_samples(self) -> int:
-        """Samples drawn for the next token: n at the end of a fresh prompt, else 1."""
+        """Samples drawn for the next token, and places in the batch: n at the end of a fresh prompt, else 1."""
         return self.request.sampling.n if self.num_output_tokens == 0 else 1
 
     @property
+    def is_beam(self) -> bool:
+        """Whether it competes with other sequences."""
+        return self.beams is not None
+
+    @property
+    def num_rows(self) -> int:
+        """Tokens that the step at its end samples: none, one per sample, or one that reports a beam's candidates."""
+        if self.request.pooling is not None:
+            return 0
+        return 1 if self.request.sampling.has_beams else self.num_samples
+
+    @property
     def num_reusable_blocks(self) -> int:
-        """Leading blocks that a cache may save. The last token is always computed: its logits choose the next one."""
+        """Leading blocks that a cache may save. The last token is always computed: its hidden state is needed."""
         if self.request.sampling.num_prompt_logprobs is not None and self.num_output_tokens == 0:
             return 0  # logits of every prompt position are needed
+        if self.request.pooling is Pooling.MEAN:
+            return 0  # hidden states, likewise
         return (len(self.token_ids) - 1) // self.block_size
 
     @property
@@ -169,6 +210,27 @@ class Sequence:
         """The generated tokens."""
         return self.token_ids[self.num_prompt_tokens :]
 
+    @property
+    def is_decoding(self) -> bool:
+        """Whether the rest to run is an answer's: one token, and those that its grammar forced behind it."""
+        num_to_run = self.num_to_run
+        return num_to_run == 1 or (num_to_run <= 1 + MAX_FORCED_TOKENS and self.num_computed >= self.num_prompt_tokens)
+
+    def allowed(self) -> Allowed | None:
+        """Return the tokens that its grammar allows next, None without one. Do not change them."""
+        state = self._grammar_state()
+        return None if state is None else state.allowed(OutputTokens(self))
+
+    def forced_token(self) -> int | None:
+        """Return the token that comes next whatever the model says; None when there is a choice."""
+        state = self._grammar_state()
+        return None if state is None else state.forced(OutputTokens(self))
+
+    def _grammar_state(self) -> GrammarState | None:
+        if self.grammar_state is None and self.request.grammar is not None:
+            self.grammar_state = self.request.grammar.begin()
+        return self.grammar_state
+
     def block_ids(self) -> tuple[BlockId, ...]:
         """Return the block table as it is now, for another thread."""
         return tuple(map(BlockId, self.block_table))
@@ -178,12 +240,24 @@ class Sequence:
         self.token_ids.append(token_id)
         self.hash_new_blocks()
 
+    def append_tokens(self, token_ids: TokenArray) -> None:
+        """Add generated tokens."""
+        self.token_ids += token_ids
+        self.hash_new_blocks()
+
     def hash_new_blocks(self) -> None:
         """Extend block_hashes by the blocks that new tokens have filled."""
         while (len(self.block_hashes) + 1) * self.block_size <= len(self.token_ids):
             start = len(self.block_hashes) * self.block_size
             parent = self.block_hashes[-1] if self.block_hashes else self.request.hash_root
             self.block_hashes.append(extend_hash(parent, self.token_ids[start : start + self.block_size]))
+
+    def beside(self, sample_index: int, output: TokenArray) -> "Sequence":
+        """Return a beam of the same search without pages, with other tokens after the prompt."""
+        beam = Sequence.from_request(self.request, block_size=self.block_size, order=self.order)
+        beam.sample_index, beam.max_num_tokens, beam.beams = sample_index, self.max_num_tokens, self.beams
+        beam.append_tokens(output)
+        return beam
 
     def fork(self, sample_index: int) -> "Sequence":
         """Return a copy for another sample with the same pages; the caller adds the references."""
@@ -202,4 +276,27 @@ class Sequence:
             num_cached_tokens=self.num_cached_tokens,
             num_published=self.num_published,
             block_table=self.block_table[:],
+            beams=self.beams,
         )
+
+
+class OutputTokens(Seq[int]):
+    """A view of a sequence's outputs: reading the last ones costs the same at any length."""
+
+    def __init__(self, sequence: Sequence) -> None:
+        self._sequence = sequence
+
+    def __len__(self) -> int:
+        return self._sequence.num_output_tokens
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> TokenArray: ...
+    def __getitem__(self, index: int | slice) -> "int | TokenArray":
+        """Return a token, or a copy of several."""
+        first = self._sequence.num_prompt_tokens
+        if isinstance(index, slice):
+            begin, end, step = index.indices(len(self))
+            return self._sequence.token_ids[first + begin : first + end : step]
+        return self._sequence.token_ids[first + range(len(self))[index]]

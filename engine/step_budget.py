@@ -4,7 +4,8 @@ Every token of a running answer waits for one whole step. A step with prompts ma
 answer for its mean gap, and an answer that is ahead of it also gives what its steps have spared until now. So prompts
 that seldom come are computed in as few steps as without answers beside them, and prompts that never cease slow the
 answers down to their objectives, not further. An objective that the step would miss without any prompt does not count:
-it cannot be kept.
+it cannot be kept. Tokens that grammars force (`MAX_FORCED_TOKENS` a step) are computed beside answers whatever these
+were promised.
 """
 
 import math

@@ -4,7 +4,8 @@ All access to the core goes through `call` (await the result) or `post` (fire an
 in order. Events come back with one `call_soon_threadsafe` per step.
 
 An exception of the executor fails the requests of that step. An exception of the bookkeeping means broken invariants:
-the thread reports it and ends, since its later results could not be trusted.
+the thread reports it and ends, since its later results could not be trusted. A step that never ends raises nothing:
+`running_step` shows it to the watchdog of the process (worker/watchdog.py).
 """
 
 import asyncio
@@ -12,9 +13,12 @@ import concurrent.futures
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
+from common.timing import StepShape
 from engine.core import Emitted, EngineCore
 from engine.events import StepReport
 
@@ -23,8 +27,21 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class RunningStep:
+    """Work that the engine has begun and not ended."""
+
+    shapes: tuple[StepShape, ...]
+    """Steps whose results may have to be waited for; none while commands run."""
+    started_s: float
+    """On the monotonic clock."""
+
+
 class EngineDriver(Protocol):
     """Steps a core and runs commands on it between two steps. Call all methods on the event loop."""
+
+    running_step: RunningStep | None = None
+    """None while the engine is idle. Any thread."""
 
     def start(self) -> None:
         """Start stepping."""
@@ -123,11 +140,15 @@ class EngineThread(EngineDriver):
 
     def _step_until_stopped(self) -> None:
         core = self._core
+        shape = StepShape()
         while (num_commands := self._drain(core)) is not None:
             had_work = core.has_work
             plan, started = core.begin_step()
             if started or (had_work and num_commands):
                 self._send(core, started)  # before a step that may take long: the report includes new requests
+            # With two steps in flight, the results that are due are those of the step before.
+            before, shape = shape, plan.shape
+            self.running_step = RunningStep((before, shape), time.monotonic())
             self._send(core, core.finish_step(plan))
 
     def _drain(self, core: EngineCore) -> int | None:
@@ -135,12 +156,14 @@ class EngineThread(EngineDriver):
         num_commands = 0
         block = not core.has_work
         while True:
+            self.running_step = None
             try:
                 command = self._commands.get(block=block)
             except queue.Empty:
                 return num_commands
             if command is None:
                 return None
+            self.running_step = RunningStep((), time.monotonic())
             command(core)
             core.wake()
             num_commands += 1

@@ -49,6 +49,5 @@ class UnplannedDecodes:
         """
         sequence.num_computed += len(token_ids)
         sequence.num_ready += len(token_ids)
-        sequence.token_ids += token_ids
-        sequence.hash_new_blocks()
+        sequence.append_tokens(token_ids)
         self._pages.publish(sequence)

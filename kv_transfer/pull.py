@@ -37,6 +37,7 @@ class WantedHandoff:
     num_blocks: int
     last_block_hash: BlockHash | None
     num_samples: int
+    """Samples with a first token in the manifest; beams have none."""
     first_sample_index: int
 
     def __str__(self) -> str:

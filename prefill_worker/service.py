@@ -6,7 +6,8 @@
 3. The last chunk yields the first token of each sample, for the router and for the puller's manifest.
 4. The call ends. The pages stay pinned until the puller acknowledges or leaves, or the lease expires.
 
-The handoff is aborted and its pages are freed when the router closes the call, the puller leaves or a step fails.
+The handoff is aborted and its pages are freed when the router closes the call, the puller leaves or a step fails. A
+request for an embedding has none of this (embedding.py).
 """
 
 import asyncio
@@ -28,8 +29,8 @@ from engine.sequence import EngineRequest
 from kv_transfer.handoff import FirstToken, Handoff, HandoffManifest
 from kvrelay.v1 import prefill_pb2 as pb
 from kvrelay.v1 import prefill_pb2_grpc, sequence_pb2
+from prefill_worker.embedding import embed, started_to_proto
 from worker.output import OutputStreams, prompt_logprobs_to_proto
-from worker.request import engine_request
 from worker.runtime import WorkerRuntime
 from worker.serving import Plane, PlaneService
 
@@ -48,13 +49,17 @@ class PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
     async def Prefill(self, request: pb.PrefillRequest, context: Context) -> None:  # type: ignore[override]  # noqa: D102
         runtime = self._runtime
         async with error_boundary(context, "Prefill"):
-            with runtime.request_task(), ExitStack() as entering:
+            holding = runtime.quarantine.holding(request.sequence)
+            with runtime.request_task(), holding, ExitStack() as entering:
                 runtime.check_epoch(request.epoch)
-                spec = engine_request(request.sequence, runtime.executor)
+                spec = await runtime.engine_request(request.sequence)
                 source = request.source if request.HasField("source") else None
                 # Before the handoff begins: the puller hears of a refusal from the router alone.
                 entering.enter_context(runtime.prefill_gate.entering(request.sequence))
-                await self._prefill(spec, HandoffId(request.handoff_id), source, entering, context)
+                if spec.pooling is not None:
+                    await embed(runtime, spec, source, entering, context)
+                else:
+                    await self._prefill(spec, HandoffId(request.handoff_id), source, entering, context)
 
     async def _prefill(
         self,
@@ -105,12 +110,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
         while True:
             match await _next_or_abort(events, handoff):
                 case Started() as started:
-                    message = pb.PrefillStarted(
-                        num_cached_tokens=started.num_cached_tokens,
-                        queue_s=started.queue_s,
-                        num_pulled_tokens=started.num_pulled_tokens,
-                    )
-                    await context.write(pb.PrefillResponse(started=message))
+                    await context.write(pb.PrefillResponse(started=started_to_proto(started)))
                 case Progress() as progress:
                     handoffs.progress(handoff, progress.block_table, progress.num_computed_tokens)
                 case Tokens() as first:

@@ -1,10 +1,12 @@
 """Alarms when routing by prefixes stops working; each names the problem and what to do.
 
-Three problems turn prefix-aware routing into routing by load alone without an error anywhere:
+Problems that show nowhere else:
 
 - `predicted_hits`: the index promises tokens that workers do not find, over the latest decisions with a promise.
 - `no_kv_events`: a worker computes prompts but never reports a stored block.
 - `no_updates`: a worker reported that it is busy and has been silent since.
+- `slow_worker`: a worker's steps take several times as long as those of its pool. It is given less work, by its own
+  timing model; something is wrong with its host.
 
 Alarms are raised and cleared with hysteresis, so that they do not flap; each change is logged once.
 """
@@ -18,8 +20,11 @@ from dataclasses import dataclass
 
 from common.clock import Clock
 from common.ids import Epoch, WorkerId
+from common.timing import TYPICAL_BATCH, TYPICAL_CHUNK
+from kvrelay.v1 import worker_pb2
 from router.member import Member, WorkerState
 from router.placement.decisions import Decision
+from router.pool_timing import MIN_SAMPLES
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +39,8 @@ NUM_WORST = 3
 MIN_UNREPORTED = 3
 """Prompts with new blocks that a worker may leave unreported."""
 SILENCE_S = 10.0
+RAISE_SLOW, CLEAR_SLOW = 3.0, 2.0
+"""Multiples of the step time of the other workers of a pool at which a worker becomes slow, and no longer is."""
 
 
 class AlarmKind(enum.Enum):
@@ -42,6 +49,7 @@ class AlarmKind(enum.Enum):
     PREDICTED_HITS = "predicted_hits"
     NO_KV_EVENTS = "no_kv_events"
     NO_UPDATES = "no_updates"
+    SLOW_WORKER = "slow_worker"
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +160,48 @@ def find_silent(members: Iterable[Member], *, now_s: float) -> str | None:
     )
 
 
+class PaceWatch:
+    """Finds workers whose steps take several times as long as those of the other workers of their pool."""
+
+    def __init__(self) -> None:
+        self._slow: set[WorkerId] = set()
+
+    def check(self, members: Iterable[Member]) -> str | None:
+        """Return the text of the alarm, or None."""
+        pools: dict[int, list[tuple[float, WorkerId]]] = {}
+        for member in members:
+            step_s = _typical_step_s(member)
+            if member.state is WorkerState.READY and step_s is not None:
+                pools.setdefault(member.endpoint.role, []).append((step_s, member.endpoint.worker_id))
+        found: dict[WorkerId, float] = {}
+        for pool in pools.values():
+            pool.sort()
+            for place, (step_s, worker_id) in enumerate(pool):
+                # The median of the others, the lower one of two; alone in its pool, a worker is compared with itself.
+                middle = (len(pool) - 2) // 2
+                others_s = pool[middle + (middle >= place)][0] if len(pool) > 1 else step_s
+                if step_s >= (CLEAR_SLOW if worker_id in self._slow else RAISE_SLOW) * others_s:
+                    found[worker_id] = step_s / others_s
+        self._slow = set(found)
+        if not found:
+            return None
+        slow = ", ".join(f"{worker_id} ({times:.1f} times)" for worker_id, times in sorted(found.items()))
+        return (
+            f"steps take much longer than those of the pool's other workers: {slow}; they get less work:"
+            " look for other load, heat or swapping on their hosts, or drain them"
+        )
+
+
+def _typical_step_s(member: Member) -> float | None:
+    """Return the time of a typical step of a worker, as it has measured itself; None before."""
+    timing = member.reported_timing
+    if timing is None:
+        return None
+    is_prefill = member.endpoint.role == worker_pb2.WORKER_ROLE_PREFILL
+    model, shape = (timing.prefill, TYPICAL_CHUNK) if is_prefill else (timing.decode, TYPICAL_BATCH)
+    return model.seconds(shape) if model.num_samples >= MIN_SAMPLES else None
+
+
 class Alarms:
     """All alarms of one router. Event loop only; `is_raised` from any thread."""
 
@@ -164,6 +214,7 @@ class Alarms:
         self._clock = clock
         self._promises = PromiseWatch()
         self._events = EventWatch()
+        self._pace = PaceWatch()
         self._raised: dict[AlarmKind, str] = {}
 
     @property
@@ -188,6 +239,7 @@ class Alarms:
             AlarmKind.PREDICTED_HITS: self._promises.check(),
             AlarmKind.NO_KV_EVENTS: self._events.check(members, now_s=now_s),
             AlarmKind.NO_UPDATES: find_silent(members.values(), now_s=now_s),
+            AlarmKind.SLOW_WORKER: self._pace.check(members.values()),
         }
         for kind, text in found.items():
             if text is not None and kind not in self._raised:

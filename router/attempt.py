@@ -6,7 +6,7 @@ Remote plan:
 3. P returns the first token of each sample, which goes to the client at once.
 4. D has verified the manifest (`transferred`) and sends the tokens after the first, until every sample has ended.
 
-Local plan: 1 without a handoff; D computes the prompt and sends every token.
+Local plan: 1 without a handoff; D computes the prompt and sends every token. (Embeddings: embedding_attempt.py.)
 
 Both calls belong to the attempt: when one fails, or the client goes away, the other is closed in the same turn.
 """
@@ -123,6 +123,8 @@ class Attempt:
             source=self._source(decode) if prefill is None else None,
             direct=self._access,
         )
+        if self.record.beams is not None:
+            request.sequence.beams.CopyFrom(self.record.beams)
         with decode.member.client.decode(request) as answer:
             await self._reserve(answer)
             if prefill is None:
@@ -138,7 +140,7 @@ class Attempt:
 
     async def _reserve(self, answer: Answer) -> None:
         decode = self.booking.decode
-        response = await _receive(answer, decode)
+        response = await receive(answer, decode)
         if response is None or not response.HasField("reserved"):
             raise AttemptFailed(decode, EngineFault("the first message of a decode call is not a reservation"))
         if self.booking.prefill is not None and not self.record.ledger.has_tokens:
@@ -229,7 +231,7 @@ class Attempt:
             source=self._source(prefill),
         )
         with prefill.member.client.prefill(request, timeout_s=self._time_left_s()) as answer:
-            while (response := await _receive(answer, prefill)) is not None:
+            while (response := await receive(answer, prefill)) is not None:
                 if response.HasField("started"):
                     self._note_started(response.started)
                 elif response.HasField("finished") and not has_first_tokens.is_set():
@@ -255,7 +257,7 @@ class Attempt:
 
     async def _decode_after(self, has_first_tokens: asyncio.Event, answer: Answer) -> None:
         """Follow the decode worker. Its tokens come after the first ones, so they wait until those are delivered."""
-        response = await _receive(answer, self.booking.decode)
+        response = await receive(answer, self.booking.decode)
         await has_first_tokens.wait()
         if response is not None:
             self._take_decoded(response)
@@ -266,6 +268,8 @@ class Attempt:
         self._enter_decoding()
         if response.HasField("tokens"):
             self._deliver(response.tokens)
+        elif response.HasField("beams"):
+            self._keep_beams(response.beams)
         elif response.HasField("transferred"):
             self.record.add_transfer(response.transferred)
             self.on_transferred()
@@ -281,6 +285,8 @@ class Attempt:
                 if not self.record.ledger.has_tokens:
                     self.record.prefill_s = response.tokens.prefill_s
             self._deliver(response.tokens)
+        elif response.HasField("beams"):
+            self._keep_beams(response.beams)
         elif response.HasField("prefill_started"):
             self._note_started(response.prefill_started)
 
@@ -297,6 +303,12 @@ class Attempt:
         if has_end and not self._unfinished():
             self._outcome = AttemptOutcome.COMPLETED
         elif self.must_move():
+            self._outcome = AttemptOutcome.MOVED
+
+    def _keep_beams(self, beams: sequence_pb2.BeamState) -> None:
+        """Keep the state of a beam search, from which the next attempt goes on."""
+        self.record.beams = beams
+        if self.must_move():
             self._outcome = AttemptOutcome.MOVED
 
     async def _follow(self, answer: Answer, take: Callable[[decode_pb2.DecodeResponse], None]) -> None:
@@ -333,7 +345,7 @@ class Attempt:
     def _note_first_token(self) -> None:
         """Note the time of the attempt's first token; gaps between tokens count from here on."""
         decision = self.booking.decision
-        if decision.ttft_s is None:
+        if decision.ttft_s is None and self.record.ledger.has_tokens:  # beams have none before their end
             decision.ttft_s = self.record.clock.monotonic() - decision.decided_s
             self._num_gaps_before = len(self.record.ledger.gaps)
 
@@ -368,6 +380,7 @@ def _blaming(hold: Hold) -> Iterator[None]:
         raise AttemptFailed(hold, error) from error
 
 
-async def _receive(answer: Incoming[_Response], hold: Hold) -> _Response | None:
+async def receive(answer: Incoming[_Response], hold: Hold) -> _Response | None:
+    """Return the next message of a worker's call, None at its good end. Raises AttemptFailed."""
     with _blaming(hold):
         return await answer.receive()

@@ -1,13 +1,17 @@
 """The tokenizer interface of the router, and a codec without files for the fake engine: one token per byte."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Protocol
 
-from common.chat_template import LineTemplate
+from common.chat_template import Conversation, LineTemplate
 from common.parity import TextProbes, byte_probes
 from common.tokens import TokenArray, as_tokens
 from router.tenants import ANYBODY, Tenant
 from router.token_cache import Encoded
+
+PROMPT_END_CHARS = 64
+"""Characters of `Encoded.prompt_end`."""
 
 
 class Codec(Protocol):
@@ -18,24 +22,38 @@ class Codec(Protocol):
         """Results for the fixed texts; workers must have the same."""
         ...
 
+    @property
+    def template_source(self) -> str | None:
+        """Source of the chat template; None without one."""
+        ...
+
+    @property
+    def sampling_defaults(self) -> Mapping[str, float]:
+        """Sampling parameters that the model's makers recommend."""
+        ...
+
     async def encode(self, text: str, *, tenant: Tenant = ANYBODY) -> TokenArray:
         """Return the ids of plain text."""
         ...
 
     async def encode_chat(
         self,
-        messages: Sequence[tuple[str, str]],
+        conversation: Conversation,
         *,
         rendered_unix_s: int,
         tenant: Tenant = ANYBODY,
         scope: bytes | None = None,
     ) -> Encoded:
-        """Return the ids of a conversation of (role, content), rendered by the model's chat template.
+        """Return the ids of a conversation, rendered by the model's chat template.
 
         A template that writes the date writes that of `rendered_unix_s`, seconds since 1970, so the result depends on
         the arguments and the model alone. Beginnings are remembered for callers of the same scope; without a scope,
         not at all. Raises InvalidRequest when the template refuses the conversation.
         """
+        ...
+
+    def token_id(self, token: str) -> int | None:
+        """Return the id of a token that is spelled so; None for no token."""
         ...
 
     def decode_pieces(self, token_ids: Sequence[int]) -> tuple[str, ...]:
@@ -59,6 +77,8 @@ class ByteCodec:
     """Token id = byte value of the UTF-8 text."""
 
     probes = byte_probes(_TEMPLATE)
+    template_source: str | None = _TEMPLATE.source
+    sampling_defaults: Mapping[str, float] = MappingProxyType({})
 
     async def encode(self, text: str, *, tenant: Tenant = ANYBODY) -> TokenArray:
         """Return the bytes of `text`."""
@@ -66,14 +86,19 @@ class ByteCodec:
 
     async def encode_chat(
         self,
-        messages: Sequence[tuple[str, str]],
+        conversation: Conversation,
         *,
         rendered_unix_s: int,
         tenant: Tenant = ANYBODY,
         scope: bytes | None = None,
     ) -> Encoded:
         """Return the bytes of one `role: content` line per message and of the line that the answer continues."""
-        return Encoded(as_tokens(_TEMPLATE.render(messages, rendered_unix_s=rendered_unix_s).encode()))
+        text = _TEMPLATE.render(conversation, rendered_unix_s=rendered_unix_s)
+        return Encoded(as_tokens(text.encode()), prompt_end=text[-PROMPT_END_CHARS:])
+
+    def token_id(self, token: str) -> int | None:
+        """Return None: markup is bytes like all text."""
+        return None
 
     def decode_pieces(self, token_ids: Sequence[int]) -> tuple[str, ...]:
         """Return the character of each byte, or U+FFFD; ids beyond bytes have no text."""

@@ -136,6 +136,18 @@ class DecodeStream:
             close = decode_pb2.DecodeManyRequest(call_id=call_id, close=decode_pb2.CloseCall())
             self._outgoing.put_nowait(close)
 
+    def break_off(self, error: KvrelayError) -> None:
+        """Fail all calls with `error` and cancel the stream; what still arrives is dropped."""
+        self._end_calls(error)
+        self._call.cancel()
+        self._tasks[0].cancel()
+
+    def _end_calls(self, error: KvrelayError) -> None:
+        self.is_over = True
+        calls, self._calls = self._calls, {}
+        for call in calls.values():
+            call.end(error)
+
     async def aclose(self) -> None:
         """Cancel the stream and its calls."""
         self._call.cancel()
@@ -161,11 +173,8 @@ class DecodeStream:
             error = EngineFault(f"a message of the worker cannot be read: {type(caught).__name__}: {caught}")
             self._call.cancel()
         finally:
-            self.is_over = True
             self._tasks[1].cancel()
-            calls, self._calls = self._calls, {}
-            for call in calls.values():
-                call.end(error)
+            self._end_calls(error)
 
     async def _write(self) -> None:
         while True:

@@ -5,6 +5,7 @@ worker that disagrees is not used, and its state says why.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from common.block_hash import hash_probe, hash_root
@@ -50,6 +51,8 @@ class WorkerFacts:
     """Port on its host where other workers pull from it."""
     direct_port: int = 0
     """Port on its host where clients stream their tokens."""
+    hidden_size: int = 0
+    """Length of the embeddings that it computes; 0: it computes none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,11 +66,30 @@ class ModelFacts:
     max_model_len: int
     """Smallest context length of all workers."""
     max_decode_blocks: int
-    """Pages of the largest decode worker."""
+    """Pages of the largest decode worker; 0 before the first one."""
     root: HashRoot
     """First link of the block hashes; keyed for each request (`keyed`)."""
     block_bytes: int = 0
     """KV bytes of one block."""
+    max_prefill_blocks: int = 0
+    """Pages of the largest prefill worker; 0 before the first one."""
+    hidden_size: int = 0
+    """Length of an embedding; 0 when not every prefill worker computes them."""
+
+    def has_pool(self, *, is_prefill_only: bool) -> bool:
+        """Whether a worker of the pool that answers such requests has been known."""
+        return (self.max_prefill_blocks if is_prefill_only else self.max_decode_blocks) > 0
+
+    def with_pools_of(self, before: "ModelFacts | None") -> "ModelFacts":
+        """Return the facts; those of a pool without workers now are as they were before, for the same model."""
+        if before is None or before.fingerprint != self.fingerprint:
+            return self
+        facts = self
+        if not facts.max_decode_blocks:
+            facts = replace(facts, max_decode_blocks=before.max_decode_blocks)
+        if not facts.max_prefill_blocks:
+            facts = replace(facts, max_prefill_blocks=before.max_prefill_blocks, hidden_size=before.hidden_size)
+        return facts
 
     def keyed(self, block_key: bytes, *, cache_salt: str) -> "ModelFacts":
         """Return the facts for one tenant, with hashes keyed by the cluster's block key and the tenant's salt."""
@@ -92,6 +114,7 @@ def facts_from_proto(described: worker_pb2.DescribeWorkerResponse) -> WorkerFact
         block_bytes=described.layout.block_bytes,
         kv_port=described.kv_port,
         direct_port=described.direct_port,
+        hidden_size=described.hidden_size,
     )
 
 
@@ -129,21 +152,22 @@ def find_mismatch(
     return None
 
 
-def summarize(workers: list[WorkerFacts]) -> ModelFacts | None:
-    """Return the model that these matching workers serve; None without a decode worker."""
-    decode_blocks = [facts.num_blocks for facts in workers if facts.role == worker_pb2.WORKER_ROLE_DECODE]
-    if not decode_blocks:
-        return None
+def summarize(workers: Sequence[WorkerFacts]) -> ModelFacts:
+    """Return the model that these matching workers, at least one, serve."""
     first = workers[0]
+    decode = [facts for facts in workers if facts.role == worker_pb2.WORKER_ROLE_DECODE]
+    prefill = [facts for facts in workers if facts.role == worker_pb2.WORKER_ROLE_PREFILL]
     return ModelFacts(
         name=first.model_name,
         fingerprint=first.fingerprint,
         block_size=first.block_size,
         vocab_size=first.vocab_size,
         max_model_len=min(facts.max_model_len for facts in workers),
-        max_decode_blocks=max(decode_blocks),
+        max_decode_blocks=max((facts.num_blocks for facts in decode), default=0),
         root=hash_root(model_fingerprint=first.fingerprint),
         block_bytes=first.block_bytes,
+        max_prefill_blocks=max((facts.num_blocks for facts in prefill), default=0),
+        hidden_size=min((facts.hidden_size for facts in prefill), default=0),
     )
 
 

@@ -6,8 +6,9 @@ and prefix entries current. A removed member gets no new requests; its channel c
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 from common.clock import Clock
@@ -18,9 +19,10 @@ from common.parity import TextProbes
 from common.timing import StepShape, timing_from_proto
 from common.trust.channels import Reach
 from kvrelay.v1 import sequence_pb2, worker_pb2
+from router.crash_budget import Life
 from router.facts import Endpoint, ModelFacts, WorkerFacts, check_report, find_mismatch, summarize
 from router.index import PrefixIndex
-from router.link import WorkerLink
+from router.link import DESCRIBE_TIMEOUT_S, WorkerLink
 from router.member import Hold, Member, WorkerState
 from router.placement.decisions import Booking, Decision
 from router.placement.plans import FleetView, PlacementRequest, Plan, Pull
@@ -44,8 +46,13 @@ class Fleet:
         clock: Clock,
         reach: Reach,
         probes: TextProbes | None = None,
+        heartbeat_s: float = 0.0,
     ) -> None:
-        """`probes` are the router's results for the fixed texts, which workers must match; None to skip the check."""
+        """`probes` are the router's results for the fixed texts, which workers must match; None to skip the check.
+
+        `heartbeat_s`: longest time between two updates of a worker; 0: they come only when something changes.
+        """
+        self.heartbeat_s = heartbeat_s
         self._index = index
         self._connect = reach.worker
         self._direct_name = reach.direct_name
@@ -57,6 +64,7 @@ class Fleet:
         self._links: dict[WorkerId, WorkerLink] = {}
         self._timing = PoolTiming()
         self._bookings: set[Booking] = set()
+        self._quarantine: Counter[WorkerId] = Counter()
         # Removed members on which requests still run.
         self._retired: dict[Member, WorkerLink] = {}
         self._closing: set[asyncio.Task[None]] = set()
@@ -92,19 +100,25 @@ class Fleet:
         """Whether any worker could write an answer."""
         return self.count_ready(worker_pb2.WORKER_ROLE_DECODE) > 0
 
+    def can_answer(self, *, is_prefill_only: bool) -> bool:
+        """Whether a worker of the pool that answers such requests is ready."""
+        role = worker_pb2.WORKER_ROLE_PREFILL if is_prefill_only else worker_pb2.WORKER_ROLE_DECODE
+        return self.count_ready(role) > 0
+
     def subscribe(self, listener: Callable[[], None]) -> None:
         """Call `listener` after every change that could make a plan possible."""
         self._listeners.append(listener)
 
-    async def wait_for_model(self, *, timeout_s: float) -> ModelFacts:
-        """Return the model once a decode worker has described it. Raises WorkerLost."""
+    async def wait_for_model(self, *, timeout_s: float, is_prefill_only: bool = False) -> ModelFacts:
+        """Return the model once a worker of the pool that answers has described it. Raises WorkerLost."""
         try:
             async with asyncio.timeout(timeout_s):
-                while self.model is None:
+                while self.model is None or not self.model.has_pool(is_prefill_only=is_prefill_only):
                     await self._changed.wait()
                 return self.model
         except TimeoutError:
-            raise WorkerLost(f"no decode worker became ready within {timeout_s:g} s") from None
+            pool = "prefill" if is_prefill_only else "decode"
+            raise WorkerLost(f"no {pool} worker became ready within {timeout_s:g} s") from None
 
     # Membership.
 
@@ -200,8 +214,16 @@ class Fleet:
         return True
 
     def on_update(self, member: Member, update: worker_pb2.WatchWorkerResponse) -> None:
-        """Apply load, events and timing; the first update of a stream makes the worker ready. Raises ValueError."""
+        """Apply load, events and timing; the first update of a stream makes the worker ready.
+
+        Raises ValueError for an update that cannot be, and WorkerLost for one that says that the engine is overdue,
+        unless no other worker could take its place.
+        """
         worker_id = member.endpoint.worker_id
+        if update.overdue and self._has_another(member):
+            error = WorkerLost(f"{worker_id}: an engine step takes far longer than predicted")
+            member.client.break_off(error)
+            raise error
         events = decode_events(update.kv_events) if update.kv_events else KvEvents()
         timing = timing_from_proto(update.timing) if update.HasField("timing") else None
         check_report(update.load)
@@ -213,7 +235,8 @@ class Fleet:
             member.stored_s = self._clock.monotonic()
         with self._logging_drain(member):
             member.is_leaving = update.leaving
-        member.take_report(update.load, update.accepted_request_ids, now_s=self._clock.monotonic())
+        now_s, is_next = self._clock.monotonic(), update.seq > 0
+        member.take_report(update.load, update.accepted_request_ids, now_s=now_s, is_next=is_next)
         if timing is not None:
             self._timing.take(member, timing, self._members.values())
         if member.state is not WorkerState.READY:
@@ -221,14 +244,36 @@ class Fleet:
             self._enter(member, WorkerState.READY, "")
             self._timing.complete([member])
             accepted = [m.facts for m in self._members.values() if m.facts is not None and m.is_accepted]
-            self.model = summarize(accepted) or self.model
+            self.model = summarize(accepted).with_pools_of(self.model)
         self._notify()
 
-    def on_lost(self, member: Member, why: str) -> None:
-        """Take the worker out of use until it answers again."""
+    def on_lost(self, member: Member, why: str, *, is_silent: bool = False) -> None:
+        """Take the worker out of use until it answers again.
+
+        `is_silent`: nothing came from it, which is also so when its process is stopped or the network is cut.
+        """
+        member.is_silent |= is_silent
         if member.state is not WorkerState.LOST or member.why != why:
             logger.warning("worker lost: %s", why, extra={"worker_id": member.endpoint.worker_id})
         self._leave(member, WorkerState.LOST, why)
+
+    def on_silent(self, member: Member, silent_s: float) -> None:
+        """Take a silent worker out of use, and have its requests planned again, if another can take its place."""
+        worker_id = member.endpoint.worker_id
+        if self._members.get(worker_id) is not member or not self._has_another(member):
+            return
+        error = WorkerLost(f"{worker_id} has been silent for {silent_s:.1f} s")
+        self.on_lost(member, error.message, is_silent=True)
+        member.client.break_off(error)
+        self._links[worker_id].restart()
+
+    def _has_another(self, member: Member) -> bool:
+        """Return whether another ready worker could do what this one does: decode workers also compute prompts."""
+        roster = self.roster
+        pools = [roster.decode]
+        if member.endpoint.role == worker_pb2.WORKER_ROLE_PREFILL:
+            pools.append(roster.prefill)
+        return any(len(pool) > (roster.pools.get(member) is pool) for pool in pools)
 
     def _leave(self, member: Member, state: WorkerState, why: str) -> None:
         self._enter(member, state, why)
@@ -264,6 +309,33 @@ class Fleet:
         self._changed_loads.clear()
         return self._roster
 
+    async def find_ended(self, lives: Collection[Life]) -> set[Life]:
+        """Return those of these lives that are over, or lost, once every worker concerned has answered or has not.
+
+        A worker that fell silent counts only when a new life has begun: it may be stopped or cut off, and that is not
+        the fault of a request.
+        """
+        with suppress(TimeoutError):
+            async with asyncio.timeout(DESCRIBE_TIMEOUT_S):
+                while any(self._has_ended(life) is None for life in lives):
+                    await self._changed.wait()
+        return {life for life in lives if self._has_ended(life) is True}
+
+    def _has_ended(self, life: Life) -> bool | None:
+        """Return whether a life is over; None while the worker is asked."""
+        worker_id, epoch = life
+        member = self._members.get(worker_id)
+        if member is None or member.facts is None or member.facts.epoch != epoch:
+            return True
+        if member.state is WorkerState.CONNECTING:
+            return None
+        return member.state is not WorkerState.READY and not member.is_silent
+
+    @property
+    def quarantine(self) -> Collection[WorkerId]:
+        """Workers with a quarantined request."""
+        return self._quarantine.keys()
+
     def view(self, *, excluded: Collection[WorkerId]) -> FleetView:
         """Return the ready workers that are not excluded."""
         block_bytes = 0 if self.model is None else self.model.block_bytes
@@ -291,8 +363,8 @@ class Fleet:
         decode = self._hold(plan.decode, request)
         decode.num_blocks = request.num_decode_blocks
         decode.num_growth_blocks = request.num_growth_blocks
-        decode.num_decodes = request.num_samples
-        decode.num_context_tokens = request.num_samples * request.num_tokens
+        decode.num_decodes = request.num_decodes
+        decode.num_context_tokens = request.num_decodes * request.num_tokens
         if decode.member.timing.itl_s(decode.num_decodes, decode.num_context_tokens) <= request.tpot_slo_s:
             decode.tpot_slo_s = request.tpot_slo_s
             decode.bounds_prompts = self.roster.num_prefill == 0
@@ -311,6 +383,9 @@ class Fleet:
         for hold in (decode, prefill):
             if hold is not None:
                 hold.member.add_hold(hold)
+                if request.is_quarantined:
+                    hold.is_quarantined = True
+                    self._quarantine[hold.member.endpoint.worker_id] += 1
         source = None if plan.pull is None else self._source(plan.pull)
         if source is None and plan.pull is not None:
             plan = replace(plan, pull=None)
@@ -354,6 +429,8 @@ class Fleet:
         for hold in (booking.decode, booking.prefill):
             if hold is not None:
                 hold.member.remove_hold(hold)
+                if hold.is_quarantined:
+                    self._quarantine -= Counter([hold.member.endpoint.worker_id])
                 link = self._retired.get(hold.member)
                 if link is not None and not hold.member.num_users:
                     self._close(hold.member, link)

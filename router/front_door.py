@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from common.errors import KvrelayError, Refused, Unreachable, WorkerLost
 from common.ids import RequestId, mint_request_id
 from common.lifecycle import LifeCycle
+from common.wire import pack_floats
 from kvrelay.v1 import inference_pb2 as pb
 from router.admission.ticket import Ticket
 from router.doorkeeper import Doorkeeper
@@ -27,6 +28,8 @@ from router.validation import RequestReader
 
 MAX_REQUEST_S = 3600.0
 """Deadline of a request whose client names none."""
+
+ClientRequest = pb.GenerateRequest | pb.EmbedRequest
 
 TimeLeft = Callable[[], float | None]
 """Seconds until the caller's deadline; None without one."""
@@ -109,7 +112,7 @@ class FrontDoor:
             else:
                 self.identify(metadata)
         except KvrelayError:
-            if method.endswith("/Generate"):
+            if method.endswith(("/Generate", "/Embed")):
                 with self.account(self.new_life(), time_left_s=lambda: None):
                     raise
             raise
@@ -119,7 +122,7 @@ class FrontDoor:
         self._doorkeeper.check_operator(metadata)
 
     @asynccontextmanager
-    async def serving(self, request: pb.GenerateRequest, caller: Caller) -> AsyncIterator[ServedRequest]:
+    async def serving(self, request: ClientRequest, caller: Caller) -> AsyncIterator[ServedRequest]:
         """Serve a request beside the block, which takes its messages; leaving the block early cancels the request.
 
         Raises KvrelayError before the block when the request is refused, and after it when the request failed.
@@ -135,11 +138,25 @@ class FrontDoor:
             if outbox.error is not None:
                 raise outbox.error
 
+    async def embed(self, request: pb.EmbedRequest, caller: Caller) -> pb.EmbedResponse:
+        """Return an embedding; a caller that is cancelled cancels the request. Raises KvrelayError."""
+        response = pb.EmbedResponse(request_id=caller.life.request_id)
+        async with self.serving(request, caller) as served:
+            response.model, response.fingerprint = served.job.model.name, served.job.model.fingerprint
+            while (message := await served.outbox.get()) is not None:
+                if message.HasField("plan"):
+                    response.plans.append(message.plan)
+                elif message.HasField("completed"):
+                    response.completed.CopyFrom(message.completed)
+        assert served.outbox.embedding is not None, "a request that has not failed is answered"
+        response.embedding = pack_floats(served.outbox.embedding)
+        return response
+
     def tokenizing(self, tenant: Tenant) -> AbstractContextManager[None]:
         """Count a call that only tokenizes, inside the block, as a request of its tenant. Raises Overloaded."""
         return self.parts.admission.inquiry(tenant)
 
-    def _admit(self, request: pb.GenerateRequest, tenant: Tenant) -> Ticket:
+    def _admit(self, request: ClientRequest, tenant: Tenant) -> Ticket:
         """Return a ticket. Raises Overloaded, which also counts as demand, and Unreachable while the door is closed."""
         if self._is_closed or self.is_leaving:
             raise Unreachable("this router is going")
@@ -150,11 +167,14 @@ class FrontDoor:
             raise admitted.error()
         return admitted
 
-    async def _read(self, request: pb.GenerateRequest, caller: Caller, request_id: RequestId) -> Job:
+    async def _read(self, request: ClientRequest, caller: Caller, request_id: RequestId) -> Job:
         """Return the checked request; waits until a worker has described the model. Raises KvrelayError."""
         patience_s = _at_most(self.parts.config.queue_timeout_s, caller.time_left_s)
-        model = await self.parts.fleet.wait_for_model(timeout_s=patience_s)
+        is_embedding = isinstance(request, pb.EmbedRequest)
+        model = await self.parts.fleet.wait_for_model(timeout_s=patience_s, is_prefill_only=is_embedding)
         keyed = model.keyed(self._block_key, cache_salt=caller.tenant.cache_salt)
+        if isinstance(request, pb.EmbedRequest):
+            return await self.reader.read_embedding(request, request_id=request_id, model=keyed, tenant=caller.tenant)
         return await self.reader.read(request, request_id=request_id, model=keyed, tenant=caller.tenant)
 
 

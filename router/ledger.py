@@ -65,6 +65,11 @@ class TokenLedger:
         """Mark a sample as ended."""
         self._finish(self._samples[sample_index])
 
+    def end_without_tokens(self) -> None:
+        """Mark the only sample as ended now: its answer, which is no token, counts as the first and the last one."""
+        self.finish(0)
+        self.first_token_s = self.last_token_s = self._clock.monotonic()
+
     def output(self, sample_index: int) -> TokenArray:
         """Return a copy of the delivered tokens of a sample."""
         return self._samples[sample_index].token_ids[:]

@@ -11,7 +11,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from common.clock import Clock
-from common.errors import KvrelayError
+from common.errors import DeadlineExceeded, KvrelayError
 from router.facts import facts_from_proto
 from router.member import Member
 
@@ -62,7 +62,7 @@ class WorkerLink:
             try:
                 await self._session()
             except (KvrelayError, ValueError) as error:
-                self._fleet.on_lost(self._member, str(error))
+                self._fleet.on_lost(self._member, str(error), is_silent=isinstance(error, DeadlineExceeded))
             except Exception as error:  # top of a task: no message of a worker may end it
                 logger.exception("link failed", extra={"worker_id": self._member.endpoint.worker_id})
                 self._fleet.on_lost(self._member, f"{type(error).__name__}: {error}")
@@ -76,7 +76,7 @@ class WorkerLink:
         facts = facts_from_proto(await self._member.client.describe(timeout_s=DESCRIBE_TIMEOUT_S))
         if not self._fleet.on_described(self._member, facts):
             return
-        with self._member.client.watch() as updates:
+        with self._member.client.watch(heartbeat_s=self._fleet.heartbeat_s) as updates:
             expected_seq = 0
             while (update := await updates.receive()) is not None:
                 if update.epoch != facts.epoch or update.seq != expected_seq:

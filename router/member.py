@@ -16,6 +16,9 @@ from router.worker_client import WorkerClient
 
 SETTLE_S = 1.0
 """A report this long after a booking counts as including it, in case the update that says so was lost."""
+GAP_HALF_LIFE_S = 60.0
+MAX_GAP_S = 2.0
+"""Longer gaps between two reports count as this long: a worker that stood still once is not slow for good."""
 
 
 class WorkerState(enum.Enum):
@@ -53,6 +56,8 @@ class Hold:
     """Objective for the mean gap of these sequences; infinite when the worker cannot keep it."""
     bounds_prompts: bool = False
     """Whether the worker holds prompts back for this objective: there is no prefill worker to compute them instead."""
+    is_quarantined: bool = False
+    """The request may be the one that ends the workers that compute it."""
     is_prefilled: bool = False
     """The first token has arrived."""
     has_left: bool = False
@@ -111,6 +116,8 @@ class Member:
     state: WorkerState = WorkerState.CONNECTING
     why: str = ""
     """Reason of a refused or lost state."""
+    is_silent: bool = False
+    """It was lost, and nothing came from it before: its process may still live."""
     is_set_to_drain: bool = False
     """The membership says that the worker is leaving."""
     is_leaving: bool = False
@@ -120,6 +127,8 @@ class Member:
     report: worker_pb2.LoadReport = field(default_factory=worker_pb2.LoadReport)
     reported_s: float = 0.0
     """Arrival time of the report."""
+    usual_gap_s: float = 0.0
+    """Longest recent time between two reports of a subscription: it halves every GAP_HALF_LIFE_S."""
     stored_s: float = 0.0
     """Time of the last event about stored blocks."""
     timing: TimingModel = GUESSED_TIMING
@@ -202,16 +211,28 @@ class Member:
         self.facts = facts
         self.state = WorkerState.CONNECTING
         self.why = ""
+        self.is_silent = False
         self._touch()
 
-    def take_report(self, report: worker_pb2.LoadReport, accepted: Collection[str] = (), *, now_s: float) -> None:
+    def take_report(
+        self,
+        report: worker_pb2.LoadReport,
+        accepted: Collection[str] = (),
+        *,
+        now_s: float,
+        is_next: bool = False,
+    ) -> None:
         """Remember a load report; the bookings that it includes no longer count on top of it.
 
-        `accepted` has one entry for each request that this report includes and the previous one did not.
+        `accepted` has one entry for each request that this report includes and the previous one did not; `is_next` says
+        that this is not the first report of a subscription.
         """
         if report != self.report:
             self.report = report
             self.load_version += 1
+        gap_s = now_s - self.reported_s
+        usual_gap_s = self.usual_gap_s * 0.5 ** (gap_s / GAP_HALF_LIFE_S)
+        self.usual_gap_s = max(usual_gap_s, min(gap_s, MAX_GAP_S)) if is_next else usual_gap_s
         self.reported_s = now_s
         self._touch()
         if not self.unreported:

@@ -99,7 +99,8 @@ class RouterMetrics:
     def observe(self, record: RunningRequest) -> None:
         """Observe the durations of a completed request."""
         timings, gaps = record.timings, record.ledger.gaps
-        self._ttft.observe(timings.ttft_s)
+        if record.job.embedding is None:
+            self._ttft.observe(timings.ttft_s)
         self._e2e.observe(timings.e2e_s)
         self._queue.observe(timings.queue_s)
         self._prefill.observe(timings.prefill_s)

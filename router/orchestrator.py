@@ -16,6 +16,7 @@ A client that goes away, or whose deadline passes, cancels the task that runs th
 
 import asyncio
 import logging
+import math
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
@@ -35,13 +36,16 @@ from common.errors import (
     WorkerLost,
 )
 from common.lifecycle import LifeCycle, State
+from common.pooling import Pooling
 from common.structured import TaskCensus, all_or_first_failure
 from kvrelay.v1 import inference_pb2
 from router.admission.account import Service
 from router.admission.line import Admission
 from router.admission.ticket import QueuedRequest, Ticket
 from router.attempt import Attempt, AttemptFailed, AttemptOutcome
+from router.crash_budget import CrashBudget
 from router.demand import DemandMeter
+from router.embedding_attempt import EmbeddingAttempt
 from router.fleet import Fleet
 from router.lengths import AnswerLengths
 from router.metrics import RouterMetrics
@@ -102,6 +106,7 @@ class Orchestrator:
         self._census = TaskCensus()
         self._num_calls = 0
         self._lengths = AnswerLengths()
+        self._crash_budget = CrashBudget(config.max_lost_workers, fleet.find_ended, clock)
         self.totals = Totals()
         self.recordings = TrafficRecordings(clock)
         self.demand = DemandMeter(clock)
@@ -153,8 +158,7 @@ class Orchestrator:
 
     def take_tokens(self, ticket: Ticket, job: Job) -> None:
         """Count the size of a request against the rate of its tenant, before it runs. Raises Overloaded."""
-        length = self._lengths.expect(job, ticket.account.tenant.name)
-        output = length.num_tokens * job.sampling.n
+        output = self._expected_tokens(job, ticket.account.tenant.name) * job.sampling.n
         expected = Service(num_prompt_tokens=len(job.prompt_token_ids), num_output_tokens=output)
         refused = self._admission.take_tokens(ticket, expected)
         if refused is not None:
@@ -170,6 +174,8 @@ class Orchestrator:
             seed=job.sampling.seed,
             fingerprint=job.model.fingerprint,
             rendered_unix_s=job.rendered_unix_s,
+            answer_format=job.answer_format,
+            defaults=job.defaults,
         )
         record.outbox.put(inference_pb2.GenerateResponse(accepted=accepted))
         with self.recordings.following(record, ticket.account.tenant.name):
@@ -180,13 +186,15 @@ class Orchestrator:
         error: KvrelayError | None = None
         try:
             async with asyncio.timeout(record.deadline_s - self._clock.monotonic()):
+                self._crash_budget.check(record.job, tenant=ticket.account.tenant.name)
                 samples = range(record.job.sampling.n)
                 await self._serve(_Leg(record=record, ticket=ticket, samples=samples, life=record.life))
             record.life.advance(State.FINISHED)
             record.outbox.put(inference_pb2.GenerateResponse(completed=record.completed))
             self._metrics.observe(record)
             self.demand.note_answer(record.answered)
-            self._lengths.learn(record.job, ticket.account.tenant.name, record.ledger.lengths)
+            if record.job.embedding is None:
+                self._lengths.learn(record.job, ticket.account.tenant.name, record.ledger.lengths)
         except TimeoutError:
             error = DeadlineExceeded("the deadline passed before the answer was complete")
         except KvrelayError as caught:
@@ -201,11 +209,12 @@ class Orchestrator:
     async def _serve(self, leg: _Leg) -> None:
         """Serve a leg until its samples have ended, with a new plan after every worker that is lost or leaves.
 
-        Several samples that have begun, here or at another router, are served separately.
+        Several samples that have begun, here or at another router, are served separately; beams go on together from
+        their last known state, with the same outcome, of which the ledger takes what is new.
         """
         ledger = leg.record.ledger
         while remaining := ledger.unfinished(leg.samples):
-            if len(leg.samples) > 1 and ledger.num_tokens:
+            if len(leg.samples) > 1 and ledger.num_tokens and not leg.record.job.sampling.has_beams:
                 await self._serve_apart(leg, remaining)
                 return
             leg.num_attempts += 1
@@ -218,6 +227,7 @@ class Orchestrator:
                 if not ledger.unfinished(leg.samples):
                     return
                 self._raise_if_final(leg, failure)
+                await self._crash_budget.weigh(leg.record, tenant=leg.ticket.account.tenant.name)
             leg.life.advance(State.QUEUED)
 
     def _raise_if_final(self, leg: _Leg, failure: AttemptFailed) -> None:
@@ -265,7 +275,8 @@ class Orchestrator:
         while True:
             with await self._admission.place(queued) as booking, following(booking.decision):
                 self._check_model(leg)
-                attempt = Attempt(
+                kind = Attempt if leg.record.job.embedding is None else EmbeddingAttempt
+                attempt = kind(
                     record=leg.record,
                     samples=leg.samples,
                     life=leg.life,
@@ -306,27 +317,34 @@ class Orchestrator:
     def _queued(self, leg: _Leg) -> QueuedRequest:
         job = leg.record.job
         output = leg.record.output_of(leg.samples)
-        # Prompt log-probabilities need every position computed: cached KV has none.
+        # Prompt log-probabilities and means need every position computed: cached KV has none.
         wants_prompt = job.sampling.num_prompt_logprobs is not None and not leg.record.ledger.has_prompt_logprobs
+        wants_prompt |= job.embedding is not None and job.embedding.pooling is Pooling.MEAN
         is_first = leg.num_attempts == 1
         patience_s = self._config.queue_timeout_s if is_first else self._config.recovery_timeout_s
+        if leg.record.losses.is_quarantined:  # others may have to end before it
+            patience_s = leg.record.deadline_s - self._clock.monotonic()
         terms = leg.ticket.terms
         num_tokens = len(job.prompt_token_ids) + len(output)
-        tpot_slo_s = self._fleet.tpot_objective_s(terms.tpot_slo_s, num_samples=len(leg.samples), num_tokens=num_tokens)
-        length = self._lengths.expect(job, leg.ticket.account.tenant.name, num_done=len(output))
+        tpot_slo_s = math.inf
+        if job.embedding is None:
+            num_samples = len(leg.samples)
+            tpot_slo_s = self._fleet.tpot_objective_s(terms.tpot_slo_s, num_samples=num_samples, num_tokens=num_tokens)
         request = PlacementRequest(
             request_id=job.request_id,
             num_tokens=num_tokens,
             num_samples=len(leg.samples),
             block_size=job.model.block_size,
             hashes=NO_HASHES if wants_prompt else job.hashes(output),
-            num_output_tokens=length.num_tokens,
+            num_output_tokens=self._expected_tokens(job, leg.ticket.account.tenant.name, num_done=len(output)),
             typical_output_tokens=self._lengths.typical_tokens,
             received_s=leg.record.life.received_s,
             deadline_s=leg.record.deadline_s,
             ttft_slo_s=terms.ttft_objective_s(len(job.prompt_token_ids)),
             tpot_slo_s=tpot_slo_s,
             has_begun=leg.record.ledger.num_tokens > 0,
+            is_prefill_only=job.embedding is not None,
+            is_quarantined=leg.record.losses.is_quarantined,
         )
         queued = QueuedRequest(
             ticket=leg.ticket,
@@ -337,6 +355,12 @@ class Orchestrator:
         if is_first:
             self._set_overload(queued, leg.record)
         return queued
+
+    def _expected_tokens(self, job: Job, tenant: str, *, num_done: int = 0) -> int:
+        """Return the expected length of each answer, or of its rest behind `num_done` tokens."""
+        if job.embedding is not None:
+            return 0
+        return self._lengths.expect(job, tenant, num_done=num_done).num_tokens
 
     def _set_overload(self, queued: QueuedRequest, record: RunningRequest) -> None:
         """Set what happens to a new request that is late or will be."""
@@ -377,5 +401,8 @@ class Orchestrator:
         prefill = booking.prefill
         if prefill is not None and prefill is not failure.hold and leg.life.state is not State.DECODING:
             suspects.append(prefill)
+        used = [hold for hold in (booking.decode, booking.prefill) if hold is not None and not hold.has_left]
+        lives = [(hold.member.endpoint.worker_id, hold.epoch) for hold in used]
+        leg.record.losses.note(lives, num_tokens=leg.record.num_steps_done)
         for hold in suspects:
             self._fleet.suspect(hold, str(failure))

@@ -15,6 +15,7 @@ from pathlib import Path
 from common.errors import KvrelayError
 from common.token_batches import MAX_GATHERED_TOKENS, merge_tokens, num_tokens_in
 from kvrelay.v1 import inference_pb2, sampling_pb2
+from router.embedding import Floats
 
 
 class Outbox:
@@ -28,6 +29,8 @@ class Outbox:
         """Tokens in the delta."""
         self._waiter: asyncio.Future[None] | None = None
         self._is_closed = False
+        self.embedding: Floats | None = None
+        """Answer to a request for an embedding, once it is there."""
         self.error: KvrelayError | None = None
         """Error of a failed request; None while it runs and after success."""
 

@@ -16,6 +16,7 @@ from router.orchestrator import Orchestrator
 from router.placement.chooser import Chooser
 from router.placement.plans import PolicySettings
 from router.placement.policies.registry import make_policy
+from router.silence import HEARTBEAT_S, SilenceWatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +30,8 @@ class RouterParts:
     orchestrator: Orchestrator
     metrics: RouterMetrics
     alarms: Alarms
+    silence: SilenceWatch | None
+    """None when the configuration turns it off."""
     clock: Clock
     config: RouterConfig
 
@@ -58,7 +61,8 @@ def build_router(
     """
     index = PrefixIndex(max_blocks=(config.index_memory_mib << 20) // BYTES_PER_BLOCK)
     metrics = RouterMetrics()
-    fleet = Fleet(index=index, clock=clock, reach=reach, probes=probes)
+    heartbeat_s = 0.0 if config.silence_s is None else HEARTBEAT_S
+    fleet = Fleet(index=index, clock=clock, reach=reach, probes=probes, heartbeat_s=heartbeat_s)
     policy_name = policy or config.policy
     settings = PolicySettings(
         local_prefill_max_tokens=_local_limit(config, policy_name),
@@ -93,6 +97,14 @@ def build_router(
         block_size=lambda: 0 if fleet.model is None else fleet.model.block_size,
         clock=clock,
     )
+    silence = None
+    if config.silence_s is not None:
+        silence = SilenceWatch(
+            members=lambda: fleet.members_by_id.values(),
+            on_silent=fleet.on_silent,
+            clock=clock,
+            silence_s=config.silence_s,
+        )
     chooser.decisions.subscribe(metrics.compare_outcome)
     chooser.decisions.subscribe(alarms.note)
     metrics.watch_alarms(alarms)
@@ -114,6 +126,7 @@ def build_router(
         orchestrator=orchestrator,
         metrics=metrics,
         alarms=alarms,
+        silence=silence,
         clock=clock,
         config=config,
     )

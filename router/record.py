@@ -8,13 +8,16 @@ from common.block_hash import BlockHashes, hash_blocks
 from common.clock import Clock
 from common.ids import RequestId
 from common.lifecycle import LifeCycle, State
+from common.pooling import pooling_to_proto
 from common.sampling import SamplingParams
-from common.tokens import TokenArray, as_tokens
+from common.tokens import TOKEN_BYTES, TokenArray, as_tokens
 from common.wire import message_of, pack_tokens, sampling_to_proto
-from kvrelay.v1 import decode_pb2, inference_pb2, sequence_pb2, worker_pb2
+from kvrelay.v1 import decode_pb2, inference_pb2, sampling_pb2, sequence_pb2, worker_pb2
 from router.admission.account import Service
 from router.calibration import Forecast
+from router.crash_budget import Losses
 from router.demand import Answered
+from router.embedding import EmbeddingForm, Floats
 from router.facts import ModelFacts
 from router.ledger import TokenLedger
 from router.outbox import Outbox
@@ -47,9 +50,15 @@ class Job:
     """Hashes of the prompt's full blocks."""
     sampling: SamplingParams
     model: ModelFacts
+    defaults: sampling_pb2.SamplingParams = field(default_factory=sampling_pb2.SamplingParams)
+    """What the router chose of `sampling`, for fields that the request left out."""
     delivery: Delivery = Delivery.ROUTER
     rendered_unix_s: int = 0
     """Time that the chat template was given; 0: no chat."""
+    answer_format: inference_pb2.AnswerFormat | None = None
+    """How the text of the answer to a chat is read; None: no chat."""
+    embedding: EmbeddingForm | None = None
+    """Set when the answer is an embedding of the prompt; nothing is sampled then."""
     begun: tuple[Begun, ...] = ()
     """The first samples as another router has delivered them; empty for a new request."""
 
@@ -81,6 +90,9 @@ class RunningRequest:
     num_decode_cached_tokens: int = 0
     prefill_s: float = 0.0
     num_attempts: int = 0
+    beams: sequence_pb2.BeamState | None = None
+    """Last known state of a beam search, from which a worker may go on."""
+    losses: Losses = field(default_factory=Losses)
     transfer: worker_pb2.TransferStats = field(default_factory=worker_pb2.TransferStats)
 
     def __post_init__(self) -> None:
@@ -130,6 +142,8 @@ class RunningRequest:
             retention=retention,
             tpot_slo_s=None if tpot_slo_s == math.inf else tpot_slo_s,
             prefill_booking=prefill_booking,
+            quarantined=self.losses.is_quarantined,
+            pooling=pooling_to_proto(None if self.job.embedding is None else self.job.embedding.pooling),
         )
 
     def deliver(self, batch: decode_pb2.TokenBatch, *, expected: range) -> bool:
@@ -147,6 +161,12 @@ class RunningRequest:
             self.outbox.put_tokens(tokens, runs, prompt_logprobs)
         return ledger.num_finished > num_finished
 
+    def deliver_embedding(self, pooled: Floats) -> None:
+        """End the request with its embedding, made of a worker's pooled hidden states."""
+        assert self.job.embedding is not None, "a request for tokens gets no embedding"
+        self.outbox.embedding = self.job.embedding.apply(pooled)
+        self.ledger.end_without_tokens()
+
     def note_checkpoint(self, batch: decode_pb2.TokenBatch, *, expected: range) -> bool:
         """Remember tokens that the client gets from the worker itself. Returns and raises like `deliver`."""
         num_finished = self.ledger.num_finished
@@ -160,6 +180,12 @@ class RunningRequest:
         self.transfer.transfer_s += stats.transfer_s
         self.transfer.exposed_s += stats.exposed_s
         self.transfer.transport = stats.transport
+
+    @property
+    def num_steps_done(self) -> int:
+        """Tokens that a new attempt need not compute: those delivered, and those of a beam known so far."""
+        beam = self.beams.live[0].tokens if self.beams is not None else b""
+        return self.ledger.num_tokens + len(beam) // TOKEN_BYTES
 
     @property
     def service(self) -> Service:

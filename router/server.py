@@ -23,6 +23,7 @@ from common.trust.doors import DoorCertificates, door_of, scrape_tls
 from common.trust.guard import Guard
 from kvrelay.v1 import inference_pb2, inference_pb2_grpc, router_admin_pb2, router_admin_pb2_grpc
 from router.codec import ByteCodec, Codec
+from router.conversation import ChatFormats
 from router.doorkeeper import make_block_key, make_doorkeeper
 from router.fleet import Fleet
 from router.front_door import FrontDoor
@@ -137,7 +138,12 @@ async def serve_router(
     merging = MergeWindow()
     door = FrontDoor(
         parts,
-        RequestReader(codec, default_max_tokens=config.default_max_tokens),
+        RequestReader(
+            codec,
+            default_max_tokens=config.default_max_tokens,
+            model_defaults=codec.sampling_defaults if serving.model.generation_config else {},
+            formats=ChatFormats.of(serving.model, codec),
+        ),
         doorkeeper=make_doorkeeper(serving, credentials),
         default_terms=Terms(
             ttft_slo_s=serving.slo.ttft_s, ttft_tokens=serving.slo.ttft_tokens, tpot_slo_s=serving.slo.tpot_s
@@ -184,10 +190,15 @@ async def serve_router(
         metrics_server=metrics_server,
         door=door,
         leave_s=_LEAVE_S if config.count > 1 else 0.0,
-        watches=(
-            asyncio.create_task(metrics.watch_event_loop(clock), name="event-loop lag"),
-            asyncio.create_task(merging.watch(), name="event-loop load"),
-            asyncio.create_task(parts.alarms.watch(), name="alarms"),
+        watches=tuple(
+            asyncio.create_task(watch, name=name)
+            for name, watch in (
+                ("event-loop lag", metrics.watch_event_loop(clock)),
+                ("event-loop load", merging.watch()),
+                ("alarms", parts.alarms.watch()),
+                ("silence", parts.silence.watch() if parts.silence is not None else None),
+            )
+            if watch is not None
         ),
     )
     logger.info("serving", extra={"port": server.port, "http_port": router.http_port, "policy": config.policy})

@@ -64,6 +64,13 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         """Return the tenant that calls. Raises Unauthenticated."""
         return self._door.identify(context.invocation_metadata())
 
+    async def Embed(self, request: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:  # noqa: D102
+        door, life = self._door, self._door.new_life()
+        async with error_boundary(context, "Embed"):
+            with door.account(life, time_left_s=context.time_remaining):
+                caller = Caller(tenant=self._identify(context), life=life, time_left_s=context.time_remaining)
+                return await door.embed(request, caller)
+
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:  # noqa: D102
         async with error_boundary(context, "Tokenize"):
             tenant, model, reader = self._identify(context), self._parts.fleet.model, self._reader

@@ -69,7 +69,9 @@ class Terms:
 NO_TERMS = Terms()
 
 
-def read_terms(message: inference_pb2.GenerateRequest, *, tenant: Tenant, default: Terms) -> Terms:
+def read_terms(
+    message: inference_pb2.GenerateRequest | inference_pb2.EmbedRequest, *, tenant: Tenant, default: Terms
+) -> Terms:
     """Return the terms of the request, completed by the defaults. Raises InvalidRequest."""
     objective = message.objective
     has_own = objective.HasField("ttft_s")

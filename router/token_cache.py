@@ -48,6 +48,8 @@ class Encoded:
     token_ids: TokenArray
     known: KnownPrefix | None = None
     kept: KnownPrefix | None = None
+    prompt_end: str = ""
+    """Last characters of a rendered conversation: whether the answer begins inside thoughts."""
 
     def hashes(self, *, root: HashRoot, block_size: int) -> BlockHashes:
         """Return the hashes of all full blocks, hashing only the new ones. Event loop only."""

@@ -4,25 +4,29 @@ Tokenizing 64 kB takes 11 ms. The library's `encode` holds the interpreter lock 
 releases it, so the codec uses the latter on threads that tenants share fairly (fair_threads.py).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
+from types import MappingProxyType
 
 import tokenizers
 
-from common.chat_template import ChatTemplate, check_unicode
+from common.chat_template import ChatTemplate, Conversation, check_unicode
 from common.errors import InvalidRequest
 from common.parity import TextProbes, text_probes
-from common.text_files import load_chat_template, load_tokenizer
+from common.text_files import load_chat_template, load_sampling_defaults, load_tokenizer
 from common.tokens import TokenArray, as_tokens
+from router.codec import PROMPT_END_CHARS
 from router.fair_threads import FairThreads
 from router.tenants import ANYBODY, Tenant
 from router.token_cache import MIN_CACHED_TOKENS, Cuts, Encoded, KnownPrefix, TokenCache
 
 _NUM_THREADS = 2
 _CHARS_PER_MESSAGE = 128
+_CHARS_PER_TOOL = 1024
 _CHARS_PER_TOKEN = 4
-"""Characters whose tokenizing costs as much as rendering a message, or as turning a token into text."""
+"""Characters whose tokenizing costs as much as rendering a message or a tool, or as turning a token into text."""
 DEFAULT_CACHE_MIB = 64
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
@@ -37,7 +41,9 @@ class TextCodec:
         *,
         cache_mib: int = DEFAULT_CACHE_MIB,
         min_cached_tokens: int = MIN_CACHED_TOKENS,
+        sampling_defaults: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
+        self.sampling_defaults = sampling_defaults
         self._min_cached_tokens = min_cached_tokens
         tokenizer.no_truncation()
         tokenizer.no_padding()
@@ -51,7 +57,12 @@ class TextCodec:
     @classmethod
     def load(cls, model_dir: Path, *, cache_mib: int = DEFAULT_CACHE_MIB) -> "TextCodec":
         """Read a Hugging Face folder; blocks for more than 100 ms. Raises ModelNotFound when it is unusable."""
-        return cls(load_tokenizer(model_dir), load_chat_template(model_dir), cache_mib=cache_mib)
+        return cls(
+            load_tokenizer(model_dir),
+            load_chat_template(model_dir),
+            cache_mib=cache_mib,
+            sampling_defaults=load_sampling_defaults(model_dir),
+        )
 
     @cached_property
     def probes(self) -> TextProbes:
@@ -64,9 +75,9 @@ class TextCodec:
         return self.tokenizer.get_vocab_size(with_added_tokens=True)
 
     @property
-    def has_chat_template(self) -> bool:
-        """Whether conversations can be encoded."""
-        return self._chat_template is not None
+    def template_source(self) -> str | None:
+        """Source of the chat template; None without one, when no conversation can be encoded."""
+        return None if self._chat_template is None else self._chat_template.source
 
     async def encode(self, text: str, *, tenant: Tenant = ANYBODY) -> TokenArray:
         """Return the ids of plain text, with the special tokens that the model expects. Raises InvalidRequest."""
@@ -76,13 +87,13 @@ class TextCodec:
 
     async def encode_chat(
         self,
-        messages: Sequence[tuple[str, str]],
+        conversation: Conversation,
         *,
         rendered_unix_s: int,
         tenant: Tenant = ANYBODY,
         scope: bytes | None = None,
     ) -> Encoded:
-        """Return the ids of a conversation of (role, content), up to where the assistant's answer begins.
+        """Return the ids of a conversation, up to where the assistant's answer begins.
 
         Special tokens are those that the template writes, and the date is that of `rendered_unix_s`. The part that an
         earlier call of the same scope has tokenized is not tokenized again; without a scope everything is. Raises
@@ -93,10 +104,16 @@ class TextCodec:
             raise InvalidRequest("the model has no chat template; send text instead", field="chat")
 
         def encode() -> Encoded:
-            return self._encode_on(template.render(messages, rendered_unix_s=rendered_unix_s), scope)
+            text = template.render(conversation, rendered_unix_s=rendered_unix_s)
+            return replace(self._encode_on(text, scope), prompt_end=text[-PROMPT_END_CHARS:])
 
-        num_chars = sum(len(content) + _CHARS_PER_MESSAGE for _role, content in messages)
+        num_chars = conversation.num_chars + _CHARS_PER_MESSAGE * len(conversation.messages)
+        num_chars += _CHARS_PER_TOOL * len(conversation.tools)
         return await self._threads.run(encode, tenant=tenant, num_chars=num_chars)
+
+    def token_id(self, token: str) -> int | None:
+        """Return the id of a token that is spelled so; None for no token."""
+        return self.tokenizer.token_to_id(token)
 
     def decode_pieces(self, token_ids: Sequence[int]) -> tuple[str, ...]:
         """Return the text of each id with its leading space; part of a character shows as U+FFFD."""

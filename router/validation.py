@@ -2,9 +2,11 @@
 
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 
+from common.chat_template import Conversation
 from common.errors import InvalidRequest, PromptTooLong, UnknownModel, WorkerLost
 from common.ids import RequestId
 from common.sampling import SamplingParams
@@ -12,6 +14,15 @@ from common.tokens import TOKEN_BYTES, TokenArray
 from common.wire import check_bounds, sampling_from_proto, token_ids_from_proto, unpack_tokens
 from kvrelay.v1 import inference_pb2, sampling_pb2
 from router.codec import Codec
+from router.conversation import (
+    ChatFormats,
+    answer_format,
+    checked_format,
+    num_chars_of,
+    read_conversation,
+    shaped,
+)
+from router.embedding import read_form
 from router.facts import ModelFacts
 from router.record import Begun, Delivery, Job
 from router.tenants import Tenant
@@ -26,6 +37,8 @@ DEFAULT_MAX_CHARS = 4 << 20
 MAX_PROMPT_LOGPROBS_BYTES = 48 << 20
 """Bound on the log-probabilities of a prompt, which go out in one message: 20 for each of 131,072 tokens take at most
 35 MiB; gRPC sends up to 64 MiB."""
+_NO_SAMPLING = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
+"""Parameters of a request that samples nothing."""
 # Largest sizes on the wire.
 _LOGPROB_BYTES = 13
 _POSITION_BYTES = 8
@@ -34,25 +47,53 @@ _POSITION_BYTES = 8
 class RequestReader:
     """Reads and checks clients' messages."""
 
-    def __init__(self, codec: Codec, *, default_max_tokens: int, unix_s: Callable[[], float] = time.time) -> None:
-        """`unix_s` returns the time of day, which a chat template may write."""
+    def __init__(
+        self,
+        codec: Codec,
+        *,
+        default_max_tokens: int,
+        model_defaults: Mapping[str, float] = MappingProxyType({}),
+        formats: ChatFormats = ChatFormats(),  # noqa: B008 - immutable
+        unix_s: Callable[[], float] = time.time,
+    ) -> None:
+        """`model_defaults`: sampling that the model's makers recommend. `formats`: the markup of the model's answers.
+
+        `unix_s` returns the time of day, which templates may write.
+        """
         self.codec = codec
+        self._formats = formats
         self._unix_s = unix_s
-        self._default_max_tokens = default_max_tokens
+        self._defaults = sampling_pb2.SamplingParams(max_tokens=default_max_tokens)
+        for name, value in model_defaults.items():
+            setattr(self._defaults, name, value)
 
     async def read(
         self, message: inference_pb2.GenerateRequest, *, request_id: RequestId, model: ModelFacts, tenant: Tenant
     ) -> Job:
         """Return the job. Raises RequestError that names the field."""
         check_bounds(message)
-        if message.model and message.model != model.name:
-            raise UnknownModel(f"model {message.model[:80]!r} is not served; {model.name!r} is", field="model")
-        rendered_unix_s = self._render_time(message) if message.HasField("chat") else 0
-        encoded = await self._prompt(message, model, tenant, rendered_unix_s)
+        _check_model(message.model, model)
+        conversation = rendered_unix_s = None
+        if message.HasField("chat"):
+            conversation, rendered_unix_s = _conversation(message.chat, model), self._render_time(message)
+            encoded = await self.codec.encode_chat(
+                conversation,
+                rendered_unix_s=rendered_unix_s,
+                tenant=tenant,
+                scope=model.root,  # tenants' roots differ
+            )
+            _check_prompt(len(encoded.token_ids), model)
+        else:
+            encoded = await self._prompt(message, model, tenant)
         prompt = encoded.token_ids
         if not prompt:
             raise InvalidRequest("the prompt is empty", field="prompt")
-        sampling = self._sampling(message.sampling, len(prompt), model)
+        defaults, answer = self._defaults_for(message), None
+        sampling = self._sampling(message, defaults, len(prompt), model)
+        if conversation is not None:
+            answer = self._answer_format(message, encoded.prompt_end)
+            sampling = shaped(sampling, message.chat, conversation.tools, answer, self._formats)
+            sampling.validate(vocab_size=model.vocab_size)
         begun = _begun(message, sampling, model) if message.HasField("resume") else ()
         _check_pages(len(prompt), sampling, model)
         return Job(
@@ -61,9 +102,38 @@ class RequestReader:
             prompt_token_ids=prompt,
             prompt_hashes=encoded.hashes(root=model.root, block_size=model.block_size),
             sampling=sampling,
+            defaults=defaults,
             model=model,
-            rendered_unix_s=rendered_unix_s,
+            rendered_unix_s=rendered_unix_s or 0,
+            answer_format=answer,
             begun=begun,
+        )
+
+    async def read_embedding(
+        self, message: inference_pb2.EmbedRequest, *, request_id: RequestId, model: ModelFacts, tenant: Tenant
+    ) -> Job:
+        """Return the job of a request for an embedding. Raises RequestError that names the field."""
+        check_bounds(message)
+        _check_model(message.model, model)
+        form = read_form(message, model)
+        encoded = await self._prompt(message, model, tenant)
+        prompt = encoded.token_ids
+        if not prompt:
+            raise InvalidRequest("the prompt is empty", field="prompt")
+        num_blocks = -(-len(prompt) // model.block_size)
+        if num_blocks > model.max_prefill_blocks:
+            raise PromptTooLong(
+                f"{len(prompt)} prompt tokens need {num_blocks} KV pages;"
+                f" the largest prefill worker has {model.max_prefill_blocks}",
+                field="prompt",
+            )
+        return Job(
+            request_id=request_id,
+            prompt_token_ids=prompt,
+            prompt_hashes=encoded.hashes(root=model.root, block_size=model.block_size),
+            sampling=_NO_SAMPLING,
+            model=model,
+            embedding=form,
         )
 
     async def encode_text(self, text: str, model: ModelFacts | None, *, tenant: Tenant) -> TokenArray:
@@ -71,26 +141,10 @@ class RequestReader:
         _check_chars(len(text), model, field="text")
         return await self.codec.encode(text, tenant=tenant)
 
-    async def encode_chat(
-        self,
-        chat: inference_pb2.ChatPrompt,
-        model: ModelFacts | None,
-        *,
-        tenant: Tenant,
-        scope: bytes | None = None,
-        rendered_unix_s: int | None = None,
-    ) -> Encoded:
-        """Render a conversation as of `rendered_unix_s` (default: now) and tokenize it, with the cache of `scope`.
-
-        Raises RequestError.
-        """
-        check_bounds(chat, field="chat")
-        # A template adds some text to each message, so empty messages count as well.
-        num_chars = sum(len(message.content) + 1 for message in chat.messages)
-        _check_chars(num_chars, model, field="chat.messages")
-        messages = [(message.role, message.content) for message in chat.messages]
-        rendered_unix_s = int(self._unix_s()) if rendered_unix_s is None else rendered_unix_s
-        return await self.codec.encode_chat(messages, rendered_unix_s=rendered_unix_s, tenant=tenant, scope=scope)
+    async def encode_chat(self, chat: inference_pb2.ChatPrompt, model: ModelFacts | None, *, tenant: Tenant) -> Encoded:
+        """Render a conversation as of now and tokenize it. Raises RequestError."""
+        conversation, now_unix_s = _conversation(chat, model), int(self._unix_s())
+        return await self.codec.encode_chat(conversation, rendered_unix_s=now_unix_s, tenant=tenant)
 
     def _render_time(self, message: inference_pb2.GenerateRequest) -> int:
         """Return the time, in seconds, as of which a request's chat is rendered, here and wherever it is resumed.
@@ -111,16 +165,15 @@ class RequestReader:
         return given_unix_s
 
     async def _prompt(
-        self, message: inference_pb2.GenerateRequest, model: ModelFacts, tenant: Tenant, rendered_unix_s: int
+        self,
+        message: inference_pb2.GenerateRequest | inference_pb2.EmbedRequest,
+        model: ModelFacts,
+        tenant: Tenant,
     ) -> Encoded:
+        """Return a prompt that is no conversation. Raises RequestError."""
         match message.WhichOneof("prompt"):
             case "text":
                 encoded = Encoded(await self.encode_text(message.text, model, tenant=tenant))
-            case "chat":
-                scope = model.root  # tenants' roots differ
-                encoded = await self.encode_chat(
-                    message.chat, model, tenant=tenant, scope=scope, rendered_unix_s=rendered_unix_s
-                )
             case "token_ids":
                 _check_prompt(len(message.token_ids.ids), model)
                 encoded = Encoded(
@@ -131,16 +184,50 @@ class RequestReader:
         _check_prompt(len(encoded.token_ids), model)
         return encoded
 
+    def _answer_format(self, message: inference_pb2.GenerateRequest, prompt_end: str) -> inference_pb2.AnswerFormat:
+        """Return how the answer to a chat is written: as the router told that began it, or as this one has it."""
+        if message.resume.HasField("answer_format"):
+            return checked_format(message.resume.answer_format)
+        return answer_format(message.chat, self._formats, prompt_end=prompt_end)
+
+    def _defaults_for(self, message: inference_pb2.GenerateRequest) -> sampling_pb2.SamplingParams:
+        """Return this server's values of the fields that are left out.
+
+        An answer that another router began goes on with the defaults that it told; beams take none of the model's.
+        """
+        chosen = sampling_pb2.SamplingParams()
+        is_begun = any(sample.tokens for sample in message.resume.samples)
+        taken = {descriptor.name for descriptor, _ in message.sampling.ListFields()}
+        for descriptor, value in self._defaults.ListFields():
+            is_models = descriptor.name != "max_tokens"
+            if descriptor.name in taken or (is_models and (is_begun or message.sampling.use_beam_search)):
+                continue
+            setattr(chosen, descriptor.name, value)
+        return chosen
+
     def _sampling(
-        self, message: sampling_pb2.SamplingParams, num_prompt_tokens: int, model: ModelFacts
+        self,
+        message: inference_pb2.GenerateRequest,
+        defaults: sampling_pb2.SamplingParams,
+        num_prompt_tokens: int,
+        model: ModelFacts,
     ) -> SamplingParams:
-        sampling = sampling_from_proto(
-            message, default_max_tokens=self._default_max_tokens, default_seed=secrets.randbits(63)
-        )
+        whole = sampling_pb2.SamplingParams()
+        whole.CopyFrom(message.sampling)
+        whole.MergeFrom(defaults)
+        sampling = sampling_from_proto(whole, default_seed=secrets.randbits(63))
         sampling.validate(vocab_size=model.vocab_size)
         _check_prompt_logprobs(num_prompt_tokens, sampling)
         max_tokens = min(sampling.max_tokens, model.max_model_len - num_prompt_tokens)
         return replace(sampling, max_tokens=max_tokens, min_tokens=min(sampling.min_tokens, max_tokens))
+
+
+def _conversation(chat: inference_pb2.ChatPrompt, model: ModelFacts | None) -> Conversation:
+    """Return what the template renders. Raises RequestError."""
+    check_bounds(chat, field="chat")
+    # A template adds some text to each message, so empty messages count as well.
+    _check_chars(sum(num_chars_of(message) + 1 for message in chat.messages), model, field="chat.messages")
+    return read_conversation(chat)
 
 
 def _begun(message: inference_pb2.GenerateRequest, sampling: SamplingParams, model: ModelFacts) -> tuple[Begun, ...]:
@@ -165,6 +252,11 @@ def _begun(message: inference_pb2.GenerateRequest, sampling: SamplingParams, mod
     if any(sample.token_ids for sample in samples) and not message.sampling.HasField("seed"):
         raise InvalidRequest("an answer is resumed with the seed from Accepted", field="sampling.seed")
     return tuple(samples)
+
+
+def _check_model(name: str, model: ModelFacts) -> None:
+    if name and name != model.name:
+        raise UnknownModel(f"model {name[:80]!r} is not served; {model.name!r} is", field="model")
 
 
 def _check_prompt(num_tokens: int, model: ModelFacts) -> None:
@@ -195,9 +287,15 @@ def _check_prompt_logprobs(num_prompt_tokens: int, sampling: SamplingParams) -> 
 
 
 def _check_pages(num_prompt_tokens: int, sampling: SamplingParams, model: ModelFacts) -> None:
-    """Refuse a request that could never fit: each sample alone to its end, and all together at their start."""
-    num_tokens = num_prompt_tokens + sampling.max_tokens
-    num_blocks = max(-(-num_tokens // model.block_size), num_prompt_tokens // model.block_size + sampling.n)
+    """Refuse a request that could never fit: each sample alone to its end, and all together at their start.
+
+    Beams all reach their ends together.
+    """
+    num_blocks = -(-(num_prompt_tokens + sampling.max_tokens) // model.block_size)
+    num_shared = num_prompt_tokens // model.block_size
+    if sampling.has_beams:  # no beam can go on without the others
+        num_blocks = num_shared + sampling.n * (num_blocks - num_shared)
+    num_blocks = max(num_blocks, num_shared + sampling.n)
     if num_blocks > model.max_decode_blocks:
         raise PromptTooLong(
             f"{num_prompt_tokens} prompt tokens and {sampling.n} answers of up to {sampling.max_tokens} need"

@@ -3,10 +3,11 @@
 import asyncio
 from collections.abc import Callable
 from typing import Any, Generic, Protocol, Self, TypeVar
+from weakref import WeakSet
 
 import grpc
 
-from common.errors import WorkerLost, from_rpc_error
+from common.errors import KvrelayError, WorkerLost, from_rpc_error
 from common.rpc import Connect, is_cancelled
 from kvrelay.v1 import (
     decode_pb2,
@@ -44,6 +45,7 @@ class OwnStream(Generic[_Response]):
     def __init__(self, call: "grpc.aio.UnaryStreamCall[Any, _Response]") -> None:
         self._call = call
         self._messages = call.__aiter__()
+        self._broken: KvrelayError | None = None
 
     async def receive(self) -> _Response | None:
         """Return the next message as `Incoming.receive` does."""
@@ -53,6 +55,15 @@ class OwnStream(Generic[_Response]):
             return None
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from error
+        except asyncio.CancelledError:
+            if self._broken is None or is_cancelled():
+                raise
+            raise self._broken from None
+
+    def break_off(self, error: KvrelayError) -> None:
+        """Cancel the call; its reader gets `error`."""
+        self._broken = error
+        self._call.cancel()
 
     async def follow(self, handle: Callable[[_Response], bool]) -> None:
         """Hand over further messages as `Incoming.follow` does."""
@@ -88,6 +99,7 @@ class WorkerClient:
         self._prefill = prefill_pb2_grpc.PrefillServiceStub(self._channel)
         self._decode = decode_pb2_grpc.DecodeServiceStub(self._channel)
         self._shared: DecodeStream | None = None
+        self._prefilling: WeakSet[OwnStream[prefill_pb2.PrefillResponse]] = WeakSet()
 
     async def describe(self, *, timeout_s: float) -> worker_pb2.DescribeWorkerResponse:
         """Return the worker's facts. Raises KvrelayError."""
@@ -98,9 +110,12 @@ class WorkerClient:
         request = worker_pb2.GetWorkerStatusRequest()
         return (await _answer(self._worker.GetWorkerStatus(request, timeout=timeout_s))).status
 
-    def watch(self) -> Incoming[worker_pb2.WatchWorkerResponse]:
-        """Subscribe to events and load, without a deadline: the call lasts as long as the worker."""
-        return OwnStream(self._worker.WatchWorker(worker_pb2.WatchWorkerRequest()))
+    def watch(self, *, heartbeat_s: float = 0.0) -> Incoming[worker_pb2.WatchWorkerResponse]:
+        """Subscribe to events and load, without a deadline: the call lasts as long as the worker.
+
+        An update comes at least every `heartbeat_s`; with 0, only when something changes.
+        """
+        return OwnStream(self._worker.WatchWorker(worker_pb2.WatchWorkerRequest(heartbeat_s=heartbeat_s)))
 
     def decode(self, request: decode_pb2.DecodeRequest) -> Incoming[decode_pb2.DecodeResponse]:
         """Start decoding; the caller closes the call itself when its time is up."""
@@ -112,7 +127,16 @@ class WorkerClient:
         self, request: prefill_pb2.PrefillRequest, *, timeout_s: float
     ) -> Incoming[prefill_pb2.PrefillResponse]:
         """Start a Prefill call."""
-        return OwnStream(self._prefill.Prefill(request, timeout=timeout_s))
+        call = OwnStream(self._prefill.Prefill(request, timeout=timeout_s))
+        self._prefilling.add(call)
+        return call
+
+    def break_off(self, error: KvrelayError) -> None:
+        """Fail all calls that compute or decode with `error`. The worker cancels them when it hears of it."""
+        if self._shared is not None:
+            self._shared.break_off(error)
+        for call in list(self._prefilling):
+            call.break_off(error)
 
     async def close(self) -> None:
         """Close the channel; running calls are cancelled."""

@@ -4,24 +4,31 @@ from array import array
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
+import numpy as np
+import numpy.typing as npt
+
 from common.block_hash import hash_blocks, hash_root
 from common.clock import ManualClock
 from common.errors import Refused
-from common.fake_tokenizer import EOS_TOKEN_ID
+from common.fake_tokenizer import EOS_TOKEN_ID, VOCAB_SIZE, byte_tokenizer
 from common.ids import RequestId
+from common.pooling import Pooling
 from common.sampling import SamplingParams
 from common.tokens import as_tokens
 from engine.core import EngineCore
 from engine.events import EngineEvent, Failed, TokenOutput, Tokens
 from engine.executor import ScheduledSequence
-from engine.fake import FakeExecutor
+from engine.fake import FakeExecutor, hidden_state, token_kv
+from engine.grammar import Grammars
 from engine.group import Group
 from engine.scheduler import SchedulerLimits
 from engine.sequence import EngineRequest
 from engine.sequence import Sequence as EngineSequence
 
 BLOCK_SIZE = 4
+FAKE_GRAMMARS = Grammars(byte_tokenizer(), vocab_size=VOCAB_SIZE, eos_token_ids=frozenset({EOS_TOKEN_ID}))
 T = TypeVar("T")
+Floats = npt.NDArray[np.float32]
 
 
 def make_request(
@@ -31,11 +38,13 @@ def make_request(
     params: dict[str, Any] = {"temperature": 0.0, "max_tokens": 8} | sampling
     first_sample_index = params.pop("first_sample_index", 0)
     root = hash_root(model_fingerprint=f"fake-v1-{block_size}", cache_salt=salt)
+    chosen = SamplingParams(**params)
     return EngineRequest(
         request_id=RequestId("req-test"),
         prompt_token_ids=as_tokens(prompt),
         output_token_ids=as_tokens(output),
-        sampling=SamplingParams(**params),
+        sampling=chosen,
+        grammar=FAKE_GRAMMARS.compile(chosen.structured_outputs) if chosen.structured_outputs else None,
         hash_root=root,
         block_hashes=hash_blocks([*prompt, *output], root=root, block_size=block_size),
         first_sample_index=first_sample_index,
@@ -140,6 +149,16 @@ def expected_tokens(request: EngineRequest, *, sample: int = 0) -> list[int]:
         if generated[-1] == EOS_TOKEN_ID and not request.sampling.ignore_eos:
             break
     return generated
+
+
+def expected_embedding(prompt: Sequence[int], pooling: Pooling) -> Floats:
+    """Return the fake engine's embedding, not normalized, computed without pages or steps: the oracle."""
+    kv = np.array([token_kv(token_id, position) for position, token_id in enumerate(prompt)], np.uint64)
+    if pooling is Pooling.LAST:
+        return hidden_state(kv)
+    states = np.array([hidden_state(kv[: i + 1]) for i in range(len(prompt))], np.float64)
+    vector: Floats = states.mean(axis=0).astype(np.float32)
+    return vector
 
 
 def executor_blocks(num_tokens: int) -> "array[int]":

@@ -21,6 +21,7 @@ from common.wire_names import FINISH_REASON_NAMES
 from engine.core import EngineCore
 from engine.events import EngineEvent, Failed, Tokens
 from engine.executor import Executor
+from engine.grammar import Grammars
 from engine.group import Group
 from engine.sequence import EngineRequest
 from worker.factory import limits_for, load_executor_for
@@ -48,6 +49,7 @@ class LocalEngine:
         self.tokenizer = tokenizer
         self._core = EngineCore(executor, limits_for(config.pools.decode), SystemClock())
         self._root = hash_root(model_fingerprint=executor.kv.shape.fingerprint)
+        self._grammars = Grammars(tokenizer, vocab_size=executor.vocab_size, eos_token_ids=executor.eos_token_ids)
 
     @classmethod
     def load(cls, config: ServingConfig) -> "LocalEngine":
@@ -111,6 +113,7 @@ class LocalEngine:
             request_id=mint_request_id(),
             prompt_token_ids=as_tokens(prompt),
             sampling=sampling,
+            grammar=self._grammars.compile(sampling.structured_outputs) if sampling.structured_outputs else None,
             hash_root=self._root,
             block_hashes=hash_blocks(prompt, root=self._root, block_size=block_size),
         )

@@ -3,7 +3,7 @@
 import asyncio
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from common.block_hash import BlockHashes
 from common.errors import KvrelayError, Overloaded, WorkerLost
@@ -45,13 +45,17 @@ class Watcher:
         self._changes = {}
         self._woken.set()
 
-    async def next_changes(self) -> KvEvents:
+    async def next_changes(self, *, within_s: float | None = None) -> KvEvents:
         """Wait for the next event, then return the merged changes: none when only the load has changed.
+
+        Returns without any when nothing happens within the given time.
 
         Raises Overloaded when the subscriber was too slow and must subscribe again, starting with a snapshot, and
         WorkerLost when the worker is stopping.
         """
-        await self._woken.wait()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                await self._woken.wait()
         if self._end is not None:
             raise self._end
         self._woken.clear()

@@ -5,11 +5,13 @@ from collections.abc import Iterable, Sequence
 import tokenizers
 
 from common.wire import pack_tokens
+from engine.beams import BeamSnapshot
 from engine.events import FinishReason, TokenOutput, Tokens
 from engine.executor import Logprobs
 from engine.sequence import EngineRequest
 from engine.text import TextStream
 from kvrelay.v1 import sampling_pb2 as pb
+from kvrelay.v1 import sequence_pb2
 
 FINISH_REASONS = {
     None: pb.FINISH_REASON_UNSPECIFIED,
@@ -116,6 +118,16 @@ def logprobs_to_proto(logprobs: Logprobs) -> pb.PositionLogprobs:
         chosen=pb.TokenLogprob(token_id=logprobs.token_id, logprob=logprobs.logprob),
         top=[pb.TokenLogprob(token_id=token_id, logprob=value) for token_id, value in logprobs.top],
     )
+
+
+def beams_to_proto(snapshot: BeamSnapshot) -> sequence_pb2.BeamState:
+    """Return the message; `worker.request` reads it."""
+    live = [sequence_pb2.Beam(tokens=pack_tokens(beam.token_ids), score=beam.logprob) for beam in snapshot.live]
+    complete = [
+        sequence_pb2.Beam(tokens=pack_tokens(each.token_ids), score=each.score, has_end=each.has_end)
+        for each in snapshot.complete
+    ]
+    return sequence_pb2.BeamState(live=live, complete=complete)
 
 
 def prompt_logprobs_to_proto(entries: Sequence[Logprobs]) -> list[pb.PositionLogprobs]:

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from common.block_hash import BlockHashes
 from common.errors import KvIncomplete, KvrelayError, LayoutMismatch, Refused, StaleEpoch, WorkerLost
 from common.ids import BlockHash, Epoch, WorkerId
+from common.pooling import Pooling
 from common.prefix_chains import PrefixChain
 from engine.core import EngineCore
 from engine.landing import Landing
@@ -139,7 +140,8 @@ class PrefixPuller:
         # The last token is always computed: its logits choose the next one.
         num_usable = (len(request.prompt_token_ids) + len(request.output_token_ids) - 1) // self._block_size
         hashes = request.block_hashes[: min(num_usable, source.num_blocks)]
-        if request.sampling.num_prompt_logprobs is not None or not hashes:
+        needs_all = request.sampling.num_prompt_logprobs is not None or request.pooling is Pooling.MEAN
+        if needs_all or not hashes:
             return
         outcome = PullOutcome.CANCELLED
         try:

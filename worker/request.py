@@ -9,15 +9,24 @@ import math
 from common.block_hash import ROOT_BYTES, hash_blocks
 from common.errors import InvalidRequest, PromptTooLong
 from common.ids import HashRoot, RequestId
-from common.sampling import MAX_N
+from common.pooling import Pooling, pooling_from_proto
+from common.sampling import MAX_N, SamplingParams
+from common.tokens import TokenArray
 from common.wire import sampling_from_proto, unpack_tokens
+from engine.beams import BeamSnapshot, Hypothesis, LiveBeam
 from engine.executor import Executor
+from engine.grammar import Grammar
 from engine.sequence import EngineRequest, Retention
 from kvrelay.v1 import sequence_pb2
 
 
-def engine_request(spec: sequence_pb2.SequenceSpec, executor: Executor) -> EngineRequest:
-    """Return the engine's record. Raises InvalidRequest naming the field, and PromptTooLong before any hashing."""
+def engine_request(
+    spec: sequence_pb2.SequenceSpec, executor: Executor, grammar: Grammar | None = None
+) -> EngineRequest:
+    """Return the engine's record. Raises InvalidRequest naming the field, and PromptTooLong before any hashing.
+
+    `grammar`: what the request's `structured_outputs` compile to.
+    """
     vocab_size, block_size = executor.vocab_size, executor.kv.shape.block_size
     prompt = unpack_tokens(spec.prompt_tokens, vocab_size=vocab_size, field="sequence.prompt_tokens")
     output = unpack_tokens(spec.output_tokens, vocab_size=vocab_size, field="sequence.output_tokens")
@@ -39,6 +48,10 @@ def engine_request(spec: sequence_pb2.SequenceSpec, executor: Executor) -> Engin
         raise InvalidRequest(f"has {len(spec.hash_root)} bytes, not {ROOT_BYTES}", field="sequence.hash_root")
     if spec.HasField("tpot_slo_s") and not spec.tpot_slo_s > 0:
         raise InvalidRequest(f"is {spec.tpot_slo_s}; must be positive", field="sequence.tpot_slo_s")
+    pooling = _pooling(spec, executor)
+    beams = _beams(spec.beams, sampling, vocab_size=vocab_size) if spec.HasField("beams") else None
+    if beams is not None and len(prompt) + beams.num_tokens >= max_model_len:
+        raise InvalidRequest("its beams leave no room for another token", field="sequence.beams")
     root = HashRoot(spec.hash_root)
     return EngineRequest(
         request_id=RequestId(spec.request_id),
@@ -49,5 +62,49 @@ def engine_request(spec: sequence_pb2.SequenceSpec, executor: Executor) -> Engin
         block_hashes=hash_blocks(prompt + output, root=root, block_size=block_size),
         first_sample_index=spec.first_sample_index,
         tpot_slo_s=spec.tpot_slo_s if spec.HasField("tpot_slo_s") else math.inf,
+        grammar=grammar,
+        pooling=pooling,
+        beams=beams,
         retention=Retention.BRIEF if spec.retention == sequence_pb2.RETENTION_BRIEF else Retention.KEEP,
     )
+
+
+def _pooling(spec: sequence_pb2.SequenceSpec, executor: Executor) -> Pooling | None:
+    """Return how an embedding is made; None for a request that generates. Raises InvalidRequest."""
+    field = "sequence.pooling"
+    pooling = pooling_from_proto(spec.pooling, field=field)
+    if pooling is not None and not executor.hidden_size:
+        raise InvalidRequest(f"cannot embed with model {executor.model_name}: it gives no hidden states", field=field)
+    if pooling is not None and spec.output_tokens:
+        raise InvalidRequest("an embedding has no output tokens", field="sequence.output_tokens")
+    return pooling
+
+
+def _beams(state: sequence_pb2.BeamState, sampling: SamplingParams, *, vocab_size: int) -> BeamSnapshot:
+    """Return the search that the request continues. Raises InvalidRequest."""
+    field = "sequence.beams"
+    if not sampling.has_beams:
+        raise InvalidRequest("are for beam search; sampling asks for none", field=field)
+    if not 1 <= len(state.live) <= sampling.n or len(state.complete) > sampling.n:
+        raise InvalidRequest(
+            f"{len(state.live)} live and {len(state.complete)} complete beams; sampling.n is {sampling.n}", field=field
+        )
+    if not all(math.isfinite(beam.score) for beam in (*state.live, *state.complete)):
+        raise InvalidRequest("every score must be finite", field=f"{field}.score")
+
+    def read(beam: sequence_pb2.Beam, most: int) -> TokenArray:
+        token_ids = unpack_tokens(beam.tokens, vocab_size=vocab_size, field=f"{field}.tokens")
+        if not 1 <= len(token_ids) <= most:
+            raise InvalidRequest(
+                f"a beam has {len(token_ids)} tokens; allowed are 1 to {most}", field=f"{field}.tokens"
+            )
+        return token_ids
+
+    live = tuple(LiveBeam(token_ids=read(beam, sampling.max_tokens - 1), logprob=beam.score) for beam in state.live)
+    if len({len(beam.token_ids) for beam in live}) != 1:
+        raise InvalidRequest("live beams must be equally long", field=f"{field}.live")
+    complete = tuple(
+        Hypothesis(token_ids=read(beam, sampling.max_tokens), score=beam.score, has_end=beam.has_end)
+        for beam in state.complete
+    )
+    return BeamSnapshot(live=live, complete=complete)

@@ -28,17 +28,21 @@ from engine.core import EngineCore
 from engine.events import EngineLoad, StepReport
 from engine.executor import Executor
 from engine.group import Group
+from engine.sequence import EngineRequest
 from engine.thread import DriverFactory, EngineDriver, EngineThread
 from kv_transfer.handoff import HandoffTable
 from kv_transfer.pull import KvPuller
 from kv_transfer.serve import CheckPull, KvTransferService, ServeSettings, check_by
 from kv_transfer.transports.registry import WorkerTransports
-from kvrelay.v1 import worker_pb2
+from kvrelay.v1 import sequence_pb2, worker_pb2
 from worker.factory import limits_for, load_executor_for, load_template_for
+from worker.grammar_compiler import GrammarCompiler
 from worker.kv_event_hub import KvEventHub
 from worker.peers import PeerChannels
 from worker.prefill_gate import PrefillGate
 from worker.prefix_pull import PrefixPuller
+from worker.quarantine import Quarantine
+from worker.request import engine_request
 from worker.timing import WorkerTiming
 
 logger = logging.getLogger(__name__)
@@ -147,11 +151,13 @@ class WorkerRuntime:
             prefill_s=lambda num_new, num_cached: self.timing.model.prefill_s(num_new, num_cached),
         )
         self.prefill_gate = PrefillGate(self.backlog_s)
+        self._grammars = GrammarCompiler(tokenizer, executor)
+        self.quarantine = Quarantine()
         self.is_leaving = False
         """Whether the routers were told that it will end."""
         self.on_drain: list[Callable[[], None]] = []
         """Called when the worker stops: endless streams must end with their last request."""
-        self.on_close: list[Callable[[], Awaitable[None]]] = [self.peers.aclose]
+        self.on_close: list[Callable[[], Awaitable[None]]] = [self.peers.aclose, self._grammars.aclose]
         self._sweeper: asyncio.Task[None] | None = None
 
     @classmethod
@@ -183,6 +189,13 @@ class WorkerRuntime:
     def probes(self) -> TextProbes:
         """Results of this worker for the fixed texts, which routers compare with their own."""
         return text_probes(self.tokenizer, self.chat_template)
+
+    async def engine_request(self, spec: sequence_pb2.SequenceSpec) -> EngineRequest:
+        """Return the engine's record of a request. Raises InvalidRequest, PromptTooLong."""
+        grammar = None
+        if structure := spec.sampling.structured_outputs:
+            grammar = await self._grammars.compile(structure, spec.output_tokens)
+        return engine_request(spec, self.executor, grammar)
 
     @property
     def pool_config(self) -> PoolConfig:

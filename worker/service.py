@@ -20,9 +20,11 @@ from kvrelay.v1 import worker_pb2 as pb
 from kvrelay.v1 import worker_pb2_grpc
 from worker.peers import PeerProbe
 from worker.runtime import WorkerRuntime
+from worker.watchdog import overdue_watch_of
 
 UPDATE_GAP_S = 0.02
 """Shortest time between two updates: load changes with each step, and routers do not need every change."""
+MAX_HEARTBEAT_S = 60.0
 MAX_GRACE_S = 3600.0
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -69,6 +71,10 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             with runtime.hub.watch() as watcher:
                 events: KvEvents = await runtime.engine.call(lambda core: core.pool.snapshot())
                 seq, told = 0, -1
+                heartbeat_s = None
+                if request.heartbeat_s > 0:
+                    heartbeat_s = min(max(request.heartbeat_s, self._update_gap_s), MAX_HEARTBEAT_S)
+                overdue = overdue_watch_of(runtime, gap_s=heartbeat_s or MAX_HEARTBEAT_S)
                 while True:
                     update = pb.WatchWorkerResponse(
                         epoch=runtime.epoch,
@@ -77,6 +83,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
                         load=load_report(runtime),
                         accepted_request_ids=watcher.take_accepted(),
                         leaving=runtime.is_leaving,
+                        overdue=overdue.look(),
                     )
                     if told != timing.version:
                         told = timing.version
@@ -84,7 +91,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
                     await context.write(update)
                     seq += 1
                     await asyncio.sleep(self._update_gap_s)
-                    events = await watcher.next_changes()
+                    events = await watcher.next_changes(within_s=heartbeat_s)
 
     async def SetRole(self, request: pb.SetRoleRequest, context: Context) -> pb.SetRoleResponse:  # noqa: D102
         async with error_boundary(context, "SetRole"):

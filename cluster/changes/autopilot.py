@@ -1,9 +1,10 @@
 """Keeps the pools as large as their load needs: asks the routers, plans, and carries out or only reports the plan.
 
 Every `planner.interval_s` all routers report their load and the condition of their workers; the planner
-(`cluster.planner`) answers with sizes and a reason. In mode `act` the scaler carries them out, one change at a time,
-while planning continues; in mode `advise` they are only recorded. A change that fails, because a host is missing or a
-worker does not start, is reported, and pools do not grow again before a pause that doubles with each failure.
+(`cluster.planner`) answers with sizes and a reason. In mode `act` they are carried out as a change like any other, one
+at a time and never behind another change, while planning continues; in mode `advise` they are only recorded. A change
+that fails, because a host is missing or a worker does not start, or that is cancelled, is reported, and pools do not
+grow again before a pause that doubles with each failure.
 
 A round that fails has no further effect: the cluster keeps its sizes.
 """
@@ -17,13 +18,13 @@ from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
+from cluster.changes.change import ChangeKind, Changes, ClusterChange
 from cluster.changes.observing import Ask, make_observation
-from cluster.changes.scaling import Scaler
+from cluster.changes.scaling import Report, Scaler, in_words
 from cluster.planner.plan import Planner, PoolSizes, ScalingPlan
-from cluster.processes.plan import ProcessRole
+from cluster.processes.plan import POOLS
 from cluster.processes.workforce import Workforce
 from common.clock import Clock
-from common.errors import KvrelayError, Overloaded
 from kvrelay.v1 import controller_pb2
 
 logger = logging.getLogger(__name__)
@@ -72,10 +73,18 @@ class Autopilot:
     """Runs the planner of one cluster. Event loop only."""
 
     def __init__(
-        self, scaler: Scaler, workforce: Workforce, *, planner: Planner, ask: Ask, clock: Clock, gauges: PlanGauges
+        self,
+        scaler: Scaler,
+        workforce: Workforce,
+        changes: Changes,
+        *,
+        planner: Planner,
+        ask: Ask,
+        clock: Clock,
     ) -> None:
-        self.gauges = gauges
+        self.gauges = PlanGauges()
         self._scaler = scaler
+        self._changes = changes
         self._workforce = workforce
         self._planner = planner
         self._ask = ask
@@ -83,7 +92,7 @@ class Autopilot:
         self._settings = scaler.config.planner
         self.latest: PlanNote | None = None
         """The last plan."""
-        self._changes: deque[PlanNote] = deque(maxlen=_NUM_KEPT)
+        self._notes: deque[PlanNote] = deque(maxlen=_NUM_KEPT)
         """Plans that wanted other sizes than the plan before."""
         self._changing: asyncio.Task[None] | None = None
         self._num_failures = 0
@@ -130,9 +139,9 @@ class Autopilot:
         note = PlanNote(made_s=now_s, present=observed.sizes, plan=self._planner.plan(observed))
         if note.wants_change:
             note.outcome = self._begin(note)
-            is_new = not self._changes or self._changes[-1].plan.sizes != note.plan.sizes
+            is_new = not self._notes or self._notes[-1].plan.sizes != note.plan.sizes
             if is_new or note.outcome == _BEGUN:
-                self._changes.append(note)
+                self._notes.append(note)
                 logger.info("plan: %s", note.plan.reason, extra={"outcome": note.outcome})
         self.latest = note
         self.gauges.set_sizes(present=note.present, wanted=note.plan.sizes)
@@ -148,7 +157,7 @@ class Autopilot:
             mode=self._settings.mode,
             interval_s=self._settings.interval_s,
             latest=None if self.latest is None else self._record(self.latest),
-            changes=[self._record(note) for note in reversed(self._changes)],
+            changes=[self._record(note) for note in reversed(self._notes)],
         )
 
     def _record(self, note: PlanNote) -> controller_pb2.PlanRecord:
@@ -166,25 +175,30 @@ class Autopilot:
         """Begin to carry a plan out, if possible; returns the outcome so far."""
         if self._settings.mode != "act":
             return "advised only (planner.mode: advise)"
-        if self._changing is not None and not self._changing.done():
-            return "waits: a change is under way"
         sizes, present = note.plan.sizes, note.present
+        wanted = {role: getattr(sizes, role) for role in POOLS if getattr(sizes, role) != getattr(present, role)}
+        under_way = self._changes.touching(wanted)
+        if under_way:
+            return f"waits: {under_way[0]} is under way"
+        if self._changing is not None and not self._changing.done():
+            return "waits: the change before is under way"
         grows = sizes.prefill > present.prefill or sizes.decode > present.decode
         left_s = self._paused_until_s - self._clock.monotonic()
         if grows and left_s > 0:
             return f"waits {left_s:.0f} s: the last growth failed"
-        self._changing = asyncio.create_task(self._carry_out(note), name="autopilot's change")
+
+        async def work(report: Report) -> None:
+            await self._scaler.scale(wanted, grace_s=self._settings.grace_s, report=report)
+
+        change = self._changes.begin(ChangeKind.PLANNER, in_words(wanted), wanted, work)
+        self._changing = asyncio.create_task(self._note_result(note, change), name="autopilot's change")
         return _BEGUN
 
-    async def _carry_out(self, note: PlanNote) -> None:
-        sizes = note.plan.sizes
-        wanted = {ProcessRole.PREFILL: sizes.prefill, ProcessRole.DECODE: sizes.decode}
+    async def _note_result(self, note: PlanNote, change: ClusterChange) -> None:
         started_s = self._clock.monotonic()
         try:
-            await self._scaler.scale(wanted, grace_s=self._settings.grace_s, report=_log)
-        except Overloaded as error:
-            note.outcome = f"waits: {error}"
-        except KvrelayError as error:
+            await change.result()
+        except Exception as error:  # noqa: BLE001 - the top of a task: it becomes the outcome
             pause_s = min(self._settings.interval_s * 2.0**self._num_failures, _LONGEST_PAUSE_S)
             self._num_failures += 1
             self._paused_until_s = self._clock.monotonic() + pause_s
@@ -195,7 +209,3 @@ class Autopilot:
             self._num_failures = 0
             note.outcome = f"done in {self._clock.monotonic() - started_s:.1f} s"
             self.gauges.count_change("done")
-
-
-def _log(text: str) -> None:
-    logger.info("autopilot: %s", text)

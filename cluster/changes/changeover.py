@@ -7,27 +7,29 @@
 3. When all routers are new, the configuration becomes the cluster's, which cannot be undone.
 4. Stop the old workers, which no router uses any more.
 
-A process that does not start before step 3 undoes everything: replaced routers get their old configuration again, for
-which the old workers still run, and the new workers are stopped.
+A process that does not start before step 3, or the change's cancellation, undoes everything: replaced routers get their
+old configuration again, for which the old workers still run, and the new workers are stopped.
 
 This is a blue-green deployment (Humble and Farley, Continuous Delivery, 2010, chapter 10).
 """
 
-from collections.abc import Awaitable, Callable, Sequence
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any, NoReturn
 
-from cluster.changes.scaling import Report, Scaler
+from cluster.changes.scaling import Report, Scaler, cannot_start
 from cluster.processes.launcher import StartFailed
 from cluster.processes.plan import POOLS, ProcessRole, ProcessSpec
-from cluster.processes.workforce import Workforce
+from cluster.processes.workforce import Workforce, completed
 from common.config import ServingConfig
 from common.errors import EngineFault
 
 
 @dataclass(slots=True, kw_only=True)
 class Changeover:
-    """Replaces all workers and routers of a cluster. Used once; the caller holds `Scaler.changing`."""
+    """Replaces all workers and routers of a cluster. Used once; no other change runs meanwhile."""
 
     scaler: Scaler
     workforce: Workforce
@@ -48,14 +50,12 @@ class Changeover:
             for spec in routers:
                 self._renewed.append(spec)
                 await self._renew_router(replace(spec, config=config))
-        except EngineFault as error:
-            self.report(f"going back: {error}")
-            await self._undo(new)
-            raise EngineFault(f"rolled back, the old configuration serves: {error}") from error
+        except (EngineFault, asyncio.CancelledError) as error:
+            await go_back(error, partial(self._undo, new), workforce=self.workforce, report=self.report)
         self.scaler.adopt(config)
         self.keep(config)
         self.report("every router uses the new workers alone")
-        await self.scaler.shrink(old, self.grace_s, self.report)
+        await completed(self.scaler.shrink(old, self.grace_s, self.report))
 
     async def _undo(self, new: Sequence[ProcessSpec]) -> None:
         steps = [partial(self._renew_router, spec) for spec in reversed(self._renewed)]
@@ -69,6 +69,28 @@ class Changeover:
                 self.report(f"{spec.name} finishes its requests")
                 await self.workforce.drain_router(process, grace_s=self.grace_s)
         await renew_router(self.workforce, spec, self.report)
+
+
+async def go_back(
+    cause: EngineFault | asyncio.CancelledError,
+    undo: Callable[[], Coroutine[Any, Any, None]],
+    *,
+    workforce: Workforce,
+    report: Report,
+) -> NoReturn:
+    """Undo what a change has done so far, to the end, and raise the cause, or EngineFault if that fails.
+
+    A cluster that is being stopped is left as it is.
+    """
+    is_cancelled = isinstance(cause, asyncio.CancelledError)
+    if workforce.phase.is_end:
+        raise cause
+    report(f"going back: {'cancelled' if is_cancelled else cause}")
+    await completed(undo())
+    report("the old configuration serves")
+    if is_cancelled:
+        raise cause
+    raise EngineFault(f"rolled back, the old configuration serves: {cause}") from cause
 
 
 async def undo_all(steps: Sequence[Callable[[], Awaitable[None]]], report: Report) -> None:
@@ -93,4 +115,4 @@ async def renew_router(workforce: Workforce, spec: ProcessSpec, report: Report) 
     try:
         await workforce.add_worker(spec)
     except StartFailed as error:
-        raise EngineFault(f"{spec.name} did not start: {error}") from error
+        raise cannot_start(spec, error) from error

@@ -5,7 +5,8 @@
 3. Routers describe it again and take its cache from a snapshot.
 
 Both pools must have the same kind of workers (`flip_obstacle`). The last worker of a pool stays in it, since it cannot
-drain while requests arrive. A worker that is not empty in time continues in its old role.
+drain while requests arrive. A worker that is not empty in time continues in its old role. When the change is cancelled,
+a worker that drains stays in its pool, and one that changes its role completes that.
 """
 
 import asyncio
@@ -15,7 +16,7 @@ from enum import Enum
 
 from cluster.processes.managed_process import ManagedProcess
 from cluster.processes.plan import ProcessRole, ProcessSpec
-from cluster.processes.workforce import Workforce
+from cluster.processes.workforce import Workforce, completed
 from common.config import ServingConfig
 from common.errors import EngineFault, KvrelayError
 
@@ -88,9 +89,13 @@ async def _flip(
     name, source = process.spec.name, process.spec.role
     report(f"flipping {name} to {role}")
     started_s = time.monotonic()
-    num_left = await workforce.drain_worker(process, grace_s=grace_s)
     try:
-        await workforce.flip_worker(process, role, grace_s=_SETTLE_S)
+        num_left = await workforce.drain_worker(process, grace_s=grace_s)
+    except asyncio.CancelledError:
+        workforce.keep_worker(process)
+        raise
+    try:
+        await completed(workforce.flip_worker(process, role, grace_s=_SETTLE_S))
     except EngineFault:
         raise
     except KvrelayError as error:

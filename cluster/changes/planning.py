@@ -7,7 +7,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 
-from cluster.changes.autopilot import Autopilot, PlanGauges
+from cluster.changes.autopilot import Autopilot
+from cluster.changes.change import Changes
 from cluster.changes.observing import Ask, ask_routers, make_observation
 from cluster.changes.scaling import Scaler
 from cluster.planner.capacity import rate_of
@@ -81,12 +82,14 @@ class Planning:
             await asyncio.to_thread(server.close)
 
 
-def make_planning(scaler: Scaler, workforce: Workforce, *, scrape_tls: ScrapeTls | None = None) -> Planning:
+def make_planning(
+    scaler: Scaler, workforce: Workforce, changes: Changes, *, scrape_tls: ScrapeTls | None = None
+) -> Planning:
     """Return the planner of a cluster, not running yet."""
     ask = partial(ask_routers, addresses=lambda: workforce.routers.admin_addresses, connect=workforce.reach.router)
     clock, planner = SystemClock(), SloPlanner(planner_settings(scaler.config))
     return Planning(
-        autopilot=Autopilot(scaler, workforce, planner=planner, ask=ask, clock=clock, gauges=PlanGauges()),
+        autopilot=Autopilot(scaler, workforce, changes, planner=planner, ask=ask, clock=clock),
         guard=LoadGuard(scaler=scaler, workforce=workforce, ask=ask, clock=clock),
         config=scaler.config,
         scrape_tls=scrape_tls,

@@ -9,6 +9,8 @@
 4. Drain the canaries. The configuration becomes the cluster's: processes that start from now on read it.
 5. Bring the pools to their new sizes.
 
+A rollout that is cancelled before step 4 goes back in the same way; later it keeps the new configuration.
+
 Where old and new workers cannot exchange KV, for example with another model, all processes are replaced at once and
 `changeover` takes the place of steps 2 to 5. A restart is steps 2 to 4 with the same configuration and no judgement.
 
@@ -22,7 +24,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from cluster.changes.canary import CanaryWatch, Inspect, observe
-from cluster.changes.changeover import Changeover, renew_router, undo_all
+from cluster.changes.changeover import Changeover, go_back, renew_router, undo_all
 from cluster.changes.scaling import Report, Scaler
 from cluster.processes.diff import (
     Change,
@@ -33,7 +35,7 @@ from cluster.processes.diff import (
     roles_to_renew,
 )
 from cluster.processes.plan import ProcessRole, ProcessSpec, sizes_of, with_sizes
-from cluster.processes.workforce import Workforce
+from cluster.processes.workforce import Workforce, completed
 from common.config import ServingConfig
 from common.errors import EngineFault, InvalidRequest
 
@@ -70,7 +72,7 @@ class Surroundings:
 
 @dataclass(frozen=True, slots=True)
 class Rollouts:
-    """Runs rollouts, one at a time. Event loop only."""
+    """Runs rollouts. No other change runs meanwhile (`change.Changes`). Event loop only."""
 
     scaler: Scaler
     workforce: Workforce
@@ -83,42 +85,42 @@ class Rollouts:
     async def run(self, wanted: ServingConfig, terms: RolloutTerms, *, report: Report) -> None:
         """Bring the cluster to `wanted`; `report` is called with each step.
 
-        Raises InvalidRequest for an impossible change, Overloaded while another change runs, EngineFault if a step
-        failed and the rollout was undone.
+        Raises InvalidRequest for an impossible change, EngineFault if a step failed and the rollout was undone.
         """
-        async with self.scaler.changing():
-            after, changes = self._compare(wanted, report)
-            sizes = self.scaler.sizes()
-            if not terms.is_forced:
-                await self.surroundings.check(sizes_of(after))
-            if is_new_generation(changes):
-                changeover = Changeover(
-                    scaler=self.scaler,
-                    workforce=self.workforce,
-                    keep=self.surroundings.keep,
-                    grace_s=terms.grace_s,
-                    report=report,
-                )
-                await changeover.run(after)
-                return
-            roles = tuple(role for role in roles_to_renew(changes) if sizes[role])
-            if roles or needs_routers(changes):
-                routers = self._routers() if needs_routers(changes) else ()
-                await self._renewal(terms, report).run(after, roles, routers=routers)
-            self.scaler.adopt(after)
-            self.surroundings.keep(after)
-            if sizes_of(after) != sizes:
-                await self.scaler.resize(sizes_of(after), terms.grace_s, report)
+        after, changes = self._compare(wanted, report)
+        sizes = self.scaler.sizes()
+        if not terms.is_forced:
+            await self.surroundings.check(sizes_of(after))
+        if is_new_generation(changes):
+            changeover = Changeover(
+                scaler=self.scaler,
+                workforce=self.workforce,
+                keep=self.surroundings.keep,
+                grace_s=terms.grace_s,
+                report=report,
+            )
+            await changeover.run(after)
+            return
+        roles = tuple(role for role in roles_to_renew(changes) if sizes[role])
+        renewal = self._renewal(terms, report)
+        if roles or needs_routers(changes):
+            await renewal.run(after, roles, routers=self._routers() if needs_routers(changes) else ())
+        self.scaler.adopt(after)
+        self.surroundings.keep(after)
+        report("the new configuration is the cluster's")
+        await completed(renewal.drain_canaries())
+        if sizes_of(after) != sizes:
+            await self.scaler.resize(sizes_of(after), terms.grace_s, report)
 
     async def restart(self, *, grace_s: float, report: Report) -> None:
         """Replace every worker by a new process with the same configuration, one at a time.
 
-        One worker more than usual runs in each pool meanwhile. Raises Overloaded and EngineFault like `run`.
+        One worker more than usual runs in each pool meanwhile. Raises EngineFault like `run`.
         """
-        async with self.scaler.changing():
-            roles = [role for role, size in self.scaler.sizes().items() if size]
-            terms = RolloutTerms(canary_s=0.0, max_slowdown=1.0, grace_s=grace_s)
-            await self._renewal(terms, report).run(self.scaler.config, roles)
+        roles = [role for role, size in self.scaler.sizes().items() if size]
+        renewal = self._renewal(RolloutTerms(canary_s=0.0, max_slowdown=1.0, grace_s=grace_s), report)
+        await renewal.run(self.scaler.config, roles)
+        await completed(renewal.drain_canaries())
 
     def _renewal(self, terms: RolloutTerms, report: Report) -> "_Renewal":
         return _Renewal(self.scaler, self.workforce, surroundings=self.surroundings, terms=terms, report=report)
@@ -171,7 +173,10 @@ class _Renewal:
     async def run(
         self, config: ServingConfig, roles: Sequence[ProcessRole], *, routers: Sequence[ProcessSpec] = ()
     ) -> None:
-        """Replace every worker of these pools, and these routers. Raises EngineFault after undoing everything."""
+        """Replace every worker of these pools, and these routers; canaries stay.
+
+        Raises EngineFault, or CancelledError, after undoing everything.
+        """
         sizes = self.scaler.sizes()
         more = sizes | {role: sizes[role] + 1 for role in roles}
         old = {role: [process.spec for process in self.workforce.workers(role)] for role in roles}
@@ -189,11 +194,8 @@ class _Renewal:
             for role in roles:
                 for spec in old[role]:
                     await self._replace(spec)
-        except EngineFault as error:
-            self.report(f"going back: {error}")
-            await self._undo()
-            raise EngineFault(f"rolled back, the old configuration serves: {error}") from error
-        await self._drain_canaries()
+        except (EngineFault, asyncio.CancelledError) as error:
+            await go_back(error, self._undo, workforce=self.workforce, report=self.report)
 
     async def _replace(self, spec: ProcessSpec) -> None:
         """Replace an old worker by a new one with its name and the spec of the canary."""
@@ -205,13 +207,16 @@ class _Renewal:
         """Bring replaced processes back to their old configuration; canaries stand in until then."""
         workers = [partial(self._bring_back, spec) for spec in reversed(self._replaced)]
         routers = [partial(renew_router, self.workforce, spec, self.report) for spec in reversed(self._renewed)]
-        await undo_all([*workers, *routers, self._drain_canaries], self.report)
+        await undo_all([*workers, *routers, self.drain_canaries], self.report)
 
     async def _bring_back(self, spec: ProcessSpec) -> None:
+        if spec in [process.spec for process in self.workforce.workers(spec.role)]:
+            return  # it had not left yet, or its successor is the same
         await self.scaler.shrink({spec.name}, self.terms.grace_s, self.report)
         await self.scaler.grow([spec], self.report)
 
-    async def _drain_canaries(self) -> None:
+    async def drain_canaries(self) -> None:
+        """Drain and stop the canaries, which the new workers have replaced."""
         await self.scaler.shrink({spec.name for spec in self._canaries.values()}, self.terms.grace_s, self.report)
 
     async def _judge(self) -> None:

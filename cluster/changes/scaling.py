@@ -7,15 +7,15 @@
 5. It leaves the membership and is stopped. Requests that it still had are resumed elsewhere from their tokens, as after
    a worker's death.
 
-Pools grow before they shrink, so that capacity never falls below both sizes.
+Pools grow before they shrink, so that capacity never falls below both sizes. A change that is cancelled ends where it
+is: workers that are not in use yet are removed, those that drain get requests again, the others stay as they are.
 """
 
 import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from statistics import median
@@ -36,7 +36,7 @@ from cluster.processes.plan import (
 )
 from cluster.processes.workforce import Workforce
 from common.config import ServingConfig
-from common.errors import EngineFault, InvalidRequest, Overloaded
+from common.errors import EngineFault, InvalidRequest
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +63,10 @@ class Times:
 
 
 class Scaler:
-    """Brings pools to their wanted sizes, one change at a time. Event loop only."""
+    """Brings pools to their wanted sizes. Event loop only.
+
+    Callers see to it that no two changes of a pool run at the same time (`change.Changes`).
+    """
 
     def __init__(self, config: ServingConfig, workforce: Workforce, plan_for: PlanFor) -> None:
         self.config = self._first = config
@@ -72,7 +75,6 @@ class Scaler:
         """The configuration of new workers, once it differs from the launcher's."""
         self._workforce = workforce
         self._plan_for = plan_for
-        self._lock = asyncio.Lock()
         self.start_times = Times(30.0)
         """From the request for a worker to its use."""
         self.drain_times = Times(5.0)
@@ -83,42 +85,35 @@ class Scaler:
     ) -> None:
         """Bring the named pools to these sizes; `report` is called with each step.
 
-        Raises InvalidRequest, Overloaded while another change runs, EngineFault if a worker does not start: those that
-        started stay then, and none is stopped.
+        Raises InvalidRequest, EngineFault if a worker does not start: those that started stay then, none is stopped.
         """
-        sizes = self.sizes() | dict(wanted)
-        _check(sizes)
-        async with self.changing():
-            await self.resize(sizes, grace_s, report, flips)
+        check_sizes(wanted)
+        await self.resize(wanted, grace_s, report, flips)
 
-    # The steps of a change. Callers hold `changing`.
+    # The steps of a change.
 
     def adopt(self, config: ServingConfig) -> None:
         """Start workers from now on with another configuration than the launcher's."""
         self.config = self._own = config
-
-    @asynccontextmanager
-    async def changing(self) -> AsyncIterator[None]:
-        """Change the pools inside the block. Raises Overloaded while another change runs."""
-        if self._lock.locked():
-            raise Overloaded("another change of the pools is under way", retry_after_s=5.0)
-        async with self._lock:
-            yield
 
     def sizes(self) -> dict[ProcessRole, int]:
         """Return how many workers each pool has."""
         return {role: len(self._workforce.workers(role)) for role in POOLS}
 
     async def resize(
-        self, sizes: Mapping[ProcessRole, int], grace_s: float, report: Report, flips: Flips = Flips.FIRST
+        self, wanted: Mapping[ProcessRole, int], grace_s: float, report: Report, flips: Flips = Flips.FIRST
     ) -> None:
-        """Bring both pools to these sizes. Raises InvalidRequest, EngineFault."""
-        if flips is Flips.FIRST:
-            obstacle = partial(flip_obstacle, first=self._first, latest=self.config)
-            await flip_workers(self._workforce, sizes, obstacle=obstacle, grace_s=grace_s, report=report)
-        specs = self.plan(self.config, sizes)
-        await self.grow(specs, report)
-        await self.shrink(self._present() - {spec.name for spec in specs}, grace_s, report)
+        """Bring the named pools to these sizes; the others are not touched. Raises InvalidRequest, EngineFault."""
+        try:
+            if flips is Flips.FIRST and wanted.keys() >= set(POOLS):
+                obstacle = partial(flip_obstacle, first=self._first, latest=self.config)
+                await flip_workers(self._workforce, wanted, obstacle=obstacle, grace_s=grace_s, report=report)
+            specs = [spec for spec in self.plan(self.config, self.sizes() | dict(wanted)) if spec.role in wanted]
+            await self.grow(specs, report)
+            await self.shrink(self._present(wanted) - {spec.name for spec in specs}, grace_s, report)
+        except asyncio.CancelledError:
+            report(f"stays at {in_words({role: size for role, size in self.sizes().items() if role in wanted})}")
+            raise
 
     def plan(self, config: ServingConfig, sizes: Mapping[ProcessRole, int]) -> list[ProcessSpec]:
         """Return the workers of a configuration with these pool sizes. Raises InvalidRequest."""
@@ -147,8 +142,8 @@ class Scaler:
         new = [spec for spec in self.plan(config, together) if spec.name not in self._present()]
         return [replace(spec, env={**spec.env, **{key: alone[spec.role][key] for key in THREAD_ENVS}}) for spec in new]
 
-    def _present(self) -> set[str]:
-        return {process.spec.name for role in POOLS for process in self._workforce.workers(role)}
+    def _present(self, pools: Collection[ProcessRole] = POOLS) -> set[str]:
+        return {process.spec.name for role in pools for process in self._workforce.workers(role)}
 
     async def grow(self, specs: Sequence[ProcessSpec], report: Report) -> None:
         """Start the missing workers side by side; returns when the routers use them. Raises EngineFault."""
@@ -160,7 +155,7 @@ class Scaler:
         done = await asyncio.gather(*(self._add(spec) for spec in coming), return_exceptions=True)
         for spec, failure in zip(coming, done, strict=True):
             if isinstance(failure, StartFailed):
-                raise EngineFault(f"{spec.name} did not start: {failure}")
+                raise cannot_start(spec, failure)
             if isinstance(failure, BaseException):
                 raise failure
         warmed = [f"{spec.name} warmed with {num} blocks" for spec, num in zip(coming, done, strict=True) if num]
@@ -176,14 +171,21 @@ class Scaler:
         processes = [each for role in POOLS for each in self._workforce.workers(role) if each.spec.name in going]
         if processes:
             report(f"draining {', '.join(sorted(going))}")
-            await asyncio.gather(*(self._let_go(process, grace_s, report) for process in processes))
+            leaving = (self._let_go(process, grace_s, report) for process in processes)
+            done = await asyncio.gather(*leaving, return_exceptions=True)  # so that all have ended, also if cancelled
+            for failure in filter(None, done):
+                raise failure
 
     async def _let_go(self, process: ManagedProcess, grace_s: float, report: Report) -> None:
         started_s = time.monotonic()
-        num_left = await self._workforce.drain_worker(process, grace_s=grace_s)
-        took_s = time.monotonic() - started_s
+        try:
+            num_left = await self._workforce.drain_worker(process, grace_s=grace_s)
+            took_s = time.monotonic() - started_s
+            num_moved = await self._workforce.evacuate_worker(process, grace_s=max(0.0, grace_s - took_s))
+        except asyncio.CancelledError:
+            self._workforce.keep_worker(process)
+            raise
         took = f"{took_s:.2f} s"
-        num_moved = await self._workforce.evacuate_worker(process, grace_s=max(0.0, grace_s - took_s))
         await self._workforce.remove_worker(process)
         self.drain_times.note(process.spec.role, time.monotonic() - started_s)
         if num_left:
@@ -196,9 +198,20 @@ class Scaler:
             report(f"{process.spec.name} has stopped; it was empty after {took}{moved}")
 
 
-def _check(sizes: Mapping[ProcessRole, int]) -> None:
-    for role, size in sizes.items():
+def cannot_start(spec: ProcessSpec, failure: StartFailed) -> EngineFault:
+    """Return the error of a change for a process that did not start."""
+    return EngineFault(f"cannot start {spec.name}: {str(failure).removeprefix(f'{spec.name}: ')}")
+
+
+def in_words(sizes: Mapping[ProcessRole, int]) -> str:
+    """Return pool sizes as the command line takes them."""
+    return " ".join(f"{role}={size}" for role, size in sizes.items())
+
+
+def check_sizes(wanted: Mapping[ProcessRole, int]) -> None:
+    """Raise InvalidRequest for pool sizes that no cluster can have."""
+    for role, size in wanted.items():
         if size > MAX_WORKERS:
             raise InvalidRequest(f"{size} workers; at most {MAX_WORKERS}", field=str(role))
-    if sizes[ProcessRole.DECODE] < 1:
+    if wanted.get(ProcessRole.DECODE, 1) < 1:
         raise InvalidRequest("0; at least one worker must decode", field=str(ProcessRole.DECODE))

@@ -6,16 +6,20 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from cluster.processes.launcher import RunningProcess, StartFailed, identity_role
+from cluster.processes.liveness import forever, service_gone, until_over
 from cluster.processes.plan import ProcessRole, ProcessSpec
 from cluster.processes.run_dir import config_file_of, log_path, log_tail
 from common.log import LOG_PATH_ENV, open_log
-from common.process import PARENT_PID_ENV, ProcessIdentity, Ready, parse_ready
+from common.process import EXIT_HUNG, PARENT_PID_ENV, ProcessIdentity, Ready, parse_ready
 from common.trust.authority import Authority
+from common.trust.channels import connect_to
+from common.trust.credentials import Credentials
 from common.trust.enrolment import Enrolment, EnrolmentRequest
 from common.trust.pipe import answer_to
 
@@ -49,9 +53,15 @@ def service_command(config_path: Path) -> Command:
 class LocalLauncher:
     """A Launcher of subprocesses. Event loop of the main thread only: the kernel's death signal follows that thread."""
 
-    def __init__(self, *, command: Command, run_dir: Path, authority: Authority) -> None:
-        """`authority` signs the processes' certificates; requests and answers travel over their standard streams."""
+    def __init__(
+        self, *, command: Command, run_dir: Path, authority: Authority, credentials: Credentials | None = None
+    ) -> None:
+        """`authority` signs the processes' certificates; requests and answers travel over their standard streams.
+
+        `credentials`: those with which processes are asked whether they still answer; None: they are not asked.
+        """
         self._authority = authority
+        self._credentials = credentials
         self._command = command
         self._run_dir = run_dir
 
@@ -91,22 +101,39 @@ class LocalLauncher:
             code = await _wait_or_kill(process, _EXIT_GRACE_S)  # its stdout is closed: it is about to exit
             reason = f"{spec.name}: {_describe_exit(code)} before it was ready"
             raise StartFailed(f"{reason}\n{log_tail(path, offset=offset)}".rstrip())
-        return _Subprocess(process, ready, lines)
+        silent = forever
+        if self._credentials is not None:
+            connect = connect_to(identity_role(spec.role), self._credentials)
+            silent = partial(service_gone, ready.admin_address, connect, is_here=True)
+        return _Subprocess(process, ready, lines, silent)
 
 
 class _Subprocess:
     """A RunningProcess."""
 
-    def __init__(self, process: asyncio.subprocess.Process, ready: Ready, lines: "_Lines") -> None:
+    def __init__(
+        self,
+        process: asyncio.subprocess.Process,
+        ready: Ready,
+        lines: "_Lines",
+        silent: Callable[[], Coroutine[Any, Any, str]],
+    ) -> None:
         self.ready = ready
+        self._silent = silent
         self.identity = ProcessIdentity.of(process.pid)
         self._process = process
         # Answers renewals of its certificate, and keeps its pipe from filling up.
         self._drain = asyncio.get_running_loop().create_task(lines.until_end())
 
     async def exited(self) -> str:
-        code = await self._process.wait()
-        return _describe_exit(code)
+        return await until_over(self._died(), self._silent(), self._kill)
+
+    def _kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+
+    async def _died(self) -> str:
+        return _describe_exit(await self._process.wait())
 
     async def stop(self, grace_s: float) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -178,6 +205,8 @@ async def _kill(process: asyncio.subprocess.Process) -> int:
 def _describe_exit(code: int) -> str:
     if code == 0:  # no service ends by itself
         return "terminated"
+    if code == EXIT_HUNG:
+        return f"hung, and ended itself (exit status {code})"
     if code >= 0:
         return f"exited with code {code}"
     try:

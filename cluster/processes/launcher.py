@@ -30,7 +30,7 @@ class RunningProcess(Protocol):
         ...
 
     async def exited(self) -> str:
-        """Wait until it is dead and return how it died. Several tasks may wait."""
+        """Wait until it is dead and return how it died; kills it when it no longer answers. Several tasks may wait."""
         ...
 
     async def stop(self, grace_s: float) -> None:

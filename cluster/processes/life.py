@@ -7,9 +7,9 @@ The *phase* repeats with every operating system process:
 
 The *standing* says what the rest of the cluster may do with it, whether it is up or not:
 
-    JOINING ──▶ MEMBER ──▶ DRAINING
+    JOINING ──▶ MEMBER ◀─▶ DRAINING       a worker whose drain is cancelled is a MEMBER again;
        │         ▲  │          │
-       │         │  ▼          │          a worker that changes its role is APART meanwhile, then a MEMBER again;
+       │         │  ▼          │          one that changes its role is APART meanwhile, then a MEMBER again;
        └───────▶ APART ◀───────┘          a process that is being removed stays APART
 
              routers are told of it   other workers exchange prefixes with it
@@ -57,7 +57,7 @@ _NEXT: dict[StrEnum, frozenset[StrEnum]] = {
     ProcessPhase.STOPPED: frozenset(),
     Standing.JOINING: frozenset({Standing.MEMBER, Standing.APART}),
     Standing.MEMBER: frozenset({Standing.DRAINING, Standing.APART}),
-    Standing.DRAINING: frozenset({Standing.APART}),
+    Standing.DRAINING: frozenset({Standing.MEMBER, Standing.APART}),
     Standing.APART: frozenset({Standing.MEMBER}),
 }
 

@@ -1,7 +1,9 @@
-"""Detects the death of a process that is not our child."""
+"""Detects the death of a process that is not our child, and a process that lives but no longer answers."""
 
 import asyncio
 import os
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -10,9 +12,10 @@ from common.process import ProcessIdentity
 from common.rpc import Connect
 
 _PERIOD_S = 0.5
-_PROBE_TIMEOUT_S = 2.0
+_PROBE_TIMEOUT_S = 1.25
 _REFUSED_LIMIT = 2
-_SILENT_LIMIT = 10
+_SILENT_LIMIT = 4
+_DEATH_TIMEOUT_S = 5.0
 _POLL_S = 0.1
 
 
@@ -37,10 +40,36 @@ async def process_gone(identity: ProcessIdentity) -> None:
         os.close(fd)
 
 
-async def service_gone(address: str, connect: Connect) -> str:
-    """Return the reason when a service on another host is lost: two refused or ten unanswered checks in a row.
+async def forever() -> str:
+    """Wait until cancelled."""
+    return await asyncio.get_running_loop().create_future()  # type: ignore[no-any-return]
 
-    A busy service answers late, so a few unanswered checks do not count.
+
+async def until_over(died: Coroutine[Any, Any, str], silent: Coroutine[Any, Any, str], kill: Callable[[], None]) -> str:
+    """Return why a process is over: it `died`, or it was `silent` and was killed for that.
+
+    A process that the kernel cannot end in time counts as over.
+    """
+    dying, listening = asyncio.ensure_future(died), asyncio.ensure_future(silent)
+    try:
+        await asyncio.wait((dying, listening), return_when=asyncio.FIRST_COMPLETED)
+        if dying.done():
+            return dying.result()
+        reason = listening.result()
+        kill()
+        await asyncio.wait((dying,), timeout=_DEATH_TIMEOUT_S)
+        return f"{reason}; killed"
+    finally:
+        for task in (dying, listening):
+            task.cancel()
+        await asyncio.wait((dying, listening))
+
+
+async def service_gone(address: str, connect: Connect, *, is_here: bool = False) -> str:
+    """Return the reason when a service is lost: two refused or four unanswered checks in a row, about 7 s.
+
+    A busy service answers late, so a few unanswered checks do not count. On this host (`is_here`), where its death
+    shows otherwise, a refused check counts as an unanswered one.
     """
     num_refused = num_silent = 0
     async with connect(address) as channel:
@@ -50,10 +79,15 @@ async def service_gone(address: str, connect: Connect) -> str:
                 await stub.Check(health_pb2.HealthCheckRequest(), timeout=_PROBE_TIMEOUT_S)
                 num_refused = num_silent = 0
             except grpc.aio.AioRpcError as error:
-                if error.code() is grpc.StatusCode.UNAVAILABLE:
-                    num_refused += 1
-                else:
-                    num_silent += 1
+                match error.code():
+                    case grpc.StatusCode.DEADLINE_EXCEEDED:
+                        num_silent += 1
+                    case grpc.StatusCode.UNAVAILABLE if is_here:
+                        num_silent += 1
+                    case grpc.StatusCode.UNAVAILABLE:
+                        num_refused += 1
+                    case _:  # it lives, though something is wrong
+                        num_refused = num_silent = 0
             if num_refused >= _REFUSED_LIMIT:
                 return f"{address} refused {num_refused} health checks"
             if num_silent >= _SILENT_LIMIT:

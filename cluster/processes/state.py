@@ -22,9 +22,13 @@ _FORMAT = 4
 
 
 class ClusterPhase(StrEnum):
-    """Life cycle of a cluster: STARTING → READY → STOPPING, or STARTING → FAILED. At the end the file is removed."""
+    """Life cycle of a cluster: STARTING → READY → STOPPING, or STARTING → FAILED. At the end the file is removed.
+
+    A controller that takes over the processes of an earlier one begins with ADOPTING instead of STARTING.
+    """
 
     STARTING = "starting"
+    ADOPTING = "adopting"
     READY = "ready"
     STOPPING = "stopping"
     FAILED = "failed"
@@ -71,6 +75,8 @@ class ClusterState:
     """Every other process below the supervisor, such as Ray's daemons."""
     ray_environment: Mapping[str, str]
     """Environment that reaches the joined Ray cluster; empty without one."""
+    trouble: str = ""
+    """Why its controller does not supervise the processes yet, though they serve; empty if it does."""
 
 
 _STATE = TypeAdapter(ClusterState)
@@ -120,7 +126,7 @@ def wanted_processes(
 
 def has_served(found: Collection[str], last: ClusterState | None) -> bool:
     """Return whether the processes found belong to a cluster that served before."""
-    return bool(found) and (last is None or last.phase is ClusterPhase.READY)
+    return bool(found) and (last is None or last.phase in (ClusterPhase.READY, ClusterPhase.ADOPTING))
 
 
 def _numbers(names: Collection[str], role: ProcessRole) -> list[int]:

@@ -2,14 +2,14 @@
 
 1. Start everything. When every process serves and every router uses every worker: phase READY.
 2. Until told to stop: keep the processes running and state.json current. Changes are made through the `workforce`.
-3. Stop the routers first, since their last requests need the workers; then the workers.
+3. Have the changes under way end. Stop the routers first, since their last requests need the workers; then the workers.
 """
 
 import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import psutil
@@ -38,6 +38,10 @@ class Ground:
     state_file: StateFile
     ray_environment: Mapping[str, str] = field(default_factory=dict)
     """Environment that reaches the joined Ray cluster; empty without one."""
+
+
+async def _no_changes() -> None:
+    """Nothing changes."""
 
 
 class Supervisor:
@@ -80,29 +84,40 @@ class Supervisor:
 
         A router keeps the workers that it knows until this supervisor knows all of them too.
         """
+        self.workforce.phase = ClusterPhase.ADOPTING
         for process in self.workforce.processes:
             process.life.is_adopted = True
 
-    async def run(self, stopping: asyncio.Event, *, on_ready: Callable[[], None]) -> None:
-        """Serve until `stopping`, then stop everything. Raises StartFailed if the cluster does not come up."""
+    async def run(
+        self,
+        stopping: asyncio.Event,
+        *,
+        on_ready: Callable[[], None],
+        end_changes: Callable[[], Awaitable[None]] = _no_changes,
+    ) -> None:
+        """Serve until `stopping`, then stop everything, after `end_changes`.
+
+        Raises StartFailed if the cluster does not come up.
+        """
         self._save()
         serving = asyncio.create_task(self._serve(on_ready))
         stop_wanted = asyncio.create_task(stopping.wait())
         try:
             await asyncio.wait([serving, stop_wanted], return_when=asyncio.FIRST_COMPLETED)
         finally:
+            # From here on nothing is started. Routers still report until the changes have ended.
+            self._enter(ClusterPhase.FAILED if serving.done() else ClusterPhase.STOPPING)
+            await end_changes()
             stop_wanted.cancel()
             serving.cancel()
             await asyncio.wait([serving, stop_wanted])
-            failed = not serving.cancelled()
-            self._enter(ClusterPhase.FAILED if failed else ClusterPhase.STOPPING)
             await self.workforce.stop()
-        if failed:
+        if not serving.cancelled():
             serving.result()
 
     async def _serve(self, on_ready: Callable[[], None]) -> None:
         workforce = self.workforce
-        is_takeover = any(process.life.is_adopted for process in workforce.processes)
+        is_takeover = workforce.phase is ClusterPhase.ADOPTING
         try:
             async with asyncio.TaskGroup() as tasks:
                 for process in workforce.processes:
@@ -113,8 +128,9 @@ class Supervisor:
                 tasks.create_task(workforce.save_leaving_caches())
                 if not is_takeover:
                     await self._until_ready()
-                self._enter(ClusterPhase.READY)
-                on_ready()
+                if not workforce.phase.is_end:
+                    self._enter(ClusterPhase.READY)
+                    on_ready()
         except* StartFailed as failures:
             first = failures.exceptions[0]
             raise StartFailed(str(first)) from None
@@ -138,7 +154,7 @@ class Supervisor:
 
     def _process_changed(self, process: ManagedProcess) -> None:
         processes = self.workforce.processes
-        if self.workforce.phase is ClusterPhase.STARTING and process.address is not None:
+        if self.workforce.phase in (ClusterPhase.STARTING, ClusterPhase.ADOPTING) and process.address is not None:
             num_serving = sum(each.address is not None for each in processes)
             self._report(f"{process.name} is up ({num_serving} of {len(processes)})")
         if all(each.life.num_lives > 0 for each in processes):

@@ -8,10 +8,10 @@ is told the workers of its own generation only.
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from cluster.processes.diff import generation_of
 from cluster.processes.evacuation import Evacuation, Peer
@@ -32,6 +32,22 @@ logger = logging.getLogger(__name__)
 
 ACCEPT_TIMEOUT_S = 30.0
 """Time for the routers to use a worker that serves."""
+T = TypeVar("T")
+
+
+async def completed(step: Coroutine[Any, Any, T]) -> T:
+    """Take a step to its end, even if the caller is cancelled meanwhile; that is raised when the step has succeeded."""
+    task = asyncio.ensure_future(step)
+    interruption: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait((task,))
+        except asyncio.CancelledError as error:
+            interruption = error
+    result = task.result()
+    if interruption is not None:
+        raise interruption
+    return result
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +104,7 @@ class Workforce:
     async def add_worker(self, spec: ProcessSpec) -> int:
         """Start and warm one more process; returns the blocks it was warmed with, once the routers use it.
 
-        Raises StartFailed, and then nothing is left of it.
+        Raises StartFailed. Then, and when it is cancelled, nothing is left of the process.
         """
         if self.phase.is_end:
             raise StartFailed("the cluster is being stopped")
@@ -106,10 +122,11 @@ class Workforce:
             async with asyncio.timeout(ACCEPT_TIMEOUT_S):
                 await self._until_accepted(process)
             return num_blocks
-        except (StartFailed, TimeoutError) as error:
+        except (StartFailed, asyncio.CancelledError):
             await self.remove_worker(process)
-            if isinstance(error, StartFailed):
-                raise
+            raise
+        except TimeoutError:
+            await self.remove_worker(process)
             raise StartFailed(f"the routers do not use it after {ACCEPT_TIMEOUT_S:g} s; see their logs") from None
         finally:
             served.cancel()
@@ -133,6 +150,12 @@ class Workforce:
         except TimeoutError:
             return self.routers.num_users(process.name)
         return 0
+
+    def keep_worker(self, process: ManagedProcess) -> None:
+        """Have a draining worker get requests again."""
+        if process.life.standing is Standing.DRAINING:
+            process.life.stand(Standing.MEMBER)
+            self.routers.worker_changed()
 
     async def flip_worker(self, process: ManagedProcess, role: ProcessRole, *, grace_s: float) -> None:
         """Give a drained worker the other role; returns when the routers use it.
@@ -162,7 +185,10 @@ class Workforce:
         return await self._evacuation.evacuate(_peer(process), self._peers(process), grace_s=grace_s)
 
     async def remove_worker(self, process: ManagedProcess) -> None:
-        """Withdraw a process from the routers and stop it."""
+        """Withdraw a process from the routers and stop it, also if the caller is cancelled meanwhile."""
+        await completed(self._remove(process))
+
+    async def _remove(self, process: ManagedProcess) -> None:
         process.life.stand(Standing.APART)
         self.routers.worker_changed()
         await process.stop(self._grace.of(process.spec.role))

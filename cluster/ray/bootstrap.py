@@ -2,7 +2,8 @@
 
     python -m cluster.ray.bootstrap find NAME | remove NAME
 
-prints the actors of a cluster as a JSON list, and with `remove` ends them. RAY_ADDRESS names the Ray cluster.
+prints the actors of a cluster as a JSON list, and with `remove` ends them first. RAY_ADDRESS names the Ray cluster. The
+exit status is 1, and the reason on stderr, if Ray does not answer or still has them.
 """
 
 import asyncio
@@ -23,7 +24,7 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayError  # noq
 
 from cluster.processes.starter import Progress, Starter, StartFailure, Up  # noqa: E402
 from cluster.ray.controller_actor import StartProgress, create_controller  # noqa: E402
-from cluster.ray.joined_ray import CONTROLLER, named_actors, remove_actors  # noqa: E402
+from cluster.ray.joined_ray import CONTROLLER, ActorsLeft, named_actors, remove_actors  # noqa: E402
 from cluster.ray.private_ray import NAMESPACE  # noqa: E402
 from common.config import ServingConfig  # noqa: E402
 
@@ -63,7 +64,8 @@ async def bring_up_controller(
             await _until_gone(config.name)
     except RayActorError as error:
         # Ray gave it up, so its processes have no supervisor any more.
-        remove_actors(config.name)
+        with contextlib.suppress(ActorsLeft):
+            remove_actors(config.name)
         outcome = StartFailure(reason=f"the controller died: {error}")
     finally:
         await asyncio.to_thread(ray.shutdown)
@@ -128,11 +130,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     verb, cluster = arguments if arguments is not None else sys.argv[1:]
     try:
         connect()
-    except ConnectionError as error:
+        names = named_actors(cluster) if verb == "find" else remove_actors(cluster)
+    except (ConnectionError, RayError, RuntimeError, ActorsLeft) as error:
         sys.stderr.write(f"{error}\n")
         return 1
-    try:
-        names = named_actors(cluster) if verb == "find" else remove_actors(cluster)
     finally:
         ray.shutdown()
     sys.stdout.write(json.dumps(sorted(names)) + "\n")

@@ -2,15 +2,18 @@
 
 It is named, detached and restarted by Ray, so that no process of ours has to stay for the cluster to be supervised. Its
 next life finds again all that it needs: Ray knows the processes by name, their configuration is what the actor was
-created with, and the routers are told everything again. Routers and workers continue meanwhile.
+created with, and the routers are told everything again. Routers and workers continue meanwhile. A life that cannot take
+them over tries again (`cluster.takeover`): Ray restarts a controller that dies, but not one that leaves.
 """
 
 import asyncio
+import contextlib
 import logging
 import os
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,7 @@ from cluster.processes.state import StateFile
 from cluster.ray import outside
 from cluster.ray.joined_ray import CONTROLLER, pinned_to, remove_workers, this_host
 from cluster.ray.private_ray import NAMESPACE
+from cluster.takeover import until_taken_over
 from cluster.wiring import supervise
 from common.config import ServingConfig, load_config
 from common.log import send_output_to, setup_logging
@@ -61,10 +65,11 @@ class ControllerActor:
 
     def __init__(self, params: ControllerParams) -> None:
         os.environ.update(params.environment)
-        path = log_path(params.run_dir, "supervisor")
-        make_run_dir(params.run_dir)
-        path.parent.mkdir(exist_ok=True)
-        send_output_to(path)
+        with contextlib.suppress(OSError):  # a constructor that fails would be the actor's end
+            path = log_path(params.run_dir, "supervisor")
+            make_run_dir(params.run_dir)
+            path.parent.mkdir(exist_ok=True)
+            send_output_to(path)
         setup_logging("supervisor")
         self._stopping = asyncio.Event()
         self._steps: list[str] = []
@@ -121,20 +126,34 @@ class ControllerActor:
     async def _lock(self, run_dir: Path, holding: ExitStack) -> None:
         while True:
             try:
+                make_run_dir(run_dir)
                 holding.enter_context(lock_run_dir(run_dir))
-            except RunDirTaken:
+            except (RunDirTaken, OSError) as error:
                 if not ray.get_runtime_context().was_current_actor_reconstructed:
                     raise
-                await asyncio.sleep(_LOCK_RETRY_S)  # its own last life has not ended yet
+                # Its own last life has not ended yet, or the disk is full.
+                logger.info("the run folder cannot be locked yet: %s", error)
+                await asyncio.sleep(_LOCK_RETRY_S)
             else:
                 return
 
     async def _run(self, params: ControllerParams) -> None:
         state_file = StateFile(params.run_dir)
+
+        def report(text: str) -> None:
+            self.tell(Progress(text=text))
+
+        attempt = partial(self._attempt, params, state_file)
+        await until_taken_over(attempt, state_file=state_file, report=report, stopping=self._stopping)
+
+    async def _attempt(self, params: ControllerParams, state_file: StateFile) -> None:
+        async def confirm_end() -> None:
+            await asyncio.to_thread(remove_workers, params.config.name)
+
         last = state_file.read()
         if last is not None and last.phase.is_end:
             # The last life ended while it stopped the processes.
-            remove_workers(params.config.name)
+            await confirm_end()
             state_file.remove()
             return
         path = params.run_dir / FILE_NAME
@@ -145,6 +164,7 @@ class ControllerActor:
             run_dir=params.run_dir,
             audience=self,
             stopping=self._stopping,
+            confirm_end=confirm_end,
         )
 
     async def _leave(self) -> None:

@@ -6,6 +6,7 @@ for as long as Ray's head remembers them.
 
 import contextlib
 import logging
+import time
 from typing import Any
 
 import ray
@@ -24,6 +25,8 @@ _POOL_LABEL = "pool"
 _ROUTER_POOL = "router"
 _WORKER_POOLS = frozenset({str(ProcessRole.PREFILL), str(ProcessRole.DECODE)})
 _NODE_ID_LABEL = "ray.io/node-id"
+_END_TIMEOUT_S = 10.0
+_POLL_S = 0.05
 _PIN = 0.001
 """Share of the one unit of `node:<ip>` that Ray gives every host."""
 
@@ -49,22 +52,40 @@ def named_actors(cluster: str) -> frozenset[str]:
     )
 
 
+class ActorsLeft(Exception):
+    """Ray was told to end actors, but still has them."""
+
+
 def remove_actors(cluster: str) -> frozenset[str]:
-    """End all actors of a cluster at once, its controller first; returns their names."""
+    """End all actors of a cluster, its controller first; returns their names once Ray has none of them any more.
+
+    Blocks. Raises RayError or RuntimeError if Ray does not answer, ActorsLeft.
+    """
     names = named_actors(cluster)
     if CONTROLLER in names:
         _kill(f"{cluster}/{CONTROLLER}")
-    return names | remove_workers(cluster)
+    removed = names | remove_workers(cluster)
+    _until_gone(cluster, removed)
+    return removed
 
 
 def remove_workers(cluster: str) -> frozenset[str]:
-    """End all actors of a cluster but its controller at once; returns their names."""
+    """End all actors of a cluster but its controller; otherwise as `remove_actors`."""
     names = named_actors(cluster) - {CONTROLLER}
     for name in names:
         _kill(f"{cluster}/{name}")
         _remove_group(f"{cluster}/{name}")
     _request({})
+    _until_gone(cluster, names)
     return names
+
+
+def _until_gone(cluster: str, names: frozenset[str]) -> None:
+    deadline_s = time.monotonic() + _END_TIMEOUT_S
+    while left := named_actors(cluster) & names:
+        if time.monotonic() > deadline_s:
+            raise ActorsLeft(f"{', '.join(sorted(left))} did not end within {_END_TIMEOUT_S:g} s")
+        time.sleep(_POLL_S)
 
 
 def _kill(name: str) -> None:
@@ -81,6 +102,8 @@ class JoinedRay(RayHome):
         self._cluster = cluster
         self._wanted: dict[str, ProcessSpec] = {}
         """Processes that have not served yet."""
+        self._labels: dict[str, dict[str, str]] = {}
+        """Labels of the hosts on which workers may run."""
 
     def open(self) -> None:
         """Check the connection, which an actor has."""
@@ -97,6 +120,11 @@ class JoinedRay(RayHome):
         place = self._router_place(spec) if spec.role is ProcessRole.ROUTER else self._worker_place(spec)
         return {"namespace": NAMESPACE, "lifetime": "detached", "get_if_exists": True, **place}
 
+    def hosts_of(self, spec: ProcessSpec) -> str:
+        """Return which hosts may run a process, by their labels as they were when it was placed."""
+        labels = [f"{key}={value}" for key, value in self._labels.get(spec.name, {}).items()]
+        return " ".join(["host", *(["with the label"] if labels else []), *labels])
+
     def served(self, name: str) -> None:
         """Withdraw the request for a process: it keeps its host by running there.
 
@@ -108,6 +136,7 @@ class JoinedRay(RayHome):
     def forget(self, name: str) -> None:
         """Withdraw the request and remove the placement group of a process that is gone."""
         self.served(name)
+        self._labels.pop(name, None)
         _remove_group(f"{self._cluster}/{name}")
 
     def _router_place(self, spec: ProcessSpec) -> dict[str, Any]:
@@ -129,7 +158,7 @@ class JoinedRay(RayHome):
         return {"label_selector": other, "scheduling_strategy": "SPREAD"}
 
     def _worker_place(self, spec: ProcessSpec) -> dict[str, Any]:
-        selector = _selector(spec)
+        selector = self._labels[spec.name] = _selector(spec)
         if spec.num_gpus > 1:
             group = self._group(spec, selector)
             return {"scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)}

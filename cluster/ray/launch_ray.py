@@ -1,7 +1,8 @@
 """Processes as named Ray actors: in a private Ray (`private_ray`), or detached in a joined Ray cluster (`joined_ray`).
 
 Ray restarts an actor that dies, and the actor starts its service itself (`common.service_actor`); this module notices
-the death and waits for the successor. Actors that an earlier controller left are taken over as they are.
+the death and waits for the successor. Actors that an earlier controller left are taken over as they are. An actor for
+which no host comes in time is given up; `host_wait_s` counts until its process answers, not while it loads its model.
 """
 
 import asyncio
@@ -9,7 +10,7 @@ import contextlib
 import logging
 import signal
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,7 @@ import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
 
 from cluster.processes.launcher import RunningProcess, StartFailed, identity_role
-from cluster.processes.liveness import process_gone, service_gone
+from cluster.processes.liveness import forever, process_gone, service_gone, until_over
 from cluster.processes.plan import ProcessRole, ProcessSpec
 from cluster.processes.run_dir import log_path, log_tail
 from cluster.ray.private_ray import RayHome
@@ -86,11 +87,16 @@ class RayLauncher:
         path = log_path(self._run_dir, spec.name)
         offset = path.stat().st_size if path.exists() else 0
         actor = self._actors.get(spec.name)
+        wait_s = (spec.config or self._config).host_wait_s
         try:
             if actor is None:
                 actor = self._actors[spec.name] = self._create(spec)
             enrol = partial(enrol_actor, actor, self._authority, role=identity_role(spec.role), name=spec.name)
-            ready, identity = await _serving(actor, enrol)
+            ready, identity = await serving(actor, enrol, host_wait_s=wait_s)
+        except TimeoutError:
+            hosts = self._home.hosts_of(spec)
+            self._discard(spec.name)
+            raise StartFailed(f"{spec.name}: {_no_host(spec, hosts, wait_s)}") from None
         except (RayTaskError, RayActorError, ValueError) as error:
             # The service failed and its process is useless, or the process died.
             self._discard(spec.name)
@@ -105,9 +111,10 @@ class RayLauncher:
         renewing = asyncio.create_task(self._keep_renewed(enrol, spec.name))
         self._renewing.add(renewing)
         renewing.add_done_callback(self._renewing.discard)
-        gone = partial(service_gone, ready.admin_address, connect_to(identity_role(spec.role), self._credentials))
+        connect = connect_to(identity_role(spec.role), self._credentials)
+        silent = partial(service_gone, ready.admin_address, connect, is_here=here is not None)
         kill = partial(self._discard, spec.name)
-        return _ActorProcess(actor=actor, ready=ready, identity=here, gone=gone, renewing=renewing, kill=kill)
+        return _ActorProcess(actor=actor, ready=ready, identity=here, silent=silent, renewing=renewing, kill=kill)
 
     async def _keep_renewed(self, enrol: Callable[[], Awaitable[None]], name: str) -> None:
         """Renew an actor's certificate at two thirds of its life, until cancelled."""
@@ -140,11 +147,10 @@ class RayLauncher:
             "num_gpus": spec.num_gpus,
             "max_restarts": -1,
             "max_concurrency": 1000,
-            **self._home.options(spec),
         }
         try:
-            return ray.remote(_ACTORS[spec.role]).options(**options).remote(params)
-        except ValueError as error:
+            return ray.remote(_ACTORS[spec.role]).options(**options, **self._home.options(spec)).remote(params)
+        except (RayError, RuntimeError, OSError, ValueError) as error:  # among these: Ray's head does not answer
             raise StartFailed(f"Ray cannot make an actor {name}: {error}") from error
 
     def _discard(self, name: str) -> None:
@@ -162,19 +168,30 @@ class _ActorProcess:
     actor: Any
     ready: Ready
     identity: ProcessIdentity | None
-    gone: Callable[[], Awaitable[str]]
-    """Waits for its loss if it is on another host; returns the reason."""
+    silent: Callable[[], Coroutine[Any, Any, str]]
+    """Waits until it no longer answers; returns the reason."""
     renewing: "asyncio.Task[None]"
     kill: Callable[[], None]
 
     async def exited(self) -> str:
         try:
-            if self.identity is None:
-                return await self.gone()
-            await process_gone(self.identity)
-            return f"process {self.ready.pid} died"
+            return await until_over(self._died(), self.silent(), self._restart)
         finally:
             self.renewing.cancel()
+
+    async def _died(self) -> str:
+        if self.identity is None:  # on another host: only its silence shows
+            return await forever()
+        await process_gone(self.identity)
+        return f"process {self.ready.pid} died"
+
+    def _restart(self) -> None:
+        """End a process that does not answer; Ray restarts its actor."""
+        if self.identity is not None:
+            self.identity.signal(signal.SIGKILL)
+            return
+        with contextlib.suppress(RayError):
+            ray.kill(self.actor, no_restart=False)
 
     async def stop(self, grace_s: float) -> None:
         self.renewing.cancel()
@@ -190,6 +207,17 @@ class _ActorProcess:
                 self.identity.signal(signal.SIGKILL)
 
 
+def _no_host(spec: ProcessSpec, hosts: str, wait_s: float) -> str:
+    """Return why a process that found no host was not started, and what to do."""
+    needs = {"CPU": ("num_cpus", spec.num_cpus), "GPU": ("num_gpus", spec.num_gpus)}
+    free = [f"{num:g} free {kind}{'s' if num > 1 else ''}" for kind, (_, num) in needs.items() if num]
+    keys = [f"pools.{spec.role}.{key}" for key, num in needs.values() if num]
+    advice = ["add a host", *([f"lower {' or '.join(keys)}"] if keys else []), "raise host_wait_s"]
+    return (
+        f"no {hosts} had {' and '.join(free) or 'room'} within {wait_s:g} s; {', '.join(advice[:-1])} or {advice[-1]}"
+    )
+
+
 async def enrol_actor(actor: Any, authority: Authority, *, role: Role, name: str) -> None:
     """Give an actor a certificate, again if it dies meanwhile. Raises RayError, ValueError after too many attempts."""
     for _ in range(_MAX_ENROLMENTS):
@@ -199,14 +227,21 @@ async def enrol_actor(actor: Any, authority: Authority, *, role: Role, name: str
     raise ValueError(f"cannot enrol {name}: it took none of {_MAX_ENROLMENTS} certificates")
 
 
-async def _serving(actor: Any, enrol: Callable[[], Awaitable[None]]) -> tuple[Ready, ProcessIdentity]:
+async def serving(
+    actor: Any, enrol: Callable[[], Awaitable[None]], *, host_wait_s: float
+) -> tuple[Ready, ProcessIdentity]:
     """Enrol an actor and wait until it, or its successor, serves.
 
-    Raises RayTaskError, RayActorError without a successor, ValueError if it takes no certificate.
+    Raises TimeoutError if it has no host for that time, RayTaskError, RayActorError without a successor, ValueError if
+    it takes no certificate.
     """
+    loop = asyncio.get_running_loop()
+    deadline_s = loop.time() + host_wait_s
     while True:
         try:
-            await enrol()
+            async with asyncio.timeout_at(deadline_s):
+                await enrol()
+            deadline_s = loop.time() + host_wait_s  # it had a host, and may need another one
             ready: Ready = await actor.ready.remote()
             identity: ProcessIdentity = await actor.identity.remote()
         except ActorUnavailableError:

@@ -1,7 +1,7 @@
 """Ray from outside: its environment variables, and a cluster's actors. Does not import Ray.
 
 Ray reads its variables when it is imported. It restarts a controller that dies, so a dead supervisor's pid proves
-nothing: only Ray knows the actors.
+nothing: only Ray knows the actors. Neither does a Ray that does not answer: its head may come back and know them.
 """
 
 import json
@@ -14,10 +14,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
+from cluster.processes.starter import Report
 from cluster.processes.state import ClusterState, StateFile
 
-_TIMEOUT_S = 60.0
 _POLL_S = 0.5
+_ATTEMPT_S = 25.0
+_NUM_ATTEMPTS = 3
+_PAUSE_S = 2.0
 _LEAN = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_DEDUP_LOGS": "0",
@@ -31,6 +34,14 @@ _LEAN_PRIVATE = {
 }
 _ADDRESS = "RAY_ADDRESS"
 _OF_A_DRIVER = (_ADDRESS, "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH")
+
+
+class RayDoesNotAnswer(Exception):
+    """Ray did not tell, or not do, what it was asked for; the message gives the reason."""
+
+
+def _ignore(text: str) -> None:
+    """Drop a report."""
 
 
 def joined_environment(launcher: str) -> Mapping[str, str]:
@@ -66,14 +77,14 @@ def reaches_ray(state: ClusterState | None) -> Mapping[str, str]:
     return {**state.ray_environment, **own} if state.ray_environment else {}
 
 
-def find_actors(cluster: str, environment: Mapping[str, str]) -> list[str]:
-    """Return the names of a cluster's actors, including its controller; none if that Ray is gone."""
-    return _ask("find", cluster, environment)
+def find_actors(cluster: str, environment: Mapping[str, str], *, report: Report = _ignore) -> list[str]:
+    """Return the names of a cluster's actors, including its controller. Raises RayDoesNotAnswer."""
+    return _ask("find", cluster, environment, report)
 
 
-def remove_actors(cluster: str, environment: Mapping[str, str]) -> list[str]:
-    """End every actor of a cluster at once and return their names."""
-    return _ask("remove", cluster, environment)
+def remove_actors(cluster: str, environment: Mapping[str, str], *, report: Report = _ignore) -> list[str]:
+    """End every actor of a cluster at once and return their names when they are gone. Raises RayDoesNotAnswer."""
+    return _ask("remove", cluster, environment, report)
 
 
 def wait_for_end(run_dir: Path) -> None:
@@ -83,18 +94,35 @@ def wait_for_end(run_dir: Path) -> None:
         time.sleep(_POLL_S)
 
 
-def _ask(verb: Literal["find", "remove"], cluster: str, environment: Mapping[str, str]) -> list[str]:
-    """Ask in another process, so that this one need not import Ray or connect to it."""
-    done = subprocess.run(
-        [sys.executable, "-P", "-m", "cluster.ray.bootstrap", verb, cluster],
-        env={**os.environ, **environment},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=_TIMEOUT_S,
-        check=False,
-    )
+def _ask(verb: Literal["find", "remove"], cluster: str, environment: Mapping[str, str], report: Report) -> list[str]:
+    """Ask in another process, so that this one need not import Ray or connect to it; again if there is no answer."""
+    for left in reversed(range(_NUM_ATTEMPTS)):
+        try:
+            return _ask_once(verb, cluster, environment)
+        except RayDoesNotAnswer as error:
+            if not left:
+                raise
+            report(f"{error}; asking again in {_PAUSE_S:g} s")
+            time.sleep(_PAUSE_S)
+    raise AssertionError("the last attempt returns or raises")
+
+
+def _ask_once(verb: str, cluster: str, environment: Mapping[str, str]) -> list[str]:
+    where = f"Ray at {environment[_ADDRESS]}"
+    try:
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", "cluster.ray.bootstrap", verb, cluster],
+            env={**os.environ, **environment},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_ATTEMPT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise RayDoesNotAnswer(f"{where} does not answer within {_ATTEMPT_S:g} s") from None
     if done.returncode != 0:
-        return []
+        lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+        raise RayDoesNotAnswer(f"{where} failed: {lines[-1]}")
     names: list[str] = json.loads(done.stdout.splitlines()[-1])
     return names

@@ -36,6 +36,10 @@ class RayHome:
         """Return additional options of the actor of a process."""
         return {}
 
+    def hosts_of(self, spec: ProcessSpec) -> str:
+        """Return which hosts may run a process, for messages about one that found none."""
+        return "host"
+
     def served(self, name: str) -> None:
         """Note that a process serves: it needs no more room than it holds."""
 

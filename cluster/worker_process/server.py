@@ -10,6 +10,7 @@ from kvrelay.v1 import worker_pb2
 from prefill_worker.service import prefill_services
 from worker.runtime import WorkerRuntime
 from worker.serving import PlaneService, RunningWorker, start_worker
+from worker.watchdog import watch_over
 
 
 def pool_services(runtime: WorkerRuntime) -> list[PlaneService]:
@@ -25,7 +26,12 @@ async def start_pool_worker(
     host: str,
     port: int,
 ) -> RunningWorker:
-    """Load the model and serve under the name in the credentials. Raises OSError if the port is taken."""
+    """Load the model and serve under the name in the credentials; from then on a watchdog may end this process.
+
+    Raises OSError if the port is taken.
+    """
     worker_id = credentials.identity.name
     runtime = await WorkerRuntime.load_from(config, role=role, worker_id=worker_id, credentials=credentials)
-    return await start_worker(runtime, pool_services, credentials, host=host, port=port)
+    worker = await start_worker(runtime, pool_services, credentials, host=host, port=port)
+    watch_over(runtime)
+    return worker

@@ -84,8 +84,16 @@ class RouterConfig(Section):
     """Longest wait for a plan, in seconds."""
     recovery_timeout_s: Annotated[float, Field(gt=0), Need.ROUTERS] = 60.0
     """Seconds that a request which lost its worker waits for one to come back before it fails."""
+    silence_s: Annotated[float | None, Field(ge=0.5), Need.ROUTERS] = 1.0
+    """Seconds without a sign of life after which a worker's answers go on elsewhere, while it keeps its place. Workers
+    report four times a second; one whose reports were late recently is given more time, at most five times as much.
+    `null`: only a broken connection ends the wait."""
     max_attempts: Annotated[int, Field(ge=1), Need.ROUTERS] = 6
     """Plans per request, the first one included."""
+    max_lost_workers: Annotated[int, Field(ge=2), Need.ROUTERS] = 3
+    """Workers that may be lost, one after the other, while they compute a request with fewer than eight new tokens in
+    between; then it is refused, since it may be what ends them. Before the last one it is quarantined: no other such
+    request runs beside it."""
     default_max_tokens: Annotated[int, Field(ge=1), Need.ROUTERS] = 256
     """Longest answer, in tokens, to a request that sets no limit."""
     max_message_mib: Annotated[int, Field(ge=1, le=64), Need.ROUTERS] = 4

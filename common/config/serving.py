@@ -30,6 +30,8 @@ class ServingConfig(Section):
     launcher: Annotated[Literal["ray", "local"], Need.RESTART] = "ray"
     """`ray`: supervised actors, in the Ray cluster of `RAY_ADDRESS` or in a private Ray. `local`: plain subprocesses,
     without Ray."""
+    host_wait_s: Annotated[float, Field(gt=0, le=86_400), Need.NOTHING] = 900.0
+    """With Ray: seconds in which a host with room for a process has to be there, or to join; then its start fails."""
     model: ModelConfig = ModelConfig()
     pools: PoolsConfig = PoolsConfig()
     transfer: TransferConfig = TransferConfig()

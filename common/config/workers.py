@@ -45,6 +45,17 @@ class ModelConfig(Section):
     runs. `torch`: never."""
     local_files_only: Annotated[bool, Need.NOTHING] = False
     """Never ask the hub; use only folders and the hub's local cache."""
+    tool_parser: Annotated[
+        Literal["auto", "none", "hermes", "llama3_json", "mistral", "pythonic", "deepseek"], Need.ROUTERS
+    ] = "auto"
+    """Markup of tool calls in answers: `hermes` (Qwen), `llama3_json`, `mistral`, `pythonic`, `deepseek`. `auto`: that
+    of the chat template. `none`: requests with tools are refused."""
+    reasoning_parser: Annotated[Literal["auto", "none", "qwen3", "deepseek_r1"], Need.ROUTERS] = "auto"
+    """Markup of thoughts in answers: `qwen3`, `deepseek_r1`. `auto`: that of the chat template. `none`: thoughts
+    are text like the rest."""
+    generation_config: Annotated[bool, Need.ROUTERS] = True
+    """A request that leaves out `temperature`, `top_k`, `top_p`, `min_p` or `repetition_penalty` takes the value of the
+    checkpoint's generation_config.json. `false`: the neutral values of OpenAI's API."""
     # An answer longer than a new worker accepts could not move there.
     max_model_len: Annotated[int | None, Field(ge=2), Need.GENERATION] = None
     """Longest prompt plus answer, in tokens. `null`: the checkpoint's own limit."""

@@ -42,6 +42,7 @@ METHODS: Mapping[str, frozenset[Role]] = {
     **_methods(
         "InferenceService",
         Generate=_CLIENTS,
+        Embed=_CLIENTS,
         Tokenize=_CLIENTS,
         ListModels=_CLIENTS,
         GetClusterStatus=_CLIENTS,
@@ -69,6 +70,8 @@ METHODS: Mapping[str, frozenset[Role]] = {
         Rollout=_OPERATORS,
         Stop=_OPERATORS,
         GetPlan=_OPERATORS,
+        ListChanges=_OPERATORS,
+        CancelChange=_OPERATORS,
     ),
 }
 

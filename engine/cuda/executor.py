@@ -24,7 +24,7 @@ from engine.cuda.buffers import BlockTables, RaggedColumns
 from engine.cuda.columns import Column, Columns
 from engine.cuda.device import Fetch, device_for
 from engine.cuda.graphs import DecodeGraphs, DeviceOps, decode_sizes
-from engine.executor import DoneStep, KvStore, ScheduledSequence, StepHandle, StepResult
+from engine.executor import DoneStep, Hidden, KvStore, ScheduledSequence, StepHandle, StepResult
 from engine.kv_cache import TorchKvStore
 from engine.logits import LogprobsFetch, fetch_logprobs
 from engine.model.decoder import Decoder
@@ -70,6 +70,7 @@ class CudaExecutor:
         self.kv: KvStore = store
         self.max_model_len = info.max_model_len
         self.vocab_size = model.config.vocab_size
+        self.hidden_size = model.hidden_size
         self.eos_token_ids = info.eos_token_ids
         self.model_name = info.name
         self._model = model
@@ -139,6 +140,7 @@ class CudaExecutor:
         token_ids = step.input_ids(words, self._decode.last_sampled)
         hidden = self._model.forward(token_ids, self._ops.bind(step.on_device(words, self._tables.tables)))
         logprobs = tuple((each.item_idx, self._fetch_prompt_logprobs(each, hidden, words)) for each in wanted)
+        pooled = self._fetch_pooled(batch, metadata, hidden)
         chosen = None
         if samples is not None:
             chosen = samples.sampling.choose(samples.logits(self._model, hidden, words), words)
@@ -146,7 +148,11 @@ class CudaExecutor:
         # Others may fetch the KV of a step that samples nothing: its results must wait for it too.
         ended = device_for(self._device).fetch(words[:1]) if chosen is None else None
         return _LaunchedStep(
-            num_samples=tuple(item.num_samples for item in batch), chosen=chosen, prompt_logprobs=logprobs, ended=ended
+            num_samples=tuple(item.num_samples for item in batch),
+            chosen=chosen,
+            prompt_logprobs=logprobs,
+            pooled=pooled,
+            ended=ended,
         )
 
     def _keep_sampled(self, chosen: Chosen) -> None:
@@ -157,6 +163,35 @@ class CudaExecutor:
     def _fetch_prompt_logprobs(self, wanted: _PromptLogprobs, hidden: Tensor, words: Tensor) -> LogprobsFetch:
         logits = self._model.logits(hidden[wanted.first_token : wanted.first_token + wanted.num_rows])
         return fetch_logprobs(logits, wanted.targets.of(words), wanted.num_top)
+
+    def _fetch_pooled(
+        self, batch: Seq[ScheduledSequence], metadata: AttentionMetadata, hidden: Tensor
+    ) -> "_PooledFetch | None":
+        """Start copying the parts of embeddings that the step has computed; None without any."""
+        spans = [(i, item.first_pooled) for i, item in enumerate(batch)]
+        places = metadata.query_start_loc
+        sums = {
+            i: hidden[int(places[i]) + first : int(places[i + 1])].sum(dim=0, dtype=torch.float32)
+            for i, first in spans
+            if first is not None
+        }
+        if not sums:
+            return None
+        words = torch.stack(list(sums.values())).double().view(torch.int64)
+        return _PooledFetch(device_for(self._device).fetch(words.view(-1)), tuple(sums))
+
+
+@dataclass(frozen=True, slots=True)
+class _PooledFetch:
+    """Parts of embeddings on their way to the host."""
+
+    _fetch: Fetch
+    _item_idxs: tuple[int, ...]
+
+    def wait(self) -> Iterator[tuple[int, Hidden]]:
+        """Wait for them; yield each with the index of its scheduled sequence."""
+        rows = self._fetch().view("<f8").reshape(len(self._item_idxs), -1).astype(np.float32)
+        yield from zip(self._item_idxs, rows, strict=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,6 +233,7 @@ class _LaunchedStep:
     chosen: Chosen | None
     prompt_logprobs: tuple[tuple[int, LogprobsFetch], ...]
     """(index of a scheduled sequence, some log-probabilities of its prompt), in order."""
+    pooled: _PooledFetch | None = None
     ended: Fetch | None = None
     """Copy after the whole step; None when the copy of the chosen tokens is."""
 
@@ -210,6 +246,8 @@ class _LaunchedStep:
         ]
         for item_idx, fetch in self.prompt_logprobs:
             results[item_idx].prompt_logprobs.extend(fetch.wait())
+        for item_idx, part in self.pooled.wait() if self.pooled is not None else ():
+            results[item_idx].pooled = part
         if self.ended is not None:
             self.ended()
         return results

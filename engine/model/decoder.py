@@ -31,6 +31,11 @@ class Decoder:
             normed = ops.add_rms_norm(layer.down(expanded), residual, next_norm)
         return normed
 
+    @property
+    def hidden_size(self) -> int:
+        """Length of a hidden state."""
+        return self.config.hidden_size
+
     def logits(self, hidden: Tensor) -> Tensor:
         """Return float32 [num_rows, vocab_size] for rows of `forward`'s result."""
         return self._weights.head(hidden).float()

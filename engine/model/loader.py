@@ -1,6 +1,7 @@
 """Reads safetensors checkpoints into fused weights, or makes random ones, and identifies models by fingerprints."""
 
 import hashlib
+import importlib.metadata
 import json
 import os
 from collections.abc import Iterator, Sequence
@@ -104,12 +105,24 @@ def kv_fingerprint(
     quantization: str | None = None,
     kv_dtype: str | None = None,
 ) -> str:
-    """Return a hash of everything that KV depends on: weights, their quantization, decoder, dtypes, block layout.
+    """Return a hash of everything that KV and tokens depend on, beside the request.
 
-    `kv_dtype` is the pages' dtype; None: that of the weights.
+    Covers weights, their quantization, decoder, dtypes, block layout, and the library of grammars, another version of
+    which may allow other tokens. `kv_dtype` is the pages' dtype; None: that of the weights.
     """
-    essentials = (_KV_LAYOUT_VERSION, config, dtype, kv_dtype or dtype, quantization, block_size, content_digest(files))
+    essentials = (
+        *(_KV_LAYOUT_VERSION, config, dtype, kv_dtype or dtype, quantization, block_size, content_digest(files)),
+        grammar_library_version(),
+    )
     return hashlib.blake2b(repr(essentials).encode(), digest_size=16).hexdigest()
+
+
+def grammar_library_version() -> str:
+    """Return the version of llguidance; empty where it is not installed, and no answer is structured."""
+    try:
+        return importlib.metadata.version("llguidance")
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 def content_digest(files: Sequence[Path]) -> str:

@@ -62,6 +62,9 @@ class TransformersDecoder:
         self.config = config
         self._body = causal_lm.base_model
         self._head = _without_body(causal_lm)
+        head = causal_lm.get_output_embeddings()
+        self.hidden_size: int = 0 if head is None else head.weight.shape[-1]
+        """Length of a hidden state, which may differ from config.json's; 0 when it is not known."""
 
     def forward(self, token_ids: Tensor, step: TransformersStep) -> Tensor:
         """Return final hidden states [num_tokens, hidden_size] for int64 token ids [num_tokens].

@@ -26,12 +26,20 @@ from common.errors import (
 from common.sampling import SamplingOptions
 from kvrelay.client.async_client import AsyncClient
 from kvrelay.client.base import DEFAULT_ADDRESS
+from kvrelay.client.chat import (
+    AnswerFormat,
+    ChatMessage,
+    ChatTurn,
+    Message,
+    MessageDelta,
+    ToolCall,
+    ToolCallDelta,
+)
 from kvrelay.client.collect import AsyncGenerationStream, GenerationStream
 from kvrelay.client.records import (
     Accepted,
-    ChatMessage,
-    ChatTurn,
     Completed,
+    Embedding,
     Event,
     FinishReason,
     Forecast,
@@ -53,7 +61,7 @@ from kvrelay.client.records import (
     TransferStats,
     Usage,
 )
-from kvrelay.client.requests import GenerateOptions
+from kvrelay.client.requests import EmbedOptions, GenerateOptions
 from kvrelay.client.status import (
     Candidate,
     ClusterStatus,
@@ -71,6 +79,7 @@ __all__ = [
     "DEFAULT_ADDRESS",
     "Accepted",
     "AccessDenied",
+    "AnswerFormat",
     "AsyncClient",
     "AsyncGenerationStream",
     "AsyncTrafficStream",
@@ -85,6 +94,8 @@ __all__ = [
     "DeadlineExceeded",
     "Decision",
     "DecisionOutcome",
+    "EmbedOptions",
+    "Embedding",
     "EngineFault",
     "Event",
     "FinishReason",
@@ -94,6 +105,8 @@ __all__ = [
     "GenerationStream",
     "InvalidRequest",
     "KvrelayError",
+    "Message",
+    "MessageDelta",
     "ModelInfo",
     "Overloaded",
     "PlanChosen",
@@ -114,6 +127,8 @@ __all__ = [
     "TokenLogprob",
     "TokenRun",
     "Tokenization",
+    "ToolCall",
+    "ToolCallDelta",
     "TrafficStream",
     "TransferStats",
     "Unauthenticated",

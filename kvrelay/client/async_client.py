@@ -8,12 +8,13 @@ import grpc
 
 from common.rpc import client_channel
 from kvrelay.client.base import DEFAULT_ADDRESS, BaseClient
+from kvrelay.client.chat import ChatTurn
 from kvrelay.client.collect import AsyncGenerationStream
 from kvrelay.client.convert import error_from_rpc, record
 from kvrelay.client.direct import DirectCall
 from kvrelay.client.failover import Attempts
-from kvrelay.client.records import ChatTurn, Generation, ModelInfo, Prompt, SampleSoFar, Tokenization
-from kvrelay.client.requests import GenerateOptions, tokenize_request
+from kvrelay.client.records import Embedding, Generation, ModelInfo, Prompt, SampleSoFar, Tokenization
+from kvrelay.client.requests import EmbedOptions, GenerateOptions, embed_request, tokenize_request
 from kvrelay.client.status import ClusterStatus, Decision
 from kvrelay.client.streams import unless_closed
 from kvrelay.client.tls import Tls, channel_credentials
@@ -51,6 +52,12 @@ class AsyncClient(BaseClient[AsyncGenerationStream, AsyncTrafficStream, Coroutin
         """Return the complete answer to text, token ids or a conversation. Raises KvrelayError."""
         async with self.stream(prompt, **options) as stream:
             return await stream.result()
+
+    async def embed(self, prompt: str | Sequence[int], **options: Unpack[EmbedOptions]) -> Embedding:
+        """Return the embedding of text or token ids. Raises KvrelayError."""
+        request = embed_request(prompt, options)
+        response = await self._unary(lambda stub: stub.Embed, request, options.get("timeout_s"))
+        return record(Embedding, response)
 
     async def tokenize(self, source: str | Sequence[ChatTurn], *, timeout_s: float | None = None) -> Tokenization:
         """Return the tokens that `generate` would make of text or of a conversation."""

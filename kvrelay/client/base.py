@@ -4,9 +4,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar, Unpack
 
+from kvrelay.client.chat import ChatTurn
 from kvrelay.client.collect import EventBuffer
 from kvrelay.client.failover import RouterList, countdown
-from kvrelay.client.records import ChatTurn, Prompt, SampleSoFar
+from kvrelay.client.records import Prompt, SampleSoFar
 from kvrelay.client.requests import GenerateOptions, as_conversation, credentials, generate_request
 from kvrelay.client.traffic import TrafficBuffer
 from kvrelay.v1 import inference_pb2

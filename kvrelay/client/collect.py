@@ -2,7 +2,9 @@
 
 from dataclasses import dataclass, field
 
+from common.chat.parsing import has_markup
 from common.errors import Cancelled, EngineFault
+from kvrelay.client.chat import Message, MessageDelta, MessageReader
 from kvrelay.client.convert import events_from_proto
 from kvrelay.client.records import (
     Accepted,
@@ -31,14 +33,21 @@ class _SampleBuilder:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[PositionLogprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    reader: MessageReader | None = None
+    """Reads the message where the text of a chat's answer has markup."""
+    is_chat: bool = False
 
-    def add(self, token: Token) -> None:
+    def add(self, token: Token) -> MessageDelta | None:
+        """Take the next token and return what it adds to the message."""
         self._check_follows(token.sample_index, token.token_index)
         self.texts.append(token.text)
         self.token_ids.append(token.token_id)
         if token.logprobs is not None:
             self.logprobs.append(token.logprobs)
         self.finish_reason = token.finish_reason
+        if self.reader is None:
+            return None
+        return self.reader.read(token.text, is_last=token.finish_reason is not None)
 
     def add_run(self, run: TokenRun) -> None:
         self._check_follows(run.sample_index, run.first_token_index)
@@ -55,11 +64,14 @@ class _SampleBuilder:
     def build(self, sample_index: int) -> Sample:
         if self.finish_reason is None:
             raise EngineFault(f"sample {sample_index} has no end after {len(self.token_ids)} tokens")
+        text = "".join(self.texts)
+        message = Message(content=text, reasoning="", tool_calls=()) if self.is_chat else None
         return Sample(
-            text="".join(self.texts),
+            text=text,
             token_ids=tuple(self.token_ids),
             finish_reason=self.finish_reason,
             logprobs=tuple(self.logprobs) or None,
+            message=message if self.reader is None else self.reader.message(),
         )
 
 
@@ -77,11 +89,12 @@ class EventBuffer(Buffer[Event]):
     def feed(self, message: inference_pb2.GenerateResponse) -> bool:
         """Take one message; returns whether tokens came. Raises EngineFault for missing or repeated ones."""
         for event in events_from_proto(message):
+            delta: MessageDelta | None = None
             match event:
                 case Token():
-                    self._samples.setdefault(event.sample_index, _SampleBuilder()).add(event)
+                    delta = self._sample(event.sample_index).add(event)
                 case TokenRun():
-                    self._samples.setdefault(event.sample_index, _SampleBuilder()).add_run(event)
+                    self._sample(event.sample_index).add_run(event)
                 case Accepted():
                     self._accepted = event
                 case PlanChosen():
@@ -91,7 +104,17 @@ class EventBuffer(Buffer[Event]):
                 case Completed():
                     self._completed = event
             self._pending.append(event)
+            if delta is not None:
+                self._pending.append(delta)
         return message.HasField("tokens")
+
+    def _sample(self, sample_index: int) -> _SampleBuilder:
+        """Return the builder of a sample, made at its first token."""
+        if sample_index not in self._samples:
+            answer = None if self._accepted is None else self._accepted.answer_format
+            reader = MessageReader(answer, sample_index) if answer is not None and has_markup(answer) else None
+            self._samples[sample_index] = _SampleBuilder(reader=reader, is_chat=answer is not None)
+        return self._samples[sample_index]
 
     def so_far(self) -> tuple[SampleSoFar, ...]:
         """Return what has arrived of the samples, taken or not, up to the last sample with any token."""

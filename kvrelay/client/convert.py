@@ -14,6 +14,7 @@ from common.wire_names import FINISH_REASON_NAMES, PLAN_KIND_NAMES, ROLE_NAMES, 
 from kvrelay.client.records import (
     Accepted,
     Completed,
+    Embedding,
     Event,
     FinishReason,
     PlanChosen,
@@ -21,9 +22,11 @@ from kvrelay.client.records import (
     PositionLogprobs,
     PromptLogprobs,
     Queued,
+    RequestTimings,
     Token,
     TokenRun,
     TransferStats,
+    Usage,
 )
 from kvrelay.client.status import WorkerView
 from kvrelay.v1 import inference_pb2
@@ -35,11 +38,16 @@ _ENUMS: Mapping[Any, Mapping[int, Any]] = {
     FinishReason: {number: FinishReason(name) for number, name in FINISH_REASON_NAMES.items()},
 }
 _FIELDS: Mapping[tuple[type, str], _Read] = {
+    (Accepted, "defaults"): lambda message: {field.name: value for field, value in message.defaults.ListFields()},
     (WorkerView, "role"): lambda message: ROLE_NAMES.get(message.role, "unknown"),
     (TransferStats, "transport"): lambda message: (
         TRANSPORT_NAMES.get(message.transport) if message.num_blocks else None
     ),
     (TokenRun, "token_ids"): lambda message: struct.unpack(f"<{len(message.tokens) // 4}I", message.tokens),
+    (Embedding, "vector"): lambda message: struct.unpack(f"<{len(message.embedding) // 4}f", message.embedding),
+    (Embedding, "usage"): lambda message: record(Usage, message.completed.usage),
+    (Embedding, "timings"): lambda message: record(RequestTimings, message.completed.timings),
+    (Embedding, "num_attempts"): lambda message: message.completed.num_attempts,
 }
 """Readers of the fields that differ from their message's."""
 

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from kvrelay.client.chat import AnswerFormat, ChatTurn, Message, MessageDelta
+
 
 class FinishReason(enum.StrEnum):
     """Why a sample ended."""
@@ -25,19 +27,10 @@ class PlanKind(enum.StrEnum):
     """A prefill worker reads the prompt and hands its KV to a decode worker."""
     LOCAL = "local"
     """The decode worker reads the short uncached rest of the prompt itself."""
+    PREFILL = "prefill"
+    """A prefill worker reads the prompt and answers with an embedding."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChatMessage:
-    """One turn of a conversation."""
-
-    role: str
-    """"system", "user" or "assistant"."""
-    content: str
-
-
-ChatTurn: TypeAlias = ChatMessage | Mapping[str, str]
-"""A message, or a mapping with exactly the keys "role" and "content"."""
 Prompt: TypeAlias = str | Sequence[int] | Sequence[ChatTurn]
 """Text, continued as it is; ready token ids; or a conversation for the model's chat template."""
 
@@ -84,6 +77,10 @@ class Accepted:
     """Fingerprint of the model that answers."""
     rendered_unix_s: int
     """Seconds since 1970: time of day for a chat template that writes the date; 0 without a chat."""
+    answer_format: AnswerFormat | None
+    """How the text of the answer is written; None without a chat."""
+    defaults: Mapping[str, float]
+    """What the server chose for sampling options that were left out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,8 +238,11 @@ class Completed:
     """The seed that was used; sending it again repeats the answer."""
 
 
-Event: TypeAlias = Accepted | Queued | PlanChosen | PromptLogprobs | Token | TokenRun | Completed
-"""Events of a stream, in this order: Accepted, perhaps Queued, PlanChosen, …, Token or TokenRun, …, Completed."""
+Event: TypeAlias = Accepted | Queued | PlanChosen | PromptLogprobs | Token | MessageDelta | TokenRun | Completed
+"""Events of a stream, in this order: Accepted, perhaps Queued, PlanChosen, …, Token or TokenRun, …, Completed.
+
+Where the text of a chat's answer has markup, of tool calls or thoughts, a MessageDelta follows each Token that tells
+something of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -254,6 +254,8 @@ class Sample:
     finish_reason: FinishReason
     logprobs: tuple[PositionLogprobs, ...] | None
     """One entry for each token, when `logprobs` is given."""
+    message: Message | None = None
+    """The text without its markup; None without a conversation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -281,6 +283,11 @@ class Generation:
         return self.samples[0].token_ids
 
     @property
+    def message(self) -> Message | None:
+        """The first sample's message."""
+        return self.samples[0].message
+
+    @property
     def finish_reason(self) -> FinishReason:
         """Why the first sample ended."""
         return self.samples[0].finish_reason
@@ -289,6 +296,26 @@ class Generation:
     def plan(self) -> PlanChosen:
         """The plan that brought the answer to its end."""
         return self.plans[-1]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Embedding:
+    """The embedding of one text."""
+
+    request_id: str
+    vector: tuple[float, ...]
+    """float32 values."""
+    model: str
+    """Name of the model."""
+    fingerprint: str
+    """Hash of weights, dtype and KV layout of the model that computed it."""
+    plans: tuple[PlanChosen, ...]
+    """One plan; more when a worker was lost."""
+    usage: Usage
+    timings: RequestTimings
+    """`ttft_s` and `e2e_s` are the time to the answer."""
+    num_attempts: int
+    """1 when no worker was lost."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

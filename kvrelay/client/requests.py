@@ -3,19 +3,23 @@
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import asdict
+from typing import Any, Literal, TypedDict
 
 from common.errors import InvalidRequest
+from common.pooling import Pooling, pooling_to_proto
 from common.sampling import PARAMETERS, SamplingOptions
-from kvrelay.client.records import Accepted, ChatMessage, ChatTurn, Prompt, SampleSoFar, ServiceTerms
+from common.structured_outputs import structure_text
+from kvrelay.client.chat import CHAT_OPTIONS, ChatMessage, ChatOptions, ChatTurn, set_chat_options, turn_of
+from kvrelay.client.records import Accepted, Prompt, SampleSoFar, ServiceTerms
 from kvrelay.v1 import inference_pb2, sampling_pb2
 
 _OPTIONS = tuple(each.option for each in PARAMETERS)
-_OTHER_OPTIONS = frozenset(("model", "label", "timeout_s", "terms"))
+_OTHER_OPTIONS = frozenset(("model", "label", "timeout_s", "terms", *CHAT_OPTIONS))
 
 
-class GenerateOptions(SamplingOptions, total=False):
-    """Keyword arguments of the generating calls: those of sampling, and four of the request."""
+class GenerateOptions(SamplingOptions, ChatOptions, total=False):
+    """Keyword arguments of the generating calls: those of sampling, of conversations, and four of the request."""
 
     model: str
     """Name of a served model; default: the only one."""
@@ -25,6 +29,25 @@ class GenerateOptions(SamplingOptions, total=False):
     """Deadline of the whole call; default: the client's."""
     terms: ServiceTerms | None
     """How soon the answer is needed."""
+
+
+class EmbedOptions(TypedDict, total=False):
+    """Keyword arguments of `embed`."""
+
+    pooling: Literal["last", "mean"]
+    """Hidden states that the vector is made of: the last token's (default), or the mean over all tokens."""
+    normalize: bool
+    """Scale the vector to length 1; default True."""
+    dimensions: int | None
+    """Keep so many leading values, before the vector is scaled; default: all."""
+    model: str
+    """Name of a served model; default: the only one."""
+    label: str
+    """Appears in the cluster's logs."""
+    timeout_s: float | None
+    """Deadline of the call; default: the client's."""
+    terms: ServiceTerms | None
+    """How soon the answer is needed; `itl_s` has no meaning here."""
 
 
 def generate_request(prompt: Prompt, options: GenerateOptions) -> inference_pb2.GenerateRequest:
@@ -37,11 +60,15 @@ def generate_request(prompt: Prompt, options: GenerateOptions) -> inference_pb2.
     terms = options.get("terms")
     if terms is not None:
         _set_terms(message, terms)
+    chat = None if isinstance(prompt, str) else _as_chat(prompt, options)
+    if chat is not None:
+        message.chat.CopyFrom(chat)
+        return message
+    if given := CHAT_OPTIONS & options.keys():
+        raise InvalidRequest(f"{min(given)} is for conversations", field=min(given))
     if isinstance(prompt, str):
         with _field("text"):
             message.text = prompt
-    elif chat := _as_chat(prompt):
-        message.chat.CopyFrom(chat)
     else:
         with _field("token_ids"):
             message.token_ids.SetInParent()  # an empty list is still a list of token ids; the server refuses it
@@ -56,15 +83,52 @@ def resumed_request(
     resumed = inference_pb2.GenerateRequest()
     resumed.CopyFrom(request)
     resumed.sampling.seed = accepted.seed
+    for name, value in accepted.defaults.items():
+        setattr(resumed.sampling, name, value)
     resumed.resume.fingerprint = accepted.fingerprint
     resumed.resume.rendered_unix_s = accepted.rendered_unix_s
+    if accepted.answer_format is not None:
+        resumed.resume.answer_format.CopyFrom(inference_pb2.AnswerFormat(**asdict(accepted.answer_format)))
     for sample in samples:
         tokens = struct.pack(f"<{len(sample.token_ids)}I", *sample.token_ids)
         resumed.resume.samples.add(tokens=tokens, is_finished=sample.is_finished)
     return resumed
 
 
-def _set_terms(message: inference_pb2.GenerateRequest, terms: ServiceTerms) -> None:
+def embed_request(prompt: str | Sequence[int], options: EmbedOptions) -> inference_pb2.EmbedRequest:
+    """Return the message. Raises InvalidRequest for values that no message can carry, TypeError for wrong types."""
+    unknown = sorted(set(options) - EmbedOptions.__annotations__.keys())
+    if unknown:
+        raise TypeError(f"unknown option {unknown[0]!r}; known are {', '.join(EmbedOptions.__annotations__)}")
+    message = inference_pb2.EmbedRequest()
+    if isinstance(prompt, str):
+        with _field("text"):
+            message.text = prompt
+    else:
+        with _field("token_ids"):
+            message.token_ids.SetInParent()  # as in `generate_request`
+            message.token_ids.ids.extend(prompt)
+    for name in ("normalize", "dimensions", "model", "label"):
+        value = options.get(name)
+        if value is not None:
+            with _field(name):
+                setattr(message, name, value)
+    message.pooling = _pooling(options.get("pooling", "last"))
+    terms = options.get("terms")
+    if terms is not None:
+        _set_terms(message, terms)
+    return message
+
+
+def _pooling(name: str) -> "sampling_pb2.Pooling.ValueType":
+    try:
+        return pooling_to_proto(Pooling(name))
+    except ValueError:
+        known = ", ".join(each.value for each in Pooling)
+        raise InvalidRequest(f"pooling is {name!r}; known are {known}", field="pooling") from None
+
+
+def _set_terms(message: inference_pb2.GenerateRequest | inference_pb2.EmbedRequest, terms: ServiceTerms) -> None:
     with _field("priority"):
         message.priority = terms.priority
     for name, seconds in (("ttft_s", terms.ttft_s), ("itl_s", terms.itl_s)):
@@ -98,26 +162,30 @@ def as_conversation(messages: str | Sequence[ChatTurn]) -> Sequence[ChatTurn]:
     return [ChatMessage(role="user", content=messages)] if isinstance(messages, str) else messages
 
 
-def chat_message(messages: Sequence[ChatTurn]) -> inference_pb2.ChatPrompt:
+def chat_message(messages: Sequence[ChatTurn], options: Mapping[str, Any] | None = None) -> inference_pb2.ChatPrompt:
     """Return the conversation as a message. Raises InvalidRequest, TypeError."""
     chat = inference_pb2.ChatPrompt()
     for turn in messages:
-        message = turn if isinstance(turn, ChatMessage) else _from_mapping(turn)
+        message = turn_of(turn)
         with _field("chat.messages"):
-            chat.messages.add(role=message.role, content=message.content)
+            added = chat.messages.add(
+                role=message.role,
+                content=message.content,
+                tool_call_id=message.tool_call_id,
+                reasoning=message.reasoning,
+                name=message.name,
+            )
+            for call in message.tool_calls:
+                added.tool_calls.add(id=call.id, name=call.name, arguments=call.arguments)
+    with _field("chat"):
+        set_chat_options(chat, options or {})
     return chat
 
 
-def _as_chat(prompt: Sequence[int] | Sequence[ChatTurn]) -> inference_pb2.ChatPrompt | None:
+def _as_chat(prompt: Sequence[int] | Sequence[ChatTurn], options: Mapping[str, Any]) -> inference_pb2.ChatPrompt | None:
     if len(prompt) and isinstance(prompt[0], ChatMessage | Mapping):
-        return chat_message(prompt)  # type: ignore[arg-type]  # the first element decides between the two
+        return chat_message(prompt, options)  # type: ignore[arg-type]  # the first element decides between the two
     return None
-
-
-def _from_mapping(turn: Mapping[str, str]) -> ChatMessage:
-    if not isinstance(turn, Mapping) or set(turn) != {"role", "content"}:
-        raise TypeError(f"a chat turn is a ChatMessage or a mapping with the keys role and content, not {turn!r}")
-    return ChatMessage(role=turn["role"], content=turn["content"])
 
 
 def _sampling_message(options: GenerateOptions) -> sampling_pb2.SamplingParams:
@@ -128,6 +196,8 @@ def _sampling_message(options: GenerateOptions) -> sampling_pb2.SamplingParams:
         if name not in _OPTIONS:
             raise TypeError(f"unknown sampling option {name!r}; known are {', '.join(_OPTIONS)}")
         given: Any = [value] if name == "stop" and isinstance(value, str) else value
+        if name == "structured_outputs" and value is not None:
+            given = structure_text(value)
         with _field(f"sampling.{name}"):
             message.MergeFrom(sampling_pb2.SamplingParams(**{name: given}))  # None leaves the field unset
     return message

@@ -8,11 +8,12 @@ import grpc
 
 from common.rpc import channel_options
 from kvrelay.client.base import DEFAULT_ADDRESS, BaseClient
+from kvrelay.client.chat import ChatTurn
 from kvrelay.client.collect import GenerationStream
 from kvrelay.client.convert import error_from_rpc, record
 from kvrelay.client.failover import Attempts
-from kvrelay.client.records import ChatTurn, Generation, ModelInfo, Prompt, Tokenization
-from kvrelay.client.requests import GenerateOptions, tokenize_request
+from kvrelay.client.records import Embedding, Generation, ModelInfo, Prompt, Tokenization
+from kvrelay.client.requests import EmbedOptions, GenerateOptions, embed_request, tokenize_request
 from kvrelay.client.status import ClusterStatus, Decision
 from kvrelay.client.tls import Tls, channel_credentials
 from kvrelay.client.traffic import TrafficStream
@@ -49,6 +50,11 @@ class Client(BaseClient[GenerationStream, TrafficStream, Generation]):
         """Return the complete answer to text, token ids or a conversation. Raises KvrelayError."""
         with self.stream(prompt, **options) as stream:
             return stream.result()
+
+    def embed(self, prompt: str | Sequence[int], **options: Unpack[EmbedOptions]) -> Embedding:
+        """Return the embedding of text or token ids. Raises KvrelayError."""
+        request = embed_request(prompt, options)
+        return record(Embedding, self._unary(lambda stub: stub.Embed, request, options.get("timeout_s")))
 
     def tokenize(self, source: str | Sequence[ChatTurn], *, timeout_s: float | None = None) -> Tokenization:
         """Return the tokens that `generate` would make of text or of a conversation."""

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bkvrelay/v1/controller.proto\x12\nkvrelay.v1\"\x81\x01\n\x0cScaleRequest\x12\x14\n\x07prefill\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x13\n\x06\x64\x65\x63ode\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x0f\n\x07grace_s\x18\x03 \x01(\x01\x12\r\n\x05\x66orce\x18\x04 \x01(\x08\x12\x0f\n\x07no_flip\x18\x05 \x01(\x08\x42\n\n\x08_prefillB\t\n\x07_decode\"\x1d\n\rScaleResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"(\n\x15RestartWorkersRequest\x12\x0f\n\x07grace_s\x18\x01 \x01(\x01\"&\n\x16RestartWorkersResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"y\n\x0eRolloutRequest\x12\x0e\n\x06\x63onfig\x18\x01 \x01(\t\x12\x10\n\x08\x63\x61nary_s\x18\x02 \x01(\x01\x12\x14\n\x0cmax_slowdown\x18\x03 \x01(\x01\x12\x0f\n\x07grace_s\x18\x04 \x01(\x01\x12\x0f\n\x07\x64ry_run\x18\x05 \x01(\x08\x12\r\n\x05\x66orce\x18\x06 \x01(\x08\"\x1f\n\x0fRolloutResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"\r\n\x0bStopRequest\"\x0e\n\x0cStopResponse\"\x10\n\x0eGetPlanRequest\"\'\n\x08PlanTerm\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01\"+\n\x08PoolPlan\x12\x0f\n\x07present\x18\x01 \x01(\r\x12\x0e\n\x06wanted\x18\x02 \x01(\r\"\xae\x01\n\nPlanRecord\x12\r\n\x05\x61ge_s\x18\x01 \x01(\x01\x12%\n\x07prefill\x18\x02 \x01(\x0b\x32\x14.kvrelay.v1.PoolPlan\x12$\n\x06\x64\x65\x63ode\x18\x03 \x01(\x0b\x32\x14.kvrelay.v1.PoolPlan\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12#\n\x05terms\x18\x05 \x03(\x0b\x32\x14.kvrelay.v1.PlanTerm\x12\x0f\n\x07outcome\x18\x06 \x01(\t\"\x84\x01\n\x0fGetPlanResponse\x12\x0c\n\x04mode\x18\x01 \x01(\t\x12\x12\n\ninterval_s\x18\x02 \x01(\x01\x12&\n\x06latest\x18\x03 \x01(\x0b\x32\x16.kvrelay.v1.PlanRecord\x12\'\n\x07\x63hanges\x18\x04 \x03(\x0b\x32\x16.kvrelay.v1.PlanRecord2\xf3\x02\n\x11\x43ontrollerService\x12>\n\x05Scale\x12\x18.kvrelay.v1.ScaleRequest\x1a\x19.kvrelay.v1.ScaleResponse0\x01\x12Y\n\x0eRestartWorkers\x12!.kvrelay.v1.RestartWorkersRequest\x1a\".kvrelay.v1.RestartWorkersResponse0\x01\x12\x44\n\x07Rollout\x12\x1a.kvrelay.v1.RolloutRequest\x1a\x1b.kvrelay.v1.RolloutResponse0\x01\x12\x39\n\x04Stop\x12\x17.kvrelay.v1.StopRequest\x1a\x18.kvrelay.v1.StopResponse\x12\x42\n\x07GetPlan\x12\x1a.kvrelay.v1.GetPlanRequest\x1a\x1b.kvrelay.v1.GetPlanResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bkvrelay/v1/controller.proto\x12\nkvrelay.v1\"\x81\x01\n\x0cScaleRequest\x12\x14\n\x07prefill\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x13\n\x06\x64\x65\x63ode\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x0f\n\x07grace_s\x18\x03 \x01(\x01\x12\r\n\x05\x66orce\x18\x04 \x01(\x08\x12\x0f\n\x07no_flip\x18\x05 \x01(\x08\x42\n\n\x08_prefillB\t\n\x07_decode\"0\n\rScaleResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\tchange_id\x18\x02 \x01(\r\"(\n\x15RestartWorkersRequest\x12\x0f\n\x07grace_s\x18\x01 \x01(\x01\"9\n\x16RestartWorkersResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\tchange_id\x18\x02 \x01(\r\"y\n\x0eRolloutRequest\x12\x0e\n\x06\x63onfig\x18\x01 \x01(\t\x12\x10\n\x08\x63\x61nary_s\x18\x02 \x01(\x01\x12\x14\n\x0cmax_slowdown\x18\x03 \x01(\x01\x12\x0f\n\x07grace_s\x18\x04 \x01(\x01\x12\x0f\n\x07\x64ry_run\x18\x05 \x01(\x08\x12\r\n\x05\x66orce\x18\x06 \x01(\x08\"2\n\x0fRolloutResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\tchange_id\x18\x02 \x01(\r\"\r\n\x0bStopRequest\"\x0e\n\x0cStopResponse\"\x14\n\x12ListChangesRequest\"\xa9\x01\n\x0c\x43hangeRecord\x12\n\n\x02id\x18\x01 \x01(\r\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x03 \x01(\t\x12\r\n\x05state\x18\x04 \x01(\t\x12\x11\n\twaits_for\x18\x05 \x03(\r\x12\x14\n\x0c\x62\x65gun_unix_s\x18\x06 \x01(\x01\x12\x0e\n\x06took_s\x18\x07 \x01(\x01\x12\x13\n\x0blatest_step\x18\x08 \x01(\t\x12\r\n\x05\x65rror\x18\t \x01(\t\"@\n\x13ListChangesResponse\x12)\n\x07\x63hanges\x18\x01 \x03(\x0b\x32\x18.kvrelay.v1.ChangeRecord\"!\n\x13\x43\x61ncelChangeRequest\x12\n\n\x02id\x18\x01 \x01(\r\"$\n\x14\x43\x61ncelChangeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"\x10\n\x0eGetPlanRequest\"\'\n\x08PlanTerm\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01\"+\n\x08PoolPlan\x12\x0f\n\x07present\x18\x01 \x01(\r\x12\x0e\n\x06wanted\x18\x02 \x01(\r\"\xae\x01\n\nPlanRecord\x12\r\n\x05\x61ge_s\x18\x01 \x01(\x01\x12%\n\x07prefill\x18\x02 \x01(\x0b\x32\x14.kvrelay.v1.PoolPlan\x12$\n\x06\x64\x65\x63ode\x18\x03 \x01(\x0b\x32\x14.kvrelay.v1.PoolPlan\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12#\n\x05terms\x18\x05 \x03(\x0b\x32\x14.kvrelay.v1.PlanTerm\x12\x0f\n\x07outcome\x18\x06 \x01(\t\"\x84\x01\n\x0fGetPlanResponse\x12\x0c\n\x04mode\x18\x01 \x01(\t\x12\x12\n\ninterval_s\x18\x02 \x01(\x01\x12&\n\x06latest\x18\x03 \x01(\x0b\x32\x16.kvrelay.v1.PlanRecord\x12\'\n\x07\x63hanges\x18\x04 \x03(\x0b\x32\x16.kvrelay.v1.PlanRecord2\x98\x04\n\x11\x43ontrollerService\x12>\n\x05Scale\x12\x18.kvrelay.v1.ScaleRequest\x1a\x19.kvrelay.v1.ScaleResponse0\x01\x12Y\n\x0eRestartWorkers\x12!.kvrelay.v1.RestartWorkersRequest\x1a\".kvrelay.v1.RestartWorkersResponse0\x01\x12\x44\n\x07Rollout\x12\x1a.kvrelay.v1.RolloutRequest\x1a\x1b.kvrelay.v1.RolloutResponse0\x01\x12\x39\n\x04Stop\x12\x17.kvrelay.v1.StopRequest\x1a\x18.kvrelay.v1.StopResponse\x12N\n\x0bListChanges\x12\x1e.kvrelay.v1.ListChangesRequest\x1a\x1f.kvrelay.v1.ListChangesResponse\x12S\n\x0c\x43\x61ncelChange\x12\x1f.kvrelay.v1.CancelChangeRequest\x1a .kvrelay.v1.CancelChangeResponse0\x01\x12\x42\n\x07GetPlan\x12\x1a.kvrelay.v1.GetPlanRequest\x1a\x1b.kvrelay.v1.GetPlanResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,29 +34,39 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SCALEREQUEST']._serialized_start=44
   _globals['_SCALEREQUEST']._serialized_end=173
   _globals['_SCALERESPONSE']._serialized_start=175
-  _globals['_SCALERESPONSE']._serialized_end=204
-  _globals['_RESTARTWORKERSREQUEST']._serialized_start=206
-  _globals['_RESTARTWORKERSREQUEST']._serialized_end=246
-  _globals['_RESTARTWORKERSRESPONSE']._serialized_start=248
-  _globals['_RESTARTWORKERSRESPONSE']._serialized_end=286
-  _globals['_ROLLOUTREQUEST']._serialized_start=288
-  _globals['_ROLLOUTREQUEST']._serialized_end=409
-  _globals['_ROLLOUTRESPONSE']._serialized_start=411
-  _globals['_ROLLOUTRESPONSE']._serialized_end=442
-  _globals['_STOPREQUEST']._serialized_start=444
-  _globals['_STOPREQUEST']._serialized_end=457
-  _globals['_STOPRESPONSE']._serialized_start=459
-  _globals['_STOPRESPONSE']._serialized_end=473
-  _globals['_GETPLANREQUEST']._serialized_start=475
-  _globals['_GETPLANREQUEST']._serialized_end=491
-  _globals['_PLANTERM']._serialized_start=493
-  _globals['_PLANTERM']._serialized_end=532
-  _globals['_POOLPLAN']._serialized_start=534
-  _globals['_POOLPLAN']._serialized_end=577
-  _globals['_PLANRECORD']._serialized_start=580
-  _globals['_PLANRECORD']._serialized_end=754
-  _globals['_GETPLANRESPONSE']._serialized_start=757
-  _globals['_GETPLANRESPONSE']._serialized_end=889
-  _globals['_CONTROLLERSERVICE']._serialized_start=892
-  _globals['_CONTROLLERSERVICE']._serialized_end=1263
+  _globals['_SCALERESPONSE']._serialized_end=223
+  _globals['_RESTARTWORKERSREQUEST']._serialized_start=225
+  _globals['_RESTARTWORKERSREQUEST']._serialized_end=265
+  _globals['_RESTARTWORKERSRESPONSE']._serialized_start=267
+  _globals['_RESTARTWORKERSRESPONSE']._serialized_end=324
+  _globals['_ROLLOUTREQUEST']._serialized_start=326
+  _globals['_ROLLOUTREQUEST']._serialized_end=447
+  _globals['_ROLLOUTRESPONSE']._serialized_start=449
+  _globals['_ROLLOUTRESPONSE']._serialized_end=499
+  _globals['_STOPREQUEST']._serialized_start=501
+  _globals['_STOPREQUEST']._serialized_end=514
+  _globals['_STOPRESPONSE']._serialized_start=516
+  _globals['_STOPRESPONSE']._serialized_end=530
+  _globals['_LISTCHANGESREQUEST']._serialized_start=532
+  _globals['_LISTCHANGESREQUEST']._serialized_end=552
+  _globals['_CHANGERECORD']._serialized_start=555
+  _globals['_CHANGERECORD']._serialized_end=724
+  _globals['_LISTCHANGESRESPONSE']._serialized_start=726
+  _globals['_LISTCHANGESRESPONSE']._serialized_end=790
+  _globals['_CANCELCHANGEREQUEST']._serialized_start=792
+  _globals['_CANCELCHANGEREQUEST']._serialized_end=825
+  _globals['_CANCELCHANGERESPONSE']._serialized_start=827
+  _globals['_CANCELCHANGERESPONSE']._serialized_end=863
+  _globals['_GETPLANREQUEST']._serialized_start=865
+  _globals['_GETPLANREQUEST']._serialized_end=881
+  _globals['_PLANTERM']._serialized_start=883
+  _globals['_PLANTERM']._serialized_end=922
+  _globals['_POOLPLAN']._serialized_start=924
+  _globals['_POOLPLAN']._serialized_end=967
+  _globals['_PLANRECORD']._serialized_start=970
+  _globals['_PLANRECORD']._serialized_end=1144
+  _globals['_GETPLANRESPONSE']._serialized_start=1147
+  _globals['_GETPLANRESPONSE']._serialized_end=1279
+  _globals['_CONTROLLERSERVICE']._serialized_start=1282
+  _globals['_CONTROLLERSERVICE']._serialized_end=1818
 # @@protoc_insertion_point(module_scope)

@@ -55,6 +55,16 @@ class ControllerServiceStub(object):
                 request_serializer=kvrelay_dot_v1_dot_controller__pb2.StopRequest.SerializeToString,
                 response_deserializer=kvrelay_dot_v1_dot_controller__pb2.StopResponse.FromString,
                 _registered_method=True)
+        self.ListChanges = channel.unary_unary(
+                '/kvrelay.v1.ControllerService/ListChanges',
+                request_serializer=kvrelay_dot_v1_dot_controller__pb2.ListChangesRequest.SerializeToString,
+                response_deserializer=kvrelay_dot_v1_dot_controller__pb2.ListChangesResponse.FromString,
+                _registered_method=True)
+        self.CancelChange = channel.unary_stream(
+                '/kvrelay.v1.ControllerService/CancelChange',
+                request_serializer=kvrelay_dot_v1_dot_controller__pb2.CancelChangeRequest.SerializeToString,
+                response_deserializer=kvrelay_dot_v1_dot_controller__pb2.CancelChangeResponse.FromString,
+                _registered_method=True)
         self.GetPlan = channel.unary_unary(
                 '/kvrelay.v1.ControllerService/GetPlan',
                 request_serializer=kvrelay_dot_v1_dot_controller__pb2.GetPlanRequest.SerializeToString,
@@ -67,7 +77,8 @@ class ControllerServiceServicer(object):
     """
 
     def Scale(self, request, context):
-        """Makes the pools this large and tells each step; the stream ends when it is done. One request at a time.
+        """Makes the pools this large and tells each step; the stream ends when it is done. Like the two below it is a change:
+        it goes on without its caller, and waits for earlier changes of the same pools.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -90,6 +101,20 @@ class ControllerServiceServicer(object):
 
     def Stop(self, request, context):
         """Ends the cluster: the router drains, then the workers go. Answers at once.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListChanges(self, request, context):
+        """The changes that run and wait, and the latest that have ended.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CancelChange(self, request, context):
+        """Cancels a change that runs or waits, and tells each step until it has ended.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -124,6 +149,16 @@ def add_ControllerServiceServicer_to_server(servicer, server):
                     servicer.Stop,
                     request_deserializer=kvrelay_dot_v1_dot_controller__pb2.StopRequest.FromString,
                     response_serializer=kvrelay_dot_v1_dot_controller__pb2.StopResponse.SerializeToString,
+            ),
+            'ListChanges': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListChanges,
+                    request_deserializer=kvrelay_dot_v1_dot_controller__pb2.ListChangesRequest.FromString,
+                    response_serializer=kvrelay_dot_v1_dot_controller__pb2.ListChangesResponse.SerializeToString,
+            ),
+            'CancelChange': grpc.unary_stream_rpc_method_handler(
+                    servicer.CancelChange,
+                    request_deserializer=kvrelay_dot_v1_dot_controller__pb2.CancelChangeRequest.FromString,
+                    response_serializer=kvrelay_dot_v1_dot_controller__pb2.CancelChangeResponse.SerializeToString,
             ),
             'GetPlan': grpc.unary_unary_rpc_method_handler(
                     servicer.GetPlan,
@@ -240,6 +275,60 @@ class ControllerService(object):
             '/kvrelay.v1.ControllerService/Stop',
             kvrelay_dot_v1_dot_controller__pb2.StopRequest.SerializeToString,
             kvrelay_dot_v1_dot_controller__pb2.StopResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListChanges(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvrelay.v1.ControllerService/ListChanges',
+            kvrelay_dot_v1_dot_controller__pb2.ListChangesRequest.SerializeToString,
+            kvrelay_dot_v1_dot_controller__pb2.ListChangesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CancelChange(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/kvrelay.v1.ControllerService/CancelChange',
+            kvrelay_dot_v1_dot_controller__pb2.CancelChangeRequest.SerializeToString,
+            kvrelay_dot_v1_dot_controller__pb2.CancelChangeResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -34,7 +34,9 @@ class ControllerServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> ControllerServiceAsyncStub: ...
     Scale: _grpc.UnaryStreamMultiCallable[_controller_pb2.ScaleRequest, _controller_pb2.ScaleResponse]
-    """Makes the pools this large and tells each step; the stream ends when it is done. One request at a time."""
+    """Makes the pools this large and tells each step; the stream ends when it is done. Like the two below it is a change:
+    it goes on without its caller, and waits for earlier changes of the same pools.
+    """
     RestartWorkers: _grpc.UnaryStreamMultiCallable[_controller_pb2.RestartWorkersRequest, _controller_pb2.RestartWorkersResponse]
     """Replaces every worker by a new process, one after the other, and tells each step. Capacity never falls."""
     Rollout: _grpc.UnaryStreamMultiCallable[_controller_pb2.RolloutRequest, _controller_pb2.RolloutResponse]
@@ -43,6 +45,10 @@ class ControllerServiceStub:
     """
     Stop: _grpc.UnaryUnaryMultiCallable[_controller_pb2.StopRequest, _controller_pb2.StopResponse]
     """Ends the cluster: the router drains, then the workers go. Answers at once."""
+    ListChanges: _grpc.UnaryUnaryMultiCallable[_controller_pb2.ListChangesRequest, _controller_pb2.ListChangesResponse]
+    """The changes that run and wait, and the latest that have ended."""
+    CancelChange: _grpc.UnaryStreamMultiCallable[_controller_pb2.CancelChangeRequest, _controller_pb2.CancelChangeResponse]
+    """Cancels a change that runs or waits, and tells each step until it has ended."""
     GetPlan: _grpc.UnaryUnaryMultiCallable[_controller_pb2.GetPlanRequest, _controller_pb2.GetPlanResponse]
     """What the planner thinks of the pools' sizes."""
 
@@ -52,7 +58,9 @@ class ControllerServiceAsyncStub(ControllerServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Scale: _aio.UnaryStreamMultiCallable[_controller_pb2.ScaleRequest, _controller_pb2.ScaleResponse]  # type: ignore[assignment]
-    """Makes the pools this large and tells each step; the stream ends when it is done. One request at a time."""
+    """Makes the pools this large and tells each step; the stream ends when it is done. Like the two below it is a change:
+    it goes on without its caller, and waits for earlier changes of the same pools.
+    """
     RestartWorkers: _aio.UnaryStreamMultiCallable[_controller_pb2.RestartWorkersRequest, _controller_pb2.RestartWorkersResponse]  # type: ignore[assignment]
     """Replaces every worker by a new process, one after the other, and tells each step. Capacity never falls."""
     Rollout: _aio.UnaryStreamMultiCallable[_controller_pb2.RolloutRequest, _controller_pb2.RolloutResponse]  # type: ignore[assignment]
@@ -61,6 +69,10 @@ class ControllerServiceAsyncStub(ControllerServiceStub):
     """
     Stop: _aio.UnaryUnaryMultiCallable[_controller_pb2.StopRequest, _controller_pb2.StopResponse]  # type: ignore[assignment]
     """Ends the cluster: the router drains, then the workers go. Answers at once."""
+    ListChanges: _aio.UnaryUnaryMultiCallable[_controller_pb2.ListChangesRequest, _controller_pb2.ListChangesResponse]  # type: ignore[assignment]
+    """The changes that run and wait, and the latest that have ended."""
+    CancelChange: _aio.UnaryStreamMultiCallable[_controller_pb2.CancelChangeRequest, _controller_pb2.CancelChangeResponse]  # type: ignore[assignment]
+    """Cancels a change that runs or waits, and tells each step until it has ended."""
     GetPlan: _aio.UnaryUnaryMultiCallable[_controller_pb2.GetPlanRequest, _controller_pb2.GetPlanResponse]  # type: ignore[assignment]
     """What the planner thinks of the pools' sizes."""
 
@@ -73,7 +85,9 @@ class ControllerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _controller_pb2.ScaleRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_controller_pb2.ScaleResponse], _abc.AsyncIterator[_controller_pb2.ScaleResponse]]:
-        """Makes the pools this large and tells each step; the stream ends when it is done. One request at a time."""
+        """Makes the pools this large and tells each step; the stream ends when it is done. Like the two below it is a change:
+        it goes on without its caller, and waits for earlier changes of the same pools.
+        """
 
     @_abc_1.abstractmethod
     def RestartWorkers(
@@ -100,6 +114,22 @@ class ControllerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_controller_pb2.StopResponse, _abc.Awaitable[_controller_pb2.StopResponse]]:
         """Ends the cluster: the router drains, then the workers go. Answers at once."""
+
+    @_abc_1.abstractmethod
+    def ListChanges(
+        self,
+        request: _controller_pb2.ListChangesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_controller_pb2.ListChangesResponse, _abc.Awaitable[_controller_pb2.ListChangesResponse]]:
+        """The changes that run and wait, and the latest that have ended."""
+
+    @_abc_1.abstractmethod
+    def CancelChange(
+        self,
+        request: _controller_pb2.CancelChangeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_controller_pb2.CancelChangeResponse], _abc.AsyncIterator[_controller_pb2.CancelChangeResponse]]:
+        """Cancels a change that runs or waits, and tells each step until it has ended."""
 
     @_abc_1.abstractmethod
     def GetPlan(

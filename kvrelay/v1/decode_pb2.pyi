@@ -404,6 +404,7 @@ class DecodeResponse(_message.Message):
     PREFILL_STARTED_FIELD_NUMBER: _builtins.int
     TRANSFERRED_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
+    BEAMS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def reserved(self) -> Global___Reserved:
         """First."""
@@ -420,6 +421,10 @@ class DecodeResponse(_message.Message):
     def tokens(self) -> Global___TokenBatch:
         """Tokens."""
 
+    @_builtins.property
+    def beams(self) -> _sequence_pb2.BeamState:
+        """Beam search, from time to time: where another worker goes on if this one is lost."""
+
     def __init__(
         self,
         *,
@@ -427,12 +432,13 @@ class DecodeResponse(_message.Message):
         prefill_started: Global___LocalPrefillStarted | None = ...,
         transferred: _worker_pb2.TransferStats | None = ...,
         tokens: Global___TokenBatch | None = ...,
+        beams: _sequence_pb2.BeamState | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "prefill_started", b"prefill_started", "reserved", b"reserved", "tokens", b"tokens", "transferred", b"transferred"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["beams", b"beams", "event", b"event", "prefill_started", b"prefill_started", "reserved", b"reserved", "tokens", b"tokens", "transferred", b"transferred"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "prefill_started", b"prefill_started", "reserved", b"reserved", "tokens", b"tokens", "transferred", b"transferred"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["beams", b"beams", "event", b"event", "prefill_started", b"prefill_started", "reserved", b"reserved", "tokens", b"tokens", "transferred", b"transferred"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["reserved", "prefill_started", "transferred", "tokens"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["reserved", "prefill_started", "transferred", "tokens", "beams"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 

@@ -21,6 +21,38 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _ToolChoiceKind:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ToolChoiceKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ToolChoiceKind.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    TOOL_CHOICE_KIND_UNSPECIFIED: _ToolChoiceKind.ValueType  # 0
+    """The same as auto."""
+    TOOL_CHOICE_KIND_AUTO: _ToolChoiceKind.ValueType  # 1
+    """Calls or text, as the model wants."""
+    TOOL_CHOICE_KIND_NONE: _ToolChoiceKind.ValueType  # 2
+    """Text; what looks like a call is text, too."""
+    TOOL_CHOICE_KIND_REQUIRED: _ToolChoiceKind.ValueType  # 3
+    """One call or more."""
+    TOOL_CHOICE_KIND_NAMED: _ToolChoiceKind.ValueType  # 4
+    """One call of one tool."""
+
+class ToolChoiceKind(_ToolChoiceKind, metaclass=_ToolChoiceKindEnumTypeWrapper):
+    """Kinds of choice."""
+
+TOOL_CHOICE_KIND_UNSPECIFIED: ToolChoiceKind.ValueType  # 0
+"""The same as auto."""
+TOOL_CHOICE_KIND_AUTO: ToolChoiceKind.ValueType  # 1
+"""Calls or text, as the model wants."""
+TOOL_CHOICE_KIND_NONE: ToolChoiceKind.ValueType  # 2
+"""Text; what looks like a call is text, too."""
+TOOL_CHOICE_KIND_REQUIRED: ToolChoiceKind.ValueType  # 3
+"""One call or more."""
+TOOL_CHOICE_KIND_NAMED: ToolChoiceKind.ValueType  # 4
+"""One call of one tool."""
+Global___ToolChoiceKind: _TypeAlias = ToolChoiceKind  # noqa: Y015
+
 class _PlanKind:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -33,6 +65,8 @@ class _PlanKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PlanKind.Val
     """Prefill on a prefill worker, KV handed to a decode worker."""
     PLAN_KIND_LOCAL: _PlanKind.ValueType  # 2
     """The decode worker prefills the short uncached suffix itself."""
+    PLAN_KIND_PREFILL: _PlanKind.ValueType  # 3
+    """A prefill worker computes an embedding of the prompt; no decode worker takes part."""
 
 class PlanKind(_PlanKind, metaclass=_PlanKindEnumTypeWrapper):
     """How a request is served."""
@@ -43,6 +77,8 @@ PLAN_KIND_REMOTE: PlanKind.ValueType  # 1
 """Prefill on a prefill worker, KV handed to a decode worker."""
 PLAN_KIND_LOCAL: PlanKind.ValueType  # 2
 """The decode worker prefills the short uncached suffix itself."""
+PLAN_KIND_PREFILL: PlanKind.ValueType  # 3
+"""A prefill worker computes an embedding of the prompt; no decode worker takes part."""
 Global___PlanKind: _TypeAlias = PlanKind  # noqa: Y015
 
 @_typing.final
@@ -77,23 +113,71 @@ class ChatMessage(_message.Message):
 
     ROLE_FIELD_NUMBER: _builtins.int
     CONTENT_FIELD_NUMBER: _builtins.int
+    TOOL_CALLS_FIELD_NUMBER: _builtins.int
+    TOOL_CALL_ID_FIELD_NUMBER: _builtins.int
+    REASONING_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
     role: _builtins.str
-    """"system", "user" or "assistant"."""
+    """"system", "user", "assistant" or "tool"."""
     content: _builtins.str
-    """What was said."""
+    """What was said; the result of a call, of a tool."""
+    tool_call_id: _builtins.str
+    """The call that a tool's message answers."""
+    reasoning: _builtins.str
+    """What the assistant thought before it answered."""
+    name: _builtins.str
+    """The tool's or the participant's name, for templates that write it."""
+    @_builtins.property
+    def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCall]:
+        """Calls that the assistant made; at most 128."""
+
     def __init__(
         self,
         *,
         role: _builtins.str = ...,
         content: _builtins.str = ...,
+        tool_calls: _abc.Iterable[Global___ToolCall] | None = ...,
+        tool_call_id: _builtins.str = ...,
+        reasoning: _builtins.str = ...,
+        name: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "name", b"name", "reasoning", b"reasoning", "role", b"role", "tool_call_id", b"tool_call_id", "tool_calls", b"tool_calls"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ChatMessage: _TypeAlias = ChatMessage  # noqa: Y015
+
+@_typing.final
+class ToolCall(_message.Message):
+    """A call of a tool by the assistant."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    ARGUMENTS_FIELD_NUMBER: _builtins.int
+    id: _builtins.str
+    """Names the call, for the message with its result."""
+    name: _builtins.str
+    """The tool."""
+    arguments: _builtins.str
+    """The arguments: JSON as the model wrote it."""
+    def __init__(
+        self,
+        *,
+        id: _builtins.str = ...,
+        name: _builtins.str = ...,
+        arguments: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments", b"arguments", "id", b"id", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ToolCall: _TypeAlias = ToolCall  # noqa: Y015
 
 @_typing.final
 class ChatPrompt(_message.Message):
@@ -102,22 +186,110 @@ class ChatPrompt(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     MESSAGES_FIELD_NUMBER: _builtins.int
+    TOOLS_FIELD_NUMBER: _builtins.int
+    TOOL_CHOICE_FIELD_NUMBER: _builtins.int
+    TEMPLATE_VARIABLES_FIELD_NUMBER: _builtins.int
+    THINKING_BUDGET_FIELD_NUMBER: _builtins.int
+    template_variables: _builtins.str
+    """A JSON object with further variables of the template, such as {"enable_thinking": false}."""
+    thinking_budget: _builtins.int
+    """Most tokens that the model may think before it answers; only for models that think."""
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
         """The turns, oldest first; at most 4096."""
+
+    @_builtins.property
+    def tools(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """What the assistant may call, at most 128, each a tool of OpenAI's API in JSON:
+        {"type": "function", "function": {"name": …, "description": …, "parameters": {a JSON schema}}}.
+        """
+
+    @_builtins.property
+    def tool_choice(self) -> Global___ToolChoice:
+        """What has to be called; default: whatever the model wants."""
 
     def __init__(
         self,
         *,
         messages: _abc.Iterable[Global___ChatMessage] | None = ...,
+        tools: _abc.Iterable[_builtins.str] | None = ...,
+        tool_choice: Global___ToolChoice | None = ...,
+        template_variables: _builtins.str = ...,
+        thinking_budget: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_thinking_budget", b"_thinking_budget", "thinking_budget", b"thinking_budget", "tool_choice", b"tool_choice"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_thinking_budget", b"_thinking_budget", "messages", b"messages", "template_variables", b"template_variables", "thinking_budget", b"thinking_budget", "tool_choice", b"tool_choice", "tools", b"tools"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__thinking_budget: _TypeAlias = _typing.Literal["thinking_budget"]  # noqa: Y015
+    _WhichOneofArgType__thinking_budget: _TypeAlias = _typing.Literal["_thinking_budget", b"_thinking_budget"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__thinking_budget) -> _WhichOneofReturnType__thinking_budget | None: ...
+
+Global___ChatPrompt: _TypeAlias = ChatPrompt  # noqa: Y015
+
+@_typing.final
+class ToolChoice(_message.Message):
+    """What an answer has to call."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    IS_SINGLE_FIELD_NUMBER: _builtins.int
+    kind: Global___ToolChoiceKind.ValueType
+    """The kind of choice."""
+    name: _builtins.str
+    """The tool, with TOOL_CHOICE_KIND_NAMED."""
+    is_single: _builtins.bool
+    """At most one call in an answer, of those that have to be made."""
+    def __init__(
+        self,
+        *,
+        kind: Global___ToolChoiceKind.ValueType = ...,
+        name: _builtins.str = ...,
+        is_single: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_single", b"is_single", "kind", b"kind", "name", b"name"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ChatPrompt: _TypeAlias = ChatPrompt  # noqa: Y015
+Global___ToolChoice: _TypeAlias = ToolChoice  # noqa: Y015
+
+@_typing.final
+class AnswerFormat(_message.Message):
+    """How to read the text of an answer: which parts are calls of tools, and which are thoughts."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOOLS_FIELD_NUMBER: _builtins.int
+    REASONING_FIELD_NUMBER: _builtins.int
+    IN_REASONING_FIELD_NUMBER: _builtins.int
+    FORCED_NAME_FIELD_NUMBER: _builtins.int
+    tools: _builtins.str
+    """Markup of tool calls, such as "hermes"; empty: the text has none."""
+    reasoning: _builtins.str
+    """Markup of reasoning, such as "qwen3"; empty: the text has none."""
+    in_reasoning: _builtins.bool
+    """Whether the text begins inside the reasoning."""
+    forced_name: _builtins.str
+    """Without a markup of tool calls: the tool whose arguments the text is, behind the reasoning; empty: it is none."""
+    def __init__(
+        self,
+        *,
+        tools: _builtins.str = ...,
+        reasoning: _builtins.str = ...,
+        in_reasoning: _builtins.bool = ...,
+        forced_name: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["forced_name", b"forced_name", "in_reasoning", b"in_reasoning", "reasoning", b"reasoning", "tools", b"tools"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AnswerFormat: _TypeAlias = AnswerFormat  # noqa: Y015
 
 @_typing.final
 class GenerateRequest(_message.Message):
@@ -164,7 +336,7 @@ class GenerateRequest(_message.Message):
     @_builtins.property
     def resume(self) -> Global___Resume:
         """The answer was begun by another router, which is gone: go on behind these tokens. Needs the same prompt and sampling,
-        the seed included, which that router told in Accepted; a chat also the time that it was rendered at.
+        the seed and the defaults included, which that router told in Accepted; a chat also the time that it was rendered at.
         """
 
     def __init__(
@@ -200,6 +372,7 @@ class Resume(_message.Message):
     SAMPLES_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     RENDERED_UNIX_S_FIELD_NUMBER: _builtins.int
+    ANSWER_FORMAT_FIELD_NUMBER: _builtins.int
     fingerprint: _builtins.str
     """Accepted.fingerprint of the router that began; another model would go on with other tokens."""
     rendered_unix_s: _builtins.int
@@ -208,16 +381,21 @@ class Resume(_message.Message):
     def samples(self) -> _containers.RepeatedCompositeFieldContainer[Global___ResumedSample]:
         """Sample i at place i, at most `sampling.n`; those left out have no token yet."""
 
+    @_builtins.property
+    def answer_format(self) -> Global___AnswerFormat:
+        """Accepted.answer_format of the router that began, for a chat; absent: this router's own."""
+
     def __init__(
         self,
         *,
         samples: _abc.Iterable[Global___ResumedSample] | None = ...,
         fingerprint: _builtins.str = ...,
         rendered_unix_s: _builtins.int = ...,
+        answer_format: Global___AnswerFormat | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["answer_format", b"answer_format"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "rendered_unix_s", b"rendered_unix_s", "samples", b"samples"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer_format", b"answer_format", "fingerprint", b"fingerprint", "rendered_unix_s", b"rendered_unix_s", "samples", b"samples"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -485,6 +663,8 @@ class Accepted(_message.Message):
     SEED_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     RENDERED_UNIX_S_FIELD_NUMBER: _builtins.int
+    ANSWER_FORMAT_FIELD_NUMBER: _builtins.int
+    DEFAULTS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Minted by the router."""
     num_prompt_tokens: _builtins.int
@@ -495,6 +675,14 @@ class Accepted(_message.Message):
     """ModelInfo.fingerprint of the model that answers."""
     rendered_unix_s: _builtins.int
     """The time, in seconds since 1970, that a chat template which writes the date was given; 0: the prompt was no chat."""
+    @_builtins.property
+    def answer_format(self) -> Global___AnswerFormat:
+        """How to read the text; absent when the prompt was no chat."""
+
+    @_builtins.property
+    def defaults(self) -> _sampling_pb2.SamplingParams:
+        """What the server chose for fields of the request's sampling that were left out. A resumed request asks for this."""
+
     def __init__(
         self,
         *,
@@ -503,10 +691,12 @@ class Accepted(_message.Message):
         seed: _builtins.int = ...,
         fingerprint: _builtins.str = ...,
         rendered_unix_s: _builtins.int = ...,
+        answer_format: Global___AnswerFormat | None = ...,
+        defaults: _sampling_pb2.SamplingParams | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["answer_format", b"answer_format", "defaults", b"defaults"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "num_prompt_tokens", b"num_prompt_tokens", "rendered_unix_s", b"rendered_unix_s", "request_id", b"request_id", "seed", b"seed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer_format", b"answer_format", "defaults", b"defaults", "fingerprint", b"fingerprint", "num_prompt_tokens", b"num_prompt_tokens", "rendered_unix_s", b"rendered_unix_s", "request_id", b"request_id", "seed", b"seed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1397,3 +1587,118 @@ class RecordTrafficResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RecordTrafficResponse: _TypeAlias = RecordTrafficResponse  # noqa: Y015
+
+@_typing.final
+class EmbedRequest(_message.Message):
+    """A text to embed."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEXT_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    POOLING_FIELD_NUMBER: _builtins.int
+    NORMALIZE_FIELD_NUMBER: _builtins.int
+    DIMENSIONS_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    LABEL_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    OBJECTIVE_FIELD_NUMBER: _builtins.int
+    text: _builtins.str
+    """Plain text, tokenized as it is."""
+    pooling: _sampling_pb2.Pooling.ValueType
+    """Hidden states that the vector is made of. Default: that of the last token."""
+    normalize: _builtins.bool
+    """Scale the vector to length 1. Default true."""
+    dimensions: _builtins.int
+    """Keep so many leading values, before the vector is scaled; at most the model's hidden size. Default: all."""
+    model: _builtins.str
+    """Name of the model; empty takes the served one."""
+    label: _builtins.str
+    """A label of the caller's, for logs only."""
+    priority: _builtins.int
+    """Larger ones go first, within what the tenant may claim. Default 0."""
+    @_builtins.property
+    def token_ids(self) -> Global___TokenIds:
+        """Ready token ids."""
+
+    @_builtins.property
+    def objective(self) -> Global___ServiceObjective:
+        """What this request needs: `ttft_s` counts to the answer, `itl_s` has no meaning here."""
+
+    def __init__(
+        self,
+        *,
+        text: _builtins.str = ...,
+        token_ids: Global___TokenIds | None = ...,
+        pooling: _sampling_pb2.Pooling.ValueType = ...,
+        normalize: _builtins.bool | None = ...,
+        dimensions: _builtins.int | None = ...,
+        model: _builtins.str = ...,
+        label: _builtins.str = ...,
+        priority: _builtins.int = ...,
+        objective: Global___ServiceObjective | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_dimensions", b"_dimensions", "_normalize", b"_normalize", "dimensions", b"dimensions", "normalize", b"normalize", "objective", b"objective", "prompt", b"prompt", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_dimensions", b"_dimensions", "_normalize", b"_normalize", "dimensions", b"dimensions", "label", b"label", "model", b"model", "normalize", b"normalize", "objective", b"objective", "pooling", b"pooling", "priority", b"priority", "prompt", b"prompt", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__dimensions: _TypeAlias = _typing.Literal["dimensions"]  # noqa: Y015
+    _WhichOneofArgType__dimensions: _TypeAlias = _typing.Literal["_dimensions", b"_dimensions"]  # noqa: Y015
+    _WhichOneofReturnType__normalize: _TypeAlias = _typing.Literal["normalize"]  # noqa: Y015
+    _WhichOneofArgType__normalize: _TypeAlias = _typing.Literal["_normalize", b"_normalize"]  # noqa: Y015
+    _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "token_ids"]  # noqa: Y015
+    _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__dimensions) -> _WhichOneofReturnType__dimensions | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__normalize) -> _WhichOneofReturnType__normalize | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
+
+Global___EmbedRequest: _TypeAlias = EmbedRequest  # noqa: Y015
+
+@_typing.final
+class EmbedResponse(_message.Message):
+    """An embedding."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    EMBEDDING_FIELD_NUMBER: _builtins.int
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
+    COMPLETED_FIELD_NUMBER: _builtins.int
+    PLANS_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """Minted by the router."""
+    embedding: _builtins.bytes
+    """Little-endian float32, 4 bytes a value."""
+    fingerprint: _builtins.str
+    """ModelInfo.fingerprint of the model that computed it."""
+    model: _builtins.str
+    """Name of the model."""
+    @_builtins.property
+    def completed(self) -> Global___Completed:
+        """Counts and durations."""
+
+    @_builtins.property
+    def plans(self) -> _containers.RepeatedCompositeFieldContainer[Global___PlanChosen]:
+        """The plans, oldest first; a second one follows when a worker was lost."""
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        embedding: _builtins.bytes = ...,
+        fingerprint: _builtins.str = ...,
+        completed: Global___Completed | None = ...,
+        plans: _abc.Iterable[Global___PlanChosen] | None = ...,
+        model: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["completed", b"completed"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["completed", b"completed", "embedding", b"embedding", "fingerprint", b"fingerprint", "model", b"model", "plans", b"plans", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EmbedResponse: _TypeAlias = EmbedResponse  # noqa: Y015

@@ -65,6 +65,11 @@ class InferenceServiceStub(object):
                 request_serializer=kvrelay_dot_v1_dot_inference__pb2.RecordTrafficRequest.SerializeToString,
                 response_deserializer=kvrelay_dot_v1_dot_inference__pb2.RecordTrafficResponse.FromString,
                 _registered_method=True)
+        self.Embed = channel.unary_unary(
+                '/kvrelay.v1.InferenceService/Embed',
+                request_serializer=kvrelay_dot_v1_dot_inference__pb2.EmbedRequest.SerializeToString,
+                response_deserializer=kvrelay_dot_v1_dot_inference__pb2.EmbedResponse.FromString,
+                _registered_method=True)
 
 
 class InferenceServiceServicer(object):
@@ -113,6 +118,13 @@ class InferenceServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Embed(self, request, context):
+        """Returns an embedding of a text, computed by a prefill worker. Closing the call cancels the request.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_InferenceServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -145,6 +157,11 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     servicer.RecordTraffic,
                     request_deserializer=kvrelay_dot_v1_dot_inference__pb2.RecordTrafficRequest.FromString,
                     response_serializer=kvrelay_dot_v1_dot_inference__pb2.RecordTrafficResponse.SerializeToString,
+            ),
+            'Embed': grpc.unary_unary_rpc_method_handler(
+                    servicer.Embed,
+                    request_deserializer=kvrelay_dot_v1_dot_inference__pb2.EmbedRequest.FromString,
+                    response_serializer=kvrelay_dot_v1_dot_inference__pb2.EmbedResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -310,6 +327,33 @@ class InferenceService(object):
             '/kvrelay.v1.InferenceService/RecordTraffic',
             kvrelay_dot_v1_dot_inference__pb2.RecordTrafficRequest.SerializeToString,
             kvrelay_dot_v1_dot_inference__pb2.RecordTrafficResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Embed(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvrelay.v1.InferenceService/Embed',
+            kvrelay_dot_v1_dot_inference__pb2.EmbedRequest.SerializeToString,
+            kvrelay_dot_v1_dot_inference__pb2.EmbedResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -45,6 +45,8 @@ class InferenceServiceStub:
     """Tells why requests went where they went: candidates, each term of the cost, and what came of it."""
     RecordTraffic: _grpc.UnaryStreamMultiCallable[_inference_pb2.RecordTrafficRequest, _inference_pb2.RecordTrafficResponse]
     """Tells what the caller's requests are like while they come: when, how long, and which begin alike; no content."""
+    Embed: _grpc.UnaryUnaryMultiCallable[_inference_pb2.EmbedRequest, _inference_pb2.EmbedResponse]
+    """Returns an embedding of a text, computed by a prefill worker. Closing the call cancels the request."""
 
 @_typing.type_check_only
 class InferenceServiceAsyncStub(InferenceServiceStub):
@@ -63,6 +65,8 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     """Tells why requests went where they went: candidates, each term of the cost, and what came of it."""
     RecordTraffic: _aio.UnaryStreamMultiCallable[_inference_pb2.RecordTrafficRequest, _inference_pb2.RecordTrafficResponse]  # type: ignore[assignment]
     """Tells what the caller's requests are like while they come: when, how long, and which begin alike; no content."""
+    Embed: _aio.UnaryUnaryMultiCallable[_inference_pb2.EmbedRequest, _inference_pb2.EmbedResponse]  # type: ignore[assignment]
+    """Returns an embedding of a text, computed by a prefill worker. Closing the call cancels the request."""
 
 class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
     """The front door of a kvrelay cluster."""
@@ -114,5 +118,13 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_inference_pb2.RecordTrafficResponse], _abc.AsyncIterator[_inference_pb2.RecordTrafficResponse]]:
         """Tells what the caller's requests are like while they come: when, how long, and which begin alike; no content."""
+
+    @_abc_1.abstractmethod
+    def Embed(
+        self,
+        request: _inference_pb2.EmbedRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_pb2.EmbedResponse, _abc.Awaitable[_inference_pb2.EmbedResponse]]:
+        """Returns an embedding of a text, computed by a prefill worker. Closing the call cancels the request."""
 
 def add_InferenceServiceServicer_to_server(servicer: InferenceServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

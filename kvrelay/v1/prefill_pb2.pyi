@@ -31,7 +31,7 @@ class PrefillRequest(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     SOURCE_FIELD_NUMBER: _builtins.int
     handoff_id: _builtins.str
-    """The right to fetch its KV; the decode worker has the same id."""
+    """The right to fetch its KV; the decode worker has the same id. Empty with `sequence.pooling`."""
     epoch: _builtins.int
     """The worker's epoch as the router knows it; another one is refused."""
     @_builtins.property
@@ -97,11 +97,14 @@ class PrefillFinished(_message.Message):
     FIRST_TOKENS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     PREFILL_S_FIELD_NUMBER: _builtins.int
+    EMBEDDING_FIELD_NUMBER: _builtins.int
     prefill_s: _builtins.float
     """Start to end of computation."""
+    embedding: _builtins.bytes
+    """The pooled hidden states, not normalized: little-endian float32. Only with `sequence.pooling`."""
     @_builtins.property
     def first_tokens(self) -> _containers.RepeatedCompositeFieldContainer[_sampling_pb2.SampleToken]:
-        """The first token of each sample."""
+        """The first token of each sample; none with beam search, where the decode worker computes the last token again."""
 
     @_builtins.property
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_sampling_pb2.PositionLogprobs]:
@@ -113,10 +116,11 @@ class PrefillFinished(_message.Message):
         first_tokens: _abc.Iterable[_sampling_pb2.SampleToken] | None = ...,
         prompt_logprobs: _abc.Iterable[_sampling_pb2.PositionLogprobs] | None = ...,
         prefill_s: _builtins.float = ...,
+        embedding: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_tokens", b"first_tokens", "prefill_s", b"prefill_s", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["embedding", b"embedding", "first_tokens", b"first_tokens", "prefill_s", b"prefill_s", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

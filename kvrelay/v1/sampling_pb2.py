@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19kvrelay/v1/sampling.proto\x12\nkvrelay.v1\"\x81\x06\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x01H\x04\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x06 \x01(\x01H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x07 \x01(\x01H\x06\x88\x01\x01\x12=\n\nlogit_bias\x18\x08 \x03(\x0b\x32).kvrelay.v1.SamplingParams.LogitBiasEntry\x12\x11\n\x04seed\x18\t \x01(\x04H\x07\x88\x01\x01\x12\x0e\n\x01n\x18\n \x01(\rH\x08\x88\x01\x01\x12\x0c\n\x04stop\x18\x0b \x03(\t\x12\x16\n\x0estop_token_ids\x18\x0c \x03(\r\x12\x17\n\nmax_tokens\x18\r \x01(\rH\t\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x0e \x01(\rH\n\x88\x01\x01\x12\x12\n\nignore_eos\x18\x0f \x01(\x08\x12\x15\n\x08logprobs\x18\x10 \x01(\rH\x0b\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x11 \x01(\rH\x0c\x88\x01\x01\x12\x1e\n\x16include_special_tokens\x18\x12 \x01(\x08\x12\x17\n\ndetokenize\x18\x13 \x01(\x08H\r\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x07\n\x05_seedB\x04\n\x02_nB\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobsB\r\n\x0b_detokenize\"1\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"c\n\x10PositionLogprobs\x12(\n\x06\x63hosen\x18\x01 \x01(\x0b\x32\x18.kvrelay.v1.TokenLogprob\x12%\n\x03top\x18\x02 \x03(\x0b\x32\x18.kvrelay.v1.TokenLogprob\"\xb9\x01\n\x0bSampleToken\x12\x14\n\x0csample_index\x18\x01 \x01(\r\x12\x13\n\x0btoken_index\x18\x02 \x01(\r\x12\x10\n\x08token_id\x18\x03 \x01(\r\x12\x0c\n\x04text\x18\x04 \x01(\t\x12.\n\x08logprobs\x18\x05 \x01(\x0b\x32\x1c.kvrelay.v1.PositionLogprobs\x12/\n\rfinish_reason\x18\x06 \x01(\x0e\x32\x18.kvrelay.v1.FinishReason\"|\n\x08TokenRun\x12\x14\n\x0csample_index\x18\x01 \x01(\r\x12\x19\n\x11\x66irst_token_index\x18\x02 \x01(\r\x12\x0e\n\x06tokens\x18\x03 \x01(\x0c\x12/\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x18.kvrelay.v1.FinishReason*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19kvrelay/v1/sampling.proto\x12\nkvrelay.v1\"\xfe\x06\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x01H\x04\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x06 \x01(\x01H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x07 \x01(\x01H\x06\x88\x01\x01\x12=\n\nlogit_bias\x18\x08 \x03(\x0b\x32).kvrelay.v1.SamplingParams.LogitBiasEntry\x12\x11\n\x04seed\x18\t \x01(\x04H\x07\x88\x01\x01\x12\x0e\n\x01n\x18\n \x01(\rH\x08\x88\x01\x01\x12\x0c\n\x04stop\x18\x0b \x03(\t\x12\x16\n\x0estop_token_ids\x18\x0c \x03(\r\x12\x17\n\nmax_tokens\x18\r \x01(\rH\t\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x0e \x01(\rH\n\x88\x01\x01\x12\x12\n\nignore_eos\x18\x0f \x01(\x08\x12\x15\n\x08logprobs\x18\x10 \x01(\rH\x0b\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x11 \x01(\rH\x0c\x88\x01\x01\x12\x1e\n\x16include_special_tokens\x18\x12 \x01(\x08\x12\x17\n\ndetokenize\x18\x13 \x01(\x08H\r\x88\x01\x01\x12\x1a\n\x12structured_outputs\x18\x14 \x01(\t\x12\x17\n\x0fuse_beam_search\x18\x15 \x01(\x08\x12\x1b\n\x0elength_penalty\x18\x16 \x01(\x01H\x0e\x88\x01\x01\x12\x16\n\x0e\x65\x61rly_stopping\x18\x17 \x01(\x08\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x07\n\x05_seedB\x04\n\x02_nB\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobsB\r\n\x0b_detokenizeB\x11\n\x0f_length_penalty\"1\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"c\n\x10PositionLogprobs\x12(\n\x06\x63hosen\x18\x01 \x01(\x0b\x32\x18.kvrelay.v1.TokenLogprob\x12%\n\x03top\x18\x02 \x03(\x0b\x32\x18.kvrelay.v1.TokenLogprob\"\xb9\x01\n\x0bSampleToken\x12\x14\n\x0csample_index\x18\x01 \x01(\r\x12\x13\n\x0btoken_index\x18\x02 \x01(\r\x12\x10\n\x08token_id\x18\x03 \x01(\r\x12\x0c\n\x04text\x18\x04 \x01(\t\x12.\n\x08logprobs\x18\x05 \x01(\x0b\x32\x1c.kvrelay.v1.PositionLogprobs\x12/\n\rfinish_reason\x18\x06 \x01(\x0e\x32\x18.kvrelay.v1.FinishReason\"|\n\x08TokenRun\x12\x14\n\x0csample_index\x18\x01 \x01(\r\x12\x19\n\x11\x66irst_token_index\x18\x02 \x01(\r\x12\x0e\n\x06tokens\x18\x03 \x01(\x0c\x12/\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x18.kvrelay.v1.FinishReason*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02*F\n\x07Pooling\x12\x17\n\x13POOLING_UNSPECIFIED\x10\x00\x12\x10\n\x0cPOOLING_LAST\x10\x01\x12\x10\n\x0cPOOLING_MEAN\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,18 +33,20 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_FINISHREASON']._serialized_start=1279
-  _globals['_FINISHREASON']._serialized_end=1374
+  _globals['_FINISHREASON']._serialized_start=1404
+  _globals['_FINISHREASON']._serialized_end=1499
+  _globals['_POOLING']._serialized_start=1501
+  _globals['_POOLING']._serialized_end=1571
   _globals['_SAMPLINGPARAMS']._serialized_start=42
-  _globals['_SAMPLINGPARAMS']._serialized_end=811
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=558
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=606
-  _globals['_TOKENLOGPROB']._serialized_start=813
-  _globals['_TOKENLOGPROB']._serialized_end=862
-  _globals['_POSITIONLOGPROBS']._serialized_start=864
-  _globals['_POSITIONLOGPROBS']._serialized_end=963
-  _globals['_SAMPLETOKEN']._serialized_start=966
-  _globals['_SAMPLETOKEN']._serialized_end=1151
-  _globals['_TOKENRUN']._serialized_start=1153
-  _globals['_TOKENRUN']._serialized_end=1277
+  _globals['_SAMPLINGPARAMS']._serialized_end=936
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=664
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=712
+  _globals['_TOKENLOGPROB']._serialized_start=938
+  _globals['_TOKENLOGPROB']._serialized_end=987
+  _globals['_POSITIONLOGPROBS']._serialized_start=989
+  _globals['_POSITIONLOGPROBS']._serialized_end=1088
+  _globals['_SAMPLETOKEN']._serialized_start=1091
+  _globals['_SAMPLETOKEN']._serialized_end=1276
+  _globals['_TOKENRUN']._serialized_start=1278
+  _globals['_TOKENRUN']._serialized_end=1402
 # @@protoc_insertion_point(module_scope)

@@ -3,8 +3,10 @@
 isort:skip_file
 """
 
+from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
+from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from kvrelay.v1 import sampling_pb2 as _sampling_pb2
 import builtins as _builtins
@@ -53,6 +55,9 @@ class SequenceSpec(_message.Message):
     RETENTION_FIELD_NUMBER: _builtins.int
     TPOT_SLO_S_FIELD_NUMBER: _builtins.int
     PREFILL_BOOKING_FIELD_NUMBER: _builtins.int
+    QUARANTINED_FIELD_NUMBER: _builtins.int
+    POOLING_FIELD_NUMBER: _builtins.int
+    BEAMS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Minted by the router."""
     hash_root: _builtins.bytes
@@ -71,6 +76,10 @@ class SequenceSpec(_message.Message):
     """Objective for the mean gap between tokens, in seconds: prompts that are computed beside this answer get no more of a
     step than it allows. Absent without an objective that the worker can keep, and where prefill workers take prompts.
     """
+    quarantined: _builtins.bool
+    """The request may be what ends the workers that compute it: a worker refuses it while another such request runs there."""
+    pooling: _sampling_pb2.Pooling.ValueType
+    """For a prefill worker: it answers with an embedding of the prompt, and samples nothing."""
     @_builtins.property
     def sampling(self) -> _sampling_pb2.SamplingParams:
         """Validated, with every default filled in."""
@@ -78,6 +87,10 @@ class SequenceSpec(_message.Message):
     @_builtins.property
     def prefill_booking(self) -> Global___PrefillBooking:
         """For the worker that computes the prompt. Absent: the prompt waits there for as long as it takes."""
+
+    @_builtins.property
+    def beams(self) -> Global___BeamState:
+        """With beam search, for the worker that decodes: the search goes on from here. Absent: it begins with the prompt."""
 
     def __init__(
         self,
@@ -91,16 +104,79 @@ class SequenceSpec(_message.Message):
         retention: Global___Retention.ValueType = ...,
         tpot_slo_s: _builtins.float | None = ...,
         prefill_booking: Global___PrefillBooking | None = ...,
+        quarantined: _builtins.bool = ...,
+        pooling: _sampling_pb2.Pooling.ValueType = ...,
+        beams: Global___BeamState | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_tpot_slo_s", b"_tpot_slo_s", "prefill_booking", b"prefill_booking", "sampling", b"sampling", "tpot_slo_s", b"tpot_slo_s"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_tpot_slo_s", b"_tpot_slo_s", "beams", b"beams", "prefill_booking", b"prefill_booking", "sampling", b"sampling", "tpot_slo_s", b"tpot_slo_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tpot_slo_s", b"_tpot_slo_s", "first_sample_index", b"first_sample_index", "hash_root", b"hash_root", "output_tokens", b"output_tokens", "prefill_booking", b"prefill_booking", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "retention", b"retention", "sampling", b"sampling", "tpot_slo_s", b"tpot_slo_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tpot_slo_s", b"_tpot_slo_s", "beams", b"beams", "first_sample_index", b"first_sample_index", "hash_root", b"hash_root", "output_tokens", b"output_tokens", "pooling", b"pooling", "prefill_booking", b"prefill_booking", "prompt_tokens", b"prompt_tokens", "quarantined", b"quarantined", "request_id", b"request_id", "retention", b"retention", "sampling", b"sampling", "tpot_slo_s", b"tpot_slo_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__tpot_slo_s: _TypeAlias = _typing.Literal["tpot_slo_s"]  # noqa: Y015
     _WhichOneofArgType__tpot_slo_s: _TypeAlias = _typing.Literal["_tpot_slo_s", b"_tpot_slo_s"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__tpot_slo_s) -> _WhichOneofReturnType__tpot_slo_s | None: ...
 
 Global___SequenceSpec: _TypeAlias = SequenceSpec  # noqa: Y015
+
+@_typing.final
+class Beam(_message.Message):
+    """One beam."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKENS_FIELD_NUMBER: _builtins.int
+    SCORE_FIELD_NUMBER: _builtins.int
+    HAS_END_FIELD_NUMBER: _builtins.int
+    tokens: _builtins.bytes
+    """Tokens generated so far: little-endian uint32, 4 bytes a token."""
+    score: _builtins.float
+    """Sum of the log-probabilities of a live beam's tokens; score of a complete answer."""
+    has_end: _builtins.bool
+    """Complete answers: whether the last token is one that ends."""
+    def __init__(
+        self,
+        *,
+        tokens: _builtins.bytes = ...,
+        score: _builtins.float = ...,
+        has_end: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["has_end", b"has_end", "score", b"score", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Beam: _TypeAlias = Beam  # noqa: Y015
+
+@_typing.final
+class BeamState(_message.Message):
+    """A beam search after some step. The rest of the search is a function of the request and this."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LIVE_FIELD_NUMBER: _builtins.int
+    COMPLETE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def live(self) -> _containers.RepeatedCompositeFieldContainer[Global___Beam]:
+        """Live beams, equally long, best first."""
+
+    @_builtins.property
+    def complete(self) -> _containers.RepeatedCompositeFieldContainer[Global___Beam]:
+        """Complete answers, best first."""
+
+    def __init__(
+        self,
+        *,
+        live: _abc.Iterable[Global___Beam] | None = ...,
+        complete: _abc.Iterable[Global___Beam] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["complete", b"complete", "live", b"live"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BeamState: _TypeAlias = BeamState  # noqa: Y015
 
 @_typing.final
 class PrefillBooking(_message.Message):

@@ -278,6 +278,7 @@ class DescribeWorkerResponse(_message.Message):
     UNIX_TIME_S_FIELD_NUMBER: _builtins.int
     KV_PORT_FIELD_NUMBER: _builtins.int
     DIRECT_PORT_FIELD_NUMBER: _builtins.int
+    HIDDEN_SIZE_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Name, stable over restarts."""
     epoch: _builtins.int
@@ -310,6 +311,8 @@ class DescribeWorkerResponse(_message.Message):
     """Port at the same host where other workers pull its KV."""
     direct_port: _builtins.int
     """Port at the same host where clients stream their tokens (direct mode)."""
+    hidden_size: _builtins.int
+    """Length of the embeddings that it computes; 0: it computes none."""
     @_builtins.property
     def layout(self) -> Global___KvLayout:
         """Shape of its blocks."""
@@ -339,10 +342,11 @@ class DescribeWorkerResponse(_message.Message):
         unix_time_s: _builtins.float = ...,
         kv_port: _builtins.int = ...,
         direct_port: _builtins.int = ...,
+        hidden_size: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["direct_port", b"direct_port", "eos_token_ids", b"eos_token_ids", "epoch", b"epoch", "hash_probe", b"hash_probe", "kv_port", b"kv_port", "layout", b"layout", "max_model_len", b"max_model_len", "metrics_port", b"metrics_port", "model_name", b"model_name", "num_blocks", b"num_blocks", "pid", b"pid", "role", b"role", "template_probe", b"template_probe", "tokenizer_probe", b"tokenizer_probe", "unix_time_s", b"unix_time_s", "version", b"version", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["direct_port", b"direct_port", "eos_token_ids", b"eos_token_ids", "epoch", b"epoch", "hash_probe", b"hash_probe", "hidden_size", b"hidden_size", "kv_port", b"kv_port", "layout", b"layout", "max_model_len", b"max_model_len", "metrics_port", b"metrics_port", "model_name", b"model_name", "num_blocks", b"num_blocks", "pid", b"pid", "role", b"role", "template_probe", b"template_probe", "tokenizer_probe", b"tokenizer_probe", "unix_time_s", b"unix_time_s", "version", b"version", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -350,16 +354,21 @@ Global___DescribeWorkerResponse: _TypeAlias = DescribeWorkerResponse  # noqa: Y0
 
 @_typing.final
 class WatchWorkerRequest(_message.Message):
-    """Nothing to say."""
+    """How to be told."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    HEARTBEAT_S_FIELD_NUMBER: _builtins.int
+    heartbeat_s: _builtins.float
+    """Longest time between two updates, in seconds, so that silence means something; 0: only when something changes."""
     def __init__(
         self,
+        *,
+        heartbeat_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["heartbeat_s", b"heartbeat_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -446,6 +455,7 @@ class WatchWorkerResponse(_message.Message):
     TIMING_FIELD_NUMBER: _builtins.int
     ACCEPTED_REQUEST_IDS_FIELD_NUMBER: _builtins.int
     LEAVING_FIELD_NUMBER: _builtins.int
+    OVERDUE_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """The worker's epoch."""
     seq: _builtins.int
@@ -454,6 +464,8 @@ class WatchWorkerResponse(_message.Message):
     """msgpack batch of KV events (common/kv_events.py); empty when nothing changed."""
     leaving: _builtins.bool
     """It was told to end: routers give it nothing new, and move to others what runs on it."""
+    overdue: _builtins.bool
+    """The running engine step takes far longer than predicted, and may never end."""
     @_builtins.property
     def load(self) -> Global___LoadReport:
         """Load at this moment."""
@@ -478,10 +490,11 @@ class WatchWorkerResponse(_message.Message):
         timing: Global___TimingReport | None = ...,
         accepted_request_ids: _abc.Iterable[_builtins.str] | None = ...,
         leaving: _builtins.bool = ...,
+        overdue: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "timing", b"timing"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_request_ids", b"accepted_request_ids", "epoch", b"epoch", "kv_events", b"kv_events", "leaving", b"leaving", "load", b"load", "seq", b"seq", "timing", b"timing"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_request_ids", b"accepted_request_ids", "epoch", b"epoch", "kv_events", b"kv_events", "leaving", b"leaving", "load", b"load", "overdue", b"overdue", "seq", b"seq", "timing", b"timing"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -9,7 +9,7 @@ from typing import Protocol
 from common.clock import Clock
 from common.errors import KvrelayError
 from common.tokens import TokenArray
-from kvrelay.client.records import ChatMessage
+from kvrelay.client.chat import ChatMessage
 from measure.load.records import Outcome, RequestRecord, ServerReport
 from measure.load.targets.interface import PreparedCall, TargetAnswer, TargetRequest
 from measure.workload.sessions import Content, Segment, Session, Turn

@@ -46,7 +46,7 @@ from dataclasses import dataclass
 from common.slo import Slo
 from measure.simulate.bound_program import Capacity, most_good
 from measure.simulate.bound_work import Charge, StepLimits, demands
-from measure.simulate.comparison import ReplaySettings, load_trace
+from measure.simulate.comparison import ReplaySettings, replayed_trace
 from measure.simulate.timing import StepTimes
 from measure.workload.traces import Trace
 
@@ -107,7 +107,7 @@ def goodput_bound(trace: Trace, fleet: Fleet, slo: Slo) -> Bound:
 
 
 def replay_bound(settings: ReplaySettings, speed: float) -> Bound:
-    """Return the bound for the cells of a comparison at one speed. Raises as `load_trace` and `Hardware.pace`."""
+    """Return the bound for the cells of a comparison at one speed. Raises as `replayed_trace` and `Hardware.pace`."""
     workers, _link, _kv_bytes_per_token = settings.hardware.pace(settings.max_step_tokens)
     fleet = Fleet(
         num_prefill=settings.num_prefill,
@@ -116,4 +116,4 @@ def replay_bound(settings: ReplaySettings, speed: float) -> Bound:
         max_step_tokens=settings.max_step_tokens,
         times=workers.times,
     )
-    return goodput_bound(load_trace(settings).faster(speed), fleet, settings.slo)
+    return goodput_bound(replayed_trace(settings, speed), fleet, settings.slo)

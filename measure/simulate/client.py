@@ -24,7 +24,7 @@ from measure.simulate.tokens import TokenLog
 from router.admission.ticket import Ticket
 from router.parts import RouterParts
 from router.record import Job
-from router.tenants import NO_TERMS, Terms
+from router.tenants import ANYBODY, NO_TERMS, Tenant, Terms
 
 Progress = Callable[[int], None]
 """Called with the number of requests that have ended."""
@@ -98,11 +98,13 @@ class SimClient:
     def _admit(self, arrival: Arrival) -> Ticket:
         settings = self._settings
         ttft_slo_s = settings.ttft_slo_s if arrival.ttft_slo_s is None else arrival.ttft_slo_s
-        return admit(self._router, Terms(ttft_slo_s=ttft_slo_s, tpot_slo_s=settings.itl_slo_s))
+        terms = Terms(ttft_slo_s=ttft_slo_s, tpot_slo_s=settings.itl_slo_s)
+        return admit(self._router, arrival.tenant, terms)
 
     def _job(self, arrival: Arrival, request_id: RequestId) -> Job:
         model = self._router.fleet.model
         assert model is not None, "the routers have met the workers"
+        model = model.keyed(b"", cache_salt=arrival.tenant.cache_salt)
         max_tokens = arrival.max_tokens or arrival.num_output_tokens
         return Job(
             request_id=request_id,
@@ -113,10 +115,10 @@ class SimClient:
         )
 
 
-def admit(router: RouterParts, terms: Terms = NO_TERMS) -> Ticket:
+def admit(router: RouterParts, tenant: Tenant = ANYBODY, terms: Terms = NO_TERMS) -> Ticket:
     """Return a place in a router's queue. Raises Overloaded."""
     router.orchestrator.demand.note_arrival()
-    admitted = router.admission.admit(terms=terms)
+    admitted = router.admission.admit(tenant, terms)
     if isinstance(admitted, Refused):
         raise Overloaded(admitted.reason, retry_after_s=admitted.retry_after_s)
     return admitted

@@ -162,7 +162,7 @@ class SimCluster:
 
     def _router(self, number: int) -> RouterParts:
         router = build_router(
-            self.settings.router,
+            self.settings.router.model_copy(update={"silence_s": None}),  # nothing stops here, and heartbeats cost time
             clock=VirtualClock(self._loop),
             reach=simulated_reach(self.network.connect_from(f"router-{number}:1")),
             policy=self.settings.policy,

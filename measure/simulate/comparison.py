@@ -28,6 +28,7 @@ from measure.simulate.roofline import Hardware
 from measure.simulate.store import ResultFolder, in_processes, write_json, write_requests
 from measure.workload.content import ContentWriter
 from measure.workload.traces import Trace, read_trace
+from measure.workload.waves import Stages, in_stages
 from router.placement.policies.registry import GREEDY_PERFECT_SIGNALS, POLICIES, SIMULATED_POLICIES
 
 MAX_TOKENS = 2048
@@ -53,6 +54,8 @@ class ReplaySettings:
     """Number of requests from the beginning of the trace; None: all."""
     shrink: int = 1
     """Divisor of all lengths, and of the trace's blocks."""
+    stages: Stages | None = None
+    """Speeds over time, on top of a cell's speed; None: the trace's own clock."""
     num_prefill: int
     """0: aggregated."""
     num_decode: int
@@ -136,12 +139,18 @@ def load_trace(settings: ReplaySettings) -> Trace:
     return trace
 
 
+def replayed_trace(settings: ReplaySettings, speed: float) -> Trace:
+    """Return the trace as it is replayed at a speed. Raises as `load_trace`."""
+    trace = load_trace(settings).faster(speed)
+    return trace if settings.stages is None else in_stages(trace, settings.stages)
+
+
 def run_cell(settings: ReplaySettings, cell: Cell, folder: Path) -> CellResult:
     """Replay the trace and write the cell's files, over those of an earlier try. Takes seconds to minutes."""
     from measure.simulate.cluster import run
 
-    trace = load_trace(settings).faster(cell.speed)
-    shape, sim_settings = _simulation(settings, cell)
+    trace = replayed_trace(settings, cell.speed)
+    shape, sim_settings = simulation(settings, cell.policy)
     # The policy with perfect signals knows the lengths of the answers; all other requests allow any length.
     max_tokens = 1 if cell.policy == GREEDY_PERFECT_SIGNALS else max(1, MAX_TOKENS // settings.shrink)
     done = run(shape, sim_settings, trace_arrivals(trace, slo=settings.slo, max_tokens=max_tokens, seed=settings.seed))
@@ -162,8 +171,9 @@ def read_cell(cell: Cell, folder: Path) -> CellResult | None:
     )
 
 
-def _simulation(settings: ReplaySettings, cell: Cell) -> tuple[ClusterShape, SimSettings]:
-    is_perfect = cell.policy == GREEDY_PERFECT_SIGNALS
+def simulation(settings: ReplaySettings, policy: str) -> tuple[ClusterShape, SimSettings]:
+    """Return the cluster that a policy is replayed on, and the run's settings. Raises as `Hardware.pace`."""
+    is_perfect = policy == GREEDY_PERFECT_SIGNALS
     pace, link, kv_bytes_per_token = settings.hardware.pace(settings.max_step_tokens)
     shape = ClusterShape(
         num_prefill=settings.num_prefill,
@@ -179,7 +189,7 @@ def _simulation(settings: ReplaySettings, cell: Cell) -> tuple[ClusterShape, Sim
         decode=pace,
         network=NetworkShape(kv_bytes_per_s=link.bytes_per_s),
         router=RouterConfig.model_validate({"shed": settings.shed}),
-        policy=cell.policy,
+        policy=policy,
         report_interval_s=PERFECT_REPORT_INTERVAL_S if is_perfect else settings.report_interval_s,
         event_lag_s=0.0 if is_perfect else settings.event_lag_s,
         itl_slo_s=settings.slo.tpot_s,

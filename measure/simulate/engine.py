@@ -16,7 +16,7 @@ from common.timing import StepShape
 from engine.core import Emitted, EngineCore
 from engine.events import EngineLoad, StepReport, Tokens
 from engine.scheduler import StepPlan
-from engine.thread import EngineDriver
+from engine.thread import EngineDriver, RunningStep
 from measure.simulate.executor import SimExecutor
 from measure.simulate.leap import DecodeLeap
 from measure.simulate.loop import VirtualLoop
@@ -167,6 +167,7 @@ class SimEngine(EngineDriver):
         core = self.core
         plan, emitted = core.begin_step()
         if plan.batch:
+            self.running_step = RunningStep((plan.shape,), self._loop.time())
             seconds = self._seconds(plan.shape)
             self._num_steps += 1
             self._busy_s += seconds
@@ -183,6 +184,7 @@ class SimEngine(EngineDriver):
 
     def _end(self, leap: DecodeLeap | None, plan: StepPlan) -> None:
         """Take the results of a step, and begin the next one."""
+        self.running_step = None
         if leap is not None:
             self._dispatch(leap.complete_step(self._loop.time()))
         self._dispatch(self.core.finish_step(plan))

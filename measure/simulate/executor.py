@@ -129,6 +129,7 @@ class SimExecutor:
         self.kv: KvStore = SimKvStore(shape, num_blocks)
         self.max_model_len = max_model_len
         self.vocab_size = VOCAB_SIZE
+        self.hidden_size = 0
         self.eos_token_ids = frozenset({EOS_TOKEN_ID})
         self.model_name = "simulated"
         self.max_steps_in_flight = 1

@@ -2,6 +2,9 @@
 
 Ready callbacks run in the order in which they became ready; when there are none, time jumps to the next timer. Timers
 of equal time fire in the order in which they were set. A run therefore depends on nothing but its input.
+
+A callback belongs to the process that its context names (`PROCESS`); tasks, timers and callbacks inherit it. A process
+can be stopped as by SIGSTOP: none of its callbacks runs until it is continued, then all that were due do, in order.
 """
 
 import asyncio
@@ -10,11 +13,13 @@ import heapq
 from asyncio.events import Handle, TimerHandle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import Context, copy_context
+from contextvars import Context, ContextVar, copy_context
 from typing import Any, TypeVarTuple
 
 _Ts = TypeVarTuple("_Ts")
 
+PROCESS: ContextVar[str] = ContextVar("process", default="")
+"""Name of the simulated process to which a callback belongs."""
 _MIN_CANCELLED_TIMERS = 1000
 """Cancelled timers are swept out of the heap when there are more than this, and more than half of it."""
 
@@ -71,6 +76,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self._num_timers_set = 0
         self._num_timers_cancelled = 0
         self._timers: list[tuple[float, int, _Timer]] = []
+        self._held: dict[str, list[Handle]] = {}
+        """Callbacks of stopped processes that are due, by process."""
         self._ready: Any  # deque[Handle], made by the base class
 
     @property
@@ -81,6 +88,18 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def time(self) -> float:
         """Return the virtual time, in seconds."""
         return self._now_s
+
+    def stop_process(self, process: str) -> None:
+        """Hold back all callbacks of a process."""
+        self._held.setdefault(process, [])
+
+    def continue_process(self, process: str) -> None:
+        """Run what was held back, and hold back nothing more. Harmless for a process that was not stopped."""
+        self._ready.extend(self._held.pop(process, ()))
+
+    def is_stopped(self, process: str) -> bool:
+        """Return whether a process is stopped."""
+        return process in self._held
 
     def call_soon(self, callback: Callable[[*_Ts], object], *args: *_Ts, context: Context | None = None) -> Handle:
         """Run `callback` after all callbacks that are ready now."""
@@ -139,7 +158,11 @@ class VirtualLoop(asyncio.BaseEventLoop):
             self._jump()
         for _ in range(len(ready)):
             handle = ready.popleft()
-            if not handle._cancelled:  # noqa: SLF001
+            if handle._cancelled:  # noqa: SLF001
+                continue
+            if self._held and (held := self._held.get(handle._context.get(PROCESS, ""))) is not None:  # noqa: SLF001
+                held.append(handle)
+            else:
                 handle._run()  # noqa: SLF001
 
     def _jump(self) -> None:

@@ -5,6 +5,7 @@ of a call (statuses, cancellation, deadlines, closed channels) are in `client_ca
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import Context, copy_context
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +15,7 @@ from measure.simulate.client_call import ClientCall
 from measure.simulate.loop import VirtualLoop
 from measure.simulate.records import NetworkShape
 from measure.simulate.server_call import ServerCall
-from measure.simulate.wire import KEEPALIVE_S, CallTerms, Fate, Status, Wire
+from measure.simulate.wire import CallTerms, Fate, Status, Wire
 
 
 @dataclass(slots=True, eq=False)
@@ -22,6 +23,8 @@ class SimServer:
     """The part of a server that the generated `add_…Servicer_to_server` functions and calls need."""
 
     handlers: "dict[str, grpc.RpcMethodHandler[Any, Any]]" = field(default_factory=dict)
+    context: Context = field(default_factory=copy_context)
+    """Context of the process that serves; handlers run in copies of it."""
 
     def add_generic_rpc_handlers(self, handlers: Sequence[object]) -> None:
         """Do nothing: the same handlers come by `add_registered_method_handlers`."""
@@ -47,8 +50,14 @@ class SimNetwork(Wire):
     def crash(self, address: str) -> None:
         """Remove the server at an address and break off every call from it and to it."""
         self._servers.pop(address, None)
-        for call in [call for call in self._calls if address in (call.terms.source, call.terms.target)]:
-            call.break_off(address)
+        self.break_off(address)
+
+    def break_off(self, address: str, peer: str | None = None) -> None:
+        """End every call from an address and to it, or those between it and a peer: their connections are lost."""
+        for call in list(self._calls):
+            ends = (call.terms.source, call.terms.target)
+            if address in ends and (peer is None or peer in ends):
+                call.break_off(address)
 
     def connect_from(self, source: str) -> Callable[[str], "SimChannel"]:
         """Return the function that makes channels from a host to others."""
@@ -65,11 +74,12 @@ class SimNetwork(Wire):
         if self.faults is not None:
             fate, late_s = self.faults.fate(call.terms.source, call.terms.target)
             if fate is Fate.LOSE:
-                self.loop.call_later(KEEPALIVE_S, call.break_off, call.terms.target)
+                self.break_off_later(call, call.terms.target)
                 return
             delay_s += late_s
         arrives_s = call.in_order(self.loop.time() + delay_s, is_request=True)
-        self.loop.call_at(arrives_s, self._accept, call, request)
+        direction = (call.terms.source, call.terms.target)
+        self.arrive_at(arrives_s, direction, self._accept, call, request)
 
     def _accept(self, call: ClientCall, request: object) -> None:
         if call.is_over:
@@ -81,7 +91,7 @@ class SimNetwork(Wire):
             status = Status(code, f"{call.terms.target} does not serve {call.terms.method}")
             self.loop.call_later(self.latency_s, call.finish, status)
             return
-        call.served_by = ServerCall(self, call, handler, request)
+        call.served_by = ServerCall(self, call, handler, request, server.context.copy())
 
 
 class SimChannel(grpc.aio.Channel):

@@ -10,6 +10,7 @@ from common.config import RouterConfig
 from common.slo import Slo
 from measure.load.records import PoolSample, RequestRecord
 from measure.simulate.timing import WorkerSpeed
+from router.tenants import ANYBODY, Tenant
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,6 +165,8 @@ class Arrival:
     """Objective that the client states; None: the run's."""
     kind: str = ""
     """Kind by which figures are grouped."""
+    tenant: Tenant = ANYBODY
+    """Sender, whose share and limits apply and whose salt keeps its KV apart."""
     follow_up: "Callable[[RequestRecord], Arrival | None] | None" = None
     """Called when the request has ended, however that was. Returns the request that follows from it, at its end or
     later, or None."""

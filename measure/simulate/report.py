@@ -202,7 +202,8 @@ def _settings_text(comparison: Comparison) -> str:
     on = hardware.timing_file.name if hardware.timing_file else f"{hardware.model} on {hardware.device}"
     return "\n".join(
         [
-            f"trace      {settings.trace.name}, lengths / {settings.shrink}, first {settings.num_requests or 'all'}",
+            f"trace      {settings.trace.name}, lengths / {settings.shrink}, first {settings.num_requests or 'all'}"
+            f"{'' if settings.stages is None else f', arrivals in stages: {settings.stages.name}'}",
             f"workers    {workers}, {on}, {settings.num_blocks} pages of {settings.block_size} tokens each,"
             f" steps of at most {settings.max_step_tokens} tokens",
             f"routers    {settings.num_routers}; load and KV events every {settings.report_interval_s:g} s,"

@@ -6,6 +6,7 @@ lets its deadline pass.
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextvars import Context
 from typing import Any, NoReturn
 
 import grpc
@@ -18,16 +19,22 @@ class ServerCall:
     """The server's end of a call, and its handler's context: the part of `grpc.aio.ServicerContext` that ours use."""
 
     def __init__(
-        self, wire: Wire, call: ClientCall, handler: "grpc.RpcMethodHandler[Any, Any]", request: object
+        self,
+        wire: Wire,
+        call: ClientCall,
+        handler: "grpc.RpcMethodHandler[Any, Any]",
+        request: object,
+        context: Context,
     ) -> None:
+        """`context`: that of the handler's task, for it alone."""
         self._wire = wire
         self._call = call
         self._inbox = Inbox(wire.loop)
         self._status = OK
         self._is_abandoned = False
         self.is_over = False
-        self._task = wire.loop.create_task(self._status_of(handler, request))
-        self._task.add_done_callback(self._ended)
+        self._task = wire.loop.create_task(self._status_of(handler, request), context=context)
+        self._task.add_done_callback(self._ended, context=context)
 
     # Called by handlers.
 

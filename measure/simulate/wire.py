@@ -9,17 +9,19 @@ import enum
 import random
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextvars import copy_context
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import grpc
 
 from kvrelay.v1 import kv_transfer_pb2
+from measure.simulate.cuts import Cuts, Direction
 from measure.simulate.loop import VirtualLoop
 from measure.simulate.records import NetworkShape
 
 EOF = grpc.aio.EOF
-KEEPALIVE_S = 15.0
+KEEPALIVE_S = 5.0
 """Time after which a broken connection is noticed: ping interval and timeout of `common.rpc`."""
 _KV_METHOD = "/kvrelay.v1.KvTransferService/FetchBlocks"
 
@@ -98,7 +100,7 @@ class Fate(enum.Enum):
 
     ARRIVE = "arrive"
     LOSE = "lose"
-    """It vanishes; if it is a call's first or last message, the connection breaks."""
+    """It vanishes, and the call's connection breaks when the keepalive notices: TCP loses nothing and goes on."""
     REPEAT = "repeat"
     """It arrives twice."""
 
@@ -204,6 +206,9 @@ class Wire:
         self._kv_bytes_per_s = shape.kv_bytes_per_s
         self._block_bytes = block_bytes
         self._extra_latency_s = dict(extra_latency_s or {})
+        self.context = copy_context()
+        """Context of deliveries: what has been sent arrives even if the sender is stopped."""
+        self.cuts = Cuts(loop, self.context)
         self._links: dict[str, _Link] = {}
         self._calls: dict[Carried, None] = {}
 
@@ -232,15 +237,27 @@ class Wire:
             fate, late_s = self.faults.fate(source, target)
             arrives_s += late_s
             if fate is Fate.LOSE:
-                if isinstance(message, Status):
-                    self.loop.call_later(KEEPALIVE_S, call.break_off, source)
+                self.break_off_later(call, source)
                 return left_s
             if fate is Fate.REPEAT and not isinstance(message, Status):
                 copies = 2
         arrives_s = call.in_order(arrives_s, is_request=is_request)
         for _ in range(copies):
-            self.loop.call_at(arrives_s, deliver, message)
+            self.arrive_at(arrives_s, (source, target), deliver, message)
         return left_s
+
+    def arrive_at(
+        self, arrives_s: float, direction: Direction, deliver: Callable[..., object], *arguments: Any
+    ) -> None:
+        """Call `deliver` at a time, or when a cut of the direction is healed."""
+        if self.faults is None:
+            self.loop.call_at(arrives_s, deliver, *arguments, context=self.context)
+        else:
+            self.loop.call_at(arrives_s, self.cuts.arrive, direction, deliver, *arguments, context=self.context)
+
+    def break_off_later(self, call: Carried, address: str) -> None:
+        """End a call on both sides when the loss of its connection to a host is noticed."""
+        self.loop.call_later(KEEPALIVE_S, call.break_off, address, context=self.context)
 
     def _transfer(self, source: str, target: str, num_bytes: int) -> float:
         """Book both links; returns the time at which the last byte has passed them."""

@@ -69,8 +69,17 @@ class _GivenTiming(WorkerTiming):
 class SimWorker:
     """One life of a worker process. Event loop only."""
 
-    def __init__(self, endpoint: Endpoint, surroundings: SharedWorld, executor: Executor, pace: WorkerSpeed) -> None:
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        surroundings: SharedWorld,
+        executor: Executor,
+        pace: WorkerSpeed,
+        *,
+        make_engine: Callable[..., SimEngine] = SimEngine,
+    ) -> None:
         self.endpoint = endpoint
+        self._make_engine = make_engine
         self._surroundings = surroundings
         self._times = pace.times
         self.runtime = WorkerRuntime(
@@ -110,10 +119,13 @@ class SimWorker:
         self.endpoint = replace(self.endpoint, role=role)
 
     async def crash(self) -> None:
-        """Die without notice. Tokens that were only held back for bundling go out first."""
+        """Die without notice. Tokens that were only held back for bundling go out first, unless it is stopped."""
+        loop, worker_id = self._surroundings.loop, self.endpoint.worker_id
         self.engine.stop()
-        await asyncio.sleep(_NO_TIME_S)
+        if not loop.is_stopped(worker_id):
+            await asyncio.sleep(_NO_TIME_S)
         self._surroundings.network.crash(self.endpoint.address)
+        loop.continue_process(worker_id)  # its tasks can only end when they run
         await self.runtime.aclose()
 
     async def aclose(self) -> None:
@@ -134,7 +146,7 @@ class SimWorker:
         self, core: EngineCore, on_report: Callable[[StepReport], None], _on_fault: Callable[[Exception], None]
     ) -> EngineDriver:
         around = self._surroundings
-        return SimEngine(core, on_report, loop=around.loop, times=self._times, log=around.log)
+        return self._make_engine(core, on_report, loop=around.loop, times=self._times, log=around.log)
 
 
 def allow_any(_source: WorkerId, _opened: kv_transfer_pb2.OpenFetch) -> None:

@@ -1,6 +1,6 @@
-"""Traces with a daily rate: a quiet night, a fast rise in the morning, two peaks, a slow evening.
+"""Traces with other rates over time: those of a day, or stages such as a burst or a square wave.
 
-A recording of an hour has no daily pattern, so its clock is warped: it runs fast in busy hours and slowly in quiet
+A recording of an hour has no daily pattern, so its clock is warped: it runs fast in busy times and slowly in quiet
 ones. Order, lengths, prefixes and bursts stay those of the recording.
 """
 
@@ -19,7 +19,7 @@ _GRID = 24 * 60 + 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Day:
-    """A day from midnight to midnight, scaled to some length."""
+    """A day from midnight to midnight, scaled to some length: a quiet night, a fast rise, two peaks, a slow evening."""
 
     length_s: float
 
@@ -33,6 +33,31 @@ class Day:
         rates = self.rate(times)
         done = np.concatenate([[0.0], np.cumsum((rates[1:] + rates[:-1]) / 2)])
         return np.interp(np.asarray(shares, dtype=np.float64), done / done[-1], times)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """A time of constant speed."""
+
+    length_s: float
+    speed: float
+    """Speed-up of the arrivals."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stages:
+    """Speeds that follow each other, from the first one again after the last."""
+
+    name: str
+    stages: tuple[Stage, ...]
+
+    def warp(self, times_s: npt.ArrayLike) -> npt.NDArray[np.float64]:
+        """Return the times at which the moments `times_s` of a trace come."""
+        lengths_s = np.array([stage.length_s for stage in self.stages], dtype=np.float64)
+        ends_s = np.concatenate([[0.0], np.cumsum(lengths_s)])
+        played_s = np.concatenate([[0.0], np.cumsum(lengths_s * [stage.speed for stage in self.stages])])
+        rounds, rest_s = np.divmod(np.asarray(times_s, dtype=np.float64), played_s[-1])
+        return np.asarray(rounds * ends_s[-1] + np.interp(rest_s, played_s, ends_s))
 
 
 def repeated(trace: Trace, times: int) -> Trace:
@@ -59,10 +84,20 @@ def over_a_day(trace: Trace, day: Day) -> Trace:
     """Return the trace with its arrivals spread over a day. Raises TraceError for a trace without duration."""
     if not trace.duration_s > 0:
         raise TraceError(f"{trace.name}: all requests come at once, so it cannot be spread over a day")
-    times = day.warp([request.arrival_s / trace.duration_s for request in trace.requests])
+    return _arriving_at(trace, day.warp([request.arrival_s / trace.duration_s for request in trace.requests]))
+
+
+def in_stages(trace: Trace, stages: Stages) -> Trace:
+    """Return the trace with its arrivals sped up by stages. Raises TraceError."""
+    if not stages.stages or any(not (stage.length_s > 0 and stage.speed > 0) for stage in stages.stages):
+        raise TraceError(f"{stages.name}: every stage needs a length and a speed above 0")
+    return _arriving_at(trace, stages.warp([request.arrival_s for request in trace.requests]))
+
+
+def _arriving_at(trace: Trace, times_s: npt.NDArray[np.float64]) -> Trace:
     return replace(
         trace,
         requests=tuple(
-            replace(request, arrival_s=float(at_s)) for request, at_s in zip(trace.requests, times, strict=True)
+            replace(request, arrival_s=float(at_s)) for request, at_s in zip(trace.requests, times_s, strict=True)
         ),
     )

@@ -7,7 +7,7 @@
    go before all newcomers, in order of arrival. A newcomer that a worker refused takes its former place again.
 3. The line is served whenever the fleet changes, a request ends or an exclusion expires; there is no polling. When the
    next request finds no plan, a few of each tenant behind it may go ahead, until it has been overtaken MAX_OVERTAKEN
-   times.
+   times. A tenant's embeddings, which another pool answers than its generations, stand in a lane of their own.
 4. What a request really got corrects what its tenant was charged for the plan: `correct_cached` when its prompt begins,
    `settle` when it ends.
 
@@ -29,6 +29,7 @@ from common.errors import Overloaded, RefusalCause, Refused, WorkerLost
 from kvrelay.v1 import inference_pb2
 from router.admission.account import Account, Service, account_above, open_account
 from router.admission.fair_queue import OUTPUT_TOKEN_COST, PROMPT_TOKEN_COST, FairQueue, Place, rank
+from router.admission.lanes import SkippedLanes, lane_of, lanes_of, share_of
 from router.admission.limits import Pace
 from router.admission.ticket import QueuedRequest, Ticket
 from router.fleet import Fleet
@@ -212,7 +213,8 @@ class Admission:
             return
         account.num_active -= 1
         if not account.is_full:
-            self._queue.release(account.tenant.name)
+            for lane in lanes_of(account.tenant.name):
+                self._queue.release(lane)
             self._serve()
 
     def _account(self, tenant: Tenant, now_s: float) -> Account:
@@ -220,7 +222,8 @@ class Admission:
         if account is None:
             account = self._accounts[tenant.name] = open_account(tenant, now_s=now_s)
             yields = tenant.overload is Overload.YIELD
-            self._queue.add_tenant(tenant.name, weight=tenant.weight, yields=yields)
+            for lane in lanes_of(tenant.name):
+                self._queue.add_tenant(lane, weight=tenant.weight, yields=yields)
         return account
 
     # In line.
@@ -229,7 +232,7 @@ class Admission:
         """Wait in line for a plan and return it booked. The caller releases the booking.
 
         Raises Overloaded when no worker can serve the request in time, when another tenant's request takes its place,
-        and after its deadline; then WorkerLost instead when no decode worker is ready.
+        and after its deadline; then WorkerLost instead when no worker of the pool that answers is ready.
         """
         queued.ticket.check_place()
         granted: asyncio.Future[Booking | Refused] = asyncio.get_running_loop().create_future()
@@ -264,6 +267,7 @@ class Admission:
     def _stand(self, queued: QueuedRequest) -> Place[QueuedRequest]:
         ticket = queued.ticket
         request = queued.search.request
+        ticket.lane = lane_of(ticket.account.tenant.name, request)
         work_s = self._chooser.work_s(request)
         if queued.goes_first is None:
             queued.goes_first = ticket.has_plan
@@ -278,7 +282,7 @@ class Admission:
         deadline_s = min(queued.deadline_s, request.deadline_s)
         return self._queue.push(
             queued,
-            tenant=ticket.account.tenant.name,
+            tenant=ticket.lane,
             rank=key,
             due_s=late_s,
             deadline_s=deadline_s,
@@ -302,7 +306,8 @@ class Admission:
         account.num_returned += 1
         self._num_unplanned += 1
         if not account.is_full:
-            self._queue.release(account.tenant.name)
+            for lane in lanes_of(account.tenant.name):
+                self._queue.release(lane)
 
     def _on_change(self) -> None:
         self._num_changes += 1
@@ -312,7 +317,7 @@ class Admission:
         """Give out plans in order of the line, past requests for which there is none now."""
         passed: list[Place[QueuedRequest]] = []
         num_passed: Counter[str] = Counter()
-        skipping: set[str] = set()
+        skipping = SkippedLanes()
         if not self.num_queued:
             return
         now_s = self._clock.monotonic()
@@ -333,21 +338,19 @@ class Admission:
                 self._queue.grant(place, _cost(queued.ticket.service))
                 self._look(now_s)
                 for other in passed:
-                    # A request that waits for a busy worker loses nothing to those that go elsewhere.
-                    other.item.num_overtaken += not _is_busy(other.item)
+                    # A request that waits for a busy worker, or for another pool, loses nothing to those that go.
+                    other.item.num_overtaken += _is_overtaken(other.item, by=queued)
             elif outcome.cause is RefusalCause.SLO and queued.on_late is not None:
                 self._queue.restore_late(place)
             elif outcome.is_final:
                 queued.granted.set_result(self._count(queued.ticket.account.tenant.name, outcome))
             else:
                 passed.append(place)
-                if outcome.cause is RefusalCause.SATURATED:
-                    break
                 num_passed[place.tenant] += 1
-                if queued.num_overtaken >= MAX_OVERTAKEN:
-                    break
+                if outcome.cause is RefusalCause.SATURATED or queued.num_overtaken >= MAX_OVERTAKEN:
+                    skipping.close(place)
                 if num_passed[place.tenant] >= MAX_CANDIDATES:
-                    skipping.add(place.tenant)
+                    skipping.lanes.add(place.tenant)
         for place in passed:
             self._queue.restore(place)
         self._waits_for_workers = bool(passed) and all(_is_busy(place.item) for place in passed)
@@ -410,12 +413,15 @@ class Admission:
             )
             self._charge(ticket, expected)
             if account.is_full:
-                self._queue.hold(account.tenant.name)
+                for lane in lanes_of(account.tenant.name):
+                    self._queue.hold(lane)
         queued.granted.set_result(booking)
 
     def _charge(self, ticket: Ticket, service: Service) -> None:
         """Make `service` the whole charge of a request."""
-        self._queue.charge(ticket.account.tenant.name, _cost(service) - _cost(ticket.service))
+        cost = _cost(service) - _cost(ticket.service)
+        for lane in lanes_of(ticket.account.tenant.name):
+            self._queue.charge(lane, cost * share_of(lane, ticket))
         ticket.service = service
 
     def _wake_at(self, wakes_at_s: float) -> None:
@@ -430,10 +436,16 @@ class Admission:
     def _timeout_error(self, queued: QueuedRequest) -> Overloaded | WorkerLost:
         reason = queued.last_refusal.reason if queued.last_refusal is not None else "other requests are first in line"
         message = f"no plan in time: {reason}"
-        if not self._fleet.has_ready_decode:
+        if not self._fleet.can_answer(is_prefill_only=queued.search.request.is_prefill_only):
             return WorkerLost(message)
         self._metrics.count_refusal(queued.ticket.account.tenant.name, RefusalCause.NO_ROOM)
         return Overloaded(message, retry_after_s=self._pace.promise_s(self._clock.monotonic()))
+
+
+def _is_overtaken(queued: QueuedRequest, *, by: QueuedRequest) -> bool:
+    """Whether a plan for `by` takes something that a waiting request needs, too."""
+    is_same_pool = queued.search.request.is_prefill_only is by.search.request.is_prefill_only
+    return is_same_pool and not _is_busy(queued)
 
 
 def _is_busy(queued: QueuedRequest) -> bool:

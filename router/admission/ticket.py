@@ -36,6 +36,8 @@ class Ticket:
     queued: "set[QueuedRequest]" = field(default_factory=set)
     """Its waits for a plan; several when its samples are served separately."""
     reading: asyncio.Timeout | None = None
+    lane: str = ""
+    """Lane of the line in which it has stood; empty before that."""
     is_closed: bool = False
 
     @asynccontextmanager

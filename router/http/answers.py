@@ -4,9 +4,9 @@ Events are concatenated strings, most of which are rendered once: per token only
 have collected in an outbox go out in one write, with one event for each choice.
 """
 
-import json
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from common.ids import RequestId
@@ -14,31 +14,24 @@ from kvrelay.v1 import inference_pb2, sampling_pb2
 from router.http.calls import Call
 from router.http.exchange import Exchange
 from router.http.pieces import Piece, Prompt, Prompts, RequestFacts, by_sample, report_of, usage_of
-from router.http.styles import Style
+from router.http.styles import EMPTY_DELTA, Style, TokenTexts, quote
 from router.record import Job
 
-_quote = json.JSONEncoder().encode
-"""JSON of one value; for text this is one call into C."""
 _DONE = "data: [DONE]\n\n"
 
 
 class Answer(ABC):
     """Takes the tokens of a call's requests. One task for each request; `finish` after all of them."""
 
-    def __init__(self, call: Call, style: Style, exchange: Exchange, *, answer_id: RequestId) -> None:
+    def __init__(self, call: Call, exchange: Exchange) -> None:
         self.facts: dict[int, RequestFacts] = {}
         """Facts about each request, by its position in the call."""
         self._call = call
-        self._style = style
         self._exchange = exchange
-        self._prompts = Prompts()
-        self._id = style.id_prefix + answer_id
-        self._model = ""
 
+    @abstractmethod
     def open(self, position: int, job: Job, echo: str | None) -> None:
         """Begin a request; `echo` is the prompt's text where the caller wants to see it again."""
-        self._model = job.model.name
-        self._prompts.open(position, Prompt(token_ids=job.prompt_token_ids, echo=echo))
 
     @abstractmethod
     async def take(self, position: int, delta: inference_pb2.TokenDelta) -> None:
@@ -52,15 +45,48 @@ class Answer(ABC):
         return {"kvrelay": report_of(self.facts.values())} if self._call.wants_report else {}
 
 
-class StreamedAnswer(Answer):
+MakeAnswer = Callable[[Call, TokenTexts, Exchange, RequestId], Answer]
+"""Returns the answer to a call, under the id of its first request."""
+
+
+def in_style(style: Callable[[TokenTexts], Style]) -> MakeAnswer:
+    """Return what makes the answers of OpenAI's generating endpoints, as events or as one document."""
+
+    def make(call: Call, texts: TokenTexts, exchange: Exchange, answer_id: RequestId) -> Answer:
+        kind = StreamedAnswer if call.is_streamed else GatheredAnswer
+        return kind(call, style(texts), exchange, answer_id=answer_id)
+
+    return make
+
+
+class _StyledAnswer(Answer):
+    """An answer in a style."""
+
+    def __init__(self, call: Call, style: Style, exchange: Exchange, *, answer_id: RequestId) -> None:
+        super().__init__(call, exchange)
+        self._style = style
+        self._prompts = Prompts()
+        self._id = style.id_prefix + answer_id
+        self._model = ""
+
+    def open(self, position: int, job: Job, echo: str | None) -> None:
+        """Begin a request."""
+        self._model = job.model.name
+        self._style.open(job)
+        self._prompts.open(position, Prompt(token_ids=job.prompt_token_ids, echo=echo))
+
+
+class StreamedAnswer(_StyledAnswer):
     """Server-sent events."""
 
     def __init__(self, call: Call, style: Style, exchange: Exchange, *, answer_id: RequestId) -> None:
         super().__init__(call, style, exchange, answer_id=answer_id)
         self._created = int(time.time())
         self._head = ""
-        self._is_plain = not (call.wants_logprobs or call.wants_token_ids or call.wants_running_usage)
+        self._is_bare = not (call.wants_logprobs or call.wants_token_ids or call.wants_running_usage)
         """An event tells nothing but text of a token."""
+        self._is_plain = self._is_bare
+        """The text of an event goes out as it is."""
         self._usage = ',"usage":null' if call.wants_usage else ""
         self._text_end = f'{style.text_close},"logprobs":null,"finish_reason":null}}]{self._usage}}}\n\n'
         self._text_begins: dict[int, str] = {}
@@ -72,10 +98,11 @@ class StreamedAnswer(Answer):
     def open(self, position: int, job: Job, echo: str | None) -> None:
         """Begin a request."""
         super().open(position, job, echo)
+        self._is_plain = self._is_bare and not self._style.is_parsed
         self._num_prompt_tokens += len(job.prompt_token_ids)
         self._head = (
-            f'data: {{"id":{_quote(self._id)},"object":"{self._style.chunk_name}","created":{self._created},'
-            f'"model":{_quote(self._model)},"choices":['
+            f'data: {{"id":{quote(self._id)},"object":"{self._style.chunk_name}","created":{self._created},'
+            f'"model":{quote(self._model)},"choices":['
         )
 
     async def take(self, position: int, delta: inference_pb2.TokenDelta) -> None:
@@ -85,7 +112,7 @@ class StreamedAnswer(Answer):
             token = delta.tokens[0]
             begin = self._text_begins.get(first + token.sample_index)
             if begin is not None and not token.finish_reason:
-                await self._exchange.write(f"{begin}{_quote(token.text)}{self._text_end}".encode())
+                await self._exchange.write(f"{begin}{quote(token.text)}{self._text_end}".encode())
                 return
         self._prompts.note(position, delta)
         self._num_output_tokens += len(delta.tokens)
@@ -93,31 +120,32 @@ class StreamedAnswer(Answer):
             self._event(Piece(index=index, tokens=tokens, prompt=self._prompts.tell(position, index)))
             for index, tokens in ((first + sample, tokens) for sample, tokens in by_sample(delta).items())
         ]
-        await self._exchange.write("".join(events).encode())
+        if written := "".join(events):
+            await self._exchange.write(written.encode())
 
     def finish(self) -> None:
         """Write the requested counts and the end."""
         wants_usage = self._call.wants_usage or self._call.wants_running_usage
         last = ({"usage": usage_of(self.facts.values())} if wants_usage else {}) | self._report()
-        extra = f"{self._head}],{_quote(last)[1:]}\n\n" if last else ""
+        extra = f"{self._head}],{quote(last)[1:]}\n\n" if last else ""
         self._exchange.finish((extra + _DONE).encode())
 
     def _event(self, piece: Piece) -> str:
         style, prompt = self._style, piece.prompt
-        begin = self._text_begins.get(piece.index)
-        if begin is None:
-            choice = f'{self._head}{{"index":{piece.index}'
-            begin = self._text_begins[piece.index] = choice + style.text_open
+        choice, opening = f'{self._head}{{"index":{piece.index}', ""
+        if piece.index not in self._text_begins:
+            self._text_begins[piece.index] = choice + style.text_open
             if style.opening:
-                begin = f"{choice}{style.opening}]{self._usage}}}\n\n{begin}"
-        if self._is_plain and not piece.finish_reason:
-            return f"{begin}{_quote(piece.text)}{self._text_end}"
+                opening = f"{choice}{style.opening}]{self._usage}}}\n\n"
+        text = style.event(piece)
+        if text is None and self._is_bare:
+            return opening  # what the text means is not certain yet
         logprobs = style.logprobs(piece) if self._call.wants_logprobs else None
-        event = f'{begin}{_quote(piece.text)}{style.text_close},"logprobs":{_quote(logprobs)}'
-        event += f',"finish_reason":{_quote(piece.finish_reason)}'
+        event = f'{opening}{choice}{text or EMPTY_DELTA},"logprobs":{quote(logprobs)}'
+        event += f',"finish_reason":{quote(style.finish_reason(piece))}'
         outside = self._usage
         if self._call.wants_running_usage:
-            outside = f',"usage":{_quote(self._running_usage())}'
+            outside = f',"usage":{quote(self._running_usage())}'
         if self._call.wants_token_ids:
             event += f',"token_ids":{piece.token_ids}'
             if prompt is not None:
@@ -133,7 +161,7 @@ class StreamedAnswer(Answer):
         return {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
 
 
-class GatheredAnswer(Answer):
+class GatheredAnswer(_StyledAnswer):
     """One JSON document."""
 
     def __init__(self, call: Call, style: Style, exchange: Exchange, *, answer_id: RequestId) -> None:
@@ -147,6 +175,8 @@ class GatheredAnswer(Answer):
         first = position * self._call.num_samples
         for sample_index, tokens in by_sample(delta).items():
             self._tokens.setdefault((position, first + sample_index), []).extend(tokens)
+            if self._style.is_parsed:
+                self._style.read(Piece(index=first + sample_index, tokens=tokens, prompt=None))
 
     def finish(self) -> None:
         """Send the document."""
@@ -156,24 +186,38 @@ class GatheredAnswer(Answer):
             "created": int(time.time()),
             "model": self._model,
             "choices": [],
-            "usage": usage_of(self.facts.values()),
+            "usage": usage_of(self.facts.values(), counts_output=not self._call.wants_only_echo),
         }
-        for (position, index), tokens in sorted(self._tokens.items()):
+        for position, index, tokens in self._best():
             prompt = self._prompts.tell(position, index)
             answer["choices"].append(self._choice(Piece(index=index, tokens=tokens, prompt=prompt)))
             if prompt is not None and self._call.wants_token_ids and not self._style.prompt_ids_with_choice:
                 answer["prompt_token_ids"] = prompt.token_ids.tolist()
         self._exchange.finish_json(answer | self._report())
 
+    def _best(self) -> Iterator[tuple[int, int, Sequence[sampling_pb2.SampleToken]]]:
+        """Yield request, choice and tokens of the samples that are answered: of each request the most probable ones."""
+        num_best = self._call.num_best
+        for position in sorted({position for position, _index in self._tokens}):
+            samples = [tokens for (of, _index), tokens in sorted(self._tokens.items()) if of == position]
+            if num_best < len(samples):
+                samples = sorted(samples, key=_mean_logprob, reverse=True)[:num_best]
+            for rank, tokens in enumerate(samples):
+                yield position, position * num_best + rank, tokens[:0] if self._call.wants_only_echo else tokens
+
     def _choice(self, piece: Piece) -> dict[str, Any]:
         choice: dict[str, Any] = {
             "index": piece.index,
-            **self._style.choice(piece.text),
+            **self._style.choice(piece),
             "logprobs": self._style.logprobs(piece) if self._call.wants_logprobs else None,
-            "finish_reason": piece.finish_reason,
+            "finish_reason": self._style.finish_reason(piece),
         }
         if self._call.wants_token_ids:
             choice["token_ids"] = piece.token_ids
             if piece.prompt is not None and self._style.prompt_ids_with_choice:
                 choice["prompt_token_ids"] = piece.prompt.token_ids.tolist()
         return choice
+
+
+def _mean_logprob(tokens: Sequence[sampling_pb2.SampleToken]) -> float:
+    return sum(token.logprobs.chosen.logprob for token in tokens) / len(tokens)

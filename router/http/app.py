@@ -22,18 +22,28 @@ from common.errors import EngineFault, KvrelayError
 from common.rpc import to_report
 from common.structured import TaskCensus
 from router.front_door import FrontDoor
+from router.http.answers import in_style
+from router.http.anthropic.answers import message_answers
+from router.http.anthropic.calls import body_field as message_field
+from router.http.anthropic.calls import read_messages_body
+from router.http.anthropic.counting import TokenCounter
 from router.http.connections import Connections
+from router.http.embeddings import Embeddings
 from router.http.errors import (
     CLIENT_CLOSED_REQUEST,
     FULL,
     METHOD_NOT_ALLOWED,
     NOT_FOUND,
+    OPENAI,
     STOPPING,
+    Dialect,
     HttpError,
 )
 from router.http.exchange import Exchange
 from router.http.generation import Generation, read_chat, read_completion
 from router.http.inquiries import Inquiries
+from router.http.responses.answer import response_answer
+from router.http.responses.call import read_response
 from router.http.routes import ENDPOINTS
 from router.http.styles import ChatStyle, CompletionStyle
 
@@ -86,11 +96,22 @@ class HttpApp:
     def _router(self, door: FrontDoor) -> Router:
         max_body_bytes = door.parts.config.max_message_mib * _MIB
         inquiries = Inquiries(door)
-        completions = Generation(door, read=read_completion, style=CompletionStyle, prompt_field="prompt")
-        chat = Generation(door, read=read_chat, style=ChatStyle, prompt_field="messages")
+        completions = Generation(door, read=read_completion, answer=in_style(CompletionStyle), prompt_field="prompt")
+        chat = Generation(door, read=read_chat, answer=in_style(ChatStyle), prompt_field="messages")
+        messages = Generation(
+            door,
+            read=read_messages_body,
+            answer=message_answers(door),
+            prompt_field="messages",
+            body_field=message_field,
+        )
         handlers: dict[str, Handler] = {
             "completions": completions,
             "chat": chat,
+            "embeddings": Embeddings(door),
+            "responses": Generation(door, read=read_response, answer=response_answer, prompt_field="input"),
+            "messages": messages,
+            "count_tokens": TokenCounter(door),
             "models": inquiries.models,
             "model": inquiries.model,
             "tokenize": inquiries.tokenize,
@@ -102,10 +123,13 @@ class HttpApp:
             "openapi": inquiries.openapi,
         }
 
-        def endpoint(path: str, handlers: Mapping[str, Handler]) -> ASGIApp:
-            return _Endpoint(self, path, handlers, max_body_bytes=max_body_bytes)
+        def endpoint(path: str, handlers: Mapping[str, Handler], dialect: Dialect = OPENAI) -> ASGIApp:
+            return _Endpoint(self, path, handlers, dialect=dialect, max_body_bytes=max_body_bytes)
 
-        routes = [Route(each.path, endpoint(each.path, {each.method: handlers[each.name]})) for each in ENDPOINTS]
+        routes = [
+            Route(each.path, endpoint(each.path, {each.method: handlers[each.name]}, each.dialect))
+            for each in ENDPOINTS
+        ]
         return Router(routes, default=endpoint("unknown", {}), redirect_slashes=False)
 
     async def _health(self, exchange: Exchange) -> None:
@@ -163,14 +187,17 @@ class HttpApp:
 class _Endpoint:
     """One path. A class, because Starlette passes a function a request instead of the raw ASGI arguments."""
 
-    def __init__(self, app: HttpApp, path: str, handlers: Mapping[str, Handler], *, max_body_bytes: int) -> None:
+    def __init__(
+        self, app: HttpApp, path: str, handlers: Mapping[str, Handler], *, dialect: Dialect, max_body_bytes: int
+    ) -> None:
         self._app = app
+        self._dialect = dialect
         self._path = path
         self._handlers = handlers
         self._max_body_bytes = max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange = Exchange(scope, receive, send, max_body_bytes=self._max_body_bytes)
+        exchange = Exchange(scope, receive, send, max_body_bytes=self._max_body_bytes, dialect=self._dialect)
         status = await self._app.serve(exchange, self._app.choose(self._handlers, exchange))
         self._app.responses.labels(self._path, str(status)).inc()
         extra = {"request_id": exchange.request_id, "path": self._path, "status": status}

@@ -1,16 +1,20 @@
 """Turns a checked body into requests for the front door and the form of their answer."""
 
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 from common.errors import InvalidRequest
-from common.sampling import MAX_LOGPROBS, Biases, Parameter, Tokens
-from common.wire import MAX_CHAT_MESSAGES, MAX_CONTENT_PARTS, MAX_PROMPT_TOKENS, MAX_PROMPTS, check_length
+from common.sampling import MAX_LOGPROBS, MAX_N, Biases, Json, Parameter, Tokens
+from common.structured_outputs import structure_text
+from common.wire import MAX_PROMPT_TOKENS, MAX_PROMPTS, check_length
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import sampling_pb2
-from router.http.schema import ROLES, SAMPLING_FIELDS, ChatBody, CompletionBody, GenerationBody, field_path
+from router.http.messages import read_chat_prompt
+from router.http.schema import SAMPLING_FIELDS, ChatBody, CompletionBody, Extension, GenerationBody, field_path
 
+_GUIDED = ("json", "regex", "choice", "grammar")
 DEFAULT_COMPLETION_TOKENS = 16
 """Default of OpenAI's API; a chat takes the server's."""
 _UINT32, _UINT64, _INT64, _INT32 = 1 << 32, 1 << 64, 1 << 63, 1 << 31
@@ -23,6 +27,8 @@ class Call:
     requests: tuple[pb.GenerateRequest, ...]
     num_samples: int
     """Samples of each request."""
+    num_best: int
+    """Samples of each request that the answer has: the most probable ones."""
     is_streamed: bool
     wants_usage: bool
     """Whether a stream ends with the token counts."""
@@ -31,24 +37,50 @@ class Call:
     wants_logprobs: bool
     wants_token_ids: bool
     wants_echo: bool
+    wants_only_echo: bool = False
+    """Whether the answer is the prompt alone: the one token that is generated is left out."""
     wants_report: bool
     timeout_s: float | None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of the call as the answer repeats them, where it does."""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """The body's names of fields that chats call otherwise."""
 
 
 def completion_call(body: CompletionBody) -> Call:
     """Return the call. Raises InvalidRequest that names the field."""
-    sampling = _sampling(body, {"max_tokens": DEFAULT_COMPLETION_TOKENS} | body.sampling_options())
+    options = {"max_tokens": DEFAULT_COMPLETION_TOKENS} | body.sampling_options()
+    wants_only_echo = bool(body.echo) and options["max_tokens"] == 0
+    if wants_only_echo and body.stream:
+        raise InvalidRequest("max_tokens: 0 has nothing to stream", field="max_tokens")
+    sampling = _sampling(body, options | {"max_tokens": 1} if wants_only_echo else options)
     if body.logprobs is not None:
         sampling.logprobs = _uint(body.logprobs, "logprobs")
         if body.echo:
             sampling.prompt_logprobs = sampling.logprobs
-    prompts = _prompts(body.prompt)
-    return _call(
+    num_best = sampling.n or 1
+    if body.best_of is not None:
+        _ask_for_best_of(body, sampling, num_best)
+    prompts = read_prompts(body.prompt, "prompt")
+    call = _call(
         body,
         tuple(_request(body, sampling, **prompt) for prompt in prompts),
         wants_logprobs=body.logprobs is not None,
         wants_echo=bool(body.echo),
     )
+    return replace(call, num_best=num_best, wants_only_echo=wants_only_echo)
+
+
+def _ask_for_best_of(body: CompletionBody, sampling: sampling_pb2.SamplingParams, num_best: int) -> None:
+    """Ask for `best_of` samples and their log-probabilities; `num_best` are answered. Raises InvalidRequest."""
+    best_of = _uint(body.best_of, "best_of", at_most=MAX_N)
+    if best_of < num_best:
+        raise InvalidRequest(f"best_of is {best_of}, less than n, which is {num_best}", field="best_of")
+    if best_of > num_best:
+        if body.stream:
+            raise InvalidRequest("the best samples are known at the end: best_of is not streamed", field="best_of")
+        sampling.n = best_of
+        sampling.logprobs = sampling.logprobs  # sets the field: without it, 0
 
 
 def chat_call(body: ChatBody) -> Call:
@@ -62,73 +94,62 @@ def chat_call(body: ChatBody) -> Call:
         sampling.logprobs = _uint(body.top_logprobs or 0, "top_logprobs", at_most=MAX_LOGPROBS)
     elif body.top_logprobs:
         raise InvalidRequest("top_logprobs needs logprobs: true", field="top_logprobs")
-    chat = pb.ChatPrompt(messages=read_messages(body.messages))
-    return _call(body, (_request(body, sampling, chat=chat),), wants_logprobs=bool(body.logprobs), wants_echo=False)
+    return _call(
+        body,
+        (_request(body, sampling, chat=read_chat_prompt(body)),),
+        wants_logprobs=bool(body.logprobs),
+        wants_echo=False,
+    )
+
+
+class NameField(Protocol):
+    """Returns the name in a body of a field of the request that was made from it."""
+
+    def __call__(self, field: str, *, prompt_field: str) -> str:
+        """`prompt_field` is the body's name for the prompt."""
+        ...
 
 
 def body_field(field: str, *, prompt_field: str) -> str:
     """Return the name in the body of a field of the request that was made from it."""
     if field in ("text", "token_ids", "prompt", "chat"):
         return prompt_field
-    for ours, theirs in (("sampling.", ""), ("chat.", ""), ("objective.", "kvrelay."), ("token_ids[", "prompt[")):
+    if field == "chat.template_variables":
+        return "chat_template_kwargs"
+    for ours, theirs in (
+        ("sampling.", ""),
+        ("chat.", ""),
+        ("objective.", "kvrelay."),
+        ("token_ids[", f"{prompt_field}["),
+    ):
         if field.startswith(ours):
             return theirs + field.removeprefix(ours)
     return field
 
 
-def read_messages(messages: Any) -> list[pb.ChatMessage]:
-    """Return a conversation. Raises InvalidRequest that names the place."""
-    if not isinstance(messages, list) or not messages:
-        raise InvalidRequest("messages must be a list of at least one message", field="messages")
-    check_length(len(messages), MAX_CHAT_MESSAGES, field="messages")
-    return [_message(message, position) for position, message in enumerate(messages)]
+def renamed(path: str, names: Mapping[str, str]) -> str:
+    """Return a field under the body's own name, where it has one; places inside such a field are left out."""
+    head = re.split(r"[.[]", path, maxsplit=1)[0]
+    return names.get(head, path)
 
 
-def _message(message: Any, position: int) -> pb.ChatMessage:
-    where = field_path("messages", position)
-    if not isinstance(message, dict):
-        raise InvalidRequest(f"{where} must be an object", field=where)
-    role = message.get("role")
-    if not isinstance(role, str) or role not in ROLES:
-        raise InvalidRequest(f"{where}.role must be one of {', '.join(ROLES)}", field=f"{where}.role")
-    for name in ("tool_calls", "function_call", "tool_call_id", "audio"):
-        if message.get(name):
-            raise InvalidRequest(f"{where}.{name} is not supported", field=f"{where}.{name}")
-    return pb.ChatMessage(role=ROLES[role], content=_content(message.get("content"), f"{where}.content"))
-
-
-def _content(content: Any, where: str) -> str:
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise InvalidRequest(f"{where} must be text or a list of text parts", field=where)
-    check_length(len(content), MAX_CONTENT_PARTS, field=where)
-    texts: list[str] = []
-    for position, part in enumerate(content):
-        text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
-        if not isinstance(text, str):
-            here = field_path(where, position)
-            raise InvalidRequest(f'{here} must be {{"type": "text", "text": …}}; nothing else is supported', field=here)
-        texts.append(text)
-    return "\n".join(texts)
-
-
-def _prompts(prompt: Any) -> list[dict[str, Any]]:
-    """Return the prompt of each request: a text, texts, token ids, or lists of token ids."""
+def read_prompts(prompt: Any, where: str) -> list[dict[str, Any]]:
+    """Return the prompt of each request: a text, texts, token ids, or lists of token ids. Raises InvalidRequest."""
     if isinstance(prompt, str):
         return [{"text": prompt}]
     if not isinstance(prompt, list) or not prompt:
-        raise InvalidRequest("prompt must be text, a list of texts, or token ids, and not empty", field="prompt")
+        raise InvalidRequest(f"{where} must be text, a list of texts, or token ids, and not empty", field=where)
     if isinstance(prompt[0], int):
-        return [{"token_ids": pb.TokenIds(ids=read_token_ids(prompt, "prompt"))}]
+        return [{"token_ids": pb.TokenIds(ids=read_token_ids(prompt, where))}]
     if len(prompt) > MAX_PROMPTS:
-        raise InvalidRequest(f"{len(prompt)} prompts; at most {MAX_PROMPTS}", field="prompt")
+        raise InvalidRequest(f"{len(prompt)} prompts; at most {MAX_PROMPTS}", field=where)
     if isinstance(prompt[0], str):
         for position, text in enumerate(prompt):
             if not isinstance(text, str):
-                raise InvalidRequest(f"prompt[{position}] must be text like the first", field=f"prompt[{position}]")
+                here = field_path(where, position)
+                raise InvalidRequest(f"{here} must be text like the first", field=here)
         return [{"text": text} for text in prompt]
-    lists = [read_token_ids(ids, f"prompt[{position}]") for position, ids in enumerate(prompt)]
+    lists = [read_token_ids(ids, field_path(where, position)) for position, ids in enumerate(prompt)]
     return [{"token_ids": pb.TokenIds(ids=ids)} for ids in lists]
 
 
@@ -145,16 +166,32 @@ def read_token_ids(ids: Any, where: str) -> list[int]:
 
 
 def _request(body: GenerationBody, sampling: sampling_pb2.SamplingParams, **prompt: Any) -> pb.GenerateRequest:
-    priority = body.priority or 0
+    request = pb.GenerateRequest(model=body.model or "", sampling=sampling, **prompt)
+    set_terms(request, priority=body.priority, extension=body.kvrelay)
+    return request
+
+
+def set_terms(
+    request: pb.GenerateRequest | pb.EmbedRequest, *, priority: int | None, extension: Extension | None
+) -> None:
+    """Set the priority and the objectives of a request. Raises InvalidRequest."""
+    priority = priority or 0
     if not -_INT32 <= priority < _INT32:
         raise InvalidRequest(f"priority is {priority}; allowed are 32 bits", field="priority")
-    request = pb.GenerateRequest(model=body.model or "", sampling=sampling, priority=priority, **prompt)
-    if body.kvrelay is not None:
-        if body.kvrelay.ttft_s is not None:
-            request.objective.ttft_s = body.kvrelay.ttft_s
-        if body.kvrelay.itl_s is not None:
-            request.objective.itl_s = body.kvrelay.itl_s
-    return request
+    request.priority = priority
+    if extension is not None:
+        if extension.ttft_s is not None:
+            request.objective.ttft_s = extension.ttft_s
+        if extension.itl_s is not None:
+            request.objective.itl_s = extension.itl_s
+
+
+def read_timeout(extension: Extension | None) -> float | None:
+    """Return the deadline of a call in seconds; None without one. Raises InvalidRequest."""
+    timeout_s = extension.timeout_s if extension is not None else None
+    if timeout_s is not None and timeout_s <= 0:
+        raise InvalidRequest(f"{timeout_s} is not a positive number of seconds", field="kvrelay.timeout_s")
+    return timeout_s
 
 
 def _call(
@@ -163,12 +200,10 @@ def _call(
     options, extension = body.stream_options, body.kvrelay
     if options is not None and not body.stream:
         raise InvalidRequest("stream_options needs stream: true", field="stream_options")
-    timeout_s = extension.timeout_s if extension is not None else None
-    if timeout_s is not None and timeout_s <= 0:
-        raise InvalidRequest(f"{timeout_s} is not a positive number of seconds", field="kvrelay.timeout_s")
     return Call(
         requests=requests,
         num_samples=requests[0].sampling.n or 1,
+        num_best=requests[0].sampling.n or 1,
         is_streamed=bool(body.stream),
         wants_usage=options is not None and bool(options.include_usage),
         wants_running_usage=options is not None and bool(options.continuous_usage_stats),
@@ -176,13 +211,16 @@ def _call(
         wants_token_ids=bool(body.return_token_ids),
         wants_echo=wants_echo,
         wants_report=extension is not None and bool(extension.report),
-        timeout_s=timeout_s,
+        timeout_s=read_timeout(extension),
     )
 
 
 def _sampling(body: GenerationBody, options: Mapping[str, Any]) -> sampling_pb2.SamplingParams:
     """Return the message; options that are left out stay unset. Ranges narrower than the wire's are checked later."""
     values = {name: _on_the_wire(SAMPLING_FIELDS[name], value) for name, value in options.items()}
+    structure = _structure(body)
+    if structure is not None:
+        values["structured_outputs"] = structure_text(structure)
     return sampling_pb2.SamplingParams(include_special_tokens=body.skip_special_tokens is False, **values)
 
 
@@ -199,7 +237,46 @@ def _on_the_wire(parameter: Parameter, value: Any) -> Any:
         return _uint(value, name)
     if parameter.type == Tokens:
         return [_uint(token_id, field_path(name, position)) for position, token_id in enumerate(value)]
+    if parameter.type == Json:
+        return structure_text(value)
     return _biases(value, name) if parameter.type == Biases else value
+
+
+def _structure(body: GenerationBody) -> dict[str, Any] | None:
+    """Return what the answer has to look like by the one field that says so. Raises InvalidRequest for several."""
+    given: dict[str, Any] = {
+        "structured_outputs": body.sampling_options().get("structured_outputs"),
+        "response_format": None if body.response_format is None else _response_format(body.response_format),
+    }
+    for kind in _GUIDED:
+        value = getattr(body, f"guided_{kind}")
+        given[f"guided_{kind}"] = None if value is None else {kind: value}
+    given = {name: value for name, value in given.items() if value is not None}
+    if len(given) > 1:
+        raise InvalidRequest(f"only one of {', '.join(sorted(given))} is taken", field=sorted(given)[0])
+    return next(iter(given.values()), None)
+
+
+def _response_format(given: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the structure of OpenAI's `response_format`; None for text. Raises InvalidRequest."""
+    match given.get("type"):
+        case "text":
+            return None
+        case "json_object":
+            return {"json_object": True}
+        case "json_schema":
+            named = given.get("json_schema")
+            schema = named.get("schema") if isinstance(named, dict) else None
+            if not isinstance(schema, dict):
+                raise InvalidRequest("response_format.json_schema.schema must be a schema", field="response_format")
+            return {"json": schema}
+        case "structural_tag":
+            return {"structural_tag": {name: given.get(name) for name in ("structures", "triggers")}}
+        case "grammar" | "regex" as kind:
+            raise InvalidRequest(f"response_format.type {kind} is not supported", field="response_format")
+    raise InvalidRequest(
+        "response_format.type must be text, json_object, json_schema or structural_tag", field="response_format"
+    )
 
 
 def _biases(biases: Mapping[str, float], field: str) -> dict[int, float]:

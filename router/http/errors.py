@@ -1,10 +1,13 @@
-"""Errors in the form of OpenAI's API: a status, a JSON body, and the time to retry.
+"""Errors as HTTP has them: a status, a JSON body in the form of an API, and the time to retry.
+
+The form is OpenAI's unless an endpoint has another dialect:
 
 {"error": {"message": …, "type": …, "param": <field or null>, "code": <string or null>}}
 """
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,6 +72,8 @@ _KINDS: dict[type[KvrelayError], ErrorKind] = {
     errors.StaleEpoch: _UNAVAILABLE,
     errors.WorkerLost: _UNAVAILABLE,
     errors.EngineFault: ErrorKind(500, "server_error", "engine_fault"),
+    # Not 500, which client libraries answer by sending the request again.
+    errors.CrashSuspected: ErrorKind(422, "invalid_request_error", "crash_suspected"),
 }
 
 
@@ -77,16 +82,31 @@ def kind_of(error: KvrelayError) -> ErrorKind:
     return error.kind if isinstance(error, HttpError) else _KINDS[type(error)]
 
 
+def error_of(error: KvrelayError) -> dict[str, Any]:
+    """Return what is told of an error."""
+    kind = kind_of(error)
+    return {"message": error.message, "type": kind.type, "param": error.field or None, "code": kind.code}
+
+
 def error_body(error: KvrelayError) -> bytes:
     """Return the JSON body, which is also the data of the SSE event that ends a stream."""
-    kind = kind_of(error)
-    told: dict[str, Any] = {
-        "message": error.message,
-        "type": kind.type,
-        "param": error.field or None,
-        "code": kind.code,
-    }
-    return json.dumps({"error": told}).encode()
+    return json.dumps({"error": error_of(error)}).encode()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dialect:
+    """What all endpoints of one API write alike."""
+
+    error_body: Callable[[KvrelayError], bytes]
+    """Returns the JSON of an error."""
+    event_open: bytes = b"data: "
+    """What comes before that JSON in the event that ends a stream."""
+    request_id_header: bytes = b"x-request-id"
+    error_schema: str = "Error"
+    """Name of the error's schema in the OpenAPI document."""
+
+
+OPENAI = Dialect(error_body=error_body)
 
 
 def error_headers(error: KvrelayError) -> Headers:

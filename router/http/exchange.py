@@ -7,13 +7,14 @@ by `finish`: after a complete response the server reports a disconnect as well.
 
 import asyncio
 import json
+from collections.abc import Callable
 from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
 from common.errors import KvrelayError
 from common.ids import RequestId
-from router.http.errors import REQUEST_TIMEOUT, TOO_LARGE, Headers, HttpError, error_body, error_headers, kind_of
+from router.http.errors import OPENAI, REQUEST_TIMEOUT, TOO_LARGE, Dialect, Headers, HttpError, error_headers, kind_of
 
 JSON: Headers = [(b"content-type", b"application/json")]
 _EVENTS: Headers = [
@@ -28,7 +29,10 @@ _MAX_DROPPED = 8
 class Exchange:
     """One request. Event loop only."""
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, *, max_body_bytes: int) -> None:
+    def __init__(
+        self, scope: Scope, receive: Receive, send: Send, *, max_body_bytes: int, dialect: Dialect = OPENAI
+    ) -> None:
+        self._dialect = dialect
         self._receive = receive
         self._send = send
         self._max_body_bytes = max_body_bytes
@@ -44,11 +48,16 @@ class Exchange:
         """Status of the response; 0 before it begins."""
         self.is_gone = False
         """Whether the client has left."""
+        self.failure_events: Callable[[KvrelayError], bytes] | None = None
+        """Returns the last events of a stream that fails; None: one event with the error."""
 
     @property
     def metadata(self) -> list[tuple[str, str | bytes]]:
-        """The headers that the doorkeeper reads."""
-        return [(name.decode("latin-1"), value) for name, value in self.headers if name == b"authorization"]
+        """The headers that the doorkeeper reads; without `authorization` a key may be in `x-api-key`."""
+        given: list[tuple[str, str | bytes]] = [
+            (name.decode("latin-1"), value) for name, value in self.headers if name == b"authorization"
+        ]
+        return given or [("authorization", b"Bearer " + value) for name, value in self.headers if name == b"x-api-key"]
 
     async def listen(self) -> None:
         """Receive the body; returns when the client leaves."""
@@ -119,14 +128,16 @@ class Exchange:
 
     async def fail(self, error: KvrelayError) -> None:
         """Report an error: as the status, or in mid-stream as an event on which clients raise, without `[DONE]`."""
+        body = self._dialect.error_body(error)
         if not self.status:
-            await self.respond(kind_of(error).status, error_body(error), [*JSON, *error_headers(error)])
+            await self.respond(kind_of(error).status, body, [*JSON, *error_headers(error)])
             return
-        self.finish(b"data: " + error_body(error) + b"\n\n")
+        told = self.failure_events
+        self.finish(self._dialect.event_open + body + b"\n\n" if told is None else told(error))
         await self.close()
 
     async def _start(self, status: int, headers: Headers) -> None:
         self.status = status
         if self.request_id is not None:
-            headers = [*headers, (b"x-request-id", self.request_id.encode())]
+            headers = [*headers, (self._dialect.request_id_header, self.request_id.encode())]
         await self._send({"type": "http.response.start", "status": status, "headers": headers})

@@ -5,19 +5,20 @@ the call fails at once and the others are cancelled.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 from common.errors import RequestError
 from common.structured import TaskCensus, all_or_first_failure
 from kvrelay.v1 import inference_pb2 as pb
 from router.front_door import Caller, FrontDoor
-from router.http.answers import Answer, GatheredAnswer, StreamedAnswer
-from router.http.calls import Call, body_field, chat_call, completion_call
+from router.http.answers import Answer, MakeAnswer
+from router.http.calls import Call, NameField, body_field, chat_call, completion_call, renamed
 from router.http.exchange import Exchange
 from router.http.pieces import RequestFacts
 from router.http.schema import ChatBody, CompletionBody, parse_body
-from router.http.styles import Style, TokenTexts
 from router.record import Job
 from router.tenants import Tenant
 
@@ -35,18 +36,44 @@ def read_chat(raw: bytes) -> Call:
     return chat_call(parse_body(ChatBody, raw))
 
 
-class _Deadline:
+class Deadline:
     """Deadline of a call, known once its body has been read."""
 
     def __init__(self) -> None:
         self._at_s: float | None = None
 
     def set(self, timeout_s: float | None) -> None:
+        """Set it; None leaves the call without one."""
         if timeout_s is not None:
             self._at_s = asyncio.get_running_loop().time() + timeout_s
 
     def left_s(self) -> float | None:
+        """Return the seconds left; None without a deadline."""
         return None if self._at_s is None else self._at_s - asyncio.get_running_loop().time()
+
+
+async def serve_all(
+    door: FrontDoor,
+    census: TaskCensus,
+    num_requests: int,
+    first: Caller,
+    serve: Callable[[int, Caller], Coroutine[Any, Any, None]],
+) -> None:
+    """Serve the requests of a call side by side, each under an account of its own; `first` has the first one's.
+
+    Raises the first failure, which cancels the others.
+    """
+
+    async def another(position: int) -> None:
+        caller = replace(first, life=door.new_life())
+        with door.account(caller.life, time_left_s=caller.time_left_s):
+            await serve(position, caller)
+
+    if num_requests == 1:
+        await serve(0, first)
+        return
+    async with census.owned(serve(0, first), *map(another, range(1, num_requests))) as tasks:
+        await all_or_first_failure(tasks)
 
 
 class Generation:
@@ -57,50 +84,39 @@ class Generation:
         door: FrontDoor,
         *,
         read: Callable[[bytes], Call],
-        style: Callable[[TokenTexts], Style],
+        answer: MakeAnswer,
         prompt_field: str,
+        body_field: NameField = body_field,
     ) -> None:
-        """`prompt_field` is the body's name for the prompt."""
+        """`prompt_field` is the body's name for the prompt; `body_field` returns those of all fields."""
         self._door = door
         self._prompt_field = prompt_field
+        self._body_field = body_field
         self._read = read
-        self._style = style
+        self._make_answer = answer
         self._census = TaskCensus()
 
     async def __call__(self, exchange: Exchange) -> None:
         """Answer a call up to the end of the response, which the application sends. Raises KvrelayError."""
-        door, deadline = self._door, _Deadline()
+        door, deadline = self._door, Deadline()
         life = door.new_life()
         exchange.request_id = life.request_id
         with door.account(life, time_left_s=deadline.left_s):
             tenant = door.identify(exchange.metadata)
             call = self._read(await exchange.body(timeout_s=BODY_TIMEOUT_S))
             deadline.set(call.timeout_s)
-            style = self._style(door.reader.codec.decode_pieces)
-            kind = StreamedAnswer if call.is_streamed else GatheredAnswer
-            answer: Answer = kind(call, style, exchange, answer_id=life.request_id)
+            answer = self._make_answer(call, door.reader.codec.decode_pieces, exchange, life.request_id)
             caller = Caller(tenant=tenant, life=life, time_left_s=deadline.left_s)
-            if len(call.requests) == 1:
-                await self._serve(call, 0, caller, answer)
-            else:
-                rest = range(1, len(call.requests))
-                works = [self._serve_another(call, position, caller, answer) for position in rest]
-                async with self._census.owned(self._serve(call, 0, caller, answer), *works) as tasks:
-                    await all_or_first_failure(tasks)
+            serve = partial(self._serve, call, answer)
+            await serve_all(door, self._census, len(call.requests), caller, serve)
             answer.finish()
 
-    async def _serve_another(self, call: Call, position: int, first: Caller, answer: Answer) -> None:
-        """Serve a further request of a call under its own account."""
-        caller = replace(first, life=self._door.new_life())
-        with self._door.account(caller.life, time_left_s=caller.time_left_s):
-            await self._serve(call, position, caller, answer)
-
-    async def _serve(self, call: Call, position: int, caller: Caller, answer: Answer) -> None:
+    async def _serve(self, call: Call, answer: Answer, position: int, caller: Caller) -> None:
         """Serve one request. Raises KvrelayError that names the body's field."""
         try:
             await self._run(call, position, caller, answer)
         except RequestError as error:
-            error.field = body_field(error.field, prompt_field=self._prompt_field)
+            error.field = renamed(self._body_field(error.field, prompt_field=self._prompt_field), call.names)
             raise
 
     async def _run(self, call: Call, position: int, caller: Caller, answer: Answer) -> None:

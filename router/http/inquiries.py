@@ -11,10 +11,11 @@ from common.version import installed_version
 from kvrelay.v1 import inference_pb2 as pb
 from router.facts import ModelFacts
 from router.front_door import FrontDoor
-from router.http.calls import read_messages, read_token_ids
+from router.http.calls import read_token_ids
 from router.http.errors import NOT_FOUND, HttpError
 from router.http.exchange import Exchange
 from router.http.generation import BODY_TIMEOUT_S
+from router.http.messages import read_messages
 from router.http.routes import openapi_document
 from router.http.schema import DetokenizeBody, TokenizeBody, parse_body
 
@@ -37,13 +38,13 @@ class Inquiries:
     async def model(self, exchange: Exchange) -> None:
         """`GET /v1/models/{name}`; a name may hold slashes. Raises UnknownModel."""
         self._door.identify(exchange.metadata)
-        exchange.finish_json(self._model(self._served(exchange.scope["path_params"]["name"])))
+        exchange.finish_json(self._model(served_model(self._door, exchange.scope["path_params"]["name"])))
 
     async def tokenize(self, exchange: Exchange) -> None:
         """`POST /tokenize`: text, or a conversation as the chat template renders it."""
         tenant = self._door.identify(exchange.metadata)
         body = parse_body(TokenizeBody, await exchange.body(timeout_s=BODY_TIMEOUT_S))
-        model = self._served(body.model)
+        model = served_model(self._door, body.model)
         reader = self._door.reader
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequest("one of prompt and messages must be set", field="prompt")
@@ -67,7 +68,7 @@ class Inquiries:
         """`POST /detokenize`."""
         tenant = self._door.identify(exchange.metadata)
         body = parse_body(DetokenizeBody, await exchange.body(timeout_s=BODY_TIMEOUT_S))
-        model = self._served(body.model)
+        model = served_model(self._door, body.model)
         ids = read_token_ids(body.tokens, "tokens")
         if ids and max(ids) >= model.vocab_size:
             raise InvalidRequest(f"token {max(ids)} is not in the vocabulary of {model.vocab_size}", field="tokens")
@@ -94,15 +95,6 @@ class Inquiries:
         """`GET /openapi.json`."""
         exchange.finish_json(self._document)
 
-    def _served(self, name: str | None) -> ModelFacts:
-        """Return the served model. Raises UnknownModel, or WorkerLost before a worker has reported it."""
-        model = self._door.parts.fleet.model
-        if model is None:
-            raise WorkerLost("no decode worker is ready")
-        if name and name != model.name:
-            raise UnknownModel(f"model {name[:80]!r} is not served; {model.name!r} is", field="model")
-        return model
-
     def _model(self, model: ModelFacts) -> dict[str, Any]:
         return {
             "id": model.name,
@@ -112,3 +104,13 @@ class Inquiries:
             "max_model_len": model.max_model_len,
             "vocab_size": model.vocab_size,
         }
+
+
+def served_model(door: FrontDoor, name: str | None) -> ModelFacts:
+    """Return the served model. Raises UnknownModel, or WorkerLost before a worker has reported it."""
+    model = door.parts.fleet.model
+    if model is None:
+        raise WorkerLost("no decode worker is ready")
+    if name and name != model.name:
+        raise UnknownModel(f"model {name[:80]!r} is not served; {model.name!r} is", field="model")
+    return model

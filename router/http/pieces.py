@@ -46,7 +46,7 @@ class Piece:
     @property
     def finish_reason(self) -> str | None:
         """Why the choice ended, or None."""
-        return FINISH_REASON_NAMES.get(self.tokens[-1].finish_reason)
+        return FINISH_REASON_NAMES.get(self.tokens[-1].finish_reason) if self.tokens else "length"
 
 
 class Prompts:
@@ -90,11 +90,11 @@ class RequestFacts:
     completed: pb.Completed = field(default_factory=pb.Completed)
 
 
-def usage_of(requests: Iterable[RequestFacts]) -> dict[str, Any]:
+def usage_of(requests: Iterable[RequestFacts], *, counts_output: bool = True) -> dict[str, Any]:
     """Return the token counts of all requests together, under OpenAI's names."""
     usages = [facts.completed.usage for facts in requests]
     prompt = sum(usage.num_prompt_tokens for usage in usages)
-    output = sum(usage.num_output_tokens for usage in usages)
+    output = sum(usage.num_output_tokens for usage in usages) if counts_output else 0
     return {
         "prompt_tokens": prompt,
         "completion_tokens": output,

@@ -11,12 +11,17 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from common.version import installed_version
+from router.http.anthropic.errors import ANTHROPIC
+from router.http.anthropic.schema import SCHEMAS as ANTHROPIC_SCHEMAS
+from router.http.anthropic.schema import CountTokensBody, MessagesBody
+from router.http.errors import OPENAI, Dialect
+from router.http.responses.body import ResponsesBody
 from router.http.schema import (
     TEXT,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
-    GenerationBody,
+    EmbeddingBody,
     TokenizeBody,
     const_schema,
     list_schema,
@@ -28,7 +33,7 @@ _EVERYWHERE = (400, 405, 431)
 """Statuses of malformed HTTP, of another method, and of a head without an end."""
 _IDENTIFIED = (401,)
 _WITH_BODY = (401, 408, 413, 503)
-_GENERATION = (*_WITH_BODY, 404, 429, 500, 504)
+_GENERATION = (*_WITH_BODY, 404, 422, 429, 500, 504)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +49,12 @@ class Endpoint:
     """Schema of the answer (below), or the content type of one that is not JSON."""
     errors: tuple[int, ...] = ()
     body: type[BaseModel] | None = None
+    dialect: Dialect = OPENAI
 
     @property
     def can_stream(self) -> bool:
         """Whether the answer may be a stream of events."""
-        return self.body is not None and issubclass(self.body, GenerationBody)
+        return self.body is not None and "stream" in self.body.model_fields
 
     @property
     def statuses(self) -> tuple[int, ...]:
@@ -69,9 +75,21 @@ def _post(name: str, path: str, summary: str, answer: str, body: type[BaseModel]
     return Endpoint(name, "POST", path, summary, answer, errors, body)
 
 
+def _messages(
+    name: str, path: str, summary: str, answer: str, body: type[BaseModel], errors: tuple[int, ...]
+) -> Endpoint:
+    return Endpoint(name, "POST", f"/v1/messages{path}", summary, answer, errors, body, ANTHROPIC)
+
+
 ENDPOINTS: tuple[Endpoint, ...] = (
     _post("completions", "/v1/completions", "Continue one or more texts", "Completion", CompletionBody, *_GENERATION),
     _post("chat", "/v1/chat/completions", "Answer a conversation", "ChatCompletion", ChatBody, *_GENERATION),
+    _post("embeddings", "/v1/embeddings", "Embed one or more texts", "Embeddings", EmbeddingBody, *_GENERATION),
+    _post("responses", "/v1/responses", "Answer a conversation, in items", "Response", ResponsesBody, *_GENERATION),
+    _messages("messages", "", "Answer a conversation, as Anthropic's API does", "Message", MessagesBody, _GENERATION),
+    _messages(
+        "count_tokens", "/count_tokens", "Tokens of a conversation", "TokenCount", CountTokensBody, (*_WITH_BODY, 404)
+    ),
     _get("models", "/v1/models", "The served models", "Models", *_IDENTIFIED),
     _get("model", "/v1/models/{name:path}", "One served model", "Model", *_IDENTIFIED, 404, 503),
     _post("tokenize", "/tokenize", "Text or a conversation to tokens", "Tokens", TokenizeBody, *_WITH_BODY, 404),
@@ -93,6 +111,7 @@ _MEANINGS = {
     413: "the body is too large",
     429: "refused for now; `retry-after` says when to come back",
     431: "request line and headers are too large",
+    422: "workers were lost, one after the other, while they computed the request",
     500: "a step failed",
     503: "no worker is ready, the router stops, or as many requests run as there are connections for",
     504: "`kvrelay.timeout_s`, or the server's limit on a wait, has passed",
@@ -124,6 +143,27 @@ _SCHEMAS: dict[str, dict[str, Any]] = {
     "ChatCompletion": _answer(
         "chat.completion", message=object_schema(role=const_schema("assistant"), content=TEXT, refusal={"type": "null"})
     ),
+    "Embeddings": object_schema(
+        object=const_schema("list"),
+        data=list_schema(
+            object_schema(
+                object=const_schema("embedding"),
+                index=_COUNT,
+                embedding={"anyOf": [list_schema({"type": "number"}), TEXT | {"contentEncoding": "base64"}]},
+            )
+        ),
+        model=TEXT,
+        usage=object_schema(prompt_tokens=_COUNT, total_tokens=_COUNT),
+    ),
+    "Response": object_schema(
+        id=TEXT,
+        object=const_schema("response"),
+        created_at=_COUNT,
+        status=TEXT | {"enum": ["completed", "incomplete"]},
+        model=TEXT,
+        output=list_schema(object_schema(type=TEXT, id=TEXT, status=TEXT)),
+        usage=object_schema(input_tokens=_COUNT, output_tokens=_COUNT, total_tokens=_COUNT),
+    ),
     "Models": object_schema(object=const_schema("list"), data=list_schema(_MODEL)),
     "Model": _MODEL,
     "Tokens": object_schema(count=_COUNT, max_model_len=_COUNT, tokens=list_schema(_COUNT)),
@@ -131,6 +171,7 @@ _SCHEMAS: dict[str, dict[str, Any]] = {
     "Status": object_schema(status=const_schema("ok")),
     "Version": object_schema(version=TEXT),
     "Document": object_schema(openapi=TEXT, info={"type": "object"}, paths={"type": "object"}),
+    **ANTHROPIC_SCHEMAS,
 }
 
 
@@ -141,11 +182,18 @@ def openapi_document() -> dict[str, Any]:
         paths.setdefault(endpoint.public_path, {})[endpoint.method.lower()] = _operation(endpoint)
     return {
         "openapi": "3.1.0",
-        "info": {"title": "kvrelay", "version": installed_version(), "description": "OpenAI-compatible HTTP API."},
+        "info": {
+            "title": "kvrelay",
+            "version": installed_version(),
+            "description": "OpenAI-compatible HTTP API, and Anthropic's Messages.",
+        },
         "paths": paths,
         "components": {
             "schemas": {**_SCHEMAS, **_bodies()},
-            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+            "securitySchemes": {
+                "key": {"type": "http", "scheme": "bearer"},
+                "header": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+            },
         },
     }
 
@@ -157,7 +205,7 @@ def _operation(endpoint: Endpoint) -> dict[str, Any]:
         "responses": {str(status): _response(endpoint, status) for status in endpoint.statuses},
     }
     if 401 in endpoint.statuses:
-        operation["security"] = [{"key": []}, {}]
+        operation["security"] = [{"key": []}, {"header": []}, {}]
     if "{name}" in endpoint.public_path:
         name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
         operation["parameters"] = [name]
@@ -168,7 +216,7 @@ def _operation(endpoint: Endpoint) -> dict[str, Any]:
 
 def _response(endpoint: Endpoint, status: int) -> dict[str, Any]:
     if status != 200:
-        return {"description": _MEANINGS[status], "content": _json("Error")}
+        return {"description": _MEANINGS[status], "content": _json(endpoint.dialect.error_schema)}
     content = _json(endpoint.answer) if endpoint.answer in _SCHEMAS else {endpoint.answer: {"schema": TEXT}}
     if endpoint.can_stream:
         content["text/event-stream"] = {"schema": object_schema(data=TEXT)}  # of each event

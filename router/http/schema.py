@@ -6,7 +6,8 @@ answer are refused, unless their value is the default; so are unknown ones, whic
 
 import json
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -20,11 +21,18 @@ from pydantic import (
 )
 
 from common.errors import InvalidRequest
-from common.sampling import PARAMETERS, Biases, Parameter, Texts, Tokens
-from common.wire import MAX_PROMPT_TOKENS
+from common.sampling import PARAMETERS, Biases, Json, Parameter, Texts, Tokens
+from common.structured_outputs import MAX_CHOICES
+from common.wire import MAX_PROMPT_TOKENS, MAX_TOOLS
 
 _Tokens = Annotated[list[int], Field(max_length=MAX_PROMPT_TOKENS)]
-ROLES: Mapping[str, str] = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+ROLES: Mapping[str, str] = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+}
 """Roles of a message, each with the role that the model sees."""
 TEXT = {"type": "string"}
 
@@ -49,27 +57,47 @@ _TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
 _Texts = Annotated[list[str], Field(min_length=1)]
 _Prompts = str | _Texts | _TokenIds | Annotated[list[_TokenIds], Field(min_length=1)]
 _PARTS = list_schema(object_schema(type=const_schema("text"), text=TEXT))
+_FUNCTION = object_schema(name=TEXT, arguments=TEXT)
+_TOOL_CALL = object_schema(id=TEXT, type=const_schema("function"), function=_FUNCTION)
 _MESSAGE = object_schema(role=TEXT | {"enum": list(ROLES)}, content={"anyOf": [TEXT, _PARTS]})
+_MESSAGE["properties"] |= {"tool_calls": list_schema(_TOOL_CALL), "tool_call_id": TEXT, "reasoning": TEXT}
 Prompt = Annotated[Any, WithJsonSchema(TypeAdapter(_Prompts).json_schema())]
 Messages = Annotated[Any, WithJsonSchema(list_schema(_MESSAGE) | {"minItems": 1})]
 
 
-class _Strict(BaseModel):
+class Strict(BaseModel):
+    """A body, or an object in one: members have exact types, and unknown ones are kept for `parse_body` to refuse."""
+
     model_config = ConfigDict(
         strict=True, frozen=True, allow_inf_nan=False, extra="allow", use_attribute_docstrings=True
     )
     special_tokens: ClassVar[bool | None] = None
     """The one value of `add_special_tokens` that is allowed, where it has a meaning."""
+    ignored: ClassVar[frozenset[str] | None] = None
+    """Options that are taken and change no answer; None: those of most endpoints."""
+    only_as: ClassVar[Mapping[str, tuple[Any, ...]] | None] = None
+    """Unsupported options, each with the values that change nothing; None: those of most endpoints."""
+    reasons: ClassVar[Mapping[str, str]] = {}
+    """Why options are not supported, where it helps."""
 
 
-class StreamOptions(_Strict):
+class StrictBody(Strict):
+    """A body, or a part of one, of an API other than OpenAI's: it has no options but its fields."""
+
+    ignored = frozenset()
+    only_as: ClassVar[Mapping[str, tuple[Any, ...]] | None] = MappingProxyType({})
+
+
+class StreamOptions(Strict):
     """`stream_options`."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
+    """Ignored: events are never padded."""
 
 
-class Extension(_Strict):
+class Extension(Strict):
     """`kvrelay`: options without a counterpart in OpenAI's API."""
 
     report: bool | None = None
@@ -79,7 +107,12 @@ class Extension(_Strict):
     itl_s: float | None = None
 
 
-_JSON_TYPES: Mapping[Any, Any] = {Texts: list[str], Tokens: list[int], Biases: dict[str, float]}
+_JSON_TYPES: Mapping[Any, Any] = {
+    Texts: list[str],
+    Tokens: list[int],
+    Biases: dict[str, float],
+    Json: Annotated[dict[str, Any], Field(max_length=1)],
+}
 """Types in JSON, where they differ."""
 _RENAMED = frozenset(("logprobs", "prompt_logprobs", "include_special_tokens", "detokenize"))
 """OpenAI's API has other words for these, or none."""
@@ -108,12 +141,16 @@ def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
+def sampling_body(*without: str) -> Any:
+    """Return a base of bodies, with every field of `SAMPLING_FIELDS` but some."""
+    fields = {name: _sampling_field(each) for name, each in SAMPLING_FIELDS.items() if name not in without}
+    return create_model("_SamplingBody", __base__=Strict, **fields)
+
+
 if TYPE_CHECKING:
-    _SamplingBody = _Strict
+    _SamplingBody = Strict
 else:
-    _SamplingBody = create_model(
-        "_SamplingBody", __base__=_Strict, **{name: _sampling_field(each) for name, each in SAMPLING_FIELDS.items()}
-    )
+    _SamplingBody = sampling_body()
 
 
 class GenerationBody(_SamplingBody):
@@ -127,6 +164,12 @@ class GenerationBody(_SamplingBody):
     return_token_ids: bool | None = None
     priority: int | None = None
     kvrelay: Extension | None = None
+    # Other names of `structured_outputs`: OpenAI's, and those of earlier versions of vLLM.
+    response_format: Annotated[dict[str, Any], Field(max_length=8)] | None = None
+    guided_json: Annotated[dict[str, Any], Field(max_length=1024)] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: Annotated[list[str], Field(max_length=MAX_CHOICES)] | None = None
+    guided_grammar: str | None = None
 
     def sampling_options(self) -> dict[str, Any]:
         """Return the fields of `SAMPLING_FIELDS` that are given."""
@@ -140,6 +183,8 @@ class CompletionBody(GenerationBody):
     special_tokens = True
     prompt: Prompt = None
     echo: bool | None = None
+    best_of: int | None = None
+    """Generate so many samples, and answer the `n` of them whose tokens are most probable in the mean."""
     logprobs: int | None = None
 
 
@@ -152,9 +197,18 @@ class ChatBody(GenerationBody):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    tools: Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Annotated[dict[str, Any], Field(max_length=8)] | str | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=64)] | None = None
+    """Variables of the chat template, such as `enable_thinking`."""
+    reasoning_effort: str | None = None
+    """`none` is the template's variable `enable_thinking: false`, any other its variable `reasoning_effort`."""
+    thinking_budget: int | None = None
+    """Most tokens that the model may think before it answers."""
 
 
-class TokenizeBody(_Strict):
+class TokenizeBody(Strict):
     """`/tokenize`."""
 
     model: str | None = None
@@ -163,17 +217,35 @@ class TokenizeBody(_Strict):
     return_token_strs: bool | None = None
 
 
-class DetokenizeBody(_Strict):
+class DetokenizeBody(Strict):
     """`/detokenize`."""
 
     model: str | None = None
     tokens: _Tokens
 
 
+class EmbeddingBody(Strict):
+    """`/v1/embeddings`."""
+
+    model_config = ConfigDict(json_schema_extra={"required": ["input"]})
+    special_tokens = True
+    input: Prompt = None
+    model: str | None = None
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Annotated[int, Field(ge=1)] | None = None
+    """Keep so many leading values, before the vector is scaled to length 1."""
+    pooling: Literal["last", "mean"] | None = None
+    """Hidden states that the vector is made of: the last token's (default), or the mean over all tokens."""
+    normalize: bool | None = None
+    """Scale the vector to length 1 (default)."""
+    priority: int | None = None
+    kvrelay: Extension | None = None
+
+
 _HARMLESS = frozenset(
     (
         *("user", "safety_identifier", "metadata", "store", "service_tier", "request_id"),
-        *("prompt_cache_key", "prompt_cache_retention", "prediction", "parallel_tool_calls"),
+        *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "prediction", "parallel_tool_calls"),
     )
 )
 _ONLY_AS: Mapping[str, tuple[Any, ...]] = {
@@ -183,16 +255,13 @@ _ONLY_AS: Mapping[str, tuple[Any, ...]] = {
     "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "audio": (),
+    "moderation": (),
     "reasoning_effort": ("none",),
     "verbosity": ("medium",),
     "web_search_options": (),
     "echo": (False,),
-    "use_beam_search": (False,),
-    "length_penalty": (1,),
-    "early_stopping": (False,),
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
     "chat_template": (),
@@ -206,12 +275,11 @@ _ONLY_AS: Mapping[str, tuple[Any, ...]] = {
     "allowed_token_ids": (),
     "bad_words": ([],),
     "logits_processors": ([],),
-    "structured_outputs": (),
     "cache_salt": (),
 }
 """Unsupported options of this and other servers, each with the values that change nothing."""
 
-_Body = TypeVar("_Body", bound=_Strict)
+_Body = TypeVar("_Body", bound=Strict)
 
 
 def parse_body(kind: type[_Body], raw: bytes) -> _Body:
@@ -223,21 +291,25 @@ def parse_body(kind: type[_Body], raw: bytes) -> _Body:
         field = field_path(*first["loc"])
         raise InvalidRequest(f"{field}: {first['msg']}" if field else first["msg"], field=field) from None
     _check_extra(body, prefix="", special_tokens=body.special_tokens)
-    for name in ("stream_options", "kvrelay"):
-        inner = getattr(body, name, None)
-        if inner is not None:
-            _check_extra(inner, prefix=f"{name}.", special_tokens=None)
+    _check_inner(body, "")
     return body
 
 
 def option_schemas(kind: type[BaseModel]) -> dict[str, dict[str, Any]]:
     """Return the known options that are not fields of a body, with the JSON schema of their allowed values."""
-    options: dict[str, dict[str, Any]] = {name: {"description": "Ignored."} for name in sorted(_HARMLESS)}
-    options |= {name: {"enum": [*values, None]} for name, values in _ONLY_AS.items()}
-    special_tokens = getattr(kind, "special_tokens", None)
-    if special_tokens is not None:
-        options["add_special_tokens"] = {"enum": [special_tokens, None]}
+    assert issubclass(kind, Strict)
+    ignored, only_as = _options(kind)
+    options: dict[str, dict[str, Any]] = {name: {"description": "Ignored."} for name in sorted(ignored)}
+    options |= {name: {"enum": [*values, None]} for name, values in only_as.items()}
+    if kind.special_tokens is not None:
+        options["add_special_tokens"] = {"enum": [kind.special_tokens, None]}
     return options
+
+
+def _options(kind: type[Strict]) -> tuple[frozenset[str], Mapping[str, tuple[Any, ...]]]:
+    """Return the options of a body that are ignored, and those that are taken with some values only."""
+    ignored = _HARMLESS if kind.ignored is None else kind.ignored
+    return ignored, _ONLY_AS if kind.only_as is None else kind.only_as
 
 
 def field_path(*parts: str | int) -> str:
@@ -248,18 +320,34 @@ def field_path(*parts: str | int) -> str:
     return path
 
 
-def _check_extra(body: _Strict, *, prefix: str, special_tokens: bool | None) -> None:
+def _check_inner(part: Strict, path: str) -> None:
+    """Check the parts of a body that are bodies themselves."""
+    for name in type(part).model_fields:
+        value = getattr(part, name)
+        inner = [value] if isinstance(value, Strict) else value
+        if not isinstance(inner, list) or not inner or not isinstance(inner[0], Strict):
+            continue
+        for position, each in enumerate(inner):
+            here = field_path(*filter(None, (path, type(part).model_fields[name].alias or name)))
+            here += f"[{position}]" if inner is value else ""
+            _check_extra(each, prefix=f"{here}.", special_tokens=None)
+            _check_inner(each, here)
+
+
+def _check_extra(body: Strict, *, prefix: str, special_tokens: bool | None) -> None:
+    ignored, only_as = _options(type(body))
     for name, value in (body.model_extra or {}).items():
         field = prefix + name[:80]
-        if value is None or (not prefix and name in _HARMLESS):
+        if value is None or (not prefix and name in ignored):
             continue
         if name == "add_special_tokens" and special_tokens is not None:
             allowed: tuple[Any, ...] | None = (special_tokens,)
         else:
-            allowed = None if prefix else _ONLY_AS.get(name)
+            allowed = None if prefix else only_as.get(name)
         if allowed is None:
             raise InvalidRequest(f"{field} is unknown here", field=field)
         # In Python True == 1.
         if not any(value == each and isinstance(value, bool) is isinstance(each, bool) for each in allowed):
             takes = "; only " + " or ".join(map(json.dumps, allowed)) if allowed else ""
-            raise InvalidRequest(f"{field} is not supported{takes}", field=field)
+            reason = f": {body.reasons[name]}" if name in body.reasons else ""
+            raise InvalidRequest(f"{field} is not supported{takes}{reason}", field=field)

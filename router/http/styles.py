@@ -1,12 +1,22 @@
 """Formats of the two generating endpoints: the JSON around the text, and log-probabilities."""
 
+import base64
+import hashlib
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from common.chat.deltas import MessageDelta, ToolCallDelta, joined, whole_calls
+from common.chat.parsing import MessageParser, has_markup
+from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import sampling_pb2
 from router.http.pieces import Piece
+from router.record import Job
 
+quote = json.JSONEncoder().encode
+"""Returns the JSON of one value; for text this is one call into C."""
+EMPTY_DELTA = ',"delta":{}'
 LEAST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON does not have."""
 
@@ -31,15 +41,32 @@ class Style(ABC):
     prompt_ids_with_choice: bool
     """Whether each choice, rather than the answer, holds the prompt's ids."""
 
+    is_parsed: bool = False
+    """Whether the text has parts that go out under other names."""
+
     def __init__(self, texts: TokenTexts) -> None:
         self._texts = texts
+
+    def open(self, job: Job) -> None:  # noqa: B027 - most have nothing to do
+        """Begin the answer to a request."""
+
+    def read(self, piece: Piece) -> None:  # noqa: B027 - as above
+        """Take the next piece of a choice that is answered as a whole, so that its end has little left to do."""
+
+    def event(self, piece: Piece) -> str | None:
+        """Return the JSON of an event's choice, from its index to its log-probabilities; None for nothing yet."""
+        return f"{self.text_open}{quote(piece.text)}{self.text_close}"
+
+    def finish_reason(self, piece: Piece) -> str | None:
+        """Return why the choice ended; after the piece's `event` or `choice`."""
+        return piece.finish_reason
 
     @abstractmethod
     def logprobs(self, piece: Piece) -> dict[str, Any]:
         """Return the log-probabilities of a piece; pieces come in order."""
 
     @abstractmethod
-    def choice(self, text: str) -> dict[str, Any]:
+    def choice(self, piece: Piece) -> dict[str, Any]:
         """Return the members of a complete choice that hold its text."""
 
 
@@ -82,9 +109,9 @@ class CompletionStyle(Style):
         self._lengths[piece.index] = offset
         return {"tokens": tokens, "token_logprobs": chosen, "top_logprobs": tops, "text_offset": offsets}
 
-    def choice(self, text: str) -> dict[str, Any]:
+    def choice(self, piece: Piece) -> dict[str, Any]:
         """Return the text."""
-        return {"text": text}
+        return {"text": piece.text}
 
     def _top(self, position: sampling_pb2.PositionLogprobs) -> dict[str, float]:
         entries = [position.chosen, *position.top]
@@ -103,25 +130,110 @@ class ChatStyle(Style):
     opening = ',"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}'
     prompt_ids_with_choice = False
 
+    def __init__(self, texts: TokenTexts) -> None:
+        super().__init__(texts)
+        self._format = pb.AnswerFormat()
+        self._request_id = ""
+        self._parsers: dict[int, MessageParser] = {}
+        self._deltas: dict[int, list[MessageDelta]] = {}
+        """What the pieces of whole choices have said, by choice."""
+
+    def open(self, job: Job) -> None:
+        """Begin the answer; its text is parsed where it may hold calls of tools or reasoning."""
+        self._request_id = job.request_id
+        if job.answer_format is not None:
+            self._format = job.answer_format
+            self.is_parsed = has_markup(self._format)
+
+    def read(self, piece: Piece) -> None:
+        """Parse the next piece of a choice."""
+        if self.is_parsed:
+            self._deltas.setdefault(piece.index, []).append(self._parse(piece))
+
+    def event(self, piece: Piece) -> str | None:
+        """Return the delta of the assistant's message."""
+        if not self.is_parsed:
+            return super().event(piece)
+        delta = self._parse(piece)
+        found: dict[str, Any] = {}
+        if delta.reasoning:
+            found |= {"reasoning": delta.reasoning, "reasoning_content": delta.reasoning}
+        if delta.content:
+            found["content"] = delta.content
+        if delta.tool_calls:
+            found["tool_calls"] = [self._call_delta(piece.index, call) for call in delta.tool_calls]
+        return f',"delta":{quote(found)}' if found or piece.finish_reason else None
+
+    def finish_reason(self, piece: Piece) -> str | None:
+        """Return why the choice ended; the model's own end after calls has a name of its own."""
+        parser = self._parsers.get(piece.index)
+        has_calls = parser is not None and parser.num_tool_calls > 0
+        return "tool_calls" if has_calls and piece.finish_reason == "stop" else piece.finish_reason
+
     def logprobs(self, piece: Piece) -> dict[str, Any]:
         """Return an entry for each token."""
-        content = [
-            {
-                **self._entry(token.logprobs.chosen),
-                "top_logprobs": [self._entry(entry) for entry in token.logprobs.top],
-            }
-            for token in piece.tokens
-        ]
-        return {"content": content, "refusal": None}
+        return {"content": logprob_entries(piece.tokens, self._texts), "refusal": None}
 
-    def choice(self, text: str) -> dict[str, Any]:
+    def choice(self, piece: Piece) -> dict[str, Any]:
         """Return the assistant's message."""
-        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+        message: dict[str, Any] = {"role": "assistant", "content": piece.text, "refusal": None}
+        if self.is_parsed:
+            delta = joined(self._deltas[piece.index])
+            message["content"] = delta.content or (None if delta.tool_calls else "")
+            if delta.reasoning:
+                message |= {"reasoning": delta.reasoning, "reasoning_content": delta.reasoning}
+            if delta.tool_calls:
+                message["tool_calls"] = self._calls(piece.index, delta.tool_calls)
+        return {"message": message}
 
-    def _entry(self, entry: sampling_pb2.TokenLogprob) -> dict[str, Any]:
-        (text,) = self._texts([entry.token_id])
+    def _parse(self, piece: Piece) -> MessageDelta:
+        """Return what the piece adds to the message of its choice."""
+        parser = self._parsers.get(piece.index)
+        if parser is None:
+            parser = self._parsers[piece.index] = MessageParser.of(self._format)
+        return parser.push(piece.text, is_last=piece.finish_reason is not None)
+
+    def _call_delta(self, index: int, call: ToolCallDelta) -> dict[str, Any]:
+        if call.name is None:
+            return {"index": call.index, "function": {"arguments": call.arguments}}
+        function = {"name": call.name, "arguments": call.arguments}
+        return {
+            "index": call.index,
+            "id": call_id(self._request_id, index, call.index),
+            "type": "function",
+            "function": function,
+        }
+
+    def _calls(self, index: int, deltas: Sequence[ToolCallDelta]) -> list[dict[str, Any]]:
+        """Return the complete calls of a choice."""
+        return [
+            {
+                "id": call_id(self._request_id, index, position),
+                "type": "function",
+                "function": {"name": name, "arguments": arguments},
+            }
+            for position, (name, arguments) in enumerate(whole_calls(deltas))
+        ]
+
+
+def logprob_entries(tokens: Sequence[sampling_pb2.SampleToken], texts: TokenTexts) -> list[dict[str, Any]]:
+    """Return the log-probabilities of each token, as chats tell them."""
+
+    def entry_of(entry: sampling_pb2.TokenLogprob) -> dict[str, Any]:
+        (text,) = texts([entry.token_id])
         is_whole = "\N{REPLACEMENT CHARACTER}" not in text  # the bytes of a partial character are not known
         return {"token": text, "logprob": _value(entry), "bytes": list(text.encode()) if is_whole else None}
+
+    return [
+        {**entry_of(token.logprobs.chosen), "top_logprobs": [entry_of(entry) for entry in token.logprobs.top]}
+        for token in tokens
+    ]
+
+
+def call_id(request_id: str, index: int, call_idx: int) -> str:
+    """Return the id of a call in an answer: nine letters and digits, which is what Mistral's template wants."""
+    digest = hashlib.blake2b(f"{request_id}/{index}/{call_idx}".encode(), digest_size=6).digest()
+    return base64.b32encode(digest).decode().lower()[:9]
 
 
 def _value(entry: sampling_pb2.TokenLogprob) -> float:

@@ -1,6 +1,7 @@
 """The one place where a plan is chosen and booked, in one step.
 
-1. Workers that refused this search are left out (`Search.exclusions`).
+1. Workers that refused this search are left out (`Search.exclusions`), and for a quarantined request
+   (crash_budget.py) those that have one already.
 2. The index returns the holders of the prefix and the policy chooses. The matches of the chosen workers are verified by
    one walk; when the index promised too much, the policy chooses again.
 3. A request that no worker can serve in time is refused for good (`find_hopeless`).
@@ -10,7 +11,7 @@
 
 import enum
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -162,7 +163,12 @@ class Chooser:
             for worker_id, exclusion in search.exclusions.items()
             if exclusion.until_s > now_s and exclusion.load_version == self._fleet.load_version(worker_id)
         }
-        view = self._fleet.view(excluded=search.exclusions.keys())
+        excluded: Collection[WorkerId] = search.exclusions.keys()
+        if search.request.is_quarantined:
+            excluded = {*excluded, *self._fleet.quarantine}
+        view = self._fleet.view(excluded=excluded)
+        if search.request.is_prefill_only:
+            view = view.of_prefill_pool()
         matches = self._index.match(search.request.hashes)
         request = replace(
             search.request,
@@ -174,13 +180,15 @@ class Chooser:
         plan = self._policy.choose(request, view)
         while isinstance(plan, Plan) and not _verify(matches, plan):
             plan = self._policy.choose(request, view)
-        if not search.exclusions:
+        if not excluded:
             error = self.forecaster.ttft_error(plan)
             if (hopeless := find_hopeless(request, plan, view, shed=search.shed, error=error)) is not None:
                 return hopeless
         search.awaited = self._fleet.roster.load(plan.worker_id) if isinstance(plan, Busy) else None
         if isinstance(plan, Refused):
             return plan
+        if request.is_prefill_only:
+            plan = replace(plan, is_prefill_only=True, predicted_itl_s=None)
         booking = self._book(search, request, plan)
         booking.decision.decision_s = self._clock.monotonic() - now_s
         self.decisions.add(booking.decision)

@@ -17,7 +17,7 @@ from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import sequence_pb2
 from router.calibration import Forecast
 from router.member import Hold
-from router.placement.plans import Candidate, Plan, PlanKind
+from router.placement.plans import Candidate, Plan, PlanKind, kind_of
 
 CAPACITY = 1000
 COMPLETED = "completed"
@@ -133,7 +133,11 @@ class DecisionLog:
         return found
 
 
-_KINDS = {PlanKind.REMOTE: pb.PLAN_KIND_REMOTE, PlanKind.LOCAL: pb.PLAN_KIND_LOCAL}
+_KINDS = {
+    PlanKind.REMOTE: pb.PLAN_KIND_REMOTE,
+    PlanKind.LOCAL: pb.PLAN_KIND_LOCAL,
+    PlanKind.PREFILL: pb.PLAN_KIND_PREFILL,
+}
 
 
 def forecast_to_proto(forecast: Forecast | None) -> pb.Forecast | None:
@@ -146,10 +150,11 @@ def forecast_to_proto(forecast: Forecast | None) -> pb.Forecast | None:
 def plan_to_proto(decision: Decision, *, attempt: int) -> pb.PlanChosen:
     """Return the part of a decision that its client sees."""
     plan = decision.plan
+    prefill, decode = _workers(plan, plan)
     return pb.PlanChosen(
         kind=_KINDS[plan.kind],
-        prefill_worker_id=plan.prefill or "",
-        decode_worker_id=plan.decode,
+        prefill_worker_id=prefill,
+        decode_worker_id=decode,
         predicted_cached_tokens=plan.predicted_cached_tokens,
         reason=plan.reason,
         attempt=attempt,
@@ -177,7 +182,7 @@ def _decision(decision: Decision, policy: str, now_s: float) -> pb.Decision:
         policy=policy,
         num_tokens=decision.num_tokens,
         plan=plan_to_proto(decision, attempt=decision.attempt),
-        candidates=[_candidate(candidate) for candidate in plan.candidates()],
+        candidates=[_candidate(candidate, plan) for candidate in plan.candidates()],
         num_candidates=plan.num_candidates,
         decision_s=decision.decision_s,
         waited_s=decision.waited_s,
@@ -190,11 +195,17 @@ def _decision(decision: Decision, policy: str, now_s: float) -> pb.Decision:
     )
 
 
-def _candidate(candidate: Candidate) -> pb.Candidate:
+def _workers(option: Plan | Candidate, plan: Plan) -> tuple[str, str]:
+    """Return the prefill and the decode worker of a plan, or of an option beside it, as clients see them."""
+    return (option.decode, "") if plan.is_prefill_only else (option.prefill or "", option.decode)
+
+
+def _candidate(candidate: Candidate, plan: Plan) -> pb.Candidate:
+    prefill, decode = _workers(candidate, plan)
     return pb.Candidate(
-        kind=_KINDS[candidate.kind],
-        prefill_worker_id=candidate.prefill or "",
-        decode_worker_id=candidate.decode,
+        kind=_KINDS[plan.kind if plan.is_prefill_only else kind_of(candidate.prefill)],
+        prefill_worker_id=prefill,
+        decode_worker_id=decode,
         source_worker_id=candidate.source or "",
         cost=candidate.cost,
         terms=candidate.terms,

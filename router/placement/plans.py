@@ -4,7 +4,7 @@ import enum
 import heapq
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Protocol
 
@@ -21,6 +21,8 @@ class PlanKind(enum.Enum):
     """A prefill worker computes the prompt and hands its KV to the decode worker."""
     LOCAL = "local"
     """The decode worker computes the uncached suffix itself."""
+    PREFILL = "prefill"
+    """A prefill worker computes the prompt, and nothing is decoded."""
 
 
 class Keeper(enum.Enum):
@@ -47,16 +49,12 @@ class Candidate:
     prefill: WorkerId | None
     """Set exactly when the option is remote."""
     decode: WorkerId
+    """See `Plan`."""
     source: WorkerId | None = None
     cost: float
     """Cost that the policy minimizes."""
     terms: Mapping[str, float]
     """Parts of the cost by name; seconds unless the name says otherwise."""
-
-    @property
-    def kind(self) -> PlanKind:
-        """How the request would be served."""
-        return _kind(self.prefill)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +62,7 @@ class Plan:
     """Where a request goes."""
 
     decode: WorkerId
+    """The worker that answers: of the prefill pool when the plan is for a prefill alone."""
     prefill: WorkerId | None = None
     """Set exactly when the plan is remote."""
     predicted_cached_tokens: int
@@ -78,6 +77,7 @@ class Plan:
     """Time from the choice to the first token."""
     predicted_itl_s: float | None = None
     """Gap between tokens on the decode worker, this request included."""
+    is_prefill_only: bool = False
     max_wait_s: float = math.inf
     """Longest wait for other prompts at the worker that computes this one; beyond it, the worker refuses."""
     candidates: Callable[[], tuple[Candidate, ...]] = tuple
@@ -87,7 +87,7 @@ class Plan:
     @property
     def kind(self) -> PlanKind:
         """How the request is served."""
-        return _kind(self.prefill)
+        return PlanKind.PREFILL if self.is_prefill_only else kind_of(self.prefill)
 
     @property
     def computes(self) -> WorkerId:
@@ -95,7 +95,8 @@ class Plan:
         return self.decode if self.prefill is None else self.prefill
 
 
-def _kind(prefill: WorkerId | None) -> PlanKind:
+def kind_of(prefill: WorkerId | None) -> PlanKind:
+    """Return the kind of an option that generates, by its prefill worker."""
     return PlanKind.LOCAL if prefill is None else PlanKind.REMOTE
 
 
@@ -124,6 +125,10 @@ class PlacementRequest:
     """Objective for the mean gap between tokens."""
     has_begun: bool = False
     """The client has had its first token, through an earlier plan."""
+    is_prefill_only: bool = False
+    """It is answered by a worker of the prefill pool: nothing is decoded."""
+    is_quarantined: bool = False
+    """It may be what ends the workers that compute it, so it needs workers without another quarantined request."""
     now_s: float = 0.0
     """Time of the choice. The chooser sets this field and the following ones."""
     cached_blocks: Mapping[WorkerId, int] = field(default_factory=dict)
@@ -148,6 +153,11 @@ class PlacementRequest:
     def num_decode_blocks(self) -> int:
         """Pages that the decode worker must grant: samples share the full blocks, not the rest and the next token."""
         return self.num_tokens // self.block_size + self.num_samples
+
+    @property
+    def num_decodes(self) -> int:
+        """Sequences that it adds to a decode batch."""
+        return 0 if self.is_prefill_only else self.num_samples
 
     @property
     def num_growth_blocks(self) -> float:
@@ -198,6 +208,15 @@ class FleetView:
     """KV bytes of one block."""
     sources: frozenset[WorkerId] = field(default_factory=frozenset)
     """Workers that blocks may be pulled from: refusing ones included, lost ones not."""
+    answers: str = "decode"
+    """Pool of the workers in `decode`, for texts."""
+
+    def of_prefill_pool(self) -> "FleetView":
+        """Return the view for a request that the prefill pool answers: its workers stand where others decode.
+
+        To every policy it is a cluster without a prefill pool, in which one worker serves the whole request.
+        """
+        return replace(self, prefill=PoolLoads(()), decode=self.prefill, num_prefill=0, answers="prefill")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -65,6 +65,7 @@ class FakeLifecycle(ModuleType):
         self.ups: list[Up] = []
         self.downs: list[Path] = []
         self.up_error: BaseException | None = None
+        self.trouble = ""
 
     def default_run_dir(self, name: str) -> Path:
         return self._root / name
@@ -95,7 +96,12 @@ class FakeLifecycle(ModuleType):
     def _info(self, run_dir: Path) -> Any:
         pid = 2**22 + 1  # above the largest one
         return SimpleNamespace(
-            address=self.address, http_addresses=("127.0.0.1:2",), pid=pid, run_dir=run_dir, tls=False
+            address=self.address,
+            http_addresses=("127.0.0.1:2",),
+            pid=pid,
+            run_dir=run_dir,
+            tls=False,
+            trouble=self.trouble,
         )
 
 

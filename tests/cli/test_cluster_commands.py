@@ -87,4 +87,5 @@ def test_down_without_a_cluster_says_so(run: Run, lifecycle: FakeLifecycle) -> N
     result = run("down")
     assert result.exit_code == 0
     assert "no cluster is running" in result.stderr
+    assert "If that folder was deleted, a cluster in Ray goes on" in result.stderr
     assert lifecycle.downs == [lifecycle.default_run_dir("kvrelay")]

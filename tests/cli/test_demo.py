@@ -29,9 +29,9 @@ def test_demo_asks_everything_shows_the_cost_and_stops(
     assert call.config.launcher == "local"
     assert call.config.router.port == 0
     assert call.config.name != "mine"
-    assert len(fake.generate_requests) == 7
-    assert result.stdout.count("remote prefill-0 → decode-0 (longest prefix)") == 7
-    assert result.stdout.count("Hello world") == 7
+    assert len(fake.generate_requests) == 8
+    assert result.stdout.count("remote prefill-0 → decode-0 (longest prefix)") == 8
+    assert result.stdout.count("Hello world") == 8
     assert "A │ Hello world" in result.stdout
     assert "policy predictive" in result.stdout
 
@@ -41,12 +41,13 @@ def test_demo_sends_a_shared_prefix_a_long_prompt_and_a_seed(
 ) -> None:
     lifecycle.address = address
     run("demo")
-    _, first, second, long, sampled, *_ = fake.generate_requests
+    _, first, second, long, sampled, structured, *_ = fake.generate_requests
     assert first.chat.messages[0] == second.chat.messages[0]
     assert first.chat.messages[1] != second.chat.messages[1]
     assert len(long.chat.messages[0].content.split()) >= LONG_PROMPT_TOKENS
     assert sampled.sampling.HasField("seed")
     assert sampled.sampling.temperature > 0
+    assert structured.sampling.structured_outputs
 
 
 def test_demo_that_fails_stops_the_cluster_and_keeps_its_logs(

@@ -1,9 +1,10 @@
 import json
+from pathlib import Path
 
 import pytest
 
 from common.errors import Unreachable
-from tests.cli.conftest import Run
+from tests.cli.conftest import FakeLifecycle, Run
 from tests.client.fake_server import FakeInference
 
 
@@ -22,6 +23,18 @@ def test_status_shows_router_and_workers(run: Run, address: str) -> None:
     ]
     assert "decode-0" in result.stdout
     assert "lost" in result.stdout
+
+
+def test_status_says_why_the_controller_does_not_supervise(
+    run: Run, address: str, folder: Path, lifecycle: FakeLifecycle
+) -> None:
+    (folder / "serving.yaml").write_text("name: mine\n")
+    lifecycle.running.add(lifecycle.default_run_dir("mine"))
+    lifecycle.address, lifecycle.trouble = address, "GCS is away"
+    result = run("status")
+    assert result.exit_code == 0
+    assert "the controller does not supervise the processes: GCS is away" in result.stderr
+    assert "prefill-0" in result.stdout
 
 
 def test_status_as_json_has_every_field(run: Run, address: str) -> None:

@@ -1,5 +1,6 @@
 """A scripted InferenceService on a free port, in threads of the test's own process."""
 
+import struct
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -189,6 +190,7 @@ class FakeInference(inference_pb2_grpc.InferenceServiceServicer):
         """Messages after the beginning of a recording, which then ends unless `goes_on_recording`."""
         self.goes_on_recording = False
         self.record_requests: list[pb.RecordTrafficRequest] = []
+        self.embed_requests: list[pb.EmbedRequest] = []
         self.tokenize_requests: list[pb.TokenizeRequest] = []
         self.time_remaining_s: float | None = None
         self.authorization: str | None = None
@@ -220,6 +222,21 @@ class FakeInference(inference_pb2_grpc.InferenceServiceServicer):
                 case pb.GenerateResponse():
                     played.append(step)
                     yield step
+
+    def Embed(self, request: pb.EmbedRequest, context: Any) -> pb.EmbedResponse:
+        self.embed_requests.append(request)
+        self._maybe_abort(context)
+        plan = pb.PlanChosen(kind=pb.PLAN_KIND_PREFILL, prefill_worker_id="prefill-0", attempt=1)
+        completed = pb.Completed(usage=pb.Usage(num_prompt_tokens=3), num_attempts=1)
+        completed.timings.ttft_s = completed.timings.e2e_s = 0.5
+        return pb.EmbedResponse(
+            request_id="req-e",
+            embedding=struct.pack("<2f", 0.5, -1.0),
+            model="tiny",
+            fingerprint="f00d",
+            completed=completed,
+            plans=[plan],
+        )
 
     def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:
         self.tokenize_requests.append(request)

@@ -7,7 +7,19 @@ from typing import Any
 import pytest
 
 from common.errors import Cancelled, DeadlineExceeded, EngineFault, InvalidRequest, Overloaded, Unreachable, WorkerLost
-from kvrelay.client import Accepted, Client, Completed, Event, FinishReason, PlanChosen, PlanKind, Token
+from kvrelay.client import (
+    Accepted,
+    Client,
+    Completed,
+    Event,
+    FinishReason,
+    PlanChosen,
+    PlanKind,
+    ServiceTerms,
+    Token,
+)
+from kvrelay.v1.inference_pb2 import EmbedRequest
+from kvrelay.v1.sampling_pb2 import POOLING_LAST, POOLING_MEAN
 from tests.client.conftest import Connect
 from tests.client.fake_server import (
     LIMIT_S,
@@ -205,6 +217,22 @@ def test_repeated_or_missing_token_raises_engine_fault(fake: FakeInference, clie
     with pytest.raises(EngineFault, match=f"token {first_index} arrived after 1"):
         client.generate("Hi")
     assert fake.client_left.wait(LIMIT_S)
+
+
+def test_embedding_is_a_record_of_what_was_asked_for(fake: FakeInference, client: Any) -> None:
+    terms = ServiceTerms(priority=2, ttft_s=1.5)
+    embedding = client.embed([1, 2, 3], pooling="mean", normalize=False, dimensions=2, model="tiny", terms=terms)
+    assert (embedding.vector, embedding.request_id, embedding.model) == ((0.5, -1.0), "req-e", "tiny")
+    assert (embedding.usage.num_prompt_tokens, embedding.timings.e2e_s, embedding.num_attempts) == (3, 0.5, 1)
+    assert [(plan.kind, plan.prefill_worker_id) for plan in embedding.plans] == [(PlanKind.PREFILL, "prefill-0")]
+    (request,) = fake.embed_requests
+    assert (list(request.token_ids.ids), request.pooling, request.normalize) == ([1, 2, 3], POOLING_MEAN, False)
+    assert (request.dimensions, request.priority, request.objective.ttft_s) == (2, 2, 1.5)
+
+
+def test_embedding_of_text_leaves_the_defaults_to_the_server(fake: FakeInference, client: Any) -> None:
+    client.embed("Hi")
+    assert fake.embed_requests == [EmbedRequest(text="Hi", pooling=POOLING_LAST)]
 
 
 def test_tokenize_models_and_status_return_records(fake: FakeInference, client: Any) -> None:

@@ -116,6 +116,8 @@ def test_reading_calls_go_to_the_next_router_too(connect: Connect, address: str)
         assert client.status().router.num_completed == 11
     with connect([NOBODY, address]) as client:
         assert client.tokenize("a b").token_ids == (1, 2)
+    with connect([NOBODY, address]) as client:
+        assert client.embed("a b").vector == (0.5, -1.0)
 
 
 @pytest.mark.parametrize(("terms", "num_attempts"), [({}, 1), ({"max_attempts": 3}, 3)])

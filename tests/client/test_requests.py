@@ -3,7 +3,8 @@ from typing import Any
 import pytest
 
 from common.errors import InvalidRequest
-from kvrelay.client.records import ChatMessage, ServiceTerms
+from kvrelay.client.chat import ChatMessage
+from kvrelay.client.records import ServiceTerms
 from kvrelay.client.requests import credentials, generate_request
 from kvrelay.v1 import inference_pb2, sampling_pb2
 

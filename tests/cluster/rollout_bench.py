@@ -1,5 +1,6 @@
 """A cluster of fake workers for tests of rollouts."""
 
+import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -12,6 +13,7 @@ from cluster.processes.launcher import StartFailed
 from cluster.processes.life import Life
 from cluster.processes.managed_process import ManagedProcess
 from cluster.processes.plan import HostResources, ProcessRole, ProcessSpec, make_plan, pool_order
+from cluster.processes.state import ClusterPhase
 from cluster.processes.worker_calls import WorkerSnapshot
 from cluster.processes.workforce import Workforce
 from common.config import ServingConfig
@@ -45,6 +47,11 @@ class FakeWorkforce(Workforce):
     fails: Callable[[ProcessSpec], bool] = lambda spec: False
     failures: dict[str, KvrelayError] = field(default_factory=dict)
     """Errors of flips by the worker's name; such a worker keeps three requests when it drains."""
+    blocked: set[str] = field(default_factory=set)
+    """Steps, such as `+decode-1` or `drain decode-0`, that last until they are cancelled."""
+    begun: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set once a blocked step has begun."""
+    phase: ClusterPhase = ClusterPhase.READY
 
     def workers(self, role: ProcessRole) -> list[ManagedProcess]:
         pool = [cast(ManagedProcess, each) for each in self.pool if each.spec.role is role]
@@ -53,6 +60,7 @@ class FakeWorkforce(Workforce):
     async def add_worker(self, spec: ProcessSpec) -> int:
         if self.fails(spec):
             raise StartFailed(f"{spec.name}: exited with code 1")
+        await self._step(f"+{spec.name}")
         self.pool.append(process(spec))
         self._note(f"+{spec.name}")
         return 0
@@ -62,7 +70,11 @@ class FakeWorkforce(Workforce):
 
     async def drain_worker(self, process: ManagedProcess, *, grace_s: float) -> int:
         self.done.append(f"drain {process.spec.name}")
+        await self._step(f"drain {process.spec.name}")
         return 3 if process.spec.name in self.failures else 0
+
+    def keep_worker(self, process: ManagedProcess) -> None:
+        self.done.append(f"keep {process.spec.name}")
 
     async def flip_worker(self, process: ManagedProcess, role: ProcessRole, *, grace_s: float) -> None:
         if (failure := self.failures.get(process.spec.name)) is not None:
@@ -76,6 +88,11 @@ class FakeWorkforce(Workforce):
     async def remove_worker(self, process: ManagedProcess) -> None:
         self.pool.remove(process)
         self._note(f"-{process.spec.name}")
+
+    async def _step(self, what: str) -> None:
+        if what in self.blocked:
+            self.begun.set()
+            await asyncio.Event().wait()
 
     def named(self, name: str) -> Any:
         return next(each for each in self.pool if each.spec.name == name)

@@ -50,6 +50,7 @@ class RecordingRouter(router_admin_pb2_grpc.RouterAdminServiceServicer):
         """Members that it refuses."""
         self.num_users: dict[str, int] = {}
         """Its reported requests on draining workers."""
+        self.draining: set[str] = set()
         self.num_requests = 0
         """Its reported requests."""
         self.is_leaving = False
@@ -64,6 +65,7 @@ class RecordingRouter(router_admin_pb2_grpc.RouterAdminServiceServicer):
     ) -> router_admin_pb2.SetWorkersResponse:
         async with self._pushed:
             self.workers = [(each.worker_id, each.role, each.address) for each in request.workers]
+            self.draining = {each.worker_id for each in request.workers if each.draining}
             self.is_leaving = request.leaving
             self.num_pushes += 1
             self._pushed.notify_all()

@@ -5,10 +5,11 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.changes.autopilot import Autopilot, PlanGauges
-from cluster.changes.observing import RouterReports
+from cluster.changes.autopilot import Autopilot
+from cluster.changes.change import ChangeKind, Changes
+from cluster.changes.observing import Ask, RouterReports
 from cluster.changes.planning import LoadGuard
-from cluster.changes.scaling import Scaler
+from cluster.changes.scaling import Report, Scaler
 from cluster.planner.plan import Observation, Pool, PoolSizes, ScalingPlan
 from cluster.processes.plan import ProcessRole, make_plan
 from common.clock import ManualClock
@@ -46,10 +47,18 @@ class Bench:
         self.scaler = Scaler(self.config, self.workforce, lambda config: make_plan(config, HOST))
         self.planner = ScriptedPlanner(*sizes)
         self.clock = ManualClock(100.0)
-        self.gauges = PlanGauges()
         self.reports: RouterReports | None = None
-        self.autopilot = Autopilot(
-            self.scaler, self.workforce, planner=self.planner, ask=self.ask, clock=self.clock, gauges=self.gauges
+        self.changes = Changes(clock=self.clock)
+        self.autopilot = self.pilot(self.ask)
+
+    def pilot(self, ask: Ask) -> Autopilot:
+        return Autopilot(
+            self.scaler,
+            self.workforce,
+            self.changes,
+            planner=self.planner,
+            ask=ask,
+            clock=self.clock,
         )
 
     async def ask(self, window_s: float) -> RouterReports | None:
@@ -105,7 +114,7 @@ async def test_act_carries_a_plan_out_and_reports_it() -> None:
     assert await bench.step() == ""
     changes = bench.autopilot.response().changes
     assert [(each.prefill.wanted, each.decode.wanted) for each in changes] == [(2, 3)]
-    registry = bench.gauges.registry
+    registry = bench.autopilot.gauges.registry
     assert registry.get_sample_value("kvrelay_pool_workers_wanted", {"pool": "decode"}) == 3
     assert registry.get_sample_value("kvrelay_planner_changes_total", {"outcome": "done"}) == 1
 
@@ -148,10 +157,30 @@ async def test_failed_start_is_reported_and_retried_after_a_growing_pause() -> N
     assert bench.sizes() == (2, 1)
 
 
-async def test_plan_during_another_change_waits() -> None:
-    bench = await begun(sizes(2, 1))
-    async with bench.scaler.changing():
-        assert (await bench.step()).startswith("waits: another change")
+async def test_plan_waits_for_an_operators_change_of_its_pool_but_not_of_the_other() -> None:
+    bench = await begun(sizes(2, 1), sizes(1, 2))
+
+    async def last_for_ever(_report: Report) -> None:
+        await asyncio.Event().wait()
+
+    bench.changes.begin(ChangeKind.SCALE, "prefill=5", [PREFILL], last_for_ever)
+    assert await bench.step() == "waits: change 1 (scale prefill=5) is under way"
+    assert (await bench.step()).startswith("done in")
+    assert bench.sizes() == (1, 2)
+    await bench.changes.close()
+
+
+async def test_cancelled_plan_is_not_made_again_at_once() -> None:
+    bench = await begun(sizes(2, 1), sizes(2, 1))
+    bench.workforce.blocked.add("+prefill-1")
+    await bench.autopilot.step()
+    await bench.workforce.begun.wait()
+
+    bench.changes.cancel(bench.changes[1])
+    await bench.autopilot.settled()
+
+    assert "failed, pause of 10 s: change 1 was cancelled" in bench.autopilot.response().latest.outcome
+    assert await bench.step() == "waits 10 s: the last growth failed"
     assert bench.sizes() == (1, 1)
 
 
@@ -160,7 +189,7 @@ async def test_plan_while_a_change_is_under_way_does_not_begin_another() -> None
     await bench.autopilot.step()
     await bench.autopilot.step()
     assert bench.autopilot.latest is not None
-    assert bench.autopilot.latest.outcome == "waits: a change is under way"
+    assert bench.autopilot.latest.outcome == "waits: change 1 (planner prefill=2) is under way"
     await bench.autopilot.settled()
     assert bench.sizes() == (2, 1)
 
@@ -185,9 +214,7 @@ async def test_autopilot_plans_at_every_interval_until_it_is_stopped() -> None:
         asked.release()
         return bench.reports
 
-    pilot = Autopilot(
-        bench.scaler, bench.workforce, planner=bench.planner, ask=ask, clock=bench.clock, gauges=bench.gauges
-    )
+    pilot = bench.pilot(ask)
     async with asyncio.timeout(60), pilot.running(stopping):
         await asked.acquire()
         await asked.acquire()

@@ -71,7 +71,7 @@ async def test_change_back_brings_the_first_generation() -> None:
 
 async def test_new_worker_that_does_not_start_changes_no_router_and_leaves_nothing() -> None:
     bench = Bench(BEFORE, FakeWorkforce(fails=lambda spec: spec.name == "decode-3"))
-    with pytest.raises(EngineFault, match="rolled back, the old configuration serves: decode-3 did not start"):
+    with pytest.raises(EngineFault, match="rolled back, the old configuration serves: cannot start decode-3"):
         await bench.run(AFTER)
 
     assert not any("router" in step for step in bench.workforce.done)
@@ -82,7 +82,7 @@ async def test_new_worker_that_does_not_start_changes_no_router_and_leaves_nothi
 async def test_failed_new_router_brings_old_routers_back_before_new_workers_stop() -> None:
     fails = FakeWorkforce(fails=lambda spec: spec.name == "router-1" and spec.config is not None)
     bench = Bench(BEFORE, fails)
-    with pytest.raises(EngineFault, match="rolled back, the old configuration serves: router-1 did not start"):
+    with pytest.raises(EngineFault, match="rolled back, the old configuration serves: cannot start router-1"):
         await bench.run(AFTER)
 
     assert router_configs(bench) == {"router-0": None, "router-1": None}

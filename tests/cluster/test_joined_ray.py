@@ -9,7 +9,7 @@ ray = pytest.importorskip("ray")
 
 from cluster.processes.plan import Placement, ProcessRole, ProcessSpec  # noqa: E402
 from cluster.ray import joined_ray  # noqa: E402 - after the skip
-from cluster.ray.joined_ray import JoinedRay, named_actors, pinned_to  # noqa: E402
+from cluster.ray.joined_ray import ActorsLeft, JoinedRay, named_actors, pinned_to, remove_actors  # noqa: E402
 
 _HERE = "node-0"
 
@@ -121,6 +121,28 @@ def test_missing_autoscaler_does_not_prevent_a_start(fake: FakeRay, monkeypatch:
     monkeypatch.setattr(joined_ray, "request_resources", refuse)
 
     assert JoinedRay("mine").options(worker("decode-0", num_cpus=1))["lifetime"] == "detached"
+
+
+def test_hosts_of_a_worker_are_named_by_their_label_after_it_was_placed(fake: FakeRay) -> None:
+    fake.labels = [{"pool": "head"}, {"pool": "decode"}]
+    home, spec = JoinedRay("mine"), worker("decode-0", num_cpus=4)
+    assert home.hosts_of(spec) == "host"
+    home.options(spec)
+    assert home.hosts_of(spec) == "host with the label pool=decode"
+
+
+def test_actors_that_do_not_end_are_no_success(fake: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake.names = [{"namespace": "kvrelay", "name": f"mine/{name}"} for name in ("controller", "decode-0")]
+    killed: list[str] = []
+    monkeypatch.setattr(joined_ray, "_kill", killed.append)
+    monkeypatch.setattr(joined_ray, "_END_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(joined_ray, "_POLL_S", 0.0)
+    with pytest.raises(ActorsLeft, match="decode-0 did not end within 0 s"):
+        remove_actors("mine")
+    assert killed == ["mine/controller", "mine/decode-0"]
+
+    monkeypatch.setattr(joined_ray, "_kill", lambda name: fake.names.clear())
+    assert remove_actors("mine") == {"controller", "decode-0"}
 
 
 def test_only_actors_of_this_cluster_and_namespace_are_its_own(fake: FakeRay) -> None:

@@ -1,17 +1,22 @@
 """up, down and read_info, without services: state handling, ports, models."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from cluster import stopping
 from cluster.lifecycle import ClusterError, default_run_dir, down, read_info, up
+from cluster.processes.run_dir import lock_run_dir
 from cluster.processes.state import StateFile
+from cluster.ray import outside
 from common.config import ServingConfig
 from common.process import ProcessIdentity
 from tests.cluster.support import make_config
@@ -83,6 +88,120 @@ def test_down_stops_the_supervisor_without_having_to_kill_it(tmp_path: Path) -> 
 
         assert not identity.is_alive()
     assert reports == ["stopping the cluster on 127.0.0.1:50051: the router drains first", "stopped"]
+
+
+# A cluster in a joined Ray.
+
+
+def in_ray(run_dir: Path, *, supervisor: ProcessIdentity, members: tuple[ProcessIdentity, ...] = ()) -> None:
+    """Write the state of a cluster whose prefill-0 runs on another host."""
+    state = make_state(supervisor=supervisor, members=members)
+    elsewhere = replace(make_state(supervisor=supervisor, members=(supervisor,)).processes[0], identity=None)
+    processes = (*state.processes, replace(elsewhere, name="prefill-0"))
+    environment = {"RAY_ADDRESS": "192.0.2.1:6379"}
+    StateFile(run_dir).write(replace(state, processes=processes, ray_environment=environment, helpers=()))
+
+
+@pytest.fixture
+def ray_is_silent(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Asking Ray fails; returns what was asked."""
+    asked: list[list[str]] = []
+
+    def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        asked.append(command[-2:])
+        if len(asked) == 1:
+            raise subprocess.TimeoutExpired(command, 25.0)
+        return subprocess.CompletedProcess(command, 1, stdout="", stderr="…\nGCS does not answer\n")
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(outside, "_PAUSE_S", 0.0)
+    monkeypatch.setattr("cluster.ray.outside.subprocess.run", run)
+    return asked
+
+
+def test_down_while_ray_is_silent_retries_and_names_what_may_still_run(
+    tmp_path: Path, ray_is_silent: list[list[str]]
+) -> None:
+    with sleeper() as (_, router):
+        in_ray(tmp_path, supervisor=_DEAD, members=(router,))
+        reports: list[str] = []
+
+        with pytest.raises(ClusterError) as caught:
+            down(tmp_path, report=reports.append)
+        assert not router.is_alive()
+
+    assert str(caught.value) == (
+        "Ray at 192.0.2.1:6379 failed: GCS does not answer. 1 processes of this host were killed;"
+        " prefill-0 may still run on other hosts."
+        " Repeat `kvrelay down` when Ray answers, or run `ray stop` on every host"
+    )
+    assert reports[0] == "Ray at 192.0.2.1:6379 does not answer within 25 s; asking again in 0 s"
+    assert ray_is_silent == [["remove", "kvrelay"]] * 3
+
+
+def test_controller_that_ray_starts_after_such_a_down_ends_the_rest(
+    tmp_path: Path, ray_is_silent: list[list[str]]
+) -> None:
+    in_ray(tmp_path, supervisor=_DEAD)
+    with pytest.raises(ClusterError):
+        down(tmp_path, report=ignore)
+
+    state = StateFile(tmp_path).read()
+    assert state is not None and state.phase.is_end
+
+
+def test_down_with_a_controller_that_hangs_goes_to_ray_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with sleeper() as (process, identity):
+        in_ray(tmp_path, supervisor=identity)
+        reports: list[str] = []
+
+        def remove(cluster: str, environment: object, *, report: object) -> list[str]:
+            process.kill()
+            return ["controller", "prefill-0"]
+
+        monkeypatch.setattr(outside, "remove_actors", remove)
+        assert down(tmp_path, report=reports.append) is True
+
+    assert reports[1].startswith("the controller does not answer: ")
+    assert reports[3:] == ["removed controller, prefill-0 from Ray", "stopped"]
+    assert StateFile(tmp_path).read() is None
+
+
+def test_up_while_ray_is_silent_does_not_take_an_earlier_cluster_for_gone(
+    tmp_path: Path, ray_is_silent: list[list[str]]
+) -> None:
+    in_ray(tmp_path, supervisor=_DEAD)
+    with pytest.raises(ClusterError, match=r"processes of the last `kvrelay up` may still run there.*state\.json"):
+        start(make_config(launcher="ray"), tmp_path)
+
+    assert ray_is_silent == [["find", "kvrelay"]] * 3
+
+
+# Without a state.
+
+
+def test_down_finds_the_supervisor_of_a_run_folder_that_has_vanished(tmp_path: Path) -> None:
+    run_dir = tmp_path / "gone"
+    code = "import signal; print(flush=True); signal.pause()"
+    # As `python -m cluster.owner` looks in the process table; Python passes everything after -c on.
+    command = [sys.executable, "-c", code, "-m", "cluster.owner", "--run-dir", str(run_dir)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process, sleeper() as (stranger, _):
+        assert process.stdout is not None
+        process.stdout.readline()
+        reports: list[str] = []
+
+        assert down(run_dir, report=reports.append) is True
+
+        assert process.wait() == -signal.SIGTERM
+        assert stranger.poll() is None
+    assert reports == [f"{run_dir} has no state.json, but its supervisor ({process.pid}) runs: stopping it", "stopped"]
+
+
+def test_down_of_a_locked_folder_without_a_state_is_no_success(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(stopping, "_DEATH_TIMEOUT_S", 0.1)
+    with lock_run_dir(tmp_path), pytest.raises(ClusterError, match=r"a supervisor holds its lock.*RAY_ADDRESS"):
+        down(tmp_path, report=ignore)
 
 
 def test_up_where_a_cluster_runs_names_its_address(tmp_path: Path) -> None:

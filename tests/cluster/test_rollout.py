@@ -1,17 +1,21 @@
 """Rollouts and restarts over fake processes: order, capacity, canaries, rollback, requests of the command line."""
 
 import asyncio
+from collections.abc import Coroutine
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
+from cluster.changes.change import Changes
 from cluster.changes.rollout import RolloutTerms
 from cluster.changes.scaling import Report
-from cluster.control import rollout, serving_control
+from cluster.control import rollout
+from cluster.control_service import Controls, serving_control
+from cluster.processes.state import ClusterPhase
 from common.config import ServingConfig
-from common.errors import EngineFault, InvalidRequest, Overloaded
+from common.errors import EngineFault, InvalidRequest
 from tests.cluster.rollout_bench import DECODE, PREFILL, ROUTER, TERMS, Bench, FakeWorkforce, pools, snapshot
 from tests.cluster.support import make_config
 
@@ -77,7 +81,7 @@ async def test_canary_that_dies_is_rolled_back_at_once() -> None:
 
 async def test_canary_that_does_not_start_changes_nothing() -> None:
     bench = Bench(make_config(), FakeWorkforce(fails=lambda spec: spec.name == "decode-1"))
-    with pytest.raises(EngineFault, match="rolled back, the old configuration serves: decode-1 did not start"):
+    with pytest.raises(EngineFault, match="rolled back, the old configuration serves: cannot start decode-1"):
         await bench.run(make_config(transfer={"lease_ttl_s": 5.0}))
 
     assert bench.workforce.configs() == {"prefill-0": None, "decode-0": None}
@@ -86,7 +90,7 @@ async def test_canary_that_does_not_start_changes_nothing() -> None:
 
 async def test_later_worker_that_does_not_start_brings_back_those_that_were_replaced() -> None:
     bench = Bench(pools(), FakeWorkforce(fails=lambda spec: spec.name == "decode-1" and spec.config is not None))
-    with pytest.raises(EngineFault, match="rolled back, the old configuration serves: decode-1 did not start"):
+    with pytest.raises(EngineFault, match="rolled back, the old configuration serves: cannot start decode-1"):
         await bench.run(pools(max_running=8))
 
     assert bench.workforce.configs() == {"prefill-0": None, "decode-0": None, "decode-1": None}
@@ -148,7 +152,7 @@ async def test_router_that_does_not_start_brings_the_old_ones_back() -> None:
         make_config(router={"count": 2}),
         FakeWorkforce(fails=lambda spec: spec.name == "router-1" and spec.config is not None),
     )
-    with pytest.raises(EngineFault, match="rolled back, the old configuration serves: router-1 did not start"):
+    with pytest.raises(EngineFault, match="rolled back, the old configuration serves: cannot start router-1"):
         await bench.run(make_config(router={"count": 2}, slo={"ttft_s": 1.0}))
 
     assert {each.spec.name: each.spec.config for each in bench.workforce.workers(ROUTER)} == {
@@ -208,11 +212,50 @@ async def test_restart_replaces_every_worker_beside_one_more_and_keeps_the_confi
     assert bench.kept == []
 
 
-async def test_second_change_is_refused_while_one_runs() -> None:
+async def cancelled(bench: Bench, work: Coroutine[Any, Any, None], *, at: str) -> None:
+    """Cancel a change when it has come to a step that does not end, and wait for what it does then."""
+    bench.workforce.blocked.add(at)
+    running = asyncio.ensure_future(work)
+    async with asyncio.timeout(60):
+        await bench.workforce.begun.wait()
+    bench.workforce.blocked.clear()
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+
+
+@pytest.mark.parametrize("at", ["+decode-2", "drain decode-0", "+decode-0", "drain decode-1", "+decode-1"])
+async def test_cancelled_rollout_brings_every_old_worker_back(at: str) -> None:
     bench = Bench(pools())
-    async with bench.scaler.changing():
-        with pytest.raises(Overloaded):
-            await bench.run(pools(max_running=8))
+    await cancelled(bench, bench.run(pools(max_running=8)), at=at)
+
+    assert bench.workforce.configs() == {"prefill-0": None, "decode-0": None, "decode-1": None}
+    assert (bench.kept, bench.scaler.config) == ([], bench.before)
+    assert min((sizes[DECODE] for sizes in bench.workforce.sizes), default=2) >= 2
+    assert bench.reports[-1] == "the old configuration serves"
+
+
+async def test_rollout_cancelled_after_the_last_worker_keeps_the_new_configuration() -> None:
+    bench = Bench(pools())
+    after = pools(prefill=2, max_running=8)
+    await cancelled(bench, bench.run(after), at="+prefill-1")
+
+    assert bench.workforce.configs() == {"prefill-0": None, "decode-0": after, "decode-1": after}
+    assert bench.kept == [after]
+    assert bench.reports[-1] == "stays at prefill=1 decode=2"
+
+
+async def test_rollout_cancelled_because_the_cluster_stops_starts_nothing_again() -> None:
+    bench = Bench(pools())
+    bench.workforce.blocked.add("+decode-0")
+    running = asyncio.ensure_future(bench.run(pools(max_running=8)))
+    await bench.workforce.begun.wait()
+    bench.workforce.phase = ClusterPhase.STOPPING
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+
+    assert bench.workforce.done[-1] == "-decode-0"
 
 
 class RecordingRollouts:
@@ -234,8 +277,11 @@ async def test_rollout_receives_every_term_and_returns_steps_and_failure(
     rollouts = RecordingRollouts()
     terms = RolloutTerms(canary_s=3.0, max_slowdown=2.0, grace_s=7.0, is_forced=is_forced)
     unused, config = cast("Any", None), make_config(router={"port": 1})
+    controls = Controls(
+        scaler=unused, rollouts=cast("Any", rollouts), planning=unused, changes=Changes(), stop=lambda: None
+    )
 
-    async with serving_control(unused, cast("Any", rollouts), unused, tmp_path, stop=lambda: None):
+    async with serving_control(controls, tmp_path):
         with pytest.raises(EngineFault, match="the canary is bad"):
             await asyncio.to_thread(lambda: list(rollout(tmp_path, config, terms)))
 

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import psutil
 import pytest
 
 from cluster.processes.launch_local import LocalLauncher
@@ -16,7 +17,7 @@ from cluster.processes.life import Life, ProcessPhase, Standing, restart_delay_s
 from cluster.processes.plan import HostResources, ProcessRole, make_plan
 from cluster.processes.state import ClusterPhase, ClusterState, ProcessState, StateFile
 from cluster.processes.supervisor import Ground, Supervisor
-from cluster.processes.workforce import StopGrace
+from cluster.processes.workforce import StopGrace, completed
 from cluster.trust import Trust
 from common.lifecycle import IllegalTransition
 from kvrelay.v1.worker_pb2 import WORKER_ROLE_DECODE, WORKER_ROLE_PREFILL
@@ -150,6 +151,65 @@ async def test_worker_that_is_down_is_drained_at_once(tmp_path: Path) -> None:
         (away,) = cluster.supervisor.workforce.workers(ProcessRole.DECODE)
         async with asyncio.timeout(60):
             assert await cluster.supervisor.workforce.drain_worker(away, grace_s=3600.0) == 0
+
+
+async def test_cancelled_start_of_a_worker_leaves_no_process(tmp_path: Path) -> None:
+    async with running_cluster(tmp_path, decode_1=["--never-ready"]) as cluster:
+        workforce, before = cluster.supervisor.workforce, set(psutil.Process().children())
+        adding = asyncio.create_task(workforce.add_worker(make_spec("decode-1")))
+        while not (started := set(psutil.Process().children()) - before):  # noqa: ASYNC110 - there is no event
+            await asyncio.sleep(0)
+        adding.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await adding
+
+        assert [each.name for each in workforce.workers(ProcessRole.DECODE)] == ["decode-0"]
+        assert not any(process.is_running() for process in started)
+
+
+async def test_worker_whose_drain_is_cancelled_gets_requests_again(tmp_path: Path) -> None:
+    async with running_cluster(tmp_path) as cluster:
+        workforce = cluster.supervisor.workforce
+        (worker,) = workforce.workers(ProcessRole.DECODE)
+        cluster.router.num_users = {"decode-0": 1}
+        draining = asyncio.create_task(workforce.drain_worker(worker, grace_s=3600.0))
+        await cluster.router.until(lambda router: "decode-0" in router.draining)
+        draining.cancel()
+        await asyncio.wait((draining,))
+        workforce.keep_worker(worker)
+        await cluster.router.until(lambda router: not router.draining)
+        assert cluster.router.workers == _MEMBERS
+
+
+async def test_changes_end_before_any_process_is_stopped(tmp_path: Path) -> None:
+    alive: list[bool] = []
+
+    async def end_changes() -> None:
+        alive.append(all(each.phase is ProcessPhase.READY for each in cluster.state().processes))
+        assert cluster.state().phase is ClusterPhase.STOPPING
+
+    async with make_cluster(tmp_path) as cluster, asyncio.TaskGroup() as tasks:
+        run = cluster.supervisor.run(cluster.stopping, on_ready=cluster.stopping.set, end_changes=end_changes)
+        tasks.create_task(run)
+
+    assert alive == [True]
+
+
+async def test_step_that_must_be_completed_is_so_before_its_cancellation_is_raised() -> None:
+    may_end, done = asyncio.Event(), list[str]()
+
+    async def step() -> None:
+        await may_end.wait()
+        done.append("step")
+
+    caller = asyncio.create_task(completed(step()))
+    for _ in range(3):
+        await asyncio.sleep(0)
+        caller.cancel()
+    may_end.set()
+    with pytest.raises(asyncio.CancelledError):
+        await caller
+    assert done == ["step"]
 
 
 async def test_no_process_is_started_once_the_cluster_stops(tmp_path: Path) -> None:

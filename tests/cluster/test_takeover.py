@@ -1,17 +1,26 @@
 """A supervisor that takes over the processes of an earlier one."""
 
 import asyncio
+import os
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
+import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from cluster import wiring
 from cluster.processes.launcher import StartFailed
-from cluster.processes.plan import ProcessRole, ProcessSpec
-from cluster.processes.state import ClusterPhase
+from cluster.processes.plan import ProcessRole, ProcessSpec, make_plan
+from cluster.processes.starter import Event
+from cluster.processes.state import ClusterPhase, StateFile
+from cluster.takeover import TakeoverFailed
 from common.process import ProcessIdentity, Ready
+from tests.cluster.support import make_config
+from tests.cluster.test_state import make_state
 from tests.cluster.test_supervisor import Cluster, make_cluster
 from tests.trust import as_controller_of_router
 
@@ -74,6 +83,58 @@ async def taking_over(run_dir: Path, *awaited: str) -> AsyncIterator[tuple[Clust
             cluster.stopping.set()
 
 
+async def supervise_again(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, launcher: object, **sections: object
+) -> list[Event]:
+    """Run the next life of a controller whose last one served; returns what its caller hears."""
+    monkeypatch.setenv("RAY_ADDRESS", "192.0.2.1:6379")
+    monkeypatch.setattr(wiring, "_choose_launcher", lambda *_, **__: (partial(make_plan, host=None), launcher))
+    state = make_state(supervisor=ProcessIdentity(pid=os.getpid(), birth="another-boot:1"))
+    StateFile(run_dir).write(replace(state, ray_environment={"RAY_ADDRESS": "192.0.2.1:6379"}))
+    config = make_config(launcher="ray", router={"port": 1}, **sections)
+    told: list[Event] = []
+
+    class Audience:
+        def tell(self, event: Event) -> None:
+            told.append(event)
+
+    await wiring.supervise(
+        config, config_path=run_dir / "serving.yaml", run_dir=run_dir, audience=Audience(), stopping=asyncio.Event()
+    )
+    return told
+
+
+@dataclass
+class Silent(Left):
+    """A Launcher whose Ray does not tell what it runs."""
+
+    def found(self) -> frozenset[str]:
+        raise RuntimeError("GCS is away")
+
+
+async def test_takeover_without_an_answer_of_ray_fails_and_keeps_the_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(TakeoverFailed, match="GCS is away"):
+        await supervise_again(tmp_path, monkeypatch, Silent("127.0.0.1:1"))
+
+    state = StateFile(tmp_path).read()
+    assert state is not None and state.phase is ClusterPhase.READY
+
+
+async def test_takeover_with_a_port_that_is_taken_fails_and_stops_no_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = Left("127.0.0.1:1", {"decode-0": asyncio.get_running_loop().create_future()})
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        planner = {"mode": "advise", "metrics_port": taken.getsockname()[1]}
+        with pytest.raises(TakeoverFailed, match=r"planner\.metrics_port: cannot listen"):
+            await supervise_again(tmp_path, monkeypatch, left, planner=planner)
+
+    assert StateFile(tmp_path).read() is not None
+    assert set(left.answers) == {"decode-0"}, "it was not even started"
+
+
 async def ping(address: str) -> None:
     """Check the health of a server several times."""
     async with as_controller_of_router(address) as channel:
@@ -90,6 +151,7 @@ async def test_router_is_told_nothing_before_every_adopted_process_has_answered(
             await asyncio.sleep(0)  # until its start has begun; the others answer at once
         await ping(launcher.router_address)  # as long as it takes to tell a router
         assert router.num_pushes == 0
+        assert cluster.state().phase is ClusterPhase.ADOPTING  # a life that dies now has a successor that adopts, too
 
         last.set_result(None)
         await router.until(lambda router: router.num_pushes > 0)

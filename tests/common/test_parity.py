@@ -6,7 +6,7 @@ import pytest
 import tokenizers
 from tokenizers import models, pre_tokenizers
 
-from common.chat_template import ChatTemplate, LineTemplate
+from common.chat_template import ChatTemplate, Conversation, LineTemplate
 from common.fake_tokenizer import byte_tokenizer
 from common.parity import PROBE_TEXT, byte_probes, find_text_mismatch, text_probes
 
@@ -71,7 +71,9 @@ def test_templates_that_differ_in_a_space_or_are_missing_are_found(template: Cha
 def test_template_that_writes_the_date_has_the_same_probe_on_every_day() -> None:
     dated = make_template("{{ strftime_now('%d %b %Y') }}{{ messages[0].content }}")
     assert (
-        dated.render([("user", "x")], rendered_unix_s=int(datetime(2026, 5, 4, tzinfo=UTC).timestamp()))
+        dated.render(
+            Conversation.plain([("user", "x")]), rendered_unix_s=int(datetime(2026, 5, 4, tzinfo=UTC).timestamp())
+        )
         == "04 May 2026x"
     )
     year = make_template("02 Jan 2026{{ messages[0].content }}")

@@ -10,7 +10,7 @@ import pytest
 from google.protobuf.descriptor import FieldDescriptor
 
 from common.errors import InvalidRequest
-from common.sampling import PARAMETERS, Biases, Parameter, SamplingOptions, SamplingParams, Texts, Tokens
+from common.sampling import PARAMETERS, Biases, Json, Parameter, SamplingOptions, SamplingParams, Texts, Tokens
 from common.wire import sampling_from_proto, sampling_to_proto
 from kvrelay.v1 import sampling_pb2
 from router.http.schema import SAMPLING_FIELDS
@@ -24,6 +24,7 @@ WIRE_TYPES = {
     Texts: (FieldDescriptor.TYPE_STRING,),
     Tokens: (FieldDescriptor.TYPE_UINT32,),
     Biases: (FieldDescriptor.TYPE_MESSAGE,),
+    Json: (FieldDescriptor.TYPE_STRING,),
 }
 OPTION_TYPES = {
     float: float,
@@ -32,6 +33,7 @@ OPTION_TYPES = {
     Texts: str | Sequence[str],
     Tokens: Sequence[int],
     Biases: Mapping[int, float],
+    Json: str | Mapping[str, Any] | type[Any],
 }
 
 

@@ -28,12 +28,20 @@ def fake_config(*, launcher: str = "local", step_ms: float = 2.0, **sections: An
         "pools": {"prefill": dict(FAKE_POOL), "decode": dict(FAKE_POOL)},
         "router": {"port": 0, "local_prefill_max_tokens": 32},
     }
-    return config | sections
+    config |= sections
+    # On a busy machine a process may get no core for seconds; only tests of stopped processes take that for silence.
+    config["router"] = {"silence_s": 10.0} | config["router"]
+    return config
 
 
 @asynccontextmanager
-async def running_cluster(folder: Path, config: dict[str, Any]) -> AsyncIterator[AsyncClient]:
-    """Start a cluster, yield a client, stop everything; fails when a process outlives it."""
+async def running_cluster(
+    folder: Path, config: dict[str, Any], *, timeout_s: float = 120
+) -> AsyncIterator[AsyncClient]:
+    """Start a cluster, yield a client, stop everything; fails when a process outlives it.
+
+    `timeout_s` is the default deadline of the client's requests.
+    """
     config_path = folder / "serving.yaml"
     config_path.write_text(yaml.safe_dump(config), encoding="utf-8")
     run_dir = folder / "run"
@@ -45,7 +53,7 @@ async def running_cluster(folder: Path, config: dict[str, Any]) -> AsyncIterator
     )
     started = {process.pid for process in psutil.Process(info.pid).children(recursive=True)} | {info.pid}
     try:
-        async with AsyncClient(info.address, timeout_s=120, tls=info.tls) as client:
+        async with AsyncClient(info.address, timeout_s=timeout_s, tls=info.tls) as client:
             yield client
     finally:
         await loop.run_in_executor(None, lambda: lifecycle.down(run_dir, report=log.append))

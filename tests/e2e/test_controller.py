@@ -1,10 +1,12 @@
 """The controller in an existing Ray cluster is killed under load, lost, refused; clients notice nothing."""
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -41,9 +43,10 @@ NODES = (
     {"num_cpus": 2, "labels": {"pool": "prefill"}},
     {"num_cpus": 4, "num_gpus": 4, "labels": {"pool": "decode"}},
 )
-_LIFETIME_S = 8.0
-_NUM_CERTIFICATES = 4
-"""Certificates of a router that lives on: the first, two renewals, and one from the new controller."""
+_LIFETIME_S = 24.0
+"""A third of it, the time between renewal and end, has to be enough for a controller to come back."""
+_NUM_CERTIFICATES = 3
+"""Certificates of a router that lives on: the first, a renewal, and one from the new controller."""
 _ASK = "import json, ray; ray.init(namespace='kvrelay', log_to_driver=False); print('TOLD', json.dumps({}))"
 
 
@@ -155,6 +158,37 @@ async def test_controller_killed_under_load_adopts_everything_and_no_client_noti
         assert await asyncio.to_thread(ask_ray, groups) == [f"{NAME}/decode-0"]
     assert await asyncio.to_thread(find_actors, NAME, joined) == []
     assert not any(_is_alive(pid) for pid in before.values())
+
+
+async def test_controller_that_cannot_take_over_tries_again_until_it_can(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    async with running(tmp_path, planner={"mode": "advise", "metrics_port": port}) as (client, _):
+        before, state_file = await pids(client), StateFile(tmp_path / "run")
+        state = state_file.read()
+        assert state is not None
+        state.supervisor.signal(signal.SIGKILL)
+        with await asyncio.to_thread(_take, port):
+
+            async def says_why() -> bool:
+                state = state_file.read()
+                return state is not None and "planner.metrics_port" in state.trouble
+
+            await until(says_why, timeout_s=60, what="the controller says that its port is taken")
+
+        async def supervises() -> bool:
+            state = state_file.read()
+            return state is not None and state.phase is ClusterPhase.READY
+
+        await until(supervises, timeout_s=60, what="the controller supervises again")
+        assert await pids(client) == before
+
+
+def _take(port: int) -> socket.socket:
+    """Listen on a port as soon as its owner has died."""
+    while True:
+        with contextlib.suppress(OSError):
+            return socket.create_server(("127.0.0.1", port))
 
 
 def _is_alive(pid: int) -> bool:

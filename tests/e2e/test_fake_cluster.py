@@ -11,6 +11,7 @@ import pytest_asyncio
 from kvrelay.client import AsyncClient
 from tests.builders import expected_tokens, make_request
 from tests.e2e.harness import fake_config, generate_all, kill_worker, running_cluster, until, until_idle, worker
+from tests.engine.beam_oracle import expected_beams
 
 pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="module")]
 
@@ -117,6 +118,19 @@ async def test_kill_decode_worker_in_the_middle_of_n_samples_resumes_each_from_i
     answer = await result
     for i, sample in enumerate(answer.samples):
         assert sample.token_ids == tuple(expected_tokens(make_request(prompt, **options), sample=i))
+    await until_idle(client)
+
+
+async def test_kill_decode_worker_in_the_middle_of_beams_finds_the_same_answers(client: AsyncClient) -> None:
+    prompt = prompt_of(150, salt=61)
+    options: dict[str, Any] = {"use_beam_search": True, "n": 8, "max_tokens": 200, "ignore_eos": True}
+    result = asyncio.create_task(client.stream(prompt, **options).result())
+    await until(lambda: _is_decoding(client), timeout_s=60, what="8 beams decode")
+    await kill_worker(client, "decode")
+    answer = await result
+    assert len(answer.plans) > 1
+    found = [list(sample.token_ids) for sample in answer.samples]
+    assert found == expected_beams(make_request(prompt, **options))
     await until_idle(client)
 
 

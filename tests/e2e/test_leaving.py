@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 
@@ -77,7 +78,7 @@ async def test_last_worker_of_its_pool_serves_what_comes_until_it_goes() -> None
 
 async def test_answer_that_cannot_move_is_resumed_elsewhere_when_the_grace_is_over() -> None:
     # An answer moves behind its next token; while its long prompt is computed there is none.
-    slow = {"num_blocks": 2048, "max_step_tokens": 16, "step_s": 0.01}
+    slow: dict[str, Any] = {"num_blocks": 2048, "max_step_tokens": 16, "step_s": 0.01}
     policy = {"policy": "round_robin", "local_prefill_max_tokens": 2000}
     async with running_system(num_prefill=0, num_decode=2, router=policy, **slow) as system, system.client() as client:
         running = asyncio.create_task(answer(client, 1, num_phrases=15))

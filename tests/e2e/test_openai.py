@@ -1,5 +1,6 @@
 """The HTTP door in front of real workers: its answers are those of gRPC, and so is what it leaves behind."""
 
+import json
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -7,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, BadRequestError
 
 from cluster.lifecycle import read_info
 from cluster.processes.state import StateFile
@@ -40,6 +41,34 @@ async def test_text_of_both_doors_is_equal_streamed_or_not(options: dict[str, An
         assert expected.text
 
 
+@pytest.mark.parametrize("way", ["response_format", "structured_outputs", "guided_json"])
+async def test_structured_answer_of_both_doors_is_equal_and_valid(way: str) -> None:
+    schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
+    ways: dict[str, dict[str, Any]] = {
+        "response_format": {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}},
+        "structured_outputs": {"extra_body": {"structured_outputs": {"json": schema}}},
+        "guided_json": {"extra_body": {"guided_json": schema}},
+    }
+    messages: Any = [{"role": "user", "content": "Is it?"}]
+    options: dict[str, Any] = {"temperature": 1.0, "seed": 5, "max_tokens": 200}
+    async with both_doors() as (system, openai), system.client() as grpc:
+        expected = await grpc.chat(messages, structured_outputs={"json": schema}, **options)
+        reply = await openai.chat.completions.create(model="fake", messages=messages, **ways[way], **options)
+        assert reply.choices[0].message.content == expected.text
+        if reply.choices[0].finish_reason == "stop":
+            assert isinstance(json.loads(expected.text)["ok"], bool)
+
+
+async def test_schema_that_cannot_be_compiled_is_a_bad_request_that_names_the_keyword() -> None:
+    schema = {"type": "array", "uniqueItems": True}
+    wanted: Any = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    async with both_doors() as (_system, openai):
+        with pytest.raises(BadRequestError, match="uniqueItems"):
+            await openai.chat.completions.create(
+                model="fake", messages=[{"role": "user", "content": "a"}], response_format=wanted
+            )
+
+
 async def test_chat_of_both_doors_is_equal() -> None:
     messages: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why is the sky blue?"}]
     async with both_doors() as (system, openai), system.client() as grpc:
@@ -68,6 +97,39 @@ async def test_completion_logprobs_and_echo_are_those_of_grpc() -> None:
         assert told.token_logprobs[1:] == [position.chosen.logprob for position in positions]
         assert told.text_offset[: len(PROMPT) + 1] == list(range(len(PROMPT) + 1))
         assert all(len(top) >= 2 for top in told.top_logprobs[1:])
+
+
+async def test_echo_of_no_tokens_tells_the_prompt_and_its_logprobs() -> None:
+    async with both_doors() as (system, openai), system.client() as grpc:
+        expected = await grpc.generate(PROMPT, prompt_logprobs=1, max_tokens=1)
+        asked: Any = {"prompt": PROMPT, "max_tokens": 0, "echo": True, "logprobs": 1}
+        reply = await openai.completions.create(model="fake", **asked)
+        (choice,) = reply.choices
+        assert (choice.text, choice.finish_reason) == (PROMPT, "length")
+        assert choice.logprobs is not None
+        assert choice.logprobs.token_logprobs is not None
+        assert expected.prompt_logprobs is not None
+        positions = expected.prompt_logprobs[1:]
+        assert choice.logprobs.token_logprobs[1:] == [position.chosen.logprob for position in positions]
+        assert reply.usage is not None
+        assert (reply.usage.prompt_tokens, reply.usage.completion_tokens) == (len(PROMPT), 0)
+
+
+async def test_best_of_answers_the_samples_that_are_most_probable_in_the_mean() -> None:
+    async with both_doors() as (system, openai), system.client() as grpc:
+        all_samples = (await grpc.generate(PROMPT, n=5, logprobs=0, **SAMPLED)).samples
+        asked: Any = {"prompt": [PROMPT, PROMPT], "best_of": 5, "n": 2, **SAMPLED}
+        reply = await openai.completions.create(model="fake", **asked)
+
+        def mean(sample: Any) -> float:
+            return float(sum(each.chosen.logprob for each in sample.logprobs) / len(sample.logprobs))
+
+        best = [sample.text for sample in sorted(all_samples, key=mean, reverse=True)[:2]]
+        assert [choice.text for choice in reply.choices] == best * 2
+        assert [choice.index for choice in reply.choices] == [0, 1, 2, 3]
+        assert all(choice.logprobs is None for choice in reply.choices)
+        assert reply.usage is not None
+        assert reply.usage.completion_tokens == 2 * sum(len(sample.token_ids) for sample in all_samples)
 
 
 async def test_chat_logprobs_tell_each_token_and_the_most_probable() -> None:

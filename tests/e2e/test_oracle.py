@@ -1,12 +1,11 @@
 """The project's central test: the cluster's answers are those of plain `transformers`, token for token.
 
 Real SmolLM2, fp32, greedy, real processes. 60 prompts around every block and chunk boundary, with shared prefixes and
-one of 1,900 tokens, in every mode that moves or recomputes KV differently.
+one of 1,900 tokens, in every mode that moves or recomputes KV differently: one mode with the whole model, the others
+with its first layers, which take a third of the time and every path of the whole.
 """
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import pytest
 from common.model_files import default_model_dir
 from kvrelay.client import AsyncClient, Generation
 from tests.e2e.harness import kill_worker, running_cluster, until, until_idle, worker
+from tests.short_model import write_short_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.model, pytest.mark.timeout(900)]
 
@@ -42,6 +42,11 @@ def prompts() -> list[list[int]]:
     return found
 
 
+@pytest.fixture(scope="module")
+def short_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_short_model(tmp_path_factory.mktemp("short-model"))
+
+
 class Oracle:
     """Plain `transformers` on one process, as a judge.
 
@@ -49,12 +54,12 @@ class Oracle:
     token: by induction this is what greedy generation yields, at the price of one forward pass instead of twelve.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, model_dir: Path) -> None:
         import torch
         from transformers import AutoModelForCausalLM
 
         self._torch = torch
-        self._model: Any = AutoModelForCausalLM.from_pretrained(default_model_dir(), dtype=torch.float32)
+        self._model: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
         self._eos = self._model.generation_config.eos_token_id
         self._right: dict[tuple[int, ...], tuple[int, ...]] = {}
 
@@ -77,19 +82,19 @@ class Oracle:
 
 
 @pytest.fixture(scope="module")
-def oracle() -> Oracle:
-    return Oracle()
+def short_oracle(short_model_dir: Path) -> Oracle:
+    return Oracle(short_model_dir)
 
 
-def model_config(**changes: Any) -> dict[str, Any]:
-    """Return a serving.yaml for fp32 SmolLM2; `prefill` and `decode` change pools, `router` and `transfer` sections."""
+def model_config(model_dir: Path, **changes: Any) -> dict[str, Any]:
+    """Return a serving.yaml for fp32; `prefill` and `decode` change pools, `router` and `transfer` sections."""
     pool = {"kv_memory_gib": 0.5}
     return {
         "name": "oracle",
         "launcher": "local",
-        "model": {"dtype": "float32"},
+        "model": {"id": str(model_dir), "dtype": "float32"},
         "pools": {"prefill": pool | changes.get("prefill", {}), "decode": pool | changes.get("decode", {})},
-        "router": {"port": 0, "local_prefill_max_tokens": 0} | changes.get("router", {}),
+        "router": {"port": 0, "local_prefill_max_tokens": 0, "queue_timeout_s": 300.0} | changes.get("router", {}),
         "transfer": changes.get("transfer", {}),
         "slo": {"ttft_s": 600.0, "tpot_s": 600.0},  # on a slow machine, too, nothing waits for the sake of gaps
     }
@@ -109,15 +114,18 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
-@asynccontextmanager
-async def oracle_cluster(folder: Path, mode: str) -> AsyncIterator[AsyncClient]:
-    async with running_cluster(folder, model_config(**MODES[mode])) as client:
-        yield client
+WHOLE_MODEL_MODE = "disaggregated over gRPC"
 
 
 @pytest.mark.parametrize("mode", MODES)
-async def test_cluster_equals_transformers(tmp_path: Path, mode: str, prompts: list[list[int]], oracle: Oracle) -> None:
-    async with oracle_cluster(tmp_path, mode) as client:
+async def test_cluster_equals_transformers(
+    tmp_path: Path, mode: str, prompts: list[list[int]], short_model_dir: Path, short_oracle: Oracle
+) -> None:
+    model_dir, oracle = short_model_dir, short_oracle
+    if mode == WHOLE_MODEL_MODE:
+        model_dir = default_model_dir()
+        oracle = Oracle(model_dir)
+    async with running_cluster(tmp_path, model_config(model_dir, **MODES[mode]), timeout_s=600) as client:
         for attempt in ["cold", "cached"] if "cached" in mode else ["cold"]:
             answers = await _all(client, prompts)
             judged = [(len(p), oracle.complaint(p, a.token_ids)) for p, a in zip(prompts, answers, strict=True)]
@@ -164,11 +172,11 @@ def _check_mode(mode: str, attempt: str, answers: list[Generation]) -> None:
 
 
 async def test_sampled_answer_is_the_same_alone_in_a_batch_and_after_the_decode_worker_was_killed(
-    tmp_path: Path, prompts: list[list[int]]
+    tmp_path: Path, prompts: list[list[int]], short_model_dir: Path
 ) -> None:
     options: dict[str, Any] = {"temperature": 0.8, "top_p": 0.95, "seed": 7, "max_tokens": 48, "ignore_eos": True}
     prompt = prompts[20]
-    async with running_cluster(tmp_path, model_config()) as client:
+    async with running_cluster(tmp_path, model_config(short_model_dir), timeout_s=600) as client:
         alone = await client.generate(prompt, **options)
         crowd = [client.generate(other, temperature=1.0, max_tokens=48) for other in prompts[21:36]]
         in_batch, *_ = await asyncio.gather(client.generate(prompt, **options), *crowd)

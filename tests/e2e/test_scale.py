@@ -23,7 +23,7 @@ async def resize(folder: Path, grace_s: float = 30.0, **wanted: int) -> list[str
     """Ask for other sizes and return the steps."""
 
     def ask(sizes: Mapping[str, int]) -> list[str]:
-        return list(scale(folder / "run", sizes, grace_s=grace_s, force=True))
+        return [step.text for step in scale(folder / "run", sizes, grace_s=grace_s, force=True)]
 
     return await asyncio.to_thread(ask, wanted)
 
@@ -99,7 +99,7 @@ async def test_worker_that_does_not_start_is_told_and_the_cluster_serves_on(tmp_
         path = tmp_path / "run" / "serving.yaml"
         path.write_text(path.read_text(encoding="utf-8").replace("engine: fake", "engine: torch"), encoding="utf-8")
         path.write_text(path.read_text(encoding="utf-8").replace("id: default", "id: /no/such/model"), encoding="utf-8")
-        with pytest.raises(EngineFault, match="decode-1 did not start"):
+        with pytest.raises(EngineFault, match="cannot start decode-1"):
             await resize(tmp_path, decode=2)
 
         assert await workers(client) == before

@@ -2,13 +2,16 @@
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+from unittest import mock
 
 import pytest
 
 from common.errors import EngineFault, PromptTooLong, Refused
 from common.fake_tokenizer import EOS_TOKEN_ID
-from engine.core import EngineCore
+from common.ids import RequestId
+from engine.core import MAX_FAILED_STEPS, DeviceBroken, EngineCore
 from engine.events import FinishReason, Started, Tokens
 from engine.group import Group
 from tests import builders
@@ -284,3 +287,20 @@ def test_handoff_in_one_process_equals_oracle_and_publishes_only_verified_blocks
     prefill.cancel(source)
     assert_empty(prefill)
     assert_empty(decode)
+
+
+def test_device_on_which_step_after_step_fails_ends_the_engine(make_core: MakeCore) -> None:
+    core = make_core()
+    broken = mock.patch.object(core.executor, "launch", side_effect=RuntimeError("CUDA error: device-side assert"))
+    with broken, pytest.raises(DeviceBroken):
+        for number in range(MAX_FAILED_STEPS):
+            request = replace(make_request(range(5)), request_id=RequestId(f"req-{number}"))
+            assert served(core, request).failure is not None
+
+
+def test_one_request_that_fails_again_and_again_does_not_end_the_engine(make_core: MakeCore) -> None:
+    core = make_core()
+    with mock.patch.object(core.executor, "launch", side_effect=RuntimeError("cannot sample")):
+        for _ in range(2 * MAX_FAILED_STEPS):
+            assert served(core, make_request(range(5))).failure is not None
+    assert_empty(core)

@@ -17,12 +17,23 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from common.block_hash import hash_blocks
 from common.errors import PromptTooLong, Refused
 from common.ids import BlockHash, BlockId
-from engine.events import Tokens
+from common.pooling import Pooling
+from engine.events import Embedded, Tokens
 from engine.fake import token_kv
 from engine.group import Group
 from engine.landing import Landing
 from engine.sequence import EngineRequest, Retention, SequenceState
-from tests.builders import BLOCK_SIZE, Collector, assert_empty, expected_tokens, make_core, make_request
+from engine.sequence import Sequence as EngineSequence
+from tests.builders import (
+    BLOCK_SIZE,
+    Collector,
+    assert_empty,
+    expected_embedding,
+    expected_tokens,
+    make_core,
+    make_request,
+)
+from tests.engine.beam_oracle import expected_beams
 from tests.engine.overlap import Spy, step
 
 STOP_TOKEN = ord("e")  # one of the fake's letters
@@ -35,7 +46,7 @@ class Work:
     group: Group
     collector: Collector
     kind: str
-    """"add", "prefill" or "reserve"."""
+    """"add", "prefill", "embed" or "reserve"."""
     is_ended: bool = False
     """Whether it was cancelled."""
     ended_samples: set[int] = field(default_factory=set)
@@ -47,6 +58,9 @@ class Work:
         """Return the correct whole answer."""
         if sample not in self._answers:
             request = self.group.request
+            if request.sampling.has_beams:
+                self._answers = dict(enumerate(expected_beams(request)))
+                return self._answers[sample]
             tokens = expected_tokens(request, sample=sample)
             stops = [i for i, token in enumerate(tokens) if token in request.sampling.stop_token_ids]
             self._answers[sample] = tokens[: stops[0] + 1] if stops else tokens
@@ -95,6 +109,13 @@ class CoreMachine(RuleBasedStateMachine):
         )
         self.core.scheduler.pages.num_admitted = num_admitted
         self.spy = Spy(self.core)
+        publish = self.core.scheduler.pages.publish
+
+        def note_and_publish(sequence: EngineSequence) -> None:
+            self.note_blocks(sequence)  # a beam may die in the step that fills its block
+            publish(sequence)
+
+        self.core.scheduler.pages.publish = note_and_publish  # type: ignore[method-assign]
 
     # ── calls of a worker ──────────────────────────────────────────────────────────────────────────────────────────
 
@@ -102,10 +123,15 @@ class CoreMachine(RuleBasedStateMachine):
         prompt=PROMPTS,
         sampling=SAMPLING,
         n=st.sampled_from([1, 1, 1, 2, 3]),
+        are_beams=st.booleans(),
         kind=st.sampled_from(["add", "add", "prefill", "reserve"]),
         retention=st.sampled_from(Retention),
     )
-    def enter(self, prompt: list[int], sampling: dict[str, Any], n: int, kind: str, retention: Retention) -> None:
+    def enter(
+        self, prompt: list[int], sampling: dict[str, Any], n: int, are_beams: bool, kind: str, retention: Retention
+    ) -> None:
+        if are_beams and n > 1:
+            sampling = sampling | {"use_beam_search": True, "num_prompt_logprobs": None, "presence_penalty": 0.0}
         request = replace(make_request(prompt, n=n, ignore_eos=True, **sampling), retention=retention)
         enter = {"add": self.core.add, "prefill": self.core.add_prefill_only, "reserve": self.core.reserve}[kind]
         collector = Collector()
@@ -114,12 +140,25 @@ class CoreMachine(RuleBasedStateMachine):
         except PromptTooLong:
             return
         if not isinstance(group, Refused):
-            self.works.append(Work(group, collector, kind, first_index=int(kind == "reserve")))
+            has_first = kind == "reserve" and not request.sampling.has_beams
+            self.works.append(Work(group, collector, kind, first_index=int(has_first)))
+            self.core.wake()
+
+    @rule(prompt=PROMPTS, pooling=st.sampled_from(Pooling))
+    def embed(self, prompt: list[int], pooling: Pooling) -> None:
+        request, collector = replace(make_request(prompt), pooling=pooling), Collector()
+        try:
+            group = self.core.add_embedding(request, collector)
+        except PromptTooLong:
+            return
+        if not isinstance(group, Refused):
+            self.works.append(Work(group, collector, "embed"))
             self.core.wake()
 
     @rule(data=st.data())
     def take_over(self, data: st.DataObject) -> None:
-        works = [w for w in self.works if w.kind == "add" and 0 < len(w.told(0)) < len(w.answer(0))]
+        begun = [w for w in self.works if w.kind == "add" and w.group.beams is None]
+        works = [w for w in begun if 0 < len(w.told(0)) < len(w.answer(0))]
         if not works:
             return
         other = data.draw(st.sampled_from(works))
@@ -159,8 +198,9 @@ class CoreMachine(RuleBasedStateMachine):
             return
         self.core.commit(work.group, leader.num_tokens)
         request = work.group.request
-        first = [work.answer(sample)[0] for sample in range(request.sampling.n)]
-        is_over = [len(work.answer(sample)) == 1 for sample in range(request.sampling.n)]
+        samples = range(0 if request.sampling.has_beams else request.sampling.n)
+        first = [work.answer(sample)[0] for sample in samples]
+        is_over = [len(work.answer(sample)) == 1 for sample in samples]
         self.core.start(work.group, list(zip(first, is_over, strict=True)))
         self.core.wake()
 
@@ -220,7 +260,7 @@ class CoreMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def finish_sample(self, data: st.DataObject) -> None:
-        forked = [work for work in self.alive() if len(work.group.sequences) > 1]
+        forked = [work for work in self.alive() if len(work.group.sequences) > 1 and work.group.beams is None]
         if not forked:
             return
         work = data.draw(st.sampled_from(forked))
@@ -284,12 +324,8 @@ class CoreMachine(RuleBasedStateMachine):
 
     @invariant()
     def published_pages_hold_the_kv_of_their_tokens(self) -> None:
-        for work in self.works:
-            request = work.group.request
-            for sequence in work.group.sequences:
-                hashes = hash_blocks(sequence.token_ids, root=request.hash_root, block_size=BLOCK_SIZE)
-                for i, block_hash in enumerate(hashes):
-                    self.tokens_of[block_hash] = tuple(sequence.token_ids[: (i + 1) * BLOCK_SIZE])
+        for sequence in (s for work in self.works for s in work.group.sequences):
+            self.note_blocks(sequence)
         for block_hash in self.core.pool.snapshot().stored:
             (block_id,) = self.core.pool.match_prefix([block_hash])
             tokens = self.tokens_of[block_hash]
@@ -301,14 +337,14 @@ class CoreMachine(RuleBasedStateMachine):
     def load_counts_what_is_there(self) -> None:
         load, scheduler = self.core.load(), self.core.scheduler
         running = scheduler.running
-        decoding = [s for s in running if not s.is_pinned and s.num_tokens - s.num_ready == 1]
+        decoding = [s for s in running if s.will_decode and s.num_tokens - s.num_ready == 1]
         starts = [(s, s.num_ready) for s in running if s not in decoding]
         starts += [(s, s.num_expected_cached_tokens) for s in scheduler.waiting]
         assert load.num_decoding == len(decoding)
         assert load.num_pending_prefill_tokens == sum(s.num_tokens - start for s, start in starts)
         pairs = sum(position + 1 for s, start in starts for position in range(start, s.num_tokens))
         assert load.num_pending_prefill_pairs == pairs
-        context = sum(s.num_tokens for s in (*running, *scheduler.waiting) if not s.is_pinned)
+        context = sum(s.num_tokens for s in (*running, *scheduler.waiting) if s.will_decode)
         context += sum(s.num_samples * s.num_tokens for s in scheduler.reserved)
         assert load.num_context_tokens == context
 
@@ -342,17 +378,30 @@ class CoreMachine(RuleBasedStateMachine):
         for work in self.works:
             if work.is_ended or work.collector.failure is not None:
                 continue
+            request = work.group.request
+            if request.pooling is not None:
+                (embedded,) = [event for event in work.collector.events if isinstance(event, Embedded)]
+                expected = expected_embedding(request.prompt_token_ids, request.pooling)
+                assert embedded.vector.tolist() == expected.tolist()
+                continue
             for sample in range(work.group.request.sampling.n):
                 if sample in work.ended_samples:
                     continue
                 whole = self.whole_answer(work, sample)
-                assert work.told(sample) == (whole[:1] if work.kind == "prefill" else whole)
+                num_first = 0 if work.group.request.sampling.has_beams else 1
+                assert work.told(sample) == (whole[:num_first] if work.kind == "prefill" else whole)
             if work.group.request.sampling.num_prompt_logprobs is not None and work.kind != "reserve":
                 told = [len(e.prompt_logprobs) for e in work.collector.events if isinstance(e, Tokens)]
                 has_output = bool(work.group.request.output_token_ids)
                 assert sum(told) == (0 if has_output else len(work.group.request.prompt_token_ids) - 1)
 
     # ── helpers ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def note_blocks(self, sequence: EngineSequence) -> None:
+        """Remember the tokens of each of its full blocks."""
+        hashes = hash_blocks(sequence.token_ids, root=sequence.request.hash_root, block_size=BLOCK_SIZE)
+        for i, block_hash in enumerate(hashes):
+            self.tokens_of[block_hash] = tuple(sequence.token_ids[: (i + 1) * BLOCK_SIZE])
 
     def run_until_idle(self) -> None:
         """Step like the engine thread: a stalled core waits for a command."""

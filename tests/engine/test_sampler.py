@@ -16,8 +16,9 @@ from common.sampling import SamplingParams
 from engine.cuda.columns import Columns
 from engine.cuda.device import HostDevice
 from engine.draw import waiting_times
-from engine.logits import LogitEdits, OutputTokens
+from engine.logits import LogitEdits
 from engine.sampler import Nucleus, Sampler, SamplingRow, position_logprobs
+from engine.sequence import OutputTokens
 from engine.sequence import Sequence as EngineSequence
 from tests.engine.driver import make_sequence
 from tests.engine.sampling_reference import choice, distribution, shaped_logits, waiting_time

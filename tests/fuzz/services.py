@@ -82,7 +82,10 @@ def serving_config() -> ServingConfig:
     return ServingConfig(
         pools=PoolsConfig(prefill=pool, decode=pool),
         transfer=TransferConfig(transports=("shm", "grpc"), chunk_bytes=4096, lease_ttl_s=LEASE_TTL_S),
-        router=RouterConfig(metrics_port=None, http_port=None, default_max_tokens=8, queue_timeout_s=10.0),
+        # Without heartbeats: hours of virtual time would be full of them.
+        router=RouterConfig(
+            metrics_port=None, http_port=None, default_max_tokens=8, queue_timeout_s=10.0, silence_s=None
+        ),
     )
 
 

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from common.ids import seeded_ids
 from kvrelay.v1 import inference_pb2, inference_pb2_grpc, router_admin_pb2, sampling_pb2
-from measure.simulate.invariants import leftovers
+from measure.simulate.chaos.oracles import leftovers
 from measure.simulate.worker import endpoints
 from tests.fuzz.loop import MeteredLoop
 from tests.fuzz.services import ROUTER, FuzzWorker, make_http, make_network, make_router, make_worker, serve_router_at

@@ -23,7 +23,7 @@ _REASON = why_not()
 pytestmark = [
     pytest.mark.e2e,
     pytest.mark.skipif(_REASON is not None, reason=f"hosts out of namespaces: {_REASON}"),
-    pytest.mark.timeout(500),
+    pytest.mark.timeout(800),
 ]
 
 SERVING: dict[str, Any] = {
@@ -46,7 +46,7 @@ _LOGS = (
     "cd /tmp/ray/session_latest/logs && tail -n 25 $(ls -t raylet*.out gcs_server*.out *agent*.log | head -n 6); "
     "ps -eo pid,ppid,etimes,stat,args | cut -c1-200"
 )
-_WAIT_S = 120
+_WAIT_S = 400
 _NUM_WORKERS = 3
 
 

@@ -3,9 +3,12 @@
 import asyncio
 import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import grpc
+import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from common.block_hash import BlockHashes, hash_probe, hash_root
@@ -14,6 +17,7 @@ from common.kv_events import KvEvents, encode_events
 from common.rpc import error_boundary
 from common.token_batches import runs_of
 from common.tokens import tokens_from_bytes
+from common.wire import pack_floats
 from kvrelay.v1 import (
     decode_pb2,
     decode_pb2_grpc,
@@ -29,6 +33,7 @@ if TYPE_CHECKING:
     from tests.router.fakes import FakeWorker
 
 VOCAB_SIZE = 256
+HIDDEN_SIZE = 6
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Write = Callable[[decode_pb2.DecodeResponse], Awaitable[None]]
@@ -37,6 +42,12 @@ Write = Callable[[decode_pb2.DecodeResponse], Awaitable[None]]
 def next_token(tokens: Sequence[int], sample_index: int) -> int:
     """Return the next token of the fake model: a hash of everything before it."""
     return xxhash.xxh3_64_intdigest(bytes(tokens), seed=sample_index) % VOCAB_SIZE
+
+
+def hidden_of(prompt: Sequence[int], pooling: int) -> npt.NDArray[np.float32]:
+    """Return the pooled hidden states of the fake model."""
+    seed = xxhash.xxh3_64_intdigest(bytes(prompt), seed=pooling)
+    return np.random.default_rng(seed).standard_normal(HIDDEN_SIZE, np.float32)
 
 
 def add_worker_service(worker: "FakeWorker", server: grpc.aio.Server) -> list[str]:
@@ -61,6 +72,7 @@ class _WorkerService(
         self, request: worker_pb2.DescribeWorkerRequest, context: Context
     ) -> worker_pb2.DescribeWorkerResponse:
         worker, shape = self._worker, self._worker.shape
+        await worker.gates.reach("describe")
         root = hash_root(model_fingerprint=shape.fingerprint)
         return worker_pb2.DescribeWorkerResponse(
             worker_id=worker.worker_id,
@@ -76,6 +88,7 @@ class _WorkerService(
             template_probe=shape.text.template,
             kv_port=worker.port,
             direct_port=worker.port,
+            hidden_size=shape.hidden_size,
         )
 
     async def WatchWorker(self, request: worker_pb2.WatchWorkerRequest, context: Context) -> None:  # type: ignore[override]
@@ -87,12 +100,20 @@ class _WorkerService(
         seq = 0
         try:
             while True:
-                lost, events = await updates.get()
+                lost, events = 0, KvEvents()
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(request.heartbeat_s or None):
+                        lost, events = await updates.get()
                 seq += lost
-                kv_events = encode_events(events) if events else b""
                 update = worker_pb2.WatchWorkerResponse(
-                    epoch=worker.epoch, seq=seq, kv_events=kv_events, load=worker.report, timing=worker.timing
+                    epoch=worker.epoch,
+                    seq=seq,
+                    kv_events=encode_events(events) if events else b"",
+                    load=worker.report,
+                    timing=worker.timing,
+                    overdue=worker.is_overdue,
                 )
+                await worker.gates.reach("update")
                 await context.write(update)
                 seq += 1
         finally:
@@ -115,11 +136,17 @@ class _WorkerService(
                 )
                 await context.write(prefill_pb2.PrefillResponse(started=started))
                 await worker.reach("first_token")
-                finished = prefill_pb2.PrefillFinished(
-                    first_tokens=next(_steps(request.sequence)),
-                    prompt_logprobs=_prompt_logprobs(request.sequence),
-                    prefill_s=0.25,
-                )
+                if request.sequence.pooling:
+                    await worker.swallow(request.sequence)
+                    prompt = tokens_from_bytes(request.sequence.prompt_tokens).tolist()
+                    vector = worker.embedding or pack_floats(hidden_of(prompt, request.sequence.pooling))
+                    finished = prefill_pb2.PrefillFinished(embedding=vector, prefill_s=0.25)
+                else:
+                    finished = prefill_pb2.PrefillFinished(
+                        first_tokens=next(_steps(request.sequence)),
+                        prompt_logprobs=_prompt_logprobs(request.sequence),
+                        prefill_s=0.25,
+                    )
                 await context.write(prefill_pb2.PrefillResponse(finished=finished))
                 await worker.reach("prefill_end")
 
@@ -171,6 +198,7 @@ class _WorkerService(
                 await write(decode_pb2.DecodeResponse(transferred=stats))
             else:
                 await worker.reach("local_prefill")
+                await worker.swallow(request.sequence)
                 local = decode_pb2.LocalPrefillStarted(
                     num_cached_tokens=worker.num_cached_tokens, num_pulled_tokens=worker.num_pulled_tokens
                 )
@@ -182,6 +210,8 @@ class _WorkerService(
     ) -> None:
         worker = self._worker
         prompt_logprobs = _prompt_logprobs(sequence)
+        if worker.beams is not None:
+            await write(decode_pb2.DecodeResponse(beams=worker.beams))
         for tokens in itertools.islice(steps, worker.num_skipped_steps, None):
             await worker.reach(f"token {tokens[0].token_index}")
             for _ in range(1 + worker.num_duplicates):

@@ -20,6 +20,7 @@ from common.parity import TextProbes
 from common.rpc import client_channel
 from common.rpc_server import Server, start_server
 from common.tokens import tokens_from_bytes
+from common.trust.guard import Guard
 from common.trust.identity import Role
 from kvrelay.client.requests import credentials
 from kvrelay.v1 import (
@@ -34,7 +35,7 @@ from kvrelay.v1 import (
 from router.codec import ByteCodec
 from router.facts import ModelFacts
 from router.server import RunningRouter, serve_router
-from tests.router.fake_service import VOCAB_SIZE, add_worker_service, next_token
+from tests.router.fake_service import HIDDEN_SIZE, VOCAB_SIZE, add_worker_service, next_token
 from tests.trust import as_controller_of_router, credentials_of, operator_token, worker_guard
 
 PREFILL, DECODE = worker_pb2.WORKER_ROLE_PREFILL, worker_pb2.WORKER_ROLE_DECODE
@@ -91,6 +92,7 @@ class Shape:
     vocab_size: int = VOCAB_SIZE
     max_model_len: int = 200
     model_name: str = "fake"
+    hidden_size: int = HIDDEN_SIZE
     probe: bytes = b""
     """Hash probe; empty: the right one."""
     text: TextProbes = ByteCodec.probes
@@ -135,12 +137,16 @@ class FakeWorker:
     gates: Gates = field(default_factory=Gates)
     faults: dict[str, KvrelayError] = field(default_factory=dict)
     """Errors by gate; each is raised there, once."""
+    embedding: bytes = b""
+    """Answers every request for an embedding, if set."""
     num_refusals: int = 0
     """Requests to refuse before the first is accepted."""
     retry_after_s: float = 30.0
     """Named in a refusal; longer than a test may take."""
     num_duplicates: int = 0
     """Extra copies of each decoded token."""
+    beams: sequence_pb2.BeamState | None = None
+    """Sent before the tokens of each decode call."""
     num_skipped_steps: int = 0
     """Steps of each decode call that are never sent."""
     requests: list[Any] = field(default_factory=list)
@@ -150,9 +156,16 @@ class FakeWorker:
     timing: worker_pb2.TimingReport | None = None
     blocks: set[BlockHash] = field(default_factory=set)
     num_watches: int = 0
+    poison: list[int] = field(default_factory=list)
+    """Prompt that ends the worker, which then comes back."""
+    num_crashes: int = 0
+    restarting: "asyncio.Task[None] | None" = None
+    is_overdue: bool = False
+    """What it says of its running step."""
     num_streams: int = 0
     """Shared streams that were opened."""
     server: Server | None = None
+    guard: Guard | None = None
     port: int = 0
     watchers: list["asyncio.Queue[tuple[int, KvEvents]]"] = field(default_factory=list)
 
@@ -178,8 +191,8 @@ class FakeWorker:
         return self.calls["started"] - self.calls["finished"] - self.calls["cancelled"] - self.calls["failed"]
 
     async def start(self) -> "FakeWorker":
-        add, guard = partial(add_worker_service, self), worker_guard(self.worker_id)
-        self.server = await start_server(add, host="127.0.0.1", port=self.port, guard=guard)
+        add, self.guard = partial(add_worker_service, self), worker_guard(self.worker_id)
+        self.server = await start_server(add, host="127.0.0.1", port=self.port, guard=self.guard)
         self.port = self.server.port
         return self
 
@@ -230,6 +243,13 @@ class FakeWorker:
             raise
         else:
             self.calls["finished"] += 1
+
+    async def swallow(self, sequence: sequence_pb2.SequenceSpec) -> None:
+        """End the worker if the prompt is its poison."""
+        if self.poison and sent_prompt(sequence) == self.poison:
+            self.num_crashes += 1
+            self.restarting = asyncio.create_task(self.restart())
+            await asyncio.Event().wait()
 
     async def reach(self, gate: str) -> None:
         await self.gates.reach(gate)
@@ -354,6 +374,15 @@ class TestCluster:
         reply = Reply()
         await self.read(self.inference.Generate(request, timeout=timeout_s), reply)
         return reply
+
+    async def embed(
+        self, request: inference_pb2.EmbedRequest, *, timeout_s: float = TIMEOUT_S
+    ) -> inference_pb2.EmbedResponse:
+        """Return an embedding. Raises KvrelayError."""
+        try:
+            return await self.inference.Embed(request, timeout=timeout_s)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
 
     async def read(self, call: Any, reply: Reply) -> None:
         try:

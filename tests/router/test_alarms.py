@@ -1,11 +1,13 @@
 """Alarms about prefix routing: when they are raised, which worker they name, and when they clear."""
 
 import logging
+from dataclasses import replace
 
 import pytest
 
 from common.clock import ManualClock
 from common.ids import RequestId, WorkerId
+from common.timing import GUESSED_TIMING, StepModel
 from kvrelay.v1 import worker_pb2
 from router.alarms import (
     CLEAR_ABOVE,
@@ -16,10 +18,12 @@ from router.alarms import (
     WINDOW_DECISIONS,
     AlarmKind,
     Alarms,
+    PaceWatch,
 )
 from router.member import Member, WorkerState
 from router.placement.decisions import Decision
 from router.placement.plans import Plan
+from router.pool_timing import MIN_SAMPLES
 from tests.router.fakes import BLOCK_SIZE
 from tests.router.test_member import make_facts, make_member
 
@@ -217,3 +221,41 @@ def test_alarm_is_logged_when_it_is_raised_and_when_it_is_over(caplog: pytest.Lo
         for _ in range(3):
             router.alarms.check()
     assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
+
+
+def pool_with(*step_s: float) -> list[Member]:
+    """Return the ready workers of one pool, with the time of a typical step of each."""
+    members = []
+    for number, seconds in enumerate(step_s):
+        member = make_member(worker_id=f"d{number}")
+        member.state = WorkerState.READY
+        decode = StepModel(constant_s=seconds, num_samples=MIN_SAMPLES)
+        member.reported_timing = replace(GUESSED_TIMING, decode=decode)
+        members.append(member)
+    return members
+
+
+@pytest.mark.parametrize(
+    ("step_s", "slow"),
+    [((0.01, 0.029), []), ((0.01, 0.031), ["d1"]), ((0.04, 0.01, 0.011), ["d0"]), ((5.0,), []), ((), [])],
+)
+def test_worker_much_slower_than_its_pool_is_named(step_s: tuple[float, ...], slow: list[str]) -> None:
+    text = PaceWatch().check(pool_with(*step_s)) or ""
+    assert [f"d{number}" for number in range(3) if f"d{number} (" in text] == slow
+
+
+def test_slow_worker_stays_named_until_it_is_clearly_faster_again() -> None:
+    watch = PaceWatch()
+    assert [watch.check(pool_with(0.01, seconds)) is not None for seconds in (0.025, 0.04, 0.025, 0.015, 0.025)] == [
+        False,
+        True,
+        True,
+        False,
+        False,
+    ]
+
+
+def test_worker_without_measurements_is_neither_slow_nor_a_measure_for_others() -> None:
+    members = pool_with(0.01, 0.05)
+    members[0].reported_timing = None
+    assert PaceWatch().check(members) is None

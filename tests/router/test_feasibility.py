@@ -116,3 +116,17 @@ def test_shedding_that_is_off_refuses_no_request() -> None:
 
 def test_empty_fleet_is_no_reason_to_give_up() -> None:
     assert find_hopeless(request(time_left_s=0.1), NO_PLAN, fleet(), shed=Shed.SLO) is None
+
+
+@pytest.mark.parametrize(("name", "is_refused"), [("least_load", False), ("least_load_with_forecast", True)])
+def test_policy_with_forecast_refuses_what_its_own_worker_would_serve_late(name: str, is_refused: bool) -> None:
+    asked = request(ttft_slo_s=3.0)
+    idle_decode = fleet(worker(P, queue_s=10.0), worker(D))
+    chosen = fleets.choose(fleets.policy(name), asked, idle_decode)
+
+    refused = find_hopeless(asked, chosen, idle_decode, shed=Shed.SLO)
+
+    assert (chosen.prefill, chosen.decode) == (P, D)
+    assert (refused is not None) is is_refused
+    if refused is not None:
+        assert "the first token is predicted in 11.00 s" in refused.reason

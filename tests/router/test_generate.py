@@ -292,7 +292,7 @@ async def test_generate_never_books_more_pages_than_decode_has() -> None:
     decode.shape = Shape(num_blocks=8)
     decode.report.num_blocks = decode.report.num_free_blocks = 8
     decode.gates.close("reserve")  # no reservation is acknowledged, no report comes: only bookings count
-    async with running_cluster(prefill, decode) as cluster:
+    async with running_cluster(prefill, decode, config=config_with(silence_s=None)) as cluster:
         # 10 tokens: 2 full blocks and one more, so two requests fit into 8 pages and a third does not.
         generating = [asyncio.create_task(cluster.generate(make_request(10, max_tokens=1))) for _ in range(3)]
         status = await cluster.until(lambda router: router.num_active == len(decode.requests) == 2)
@@ -337,7 +337,8 @@ async def test_generate_when_deadline_passes_frees_everything(gate: str) -> None
         with pytest.raises(DeadlineExceeded):
             await cluster.generate(make_request(10), timeout_s=0.3)
         status = await cluster.until_idle()
-        assert (status.num_failed, status.num_cancelled) == (1, 0)
+        # The client may give up first: its own clock began earlier.
+        assert status.num_failed + status.num_cancelled == 1
 
 
 @pytest.mark.parametrize("gate", ["queue", "reserve", "prefill", "first_token", "fetch", "token 1", "token 3"])

@@ -1,13 +1,14 @@
 """Bad input gets one status that names the problem; requests are read within bounds, chats as of their time."""
 
 import math
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
 import pytest
 import pytest_asyncio
 
+from common.chat_template import Conversation
 from common.config import RouterConfig
 from common.errors import InvalidRequest, PromptTooLong, RequestError, UnknownModel, from_rpc_error
 from common.ids import RequestId
@@ -76,7 +77,7 @@ def with_chat(*roles: str, content: str = "x") -> inference_pb2.GenerateRequest:
         (with_ids(1, 2**32 - 1), InvalidRequest, "token_ids"),
         (with_ids(*[1] * 200), PromptTooLong, "prompt"),
         (with_chat(), InvalidRequest, "chat.messages"),
-        (with_chat("user", "tool"), InvalidRequest, "chat.messages[1].role"),
+        (with_chat("user", "critic"), InvalidRequest, "chat.messages[1].role"),
         (with_chat(*["user"] * 200, content="x" * 64), PromptTooLong, "chat.messages"),
         (with_chat(*["user"] * 7000), InvalidRequest, "chat.messages"),
         (with_sampling(temperature=-1), InvalidRequest, "sampling.temperature"),
@@ -191,13 +192,13 @@ class DatedCodec(ByteCodec):
 
     async def encode_chat(
         self,
-        messages: Sequence[tuple[str, str]],
+        conversation: Conversation,
         *,
         rendered_unix_s: int,
         tenant: Tenant = ANYBODY,
         scope: bytes | None = None,
     ) -> Encoded:
-        return Encoded(as_tokens(f"{rendered_unix_s} {messages}".encode()))
+        return Encoded(as_tokens(f"{rendered_unix_s} {conversation.messages}".encode()))
 
 
 def chat(**resume: Any) -> inference_pb2.GenerateRequest:

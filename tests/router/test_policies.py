@@ -37,6 +37,16 @@ def test_policy_without_decode_worker_refuses(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_policy_plans_an_embedding_on_a_worker_of_the_prefill_pool_or_refuses(name: str) -> None:
+    wanted = request(is_prefill_only=True, num_output_tokens=0)
+    plan = choose(policy(name), wanted, fleet(worker("p0"), worker("p1"), worker("d0")).of_prefill_pool())
+    assert (plan.decode in {"p0", "p1"}, plan.prefill) == (True, None)
+    refusal = policy(name).choose(wanted, fleet(worker("d0")).of_prefill_pool())
+    assert isinstance(refusal, Refused)
+    assert "no prefill worker is available" in refusal.reason
+
+
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("free", "fits"), [(10, False), (11, True)])
 def test_policy_chooses_only_decode_workers_with_enough_free_pages(name: str, free: int, fits: bool) -> None:
     plan = policy(name).choose(request(), fleet(worker("p0"), worker("d0", free=free)))

@@ -14,7 +14,7 @@ from common.errors import (
     WorkerLost,
 )
 from common.ids import mint_epoch
-from kvrelay.v1 import inference_pb2
+from kvrelay.v1 import inference_pb2, sequence_pb2
 from tests.router.fakes import (
     DECODE,
     PREFILL,
@@ -197,6 +197,37 @@ async def test_two_samples_and_decode_dies_then_each_goes_on_by_itself() -> None
         ]
         assert reply.completed.usage.num_output_tokens == 12
         await cluster.until_idle()
+
+
+async def test_beams_and_decode_dies_then_all_begin_again_and_nothing_comes_twice() -> None:
+    prefill, first, second = trio()
+    first.gates.close("token 3")
+    request = make_request(10, n=2)
+    request.sampling.use_beam_search = True
+    async with running_cluster(prefill, first, second) as cluster:
+        generating = await cluster.start(request, first, "token 3")
+        await first.die()
+        reply = await generating
+        assert [reply.token_ids(0), reply.token_ids(1)] == [answer(prompt_of(10), 6, i) for i in (0, 1)]
+        (again,) = [worker_request.sequence for worker_request in second.requests]
+        assert (again.first_sample_index, again.sampling.n, sent_output(again)) == (0, 2, [])
+        assert not again.HasField("beams")
+        await cluster.until_idle()
+
+
+async def test_beams_whose_state_is_known_go_on_from_there() -> None:
+    prefill, first, second = trio()
+    first.beams = sequence_pb2.BeamState(live=[sequence_pb2.Beam(tokens=bytes(8), score=-1.5)])
+    first.gates.close("token 1")
+    request = make_request(10, n=2)
+    request.sampling.use_beam_search = True
+    async with running_cluster(prefill, first, second) as cluster:
+        generating = await cluster.start(request, first, "token 1")
+        await first.die()
+        reply = await generating
+        assert [reply.token_ids(0), reply.token_ids(1)] == [answer(prompt_of(10), 6, i) for i in (0, 1)]
+        assert [r.sequence.beams for r in second.requests] == [first.beams]
+        assert not any(r.sequence.HasField("beams") for r in prefill.requests)
 
 
 async def test_two_samples_before_the_first_token_are_planned_again_together(cluster: TestCluster) -> None:

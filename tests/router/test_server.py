@@ -138,7 +138,7 @@ async def test_metrics_show_outcomes_latencies_and_cache_predictions() -> None:
     assert samples["kvrelay_actual_cached_tokens_total"] == 4
     assert samples["kvrelay_requests_queued"] == samples["kvrelay_requests_active"] == 0
     assert samples["kvrelay_workers_ready"] == 2
-    assert [samples[f'kvrelay_routing_alarm{{kind="{kind.value}"}}'] for kind in AlarmKind] == [0, 0, 0]
+    assert [samples[f'kvrelay_routing_alarm{{kind="{kind.value}"}}'] for kind in AlarmKind] == [0] * len(AlarmKind)
 
 
 async def test_byte_codec_is_a_codec_and_takes_any_text() -> None:

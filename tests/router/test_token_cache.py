@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from common.block_hash import hash_blocks, hash_root
-from common.chat_template import ChatTemplate
+from common.chat_template import ChatTemplate, Conversation
 from common.tokens import as_tokens
 from router.token_cache import Cuts, Encoded, KnownPrefix, TokenCache
 from router.tokenizer import TextCodec
@@ -75,7 +75,7 @@ def codec_for(name: str, *, cache_mib: int = 1) -> TextCodec:
 
 
 def encode(codec: TextCodec, messages: Sequence[tuple[str, str]], scope: bytes | None) -> Encoded:
-    return asyncio.run(codec.encode_chat(messages, rendered_unix_s=0, scope=scope))
+    return asyncio.run(codec.encode_chat(Conversation.plain(messages), rendered_unix_s=0, scope=scope))
 
 
 @pytest.mark.parametrize("name", list(TOKENIZERS))
@@ -114,7 +114,7 @@ def test_cached_chat_of_a_dated_template_is_used_only_for_the_same_time() -> Non
     chat, today_s, tomorrow_s = [("user", "to be or not")], 1_800_000_000, 1_800_086_400
 
     def encode_at(rendered_unix_s: int, scope: bytes | None) -> Encoded:
-        return asyncio.run(codec.encode_chat(chat, rendered_unix_s=rendered_unix_s, scope=scope))
+        return asyncio.run(codec.encode_chat(Conversation.plain(chat), rendered_unix_s=rendered_unix_s, scope=scope))
 
     first, other, again = (encode_at(unix_s, SCOPE) for unix_s in (today_s, tomorrow_s, today_s))
     assert again.token_ids == first.token_ids == encode_at(today_s, None).token_ids

@@ -16,7 +16,7 @@ import tokenizers
 from jinja2 import TemplateError
 from tokenizers import decoders, models, normalizers, processors, trainers
 
-from common.chat_template import ChatTemplate
+from common.chat_template import ChatTemplate, Conversation
 from common.errors import InvalidRequest
 from common.model_files import ModelNotFound, default_model_dir
 from common.tokens import as_tokens
@@ -125,7 +125,9 @@ async def test_encode_chat_of_any_conversation_equals_transformers(any_codec: Te
     for chat in CHATS:
         messages = [{"role": role, "content": content} for role, content in chat]
         token_ids = expected.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-        assert (await any_codec.encode_chat(chat, rendered_unix_s=NOW_UNIX_S)).token_ids == as_tokens(token_ids)
+        assert (
+            await any_codec.encode_chat(Conversation.plain(chat), rendered_unix_s=NOW_UNIX_S)
+        ).token_ids == as_tokens(token_ids)
 
 
 def test_vocab_size_equals_transformers(any_codec: TextCodec, any_model_dir: Path) -> None:
@@ -150,7 +152,9 @@ class ThreadRecorder:
 async def test_encode_and_encode_chat_run_off_the_event_loops_thread(codec: TextCodec) -> None:
     recorder: Any = ThreadRecorder(codec.tokenizer)
     recorded = TextCodec(recorder, ChatTemplate(TEMPLATE, special_tokens={}))
-    await asyncio.gather(recorded.encode("a"), recorded.encode_chat([("user", "b")], rendered_unix_s=NOW_UNIX_S))
+    await asyncio.gather(
+        recorded.encode("a"), recorded.encode_chat(Conversation.plain([("user", "b")]), rendered_unix_s=NOW_UNIX_S)
+    )
     recorded.close()
     assert len(recorder.threads) == 2
     assert threading.get_ident() not in recorder.threads
@@ -183,7 +187,7 @@ def test_decode_pieces_of_ascii_text_join_to_the_decoded_text(any_codec: TextCod
     ("messages", "field"),
     [
         ([], "chat.messages"),
-        ([("tool", "x")], "chat.messages[0].role"),
+        ([("critic", "x")], "chat.messages[0].role"),
         ([("user", "x"), ("", "y")], "chat.messages[1].role"),
         ([("\ud800", "x")], "chat.messages[0].role"),
         ([("user", "x"), ("assistant", "y\udfff")], "chat.messages[1].content"),
@@ -195,13 +199,13 @@ async def test_encode_chat_of_a_bad_conversation_raises_invalid_request_naming_t
     codec: TextCodec, messages: list[tuple[str, str]], field: str
 ) -> None:
     with pytest.raises(InvalidRequest) as raised:
-        await codec.encode_chat(messages, rendered_unix_s=NOW_UNIX_S)
+        await codec.encode_chat(Conversation.plain(messages), rendered_unix_s=NOW_UNIX_S)
     assert raised.value.field == field
 
 
 async def test_encode_chat_when_the_template_refuses_repeats_its_reason(codec: TextCodec) -> None:
     with pytest.raises(InvalidRequest, match="roles must alternate, not user"):
-        await codec.encode_chat([("user", "x"), ("user", "y")], rendered_unix_s=NOW_UNIX_S)
+        await codec.encode_chat(Conversation.plain([("user", "x"), ("user", "y")]), rendered_unix_s=NOW_UNIX_S)
 
 
 async def test_encode_of_a_lone_surrogate_raises_invalid_request(codec: TextCodec) -> None:
@@ -226,7 +230,7 @@ async def test_encode_of_a_lone_surrogate_raises_invalid_request(codec: TextCode
 )
 def test_render_of_a_failing_or_escaping_template_raises_invalid_request(source: str) -> None:
     with pytest.raises(InvalidRequest) as raised:
-        ChatTemplate(source, special_tokens={}).render([("user", "x")], rendered_unix_s=NOW_UNIX_S)
+        ChatTemplate(source, special_tokens={}).render(Conversation.plain([("user", "x")]), rendered_unix_s=NOW_UNIX_S)
     assert raised.value.field == "chat.messages"
 
 
@@ -237,7 +241,7 @@ def test_render_writes_the_date_that_it_is_given_whatever_the_hosts_time_zone_is
     for zone in ("UTC", "Pacific/Kiritimati", "America/Los_Angeles"):
         monkeypatch.setenv("TZ", zone)
         time.tzset()
-        rendered = template.render([("user", "x")], rendered_unix_s=1_800_000_000)
+        rendered = template.render(Conversation.plain([("user", "x")]), rendered_unix_s=1_800_000_000)
         assert rendered == "15 Jan 2027 08:00:00.000000", zone
     monkeypatch.undo()
     time.tzset()
@@ -246,7 +250,7 @@ def test_render_writes_the_date_that_it_is_given_whatever_the_hosts_time_zone_is
 @pytest.mark.parametrize("source", ["{{ lipsum() }}", "{{ messages | random }}"])
 def test_template_that_would_write_something_random_is_refused(source: str) -> None:
     with pytest.raises((InvalidRequest, TemplateError)):
-        ChatTemplate(source, special_tokens={}).render([("user", "x")], rendered_unix_s=NOW_UNIX_S)
+        ChatTemplate(source, special_tokens={}).render(Conversation.plain([("user", "x")]), rendered_unix_s=NOW_UNIX_S)
 
 
 def write_model(folder: Path, model_dir: Path, **config: Any) -> Path:
@@ -265,10 +269,10 @@ async def test_load_finds_template_and_special_tokens_in_the_tokenizer_config(
     tmp_path: Path, model_dir: Path, chat_template: Any, eos: Any
 ) -> None:
     codec = TextCodec.load(write_model(tmp_path, model_dir, chat_template=chat_template, eos_token=eos))
-    assert codec.has_chat_template
-    assert (await codec.encode_chat([("user", "x")], rendered_unix_s=NOW_UNIX_S)).token_ids.tolist() == [
-        codec.tokenizer.token_to_id("</s>")
-    ]
+    assert codec.template_source
+    assert (
+        await codec.encode_chat(Conversation.plain([("user", "x")]), rendered_unix_s=NOW_UNIX_S)
+    ).token_ids.tolist() == [codec.tokenizer.token_to_id("</s>")]
     codec.close()
 
 
@@ -277,17 +281,17 @@ async def test_load_prefers_the_template_file_and_reads_the_special_tokens_map(t
     (tmp_path / "chat_template.jinja").write_text("{{ eos_token }}")
     (tmp_path / "special_tokens_map.json").write_text(json.dumps({"eos_token": "</s>", "bos_token": "<s>"}))
     codec = TextCodec.load(tmp_path)
-    assert (await codec.encode_chat([("user", "x")], rendered_unix_s=NOW_UNIX_S)).token_ids.tolist() == [
-        codec.tokenizer.token_to_id("</s>")
-    ]
+    assert (
+        await codec.encode_chat(Conversation.plain([("user", "x")]), rendered_unix_s=NOW_UNIX_S)
+    ).token_ids.tolist() == [codec.tokenizer.token_to_id("</s>")]
     codec.close()
 
 
 async def test_encode_chat_without_a_template_raises_invalid_request(tmp_path: Path, model_dir: Path) -> None:
     codec = TextCodec.load(write_model(tmp_path, model_dir))
-    assert not codec.has_chat_template
+    assert codec.template_source is None
     with pytest.raises(InvalidRequest, match="no chat template") as raised:
-        await codec.encode_chat([("user", "x")], rendered_unix_s=NOW_UNIX_S)
+        await codec.encode_chat(Conversation.plain([("user", "x")]), rendered_unix_s=NOW_UNIX_S)
     assert raised.value.field == "chat"
     codec.close()
 

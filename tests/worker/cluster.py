@@ -21,6 +21,7 @@ from engine.sequence import EngineRequest
 from kvrelay.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, sequence_pb2, worker_pb2
 from router.decode_stream import DecodeStream
 from tests.builders import BLOCK_SIZE, expected_tokens
+from tests.engine.beam_oracle import expected_beams
 from tests.trust import ROUTER, as_router, credentials_of
 from worker.runtime import Outside, WorkerRuntime
 from worker.serving import RunningWorker, start_worker
@@ -65,7 +66,9 @@ class Answer:
 
     def checked(self, request: EngineRequest) -> "Answer":
         """Return this answer. Its tokens must be the oracle's, which knows no stop strings."""
-        if not request.sampling.stop:
+        if request.sampling.has_beams:
+            assert self.tokens == dict(enumerate(expected_beams(request)))
+        elif not request.sampling.stop:
             assert self.tokens == {i: expected_tokens(request, sample=i) for i in range(request.sampling.n)}
         return self
 

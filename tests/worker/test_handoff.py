@@ -185,3 +185,35 @@ async def test_worker_whose_engine_thread_dies_ends_its_process(monkeypatch: pyt
         async with asyncio.timeout(60):
             assert await statuses.get() == 70
         call.cancel()
+
+
+@pytest.mark.parametrize("num_prompt_tokens", [15, 16, 17])
+async def test_beams_start_on_handed_over_pages_and_equal_the_oracle(num_prompt_tokens: int) -> None:
+    request = make_request(range(num_prompt_tokens), n=4, use_beam_search=True, max_tokens=10)
+    async with running_pair() as pair:
+        for _ in range(2):  # the second time both have the prompt in their caches
+            await pair.generate(request)
+        await pair.generate_locally(request)
+
+
+@pytest.mark.parametrize("is_handed_over", [True, False])
+async def test_a_search_goes_on_from_the_state_that_its_worker_has_told(is_handed_over: bool) -> None:
+    request = make_request(range(9), n=3, use_beam_search=True, ignore_eos=True, max_tokens=50)
+    async with running_pair() as pair:
+        told = [m.beams async for m in messages(pair.open_decode(request, None)) if m.HasField("beams")]
+        assert [len(state.live[0].tokens) // 4 for state in told] == [32]
+        spec = spec_of(request)
+        spec.beams.CopyFrom(told[0])
+        handoff_id, answer = mint_handoff_id(), Answer()
+        handoff = pair.handoff(handoff_id) if is_handed_over else None
+        call = pair.open_decode_of(spec, handoff=handoff)
+        if is_handed_over:
+            await call.read()
+            async for _message in pair.open_prefill(request, handoff_id):
+                pass
+        async for message in messages(call):
+            for token in message.tokens.tokens:
+                answer.take(token)
+        answer.checked(request)
+        load = await pair.decode.runtime.engine.call(lambda core: core.load())
+        assert load.num_preemptions == 0

@@ -123,3 +123,44 @@ def test_objective_that_is_no_time_is_refused(tpot_slo_s: float) -> None:
     with pytest.raises(InvalidRequest) as raised:
         engine_request(spec, FakeExecutor(num_blocks=8, block_size=BLOCK_SIZE))
     assert raised.value.field == "sequence.tpot_slo_s"
+
+
+BEAMS = make_request(range(9), n=2, use_beam_search=True, max_tokens=6)
+BEAM = sequence_pb2.Beam(tokens=b"a\0\0\0b\0\0\0", score=-1.0)
+
+
+@pytest.mark.parametrize(
+    ("state", "field"),
+    [
+        (sequence_pb2.BeamState(), ""),
+        (sequence_pb2.BeamState(live=[BEAM] * 3), ""),
+        (sequence_pb2.BeamState(live=[BEAM], complete=[BEAM] * 3), ""),
+        (sequence_pb2.BeamState(live=[BEAM, sequence_pb2.Beam(tokens=bytes(4))]), ".live"),
+        (sequence_pb2.BeamState(live=[sequence_pb2.Beam()]), ".tokens"),
+        (sequence_pb2.BeamState(live=[sequence_pb2.Beam(tokens=bytes(7))]), ".tokens"),
+        (sequence_pb2.BeamState(live=[sequence_pb2.Beam(tokens=bytes(4 * 6))]), ".tokens"),
+        (sequence_pb2.BeamState(live=[sequence_pb2.Beam(tokens=b"\xff" * 4)]), ".tokens"),
+        (sequence_pb2.BeamState(live=[BEAM], complete=[sequence_pb2.Beam(tokens=bytes(4 * 7))]), ".tokens"),
+        (sequence_pb2.BeamState(live=[sequence_pb2.Beam(tokens=bytes(4), score=float("nan"))]), ".score"),
+    ],
+)
+def test_beams_that_no_search_could_have_are_refused(state: sequence_pb2.BeamState, field: str) -> None:
+    executor = FakeExecutor(num_blocks=8, block_size=BLOCK_SIZE)
+    with pytest.raises(InvalidRequest) as raised:
+        engine_request(spec_with(BEAMS, state), executor)
+    assert raised.value.field == f"sequence.beams{field}"
+    assert engine_request(spec_with(BEAMS, sequence_pb2.BeamState(live=[BEAM])), executor).beams is not None
+
+
+def test_beams_are_refused_without_beam_search() -> None:
+    with pytest.raises(InvalidRequest, match="sampling asks for none"):
+        engine_request(
+            spec_with(VICTIM, sequence_pb2.BeamState(live=[BEAM])), FakeExecutor(num_blocks=8, block_size=BLOCK_SIZE)
+        )
+
+
+def spec_with(request: EngineRequest, state: sequence_pb2.BeamState) -> sequence_pb2.SequenceSpec:
+    """Return the message for a request that continues a search."""
+    spec = spec_of(request)
+    spec.beams.CopyFrom(state)
+    return spec

@@ -162,6 +162,11 @@ class CpuDecoder:
             self._kernels.run_layer(step.address, pages, ctypes.byref(packed), to)
         return normed
 
+    @property
+    def hidden_size(self) -> int:
+        """Length of a hidden state."""
+        return self._config.hidden_size
+
     def logits(self, hidden: Tensor) -> Tensor:
         """Return float32 [num_rows, vocab_size] for rows of `forward`'s result."""
         return self._head.wide(hidden)

@@ -5,9 +5,9 @@ from dataclasses import asdict
 
 from common.errors import AccessDenied, EngineFault, UnknownModel
 from kvrelay.client import AsyncClient, AsyncGenerationStream, SamplingOptions
+from kvrelay.client.chat import ChatMessage
 from kvrelay.client.records import (
     Accepted,
-    ChatMessage,
     Completed,
     PlanChosen,
     Prompt,

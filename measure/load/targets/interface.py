@@ -7,7 +7,7 @@ from typing import Any, Protocol, TypeAlias
 from urllib.parse import urlsplit
 
 from common.errors import InvalidRequest
-from kvrelay.client.records import ChatMessage
+from kvrelay.client.chat import ChatMessage
 from measure.load.records import PoolSample, ServerReport
 
 USUAL_VOCAB = 32_000

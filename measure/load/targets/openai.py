@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from common.errors import DeadlineExceeded, InvalidRequest, KvrelayError, UnknownModel, Unreachable
-from kvrelay.client.records import ChatMessage
+from kvrelay.client.chat import ChatMessage
 from kvrelay.client.tls import resolve
 from measure.load.records import PoolSample
 from measure.load.targets.completion import CompletionReader, SseReader, error_of

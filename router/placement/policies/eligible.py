@@ -25,14 +25,14 @@ class Eligible:
 
 
 def find_eligible(request: PlacementRequest, fleet: FleetView) -> Eligible | Refused:
-    """Return the workers that can serve the request, or why no decode worker can."""
+    """Return the workers that can serve the request, or why none can answer it."""
     if not fleet.decode:
-        return refuse("no decode worker is available")
+        return refuse(f"no {fleet.answers} worker is available")
     with_slots = fleet.decode.where(fleet.decode.num_free_slots >= request.num_samples)
     if not with_slots:
         is_full = not (fleet.decode.num_free_slots >= 1).any()
         return Refused(
-            reason=f"no decode worker may run {request.num_samples} more sequences",
+            reason=f"no {fleet.answers} worker may run {request.num_samples} more sequences",
             retry_after_s=RETRY_AFTER_S,
             cause=RefusalCause.SATURATED if is_full else RefusalCause.NO_ROOM,
         )
@@ -40,7 +40,7 @@ def find_eligible(request: PlacementRequest, fleet: FleetView) -> Eligible | Ref
     if not decode:
         free = int((with_slots.num_free_blocks - with_slots.num_growth_blocks).max())
         wanted = f"{request.num_decode_blocks} free pages and {request.num_growth_blocks:.0f} for the answer"
-        return refuse(f"no decode worker has {wanted}; the most is {free}")
+        return refuse(f"no {fleet.answers} worker has {wanted}; the most is {free}")
     prefill = fleet.prefill.where(fleet.prefill.num_blocks >= request.num_prefill_blocks)
     none_is_large_enough = bool(fleet.prefill) and not prefill
     return Eligible(prefill=prefill, decode=decode, must_be_local=fleet.num_prefill == 0 or none_is_large_enough)

@@ -1,4 +1,4 @@
-"""Policies by name: those that serving.yaml accepts, and those that only simulations can use."""
+"""Policies by name: those that serving.yaml accepts, and those for simulations alone."""
 
 import random
 from collections.abc import Callable, Mapping
@@ -15,6 +15,7 @@ from router.placement.policies.pooled import PooledPolicy, Selector
 from router.placement.policies.predictive import Predictive
 from router.placement.policies.ray_prefix import RayPrefix
 from router.placement.policies.sglang import CacheAware, CacheAwareEvents
+from router.placement.policies.with_forecast import WithForecast
 
 Factory = Callable[[PolicySettings], Policy]
 _MakeSelector = Callable[[random.Random], Selector]
@@ -90,5 +91,11 @@ POLICIES: Mapping[str, Factory] = MappingProxyType(
 """Policies that serving.yaml accepts."""
 
 GREEDY_PERFECT_SIGNALS = "greedy_perfect_signals"
-SIMULATED_POLICIES: Mapping[str, Factory] = MappingProxyType({GREEDY_PERFECT_SIGNALS: Greedy})
-"""Policies that need signals which only a simulation has."""
+SIMULATED_POLICIES: Mapping[str, Factory] = MappingProxyType(
+    {
+        GREEDY_PERFECT_SIGNALS: Greedy,
+        "dynamo_with_forecast": lambda settings: WithForecast(POLICIES["dynamo"](settings)),
+        "least_load_with_forecast": lambda settings: WithForecast(POLICIES["least_load"](settings)),
+    }
+)
+"""Policies for comparisons: with signals that only a simulation has, or with a forecast for `router.shed`."""

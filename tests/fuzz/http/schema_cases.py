@@ -24,6 +24,7 @@ from tests.fuzz.http.oracle import Log, complaint
 
 TIMEOUT_S = 30.0
 _MAX_REPAIRS = 20
+_PROMPTS = ("prompt", "messages", "input", "tokens")
 _POSITIVE, _NEGATIVE = schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE
 _CHECKS = [content_type_conformance, negative_data_rejection, response_schema_conformance]
 
@@ -72,7 +73,11 @@ class SchemaCases:
         for _ in range(_MAX_REPAIRS):
             field = self._send(case, endpoint)
             name = (field or "").partition("[")[0].partition(".")[0]
-            if not isinstance(case.body, dict) or name not in case.body or name in ("prompt", "messages", "tokens"):
+            if (
+                not isinstance(case.body, dict)
+                or name not in case.body
+                or name in ("prompt", "messages", "input", "tokens")
+            ):
                 return
             del case.body[name]
 

@@ -22,6 +22,8 @@ _REQUESTS: Sequence[tuple[str, str, Any]] = (
     ("POST", "/v1/chat/completions", {**_CHAT, "stream": True, "stream_options": {"include_usage": True}}),
     ("POST", "/v1/completions", {"prompt": [1, 2, 3], "n": 2, "stream": True, "logprobs": 2, "max_tokens": 4}),
     ("POST", "/v1/completions", {"prompt": ["a", "b"], "stop": ["e"], "max_tokens": 20, "kvrelay": {"report": True}}),
+    ("POST", "/v1/embeddings", {"input": "hello", "encoding_format": "base64", "dimensions": 4}),
+    ("POST", "/v1/embeddings", {"input": [[1, 2], [3]], "pooling": "mean", "kvrelay": {"report": True}}),
     ("POST", "/tokenize", {"prompt": "hello"}),
     ("POST", "/detokenize", {"tokens": [104, 105]}),
     ("GET", "/v1/models", None),

@@ -74,6 +74,13 @@ _CALLS: Sequence[tuple[str, Sequence[Message]]] = [
             pb.TokenizeRequest(chat=pb.ChatPrompt(messages=[pb.ChatMessage(role="user", content="u")])),
         ],
     ),
+    (
+        "/kvrelay.v1.InferenceService/Embed",
+        [
+            pb.EmbedRequest(text="hello", dimensions=4, label="l", objective=pb.ServiceObjective(ttft_s=30)),
+            pb.EmbedRequest(token_ids=pb.TokenIds(ids=[1, 2, 3]), pooling=sampling_pb2.POOLING_MEAN, normalize=False),
+        ],
+    ),
     ("/kvrelay.v1.InferenceService/Explain", [pb.ExplainRequest(limit=5), pb.ExplainRequest(request_id="req-1")]),
     ("/kvrelay.v1.InferenceService/RecordTraffic", [pb.RecordTrafficRequest(duration_s=0.5)]),
     ("/kvrelay.v1.InferenceService/GetClusterStatus", [pb.GetClusterStatusRequest()]),

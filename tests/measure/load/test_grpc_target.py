@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from common.errors import EngineFault, Overloaded, Unreachable
-from kvrelay.client.records import ChatMessage
+from kvrelay.client.chat import ChatMessage
 from kvrelay.v1 import inference_pb2, sampling_pb2
 from measure.load.targets.interface import Target, TargetRequest, TargetSpec, make_target
 from tests.client.fake_server import (

@@ -19,7 +19,8 @@ from common.errors import (
     Unauthenticated,
     Unreachable,
 )
-from kvrelay.client.records import ChatMessage, Forecast
+from kvrelay.client.chat import ChatMessage
+from kvrelay.client.records import Forecast
 from measure.load.records import ServerReport
 from measure.load.targets.completion import CompletionReader, SseReader
 from measure.load.targets.interface import Feature, Target, TargetAnswer, TargetRequest, TargetSpec, make_target

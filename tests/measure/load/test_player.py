@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import DeadlineExceeded, EngineFault, Overloaded
-from kvrelay.client.records import ChatMessage
+from kvrelay.client.chat import ChatMessage
 from measure.load.records import Outcome, RequestRecord
 from measure.workload.sessions import Content, Session
 from tests.measure.load.virtual import ScriptedTarget, Told, in_virtual_time, playing, terms

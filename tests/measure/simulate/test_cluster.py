@@ -7,6 +7,7 @@ from common.timing import StepShape
 from measure.simulate.cluster import run
 from measure.simulate.records import Arrival, ClusterShape
 from measure.simulate.results import num_cached
+from router.tenants import Tenant
 from tests.measure.simulate.builders import MODEL, make_arrivals, make_settings, make_shape, printed_twice
 
 SHAPES = [make_shape(2, 2), make_shape(0, 3), make_shape(2, 2, num_routers=3)]
@@ -57,6 +58,31 @@ def test_routers_that_choose_the_same_free_worker_at_once_do_not_queue_prompts_t
     finished = run(make_shape(2, 1, num_blocks=128, num_routers=2), make_settings(router=router), arrivals)
 
     assert {result.server.prefill_worker for result in finished.requests if result.server} == {"prefill-0", "prefill-1"}
+
+
+def test_tenant_finds_what_it_sent_before_and_nothing_of_another_tenant() -> None:
+    senders = [Tenant(name=name, cache_salt=name) for name in ("a", "b", "a")]
+    arrivals = [
+        Arrival(at_s=float(idx), prompt=array("I", [7] * 100), num_output_tokens=1, tenant=tenant)
+        for idx, tenant in enumerate(senders)
+    ]
+
+    finished = run(make_shape(0, 1), make_settings(), arrivals)
+
+    assert [num_cached(result) for result in finished.requests] == [0, 0, 96]
+
+
+def test_tenants_limits_apply_to_its_requests_alone() -> None:
+    limited = Tenant(name="limited", max_queued=1, max_concurrent=1)
+    arrivals = [
+        Arrival(at_s=1.0, prompt=array("I", [idx] * 100), num_output_tokens=9, tenant=tenant)
+        for idx, tenant in enumerate([limited] * 4 + [Tenant(name="free")] * 4)
+    ]
+
+    finished = run(make_shape(0, 1), make_settings(), arrivals)
+
+    assert all(result.is_complete for result in finished.requests[4:])
+    assert not all(result.is_complete for result in finished.requests[:4])
 
 
 _PRINT_RUN = """

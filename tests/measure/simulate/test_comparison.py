@@ -5,9 +5,18 @@ from pathlib import Path
 import pytest
 
 from common.slo import Slo
-from measure.simulate.comparison import REQUESTS_FILE, Cell, CellResult, Comparison, ReplayError, ReplaySettings
+from measure.simulate.comparison import (
+    REQUESTS_FILE,
+    Cell,
+    CellResult,
+    Comparison,
+    ReplayError,
+    ReplaySettings,
+    replayed_trace,
+)
 from measure.simulate.report import write_report
 from measure.simulate.store import OtherSettings, read_requests
+from measure.workload.waves import Stage, Stages
 from tests.measure.pages.test_page import check
 
 SMALL = Path(__file__).parents[2] / "data" / "small.jsonl"
@@ -136,3 +145,19 @@ def test_perfect_signals_come_at_once_however_late_the_others_are(tmp_path: Path
     (perfect_soon, other_soon), (perfect_late, other_late) = fates
     assert perfect_soon == perfect_late
     assert other_soon != other_late
+
+
+def test_stages_warp_the_clock_on_top_of_a_cells_speed(tmp_path: Path) -> None:
+    stages = Stages(name="slow, then fast", stages=(Stage(length_s=2, speed=0.5), Stage(length_s=1e6, speed=2)))
+    settings = replace(make_settings(), stages=stages)
+    plain = replayed_trace(make_settings(), 2.0).requests
+    assert plain[-1].arrival_s > 1.0
+
+    requests = replayed_trace(settings, 2.0).requests
+    assert [request.arrival_s for request in requests] == pytest.approx(
+        [2 * r.arrival_s if r.arrival_s < 1 else 2 + (r.arrival_s - 1) / 2 for r in plain]
+    )
+    comparison = make_comparison(tmp_path, "round_robin", settings=settings)
+    (result,), _ = run(comparison)
+    due_s = [request.due_s for request in read_requests(comparison.folder(result.cell) / REQUESTS_FILE)]
+    assert due_s == pytest.approx([request.arrival_s for request in replayed_trace(settings, 1.0).requests])

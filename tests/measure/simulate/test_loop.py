@@ -1,9 +1,10 @@
 import asyncio
 import threading
+from contextvars import copy_context
 
 import pytest
 
-from measure.simulate.loop import Deadlock, VirtualClock
+from measure.simulate.loop import PROCESS, Deadlock, VirtualClock
 from tests.measure.simulate.builders import current_loop, on_virtual_loop
 
 
@@ -63,3 +64,25 @@ async def test_virtual_loop_timeout_ends_a_wait_at_its_time() -> None:
         async with asyncio.timeout(2.5):
             await current_loop().create_future()
     assert current_loop().time() == 2.5
+
+
+@on_virtual_loop
+async def test_virtual_loop_a_stopped_process_runs_nothing_until_it_is_continued() -> None:
+    loop, ticks = current_loop(), []
+
+    async def tick() -> None:
+        for _ in range(6):
+            ticks.append(loop.time())
+            await asyncio.sleep(1.0)
+
+    context = copy_context()
+    context.run(PROCESS.set, "worker")
+    task = loop.create_task(tick(), context=context)
+    await asyncio.sleep(1.5)
+    loop.stop_process("worker")
+    await asyncio.sleep(10.0)
+    assert loop.is_stopped("worker")
+    assert ticks == [0.0, 1.0]
+    loop.continue_process("worker")
+    await task
+    assert ticks == [0.0, 1.0, 11.5, 12.5, 13.5, 14.5]

@@ -4,6 +4,7 @@ import asyncio
 import functools
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextvars import copy_context
 from typing import Any
 
 import grpc
@@ -12,7 +13,7 @@ import pytest
 from common.errors import HandoffGone, WorkerLost, from_rpc_error
 from common.rpc import abort, error_boundary
 from kvrelay.v1 import kv_transfer_pb2
-from measure.simulate.loop import VirtualLoop
+from measure.simulate.loop import PROCESS, VirtualLoop
 from measure.simulate.network import SimChannel, SimNetwork, SimServer
 from measure.simulate.records import NetworkShape
 from measure.simulate.wire import KEEPALIVE_S, Fate, FaultRates, SeededFaults
@@ -280,11 +281,11 @@ async def test_kv_payload_waits_for_both_links(scene: Scene) -> None:
     }
 
 
-@on_virtual_time(WELL, (Fate.LOSE, 0.0), (Fate.REPEAT, 0.0), (Fate.ARRIVE, 5.0))
+@on_virtual_time(WELL, (Fate.LOSE, 0.0), (Fate.REPEAT, 0.0), (Fate.ARRIVE, 3.0))
 async def test_faults_lose_repeat_and_delay_single_messages_of_a_stream_in_order(scene: Scene) -> None:
     call = scene.stream(numbers)(4)
     assert [message async for message in call] == [1, 1, 2, 3]
-    assert scene.loop.time() == 2 * LATENCY_S + 5.0
+    assert scene.loop.time() == 2 * LATENCY_S + 3.0
 
 
 async def assert_connection_breaks(scene: Scene) -> None:
@@ -326,3 +327,37 @@ def test_seeded_faults_a_host_that_stalls_delays_all_that_it_sends_until_it_goes
     assert faults.fate("a", "b") == (Fate.ARRIVE, 3.0)
     faults.is_quiet = True
     assert faults.fate("a", "b") == (Fate.ARRIVE, 0.0)
+
+
+@on_virtual_time()
+async def test_cut_holds_what_arrives_in_its_direction_until_it_heals(scene: Scene) -> None:
+    cuts, back = scene.network.cuts, ("server:1", "client:1")
+    cuts.cut(back)
+    cuts.cut(back)
+    scene.loop.call_later(1.0, cuts.heal, back)
+    scene.loop.call_later(2.0, cuts.heal, back)
+    scene.loop.call_later(1.5, lambda: scene.told.append(cuts.parts("client:1", "server:1")))
+    assert [message async for message in scene.stream(numbers)(3)] == [0, 1, 2]
+    assert scene.loop.time() == 2.0
+    assert scene.told == [True]
+    assert not cuts.parts("client:1", "server:1")
+
+
+@on_virtual_time()
+async def test_message_of_a_sender_that_is_stopped_afterwards_arrives(scene: Scene) -> None:
+    context = copy_context()
+    context.run(PROCESS.set, "server")
+    scene.server.context = context
+
+    async def two(request: int, context: Any) -> None:
+        await context.write(1)
+        scene.loop.stop_process("server")
+        await asyncio.sleep(0.1)
+        await context.write(2)
+
+    call = scene.stream(two)(0)
+    assert await anext(call) == 1
+    scene.loop.call_later(5.0, scene.loop.continue_process, "server")
+    assert await anext(call) == 2
+    assert scene.loop.time() > 5.0
+    await anext(call, None)

@@ -62,6 +62,18 @@ async def test_chat_is_tokenized_as_over_grpc() -> None:
         assert (reply.choices[0].message.role, reply.choices[0].finish_reason) == ("assistant", "length")
 
 
+async def test_beam_search_reaches_the_workers_as_it_was_asked_for() -> None:
+    decode = FakeWorker("d0", DECODE)
+    async with http_cluster(decode) as http:
+        beams: dict[str, Any] = {"use_beam_search": True, "length_penalty": 0, "early_stopping": True}
+        assert len((await http.chat(n=3, max_tokens=2, **beams)).choices) == 3
+        assert len((await http.complete(prompt="hi", n=3, max_tokens=2, **beams)).choices) == 3
+        for request in decode.requests:
+            sampling = request.sequence.sampling
+            assert (sampling.n, sampling.use_beam_search) == (3, True)
+            assert (sampling.length_penalty, sampling.early_stopping) == (0.0, True)
+
+
 async def test_chat_stream_begins_each_choice_with_its_role(http: HttpCluster) -> None:
     chunks = [chunk async for chunk in await http.chat(n=2, max_tokens=3, stream=True)]
     for index in (0, 1):

@@ -117,7 +117,7 @@ async def test_head_without_an_end_breaks_the_connection(http: HttpCluster) -> N
     [
         ("GET", "/", 404),
         ("GET", "/v1/completions/", 404),
-        ("POST", "/v1/embeddings", 404),
+        ("POST", "/v1/images", 404),
         ("GET", "/v1/%ff%00", 404),
         ("GET", COMPLETIONS, 405),
         ("DELETE", "/v1/models", 405),

@@ -11,8 +11,11 @@ import pytest
 from common.errors import InvalidRequest, error_classes
 from common.wire import sampling_from_proto
 from router.http import errors as http_errors
+from router.http.anthropic.errors import ANTHROPIC, error_type
+from router.http.anthropic.schema import CountTokensBody, MessagesBody, OutputConfig, Thinking, Tool, ToolChoice
 from router.http.calls import completion_call
 from router.http.errors import ErrorKind, kind_of
+from router.http.responses.body import EventOptions, ReasoningOptions, ResponsesBody, TextOptions
 from router.http.routes import ENDPOINTS, openapi_document
 from router.http.schema import (
     ChatBody,
@@ -29,9 +32,12 @@ from tests.router.test_tenants import serving
 
 GUIDE = (Path(__file__).parents[3] / "docs" / "openai.md").read_text(encoding="utf-8")
 NAMED = set(re.findall(r"[a-z_]+", GUIDE))
-BODIES = (CompletionBody, ChatBody, TokenizeBody, DetokenizeBody)
-UNTYPED = {"prompt", "messages"}
-"""Lists of several forms: router/http/calls.py bounds them by `check_length`."""
+ANTHROPIC_GUIDE = (Path(__file__).parents[3] / "docs" / "anthropic.md").read_text(encoding="utf-8")
+ANTHROPIC_BODIES = (MessagesBody, CountTokensBody)
+OPENAI_BODIES = (CompletionBody, ChatBody, ResponsesBody, TokenizeBody, DetokenizeBody)
+BODIES = OPENAI_BODIES + ANTHROPIC_BODIES
+UNTYPED = {"prompt", "messages", "system", "input"}
+"""Lists of several forms: what reads them bounds them by `check_length`."""
 
 
 def schemas() -> dict[str, Any]:
@@ -82,7 +88,7 @@ def test_option_of_the_document_is_taken_with_its_values_and_no_other() -> None:
 
 def check(option: str, value: float) -> None:
     """Take a body with that option through every check. Raises InvalidRequest."""
-    body = {"prompt": "a", "max_tokens": 2**31 - 1, option: value}
+    body = {"prompt": "a", "max_tokens": 2**31 - 1, option: value, "use_beam_search": option == "length_penalty"}
     (request,) = completion_call(parse_body(CompletionBody, json.dumps(body).encode())).requests
     sampling_from_proto(request.sampling, default_max_tokens=1, default_seed=1).validate(vocab_size=256)
 
@@ -145,9 +151,22 @@ def test_guide_names_every_endpoint() -> None:
     assert [each.name for each in ENDPOINTS if f"`{each.method} {each.public_path}`" not in guide] == []
 
 
-@pytest.mark.parametrize("kind", [*BODIES, StreamOptions, Extension])
+@pytest.mark.parametrize(
+    "kind", [*OPENAI_BODIES, StreamOptions, Extension, TextOptions, ReasoningOptions, EventOptions]
+)
 def test_guide_names_every_field(kind: type[Any]) -> None:
     assert set() < set(kind.model_fields) <= NAMED
+
+
+@pytest.mark.parametrize("kind", [*ANTHROPIC_BODIES, Thinking, Tool, ToolChoice, OutputConfig])
+def test_guide_of_anthropics_api_names_every_field(kind: type[Any]) -> None:
+    assert set() < set(kind.model_fields) <= set(re.findall(r"[a-z_]+", ANTHROPIC_GUIDE))
+
+
+def test_guide_of_anthropics_api_names_every_type_of_an_error() -> None:
+    rows = dict(re.findall(r"^\| (\d{3}) \| `([a-z_]+)` \|", ANTHROPIC_GUIDE, re.MULTILINE))
+    statuses = {status for each in ENDPOINTS if each.dialect is ANTHROPIC for status in each.statuses} - {200}
+    assert rows == {str(status): error_type(status) for status in statuses}
 
 
 async def test_only_these_routes_answer_without_a_key() -> None:

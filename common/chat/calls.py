@@ -1,0 +1,282 @@
+"""Reads answers with tool calls, in each format but the pythonic one (common/chat/pythonic.py).
+
+A call is announced when its name is known and its arguments begin, and these go on as they come. From there it stays a
+call: when its text turns out not to be JSON, the rest of the text is content. Until then all of it is content.
+"""
+
+import re
+from typing import ClassVar
+
+from common.chat.deltas import Collector
+from common.chat.formats import TOOL_FORMATS, ToolFormat
+from common.chat.reader import SPACE, Malformed, Reader, Steps
+
+NAME_RUN = re.compile(r"[A-Za-z0-9_.-]+")
+MAX_NAME_CHARS = 64
+_ID_RUN = re.compile(r"[A-Za-z0-9]+")
+_KEYS = ("name", "arguments", "parameters", "id", "type")
+
+
+class CallReader(Reader):
+    """Reads an answer; subclasses know the markup of one format."""
+
+    format: ClassVar[ToolFormat]
+
+    def __init__(self, out: Collector) -> None:
+        super().__init__()
+        self._out = out
+        self._is_streaming = False
+        self._follows_call = False
+        opening = self.format.opening
+        self._plain = re.compile(rf"[^\s{re.escape(opening[0])}]+")
+
+    def on_wait(self) -> None:
+        """Deliver arguments."""
+        if self._is_streaming:
+            self._release_arguments()
+
+    def read(self) -> Steps[None]:
+        """Read the whole answer."""
+        if self.format.bare and (yield from self.space()) == self.format.bare:
+            yield from self._attempt(self.bare_calls())
+        while (yield from self.more()):
+            if self.run(self._plain):
+                self._flush()
+            elif not self.run(SPACE):
+                if (yield from self.optional(self.format.opening)):
+                    yield from self._attempt(self.marked_calls())
+                else:
+                    self.step()
+                    self._flush()
+        if self.held().strip() or not self._follows_call:
+            self._flush()
+
+    def marked_calls(self) -> Steps[None]:
+        """Read what follows the opening marker. Raises Malformed."""
+        raise NotImplementedError
+
+    def bare_calls(self) -> Steps[None]:
+        """Read calls that begin an answer without a marker. Raises Malformed."""
+        raise NotImplementedError
+
+    def optional(self, literal: str) -> Steps[bool]:
+        """Read a text when it comes next, and return whether it did."""
+        try:
+            yield from self.literal(literal)
+        except Malformed:
+            return False
+        return True
+
+    def _attempt(self, calls: Steps[None]) -> Steps[None]:
+        """Read calls; text that is none becomes content, space after a call remains held."""
+        try:
+            yield from calls
+        except Malformed:
+            if self.held().strip():
+                self._flush()
+
+    def _flush(self) -> None:
+        self._out.add_content(self.held())
+        self.drop_held()
+        self._follows_call = False
+
+    def _release_arguments(self) -> None:
+        self._out.add_arguments(self.held())
+        self.drop_held()
+
+    def begin(self, name: str) -> None:
+        """Announce a call. What is held is its markup."""
+        self._out.begin_call(name)
+        self.drop_held()
+
+    def complete(self) -> None:
+        """Say that a call has been read. What is held is its markup."""
+        self.drop_held()
+        self._follows_call = True
+
+    def closing(self, marker: str) -> Steps[bool]:
+        """Read a closing marker when it comes next, space aside, and return whether it did."""
+        yield from self.space()
+        found = yield from self.optional(marker)
+        if found:
+            self.drop_held()
+        return found
+
+    def name(self) -> Steps[str]:
+        """Read a tool's name. Raises Malformed."""
+        name = yield from self.whole(NAME_RUN, max_chars=MAX_NAME_CHARS)
+        if not name:
+            raise Malformed
+        return name
+
+    def arguments(self, name: str) -> Steps[None]:
+        """Read the arguments of a call and deliver them as they come. Raises Malformed."""
+        if (yield from self.space()) != "{":
+            raise Malformed
+        self.begin(name)
+        self._is_streaming = True
+        try:
+            yield from self.json_object()
+        finally:
+            self._release_arguments()
+            self._is_streaming = False
+        self.complete()
+
+    def json_call(self) -> Steps[None]:
+        """Read an object of a call's name and arguments, in any order. Raises Malformed."""
+        yield from self.literal("{")
+        name, early_arguments, keys = "", "", list(_KEYS)
+        while (yield from self.json_space()) != "}" or len(keys) == len(_KEYS):
+            if len(keys) < len(_KEYS):
+                yield from self.literal(",")
+                yield from self.json_space()
+            key = yield from self._key(keys)
+            if key == "name":
+                yield from self.literal('"')
+                name = yield from self.name()
+                yield from self.literal('"')
+                if early_arguments:
+                    self.begin(name)
+                    self._out.add_arguments(early_arguments)
+            elif key not in ("arguments", "parameters"):
+                yield from self.json_string()
+            elif name:
+                yield from self.arguments(name)
+            else:
+                num_held = self.num_held
+                yield from self.json_object()
+                early_arguments = self.held(num_held)
+        if not name or "arguments" in keys:
+            raise Malformed
+        self.step()
+        self.complete()
+
+    def _key(self, allowed: list[str]) -> Steps[str]:
+        """Read one of some keys, which are then no longer allowed, and its colon. Raises Malformed."""
+        yield from self.literal('"')
+        key = ""
+        while (char := (yield from self.peek())) != '"' or key not in allowed:
+            key += char
+            if not char or not any(each.startswith(key) for each in allowed):
+                raise Malformed
+            self.step()
+        self.step()
+        for each in ("arguments", "parameters") if key in ("arguments", "parameters") else (key,):
+            allowed.remove(each)
+        yield from self.json_space()
+        yield from self.literal(":")
+        yield from self.json_space()
+        return key
+
+
+class HermesReader(CallReader):
+    """`<tool_call>` around each call."""
+
+    format = TOOL_FORMATS["hermes"]
+
+    def marked_calls(self) -> Steps[None]:
+        """Read a call and its closing marker."""
+        yield from self.space()
+        yield from self.json_call()
+        yield from self.closing(self.format.markers[1])
+
+
+class Llama3JsonReader(CallReader):
+    """Objects separated by semicolons or space, after a marker or at the start of the answer."""
+
+    format = TOOL_FORMATS["llama3_json"]
+
+    def marked_calls(self) -> Steps[None]:
+        """Read the calls."""
+        yield from self.space()
+        yield from self.bare_calls()
+
+    def bare_calls(self) -> Steps[None]:
+        """Read the calls."""
+        yield from self.json_call()
+        while True:
+            char = yield from self.space()
+            if char == ";":
+                self.step()
+                char = yield from self.space()
+            if char != "{":
+                return
+            yield from self.json_call()
+
+
+class MistralReader(CallReader):
+    """A list of objects, or a name and arguments, after a marker."""
+
+    format = TOOL_FORMATS["mistral"]
+
+    def marked_calls(self) -> Steps[None]:
+        """Read the list, or the one call."""
+        if (yield from self.space()) != "[":
+            yield from self._named_call()
+            return
+        separator = "["
+        while separator != "]":
+            yield from self.literal(separator)
+            yield from self.space()
+            yield from self.json_call()
+            separator = "]" if (yield from self.space()) == "]" else ","
+        yield from self.closing("]")
+
+    def _named_call(self) -> Steps[None]:
+        name = yield from self.name()
+        _opening, call_id, arguments = self.format.markers
+        if (yield from self.optional(call_id)):
+            yield from self.whole(_ID_RUN, max_chars=MAX_NAME_CHARS)
+        yield from self.optional(arguments)
+        yield from self.arguments(name)
+
+
+class DeepSeekReader(CallReader):
+    """A block of calls, each with markers, a name and arguments, as V3 and R1 (fenced) or V3.1 write them."""
+
+    format = TOOL_FORMATS["deepseek"]
+
+    def marked_calls(self) -> Steps[None]:
+        """Read the calls up to the marker that closes the block."""
+        _opening, _begin, _separator, end, closing = self.format.markers
+        while True:
+            yield from self._call()
+            yield from self.closing(end)
+            if (yield from self.closing(closing)):
+                return
+
+    def _call(self) -> Steps[None]:
+        _opening, begin, separator, _end, _closing = self.format.markers
+        yield from self.space()
+        yield from self.literal(begin)
+        word = yield from self.name()
+        yield from self.literal(separator)
+        if (yield from self.space()) == "{":
+            yield from self.arguments(word)
+            return
+        if word != "function":
+            raise Malformed
+        name = yield from self.name()
+        yield from self.space()
+        yield from self.literal("```json")
+        yield from self.arguments(name)
+        yield from self.closing("```")
+
+
+class ArgumentsReader(CallReader):
+    """An answer that is nothing but the arguments of one call."""
+
+    format = ToolFormat(name="", markers=("\0",), needs_special_tokens=False, bare="{")
+
+    def __init__(self, out: Collector, name: str) -> None:
+        super().__init__(out)
+        self._name = name
+
+    def marked_calls(self) -> Steps[None]:
+        """Refuse: there is no marker."""
+        raise Malformed
+        yield
+
+    def bare_calls(self) -> Steps[None]:
+        """Read the arguments."""
+        yield from self.arguments(self._name)

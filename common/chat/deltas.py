@@ -1,0 +1,82 @@
+"""Deltas of a message: the content, reasoning and parts of tool calls that a piece of an answer adds."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCallDelta:
+    """The next part of a tool call."""
+
+    index: int
+    """0, 1, … within the answer."""
+    name: str | None
+    """Set in the first delta of a call."""
+    arguments: str
+    """Next piece of the argument text."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MessageDelta:
+    """The next part of a message."""
+
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: tuple[ToolCallDelta, ...] = ()
+
+
+def joined(deltas: Sequence[MessageDelta]) -> MessageDelta:
+    """Return what the deltas of an answer say together."""
+    return MessageDelta(
+        content="".join(delta.content for delta in deltas),
+        reasoning="".join(delta.reasoning for delta in deltas),
+        tool_calls=tuple(call for delta in deltas for call in delta.tool_calls),
+    )
+
+
+def whole_calls(deltas: Iterable[ToolCallDelta]) -> list[tuple[str, str]]:
+    """Return name and arguments of each call that the deltas of an answer begin and go on with."""
+    names: dict[int, str] = {}
+    arguments: dict[int, list[str]] = {}
+    for delta in deltas:
+        names[delta.index] = delta.name or names.get(delta.index, "")
+        arguments.setdefault(delta.index, []).append(delta.arguments)
+    return [(names[index], "".join(arguments[index])) for index in sorted(names)]
+
+
+class Collector:
+    """Gathers the parts of a delta."""
+
+    def __init__(self) -> None:
+        self.num_tool_calls = 0
+        self._content: list[str] = []
+        self._reasoning: list[str] = []
+        self._calls: list[tuple[int, str | None, list[str]]] = []
+
+    def add_content(self, text: str) -> None:
+        """Append content."""
+        self._content.append(text)
+
+    def add_reasoning(self, text: str) -> None:
+        """Append reasoning."""
+        self._reasoning.append(text)
+
+    def begin_call(self, name: str) -> None:
+        """Begin the next tool call."""
+        self._calls.append((self.num_tool_calls, name, []))
+        self.num_tool_calls += 1
+
+    def add_arguments(self, text: str) -> None:
+        """Append to the arguments of the call that was begun last."""
+        if not self._calls:
+            self._calls.append((self.num_tool_calls - 1, None, []))
+        self._calls[-1][2].append(text)
+
+    def take(self) -> MessageDelta:
+        """Return the delta and begin the next one."""
+        calls = tuple(
+            ToolCallDelta(index=index, name=name, arguments="".join(pieces)) for index, name, pieces in self._calls
+        )
+        delta = MessageDelta(content="".join(self._content), reasoning="".join(self._reasoning), tool_calls=calls)
+        self._content, self._reasoning, self._calls = [], [], []
+        return delta

@@ -1,0 +1,156 @@
+"""Splits a model's answer into content, reasoning and tool calls while it is written.
+
+Any split of an answer into pushes gives the same message. Text that may begin markup is held back only as long as it
+is ambiguous; what turns out to be no markup is content, so that nothing is lost.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Protocol
+
+from common.chat.calls import ArgumentsReader, CallReader, DeepSeekReader, HermesReader, Llama3JsonReader, MistralReader
+from common.chat.deltas import Collector, MessageDelta, ToolCallDelta
+from common.chat.formats import REASONING_FORMATS, ReasoningFormat
+from common.chat.pythonic import PythonicReader
+from common.chat.reader import Malformed, Reader, Steps
+
+__all__ = ["MessageDelta", "MessageParser", "ToolCallDelta"]
+
+_READERS: Mapping[str, type[CallReader]] = {
+    reader.format.name: reader
+    for reader in (HermesReader, Llama3JsonReader, MistralReader, PythonicReader, DeepSeekReader)
+}
+_THOUGHT = re.compile(r"[^<]+")
+_NEWLINES = re.compile(r"\n+")
+_ANY = re.compile(r"(?s:.+)")
+
+
+class AnswerFormat(Protocol):
+    """How an answer is written, on the wire or as a record; empty names stand for none."""
+
+    @property
+    def tools(self) -> str: ...
+    @property
+    def reasoning(self) -> str: ...
+    @property
+    def in_reasoning(self) -> bool: ...
+    @property
+    def forced_name(self) -> str: ...
+
+
+def has_markup(answer: AnswerFormat) -> bool:
+    """Return whether answers in a format may hold more than content."""
+    return bool(answer.tools or answer.reasoning or answer.forced_name)
+
+
+class MessageParser:
+    """Parses one sample's answer."""
+
+    def __init__(
+        self, *, tools: str | None, reasoning: str | None, in_reasoning: bool = False, forced_name: str | None = None
+    ) -> None:
+        """Begin an answer in these formats; without one, text is content unchanged.
+
+        `in_reasoning` says that the answer begins within the thinking. With `forced_name` and no format of tools, the
+        answer (after the thinking) is the arguments of one call of that tool, as a JSON object; with a format, its
+        markup names the tool and `forced_name` changes nothing. Raises KeyError for an unknown format.
+        """
+        self._out = Collector()
+        self._thinking: _ThinkingReader | None = None
+        self._calls: CallReader | None = None
+        if reasoning is not None:
+            self._thinking = _ThinkingReader(self._out, REASONING_FORMATS[reasoning], in_reasoning=in_reasoning)
+        if tools is not None:
+            self._calls = _READERS[tools](self._out)
+        elif forced_name is not None:
+            self._calls = ArgumentsReader(self._out, forced_name)
+        self._steps = [(reader, reader.read()) for reader in (self._thinking, self._calls) if reader is not None]
+
+    @classmethod
+    def of(cls, answer: AnswerFormat) -> "MessageParser":
+        """Return a parser of answers in a format."""
+        return cls(
+            tools=answer.tools or None,
+            reasoning=answer.reasoning or None,
+            in_reasoning=answer.in_reasoning,
+            forced_name=answer.forced_name or None,
+        )
+
+    @property
+    def num_tool_calls(self) -> int:
+        """Calls that have begun."""
+        return self._out.num_tool_calls
+
+    def push(self, text: str, *, is_last: bool = False) -> MessageDelta:
+        """Return what the next piece of the answer adds; with the last piece also what was held back."""
+        self._push(text)
+        return self.finish() if is_last else self._out.take()
+
+    def finish(self) -> MessageDelta:
+        """Return what was held back. Nothing may be pushed afterwards."""
+        for reader, _steps in self._steps:
+            reader.end()
+            self._push("")
+        return self._out.take()
+
+    def _push(self, text: str) -> None:
+        for reader, steps in self._steps:
+            reader.add(text)
+            next(steps, None)
+            if isinstance(reader, _ThinkingReader):
+                text = reader.take_rest()
+        if self._calls is None:
+            self._out.add_content(text)
+
+
+class _ThinkingReader(Reader):
+    """Reads the thinking at the start of an answer."""
+
+    def __init__(self, out: Collector, markup: ReasoningFormat, *, in_reasoning: bool) -> None:
+        super().__init__()
+        self._out = out
+        self._markup = markup
+        self._in_reasoning = in_reasoning
+        self._rest: list[str] = []
+
+    def take_rest(self) -> str:
+        """Return what has been read behind the thinking."""
+        rest = "".join(self._rest)
+        self._rest.clear()
+        return rest
+
+    def read(self) -> Steps[None]:
+        """Read the whole answer."""
+        yield from self.space()
+        try:
+            yield from self.literal(self._markup.open)
+            self.drop_held()
+        except Malformed:
+            pass
+        else:
+            self._in_reasoning = True
+        if self._in_reasoning:
+            yield from self._thoughts()
+            while (yield from self.more()) and self.run(_NEWLINES):
+                pass
+            self.drop_held()
+        while (yield from self.more()):
+            self.run(_ANY)
+            self._rest.append(self.held())
+            self.drop_held()
+        self._rest.append(self.held())
+
+    def _thoughts(self) -> Steps[None]:
+        """Read up to the end of the thinking, and its closing tag."""
+        while (yield from self.more()):
+            if not self.run(_THOUGHT):
+                try:
+                    yield from self.literal(self._markup.close)
+                except Malformed:
+                    self.step()
+                else:
+                    return
+            self._out.add_reasoning(self.held())
+            self.drop_held()
+        self._out.add_reasoning(self.held())
+        self.drop_held()

@@ -1,0 +1,233 @@
+"""Grammars that answers must follow, by llguidance, and the tokens that they allow next.
+
+A grammar's state after some tokens is a function of the grammar and these tokens. It is derived from a sequence's own
+output whenever it is needed and kept only to save work, so that a handoff, a preemption or a resume on another worker
+has nothing to carry: the new sequence reads its tokens again (0.5 ms for 500 of them).
+
+A hostile grammar can compile for minutes, fill the memory or overflow the stack. So a worker tries each new one in
+another process first (engine/grammar_trial.py).
+"""
+
+import json
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import tokenizers
+
+from common.errors import InvalidRequest
+from common.structured_outputs import FIELD, Structure, read_structure
+
+logger = logging.getLogger(__name__)
+
+MAX_CACHED = 64
+"""Compiled grammars that are kept."""
+LIMITS = {
+    "initial_lexer_fuel": 200_000,
+    "step_lexer_fuel": 40_000,
+    "step_max_items": 10_000,
+    "max_lexer_states": 40_000,
+}
+"""Bounds of llguidance on the work and the memory of one grammar, well below its defaults: a mask is computed between
+two steps of all answers."""
+
+Allowed = npt.NDArray[np.bool_]
+"""For each token of the vocabulary, whether it may come next."""
+
+
+class OutputTokens(Protocol):
+    """The tokens of an answer so far."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: slice, /) -> Sequence[int]: ...
+
+
+class GrammarState:
+    """The state of one sample's grammar. Engine thread only, once its sequence has entered."""
+
+    def __init__(self, matcher: Any, grammar: "Grammar") -> None:
+        self._matcher = matcher
+        self._grammar = grammar
+        self._num_read = 0
+        self._allowed: Allowed | None = None
+        """The tokens that may follow those read; None before the first look."""
+        self.is_complete = False
+        """Whether the answer may end where it was when the tokens were last asked for."""
+
+    @property
+    def error(self) -> str:
+        """Reason why the grammar cannot go on; empty while it can."""
+        return str(self._matcher.get_error()).partition("\n")[0]
+
+    def allowed(self, output: OutputTokens) -> Allowed:
+        """Return the tokens that may follow an output that begins with the tokens read before. Do not change it.
+
+        Where the answer is complete, and where the grammar exceeds its limits, only the end may follow.
+        """
+        new = output[self._num_read : len(output)]
+        if self._allowed is not None and not len(new):
+            return self._allowed
+        if len(new):
+            self._matcher.consume_tokens([int(token_id) for token_id in new])
+            self._num_read += len(new)
+        self._allowed = self._compute()
+        return self._allowed
+
+    def forced(self, output: OutputTokens) -> int | None:
+        """Return the only token that may follow an output, which every way of sampling chooses; None if several may."""
+        allowed = self.allowed(output)
+        return int(allowed.argmax()) if np.count_nonzero(allowed) == 1 else None
+
+    def _compute(self) -> Allowed:
+        mask = b"" if self._matcher.is_stopped() else self._matcher.compute_bitmask()
+        if self._matcher.is_error():
+            logger.warning("a structured answer is cut: %s", self.error)
+            self.is_complete = False
+            return self._grammar.only_end
+        self.is_complete = bool(self._matcher.is_accepting())
+        if not mask:
+            return self._grammar.only_end
+        bits = np.frombuffer(mask, dtype=np.uint8)
+        allowed = np.unpackbits(bits, count=self._grammar.vocab_size, bitorder="little").view(np.bool_)
+        return allowed if allowed.any() else self._grammar.only_end
+
+
+class Grammar:
+    """A compiled grammar. Any thread."""
+
+    def __init__(self, matcher: Any, *, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
+        self._matcher = matcher
+        self.vocab_size = vocab_size
+        self.only_end: Allowed = np.zeros(vocab_size, dtype=np.bool_)
+        self.only_end[list(eos_token_ids)] = True
+
+    def begin(self) -> GrammarState:
+        """Return the state before the first token."""
+        return GrammarState(self._matcher.deep_copy(), self)
+
+    def check(self, output: Sequence[int]) -> None:
+        """Raise InvalidRequest unless an answer may begin with these tokens. Takes longer the longer they are."""
+        if not output:
+            return
+        matcher = self._matcher.deep_copy()
+        num_valid = matcher.try_consume_tokens([int(token_id) for token_id in output])
+        if num_valid < len(output):
+            raise InvalidRequest(f"output token {num_valid} does not follow structured_outputs", field=FIELD)
+
+
+class Grammars:
+    """Compiles structures for one tokenizer. Any thread but an event loop's."""
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer, *, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._eos_token_ids = eos_token_ids
+        self._lock = threading.Lock()
+        self._cache: OrderedDict[str, Grammar] = OrderedDict()
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """JSON values from which another process makes the same compiler."""
+        eos = sorted(self._eos_token_ids)
+        return {"tokenizer": self._tokenizer.to_str(), "vocab_size": self._vocab_size, "eos_token_ids": eos}
+
+    @classmethod
+    def described(cls, description: dict[str, Any]) -> "Grammars":
+        """Invert `description`."""
+        tokenizer = tokenizers.Tokenizer.from_str(description["tokenizer"])
+        eos_token_ids = frozenset(description["eos_token_ids"])
+        return cls(tokenizer, vocab_size=description["vocab_size"], eos_token_ids=eos_token_ids)
+
+    def knows(self, text: str) -> bool:
+        """Return whether a structure is compiled already."""
+        return text in self._cache
+
+    def compile(self, text: str) -> Grammar:
+        """Return the grammar of a structure's JSON text: usually within 5 ms. Raises InvalidRequest.
+
+        Its first mask is computed, too, which is where most grammars fail that cannot be had.
+        """
+        with self._lock:
+            grammar = self._cache.pop(text, None) or self._compile(read_structure(text))
+            self._cache[text] = grammar
+            if len(self._cache) > MAX_CACHED:
+                self._cache.popitem(last=False)
+            return grammar
+
+    def _compile(self, structure: Structure) -> Grammar:
+        import llguidance  # 20 MB that only structured answers need
+
+        known = self._known
+        try:
+            source = _source(structure, self._tokenizer)
+        except ValueError as error:
+            raise InvalidRequest(f"structured_outputs cannot be compiled: {error}", field=FIELD) from None
+        limits = llguidance.LLParserLimits(**LIMITS)  # type: ignore[arg-type]  # its fields have several types
+        matcher = llguidance.LLMatcher(known, source, log_level=0, limits=limits)
+        if not matcher.is_error():
+            grammar = Grammar(matcher, vocab_size=self._vocab_size, eos_token_ids=self._eos_token_ids)
+            state = grammar.begin()
+            state.allowed(())
+            if not state.error:
+                return grammar
+            reason = state.error
+        else:
+            reason = str(matcher.get_error()).partition("\n")[0]
+        raise InvalidRequest(f"structured_outputs cannot be compiled: {structure.kind}: {reason}", field=FIELD)
+
+    @cached_property
+    def _known(self) -> Any:
+        """The tokenizer as llguidance knows it."""
+        import llguidance
+
+        eos = sorted(self._eos_token_ids)
+        try:
+            return llguidance.LLTokenizer(self._tokenizer.to_str(), n_vocab=self._vocab_size, eos_token=eos)
+        except ValueError as error:
+            raise InvalidRequest(f"this model takes no structured_outputs: {error}", field=FIELD) from None
+
+
+def _source(structure: Structure, tokenizer: tokenizers.Tokenizer) -> str:
+    """Return llguidance's source of a structure. Raises ValueError."""
+    from llguidance import LLMatcher
+
+    value = structure.value
+    match structure.kind:
+        case "json":
+            return LLMatcher.grammar_from_json_schema(json.dumps(value), overrides={"coerce_one_of": True})
+        case "json_object":
+            return LLMatcher.grammar_from_json_schema('{"type": "object"}')
+        case "regex":
+            return LLMatcher.grammar_from_regex(value)
+        case "choice":
+            return LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(each) for each in value))
+        case "grammar":
+            return LLMatcher.grammar_from_lark(value)
+        case "structural_tag":
+            return _tags_source(value, tokenizer)
+
+
+def _tags_source(value: dict[str, Any], tokenizer: tokenizers.Tokenizer) -> str:
+    """Return the source of free text with structures behind its triggers. Raises ValueError."""
+    from llguidance import LLMatcher, StructTag
+
+    triggers = [trigger for trigger in value["triggers"] if trigger.startswith("<") and trigger.endswith(">")]
+    are_tokens = {tokenizer.token_to_id(trigger) is not None for trigger in triggers}
+    if len(are_tokens) > 1:
+        raise ValueError("structural_tag: some triggers are tokens of this model and others are not")
+    tags = [
+        StructTag(
+            trigger=max((each for each in value["triggers"] if tag["begin"].startswith(each)), key=len),
+            begin=tag["begin"],
+            grammar=tag["schema"],
+            end=tag["end"],
+        )
+        for tag in value["structures"]
+    ]
+    return LLMatcher.grammar_from_lark(StructTag.to_grammar(tags, assume_special=are_tokens == {True}))

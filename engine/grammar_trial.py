@@ -1,0 +1,131 @@
+"""Tries grammars in a process of their own, which may take long, run out of memory or crash in place of the worker.
+
+`python -m engine.grammar_trial` reads one line that describes the compiler, then a structure in each line, and answers
+each with a line: an error, or an empty one. It dies with its parent.
+"""
+
+import contextlib
+import json
+import os
+import resource
+import select
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+from common.errors import InvalidRequest
+from common.process import PARENT_PID_ENV, die_with_parent
+from common.structured_outputs import FIELD
+from engine.grammar import Grammars
+
+TRIAL_S = 2.0
+"""Longest time that a grammar may take to compile and to compute its first mask."""
+START_S = 30.0
+"""Longest time until a new process is ready."""
+MEMORY_BYTES = 1 << 30
+"""Address space that a trial may take beyond that of the idle process."""
+MAX_REFUSED = 1024
+
+
+class GrammarTrial:
+    """The process, started when it is first needed. Any thread; one trial at a time."""
+
+    def __init__(self, grammars: Grammars) -> None:
+        self._grammars = grammars
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._refused: dict[str, str] = {}
+        """Reasons by structure."""
+
+    def pass_or_refuse(self, text: str) -> None:
+        """Return when a structure has been compiled elsewhere. Raises InvalidRequest. Takes TRIAL_S at most."""
+        with self._lock:
+            reason = self._refused.get(text)
+            if reason is None and (reason := self._try(text)):
+                if len(self._refused) >= MAX_REFUSED:
+                    self._refused.clear()
+                self._refused[text] = reason
+        if reason:
+            raise InvalidRequest(reason, field=FIELD)
+
+    def close(self) -> None:
+        """End the process."""
+        with self._lock:
+            self._end()
+
+    def _try(self, text: str) -> str:
+        """Return why a structure is refused; empty when it is not."""
+        try:
+            if self._process is None or self._process.poll() is not None:
+                self._start()
+            answer = self._ask(text, within_s=TRIAL_S)
+        except OSError:
+            answer = None
+        if answer is None:
+            self._end()
+            return f"structured_outputs cannot be compiled: it takes more than {TRIAL_S:g} s or too much memory"
+        return str(answer)
+
+    def _start(self) -> None:
+        environment = {**os.environ, PARENT_PID_ENV: str(os.getpid())}
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "engine.grammar_trial"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,
+            start_new_session=True,
+        )
+        if self._ask(self._grammars.description, within_s=START_S) is None:
+            self._end()
+            raise OSError("the process for grammars does not start")
+
+    def _ask(self, value: Any, *, within_s: float) -> Any:
+        """Send a line and return the answer; None when there is none in time."""
+        process = self._process
+        assert process is not None, "it was started"
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(json.dumps(value).encode() + b"\n")
+        process.stdin.flush()
+        ready, _, _ = select.select([process.stdout], [], [], within_s)
+        line = process.stdout.readline() if ready else b""
+        return json.loads(line) if line else None
+
+    def _end(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.wait()
+            for pipe in (process.stdin, process.stdout):
+                if pipe is not None:
+                    with contextlib.suppress(OSError):
+                        pipe.close()
+
+
+def main() -> None:
+    """Serve trials until stdin ends."""
+    die_with_parent()
+    grammars = Grammars.described(json.loads(sys.stdin.buffer.readline()))
+    with contextlib.suppress(InvalidRequest):
+        grammars.compile('{"regex": "a"}')  # loads the library before memory is limited
+    size = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY_BYTES, size + MEMORY_BYTES))
+    _answer("")
+    for line in sys.stdin.buffer:
+        try:
+            grammars.compile(json.loads(line))
+        except InvalidRequest as error:
+            _answer(error.message)
+        else:
+            _answer("")
+
+
+def _answer(text: str) -> None:
+    sys.stdout.write(json.dumps(text) + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""Walks one seed after the other, with progress; see the package."""
+
+import argparse
+import json
+import logging
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from measure.simulate.chaos.settings import ChaosReport, ChaosSettings, Fault, draw_settings
+from measure.simulate.chaos.walk import run_walk
+
+
+@dataclass(slots=True)
+class Swarm:
+    """Sums over walks."""
+
+    num_walks: int = 0
+    cpu_s: float = 0.0
+    virtual_s: float = 0.0
+    num_replans: int = 0
+    drain_s: float = 0.0
+    """Longest of any walk."""
+    whole_s: float = 0.0
+    """Likewise."""
+    outcomes: Counter[str] = field(default_factory=Counter)
+    faults: Counter[str] = field(default_factory=Counter)
+    violations: dict[int, list[str]] = field(default_factory=dict)
+    """By seed."""
+
+    def add(self, settings: ChaosSettings, report: ChaosReport, cpu_s: float) -> None:
+        """Add a walk."""
+        self.num_walks += 1
+        self.cpu_s += cpu_s
+        self.virtual_s += report.virtual_s
+        self.num_replans += report.num_replans
+        self.drain_s = max(self.drain_s, report.drain_s)
+        self.whole_s = max(self.whole_s, report.whole_s)
+        self.outcomes += report.outcomes
+        self.faults += {str(fault): count for fault, count in report.faults.items()}
+        if report.violations:
+            self.violations[settings.seed] = report.violations
+
+    def figures(self) -> dict[str, object]:
+        """Return everything as JSON."""
+        num_requests = self.outcomes.total()
+        return {
+            "walks": self.num_walks,
+            "requests": num_requests,
+            "virtual_hours": round(self.virtual_s / 3600, 3),
+            "cpu_s": round(self.cpu_s, 1),
+            "requests_per_cpu_s": round(num_requests / max(self.cpu_s, 1e-9), 1),
+            "replans": self.num_replans,
+            "longest_drain_s": round(self.drain_s, 3),
+            "longest_until_whole_s": round(self.whole_s, 3),
+            "outcomes": dict(self.outcomes.most_common()),
+            "faults": dict(self.faults.most_common()),
+            "violations": self.violations,
+        }
+
+
+def main() -> int:
+    """Run the walks of the command line; return the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m measure.simulate.chaos", description="Random faults in a simulated cluster, seed by seed."
+    )
+    parser.add_argument("--seeds", default="1-50", help="one, or FIRST-LAST")
+    parser.add_argument("--requests", type=int, default=250, help="of each walk")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="no walk begins after this time")
+    parser.add_argument("--out", type=Path, help="file of the figures, JSON")
+    parser.add_argument("--verbose", action="store_true", help="with the log of routers and workers")
+    args = parser.parse_args()
+    logging.basicConfig(level=logging.WARNING if args.verbose else logging.CRITICAL)
+    first, _, last = args.seeds.partition("-")
+    swarm, begin_s = Swarm(), time.monotonic()
+    for seed in range(int(first), int(last or first) + 1):
+        if time.monotonic() - begin_s > 60 * args.minutes:
+            break
+        settings = draw_settings(seed, num_requests=args.requests)
+        cpu_s = time.process_time()
+        report = run_walk(settings)
+        swarm.add(settings, report, time.process_time() - cpu_s)
+        tell(f"seed {seed}: {_sketch(settings, report)}")
+        for violation in report.violations:
+            tell(f"  VIOLATION {violation}")
+    text = json.dumps(swarm.figures(), indent=2)
+    print(text)  # noqa: T201
+    if args.out is not None:
+        args.out.write_text(text + "\n", encoding="utf-8")
+    return 1 if swarm.violations else 0
+
+
+def _sketch(settings: ChaosSettings, report: ChaosReport) -> str:
+    shape = f"{settings.num_prefill}P{settings.num_decode}D, {settings.num_routers} routers"
+    faults = ", ".join(f"{report.faults[fault]} x {fault}" for fault in Fault if fault in settings.faults)
+    outcomes = ", ".join(f"{count} {outcome}" for outcome, count in report.outcomes.most_common())
+    return f"{shape}; {faults}; {outcomes}; drained in {report.drain_s:.1f} s, whole in {report.whole_s:.1f} s"
+
+
+def tell(line: str) -> None:
+    """Print a line of progress."""
+    print(line, file=sys.stderr, flush=True)  # noqa: T201
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,130 @@
+"""The clients of a walk: each asks one question and checks what comes of it."""
+
+import asyncio
+import random
+
+from common.block_hash import hash_blocks
+from common.config import RouterConfig
+from common.errors import CrashSuspected, InvalidRequest, KvrelayError, WorkerLost
+from common.ids import RequestId, mint_request_id
+from common.lifecycle import LifeCycle
+from measure.simulate.chaos.oracles import AnswerCheck, Violation
+from measure.simulate.chaos.poison import PoisonBook
+from measure.simulate.chaos.questions import Question, QuestionBook
+from measure.simulate.chaos.settings import MIN_QUIET_S, ChaosReport, ChaosSettings, Fault
+from measure.simulate.client import admit
+from router.parts import RouterParts
+from router.record import Job
+
+
+class Clients:
+    """All clients of all routers. Event loop only."""
+
+    def __init__(
+        self,
+        draw: random.Random,
+        settings: ChaosSettings,
+        book: QuestionBook,
+        poisons: PoisonBook,
+        config: RouterConfig,
+        report: ChaosReport,
+    ) -> None:
+        """`config`: that of the routers. Outcomes and broken invariants go into `report`."""
+        self._draw = draw
+        self._settings = settings
+        self._book = book
+        self._poisons = poisons
+        self._config = config
+        self._report = report
+        self._unlucky_prompts: set[bytes] = set()
+        """Prompts of innocent requests that were refused after many deaths; routers remember them for a while."""
+
+    async def ask_once(self, router: RouterParts) -> None:
+        """Ask one question; some clients cancel, some questions are poison."""
+        is_poison, patience_s = self._draws_poison(), None
+        question = self._book.fresh() if is_poison else self._book.draw()
+        check = AnswerCheck(question)
+        life = LifeCycle(mint_request_id(), router.clock)
+        if is_poison:
+            token_index = self._draw.randrange(len(question.answers[0]))
+            self._poisons.add(life.request_id, token_index, num_tokens=lambda: check.num_tokens)
+        elif self._draw.random() < self._settings.cancelled_share:
+            patience_s = self._draw.expovariate(2.0)
+        try:
+            async with asyncio.timeout(patience_s):
+                outcome = await self._ask(question, check, router, life)
+        except TimeoutError:
+            outcome = "cancelled"
+        finally:
+            if is_poison:
+                self._poisons.end(life.request_id)
+        self._report.outcomes[outcome] += 1
+
+    def _draws_poison(self) -> bool:
+        settings = self._settings
+        if Fault.POISON not in settings.faults or self._poisons.quiet_s < MIN_QUIET_S:
+            return False
+        return self._draw.random() < 1 / (settings.poison_gap_s * settings.rate_per_s)
+
+    async def _ask(self, question: Question, check: AnswerCheck, router: RouterParts, life: LifeCycle) -> str:
+        """Return the outcome of a request; note a broken invariant."""
+        timeout_s, clock = self._settings.timeout_s, router.clock
+        ends_s = clock.monotonic() + timeout_s
+        error: KvrelayError | None = None
+        try:
+            with (
+                router.orchestrator.account(life, time_left_s=lambda: ends_s - clock.monotonic()),
+                admit(router) as ticket,
+            ):
+                model = await router.fleet.wait_for_model(timeout_s=timeout_s)
+                job = Job(
+                    request_id=life.request_id,
+                    prompt_token_ids=question.prompt,
+                    prompt_hashes=hash_blocks(question.prompt, root=model.root, block_size=model.block_size),
+                    sampling=question.sampling,
+                    model=model,
+                )
+                running = router.orchestrator.running(job, ticket, life, timeout_s=ends_s - clock.monotonic())
+                async with running as outbox:
+                    while (message := await outbox.get()) is not None:
+                        check.take(message)
+                if outbox.error is not None:
+                    raise outbox.error
+            check.end_well()
+        except KvrelayError as caught:
+            check.end_badly()
+            error = caught
+        except Violation as violation:
+            self._report.violations.append(f"{life.request_id}: {violation}")
+            return "wrong"
+        is_poison = self._poisons.is_poison(life.request_id)
+        wrong = (
+            self._wrong_end_of_poison(life.request_id, error) if is_poison else self._wrong_end(question, life, error)
+        )
+        if wrong:
+            self._report.violations.append(f"{life.request_id} {wrong}")
+        return "complete" if error is None else type(error).__name__
+
+    def _wrong_end(self, question: Question, life: LifeCycle, error: KvrelayError | None) -> str:
+        """Return why an innocent request should not have ended so; empty if it should."""
+        if error is None or self._settings.may_fail:
+            return ""
+        # A call that is opened twice is refused; HTTP/2 never repeats a message, so no router sends it again.
+        if isinstance(error, InvalidRequest) and Fault.REPEATED in self._settings.faults:
+            return ""
+        if isinstance(error, CrashSuspected):
+            max_lost, prompt = self._config.max_lost_workers, bytes(question.prompt)
+            if prompt in self._unlucky_prompts or self._poisons.may_be_bad_luck(life.received_s, max_lost=max_lost):
+                self._unlucky_prompts.add(prompt)
+                return ""
+        return f"is innocent and has failed: {error!r}"
+
+    def _wrong_end_of_poison(self, request_id: RequestId, error: KvrelayError | None) -> str:
+        others = self._settings.faults - {Fault.POISON}
+        if isinstance(error, WorkerLost) and others:
+            return ""  # with workers that it lost otherwise, it had `max_attempts` first
+        if not isinstance(error, CrashSuspected):
+            return f"is poison and ended with {error!r}"
+        num_deaths = self._poisons.num_deaths(request_id)
+        is_too_many = num_deaths > self._config.max_lost_workers
+        return f"is poison and has ended {num_deaths} workers in a row" if is_too_many else ""

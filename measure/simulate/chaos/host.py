@@ -1,0 +1,222 @@
+"""The place of one worker: its process, which dies and is started again, and the faults that befall it."""
+
+import asyncio
+from collections.abc import Callable
+from contextvars import Context, copy_context
+from typing import Any
+
+from common.ids import RequestId
+from common.timing import StepShape, TimingModel
+from engine.fake import FakeExecutor
+from engine.scheduler import StepPlan
+from kvrelay.v1 import worker_pb2
+from measure.simulate.chaos.poison import PoisonBook
+from measure.simulate.engine import SimEngine
+from measure.simulate.leap import DecodeLeap
+from measure.simulate.loop import PROCESS, VirtualClock
+from measure.simulate.timing import FittedTimes, WorkerSpeed
+from measure.simulate.wire import KEEPALIVE_S
+from measure.simulate.worker import SharedWorld, SimWorker
+from router.facts import Endpoint
+from worker.watchdog import TICK_S, predict_s, watchdog_of
+
+
+class _Times(FittedTimes):
+    """Step times of a worker that may be slow for a while."""
+
+    factor = 1.0
+
+    def step_s(self, shape: StepShape) -> float:
+        return self.factor * super().step_s(shape)
+
+    def decode_line(self, num_decodes: int) -> tuple[float, float]:
+        constant_s, per_context_token_s = super().decode_line(num_decodes)
+        return self.factor * constant_s, self.factor * per_context_token_s
+
+
+class _Engine(SimEngine):
+    """An engine whose step may end the process, or never end."""
+
+    may_end: Callable[[StepPlan], bool]
+    """Asked at the end of each step; after False nothing happens any more."""
+
+    def _end(self, leap: DecodeLeap | None, plan: StepPlan) -> None:
+        if self.may_end(plan):
+            super()._end(leap, plan)
+
+
+class Host:
+    """One worker's place. Event loop only."""
+
+    worker: SimWorker
+    """The present life, or the last one."""
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        world: SharedWorld,
+        times: TimingModel,
+        make_executor: Callable[[], FakeExecutor],
+        poisons: PoisonBook,
+        *,
+        draw_down_s: Callable[[], float],
+    ) -> None:
+        """`draw_down_s` returns the time after which a dead process is started again."""
+        self.endpoint = endpoint
+        self._world = world
+        self._loop = world.loop
+        self._timing = times
+        self._make_executor = make_executor
+        self._poisons = poisons
+        self._draw_down_s = draw_down_s
+        self._context = copy_context()
+        """Context of everything that is not the process."""
+        self._is_down = True
+        self._is_to_hang = self._is_hung = False
+        self._times = _Times(times)
+        self._watching: asyncio.Task[None] | None = None
+        self._dying: set[asyncio.Task[None]] = set()
+
+    @property
+    def address(self) -> str:
+        """Address at which the worker serves."""
+        return self.endpoint.address
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether the worker can serve requests alone."""
+        return self.endpoint.role == worker_pb2.WORKER_ROLE_DECODE
+
+    @property
+    def is_well(self) -> bool:
+        """Whether no fault concerns the process now."""
+        is_ill = self._is_down or self._is_to_hang or self._is_hung or self._times.factor > 1
+        return not (is_ill or self._loop.is_stopped(self._name))
+
+    @property
+    def _name(self) -> str:
+        return self.endpoint.worker_id
+
+    @property
+    def _watchdog_name(self) -> str:
+        return f"{self._name}/watchdog"
+
+    def start(self) -> None:
+        """Start a process, with an empty cache and a new epoch, unless one lives."""
+        if not self._is_down:
+            return
+        self._is_down = self._is_to_hang = self._is_hung = False
+        self._times = _Times(self._timing)
+        process = self._in_process(self._name)
+        self.worker = process.run(self._make_worker)
+        process.run(self.worker.start)
+        watching = self._watch(self.worker, process)
+        self._watching = self._loop.create_task(watching, context=self._in_process(self._watchdog_name))
+
+    def _in_process(self, name: str) -> Context:
+        context = self._context.copy()
+        context.run(PROCESS.set, name)
+        return context
+
+    def _make_worker(self) -> SimWorker:
+        pace = WorkerSpeed(times=self._times)
+        return SimWorker(self.endpoint, self._world, self._make_executor(), pace, make_engine=self._make_engine)
+
+    def _make_engine(self, *arguments: Any, **options: Any) -> SimEngine:
+        engine = _Engine(*arguments, **options)
+        engine.may_end = self._may_end
+        return engine
+
+    def _may_end(self, plan: StepPlan) -> bool:
+        """Return whether a step ends; if not, the process dies or hangs in it."""
+        if (cause := self._poisons.strikes(plan.batch.values())) is not None:
+            self.die(cause)
+            return False
+        step = self.worker.engine.running_step
+        # A step of a kind that was never measured may be compiling, and the watchdog gives it ten minutes.
+        if self._is_to_hang and step is not None and predict_s(step, self.worker.runtime.timing.model) is not None:
+            self._is_to_hang, self._is_hung = False, True
+            self._poisons.note_death(None)
+        return not self._is_hung
+
+    async def _watch(self, worker: SimWorker, process: Context) -> None:
+        watchdog = watchdog_of(
+            worker.runtime,
+            call_loop=lambda beat: self._loop.call_soon(beat, context=process),
+            end=lambda _reason: self.die(),
+            clock=VirtualClock(self._loop),
+        )
+        while True:
+            await asyncio.sleep(TICK_S)
+            watchdog.check()
+
+    # Faults.
+
+    def die(self, cause: RequestId | None = None) -> None:
+        """Let the process die, by a request or otherwise, and start another one later. Harmless when there is none."""
+        task = self._loop.create_task(self._die(cause), context=self._context.copy())
+        self._dying.add(task)
+        task.add_done_callback(self._dying.discard)
+
+    async def _die(self, cause: RequestId | None) -> None:
+        if self._is_down:
+            return
+        self._poisons.note_death(cause)
+        self._is_down = True
+        await self._end_watch()
+        await self.worker.crash()
+        self._loop.call_later(self._draw_down_s(), self.start, context=self._context)
+
+    async def stop_for(self, seconds: float) -> None:
+        """Stop the process for a while, as SIGSTOP does. Peers give up its connections when it takes too long."""
+        worker, processes = self.worker, (self._name, self._watchdog_name)
+        for process in processes:
+            self._loop.stop_process(process)
+        try:
+            while seconds > KEEPALIVE_S:
+                await asyncio.sleep(KEEPALIVE_S)
+                seconds -= KEEPALIVE_S
+                if worker is self.worker:
+                    self._world.network.break_off(self.address)
+            await asyncio.sleep(seconds)
+        finally:
+            if worker is self.worker:
+                for process in processes:
+                    self._loop.continue_process(process)
+
+    def hang_loop(self) -> None:
+        """Let the event loop stand still until the watchdog ends the process."""
+        self._loop.stop_process(self._name)
+
+    def hang_step(self) -> None:
+        """Let the next step of a measured kind never end."""
+        self._is_to_hang = True
+
+    def spare(self) -> None:
+        """Take back a hang that has not begun."""
+        self._is_to_hang = False
+
+    async def slow_for(self, seconds: float, *, factor: float) -> None:
+        """Let steps take longer for a while."""
+        times = self._times
+        times.factor = factor
+        try:
+            await asyncio.sleep(seconds)
+        finally:
+            times.factor = 1.0
+
+    # The end.
+
+    async def _end_watch(self) -> None:
+        if self._watching is not None:
+            self._loop.continue_process(self._watchdog_name)
+            self._watching.cancel()
+            await asyncio.wait([self._watching])
+            self._watching = None
+
+    async def aclose(self) -> None:
+        """Close the worker in an orderly way."""
+        await self._end_watch()
+        if self._dying:
+            await asyncio.wait(self._dying)
+        await self.worker.aclose()

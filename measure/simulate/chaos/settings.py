@@ -1,0 +1,123 @@
+"""Settings of a walk, the kinds of faults, and what a walk reports."""
+
+import enum
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+
+from measure.simulate.wire import FaultRates
+
+
+class Fault(enum.StrEnum):
+    """Kinds of faults, each of which is on or off for a whole walk."""
+
+    CRASH = "crash"
+    """A worker process dies and is started again."""
+    STOP = "stop"
+    """Nothing of a worker process runs for a while, as after SIGSTOP; some are killed instead of continued."""
+    HUNG_STEP = "hung step"
+    """An engine step never ends; the event loop lives."""
+    HUNG_LOOP = "hung loop"
+    """The event loop of a worker stands still for good; its watchdog lives."""
+    SLOW = "slow"
+    """The steps of a worker take ten times as long for a while."""
+    POISON = "poison"
+    """A request ends every worker that computes a certain token of its answer."""
+    CUT = "cut"
+    """Nothing arrives between two hosts for a while."""
+    ONE_WAY_CUT = "one-way cut"
+    FLAPPING_CUT = "flapping cut"
+    """The network between two hosts comes and goes, in either direction."""
+    LOST = "lost message"
+    REPEATED = "repeated message"
+    LATE = "late message"
+    STALL = "stalled sender"
+    """Everything that a host sends is late for a while."""
+
+
+PROCESS_FAULTS = frozenset({Fault.CRASH, Fault.STOP, Fault.HUNG_STEP, Fault.HUNG_LOOP, Fault.SLOW})
+CUT_FAULTS = frozenset({Fault.CUT, Fault.ONE_WAY_CUT, Fault.FLAPPING_CUT})
+MIN_QUIET_S = 5.0
+"""Shortest time between the end of a poison request and the next one: innocent ones get tokens, or end."""
+BAD_DAY = FaultRates(lose=0.0005, repeat=0.0005, delay=0.01, max_delay_s=0.5, stall=0.0001, stall_s=2.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChaosSettings:
+    """Cluster, load and faults. Equal settings give equal walks."""
+
+    num_requests: int
+    seed: int
+    faults: frozenset[Fault] = frozenset(Fault)
+    num_prefill: int = 2
+    num_decode: int = 3
+    num_routers: int = 2
+    rate_per_s: float = 12.0
+    message_rates: FaultRates = BAD_DAY
+    """Probabilities of the kinds of message faults that are on."""
+    mean_gap_s: float = 6.0
+    """Mean time between two faults of one kind of worker or network faults."""
+    max_down_s: float = 3.0
+    """Longest time until a dead worker is started again."""
+    max_fault_s: float = 30.0
+    """Longest time that a worker is stopped or slow, or the network cut."""
+    poison_gap_s: float = 10.0
+    """Mean time between two poison requests. One comes when the last has ended MIN_QUIET_S ago: no budget could tell
+    the innocent from two of them."""
+    cancelled_share: float = 0.03
+    """Share of clients that cancel."""
+    timeout_s: float = 600.0
+    may_fail: bool = False
+    """Whether innocent requests may fail: they survive a limited number of attempts, and faults may be too many."""
+
+    @property
+    def rates(self) -> FaultRates:
+        """Probabilities per message."""
+        rates, on = self.message_rates, self.faults
+        return FaultRates(
+            lose=rates.lose * (Fault.LOST in on),
+            repeat=rates.repeat * (Fault.REPEATED in on),
+            delay=rates.delay * (Fault.LATE in on),
+            max_delay_s=rates.max_delay_s,
+            stall=rates.stall * (Fault.STALL in on),
+            stall_s=rates.stall_s,
+        )
+
+
+def draw_settings(seed: int, *, num_requests: int) -> ChaosSettings:
+    """Return the walk of a seed: a shape, a load, and some kinds of faults (swarm testing).
+
+    A walk with every kind at once hides what a few of them would show: workers die before anything else can happen.
+    """
+    draw = random.Random(f"walk {seed}")
+    share = draw.choice((0.15, 0.3, 0.6))
+    faults = frozenset(fault for fault in Fault if draw.random() < share) or frozenset({draw.choice(list(Fault))})
+    return ChaosSettings(
+        num_requests=num_requests,
+        seed=seed,
+        faults=faults,
+        num_prefill=draw.choice((0, 1, 2, 3)),
+        num_decode=draw.choice((2, 3, 4)),
+        num_routers=draw.choice((1, 2, 3)),
+        rate_per_s=draw.choice((5.0, 10.0, 20.0)),
+        mean_gap_s=draw.choice((3.0, 6.0, 12.0)),
+        cancelled_share=draw.choice((0.0, 0.03, 0.2)),
+    )
+
+
+@dataclass(slots=True)
+class ChaosReport:
+    """Events of a walk."""
+
+    outcomes: Counter[str] = field(default_factory=Counter)
+    """Requests by outcome: "complete", "cancelled", or an error class."""
+    faults: Counter[Fault] = field(default_factory=Counter)
+    """Faults that happened; of messages, those concerned."""
+    num_replans: int = 0
+    virtual_s: float = 0.0
+    drain_s: float = 0.0
+    """Time from the end of all faults to the last reply."""
+    whole_s: float = 0.0
+    """Time from the end of all faults until every router had every worker again."""
+    violations: list[str] = field(default_factory=list)
+    """Broken invariants; empty in a correct walk."""

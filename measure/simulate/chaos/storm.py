@@ -1,0 +1,164 @@
+"""The faults of one walk: when they happen, to whom, and for how long.
+
+Each kind of worker or network fault that is on has a task of its own, which waits, draws a victim and lets the fault
+run its time. One healthy decode worker, which could serve alone, stays in reach of every router: without one, requests
+would rightly fail. Workers that a poison request ends are not spared.
+"""
+
+import asyncio
+import math
+import random
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+from measure.simulate.chaos.host import Host
+from measure.simulate.chaos.settings import CUT_FAULTS, PROCESS_FAULTS, ChaosReport, ChaosSettings, Fault
+from measure.simulate.cuts import Direction
+from measure.simulate.network import SimNetwork
+from measure.simulate.wire import KEEPALIVE_S
+
+_MIN_FAULT_S = 0.3
+_SLOW_FACTOR = 10.0
+_KILLED_SHARE = 0.2
+"""Share of stopped processes that are killed in the end."""
+_MAX_FLAP_S = 2.0
+
+
+class Storm:
+    """All faults between `start` and `stop`. Event loop only."""
+
+    def __init__(
+        self,
+        draw: random.Random,
+        settings: ChaosSettings,
+        network: SimNetwork,
+        *,
+        hosts: Sequence[Host],
+        routers: Sequence[str],
+        report: ChaosReport,
+    ) -> None:
+        """`routers`: their addresses."""
+        self._loop = network.loop
+        self._draw = draw
+        self._settings = settings
+        self._network = network
+        self._hosts = hosts
+        self._routers = routers
+        self._report = report
+        self._drawing: list[asyncio.Task[None]] = []
+        self._raging: set[asyncio.Task[None]] = set()
+
+    def start(self) -> None:
+        """Begin."""
+        for fault in sorted(self._settings.faults & (PROCESS_FAULTS | CUT_FAULTS)):
+            self._drawing.append(self._loop.create_task(self._repeat(fault)))
+
+    async def stop(self) -> None:
+        """End every fault now: what stopped goes on, what was cut is whole. Hung workers are left to their watchdog."""
+        for host in self._hosts:
+            host.spare()
+        for task in (*self._drawing, *self._raging):
+            task.cancel()
+        if tasks := [*self._drawing, *self._raging]:
+            await asyncio.wait(tasks)
+            for task in tasks:
+                if not task.cancelled():
+                    task.result()
+
+    async def _repeat(self, fault: Fault) -> None:
+        make = self._kill_or_cut(fault)
+        while True:
+            await asyncio.sleep(self._draw.expovariate(1 / self._settings.mean_gap_s))
+            raging = make()
+            if raging is None:
+                continue
+            self._report.faults[fault] += 1
+            task = self._loop.create_task(raging)
+            self._raging.add(task)
+            task.add_done_callback(self._end)
+
+    def _end(self, task: "asyncio.Task[None]") -> None:
+        self._raging.discard(task)
+        if not task.cancelled():
+            task.result()
+
+    def _kill_or_cut(self, fault: Fault) -> Callable[[], Coroutine[Any, Any, None] | None]:
+        if fault in CUT_FAULTS:
+            return lambda: self._draw_cut(fault)
+        return lambda: self._draw_victim(fault)
+
+    def _seconds(self) -> float:
+        """Return the length of a fault: short ones are as likely as long ones."""
+        return math.exp(self._draw.uniform(math.log(_MIN_FAULT_S), math.log(self._settings.max_fault_s)))
+
+    # Faults of processes.
+
+    def _draw_victim(self, fault: Fault) -> Coroutine[Any, Any, None] | None:
+        host = self._draw.choice(self._hosts)
+        if not host.is_well or not self._is_bearable(victim=host):
+            return None
+        return self._befall(fault, host)
+
+    async def _befall(self, fault: Fault, host: Host) -> None:
+        match fault:
+            case Fault.CRASH:
+                host.die()
+            case Fault.STOP:
+                await host.stop_for(self._seconds())
+                if self._draw.random() < _KILLED_SHARE:
+                    host.die()
+            case Fault.HUNG_STEP:
+                host.hang_step()
+            case Fault.HUNG_LOOP:
+                host.hang_loop()
+            case Fault.SLOW:
+                await host.slow_for(self._seconds(), factor=_SLOW_FACTOR)
+
+    # Cuts.
+
+    def _draw_cut(self, fault: Fault) -> Coroutine[Any, Any, None] | None:
+        one = self._draw.choice(self._hosts)
+        others = [*self._routers, *(host.address for host in self._hosts if host is not one)]
+        other = self._draw.choice(others)
+        if not self._is_bearable(cut=(one.address, other)):
+            return None
+        directions = [(one.address, other), (other, one.address)]
+        if fault is not Fault.CUT:
+            self._draw.shuffle(directions)
+        return self._cut(fault, directions if fault is Fault.CUT else directions[:1])
+
+    async def _cut(self, fault: Fault, directions: Sequence[Direction]) -> None:
+        seconds = self._seconds()
+        if fault is not Fault.FLAPPING_CUT:
+            await self._cut_for(seconds, directions)
+            return
+        ends_s = self._loop.time() + seconds
+        while self._loop.time() < ends_s:
+            one, other = directions[0]
+            directions = [(one, other) if self._draw.random() < 0.5 else (other, one)]
+            await self._cut_for(self._draw.uniform(0.0, _MAX_FLAP_S), directions)
+            await asyncio.sleep(self._draw.uniform(0.0, _MAX_FLAP_S))
+
+    async def _cut_for(self, seconds: float, directions: Sequence[Direction]) -> None:
+        network, (one, other) = self._network, directions[0]
+        for direction in directions:
+            network.cuts.cut(direction)
+        try:
+            while seconds > KEEPALIVE_S:
+                await asyncio.sleep(KEEPALIVE_S)
+                seconds -= KEEPALIVE_S
+                network.break_off(one, other)  # no ping is answered
+            await asyncio.sleep(seconds)
+        finally:
+            for direction in directions:
+                network.cuts.heal(direction)
+
+    def _is_bearable(self, *, victim: Host | None = None, cut: Direction | None = None) -> bool:
+        """Return whether every router still reaches a healthy decode worker when this fault comes on top."""
+
+        def reaches(router: str, host: Host) -> bool:
+            if not host.is_decode or host is victim or not host.is_well:
+                return False
+            return not (self._network.cuts.parts(router, host.address) or (cut and {router, host.address} == {*cut}))
+
+        return all(any(reaches(router, host) for host in self._hosts) for router in self._routers)

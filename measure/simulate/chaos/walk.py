@@ -1,0 +1,227 @@
+"""One walk: a cluster, its clients, and a storm of faults."""
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from common.config import PoolConfig, PoolsConfig, RouterConfig, ServingConfig, TransferConfig
+from common.ids import seeded_ids
+from common.timing import StepModel, TimingModel
+from engine.fake import FakeExecutor
+from measure.simulate.chaos.clients import Clients
+from measure.simulate.chaos.host import Host
+from measure.simulate.chaos.oracles import leftovers
+from measure.simulate.chaos.poison import PoisonBook
+from measure.simulate.chaos.questions import QuestionBook
+from measure.simulate.chaos.settings import ChaosReport, ChaosSettings, Fault
+from measure.simulate.chaos.storm import Storm
+from measure.simulate.loop import VirtualClock, VirtualLoop, collecting_rarely, ending_on_faults
+from measure.simulate.network import SimNetwork
+from measure.simulate.records import NetworkShape
+from measure.simulate.tokens import TokenLog
+from measure.simulate.wire import SeededFaults
+from measure.simulate.worker import SharedWorld, endpoints, simulated_reach
+from router.member import WorkerState
+from router.parts import RouterParts, build_router
+
+BLOCK_SIZE = 8
+DRAIN_BOUND_S = 60.0
+"""Time from the end of all faults within which every request must have ended, every router must have every worker
+again, and everything must have been released.
+
+A lost message or a cut is noticed after 5 s, when the keepalive breaks the connection; a hung step ends after 10 s with
+its process, which is back 3 s later. A chain of two such failures and the work itself fit in a minute. It is also how
+long a request that has lost its worker waits for a plan (`router.recovery_timeout_s`).
+"""
+_NUM_BLOCKS = 96
+_WARM_UP_S = 10.0
+_LOOK_S = 0.5
+_TIMES = TimingModel(
+    prefill=StepModel(constant_s=4e-3, per_prefill_token_s=2e-4),
+    decode=StepModel(constant_s=4e-3, per_decode_s=1e-4),
+    max_step_tokens=32,
+)
+
+
+def run_walk(settings: ChaosSettings, *, progress: Callable[[int], None] | None = None) -> ChaosReport:
+    """Run a walk. Blocks; needs a thread without a running loop. Raises the errors of bugs."""
+    with collecting_rarely(), seeded_ids(settings.seed), asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        return runner.run(_walk(settings, progress))
+
+
+async def _walk(settings: ChaosSettings, progress: Callable[[int], None] | None) -> ChaosReport:
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, VirtualLoop)
+    with ending_on_faults(loop):
+        walk = _Walk(loop, settings)
+        await walk.start()
+        await walk.serve_all(progress)
+        return await walk.finish()
+
+
+class _Walk:
+    """A cluster in a storm. Event loop only."""
+
+    def __init__(self, loop: VirtualLoop, settings: ChaosSettings) -> None:
+        self._loop = loop
+        self._settings = settings
+        self._draw = random.Random(settings.seed)
+        self._faults = SeededFaults(settings.rates, seed=self._draw.getrandbits(32), now_s=loop.time)
+        self._faults.is_quiet = True
+        self._network = SimNetwork(loop, NetworkShape(kv_bytes_per_s=1e6), block_bytes=0, faults=self._faults)
+        self._config = _config()
+        self._endpoints = endpoints(settings.num_prefill, settings.num_decode)
+        self._poisons = PoisonBook(VirtualClock(loop))
+        self._hosts = self._make_hosts()
+        addresses = [f"router-{number}:1" for number in range(settings.num_routers)]
+        self._routers = [self._make_router(address) for address in addresses]
+        self._watches: Sequence[asyncio.Task[None]] = ()
+        self._running: dict[asyncio.Task[None], None] = {}
+        self._report = ChaosReport()
+        book = QuestionBook(self._draw, block_size=BLOCK_SIZE)
+        self._clients = Clients(self._draw, settings, book, self._poisons, self._config.router, self._report)
+        self._storm = Storm(
+            self._draw, settings, self._network, hosts=self._hosts, routers=addresses, report=self._report
+        )
+
+    def _make_hosts(self) -> list[Host]:
+        world = SharedWorld(
+            loop=self._loop, network=self._network, config=self._config, log=TokenLog(), report_interval_s=0.05
+        )
+
+        def executor(number: int) -> FakeExecutor:
+            return FakeExecutor(num_blocks=_NUM_BLOCKS, block_size=BLOCK_SIZE, max_steps_in_flight=1 + number % 2)
+
+        return [
+            Host(
+                *(endpoint, world, _TIMES, lambda number=number: executor(number), self._poisons),
+                draw_down_s=lambda: self._draw.uniform(0.0, self._settings.max_down_s),
+            )
+            for number, endpoint in enumerate(self._endpoints)
+        ]
+
+    def _make_router(self, address: str) -> RouterParts:
+        reach = simulated_reach(self._network.connect_from(address))
+        return build_router(self._config.router, clock=VirtualClock(self._loop), reach=reach)
+
+    async def start(self) -> None:
+        """Start workers and routers."""
+        for host in self._hosts:
+            host.start()
+        for router in self._routers:
+            router.fleet.set_workers(self._endpoints)
+        silences = [router.silence for router in self._routers if router.silence is not None]
+        self._watches = [self._loop.create_task(silence.watch()) for silence in silences]
+        await asyncio.sleep(_WARM_UP_S)
+
+    async def serve_all(self, progress: Callable[[int], None] | None) -> None:
+        """Send all requests in a storm that ends with the last one, and wait for the last reply."""
+        self._faults.is_quiet = False
+        self._storm.start()
+        num_ended = 0
+
+        def ended(task: "asyncio.Task[None]") -> None:
+            nonlocal num_ended
+            del self._running[task]
+            if not task.cancelled():
+                task.result()
+            num_ended += 1
+            if progress is not None:
+                progress(num_ended)
+
+        for number in range(self._settings.num_requests):
+            await asyncio.sleep(self._draw.expovariate(self._settings.rate_per_s))
+            client = self._clients.ask_once(self._routers[number % len(self._routers)])
+            task = self._loop.create_task(client, name=f"client {number}")
+            self._running[task] = None
+            task.add_done_callback(ended)
+        self._faults.is_quiet = True
+        await self._storm.stop()
+        over_s = self._loop.time()
+        if self._running:
+            _done, late = await asyncio.wait(self._running, timeout=DRAIN_BOUND_S)
+            for task in late:
+                self._violate(f"{task.get_name()} is not served {DRAIN_BOUND_S:g} s after the last fault")
+                task.cancel()
+            if late:
+                await asyncio.wait(late)
+        self._report.drain_s = self._loop.time() - over_s
+
+    async def finish(self) -> ChaosReport:
+        """Wait until everything is whole, then close the cluster and report what is not."""
+        report, faults = self._report, self._faults
+        report.faults.update(
+            {
+                Fault.LOST: faults.num_lost,
+                Fault.REPEATED: faults.num_repeated,
+                Fault.LATE: faults.num_late,
+                Fault.STALL: faults.num_stalls,
+                Fault.POISON: self._poisons.num_all_deaths,
+            }
+        )
+        report.faults += Counter()  # drops the kinds that never happened
+        report.num_replans = sum(router.orchestrator.totals.num_replans for router in self._routers)
+        over_s = self._loop.time() - report.drain_s
+        for missing in await self._within_bound(self._missing_workers):
+            self._violate(missing)
+        report.whole_s = self._loop.time() - over_s
+        for left in await self._within_bound(self._leftovers):
+            self._violate(left)
+        report.virtual_s = self._loop.time()
+        await self._close()
+        for left in await self._within_bound(self._left_behind):
+            self._violate(left)
+        return report
+
+    async def _within_bound(self, look: Callable[[], list[str]]) -> list[str]:
+        """Look until nothing is wrong; returns what still is at the bound."""
+        ends_s = self._loop.time() + DRAIN_BOUND_S
+        while self._loop.time() < ends_s:
+            if not look():
+                return []
+            await asyncio.sleep(_LOOK_S)
+        return look()
+
+    def _missing_workers(self) -> list[str]:
+        return [
+            f"router {number}: {member.endpoint.worker_id} is {member.state.value}: {member.why}"
+            for number, router in enumerate(self._routers)
+            for member in router.fleet.members_by_id.values()
+            if member.state is not WorkerState.READY
+        ] + [f"{host.endpoint.worker_id} is not well" for host in self._hosts if not host.is_well]
+
+    def _leftovers(self) -> list[str]:
+        found = leftovers([host.worker for host in self._hosts], self._routers)
+        # A router keeps up to two streams to each worker: updates, and decode calls.
+        num_streams = 2 * len(self._routers) * len(self._hosts)
+        if self._network.num_calls > num_streams:
+            found.append(f"{self._network.num_calls} calls are left; idle streams are {num_streams}")
+        return found
+
+    async def _close(self) -> None:
+        for task in self._watches:
+            task.cancel()
+        for router in self._routers:
+            await router.fleet.aclose()
+        for host in self._hosts:
+            await host.aclose()
+
+    def _left_behind(self) -> list[str]:
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        counts = {"calls": self._network.num_calls, "tasks": len(others)}
+        return [f"{count} {what} are left after the shutdown" for what, count in counts.items() if count]
+
+    def _violate(self, what: str) -> None:
+        self._report.violations.append(what)
+
+
+def _config() -> ServingConfig:
+    pool = PoolConfig(
+        block_size=BLOCK_SIZE, num_blocks=_NUM_BLOCKS, max_step_tokens=32, max_running=12, max_waiting=32, metrics=False
+    )
+    return ServingConfig(
+        pools=PoolsConfig(prefill=pool, decode=pool),
+        transfer=TransferConfig(transports=("grpc",), chunk_bytes=4096, lease_ttl_s=4.0),
+        router=RouterConfig(metrics_port=None),
+    )

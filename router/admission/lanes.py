@@ -1,0 +1,52 @@
+"""Lanes of the line: a tenant's requests by the pool that answers them."""
+
+from router.admission.fair_queue import FIRST, Place
+from router.admission.ticket import QueuedRequest, Ticket
+from router.placement.plans import PlacementRequest
+
+_EMBEDDING = "\0embedding"
+"""Ends the name of a lane."""
+
+
+def lanes_of(tenant: str) -> tuple[str, str]:
+    """Return the names under which a tenant's requests stand in line: those that generate, and those that embed.
+
+    Another pool answers each kind, so neither waits behind the other when only that has no plan. All service of the
+    tenant counts in both lanes: two of them get it no larger share.
+    """
+    return tenant, tenant + _EMBEDDING
+
+
+def lane_of(tenant: str, request: PlacementRequest) -> str:
+    """Return the name of the lane in which a request of a tenant stands."""
+    return lanes_of(tenant)[request.is_prefill_only]
+
+
+def share_of(lane: str, ticket: Ticket) -> float:
+    """Return the share of a request's service that counts in a lane: a little less in the one where it did not stand.
+
+    So lanes of one tenant, whose counters are nearly equal, get equal service while both wait.
+    """
+    return 1.0 if ticket.lane in ("", lane) else 0.999
+
+
+class SkippedLanes:
+    """Lanes that get no more plans in one round: single ones, and all of a pool for which a request must not be passed.
+
+    A `Container` for `FairQueue.pop`.
+    """
+
+    def __init__(self) -> None:
+        self.lanes: set[str] = set()
+        self._closed_kinds: set[bool] = set()
+
+    def close(self, place: Place[QueuedRequest]) -> None:
+        """Skip every request that is answered by the same pool as this one."""
+        self._closed_kinds.add(place.item.search.request.is_prefill_only)
+        if place.tenant == FIRST:
+            self.lanes.add(FIRST)
+
+    def __contains__(self, lane: object) -> bool:
+        if lane == FIRST or lane in self.lanes:
+            return lane in self.lanes
+        return str(lane).endswith(_EMBEDDING) in self._closed_kinds

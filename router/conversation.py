@@ -1,0 +1,236 @@
+"""Reads conversations: messages, tools, what has to be called, and how the answer will be written.
+
+Whatever a tool choice or a thinking budget demands of the answer becomes a grammar, a sampling parameter: so an answer
+that goes on elsewhere is bound by the same rules.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from common.chat.formats import (
+    MARKERS,
+    REASONING_FORMATS,
+    TOOL_FORMATS,
+    TOOL_NAME,
+    detect_reasoning_format,
+    detect_tool_format,
+    starts_in_reasoning,
+)
+from common.chat.grammars import after_reasoning, limited_reasoning, structure_lark, tool_grammar
+from common.chat_template import Conversation
+from common.config import ModelConfig
+from common.errors import InvalidRequest
+from common.sampling import SamplingParams
+from common.structured_outputs import MAX_DEPTH, depth_of, read_structure, structure_text
+from kvrelay.v1 import inference_pb2 as pb
+from router.codec import Codec
+
+MAX_TOOLS_CHARS = 1 << 18
+"""They are read on the event loop: so many take some ten milliseconds."""
+MAX_GRAMMAR_CHARS = 200_000
+"""Bound of grammars made here, below that of `structured_outputs` in JSON."""
+_FORCED = (pb.TOOL_CHOICE_KIND_REQUIRED, pb.TOOL_CHOICE_KIND_NAMED)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatFormats:
+    """Names of the markup in which a model writes calls of tools and reasoning; empty: it has none."""
+
+    tools: str = ""
+    reasoning: str = ""
+    token_ids: Mapping[str, int] = field(default_factory=dict)
+    """Parts of the markup that are tokens."""
+
+    @classmethod
+    def of(cls, model: ModelConfig, codec: Codec) -> "ChatFormats":
+        """Return the configured formats; `auto` ones are those of the chat template."""
+        source = codec.template_source or ""
+        found = {
+            "tools": (model.tool_parser, detect_tool_format(source)),
+            "reasoning": (model.reasoning_parser, detect_reasoning_format(source)),
+        }
+        names = {
+            name: (detected or "") if given == "auto" else "" if given == "none" else given
+            for name, (given, detected) in found.items()
+        }
+        ids = {marker: token_id for marker in MARKERS if (token_id := codec.token_id(marker)) is not None}
+        return cls(**names, token_ids=ids)
+
+
+def read_conversation(chat: pb.ChatPrompt) -> Conversation:
+    """Return what the template renders. Raises InvalidRequest that names the field."""
+    num_chars = sum(map(len, chat.tools)) + len(chat.template_variables)
+    if num_chars > MAX_TOOLS_CHARS:
+        raise InvalidRequest(
+            f"tools and template variables have {num_chars} characters; at most {MAX_TOOLS_CHARS} are taken",
+            field="chat.tools" if chat.tools else "chat.template_variables",
+        )
+    return Conversation(
+        messages=[_message(each) for each in chat.messages],
+        tools=_tools(chat.tools),
+        variables=_json_object(chat.template_variables, "chat.template_variables") if chat.template_variables else {},
+        num_chars=num_chars + sum(map(num_chars_of, chat.messages)),
+    )
+
+
+def num_chars_of(message: pb.ChatMessage) -> int:
+    """Return the characters of a message's texts."""
+    return len(message.content) + len(message.reasoning) + sum(len(call.arguments) for call in message.tool_calls)
+
+
+def answer_format(chat: pb.ChatPrompt, formats: ChatFormats, *, prompt_end: str) -> pb.AnswerFormat:
+    """Return how the answer to a conversation is written, whose rendered prompt ends with `prompt_end`.
+
+    Raises InvalidRequest for what the model has no markup for.
+    """
+    choice, reasoning = chat.tool_choice, formats.reasoning
+    if choice.kind in _FORCED and not chat.tools:
+        raise InvalidRequest("tool_choice needs tools", field="chat.tool_choice")
+    wants_tools = bool(chat.tools) and choice.kind != pb.TOOL_CHOICE_KIND_NONE
+    is_named = choice.kind == pb.TOOL_CHOICE_KIND_NAMED
+    if wants_tools and not formats.tools and not is_named:
+        raise InvalidRequest(
+            "the model's chat template takes no tools: name one in tool_choice, or set model.tool_parser",
+            field="chat.tools",
+        )
+    if chat.HasField("thinking_budget") and not reasoning:
+        raise InvalidRequest("the model does not think before it answers", field="chat.thinking_budget")
+    if reasoning and prompt_end.rstrip().endswith(REASONING_FORMATS[reasoning].close):
+        reasoning = ""  # the template has closed the thoughts already
+    return pb.AnswerFormat(
+        tools=formats.tools if wants_tools else "",
+        reasoning=reasoning,
+        in_reasoning=bool(reasoning) and starts_in_reasoning(prompt_end),
+        forced_name=choice.name if is_named and not formats.tools else "",
+    )
+
+
+def checked_format(given: pb.AnswerFormat) -> pb.AnswerFormat:
+    """Return the format in which another router began an answer. Raises InvalidRequest."""
+    if given.tools and given.tools not in TOOL_FORMATS:
+        raise InvalidRequest(f"{given.tools[:40]!r} is no format of tool calls", field="resume.answer_format.tools")
+    if given.reasoning and given.reasoning not in REASONING_FORMATS:
+        raise InvalidRequest(
+            f"{given.reasoning[:40]!r} is no format of thoughts", field="resume.answer_format.reasoning"
+        )
+    return given
+
+
+def shaped(
+    sampling: SamplingParams,
+    chat: pb.ChatPrompt,
+    tools: Sequence[Mapping[str, Any]],
+    answer: pb.AnswerFormat,
+    formats: ChatFormats,
+) -> SamplingParams:
+    """Return the sampling of an answer that keeps to the tool choice and the thinking budget. Raises InvalidRequest.
+
+    `tools`: those of the chat, as they were read.
+    """
+    try:
+        grammar = _grammar(sampling, chat, tools, answer, formats)
+    except ValueError as error:
+        raise InvalidRequest(f"cannot shape the answer: {error}", field="chat") from None
+    if grammar is not None and len(grammar) > MAX_GRAMMAR_CHARS:
+        raise InvalidRequest(
+            f"what the answer has to follow is a grammar of {len(grammar)} characters; at most {MAX_GRAMMAR_CHARS} are"
+            " taken: name one tool, or send smaller schemas",
+            field="chat.tools" if chat.tools else "sampling.structured_outputs",
+        )
+    keeps_special = bool(answer.tools) and TOOL_FORMATS[answer.tools].needs_special_tokens
+    return replace(
+        sampling,
+        structured_outputs=sampling.structured_outputs if grammar is None else structure_text({"grammar": grammar}),
+        include_special_tokens=sampling.include_special_tokens or keeps_special,
+    )
+
+
+def _grammar(
+    sampling: SamplingParams,
+    chat: pb.ChatPrompt,
+    tools: Sequence[Mapping[str, Any]],
+    answer: pb.AnswerFormat,
+    formats: ChatFormats,
+) -> str | None:
+    """Return the Lark grammar that the answer has to follow, None if the sampling says all.
+
+    Raises InvalidRequest, and ValueError for what the model has no tokens for.
+    """
+    grammar = None
+    if chat.tool_choice.kind in _FORCED:
+        if sampling.structured_outputs:
+            raise InvalidRequest("structured_outputs and a forced tool exclude each other", field="chat.tool_choice")
+        grammar = _forced_calls(chat.tool_choice, tools, answer.tools or None, formats.token_ids)
+    if not answer.reasoning:
+        return grammar
+    budget = chat.thinking_budget if chat.HasField("thinking_budget") else None
+    if grammar is None and sampling.structured_outputs:
+        grammar = structure_lark(read_structure(sampling.structured_outputs))
+    rest: dict[str, Any] = {"in_reasoning": answer.in_reasoning, "token_ids": formats.token_ids}
+    if grammar is not None:
+        return after_reasoning(grammar, answer.reasoning, max_tokens=budget, **rest)
+    return None if budget is None else limited_reasoning(answer.reasoning, max_tokens=budget, **rest)
+
+
+def _forced_calls(
+    choice: pb.ToolChoice,
+    tools: Sequence[Mapping[str, Any]],
+    tool_format: str | None,
+    token_ids: Mapping[str, int],
+) -> str:
+    name = choice.name if choice.kind == pb.TOOL_CHOICE_KIND_NAMED else None
+    if name is not None and name not in {tool["function"]["name"] for tool in tools}:
+        raise InvalidRequest(f"tool_choice names {name[:64]!r}, which is not among the tools", field="chat.tool_choice")
+    # Clients that name a tool read one call, as OpenAI's API promises; some raise on a second one.
+    may_repeat = name is None and not choice.is_single
+    return tool_grammar(tool_format, tools, name=name, parallel=may_repeat, token_ids=token_ids)
+
+
+def _message(message: pb.ChatMessage) -> dict[str, Any]:
+    """Return a message in the form of Hugging Face's templates, without the members that are not set."""
+    made: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.tool_calls:
+        made["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in message.tool_calls
+        ]
+    for name, member in (("tool_call_id", "tool_call_id"), ("reasoning", "reasoning_content"), ("name", "name")):
+        if value := getattr(message, name):
+            made[member] = value
+    return made
+
+
+def _tools(texts: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the checked tools. Raises InvalidRequest."""
+    tools: list[dict[str, Any]] = []
+    names: set[str] = set()
+    for position, text in enumerate(texts):
+        where = f"chat.tools[{position}]"
+        tool = _json_object(text, where)
+        function = tool.get("function")
+        if tool.get("type") != "function" or not isinstance(function, dict):
+            raise InvalidRequest(f'{where} must be {{"type": "function", "function": {{…}}}}', field=where)
+        name = function.get("name")
+        if not isinstance(name, str) or not TOOL_NAME.fullmatch(name):
+            raise InvalidRequest(f"{where}.function.name must be 1 to 64 of A-Z a-z 0-9 _ . -", field=where)
+        if name in names:
+            raise InvalidRequest(f"{where}.function.name {name} comes twice", field=where)
+        if not isinstance(function.get("parameters", {}), dict):
+            raise InvalidRequest(f"{where}.function.parameters must be a JSON schema", field=where)
+        names.add(name)
+        tools.append(tool)
+    return tools
+
+
+def _json_object(text: str, field: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"{field} is not JSON: {error}", field=field) from None
+    if not isinstance(value, dict):
+        raise InvalidRequest(f"{field} must be a JSON object", field=field)
+    if depth_of(value) > MAX_DEPTH:
+        raise InvalidRequest(f"{field} has more than {MAX_DEPTH} levels", field=field)
+    return value

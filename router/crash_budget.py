@@ -1,0 +1,141 @@
+"""Workers that were lost while they computed one request: a request that crashes them must not take all of them.
+
+A crash fails every request on the worker, and nothing tells which one caused it. A request that loses one worker after
+the other with hardly a new token in between is suspected: before the last worker that `router.max_lost_workers` grants,
+it is quarantined, so that no other quarantined request runs on the same worker; the worker refuses those of other
+routers (worker/quarantine.py). Innocent ones are separated from the guilty one this way and get their answers; a
+request that loses its worker in quarantine is refused.
+"""
+
+import hashlib
+import logging
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Collection, Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from common.clock import Clock
+from common.errors import CrashSuspected
+from common.ids import Epoch, WorkerId
+
+if TYPE_CHECKING:
+    from router.record import Job, RunningRequest
+
+logger = logging.getLogger(__name__)
+
+REFUSED_FOR_S = 600.0
+"""How long a refused request is refused when its tenant sends it again: clients retry."""
+MAX_REFUSED = 1024
+
+NUM_CLEARING_TOKENS = 8
+"""New tokens that clear a request of its losses. A worker may die of a token before it has sent the last ones, and the
+next worker generates these again before it dies of the same token: so few prove nothing."""
+
+Life = tuple[WorkerId, Epoch]
+"""One life of a worker."""
+
+
+@dataclass(slots=True, eq=False)
+class Losses:
+    """Lives of workers that failed under one request since it was cleared."""
+
+    attempts: list[tuple[Life, ...]] = field(default_factory=list)
+    """Lives of each attempt that failed: a host that takes both workers of one along is one loss."""
+    is_quarantined: bool = False
+    _num_tokens: int = 0
+    """Tokens that the request had at the first of the losses."""
+
+    def note(self, lives: Iterable[Life], *, num_tokens: int) -> None:
+        """Add lives whose call has failed when the request had `num_tokens` tokens. Enough new ones clear the rest."""
+        if not self.attempts:
+            self._num_tokens = num_tokens
+        elif num_tokens - self._num_tokens >= NUM_CLEARING_TOKENS:
+            self._num_tokens = num_tokens
+            self.is_quarantined = False
+            self.attempts.clear()
+        self.attempts.append(tuple(lives))
+
+    @property
+    def lives(self) -> list[Life]:
+        """All lives, each once."""
+        return list(dict.fromkeys(life for attempt in self.attempts for life in attempt))
+
+    def count(self, ended: Collection[Life]) -> int:
+        """Return how many losses the lives in `ended` make up: at most one for an attempt, one for a life.
+
+        This is the size of a maximum matching of attempts and lives (augmenting paths).
+        """
+        claimed: dict[Life, tuple[Life, ...]] = {}
+        """Attempt that each life accounts for."""
+
+        def claim(attempt: tuple[Life, ...], tried: set[Life]) -> bool:
+            for life in attempt:
+                if life in ended and life not in tried:
+                    tried.add(life)
+                    if life not in claimed or claim(claimed[life], tried):
+                        claimed[life] = attempt
+                        return True
+            return False
+
+        return sum(claim(attempt, set()) for attempt in dict.fromkeys(self.attempts))
+
+    def __str__(self) -> str:
+        return ", ".join(worker_id for worker_id, _epoch in self.lives)
+
+
+class CrashBudget:
+    """Decides whether a request that has lost workers gets another one. Event loop only."""
+
+    def __init__(
+        self, max_lost_workers: int, find_ended: Callable[[Collection[Life]], Awaitable[Collection[Life]]], clock: Clock
+    ) -> None:
+        """`find_ended` returns those of some lives that are over."""
+        self._max_lost = max_lost_workers
+        self._find_ended = find_ended
+        self._clock = clock
+        self._refused_until_s: OrderedDict[bytes, float] = OrderedDict()
+        """By digest of tenant, prompt and structure."""
+
+    async def weigh(self, record: "RunningRequest", *, tenant: str) -> None:
+        """Quarantine a request that has lost almost its last worker. Raises CrashSuspected after the last one."""
+        losses = record.losses
+        if len(losses.attempts) < self._max_lost - 1:
+            return
+        num_lost = losses.count(await self._find_ended(losses.lives))
+        losses.is_quarantined = num_lost >= self._max_lost - 1
+        if num_lost < self._max_lost:
+            return
+        job = record.job
+        extra = {
+            "request_id": job.request_id,
+            "tenant": tenant,
+            "num_prompt_tokens": len(job.prompt_token_ids),
+            "num_output_tokens": record.ledger.num_tokens,
+            "sampling": repr(job.sampling),
+        }
+        logger.error("request refused: %d workers were lost under it: %s", num_lost, losses, extra=extra)
+        digest = _digest(job, tenant)
+        self._refused_until_s[digest] = self._clock.monotonic() + REFUSED_FOR_S
+        self._refused_until_s.move_to_end(digest)
+        if len(self._refused_until_s) > MAX_REFUSED:
+            self._refused_until_s.popitem(last=False)
+        raise CrashSuspected(
+            f"refused: {num_lost} workers were lost, one after the other, while they computed this request ({losses})"
+        )
+
+    def check(self, job: "Job", *, tenant: str) -> None:
+        """Raise CrashSuspected for a request of the same tenant that was refused lately."""
+        if not self._refused_until_s:
+            return
+        left_s = self._refused_until_s.get(_digest(job, tenant), 0.0) - self._clock.monotonic()
+        if left_s > 0:
+            raise CrashSuspected(
+                "refused: workers were lost, one after the other, while they computed this prompt;"
+                f" it is taken again in {left_s:.0f} s"
+            )
+
+
+def _digest(job: "Job", tenant: str) -> bytes:
+    digest = hashlib.blake2b(job.prompt_token_ids, digest_size=16)
+    digest.update(repr((tenant, job.sampling.structured_outputs)).encode())
+    return digest.digest()

@@ -1,0 +1,117 @@
+"""Turns a checked body into the call of a chat with the same meaning."""
+
+from typing import Any
+
+from common.errors import InvalidRequest
+from kvrelay.v1 import inference_pb2 as pb
+from router.http.anthropic.schema import CountTokensBody, MessagesBody, Thinking, Tool, ToolChoice
+from router.http.anthropic.turns import read_turns
+from router.http.calls import Call, chat_call
+from router.http.messages import read_chat_prompt
+from router.http.schema import ChatBody, parse_body
+
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+_NAMES = {
+    "chat.thinking_budget": "thinking",
+    "chat.template_variables": "thinking",
+    "chat.tool_choice": "tool_choice",
+    "sampling.structured_outputs": "output_config.format",
+}
+"""Names in the body of a request's fields, where they differ …"""
+_BEGINNINGS = {
+    "sampling.stop": "stop_sequences",
+    "sampling.": "",
+    "chat.": "",
+    "objective.": "kvrelay.",
+}
+"""… and where only their beginnings do; the first that fits."""
+
+
+def read_messages_body(raw: bytes) -> Call:
+    """Return the call of a `/v1/messages` body. Raises InvalidRequest that names the field."""
+    return chat_call(_chat_of(parse_body(MessagesBody, raw)))
+
+
+def conversation_of(body: CountTokensBody) -> pb.ChatPrompt:
+    """Return the conversation of a body. Raises InvalidRequest that names the field."""
+    return read_chat_prompt(_conversation(body))
+
+
+def body_field(field: str, *, prompt_field: str) -> str:
+    """Return the name in the body of a field of the request that was made from it."""
+    if field in _NAMES:
+        return _NAMES[field]
+    if field in ("chat", "prompt") or field.startswith("chat.messages"):  # places differ: see turns.py
+        return prompt_field
+    ours = next((each for each in _BEGINNINGS if field.startswith(each)), "")
+    name = _BEGINNINGS.get(ours, "") + field.removeprefix(ours)
+    return name.replace(".function.parameters", ".input_schema").replace(".function", "")
+
+
+def _chat_of(body: MessagesBody) -> ChatBody:
+    """Return the chat that asks for the same."""
+    chat = _conversation(body)
+    if chat.messages[-1]["role"] == "assistant":
+        raise InvalidRequest(
+            "messages must end with the user's: continuing an assistant's message is not supported", field="messages"
+        )
+    return chat.model_copy(
+        update={
+            "max_tokens": body.max_tokens,
+            "temperature": body.temperature,
+            "top_p": body.top_p,
+            "top_k": body.top_k,
+            "stop": body.stop_sequences or None,
+            "seed": body.seed,
+            "stream": body.stream,
+            "response_format": _response_format(body),
+            "kvrelay": body.kvrelay,
+        }
+    )
+
+
+def _conversation(body: CountTokensBody) -> ChatBody:
+    """Return a chat of the conversation."""
+    choice = body.tool_choice
+    thinking: dict[str, Any] = {} if body.thinking is None else _thinking(body.thinking)
+    return ChatBody.model_construct(
+        model=body.model,
+        messages=read_turns(body.system, body.messages),
+        tools=None if body.tools is None else [_tool(tool) for tool in body.tools],
+        tool_choice=None if choice is None else _tool_choice(choice),
+        parallel_tool_calls=False if choice is not None and choice.disable_parallel_tool_use else None,
+        **thinking,
+    )
+
+
+def _tool(tool: Tool) -> dict[str, Any]:
+    described = {} if tool.description is None else {"description": tool.description}
+    return {"type": "function", "function": {"name": tool.name, **described, "parameters": tool.input_schema}}
+
+
+def _tool_choice(choice: ToolChoice) -> str | dict[str, Any]:
+    if (choice.type == "tool") != (choice.name is not None):
+        raise InvalidRequest("tool_choice.name goes with the type tool", field="tool_choice.name")
+    if choice.type == "tool":
+        return {"type": "function", "function": {"name": choice.name}}
+    return _CHOICES[choice.type]
+
+
+def _thinking(thinking: Thinking) -> dict[str, Any]:
+    """Return the options of a chat; `adaptive` leaves everything to the model."""
+    budget = thinking.budget_tokens
+    if (thinking.type == "enabled") != (budget is not None):
+        raise InvalidRequest("thinking.budget_tokens goes with the type enabled", field="thinking.budget_tokens")
+    if thinking.type == "adaptive":
+        return {}
+    variables = {"enable_thinking": thinking.type == "enabled"}
+    return {"chat_template_kwargs": variables, "thinking_budget": budget}
+
+
+def _response_format(body: MessagesBody) -> dict[str, Any] | None:
+    """Return what the answer has to look like."""
+    given = None if body.output_config is None else body.output_config.format
+    if given is not None and body.output_format is not None:
+        raise InvalidRequest("output_config.format and output_format say the same: send one", field="output_format")
+    given = given or body.output_format
+    return None if given is None else {"type": "json_schema", "json_schema": {"schema": given.json_schema}}

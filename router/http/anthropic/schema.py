@@ -1,0 +1,163 @@
+"""The bodies of Anthropic's endpoints, and the JSON schemas of their answers.
+
+What changes no answer is ignored; everything else that is not a field here is refused.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field, WithJsonSchema
+
+from common.chat.formats import TOOL_NAME
+from common.sampling import PARAMETERS
+from common.wire import MAX_CHAT_MESSAGES, MAX_CONTENT_PARTS, MAX_TOOLS
+from router.http.schema import TEXT, Extension, StrictBody, const_schema, list_schema, object_schema
+
+_INT32_MAX = 2**31 - 1
+_MAX_STOPS = next(each.max_entries for each in PARAMETERS if each.option == "stop")
+
+_Ignored = Annotated[dict[str, Any], Field(max_length=64)] | None
+_JsonSchema = Annotated[dict[str, Any], Field(max_length=1024)]
+
+
+def _block(kind: str, **members: Any) -> dict[str, Any]:
+    return object_schema(type=const_schema(kind), **members)
+
+
+def _blocks(*kinds: dict[str, Any]) -> dict[str, Any]:
+    return list_schema({"anyOf": list(kinds)}) | {"minItems": 1, "maxItems": MAX_CONTENT_PARTS}
+
+
+# turns.py reads conversations by hand: these are for the OpenAPI document.
+_TEXTS = {"anyOf": [TEXT, _blocks(_block("text", text=TEXT))]}
+_RESULT = _block("tool_result", tool_use_id=TEXT | {"minLength": 1})
+_RESULT["properties"]["content"] = _TEXTS
+_CALL = _block("tool_use", id=TEXT | {"minLength": 1}, name=TEXT | {"minLength": 1}, input={"type": "object"})
+_ASKED = _blocks(_block("text", text=TEXT), _RESULT)
+_ANSWERED = _blocks(
+    _block("text", text=TEXT), _block("thinking", thinking=TEXT), _block("redacted_thinking", data=TEXT), _CALL
+)
+
+
+def _turn(role: str, content: dict[str, Any]) -> dict[str, Any]:
+    return object_schema(role=const_schema(role), content={"anyOf": [TEXT, content]})
+
+
+_TURNS = list_schema({"anyOf": [_turn("user", _ASKED), _turn("assistant", _ANSWERED)]})
+Turns = Annotated[Any, WithJsonSchema(_TURNS | {"minItems": 1, "maxItems": MAX_CHAT_MESSAGES})]
+Texts = Annotated[Any, WithJsonSchema({"anyOf": [*_TEXTS["anyOf"], {"type": "null"}]})]
+
+
+class Tool(StrictBody):
+    """One entry of `tools`."""
+
+    type: Literal["custom"] | None = None
+    name: Annotated[str, Field(pattern=f"^{TOOL_NAME.pattern}$")]
+    description: str | None = None
+    input_schema: _JsonSchema
+    cache_control: _Ignored = None
+    eager_input_streaming: bool | None = None
+    """Ignored: input is always streamed while it is generated."""
+    strict: bool | None = None
+    """Ignored: input of calls that have to be made always fits its schema."""
+    defer_loading: Literal[False] | None = None
+
+
+class ToolChoice(StrictBody):
+    """`tool_choice`."""
+
+    type: Literal["auto", "any", "none", "tool"]
+    name: str | None = None
+    """The tool to call, with `tool`."""
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(StrictBody):
+    """`thinking`."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Annotated[int, Field(ge=0, lt=2**32)] | None = None
+    """Most tokens that the model may think, with `enabled`."""
+    display: Literal["summarized"] | None = None
+    """Ignored: thoughts are shown as they are."""
+
+
+class OutputFormat(StrictBody):
+    """What the answer has to look like."""
+
+    type: Literal["json_schema"]
+    json_schema: _JsonSchema = Field(alias="schema")
+
+
+class OutputConfig(StrictBody):
+    """`output_config`."""
+
+    format: OutputFormat | None = None
+
+
+class CountTokensBody(StrictBody):
+    """`/v1/messages/count_tokens`: a conversation."""
+
+    model_config = ConfigDict(json_schema_extra={"required": ["messages"]})
+    model: str | None = None
+    messages: Turns = None
+    system: Texts = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None
+    """Earlier name of `output_config.format`."""
+    cache_control: _Ignored = None
+    """Ignored: every prefix is cached."""
+
+
+class MessagesBody(CountTokensBody):
+    """`/v1/messages`: a conversation, and how to answer it."""
+
+    model_config = ConfigDict(json_schema_extra={"required": ["messages", "max_tokens"]})
+    max_tokens: Annotated[int, Field(ge=1, le=_INT32_MAX)]
+    temperature: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=0, le=_INT32_MAX)] | None = None
+    stop_sequences: Annotated[list[str], Field(max_length=_MAX_STOPS)] | None = None
+    stream: bool | None = None
+    metadata: _Ignored = None
+    service_tier: str | None = None
+    """Ignored."""
+    # Not in Anthropic's API.
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
+    kvrelay: Extension | None = None
+
+
+_COUNT = {"type": "integer", "minimum": 0}
+_TEXT_OR_NULL: dict[str, Any] = {"type": ["string", "null"]}
+SCHEMAS: dict[str, dict[str, Any]] = {
+    "AnthropicError": object_schema(
+        type=const_schema("error"), error=object_schema(type=TEXT, message=TEXT, param=_TEXT_OR_NULL)
+    ),
+    "Message": object_schema(
+        id=TEXT,
+        type=const_schema("message"),
+        role=const_schema("assistant"),
+        model=TEXT,
+        content=list_schema(
+            {
+                "anyOf": [
+                    _block("thinking", thinking=TEXT, signature=TEXT),
+                    _block("text", text=TEXT),
+                    _block("tool_use", id=TEXT, name=TEXT, input={"type": "object"}),
+                ]
+            }
+        ),
+        stop_reason=TEXT,
+        stop_sequence=_TEXT_OR_NULL,
+        usage=object_schema(
+            input_tokens=_COUNT,
+            output_tokens=_COUNT,
+            cache_read_input_tokens=_COUNT,
+            cache_creation_input_tokens=_COUNT,
+        ),
+    ),
+    "TokenCount": object_schema(input_tokens=_COUNT),
+}
+"""Schemas of the answers and of their errors."""

@@ -1,0 +1,1 @@
+"""`/v1/responses`: OpenAI's newer endpoint, without a store. A request is a chat under other names."""

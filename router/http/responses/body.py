@@ -1,0 +1,158 @@
+"""The body of `/v1/responses`: types are checked here, the items of `input` in items.py."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from pydantic import ConfigDict, Field, WithJsonSchema
+
+from common.sampling import MAX_LOGPROBS
+from common.wire import MAX_TOOLS
+from router.http.schema import (
+    SAMPLING_FIELDS,
+    TEXT,
+    Extension,
+    Strict,
+    const_schema,
+    list_schema,
+    object_schema,
+    sampling_body,
+)
+
+LOGPROBS = "message.output_text.logprobs"
+_Included = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
+INPUT_ROLES = ("system", "developer", "user", "assistant")
+_MAX_METADATA = 16
+_STATELESS = "nothing is stored here: send the whole conversation in input"
+_UNLIKE_CHAT = ("n", "max_tokens", "use_beam_search", "length_penalty", "early_stopping")
+"""Sampling fields of chats that this endpoint lacks, or calls otherwise."""
+
+
+def _kind(kind: str, /, **members: Any) -> dict[str, Any]:
+    return object_schema(type=const_schema(kind), **members)
+
+
+# items.py reads these by hand: their schemas are for the OpenAPI document.
+_PARTS = list_schema(object_schema(type=TEXT | {"enum": ["input_text", "output_text"]}, text=TEXT))
+_CONTENT = {"anyOf": [TEXT, _PARTS]}
+_MESSAGE = object_schema(role=TEXT | {"enum": list(INPUT_ROLES)}, content=_CONTENT)
+_MESSAGE["properties"] |= {"type": const_schema("message")}
+_ITEMS = {
+    "anyOf": [
+        _MESSAGE,
+        _kind("function_call", call_id=TEXT, name=TEXT, arguments=TEXT),
+        _kind("function_call_output", call_id=TEXT, output=_CONTENT),
+        _kind("reasoning", content=list_schema(_kind("reasoning_text", text=TEXT))),
+    ]
+}
+Input = Annotated[Any, WithJsonSchema({"anyOf": [TEXT, list_schema(_ITEMS) | {"minItems": 1}]})]
+Tool = Annotated[dict[str, Any], WithJsonSchema(_kind("function", name=TEXT))]
+
+
+class TextOptions(Strict):
+    """`text`."""
+
+    format: Annotated[dict[str, Any], Field(max_length=8)] | None = None
+    """What the answer has to look like: `text`, `json_object` or `json_schema`."""
+    verbosity: Literal["medium"] | None = None
+
+
+class ReasoningOptions(Strict):
+    """`reasoning`."""
+
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    """`none` switches the thinking off where the chat template can; others are its variable `reasoning_effort`."""
+    summary: Literal["auto", "concise", "detailed"] | None = None
+    """Ignored: reasoning is told in full."""
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
+    """Ignored, like `summary`."""
+
+
+class EventOptions(Strict):
+    """`stream_options`."""
+
+    include_obfuscation: bool | None = None
+    """Ignored: events are never padded."""
+
+
+if TYPE_CHECKING:
+    _Sampling = Strict
+else:
+    _Sampling = sampling_body(*_UNLIKE_CHAT)
+
+
+class ResponsesBody(_Sampling):
+    """`/v1/responses`, beside the fields of `SAMPLING_FIELDS`."""
+
+    model_config = ConfigDict(json_schema_extra={"required": ["input"]})
+    special_tokens = False
+    ignored = frozenset(
+        (
+            *("service_tier", "request_id", "client_metadata", "max_tool_calls"),
+            *("prompt_cache_retention", "prompt_cache_options"),
+        )
+    )
+    only_as: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "previous_response_id": (),
+        "conversation": (),
+        "background": (False,),
+        "prompt": (),
+        "truncation": ("disabled",),
+        "context_management": ([],),
+        "moderation": (),
+        "messages": (),
+        "n": (1,),
+        "max_tokens": (),
+        "max_completion_tokens": (),
+        "response_format": (),
+        "reasoning_effort": (),
+        "verbosity": (),
+    }
+    reasons: ClassVar[Mapping[str, str]] = {
+        "previous_response_id": _STATELESS,
+        "conversation": _STATELESS,
+        "background": _STATELESS,
+        "prompt": _STATELESS,
+        "truncation": "a prompt that is too long is refused",
+        "messages": "here it is input",
+        "max_tokens": "here it is max_output_tokens",
+        "max_completion_tokens": "here it is max_output_tokens",
+        "response_format": "here it is text.format",
+        "reasoning_effort": "here it is reasoning.effort",
+        "verbosity": "here it is text.verbosity",
+    }
+
+    model: str | None = None
+    input: Input = None
+    instructions: str | None = None
+    """A system message before the input."""
+    max_output_tokens: int | None = None
+    stream: bool | None = None
+    stream_options: EventOptions | None = None
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Annotated[dict[str, Any], Field(max_length=8)] | str | None = None
+    parallel_tool_calls: bool | None = None
+    include: Annotated[list[_Included], Field(max_length=8)] | None = None
+    """Reasoning is never encrypted: its items hold the text, which is all that a next call needs."""
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    store: bool | None = None
+    """Ignored: nothing is stored."""
+    # Repeated in the answer.
+    metadata: Annotated[dict[str, str], Field(max_length=_MAX_METADATA)] | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    # Widespread extensions.
+    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=64)] | None = None
+    """Variables of the chat template, such as `enable_thinking`."""
+    thinking_budget: int | None = None
+    """Most tokens that the model may think before it answers."""
+    skip_special_tokens: bool | None = None
+    priority: int | None = None
+    kvrelay: Extension | None = None
+
+    def sampling_options(self) -> dict[str, Any]:
+        """Return the sampling fields that are given."""
+        names = [name for name in SAMPLING_FIELDS if name not in _UNLIKE_CHAT]
+        return {name: value for name in names if (value := getattr(self, name)) is not None}

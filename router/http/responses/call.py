@@ -1,0 +1,123 @@
+"""Turns the body of `/v1/responses` into the call of the chat that it stands for."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from common.errors import InvalidRequest
+from router.http.calls import Call, chat_call, renamed
+from router.http.responses.body import LOGPROBS, ResponsesBody, TextOptions
+from router.http.responses.items import read_input
+from router.http.schema import ChatBody, field_path, parse_body
+
+_NAMES: Mapping[str, str] = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text.format",
+}
+_SAME = ("model", "stream", "parallel_tool_calls", "thinking_budget", "skip_special_tokens", "priority", "kvrelay")
+"""Fields that chats have, too."""
+_FUNCTION = ("name", "description", "parameters")
+"""Members of a tool that the model sees."""
+_IGNORED_OF_TOOL = ("type", "strict")
+
+
+def read_response(raw: bytes) -> Call:
+    """Return the call of a `/v1/responses` body. Raises InvalidRequest that names the field."""
+    return responses_call(parse_body(ResponsesBody, raw))
+
+
+def responses_call(body: ResponsesBody) -> Call:
+    """Return the call. Raises InvalidRequest that names the field."""
+    chat, names = _chat(body), dict(_NAMES)
+    if chat.response_format is not None:
+        names["structured_outputs"] = "text.format"
+    try:
+        call = chat_call(chat)
+    except InvalidRequest as error:
+        error.field = renamed(error.field, names)
+        raise
+    return replace(call, settings=_settings(body), names=names)
+
+
+def _chat(body: ResponsesBody) -> ChatBody:
+    """Return the chat that a body stands for. Raises InvalidRequest."""
+    wants_logprobs = LOGPROBS in (body.include or ())
+    if body.top_logprobs and not wants_logprobs:
+        raise InvalidRequest(f'top_logprobs needs include: ["{LOGPROBS}"]', field="top_logprobs")
+    instructions = [{"role": "system", "content": body.instructions}] if body.instructions else []
+    return ChatBody.model_construct(
+        **body.sampling_options(),
+        messages=[*instructions, *read_input(body.input)],
+        max_tokens=body.max_output_tokens,
+        response_format=_response_format(body.text),
+        tools=[_tool(tool, field_path("tools", position)) for position, tool in enumerate(body.tools or ())],
+        tool_choice=_tool_choice(body.tool_choice),
+        logprobs=wants_logprobs,
+        top_logprobs=body.top_logprobs,
+        reasoning_effort=None if body.reasoning is None else body.reasoning.effort,
+        chat_template_kwargs=body.chat_template_kwargs,
+        **{name: getattr(body, name) for name in _SAME},
+    )
+
+
+def _response_format(text: TextOptions | None) -> dict[str, Any] | None:
+    """Return the `response_format` of a chat; None for text. Raises InvalidRequest."""
+    given = {"type": "text"} if text is None or text.format is None else text.format
+    match given.get("type"):
+        case "text":
+            return None
+        case "json_object":
+            return {"type": "json_object"}
+        case "json_schema":
+            if not isinstance(given.get("schema"), dict):
+                raise InvalidRequest("text.format.schema must be a schema", field="text.format.schema")
+            return {"type": "json_schema", "json_schema": {"schema": given["schema"]}}
+    raise InvalidRequest("text.format.type must be text, json_object or json_schema", field="text.format")
+
+
+def _tool(given: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return a tool as chats describe it, with its members in the given order. Raises InvalidRequest."""
+    if given.get("type") != "function":
+        kind = str(given.get("type"))[:40]
+        raise InvalidRequest(f"{where}.type is {kind}: only tools of type function are supported", field=where)
+    if not isinstance(given.get("name"), str):
+        raise InvalidRequest(f"{where}.name must be text", field=where)
+    for name, value in given.items():
+        if name not in (*_FUNCTION, *_IGNORED_OF_TOOL) and value:
+            raise InvalidRequest(f"{where}.{name[:80]} is not supported", field=where)
+    function = {name: value for name, value in given.items() if name in _FUNCTION and value is not None}
+    return {"type": "function", "function": function}
+
+
+def _tool_choice(given: Any) -> Any:
+    """Return a chat's tool choice. Raises InvalidRequest."""
+    if not isinstance(given, dict):
+        return given
+    if given.get("type") != "function" or not isinstance(given.get("name"), str):
+        raise InvalidRequest(
+            'tool_choice must be none, auto, required or {"type": "function", "name": …}', field="tool_choice"
+        )
+    return {"type": "function", "function": {"name": given["name"]}}
+
+
+def _settings(body: ResponsesBody) -> dict[str, Any]:
+    """Return the settings of a request as its answer repeats them; None for what the model's defaults say."""
+    text, reasoning, sampling = body.text, body.reasoning, body.sampling_options()
+    return {
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "metadata": body.metadata or {},
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "prompt_cache_key": body.prompt_cache_key,
+        "reasoning": {"effort": reasoning and reasoning.effort, "summary": None},
+        "safety_identifier": body.safety_identifier,
+        "temperature": sampling.get("temperature"),
+        "text": {"format": (text and text.format) or {"type": "text"}, "verbosity": "medium"},
+        "tool_choice": body.tool_choice or "auto",
+        "tools": [{"strict": None, "parameters": None, **tool} for tool in body.tools or ()],
+        "top_logprobs": body.top_logprobs or 0,
+        "top_p": sampling.get("top_p"),
+        "user": body.user,
+    }

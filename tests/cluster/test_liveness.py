@@ -1,0 +1,75 @@
+"""Processes that live but no longer answer are ended; those that answer late are not."""
+
+import asyncio
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from cluster.processes import liveness
+from cluster.processes.liveness import forever, service_gone, until_over
+
+
+class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
+    """Answers only some of the checks."""
+
+    def __init__(self, *answers: bool) -> None:
+        self.answers = list(answers)
+        """One for each check; the last one holds for all later ones."""
+
+    async def Check(self, request: Any, context: Any) -> health_pb2.HealthCheckResponse:
+        if not (self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]):
+            await asyncio.Event().wait()
+        return health_pb2.HealthCheckResponse()
+
+
+async def gone(health: Health) -> str:
+    server = grpc.aio.server()
+    health_pb2_grpc.add_HealthServicer_to_server(health, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        async with asyncio.timeout(30):
+            return await service_gone(f"127.0.0.1:{port}", grpc.aio.insecure_channel)
+    finally:
+        await server.stop(None)
+
+
+@pytest.fixture(autouse=True)
+def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(liveness, "_PERIOD_S", 0.001)
+    monkeypatch.setattr(liveness, "_PROBE_TIMEOUT_S", 0.05)
+
+
+async def test_service_that_stops_answering_is_gone() -> None:
+    assert "left 4 health checks unanswered" in await gone(Health(True, True, False))
+
+
+async def test_late_answers_now_and_then_do_not_end_a_service() -> None:
+    health = Health(*[False, False, False, True] * 3, False)
+    assert "unanswered" in await gone(health)
+    assert len(health.answers) == 1, "every earlier check was made"
+
+
+async def test_silent_process_is_killed_and_its_silence_is_the_reason() -> None:
+    killed = asyncio.Event()
+
+    async def died() -> str:
+        await killed.wait()
+        return "killed by SIGKILL"
+
+    async def silent() -> str:
+        return "it left 4 health checks unanswered"
+
+    assert await until_over(died(), silent(), killed.set) == "it left 4 health checks unanswered; killed"
+
+
+async def test_process_that_dies_by_itself_is_not_killed() -> None:
+    async def died() -> str:
+        return "exited with code 3"
+
+    def kill() -> None:
+        raise AssertionError
+
+    assert await until_over(died(), forever(), kill) == "exited with code 3"

@@ -1,0 +1,134 @@
+"""Embeddings by real workers: the fake engine's own, whatever runs beside them and whoever is lost."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from openai import AsyncOpenAI
+
+from common.pooling import Pooling
+from kvrelay.client import AsyncClient, Client, Embedding, InvalidRequest
+from tests.builders import expected_embedding, expected_tokens, make_request
+from tests.e2e.harness import FAKE_POOL, fake_config, kill_worker, running_cluster, until_idle
+from tests.e2e.in_process import running_system
+
+
+def expected(prompt: str, pooling: str = "last") -> Any:
+    """Return the normalized embedding of a text, computed without workers."""
+    vector = expected_embedding(list(prompt.encode()), Pooling(pooling)).astype(np.float64)
+    return pytest.approx((vector / np.linalg.norm(vector)).tolist(), abs=1e-6)
+
+
+def prompts(count: int) -> list[str]:
+    return [f"{'The rivers of the north. ' * (number % 5)}Number {number}" for number in range(count)]
+
+
+async def embed_all(client: AsyncClient, texts: list[str], pooling: Any) -> list[Embedding]:
+    return await asyncio.gather(*(client.embed(text, pooling=pooling) for text in texts))
+
+
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+async def test_embeddings_beside_answers_are_those_of_a_lone_prompt(pooling: str) -> None:
+    async with running_system(num_prefill=2) as system, system.client() as client:
+        texts = prompts(24)
+        answers = [client.generate(list(range(40, 60 + n)), max_tokens=12, temperature=0) for n in range(6)]
+        embeddings, generations = await asyncio.gather(embed_all(client, texts, pooling), asyncio.gather(*answers))
+        assert [list(each.vector) for each in embeddings] == [expected(text, pooling) for text in texts]
+        for number, generation in enumerate(generations):
+            request = make_request(range(40, 60 + number), max_tokens=12)
+            assert list(generation.token_ids) == expected_tokens(request)
+        await system.until_idle()
+
+
+async def test_step_of_a_prefill_worker_computes_many_embeddings_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running_system(num_decode=0, max_step_tokens=1024, step_s=0.02) as system, system.client() as client:
+        samples: list[Any] = []
+        worker = system.workers["p0"].runtime
+        observe = worker.timing.observe
+
+        def remember(taken: Any) -> None:
+            samples.extend(taken)
+            observe(taken)
+
+        monkeypatch.setattr(worker.timing, "observe", remember)
+        await embed_all(client, ["x" * 20 + str(number) for number in range(30)], "mean")
+        assert max(sample.shape.num_prefill_tokens for sample in samples) > 2 * 22
+        await system.until_idle()
+
+
+async def test_cached_prefix_saves_the_last_tokens_embedding_most_of_its_work() -> None:
+    text = "A template that every prompt begins with, word by word. " * 3
+    async with running_system(num_decode=0) as system, system.client() as client:
+        cold, warm = await client.embed(text), await client.embed(text)
+        mean = await client.embed(text, pooling="mean")
+        assert (cold.usage.num_cached_tokens, mean.usage.num_cached_tokens) == (0, 0)
+        assert warm.usage.num_cached_tokens >= len(text) - 4
+        assert cold.vector == warm.vector
+        assert list(mean.vector) == expected(text, "mean")
+
+
+async def test_prompt_that_was_embedded_is_cached_for_an_answer() -> None:
+    async with running_system() as system, system.client() as client:
+        await client.embed(list(range(40, 100)), pooling="mean")
+        generation = await client.generate(list(range(40, 100)), max_tokens=4, temperature=0)
+        assert generation.usage.num_cached_tokens > 0
+        assert list(generation.token_ids) == expected_tokens(make_request(range(40, 100), max_tokens=4))
+
+
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+async def test_prefill_worker_killed_in_the_middle_costs_no_embedding(pooling: str) -> None:
+    async with running_system(num_prefill=2, num_decode=0, step_s=0.005) as system, system.client() as client:
+        texts = prompts(24)
+        running = asyncio.create_task(embed_all(client, texts, pooling))
+        while not (await client.status()).router.num_active:
+            pass
+        await system.kill("p0")
+        embeddings = await running
+        assert [list(each.vector) for each in embeddings] == [expected(text, pooling) for text in texts]
+        assert max(each.num_attempts for each in embeddings) == 2
+        assert {each.plans[-1].prefill_worker_id for each in embeddings if each.num_attempts > 1} == {"p1"}
+
+
+async def test_both_doors_and_the_blocking_client_give_one_vector() -> None:
+    async with running_system(num_decode=0, router={"http_port": 0}) as system, system.client() as client:
+        text = "Tell me about rivers."
+        told = await client.embed(text, dimensions=5)
+        assert (told.model, len(told.vector), told.plans[0].kind.value) == ("fake", 5, "prefill")
+        assert told.timings.ttft_s == told.timings.e2e_s > 0
+        with Client(system.address, timeout_s=30) as blocking:
+            assert (await asyncio.to_thread(blocking.embed, text, dimensions=5)).vector == told.vector
+        base_url = f"http://127.0.0.1:{system.router.http_port}/v1"
+        async with AsyncOpenAI(base_url=base_url, api_key="sk-any", max_retries=0) as openai:
+            variants: tuple[dict[str, Any], ...] = ({}, {"encoding_format": "float"})
+            for options in variants:
+                reply = await openai.embeddings.create(model="fake", input=text, dimensions=5, **options)
+                assert tuple(reply.data[0].embedding) == told.vector
+
+
+async def test_bad_options_of_the_client_raise_before_anything_is_sent() -> None:
+    async with AsyncClient("127.0.0.1:1") as client:
+        with pytest.raises(InvalidRequest, match="pooling") as caught:
+            await client.embed("a", pooling="max")  # type: ignore[arg-type]
+        assert caught.value.field == "pooling"
+        with pytest.raises(InvalidRequest, match="dimensions"):
+            await client.embed("a", dimensions=-1)
+        with pytest.raises(TypeError, match="unknown option"):
+            await client.embed("a", poling="mean")  # type: ignore[call-arg]
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(180)
+async def test_process_that_is_killed_costs_no_embedding(tmp_path: Path) -> None:
+    pools = {"prefill": FAKE_POOL | {"count": 2, "max_step_tokens": 64}, "decode": dict(FAKE_POOL)}
+    async with running_cluster(tmp_path, fake_config(step_ms=20.0, pools=pools)) as client:
+        texts = [text + "." * 200 for text in prompts(40)]
+        running = asyncio.create_task(embed_all(client, texts, "last"))
+        while not (await client.status()).router.num_active:
+            pass
+        await kill_worker(client, "prefill")
+        embeddings = await running
+        assert [list(each.vector) for each in embeddings] == [expected(text) for text in texts]
+        assert max(each.num_attempts for each in embeddings) > 1
+        await until_idle(client)

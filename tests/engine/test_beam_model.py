@@ -1,0 +1,97 @@
+"""Beam search on the real model in float32 finds what transformers finds, every beam, token for token."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from common.clock import ManualClock
+from common.model_files import default_model_dir
+from engine import beams
+from engine.core import EngineCore
+from engine.events import BeamsAdvanced
+from engine.runner import ModelExecutor
+from engine.scheduler import SchedulerLimits
+from tests.builders import Collector, assert_empty, make_request, run_until_idle, served, submit
+from tests.engine.beam_oracle import reference_beams
+from tests.engine.driver import load
+
+pytestmark = [pytest.mark.model, pytest.mark.timeout(900)]
+
+BLOCK_SIZE = 16
+TEXTS = ("The quick brown fox", "What is the capital of France? One word.")
+"""A text that goes on, and a turn of a chat whose answers end."""
+MAX_TOKENS = 12
+SEARCHES = [(2, 1.0, False), (2, 0.0, True), (4, 2.0, False)]
+"""(width, length_penalty, early_stopping); test_beam_executors.py has all combinations on tiny models."""
+
+
+@pytest.fixture(scope="module")
+def executor() -> ModelExecutor[Any]:
+    return load(default_model_dir(), block_size=BLOCK_SIZE, num_blocks=160)
+
+
+@pytest.fixture(scope="module")
+def reference() -> Any:
+    from transformers import AutoModelForCausalLM
+
+    auto_model: Any = AutoModelForCausalLM
+    return auto_model.from_pretrained(default_model_dir(), dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def prompts() -> Iterator[list[list[int]]]:
+    from transformers import AutoTokenizer
+
+    auto_tokenizer: Any = AutoTokenizer
+    tokenizer = auto_tokenizer.from_pretrained(default_model_dir())
+    text, question = TEXTS
+    turn = [{"role": "user", "content": question}]
+    yield [
+        tokenizer(text).input_ids,
+        tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=False),
+    ]
+
+
+@pytest.mark.parametrize(("width", "length_penalty", "early_stopping"), SEARCHES)
+def test_beams_equal_those_of_transformers(
+    executor: ModelExecutor[Any],
+    reference: Any,
+    prompts: list[list[int]],
+    width: int,
+    length_penalty: float,
+    early_stopping: bool,
+) -> None:
+    limits = SchedulerLimits(block_size=BLOCK_SIZE, max_step_tokens=256, max_running=16, max_waiting=16)
+    core = EngineCore(executor, limits, ManualClock())
+    options: dict[str, Any] = {"length_penalty": length_penalty, "early_stopping": early_stopping}
+    search: dict[str, Any] = {"use_beam_search": True, "n": width, "max_tokens": MAX_TOKENS, **options}
+    submitted: list[Collector] = []
+    for prompt in prompts:  # in one batch
+        submitted.append(submit(core, make_request(prompt, block_size=BLOCK_SIZE, **search))[1])
+    run_until_idle(core)
+    ends = sorted(executor.eos_token_ids)
+    lengths = set()
+    for prompt, collector in zip(prompts, submitted, strict=True):
+        found = [collector.token_ids(i) for i in range(width)]
+        wanted = reference_beams(reference, prompt, ends=ends, num_beams=width, max_new_tokens=MAX_TOKENS, **options)
+        assert found == wanted
+        lengths |= {len(beam) for beam in found}
+    assert min(lengths) < MAX_TOKENS == max(lengths)  # some end, others are cut
+    assert_empty(core)
+
+
+def test_search_that_goes_on_from_any_state_finds_the_same(
+    executor: ModelExecutor[Any], prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(beams, "SNAPSHOT_TOKENS", 3)
+    request = make_request(prompts[1], block_size=BLOCK_SIZE, n=4, use_beam_search=True, max_tokens=MAX_TOKENS)
+    limits = SchedulerLimits(block_size=BLOCK_SIZE, max_step_tokens=256, max_running=16, max_waiting=16)
+    whole = served(EngineCore(executor, limits, ManualClock()), request)
+    states = [event.snapshot for event in whole.events if isinstance(event, BeamsAdvanced)]
+    assert len(states) > 1
+    for state in states:
+        rest = served(EngineCore(executor, limits, ManualClock()), replace(request, beams=state))
+        assert [rest.token_ids(i) for i in range(4)] == [whole.token_ids(i) for i in range(4)]

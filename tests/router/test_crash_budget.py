@@ -1,0 +1,89 @@
+"""A request that ends its workers is stopped before it has ended all of them; others beside it get their answers."""
+
+import asyncio
+
+import pytest
+
+from common.errors import CrashSuspected
+from common.ids import Epoch, WorkerId
+from router.crash_budget import NUM_CLEARING_TOKENS, Losses
+from tests.router.fakes import (
+    DECODE,
+    FakeWorker,
+    TestCluster,
+    answer,
+    config_with,
+    make_request,
+    prompt_of,
+    running_cluster,
+)
+
+POISON = prompt_of(13)
+
+
+def life(number: int) -> tuple[WorkerId, Epoch]:
+    return WorkerId(f"d{number}"), Epoch(number)
+
+
+def test_new_tokens_clear_a_request_of_earlier_losses() -> None:
+    losses = Losses()
+    losses.note([life(1)], num_tokens=5)
+    losses.note([life(2)], num_tokens=5)
+    losses.is_quarantined = True
+    losses.note([life(3)], num_tokens=5 + NUM_CLEARING_TOKENS)
+    assert losses.lives == [life(3)]
+    assert not losses.is_quarantined
+
+
+def test_tokens_that_a_worker_had_not_sent_when_it_died_clear_no_request() -> None:
+    losses = Losses()
+    for number in range(NUM_CLEARING_TOKENS):
+        losses.note([life(number)], num_tokens=5 + number)
+    assert len(losses.lives) == NUM_CLEARING_TOKENS
+
+
+def test_one_life_counts_once_however_many_calls_it_fails() -> None:
+    losses = Losses()
+    for _ in range(5):
+        losses.note([life(1)], num_tokens=0)
+    assert losses.count([life(1)]) == 1
+
+
+def test_host_that_takes_both_workers_of_an_attempt_along_is_one_loss() -> None:
+    losses = Losses()
+    losses.note([life(1), life(2)], num_tokens=0)
+    assert losses.count([life(1), life(2)]) == 1
+
+
+def test_worker_that_ends_after_an_attempt_counts_for_the_one_that_it_ended() -> None:
+    losses = Losses()
+    losses.note([life(1), life(2)], num_tokens=0)
+    losses.note([life(1), life(3)], num_tokens=0)
+    assert losses.count([life(1), life(2)]) == 2
+
+
+async def refused(cluster: TestCluster) -> CrashSuspected:
+    """Send the poison and return its refusal."""
+    with pytest.raises(CrashSuspected) as caught:
+        await cluster.generate(make_request(13))
+    return caught.value
+
+
+async def test_poison_is_refused_after_its_last_worker_and_the_others_get_their_answers() -> None:
+    workers = [FakeWorker(f"d{number}", DECODE, poison=POISON) for number in range(2)]
+    for worker in workers:
+        worker.gates.close("token 2")
+    async with running_cluster(*workers, config=config_with(max_lost_workers=3)) as cluster:
+        innocents = [asyncio.create_task(cluster.generate(make_request(20 + number))) for number in range(4)]
+        await cluster.until(lambda _router: sum(worker.num_running_calls for worker in workers) == 4)
+        refusing = asyncio.create_task(refused(cluster))
+        await cluster.until(lambda _router: sum(worker.num_crashes for worker in workers) >= 2)
+        for worker in workers:
+            worker.gates.open("token 2")
+        for number, innocent in enumerate(innocents):
+            assert (await innocent).token_ids() == answer(prompt_of(20 + number), 6)
+        assert "3 workers were lost" in (await refusing).message
+        assert sum(worker.num_crashes for worker in workers) == 3
+        assert "it is taken again in 600 s" in (await refused(cluster)).message
+        assert sum(worker.num_crashes for worker in workers) == 3, "the same prompt is refused at once"
+        await cluster.until_idle()

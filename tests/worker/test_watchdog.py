@@ -1,0 +1,137 @@
+"""The watchdog ends a process whose engine or event loop hangs, and no other."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from common.clock import ManualClock
+from common.timing import GUESSED_TIMING, StepModel, StepShape, TimingModel
+from engine.thread import RunningStep
+from worker.watchdog import LOOP_HUNG_S, OVERDUE_S, TICK_S, OverdueWatch, Watchdog, predict_s
+
+LIMIT_S = 10.0
+DECODE = StepShape(num_decodes=4, num_context_tokens=400)
+PREFILL = StepShape(num_prefill_tokens=100)
+
+
+class Process:
+    """A process under a watchdog, with a clock of its own."""
+
+    def __init__(self) -> None:
+        self.clock = ManualClock()
+        self.step: RunningStep | None = None
+        self.is_loop_alive = True
+        self.ended: list[str] = []
+        self.watchdog = Watchdog(
+            running_step=lambda: self.step,
+            limit_s=lambda _step: LIMIT_S,
+            call_loop=self._call,
+            end=self.ended.append,
+            clock=self.clock,
+        )
+
+    def _call(self, callback: Callable[[], None]) -> None:
+        if self.is_loop_alive:
+            callback()
+
+    def begin_step(self) -> None:
+        self.step = RunningStep((DECODE,), self.clock.monotonic())
+
+    def pass_time(self, seconds: float) -> None:
+        for _ in range(round(seconds / TICK_S)):
+            self.clock.advance(TICK_S)
+            self.watchdog.check()
+
+
+def test_step_that_never_ends_ends_the_process() -> None:
+    process = Process()
+    process.begin_step()
+    process.pass_time(LIMIT_S)
+    assert not process.ended
+    process.pass_time(3)
+    assert "engine step" in process.ended[0]
+
+
+def test_steps_that_end_are_never_added_up() -> None:
+    process = Process()
+    for _ in range(20):
+        process.begin_step()
+        process.pass_time(LIMIT_S / 2)
+    process.step = None
+    process.pass_time(100)
+    assert not process.ended
+
+
+def test_event_loop_that_does_not_turn_ends_the_process() -> None:
+    process = Process()
+    process.pass_time(5)
+    process.is_loop_alive = False
+    process.pass_time(LOOP_HUNG_S + 3)
+    assert "event loop" in process.ended[0]
+
+
+def test_process_that_was_stopped_for_an_hour_goes_on() -> None:
+    process = Process()
+    process.begin_step()
+    process.pass_time(3)
+    process.clock.advance(3600)
+    process.pass_time(3)
+    assert not process.ended
+
+
+def test_step_is_judged_with_the_one_in_flight_before_it() -> None:
+    timing = measured(prefill=0.5, decode=0.01)
+    assert predict_s(RunningStep((PREFILL, DECODE), 0.0), timing) == pytest.approx(0.51)
+    assert predict_s(RunningStep((), 0.0), timing) == 0.0
+
+
+def test_step_of_a_kind_that_was_never_measured_has_no_prediction() -> None:
+    timing = replace(measured(prefill=0.5, decode=0.01), prefill=GUESSED_TIMING.prefill)
+    assert predict_s(RunningStep((StepShape(), DECODE), 0.0), timing) == pytest.approx(0.01)
+    assert predict_s(RunningStep((PREFILL, DECODE), 0.0), timing) is None
+
+
+class Reader:
+    """Reads updates of a process whose steps are predicted to take 10 ms, every GAP_S."""
+
+    GAP_S = 0.25
+
+    def __init__(self) -> None:
+        self.clock = ManualClock()
+        self.step: RunningStep | None = None
+        self.watch = OverdueWatch(
+            running_step=lambda: self.step, predict_s=lambda _step: 0.01, clock=self.clock, gap_s=self.GAP_S
+        )
+
+    def begin_step(self) -> None:
+        self.step = RunningStep((DECODE,), self.clock.monotonic())
+
+    def look_after(self, seconds: float) -> bool:
+        self.clock.advance(seconds)
+        return self.watch.look()
+
+
+def test_step_is_overdue_when_it_takes_far_longer_than_predicted() -> None:
+    reader = Reader()
+    reader.begin_step()
+    looks = [reader.look_after(reader.GAP_S) for _ in range(6)]
+    assert looks.index(True) == OVERDUE_S / reader.GAP_S
+    reader.begin_step()
+    assert not reader.look_after(reader.GAP_S)
+    reader.step = None
+    assert not reader.look_after(2 * OVERDUE_S)
+
+
+def test_step_of_a_process_without_a_core_is_not_overdue() -> None:
+    reader = Reader()
+    reader.begin_step()
+    assert not reader.look_after(reader.GAP_S)
+    assert not reader.look_after(10 * OVERDUE_S), "the whole process stood still, not its engine"
+
+
+def measured(*, prefill: float, decode: float) -> TimingModel:
+    def flat(seconds: float) -> StepModel:
+        return StepModel(constant_s=seconds, num_samples=9)
+
+    return replace(GUESSED_TIMING, prefill=flat(prefill), decode=flat(decode))
