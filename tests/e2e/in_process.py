@@ -64,11 +64,16 @@ class System:
 
 @asynccontextmanager
 async def running_system(
-    *, num_prefill: int = 1, num_decode: int = 1, router: dict[str, Any] | None = None, **fake: Any
+    *,
+    num_prefill: int = 1,
+    num_decode: int = 1,
+    router: dict[str, Any] | None = None,
+    model: dict[str, Any] | None = None,
+    **fake: Any,
 ) -> AsyncIterator[System]:
     """Start everything and wait until the router uses every worker; `fake` shapes the engines (make_runtime)."""
     async with AsyncExitStack() as stack:
-        running, admin = await stack.enter_async_context(_serving_router(router))
+        running, admin = await stack.enter_async_context(_serving_router(router, model))
         endpoints, workers = [], {}
         for role, name, count in ((PREFILL, "p", num_prefill), (DECODE, "d", num_decode)):
             for i in range(count):
@@ -92,10 +97,12 @@ async def another_router(system: System, *, router: dict[str, Any] | None = None
 
 @asynccontextmanager
 async def _serving_router(
-    router: dict[str, Any] | None,
+    router: dict[str, Any] | None, model: dict[str, Any] | None = None
 ) -> "AsyncIterator[tuple[RunningRouter, router_admin_pb2_grpc.RouterAdminServiceAsyncStub]]":
-    options = {"recovery_timeout_s": 5.0, "http_port": None, **(router or {})}
-    config: ServingConfig = parse_config({"model": {"engine": "fake"}, "router": options}, source="test")
+    # The engines share this process: on a busy machine it is silent for seconds.
+    options = {"recovery_timeout_s": 5.0, "http_port": None, "silence_s": 10.0, **(router or {})}
+    sections = {"model": {"engine": "fake", **(model or {})}, "router": options}
+    config: ServingConfig = parse_config(sections, source="test")
     running = await serve_router(
         config, credentials_of(Role.ROUTER, "router-0"), codec=ByteCodec(), host="127.0.0.1", port=0
     )
