@@ -22,6 +22,7 @@ import tokenizers
 
 from common.errors import InvalidRequest
 from common.structured_outputs import FIELD, Structure, read_structure
+from engine.one_of import with_disjoint_branches
 
 logger = logging.getLogger(__name__)
 
@@ -200,7 +201,8 @@ def _source(structure: Structure, tokenizer: tokenizers.Tokenizer) -> str:
     value = structure.value
     match structure.kind:
         case "json":
-            return LLMatcher.grammar_from_json_schema(json.dumps(value), overrides={"coerce_one_of": True})
+            schema = json.dumps(with_disjoint_branches(value))
+            return LLMatcher.grammar_from_json_schema(schema, overrides={"coerce_one_of": True})
         case "json_object":
             return LLMatcher.grammar_from_json_schema('{"type": "object"}')
         case "regex":

@@ -38,6 +38,8 @@ class Begun:
 
     token_ids: TokenArray
     is_finished: bool
+    text: str = ""
+    """The text that came with them, where the answer is parsed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +59,8 @@ class Job:
     """Time that the chat template was given; 0: no chat."""
     answer_format: inference_pb2.AnswerFormat | None = None
     """How the text of the answer to a chat is read; None: no chat."""
+    is_parsed: bool = False
+    """Whether the client wants message deltas beside the text."""
     embedding: EmbeddingForm | None = None
     """Set when the answer is an embedding of the prompt; nothing is sampled then."""
     begun: tuple[Begun, ...] = ()

@@ -22,6 +22,7 @@ from router.demand import REMEMBERED_S
 from router.facts import Endpoint
 from router.front_door import Caller, FrontDoor
 from router.member import Member, WorkerState
+from router.parsed_answers import ParsedAnswer
 from router.parts import RouterParts
 from router.placement.decisions import CAPACITY, explain
 from router.pool_timing import MIN_SAMPLES
@@ -55,7 +56,10 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             with door.account(life, time_left_s=context.time_remaining):
                 caller = Caller(tenant=self._identify(context), life=life, time_left_s=context.time_remaining)
                 async with door.serving(request, caller) as served:
+                    parsed = await ParsedAnswer.of(served.job)
                     while (message := await served.outbox.get()) is not None:
+                        if parsed is not None and message.HasField("tokens"):
+                            parsed.add_to(message.tokens)
                         await context.write(message)
                         if message.HasField("tokens"):
                             await door.merging.over()

@@ -91,6 +91,7 @@ class RequestReader:
         defaults, answer = self._defaults_for(message), None
         sampling = self._sampling(message, defaults, len(prompt), model)
         if conversation is not None:
+            _check_parsing(message, sampling, model)
             answer = self._answer_format(message, encoded.prompt_end)
             sampling = shaped(sampling, message.chat, conversation.tools, answer, self._formats)
             sampling.validate(vocab_size=model.vocab_size)
@@ -106,6 +107,7 @@ class RequestReader:
             model=model,
             rendered_unix_s=rendered_unix_s or 0,
             answer_format=answer,
+            is_parsed=message.chat.parse_answer,
             begun=begun,
         )
 
@@ -248,10 +250,22 @@ def _begun(message: inference_pb2.GenerateRequest, sampling: SamplingParams, mod
         tokens = unpack_tokens(sample.tokens, vocab_size=model.vocab_size, field=f"{field}.tokens")
         if sample.is_finished and not tokens:
             raise InvalidRequest("the sample has an end but no token", field=f"{field}.is_finished")
-        samples.append(Begun(token_ids=tokens, is_finished=sample.is_finished))
+        samples.append(Begun(token_ids=tokens, is_finished=sample.is_finished, text=sample.text))
     if any(sample.token_ids for sample in samples) and not message.sampling.HasField("seed"):
         raise InvalidRequest("an answer is resumed with the seed from Accepted", field="sampling.seed")
     return tuple(samples)
+
+
+def _check_parsing(message: inference_pb2.GenerateRequest, sampling: SamplingParams, model: ModelFacts) -> None:
+    """Raise RequestError when the answer is to be parsed and cannot be."""
+    if not message.chat.parse_answer:
+        return
+    if message.direct:
+        raise InvalidRequest("tokens that come straight from a worker are not parsed", field="chat.parse_answer")
+    if not sampling.detokenize:
+        raise InvalidRequest("text is parsed: detokenize must be true", field="chat.parse_answer")
+    for position, sample in enumerate(message.resume.samples):
+        _check_chars(len(sample.text), model, field=f"resume.samples[{position}].text")
 
 
 def _check_model(name: str, model: ModelFacts) -> None:

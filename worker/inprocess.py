@@ -19,7 +19,7 @@ from common.sampling import SamplingParams
 from common.tokens import as_tokens
 from common.wire_names import FINISH_REASON_NAMES
 from engine.core import EngineCore
-from engine.events import EngineEvent, Failed, Tokens
+from engine.events import EngineEvent, EngineLoad, Failed, Tokens
 from engine.executor import Executor
 from engine.grammar import Grammars
 from engine.group import Group
@@ -56,6 +56,10 @@ class LocalEngine:
         """Load the model of `config.model`, with the decode pool's pages and limits. Takes seconds."""
         executor, tokenizer = load_executor_for(config, config.pools.decode)
         return cls(executor, tokenizer, config)
+
+    def load_report(self) -> EngineLoad:
+        """Return the load of the engine."""
+        return self._core.load()
 
     def stream(self, prompt_token_ids: Sequence[int], sampling: SamplingParams) -> Iterator[SampleText]:
         """Generate one request. Raises InvalidRequest or PromptTooLong before the first token."""

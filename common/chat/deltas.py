@@ -44,6 +44,11 @@ def whole_calls(deltas: Iterable[ToolCallDelta]) -> list[tuple[str, str]]:
     return [(names[index], "".join(arguments[index])) for index in sorted(names)]
 
 
+def call_id(sample_index: int, index: int) -> str:
+    """Return the id of a call; nine letters and digits, which every template takes."""
+    return f"call{sample_index:02}{index:03}"
+
+
 class Collector:
     """Gathers the parts of a delta."""
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias, TypedDict
 
 from common.chat.deltas import MessageDelta as TextDelta
-from common.chat.deltas import joined, whole_calls
+from common.chat.deltas import call_id, joined, whole_calls
 from common.chat.parsing import MessageParser
 from common.wire_names import TOOL_CHOICE_NUMBERS
 from kvrelay.v1 import inference_pb2 as pb
@@ -135,7 +135,7 @@ class MessageReader:
         """Return the message so far; its calls get ids that are unique in it."""
         so_far = joined(self._deltas)
         calls = [
-            ToolCall(id=f"call{self._sample_index:02}{position:03}", name=name, arguments=arguments)
+            ToolCall(id=call_id(self._sample_index, position), name=name, arguments=arguments)
             for position, (name, arguments) in enumerate(whole_calls(so_far.tool_calls))
         ]
         return Message(content=so_far.content, reasoning=so_far.reasoning, tool_calls=tuple(calls))

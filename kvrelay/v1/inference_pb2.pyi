@@ -190,10 +190,13 @@ class ChatPrompt(_message.Message):
     TOOL_CHOICE_FIELD_NUMBER: _builtins.int
     TEMPLATE_VARIABLES_FIELD_NUMBER: _builtins.int
     THINKING_BUDGET_FIELD_NUMBER: _builtins.int
+    PARSE_ANSWER_FIELD_NUMBER: _builtins.int
     template_variables: _builtins.str
     """A JSON object with further variables of the template, such as {"enable_thinking": false}."""
     thinking_budget: _builtins.int
     """Most tokens that the model may think before it answers; only for models that think."""
+    parse_answer: _builtins.bool
+    """Parse the text of the answer: TokenDelta.messages come beside its tokens. Not with GenerateRequest.direct."""
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
         """The turns, oldest first; at most 4096."""
@@ -216,10 +219,11 @@ class ChatPrompt(_message.Message):
         tool_choice: Global___ToolChoice | None = ...,
         template_variables: _builtins.str = ...,
         thinking_budget: _builtins.int | None = ...,
+        parse_answer: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_thinking_budget", b"_thinking_budget", "thinking_budget", b"thinking_budget", "tool_choice", b"tool_choice"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_thinking_budget", b"_thinking_budget", "messages", b"messages", "template_variables", b"template_variables", "thinking_budget", b"thinking_budget", "tool_choice", b"tool_choice", "tools", b"tools"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_thinking_budget", b"_thinking_budget", "messages", b"messages", "parse_answer", b"parse_answer", "template_variables", b"template_variables", "thinking_budget", b"thinking_budget", "tool_choice", b"tool_choice", "tools", b"tools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__thinking_budget: _TypeAlias = _typing.Literal["thinking_budget"]  # noqa: Y015
     _WhichOneofArgType__thinking_budget: _TypeAlias = _typing.Literal["_thinking_budget", b"_thinking_budget"]  # noqa: Y015
@@ -409,19 +413,23 @@ class ResumedSample(_message.Message):
 
     TOKENS_FIELD_NUMBER: _builtins.int
     IS_FINISHED_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
     tokens: _builtins.bytes
     """Little-endian uint32, 4 bytes a token; fewer than max_tokens, unless the sample has ended."""
     is_finished: _builtins.bool
     """Whether its last token had a finish reason."""
+    text: _builtins.str
+    """The text of those tokens, as it came with them; needed with ChatPrompt.parse_answer, which goes on behind it."""
     def __init__(
         self,
         *,
         tokens: _builtins.bytes = ...,
         is_finished: _builtins.bool = ...,
+        text: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_finished", b"is_finished", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_finished", b"is_finished", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -899,6 +907,7 @@ class TokenDelta(_message.Message):
     TOKENS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     RUNS_FIELD_NUMBER: _builtins.int
+    MESSAGES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def tokens(self) -> _containers.RepeatedCompositeFieldContainer[_sampling_pb2.SampleToken]:
         """In order for each sample."""
@@ -911,20 +920,95 @@ class TokenDelta(_message.Message):
     def runs(self) -> _containers.RepeatedCompositeFieldContainer[_sampling_pb2.TokenRun]:
         """In order for each sample: tokens of a request that wants no text."""
 
+    @_builtins.property
+    def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___MessageDelta]:
+        """What the tokens add to the message of each sample, with ChatPrompt.parse_answer."""
+
     def __init__(
         self,
         *,
         tokens: _abc.Iterable[_sampling_pb2.SampleToken] | None = ...,
         prompt_logprobs: _abc.Iterable[_sampling_pb2.PositionLogprobs] | None = ...,
         runs: _abc.Iterable[_sampling_pb2.TokenRun] | None = ...,
+        messages: _abc.Iterable[Global___MessageDelta] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["prompt_logprobs", b"prompt_logprobs", "runs", b"runs", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages", "prompt_logprobs", b"prompt_logprobs", "runs", b"runs", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TokenDelta: _TypeAlias = TokenDelta  # noqa: Y015
+
+@_typing.final
+class MessageDelta(_message.Message):
+    """The next part of a sample's message: its text without markup."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SAMPLE_INDEX_FIELD_NUMBER: _builtins.int
+    CONTENT_FIELD_NUMBER: _builtins.int
+    REASONING_FIELD_NUMBER: _builtins.int
+    TOOL_CALLS_FIELD_NUMBER: _builtins.int
+    sample_index: _builtins.int
+    """Which of the n samples."""
+    content: _builtins.str
+    """The next piece of the content."""
+    reasoning: _builtins.str
+    """The next piece of what the assistant thinks."""
+    @_builtins.property
+    def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCallDelta]:
+        """Calls of tools that begin or go on, in order."""
+
+    def __init__(
+        self,
+        *,
+        sample_index: _builtins.int = ...,
+        content: _builtins.str = ...,
+        reasoning: _builtins.str = ...,
+        tool_calls: _abc.Iterable[Global___ToolCallDelta] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "reasoning", b"reasoning", "sample_index", b"sample_index", "tool_calls", b"tool_calls"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MessageDelta: _TypeAlias = MessageDelta  # noqa: Y015
+
+@_typing.final
+class ToolCallDelta(_message.Message):
+    """The next piece of a call of a tool."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: _builtins.int
+    ID_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    ARGUMENTS_FIELD_NUMBER: _builtins.int
+    index: _builtins.int
+    """0, 1, … within the sample."""
+    id: _builtins.str
+    """Names the call, unique in its answer; set in the first piece of a call."""
+    name: _builtins.str
+    """The tool; set in the first piece of a call."""
+    arguments: _builtins.str
+    """The next piece of the arguments: JSON as the model writes it."""
+    def __init__(
+        self,
+        *,
+        index: _builtins.int = ...,
+        id: _builtins.str = ...,
+        name: _builtins.str = ...,
+        arguments: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments", b"arguments", "id", b"id", "index", b"index", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ToolCallDelta: _TypeAlias = ToolCallDelta  # noqa: Y015
 
 @_typing.final
 class TokenizeRequest(_message.Message):

@@ -14,6 +14,7 @@ import yaml
 
 from cluster import lifecycle
 from common.config import load_config
+from common.structured_outputs import structure_text
 from kvrelay.client import AsyncClient, Generation, WorkerView
 
 FAKE_POOL: dict[str, Any] = {"num_blocks": 512, "block_size": 16, "max_step_tokens": 256, "max_running": 64}
@@ -75,6 +76,15 @@ async def worker(client: AsyncClient, role: str, index: int = 0) -> WorkerView:
         if len(workers) > index:
             return workers[index]
         await asyncio.sleep(0.05)
+
+
+def mixed_sampling(number: int, *, max_tokens: int) -> dict[str, Any]:
+    """Return options of a sampled answer of so many tokens; every other one is structured."""
+    options: dict[str, Any] = {"temperature": 0.8, "max_tokens": max_tokens, "seed": number}
+    if number % 2:
+        numbers = {"type": "array", "items": {"type": "integer"}, "minItems": max_tokens}
+        return options | {"structured_outputs": structure_text({"json": numbers})}
+    return options | {"ignore_eos": True}
 
 
 async def kill_worker(client: AsyncClient, role: str) -> int:

@@ -10,13 +10,16 @@ from tests.e2e.in_process import System, running_system
 NUM_STREAMS = 16
 NUM_TOKENS = 200
 SHAPE: dict[str, Any] = {"num_blocks": 2048, "max_step_tokens": 128, "step_s": 0.002}
+NUMBERS = {"type": "array", "items": {"type": "integer"}, "minItems": NUM_TOKENS}
 
 
 async def answer(
     client: AsyncClient, number: int, *, begun: asyncio.Event | None = None, num_phrases: int = 3
 ) -> Generation:
+    """Return an answer of NUM_TOKENS; every other one is structured."""
     prompt = f"stream {number}: " + "what one worker has computed another one takes over; " * num_phrases
-    async with client.stream(prompt, max_tokens=NUM_TOKENS, ignore_eos=True, seed=number) as events:
+    options: dict[str, Any] = {"structured_outputs": {"json": NUMBERS}} if number % 2 else {"ignore_eos": True}
+    async with client.stream(prompt, max_tokens=NUM_TOKENS, seed=number, **options) as events:
         async for event in events:
             if begun is not None and isinstance(event, Token):
                 begun.set()

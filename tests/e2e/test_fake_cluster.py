@@ -10,7 +10,16 @@ import pytest_asyncio
 
 from kvrelay.client import AsyncClient
 from tests.builders import expected_tokens, make_request
-from tests.e2e.harness import fake_config, generate_all, kill_worker, running_cluster, until, until_idle, worker
+from tests.e2e.harness import (
+    fake_config,
+    generate_all,
+    kill_worker,
+    mixed_sampling,
+    running_cluster,
+    until,
+    until_idle,
+    worker,
+)
 from tests.engine.beam_oracle import expected_beams
 
 pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="module")]
@@ -35,11 +44,13 @@ async def client(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Asyn
 
 
 async def test_answers_at_every_boundary_equal_oracle_cold_and_cached(client: AsyncClient) -> None:
-    for salt in (1, 1):
-        prompts = [prompt_of(length, salt) for length in LENGTHS]
-        answers = await generate_all(client, prompts, temperature=0, max_tokens=12)
-        for prompt, answer in zip(prompts, answers, strict=True):
-            assert answer.token_ids == oracle(prompt, max_tokens=12), len(prompt)
+    prompts = [prompt_of(length, 1) for length in LENGTHS]
+    options = [mixed_sampling(number, max_tokens=12) for number in range(len(prompts))]
+    for _ in ("cold", "cached"):
+        asked = zip(prompts, options, strict=True)
+        answers = await asyncio.gather(*(client.generate(prompt, **each) for prompt, each in asked))
+        for prompt, each, answer in zip(prompts, options, answers, strict=True):
+            assert answer.token_ids == oracle(prompt, **each), len(prompt)
     await until_idle(client)
 
 
@@ -90,14 +101,14 @@ async def test_kill_worker_in_the_middle_of_8_streams_leaves_every_answer_comple
     client: AsyncClient, role: str
 ) -> None:
     prompts = [prompt_of(200 + i, salt=20 + i) for i in range(8)]
-    options: dict[str, Any] = {"temperature": 1.0, "seed": 5, "max_tokens": 300, "ignore_eos": True}
-    streams = [client.stream(prompt, **options) for prompt in prompts]
+    options = [mixed_sampling(number, max_tokens=300) for number in range(8)]
+    streams = [client.stream(prompt, **each) for prompt, each in zip(prompts, options, strict=True)]
     results = [asyncio.create_task(stream.result()) for stream in streams]
     if role == "decode":
         await until(lambda: _is_decoding(client), timeout_s=60, what="8 sequences decode")
     pid = await kill_worker(client, role)
-    for prompt, result in zip(prompts, await asyncio.gather(*results), strict=True):
-        assert result.token_ids == oracle(prompt, **options)
+    for prompt, each, result in zip(prompts, options, await asyncio.gather(*results), strict=True):
+        assert result.token_ids == oracle(prompt, **each)
 
     async def is_back() -> bool:
         view = await worker(client, role)

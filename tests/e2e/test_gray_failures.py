@@ -10,26 +10,16 @@ import pytest
 import pytest_asyncio
 
 from common.errors import CrashSuspected
-from common.structured_outputs import structure_text
 from engine.fake import FAULTS_ENV, Fault
 from kvrelay.client import AsyncClient, Token
 from tests.builders import expected_tokens, make_request
-from tests.e2e.harness import FAKE_POOL, fake_config, generate_all, running_cluster, until, until_idle
+from tests.e2e.harness import FAKE_POOL, fake_config, generate_all, mixed_sampling, running_cluster, until, until_idle
 
 pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="module")]
 
 TIMEOUT_S = 30.0
 """Deadline of a request; without a watch for silence, its streams would stand still for a minute."""
 LENGTH: dict[str, Any] = {"temperature": 0.8, "ignore_eos": True}
-
-
-NUMBERS = structure_text({"json": {"type": "array", "items": {"type": "integer"}, "minItems": 40}})
-
-
-def sampling_of(number: int) -> dict[str, Any]:
-    """Return options of a long sampled answer; every other one is structured."""
-    options: dict[str, Any] = {"temperature": 0.8, "max_tokens": 150, "seed": number}
-    return options | ({"structured_outputs": NUMBERS} if number % 2 else {"ignore_eos": True})
 
 
 def prompt_of(number: int) -> list[int]:
@@ -79,7 +69,7 @@ async def test_answers_of_a_stopped_worker_go_on_elsewhere_and_it_is_replaced(cl
 
     async def ask(number: int) -> tuple[int, ...]:
         tokens: list[int] = []
-        stream = client.stream(prompt_of(number), timeout_s=TIMEOUT_S, **sampling_of(number))
+        stream = client.stream(prompt_of(number), timeout_s=TIMEOUT_S, **mixed_sampling(number, max_tokens=150))
         async for event in stream:
             if isinstance(event, Token):
                 tokens.append(event.token_id)
@@ -93,7 +83,7 @@ async def test_answers_of_a_stopped_worker_go_on_elsewhere_and_it_is_replaced(cl
     assert victim.status is not None
     os.kill(victim.status.pid, signal.SIGSTOP)
     for number, answer in enumerate(await asyncio.gather(*asking)):
-        assert answer == oracle(number, **sampling_of(number))
+        assert answer == oracle(number, **mixed_sampling(number, max_tokens=150))
     assert (await client.status()).router.num_replans > 0
     await until_whole(client)
     assert victim.status.pid not in await pids(client)

@@ -81,11 +81,11 @@ async def test_answer_that_cannot_move_is_resumed_elsewhere_when_the_grace_is_ov
     slow: dict[str, Any] = {"num_blocks": 2048, "max_step_tokens": 16, "step_s": 0.01}
     policy = {"policy": "round_robin", "local_prefill_max_tokens": 2000}
     async with running_system(num_prefill=0, num_decode=2, router=policy, **slow) as system, system.client() as client:
-        running = asyncio.create_task(answer(client, 1, num_phrases=15))
+        running = asyncio.create_task(answer(client, 2, num_phrases=15))
         left = await busy_worker(system, client)
         await system.workers[left].stop(0.05)
         done = await running
-        again = await answer(client, 1, num_phrases=15)
+        again = await answer(client, 2, num_phrases=15)
         status = (await client.status()).router
 
         assert done.plans[0].decode_worker_id == left != done.plans[-1].decode_worker_id

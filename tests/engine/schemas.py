@@ -1,12 +1,36 @@
-"""Schemas by chance, with most keywords of JSON Schema that llguidance takes."""
+"""Schemas by chance, with most keywords of JSON Schema that llguidance takes, and those of JSON-Schema-Test-Suite."""
 
+import json
 import random
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 Schema = dict[str, Any]
 _PATTERNS = ("^[a-z]{1,4}$", "^(a|bc)+d$", "^[0-9]{2}-[0-9]{2}$", "^x?y{2,3}$")
 _FORMATS = ("date", "time", "ipv4", "uuid")
+
+
+@dataclass(frozen=True, slots=True)
+class SuiteGroup:
+    """A schema of the suite."""
+
+    keyword: str
+    """What it tests, as the suite's file names it."""
+    description: str
+    schema: Any
+    tests: list[tuple[Any, bool]]
+    """Instances, and whether they fit the schema."""
+
+    def __str__(self) -> str:
+        return f"{self.keyword}: {self.description}"
+
+
+def suite() -> list[SuiteGroup]:
+    """Return the groups of JSON-Schema-Test-Suite for draft 2020-12."""
+    path = Path(__file__).parents[1] / "data" / "json_schema_suite" / "draft2020-12.jsonl"
+    return [SuiteGroup(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def random_schema(seed: int) -> Schema:

@@ -2,6 +2,7 @@
 
 import json
 import os
+from pathlib import Path
 from typing import Any
 
 import jsonschema_rs
@@ -9,10 +10,13 @@ import pytest
 import tokenizers
 
 from common.config import parse_config
+from common.errors import InvalidRequest
 from common.model_files import default_model_dir
 from common.sampling import SamplingParams
 from common.structured_outputs import structure_text
-from tests.engine.schemas import random_schema
+from tests.builders import FAKE_GRAMMARS
+from tests.engine.schemas import random_schema, suite
+from tests.short_model import write_short_model
 from worker.inprocess import LocalEngine, SampleText
 
 pytestmark = pytest.mark.model
@@ -40,14 +44,7 @@ SCHEMAS: list[dict[str, Any]] = [
 ]
 MAX_TOKENS = 60
 NUM_RANDOM = int(os.environ.get("KVRELAY_SCHEMAS", "16"))
-"""Further schemas, drawn by chance; a night's run has 500."""
-
-
-@pytest.fixture(name="engine", scope="module")
-def _engine() -> LocalEngine:
-    pool = {"kv_memory_gib": 0.5}
-    config = {"model": {"dtype": "float32"}, "pools": {"prefill": pool, "decode": pool}}
-    return LocalEngine.load(parse_config(config, source="test"))
+"""Further schemas, drawn by chance; a night's run has 500, and all of JSON-Schema-Test-Suite."""
 
 
 @pytest.fixture(name="prompt", scope="module")
@@ -61,6 +58,21 @@ def sampling(schema: dict[str, Any], seed: int) -> SamplingParams:
     return SamplingParams(temperature=1.0, seed=seed, max_tokens=MAX_TOKENS, structured_outputs=structure)
 
 
+def is_taken(schema: Any) -> bool:
+    """Return whether a schema of the suite is compiled."""
+    try:
+        FAKE_GRAMMARS.compile(structure_text({"json": schema}))
+    except (InvalidRequest, TypeError):
+        return False
+    return True
+
+
+def engine_of(model_dir: Path, **pool: Any) -> LocalEngine:
+    pools = {name: {"kv_memory_gib": 0.25, **pool} for name in ("prefill", "decode")}
+    model = {"id": str(model_dir), "dtype": "float32"}
+    return LocalEngine.load(parse_config({"model": model, "pools": pools}, source="test"))
+
+
 def texts_of(events: list[SampleText]) -> dict[int, tuple[str, str | None]]:
     """Return text and finish reason of each request."""
     found: dict[int, tuple[str, str | None]] = {}
@@ -70,19 +82,30 @@ def texts_of(events: list[SampleText]) -> dict[int, tuple[str, str | None]]:
     return found
 
 
-def test_every_finished_answer_is_valid_and_the_same_alone_and_in_a_batch(
-    engine: LocalEngine, prompt: list[int]
-) -> None:
+def test_every_finished_answer_of_the_whole_model_is_valid(prompt: list[int]) -> None:
+    engine = engine_of(default_model_dir())
     asked = [(schema, seed) for schema in SCHEMAS for seed in range(2)]
     asked += [(random_schema(number), number) for number in range(NUM_RANDOM)]
+    if NUM_RANDOM >= 500:
+        asked += [(group.schema, 1) for group in suite() if is_taken(group.schema)]
     batch = texts_of(list(engine.stream_all([(prompt, sampling(*each)) for each in asked])))
     num_finished = 0
-    for idx, (schema, seed) in enumerate(asked):
+    for idx, (schema, _seed) in enumerate(asked):
         text, reason = batch[idx]
         if reason == "stop":
             num_finished += 1
             assert jsonschema_rs.is_valid(schema, json.loads(text)), (schema, text)
-        if not seed and idx < 6:
-            alone = texts_of(list(engine.stream(prompt, sampling(schema, seed))))
-            assert alone[0] == (text, reason)
     assert num_finished >= len(asked) // 2, "most answers end before max_tokens"
+
+
+def test_answers_are_the_same_alone_in_a_batch_cached_chunked_and_preempted(prompt: list[int], tmp_path: Path) -> None:
+    model_dir = write_short_model(tmp_path)
+    asked = [(prompt + prompt[: 2 * number], sampling(schema, number)) for number, schema in enumerate(SCHEMAS)]
+    whole = engine_of(model_dir)
+    expected = {idx: texts_of(list(whole.stream(*each)))[0] for idx, each in enumerate(asked)}
+    cached = texts_of(list(whole.stream_all(asked)))
+    chunked = texts_of(list(engine_of(model_dir, max_step_tokens=8, max_running=8).stream_all(asked)))
+    tight = engine_of(model_dir, kv_memory_gib="auto", num_blocks=12)
+    preempted = texts_of(list(tight.stream_all(asked)))
+    assert cached == chunked == preempted == expected
+    assert tight.load_report().num_preemptions > 0

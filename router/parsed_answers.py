@@ -1,0 +1,61 @@
+"""Message deltas for clients that do not parse an answer's text themselves.
+
+They come in the same message as the tokens whose text they are made of, whatever is merged. An answer that another
+router began goes on in the middle of its markup: its parsers read the text that the client has, and say nothing of it.
+"""
+
+import asyncio
+
+from common.chat.deltas import MessageDelta, call_id
+from common.chat.parsing import MessageParser
+from kvrelay.v1 import inference_pb2 as pb
+from kvrelay.v1 import sampling_pb2
+from router.record import Job
+
+_CHARS_A_TURN = 1 << 15
+"""Text that is parsed without a pause for other requests."""
+
+
+class ParsedAnswer:
+    """Parses the samples of one answer, each from where the client has it. Event loop only."""
+
+    def __init__(self, answer: pb.AnswerFormat) -> None:
+        self._answer = answer
+        self._parsers: dict[int, MessageParser] = {}
+
+    @classmethod
+    async def of(cls, job: Job) -> "ParsedAnswer | None":
+        """Return the parsers of a job's answer; None when its client wants text alone."""
+        if not job.is_parsed or job.answer_format is None:
+            return None
+        parsed = cls(job.answer_format)
+        for index, begun in enumerate(job.begun):
+            parser = parsed._parser(index)
+            for start in range(0, len(begun.text), _CHARS_A_TURN):
+                parser.push(begun.text[start : start + _CHARS_A_TURN])
+                await asyncio.sleep(0)
+        return parsed
+
+    def add_to(self, delta: pb.TokenDelta) -> None:
+        """Set the `messages` of a delta from its tokens."""
+        pending: dict[int, list[sampling_pb2.SampleToken]] = {}
+        for token in delta.tokens:
+            pending.setdefault(token.sample_index, []).append(token)
+        for index, tokens in pending.items():
+            text, is_last = "".join(token.text for token in tokens), bool(tokens[-1].finish_reason)
+            said = self._parser(index).push(text, is_last=is_last)
+            if said != MessageDelta():
+                delta.messages.append(_to_proto(index, said))
+
+    def _parser(self, index: int) -> MessageParser:
+        if index not in self._parsers:
+            self._parsers[index] = MessageParser.of(self._answer)
+        return self._parsers[index]
+
+
+def _to_proto(index: int, said: MessageDelta) -> pb.MessageDelta:
+    message = pb.MessageDelta(sample_index=index, content=said.content, reasoning=said.reasoning)
+    for call in said.tool_calls:
+        begun = {} if call.name is None else {"id": call_id(index, call.index), "name": call.name}
+        message.tool_calls.add(index=call.index, arguments=call.arguments, **begun)
+    return message

@@ -1,0 +1,119 @@
+"""Clients with nothing but the proto: messages come parsed, and go on in the middle after their router is gone."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import grpc
+import pytest
+
+from common.errors import KvrelayError, from_rpc_error
+from common.rpc import client_channel
+from common.wire import pack_tokens
+from kvrelay.client.chat import set_chat_options
+from kvrelay.v1 import inference_pb2 as pb
+from kvrelay.v1 import inference_pb2_grpc
+from router.parsed_answers import ParsedAnswer
+from tests.e2e.in_process import System, running_system
+from tests.e2e.test_tools import CLOCK, OPTIONS, TURNS, WEATHER
+
+
+def asked(*, n: int = 1) -> pb.GenerateRequest:
+    """Return a request whose answers call tools."""
+    chat = pb.ChatPrompt(messages=[pb.ChatMessage(**turn) for turn in TURNS], parse_answer=True)
+    set_chat_options(chat, {"tools": [WEATHER, CLOCK], "tool_choice": "required"})
+    request = pb.GenerateRequest(chat=chat)
+    for name, value in {**OPTIONS, "n": n}.items():
+        setattr(request.sampling, name, value)
+    return request
+
+
+async def messages_of(system: System, request: pb.GenerateRequest) -> list[pb.GenerateResponse]:
+    """Return the whole stream. Raises KvrelayError."""
+    async with client_channel(system.address) as channel:
+        try:
+            return [message async for message in inference_pb2_grpc.InferenceServiceStub(channel).Generate(request)]
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
+
+
+def joined(deltas: Sequence[pb.MessageDelta], index: int = 0) -> list[tuple[str, str, str]]:
+    """Return id, name and arguments of every call of a sample."""
+    calls: dict[int, tuple[str, str, str]] = {}
+    for delta in deltas:
+        assert not delta.reasoning
+        if delta.sample_index == index:
+            for call in delta.tool_calls:
+                call_id, name, arguments = calls.get(call.index, (call.id, call.name, ""))
+                calls[call.index] = (call_id, name, arguments + call.arguments)
+    return list(calls.values())
+
+
+async def test_messages_of_all_samples_are_those_that_the_python_client_parses() -> None:
+    async with running_system(num_blocks=400) as system, system.client() as client:
+        replies = await messages_of(system, asked(n=3))
+        wanted = await client.chat(TURNS, tools=[WEATHER, CLOCK], tool_choice="required", **{**OPTIONS, "n": 3})
+    deltas = [delta for reply in replies for delta in reply.tokens.messages]
+    for index, sample in enumerate(wanted.samples):
+        assert sample.message is not None
+        assert joined(deltas, index) == [(call.id, call.name, call.arguments) for call in sample.message.tool_calls]
+    assert len(deltas) > 6, "deltas come while the answers are generated"
+
+
+async def test_text_alone_brings_no_messages() -> None:
+    async with running_system(num_blocks=400) as system:
+        request = asked()
+        request.chat.parse_answer = False
+        assert not any(reply.tokens.messages for reply in await messages_of(system, request))
+
+
+async def test_message_goes_on_behind_every_token_of_an_answer_that_another_router_began() -> None:
+    async with running_system(num_blocks=400) as system:
+        first, *replies = await messages_of(system, asked())
+        tokens = [token for reply in replies for token in reply.tokens.tokens]
+        whole = joined([delta for reply in replies for delta in reply.tokens.messages])
+        for num_known in range(1, len(tokens), 3):
+            request = asked()
+            request.sampling.MergeFrom(first.accepted.defaults)
+            request.sampling.seed = first.accepted.seed
+            request.resume.CopyFrom(
+                pb.Resume(
+                    fingerprint=first.accepted.fingerprint,
+                    rendered_unix_s=first.accepted.rendered_unix_s,
+                    answer_format=first.accepted.answer_format,
+                )
+            )
+            known = tokens[:num_known]
+            request.resume.samples.add(
+                tokens=pack_tokens([token.token_id for token in known]), text="".join(token.text for token in known)
+            )
+            rest = [delta for reply in await messages_of(system, request) for delta in reply.tokens.messages]
+            begun = joined(_parsed(known, first.accepted.answer_format))
+            assert _concatenated(begun, joined(rest)) == whole, num_known
+
+
+def _parsed(known: Sequence[Any], answer: pb.AnswerFormat) -> list[pb.MessageDelta]:
+    """Return what a client had been told with these tokens."""
+    delta = pb.TokenDelta(tokens=known)
+    ParsedAnswer(answer).add_to(delta)
+    return list(delta.messages)
+
+
+def _concatenated(begun: list[tuple[str, str, str]], rest: list[tuple[str, str, str]]) -> list[tuple[str, str, str]]:
+    """Return all calls; one that the rest goes on with has no name there."""
+    if rest and not rest[0][1]:
+        (call_id, name, arguments), more = begun[-1], rest[0][2]
+        return [*begun[:-1], (call_id, name, arguments + more), *rest[1:]]
+    return begun + rest
+
+
+@pytest.mark.parametrize("how", ["direct", "no text"])
+async def test_answer_that_cannot_be_parsed_is_refused(how: str) -> None:
+    request = asked()
+    if how == "direct":
+        request.direct = True
+    else:
+        request.sampling.detokenize = False
+    async with running_system() as system:
+        with pytest.raises(KvrelayError, match=r"parse") as caught:
+            await messages_of(system, request)
+    assert caught.value.field == "chat.parse_answer"
