@@ -5,7 +5,9 @@ forced.
 """
 
 import asyncio
+import string
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import jsonschema_rs
@@ -30,6 +32,7 @@ PLACE: dict[str, Any] = {
     "required": ["city", "days"],
     "additionalProperties": False,
 }
+_PROTOS = Path(__file__).parents[2] / "proto"
 Saw = Callable[[str, str], Awaitable[Any]]
 """Returns what a client saw in one of its cases."""
 _NEEDS: dict[str, tuple[str, ...]] = {
@@ -38,6 +41,7 @@ _NEEDS: dict[str, tuple[str, ...]] = {
     "litellm_sdk.py": ("litellm", "pydantic"),
     "instructor_sdk.py": ("instructor", "openai"),
     "langchain_sdk.py": ("langchain_openai", "pydantic"),
+    "grpc_js.mjs": ("@grpc/grpc-js", "@grpc/proto-loader"),
     "vercel_ai.mjs": ("ai", "@ai-sdk/openai-compatible", "zod"),
 }
 
@@ -50,12 +54,13 @@ async def saw(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Saw]:
     async with running_cluster(folder, fake_config()) as grpc:
         info = read_info(folder / "run")
         assert info is not None
-        base_url = f"http://{info.http_address}/v1"
+        doors = {"grpc_js.mjs": (info.address, str(_PROTOS))}
+        http_door = (f"http://{info.http_address}/v1",)
 
         async def look(script: str, case: str) -> Any:
             if script not in outcomes:
                 run = run_node if script.endswith(".mjs") else run_python
-                outcomes[script] = asyncio.create_task(run(script, base_url, needs=_NEEDS[script]))
+                outcomes[script] = asyncio.create_task(run(script, *doors.get(script, http_door), needs=_NEEDS[script]))
             outcome = (await outcomes[script])[case]
             assert "error" not in outcome, outcome["error"]
             return outcome["saw"]
@@ -220,3 +225,17 @@ async def test_vercel_ai_streams_a_loop_of_tools(saw: Saw) -> None:
     assert found["kinds"]["tool-result"] == len(found["calls"])
     assert found["kinds"]["tool-input-delta"] > len(found["calls"]), "arguments are streamed"
     assert_longer(found["prompts"])
+
+
+async def test_grpc_of_node_gets_the_parts_of_a_call_without_a_parser(saw: Saw) -> None:
+    found = await saw("grpc_js.mjs", "streamed_tool")
+    assert found["names"] == ["get_weather"]
+    assert_fits([found["arguments"]], PERSON)
+    (call_id,) = found["ids"]
+    assert len(call_id) == 9
+    assert set(call_id) <= set(string.ascii_letters + string.digits)
+    assert found["deltas"] > 2, "arguments are streamed"
+
+
+async def test_grpc_of_node_gets_an_embedding(saw: Saw) -> None:
+    assert await saw("grpc_js.mjs", "embedding") > 0
