@@ -69,7 +69,7 @@ async def service_gone(address: str, connect: Connect, *, is_here: bool = False)
     """Return the reason when a service is lost: two refused or four unanswered checks in a row, about 7 s.
 
     A busy service answers late, so a few unanswered checks do not count. On this host (`is_here`), where its death
-    shows otherwise, a refused check counts as an unanswered one.
+    shows otherwise, a refused check counts as an unanswered one, and takes as long.
     """
     num_refused = num_silent = 0
     async with connect(address) as channel:
@@ -84,6 +84,7 @@ async def service_gone(address: str, connect: Connect, *, is_here: bool = False)
                         num_silent += 1
                     case grpc.StatusCode.UNAVAILABLE if is_here:
                         num_silent += 1
+                        await asyncio.sleep(_PROBE_TIMEOUT_S)  # it may be ending in order, which takes seconds
                     case grpc.StatusCode.UNAVAILABLE:
                         num_refused += 1
                     case _:  # it lives, though something is wrong

@@ -52,6 +52,14 @@ async def test_late_answers_now_and_then_do_not_end_a_service() -> None:
     assert len(health.answers) == 1, "every earlier check was made"
 
 
+async def test_process_of_this_host_that_has_closed_its_door_has_as_long_to_end_as_one_that_answers_nothing() -> None:
+    loop = asyncio.get_running_loop()
+    begun_s = loop.time()
+    why = await service_gone("127.0.0.1:1", grpc.aio.insecure_channel, is_here=True)
+    assert "left 4 health checks unanswered" in why
+    assert loop.time() - begun_s >= 4 * liveness._PROBE_TIMEOUT_S
+
+
 async def test_silent_process_is_killed_and_its_silence_is_the_reason() -> None:
     killed = asyncio.Event()
 
