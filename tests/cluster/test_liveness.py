@@ -10,6 +10,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from cluster.processes import liveness
 from cluster.processes.liveness import forever, service_gone, until_over
 
+PROBE_TIMEOUT_S = 0.05
+
 
 class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
     """Answers only some of the checks."""
@@ -39,7 +41,7 @@ async def gone(health: Health) -> str:
 @pytest.fixture(autouse=True)
 def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(liveness, "_PERIOD_S", 0.001)
-    monkeypatch.setattr(liveness, "_PROBE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(liveness, "_PROBE_TIMEOUT_S", PROBE_TIMEOUT_S)
 
 
 async def test_service_that_stops_answering_is_gone() -> None:
@@ -57,7 +59,7 @@ async def test_process_of_this_host_that_has_closed_its_door_has_as_long_to_end_
     begun_s = loop.time()
     why = await service_gone("127.0.0.1:1", grpc.aio.insecure_channel, is_here=True)
     assert "left 4 health checks unanswered" in why
-    assert loop.time() - begun_s >= 4 * liveness._PROBE_TIMEOUT_S
+    assert loop.time() - begun_s >= 4 * PROBE_TIMEOUT_S
 
 
 async def test_silent_process_is_killed_and_its_silence_is_the_reason() -> None:
