@@ -5,8 +5,8 @@
 Method. One engine in this process with the default model in bfloat16 on all cores, 32 answers of 64 tokens in one
 batch, prompts of 32 random token ids. Arms, in turns: none of the answers is structured, 8 are, or all are; their
 schema is a list of at least 200 integers, which no answer completes. Plain answers are sampled, too, at temperature 1.
-Reported: tokens of the whole batch, prompts included, per second and per second of CPU time, which what else the machine
-does moves less; and their ratios to the plain arm of the same round. Each round begins with another arm. The grammar is
+Reported: tokens of the whole batch, prompts included, per second and per second of CPU time, which other load moves
+less; and their ratios to the plain arm of the same round. Each round begins with another arm. The grammar is
 compiled in the first, uncounted round.
 """
 

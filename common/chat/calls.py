@@ -5,6 +5,7 @@ call: when its text turns out not to be JSON, the rest of the text is content. U
 """
 
 import re
+from abc import ABC, abstractmethod
 from typing import ClassVar
 
 from common.chat.deltas import Collector
@@ -17,7 +18,7 @@ _ID_RUN = re.compile(r"[A-Za-z0-9]+")
 _KEYS = ("name", "arguments", "parameters", "id", "type")
 
 
-class CallReader(Reader):
+class CallReader(Reader, ABC):
     """Reads an answer; subclasses know the markup of one format."""
 
     format: ClassVar[ToolFormat]
@@ -51,13 +52,14 @@ class CallReader(Reader):
         if self.held().strip() or not self._follows_call:
             self._flush()
 
+    @abstractmethod
     def marked_calls(self) -> Steps[None]:
         """Read what follows the opening marker. Raises Malformed."""
-        raise NotImplementedError
 
     def bare_calls(self) -> Steps[None]:
-        """Read calls that begin an answer without a marker. Raises Malformed."""
-        raise NotImplementedError
+        """Read calls that begin an answer without a marker, where the format has such. Raises Malformed."""
+        yield from ()
+        raise Malformed
 
     def optional(self, literal: str) -> Steps[bool]:
         """Read a text when it comes next, and return whether it did."""
