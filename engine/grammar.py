@@ -21,8 +21,8 @@ import numpy.typing as npt
 import tokenizers
 
 from common.errors import InvalidRequest
+from common.one_of import with_disjoint_branches
 from common.structured_outputs import FIELD, Structure, read_structure
-from engine.one_of import with_disjoint_branches
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import sampling_pb2
 from router.record import Job
 
-_CHARS_A_TURN = 1 << 15
-"""Text that is parsed without a pause for other requests."""
+_CHARS_A_TURN = 1024
+"""Text that is parsed without a pause for other requests: some milliseconds of the worst."""
 
 
 class ParsedAnswer:
@@ -30,27 +30,31 @@ class ParsedAnswer:
             return None
         parsed = cls(job.answer_format)
         for index, begun in enumerate(job.begun):
-            parser = parsed._parser(index)
-            for start in range(0, len(begun.text), _CHARS_A_TURN):
-                parser.push(begun.text[start : start + _CHARS_A_TURN])
-                await asyncio.sleep(0)
+            if not begun.is_finished:
+                await parsed._read(index, begun.text, is_last=False)
         return parsed
 
-    def add_to(self, delta: pb.TokenDelta) -> None:
+    async def add_to(self, delta: pb.TokenDelta) -> None:
         """Set the `messages` of a delta from its tokens."""
         pending: dict[int, list[sampling_pb2.SampleToken]] = {}
         for token in delta.tokens:
             pending.setdefault(token.sample_index, []).append(token)
         for index, tokens in pending.items():
             text, is_last = "".join(token.text for token in tokens), bool(tokens[-1].finish_reason)
-            said = self._parser(index).push(text, is_last=is_last)
-            if said != MessageDelta():
-                delta.messages.append(_to_proto(index, said))
+            said = await self._read(index, text, is_last=is_last)
+            delta.messages.extend(_to_proto(index, each) for each in said if each != MessageDelta())
 
-    def _parser(self, index: int) -> MessageParser:
+    async def _read(self, index: int, text: str, *, is_last: bool) -> list[MessageDelta]:
+        """Parse the next text of a sample."""
         if index not in self._parsers:
             self._parsers[index] = MessageParser.of(self._answer)
-        return self._parsers[index]
+        said = []
+        for start in range(0, max(len(text), 1), _CHARS_A_TURN):
+            if start:
+                await asyncio.sleep(0)
+            end = start + _CHARS_A_TURN
+            said.append(self._parsers[index].push(text[start:end], is_last=is_last and end >= len(text)))
+        return said
 
 
 def _to_proto(index: int, said: MessageDelta) -> pb.MessageDelta:

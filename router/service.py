@@ -59,7 +59,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                     parsed = await ParsedAnswer.of(served.job)
                     while (message := await served.outbox.get()) is not None:
                         if parsed is not None and message.HasField("tokens"):
-                            parsed.add_to(message.tokens)
+                            await parsed.add_to(message.tokens)
                         await context.write(message)
                         if message.HasField("tokens"):
                             await door.merging.over()

@@ -30,6 +30,8 @@ from router.token_cache import Encoded
 
 MAX_CHARS_PER_TOKEN = 64
 """Text with more characters than this for each token of the context is refused before it is tokenized."""
+MAX_TOKEN_CHARS = 1024
+"""Longest text of a single token of an answer that is resumed."""
 MAX_RENDER_AGE_S = 86_400
 """Most seconds between the rendering of a resumed chat and now; covers an answer and two clocks."""
 DEFAULT_MAX_CHARS = 4 << 20
@@ -91,7 +93,7 @@ class RequestReader:
         defaults, answer = self._defaults_for(message), None
         sampling = self._sampling(message, defaults, len(prompt), model)
         if conversation is not None:
-            _check_parsing(message, sampling, model)
+            _check_parsing(message, sampling)
             answer = self._answer_format(message, encoded.prompt_end)
             sampling = shaped(sampling, message.chat, conversation.tools, answer, self._formats)
             sampling.validate(vocab_size=model.vocab_size)
@@ -250,14 +252,15 @@ def _begun(message: inference_pb2.GenerateRequest, sampling: SamplingParams, mod
         tokens = unpack_tokens(sample.tokens, vocab_size=model.vocab_size, field=f"{field}.tokens")
         if sample.is_finished and not tokens:
             raise InvalidRequest("the sample has an end but no token", field=f"{field}.is_finished")
-        samples.append(Begun(token_ids=tokens, is_finished=sample.is_finished, text=sample.text))
+        text = sample.text if message.chat.parse_answer else ""
+        samples.append(Begun(token_ids=tokens, is_finished=sample.is_finished, text=text))
     if any(sample.token_ids for sample in samples) and not message.sampling.HasField("seed"):
         raise InvalidRequest("an answer is resumed with the seed from Accepted", field="sampling.seed")
     return tuple(samples)
 
 
-def _check_parsing(message: inference_pb2.GenerateRequest, sampling: SamplingParams, model: ModelFacts) -> None:
-    """Raise RequestError when the answer is to be parsed and cannot be."""
+def _check_parsing(message: inference_pb2.GenerateRequest, sampling: SamplingParams) -> None:
+    """Raise InvalidRequest when the answer is to be parsed and cannot be."""
     if not message.chat.parse_answer:
         return
     if message.direct:
@@ -265,7 +268,12 @@ def _check_parsing(message: inference_pb2.GenerateRequest, sampling: SamplingPar
     if not sampling.detokenize:
         raise InvalidRequest("text is parsed: detokenize must be true", field="chat.parse_answer")
     for position, sample in enumerate(message.resume.samples):
-        _check_chars(len(sample.text), model, field=f"resume.samples[{position}].text")
+        num_tokens, field = len(sample.tokens) // TOKEN_BYTES, f"resume.samples[{position}].text"
+        if num_tokens and not sample.HasField("text"):
+            raise InvalidRequest("an answer that is parsed is resumed with its text", field=field)
+        most = MAX_TOKEN_CHARS + MAX_CHARS_PER_TOKEN * num_tokens
+        if len(sample.text) > most:
+            raise InvalidRequest(f"{len(sample.text)} characters; {num_tokens} tokens have at most {most}", field=field)
 
 
 def _check_model(name: str, model: ModelFacts) -> None:

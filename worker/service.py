@@ -71,10 +71,10 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             with runtime.hub.watch() as watcher:
                 events: KvEvents = await runtime.engine.call(lambda core: core.pool.snapshot())
                 seq, told = 0, -1
-                heartbeat_s = None
+                heartbeat_s, overdue = None, None
                 if request.heartbeat_s > 0:
                     heartbeat_s = min(max(request.heartbeat_s, self._update_gap_s), MAX_HEARTBEAT_S)
-                overdue = overdue_watch_of(runtime, gap_s=heartbeat_s or MAX_HEARTBEAT_S)
+                    overdue = overdue_watch_of(runtime, gap_s=heartbeat_s)
                 while True:
                     update = pb.WatchWorkerResponse(
                         epoch=runtime.epoch,
@@ -83,7 +83,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
                         load=load_report(runtime),
                         accepted_request_ids=watcher.take_accepted(),
                         leaving=runtime.is_leaving,
-                        overdue=overdue.look(),
+                        overdue=overdue is not None and overdue.look(),
                     )
                     if told != timing.version:
                         told = timing.version

@@ -75,6 +75,7 @@ async def service_gone(address: str, connect: Connect, *, is_here: bool = False)
     async with connect(address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         while True:
+            begun_s = asyncio.get_running_loop().time()
             try:
                 await stub.Check(health_pb2.HealthCheckRequest(), timeout=_PROBE_TIMEOUT_S)
                 num_refused = num_silent = 0
@@ -84,7 +85,8 @@ async def service_gone(address: str, connect: Connect, *, is_here: bool = False)
                         num_silent += 1
                     case grpc.StatusCode.UNAVAILABLE if is_here:
                         num_silent += 1
-                        await asyncio.sleep(_PROBE_TIMEOUT_S)  # it may be ending in order, which takes seconds
+                        # It may be ending in order, which takes seconds.
+                        await asyncio.sleep(begun_s + _PROBE_TIMEOUT_S - asyncio.get_running_loop().time())
                     case grpc.StatusCode.UNAVAILABLE:
                         num_refused += 1
                     case _:  # it lives, though something is wrong

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from common.chat.formats import REASONING_FORMATS, TOOL_FORMATS, ReasoningFormat
+from common.one_of import with_disjoint_branches
 from common.structured_outputs import Structure
 
 Tool = Mapping[str, Any]
@@ -93,13 +94,14 @@ def limited_reasoning(reasoning: str, *, in_reasoning: bool, max_tokens: int, to
 
 
 def structure_lark(structure: Structure) -> str:
-    """Return the Lark source of a structure, for use after thinking."""
+    """Return the Lark source of a structure, for use after thinking. Raises ValueError."""
     value = structure.value
     match structure.kind:
         case "json":
-            given = value.get("x-guidance")
+            schema = with_disjoint_branches(value)
+            given = schema.get("x-guidance")
             options = {**(given if isinstance(given, Mapping) else {}), "coerce_one_of": True}
-            return f"start: %json {json.dumps({**value, 'x-guidance': options})}\n"
+            return f"start: %json {json.dumps({**schema, 'x-guidance': options})}\n"
         case "json_object":
             return 'start: %json {"type": "object"}\n'
         case "regex":

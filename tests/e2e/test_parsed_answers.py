@@ -6,7 +6,7 @@ from typing import Any
 import grpc
 import pytest
 
-from common.errors import KvrelayError, from_rpc_error
+from common.errors import InvalidRequest, KvrelayError, from_rpc_error
 from common.rpc import client_channel
 from common.wire import pack_tokens
 from kvrelay.client.chat import set_chat_options
@@ -66,35 +66,64 @@ async def test_text_alone_brings_no_messages() -> None:
         assert not any(reply.tokens.messages for reply in await messages_of(system, request))
 
 
+def resumed(request: pb.GenerateRequest, accepted: pb.Accepted) -> pb.GenerateRequest:
+    """Return a request that goes on with an answer, without its samples."""
+    request.sampling.MergeFrom(accepted.defaults)
+    request.sampling.seed = accepted.seed
+    request.resume.fingerprint = accepted.fingerprint
+    request.resume.rendered_unix_s = accepted.rendered_unix_s
+    request.resume.answer_format.CopyFrom(accepted.answer_format)
+    return request
+
+
 async def test_message_goes_on_behind_every_token_of_an_answer_that_another_router_began() -> None:
     async with running_system(num_blocks=400) as system:
         first, *replies = await messages_of(system, asked())
         tokens = [token for reply in replies for token in reply.tokens.tokens]
         whole = joined([delta for reply in replies for delta in reply.tokens.messages])
         for num_known in range(1, len(tokens), 3):
-            request = asked()
-            request.sampling.MergeFrom(first.accepted.defaults)
-            request.sampling.seed = first.accepted.seed
-            request.resume.CopyFrom(
-                pb.Resume(
-                    fingerprint=first.accepted.fingerprint,
-                    rendered_unix_s=first.accepted.rendered_unix_s,
-                    answer_format=first.accepted.answer_format,
-                )
-            )
             known = tokens[:num_known]
-            request.resume.samples.add(
-                tokens=pack_tokens([token.token_id for token in known]), text="".join(token.text for token in known)
-            )
+            request = resumed(asked(), first.accepted)
+            request.resume.samples.add(tokens=packed(known), text="".join(token.text for token in known))
             rest = [delta for reply in await messages_of(system, request) for delta in reply.tokens.messages]
-            begun = joined(_parsed(known, first.accepted.answer_format))
+            begun = joined(await _parsed(known, first.accepted.answer_format))
             assert _concatenated(begun, joined(rest)) == whole, num_known
 
 
-def _parsed(known: Sequence[Any], answer: pb.AnswerFormat) -> list[pb.MessageDelta]:
+async def test_sample_that_has_ended_says_nothing_more_and_the_other_goes_on() -> None:
+    async with running_system(num_blocks=400) as system:
+        first, *replies = await messages_of(system, asked(n=2))
+        whole = joined([delta for reply in replies for delta in reply.tokens.messages], 1)
+        tokens = [token for reply in replies for token in reply.tokens.tokens if token.sample_index == 0]
+        request = resumed(asked(n=2), first.accepted)
+        request.resume.samples.add(
+            tokens=packed(tokens), text="".join(token.text for token in tokens), is_finished=True
+        )
+        rest = [delta for reply in await messages_of(system, request) for delta in reply.tokens.messages]
+    assert {delta.sample_index for delta in rest} == {1}
+    assert joined(rest, 1) == whole
+
+
+@pytest.mark.parametrize(("text", "fault"), [(None, "resumed with its text"), ("x" * 5000, "at most")])
+async def test_resumed_answer_without_its_text_or_with_too_much_of_it_is_refused(text: str | None, fault: str) -> None:
+    async with running_system(num_blocks=400) as system:
+        first, *replies = await messages_of(system, asked())
+        tokens = [token for reply in replies for token in reply.tokens.tokens][:3]
+        request = resumed(asked(), first.accepted)
+        request.resume.samples.add(tokens=packed(tokens), text=text)
+        with pytest.raises(InvalidRequest, match=fault) as caught:
+            await messages_of(system, request)
+    assert caught.value.field == "resume.samples[0].text"
+
+
+def packed(tokens: Sequence[Any]) -> bytes:
+    return pack_tokens([token.token_id for token in tokens])
+
+
+async def _parsed(known: Sequence[Any], answer: pb.AnswerFormat) -> list[pb.MessageDelta]:
     """Return what a client had been told with these tokens."""
     delta = pb.TokenDelta(tokens=known)
-    ParsedAnswer(answer).add_to(delta)
+    await ParsedAnswer(answer).add_to(delta)
     return list(delta.messages)
 
 

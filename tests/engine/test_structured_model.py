@@ -88,10 +88,13 @@ def test_every_finished_answer_of_the_whole_model_is_valid(prompt: list[int]) ->
     asked += [(random_schema(number), number) for number in range(NUM_RANDOM)]
     if NUM_RANDOM >= 500:
         asked += [(group.schema, 1) for group in suite() if is_taken(group.schema)]
-    batch = texts_of(list(engine.stream_all([(prompt, sampling(*each)) for each in asked])))
+    answers: list[tuple[str, str | None]] = []
+    for start in range(0, len(asked), 100):
+        part = asked[start : start + 100]
+        batch = texts_of(list(engine.stream_all([(prompt, sampling(*each)) for each in part])))
+        answers += [batch[idx] for idx in range(len(part))]
     num_finished = 0
-    for idx, (schema, _seed) in enumerate(asked):
-        text, reason = batch[idx]
+    for (schema, _seed), (text, reason) in zip(asked, answers, strict=True):
         if reason == "stop":
             num_finished += 1
             assert jsonschema_rs.is_valid(schema, json.loads(text)), (schema, text)

@@ -291,3 +291,8 @@ def test_structures_follow_thinking(structure: dict[str, Any], right: str, wrong
         assert state.is_complete
         with pytest.raises(InvalidRequest):
             grammar.check([*before, *wrong.encode()])
+
+
+def test_branches_that_may_fit_together_are_refused_after_thinking_too() -> None:
+    with pytest.raises(ValueError, match="#/oneOf: one answer may fit branch 0 and branch 1"):
+        structure_lark(read_structure('{"json": {"oneOf": [{"type": "integer"}, {"type": "number"}]}}'))

@@ -1,14 +1,18 @@
 """`oneOf` is taken where no answer can fit two branches, and refused by its place everywhere else."""
 
 import itertools
+import json
+import os
+import subprocess
+import sys
 from typing import Any
 
 import jsonschema_rs
 import pytest
 
 from common.errors import InvalidRequest
+from common.one_of import with_disjoint_branches
 from common.structured_outputs import structure_text
-from engine.one_of import with_disjoint_branches
 from tests.builders import FAKE_GRAMMARS
 from tests.engine.schemas import random_schema
 
@@ -72,9 +76,85 @@ def test_reference_within_a_resource_of_its_own_proves_nothing() -> None:
         with_disjoint_branches({"properties": {"x": inner}, "$defs": DEFINITIONS})
 
 
-def test_names_of_properties_and_data_are_no_schemas() -> None:
-    schema = {"properties": {"oneOf": TEXT, "const": {"oneOf": [TEXT, WHOLE]}}, "default": {"oneOf": [TEXT, TEXT]}}
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": {"x": {"oneOf": [{"$ref": "#a"}, TEXT]}}, "$defs": {"d": {"$anchor": "a", **TEXT}}},
+        {"properties": {"x": {"oneOf": [{"$ref": "#/$defs/a%20b"}, TEXT]}}, "$defs": {"a b": TEXT, "a%20b": WHOLE}},
+        {"properties": {"x": {"$ref": "#/default"}}, "default": {"oneOf": [WHOLE, {"type": "number"}]}},
+        {"properties": {"x": {"$ref": "#/z/0/0"}}, "z": [[{"oneOf": [WHOLE, {"type": "number"}]}]]},
+        {
+            "$schema": "http://json-schema.org/draft-04/schema#",
+            "definitions": {"a": WHOLE},
+            "properties": {
+                "x": {"id": "urn:i", "oneOf": [{"$ref": "#/definitions/a"}, TEXT], "definitions": {"a": TEXT}}
+            },
+        },
+    ],
+)
+def test_overlap_behind_any_reference_is_found(schema: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="branch 0 and branch 1"):
+        with_disjoint_branches(schema)
+
+
+def test_branch_that_something_refers_to_keeps_its_meaning() -> None:
+    union = {"oneOf": [tagged(TAG_A, required=False), tagged(TAG_B)], "discriminator": {"propertyName": "kind"}}
+    with pytest.raises(ValueError, match="branch 0 and branch 1"):
+        with_disjoint_branches({"properties": {"x": union, "y": {"$ref": "#/properties/x/oneOf/0"}}})
+
+
+def expressions(num_kinds: int, *names: str) -> dict[str, Any]:
+    """Return a union of objects that hold further ones of their kind."""
+    inner = {name: {"$ref": "#/$defs/E"} for name in names}
+    kinds = {
+        f"K{number}": {
+            "type": "object",
+            "properties": {"kind": {"const": number}, **inner},
+            "required": ["kind", *names],
+            "additionalProperties": False,
+        }
+        for number in range(num_kinds)
+    }
+    return {"$ref": "#/$defs/E", "$defs": {"E": {"oneOf": [{"$ref": f"#/$defs/{name}"} for name in kinds]}, **kinds}}
+
+
+@pytest.mark.parametrize("schema", [expressions(5, "a", "left", "right"), expressions(300, "a", "z")])
+def test_unions_that_hold_themselves_and_large_ones_are_proved_by_their_tags(schema: dict[str, Any]) -> None:
     assert with_disjoint_branches(schema) == schema
+
+
+def test_work_is_bounded_and_the_same_in_every_process() -> None:
+    untagged = expressions(4, "a", "left", "right", "z")
+    for number in range(4):
+        each = untagged["$defs"][f"K{number}"]
+        del each["properties"]["kind"]
+        each["required"].remove("kind")
+    many = {"oneOf": [tagged({"type": "array", "minItems": 2 * i, "maxItems": 2 * i + 1}) for i in range(200)]}
+    code = "import json, sys, common.one_of as o\nfor each in json.load(sys.stdin):\n"
+    code += " try: o.with_disjoint_branches(each)\n except ValueError as error: print(error)"
+    told = set()
+    for seed in ("0", "1", "3"):
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            input=json.dumps([untagged, many]),
+            env=os.environ | {"PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=60,
+        )
+        told.add(done.stdout)
+    (text,) = told
+    assert "branch 0 and branch 1" in text
+    assert "take too long to compare" in text
+
+
+def test_names_of_properties_and_data_are_no_schemas() -> None:
+    schema = {"properties": {"oneOf": TEXT, "const": {"oneOf": [TEXT, WHOLE]}}, "default": {"oneOf": 1, "id": "a"}}
+    assert with_disjoint_branches(schema) == schema
+    branches = [tagged(TAG_A, required=False), tagged(TAG_B, required=False)]
+    union = {"oneOf": branches, "discriminator": {"propertyName": "kind"}}
+    assert with_disjoint_branches({"properties": {"default": union}})["properties"]["default"] != union
 
 
 @pytest.mark.parametrize("broken", [{"type": [{}]}, {"required": 3}, {"allOf": 1}, {"enum": 2}, {"oneOf": {}}])
