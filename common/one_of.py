@@ -108,7 +108,7 @@ def _requiring(branch: Schema, tag: str) -> Schema:
 
 @dataclass(slots=True)
 class _Facts:
-    """What all instances of some schemas have in common; keywords that are not looked at only allow fewer."""
+    """Properties that all instances of some schemas share; keywords that are not looked at only allow fewer."""
 
     kinds: Set[str] = _KINDS
     values: Set[str] | None = None
@@ -124,14 +124,10 @@ class _Facts:
     """Lists of schemas; an instance fits one of each."""
 
     def add(self, schema: dict[str, Any]) -> None:
-        """Add what a schema itself says."""
+        """Add what a schema itself says, apart from its constants."""
         if "type" in schema:
             given = {name for name in _list_in(schema, "type") or [schema["type"]] if isinstance(name, str)}
             self.kinds &= given | ({"integer"} if "number" in given else set())
-        if "const" in schema:
-            self._limit_values([schema["const"]])
-        if "enum" in schema:
-            self._limit_values(_list_in(schema, "enum"))
         for keywords in _RANGES.values():
             for keyword, choose in zip(keywords, (max, min), strict=True):
                 bound = schema.get(keyword)
@@ -146,10 +142,10 @@ class _Facts:
             self.only = names.keys() if self.only is None else self.only & names.keys()
         self.alternatives += [branches for keyword in ("anyOf", "oneOf") if (branches := _list_in(schema, keyword))]
 
-    def _limit_values(self, values: list[Any]) -> None:
-        self.kinds &= frozenset[str]().union(*map(_kinds_of, values))
-        named = frozenset(map(_canonical, values))
-        self.values = named if self.values is None else self.values & named
+    def limit(self, kinds: Set[str], values: Set[str]) -> None:
+        """Allow these values alone, which are of these kinds."""
+        self.kinds &= kinds
+        self.values = values if self.values is None else self.values & values
 
 
 class _TooMuchWorkError(Exception):
@@ -169,6 +165,8 @@ class _Prover:
         """With `has_resources`, "#" does not always mean the whole; references then say nothing."""
         self._whole = None if has_resources else whole
         self._facts: dict[_Key, _Facts] = {}
+        self._constants: dict[tuple[int, str], tuple[Set[str], Set[str]]] = {}
+        """Kinds and values that `const` or `enum` of a schema allows; they may be large."""
         self._are_disjoint: dict[tuple[_Key, _Key], bool] = {}
         self._work_left = MAX_WORK
 
@@ -270,7 +268,18 @@ class _Prover:
                 schemas.append(self._referred(schema["$ref"]))
                 continue
             facts.add(schema)
+            for keyword in ("const", "enum"):
+                if keyword in schema:
+                    facts.limit(*self._constants_in(schema, keyword))
             schemas += _list_in(schema, "allOf")
+
+    def _constants_in(self, schema: dict[str, Any], keyword: str) -> tuple[Set[str], Set[str]]:
+        key = id(schema), keyword
+        if key not in self._constants:
+            values = [schema[keyword]] if keyword == "const" else _list_in(schema, keyword)
+            kinds = frozenset[str]().union(*map(_kinds_of, values))
+            self._constants[key] = kinds, frozenset(map(_canonical, values))
+        return self._constants[key]
 
     def _referred(self, reference: str) -> Schema:
         """Return the schema that a pointer within the whole names; true, which says nothing, for other references."""

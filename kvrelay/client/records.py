@@ -80,7 +80,7 @@ class Accepted:
     answer_format: AnswerFormat | None
     """How the text of the answer is written; None without a chat."""
     defaults: Mapping[str, float]
-    """What the server chose for sampling options that were left out."""
+    """The server's choice for sampling options that were left out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

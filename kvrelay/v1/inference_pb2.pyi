@@ -120,11 +120,11 @@ class ChatMessage(_message.Message):
     role: _builtins.str
     """"system", "user", "assistant" or "tool"."""
     content: _builtins.str
-    """What was said; the result of a call, of a tool."""
+    """The words of the turn; in a message of a tool, the result of its call."""
     tool_call_id: _builtins.str
     """The call that a tool's message answers."""
     reasoning: _builtins.str
-    """What the assistant thought before it answered."""
+    """The assistant's thoughts before its answer."""
     name: _builtins.str
     """The tool's or the participant's name, for templates that write it."""
     @_builtins.property
@@ -203,13 +203,13 @@ class ChatPrompt(_message.Message):
 
     @_builtins.property
     def tools(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """What the assistant may call, at most 128, each a tool of OpenAI's API in JSON:
+        """Tools that the assistant may call, at most 128, each a tool of OpenAI's API in JSON:
         {"type": "function", "function": {"name": …, "description": …, "parameters": {a JSON schema}}}.
         """
 
     @_builtins.property
     def tool_choice(self) -> Global___ToolChoice:
-        """What has to be called; default: whatever the model wants."""
+        """The calls that the answer has to make; default: those that the model wants."""
 
     def __init__(
         self,
@@ -233,7 +233,7 @@ Global___ChatPrompt: _TypeAlias = ChatPrompt  # noqa: Y015
 
 @_typing.final
 class ToolChoice(_message.Message):
-    """What an answer has to call."""
+    """The calls that an answer has to make."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -691,7 +691,7 @@ class Accepted(_message.Message):
 
     @_builtins.property
     def defaults(self) -> _sampling_pb2.SamplingParams:
-        """What the server chose for fields of the request's sampling that were left out. A resumed request asks for this."""
+        """The server's choice for fields of the request's sampling that were left out. A resumed request asks for this."""
 
     def __init__(
         self,
@@ -924,7 +924,7 @@ class TokenDelta(_message.Message):
 
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___MessageDelta]:
-        """What the tokens add to the message of each sample, with ChatPrompt.parse_answer."""
+        """Additions of the tokens to the message of each sample, with ChatPrompt.parse_answer."""
 
     def __init__(
         self,
@@ -957,7 +957,7 @@ class MessageDelta(_message.Message):
     content: _builtins.str
     """The next piece of the content."""
     reasoning: _builtins.str
-    """The next piece of what the assistant thinks."""
+    """The next piece of the thoughts."""
     @_builtins.property
     def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCallDelta]:
         """Calls of tools that begin or go on, in order."""
