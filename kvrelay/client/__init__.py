@@ -6,6 +6,7 @@ with Client() as client:
     print(client.chat("What is the capital of France?", temperature=0).text)
 """
 
+from common.chat.deltas import ToolCallDelta
 from common.errors import (
     AccessDenied,
     Cancelled,
@@ -33,7 +34,6 @@ from kvrelay.client.chat import (
     Message,
     MessageDelta,
     ToolCall,
-    ToolCallDelta,
 )
 from kvrelay.client.collect import AsyncGenerationStream, GenerationStream
 from kvrelay.client.records import (

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias, TypedDict
 
 from common.chat.deltas import MessageDelta as TextDelta
-from common.chat.deltas import call_id, joined, whole_calls
+from common.chat.deltas import ToolCallDelta, call_id, joined, whole_calls
 from common.chat.parsing import MessageParser
 from common.wire_names import TOOL_CHOICE_NUMBERS
 from kvrelay.v1 import inference_pb2 as pb
@@ -71,18 +71,6 @@ class Message:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ToolCallDelta:
-    """A piece of a call."""
-
-    index: int
-    """Position among the calls of the sample."""
-    name: str | None
-    """Set in the first piece of a call."""
-    arguments: str
-    """The next piece of the arguments."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class MessageDelta:
     """Addition to the message of a sample by the token before. Only for answers whose text has markup."""
 
@@ -124,11 +112,11 @@ class MessageReader:
         if delta == TextDelta():
             return None
         self._deltas.append(delta)
-        calls = tuple(
-            ToolCallDelta(index=call.index, name=call.name, arguments=call.arguments) for call in delta.tool_calls
-        )
         return MessageDelta(
-            sample_index=self._sample_index, content=delta.content, reasoning=delta.reasoning, tool_calls=calls
+            sample_index=self._sample_index,
+            content=delta.content,
+            reasoning=delta.reasoning,
+            tool_calls=delta.tool_calls,
         )
 
     def message(self) -> Message:
