@@ -15,6 +15,7 @@ BARE_TESTS := tests/cli tests/cluster tests/engine/cpu_kernels tests/engine/cuda
 # The serving path without a model, a kernel or a cluster of processes.
 QUICK_TESTS := tests/client tests/common tests/router tests/transfer tests/worker tests/cluster/planner \
   $(addprefix tests/engine/test_,block_pool.py core.py landing.py overlap.py step_timer.py)
+MINUTES ?= 30
 FUZZ_TARGETS ?= all
 FUZZ_SECONDS ?= 600
 # Clients of tests/foreign: packages that must not meet the project's own.
@@ -50,6 +51,10 @@ fuzz: $(VENV)/.dev ## Fuzz every door, FUZZ_SECONDS (600) each; FUZZ_TARGETS nam
 	@$(PIP) install --quiet --no-deps --only-binary :all: --requirement tests/fuzz/requirements.txt \
 	  || echo "there is no atheris for this platform: inputs are chosen by chance" >&2
 	@$(BIN)/python -m tests.fuzz $(FUZZ_TARGETS) --seconds $(FUZZ_SECONDS)
+
+.PHONY: torture
+torture: $(VENV)/.dev ## Hurt the processes of a cluster for MINUTES (30) under load; SEED repeats a run; as root also cuts and a full disk
+	@$(BIN)/python -m tests.torture --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
 
 .PHONY: foreign
 foreign: $(VENV)/.dev model $(FOREIGN)/.python $(FOREIGN)/.node ## Test other projects' clients (LiteLLM, LangChain ...) against clusters

@@ -96,9 +96,12 @@ async def closed_loop(ask: Callable[[_T], Awaitable[object]], items: Iterable[_T
             group.create_task(place())
 
 
-def story(client: AsyncClient, number: int, *, num_tokens: int) -> AsyncGenerationStream:
-    """Ask for a story of sampled tokens: request `number` always has the same prompt and seed, and so the same text."""
-    prompt = _STORY.format(number) * 6
+def story(client: AsyncClient, number: int, *, num_tokens: int, num_repeats: int = 6) -> AsyncGenerationStream:
+    """Ask for a story of sampled tokens: request `number` always has the same prompt and seed, and so the same text.
+
+    `num_repeats`: length of the prompt, in sentences.
+    """
+    prompt = _STORY.format(number) * num_repeats
     return client.stream_chat(prompt, temperature=0.8, seed=number, max_tokens=num_tokens, ignore_eos=True)
 
 

@@ -65,6 +65,7 @@ class _NullExecutor:
         self.eos_token_ids = frozenset[int]()
         self.model_name = "null"
         self.max_steps_in_flight = max_steps_in_flight
+        self.verifies_drafts = False
         self.inside_ns = 0
         self._num_steps = 0
 

@@ -7,6 +7,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -133,7 +134,8 @@ _LINE_CHARS = 76
 def demo(config_path: ConfigOption = DEFAULT_CONFIG, launcher: LauncherOption = None) -> None:
     """Start a cluster, send it a few requests, show the cost of each, stop it.
 
-    The cluster gets a free port and a run folder of its own. The demo neither
+    Without a file, it serves the default model. The cluster gets a free port
+    and a run folder of its own. The demo neither
     needs nor touches a cluster that is already running, and leaves nothing
     behind, even after Ctrl-C; its logs stay only after a failure.
     """
@@ -144,7 +146,8 @@ def demo(config_path: ConfigOption = DEFAULT_CONFIG, launcher: LauncherOption = 
     logs_are_wanted = False
     with sigterm_interrupts():
         try:
-            config = _demo_config(load_config(config_path), launcher)
+            is_named = config_path != DEFAULT_CONFIG or config_path.exists()
+            config = _demo_config(load_config(config_path) if is_named else _built_in_config(), launcher)
             _title("Starting the cluster")
             with Progress(out) as report:
                 info = lifecycle.up(config, config_path=config_path, run_dir=run_dir, report=report)
@@ -178,6 +181,15 @@ def ask_everything(address: str) -> list[SummaryRow]:
         ]
         rows = [_ask(client, prompt) for prompt in prompts]
     return [*rows, *asyncio.run(_ask_together(address, concurrent_pair()))]
+
+
+def _built_in_config() -> "ServingConfig":
+    """Return the configuration of a demo without a file, with Ray where it is installed."""
+    from common.config import parse_config
+
+    pool = {"kv_memory_gib": 0.5}
+    launcher = "local" if find_spec("ray") is None else "ray"
+    return parse_config({"launcher": launcher, "pools": {"prefill": pool, "decode": pool}}, source="the demo")
 
 
 def _demo_config(config: "ServingConfig", launcher: Launcher | None) -> "ServingConfig":

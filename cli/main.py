@@ -19,6 +19,7 @@ from cli.explain import explain
 from cli.generate import generate
 from cli.logs import logs
 from cli.plan import plan
+from cli.quantize import quantize
 from cli.scale import restart, rollout, scale
 from cli.simulate import simulate
 from cli.status import status
@@ -72,6 +73,7 @@ app.command(rich_help_panel=_CLUSTER)(explain)
 app.command(rich_help_panel=_CLUSTER)(logs)
 app.command(rich_help_panel=_CLUSTER)(doctor)
 app.command("fetch-model", rich_help_panel=_CLUSTER)(fetch_model)
+app.command(rich_help_panel=_CLUSTER)(quantize)
 app.command(rich_help_panel=_USE)(generate)
 app.command(rich_help_panel=_USE)(chat)
 app.command(rich_help_panel=_USE)(demo)

@@ -205,9 +205,20 @@ def _router_lines(router: RouterStatus, *, address: str) -> list[RenderableType]
 
 def _worker_table(workers: Sequence[WorkerView]) -> RenderableType:
     counts = ("run", "wait", "pages used", "cached", "total", "leases", "reserved", "tasks", "preempted")
-    headers = ("worker", "state", *counts, "prefix hits", "KV in", "KV out", "up", "pid")
-    rows = ([worker.worker_id, worker.state, *_worker_cells(worker)] for worker in workers)
+    headers = ("worker", "state", *counts, "prefix hits", "drafts right", "KV in", "KV out", "up", "pid")
+    rows = ([worker.worker_id, _worker_state(worker), *_worker_cells(worker)] for worker in workers)
     return SplitTable(headers, rows, num_left=2)
+
+
+def _worker_state(worker: WorkerView) -> str:
+    notes = [f"slow ×{worker.slowness:.1f}"] if worker.slowness else []
+    if (num_failed := round(worker.num_failed_attempts)) > 0:
+        notes.append(f"{num_failed} failed")
+    return ", ".join([worker.state, *notes])
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{part / whole:.0%}" if whole else "–"
 
 
 def _worker_cells(worker: WorkerView) -> list[str]:
@@ -215,7 +226,8 @@ def _worker_cells(worker: WorkerView) -> list[str]:
     if status is None:
         return []
     num_prompt_tokens = status.num_cached_tokens + status.num_computed_tokens
-    hits = f"{status.num_cached_tokens / num_prompt_tokens:.0%}" if num_prompt_tokens else "–"
+    hits = _share(status.num_cached_tokens, num_prompt_tokens)
+    right = _share(status.num_accepted_tokens, status.num_drafted_tokens)
     counts = (
         status.load.num_running,
         status.load.num_waiting,
@@ -230,6 +242,7 @@ def _worker_cells(worker: WorkerView) -> list[str]:
     return [
         *(str(count) for count in counts),
         hits,
+        right,
         byte_count(status.kv_bytes_received),
         byte_count(status.kv_bytes_sent),
         seconds(status.uptime_s),

@@ -12,6 +12,8 @@ from cluster.changes.planning import make_planning
 from cluster.changes.rollout import Rollouts, Surroundings
 from cluster.changes.scaling import PlanFor, Scaler
 from cluster.control_service import Controls, serving_control
+from cluster.health.trial import try_worker
+from cluster.health.ward import Ward
 from cluster.processes.launch_local import LocalLauncher, service_command
 from cluster.processes.launcher import Launcher, StartFailed
 from cluster.processes.plan import HostResources, PlanError, ProcessSpec, make_plan
@@ -23,7 +25,9 @@ from cluster.processes.worker_calls import inspect_worker
 from cluster.ray import outside
 from cluster.takeover import TakeoverFailed
 from cluster.trust import Trust
-from common.config import ServingConfig
+from common.clock import SystemClock
+from common.config import ConfigError, ServingConfig
+from common.otlp import check_installed
 from common.process import count_gpus
 from common.trust.doors import scrape_tls
 from engine.memory import measure_host
@@ -58,6 +62,7 @@ async def supervise(
     is_takeover = bool(environment) and last is not None and last.phase in (ClusterPhase.READY, ClusterPhase.ADOPTING)
     has_begun = False
     try:
+        _check_tracing(config)
         trust = _open_trust(config, run_dir)
         plan_for, launcher = _choose_launcher(config, trust, config_path=config_path, run_dir=run_dir)
         specs: Sequence[ProcessSpec] = plan_for(config)
@@ -83,8 +88,20 @@ async def supervise(
                 inspect=partial(inspect_worker, connect=trust.reach.worker),
             )
             rollouts = Rollouts(scaler, workforce, surroundings)
+            ward = Ward(
+                workforce,
+                changes,
+                config=lambda: scaler.config,
+                try_=partial(try_worker, connect=trust.reach.worker),
+                clock=SystemClock(),
+            )
             controls = Controls(scaler=scaler, rollouts=rollouts, planning=planning, changes=changes, stop=stopping.set)
-            async with trust.renewing(), serving_control(controls, run_dir), planning.running(stopping):
+            async with (
+                trust.renewing(),
+                serving_control(controls, run_dir),
+                planning.running(stopping),
+                ward.watching(),
+            ):
                 has_begun = True
                 await supervisor.run(stopping, on_ready=lambda: audience.tell(supervisor.up), end_changes=changes.close)
         finally:
@@ -102,6 +119,14 @@ async def supervise(
         audience.tell(StartFailure(reason=str(error)))
         return 1
     return 0
+
+
+def _check_tracing(config: ServingConfig) -> None:
+    """Raise StartFailed when no process could trace as it is told to."""
+    try:
+        check_installed(config.tracing)
+    except ConfigError as error:
+        raise StartFailed(str(error)) from error
 
 
 def _open_trust(config: ServingConfig, run_dir: Path) -> Trust:

@@ -29,8 +29,8 @@ def default_model_dir() -> Path:
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Return whether `folder` looks like a Hugging Face checkpoint."""
-    return (folder / "config.json").is_file()
+    """Return whether `folder` looks like a Hugging Face checkpoint, or holds a GGUF file."""
+    return (folder / "config.json").is_file() or any(folder.glob("*.gguf"))
 
 
 def resolve_model(model_id: str, *, local_files_only: bool) -> Path:
@@ -49,7 +49,7 @@ def resolve_model(model_id: str, *, local_files_only: bool) -> Path:
     folder = Path(model_id).expanduser()
     if folder.is_dir():
         if not is_checkpoint(folder):
-            raise ModelNotFound(f"{folder} holds no config.json: not a Hugging Face checkpoint")
+            raise ModelNotFound(f"{folder} holds no config.json and no GGUF file: not a checkpoint")
         return folder.resolve()
     if folder.is_absolute() or model_id.startswith((".", "~")):
         raise ModelNotFound(f"there is no folder {folder}")

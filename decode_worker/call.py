@@ -52,13 +52,15 @@ class DecodeCall:
     async def run(self, request: pb.DecodeRequest) -> None:
         """Serve the request until every sample has ended. Frees everything at its end. Raises KvrelayError."""
         runtime = self._runtime
-        with runtime.request_task(), runtime.quarantine.holding(request.sequence):
+        tracing = runtime.tracing(request.sequence, "decode")
+        with runtime.request_task(), tracing as self._stages, runtime.quarantine.holding(request.sequence):
+            has_handoff = request.HasField("handoff")
+            self._stages.enter("reserve" if has_handoff else "door")
             runtime.check_epoch(request.epoch)
             spec = await runtime.engine_request(request.sequence)
             if spec.pooling is not None:
                 raise InvalidRequest("prefill workers compute embeddings", field="sequence.pooling")
             self._streams = OutputStreams(spec, runtime.tokenizer)
-            has_handoff = request.HasField("handoff")
             group = await (
                 runtime.admit(lambda core: core.reserve(spec, self._sink)) if has_handoff else self._add(spec, request)
             )
@@ -68,7 +70,12 @@ class DecodeCall:
                 reserved = pb.Reserved(num_cached_tokens=group.leader.num_cached_tokens if has_handoff else 0)
                 self._outlet.put(pb.DecodeResponse(reserved=reserved))
                 if has_handoff:
+                    self._stages.enter("transfer", source=request.handoff.prefill_worker_id)
                     pulled = await self._pull(spec, request.handoff)
+                    self._stages.note(
+                        num_blocks=pulled.num_blocks, kv_bytes=pulled.kv_bytes, exposed_s=pulled.exposed_s
+                    )
+                    self._stages.enter("decode")
                     await self._start(pulled.manifest)
                     self._outlet.put(pb.DecodeResponse(transferred=message_of(worker_pb2.TransferStats, pulled)))
                 await self._until_over()
@@ -104,7 +111,8 @@ class DecodeCall:
         runtime = self._runtime
         with runtime.prefill_gate.entering(request.sequence), runtime.prefixes.arrival() as arrival:
             if request.HasField("source"):
-                await runtime.prefixes.pull(arrival, spec, request.source)
+                await runtime.prefixes.pull(arrival, spec, request.source, self._stages)
+            self._stages.enter("queue")
             return await runtime.admit(lambda core: core.add(spec, self._sink, arrival.landing))
 
     async def _pull(self, spec: EngineRequest, handoff: pb.Handoff) -> Pulled:
@@ -180,6 +188,7 @@ class DecodeCall:
     def _tell(self, event: EngineEvent) -> None:
         match event:
             case Started() as started:
+                self._stages.enter("prefill", after_s=started.queue_s, num_cached_tokens=started.num_cached_tokens)
                 message = pb.LocalPrefillStarted(
                     queue_s=started.queue_s,
                     num_cached_tokens=started.num_cached_tokens,
@@ -197,6 +206,8 @@ class DecodeCall:
 
     def _tell_tokens(self, tokens: Tokens) -> None:
         self._num_steps += 1
+        if tokens.prefill_s is not None:
+            self._stages.enter("decode")
         messages: list[sampling_pb2.SampleToken] = []
         runs: list[sampling_pb2.TokenRun] = []
         if self._streams.has_text:

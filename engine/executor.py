@@ -5,7 +5,7 @@ Above it (scheduler, block pool, loop) there are no tensors; below it (model run
 """
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
 import numpy as np
@@ -14,6 +14,7 @@ import numpy.typing as npt
 from common.errors import LayoutMismatch
 from common.ids import BlockId
 from common.pooling import Pooling
+from common.tokens import TokenArray, as_tokens
 from engine.sequence import Sequence
 
 Hidden: TypeAlias = npt.NDArray[np.float32]
@@ -32,19 +33,20 @@ class KvShape:
     head_dim: int
     block_size: int
     dtype: str
-    """Name of the dtype, such as "bfloat16"."""
-    bytes_per_element: int
+    """Name of the pages' format, such as "bfloat16" or "int8"."""
+    row_bytes: int
+    """Bytes of one token's key, or value, of one head, with its scales."""
     fingerprint: str
     """Hash of the model weights, the dtype and all fields above."""
 
     @property
     def bytes_per_token(self) -> int:
         """Keys and values of one token, all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.bytes_per_element
+        return 2 * self.num_layers * self.num_kv_heads * self.row_bytes
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a block on the wire: contiguous [num_layers, 2, block_size, num_kv_heads, head_dim]."""
+        """Bytes of a block on the wire, contiguous: [num_layers, 2], each [block_size, num_kv_heads] rows."""
         return self.bytes_per_token * self.block_size
 
     def check_data(self, data: memoryview, num_blocks: int) -> None:
@@ -167,7 +169,11 @@ class Sampled:
 
 @dataclass(slots=True)
 class ScheduledSequence:
-    """One sequence's share of a step: tokens [num_computed, num_computed + num_new_tokens), as of `launch`."""
+    """One sequence's share of a step: tokens [num_computed, num_computed + num_new_tokens), as of `launch`.
+
+    With a draft these are the last known token and the drafted ones. The step samples behind each of them, and a
+    drafted token is accepted while it equals the one sampled at its place; the tokens behind a rejected one are void.
+    """
 
     sequence: Sequence
     num_new_tokens: int
@@ -175,11 +181,29 @@ class ScheduledSequence:
     """0 if the chunk ends before the last token; n for a prompt with n samples; else 1."""
     input_row: int | None = None
     """Row of the input token among the tokens that the previously launched step samples, when the host does not know it
-    yet; the chunk is then that one token. Rows are all samples of that batch in order, item 0's num_samples first."""
+    yet; the chunk is then that one token. Rows are all samples of that batch in order, item 0's num_sampled first."""
+    draft: TokenArray = field(default_factory=lambda: as_tokens(()))
+    """Tokens that may follow the known ones: the last of the new tokens. Empty unless the executor verifies drafts."""
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens that the step samples: those of all samples, and one behind each drafted token."""
+        return self.num_samples + len(self.draft)
+
+    @property
+    def token_ids(self) -> TokenArray:
+        """The new tokens, whose values are all known. Valid inside `launch`."""
+        begin = self.sequence.num_computed
+        return self.sequence.token_ids[begin : begin + self.num_new_tokens - len(self.draft)] + self.draft
+
+    def num_accepted(self, sampled: Seq["Sampled"]) -> int:
+        """Return how many drafted tokens equal the ones that the step has sampled at their places."""
+        pairs = zip(self.draft, sampled, strict=False)  # the last one sampled is behind the whole draft
+        return next((i for i, (token_id, each) in enumerate(pairs) if token_id != each.token_id), len(self.draft))
 
     @property
     def token_index(self) -> int:
-        """Index of the token that this step samples among the generated ones. Valid inside `launch`."""
+        """Index of the first token that this step samples among the generated ones. Valid inside `launch`."""
         return self.sequence.num_output_tokens + (self.input_row is not None)
 
     @property
@@ -203,7 +227,8 @@ class StepResult:
     """Output for one ScheduledSequence."""
 
     sampled: list[Sampled]
-    """Tokens of num_samples samples; entry j belongs to sample_index + j."""
+    """Tokens of num_samples samples; entry j belongs to sample_index + j. With a draft, entry i is the token behind the
+    first i drafted ones."""
     prompt_logprobs: list[Logprobs]
     """Log-probabilities of token p + 1, for each scheduled position p with p + 1 inside the prompt, when requested."""
     pooled: Hidden | None = None
@@ -245,6 +270,8 @@ class Executor(Protocol):
     max_steps_in_flight: int
     """1: a step's tokens are known before the next launch. 2: step n + 1 is planned and launched while step n computes,
     with `ScheduledSequence.input_row`."""
+    verifies_drafts: bool
+    """Whether it takes drafts, and computes the same bits behind a drafted token as behind a known one."""
 
     def launch(self, batch: Seq[ScheduledSequence]) -> StepHandle:
         """Start one step: write KV of all new tokens, sample where asked. Does not mutate the sequences.

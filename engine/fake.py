@@ -73,7 +73,7 @@ def fake_shape(block_size: int) -> KvShape:
         head_dim=4,
         block_size=block_size,
         dtype="uint8",
-        bytes_per_element=1,
+        row_bytes=4,
         fingerprint=f"fake-v1-{block_size}",
     )
 
@@ -149,16 +149,16 @@ class _Chunk:
     token_ids: TokenArray
     """Tokens of the chunk, and the next one if it is known; empty when the input is pending."""
     block_table: "array[int]"
-    allowed: Allowed | None
-    """Tokens that its grammar allows next; None without one."""
+    allowed: list[Allowed] | None
+    """Tokens that its grammar allows next, and behind each drafted one; None without one."""
     first_pooled: int | None
 
     @classmethod
     def of(cls, item: ScheduledSequence) -> "_Chunk":
         sequence = item.sequence
         start = sequence.num_computed
-        token_ids = sequence.token_ids[start : start + item.num_new_tokens + 1]
-        allowed = sequence.allowed() if item.num_samples else None
+        token_ids = sequence.token_ids[start : start + item.num_new_tokens + 1] + item.draft
+        allowed = sequence.allowed(item.draft) if item.num_samples else None
         table = sequence.block_table[:]
         return cls(item, start, item.token_index, token_ids, table, allowed, item.first_pooled)
 
@@ -206,8 +206,10 @@ class FakeStep:
             self._store.write_token(chunk.block_table, position, value)
         result = StepResult(sampled=[], prompt_logprobs=[])
         if item.num_samples:
-            state = context_state(self._store.gather(chunk.block_table, end))
-            result.sampled = [_sample(chunk, state, j) for j in range(item.num_samples)]
+            contexts = [self._store.gather(chunk.block_table, end - i) for i in range(len(item.draft), -1, -1)]
+            first, *others = map(context_state, contexts)
+            result.sampled = [_sample(chunk, first, sample=j) for j in range(item.num_samples)]
+            result.sampled += [_sample(chunk, state, num_drafted=i) for i, state in enumerate(others, 1)]
         num_top = chunk.sampling.num_prompt_logprobs
         if num_top is not None:
             for position in range(chunk.start, min(end, item.sequence.num_prompt_tokens - 1)):
@@ -252,6 +254,7 @@ class FakeExecutor:
         self.eos_token_ids = frozenset({EOS_TOKEN_ID})
         self.model_name = "fake"
         self.max_steps_in_flight = max_steps_in_flight
+        self.verifies_drafts = True
         self._step_s = step_s
         self._last: FakeStep | None = None
 
@@ -264,15 +267,17 @@ class FakeExecutor:
         return self._last
 
 
-def _sample(chunk: _Chunk, state: int, sample: int) -> Sampled:
+def _sample(chunk: _Chunk, state: int, *, sample: int = 0, num_drafted: int = 0) -> Sampled:
+    """Return the token that one of the samples, or the only one behind some drafted tokens, gets in a state."""
     sampling = chunk.sampling
+    token_index = chunk.token_index + num_drafted
     if not sampling.is_greedy:
-        state = _mix(state ^ noise_key(sampling.seed, chunk.item.sequence.sample_index + sample, chunk.token_index))
+        state = _mix(state ^ noise_key(sampling.seed, chunk.item.sequence.sample_index + sample, token_index))
     token_id = _LETTERS[state % len(_LETTERS)]
     if chunk.allowed is not None:
-        choices = np.flatnonzero(chunk.allowed)
+        choices = np.flatnonzero(chunk.allowed[num_drafted])
         token_id = int(choices[state % len(choices)])
-    may_end = not sampling.ignore_eos and chunk.token_index >= sampling.min_tokens
+    may_end = not sampling.ignore_eos and token_index >= sampling.min_tokens
     if chunk.allowed is None and may_end and (state >> 20) % 1000 < _EOS_PER_1000:
         token_id = EOS_TOKEN_ID
     if sampling.has_beams:

@@ -80,6 +80,21 @@ class GrammarState:
         self._allowed = self._compute()
         return self._allowed
 
+    def allowed_along(self, output: OutputTokens, draft: Sequence[int]) -> list[Allowed]:
+        """Return `allowed` behind an output, then behind each token of a draft that may follow it."""
+        masks = [self.allowed(output)]
+        if draft:
+            ahead = GrammarState(self._matcher.deep_copy(), self._grammar)
+            masks += [ahead.allowed(draft[: i + 1]) for i in range(len(draft))]
+        return masks
+
+    def num_following(self, output: OutputTokens, draft: Sequence[int]) -> int:
+        """Return how many leading tokens of a draft may follow an output, one after the other."""
+        self.allowed(output)
+        if self._matcher.is_stopped() or self._matcher.is_error():
+            return 0
+        return int(self._matcher.validate_tokens([int(token_id) for token_id in draft]))
+
     def forced(self, output: OutputTokens) -> int | None:
         """Return the only token that may follow an output, which every way of sampling chooses; None if several may."""
         allowed = self.allowed(output)

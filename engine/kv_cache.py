@@ -1,7 +1,15 @@
 """The pages' bytes: one storage for all layers, in host memory that peers can map, or on a device.
 
-In memory a layer's keys lie together, [num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim], because
-attention reads a layer at a time. On the wire a block's bytes do, [num_layers, 2, block_size, num_kv_heads, head_dim].
+In memory a layer's keys lie together, [num_layers, 2, num_blocks, page], because attention reads a layer at a time. On
+the wire a block's bytes do, [num_layers, 2, page]. A page is one layer's keys, or values, of a block: plainly
+[block_size, num_kv_heads, head_dim], or codes (`engine.kv_format`) with their scales behind them,
+
+    keys    [block_size / 16, num_kv_heads, row_bytes / 4, 16 tokens, 4 bytes]
+    values  [block_size / 16, num_kv_heads, 4, row_bytes, 4 tokens]
+    scales  [block_size / 16, num_kv_heads, row_scales, 16 tokens], bfloat16
+
+in which one instruction of a CPU multiplies sixteen times four codes, without moving any. So scales travel, and are
+cached, copied and evicted, with their block, by code that sees nothing but bytes.
 """
 
 from collections.abc import Sequence as Seq
@@ -15,8 +23,8 @@ from common.ids import BlockId
 from engine.cuda.ipc import share_pages
 from engine.cuda.kv_copy import DevicePages
 from engine.executor import NONCE_BYTES, DeviceSharing, KvShape, SharedRegion, check_ids
+from engine.kv_format import KvDtype, format_named, kv_format
 from engine.model.config import DecoderConfig, TransformersConfig
-from engine.model.precision import dtype_name
 from engine.shared_memory import allocate_region
 
 Bytes = npt.NDArray[np.uint8]
@@ -33,16 +41,22 @@ def num_blocks_for_budget(kv_bytes: int, shape: KvShape) -> int:
 
 
 def kv_shape(
-    config: DecoderConfig | TransformersConfig, *, block_size: int, dtype: torch.dtype, fingerprint: str
+    config: DecoderConfig | TransformersConfig,
+    *,
+    block_size: int,
+    dtype: torch.dtype,
+    fingerprint: str,
+    kv_dtype: KvDtype = "auto",
 ) -> KvShape:
-    """Return the shape of a model's pages."""
+    """Return the shape of the pages of a model that computes in `dtype`."""
+    pages = kv_format(kv_dtype, dtype)
     return KvShape(
         num_layers=config.num_layers,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         block_size=block_size,
-        dtype=dtype_name(dtype),
-        bytes_per_element=dtype.itemsize,
+        dtype=pages.name,
+        row_bytes=pages.row_bytes(config.head_dim),
         fingerprint=fingerprint,
     )
 
@@ -78,7 +92,8 @@ class TorchKvStore:
     """Pages of one engine as tensors; a `KvStore`.
 
     `layers[i]` is (keys, values) of layer i, views [num_blocks, block_size, num_kv_heads, head_dim] of the one storage.
-    In host memory they can be mapped by other processes of the host, in device memory by those on the same card.
+    Pages of codes: [num_blocks, page] bytes; `engine.ops.torch_pages` finds codes and scales in them. In host memory
+    pages can be mapped by other processes of the host, in device memory by those on the same card.
     """
 
     def __init__(self, shape: KvShape, num_blocks: int, *, device: torch.device) -> None:
@@ -86,21 +101,26 @@ class TorchKvStore:
         self.num_blocks = num_blocks
         self.shared_region: SharedRegion | None = None
         self.device_sharing: DeviceSharing | None = None
-        dtype: torch.dtype = getattr(torch, shape.dtype)
-        sizes = (shape.num_layers, 2, num_blocks, shape.block_size, shape.num_kv_heads, shape.head_dim)
+        self.kv_format = format_named(shape.dtype)
+        sizes = (shape.num_layers, 2, num_blocks, -1)
         kv_bytes = num_blocks * shape.block_bytes
         self._bytes: HostPages | DevicePages
         if device.type == "cpu":
             memory, self.shared_region = allocate_region(kv_bytes)
             self._bytes = HostPages(memoryview(memory), num_blocks, shape)
             storage = torch.frombuffer(memory, dtype=torch.uint8)
-            self._pages = storage[:kv_bytes].view(dtype).view(sizes)
+            self._pages = storage[:kv_bytes].view(sizes)
         else:
             storage = torch.zeros(kv_bytes + NONCE_BYTES, dtype=torch.uint8, device=device)
-            self._pages = storage[:kv_bytes].view(dtype).view(sizes)
+            self._pages = storage[:kv_bytes].view(sizes)
             self._bytes = DevicePages(self._pages, shape)
             self.device_sharing = share_pages(storage, self._bytes)
-        self.layers: tuple[tuple[Tensor, Tensor], ...] = tuple((layer[0], layer[1]) for layer in self._pages)
+        pages = self._pages
+        if not self.kv_format.has_codes:
+            pages = pages.view(self.kv_format.dtype).view(
+                *sizes[:3], shape.block_size, shape.num_kv_heads, shape.head_dim
+            )
+        self.layers: tuple[tuple[Tensor, Tensor], ...] = tuple((layer[0], layer[1]) for layer in pages)
 
     def read_blocks(self, block_ids: Seq[BlockId]) -> memoryview:
         """Return a copy of the blocks' bytes, [len(block_ids) * block_bytes]. Raises LayoutMismatch for a bad id."""
@@ -116,8 +136,7 @@ class TorchKvStore:
 
     def clear_blocks(self, block_ids: Seq[BlockId]) -> None:
         """Zero blocks, in order with the steps. Engine thread only."""
-        # As bytes: torch has no fill by index for 8-bit floats.
-        self._pages.view(torch.uint8).index_fill_(2, self._index(block_ids), 0)
+        self._pages.index_fill_(2, self._index(block_ids), 0)
 
     def map_peer(self, region: memoryview, num_blocks: int) -> HostPages:
         """Interpret another process's region as pages of this shape. Raises LayoutMismatch when its size is wrong."""

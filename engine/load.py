@@ -7,7 +7,7 @@ from engine.scheduler import Scheduler
 
 def measure_load(scheduler: Scheduler, *, now_s: float) -> EngineLoad:
     """Return the load at this moment. Engine thread only; O(running and reserved sequences)."""
-    pool, backlog = scheduler.pool, scheduler.backlog
+    pool, backlog, speculator = scheduler.pool, scheduler.backlog, scheduler.speculator
     num_tokens, pairs, context = backlog.num_tokens, backlog.num_pairs, backlog.num_context_tokens
     num_decoding = 0
     for sequence in scheduler.running:
@@ -40,5 +40,7 @@ def measure_load(scheduler: Scheduler, *, now_s: float) -> EngineLoad:
         num_preemptions=scheduler.num_preemptions,
         num_cached_tokens=scheduler.num_cached_tokens,
         num_computed_tokens=scheduler.num_computed_tokens,
+        num_drafted_tokens=speculator.num_drafted if speculator is not None else 0,
+        num_accepted_tokens=speculator.num_accepted if speculator is not None else 0,
         measured_s=now_s,
     )

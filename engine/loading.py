@@ -48,7 +48,9 @@ def load_executor(options: EngineOptions) -> Executor:
 
 
 def _load_native(model: ModelDescription, config: DecoderConfig, options: EngineOptions) -> Executor:
-    weights = load_weights(model.files, config, dtype=model.dtype, device=model.device)
+    weights = load_weights(
+        model.files, config, dtype=model.dtype, device=model.device, weight_format=model.weight_format
+    )
     if options.quantization is not None:
         quantize_weights(weights, options.quantization)
     choice = choose_cpu_kernels(weights, compiled=options.kernels == "auto")

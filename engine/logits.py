@@ -28,17 +28,16 @@ class SamplingRow:
     params: SamplingParams
     sample_index: int
     token_index: int
-    """Position in the sample's output: the number of tokens generated before."""
+    """Position in the sample's output: the number of tokens generated before, drafted ones included."""
     prompt_token_ids: Sequence[int]
     output_token_ids: Sequence[int]
+    draft: Sequence[int] = ()
+    """Drafted tokens between the outputs and this one."""
     sequence: EngineSequence | None = None
     """Owner of the tokens: penalties then count a token once, in the step after it was chosen, not in every step. Its
     rows have one prompt, and outputs that grow at the end. None: tokens are counted anew."""
-
-    @property
-    def allowed(self) -> Allowed | None:
-        """Tokens that the grammar of the answer allows; None without a grammar."""
-        return None if self.sequence is None else self.sequence.allowed()
+    allowed: Allowed | None = None
+    """Tokens that the grammar of the answer allows; None without a grammar."""
 
     @property
     def must_continue(self) -> bool:
@@ -144,7 +143,10 @@ def fetch_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) 
     They are computed in float32 from unshaped logits [rows, vocab]; of equally probable tokens the smaller id comes
     first. token_ids is int64 [rows] on the logits' device.
     """
-    normalizer = torch.logsumexp(logits.float(), dim=-1, keepdim=True)
+    wide = logits.float()
+    if len(wide) == 1:  # torch adds up a lone row in parts, one per thread, and so with other bits than among others
+        wide = wide.expand(2, -1)
+    normalizer = torch.logsumexp(wide, dim=-1, keepdim=True)[: len(logits)]
     chosen_ids = token_ids.unsqueeze(1)
     chosen = logits.gather(-1, chosen_ids).float() - normalizer
     top_values, top_ids = rank_logits(logits, num_top)

@@ -8,11 +8,15 @@ import torch
 
 from engine.executor import KvShape
 from engine.kv_cache import kv_shape
+from engine.kv_format import KvDtype, check_kv_format, kv_format
 from engine.memory import MemoryShare
+from engine.model.checkpoints.checkpoint import is_gguf, quantized_by
+from engine.model.checkpoints.formats import WeightFormat, read_weight_format
+from engine.model.checkpoints.gguf_config import read_gguf_config
 from engine.model.config import DecoderConfig, TransformersConfig, UnsupportedModel, is_native, parse_config, read_json
 from engine.model.loader import kv_fingerprint, weight_files
 from engine.model.precision import dtype_name, resolve_device, resolve_dtype
-from engine.model.quantize import FP8, QuantizationMethod, check_quantization
+from engine.model.quantize import QuantizationMethod, check_quantization
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +24,7 @@ class EngineOptions:
     """One worker's engine, as configured."""
 
     model_dir: Path
-    """Checkpoint folder: config.json and safetensors files."""
+    """Checkpoint folder: config.json and safetensors files, or a GGUF file."""
     model_name: str
     dtype: str = "auto"
     """Dtype of weights and activations; "auto" is resolved when the device is known."""
@@ -36,7 +40,7 @@ class EngineOptions:
     max_step_tokens: int = 8192
     max_running: int = 256
     quantization: QuantizationMethod | None = None
-    kv_dtype: Literal["auto", "fp8"] = "auto"
+    kv_dtype: KvDtype = "auto"
     kernels: Literal["auto", "torch"] = "auto"
     """"torch": no compiled kernels, even where they are available."""
 
@@ -57,7 +61,9 @@ class ModelDescription:
 
     config: DecoderConfig | TransformersConfig
     files: tuple[Path, ...]
-    """Safetensors files, or the seed file of random weights."""
+    """Safetensors files, a GGUF file, or the seed file of random weights."""
+    weight_format: WeightFormat | None
+    """Format of the checkpoint's quantized weights; None: all are plain."""
     device: torch.device
     dtype: torch.dtype
     """Dtype of weights and activations."""
@@ -66,34 +72,79 @@ class ModelDescription:
 
     @classmethod
     def read(cls, options: EngineOptions) -> "ModelDescription":
-        """Read config.json and choose device and formats. Raises UnsupportedModel, naming the unsupported feature."""
-        raw = read_json(options.model_dir / "config.json")
+        """Read the configuration and choose device and formats. Raises UnsupportedModel, naming what is unsupported."""
+        files = weight_files(options.model_dir)
+        raw = _read_config(options.model_dir, files)
         device = resolve_device(options.device)
         dtype = resolve_dtype(options.dtype, device, raw)
-        kv_dtype = FP8 if options.kv_dtype == "fp8" else dtype
+        pages = kv_format(options.kv_dtype, dtype)
         config: DecoderConfig | TransformersConfig
+        weight_format = None
         if is_native(raw):
             config = parse_config(raw)
-            check_quantization(options.quantization, kv_dtype, config, dtype=dtype, device=device)
+            weight_format = _read_weight_format(raw, files, options)
+            check_quantization(options.quantization, config, device=device)
+            check_kv_format(pages, config, block_size=options.block_size, device=device)
         else:
             config = _read_foreign(options, dtype)
-        files = weight_files(options.model_dir)
         fingerprint = kv_fingerprint(
             config,
             files,
             dtype=dtype_name(dtype),
             block_size=options.block_size,
-            quantization=options.quantization,
-            kv_dtype=dtype_name(kv_dtype),
+            quantization=_quantization(options, weight_format, files, device),
+            kv_dtype=pages.name,
         )
-        shape = kv_shape(config, block_size=options.block_size, dtype=kv_dtype, fingerprint=fingerprint)
+        shape = kv_shape(
+            config,
+            block_size=options.block_size,
+            dtype=dtype,
+            kv_dtype=options.kv_dtype,
+            fingerprint=fingerprint,
+        )
         info = CheckpointInfo(
             name=options.model_name,
             vocab_size=config.vocab_size,
             max_model_len=min(config.max_position_embeddings, options.max_model_len or config.max_position_embeddings),
             eos_token_ids=_eos_token_ids(options.model_dir, raw),
         )
-        return cls(config=config, files=files, device=device, dtype=dtype, shape=shape, info=info)
+        return cls(
+            config=config,
+            files=files,
+            weight_format=weight_format,
+            device=device,
+            dtype=dtype,
+            shape=shape,
+            info=info,
+        )
+
+
+def _read_config(model_dir: Path, files: tuple[Path, ...]) -> dict[str, Any]:
+    """Return the content of config.json; without one, what a GGUF file says."""
+    path = model_dir / "config.json"
+    return read_gguf_config(files[0]) if is_gguf(files) and not path.exists() else read_json(path)
+
+
+def _read_weight_format(raw: dict[str, Any], files: tuple[Path, ...], options: EngineOptions) -> WeightFormat | None:
+    """Return the format of safetensors files. Raises UnsupportedModel when options ask for another quantization."""
+    weight_format = None if is_gguf(files) else read_weight_format(raw)
+    if options.quantization is not None and (method := quantized_by(files, weight_format)):
+        raise UnsupportedModel(
+            f"cannot apply quantization: {options.quantization}: the checkpoint's weights are quantized already, by"
+            f" {method}; leave model.quantization out"
+        )
+    return weight_format
+
+
+def _quantization(
+    options: EngineOptions, weight_format: WeightFormat | None, files: tuple[Path, ...], device: torch.device
+) -> str | None:
+    """Return the name of the weights' grid and of its arithmetic, for the fingerprint; None for plain weights.
+
+    A CPU rounds the inputs of grouped weights to 8 bits, a GPU does not: their KV differs.
+    """
+    method = options.quantization or quantized_by(files, weight_format)
+    return None if method is None else f"{weight_format or method} on {device.type}"
 
 
 def _read_foreign(options: EngineOptions, dtype: torch.dtype) -> TransformersConfig:

@@ -78,6 +78,12 @@ class Pages:
             table.extend(self._pool.allocate(num_fresh))
         return copy
 
+    def trim(self, sequence: Sequence) -> None:
+        """Return the pages behind the computed tokens: those of rejected drafts. No step in flight may write them."""
+        num_kept = self.num_blocks_for(sequence.num_computed)
+        self._pool.release(sequence.block_table[num_kept:])
+        del sequence.block_table[num_kept:]
+
     def hold_sources(self, copies: Seq[tuple[BlockId, BlockId]]) -> None:
         """Hold the pages that a launched step copies from: their owners may end before `release_sources`."""
         self._pool.acquire([source for source, _target in copies])

@@ -39,6 +39,8 @@ class PenaltyPlan:
     """Prompt tokens of the restarted places, int64: place * vocab_size + token id."""
     output_cells: Column | None
     """Outputs not yet counted, int64, likewise."""
+    draft_cells: Column | None
+    """Drafted tokens, which count for their row only, int64: row * vocab_size + token id."""
     repetition: Column | None
     frequency: Column
     presence: Column
@@ -69,9 +71,10 @@ class Penalties:
         restarted: list[int] = []
         prompt_cells: list[Cells] = []
         output_cells: list[Cells] = []
+        draft_cells = [self._cells(i, row.draft) for i, row in enumerate(rows) if row.draft]
         for place, key, row in zip(places, keys, rows, strict=True):
             if place in counted:
-                continue  # another sample of a prompt that has no output yet
+                continue  # a sequence with several rows
             known = self._counted.get(place)
             num_counted = 0
             if known is not None and known.key is key:
@@ -90,6 +93,7 @@ class Penalties:
             restarted=columns.ints(restarted) if restarted else None,
             prompt_cells=columns.ints(np.concatenate(prompt_cells)) if prompt_cells else None,
             output_cells=columns.ints(np.concatenate(output_cells)) if output_cells else None,
+            draft_cells=columns.ints(np.concatenate(draft_cells)) if draft_cells else None,
             repetition=columns.floats(repetition) if any(p != 1.0 for p in repetition) else None,
             frequency=columns.floats([p.frequency_penalty for p in params]),
             presence=columns.floats([p.presence_penalty for p in params]),
@@ -102,6 +106,7 @@ class Penalties:
         self._count(plan, counts, in_prompt, words)
         places = plan.places.of(words)
         output_counts = counts.index_select(0, places)
+        _add_cells(output_counts, plan.draft_cells, words)
         in_output = output_counts > 0
         if plan.repetition is not None:
             seen = in_output | in_prompt.index_select(0, places)
@@ -119,9 +124,7 @@ class Penalties:
             in_prompt.index_fill_(0, restarted, 0)
         if plan.prompt_cells is not None:
             in_prompt.view(-1).index_fill_(0, plan.prompt_cells.of(words), 1)
-        if plan.output_cells is not None:
-            cells = plan.output_cells.of(words)
-            counts.view(-1).scatter_add_(0, cells, torch.ones((), device=counts.device).expand(len(cells)))
+        _add_cells(counts, plan.output_cells, words)
         self._counted.update(plan.counted)
 
     def _tables(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -134,6 +137,13 @@ class Penalties:
 
     def _cells(self, place: int, token_ids: Sequence[int]) -> Cells:
         return np.asarray(token_ids, dtype=np.int64) + place * self._vocab_size
+
+
+def _add_cells(counts: torch.Tensor, planned: Column | None, words: torch.Tensor) -> None:
+    """Add 1 to cells of counts [rows, vocab], numbered row by row. Mutates them."""
+    if planned is not None:
+        cells = planned.of(words)
+        counts.view(-1).scatter_add_(0, cells, torch.ones((), device=counts.device).expand(len(cells)))
 
 
 def _factors(column: Column, words: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ from common.clock import Clock
 from common.timing import StepShape
 from engine.events import StepSample
 from engine.executor import Executor, StepHandle, StepResult
-from engine.scheduler import StepPlan
+from engine.plan import StepPlan
 
 logger = logging.getLogger(__name__)
 
@@ -72,12 +72,14 @@ class StepTimer:
         if self._since_s is None:
             self._since_s = self._clock.monotonic()
 
-    def end(self, shape: StepShape) -> None:
-        """Record the oldest step when its results arrive."""
-        now_s = self._clock.monotonic()
-        if self._since_s is not None:
-            self._samples.append(StepSample(shape=shape, seconds=now_s - self._since_s))
+    def end(self, shape: StepShape) -> float | None:
+        """Record the oldest step when its results arrive; returns the seconds that it has taken, None after a pause."""
+        now_s, since_s = self._clock.monotonic(), self._since_s
         self._since_s = now_s
+        if since_s is None:
+            return None
+        self._samples.append(StepSample(shape=shape, seconds=now_s - since_s))
+        return now_s - since_s
 
     def pause(self) -> None:
         """Stop timing until the next `begin`: the engine is idle, or a step failed."""

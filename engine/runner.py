@@ -2,6 +2,7 @@
 
 from array import array
 from collections.abc import Sequence as Seq
+from itertools import accumulate, islice
 from typing import Generic, Protocol, TypeVar
 
 import numpy as np
@@ -38,6 +39,11 @@ class Model(Protocol[StepT_contra]):
         """Length of a hidden state; 0 when it is not known."""
         ...
 
+    @property
+    def is_row_independent(self) -> bool:
+        """Whether a row's results are the same bits whatever other rows are computed with it."""
+        ...
+
 
 class StepPreparer(Protocol[StepT_co]):
     """Prepares a model's steps."""
@@ -61,6 +67,7 @@ class ModelExecutor(Generic[StepT]):
         self.hidden_size = model.hidden_size
         self.eos_token_ids = info.eos_token_ids
         self.model_name = info.name
+        self.verifies_drafts = model.is_row_independent
         self._model = model
         self._store = store
         self._ops = ops
@@ -72,17 +79,16 @@ class ModelExecutor(Generic[StepT]):
         """Run one step before returning: write KV of all new tokens, sample where asked."""
         if not batch:
             return DoneStep([])
-        spans = [SequenceSpan.of(item) for item in batch]
-        block_size = self._store.shape.block_size
-        metadata = AttentionMetadata.from_spans(spans, block_size=block_size)
+        spans = [span for item in batch for span in _spans(item)]
+        metadata = AttentionMetadata.from_spans(spans, block_size=self._store.shape.block_size)
         token_ids = array("I")
-        for item, span in zip(batch, spans, strict=True):
-            token_ids += item.sequence.token_ids[span.num_computed : span.context_len]
+        for item in batch:
+            token_ids += item.token_ids
         hidden = self._model.forward(
             torch.from_numpy(np.asarray(token_ids, dtype=np.int64)).to(self._device),
             self._ops.plan(metadata),
         )
-        starts = metadata.query_start_loc.tolist()
+        starts = [0, *accumulate(item.num_new_tokens for item in batch)]
         results = [
             StepResult(
                 sampled=[],
@@ -97,19 +103,19 @@ class ModelExecutor(Generic[StepT]):
     def _sample(
         self, batch: Seq[ScheduledSequence], hidden: Tensor, starts: list[int], results: list[StepResult]
     ) -> None:
-        """Choose the due tokens from each sequence's last hidden state and add them to the results."""
+        """Choose the due tokens from the hidden states before them and add them to the results."""
         due = [i for i, item in enumerate(batch) if item.num_samples]
         if not due:
             return
-        last_rows = torch.tensor([starts[i + 1] - 1 for i in due], device=self._device)
-        logits = self._model.logits(hidden.index_select(0, last_rows))
-        if any(batch[i].num_samples > 1 for i in due):
-            repeats = torch.tensor([batch[i].num_samples for i in due], device=self._device)
-            logits = logits.repeat_interleave(repeats, dim=0)
+        last_rows = [row for i in due for row in range(starts[i + 1] - 1 - len(batch[i].draft), starts[i + 1])]
+        logits = self._model.logits(hidden.index_select(0, torch.tensor(last_rows, device=self._device)))
+        if any(batch[i].num_samples > 1 for i in due):  # of a prompt, which has no draft
+            repeats = [count for i in due for count in (batch[i].num_samples, *(1 for _ in batch[i].draft))]
+            logits = logits.repeat_interleave(torch.tensor(repeats, device=self._device), dim=0)
         rows = [row for i in due for row in sampling_rows(batch[i])]
         sampled = iter(self._sampler.sample(logits, rows))
         for i in due:
-            results[i].sampled.extend(next(sampled) for _ in range(batch[i].num_samples))
+            results[i].sampled.extend(islice(sampled, batch[i].num_sampled))
 
     def _prompt_logprobs(self, item: ScheduledSequence, hidden: Tensor) -> list[Logprobs]:
         """Return the log-probabilities of the next prompt token at each prompt position, from the hidden states."""
@@ -123,6 +129,12 @@ class ModelExecutor(Generic[StepT]):
             chunk = targets[begin : begin + _LOGPROB_ROWS]
             found.extend(position_logprobs(self._model.logits(hidden[begin : begin + len(chunk)]), chunk, num_top))
         return found
+
+
+def _spans(item: ScheduledSequence) -> list[SequenceSpan]:
+    """Return the spans of a sequence's new tokens: one, or one for each token where a draft is verified."""
+    span = SequenceSpan.of(item)
+    return span.split() if item.draft else [span]
 
 
 def _pooled(item: ScheduledSequence, hidden: Tensor) -> Hidden | None:

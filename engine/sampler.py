@@ -146,21 +146,26 @@ class Sampler:
 
 
 def sampling_rows(item: ScheduledSequence) -> list[SamplingRow]:
-    """Return the rows of a scheduled sequence, one per sample; valid until the sequence changes."""
-    sequence = item.sequence
+    """Return the rows of a scheduled sequence, one per sampled token; valid until the sequence changes."""
+    sequence, draft = item.sequence, item.draft
     request = sequence.request
     token_index = item.token_index
     output_token_ids = OutputTokens(sequence) if request.sampling.has_penalties else ()
+    allowed = sequence.allowed(draft)
+    places = [(sequence.sample_index + j, 0) for j in range(item.num_samples)]
+    places += [(sequence.sample_index, i + 1) for i in range(len(draft))]
     return [
         SamplingRow(
             params=request.sampling,
-            sample_index=sequence.sample_index + j,
-            token_index=token_index,
+            sample_index=sample_index,
+            token_index=token_index + num_drafted,
             prompt_token_ids=request.prompt_token_ids,
             output_token_ids=output_token_ids,
+            draft=draft[:num_drafted] if num_drafted else (),
             sequence=sequence,
+            allowed=None if allowed is None else allowed[num_drafted],
         )
-        for j in range(item.num_samples)
+        for sample_index, num_drafted in places
     ]
 
 

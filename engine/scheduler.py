@@ -16,19 +16,18 @@ sequences without one skip the step and the plan `is_short`. The next plan is th
 preempt.
 """
 
-import math
 from bisect import insort
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from common.errors import Refused
-from common.ids import BlockId
-from common.timing import StepShape
-from engine.backlog import Backlog, num_pairs
+from engine.backlog import Backlog
 from engine.block_pool import BlockPool
-from engine.executor import ScheduledSequence
+from engine.executor import ScheduledSequence, StepResult
 from engine.pages import Pages
+from engine.plan import StepPlan
 from engine.sequence import Sequence, SequenceState
+from engine.speculation.speculator import Speculator
 from engine.step_budget import StepBudget
 from engine.unplanned import UnplannedDecodes
 
@@ -43,33 +42,6 @@ class SchedulerLimits:
     max_waiting: int
     watermark: float = 0.01
     """Share of the pages that admission leaves free for the growth of running sequences, so that it does not thrash."""
-
-
-@dataclass(slots=True)
-class StepPlan:
-    """One step: pages to copy first (copy-on-write), then the batch to compute."""
-
-    batch: dict[Sequence, ScheduledSequence] = field(default_factory=dict)
-    copies: list[tuple[BlockId, BlockId]] = field(default_factory=list)
-    admitted: list[Sequence] = field(default_factory=list)
-    num_tokens: int = 0
-    num_decodes: int = 0
-    num_context_tokens: int = 0
-    num_prefill_pairs: int = 0
-    max_s: float = math.inf
-    """Time that the step may take with prompts, because of the answers that decode in it."""
-    is_short: bool = False
-    """Whether a running sequence needs pages that only preemption, or the end of the steps in flight, can free."""
-
-    @property
-    def shape(self) -> StepShape:
-        """Counts that the step's time depends on."""
-        return StepShape(
-            num_prefill_tokens=self.num_tokens - self.num_decodes,
-            num_prefill_pairs=self.num_prefill_pairs,
-            num_decodes=self.num_decodes,
-            num_context_tokens=self.num_context_tokens,
-        )
 
 
 def _order(sequence: Sequence) -> tuple[int, int]:
@@ -88,7 +60,8 @@ def _awaits_beam(sequence: Sequence) -> bool:
 class Scheduler:
     """Owns the queues. Engine thread only."""
 
-    def __init__(self, pool: BlockPool, limits: SchedulerLimits) -> None:
+    def __init__(self, pool: BlockPool, limits: SchedulerLimits, speculator: Speculator | None = None) -> None:
+        """Without a `speculator`, steps verify no drafts."""
         self.pool = pool
         self.limits = limits
         self.waiting: list[Sequence] = []
@@ -102,6 +75,7 @@ class Scheduler:
         """Work of the waiting sequences."""
         self.pages = Pages(pool, limits.block_size)
         self.budget = StepBudget()
+        self.speculator = speculator
         self._num_steps_in_flight = 0
         self._watermark_blocks = max(1, round(limits.watermark * pool.num_blocks))
 
@@ -220,6 +194,8 @@ class Scheduler:
             case SequenceState.FINISHED:
                 return
         sequence.state = SequenceState.FINISHED
+        if self.speculator is not None:
+            self.speculator.forget(sequence)
         if sequence.num_in_flight == 0:
             self.pages.release(sequence)
 
@@ -248,6 +224,7 @@ class Scheduler:
         self._continue(prefilling, plan)
         if self.num_preemptions == preemptions_before and not plan.is_short:
             self._admit(plan)
+            self._draft(plan)
         self.backlog.look_again(self.waiting)
         return plan
 
@@ -262,19 +239,36 @@ class Scheduler:
             sequence.num_in_flight += 1
             if item.num_samples:
                 sequence.num_pending += 1
-                may_run_unknown = item.num_samples == 1 and not sequence.waits_for_tokens
+                may_run_unknown = item.num_sampled == 1 and not sequence.waits_for_tokens
                 sequence.pending_row = row if may_run_unknown else None
-                row += item.num_samples
+                row += item.num_sampled
 
-    def complete(self, plan: StepPlan) -> None:
-        """End the oldest step in flight: KV of every planned token exists. Its tokens are appended after this."""
+    def complete(self, plan: StepPlan, results: Seq[StepResult]) -> None:
+        """End the oldest step in flight: KV of every planned token exists, but that of rejected ones is void.
+
+        The step's tokens are appended after this.
+        """
         self.land(plan)
-        for sequence, item in plan.batch.items():
-            if sequence.state is SequenceState.RUNNING:
-                before = sequence.num_ready
-                sequence.num_ready += item.num_new_tokens
-                self.num_computed_tokens += max(0, min(sequence.num_ready, sequence.num_prompt_tokens) - before)
-                self.pages.publish(sequence)
+        for (sequence, item), result in zip(plan.batch.items(), results, strict=True):
+            if sequence.state is not SequenceState.RUNNING:
+                continue
+            num_new = item.num_new_tokens
+            if item.draft:
+                num_new -= self._reject(sequence, item, result)
+            before = sequence.num_ready
+            sequence.num_ready += num_new
+            self.num_computed_tokens += max(0, min(sequence.num_ready, sequence.num_prompt_tokens) - before)
+            self.pages.publish(sequence)
+
+    def _reject(self, sequence: Sequence, item: ScheduledSequence, result: StepResult) -> int:
+        """Take back the drafted tokens that a step has rejected; returns their number."""
+        num_accepted = item.num_accepted(result.sampled)
+        num_rejected = len(item.draft) - num_accepted
+        sequence.num_computed -= num_rejected
+        self.pages.trim(sequence)
+        if self.speculator is not None:
+            self.speculator.verified(len(item.draft), num_accepted)
+        return num_rejected
 
     def land(self, plan: StepPlan) -> None:
         """End the oldest step in flight; a failed one lands without `complete`, after its sequences are finished."""
@@ -299,7 +293,7 @@ class Scheduler:
             if sequence.state is not SequenceState.RUNNING:
                 continue  # preempted by an earlier one
             if self._make_room(sequence, num_new, plan):
-                self._plan(sequence, num_new, num_to_run, plan)
+                plan.add(sequence, num_new, num_to_run)
 
     def _admit(self, plan: StepPlan) -> None:
         while self.waiting and plan.num_tokens < self.limits.max_step_tokens:
@@ -319,7 +313,20 @@ class Scheduler:
             plan.admitted.append(sequence)
             self.num_cached_tokens += min(sequence.num_cached_tokens, sequence.num_prompt_tokens)
             num_new = min(sequence.num_to_run, max(1, self._num_left(plan, sequence, sequence.num_to_run)))
-            self._plan(sequence, num_new, sequence.num_to_run, plan)
+            plan.add(sequence, num_new, sequence.num_to_run)
+
+    def _draft(self, plan: StepPlan) -> None:
+        """Fill what is left of the step, and no page that another sequence may need, with drafted tokens."""
+        if self.speculator is None:
+            return
+        num_free = self.pool.num_free - self._num_spared(0)
+        max_tokens = self.limits.max_step_tokens - plan.num_tokens
+        for sequence, draft in self.speculator.drafts_for(plan, max_tokens=max_tokens):
+            num_missing = self.pages.num_missing(sequence, 1 + len(draft))
+            if num_missing <= num_free:
+                num_free -= num_missing
+                self.pages.make_writable(sequence, 1 + len(draft))
+                plan.add_draft(sequence, draft)
 
     def _num_left(self, plan: StepPlan, sequence: Sequence, num_to_run: int) -> int:
         """Return how many tokens of a sequence the step can still hold: fewer of a prompt beside answers in a hurry."""
@@ -357,21 +364,6 @@ class Scheduler:
             return False
         self.pages.release_landed(holder)
         return True
-
-    def _plan(self, sequence: Sequence, num_new: int, num_to_run: int, plan: StepPlan) -> None:
-        plan.batch[sequence] = ScheduledSequence(
-            sequence,
-            num_new,
-            num_samples=sequence.num_rows if num_new == num_to_run else 0,
-            input_row=sequence.pending_row if sequence.num_pending else None,
-        )
-        plan.num_tokens += num_new
-        num_before = sequence.num_computed
-        if num_to_run == 1:  # the end of a prompt, too: it is computed as if it decoded
-            plan.num_decodes += 1
-            plan.num_context_tokens += num_before + 1
-        else:
-            plan.num_prefill_pairs += num_pairs(num_new, num_before)
 
     def _make_room(self, sequence: Sequence, num_new: int, plan: StepPlan) -> bool:
         """Make [num_computed, num_computed + num_new) writable, preempting later arrivals. False: it cannot run now.

@@ -216,10 +216,27 @@ class Sequence:
         num_to_run = self.num_to_run
         return num_to_run == 1 or (num_to_run <= 1 + MAX_FORCED_TOKENS and self.num_computed >= self.num_prompt_tokens)
 
-    def allowed(self) -> Allowed | None:
-        """Return the tokens that its grammar allows next, None without one. Do not change them."""
+    def allowed(self, draft: TokenArray) -> list[Allowed] | None:
+        """Return the tokens that its grammar allows next, and behind each token of a draft that `following` has cut.
+
+        None without a grammar. Do not change them.
+        """
         state = self._grammar_state()
-        return None if state is None else state.allowed(OutputTokens(self))
+        return None if state is None else state.allowed_along(OutputTokens(self), draft)
+
+    def following(self, draft: TokenArray) -> TokenArray:
+        """Return the leading tokens of a draft that may follow: all without a grammar."""
+        state = self._grammar_state()
+        return draft if state is None or not draft else draft[: state.num_following(OutputTokens(self), draft)]
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether its answer may not end where it is, but for a grammar that exceeds its limits."""
+        state = self._grammar_state()
+        if state is None:
+            return False
+        state.allowed(OutputTokens(self))
+        return not state.is_complete
 
     def forced_token(self) -> int | None:
         """Return the token that comes next whatever the model says; None when there is a choice."""

@@ -15,6 +15,7 @@ from typing import Any
 
 import grpc
 
+from common.tracing import Stages
 from common.wire import pack_floats
 from engine.core import EngineCore
 from engine.events import Embedded, EngineEvent, Failed, Started
@@ -34,25 +35,28 @@ async def embed(
     source: sequence_pb2.KvSource | None,
     entering: ExitStack,
     context: Context,
+    stages: Stages,
 ) -> None:
     """Answer a call; closes `entering` once the engine has the request. Raises KvrelayError."""
     events: asyncio.Queue[EngineEvent] = asyncio.Queue()  # at most two entries
     with runtime.prefixes.arrival() as arrival:
         if source is not None:
-            await runtime.prefixes.pull(arrival, spec, source)
+            await runtime.prefixes.pull(arrival, spec, source, stages)
+        stages.enter("queue")
         group = await runtime.admit(lambda core: core.add_embedding(spec, events.put_nowait, arrival.landing))
     entering.close()
     try:
-        await _follow(spec, events, context)
+        await _follow(spec, events, context, stages)
     finally:
         runtime.engine.post(partial(EngineCore.cancel, group=group))
 
 
-async def _follow(spec: EngineRequest, events: "asyncio.Queue[EngineEvent]", context: Context) -> None:
+async def _follow(spec: EngineRequest, events: "asyncio.Queue[EngineEvent]", context: Context, stages: Stages) -> None:
     """Turn the engine's events into messages, up to the last. Raises the error of a failed step."""
     while True:
         match await events.get():
             case Started() as started:
+                stages.enter("prefill", after_s=started.queue_s, num_cached_tokens=started.num_cached_tokens)
                 await context.write(pb.PrefillResponse(started=started_to_proto(started)))
             case Embedded() as embedded:
                 finished = pb.PrefillFinished(embedding=pack_floats(embedded.vector), prefill_s=embedded.prefill_s)

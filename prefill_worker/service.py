@@ -22,6 +22,7 @@ import grpc
 from common.errors import HandoffGone, KvrelayError
 from common.ids import HandoffId
 from common.rpc import error_boundary
+from common.tracing import Stages
 from engine.core import EngineCore
 from engine.events import EngineEvent, Failed, Progress, Started, Tokens
 from engine.group import Group
@@ -50,16 +51,18 @@ class PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
         runtime = self._runtime
         async with error_boundary(context, "Prefill"):
             holding = runtime.quarantine.holding(request.sequence)
-            with runtime.request_task(), holding, ExitStack() as entering:
+            tracing = runtime.tracing(request.sequence, "prefill")
+            with runtime.request_task(), tracing as stages, holding, ExitStack() as entering:
+                stages.enter("door")
                 runtime.check_epoch(request.epoch)
                 spec = await runtime.engine_request(request.sequence)
                 source = request.source if request.HasField("source") else None
                 # Before the handoff begins: the puller hears of a refusal from the router alone.
                 entering.enter_context(runtime.prefill_gate.entering(request.sequence))
                 if spec.pooling is not None:
-                    await embed(runtime, spec, source, entering, context)
+                    await embed(runtime, spec, source, entering, context, stages)
                 else:
-                    await self._prefill(spec, HandoffId(request.handoff_id), source, entering, context)
+                    await self._prefill(spec, HandoffId(request.handoff_id), source, entering, context, stages)
 
     async def _prefill(
         self,
@@ -68,6 +71,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
         source: sequence_pb2.KvSource | None,
         entering: ExitStack,
         context: Context,
+        stages: Stages,
     ) -> None:
         runtime = self._runtime
         events: asyncio.Queue[EngineEvent] = asyncio.Queue()  # bounded by the prompt: one entry per chunk
@@ -82,7 +86,8 @@ class PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
         try:
             with runtime.prefixes.arrival() as arrival:
                 if source is not None:
-                    await _unless_aborted(handoff, runtime.prefixes.pull(arrival, spec, source))
+                    await _unless_aborted(handoff, runtime.prefixes.pull(arrival, spec, source, stages))
+                stages.enter("queue")
                 group = await runtime.admit(
                     lambda core: core.add_prefill_only(spec, events.put_nowait, arrival.landing)
                 )
@@ -91,7 +96,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
             if handoff.is_over:  # the puller left in the meantime
                 cancel_granted()
                 handoff.raise_if_aborted()
-            await self._follow(spec, handoff, events, context)
+            await self._follow(spec, handoff, events, context, stages)
         except BaseException as error:
             reason = error if isinstance(error, KvrelayError) else HandoffGone("the prefill was cancelled")
             runtime.handoffs.abort(handoff, reason)
@@ -103,16 +108,21 @@ class PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
         handoff: Handoff,
         events: "asyncio.Queue[EngineEvent]",
         context: Context,
+        stages: Stages,
     ) -> None:
         """Turn engine events into handoff progress and messages until the prompt is computed."""
-        handoffs = self._runtime.handoffs
+        handoffs, num_tokens = self._runtime.handoffs, len(spec.prompt_token_ids) + len(spec.output_token_ids)
         streams = OutputStreams(spec, self._runtime.tokenizer)
         while True:
             match await _next_or_abort(events, handoff):
                 case Started() as started:
+                    stages.enter("chunk", after_s=started.queue_s, num_cached_tokens=started.num_cached_tokens)
                     await context.write(pb.PrefillResponse(started=started_to_proto(started)))
                 case Progress() as progress:
                     handoffs.progress(handoff, progress.block_table, progress.num_computed_tokens)
+                    stages.note(num_computed_tokens=progress.num_computed_tokens)
+                    if progress.num_computed_tokens < num_tokens:
+                        stages.enter("chunk")
                 case Tokens() as first:
                     messages, _stopped = streams.take(first.tokens)
                     tokens = tuple(

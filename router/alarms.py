@@ -6,7 +6,7 @@ Problems that show nowhere else:
 - `no_kv_events`: a worker computes prompts but never reports a stored block.
 - `no_updates`: a worker reported that it is busy and has been silent since.
 - `slow_worker`: a worker's steps take several times as long as those of its pool. It is given less work, by its own
-  timing model; something is wrong with its host.
+  timing model, and its controller drains it when it stays slow; something is wrong with its host.
 
 Alarms are raised and cleared with hysteresis, so that they do not flap; each change is logged once.
 """
@@ -164,31 +164,38 @@ class PaceWatch:
     """Finds workers whose steps take several times as long as those of the other workers of their pool."""
 
     def __init__(self) -> None:
-        self._slow: set[WorkerId] = set()
+        self.slowness: Mapping[WorkerId, float] = {}
+        """Step time of each ready worker that has measured it, as a multiple of that of the others in its pool."""
+        self.slow: Mapping[WorkerId, float] = {}
+        """Those of them that count as slow. Any thread."""
 
     def check(self, members: Iterable[Member]) -> str | None:
-        """Return the text of the alarm, or None."""
+        """Compare all workers; returns the text of the alarm, or None."""
         pools: dict[int, list[tuple[float, WorkerId]]] = {}
         for member in members:
             step_s = _typical_step_s(member)
             if member.state is WorkerState.READY and step_s is not None:
                 pools.setdefault(member.endpoint.role, []).append((step_s, member.endpoint.worker_id))
-        found: dict[WorkerId, float] = {}
+        slowness: dict[WorkerId, float] = {}
         for pool in pools.values():
             pool.sort()
             for place, (step_s, worker_id) in enumerate(pool):
                 # The median of the others, the lower one of two; alone in its pool, a worker is compared with itself.
                 middle = (len(pool) - 2) // 2
                 others_s = pool[middle + (middle >= place)][0] if len(pool) > 1 else step_s
-                if step_s >= (CLEAR_SLOW if worker_id in self._slow else RAISE_SLOW) * others_s:
-                    found[worker_id] = step_s / others_s
-        self._slow = set(found)
-        if not found:
+                slowness[worker_id] = step_s / others_s
+        self.slowness = slowness
+        self.slow = {
+            worker_id: times
+            for worker_id, times in slowness.items()
+            if times >= (CLEAR_SLOW if worker_id in self.slow else RAISE_SLOW)
+        }
+        if not self.slow:
             return None
-        slow = ", ".join(f"{worker_id} ({times:.1f} times)" for worker_id, times in sorted(found.items()))
+        slow = ", ".join(f"{worker_id} ({times:.1f} times)" for worker_id, times in sorted(self.slow.items()))
         return (
-            f"steps take much longer than those of the pool's other workers: {slow}; they get less work:"
-            " look for other load, heat or swapping on their hosts, or drain them"
+            f"steps take much longer than those of the pool's other workers: {slow}; they get less work, and none when"
+            " they stay slow: look for other load, heat or swapping on their hosts"
         )
 
 
@@ -214,7 +221,7 @@ class Alarms:
         self._clock = clock
         self._promises = PromiseWatch()
         self._events = EventWatch()
-        self._pace = PaceWatch()
+        self.pace = PaceWatch()
         self._raised: dict[AlarmKind, str] = {}
 
     @property
@@ -239,7 +246,7 @@ class Alarms:
             AlarmKind.PREDICTED_HITS: self._promises.check(),
             AlarmKind.NO_KV_EVENTS: self._events.check(members, now_s=now_s),
             AlarmKind.NO_UPDATES: find_silent(members.values(), now_s=now_s),
-            AlarmKind.SLOW_WORKER: self._pace.check(members.values()),
+            AlarmKind.SLOW_WORKER: self.pace.check(members.values()),
         }
         for kind, text in found.items():
             if text is not None and kind not in self._raised:

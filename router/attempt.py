@@ -3,7 +3,7 @@
 Remote plan:
 1. Decode(D) opens with the handoff; D grants pages (`reserved`) or refuses, and begins to fetch from P.
 2. Prefill(P) opens. P computes; D pulls block by block meanwhile.
-3. P returns the first token of each sample, which goes to the client at once.
+3. P returns the first token of each sample, which goes to the client at once. Until 4, the loss of P ends the attempt.
 4. D has verified the manifest (`transferred`) and sends the tokens after the first, until every sample has ended.
 
 Local plan: 1 without a handoff; D computes the prompt and sends every token. (Embeddings: embedding_attempt.py.)
@@ -17,7 +17,7 @@ import math
 import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias, TypeVar
 
 from common.errors import EngineFault, KvrelayError
@@ -85,10 +85,13 @@ class Attempt:
     """Returns whether the decode worker is leaving; the attempt then ends behind the next token."""
     issue: IssueTicket
     tenant: str
+    traceparent: str
+    """The attempt's place in a trace, for the workers; empty: it is not traced."""
     _access: decode_pb2.DirectAccess | None = None
     """Set when the client streams its tokens from the decode worker itself."""
     _outcome: AttemptOutcome | None = None
     """Known once the decode worker's messages settle it; None while the attempt runs."""
+    _has_transferred: asyncio.Event = field(default_factory=asyncio.Event)
     _num_gaps_before: int = 0
     """Gaps between tokens up to the first token of this attempt."""
 
@@ -117,6 +120,7 @@ class Attempt:
                 _retention(self.booking.plan, Keeper.DECODE),
                 tpot_slo_s=decode.tpot_slo_s if decode.bounds_prompts else math.inf,
                 prefill_booking=self._prefill_booking(decode) if prefill is None else None,
+                traceparent=self.traceparent,
             ),
             handoff=None if prefill is None else self._handoff(prefill, handoff_id),
             epoch=decode.epoch,
@@ -217,7 +221,22 @@ class Attempt:
             # No decoding is needed when the first token is the last one; nothing waits for a prefill call that stays
             # open after the last token.
             if prefilling.done() and self._unfinished():
+                await self._until_transferred(prefill, decoding)
                 await decoding
+
+    async def _until_transferred(self, prefill: Hold, decoding: "asyncio.Task[None]") -> None:
+        """Wait until the decode worker has the KV. Raises AttemptFailed when the prefill worker falls silent before.
+
+        Its call has ended by then, and the decode worker, which still pulls from it, would notice it seconds later.
+        """
+        transferred = asyncio.ensure_future(self._has_transferred.wait())
+        try:
+            with prefill.member.client.loss() as lost:
+                await asyncio.wait((decoding, transferred, lost), return_when=asyncio.FIRST_COMPLETED)
+                if lost.done() and not (decoding.done() or transferred.done()):
+                    raise AttemptFailed(prefill, lost.result())
+        finally:
+            transferred.cancel()
 
     async def _prefill(self, prefill: Hold, handoff_id: HandoffId, has_first_tokens: asyncio.Event) -> None:
         request = prefill_pb2.PrefillRequest(
@@ -225,6 +244,7 @@ class Attempt:
                 self.samples,
                 _retention(self.booking.plan, Keeper.PREFILL),
                 prefill_booking=self._prefill_booking(prefill),
+                traceparent=self.traceparent,
             ),
             handoff_id=handoff_id,
             epoch=prefill.epoch,
@@ -356,6 +376,7 @@ class Attempt:
     def _enter_decoding(self) -> None:
         if self.life.state is not State.DECODING:
             self.life.advance(State.DECODING)
+            self._has_transferred.set()
             if (prefill := self.booking.prefill) is not None:
                 prefill.member.end_use(prefill)  # its blocks have been fetched and verified
 

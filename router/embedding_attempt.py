@@ -22,7 +22,9 @@ class EmbeddingAttempt(Attempt):
         worker = self.booking.decode
         self.life.advance(State.RESERVING)
         request = prefill_pb2.PrefillRequest(
-            sequence=self.record.sequence(self.samples, prefill_booking=self._prefill_booking(worker)),
+            sequence=self.record.sequence(
+                self.samples, prefill_booking=self._prefill_booking(worker), traceparent=self.traceparent
+            ),
             epoch=worker.epoch,
             source=self._source(worker),
         )

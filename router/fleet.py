@@ -95,6 +95,10 @@ class Fleet:
         members = list(self._members.values())
         return sum(m.state is WorkerState.READY and role in (None, m.endpoint.role) for m in members)
 
+    def count_draining(self) -> int:
+        """Return how many workers are leaving, or kept out because they are slow. Any thread."""
+        return sum(member.is_draining for member in list(self._members.values()))
+
     @property
     def has_ready_decode(self) -> bool:
         """Whether any worker could write an answer."""
@@ -297,6 +301,12 @@ class Fleet:
             self._enter(member, WorkerState.CONNECTING, why)
             self._links[worker_id].restart()
 
+    def note_ended(self, hold: Hold, *, num_failed: int = 0) -> None:
+        """Count an attempt on one life of a worker that ended, and whether the worker failed it."""
+        facts = hold.member.facts
+        if facts is not None and facts.epoch == hold.epoch:
+            hold.member.conduct.note(now_s=self._clock.monotonic(), num_failed=num_failed)
+
     # Placement.
 
     @property
@@ -426,14 +436,13 @@ class Fleet:
         if booking not in self._bookings:
             return
         self._bookings.remove(booking)
-        for hold in (booking.decode, booking.prefill):
-            if hold is not None:
-                hold.member.remove_hold(hold)
-                if hold.is_quarantined:
-                    self._quarantine -= Counter([hold.member.endpoint.worker_id])
-                link = self._retired.get(hold.member)
-                if link is not None and not hold.member.num_users:
-                    self._close(hold.member, link)
+        for hold in booking.holds:
+            hold.member.remove_hold(hold)
+            if hold.is_quarantined:
+                self._quarantine -= Counter([hold.member.endpoint.worker_id])
+            link = self._retired.get(hold.member)
+            if link is not None and not hold.member.num_users:
+                self._close(hold.member, link)
         self._notify()
 
     def _notify(self) -> None:

@@ -42,6 +42,8 @@ class Caller:
     tenant: Tenant
     life: LifeCycle
     time_left_s: TimeLeft
+    traceparent: str = ""
+    """Place in a trace of its own that the client names (common/tracing.py)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,9 +130,12 @@ class FrontDoor:
         Raises KvrelayError before the block when the request is refused, and after it when the request failed.
         """
         orchestrator = self.parts.orchestrator
+        stages = orchestrator.traces.begin(caller.life, caller.tenant, caller.traceparent)
         with self._admit(request, caller.tenant) as ticket:
+            stages.enter("tokenize")
             async with ticket.kept():
                 job = await self._read(request, caller, caller.life.request_id)
+            stages.enter("line")
             orchestrator.take_tokens(ticket, job)
             timeout_s = _at_most(MAX_REQUEST_S, caller.time_left_s)
             async with orchestrator.running(job, ticket, caller.life, timeout_s=timeout_s) as outbox:

@@ -10,6 +10,7 @@ from common.ids import Epoch, RequestId
 from common.ports import with_port
 from common.timing import GUESSED_TIMING, TimingModel
 from kvrelay.v1 import worker_pb2
+from router.conduct import Conduct
 from router.facts import Endpoint, WorkerFacts
 from router.placement.loads import WorkerLoad
 from router.worker_client import WorkerClient
@@ -118,6 +119,8 @@ class Member:
     """Reason of a refused or lost state."""
     is_silent: bool = False
     """It was lost, and nothing came from it before: its process may still live."""
+    conduct: Conduct = field(default_factory=Conduct)
+    """Outcomes of the attempts on the present life."""
     is_set_to_drain: bool = False
     """The membership says that the worker is leaving."""
     is_leaving: bool = False
@@ -207,6 +210,7 @@ class Member:
             self.unreported.clear()
             self._active = _Active()
             self.reported_timing = None
+            self.conduct = Conduct()
             self.is_leaving = False
         self.facts = facts
         self.state = WorkerState.CONNECTING

@@ -96,18 +96,18 @@ class RouterMetrics:
         for kind in AlarmKind:
             gauge.labels(kind.value).set_function(partial(alarms.is_raised, kind))
 
-    def observe(self, record: RunningRequest) -> None:
-        """Observe the durations of a completed request."""
+    def observe(self, record: RunningRequest, *, exemplar: dict[str, str] | None = None) -> None:
+        """Observe the durations of a completed request; `exemplar` names its trace, if it has one."""
         timings, gaps = record.timings, record.ledger.gaps
         if record.job.embedding is None:
-            self._ttft.observe(timings.ttft_s)
-        self._e2e.observe(timings.e2e_s)
-        self._queue.observe(timings.queue_s)
-        self._prefill.observe(timings.prefill_s)
+            self._ttft.observe(timings.ttft_s, exemplar)
+        self._e2e.observe(timings.e2e_s, exemplar)
+        self._queue.observe(timings.queue_s, exemplar)
+        self._prefill.observe(timings.prefill_s, exemplar)
         if record.transfer.num_blocks:
-            self._transfer.observe(timings.transfer_s)
+            self._transfer.observe(timings.transfer_s, exemplar)
         if gaps:
-            self._tpot.observe(timings.mean_itl_s)
+            self._tpot.observe(timings.mean_itl_s, exemplar)
         for gap_s, count in gaps:
             self._itl.observe(gap_s, count)
 

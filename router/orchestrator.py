@@ -43,6 +43,7 @@ from router.admission.account import Service
 from router.admission.line import Admission
 from router.admission.ticket import QueuedRequest, Ticket
 from router.attempt import Attempt, AttemptFailed, AttemptOutcome
+from router.conduct import is_failure
 from router.crash_budget import CrashBudget
 from router.demand import DemandMeter
 from router.embedding_attempt import EmbeddingAttempt
@@ -55,6 +56,7 @@ from router.placement.decisions import Booking
 from router.placement.plans import PlacementRequest
 from router.record import Job, RunningRequest
 from router.tenants import Overload
+from router.tracing import RequestTraces
 from router.traffic import TrafficRecordings
 
 logger = logging.getLogger(__name__)
@@ -109,6 +111,7 @@ class Orchestrator:
         self._crash_budget = CrashBudget(config.max_lost_workers, fleet.find_ended, clock)
         self.totals = Totals()
         self.recordings = TrafficRecordings(clock)
+        self.traces = RequestTraces(clock)
         self.demand = DemandMeter(clock)
 
     @property
@@ -152,6 +155,7 @@ class Orchestrator:
         if not life.is_over:
             life.advance(state)
         self._metrics.count_request(outcome)
+        self.traces.end(life, outcome)
         duration_s = round(life.stamps[-1][1] - life.received_s, 6)
         extra = {"request_id": life.request_id, "outcome": outcome, "duration_s": duration_s}
         logger.info("request ended", extra=extra)
@@ -178,6 +182,7 @@ class Orchestrator:
             defaults=job.defaults,
         )
         record.outbox.put(inference_pb2.GenerateResponse(accepted=accepted))
+        self.traces.follow(record)
         with self.recordings.following(record, ticket.account.tenant.name):
             async with self._census.owned(self._run(record, ticket)):
                 yield record.outbox
@@ -191,7 +196,7 @@ class Orchestrator:
                 await self._serve(_Leg(record=record, ticket=ticket, samples=samples, life=record.life))
             record.life.advance(State.FINISHED)
             record.outbox.put(inference_pb2.GenerateResponse(completed=record.completed))
-            self._metrics.observe(record)
+            self._metrics.observe(record, exemplar=self.traces.exemplar(record.job.request_id))
             self.demand.note_answer(record.answered)
             if record.job.embedding is None:
                 self._lengths.learn(record.job, ticket.account.tenant.name, record.ledger.lengths)
@@ -273,7 +278,11 @@ class Orchestrator:
         following = partial(self._chooser.decisions.following, tenant=tenant, attempt=leg.num_attempts)
         hashes = queued.search.request.hashes
         while True:
-            with await self._admission.place(queued) as booking, following(booking.decision):
+            with (
+                await self._admission.place(queued) as booking,
+                self.traces.attempt(leg.life, booking.decision) as traceparent,
+                following(booking.decision),
+            ):
                 self._check_model(leg)
                 kind = Attempt if leg.record.job.embedding is None else EmbeddingAttempt
                 attempt = kind(
@@ -289,6 +298,7 @@ class Orchestrator:
                     must_move=partial(self._fleet.is_leaving, booking.decode.member),
                     issue=self._fleet.issue,
                     tenant=tenant,
+                    traceparent=traceparent,
                 )
                 try:
                     with self._chooser.expecting(booking, hashes):
@@ -304,6 +314,8 @@ class Orchestrator:
                     self._chooser.exclude(queued.search, refusing, retry_after_s=failure.error.retry_after_s)
                 else:
                     booking.decision.ended = outcome.value
+                    for hold in booking.holds:
+                        self._fleet.note_ended(hold)
                     if outcome is AttemptOutcome.MOVED:
                         self._chooser.retract(booking, hashes)
                     return outcome
@@ -401,8 +413,9 @@ class Orchestrator:
         prefill = booking.prefill
         if prefill is not None and prefill is not failure.hold and leg.life.state is not State.DECODING:
             suspects.append(prefill)
-        used = [hold for hold in (booking.decode, booking.prefill) if hold is not None and not hold.has_left]
+        used = [hold for hold in booking.holds if not hold.has_left]
         lives = [(hold.member.endpoint.worker_id, hold.epoch) for hold in used]
         leg.record.losses.note(lives, num_tokens=leg.record.num_steps_done)
         for hold in suspects:
+            self._fleet.note_ended(hold, num_failed=is_failure(failure.error))
             self._fleet.suspect(hold, str(failure))

@@ -130,6 +130,7 @@ class RunningRequest:
         *,
         tpot_slo_s: float = math.inf,
         prefill_booking: sequence_pb2.PrefillBooking | None = None,
+        traceparent: str = "",
     ) -> sequence_pb2.SequenceSpec:
         """Return the specification with which a worker begins the samples or continues a single one."""
         output = self.output_of(samples)
@@ -147,6 +148,7 @@ class RunningRequest:
             tpot_slo_s=None if tpot_slo_s == math.inf else tpot_slo_s,
             prefill_booking=prefill_booking,
             quarantined=self.losses.is_quarantined,
+            traceparent=traceparent,
             pooling=pooling_to_proto(None if self.job.embedding is None else self.job.embedding.pooling),
         )
 

@@ -14,8 +14,10 @@ import grpc
 from common.clock import Clock, SystemClock
 from common.config import RouterConfig, ServingConfig
 from common.metrics_server import MetricsServer
+from common.otlp import make_tracer
 from common.rpc_server import Server, start_server
 from common.slo import Slo
+from common.tracing import Tracer
 from common.trust.access import Audience
 from common.trust.channels import Reach
 from common.trust.credentials import Credentials
@@ -57,6 +59,7 @@ class RunningRouter:
     admin_server: Server
     http: "HttpServer | None"
     metrics_server: MetricsServer | None
+    tracer: Tracer
     watches: "tuple[asyncio.Task[None], ...]"
     """Background tasks that watch the event loop's lag and load, and the alarms."""
     door: FrontDoor
@@ -98,6 +101,7 @@ class RunningRouter:
                 await watch
         if self.metrics_server is not None:
             await asyncio.to_thread(self.metrics_server.close)
+        await asyncio.to_thread(self.tracer.close)
 
 
 async def start_router(
@@ -134,6 +138,8 @@ async def serve_router(
         probes=codec.probes,
     )
     parts.orchestrator.demand.judge_by(slo)
+    tracer = make_tracer(serving.tracing, service="kvrelay-router", instance=credentials.identity.name)
+    parts.orchestrator.traces.record_to(tracer, serving.tracing)
     metrics, fleet = parts.metrics, parts.fleet
     merging = MergeWindow()
     door = FrontDoor(
@@ -188,6 +194,7 @@ async def serve_router(
         admin_server=admin_server,
         http=http,
         metrics_server=metrics_server,
+        tracer=tracer,
         door=door,
         leave_s=_LEAVE_S if config.count > 1 else 0.0,
         watches=tuple(

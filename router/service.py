@@ -12,8 +12,10 @@ import grpc
 from common.demand import demand_to_proto
 from common.errors import InvalidRequest, KvrelayError
 from common.ids import RequestId, WorkerId
+from common.lifecycle import LifeCycle
 from common.rpc import error_boundary, time_left_s
 from common.timing import timing_to_proto
+from common.tracing import traceparent_in
 from common.wire import message_of
 from common.wire_names import ROLE_NAMES
 from kvrelay.v1 import inference_pb2 as pb
@@ -54,7 +56,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         door, life = self._door, self._door.new_life()
         async with error_boundary(context, "Generate"):
             with door.account(life, time_left_s=context.time_remaining):
-                caller = Caller(tenant=self._identify(context), life=life, time_left_s=context.time_remaining)
+                caller = self._caller(context, life)
                 async with door.serving(request, caller) as served:
                     parsed = await ParsedAnswer.of(served.job)
                     while (message := await served.outbox.get()) is not None:
@@ -64,6 +66,15 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                         if message.HasField("tokens"):
                             await door.merging.over()
 
+    def _caller(self, context: Context, life: LifeCycle) -> Caller:
+        """Return the sender of a call. Raises Unauthenticated."""
+        return Caller(
+            tenant=self._identify(context),
+            life=life,
+            time_left_s=context.time_remaining,
+            traceparent=traceparent_in(context.invocation_metadata()),
+        )
+
     def _identify(self, context: Context) -> Tenant:
         """Return the tenant that calls. Raises Unauthenticated."""
         return self._door.identify(context.invocation_metadata())
@@ -72,7 +83,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         door, life = self._door, self._door.new_life()
         async with error_boundary(context, "Embed"):
             with door.account(life, time_left_s=context.time_remaining):
-                caller = Caller(tenant=self._identify(context), life=life, time_left_s=context.time_remaining)
+                caller = self._caller(context, life)
                 return await door.embed(request, caller)
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:  # noqa: D102
@@ -104,7 +115,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         async with error_boundary(context, "GetClusterStatus"):
             self._door.check_operator(context.invocation_metadata())
             timeout_s = time_left_s(context, at_most_s=STATUS_TIMEOUT_S)
-            views = await asyncio.gather(*(_view(member, timeout_s) for member in self._parts.fleet.members))
+            views = await asyncio.gather(*(self._view(member, timeout_s) for member in self._parts.fleet.members))
             return pb.GetClusterStatusResponse(router=self._router_status(), workers=views)
 
     async def Explain(self, request: pb.ExplainRequest, context: Context) -> pb.ExplainResponse:  # noqa: D102
@@ -139,16 +150,21 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             alarms=parts.alarms.texts,
         )
 
-
-async def _view(member: Member, timeout_s: float) -> pb.WorkerView:
-    endpoint = member.endpoint
-    view = pb.WorkerView(
-        worker_id=endpoint.worker_id, address=endpoint.address, state=member.state_text, role=endpoint.role
-    )
-    if member.state is WorkerState.READY:
-        with suppress(KvrelayError):  # unreachable for now: the view shows no status
-            view.status.CopyFrom(await member.client.status(timeout_s=timeout_s))
-    return view
+    async def _view(self, member: Member, timeout_s: float) -> pb.WorkerView:
+        endpoint, parts = member.endpoint, self._parts
+        _num_attempts, num_failed = member.conduct.counts(parts.clock.monotonic())
+        view = pb.WorkerView(
+            worker_id=endpoint.worker_id,
+            address=endpoint.address,
+            state=member.state_text,
+            role=endpoint.role,
+            slowness=parts.alarms.pace.slow.get(endpoint.worker_id, 0.0),
+            num_failed_attempts=num_failed,
+        )
+        if member.state is WorkerState.READY:
+            with suppress(KvrelayError):  # unreachable for now: the view shows no status
+                view.status.CopyFrom(await member.client.status(timeout_s=timeout_s))
+        return view
 
 
 class RouterAdminService(router_admin_pb2_grpc.RouterAdminServiceServicer):
@@ -183,6 +199,7 @@ class RouterAdminService(router_admin_pb2_grpc.RouterAdminServiceServicer):
                 ready_worker_ids=sorted(self._fleet.roster.ready),
                 leaving_worker_ids=sorted(name for name, member in members.items() if member.is_leaving),
                 num_requests=self._parts.orchestrator.num_request_tasks,
+                conduct=_conduct(self._parts),
             )
 
 
@@ -220,6 +237,26 @@ def _demand_report(parts: RouterParts, *, window_s: float) -> router_admin_pb2.G
     return router_admin_pb2.GetDemandResponse(
         demand=demand_to_proto(demand), workers=[_condition(member) for member in parts.fleet.members]
     )
+
+
+def _conduct(parts: RouterParts) -> list[router_admin_pb2.WorkerConduct]:
+    """Return how the workers whose life is known have done lately."""
+    now_s, pace = parts.clock.monotonic(), parts.alarms.pace
+    conduct = []
+    for worker_id, member in parts.fleet.members_by_id.items():
+        if member.facts is not None:
+            num_attempts, num_failed = member.conduct.counts(now_s)
+            conduct.append(
+                router_admin_pb2.WorkerConduct(
+                    worker_id=worker_id,
+                    epoch=member.facts.epoch,
+                    num_attempts=num_attempts,
+                    num_failed=num_failed,
+                    slowness=pace.slowness.get(worker_id, 0.0),
+                    is_slow=worker_id in pace.slow,
+                )
+            )
+    return conduct
 
 
 def _condition(member: Member) -> router_admin_pb2.WorkerCondition:

@@ -1,7 +1,8 @@
 """A worker's services over one channel."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Generic, Protocol, Self, TypeVar
 from weakref import WeakSet
 
@@ -100,6 +101,7 @@ class WorkerClient:
         self._decode = decode_pb2_grpc.DecodeServiceStub(self._channel)
         self._shared: DecodeStream | None = None
         self._prefilling: WeakSet[OwnStream[prefill_pb2.PrefillResponse]] = WeakSet()
+        self._awaited: set[asyncio.Future[KvrelayError]] = set()
 
     async def describe(self, *, timeout_s: float) -> worker_pb2.DescribeWorkerResponse:
         """Return the worker's facts. Raises KvrelayError."""
@@ -131,8 +133,22 @@ class WorkerClient:
         self._prefilling.add(call)
         return call
 
+    @contextmanager
+    def loss(self) -> Iterator["asyncio.Future[KvrelayError]"]:
+        """Yield the error with which this worker will be broken off, if it is: for who needs it without a call."""
+        future: asyncio.Future[KvrelayError] = asyncio.get_running_loop().create_future()
+        self._awaited.add(future)
+        try:
+            yield future
+        finally:
+            self._awaited.discard(future)
+            future.cancel()
+
     def break_off(self, error: KvrelayError) -> None:
         """Fail all calls that compute or decode with `error`. The worker cancels them when it hears of it."""
+        for future in self._awaited:
+            if not future.done():
+                future.set_result(error)
         if self._shared is not None:
             self._shared.break_off(error)
         for call in list(self._prefilling):

@@ -24,6 +24,7 @@ from engine.group import Group
 from engine.scheduler import SchedulerLimits
 from engine.sequence import EngineRequest
 from engine.sequence import Sequence as EngineSequence
+from engine.speculation.speculator import Speculator
 
 BLOCK_SIZE = 4
 FAKE_GRAMMARS = Grammars(byte_tokenizer(), vocab_size=VOCAB_SIZE, eos_token_ids=frozenset({EOS_TOKEN_ID}))
@@ -61,6 +62,7 @@ def make_core(
     max_model_len: int = 512,
     max_steps_in_flight: int = 2,
     clock: ManualClock | None = None,
+    speculator: Speculator | None = None,
 ) -> EngineCore:
     """Return a core over the fake engine."""
     executor = FakeExecutor(
@@ -72,7 +74,7 @@ def make_core(
     limits = SchedulerLimits(
         block_size=block_size, max_step_tokens=max_step_tokens, max_running=max_running, max_waiting=max_waiting
     )
-    return EngineCore(executor, limits, clock or ManualClock())
+    return EngineCore(executor, limits, clock or ManualClock(), speculator)
 
 
 class Collector:

@@ -1,5 +1,6 @@
 """Builds the executor and limits that serving.yaml asks for."""
 
+import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +17,10 @@ from engine.executor import Executor
 from engine.fake import FakeExecutor, fake_shape
 from engine.memory import MemoryShare
 from engine.scheduler import SchedulerLimits
+from engine.speculation.ngram import NgramDrafter
+from engine.speculation.speculator import Speculator
+
+logger = logging.getLogger(__name__)
 
 _GIB = 1 << 30
 _FAKE_KV_BYTES = 1 << 20  # hashes need no more
@@ -29,6 +34,20 @@ def limits_for(pool: PoolConfig) -> SchedulerLimits:
         max_running=pool.max_running,
         max_waiting=pool.max_waiting,
     )
+
+
+def speculator_for(config: ServingConfig, executor: Executor) -> Speculator | None:
+    """Return what drafts for a worker's engine; None when that is off, or when its executor verifies no drafts."""
+    speculation = config.model.speculation
+    if speculation.method == "off":
+        return None
+    if not executor.verifies_drafts:
+        logger.warning(
+            "model.speculation is off: it needs the compiled CPU kernels, and %s runs without them",
+            executor.model_name,
+        )
+        return None
+    return Speculator(NgramDrafter(), num_tokens=speculation.num_tokens)
 
 
 def load_executor_for(config: ServingConfig, pool: PoolConfig) -> tuple[Executor, tokenizers.Tokenizer]:

@@ -24,7 +24,7 @@ from engine.executor import Executor
 from engine.grammar import Grammars
 from engine.group import Group
 from engine.sequence import EngineRequest
-from worker.factory import limits_for, load_executor_for
+from worker.factory import limits_for, load_executor_for, speculator_for
 from worker.output import OutputStreams
 
 
@@ -47,7 +47,8 @@ class LocalEngine:
     def __init__(self, executor: Executor, tokenizer: tokenizers.Tokenizer, config: ServingConfig) -> None:
         self.executor = executor
         self.tokenizer = tokenizer
-        self._core = EngineCore(executor, limits_for(config.pools.decode), SystemClock())
+        speculator = speculator_for(config, executor)
+        self._core = EngineCore(executor, limits_for(config.pools.decode), SystemClock(), speculator)
         self._root = hash_root(model_fingerprint=executor.kv.shape.fingerprint)
         self._grammars = Grammars(tokenizer, vocab_size=executor.vocab_size, eos_token_ids=executor.eos_token_ids)
 
@@ -87,8 +88,8 @@ class LocalEngine:
                 self._core.cancel(group)
             self._core.wake()
             while any(sequence.num_in_flight for group, _streams in running for sequence in group.sequences):
-                for group, event in self._core.step():  # the last step that writes their pages frees them
-                    group.sink(event)
+                for group, event in self._core.step():
+                    group.sink(event)  # the last step that writes their pages frees them
 
     def _texts(self, idx: int, group: Group, streams: OutputStreams, event: EngineEvent) -> Iterator[SampleText]:
         if isinstance(event, Failed):

@@ -39,6 +39,8 @@ class RuntimeCollector(Collector):
             "kvrelay_worker_cancels": ("Calls cancelled", runtime.counters.num_cancelled),
             "kvrelay_prompt_tokens_cached": ("Prompt tokens found in the cache", load.num_cached_tokens),
             "kvrelay_prompt_tokens_computed": ("Prompt tokens computed", load.num_computed_tokens),
+            "kvrelay_draft_tokens": ("Draft tokens verified", load.num_drafted_tokens),
+            "kvrelay_draft_tokens_accepted": ("Draft tokens accepted", load.num_accepted_tokens),
             "kvrelay_engine_busy_seconds": ("Time in engine steps", runtime.timing.busy_s),
         }
         for make, families in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):

@@ -26,6 +26,7 @@ from common.errors import KvIncomplete, KvrelayError, LayoutMismatch, Refused, S
 from common.ids import BlockHash, Epoch, WorkerId
 from common.pooling import Pooling
 from common.prefix_chains import PrefixChain
+from common.tracing import Stages
 from engine.core import EngineCore
 from engine.landing import Landing
 from engine.sequence import EngineRequest
@@ -135,7 +136,9 @@ class PrefixPuller:
             if arrival.landing is not None:
                 self._release(arrival.landing)
 
-    async def pull(self, arrival: PullingRequest, request: EngineRequest, source: sequence_pb2.KvSource) -> None:
+    async def pull(
+        self, arrival: PullingRequest, request: EngineRequest, source: sequence_pb2.KvSource, stages: Stages
+    ) -> None:
         """Pull the source's blocks that are missing here into the cache, if that can be done in time."""
         # The last token is always computed: its logits choose the next one.
         num_usable = (len(request.prompt_token_ids) + len(request.output_token_ids) - 1) // self._block_size
@@ -143,6 +146,7 @@ class PrefixPuller:
         needs_all = request.sampling.num_prompt_logprobs is not None or request.pooling is Pooling.MEAN
         if needs_all or not hashes:
             return
+        stages.enter("pull", source=source.worker_id)
         outcome = PullOutcome.CANCELLED
         try:
             async with asyncio.timeout(None) as limit:
@@ -155,6 +159,7 @@ class PrefixPuller:
             self.outcomes[outcome] += 1
             extra = {"request_id": request.request_id, "source": source.worker_id, "outcome": outcome.value}
             logger.info("prefix pull", extra=extra)
+            stages.note(outcome=outcome.value)
 
     async def bring(self, chain: PrefixChain, source: sequence_pb2.KvSource, *, max_blocks: int) -> Brought:
         """Pull up to `max_blocks` of a whole chain, in exchange for less valuable blocks. Raises KvrelayError."""

@@ -5,7 +5,7 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -17,9 +17,11 @@ from common.config import PoolConfig, ServingConfig
 from common.errors import InvalidRequest, Overloaded, Refused, StaleEpoch, WorkerLost
 from common.ids import Epoch, WorkerId, mint_epoch
 from common.kv_events import KvEvents
+from common.otlp import make_tracer
 from common.parity import Template, TextProbes, text_probes
 from common.rpc import Connect
 from common.timing import GUESSED_TIMING
+from common.tracing import NO_TRACER, Stages, tracing_call
 from common.trust.channels import connect_to
 from common.trust.credentials import Credentials
 from common.trust.identity import Role
@@ -35,7 +37,7 @@ from kv_transfer.pull import KvPuller
 from kv_transfer.serve import CheckPull, KvTransferService, ServeSettings, check_by
 from kv_transfer.transports.registry import WorkerTransports
 from kvrelay.v1 import sequence_pb2, worker_pb2
-from worker.factory import limits_for, load_executor_for, load_template_for
+from worker.factory import limits_for, load_executor_for, load_template_for, speculator_for
 from worker.grammar_compiler import GrammarCompiler
 from worker.kv_event_hub import KvEventHub
 from worker.peers import PeerChannels
@@ -112,6 +114,8 @@ class WorkerRuntime:
         self.tokenizer = tokenizer
         self.chat_template: Template | None = LineTemplate()
         """The model's chat template; the fake engine's by default."""
+        self.tracer = NO_TRACER
+        """Takes the spans of traced calls; set when it is loaded."""
         self.clock = clock = outside.clock
         self.connect = outside.connect
         self.ports = ServedPorts()
@@ -121,7 +125,7 @@ class WorkerRuntime:
         self.bytes_sent: Counter[int] = Counter()
         self.bytes_received: Counter[int] = Counter()
         self.hub = KvEventHub()
-        core = EngineCore(executor, limits_for(self.pool_config), clock)
+        core = EngineCore(executor, limits_for(self.pool_config), clock, speculator_for(config, executor))
         self.load: EngineLoad = core.load()
         self.timing = WorkerTiming(max_step_tokens=self.pool_config.max_step_tokens)
         self.engine: EngineDriver = outside.drive(core, self._on_report, _end_process)
@@ -183,6 +187,7 @@ class WorkerRuntime:
             outside=Outside.real(credentials),
         )
         runtime.chat_template = chat_template
+        runtime.tracer = make_tracer(config.tracing, service="kvrelay-worker", instance=worker_id)
         return runtime
 
     @cached_property
@@ -222,6 +227,7 @@ class WorkerRuntime:
         for close in self.on_close:
             await close()
         await self.engine.aclose()
+        await asyncio.to_thread(self.tracer.close)
 
     async def change_role(self, role: worker_pb2.WorkerRole.ValueType, *, epoch: int, grace_s: float) -> None:
         """Move to the other pool, with the model, the pages and everything cached in them.
@@ -281,6 +287,10 @@ class WorkerRuntime:
         """Tell the routers that this worker will end."""
         self.is_leaving = True
         self.hub.publish(KvEvents())
+
+    def tracing(self, spec: sequence_pb2.SequenceSpec, name: str) -> AbstractContextManager[Stages]:
+        """Trace the block, which serves a call of a router, below the router's attempt if that is traced."""
+        return tracing_call(self.tracer, self.clock, spec.traceparent, name, worker=self.worker_id)
 
     @contextmanager
     def request_task(self) -> Iterator[None]:

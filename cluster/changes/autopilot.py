@@ -57,6 +57,8 @@ class PlanGauges:
         self._present = Gauge("kvrelay_pool_workers_present", "Workers that serve or start", ["pool"], registry=own)
         self._wanted = Gauge("kvrelay_pool_workers_wanted", "Workers that the planner wants", ["pool"], registry=own)
         self._changes = Counter("kvrelay_planner_changes", "Changes carried out, or failed", ["outcome"], registry=own)
+        for outcome in ("done", "failed"):  # an alert on the first failure needs the zero before it
+            self._changes.labels(outcome)
 
     def set_sizes(self, *, present: PoolSizes, wanted: PoolSizes) -> None:
         """Publish the latest sizes."""

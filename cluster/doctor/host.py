@@ -123,7 +123,8 @@ def _weight_files(folder: Path) -> list[str]:
         return []
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
-        return [] if any(folder.glob("*.safetensors")) else ["model.safetensors"]
+        has_weights = any(file.suffix in (".safetensors", ".gguf") for file in folder.iterdir())
+        return [] if has_weights else ["model.safetensors"]
     return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
 
 

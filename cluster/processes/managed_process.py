@@ -56,6 +56,9 @@ class ManagedProcess:
         self._changed = changed
         self._running: RunningProcess | None = None
         self._keeper: asyncio.Task[NoReturn] | None = None
+        self._ending: asyncio.Task[None] | None = None
+        self._ended_for = ""
+        """Why its present life was ended; empty if it was not."""
 
     @property
     def name(self) -> str:
@@ -110,6 +113,13 @@ class ManagedProcess:
         self._keeper = create_task(self.keep_running(), name=f"keep {self.name}")
         return self._keeper
 
+    def end_life(self, reason: str, *, grace_s: float) -> None:
+        """Have the running process stopped, and its successor started; returns at once."""
+        running = self._running
+        if running is not None and (self._ending is None or self._ending.done()):
+            self._ended_for = reason
+            self._ending = asyncio.create_task(running.stop(grace_s), name=f"end {self.name}")
+
     async def let_die(self) -> None:
         """Do not start it any more. A running process is left to `stop`."""
         if self._keeper is not None:
@@ -121,6 +131,7 @@ class ManagedProcess:
         while True:
             born_s = self._clock.monotonic()
             reason = await self._live_once()
+            reason, self._ended_for = self._ended_for or reason, ""
             delay_s = self.life.die(reason, lived_s=self._clock.monotonic() - born_s)
             logger.warning("process died", extra={"service": self.name, "reason": reason, "restart_delay_s": delay_s})
             self._set(ProcessPhase.WAITING, None)

@@ -1,7 +1,8 @@
 """Tells every router its workers, and waits for what the routers answer.
 
 Each router has a pusher, which repeats the workers of its generation: at once on every change, every 0.1 s while the
-router does not use all of them or one drains, else every second. So a restarted router knows them within a second.
+router does not use all of them or one gives requests away, else every second. So a restarted router knows them within
+a second.
 
 A condition that is waited for must hold at every router among those named that serves now. A router that is down, or
 has not answered for seconds, holds up neither growing nor draining, and learns what it missed when it is back. Without
@@ -48,6 +49,8 @@ class _Answer:
     """Its requests on each draining worker."""
     leaving: frozenset[str] = frozenset()
     """Workers that announced their end to it."""
+    conduct: Sequence[router_admin_pb2.WorkerConduct] = ()
+    """How its workers have done lately."""
     is_idle: bool = False
     """Whether, told to leave, it serves no request any more."""
 
@@ -123,7 +126,7 @@ class _Pusher:
                 await channel.close()
 
     async def _push(self, channel: grpc.aio.Channel) -> bool:
-        """Return whether the router uses every worker that it was told, and no worker drains and no router leaves."""
+        """Return whether the router uses every worker that it was told, drains none with requests, and stays."""
         stub = router_admin_pb2_grpc.RouterAdminServiceStub(channel)
         request = router_admin_pb2.SetWorkersRequest(workers=self._membership(), leaving=self._is_leaving)
         try:
@@ -141,10 +144,15 @@ class _Pusher:
                 used=frozenset((each.worker_id, each.role) for each in request.workers if each.worker_id in ready),
                 num_users=dict(response.num_users),
                 leaving=frozenset(response.leaving_worker_ids),
+                conduct=tuple(response.conduct),
                 is_idle=request.leaving and not response.num_requests,
             )
         self._pushed()
-        return response.num_ready >= len(request.workers) and not self.answer.num_users and not self._is_leaving
+        return (
+            response.num_ready >= len(request.workers)
+            and not any(self.answer.num_users.values())
+            and not self._is_leaving
+        )
 
 
 class Routers:
@@ -202,6 +210,11 @@ class Routers:
     def leaving(self) -> frozenset[str]:
         """Workers that announced their end to any router."""
         return frozenset().union(*(pusher.answer.leaving for pusher in self._serving(self.names)))
+
+    @property
+    def conduct(self) -> list[Sequence[router_admin_pb2.WorkerConduct]]:
+        """Conduct of its workers as each serving router reports it."""
+        return [pusher.answer.conduct for pusher in self._serving(self.names)]
 
     def num_ready_at(self, among: Collection[str]) -> int | None:
         """Return how many workers each of these routers uses; None if none of them serves."""

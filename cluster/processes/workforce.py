@@ -139,17 +139,28 @@ class Workforce:
 
     async def drain_worker(self, process: ManagedProcess, *, grace_s: float) -> int:
         """Have a worker's requests moved away; returns how many it still has after the grace."""
-        if process.life.standing is Standing.MEMBER:
-            process.life.stand(Standing.DRAINING)
+        self.keep_out_worker(process)
         if process.address is None:  # it is down, so nothing runs on it
             return 0
-        self.routers.worker_changed()
         try:
             async with asyncio.timeout(grace_s):
                 await self.routers.until_empty(process.name, among=self._routers_beside(process))
         except TimeoutError:
             return self.routers.num_users(process.name)
         return 0
+
+    def keep_out_worker(self, process: ManagedProcess) -> None:
+        """Have a worker get no new requests, and its own moved away."""
+        if process.life.standing is Standing.MEMBER:
+            process.life.stand(Standing.DRAINING)
+        self.routers.worker_changed()
+
+    def replace_process(self, process: ManagedProcess, reason: str, *, grace_s: float | None = None) -> None:
+        """Have the process of a worker ended, for a successor to start; returns at once. Its standing stays.
+
+        `grace_s`: time to stop in order; None: as long as any process of its role may take.
+        """
+        process.end_life(reason, grace_s=self._grace.of(process.spec.role) if grace_s is None else grace_s)
 
     def keep_worker(self, process: ManagedProcess) -> None:
         """Have a draining worker get requests again."""

@@ -1,6 +1,6 @@
 """serving.yaml: the one configuration file, typed and checked at start."""
 
-from common.config.cluster import PlannerConfig, TlsConfig
+from common.config.cluster import PlannerConfig, TlsConfig, TracingConfig
 from common.config.keys import Need, in_yaml, leaves
 from common.config.router import ENV_PREFIX, ROUTER_PORTS, RouterConfig, SloConfig, TenantConfig
 from common.config.serving import NEEDS, ConfigError, ServingConfig, load_config, parse_config
@@ -21,6 +21,7 @@ __all__ = [
     "SloConfig",
     "TenantConfig",
     "TlsConfig",
+    "TracingConfig",
     "TransferConfig",
     "in_yaml",
     "leaves",

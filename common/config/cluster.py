@@ -1,4 +1,4 @@
-"""Sections of serving.yaml that the controller reads: encryption and the planner."""
+"""Sections of serving.yaml that concern the whole cluster: encryption, the planner, and traces."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -91,3 +91,16 @@ class PlannerConfig(Section):
         if self.min_prefill + self.min_decode > self.max_workers:
             raise ValueError(f"max_workers: {self.max_workers} is less than min_prefill and min_decode together")
         return self
+
+
+class TracingConfig(Section):
+    """OpenTelemetry traces of requests; docs/tracing.md."""
+
+    endpoint: Annotated[str | None, Field(pattern=r"^https?://[^\s/?#@]+(/[^\s?#]*)?$"), Need.RESTART] = None
+    """Collector that takes traces as OTLP over HTTP, such as `http://127.0.0.1:4318`; every router and worker sends
+    its own. `null`: no traces, and none of it is loaded. Needs `pip install 'kvrelay[otel]'`."""
+    sample_rate: Annotated[float, Field(ge=0, le=1), Need.ROUTERS] = 0.01
+    """Share of the requests that are traced, chosen at the door."""
+    client_traces_per_min: Annotated[int, Field(ge=0), Need.ROUTERS] = 60
+    """Requests of each tenant that are traced because their client's `traceparent` asks for it; beyond it they are
+    chosen like all others. `0`: none."""

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 import yaml
 from pydantic import Field, ValidationError, model_validator
 
-from common.config.cluster import PlannerConfig, TlsConfig
+from common.config.cluster import PlannerConfig, TlsConfig, TracingConfig
 from common.config.keys import Need, Section, needs_of
 from common.config.router import ENV_PREFIX, ROUTER_PORTS, RouterConfig, SloConfig, TenantConfig
 from common.config.workers import ModelConfig, PoolsConfig, TransferConfig
@@ -39,6 +39,7 @@ class ServingConfig(Section):
     tls: TlsConfig = TlsConfig()
     slo: SloConfig = SloConfig()
     planner: PlannerConfig = PlannerConfig()
+    tracing: TracingConfig = TracingConfig()
     tenants: Annotated[tuple[TenantConfig, ...], Field(max_length=1024), Need.ROUTERS] = ()
     """Shares and limits: a list of at most 1024 [tenants](#tenants)."""
 

@@ -19,7 +19,7 @@ from pydantic import BaseModel
 from common.config.keys import Need, in_yaml
 from common.config.router import TenantConfig
 from common.config.serving import NEEDS, ServingConfig
-from common.config.workers import PoolConfig
+from common.config.workers import PoolConfig, SpeculationConfig
 
 _TABLE = re.compile(r"(<!-- table: (\w+) -->\n)(?:\|.*\n)*")
 
@@ -50,6 +50,8 @@ def _key_rows(name: str) -> Iterator[tuple[str, ...]]:
             section, prefix = ServingConfig, ""
         case "pools":
             section, prefix = PoolConfig, ""
+        case "speculation":
+            section, prefix = SpeculationConfig, "model.speculation."
         case "tenants":
             section, prefix = TenantConfig, "tenants."
         case _:

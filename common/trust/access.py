@@ -58,6 +58,7 @@ METHODS: Mapping[str, frozenset[Role]] = {
         GetWorkerStatus=_ROUTERS | _CONTROLLER | _OPERATORS,
         ProbePeer=_OPERATORS,
         SetRole=_CONTROLLER,
+        RunTrial=_CONTROLLER,
     ),
     **_methods("PrefillService", Prefill=_ROUTERS),
     **_methods("DecodeService", DecodeMany=_ROUTERS),

@@ -63,6 +63,7 @@ class CudaExecutor:
     """Executor of a model on a device whose kernels read steps from its memory. Engine thread only."""
 
     max_steps_in_flight = 2
+    verifies_drafts = False
 
     def __init__(
         self, model: Decoder, store: TorchKvStore, ops: DeviceOps, info: CheckpointInfo, limits: StepLimits

@@ -19,7 +19,7 @@ from engine.model.config import DecoderConfig
 from engine.model.decoder import Decoder
 from engine.model.loader import load_weights
 from engine.model.precision import dtype_name
-from engine.model.quantize import kv_scales, quantize_weights
+from engine.model.quantize import kv_scales, quantize_weights, widen_weights
 from engine.ops.metadata import AttentionMetadata, SequenceSpan
 from engine.ops.torch_ops import TorchOps
 from engine.ops.triton_kernels.step import DeviceStep
@@ -70,10 +70,13 @@ def load_cuda_executor(model: ModelDescription, options: EngineOptions) -> CudaE
     Without `num_blocks` and `kv_memory_bytes`, pages fill this process's share of the device.
     """
     assert isinstance(model.config, DecoderConfig), "transformers' architectures have a ModelExecutor"
-    weights = load_weights(model.files, model.config, dtype=model.dtype, device=model.device)
+    weights = load_weights(
+        model.files, model.config, dtype=model.dtype, device=model.device, weight_format=model.weight_format
+    )
     scales = kv_scales(weights, model.config) if options.kv_dtype == "fp8" else None
     if options.quantization is not None:
         quantize_weights(weights, options.quantization)
+    widen_weights(weights, lambda linear: linear)
     loaded = LoadedModel(
         decoder=Decoder(model.config, weights),
         info=model.info,

@@ -96,6 +96,7 @@ _ARCHITECTURES = {
 _DEFAULT_WINDOW = 4096
 _DEFAULT_MAX_WINDOW_LAYERS = 28
 _DEFAULT_THETA = 10_000.0
+_MAX_LAYERS = 4096  # a damaged or hostile file could otherwise claim billions, and take all memory for their list
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -119,9 +120,6 @@ def is_native(raw: Mapping[str, Any]) -> bool:
 def parse_config(raw: Mapping[str, Any]) -> DecoderConfig:
     """Return the decoder that a config.json describes. Raises UnsupportedModel, naming the unsupported feature."""
     architecture = _architecture(raw)
-    if raw.get("quantization_config"):
-        method = raw["quantization_config"].get("quant_method", "unnamed")
-        raise UnsupportedModel(f"quantized weights ({method}) are not supported")
     activation = raw.get("hidden_act") or "silu"
     if activation != "silu":
         raise UnsupportedModel(f"hidden_act: {activation!r} is not supported, only 'silu'")
@@ -166,6 +164,8 @@ def _architecture(raw: Mapping[str, Any]) -> _Architecture:
 
 def _windows(raw: Mapping[str, Any], architecture: _Architecture) -> tuple[int | None, ...]:
     num_layers = _positive(raw, "num_hidden_layers")
+    if num_layers > _MAX_LAYERS:
+        raise UnsupportedModel(f"num_hidden_layers: {num_layers} layers are not supported, only up to {_MAX_LAYERS}")
     if architecture.has_window:
         return (raw.get("sliding_window", _DEFAULT_WINDOW) or None,) * num_layers
     if not architecture.has_layer_types:

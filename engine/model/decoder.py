@@ -11,6 +11,9 @@ from engine.ops.interface import StepOps
 class Decoder:
     """A decoder-only transformer: RMSNorm, rotary attention with shared key heads, gated MLP. Stateless."""
 
+    is_row_independent = False
+    """torch and oneDNN choose how to add up a product by its number of rows."""
+
     def __init__(self, config: DecoderConfig, weights: DecoderWeights) -> None:
         self.config = config
         self._weights = weights

@@ -1,32 +1,43 @@
-"""Reads safetensors checkpoints into fused weights, or makes random ones, and identifies models by fingerprints."""
+"""Reads checkpoints into fused weights, or makes random ones, and identifies models by fingerprints."""
 
 import hashlib
 import importlib.metadata
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from common.random_models import SEED_FILE, RandomModel
+from engine.model.checkpoints import gguf_file
+from engine.model.checkpoints.checkpoint import Checkpoint, is_gguf, open_checkpoint
+from engine.model.checkpoints.formats import WeightFormat
+from engine.model.checkpoints.fusing import fuse
 from engine.model.config import DecoderConfig, TransformersConfig, UnsupportedModel, read_json
+from engine.model.grouped import GroupedWeight
 from engine.model.random_weights import make_random_weights
-from engine.model.weights import DecoderWeights, allocate_weights, checkpoint_views
+from engine.model.weights import (
+    HEAD_MODULE,
+    DecoderWeights,
+    allocate_weights,
+    checkpoint_views,
+    fused_projections,
+    layer_modules,
+    plain,
+)
 
 _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
 _IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)  # old exports repeat what the config states
-_SOURCE_DTYPES = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
 
 
 def weight_files(model_dir: Path) -> tuple[Path, ...]:
-    """Return the checkpoint's safetensors files, sorted, or the seed file of random weights.
+    """Return the checkpoint's safetensors files, sorted, its GGUF file, or the seed file of random weights.
 
-    Raises UnsupportedModel when there are none or some are missing.
+    Raises UnsupportedModel when there are none, some are missing, or there are several GGUF files.
     """
     if (model_dir / SEED_FILE).is_file():
         return (model_dir / SEED_FILE,)
@@ -36,35 +47,39 @@ def weight_files(model_dir: Path) -> tuple[Path, ...]:
     else:
         files = (model_dir / _SINGLE_FILE,)
     missing = [file.name for file in files if not file.is_file()]
-    if missing or not files:
+    if not missing and files:
+        return files
+    gguf_files = sorted(model_dir.glob(f"*{gguf_file.SUFFIX}"))
+    if len(gguf_files) > 1:
         raise UnsupportedModel(
-            f"{', '.join(missing) or 'weights'} missing in {model_dir}; only safetensors files are read"
+            f"cannot choose between {', '.join(file.name for file in gguf_files)} in {model_dir}; keep one of them"
         )
-    return files
+    if not gguf_files:
+        raise UnsupportedModel(
+            f"{', '.join(missing) or 'weights'} missing in {model_dir}; only safetensors and GGUF files are read"
+        )
+    return tuple(gguf_files)
 
 
 def load_weights(
-    files: Sequence[Path], config: DecoderConfig, *, dtype: torch.dtype, device: torch.device
+    files: Sequence[Path],
+    config: DecoderConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    weight_format: WeightFormat | None = None,
 ) -> DecoderWeights:
-    """Return the weights in `dtype` on `device`.
+    """Return the weights on `device`, in `dtype`; projections that `weight_format` stores in few bits stay in them.
 
-    Copies one tensor at a time, so that loading needs no second copy of the model. Raises UnsupportedModel when a
-    tensor is missing, unknown, quantized or of another shape.
+    Copies one projection at a time, so that loading needs no second copy of the model. Raises UnsupportedModel when a
+    tensor is missing, unknown, of another shape, or of a dtype that `weight_format` does not explain.
     """
     if files[0].name == SEED_FILE:
         return make_random_weights(_read_seed(files[0]), config, dtype=dtype, device=device)
-    weights = allocate_weights(config, dtype=dtype, device=device)
-    pending = checkpoint_views(weights, config)
-    for path in files:
-        try:
-            with safe_open(path, framework="pt", device="cpu") as checkpoint:
-                for name in checkpoint.keys():  # noqa: SIM118 - not a mapping
-                    _take(name, checkpoint, pending, config)
-        except SafetensorError as error:
-            raise UnsupportedModel(f"cannot read {path}: {error}") from error
-    if pending:
-        names = sorted(pending)
-        raise UnsupportedModel(f"{len(names)} tensors are missing in the checkpoint, {names[0]} among them")
+    with open_checkpoint(files, config, weight_format) as checkpoint:
+        weights = allocate_weights(config, dtype=dtype, device=device, without=checkpoint.quantized)
+        _fill_plain(checkpoint, weights, config)
+        _install_quantized(checkpoint, weights, config)
     return weights
 
 
@@ -75,23 +90,60 @@ def _read_seed(path: Path) -> RandomModel:
         raise UnsupportedModel(str(error)) from error
 
 
-def _take(name: str, checkpoint: Any, pending: dict[str, Tensor], config: DecoderConfig) -> None:
-    """Copy one tensor to its place and remove it from `pending`."""
-    if name.endswith(_IGNORED_SUFFIXES) or (name == "lm_head.weight" and config.has_tied_embeddings):
-        return
-    view = pending.pop(name, None)
-    if view is None:
-        raise UnsupportedModel(f"the checkpoint's tensor {name} has no place in this architecture")
-    source: Tensor = checkpoint.get_tensor(name)
-    if source.dtype not in _SOURCE_DTYPES:
-        raise UnsupportedModel(f"{name} is stored as {source.dtype}; quantized weights are not supported")
-    if source.shape != view.shape:
-        raise UnsupportedModel(f"{name} has shape {list(source.shape)}, config.json says {list(view.shape)}")
-    view.copy_(source)
+def _fill_plain(checkpoint: Checkpoint, weights: DecoderWeights, config: DecoderConfig) -> None:
+    """Copy all plain tensors, except for those of projections that have quantized parts, to their places."""
+    views = checkpoint_views(weights, config)
+    pending = {name for name, view in views.items() if not view.is_meta}
+    for name in checkpoint.plain:
+        if name.endswith(_IGNORED_SUFFIXES) or (name == f"{HEAD_MODULE}.weight" and config.has_tied_embeddings):
+            continue
+        view = views.get(name)
+        if view is None:
+            if name.endswith(".bias") and not checkpoint.tensor(name).any():
+                continue  # some quantizers give every projection a bias
+            raise UnsupportedModel(f"the checkpoint's tensor {name} has no place in this architecture")
+        if not view.is_meta:
+            view.copy_(_tensor(checkpoint, name, view.shape))
+            pending.discard(name)
+    if pending:
+        names = sorted(pending)
+        raise UnsupportedModel(f"{len(names)} tensors are missing in the checkpoint, {names[0]} among them")
+
+
+def _tensor(checkpoint: Checkpoint, name: str, shape: torch.Size) -> Tensor:
+    source = checkpoint.tensor(name)
+    if source.shape != shape:
+        raise UnsupportedModel(f"{name} has shape {list(source.shape)}, config.json says {list(shape)}")
+    return source
+
+
+def _install_quantized(checkpoint: Checkpoint, weights: DecoderWeights, config: DecoderConfig) -> None:
+    """Replace the projections that have quantized parts. Raises UnsupportedModel for modules without a place."""
+    unknown = set(checkpoint.quantized)
+
+    def read(module: str, shape: tuple[int, int]) -> GroupedWeight | Tensor:
+        unknown.discard(module)
+        if module in checkpoint.quantized:
+            return checkpoint.weight(module, shape)
+        return _tensor(checkpoint, f"{module}.weight", torch.Size(shape))
+
+    for layer_idx, layer in enumerate(weights.layers):
+        for projection in fused_projections(config):
+            modules = layer_modules(layer_idx, projection)
+            if not unknown.isdisjoint(modules):
+                shapes = [(rows, projection.in_features) for rows in projection.rows]
+                parts = [read(module, shape) for module, shape in zip(modules, shapes, strict=True)]
+                bias = plain(getattr(layer, projection.field)).bias
+                setattr(layer, projection.field, fuse(parts, bias, like=weights.embedding))
+    if HEAD_MODULE in unknown:
+        part = read(HEAD_MODULE, (config.vocab_size, config.hidden_size))
+        weights.head = fuse([part], None, like=weights.embedding)
+    if unknown:
+        raise UnsupportedModel(f"the checkpoint's quantized {min(unknown)} has no place in this architecture")
 
 
 # Increased with every change of a block's bytes, or of the arithmetic that fills them.
-_KV_LAYOUT_VERSION = 1
+_KV_LAYOUT_VERSION = 2
 _SAMPLE_BYTES = 4096
 _HEADER_LIMIT_BYTES = 100 << 20  # safetensors' own
 
@@ -126,11 +178,11 @@ def grammar_library_version() -> str:
 
 
 def content_digest(files: Sequence[Path]) -> str:
-    """Return a digest of safetensors files, from samples of their weights; for random weights, of their seed file.
+    """Return a digest of a checkpoint's files, from samples of their weights; for random weights, of their seed file.
 
     Covers names, shapes and dtypes of all tensors and 4 KiB from the start, middle and end of each: training, merging
     and quantizing change whole tensors. Takes milliseconds; hashing every byte would read the whole model. Raises
-    UnsupportedModel when a file is not safetensors.
+    UnsupportedModel when a file is damaged.
     """
     digest = hashlib.blake2b(digest_size=16)
     for path in files:
@@ -138,25 +190,23 @@ def content_digest(files: Sequence[Path]) -> str:
             digest.update(path.read_bytes())
             continue
         with path.open("rb") as file:
-            header_bytes = int.from_bytes(file.read(8), "little")
-            if header_bytes > _HEADER_LIMIT_BYTES:
-                raise UnsupportedModel(f"{path} is not a safetensors file")
-            header = file.read(header_bytes)
-            digest.update(header)
-            for begin, end in _extents(header, path):
+            extents = gguf_file.tensor_extents(path) if is_gguf([path]) else _safetensors_extents(file, path)
+            begins = [begin for begin, _end in extents]
+            digest.update(os.pread(file.fileno(), min(begins, default=0), 0))
+            for begin, end in extents:
                 for offset in (begin, (begin + end) // 2, max(begin, end - _SAMPLE_BYTES)):
-                    sample_bytes = min(_SAMPLE_BYTES, end - offset)
-                    digest.update(os.pread(file.fileno(), sample_bytes, 8 + header_bytes + offset))
+                    digest.update(os.pread(file.fileno(), min(_SAMPLE_BYTES, end - offset), offset))
     return digest.hexdigest()
 
 
-def _extents(header: bytes, path: Path) -> Iterator[tuple[int, int]]:
-    """Yield each tensor's [begin, end) in the bytes after the header."""
+def _safetensors_extents(file: BinaryIO, path: Path) -> list[tuple[int, int]]:
+    """Return [begin, end) of each tensor in a file; what lies before the first one is the header."""
+    header_bytes = int.from_bytes(file.read(8), "little")
+    if header_bytes > _HEADER_LIMIT_BYTES:
+        raise UnsupportedModel(f"{path} is not a safetensors file")
     try:
-        tensors = json.loads(header)
-        for name, tensor in tensors.items():
-            if name != "__metadata__":
-                begin, end = tensor["data_offsets"]
-                yield begin, end
+        tensors = json.loads(file.read(header_bytes))
+        places = [tensor["data_offsets"] for name, tensor in tensors.items() if name != "__metadata__"]
+        return [(8 + header_bytes + begin, 8 + header_bytes + end) for begin, end in places]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UnsupportedModel(f"{path} is not a safetensors file: {error}") from error

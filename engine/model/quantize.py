@@ -1,17 +1,22 @@
-"""Weights and KV pages in 8 bits.
+"""Weights in 4 and 8 bits, and KV pages in 8.
 
     fp8    Weights e4m3 with a scale per output channel, activations e4m3 with a dynamic scale per token
            (arXiv:2209.05433). Half the bytes of bfloat16, and twice its rate on Hopper. Other devices multiply the same
            values in wider numbers, which measures quality and saves nothing.
-    int8   Weights int8 with a scale per output channel, activations unchanged. Any device; faster when a step is bound
-           by reading weights, that is in small batches.
-    kv     Keys and values e4m3 with one scale per layer each. The scale is a power of two, so that it costs no
-           precision, and is computed from the weights alone, so that all workers of a model agree on it.
+    int8   On a CPU: weights in 8 bits with a scale for each 32 inputs, activations likewise. On a GPU: weights int8
+           with a scale per output channel, activations unchanged.
+    int4   As int8 on a CPU, but with 4 bits and an offset for each 32 inputs in the layers. CPUs only.
+    kv     Keys and values e4m3 on GPUs, with one scale per layer each (on CPUs: `engine.kv_format`). The scale is a
+           power of two, so that it costs no precision, and is computed from the weights alone, so that all workers of a
+           model agree on it.
 
-Embedding, output head and norms keep the model's dtype: 8 bits cost the most quality there, or save little.
+Embedding and norms keep the model's dtype, and so does the output head except for integers on a CPU: it saves little
+elsewhere, and is a third of all bytes that a small model reads for a token.
 """
 
+import logging
 import math
+from collections.abc import Callable
 from typing import Literal, get_args
 
 import torch
@@ -19,9 +24,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from engine.model.config import DecoderConfig, UnsupportedModel
-from engine.model.weights import DecoderWeights, Linear, plain
+from engine.model.grouped import GroupedLinear
+from engine.model.rounding import round_to_affine_grid, round_to_grid
+from engine.model.weights import DecoderWeights, Linear, Projection, plain
 
-QuantizationMethod = Literal["fp8", "int8"]
+logger = logging.getLogger(__name__)
+
+QuantizationMethod = Literal["fp8", "int8", "int4"]
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
@@ -33,39 +42,70 @@ _HOPPER = (9, 0)
 # precision down to 1/28672 of its maximum: too large a bound costs nothing, too small a bound saturates.
 _KV_HEADROOM = 32.0
 
+_GROUP_SIZE = 32  # inputs that share a scale, as in activations
+
 # Rows up to which int8 products are faster, while reading the weights takes the time; above, widening them is cheaper.
-_CPU_INT8_ROWS = 8
 _CUDA_INT8_ROWS = 64
 
 
-def check_quantization(
-    method: str | None, kv_dtype: torch.dtype, config: DecoderConfig, *, dtype: torch.dtype, device: torch.device
-) -> None:
-    """Raise UnsupportedModel when the model, device or dtype does not allow the method. Called before weights load."""
+def check_quantization(method: str | None, config: DecoderConfig, *, device: torch.device) -> None:
+    """Raise UnsupportedModel when the model or device does not allow the method. Called before weights load."""
     if method is not None and method not in get_args(QuantizationMethod):
         known = ", ".join(get_args(QuantizationMethod))
         raise UnsupportedModel(f"quantization: {method!r} is not supported; supported are {known}")
-    if kv_dtype is not dtype and kv_dtype is not FP8:
-        raise UnsupportedModel(f"kv_dtype: {kv_dtype} is not supported; it is the model's {dtype}, or {FP8}")
     if device.type != "cuda":
-        if kv_dtype is FP8:
-            raise UnsupportedModel("kv_dtype: 8-bit pages are read by the CUDA kernels alone; use a GPU")
         return
-    is_hopper = torch.cuda.get_device_capability(device) >= _HOPPER
-    if not is_hopper and (method == "fp8" or kv_dtype is FP8):
-        raise UnsupportedModel(
-            f"fp8 needs a GPU of compute capability 9.0; {torch.cuda.get_device_name(device)} is older"
-        )
+    if method == "int4":
+        raise UnsupportedModel("quantization: int4 is computed by CPUs alone; use fp8 or int8 on a GPU")
+    if method != "fp8":
+        return
+    check_fp8(device)
     sizes = (config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim)
-    if method == "fp8" and any(size % _FP8_ALIGNMENT for size in sizes):
+    if any(size % _FP8_ALIGNMENT for size in sizes):
         raise UnsupportedModel(f"fp8 needs sizes that are multiples of {_FP8_ALIGNMENT}; this model has {sizes}")
 
 
+def check_fp8(device: torch.device) -> None:
+    """Raise UnsupportedModel for a CUDA device without 8-bit floats."""
+    if torch.cuda.get_device_capability(device) < _HOPPER:
+        raise UnsupportedModel(
+            f"fp8 needs a GPU of compute capability 9.0; {torch.cuda.get_device_name(device)} is older"
+        )
+
+
 def quantize_weights(weights: DecoderWeights, method: QuantizationMethod) -> None:
-    """Replace the layers' plain projections by 8-bit ones, one by one. Mutates `weights`."""
-    convert: type[Fp8Linear] | type[Int8Linear] = Fp8Linear if method == "fp8" else Int8Linear
-    head = weights.head
-    weights.replace_projections(lambda linear: linear if linear is head else convert(linear))
+    """Replace the plain projections by those of a method, one by one. Mutates `weights`."""
+    head, is_cpu = weights.head, weights.embedding.device.type == "cpu"
+
+    def convert(projection: Projection) -> Projection:
+        if not isinstance(projection, Linear):
+            return projection
+        if is_cpu and method != "fp8":
+            if method == "int4" and projection is not head:
+                weight = round_to_affine_grid(projection.weight, group_size=_GROUP_SIZE)
+            else:
+                weight = round_to_grid(projection.weight, bits=8, group_size=_GROUP_SIZE)
+            return GroupedLinear(weight, projection.bias)
+        if projection is head:
+            return projection
+        return Fp8Linear(projection) if method == "fp8" else Int8Linear(projection)
+
+    weights.replace_projections(convert)
+
+
+def widen_weights(weights: DecoderWeights, convert: Callable[[Linear], Projection]) -> None:
+    """Replace grouped projections by `convert(linear)` of their values in the model's dtype. Mutates `weights`.
+
+    For where no kernel takes groups: they then take the memory of a plain checkpoint, and no step widens them again.
+    """
+    dtype = weights.embedding.dtype
+    if any(isinstance(projection, GroupedLinear) for projection in weights.projections()):
+        logger.warning("weights in groups are widened to %s: no kernel here takes them as they are", dtype)
+    weights.replace_projections(
+        lambda projection: (
+            convert(projection.dequantize(dtype)) if isinstance(projection, GroupedLinear) else projection
+        )
+    )
 
 
 class Fp8Linear:
@@ -101,7 +141,10 @@ class Fp8Linear:
 
 
 class Int8Linear:
-    """Weights int8 [out_features, in_features] with a scale per row, in the activations' dtype; a `Projection`."""
+    """Weights int8 [out_features, in_features] with a scale per row, in the activations' dtype; a `Projection`.
+
+    For GPUs; elsewhere it computes the same with torch.
+    """
 
     def __init__(self, linear: Linear) -> None:
         """Quantize a projection; keeps its bias."""
@@ -115,14 +158,12 @@ class Int8Linear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return x @ weight.T + bias, [num_tokens, out_features], in x's dtype."""
-        if x.shape[0] > (_CUDA_INT8_ROWS if self._is_cuda else _CPU_INT8_ROWS):
-            product = F.linear(x, self.weight.to(x.dtype)) * self.scale.t()
-        elif self._is_cuda:
+        if self._is_cuda and x.shape[0] <= _CUDA_INT8_ROWS:
             from engine.cuda.kernels import int8_linear
 
             product = int8_linear(x, self.weight, self.scale)
         else:
-            product = torch._weight_int8pack_mm(x.contiguous(), self.weight, self.scale.view(-1))  # noqa: SLF001
+            product = F.linear(x, self.weight.to(x.dtype)) * self.scale.t()
         return product if self._bias is None else product.add_(self._bias)
 
 
@@ -140,20 +181,20 @@ def round_to_fp8(x: Tensor, scale: float) -> Tensor:
 def kv_scales(weights: DecoderWeights, config: DecoderConfig) -> tuple[tuple[float, float], ...]:
     """Return the factors of each layer's stored keys and values, both powers of two.
 
-    Needs plain weights: call it before they are quantized or packed.
+    Needs weights as they were loaded: call it before they are quantized or packed.
     """
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     scales = []
     for layer in weights.layers:
-        qkv = plain(layer.qkv)
+        qkv = layer.qkv if isinstance(layer.qkv, GroupedLinear) else plain(layer.qkv)
+        values = qkv.weight.float() if isinstance(qkv, Linear) else qkv.weight.dequantize(torch.float32)
         # After RMSNorm a feature has its weight as deviation, and a projection's output has the norm of its row.
-        deviations = (qkv.weight.float() * layer.input_norm.float()).square().sum(1)
+        deviations = (values * layer.input_norm.float()).square().sum(1)
         if qkv.bias is not None:
             deviations += qkv.bias.float().square()
         deviations.sqrt_()
         keys = deviations[q_size : q_size + kv_size] if layer.k_norm is None else layer.k_norm.float().abs()
-        values = deviations[q_size + kv_size :]
-        scales.append((_kv_scale(keys), _kv_scale(values)))
+        scales.append((_kv_scale(keys), _kv_scale(deviations[q_size + kv_size :])))
     return tuple(scales)
 
 

@@ -57,6 +57,9 @@ class TransformersOps:
 class TransformersDecoder:
     """A causal language model of transformers, in two halves: hidden states, and logits of selected rows."""
 
+    is_row_independent = False
+    """torch chooses how to add up a product by its number of rows."""
+
     def __init__(self, config: TransformersConfig, causal_lm: Any) -> None:
         """`causal_lm` was loaded with PAGED_ATTENTION."""
         self.config = config

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from common.ids import BlockId
 from engine.kv_cache import TorchKvStore, kv_shape
+from engine.model.checkpoints.checkpoint import is_gguf
 from engine.model.config import TransformersConfig, UnsupportedModel
 from engine.model.loader import weight_files
 from engine.model.transformers_decoder import (
@@ -114,7 +115,8 @@ def load_transformers_decoder(
 def _load_causal_lm(model_dir: Path, dtype: torch.dtype) -> Any:
     """Return the checkpoint's model, on the CPU, with our attention."""
     register_paged_attention()
-    weight_files(model_dir)  # raises unless they are complete safetensors files
+    if is_gguf(weight_files(model_dir)):  # raises unless safetensors files are complete
+        raise UnsupportedModel(f"{model_dir} holds a GGUF file; for this architecture only safetensors files are read")
     if (model_dir / "adapter_config.json").exists():
         raise UnsupportedModel(f"{model_dir} holds an adapter (adapter_config.json); adapters are not supported")
     config = pretrained_config(model_dir)

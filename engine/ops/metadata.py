@@ -28,6 +28,17 @@ class SequenceSpan:
             num_computed=sequence.num_computed, num_new_tokens=item.num_new_tokens, block_table=sequence.block_table
         )
 
+    def split(self) -> "list[SequenceSpan]":
+        """Return a span for each token, over the same pages.
+
+        Attention then computes each as the only new token of a sequence, and so with the bits that it has in a step of
+        its own: sums over a chunk are ordered differently.
+        """
+        return [
+            SequenceSpan(num_computed=position, num_new_tokens=1, block_table=self.block_table)
+            for position in range(self.num_computed, self.context_len)
+        ]
+
     @property
     def context_len(self) -> int:
         """Number of tokens with KV after the step."""

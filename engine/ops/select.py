@@ -8,8 +8,10 @@ import torch
 
 from engine.kv_cache import TorchKvStore
 from engine.model.config import DecoderConfig
+from engine.model.grouped import GroupedLinear, RoundedInputs
 from engine.model.precision import cpu_has
-from engine.model.weights import DecoderWeights
+from engine.model.quantize import widen_weights
+from engine.model.weights import DecoderWeights, Linear
 from engine.ops.cpu.build import NotBuilt, build_kernels
 from engine.ops.cpu.library import DTYPES, CpuKernels
 from engine.ops.cpu.linear import OneDnnLinear, can_pack, can_pack_all, pack_projections
@@ -33,13 +35,15 @@ class CpuChoice:
     kernels: CpuKernels | None
     """None: torch computes."""
     linears: str
+    dtype: torch.dtype
+    """Dtype of the activations."""
 
     def bind(self, config: DecoderConfig, store: TorchKvStore) -> CpuOps | TorchOps:
         """Return the operations on a model's pages."""
         if self.kernels is not None and can_attend(config):
             ops: CpuOps | TorchOps = CpuOps(config, store, self.kernels)
         else:
-            ops = TorchOps(config, store)
+            ops = TorchOps(config, store, self.dtype)
         logger.info("kernels chosen", extra={"operations": ops.name, "linears": self.linears})
         return ops
 
@@ -49,8 +53,9 @@ def choose_cpu_kernels(weights: DecoderWeights, *, compiled: bool = True) -> Cpu
 
     Chooses compiled kernels when a compiler is available, else torch; always torch when `compiled` is False.
     """
-    kernels = _load_kernels(weights.embedding.dtype) if compiled else None
-    return CpuChoice(kernels=kernels, linears=_pack(weights, kernels))
+    dtype = weights.embedding.dtype
+    kernels = _load_kernels(dtype) if compiled else None
+    return CpuChoice(kernels=kernels, linears=_pack(weights, kernels), dtype=dtype)
 
 
 def _load_kernels(dtype: torch.dtype) -> CpuKernels | None:
@@ -78,10 +83,13 @@ def _open(library: Path, dtype: torch.dtype) -> CpuKernels | None:
 def _pack(weights: DecoderWeights, kernels: CpuKernels | None) -> str:
     """Replace all projections by the fastest kind available; returns its name."""
     has_tiles = weights.embedding.dtype is torch.bfloat16 and cpu_has(_TILE_FLAG)
-    if kernels is not None and not has_tiles and can_pack_all(weights):
+    is_grouped = any(isinstance(projection, GroupedLinear) for projection in weights.projections())
+    if kernels is not None and (is_grouped or not has_tiles) and can_pack_all(weights):
         pack_projections(weights, kernels)
         return "compiled, packed weights"
     if can_pack(weights.embedding):
-        weights.replace_projections(OneDnnLinear)
+        widen_weights(weights, lambda linear: RoundedInputs(OneDnnLinear(linear)))
+        weights.replace_projections(lambda linear: OneDnnLinear(linear) if isinstance(linear, Linear) else linear)
         return "oneDNN, packed weights"
+    widen_weights(weights, RoundedInputs)
     return "torch"

@@ -16,8 +16,10 @@ from torch.nn import functional as F
 
 from common.ids import BlockId
 from engine.kv_cache import TorchKvStore
+from engine.kv_format import KvFormat
 from engine.model.config import ScoreFunction
 from engine.ops.metadata import AttentionMetadata, Ints
+from engine.ops.torch_pages import Pages, layer_pages
 
 # A decode group accepts a shorter sequence while its padded keys stay below the larger of these: another group costs
 # about as much, in every layer, as reading some hundred keys.
@@ -31,8 +33,8 @@ class StepAttention(Protocol):
     def attend(self, layer_idx: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Write the new tokens' KV into the layer's pages, then return the attention of the queries over them.
 
-        query [num_tokens, num_heads, head_dim], key and value [num_tokens, num_kv_heads, head_dim], in the pages'
-        dtype; the result has query's shape. Mutates the pages.
+        query [num_tokens, num_heads, head_dim], key and value [num_tokens, num_kv_heads, head_dim], of one dtype; the
+        result has query's shape. Mutates the pages.
         """
         ...
 
@@ -74,18 +76,31 @@ class _Plan:
 class TorchPagedAttention:
     """Gathers pages by block table and attends with torch's scaled dot product. Engine thread only."""
 
-    def __init__(self, store: TorchKvStore, windows: Seq[int | None], scores: Seq[ScoreFunction] = ()) -> None:
-        """Take a window and a score function per layer; without `scores`, all have the plain one."""
+    def __init__(
+        self,
+        store: TorchKvStore,
+        windows: Seq[int | None],
+        scores: Seq[ScoreFunction] = (),
+        *,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Take a window and a score function per layer; without `scores`, all have the plain one.
+
+        `dtype` is that of queries, keys and values; None: that of the pages, which hold no codes then.
+        """
         self._store = store
+        self._dtype = dtype or store.kv_format.dtype
+        self._pages = tuple(layer_pages(store, i, self._dtype) for i in range(len(store.layers)))
         self._windows = tuple(windows)
         self._scores = tuple(scores) or (ScoreFunction(),) * len(self._windows)
 
     def plan(self, metadata: AttentionMetadata) -> "TorchStepAttention":
         """Group decode tokens, cut chunks and build masks: all host work of a step."""
         _clear_entered_blocks(metadata, self._store)
-        plans = {window: _make_plan(metadata, window, self._store) for window in set(self._windows)}
+        plans = {window: _make_plan(metadata, window, self._store, self._dtype) for window in set(self._windows)}
         slots = torch.from_numpy(metadata.slot_mapping).to(self._store.layers[0][0].device)
-        return TorchStepAttention(self._store, slots, tuple(plans[window] for window in self._windows), self._scores)
+        layer_plans = tuple(plans[window] for window in self._windows)
+        return TorchStepAttention(self._pages, self._store.kv_format, slots, layer_plans, self._scores)
 
 
 def _clear_entered_blocks(metadata: AttentionMetadata, store: TorchKvStore) -> None:
@@ -108,38 +123,41 @@ class TorchStepAttention:
 
     def __init__(
         self,
-        store: TorchKvStore,
+        pages: tuple[tuple[Pages, Pages], ...],
+        kv_format: KvFormat,
         slot_mapping: Tensor,
         layer_plans: tuple[_Plan, ...],
         scores: tuple[ScoreFunction, ...],
     ) -> None:
-        self._store = store
+        self._pages = pages
+        self._format = kv_format
         self._slot_mapping = slot_mapping
         self._scores = scores
         self.layer_plans = layer_plans
 
     def attend(self, layer_idx: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Write KV, then attend chunk by chunk and group by group; see `StepAttention`."""
-        pages = self._store.layers[layer_idx]
-        for cache, new in zip(pages, (key, value), strict=True):
-            cache.view(-1, *new.shape[1:]).index_copy_(0, self._slot_mapping, new)
+        pages = self._pages[layer_idx]
+        # What a step reads of its own tokens is rounded like what later steps read of them.
+        key, value = pages[0].write(self._slot_mapping, key), pages[1].write(self._slot_mapping, value)
+        query = self._format.mix(query)
         plan, score = self.layer_plans[layer_idx], self._scores[layer_idx]
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         for chunk in plan.chunks:
             output[chunk.tokens] = _attend_chunk(chunk, query, key, value, pages, score)
         for group in plan.groups:
             output.index_copy_(0, group.rows, _attend_group(group, query.index_select(0, group.rows), pages, score))
-        return output
+        return self._format.mix(output)
 
 
 def _attend_chunk(
-    chunk: _Chunk, query: Tensor, key: Tensor, value: Tensor, pages: tuple[Tensor, Tensor], score: ScoreFunction
+    chunk: _Chunk, query: Tensor, key: Tensor, value: Tensor, pages: tuple[Pages, Pages], score: ScoreFunction
 ) -> Tensor:
     """Return [num_tokens, num_heads, head_dim] for the chunk's tokens."""
     if chunk.blocks is None:
         keys, values = (new[chunk.tokens].transpose(0, 1)[None] for new in (key, value))
     else:
-        keys, values = (_gather(cache, chunk.blocks, 1, chunk.num_keys) for cache in pages)
+        keys, values = (each.gather(chunk.blocks, 1, chunk.num_keys) for each in pages)
     queries = query[chunk.tokens].transpose(0, 1)[None]
     if score.softcap is None:
         attended = F.scaled_dot_product_attention(
@@ -157,10 +175,10 @@ def _attend_chunk(
     return attended[0].transpose(0, 1)
 
 
-def _attend_group(group: _DecodeGroup, query: Tensor, pages: tuple[Tensor, Tensor], score: ScoreFunction) -> Tensor:
+def _attend_group(group: _DecodeGroup, query: Tensor, pages: tuple[Pages, Pages], score: ScoreFunction) -> Tensor:
     """Return [num_seqs, num_heads, head_dim] for one query token per sequence."""
     num_seqs, num_heads, head_dim = query.shape
-    keys, values = (_gather(cache, group.blocks, num_seqs, group.num_keys) for cache in pages)
+    keys, values = (each.gather(group.blocks, num_seqs, group.num_keys) for each in pages)
     # Heads that share a key head become its query rows, so that no key is read or copied twice.
     queries = query.view(num_seqs, keys.shape[1], -1, head_dim)
     if score.softcap is None:
@@ -197,22 +215,19 @@ def _causal_mask(queries: Tensor) -> Tensor:
     return torch.full((size, size), float("-inf"), dtype=queries.dtype, device=queries.device).triu_(1)
 
 
-def _gather(cache: Tensor, blocks: Tensor, num_seqs: int, num_keys: int) -> Tensor:
-    """Return [num_seqs, num_kv_heads, num_keys, head_dim] from a layer's keys or values."""
-    gathered = cache.index_select(0, blocks).view(num_seqs, -1, *cache.shape[2:])
-    return gathered[:, :num_keys].transpose(1, 2)
-
-
-def _make_plan(metadata: AttentionMetadata, window: int | None, store: TorchKvStore) -> _Plan:
+def _make_plan(metadata: AttentionMetadata, window: int | None, store: TorchKvStore, dtype: torch.dtype) -> _Plan:
     num_new = np.diff(metadata.query_start_loc)
-    chunks = [_make_chunk(metadata, int(i), window, store) for i in np.flatnonzero(num_new > 1)]
+    chunks = [_make_chunk(metadata, int(i), window, store, dtype) for i in np.flatnonzero(num_new > 1)]
     groups = [
-        _make_group(metadata, members, window, store) for members in _like_lengths(metadata, window, num_new == 1)
+        _make_group(metadata, members, window, store, dtype)
+        for members in _like_lengths(metadata, window, num_new == 1)
     ]
     return _Plan(groups=tuple(groups), chunks=tuple(chunks))
 
 
-def _make_chunk(metadata: AttentionMetadata, seq_idx: int, window: int | None, store: TorchKvStore) -> _Chunk:
+def _make_chunk(
+    metadata: AttentionMetadata, seq_idx: int, window: int | None, store: TorchKvStore, dtype: torch.dtype
+) -> _Chunk:
     begin, end = (int(at) for at in metadata.query_start_loc[seq_idx : seq_idx + 2])
     context_len = int(metadata.context_lens[seq_idx])
     num_new = end - begin
@@ -231,7 +246,7 @@ def _make_chunk(metadata: AttentionMetadata, seq_idx: int, window: int | None, s
         tokens=slice(begin, end),
         blocks=_to_device(blocks, store),
         num_keys=visible.shape[1],
-        mask=_additive_mask(visible, store),
+        mask=_additive_mask(visible, store, dtype),
     )
 
 
@@ -253,7 +268,9 @@ def _like_lengths(metadata: AttentionMetadata, window: int | None, decodes: npt.
     return [*groups, members[start:]] if len(members) else []
 
 
-def _make_group(metadata: AttentionMetadata, members: Ints, window: int | None, store: TorchKvStore) -> _DecodeGroup:
+def _make_group(
+    metadata: AttentionMetadata, members: Ints, window: int | None, store: TorchKvStore, dtype: torch.dtype
+) -> _DecodeGroup:
     block_size = store.shape.block_size
     context_lens = metadata.context_lens[members]
     oldest = np.zeros_like(context_lens) if window is None else np.maximum(0, context_lens - window)
@@ -272,15 +289,14 @@ def _make_group(metadata: AttentionMetadata, members: Ints, window: int | None, 
         rows=_to_device(metadata.query_start_loc[members], store),
         blocks=_to_device(blocks.reshape(-1), store),
         num_keys=num_keys,
-        mask=None if visible.all() else _additive_mask(visible[:, None, None], store),
+        mask=None if visible.all() else _additive_mask(visible[:, None, None], store, dtype),
     )
 
 
-def _additive_mask(visible: npt.NDArray[np.bool_], store: TorchKvStore) -> Tensor:
+def _additive_mask(visible: npt.NDArray[np.bool_], store: TorchKvStore, dtype: torch.dtype) -> Tensor:
     # Once per step: torch would convert a boolean mask in every layer.
-    pages = store.layers[0][0]
-    hidden = torch.from_numpy(~visible).to(pages.device)
-    return torch.zeros(hidden.shape, dtype=pages.dtype, device=pages.device).masked_fill_(hidden, float("-inf"))
+    hidden = torch.from_numpy(~visible).to(store.layers[0][0].device)
+    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
 
 
 def _to_device(values: Ints, store: TorchKvStore) -> Tensor:

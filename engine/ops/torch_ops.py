@@ -16,11 +16,12 @@ class TorchOps:
 
     name = "torch"
 
-    def __init__(self, config: DecoderConfig, store: TorchKvStore) -> None:
+    def __init__(self, config: DecoderConfig, store: TorchKvStore, dtype: torch.dtype | None = None) -> None:
+        """Take the activations' dtype; None: that of the pages, which hold no codes then."""
         self._config = config
         self._device = store.layers[0][0].device
-        self._dtype = store.layers[0][0].dtype
-        self._attention = TorchPagedAttention(store, config.windows)
+        self._dtype = dtype or store.kv_format.dtype
+        self._attention = TorchPagedAttention(store, config.windows, dtype=dtype)
         self._rope = RotaryEmbedding(config.rope, head_dim=config.head_dim, device=self._device)
 
     def plan(self, metadata: AttentionMetadata) -> "TorchStepOps":

@@ -96,10 +96,11 @@ class AsyncClient(BaseClient[AsyncGenerationStream, AsyncTrafficStream, Coroutin
         timeout_s: float | None,
     ) -> _T:
         attempts, time_left = Attempts(self._routers), self._time_left(timeout_s)
+        metadata = self._call_metadata()
         while True:
             address = self.address
             try:
-                call = method(self._stub(address))(request, timeout=time_left(), metadata=self._metadata)
+                call = method(self._stub(address))(request, timeout=time_left(), metadata=metadata)
                 return await unless_closed(call)
             except grpc.RpcError as error:
                 failure = error_from_rpc(error, address=address)

@@ -8,7 +8,7 @@ from kvrelay.client.chat import ChatTurn
 from kvrelay.client.collect import EventBuffer
 from kvrelay.client.failover import RouterList, countdown
 from kvrelay.client.records import Prompt, SampleSoFar
-from kvrelay.client.requests import GenerateOptions, as_conversation, credentials, generate_request
+from kvrelay.client.requests import GenerateOptions, as_conversation, credentials, generate_request, trace_context
 from kvrelay.client.traffic import TrafficBuffer
 from kvrelay.v1 import inference_pb2
 
@@ -56,9 +56,10 @@ class BaseClient(ABC, Generic[_Stream, _Recording, _Answer]):
         """Send the request and return its events. Raises InvalidRequest for values that cannot be sent."""
         request, time_left = generate_request(prompt, options), self._time_left(options.get("timeout_s"))
         request.direct = self._is_direct
+        metadata = self._call_metadata()
 
         def send(address: str, request: inference_pb2.GenerateRequest, so_far: Sequence[SampleSoFar]) -> Any:
-            call = self._stub(address).Generate(request, timeout=time_left(), metadata=self._metadata)
+            call = self._stub(address).Generate(request, timeout=time_left(), metadata=metadata)
             return self._reading(call, request, so_far)
 
         return self._open_stream(send, request, self._routers, EventBuffer())
@@ -83,6 +84,10 @@ class BaseClient(ABC, Generic[_Stream, _Recording, _Answer]):
 
         request = inference_pb2.RecordTrafficRequest(duration_s=duration_s or 0.0)
         return self._open_recording(send, request, RouterList([self.address], max_attempts=1), TrafficBuffer())
+
+    def _call_metadata(self) -> tuple[tuple[str, str], ...]:
+        """Return the metadata of a call that begins now."""
+        return self._metadata + trace_context()
 
     @abstractmethod
     def _stub(self, address: str) -> Any:

@@ -1,6 +1,7 @@
 """Builds request messages from the arguments of the clients. Bad values raise here, before anything is sent."""
 
 import struct
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -10,6 +11,7 @@ from common.errors import InvalidRequest
 from common.pooling import Pooling, pooling_to_proto
 from common.sampling import PARAMETERS, SamplingOptions
 from common.structured_outputs import structure_text
+from common.tracing import TRACEPARENT, SpanContext
 from kvrelay.client.chat import CHAT_OPTIONS, ChatMessage, ChatOptions, ChatTurn, set_chat_options, turn_of
 from kvrelay.client.records import Accepted, Prompt, SampleSoFar, ServiceTerms
 from kvrelay.v1 import inference_pb2, sampling_pb2
@@ -155,6 +157,19 @@ def credentials(api_key: str | None) -> tuple[tuple[str, str], ...]:
     if not api_key or not api_key.isascii() or not api_key.isprintable() or " " in api_key:
         raise InvalidRequest("an API key is printable ASCII without spaces", field="api_key")
     return (("authorization", f"Bearer {api_key}"),)
+
+
+def trace_context() -> tuple[tuple[str, str], ...]:
+    """Return the metadata that continue the caller's trace; none in a program that does not use OpenTelemetry."""
+    # Another thread may be importing the module: it then is there without its functions.
+    current_span = getattr(sys.modules.get("opentelemetry.trace"), "get_current_span", None)
+    if current_span is None:
+        return ()
+    place = current_span().get_span_context()
+    if not place.is_valid:
+        return ()
+    context = SpanContext(trace_id=place.trace_id, span_id=place.span_id, is_sampled=bool(place.trace_flags.sampled))
+    return ((TRACEPARENT, context.traceparent),)
 
 
 def as_conversation(messages: str | Sequence[ChatTurn]) -> Sequence[ChatTurn]:

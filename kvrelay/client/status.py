@@ -87,6 +87,10 @@ class WorkerStatus:
     pid: int
     epoch: int
     busy_s: float = 0.0
+    num_drafted_tokens: int = 0
+    """Draft tokens that its steps have verified."""
+    num_accepted_tokens: int = 0
+    """Those that were right."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +105,10 @@ class WorkerView:
     """"ready", "draining", "connecting", "lost" or "refused: <why>"."""
     status: WorkerStatus | None
     """None while the worker cannot be reached."""
+    slowness: float
+    """Multiple of the step time of its pool's other workers, while it counts as slow; else 0."""
+    num_failed_attempts: float
+    """Attempts that it failed lately, each of which counts half after a minute."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -91,10 +91,11 @@ class Client(BaseClient[GenerationStream, TrafficStream, Generation]):
         timeout_s: float | None,
     ) -> _T:
         attempts, time_left = Attempts(self._routers), self._time_left(timeout_s)
+        metadata = self._call_metadata()
         while True:
             address = self.address
             try:
-                return method(self._stub(address))(request, timeout=time_left(), metadata=self._metadata)
+                return method(self._stub(address))(request, timeout=time_left(), metadata=metadata)
             except grpc.RpcError as error:
                 failure = error_from_rpc(error, address=address)
             time.sleep(attempts.failed(failure, address=address))

@@ -1291,6 +1291,8 @@ class WorkerView(_message.Message):
     STATE_FIELD_NUMBER: _builtins.int
     STATUS_FIELD_NUMBER: _builtins.int
     ROLE_FIELD_NUMBER: _builtins.int
+    SLOWNESS_FIELD_NUMBER: _builtins.int
+    NUM_FAILED_ATTEMPTS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Its name."""
     address: _builtins.str
@@ -1299,6 +1301,10 @@ class WorkerView(_message.Message):
     """"ready", "draining", "connecting", "lost" or "refused: <why>"."""
     role: _worker_pb2.WorkerRole.ValueType
     """Its pool."""
+    slowness: _builtins.float
+    """Multiple of the step time of its pool's other workers, while it counts as slow; else 0."""
+    num_failed_attempts: _builtins.float
+    """Attempts that it failed lately, each of which counts half after a minute."""
     @_builtins.property
     def status(self) -> _worker_pb2.WorkerStatus:
         """Its own report; absent while unreachable."""
@@ -1311,10 +1317,12 @@ class WorkerView(_message.Message):
         state: _builtins.str = ...,
         status: _worker_pb2.WorkerStatus | None = ...,
         role: _worker_pb2.WorkerRole.ValueType = ...,
+        slowness: _builtins.float = ...,
+        num_failed_attempts: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["status", b"status"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "role", b"role", "state", b"state", "status", b"status", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "num_failed_attempts", b"num_failed_attempts", "role", b"role", "slowness", b"slowness", "state", b"state", "status", b"status", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

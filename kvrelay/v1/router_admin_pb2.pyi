@@ -82,6 +82,48 @@ class SetWorkersRequest(_message.Message):
 Global___SetWorkersRequest: _TypeAlias = SetWorkersRequest  # noqa: Y015
 
 @_typing.final
+class WorkerConduct(_message.Message):
+    """How one worker has done lately, as a router saw it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    NUM_ATTEMPTS_FIELD_NUMBER: _builtins.int
+    NUM_FAILED_FIELD_NUMBER: _builtins.int
+    SLOWNESS_FIELD_NUMBER: _builtins.int
+    IS_SLOW_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    """Its name."""
+    epoch: _builtins.int
+    """The life that this is about."""
+    num_attempts: _builtins.float
+    """Attempts that ended, each of which counts half after a minute."""
+    num_failed: _builtins.float
+    """Those of them that this worker failed."""
+    slowness: _builtins.float
+    """Multiple of the step time of its pool's other workers; 0: it has measured too few steps."""
+    is_slow: _builtins.bool
+    """It counts as slow."""
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        epoch: _builtins.int = ...,
+        num_attempts: _builtins.float = ...,
+        num_failed: _builtins.float = ...,
+        slowness: _builtins.float = ...,
+        is_slow: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "is_slow", b"is_slow", "num_attempts", b"num_attempts", "num_failed", b"num_failed", "slowness", b"slowness", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WorkerConduct: _TypeAlias = WorkerConduct  # noqa: Y015
+
+@_typing.final
 class SetWorkersResponse(_message.Message):
     """How many of them are ready."""
 
@@ -112,6 +154,7 @@ class SetWorkersResponse(_message.Message):
     READY_WORKER_IDS_FIELD_NUMBER: _builtins.int
     LEAVING_WORKER_IDS_FIELD_NUMBER: _builtins.int
     NUM_REQUESTS_FIELD_NUMBER: _builtins.int
+    CONDUCT_FIELD_NUMBER: _builtins.int
     num_ready: _builtins.int
     """Connected, described and accepted, draining ones included."""
     num_requests: _builtins.int
@@ -128,6 +171,10 @@ class SetWorkersResponse(_message.Message):
     def leaving_worker_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Those that have said themselves that they are about to go."""
 
+    @_builtins.property
+    def conduct(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerConduct]:
+        """Conduct of each worker whose life is known."""
+
     def __init__(
         self,
         *,
@@ -136,10 +183,11 @@ class SetWorkersResponse(_message.Message):
         ready_worker_ids: _abc.Iterable[_builtins.str] | None = ...,
         leaving_worker_ids: _abc.Iterable[_builtins.str] | None = ...,
         num_requests: _builtins.int = ...,
+        conduct: _abc.Iterable[Global___WorkerConduct] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["leaving_worker_ids", b"leaving_worker_ids", "num_ready", b"num_ready", "num_requests", b"num_requests", "num_users", b"num_users", "ready_worker_ids", b"ready_worker_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["conduct", b"conduct", "leaving_worker_ids", b"leaving_worker_ids", "num_ready", b"num_ready", "num_requests", b"num_requests", "num_users", b"num_users", "ready_worker_ids", b"ready_worker_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -58,6 +58,7 @@ class SequenceSpec(_message.Message):
     QUARANTINED_FIELD_NUMBER: _builtins.int
     POOLING_FIELD_NUMBER: _builtins.int
     BEAMS_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Minted by the router."""
     hash_root: _builtins.bytes
@@ -80,6 +81,8 @@ class SequenceSpec(_message.Message):
     """The request may be what ends the workers that compute it: a worker refuses it while another such request runs there."""
     pooling: _sampling_pb2.Pooling.ValueType
     """For a prefill worker: it answers with an embedding of the prompt, and samples nothing."""
+    traceparent: _builtins.str
+    """The attempt's place in a trace, as a W3C `traceparent`; the worker reports its spans below it. Empty: not traced."""
     @_builtins.property
     def sampling(self) -> _sampling_pb2.SamplingParams:
         """Validated, with every default filled in."""
@@ -107,10 +110,11 @@ class SequenceSpec(_message.Message):
         quarantined: _builtins.bool = ...,
         pooling: _sampling_pb2.Pooling.ValueType = ...,
         beams: Global___BeamState | None = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_tpot_slo_s", b"_tpot_slo_s", "beams", b"beams", "prefill_booking", b"prefill_booking", "sampling", b"sampling", "tpot_slo_s", b"tpot_slo_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tpot_slo_s", b"_tpot_slo_s", "beams", b"beams", "first_sample_index", b"first_sample_index", "hash_root", b"hash_root", "output_tokens", b"output_tokens", "pooling", b"pooling", "prefill_booking", b"prefill_booking", "prompt_tokens", b"prompt_tokens", "quarantined", b"quarantined", "request_id", b"request_id", "retention", b"retention", "sampling", b"sampling", "tpot_slo_s", b"tpot_slo_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tpot_slo_s", b"_tpot_slo_s", "beams", b"beams", "first_sample_index", b"first_sample_index", "hash_root", b"hash_root", "output_tokens", b"output_tokens", "pooling", b"pooling", "prefill_booking", b"prefill_booking", "prompt_tokens", b"prompt_tokens", "quarantined", b"quarantined", "request_id", b"request_id", "retention", b"retention", "sampling", b"sampling", "tpot_slo_s", b"tpot_slo_s", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__tpot_slo_s: _TypeAlias = _typing.Literal["tpot_slo_s"]  # noqa: Y015
     _WhichOneofArgType__tpot_slo_s: _TypeAlias = _typing.Literal["_tpot_slo_s", b"_tpot_slo_s"]  # noqa: Y015

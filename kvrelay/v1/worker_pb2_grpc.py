@@ -60,6 +60,11 @@ class WorkerServiceStub(object):
                 request_serializer=kvrelay_dot_v1_dot_worker__pb2.SetRoleRequest.SerializeToString,
                 response_deserializer=kvrelay_dot_v1_dot_worker__pb2.SetRoleResponse.FromString,
                 _registered_method=True)
+        self.RunTrial = channel.unary_unary(
+                '/kvrelay.v1.WorkerService/RunTrial',
+                request_serializer=kvrelay_dot_v1_dot_worker__pb2.RunTrialRequest.SerializeToString,
+                response_deserializer=kvrelay_dot_v1_dot_worker__pb2.RunTrialResponse.FromString,
+                _registered_method=True)
 
 
 class WorkerServiceServicer(object):
@@ -103,6 +108,14 @@ class WorkerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def RunTrial(self, request, context):
+        """Compute fixed prompts, past every cache, so that the caller sees whether this worker answers, and as its peers do.
+        RESOURCE_EXHAUSTED while it has no room for them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -130,6 +143,11 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     servicer.SetRole,
                     request_deserializer=kvrelay_dot_v1_dot_worker__pb2.SetRoleRequest.FromString,
                     response_serializer=kvrelay_dot_v1_dot_worker__pb2.SetRoleResponse.SerializeToString,
+            ),
+            'RunTrial': grpc.unary_unary_rpc_method_handler(
+                    servicer.RunTrial,
+                    request_deserializer=kvrelay_dot_v1_dot_worker__pb2.RunTrialRequest.FromString,
+                    response_serializer=kvrelay_dot_v1_dot_worker__pb2.RunTrialResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -268,6 +286,33 @@ class WorkerService(object):
             '/kvrelay.v1.WorkerService/SetRole',
             kvrelay_dot_v1_dot_worker__pb2.SetRoleRequest.SerializeToString,
             kvrelay_dot_v1_dot_worker__pb2.SetRoleResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RunTrial(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvrelay.v1.WorkerService/RunTrial',
+            kvrelay_dot_v1_dot_worker__pb2.RunTrialRequest.SerializeToString,
+            kvrelay_dot_v1_dot_worker__pb2.RunTrialResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -46,6 +46,10 @@ class WorkerServiceStub:
     meant for its old role is refused. RESOURCE_EXHAUSTED while it holds requests or handoffs; FAILED_PRECONDITION when
     the epoch is not its own. Setting the role that it has changes nothing.
     """
+    RunTrial: _grpc.UnaryUnaryMultiCallable[_worker_pb2.RunTrialRequest, _worker_pb2.RunTrialResponse]
+    """Compute fixed prompts, past every cache, so that the caller sees whether this worker answers, and as its peers do.
+    RESOURCE_EXHAUSTED while it has no room for them.
+    """
 
 @_typing.type_check_only
 class WorkerServiceAsyncStub(WorkerServiceStub):
@@ -64,6 +68,10 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     """Move the worker to the other pool, with its model and its cached KV. It gets a new epoch, so that whatever is still
     meant for its old role is refused. RESOURCE_EXHAUSTED while it holds requests or handoffs; FAILED_PRECONDITION when
     the epoch is not its own. Setting the role that it has changes nothing.
+    """
+    RunTrial: _aio.UnaryUnaryMultiCallable[_worker_pb2.RunTrialRequest, _worker_pb2.RunTrialResponse]  # type: ignore[assignment]
+    """Compute fixed prompts, past every cache, so that the caller sees whether this worker answers, and as its peers do.
+    RESOURCE_EXHAUSTED while it has no room for them.
     """
 
 class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -110,6 +118,16 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         """Move the worker to the other pool, with its model and its cached KV. It gets a new epoch, so that whatever is still
         meant for its old role is refused. RESOURCE_EXHAUSTED while it holds requests or handoffs; FAILED_PRECONDITION when
         the epoch is not its own. Setting the role that it has changes nothing.
+        """
+
+    @_abc_1.abstractmethod
+    def RunTrial(
+        self,
+        request: _worker_pb2.RunTrialRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.RunTrialResponse, _abc.Awaitable[_worker_pb2.RunTrialResponse]]:
+        """Compute fixed prompts, past every cache, so that the caller sees whether this worker answers, and as its peers do.
+        RESOURCE_EXHAUSTED while it has no room for them.
         """
 
 def add_WorkerServiceServicer_to_server(servicer: WorkerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -48,6 +48,7 @@ class GeneratorProcess:
         """Start a process, which dies with this one, however that ends."""
         process = await asyncio.create_subprocess_exec(
             sys.executable,
+            "-P",
             "-m",
             "measure.load.process",
             stdin=PIPE,

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from common.timing import StepShape
 from engine.core import Emitted, EngineCore
 from engine.events import EngineLoad, StepReport, Tokens
-from engine.scheduler import StepPlan
+from engine.plan import StepPlan
 from engine.thread import EngineDriver, RunningStep
 from measure.simulate.executor import SimExecutor
 from measure.simulate.leap import DecodeLeap

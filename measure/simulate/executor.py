@@ -70,7 +70,7 @@ def sim_shape(*, block_size: int, block_bytes: int) -> KvShape:
         head_dim=block_bytes // (2 * block_size),
         block_size=block_size,
         dtype="uint8",
-        bytes_per_element=1,
+        row_bytes=block_bytes // (2 * block_size),
         fingerprint=f"simulated-{block_size}-{block_bytes}",
     )
 
@@ -133,6 +133,7 @@ class SimExecutor:
         self.eos_token_ids = frozenset({EOS_TOKEN_ID})
         self.model_name = "simulated"
         self.max_steps_in_flight = 1
+        self.verifies_drafts = False
         self._answers = answers
 
     def answer(self, sequence: Sequence) -> KnownAnswer:

@@ -112,6 +112,10 @@ class FaultInjector(Protocol):
         """Return the fate of a message between two hosts, and its delay in seconds."""
         ...
 
+    def damaged(self, message: kv_transfer_pb2.FetchBlocksResponse) -> kv_transfer_pb2.FetchBlocksResponse:
+        """Return a message with a piece of KV as it arrives."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultRates:
@@ -125,6 +129,10 @@ class FaultRates:
     stall: float = 0.0
     """Probability that the sending host stalls: all its messages wait."""
     stall_s: float = 0.0
+    corrupt: float = 0.0
+    """Probability that a byte of a message with KV is another one."""
+    tear: float = 0.0
+    """Probability that such a message arrives without its end."""
 
 
 class SeededFaults:
@@ -133,6 +141,7 @@ class SeededFaults:
     def __init__(self, rates: FaultRates, *, seed: int, now_s: Callable[[], float]) -> None:
         self._rates = rates
         self._random = random.Random(seed)
+        self._damage = random.Random(f"damage {seed}")  # apart, so that it changes no other draw
         self._now_s = now_s
         self._silent_until_s: dict[str, float] = {}
         self.is_quiet = False
@@ -141,6 +150,27 @@ class SeededFaults:
         self.num_repeated = 0
         self.num_late = 0
         self.num_stalls = 0
+        self.num_corrupted = 0
+        self.num_torn = 0
+
+    def damaged(self, message: kv_transfer_pb2.FetchBlocksResponse) -> kv_transfer_pb2.FetchBlocksResponse:
+        """See `FaultInjector`."""
+        rates, draw = self._rates, self._damage
+        if self.is_quiet or not (rates.corrupt or rates.tear):
+            return message
+        which, data = draw.random(), bytearray(message.chunk.data)
+        if which < rates.corrupt:
+            self.num_corrupted += 1
+            data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+        elif which < rates.corrupt + rates.tear:
+            self.num_torn += 1
+            del data[draw.randrange(len(data)) :]
+        else:
+            return message
+        arrives = kv_transfer_pb2.FetchBlocksResponse()
+        arrives.CopyFrom(message)
+        arrives.chunk.data = bytes(data)
+        return arrives
 
     def fate(self, source: str, target: str) -> tuple[Fate, float]:
         """See `FaultInjector`."""
@@ -234,6 +264,8 @@ class Wire:
             arrives_s += self._extra_latency_s.get(terms.method, 0.0)
         copies = 1
         if self.faults is not None:
+            if isinstance(message, kv_transfer_pb2.FetchBlocksResponse) and message.HasField("chunk"):
+                message = self.faults.damaged(message)
             fate, late_s = self.faults.fate(source, target)
             arrives_s += late_s
             if fate is Fate.LOSE:

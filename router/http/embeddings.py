@@ -76,7 +76,7 @@ class Embeddings:
             tenant = door.identify(exchange.metadata)
             call = read_embeddings(await exchange.body(timeout_s=BODY_TIMEOUT_S))
             deadline.set(call.timeout_s)
-            caller = Caller(tenant=tenant, life=life, time_left_s=deadline.left_s)
+            caller = Caller(tenant=tenant, life=life, time_left_s=deadline.left_s, traceparent=exchange.traceparent)
             answer = _Answer(call)
             serve = partial(self._serve, call, answer)
             await serve_all(door, self._census, len(call.requests), caller, serve)

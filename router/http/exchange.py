@@ -59,6 +59,11 @@ class Exchange:
         ]
         return given or [("authorization", b"Bearer " + value) for name, value in self.headers if name == b"x-api-key"]
 
+    @property
+    def traceparent(self) -> str:
+        """The client's place in a trace (common/tracing.py); empty without one."""
+        return next((value.decode("latin-1") for name, value in self.headers if name == b"traceparent"), "")
+
     async def listen(self) -> None:
         """Receive the body; returns when the client leaves."""
         chunks: list[bytes] = []

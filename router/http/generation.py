@@ -106,7 +106,7 @@ class Generation:
             call = self._read(await exchange.body(timeout_s=BODY_TIMEOUT_S))
             deadline.set(call.timeout_s)
             answer = self._make_answer(call, door.reader.codec.decode_pieces, exchange, life.request_id)
-            caller = Caller(tenant=tenant, life=life, time_left_s=deadline.left_s)
+            caller = Caller(tenant=tenant, life=life, time_left_s=deadline.left_s, traceparent=exchange.traceparent)
             serve = partial(self._serve, call, answer)
             await serve_all(door, self._census, len(call.requests), caller, serve)
             answer.finish()

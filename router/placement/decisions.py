@@ -75,6 +75,11 @@ class Booking:
         """The booked plan."""
         return self.decision.plan
 
+    @property
+    def holds(self) -> tuple[Hold, ...]:
+        """What it holds, on one worker or two."""
+        return (self.decode,) if self.prefill is None else (self.decode, self.prefill)
+
     def __enter__(self) -> "Booking":
         return self
 
@@ -150,7 +155,7 @@ def forecast_to_proto(forecast: Forecast | None) -> pb.Forecast | None:
 def plan_to_proto(decision: Decision, *, attempt: int) -> pb.PlanChosen:
     """Return the part of a decision that its client sees."""
     plan = decision.plan
-    prefill, decode = _workers(plan, plan)
+    prefill, decode = shown_workers(plan, plan)
     return pb.PlanChosen(
         kind=_KINDS[plan.kind],
         prefill_worker_id=prefill,
@@ -195,13 +200,13 @@ def _decision(decision: Decision, policy: str, now_s: float) -> pb.Decision:
     )
 
 
-def _workers(option: Plan | Candidate, plan: Plan) -> tuple[str, str]:
+def shown_workers(option: Plan | Candidate, plan: Plan) -> tuple[str, str]:
     """Return the prefill and the decode worker of a plan, or of an option beside it, as clients see them."""
     return (option.decode, "") if plan.is_prefill_only else (option.prefill or "", option.decode)
 
 
 def _candidate(candidate: Candidate, plan: Plan) -> pb.Candidate:
-    prefill, decode = _workers(candidate, plan)
+    prefill, decode = shown_workers(candidate, plan)
     return pb.Candidate(
         kind=_KINDS[plan.kind if plan.is_prefill_only else kind_of(candidate.prefill)],
         prefill_worker_id=prefill,

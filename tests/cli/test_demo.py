@@ -36,6 +36,25 @@ def test_demo_asks_everything_shows_the_cost_and_stops(
     assert "policy predictive" in result.stdout
 
 
+@pytest.mark.parametrize("has_ray", [True, False])
+def test_demo_needs_no_configuration_file(
+    run: Run, lifecycle: FakeLifecycle, folder: Path, monkeypatch: pytest.MonkeyPatch, has_ray: bool
+) -> None:
+    (folder / "serving.yaml").unlink()
+    monkeypatch.setattr("cli.demo.find_spec", lambda name: object() if has_ray else None)
+    run("demo")
+    (call,) = lifecycle.ups
+    assert call.config.launcher == ("ray" if has_ray else "local")
+    assert call.config.pools.prefill.kv_memory_gib == call.config.pools.decode.kv_memory_gib == 0.5
+
+
+def test_demo_refuses_a_named_file_that_does_not_exist(run: Run, lifecycle: FakeLifecycle) -> None:
+    result = run("demo", "--config", "mine.yaml")
+    assert result.exit_code == 1
+    assert result.stderr.startswith("kvrelay: mine.yaml: cannot be read")
+    assert not lifecycle.ups
+
+
 def test_demo_sends_a_shared_prefix_a_long_prompt_and_a_seed(
     run: Run, lifecycle: FakeLifecycle, fake: FakeInference, address: str
 ) -> None:

@@ -8,7 +8,7 @@ from common.errors import Overloaded
 from tests.cli.conftest import Run
 from tests.client.fake_server import FakeInference
 
-COMMANDS = ("up", "down", "status", "logs", "fetch-model", "generate", "chat", "demo", "simulate", "trace")
+COMMANDS = ("up", "down", "status", "logs", "fetch-model", "quantize", "generate", "chat", "demo", "simulate", "trace")
 
 
 def test_help_lists_every_command(run: Run) -> None:

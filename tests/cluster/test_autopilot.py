@@ -117,6 +117,8 @@ async def test_act_carries_a_plan_out_and_reports_it() -> None:
     registry = bench.autopilot.gauges.registry
     assert registry.get_sample_value("kvrelay_pool_workers_wanted", {"pool": "decode"}) == 3
     assert registry.get_sample_value("kvrelay_planner_changes_total", {"outcome": "done"}) == 1
+    # Prometheus' increase() sees the first failure only as a step from 0.
+    assert registry.get_sample_value("kvrelay_planner_changes_total", {"outcome": "failed"}) == 0
 
 
 async def test_advise_changes_nothing_and_says_what_it_would() -> None:

@@ -117,6 +117,12 @@ def test_missing_model_and_missing_weights_are_failures(tmp_path: Path, monkeypa
     assert "model files" not in bad(check_host(config(model={"id": str(folder)}), host(), is_up=False))
 
 
+def test_model_in_a_gguf_file_is_complete(tmp_path: Path) -> None:
+    for name in ("config.json", "tokenizer.json", "model.Q4_0.gguf"):
+        (tmp_path / name).write_text("{}", encoding="utf-8")
+    assert "model files" not in bad(check_host(config(model={"id": str(tmp_path)}), host(), is_up=False))
+
+
 def test_taken_port_is_a_failure_unless_the_cluster_itself_holds_it() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         serving = config(router={"port": taken.getsockname()[1]})

@@ -87,9 +87,9 @@ def mixed_sampling(number: int, *, max_tokens: int) -> dict[str, Any]:
     return options | {"ignore_eos": True}
 
 
-async def kill_worker(client: AsyncClient, role: str) -> int:
+async def kill_worker(client: AsyncClient, role: str, index: int = 0) -> int:
     """Kill -9 a worker and return its pid."""
-    view = await worker(client, role)
+    view = await worker(client, role, index)
     assert view.status is not None
     os.kill(view.status.pid, signal.SIGKILL)
     return view.status.pid

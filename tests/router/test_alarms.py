@@ -259,3 +259,13 @@ def test_worker_without_measurements_is_neither_slow_nor_a_measure_for_others() 
     members = pool_with(0.01, 0.05)
     members[0].reported_timing = None
     assert PaceWatch().check(members) is None
+
+
+def test_controller_is_told_how_slow_each_measured_worker_is() -> None:
+    watch, members = PaceWatch(), pool_with(0.01, 0.04, 0.01)
+    members[2].reported_timing = None
+    watch.check(members)
+    assert watch.slowness == {"d0": pytest.approx(0.25), "d1": pytest.approx(4.0)}
+    assert list(watch.slow) == ["d1"]
+    watch.check([])
+    assert not watch.slow

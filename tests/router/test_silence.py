@@ -141,6 +141,22 @@ async def test_silent_prefill_worker_loses_its_prompts_to_another() -> None:
         assert [plan.prefill_worker_id for plan in reply.plans] == [stuck.worker_id, other.worker_id]
 
 
+async def test_prefill_worker_that_falls_silent_behind_its_first_token_ends_the_pull_from_it() -> None:
+    first, second, decode = FakeWorker("p0", PREFILL), FakeWorker("p1", PREFILL), FakeWorker("d0", DECODE)
+    decode.gates.close("fetch")
+    async with running_cluster(first, second, decode, config=config_with(silence_s=0.5)) as cluster:
+        generating = await cluster.start(make_request(10), decode, "fetch")
+        await cluster.until(lambda _router: first.requests or second.requests)
+        stuck, other = (first, second) if first.requests else (second, first)
+        await cluster.until(lambda _router: not stuck.num_running_calls)  # it has sent the first token
+        stuck.gates.close("update")
+        await cluster.until(lambda router: router.num_replans)
+        decode.gates.open("fetch")
+        reply = await generating
+        assert reply.token_ids() == answer(prompt_of(10), 6)
+        assert [plan.prefill_worker_id for plan in reply.plans] == [stuck.worker_id, other.worker_id]
+
+
 async def test_worker_with_an_overdue_step_gets_nothing_until_it_has_ended() -> None:
     prefill, first, second = trio()
     first.gates.close("token 3")

@@ -5,7 +5,7 @@ import pytest
 from common.clock import SystemClock
 from common.config import ServingConfig
 from engine.core import EngineCore
-from worker.factory import limits_for, load_executor_for, memory_share
+from worker.factory import limits_for, load_executor_for, memory_share, speculator_for
 
 
 def make_config(*, prefill: dict[str, object] | None = None, decode: dict[str, object] | None = None) -> ServingConfig:
@@ -64,3 +64,15 @@ def test_memory_for_no_page_at_all_is_refused_by_the_keys_that_set_it() -> None:
     executor, _tokenizer = load_executor_for(config, config.pools.decode)
     with pytest.raises(ValueError, match="pool of 0 KV blocks: raise num_blocks or kv_memory_gib"):
         EngineCore(executor, limits_for(config.pools.decode), SystemClock())
+
+
+def test_speculation_that_an_executor_cannot_verify_is_off_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    on = ServingConfig.model_validate({"model": {"engine": "fake", "speculation": {"method": "ngram"}}})
+    executor, _ = load_executor_for(on, on.pools.decode)
+    assert speculator_for(make_config(), executor) is None
+    assert speculator_for(on, executor) is not None
+    assert not caplog.records
+    executor.verifies_drafts = False
+    assert speculator_for(on, executor) is None
+    (record,) = caplog.records
+    assert "speculation is off" in record.getMessage()

@@ -10,6 +10,7 @@
 #include <omp.h>
 
 #include "decode.h"
+#include "decode_codes.h"
 #include "elementwise.h"
 #include "prefill.h"
 
@@ -25,7 +26,25 @@ inline void rotate(const T* head, const float* cos, const float* sin, int64_t ha
     }
 }
 
-// Turn the queries in place, write keys and values to their slots.
+// Write one token's rotated keys, and its values, as codes.
+template <typename T>
+inline void write_codes(const Step& step, const Layer<T>& layer, const T* keys, const T* values, int64_t slot) {
+    CodeLayout layout = layer.codes(step);
+    int64_t block = slot / step.block_size, offset = slot % step.block_size, token = offset % kLanes;
+    thread_local CodeRow row;
+    for (int64_t h = 0; h < step.num_kv_heads; h++) {
+        int64_t codes = layout.codes_at(block, offset, h), scales = layout.scales_at(block, offset, h);
+        row.encode(keys + h * step.head_dim, step.head_dim, layout);
+        row.write_key(layer.key_bytes() + codes, token);
+        row.write_scales(layer.key_bytes() + scales, token);
+        row.encode(values + h * step.head_dim, step.head_dim, layout);
+        row.write_value(layer.value_bytes() + codes, token);
+        row.write_scales(layer.value_bytes() + scales, token);
+    }
+}
+
+// Turn the queries in place, and keys that become codes; write keys and values to their slots. int4 pages hold mixed
+// keys: queries are mixed too.
 template <typename T>
 void rotate_and_write(const Step& step, const Layer<T>& layer, T* qkv) {
     int64_t dim = step.head_dim, half = dim / 2, num_rotated = step.num_heads + step.num_kv_heads;
@@ -39,9 +58,13 @@ void rotate_and_write(const Step& step, const Layer<T>& layer, T* qkv) {
             bool is_query = h < step.num_heads;
             const T* norm = is_query ? layer.q_norm : layer.k_norm;
             if (norm) norm_row(head, norm, head, dim, step.norm_eps);
-            rotate(head, cos, sin, half, is_query ? head : layer.keys + slot + (h - step.num_heads) * dim);
+            bool is_in_place = is_query || layer.has_codes();
+            rotate(head, cos, sin, half, is_in_place ? head : layer.keys + slot + (h - step.num_heads) * dim);
+            if (is_query && layer.format == PageFormat::kInt4) mix_row(head, dim);
         }
-        std::memcpy(layer.values + slot, row + num_rotated * dim, step.num_kv_heads * dim * sizeof(T));
+        const T *keys = row + step.num_heads * dim, *values = row + num_rotated * dim;
+        if (layer.has_codes()) write_codes(step, layer, keys, values, step.slot_mapping[token]);
+        else std::memcpy(layer.values + slot, values, step.num_kv_heads * dim * sizeof(T));
     }
 }
 
@@ -88,7 +111,7 @@ void attend(const Step& step, const Layer<T>& layer, T* qkv, T* output) {
     Partial* splits = partials.data();
     auto write = [&](const Item& item, const Partial* parts, int64_t count) {
         T* to = output + (step.query_start_loc[item.seq] * step.num_heads + item.first_head * group) * dim;
-        merge(parts, count, item.num_heads * group, dim, to);
+        merge(parts, count, item.num_heads * group, dim, layer.format, to);
     };
     auto is_chunk = [&](const Item& item) {
         return step.query_start_loc[item.seq + 1] - step.query_start_loc[item.seq] > 1;
@@ -107,7 +130,12 @@ void attend(const Step& step, const Layer<T>& layer, T* qkv, T* output) {
             thread_local Partial own;
             Partial& partial = item.split < 0 ? own : splits[item.split];
             const T* queries = qkv + step.query_start_loc[item.seq] * step.row_size() + item.first_head * group * dim;
-            attend_keys(step, layer, item, i + 1 < num_items ? &items[i + 1] : nullptr, queries, partial);
+            const Item* after = i + 1 < num_items ? &items[i + 1] : nullptr;
+            switch (layer.format) {
+                case PageFormat::kPlain: attend_keys(step, layer, item, after, queries, partial); break;
+                case PageFormat::kInt8: attend_codes<false>(step, layer, item, after, queries, partial); break;
+                case PageFormat::kInt4: attend_codes<true>(step, layer, item, after, queries, partial); break;
+            }
             if (item.split < 0) write(item, &partial, 1);
         }
         if (num_splits) {  // those of one token and head lie side by side

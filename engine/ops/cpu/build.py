@@ -46,7 +46,7 @@ def build_kernels(folder: Path | None = None) -> Path | NotBuilt:
             _compile_once(compiler, library)
     except subprocess.CalledProcessError as error:
         return NotBuilt(reason=f"{error.cmd[0]} failed: {_complaint(error)}")
-    # ValueError: $CXX has an open quote; RuntimeError: this user has no home.
+    # ValueError: $CXX or $CXXFLAGS has an open quote; RuntimeError: this user has no home.
     except (OSError, subprocess.TimeoutExpired, ValueError, RuntimeError) as error:
         return NotBuilt(reason=f"cannot compile the kernels: {error}")
     return library
@@ -63,10 +63,15 @@ def _compiler() -> list[str] | NotBuilt:
     return command if shutil.which(command[0]) else NotBuilt(reason=f"$CXX names {command[0]}, which is not installed")
 
 
+def _flags() -> tuple[str, ...]:
+    """Return our flags, then those of $CXXFLAGS, which may overrule them."""
+    return (*_FLAGS, *shlex.split(os.environ.get("CXXFLAGS", "")))
+
+
 def _key(compiler: list[str]) -> str:
     """Return a key for all that the compiled code depends on."""
     digest = hashlib.sha256(_run([*compiler, "--version"]).encode())
-    digest.update(" ".join((*compiler, *_FLAGS, platform.machine(), _cpu_flags())).encode())
+    digest.update(" ".join((*compiler, *_flags(), platform.machine(), _cpu_flags())).encode())
     for source in sorted(_SOURCES.glob("*.h")) + sorted(_SOURCES.glob("*.cpp")):
         digest.update(source.read_bytes())
     return digest.hexdigest()[:24]
@@ -90,7 +95,7 @@ def _compile_once(compiler: list[str], library: Path) -> None:
         logger.info("compiling the CPU kernels for this processor, once; it takes some seconds")
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             built = Path(scratch) / library.name
-            _run([*compiler, *_FLAGS, str(_SOURCES / "kernels.cpp"), "-o", str(built)])
+            _run([*compiler, *_flags(), str(_SOURCES / "kernels.cpp"), "-o", str(built)])
             built.replace(library)
 
 

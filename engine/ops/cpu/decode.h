@@ -155,7 +155,7 @@ inline void attend_keys(const Step& step, const Layer<T>& layer, const Item& ite
 
 // Merge the splits of one token (partials [splits], each of `rows` query heads) and write the result.
 template <typename T>
-void merge(const Partial* partials, int64_t splits, int64_t rows, int64_t dim, T* to) {
+void merge(const Partial* partials, int64_t splits, int64_t rows, int64_t dim, PageFormat format, T* to) {
     thread_local std::vector<float> out;
     for (int64_t h = 0; h < rows; h++) {
         float peak = kNever, total = 0;
@@ -168,7 +168,7 @@ void merge(const Partial* partials, int64_t splits, int64_t rows, int64_t dim, T
             for (int64_t i = 0; i < dim; i += kLanes)
                 store(out.data() + i, load<F32x16>(out.data() + i) + share * load<F32x16>(from + i));
         }
-        write_result(out.data(), total, dim, to + h * dim);
+        write_result(out.data(), total, dim, format, to + h * dim);
     }
 }
 

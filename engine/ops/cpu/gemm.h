@@ -12,6 +12,9 @@ namespace kvrelay {
 constexpr int kPanel = 2 * kLanes;  // columns of a panel
 constexpr int kMaxRows = 12;        // rows at a time: 24 accumulators of the 32 registers
 
+// How far ahead weights are asked from memory; the next panel follows at once. With 16 steps, 24 rows took a fifth longer.
+constexpr int kPrefetchSteps = 64;
+
 template <typename T>
 struct Format;
 template <>
@@ -56,8 +59,8 @@ inline void multiply_panel(const T* a, int64_t a_stride, const T* panel, int64_t
     F32x16 acc[kRows][2];
     for (int r = 0; r < kRows; r++) acc[r][0] = sums[r][0], acc[r][1] = sums[r][1];
     for (int64_t k = 0; k < steps; k++, panel += pack * kPanel) {
-        __builtin_prefetch(panel + 16 * pack * kPanel);
-        __builtin_prefetch(panel + 16 * pack * kPanel + pack * kLanes);
+        __builtin_prefetch(panel + kPrefetchSteps * pack * kPanel);
+        __builtin_prefetch(panel + kPrefetchSteps * pack * kPanel + pack * kLanes);
 #pragma GCC unroll 12
         for (int r = 0; r < kRows; r++) {
             acc[r][0] = multiply_add(acc[r][0], a + r * a_stride + k * pack, panel);

@@ -18,13 +18,11 @@ static void pack(const T* weight, T* packed, int64_t columns, int64_t depth) {
     void kvrelay_pack_##suffix(const T* weight, T* packed, int64_t columns, int64_t depth) {                           \
         pack(weight, packed, columns, depth);                                                                          \
     }                                                                                                                  \
-    void kvrelay_linear_##suffix(                                                                                      \
-        const T* x, const T* packed, const T* bias, T* y, int64_t rows, int64_t columns, int64_t depth) {              \
-        linear(x, packed, bias, y, rows, columns, depth);                                                              \
+    void kvrelay_linear_##suffix(const Projection<T>* projection, const T* x, T* y, int64_t rows) {                    \
+        (*projection)(x, y, rows);                                                                                     \
     }                                                                                                                  \
-    void kvrelay_wide_linear_##suffix(                                                                                 \
-        const T* x, const T* packed, const T* bias, float* y, int64_t rows, int64_t columns, int64_t depth) {          \
-        linear(x, packed, bias, y, rows, columns, depth);                                                              \
+    void kvrelay_wide_linear_##suffix(const Projection<T>* projection, const T* x, float* y, int64_t rows) {           \
+        (*projection)(x, y, rows);                                                                                     \
     }                                                                                                                  \
     void kvrelay_rms_norm_##suffix(const T* x, const T* weight, T* to, int64_t rows, int64_t size, float eps) {        \
         rms_norm(x, weight, to, rows, size, eps);                                                                      \
@@ -45,6 +43,13 @@ static void pack(const T* weight, T* packed, int64_t columns, int64_t depth) {
     }
 
 extern "C" {
+int64_t kvrelay_codes_size(int64_t columns, int64_t depth, int64_t bits) {
+    return num_panels(columns) * num_blocks(depth) * grouped_block_bytes(bits);
+}
+void kvrelay_pack_codes(const uint8_t* codes, uint8_t* packed, int64_t columns, int64_t depth, int64_t bits) {
+#pragma omp parallel for schedule(static)
+    for (int64_t p = 0; p < num_panels(columns); p++) pack_codes(codes, columns, depth, bits, packed, p);
+}
 // OpenMP keeps this setting for each thread that starts parallel work.
 void kvrelay_use_threads(int64_t count) { omp_set_num_threads(int(count)); }
 int64_t kvrelay_num_threads() { return omp_get_max_threads(); }

@@ -1,16 +1,26 @@
 // A whole decoder layer in one call: what a step of few tokens saves in calls is a good part of its time.
 #pragma once
 #include "attention.h"
+#include "grouped.h"
 
 namespace kvrelay {
 
 template <typename T>
 struct Projection {
-    const T* packed;
-    const T* bias;  // or null
+    const T* packed;  // or null: the weight is `grouped`
+    const T* bias;    // or null
     int64_t columns, depth;
+    Grouped grouped;
 
-    void operator()(const T* x, T* y, int64_t rows) const { linear(x, packed, bias, y, rows, columns, depth); }
+    // Y is T or wider.
+    template <typename Y>
+    void operator()(const T* x, Y* y, int64_t rows) const {
+        if (packed) {
+            linear(x, packed, bias, y, rows, columns, depth);
+        } else {
+            grouped_linear(x, grouped, bias, y, rows, columns, depth);
+        }
+    }
 };
 
 template <typename T>

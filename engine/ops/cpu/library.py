@@ -14,6 +14,11 @@ import torch
 
 DTYPES = (torch.float32, torch.bfloat16)
 
+PLAIN_PAGES = 0
+"""Pages that hold values in the kernels' number format."""
+PAGE_FORMATS = {"int8": 1, "int4": 2}
+"""Pages of codes: `PageFormat` of codes.h, by `KvFormat.name`."""
+
 
 class Step(ctypes.Structure):
     """`Step` of attention.h: one step's batch. The addresses must outlive the calls."""
@@ -33,18 +38,32 @@ class Step(ctypes.Structure):
 
 
 class Layer(ctypes.Structure):
-    """`Layer` of attention.h: one layer's pages and norms; window 0 means none."""
+    """`Layer` of paged.h: one layer's pages and norms; window 0 means none."""
 
     _fields_ = [
         *((name, c_void_p) for name in ("keys", "values", "q_norm", "k_norm")),
         ("window", c_int64),
+        ("page_format", c_int64),
+    ]
+
+
+class GroupedCodes(ctypes.Structure):
+    """`Grouped` of grouped.h."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("codes", "scales", "offsets")),
+        *((name, c_int64) for name in ("bits", "scale_bits", "group_blocks")),
     ]
 
 
 class PackedWeight(ctypes.Structure):
-    """`Projection` of layer.h."""
+    """`Projection` of layer.h: `packed` numbers, or `grouped` codes."""
 
-    _fields_ = [("packed", c_void_p), ("bias", c_void_p), ("columns", c_int64), ("depth", c_int64)]
+    _fields_ = [
+        *((name, c_void_p) for name in ("packed", "bias")),
+        *((name, c_int64) for name in ("columns", "depth")),
+        ("grouped", GroupedCodes),
+    ]
 
 
 class PackedLayer(ctypes.Structure):
@@ -76,22 +95,24 @@ class CpuKernels:
         loaded = ctypes.CDLL(str(library))
         suffix = str(dtype).removeprefix("torch.")
 
-        self.use_threads: Callable[[int], None] = loaded.kvrelay_use_threads
-        """Sets the number of threads for kernels that the calling thread starts."""
-        loaded.kvrelay_use_threads.argtypes, loaded.kvrelay_use_threads.restype = (c_int64,), None
-        self.num_threads: Callable[[], int] = loaded.kvrelay_num_threads
-        loaded.kvrelay_num_threads.restype = c_int64
-
-        def function(name: str, result: Any, *arguments: Any) -> Callable[..., Any]:
-            found = getattr(loaded, f"kvrelay_{name}_{suffix}")
+        def declare(name: str, result: Any, *arguments: Any) -> Callable[..., Any]:
+            found = getattr(loaded, f"kvrelay_{name}")
             found.argtypes, found.restype = arguments, result
             return cast(Callable[..., Any], found)
 
+        def function(name: str, result: Any, *arguments: Any) -> Callable[..., Any]:
+            return declare(f"{name}_{suffix}", result, *arguments)
+
         address, count = c_void_p, c_int64
+        self.use_threads = declare("use_threads", None, count)
+        """Sets the number of threads for kernels that the calling thread starts."""
+        self.num_threads: Callable[[], int] = declare("num_threads", c_int64)
+        self.codes_size = declare("codes_size", c_int64, count, count, count)
+        self.pack_codes = declare("pack_codes", None, address, address, count, count, count)
         self.packed_size = function("packed_size", c_int64, count, count)
         self.pack = function("pack", None, address, address, count, count)
-        self.linear = function("linear", None, address, address, address, address, count, count, count)
-        self.wide_linear = function("wide_linear", None, address, address, address, address, count, count, count)
+        self.linear = function("linear", None, POINTER(PackedWeight), address, address, count)
+        self.wide_linear = function("wide_linear", None, POINTER(PackedWeight), address, address, count)
         self.rms_norm = function("rms_norm", None, address, address, address, count, count, c_float)
         self.add_rms_norm = function("add_rms_norm", None, *(address,) * 4, count, count, c_float)
         self.silu_mul = function("silu_mul", None, address, address, count, count)

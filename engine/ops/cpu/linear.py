@@ -1,6 +1,7 @@
 """Projections on a CPU whose weights are packed: for the compiled kernels, or for oneDNN."""
 
 import contextlib
+import ctypes
 import mmap
 from collections.abc import Callable
 
@@ -8,11 +9,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine.model.weights import DecoderWeights, Linear
-from engine.ops.cpu.library import CpuKernels, PackedWeight
+from engine.model.grouped import GroupedLinear, GroupedWeight
+from engine.model.weights import DecoderWeights, Linear, Projection
+from engine.ops.cpu.library import CpuKernels, GroupedCodes, PackedWeight
 
 _HUGE_PAGE = 2 << 20
 _ALIGNMENT = 64
+_BLOCK, _LANES = 32, 16  # kBlock and kLanes of the kernels
 # Two rows meet a slow oneDNN kernel, ten times slower than four rows on some processors.
 _SLOW_ROWS, _PADDED_ROWS = 2, 4
 
@@ -54,21 +57,12 @@ class PackedLinear:
     Rows are independent: a row's result does not change with the other rows, bit for bit.
     """
 
-    def __init__(self, linear: Linear, kernels: CpuKernels, arena: Arena) -> None:
-        """Copy the weight [out_features, in_features] into the kernels' layout. in_features must be even."""
-        self._kernels = kernels
-        out_features, in_features = linear.weight.shape
-        self._bias = linear.bias
-        weight = linear.weight.contiguous()
-        self._packed = arena.allocate(_packed_size(linear, kernels), weight.dtype)
-        kernels.pack(weight.data_ptr(), self._packed.data_ptr(), out_features, in_features)
-        self.address = PackedWeight(
-            packed=self._packed.data_ptr(),
-            bias=None if self._bias is None else self._bias.data_ptr(),
-            columns=out_features,
-            depth=in_features,
-        )
+    def __init__(self, address: PackedWeight, memory: tuple[Tensor | None, ...], kernels: CpuKernels) -> None:
+        """Take a weight in the kernels' layout, and the memory that its addresses point to."""
+        self.address = address
         """Address for kernels that take several weights; valid while this object lives."""
+        self._memory = memory
+        self._kernels = kernels
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return x @ weight.T + bias, [num_tokens, out_features]; x is contiguous [num_tokens, in_features]."""
@@ -79,26 +73,106 @@ class PackedLinear:
         return self._multiply(self._kernels.wide_linear, x, torch.float32)
 
     def _multiply(self, kernel: Callable[..., None], x: Tensor, dtype: torch.dtype) -> Tensor:
-        weight, num_tokens = self.address, x.shape[0]
-        y = torch.empty((num_tokens, weight.columns), dtype=dtype)
-        kernel(x.data_ptr(), weight.packed, weight.bias, y.data_ptr(), num_tokens, weight.columns, weight.depth)
+        y = torch.empty((x.shape[0], self.address.columns), dtype=dtype)
+        kernel(ctypes.byref(self.address), x.data_ptr(), y.data_ptr(), x.shape[0])
         return y
 
 
 def can_pack_all(weights: DecoderWeights) -> bool:
-    """Whether the kernels take every projection: they multiply two numbers of a row at a time."""
-    return all(linear.weight.shape[1] % 2 == 0 for linear in weights.plain_projections())
+    """Whether the kernels take every plain and grouped projection."""
+    return all(_can_pack(projection) for projection in weights.projections())
+
+
+def _can_pack(projection: Projection) -> bool:
+    match projection:
+        case Linear():
+            return projection.weight.shape[1] % 2 == 0  # two numbers of a row are multiplied at a time
+        case GroupedLinear():
+            weight = projection.weight
+            return weight.group_size % _BLOCK == 0 or weight.group_size >= weight.shape[1]
+        case _:
+            return True  # it stays as it is
 
 
 def pack_projections(weights: DecoderWeights, kernels: CpuKernels) -> None:
-    """Replace every projection by a packed one. Mutates `weights`."""
-    sizes = (padded(_packed_size(linear, kernels), linear.weight.dtype) for linear in weights.plain_projections())
-    arena = Arena(sum(sizes))
-    weights.replace_projections(lambda linear: PackedLinear(linear, kernels, arena))
+    """Replace every plain and grouped projection by a packed one. Mutates `weights`."""
+    arena = Arena(sum(_packed_bytes(projection, kernels) for projection in weights.projections()))
+
+    def pack(projection: Projection) -> Projection:
+        match projection:
+            case Linear():
+                return pack_plain(projection, kernels, arena)
+            case GroupedLinear():
+                return pack_grouped(projection, kernels, arena)
+            case _:
+                return projection
+
+    weights.replace_projections(pack)
 
 
-def _packed_size(linear: Linear, kernels: CpuKernels) -> int:
-    return int(kernels.packed_size(*linear.weight.shape))
+def pack_plain(linear: Linear, kernels: CpuKernels, arena: Arena) -> PackedLinear:
+    """Copy a weight [out_features, in_features] into the kernels' layout. in_features is even."""
+    weight = linear.weight.contiguous()
+    columns, depth = weight.shape
+    packed = arena.allocate(kernels.packed_size(columns, depth), weight.dtype)
+    kernels.pack(weight.data_ptr(), packed.data_ptr(), columns, depth)
+    address = PackedWeight(packed=packed.data_ptr(), bias=_address(linear.bias), columns=columns, depth=depth)
+    return PackedLinear(address, (packed, linear.bias), kernels)
+
+
+def pack_grouped(linear: GroupedLinear, kernels: CpuKernels, arena: Arena) -> PackedLinear:
+    """Copy a grouped weight into the kernels' layout: its scales in 16 bits where this changes none of them."""
+    weight = linear.weight
+    columns, depth = weight.shape
+    codes = arena.allocate(kernels.codes_size(columns, depth, weight.bits), torch.uint8)
+    contiguous = weight.codes.contiguous()
+    kernels.pack_codes(contiguous.data_ptr(), codes.data_ptr(), columns, depth, weight.bits)
+    dtype = _grid_dtype(weight)
+    scales = _pack_grid(weight.scales, dtype, arena)
+    offsets = None if weight.offsets is None else _pack_grid(weight.offsets, dtype, arena)
+    bias = None if linear.bias is None else linear.bias.to(kernels.dtype).contiguous()
+    grouped = GroupedCodes(
+        codes=codes.data_ptr(),
+        scales=scales.data_ptr(),
+        offsets=_address(offsets),
+        bits=weight.bits,
+        scale_bits=dtype.itemsize * 8,
+        group_blocks=-(-min(weight.group_size, depth) // _BLOCK),
+    )
+    address = PackedWeight(bias=_address(bias), columns=columns, depth=depth, grouped=grouped)
+    return PackedLinear(address, (codes, scales, offsets, bias), kernels)
+
+
+def _packed_bytes(projection: Projection, kernels: CpuKernels) -> int:
+    """Return what `pack_projections` takes of the arena for a projection."""
+    match projection:
+        case Linear():
+            return padded(kernels.packed_size(*projection.weight.shape), projection.weight.dtype)
+        case GroupedLinear():
+            weight = projection.weight
+            num_grids = 1 if weight.offsets is None else 2
+            grid = padded(-(-weight.shape[0] // _LANES) * _LANES * weight.scales.shape[1], _grid_dtype(weight))
+            return padded(kernels.codes_size(*weight.shape, weight.bits), torch.uint8) + num_grids * grid
+        case _:
+            return 0
+
+
+def _grid_dtype(weight: GroupedWeight) -> torch.dtype:
+    """Return float16 when it holds every scale and offset exactly, else float32."""
+    grids = [grid for grid in (weight.scales, weight.offsets) if grid is not None]
+    return torch.float16 if all(torch.equal(grid.half().float(), grid) for grid in grids) else torch.float32
+
+
+def _pack_grid(grid: Tensor, dtype: torch.dtype, arena: Arena) -> Tensor:
+    """Return scales or offsets [out_features, num_groups] as [panel][group][lane]; missing rows are 0."""
+    rows, num_groups = grid.shape
+    filled = F.pad(grid, (0, 0, 0, -rows % _LANES)).to(dtype)
+    panels = filled.view(-1, _LANES, num_groups).transpose(1, 2)
+    return arena.allocate(filled.numel(), dtype).copy_(panels.flatten())
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
 
 
 def can_pack(weight: Tensor) -> bool:

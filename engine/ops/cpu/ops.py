@@ -15,7 +15,16 @@ from engine.kv_cache import TorchKvStore
 from engine.model.config import DecoderConfig
 from engine.model.rope import RotaryEmbedding
 from engine.model.weights import DecoderWeights, LayerWeights, Projection
-from engine.ops.cpu.library import Activations, CpuKernels, Layer, PackedLayer, PackedWeight, Step
+from engine.ops.cpu.library import (
+    PAGE_FORMATS,
+    PLAIN_PAGES,
+    Activations,
+    CpuKernels,
+    Layer,
+    PackedLayer,
+    PackedWeight,
+    Step,
+)
 from engine.ops.cpu.linear import PackedLinear
 from engine.ops.metadata import AttentionMetadata, SequenceSpan
 
@@ -38,7 +47,12 @@ class CpuOps:
         self.kernels = kernels
         self._rope = RotaryEmbedding(config.rope, head_dim=config.head_dim, device=torch.device("cpu"))
         self._layers = [
-            Layer(keys=keys.data_ptr(), values=values.data_ptr(), window=window or 0)
+            Layer(
+                keys=keys.data_ptr(),
+                values=values.data_ptr(),
+                window=window or 0,
+                page_format=PAGE_FORMATS.get(store.kv_format.name, PLAIN_PAGES),
+            )
             for (keys, values), window in zip(store.layers, config.windows, strict=True)
         ]
 
@@ -130,6 +144,9 @@ def _table_address(span: SequenceSpan, copies: "list[array[int]]") -> int:
 
 class CpuDecoder:
     """`engine.model.decoder.Decoder` with all projections packed: the same kernels in the same order."""
+
+    is_row_independent = True
+    """Each kernel adds up a row in one order, whatever the other rows."""
 
     def __init__(self, config: DecoderConfig, weights: DecoderWeights, kernels: CpuKernels) -> None:
         """Take weights whose projections are all packed by `kernels`."""

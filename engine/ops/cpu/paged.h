@@ -5,7 +5,7 @@
 #include <limits>
 #include <vector>
 
-#include "simd.h"
+#include "codes.h"
 
 namespace kvrelay {
 
@@ -30,11 +30,19 @@ struct Step {
 
 template <typename T>
 struct Layer {
-    T* keys;  // [num_blocks, block_size, num_kv_heads, head_dim]
+    T* keys;  // [num_blocks, block_size, num_kv_heads, head_dim], in plain pages
     T* values;
     const T* q_norm;  // [head_dim] or null
     const T* k_norm;
     int64_t window;  // 0: none
+    PageFormat format;
+
+    bool has_codes() const { return format != PageFormat::kPlain; }
+    CodeLayout codes(const Step& step) const {
+        return CodeLayout::of(format, step.head_dim, step.num_kv_heads, step.block_size);
+    }
+    uint8_t* key_bytes() const { return reinterpret_cast<uint8_t*>(keys); }
+    uint8_t* value_bytes() const { return reinterpret_cast<uint8_t*>(values); }
 };
 
 struct Item {
@@ -108,8 +116,10 @@ struct TileRows {
     }
 };
 
+// Divide a row's sum by its weights' total. int4 pages hold mixed values: their sum is mixed back, in `out`.
 template <typename T>
-inline void write_result(const float* out, float total, int64_t dim, T* to) {
+inline void write_result(float* out, float total, int64_t dim, PageFormat format, T* to) {
+    if (format == PageFormat::kInt4) mix_row(out, dim);
     for (int64_t i = 0; i < dim; i += kLanes) store_narrow(to + i, load<F32x16>(out + i) / total);
 }
 

@@ -55,6 +55,51 @@ struct TileBuffers {
     }
 };
 
+// Two depths of sixteen columns, at their place in a panel.
+inline void store_depths(float* to, F32x16 even, F32x16 odd) {
+    store(to, even);
+    store(to + kPanel, odd);
+}
+inline void store_depths(bf16* to, F32x16 even, F32x16 odd) {
+    store(to, __builtin_convertvector(narrow(even), I32x16) | (__builtin_convertvector(narrow(odd), I32x16) << 16));
+}
+
+// Pack the codes of one head like rows of T. Only the first `count` keys are known to be written.
+template <bool kIsInt4, typename T>
+inline void pack_codes(const CodeGroups<kTileKeys / kLanes>& codes, const CodeLayout& layout, int64_t count,
+                       int64_t dim, TileBuffers<T>& tile) {
+    constexpr int pack = Format<T>::kPack;
+    int64_t bytes_per_scale = layout.row_bytes / layout.row_scales;
+    auto each_half = [](I32x16 bytes, int64_t at, auto use) {  // the dimensions of sixteen, or four, bytes of a row
+        if (!kIsInt4) return use(at, [&](int i) { return decode_byte<false, 0>(bytes, i); });
+        int64_t low = at / kLanes * kScaleDims + at % kLanes;
+        use(low, [&](int i) { return decode_byte<true, 0>(bytes, i); });
+        use(low + kLanes, [&](int i) { return decode_byte<true, 1>(bytes, i); });
+    };
+    for (int g = 0; g < kTileKeys / kLanes; g++) {
+        T* panel = tile.keys.data() + g / 2 * panel_size<T>(dim) + g % 2 * kLanes * pack;
+        for (int64_t byte = 0; byte < layout.row_bytes; byte += 4) {
+            F32x16 scale = load_scales(codes.key_scales[g], byte / bytes_per_scale);
+            each_half(load<I32x16>(codes.keys[g] + byte * kLanes), byte, [&](int64_t d, auto code) {
+                store_depths(panel + d * kPanel, code(0) * scale, code(1) * scale);
+                store_depths(panel + (d + 2) * kPanel, code(2) * scale, code(3) * scale);
+            });
+        }
+        for (int64_t byte = 0; byte < layout.row_bytes; byte += kLanes) {
+            F32x16 scales = keep(load_scales(codes.value_scales[g], byte / bytes_per_scale), g * kLanes, 0, count);
+            for (int quad = 0; quad < 4; quad++) {
+                I32x16 bytes = load<I32x16>(codes.values[g] + (quad * layout.row_bytes + byte) * 4);
+                each_half(bytes, byte, [&](int64_t d, auto code) {
+                    int64_t k = g * kLanes + quad * 4;
+                    T* to = tile.values.data() + d / kPanel * kTileKeys * kPanel + d % kPanel * pack;
+                    store_depths(to + k * kPanel, code(0) * scales[quad * 4], code(1) * scales[quad * 4 + 1]);
+                    store_depths(to + (k + 2) * kPanel, code(2) * scales[quad * 4 + 2], code(3) * scales[quad * 4 + 3]);
+                });
+            }
+        }
+    }
+}
+
 // C [rows][columns] (= or +=) A [rows][depth] * packed panels; float32 result.
 enum class Into { kStore, kAdd };
 template <Into into, typename T>
@@ -98,10 +143,19 @@ void attend_chunk(const Step& step, const Layer<T>& layer, const Item& item, con
     int64_t oldest = layer.window ? std::max<int64_t>(0, first - layer.window + 1) : 0;
     const int32_t* table = step.block_tables[item.seq];
     TileRows<T> found;
+    CodeGroups<kTileKeys / kLanes> codes;
     for (int64_t at = oldest / kTileKeys * kTileKeys; at <= last; at += kTileKeys) {
-        found.find(step, layer, table, item.first_head, at, last + 1);  // later keys are hidden from all rows
-        pack_keys(found.keys, dim, tile.keys.data());
-        pack_values(found.values, dim, tile.values.data());
+        // Later keys are hidden from all rows.
+        if (layer.has_codes()) {
+            CodeLayout layout = layer.codes(step);
+            codes.find(layout, layer.key_bytes(), layer.value_bytes(), table, item.first_head, at, last + 1);
+            if (layer.format == PageFormat::kInt8) pack_codes<false>(codes, layout, last + 1 - at, dim, tile);
+            else pack_codes<true>(codes, layout, last + 1 - at, dim, tile);
+        } else {
+            found.find(step, layer, table, item.first_head, at, last + 1);
+            pack_keys(found.keys, dim, tile.keys.data());
+            pack_values(found.values, dim, tile.values.data());
+        }
         multiply_tile<Into::kStore>(tile.queries.data(), rows, dim, tile.keys.data(), kTileKeys, tile.scores.data());
         bool is_whole = at + kTileKeys - 1 <= first && (!layer.window || at >= last - layer.window + 1);
         for (int64_t r = 0; r < rows; r++) {
@@ -116,7 +170,7 @@ void attend_chunk(const Step& step, const Layer<T>& layer, const Item& item, con
     }
     for (int64_t r = 0; r < rows; r++) {
         T* to = output + ((start + item.begin + r / group) * step.num_heads + item.first_head * group + r % group) * dim;
-        write_result(tile.partial.out.data() + r * dim, tile.partial.sums[r], dim, to);
+        write_result(tile.partial.out.data() + r * dim, tile.partial.sums[r], dim, layer.format, to);
     }
 }
 

@@ -13,6 +13,8 @@ constexpr int kLanes = 16;
 typedef float F32x16 __attribute__((vector_size(64)));
 typedef int32_t I32x16 __attribute__((vector_size(64)));
 typedef uint16_t U16x16 __attribute__((vector_size(32)));
+typedef int8_t I8x16 __attribute__((vector_size(16)));
+typedef uint8_t U8x16 __attribute__((vector_size(16)));
 
 struct bf16 {
     uint16_t bits;

@@ -71,6 +71,7 @@ class Clients:
         timeout_s, clock = self._settings.timeout_s, router.clock
         ends_s = clock.monotonic() + timeout_s
         error: KvrelayError | None = None
+        had_tokens_s: float | None = None
         try:
             with (
                 router.orchestrator.account(life, time_left_s=lambda: ends_s - clock.monotonic()),
@@ -88,6 +89,11 @@ class Clients:
                 async with running as outbox:
                     while (message := await outbox.get()) is not None:
                         check.take(message)
+                        if message.HasField("tokens"):
+                            if had_tokens_s is not None:
+                                pause_s = clock.monotonic() - had_tokens_s
+                                self._report.longest_pause_s = max(self._report.longest_pause_s, pause_s)
+                            had_tokens_s = clock.monotonic()
                 if outbox.error is not None:
                     raise outbox.error
             check.end_well()

@@ -8,7 +8,7 @@ from typing import Any
 from common.ids import RequestId
 from common.timing import StepShape, TimingModel
 from engine.fake import FakeExecutor
-from engine.scheduler import StepPlan
+from engine.plan import StepPlan
 from kvrelay.v1 import worker_pb2
 from measure.simulate.chaos.poison import PoisonBook
 from measure.simulate.engine import SimEngine

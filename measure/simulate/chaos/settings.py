@@ -33,13 +33,21 @@ class Fault(enum.StrEnum):
     LATE = "late message"
     STALL = "stalled sender"
     """Everything that a host sends is late for a while."""
+    CORRUPTED = "corrupted KV"
+    """A bit of a piece of KV is another one when it arrives."""
+    TORN = "torn KV"
+    """A piece of KV arrives without its end."""
 
 
 PROCESS_FAULTS = frozenset({Fault.CRASH, Fault.STOP, Fault.HUNG_STEP, Fault.HUNG_LOOP, Fault.SLOW})
 CUT_FAULTS = frozenset({Fault.CUT, Fault.ONE_WAY_CUT, Fault.FLAPPING_CUT})
+LATER_FAULTS = frozenset({Fault.CORRUPTED, Fault.TORN})
+"""Kinds that are drawn apart, so that the seeds from before them are the same walks without them."""
 MIN_QUIET_S = 5.0
 """Shortest time between the end of a poison request and the next one: innocent ones get tokens, or end."""
-BAD_DAY = FaultRates(lose=0.0005, repeat=0.0005, delay=0.01, max_delay_s=0.5, stall=0.0001, stall_s=2.0)
+BAD_DAY = FaultRates(
+    lose=0.0005, repeat=0.0005, delay=0.01, max_delay_s=0.5, stall=0.0001, stall_s=2.0, corrupt=0.005, tear=0.005
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +89,8 @@ class ChaosSettings:
             max_delay_s=rates.max_delay_s,
             stall=rates.stall * (Fault.STALL in on),
             stall_s=rates.stall_s,
+            corrupt=rates.corrupt * (Fault.CORRUPTED in on),
+            tear=rates.tear * (Fault.TORN in on),
         )
 
 
@@ -91,7 +101,10 @@ def draw_settings(seed: int, *, num_requests: int) -> ChaosSettings:
     """
     draw = random.Random(f"walk {seed}")
     share = draw.choice((0.15, 0.3, 0.6))
-    faults = frozenset(fault for fault in Fault if draw.random() < share) or frozenset({draw.choice(list(Fault))})
+    first = [fault for fault in Fault if fault not in LATER_FAULTS]
+    faults = frozenset(fault for fault in first if draw.random() < share) or frozenset({draw.choice(first)})
+    later = random.Random(f"walk {seed}, later faults")
+    faults |= {fault for fault in sorted(LATER_FAULTS) if later.random() < share}
     return ChaosSettings(
         num_requests=num_requests,
         seed=seed,
@@ -115,6 +128,8 @@ class ChaosReport:
     """Faults that happened; of messages, those concerned."""
     num_replans: int = 0
     virtual_s: float = 0.0
+    longest_pause_s: float = 0.0
+    """Longest time between two messages with tokens of one answer."""
     drain_s: float = 0.0
     """Time from the end of all faults to the last reply."""
     whole_s: float = 0.0

@@ -157,6 +157,8 @@ class _Walk:
                 Fault.REPEATED: faults.num_repeated,
                 Fault.LATE: faults.num_late,
                 Fault.STALL: faults.num_stalls,
+                Fault.CORRUPTED: faults.num_corrupted,
+                Fault.TORN: faults.num_torn,
                 Fault.POISON: self._poisons.num_all_deaths,
             }
         )

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from engine.kv_cache import TorchKvStore
-from engine.loading import load_executor
 from engine.model.config import DecoderConfig
 from engine.model.decoder import Decoder
 from engine.model.loader import load_weights
 from engine.model.precision import cpu_has
+from engine.model.quantize import QuantizationMethod, quantize_weights
 from engine.model.weights import Linear
 from engine.ops.cpu.library import CpuKernels
 from engine.ops.cpu.linear import pack_projections
@@ -92,15 +92,39 @@ def test_generate_when_greedy_equals_transformers(checkpoint: tuple[Any, Path], 
     assert answers == [reference_tokens(reference, p, 9) for p in prompts]
 
 
-def test_generate_with_quantized_weights_answers(checkpoint: tuple[Any, Path]) -> None:
-    """8-bit projections are called one by one, between the same kernels."""
-    _, folder = checkpoint
-    options = EngineOptions(
-        model_dir=folder, model_name="tiny", dtype="float32", device="cpu", num_blocks=32, quantization="int8"
+@pytest.mark.parametrize("quantization", ["int8", "int4", "fp8"])
+def test_quantized_model_answers_alone_as_in_a_batch_and_in_chunks(
+    checkpoint: tuple[Any, Path], quantization: str
+) -> None:
+    executor = load(checkpoint[1], quantization=quantization)
+    prompts = [make_prompt(num, seed=num) for num in (3, 20, 9)]
+    alone = [Driver(executor).generate([make_sequence(prompt)], num_tokens=6)[0] for prompt in prompts]
+    together = Driver(executor).generate([make_sequence(p) for p in prompts], num_tokens=6, chunk_size=7)
+    assert together == alone
+
+
+@pytest.mark.parametrize(("quantization", "error"), [("int8", 0.08), ("int4", 0.8)])
+def test_quantized_hidden_states_are_near_those_of_the_checkpoint(
+    checkpoint: tuple[Any, Path], quantization: QuantizationMethod, error: float, float32_kernels: CpuKernels
+) -> None:
+    described = ModelDescription.read(
+        EngineOptions(model_dir=checkpoint[1], model_name="tiny", dtype="float32", device="cpu", block_size=4)
     )
-    executor: Any = load_executor(options)
-    [answer] = Driver(executor).generate([make_sequence(make_prompt(20), block_size=16)], num_tokens=5)
-    assert len(answer) == 5
+    config = described.config
+    assert isinstance(config, DecoderConfig)
+    hidden = []
+    for method in (None, quantization):
+        weights = load_weights(described.files, config, dtype=torch.float32, device=described.device)
+        if method is not None:
+            quantize_weights(weights, method)
+        pack_projections(weights, float32_kernels)
+        store = TorchKvStore(described.shape, 16, device=described.device)
+        span = SequenceSpan(num_computed=0, num_new_tokens=21, block_table=array("i", range(16)))
+        step = CpuOps(config, store, float32_kernels).plan(AttentionMetadata.from_spans([span], block_size=4))
+        hidden.append(CpuDecoder(config, weights, float32_kernels).forward(torch.arange(21), step))
+    # Of the first token: later ones have a softmax between, which in random models turns small errors into large ones.
+    distance = torch.linalg.vector_norm(hidden[1][0] - hidden[0][0]) / torch.linalg.vector_norm(hidden[0][0])
+    assert 0 < float(distance) < error
 
 
 def test_forward_with_one_call_per_layer_equals_operation_by_operation(

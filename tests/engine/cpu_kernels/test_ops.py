@@ -14,7 +14,7 @@ from engine.kv_cache import TorchKvStore, kv_shape
 from engine.model.config import DecoderConfig, parse_config
 from engine.model.weights import Linear
 from engine.ops.cpu.library import CpuKernels
-from engine.ops.cpu.linear import Arena, PackedLinear
+from engine.ops.cpu.linear import Arena, PackedLinear, pack_plain
 from engine.ops.cpu.ops import CpuOps
 from engine.ops.metadata import AttentionMetadata, SequenceSpan
 from engine.ops.torch_ops import TorchOps
@@ -222,7 +222,7 @@ def make_linear(out_features: int, in_features: int, dtype: torch.dtype) -> Line
 
 
 def pack(linear: Linear, kernels: CpuKernels) -> PackedLinear:
-    return PackedLinear(linear, kernels, Arena(4 << 20))
+    return pack_plain(linear, kernels, Arena(4 << 20))
 
 
 @pytest.mark.parametrize("out_features", [1, 15, 16, 17, 31, 32, 33, 48, 64, 100])

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from engine.cuda.kv_copy import DevicePages
 from engine.executor import NONCE_BYTES, KvShape
+from engine.kv_format import format_named
 
 DEVICE = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
 
@@ -16,7 +17,7 @@ def make_shape(*, dtype: str = "bfloat16", head_dim: int = 6, num_kv_heads: int 
         head_dim=head_dim,
         block_size=block_size,
         dtype=dtype,
-        bytes_per_element=getattr(torch, dtype).itemsize,
+        row_bytes=format_named(dtype).row_bytes(head_dim),
         fingerprint="test",
     )
 

@@ -123,7 +123,7 @@ def test_triton_ops_beside_float8_pages_ask_for_a_dtype(
     checkpoint: Callable[[str], Path], device: torch.device
 ) -> None:
     model = _load(checkpoint("llama"), device)
-    shape = replace(model.shape, dtype="float8_e4m3fn", bytes_per_element=1)
+    shape = replace(model.shape, dtype="float8_e4m3fn", row_bytes=model.shape.head_dim)
     store = TorchKvStore(shape, _NUM_BLOCKS, device=device)
     with pytest.raises(ValueError, match="dtype of the activations"):
         TritonOps(model.config, store)

@@ -13,7 +13,14 @@ from measure.simulate.chaos.settings import ChaosSettings, Fault, draw_settings
 from measure.simulate.chaos.walk import DRAIN_BOUND_S, run_walk
 from measure.simulate.wire import FaultRates
 
-BAD_WEEK = FaultRates(lose=0.01, repeat=0.01, delay=0.1, max_delay_s=1.0, stall=0.001, stall_s=6.0)
+BAD_WEEK = FaultRates(
+    lose=0.01, repeat=0.01, delay=0.1, max_delay_s=1.0, stall=0.001, stall_s=6.0, corrupt=0.02, tear=0.02
+)
+MAX_PAUSE_S = 2.0
+"""Most that a worker which stops, hangs or is cut off may cost a stream of these walks: 1.3 s until it is noticed, and
+a new plan. The next thing to notice it would be the keepalive, after 5 s. (A worker whose heartbeats were late just
+before may cost more: it is given up to five times as long.)"""
+NOTICED_SOON = frozenset({Fault.CRASH, Fault.STOP, Fault.HUNG_STEP, Fault.HUNG_LOOP, Fault.CUT, Fault.ONE_WAY_CUT})
 MESSAGE_FAULTS = frozenset({Fault.LOST, Fault.REPEATED, Fault.LATE, Fault.STALL})
 
 
@@ -48,6 +55,15 @@ def test_each_fault_alone_happens_and_breaks_no_invariant(fault: Fault) -> None:
     assert report.faults[fault]
     assert set(report.faults) == {fault}
     assert report.drain_s < DRAIN_BOUND_S
+    assert report.longest_pause_s < (MAX_PAUSE_S if fault in NOTICED_SOON else DRAIN_BOUND_S)
+
+
+@pytest.mark.parametrize(("fault", "seed"), [(Fault.CUT, 1), (Fault.ONE_WAY_CUT, 1), (Fault.HUNG_STEP, 2)])
+def test_stream_in_the_middle_of_a_fault_goes_on_before_the_keepalive_would_notice(fault: Fault, seed: int) -> None:
+    settings = ChaosSettings(
+        num_requests=80, seed=seed, faults=frozenset({fault}), num_prefill=1, rate_per_s=8.0, mean_gap_s=2.0
+    )
+    assert 0.9 < run_walk(settings).longest_pause_s < MAX_PAUSE_S
 
 
 def test_many_bad_messages_and_crashes_break_no_invariant() -> None:

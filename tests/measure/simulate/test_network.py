@@ -58,6 +58,9 @@ class Script:
     def __init__(self, *fates: tuple[Fate, float]) -> None:
         self._fates = list(fates)
 
+    def damaged(self, message: kv_transfer_pb2.FetchBlocksResponse) -> kv_transfer_pb2.FetchBlocksResponse:
+        return message
+
     def fate(self, source: str, target: str) -> tuple[Fate, float]:
         return self._fates.pop(0) if self._fates else (Fate.ARRIVE, 0.0)
 

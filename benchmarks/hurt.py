@@ -1,0 +1,147 @@
+"""Hurts one worker in the middle of its requests and measures how long its pool takes to be whole again."""
+
+import asyncio
+import signal
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+
+from benchmarks.answers import closed_loop
+from benchmarks.faults import Fault, PrivateNetwork, listening_ports, send, throttled
+from engine.fake import Fault as Poison
+from kvrelay.client import AsyncClient, PlanChosen, WorkerView
+
+WORKERS = ("decode", "prefill")
+POISON_LENGTHS = {"decode": 20, "prefill": 400}
+"""Tokens of a poison prompt by the pool that computes it: short ones are computed where they are decoded."""
+_POISON_S = 0.4
+_NUM_WARM_STEPS = 24
+"""Prompts that each worker of the pool computes before a hang: by then it has measured its steps."""
+_SLOWER = 10.0
+_TIMEOUT_S = 180.0
+
+
+class WorkerHurt:
+    """One fault for one worker of a pool, round after round."""
+
+    def __init__(self, client: AsyncClient, pool: str, fault: Fault, network: PrivateNetwork | None) -> None:
+        """`client` reaches the router that is asked for the state; `network` is for cuts."""
+        self._client = client
+        self._pool = pool
+        self._fault = fault
+        self._network = network
+        self._cuts = ExitStack()
+        self._num_warm = 0
+        self._measured: set[int] = set()
+
+    async def prepare(self) -> None:
+        """Wait until the pool is whole; before a hang, have every worker measure its steps."""
+        await self._views_when(lambda views: all(view.state == "ready" and view.status for view in views))
+        if self._fault is Fault.HANG:
+            await self._measure_steps()
+
+    async def _measure_steps(self) -> None:
+        """Have every worker that has not done so yet compute enough prompts, hardly two at a time."""
+        before = await self._num_computed()
+        wanted = _NUM_WARM_STEPS * POISON_LENGTHS[self._pool]
+        while any(
+            computed - before[pid] < wanted
+            for pid, computed in (await self._num_computed()).items()
+            if pid not in self._measured
+        ):
+            await closed_loop(self._warm, range(8), concurrency=2)
+        self._measured |= before.keys()
+
+    async def _num_computed(self) -> dict[int, int]:
+        """Return the computed tokens of each worker by its process."""
+        return {view.status.pid: view.status.num_computed_tokens for view in await self._views() if view.status}
+
+    async def inflict(self, begun: Sequence[asyncio.Event]) -> dict[str, float]:
+        """Hurt a worker that is computing; returns how long what followed took, in seconds by name."""
+        if self._fault is Fault.HANG:
+            return await self._hang(begun)
+        if self._pool == "decode":
+            await asyncio.gather(*(event.wait() for event in begun))
+        victim = await self._busy()
+        assert victim.status is not None
+        pid, name = victim.status.pid, victim.worker_id
+        if self._fault is Fault.SLOW:
+            return await self._slow(name, pid)
+        hurt_s = time.perf_counter()
+        match self._fault:
+            case Fault.KILL:
+                send(pid, signal.SIGKILL)
+            case Fault.STOP:
+                send(pid, signal.SIGSTOP)
+            case Fault.CUT:
+                assert self._network is not None, "a cut needs a network"
+                self._cuts.close()  # of the round before, whose victim is gone
+                self._cuts.enter_context(self._network.cut(listening_ports(pid)))
+        return await self._until_replaced({pid}, hurt_s)
+
+    async def _hang(self, begun: Sequence[asyncio.Event]) -> dict[str, float]:
+        if self._pool == "decode":
+            await asyncio.gather(*(event.wait() for event in begun))
+        before = {view.status.pid for view in await self._views() if view.status}
+        hurt_s = time.perf_counter()
+        prompt = [40] * POISON_LENGTHS[self._pool] + [Poison.HANG.value]
+        async with self._client.stream(prompt, max_tokens=1) as events:
+            async for event in events:
+                if isinstance(event, PlanChosen):
+                    hurt_s = time.perf_counter()
+                    await asyncio.sleep(_POISON_S)  # leaves before it is planned again and hangs the next worker
+                    break
+        return await self._until_replaced(before, hurt_s)
+
+    async def _slow(self, name: str, pid: int) -> dict[str, float]:
+        with throttled(pid, times=_SLOWER):
+            hurt_s = time.perf_counter()
+            await self._views_when(lambda views: any(view.slowness for view in views))
+            noticed_s = time.perf_counter() - hurt_s
+            await self._views_when(lambda views: _state_of(name, views) == "draining")
+            kept_out_s = time.perf_counter() - hurt_s
+        hurt_s = time.perf_counter()
+        await self._views_when(lambda views: _state_of(name, views) == "ready")
+        used_s = time.perf_counter() - hurt_s
+        return {"noticed_after_s": noticed_s, "kept_out_after_s": kept_out_s, "used_again_after_s": used_s}
+
+    async def _until_replaced(self, pids: set[int], hurt_s: float) -> dict[str, float]:
+        """Wait until a process outside `pids` has taken the place of one of them, and the pool is ready."""
+        size = len(await self._views())
+
+        def is_whole(views: Sequence[WorkerView]) -> bool:
+            alive = {view.status.pid for view in views if view.status and view.state == "ready"}
+            return len(alive) == size and not pids <= alive
+
+        await self._views_when(is_whole)
+        return {"back_after_s": time.perf_counter() - hurt_s}
+
+    async def _busy(self) -> WorkerView:
+        """Return the worker of the pool that runs most requests, as soon as one runs any."""
+
+        def num_running(view: WorkerView) -> int:
+            return view.status.load.num_running if view.status else 0
+
+        views = await self._views_when(lambda views: any(map(num_running, views)))
+        return max(views, key=num_running)
+
+    async def _views(self) -> list[WorkerView]:
+        return [view for view in (await self._client.status()).workers if view.role == self._pool]
+
+    async def _views_when(self, condition: Callable[[Sequence[WorkerView]], bool]) -> list[WorkerView]:
+        async with asyncio.timeout(_TIMEOUT_S):
+            while True:
+                views = await self._views()
+                if views and condition(views):
+                    return views
+                await asyncio.sleep(0.02)
+
+    async def _warm(self, _number: int) -> None:
+        self._num_warm += 1
+        length = POISON_LENGTHS[self._pool]
+        prompt = [32 + (self._num_warm * 7 + position * position) % 90 for position in range(length)]
+        await self._client.generate(prompt, max_tokens=1)
+
+
+def _state_of(name: str, views: Sequence[WorkerView]) -> str:
+    return next((view.state for view in views if view.worker_id == name), "gone")

@@ -1,0 +1,183 @@
+"""Tokens per second with speculation and without, by task and batch.
+
+    python -m benchmarks.speculation [--rounds 5] [--batches 1 8 32] [--tasks WORD ...] [--temperature 0] [--json FILE]
+
+Method. Two engines in this process with the default model, as a worker runs them, without network and handoff: one
+drafts by n-grams with the default settings, the other computes token by token. Tasks: rewrite a text, edit code,
+summarize a text, free chat; each has six documents, which come up in turn. An answer has 128 tokens and ignores
+end-of-text. Greedy, unless --temperature is given; then request i has seed i. The arms alternate A B, B A on the same
+requests, whose prompts are in the prefix cache; the first round of a task is not counted. Reported: tokens of the
+batch per second, from the first token to the last, by the clock and by the CPU time of this process, which other load
+moves less, and their ratios to the arm without; tokens per step of an answer; acceptance; and whether all tokens were
+the same. Texts are topics of the Python reference as the interpreter carries it, code is of the standard library.
+"""
+
+import colorsys
+import fnmatch
+import inspect
+import pydoc_data.topics
+import shutil
+import string
+import textwrap
+import time
+from dataclasses import dataclass
+from statistics import median
+
+from benchmarks.command import command_line, terminal, write_figures
+from benchmarks.figures import Figures, in_turn
+from common.chat_template import ChatTemplate, Conversation
+from common.config import parse_config
+from common.model_files import resolve_model
+from common.sampling import SamplingParams
+from common.text_files import load_chat_template
+from worker.inprocess import LocalEngine
+
+NUM_TOKENS = 128
+OFF, NGRAM = "off", "ngram"
+_TOPICS = ("assert", "break", "dynamic-features", "global", "integers", "pass")
+_QUESTIONS = (
+    "What are the advantages of learning to play an instrument?",
+    "Explain to a child why the sky is blue.",
+    "Give me ideas for a weekend in the mountains with friends.",
+    "How do I prepare for a job interview?",
+    "Write a short story about a lost key.",
+    "What should I think of before I adopt a dog?",
+)
+_CODE = (
+    colorsys.hsv_to_rgb,
+    colorsys.rgb_to_hls,
+    fnmatch.filter,
+    shutil.copymode,
+    string.capwords,
+    textwrap.indent,
+)
+
+
+def _texts() -> list[str]:
+    topics = (pydoc_data.topics.topics[name] for name in _TOPICS)
+    return [" ".join(" ".join(topic.split("\n\n")[1:]).split())[:900] for topic in topics]
+
+
+TASKS = {
+    "rewrite": [f"Repeat the following text, and correct spelling mistakes:\n\n{text}" for text in _texts()],
+    "code": [
+        f"Add a type hint to each argument and print the whole code:\n\n```python\n{inspect.getsource(each)}```"
+        for each in _CODE
+    ],
+    "summary": [f"Summarize the following text in three sentences:\n\n{text}" for text in _texts()],
+    "chat": list(_QUESTIONS),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One batch of answers."""
+
+    token_ids: list[list[int]]
+    wall_s: float
+    cpu_s: float
+    num_drafted: int
+    num_accepted: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all answers."""
+        return sum(map(len, self.token_ids))
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Mean number of tokens that a step brings to an answer."""
+        return self.num_tokens / (self.num_tokens - self.num_accepted)
+
+
+def generate(engine: LocalEngine, prompts: list[list[int]], temperature: float) -> Run:
+    """Generate one batch."""
+    requests = [
+        (prompt, SamplingParams(temperature=temperature, seed=i, max_tokens=NUM_TOKENS, ignore_eos=True))
+        for i, prompt in enumerate(prompts)
+    ]
+    before = engine.load_report()
+    answers = engine.stream_all(requests)
+    first = next(answers)
+    started_s, started_cpu_s = time.perf_counter(), time.process_time()
+    token_ids: list[list[int]] = [[] for _ in prompts]
+    token_ids[first.request_idx].append(first.token_id)
+    for token in answers:
+        token_ids[token.request_idx].append(token.token_id)
+    wall_s, cpu_s = time.perf_counter() - started_s, time.process_time() - started_cpu_s
+    after = engine.load_report()
+    return Run(
+        token_ids=token_ids,
+        wall_s=wall_s,
+        cpu_s=cpu_s,
+        num_drafted=after.num_drafted_tokens - before.num_drafted_tokens,
+        num_accepted=after.num_accepted_tokens - before.num_accepted_tokens,
+    )
+
+
+def load(method: str, max_running: int) -> LocalEngine:
+    """Return an engine with a method of speculation."""
+    pool = {"kv_memory_gib": 1, "max_running": max_running}
+    raw = {"model": {"speculation": {"method": method}}, "pools": {"prefill": pool, "decode": pool}}
+    return LocalEngine.load(parse_config(raw, source="benchmark"))
+
+
+def prompt_ids(engine: LocalEngine, template: ChatTemplate, text: str) -> list[int]:
+    """Return the tokens of a chat with one message."""
+    rendered = template.render(Conversation(messages=({"role": "user", "content": text},)), rendered_unix_s=0)
+    return list(engine.tokenizer.encode(rendered, add_special_tokens=False).ids)
+
+
+def main() -> None:
+    """Run the benchmark."""
+    parser = command_line("speculation", __doc__, rounds=5)
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32], help="answers in a batch")
+    parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=TASKS, help="tasks (default: all)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="sampling temperature (default 0: greedy)")
+    args = parser.parse_args()
+    console, figures = terminal(), Figures()
+    engines = {method: load(method, max(args.batches)) for method in (OFF, NGRAM)}
+    template = load_chat_template(resolve_model("default", local_files_only=False))
+    assert template is not None, "the default model has a chat template"
+    for batch in args.batches:
+        for task in args.tasks:
+            prompts = [prompt_ids(engines[OFF], template, text) for text in TASKS[task]]
+            # A small batch has one document in a round: the rounds go through all of them.
+            for number in range(args.rounds + 1):
+                chosen = [prompts[(number + i) % len(prompts)] for i in range(batch)]
+                for engine in engines.values() if batch < len(prompts) else ():
+                    generate(engine, chosen, args.temperature)  # its prompt enters the cache
+                runs = {arm: generate(engines[arm], chosen, args.temperature) for arm in in_turn([OFF, NGRAM], number)}
+                if number:
+                    _add(figures, f"batch of {batch}", task, runs)
+            console.print(_line(figures, f"batch of {batch}", task))
+    figures.show(console)
+    write_figures(args.json, figures, method="benchmarks/speculation.py", temperature=args.temperature)
+
+
+def _add(figures: Figures, part: str, task: str, runs: dict[str, Run]) -> None:
+    off, on = runs[OFF], runs[NGRAM]
+    for arm, run in runs.items():
+        figures.add(
+            part, task, arm, tokens_per_s=run.num_tokens / run.wall_s, tokens_per_cpu_s=run.num_tokens / run.cpu_s
+        )
+    figures.add(
+        part,
+        task,
+        NGRAM,
+        times_off=off.wall_s / on.wall_s,
+        cpu_times_off=off.cpu_s / on.cpu_s,
+        tokens_per_step=on.tokens_per_step,
+        acceptance=on.num_accepted / on.num_drafted if on.num_drafted else 0.0,
+        same_tokens=float(on.token_ids == off.token_ids),
+    )
+
+
+def _line(figures: Figures, part: str, task: str) -> str:
+    """Return a line of progress."""
+    found = {f.unit: median(f.rounds) for f in figures.all.values() if (f.part, f.case, f.arm) == (part, task, NGRAM)}
+    return f"{part}, {task}: {found['times off']:.2f} times as fast, {found['tokens per step']:.2f} tokens a step"
+
+
+if __name__ == "__main__":
+    main()

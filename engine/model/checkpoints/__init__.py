@@ -1,0 +1,1 @@
+"""Readers of checkpoints: safetensors, plain or quantized (compressed-tensors, GPTQ, AWQ), and GGUF."""

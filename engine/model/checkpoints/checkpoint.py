@@ -1,0 +1,61 @@
+"""A checkpoint, whatever its files are."""
+
+from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Protocol
+
+from torch import Tensor
+
+from engine.model.checkpoints import gguf_file
+from engine.model.checkpoints.formats import WeightFormat
+from engine.model.checkpoints.safetensors_files import open_safetensors
+from engine.model.config import DecoderConfig
+from engine.model.grouped import GroupedWeight
+
+
+class Checkpoint(Protocol):
+    """Tensors under their Hugging Face names, read one at a time, on the CPU."""
+
+    @property
+    def plain(self) -> Collection[str]:
+        """Names of the tensors that `tensor` returns, in the order of the file."""
+        ...
+
+    @property
+    def quantized(self) -> Collection[str]:
+        """Names of the modules whose weight is quantized, such as "model.layers.0.mlp.down_proj"."""
+        ...
+
+    def tensor(self, name: str) -> Tensor:
+        """Return a tensor of a floating-point dtype. Raises UnsupportedModel."""
+        ...
+
+    def weight(self, module: str, shape: tuple[int, int]) -> GroupedWeight | Tensor:
+        """Return a quantized module's weight; a plain float32 tensor where its grid is no grouped one.
+
+        `shape` is (out_features, in_features) as in config.json. Raises UnsupportedModel.
+        """
+        ...
+
+
+def open_checkpoint(
+    files: Sequence[Path], config: DecoderConfig, weight_format: WeightFormat | None
+) -> AbstractContextManager[Checkpoint]:
+    """Open safetensors files, or one GGUF file. Raises UnsupportedModel."""
+    if is_gguf(files):
+        return nullcontext(gguf_file.GgufCheckpoint(files[0], head_dim=config.head_dim))
+    return open_safetensors(files, weight_format)
+
+
+def is_gguf(files: Sequence[Path]) -> bool:
+    """Return whether the weights are in a GGUF file."""
+    return files[0].suffix == gguf_file.SUFFIX
+
+
+def quantized_by(files: Sequence[Path], weight_format: WeightFormat | None) -> str | None:
+    """Return the name of the format of a checkpoint's quantized weights; None: all are plain."""
+    if is_gguf(files):
+        types = gguf_file.quantized_types(files[0])
+        return f"GGUF ({', '.join(types)})" if types else None
+    return weight_format.method if weight_format is not None else None

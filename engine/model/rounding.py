@@ -1,0 +1,110 @@
+"""Rounds weights to grids of few bits, with a search for the grid that is closest.
+
+Scales and offsets are rounded to float16 before the codes are chosen, so that their own error cancels.
+"""
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from engine.model.grouped import GroupedWeight, concatenate
+
+_ELEMENTS_AT_A_TIME = 1 << 18  # they stay in the processor's cache during the search
+
+# Factors of the grid that spans a group's values. A narrower one clips the largest, in favour of the many small ones.
+_SYMMETRIC_FACTORS = {4: (1.0, 0.98, 0.95, 0.92, 0.88, 0.84, 0.8, 1.03, 1.08), 8: (1.0,)}
+_AFFINE_FACTORS = (1.0, 0.95, 0.9, 0.85, 0.8)
+_TINIEST_SCALE = 2.0**-24  # of float16
+
+
+def round_to_grid(weight: Tensor, *, bits: int, group_size: int) -> GroupedWeight:
+    """Return the symmetric grid of 4 or 8 bits closest to a weight [out_features, in_features] of any float dtype."""
+    return _by_rows(weight, group_size, lambda groups: _symmetric(groups, bits), bits)
+
+
+def round_to_affine_grid(weight: Tensor, *, group_size: int) -> GroupedWeight:
+    """Return a grid of 4 bits with offsets, close to a weight [out_features, in_features] of any float dtype.
+
+    A weight that lies on such a grid already, as that of a dequantized GGUF in Q4_1, keeps its values.
+    """
+    return _by_rows(weight, group_size, _affine, 4)
+
+
+_Grid = tuple[Tensor, Tensor, Tensor | None]
+"""Codes [rows, groups, group_size], scales and offsets [rows, groups, 1]."""
+
+
+def _by_rows(weight: Tensor, group_size: int, round_groups: Callable[[Tensor], _Grid], bits: int) -> GroupedWeight:
+    rows_at_a_time = max(1, _ELEMENTS_AT_A_TIME // weight.shape[1])
+    num_inputs, size = weight.shape[1], min(group_size, weight.shape[1])
+    parts = []
+    for rows in torch.split(weight, rows_at_a_time):
+        # A group at the end is filled up with its last value, which changes neither its range nor its codes.
+        padded = F.pad(rows.float()[None], (0, -num_inputs % size), mode="replicate")[0]
+        codes, scales, offsets = round_groups(padded.reshape(len(rows), -1, size))
+        parts.append(
+            GroupedWeight(
+                bits=bits,
+                group_size=group_size,
+                codes=codes.to(torch.uint8).flatten(1)[:, :num_inputs],
+                scales=scales.squeeze(2),
+                offsets=None if offsets is None else offsets.squeeze(2),
+            )
+        )
+    return concatenate(parts)
+
+
+def _symmetric(groups: Tensor, bits: int) -> _Grid:
+    middle = 2 ** (bits - 1)
+    # The grid reaches further below its middle than above: the largest magnitude, with its sign, goes there.
+    largest = groups.gather(2, groups.abs().argmax(2, keepdim=True))
+    best_error = torch.full_like(largest, torch.inf)
+    best_scale, best_codes = torch.zeros_like(largest), torch.zeros_like(groups)
+    for factor in _SYMMETRIC_FACTORS[bits]:
+        scale = _in_half(largest * (-factor / middle))
+        codes = torch.where(scale == 0, 0, groups / scale).round_().clamp_(-middle, middle - 1)
+        error = (codes * scale).sub_(groups).square_().sum(2, keepdim=True)
+        is_better = error < best_error
+        best_error = torch.where(is_better, error, best_error)
+        best_scale = torch.where(is_better, scale, best_scale)
+        best_codes = torch.where(is_better, codes, best_codes)
+    return best_codes + middle, best_scale, None
+
+
+def _affine(groups: Tensor) -> _Grid:
+    best_error = groups.new_full((*groups.shape[:2], 1), torch.inf)
+    best_scale, best_offset, best_codes = best_error, best_error, groups
+    for scale, offset in _affine_candidates(groups):
+        codes = _affine_codes(groups, scale, offset)
+        error = (codes * scale).add_(offset).sub_(groups).square_().sum(2, keepdim=True)
+        is_better = error < best_error
+        best_error = torch.where(is_better, error, best_error)
+        best_scale = torch.where(is_better, scale, best_scale)
+        best_offset = torch.where(is_better, offset, best_offset)
+        best_codes = torch.where(is_better, codes, best_codes)
+    return best_codes, best_scale, best_offset
+
+
+def _affine_candidates(groups: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield scales and offsets in float16's precision: for each factor, the grid and one fitted to the grid's codes."""
+    low, high, mean = groups.amin(2, keepdim=True), groups.amax(2, keepdim=True), groups.mean(2, keepdim=True)
+    for factor in _AFFINE_FACTORS:
+        scale = _in_half((high - low) * (factor / 15)).clamp_min_(_TINIEST_SCALE)
+        offset = _in_half((low + high) / 2 - 7.5 * scale)
+        yield scale, offset
+        codes = _affine_codes(groups, scale, offset)  # least squares of groups = scale * codes + offset
+        mean_code = codes.mean(2, keepdim=True)
+        spread = codes - mean_code
+        fitted = (spread * (groups - mean)).sum(2, keepdim=True) / spread.square().sum(2, keepdim=True)
+        scale = torch.where(fitted > _TINIEST_SCALE, _in_half(fitted), scale)  # NaN where all codes are equal
+        yield scale, _in_half(mean - scale * mean_code)
+
+
+def _affine_codes(groups: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
+    return ((groups - offset) / scale).round_().clamp_(0, 15)
+
+
+def _in_half(x: Tensor) -> Tensor:
+    return x.half().float()

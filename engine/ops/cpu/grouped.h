@@ -1,0 +1,176 @@
+// Products with weights in 4 or 8 bits: y [rows, columns] = x [rows, depth] * W^T, with W = scale * code + offset.
+//
+// W is packed into panels of 16 columns, which a product reads as one stream. Panel p, block b: [steps][16 columns] of
+// four bytes, each the code of one input (8 bits: 8 steps) or of two that are four inputs apart (4 bits: 4 steps, the
+// first in the low half). Scales and offsets: [panel][group][16 columns].
+//
+// x is rounded to 8 bits (rounded.h). A row's result depends on this row alone, bit for bit, with any number of rows.
+#pragma once
+#include "rounded.h"
+
+namespace kvrelay {
+
+// A weight on its grid.
+struct Grouped {
+    const uint8_t* codes;
+    const void* scales;
+    const void* offsets;   // or null: the grid is symmetric, with 2^(bits - 1) in its middle
+    int64_t bits;          // 4 or 8
+    int64_t scale_bits;    // of a scale and an offset: 16 (IEEE half) or 32
+    int64_t group_blocks;  // blocks that share a scale
+};
+
+inline int64_t num_panels(int64_t columns) { return (columns + kLanes - 1) / kLanes; }
+inline int64_t num_groups(int64_t depth, int64_t group_blocks) {
+    return (num_blocks(depth) + group_blocks - 1) / group_blocks;
+}
+inline int64_t grouped_block_bytes(int64_t bits) { return kBlock * kLanes * bits / 8; }
+
+inline F32x16 load_half(const uint16_t* from) {
+#if defined(__AVX512F__)
+    return (F32x16)_mm512_cvtph_ps(load<__m256i>(from));
+#else
+    I32x16 half = __builtin_convertvector(load<U16x16>(from), I32x16);
+    // Exponent and mantissa move to a float's places; the factor corrects the exponent's bias, also of subnormals.
+    F32x16 magnitude = (F32x16)((half & 0x7fff) << 13) * 0x1p112f;
+    return (F32x16)((I32x16)magnitude | (half & 0x8000) << 16);
+#endif
+}
+
+// Scales or offsets of a panel's columns in group g.
+inline F32x16 load_grid(const void* grid, int64_t bits, int64_t g) {
+    return bits == 16 ? load_half((const uint16_t*)grid + g * kLanes) : load<F32x16>((const float*)grid + g * kLanes);
+}
+
+// Add to each column the products of its four codes, unsigned bytes, with x's four, signed bytes.
+inline I32x16 add_quad(I32x16 sum, I32x16 codes, int32_t x) {
+#if defined(__AVX512VNNI__)
+    return (I32x16)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, _mm512_set1_epi32(x));
+#else
+    for (int i = 0; i < 4; i++) sum += ((codes >> (8 * i)) & 0xff) * int32_t(int8_t(x >> (8 * i)));
+    return sum;
+#endif
+}
+
+constexpr int kPrefetchBytes = 4096;  // the next panel's beginning follows this one's end
+
+// Sums of one block: kRows rows of x times 16 columns.
+template <int kBits, int kRows>
+inline void multiply_block(const int32_t* quads, const uint8_t* codes, I32x16* sums) {
+    constexpr int kSteps = kQuads * kBits / 8;
+    for (int s = 0; s < kSteps; s++, codes += 64) {
+        __builtin_prefetch(codes + kPrefetchBytes);
+        I32x16 packed = load<I32x16>(codes);
+        I32x16 first = kBits == 4 ? packed & 0x0f0f0f0f : packed;
+        const int32_t* x = quads + s * (kBits == 4 ? 2 : 1) * kRows;
+#pragma GCC unroll 12
+        for (int r = 0; r < kRows; r++) sums[r] = add_quad(sums[r], first, x[r]);
+        if (kBits == 4) {
+            I32x16 second = (packed >> 4) & 0x0f0f0f0f;
+#pragma GCC unroll 12
+            for (int r = 0; r < kRows; r++) sums[r] = add_quad(sums[r], second, x[kRows + r]);
+        }
+    }
+}
+
+// Panel p of the product with one tile, [kRows].
+template <int kBits, int kRows>
+inline void multiply_panel(const RoundedTile& x, const Grouped& w, int64_t blocks, int64_t p, F32x16* y) {
+    constexpr int kMiddle = 1 << (kBits - 1);
+    const uint8_t* codes = w.codes + p * blocks * grouped_block_bytes(kBits);
+    int64_t group = p * ((blocks + w.group_blocks - 1) / w.group_blocks), in_group = 0;
+    F32x16 acc[kRows] = {}, scale{}, offset{};
+    for (int64_t b = 0; b < blocks; b++, codes += grouped_block_bytes(kBits)) {
+        if (in_group == 0) {
+            scale = load_grid(w.scales, w.scale_bits, group);
+            offset = w.offsets ? load_grid(w.offsets, w.scale_bits, group) : scale * -float(kMiddle);
+            group++;
+        }
+        in_group = in_group + 1 == w.group_blocks ? 0 : in_group + 1;
+        I32x16 sums[kRows] = {};
+        multiply_block<kBits, kRows>(x.quads + b * kQuads * kRows, codes, sums);
+#pragma GCC unroll 12
+        for (int r = 0; r < kRows; r++) {
+            F32x16 value = __builtin_convertvector(sums[r], F32x16) * scale + x.code_sums[b * kRows + r] * offset;
+            acc[r] += value * x.scales[b * kRows + r];
+        }
+    }
+    for (int r = 0; r < kRows; r++) y[r] = acc[r];
+}
+
+template <int kBits>
+inline void multiply_panel(const RoundedTile& x, const Grouped& w, int64_t blocks, int64_t p, F32x16* y) {
+    switch (x.rows) {
+        case 1: return multiply_panel<kBits, 1>(x, w, blocks, p, y);
+        case 2: return multiply_panel<kBits, 2>(x, w, blocks, p, y);
+        case 3: return multiply_panel<kBits, 3>(x, w, blocks, p, y);
+        case 4: return multiply_panel<kBits, 4>(x, w, blocks, p, y);
+        case 5: return multiply_panel<kBits, 5>(x, w, blocks, p, y);
+        case 6: return multiply_panel<kBits, 6>(x, w, blocks, p, y);
+        case 7: return multiply_panel<kBits, 7>(x, w, blocks, p, y);
+        case 8: return multiply_panel<kBits, 8>(x, w, blocks, p, y);
+        case 9: return multiply_panel<kBits, 9>(x, w, blocks, p, y);
+        case 10: return multiply_panel<kBits, 10>(x, w, blocks, p, y);
+        case 11: return multiply_panel<kBits, 11>(x, w, blocks, p, y);
+        default: return multiply_panel<kBits, 12>(x, w, blocks, p, y);
+    }
+}
+
+// Rows of this many inputs in all are rounded by every thread for itself, which costs less than waiting for another.
+constexpr int64_t kRoundedAlone = 4096;
+
+// y [rows, columns] = x [rows, depth] * W^T (+ bias). Both sides' rows are contiguous; Y is T or wider. All threads.
+template <typename T, typename Y>
+void grouped_linear(const T* x, const Grouped& w, const T* bias, Y* y, int64_t rows, int64_t columns, int64_t depth) {
+    static thread_local std::vector<int32_t> memory;
+    RoundedRows together(rows, depth, memory);
+    bool is_alone = rows * depth <= kRoundedAlone;
+#pragma omp parallel
+    {
+        RoundedRows rounded = is_alone ? RoundedRows(rows, depth, memory) : together;
+        if (is_alone) {
+            for (int64_t row = 0; row < rows; row++) rounded.round(x + row * depth, row);
+        } else {
+#pragma omp for schedule(static)
+            for (int64_t row = 0; row < rows; row++) rounded.round(x + row * depth, row);
+        }
+#pragma omp for schedule(static)
+        for (int64_t p = 0; p < num_panels(columns); p++) {
+            int64_t at = p * kLanes, width = std::min<int64_t>(columns - at, kLanes);
+            F32x16 offset = bias ? load_some(bias + at, width) : F32x16{};
+            for (int64_t row = 0; row < rows; row += rounded.tile_rows()) {
+                RoundedTile tile = rounded.tile(row);
+                F32x16 product[kMaxRows];
+                if (w.bits == 4) {
+                    multiply_panel<4>(tile, w, rounded.blocks(), p, product);
+                } else {
+                    multiply_panel<8>(tile, w, rounded.blocks(), p, product);
+                }
+                for (int64_t r = 0; r < tile.rows; r++) {
+                    F32x16 value = bias ? product[r] + offset : product[r];
+                    Y* to = y + (row + r) * columns + at;
+                    if (width == kLanes) {
+                        store_narrow(to, value);
+                    } else {
+                        store_some(to, value, width);
+                    }
+                }
+            }
+        }
+    }
+}
+
+// Pack panel p of the codes [columns, depth]. Missing columns and inputs have code 0; their x is 0.
+inline void pack_codes(const uint8_t* codes, int64_t columns, int64_t depth, int64_t bits, uint8_t* packed, int64_t p) {
+    int64_t blocks = num_blocks(depth);
+    packed += p * blocks * grouped_block_bytes(bits);
+    auto code = [&](int64_t column, int64_t at) -> uint8_t {
+        return column < columns && at < depth ? codes[column * depth + at] : 0;
+    };
+    for (int64_t at = 0; at < blocks * kBlock; at += bits == 4 ? 8 : 4)
+        for (int64_t c = p * kLanes; c < (p + 1) * kLanes; c++)
+            for (int i = 0; i < 4; i++)
+                *packed++ = bits == 4 ? code(c, at + i) | code(c, at + 4 + i) << 4 : code(c, at + i);
+}
+
+}  // namespace kvrelay

@@ -1,0 +1,116 @@
+"""Keys, or values, of one layer in pages, for attention in torch: written and gathered in the activations' dtype."""
+
+import math
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from engine.executor import KvShape
+from engine.kv_cache import TorchKvStore
+from engine.kv_format import SCALE_DTYPE, TOKEN_GROUP, KvFormat
+
+
+class Pages(Protocol):
+    """Keys, or values, of one layer."""
+
+    def write(self, slots: Tensor, rows: Tensor) -> Tensor:
+        """Store rows [num_tokens, num_kv_heads, head_dim] at int64 slots; return them as they will be read."""
+        ...
+
+    def gather(self, blocks: Tensor, num_seqs: int, num_keys: int) -> Tensor:
+        """Return the first keys of each sequence, [num_seqs, num_kv_heads, num_keys, head_dim].
+
+        blocks, int64 [num_seqs * blocks_per_seq], has all sequences in turn.
+        """
+        ...
+
+
+def layer_pages(store: TorchKvStore, layer_idx: int, dtype: torch.dtype) -> tuple[Pages, Pages]:
+    """Return a layer's keys and values, as rows of `dtype`."""
+    keys, values = store.layers[layer_idx]
+    if not store.kv_format.has_codes:
+        return _PlainPages(keys), _PlainPages(values)
+    layout = CodeLayout(store.shape, store.kv_format)
+    return (
+        _CodedPages(layout.keys(keys), layout.scales(keys), store.kv_format, dtype),
+        _CodedPages(layout.values(values), layout.scales(values), store.kv_format, dtype),
+    )
+
+
+class CodeLayout:
+    """Views of the codes and scales in a layer's pages, uint8 [num_blocks, page]; see `engine.kv_cache`.
+
+    The first dimensions of a view are a token's place, as `place` gives it; the others are what it stores.
+    """
+
+    def __init__(self, shape: KvShape, kv_format: KvFormat) -> None:
+        self._groups = shape.block_size // TOKEN_GROUP, shape.num_kv_heads
+        self._row_bytes = kv_format.code_bytes(shape.head_dim)
+        self._row_scales = kv_format.row_scales(shape.head_dim)
+
+    def keys(self, pages: Tensor) -> Tensor:
+        """Return [num_blocks, groups, 4, 4 tokens, num_kv_heads, row_bytes / 4, 4]."""
+        return self._codes(pages, self._row_bytes // 4, 4, 4, 4).permute(0, 1, 4, 5, 2, 3, 6)
+
+    def values(self, pages: Tensor) -> Tensor:
+        """Return [num_blocks, groups, 4, 4 tokens, num_kv_heads, row_bytes]."""
+        return self._codes(pages, 4, self._row_bytes, 4).permute(0, 1, 3, 5, 2, 4)
+
+    def scales(self, pages: Tensor) -> Tensor:
+        """Return [num_blocks, groups, 4, 4 tokens, num_kv_heads, row_scales]."""
+        num_bytes = math.prod(self._groups) * TOKEN_GROUP * self._row_bytes
+        scales = pages[:, num_bytes:].view(SCALE_DTYPE)
+        return scales.view(len(pages), *self._groups, self._row_scales, 4, 4).permute(0, 1, 4, 5, 2, 3)
+
+    def _codes(self, pages: Tensor, *sizes: int) -> Tensor:
+        num_bytes = math.prod(self._groups) * TOKEN_GROUP * self._row_bytes
+        return pages[:, :num_bytes].view(len(pages), *self._groups, *sizes)
+
+
+def place(slots: Tensor, block_size: int) -> tuple[Tensor, ...]:
+    """Return the indices of int64 slots in the first dimensions of a view of `CodeLayout`."""
+    offset = slots % block_size
+    return slots // block_size, offset // TOKEN_GROUP, offset % TOKEN_GROUP // 4, offset % 4
+
+
+class _PlainPages:
+    """Pages of values, in the activations' dtype; `Pages`."""
+
+    def __init__(self, cache: Tensor) -> None:
+        self._cache = cache
+
+    def write(self, slots: Tensor, rows: Tensor) -> Tensor:
+        self._cache.view(-1, *rows.shape[1:]).index_copy_(0, slots, rows)
+        return rows
+
+    def gather(self, blocks: Tensor, num_seqs: int, num_keys: int) -> Tensor:
+        gathered = self._cache.index_select(0, blocks).view(num_seqs, -1, *self._cache.shape[2:])
+        return gathered[:, :num_keys].transpose(1, 2)
+
+
+class _CodedPages:
+    """Pages of codes and scales; `Pages`. Rows read back are mixed, see `KvFormat.mix`."""
+
+    def __init__(self, codes: Tensor, scales: Tensor, kv_format: KvFormat, dtype: torch.dtype) -> None:
+        self._codes = codes
+        self._scales = scales
+        self._format = kv_format
+        self._dtype = dtype
+
+    def write(self, slots: Tensor, rows: Tensor) -> Tensor:
+        codes, scales = self._format.encode(rows)
+        at = place(slots, self._codes.shape[1] * TOKEN_GROUP)
+        self._codes[at] = codes.view(-1, *self._codes.shape[4:])
+        self._scales[at] = scales
+        return self._format.decode(codes, scales, self._dtype)
+
+    def gather(self, blocks: Tensor, num_seqs: int, num_keys: int) -> Tensor:
+        codes, scales = (self._take(view, blocks, num_seqs)[:, :num_keys] for view in (self._codes, self._scales))
+        return self._format.decode(codes, scales, self._dtype).transpose(1, 2)
+
+    @staticmethod
+    def _take(view: Tensor, blocks: Tensor, num_seqs: int) -> Tensor:
+        """Return [num_seqs, tokens, num_kv_heads, bytes or scales]."""
+        taken = view.index_select(0, blocks).flatten(5)
+        return taken.reshape(num_seqs, -1, *taken.shape[4:])

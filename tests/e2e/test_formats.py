@@ -1,0 +1,89 @@
+"""Fewer bits over processes: answers are those of one engine alone, which reads the same checkpoint in the same bits.
+
+The rule for every format: with the same kernels, a row's projections do not depend on other rows, and a block's bytes
+travel as they are. So an answer is the same alone, in a batch, handed over and from a cache. After a kill its tokens so
+far are read again as a prompt, whose sums have another order: those tokens stay, and what follows may differ at a near
+tie, since a last bit decides now and then between two codes.
+"""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.config import parse_config
+from common.sampling import SamplingParams
+from kvrelay.client import Generation
+from tests.e2e.harness import kill_worker, running_cluster, until, until_idle, worker
+from tests.short_model import write_short_model
+from worker.inprocess import LocalEngine
+
+pytestmark = [pytest.mark.e2e, pytest.mark.model, pytest.mark.timeout(300)]
+
+BF16_BLOCK_BYTES = 4 * 2 * 16 * 3 * 64 * 2
+"""Bytes of a block in four layers: keys and values of 16 tokens, 3 heads, 64 dimensions."""
+GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True}
+SAMPLED: dict[str, Any] = {"temperature": 0.8, "seed": 5, "max_tokens": 800, "ignore_eos": True}
+"""Long enough for a kill in its middle: a token takes about a millisecond."""
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_short_model(tmp_path_factory.mktemp("formats"))
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    return [[(7 * i + 13 * j) % 40_000 + 100 for j in range(length)] for i, length in enumerate((5, 33, 200, 64))]
+
+
+async def test_answers_in_4_bits_are_those_of_one_engine_handed_over_and_cached_and_outlive_a_kill(
+    tmp_path: Path, model_dir: Path, prompts: list[list[int]]
+) -> None:
+    pool = {"kv_memory_gib": 0.2}
+    config: dict[str, Any] = {
+        "name": "formats",
+        "launcher": "local",
+        "model": {"id": str(model_dir), "dtype": "float32", "quantization": "int4", "kv_dtype": "int8"},
+        "pools": {"prefill": pool, "decode": pool},
+        "router": {"port": 0, "local_prefill_max_tokens": 0},
+        "slo": {"ttft_s": 600.0, "tpot_s": 600.0},
+    }
+    engine = LocalEngine.load(parse_config(config, source="test"))
+
+    def expected(options: dict[str, Any]) -> list[list[int]]:
+        answers: list[list[int]] = [[] for _ in prompts]
+        for token in engine.stream_all([(prompt, SamplingParams(**options)) for prompt in prompts]):
+            answers[token.request_idx].append(token.token_id)
+        return answers
+
+    async with running_cluster(tmp_path, config, timeout_s=120) as client:
+
+        async def answered(options: dict[str, Any]) -> list[Generation]:
+            return await asyncio.gather(*(client.generate(prompt, **options) for prompt in prompts))
+
+        handed_over, cached = await answered(GREEDY), await answered(GREEDY)
+        assert [list(answer.token_ids) for answer in handed_over] == expected(GREEDY)
+        assert [answer.token_ids for answer in cached] == [answer.token_ids for answer in handed_over]
+        longest = handed_over[2].transfer
+        assert longest.kv_bytes < 0.6 * longest.num_blocks * BF16_BLOCK_BYTES
+        assert cached[2].usage.num_cached_tokens == 192
+
+        stream = client.stream(prompts[2], **SAMPLED)
+        result = asyncio.create_task(stream.result())
+
+        async def decoding() -> bool:
+            view = await worker(client, "decode")
+            return view.status is not None and view.status.load.num_context_tokens > len(prompts[2]) + 8
+
+        await until(decoding, timeout_s=30, what="some tokens are decoded")
+        view = await worker(client, "decode")
+        assert view.status is not None
+        num_before = view.status.load.num_context_tokens - len(prompts[2])
+        await kill_worker(client, "decode")
+        killed = await result
+        assert list(killed.token_ids[:num_before]) == expected(SAMPLED)[2][:num_before]
+        assert len(killed.token_ids) == SAMPLED["max_tokens"]
+        assert len(killed.plans) > 1, "the kill must have hit the stream"
+        await until_idle(client)

@@ -1,0 +1,61 @@
+"""A process that gets little of its core: its answers move to others, and it is kept out of use."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.faults import throttled
+from kvrelay.client import AsyncClient, Token, WorkerView
+from tests.builders import expected_tokens, make_request
+from tests.e2e.harness import FAKE_POOL, fake_config, running_cluster, until
+
+pytestmark = pytest.mark.e2e
+
+NUM_TOKENS = 600
+SAMPLING: dict[str, Any] = {"temperature": 0.8, "ignore_eos": True, "max_tokens": NUM_TOKENS}
+
+
+def prompt_of(number: int) -> list[int]:
+    return [32 + (number * 11 + i) % 64 for i in range(60)]
+
+
+async def decode_workers(client: AsyncClient) -> list[WorkerView]:
+    return [view for view in (await client.status()).workers if view.role == "decode"]
+
+
+async def test_worker_that_stays_slow_gives_its_answers_away_and_is_kept_out(tmp_path: Path) -> None:
+    pools = {"prefill": FAKE_POOL, "decode": {**FAKE_POOL, "count": 2, "slow_drain_s": 1.0}}
+    async with running_cluster(tmp_path, fake_config(pools=pools, step_ms=10)) as client:
+        begun = [asyncio.Event() for _ in range(6)]
+
+        async def ask(number: int) -> tuple[int, ...]:
+            stream = client.stream(prompt_of(number), seed=number, **SAMPLING)
+            async with stream:
+                async for event in stream:
+                    if isinstance(event, Token):
+                        begun[number].set()
+                return (await stream.result()).token_ids
+
+        async def is_kept_out() -> bool:
+            views = {view.worker_id: view for view in await decode_workers(client)}
+            return views[victim.worker_id].state == "draining" and views[victim.worker_id].slowness > 2
+
+        async def is_empty() -> bool:
+            views = {view.worker_id: view.status for view in await decode_workers(client)}
+            status = views[victim.worker_id]
+            return status is not None and status.load.num_running == 0
+
+        asking = [asyncio.create_task(ask(number)) for number in range(6)]
+        await asyncio.gather(*(event.wait() for event in begun))
+        views = await decode_workers(client)
+        victim = max(views, key=lambda view: view.status.load.num_running if view.status else 0)
+        assert victim.status is not None
+        with throttled(victim.status.pid, times=12.0):
+            await until(is_kept_out, timeout_s=40, what="the slow worker is kept out")
+            await until(is_empty, timeout_s=20, what="its answers have moved")
+        for number, answer in enumerate(await asyncio.gather(*asking)):
+            assert answer == tuple(expected_tokens(make_request(prompt_of(number), seed=number, **SAMPLING)))
+        (other,) = [view for view in await decode_workers(client) if view.worker_id != victim.worker_id]
+        assert (other.state, other.slowness) == ("ready", 0)

@@ -1,0 +1,122 @@
+"""Products with weights in 4 and 8 bits against torch, and the bits of a row among other rows."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from engine.model.grouped import GroupedLinear, RoundedInputs
+from engine.ops.cpu.library import CpuKernels
+from engine.ops.cpu.linear import Arena, PackedLinear, pack_grouped
+from tests.engine.test_grouped import make_weight
+
+
+def make_linear(
+    bits: int, out_features: int, in_features: int, group_size: int, *, has_offsets: bool, has_half_scales: bool = True
+) -> GroupedLinear:
+    weight = make_weight(bits, out_features, in_features, group_size, has_offsets=has_offsets)
+    if has_half_scales:
+        for grid in (weight.scales, weight.offsets):
+            if grid is not None:
+                grid.copy_(grid.half().float())
+    return GroupedLinear(weight, torch.randn(out_features, generator=torch.Generator().manual_seed(1)))
+
+
+def pack(linear: GroupedLinear, kernels: CpuKernels) -> PackedLinear:
+    return pack_grouped(linear, kernels, Arena(4 << 20))
+
+
+def make_inputs(num_tokens: int, in_features: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(num_tokens, in_features, generator=torch.Generator().manual_seed(num_tokens)).to(dtype)
+
+
+def rounded_in_blocks(x: Tensor) -> Tensor:
+    """Return x as the kernels round it: to 255 steps of each block of 32 inputs, float64."""
+    blocks = F.pad(x.float(), (0, -x.shape[1] % 32)).reshape(len(x), -1, 32)
+    largest = blocks.abs().amax(2, keepdim=True)
+    codes = (blocks.double() * (127 / largest).double()).round()
+    rounded: Tensor = (codes * (largest / 127).double()).flatten(1)[:, : x.shape[1]]
+    return rounded
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("has_offsets", [False, True])
+@pytest.mark.parametrize(
+    ("out_features", "in_features", "group_size", "has_half_scales"),
+    [
+        (1, 32, 32, True),
+        (33, 96, 64, False),
+        (48, 70, 32, True),
+        (17, 256, 128, False),
+        (40, 70, 70, True),
+        (20, 160, 160, False),
+    ],
+)
+def test_product_equals_that_of_the_values_with_rounded_inputs(
+    kernels: CpuKernels,
+    out_features: int,
+    in_features: int,
+    group_size: int,
+    has_half_scales: bool,
+    bits: int,
+    has_offsets: bool,
+) -> None:
+    linear = make_linear(
+        bits, out_features, in_features, group_size, has_offsets=has_offsets, has_half_scales=has_half_scales
+    )
+    packed = pack(linear, kernels)
+    assert linear.bias is not None
+    bias = linear.bias.to(kernels.dtype).double()
+    values = linear.weight.dequantize(torch.float64)
+    for num_tokens in (1, 2, 12, 25):
+        x = make_inputs(num_tokens, in_features, kernels.dtype)
+        expected = F.linear(rounded_in_blocks(x), values, bias)
+        # bfloat16 inputs often lie halfway between two codes, where two processors may choose differently.
+        num_ties = 2 if kernels.dtype is torch.bfloat16 else 0
+        step = float(x.abs().max()) / 127 * float(values.abs().max())
+        atol = 2e-5 * in_features + num_ties * step
+        torch.testing.assert_close(packed.wide(x).double(), expected, atol=atol, rtol=1e-4)
+
+
+@pytest.mark.parametrize("in_features", [64, 70])
+def test_product_without_these_kernels_rounds_inputs_in_the_same_way(
+    float32_kernels: CpuKernels, in_features: int
+) -> None:
+    linear = make_linear(4, 24, in_features, 32, has_offsets=True)
+    x = make_inputs(9, in_features, torch.float32) * torch.logspace(-3, 3, 9)[:, None]
+    x[4] = 0
+    found = RoundedInputs(linear.dequantize(torch.float32))(x)
+    torch.testing.assert_close(found, pack(linear, float32_kernels).wide(x), atol=1e-3, rtol=1e-3)
+    assert torch.equal(found[4], linear.dequantize(torch.float32)(x[4:5])[0]), "zeros stay zeros"
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_product_when_other_rows_change_keeps_its_bits(kernels: CpuKernels, bits: int) -> None:
+    packed = pack(make_linear(bits, 70, 576, 64, has_offsets=True), kernels)
+    x = make_inputs(40, 576, kernels.dtype)
+    alone = torch.cat([packed(row[None]) for row in x])
+    for num_tokens in (2, 7, 8, 13, 40):  # from 8 rows on they are rounded by several threads
+        assert torch.equal(packed(x[:num_tokens]), alone[:num_tokens])
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_product_when_a_row_is_not_finite_leaves_the_others(kernels: CpuKernels, bad: float) -> None:
+    packed = pack(make_linear(4, 40, 64, 32, has_offsets=False), kernels)
+    x = make_inputs(3, 64, kernels.dtype)
+    expected = packed(x)
+    x[1, 5] = bad
+    found = packed(x)
+    assert not found[1].isfinite().any()
+    assert torch.equal(found[[0, 2]], expected[[0, 2]])
+
+
+@pytest.mark.parametrize("largest", [0.0, 1e-38, 3e38])
+def test_product_of_tiny_and_of_huge_inputs_is_a_number(kernels: CpuKernels, largest: float) -> None:
+    linear = make_linear(8, 16, 64, 32, has_offsets=False)
+    linear.weight.scales.fill_(1e-4)
+    x = torch.zeros(1, 64).to(kernels.dtype)
+    x[0, 3] = largest
+    found = pack(linear, kernels).wide(x)
+    assert linear.bias is not None
+    expected = linear.weight.dequantize(torch.float32)[:, 3] * largest + linear.bias.to(kernels.dtype)
+    torch.testing.assert_close(found[0], expected, rtol=0.01, atol=1e-6)

@@ -1,0 +1,276 @@
+"""Speculation over the fake engine: whatever is drafted, answers are those that come token by token."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.structured_outputs import structure_text
+from common.timing import StepShape
+from common.tokens import as_tokens
+from engine.core import EngineCore
+from engine.events import TokenOutput
+from engine.sequence import EngineRequest
+from engine.sequence import Sequence as EngineSequence
+from engine.speculation.costs import MAX_AGE, StepCosts
+from engine.speculation.drafter import Draft
+from engine.speculation.ngram import MAX_MATCH, MIN_MATCH, NgramDrafter, NgramIndex
+from engine.speculation.speculator import Speculator, choose_rows
+from tests.builders import (
+    BLOCK_SIZE,
+    Collector,
+    assert_empty,
+    expected_tokens,
+    make_core,
+    make_request,
+    run_until_idle,
+    served,
+    submit,
+)
+from tests.engine.drafting import GuessingDrafter, eager
+from tests.engine.overlap import Spy
+
+STRUCTURE = structure_text({"regex": "(ab|c){2,9}(xyz)?"})
+
+
+def guesses(requests: Sequence[EngineRequest], *, rate: float, seed: int = 0, num_tokens: int = 5) -> Speculator:
+    """Return a speculator that knows the answers to some requests."""
+    known = {id(request): request for request in requests}
+
+    @functools.cache
+    def answer(request_id: int, sample: int) -> list[int]:
+        return expected_tokens(known[request_id], sample=sample)
+
+    def answer_of(sequence: EngineSequence) -> list[int]:
+        return answer(id(sequence.request), sequence.sample_index)
+
+    return eager(GuessingDrafter(answer_of, rate=rate, seed=seed), num_tokens=num_tokens)
+
+
+def outputs_of(core: EngineCore, requests: Sequence[EngineRequest]) -> list[list[TokenOutput]]:
+    """Serve requests in one batch and return the outputs of each, by sample."""
+    collectors: list[Collector] = [submit(core, request)[1] for request in requests]
+    run_until_idle(core)
+    assert_empty(core)
+    return [sorted(each.outputs, key=lambda output: (output.sample_index, output.token_index)) for each in collectors]
+
+
+SAMPLING = st.fixed_dictionaries(
+    {
+        "max_tokens": st.integers(1, 14),
+        "temperature": st.sampled_from([0.0, 1.0]),
+        "seed": st.integers(0, 3),
+        "n": st.sampled_from([1, 1, 2, 3]),
+        "ignore_eos": st.booleans(),
+        "min_tokens": st.integers(0, 4),
+        "num_logprobs": st.sampled_from([None, 2]),
+        "presence_penalty": st.sampled_from([0.0, 0.5]),
+        "stop_token_ids": st.sampled_from([frozenset(), frozenset(b"e"), frozenset(b"aeiou")]),
+        "structured_outputs": st.sampled_from(["", "", STRUCTURE]),
+    }
+)
+
+
+@given(
+    prompts=st.lists(st.lists(st.integers(4, 250), min_size=1, max_size=11), min_size=1, max_size=3),
+    samplings=st.lists(SAMPLING, min_size=3, max_size=3),
+    rate=st.sampled_from([0.0, 0.6, 1.0]),
+    seed=st.integers(0, 99),
+    num_blocks=st.integers(10, 24),
+    max_step_tokens=st.integers(9, 40),
+    max_steps_in_flight=st.sampled_from([1, 2]),
+)
+@settings(max_examples=120, deadline=None)
+def test_answers_are_those_without_speculation_whatever_is_drafted(
+    prompts: list[list[int]],
+    samplings: list[dict[str, Any]],
+    rate: float,
+    seed: int,
+    num_blocks: int,
+    max_step_tokens: int,
+    max_steps_in_flight: int,
+) -> None:
+    requests = [
+        make_request(prompt, **each | {"min_tokens": min(each["min_tokens"], each["max_tokens"])})
+        for prompt, each in zip(prompts, samplings, strict=False)
+    ]
+    make = functools.partial(make_core, num_blocks=num_blocks, max_step_tokens=max_step_tokens, max_running=9)
+    plain = make(max_steps_in_flight=1)
+    core = make(max_steps_in_flight=max_steps_in_flight, speculator=guesses(requests, rate=rate, seed=seed))
+    assert outputs_of(core, requests) == outputs_of(plain, requests)
+
+
+@pytest.mark.parametrize("num_prompt_tokens", [BLOCK_SIZE * 2 + d for d in (-1, 0, 1)])
+def test_right_drafts_save_steps_and_fill_the_prefix_cache_to_the_same_block(num_prompt_tokens: int) -> None:
+    request = make_request(range(10, 10 + num_prompt_tokens), max_tokens=21, ignore_eos=True)
+    plain, core = make_core(), make_core(max_steps_in_flight=1, speculator=guesses([request], rate=1.0, num_tokens=5))
+    spy = Spy(core)
+    assert served(core, request).token_ids() == served(plain, request).token_ids()
+    assert len(spy.batches) == 1 + 4  # the prompt, 3 x (5 drafted + 1), 2 left
+    assert set(core.pool.snapshot().stored) == set(plain.pool.snapshot().stored)
+    assert core.load().num_drafted_tokens == core.load().num_accepted_tokens == 5 + 5 + 5 + 1
+
+
+def test_wrong_drafts_hold_no_page_after_their_step() -> None:
+    request = make_request(range(10, 10 + BLOCK_SIZE), max_tokens=9, ignore_eos=True)
+    core = make_core(max_steps_in_flight=1, speculator=guesses([request], rate=0.0, num_tokens=9))
+    group, collector = submit(core, request)
+    while core.has_work:
+        for each, event in core.step():
+            each.sink(event)
+        sequence = group.leader
+        assert len(sequence.block_table) == -(-sequence.num_computed // BLOCK_SIZE)
+    assert collector.token_ids() == expected_tokens(request)
+
+
+def test_drafts_take_no_page_that_a_running_answer_may_need() -> None:
+    requests = [make_request(range(i, i + 6), max_tokens=12, ignore_eos=True) for i in (10, 40)]
+    plain = make_core(num_blocks=11, max_steps_in_flight=1)
+    core = make_core(num_blocks=11, max_steps_in_flight=1, speculator=guesses(requests, rate=0.3, num_tokens=8))
+    assert outputs_of(core, requests) == outputs_of(plain, requests)
+    assert core.load().num_drafted_tokens
+    assert core.load().num_preemptions == plain.load().num_preemptions == 0
+
+
+def test_nothing_is_drafted_before_steps_are_measured_or_for_an_executor_that_cannot_verify() -> None:
+    request = make_request([*range(10, 20)] * 3, max_tokens=20, ignore_eos=True)
+    unmeasured = make_core(max_steps_in_flight=1, speculator=Speculator(NgramDrafter(), num_tokens=8))
+    served(unmeasured, request)
+    assert unmeasured.load().num_drafted_tokens == 0
+    core = make_core()
+    core.executor.verifies_drafts = False
+    limits = core.scheduler.limits
+    unable = EngineCore(core.executor, limits, core._clock, guesses([request], rate=1.0))  # noqa: SLF001
+    assert served(unable, request).token_ids() == expected_tokens(request)
+    assert unable.load().num_drafted_tokens == 0
+
+
+# ── how much is verified ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def a_draft(*chances: float) -> Draft:
+    return Draft(token_ids=as_tokens(range(len(chances))), chances=list(chances))
+
+
+def a_sequence(length: int = 100) -> EngineSequence:
+    return EngineSequence.from_request(make_request(range(length)), block_size=BLOCK_SIZE, order=0)
+
+
+def line(num_rows: int, *, constant_s: float, per_row_s: float) -> list[float]:
+    """Return the times of steps with `num_rows` and up to 99 more rows."""
+    return [constant_s + per_row_s * (num_rows + i) for i in range(100)]
+
+
+CHEAP = line(1, constant_s=1.0, per_row_s=0.04)
+
+
+def test_a_lone_answer_verifies_likely_tokens_and_no_unlikely_ones() -> None:
+    sequence = a_sequence()
+    likely, unlikely = a_draft(*(0.95**i for i in range(1, 9))), a_draft(0.03, 0.001)
+    assert choose_rows({sequence: likely}, 1, CHEAP) == {sequence: 8}
+    assert choose_rows({sequence: likely}, 1, CHEAP[:4]) == {sequence: 3}
+    assert choose_rows({sequence: unlikely}, 1, CHEAP) == {}
+    tail = a_draft(0.9, 0.8, 0.02, 0.0001)
+    assert choose_rows({sequence: tail}, 1, CHEAP) == {sequence: 2}
+
+
+def test_a_large_batch_verifies_nothing_where_rows_cost_what_they_bring() -> None:
+    batch = {a_sequence(): a_draft(0.8, 0.64, 0.5) for _ in range(32)}
+    assert choose_rows(batch, 32, line(32, constant_s=0.2, per_row_s=0.06)) == {}
+
+
+def test_the_answers_that_copy_get_the_rows() -> None:
+    copying, free = a_sequence(), a_sequence()
+    drafts = {copying: a_draft(0.9, 0.81, 0.73), free: a_draft(0.2, 0.04, 0.01)}
+    assert choose_rows(drafts, 2, line(2, constant_s=1.0, per_row_s=0.2)) == {copying: 3}
+
+
+def observed(*steps: tuple[int, float]) -> StepCosts:
+    costs = StepCosts()
+    for num_rows, seconds in steps:
+        costs.observe(StepShape(num_decodes=num_rows), seconds)
+    return costs
+
+
+def test_cost_of_a_row_is_what_the_latest_steps_show_without_what_other_work_adds() -> None:
+    usual = [(1, 1.0), (9, 1.8), (17, 3.0)] * 4
+    assert observed(*usual).predict(1, 16)[::8] == pytest.approx([1.0, 1.8, 3.0])
+    assert observed(*usual).predict(9, 4)[-1] == pytest.approx(2.4)
+    disturbed = [*usual, (1, 9.0), (9, 30.0), (17, 5.0)]
+    assert observed(*disturbed).predict(1, 16) == observed(*usual).predict(1, 16)
+    slower = [*usual, *((rows, 3 * seconds) for rows, seconds in usual * 2)]
+    assert observed(*slower).predict(1, 16)[::8] == pytest.approx([3.0, 5.4, 9.0])
+
+
+def test_more_rows_never_look_faster_than_fewer_and_unknown_ones_are_not_free() -> None:
+    times = observed(*[(1, 1.0), (5, 0.9)] * 4).predict(1, 12)
+    assert times == sorted(times)
+    assert times[0] == 0.9
+    assert times[12] > times[4]
+    unknown = observed(*[(8, 1.0)] * 8).predict(8, 8)
+    assert unknown[0] == pytest.approx(1.0)
+    assert 1.1 < unknown[8] < 2.0  # not for nothing, and not twice the time
+
+
+def test_row_is_not_taken_for_free_in_a_large_batch_whatever_was_measured() -> None:
+    flat = observed(*[(32, 1.0), (64, 1.0)] * 8).predict(32, 32)
+    batch = {a_sequence(): a_draft(0.6, 0.36) for _ in range(32)}
+    assert choose_rows(batch, 32, flat) == {}
+
+
+def test_costs_of_long_ago_are_forgotten() -> None:
+    costs = observed(*[(9, 50.0)] * 8, *[(1, 1.0)] * MAX_AGE)
+    assert costs.predict(1, 8)[8] < 2.0
+
+
+# ── n-grams ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+TEXTS = st.lists(st.integers(0, 3), max_size=40)
+
+
+def common_len(text: list[int], place: int) -> int:
+    """Return how many tokens before a place are those at the end of a text."""
+    length = 0
+    while length < min(MAX_MATCH, place) and text[place - 1 - length] == text[len(text) - 1 - length]:
+        length += 1
+    return length
+
+
+@given(text=TEXTS, pieces=st.lists(st.integers(1, 7), max_size=10))
+def test_source_of_a_draft_is_the_latest_place_with_the_longest_match(text: list[int], pieces: list[int]) -> None:
+    index, known = NgramIndex(), as_tokens(())
+    for size in [*pieces, len(text)]:
+        known += as_tokens(text[len(known) : len(known) + size])
+        assert index.extend(known)
+    place, match_len = index.find(known)
+    behind_pair = [p for p in range(MIN_MATCH, len(text)) if common_len(text, p) >= MIN_MATCH][-8:]
+    expected = max(((common_len(text, p), p) for p in behind_pair), default=(0, -1))
+    assert (match_len, place) == expected
+
+
+def test_draft_continues_what_repeats_and_grows_sure_of_itself() -> None:
+    drafter, sequence = NgramDrafter(), a_sequence(0)
+    sequence.token_ids = as_tokens([7, 8, 9, 5, 7, 8])
+    first = drafter.draft(sequence, 6)
+    assert list(first.token_ids) == [9, 5, 7, 8, 9, 5]  # beyond the end of the text, the draft repeats itself
+    for token_id in [9, 5, 7, 8] * 6:
+        sequence.token_ids.append(token_id)
+        later = drafter.draft(sequence, 6)
+    assert later.chances[0] > first.chances[0]
+    assert later.chances == sorted(later.chances, reverse=True)
+    for token_id in (1, 2, 3, 4):
+        sequence.token_ids.append(token_id)
+    assert not drafter.draft(sequence, 6).token_ids
+
+
+def test_predictions_that_fail_lower_the_chances_without_any_verified_draft() -> None:
+    drafter, sequence = NgramDrafter(), a_sequence(0)
+    sequence.token_ids = as_tokens([1, 2])
+    chances = []
+    for other in range(10, 40):  # what follows [1, 2] is never what followed it before
+        sequence.token_ids += as_tokens([other, 1, 2])
+        chances.append(drafter.draft(sequence, 1).chances[0])
+    assert chances[-1] < 0.5 * chances[0]

@@ -1,0 +1,152 @@
+"""Speculation over the compiled CPU kernels: real weights, and answers that are equal to the last bit."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from common.clock import ManualClock
+from common.structured_outputs import structure_text
+from common.text_files import load_tokenizer
+from common.tokens import as_tokens
+from engine.core import EngineCore
+from engine.events import TokenOutput
+from engine.executor import ScheduledSequence
+from engine.grammar import Grammars
+from engine.runner import ModelExecutor
+from engine.scheduler import SchedulerLimits
+from engine.sequence import EngineRequest
+from engine.sequence import Sequence as EngineSequence
+from engine.speculation.ngram import NgramDrafter
+from engine.speculation.speculator import Speculator
+from tests.builders import assert_empty, make_request, run_until_idle, submit
+from tests.engine.drafting import GuessingDrafter, eager
+from tests.engine.driver import Driver, load, make_sequence
+from tests.short_model import write_short_model
+
+pytestmark = pytest.mark.model
+
+BLOCK_SIZE = 16
+NUM_SCARCE_BLOCKS = 30
+"""Too few for all requests at once."""
+TEXT = "def add(a, b):\n    return a + b\n\ndef sub(a, b):\n    return a - b\n\n" * 3
+STRUCTURE = structure_text({"regex": '(\\{"a": [0-9], "b": [0-9]\\},? ?){4,9}'})
+SAMPLINGS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.7, "seed": 5, "top_p": 0.9, "num_logprobs": 2},
+    {"repetition_penalty": 1.05, "frequency_penalty": 0.1, "num_logprobs": 1},
+    {"temperature": 1.0, "seed": 6, "top_k": 3, "n": 2, "min_tokens": 9, "logit_bias": ((40, 2.0),)},
+    {"temperature": 1.0, "seed": 7},  # structured
+]
+
+
+@pytest.fixture(name="model_dir", scope="module")
+def _model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_short_model(tmp_path_factory.mktemp("short"))
+
+
+def load_verifying(model_dir: Path, dtype: str, num_blocks: int = 512) -> ModelExecutor[Any]:
+    """Return an executor on compiled kernels; skips where there are none."""
+    executor = load(model_dir, dtype=dtype, block_size=BLOCK_SIZE, num_blocks=num_blocks)
+    if not executor.verifies_drafts:
+        pytest.skip("no compiled kernels on this machine")
+    return executor
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("num_prompt_tokens", [20, 300])
+@torch.inference_mode()
+def test_verified_rows_have_the_bits_of_steps_of_their_own(model_dir: Path, dtype: str, num_prompt_tokens: int) -> None:
+    executor = load_verifying(model_dir, dtype)
+    sampling = make_request([1], temperature=1.0, seed=3, num_logprobs=3, max_tokens=64).sampling
+    driver, prompt = Driver(executor), [(i * 7919) % 40_000 + 100 for i in range(num_prompt_tokens)]
+    one, all_at_once, other = (
+        make_sequence(p, sampling=sampling, block_size=BLOCK_SIZE) for p in (prompt, prompt, [5])
+    )
+    driver.step([(one, num_prompt_tokens), (all_at_once, num_prompt_tokens), (other, 1)])
+    sampled = [driver.step([(one, 1)])[0].sampled[0] for _ in range(9)]
+    draft = as_tokens([each.token_id for each in sampled[:8]])
+    table = all_at_once.block_table
+    while len(table) < len(one.block_table):
+        table.append(driver.free.pop())
+    batch = [ScheduledSequence(other, 1, 1), ScheduledSequence(all_at_once, 9, 1, draft=draft)]
+    _, result = executor.launch(batch).results()
+    assert result.sampled == sampled  # log-probabilities, too
+    num_tokens = num_prompt_tokens + 9
+    for layer in executor._store.layers:  # noqa: SLF001 - the bits of the KV are the point
+        for cache in layer:
+            pages = [cache[list(s.block_table)].flatten(0, 1)[:num_tokens] for s in (one, all_at_once)]
+            assert torch.equal(*pages)
+
+
+def requests_of(model_dir: Path, executor: ModelExecutor[Any]) -> list[EngineRequest]:
+    """Return a request of every kind; their prompts repeat themselves and share their beginning."""
+    tokenizer = load_tokenizer(model_dir)
+    grammars = Grammars(tokenizer, vocab_size=executor.vocab_size, eos_token_ids=executor.eos_token_ids)
+    requests = []
+    for i, sampling in enumerate(SAMPLINGS):
+        prompt = tokenizer.encode(TEXT + f"# number {i}\n" + TEXT[: 40 + 30 * i]).ids
+        request = make_request(prompt, block_size=BLOCK_SIZE, max_tokens=40, ignore_eos=True, **sampling)
+        if i == len(SAMPLINGS) - 1:
+            structured = replace(request.sampling, structured_outputs=STRUCTURE, ignore_eos=False)
+            request = replace(request, sampling=structured, grammar=grammars.compile(STRUCTURE))
+        requests.append(request)
+    return requests
+
+
+def serve(
+    executor: ModelExecutor[Any], requests: Sequence[EngineRequest], speculator: Speculator | None, **limits: int
+) -> tuple[list[dict[int, list[TokenOutput]]], EngineCore]:
+    """Serve requests in one batch on an empty cache; return the outputs of each, by sample, and the core."""
+    sizes = {"max_step_tokens": 256, "max_running": 16, "max_waiting": 16} | limits
+    core = EngineCore(executor, SchedulerLimits(block_size=BLOCK_SIZE, **sizes), ManualClock(), speculator)
+    collectors = [submit(core, request)[1] for request in requests]
+    run_until_idle(core)
+    assert_empty(core)
+    samples = [range(request.sampling.n) for request in requests]
+    outputs = [
+        {sample: [o for o in each.outputs if o.sample_index == sample] for sample in of}
+        for each, of in zip(collectors, samples, strict=True)
+    ]
+    return outputs, core
+
+
+@pytest.mark.parametrize(
+    ("dtype", "limits", "num_blocks"),
+    # Prompts that are computed in other pieces have other roundings, which bfloat16 would show.
+    [("bfloat16", {}, 512), ("float32", {"max_step_tokens": 24}, 512), ("float32", {}, NUM_SCARCE_BLOCKS)],
+    ids=["one batch", "chunked", "preempted"],
+)
+def test_real_answers_of_every_kind_are_those_without_speculation(
+    model_dir: Path, dtype: str, limits: dict[str, int], num_blocks: int
+) -> None:
+    executor = load_verifying(model_dir, dtype, num_blocks)
+    requests = requests_of(model_dir, executor)
+    plain, before = serve(executor, requests, None, **limits)
+    known = {
+        id(r): {i: [o.token_id for o in each] for i, each in a.items()} for r, a in zip(requests, plain, strict=True)
+    }
+
+    def answer_of(sequence: EngineSequence) -> list[int]:
+        return known[id(sequence.request)][sequence.sample_index]
+
+    for drafter in (GuessingDrafter(answer_of, rate=0.85), NgramDrafter()):
+        speculated, core = serve(executor, requests, eager(drafter, num_tokens=7), **limits)
+        assert speculated == plain
+        load = core.load()
+        assert 0 < load.num_accepted_tokens < load.num_drafted_tokens
+    assert bool(before.load().num_preemptions) == (num_blocks == NUM_SCARCE_BLOCKS)
+
+
+def test_answer_from_the_prefix_cache_of_a_speculated_one_is_the_same(model_dir: Path) -> None:
+    executor = load_verifying(model_dir, "bfloat16")
+    request = requests_of(model_dir, executor)[0]
+    (plain,), _ = serve(executor, [request], None)
+    (first,), core = serve(executor, [request], eager(NgramDrafter(), num_tokens=7))
+    collector = submit(core, request)[1]
+    run_until_idle(core)
+    assert plain[0] == first[0] == collector.outputs
+    assert core.load().num_cached_tokens > len(request.prompt_token_ids) // 2

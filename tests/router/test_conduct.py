@@ -1,0 +1,47 @@
+"""Attempts counted for each life of a worker, and what the controller and `kvrelay status` see of them."""
+
+import pytest
+
+from common.errors import EngineFault, Overloaded
+from kvrelay.v1 import router_admin_pb2
+from router.conduct import HALF_LIFE_S, Conduct
+from tests.router.fakes import TestCluster, answer, make_request, pair, prompt_of, running_cluster, trio
+
+
+async def told(cluster: TestCluster, *names: str) -> list[tuple[float, float]]:
+    """Return the attempts and failed ones of these workers, as the controller is told them."""
+    workers = [cluster.workers[name].endpoint for name in cluster.workers]
+    response = await cluster.admin.SetWorkers(router_admin_pb2.SetWorkersRequest(workers=workers))
+    conduct = {each.worker_id: each for each in response.conduct}
+    assert all(conduct[name].epoch == cluster.workers[name].epoch for name in names)
+    return [(round(conduct[name].num_attempts), round(conduct[name].num_failed)) for name in names]
+
+
+def test_counts_halve_every_minute() -> None:
+    conduct = Conduct()
+    for failed in (1, 0, 1):
+        conduct.note(now_s=100.0, num_failed=failed)
+    assert conduct.counts(100.0) == (3.0, 2.0)
+    assert conduct.counts(100.0 + HALF_LIFE_S) == pytest.approx((1.5, 1.0))
+    conduct.note(now_s=100.0 + HALF_LIFE_S)
+    assert conduct.counts(100.0 + 2 * HALF_LIFE_S) == pytest.approx((1.25, 0.5))
+
+
+async def test_attempt_that_a_worker_fails_counts_against_it_alone() -> None:
+    prefill, first, second = trio()
+    first.faults["token 2"] = EngineFault("a step failed")
+    async with running_cluster(prefill, first, second) as cluster:
+        reply = await cluster.generate(make_request(10))
+        assert reply.token_ids() == answer(prompt_of(10), 6)
+        assert await told(cluster, "d0", "d1") == [(1, 1), (1, 0)]
+        views = {view.worker_id: view for view in (await cluster.status()).workers}
+        assert views["d0"].num_failed_attempts == pytest.approx(1, abs=0.1)
+        assert views["d1"].num_failed_attempts == 0
+
+
+async def test_refusal_of_a_full_worker_is_no_failure() -> None:
+    prefill, decode = pair()
+    decode.faults["reserve"] = Overloaded("no pages", retry_after_s=0.01)
+    async with running_cluster(prefill, decode) as cluster:
+        await cluster.generate(make_request(10))
+        assert await told(cluster, "p0", "d0") == [(1, 0), (1, 0)]
