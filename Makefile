@@ -6,8 +6,8 @@ MAKEFLAGS += --no-print-directory
 
 VENV := .venv
 BIN := $(VENV)/bin
-# The locks were resolved for 3.11.
-PYTHON ?= $(shell command -v python3.11 || command -v python3)
+# The locks were resolved for 3.11. The path is the program's own: a venv made through a link breaks with the link.
+PYTHON ?= $(realpath $(shell command -v python3.11 || command -v python3))
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 # The tests that call programs of the host or compile; their skips are printed.
 BARE_TESTS := tests/cli tests/cluster tests/engine/cpu_kernels tests/engine/cuda/test_graphs.py tests/hosts \

@@ -93,8 +93,11 @@ def test_search_in_two_processes_finds_the_same_capacities_as_in_one(file: Path,
 
 
 def test_error_of_one_arm_is_raised_at_once_and_ends_the_others(file: Path, tmp_path: Path) -> None:
+    # The arm without an error has minutes of work, so that it ends only because it is ended.
     file.write_text(
-        FILE.replace("decode: {block_size: 64, num_blocks: 4000", "decode: {block_size: 64, num_blocks: 5000")
+        FILE.replace("decode: {block_size: 64, num_blocks: 4000", "decode: {block_size: 64, num_blocks: 5000").replace(
+            "min_requests: 40", "min_requests: 40000"
+        )
     )
     errand = Errand(path=file, choices=Choices(source=Source.SIMULATED), out=tmp_path / "out", is_search=False)
     with pytest.raises(ExperimentError, match=r"1P1D: pools.prefill.num_blocks must be as in pools.decode"):
