@@ -16,6 +16,7 @@ from common.ids import BlockId
 from common.pooling import Pooling
 from common.tokens import TokenArray, as_tokens
 from engine.sequence import Sequence
+from engine.work import StepFloors
 
 Hidden: TypeAlias = npt.NDArray[np.float32]
 """Hidden state of a token after the model's last norm, or a sum of some, float32 [hidden_size]."""
@@ -272,6 +273,8 @@ class Executor(Protocol):
     with `ScheduledSequence.input_row`."""
     verifies_drafts: bool
     """Whether it takes drafts, and computes the same bits behind a drafted token as behind a known one."""
+    floors: StepFloors | None
+    """Least times of its steps on this device; None: not known."""
 
     def launch(self, batch: Seq[ScheduledSequence]) -> StepHandle:
         """Start one step: write KV of all new tokens, sample where asked. Does not mutate the sequences.

@@ -14,6 +14,7 @@ from engine.kv_cache import TorchKvStore
 from engine.ops.metadata import AttentionMetadata, SequenceSpan
 from engine.options import CheckpointInfo
 from engine.sampler import Sampler, position_logprobs, sampling_rows
+from engine.work import StepFloors
 
 StepT = TypeVar("StepT")
 StepT_co = TypeVar("StepT_co", covariant=True)
@@ -59,7 +60,12 @@ class ModelExecutor(Generic[StepT]):
     max_steps_in_flight = 1
 
     def __init__(
-        self, model: Model[StepT], store: TorchKvStore, ops: StepPreparer[StepT], info: CheckpointInfo
+        self,
+        model: Model[StepT],
+        store: TorchKvStore,
+        ops: StepPreparer[StepT],
+        info: CheckpointInfo,
+        floors: StepFloors | None = None,
     ) -> None:
         self.kv: KvStore = store
         self.max_model_len = info.max_model_len
@@ -68,6 +74,7 @@ class ModelExecutor(Generic[StepT]):
         self.eos_token_ids = info.eos_token_ids
         self.model_name = info.name
         self.verifies_drafts = model.is_row_independent
+        self.floors = floors
         self._model = model
         self._store = store
         self._ops = ops

@@ -90,6 +90,8 @@ class RunningRequest:
     shortened_max_tokens: int | None = None
     """Longest answer when overload has made it shorter than the request asks for."""
     num_cached_tokens: int = 0
+    num_evicted_tokens: int = 0
+    """Prompt tokens that caches had held and had evicted when the request was first planned."""
     num_pulled_tokens: int = 0
     num_decode_cached_tokens: int = 0
     prefill_s: float = 0.0

@@ -21,6 +21,7 @@ from common.wire_names import ROLE_NAMES
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import inference_pb2_grpc, router_admin_pb2, router_admin_pb2_grpc, worker_pb2
 from router.demand import REMEMBERED_S
+from router.diagnosis.service import Diagnosis
 from router.facts import Endpoint
 from router.front_door import Caller, FrontDoor
 from router.member import Member, WorkerState
@@ -50,6 +51,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self._parts = door.parts
         self._reader = door.reader
         self._http_port = http_port
+        self._diagnosis = Diagnosis(door.parts)
 
     # A coroutine that writes, not a generator: a generator that is cancelled while gRPC sends is closed only later.
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:  # type: ignore[override]  # noqa: D102
@@ -126,6 +128,11 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                 request_id=RequestId(request.request_id) if request.request_id else None,
             )
             return explain(decisions, policy=self._parts.config.policy, now_s=self._parts.clock.monotonic())
+
+    async def Diagnose(self, request: pb.DiagnoseRequest, context: Context) -> pb.DiagnoseResponse:  # noqa: D102
+        async with error_boundary(context, "Diagnose"):
+            self._door.check_operator(context.invocation_metadata())
+            return await self._diagnosis.answer(request, timeout_s=time_left_s(context, at_most_s=STATUS_TIMEOUT_S))
 
     async def RecordTraffic(self, request: pb.RecordTrafficRequest, context: Context) -> None:  # type: ignore[override]  # noqa: D102
         async with error_boundary(context, "RecordTraffic"):

@@ -24,6 +24,7 @@ from engine.executor import (
     StepResult,
 )
 from engine.sequence import Sequence
+from engine.work import StepFloors
 
 VOCAB_SIZE = 1 << 31
 EOS_TOKEN_ID = VOCAB_SIZE - 1
@@ -134,6 +135,7 @@ class SimExecutor:
         self.model_name = "simulated"
         self.max_steps_in_flight = 1
         self.verifies_drafts = False
+        self.floors: StepFloors | None = None
         self._answers = answers
 
     def answer(self, sequence: Sequence) -> KnownAnswer:

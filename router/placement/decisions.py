@@ -48,6 +48,8 @@ class Decision:
     attempt: int = 0
     num_hashed_blocks: int = 0
     """Full blocks that caches may hold; 0 for a request that no cache serves."""
+    num_evicted_blocks: int = 0
+    """Blocks behind the longest cached prefix that caches held before and have evicted."""
     num_cached_tokens: int | None = None
     """Tokens found in the cache, pulled ones included."""
     ttft_s: float | None = None
