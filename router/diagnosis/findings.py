@@ -37,6 +37,7 @@ class Cause(enum.Enum):
     DECODE_PAGES = "decode_pages"
     TRANSFER = "transfer"
     DECODE = "decode"
+    DECODE_STALLS = "decode_stalls"
 
 
 _FAULTS = frozenset({Cause.SLOW_WORKER})
@@ -174,28 +175,38 @@ def _transfers(view: View) -> list[Finding]:
 
 
 def _decode_steps(view: View) -> list[Finding]:
-    """Return the part of each gap between tokens that other sequences add."""
+    """Return the part of each gap between tokens that other sequences of a step add, and the part outside steps."""
     pool = view.decoder
     gaps = [each for each in view.requests if each.tpot_s is not None]
     if not gaps or not pool.mean_batch:
         return []
     tpot_s = _mean(gaps, lambda each: each.tpot_s or 0.0)
     alone_s = pool.decode_step_s(1.0, pool.mean_context)[0]
-    excess = max(0.0, 1 - alone_s / tpot_s) if tpot_s else 0.0
+    step_s = min(tpot_s, max(alone_s, pool.total("decode_s") / pool.total("num_decode_steps")))
+    decode_s = _mean(view.requests, lambda each: each.decode_s)
     preempted = sum(worker.status.num_preemptions for worker in pool.workers)
     return [
         Finding(
             cause=Cause.DECODE,
             pool=pool.name,
-            lost_s=excess * _mean(view.requests, lambda each: each.decode_s),
+            lost_s=max(0.0, (step_s - alone_s) / tpot_s) * decode_s,
             text=(
-                f"a gap between tokens is {1e3 * tpot_s:.3g} ms, {1e3 * alone_s:.3g} ms for a sequence alone: batches"
-                f" of {pool.mean_batch:.1f} with {pool.mean_context:.0f} KV tokens each"
-                + (f", {preempted} preemptions since the start" if preempted else "")
-                + _walls(pool)
+                f"a decode step takes {1e3 * step_s:.3g} ms, {1e3 * alone_s:.3g} ms for a sequence alone: batches of"
+                f" {pool.mean_batch:.1f} with {pool.mean_context:.0f} KV tokens each{_walls(pool)}"
             ),
             changes=(changes.one_more_decoder(pool), changes.fewer_weight_bits(pool), changes.speculation(pool)),
-        )
+        ),
+        Finding(
+            cause=Cause.DECODE_STALLS,
+            pool=pool.name,
+            lost_s=(tpot_s - step_s) / tpot_s * decode_s,
+            text=(
+                f"a gap between tokens is {1e3 * tpot_s:.3g} ms, and a decode step {1e3 * step_s:.3g} ms: answers wait"
+                f" between steps, for prompts that are computed in between, for their KV, or for the host"
+                + (f"; {preempted} preemptions since the start" if preempted else "")
+            ),
+            changes=("fewer prompts on decode workers (router.local_prefill_max_tokens), fewer processes on its host",),
+        ),
     ]
 
 

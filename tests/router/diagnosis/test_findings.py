@@ -101,13 +101,20 @@ def test_pool_that_idles_beside_a_busy_one_could_give_a_worker() -> None:
 
 
 def test_large_batches_are_bound_by_decode_and_the_changes_say_what_they_bring() -> None:
-    full = make_pool("decode", make_worker("d0", batch=20.0), make_worker("d1", batch=20.0))
+    full = make_pool("decode", make_worker("d0", busy=5 / 6, batch=20.0), make_worker("d1", busy=5 / 6, batch=20.0))
     (first, *_) = find(make_view(replace(USUAL, tpot_s=0.05), decode=full))
     assert first.cause is Cause.DECODE
     assert first.lost_s == pytest.approx((0.05 - 0.012) * 100)
     assert first.changes[0].startswith("a decode worker more: batch 20.0 → 13.3, a step 50 ms → 36.7 ms")
     assert "reading weights takes 40% of a decode step; int8 at most 19% and int4 at most 28% less" in first.changes[1]
     assert "no token was drafted" in first.changes[2]
+
+
+def test_gaps_that_steps_do_not_explain_are_stalls() -> None:
+    (first, *_) = find(make_view(replace(USUAL, tpot_s=0.08)))
+    assert first.cause is Cause.DECODE_STALLS
+    assert first.lost_s == pytest.approx((0.08 - 0.03) * 100)
+    assert first.text.startswith("a gap between tokens is 80 ms, and a decode step 30 ms")
 
 
 def test_prefixes_that_were_evicted_before_their_use_are_named_with_what_they_cost() -> None:
@@ -134,7 +141,9 @@ def test_only_tenant_is_never_the_cause() -> None:
 
 
 def test_slow_worker_comes_before_every_wall() -> None:
-    pool = make_pool("decode", make_worker("d0", batch=20.0), make_worker("d1", batch=20.0, slowness=5.0))
+    pool = make_pool(
+        "decode", make_worker("d0", busy=5 / 6, batch=20.0), make_worker("d1", busy=5 / 6, batch=20.0, slowness=5.0)
+    )
     first, second, *_ = find(make_view(replace(USUAL, tpot_s=0.05), decode=pool))
     assert (first.cause, second.cause) == (Cause.SLOW_WORKER, Cause.DECODE)
     assert "steps of d1 take 5.0 times as long" in first.text
