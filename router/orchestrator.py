@@ -49,6 +49,7 @@ from router.demand import DemandMeter
 from router.diagnosis.recent_requests import RecentRequests
 from router.embedding_attempt import EmbeddingAttempt
 from router.fleet import Fleet
+from router.in_flight import InFlight
 from router.lengths import AnswerLengths
 from router.metrics import RouterMetrics
 from router.outbox import Outbox
@@ -115,6 +116,7 @@ class Orchestrator:
         self.traces = RequestTraces(clock)
         self.demand = DemandMeter(clock)
         self.recent = RecentRequests(clock)
+        self.in_flight = InFlight(clock)
 
     @property
     def num_request_tasks(self) -> int:
@@ -185,7 +187,8 @@ class Orchestrator:
         )
         record.outbox.put(inference_pb2.GenerateResponse(accepted=accepted))
         self.traces.follow(record)
-        with self.recordings.following(record, ticket.account.tenant.name):
+        tenant = ticket.account.tenant.name
+        with self.recordings.following(record, tenant), self.in_flight.following(record, tenant):
             async with self._census.owned(self._run(record, ticket)):
                 yield record.outbox
 
@@ -287,6 +290,7 @@ class Orchestrator:
                 following(booking.decision),
             ):
                 self._check_model(leg)
+                leg.record.plan = booking.plan
                 if leg.num_attempts == 1:
                     evicted_tokens = booking.decision.num_evicted_blocks * leg.record.job.model.block_size
                     leg.record.num_evicted_tokens = evicted_tokens
