@@ -58,7 +58,7 @@ def round_for_text(weight: Tensor, sums: TextSums, *, bits: int, group_size: int
     return concatenate(
         [
             _round_rows(rows.contiguous(), chain, importance, bits=bits, group_size=group_size)
-            for rows in fitted.split(_ROWS_AT_A_TIME, dim=1)
+            for rows in torch.split(fitted, _ROWS_AT_A_TIME, dim=1)
         ]
     )
 
