@@ -21,6 +21,11 @@ _ROWS_AT_A_TIME = 768
 """Rows are independent; so many of a block stay in the processor's cache, and in one thread."""
 _DAMPING = 0.01
 """Share of the mean square of an input that is added to each: what the text does not show is not taken for zero."""
+_FIT_DAMPING = 0.05
+"""The same for the weight to be rounded, which would otherwise learn the text by heart."""
+
+
+_TINIEST_DAMPING = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +51,11 @@ class TextSums:
 
 def round_for_text(weight: Tensor, sums: TextSums, *, bits: int, group_size: int) -> GroupedWeight:
     """Return the weight [out_features, in_features] on grids of `fit_grid` whose results on the text are close."""
-    damping = float((_DAMPING * sums.moments.diagonal().mean()).clamp_min(1e-6))
-    damped = sums.moments.double()
-    damped.diagonal().add_(damping)
-    factor = torch.linalg.cholesky(damped)
-    wanted = sums.products.double() + damping * weight.double()
-    fitted = torch.cholesky_solve(wanted.t(), factor).float()
+    fitted = _fitted(weight, sums)
+    damped, _ = _damped(sums.moments, _DAMPING)
     # Row i has how the inputs behind input i make up for a change of it, once those before it are fixed.
-    chain = torch.linalg.cholesky(torch.cholesky_inverse(factor), upper=True).float()
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
+    chain = torch.linalg.cholesky(inverse, upper=True).float()
     importance = damped.diagonal().float()
     return concatenate(
         [
@@ -61,6 +63,20 @@ def round_for_text(weight: Tensor, sums: TextSums, *, bits: int, group_size: int
             for rows in torch.split(fitted, _ROWS_AT_A_TIME, dim=1)
         ]
     )
+
+
+def _fitted(weight: Tensor, sums: TextSums) -> Tensor:
+    """Return the weight whose results are closest to those wanted, and near `weight`, as [in_features, rows]."""
+    damped, damping = _damped(sums.moments, _FIT_DAMPING)
+    wanted = sums.products.double() + damping * weight.double()
+    return torch.cholesky_solve(wanted.t(), torch.linalg.cholesky(damped)).float()
+
+
+def _damped(moments: Tensor, share: float) -> tuple[Tensor, float]:
+    damped = moments.double()
+    damping = max(share * float(damped.diagonal().mean()), _TINIEST_DAMPING)
+    damped.diagonal().add_(damping)
+    return damped, damping
 
 
 def _round_rows(values: Tensor, chain: Tensor, importance: Tensor, *, bits: int, group_size: int) -> GroupedWeight:

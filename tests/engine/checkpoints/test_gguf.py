@@ -132,7 +132,8 @@ def test_damaged_gguf_is_refused_by_path(tmp_path: Path, content: bytes) -> None
 @pytest.mark.parametrize(
     ("key", "at", "content", "message"),
     [
-        (b"llama.block_count", 4, b"\xff\xff\xff\x7f", r"num_hidden_layers: 2147483647 layers are not supported"),
+        (b"llama.block_count", 4, b"\xff\xff\xff\x7f", r"num_hidden_layers: 2147483647 is not supported"),
+        (b"llama.feed_forward_length", 4, b"\xff\xff\xff\x7f", r"intermediate_size: 2147483647 is not supported"),
         (b"general.architecture", 4, b"\xff" * 7 + b"\x7f", r"cannot read .*tiny\.gguf"),  # its length
         (b"general.architecture", 12, b"\xff", r"general\.architecture: its value in the GGUF file is damaged"),
     ],
