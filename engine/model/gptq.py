@@ -1,7 +1,8 @@
 """Rounds a projection so that its products on a text stay close: GPTQ (Frantar et al., arXiv:2210.17323).
 
 Inputs are rounded one after the other. What rounding one of them changes in the products, the ones behind it make up
-for as far as they are correlated with it.
+for as far as they are correlated with it. Then each input in turn gets the codes that are best beside those of all
+others (QuantEase, Behdin et al., arXiv:2309.01885).
 
 What is rounded is not the weight itself but the one that comes closest to the model's own results from the inputs that
 the rounded model has, which differ by the errors of all projections before.
@@ -26,6 +27,7 @@ _FIT_DAMPING = 0.05
 
 
 _TINIEST_DAMPING = 1e-6
+_SWEEPS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +58,10 @@ def round_for_text(weight: Tensor, sums: TextSums, *, bits: int, group_size: int
     # Row i has how the inputs behind input i make up for a change of it, once those before it are fixed.
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
     chain = torch.linalg.cholesky(inverse, upper=True).float()
-    importance = damped.diagonal().float()
+    moments = damped.float()
     return concatenate(
         [
-            _round_rows(rows.contiguous(), chain, importance, bits=bits, group_size=group_size)
+            _round_rows(rows.contiguous(), chain, moments, bits=bits, group_size=group_size)
             for rows in torch.split(fitted, _ROWS_AT_A_TIME, dim=1)
         ]
     )
@@ -79,8 +81,9 @@ def _damped(moments: Tensor, share: float) -> tuple[Tensor, float]:
     return damped, damping
 
 
-def _round_rows(values: Tensor, chain: Tensor, importance: Tensor, *, bits: int, group_size: int) -> GroupedWeight:
-    """Round the values [in_features, rows] of some outputs. Mutates them."""
+def _round_rows(wanted: Tensor, chain: Tensor, moments: Tensor, *, bits: int, group_size: int) -> GroupedWeight:
+    """Round the values [in_features, rows] of some outputs."""
+    values, importance = wanted.clone(), moments.diagonal()
     codes, scales, zeros = torch.empty_like(values), [], []
     for begin in range(0, len(values), _BLOCK):
         end = min(begin + _BLOCK, len(values))
@@ -97,4 +100,24 @@ def _round_rows(values: Tensor, chain: Tensor, importance: Tensor, *, bits: int,
             errors[i] = (value - (code - zero) * scale) / links[0]
             block[i + 1 :].addr_(links[1:], errors[i], alpha=-1)
         values[end:].addmm_(chain[begin:end, end:].t(), errors, alpha=-1)
-    return grouped_by_zeros(codes.t(), torch.stack(scales, dim=1), torch.stack(zeros, dim=1), bits, group_size)
+    scale, zero = torch.stack(scales), torch.stack(zeros)
+    for _ in range(_SWEEPS):
+        _refine(
+            codes, wanted, moments, scale.repeat_interleave(group_size, 0), zero.repeat_interleave(group_size, 0), bits
+        )
+    return grouped_by_zeros(codes.t(), scale.t().contiguous(), zero.t().contiguous(), bits, group_size)
+
+
+def _refine(codes: Tensor, wanted: Tensor, moments: Tensor, scales: Tensor, zeros: Tensor, bits: int) -> None:
+    """Give each input the codes that are best beside those of all others; everything is [in_features, rows]."""
+    errors = (codes - zeros) * scales - wanted
+    for begin in range(0, len(codes), _BLOCK):
+        end = min(begin + _BLOCK, len(codes))
+        slopes = moments[begin:end] @ errors
+        for i, slope in enumerate(slopes, begin):
+            best = wanted[i] + errors[i] - slope / moments[i, i]
+            code = grid_codes(best, scales[i], zeros[i], bits=bits)
+            change = (code - codes[i]) * scales[i]
+            codes[i] = code
+            errors[i] += change
+            slopes.addr_(moments[begin:end, i], change)
