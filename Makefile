@@ -52,6 +52,10 @@ fuzz: $(VENV)/.dev ## Fuzz every door, FUZZ_SECONDS (600) each; FUZZ_TARGETS nam
 	  || echo "there is no atheris for this platform: inputs are chosen by chance" >&2
 	@$(BIN)/python -m tests.fuzz $(FUZZ_TARGETS) --seconds $(FUZZ_SECONDS)
 
+.PHONY: gpu-ready
+gpu-ready: $(VENV)/.dev ## Test what runs on a GPU with such a machine's versions (Python 3.12, torch 2.11); 2.5 GB to fetch, once
+	@.ci/gpu-ready
+
 .PHONY: torture
 torture: $(VENV)/.dev ## Hurt the processes of a cluster for MINUTES (30) under load; SEED repeats a run; as root also cuts and a full disk
 	@$(BIN)/python -m tests.torture --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))

@@ -5,9 +5,11 @@
 #   benchmarks/cuda_all.sh speed kernels  only the parts whose names begin so
 #   benchmarks/cuda_all.sh --smoke        tiny shapes on the CPU: do the scripts work?
 #
-# Needs torch, triton, transformers, grpcio, protobuf, msgpack and prometheus-client, and the folder of small packages
-# that `deploy/bundle --dev` makes elsewhere (found in dist/bundle, or name it in PYTHONPATH). No Ray, no network.
-# Results: JSON per part and summary.md in $OUT (default benchmarks/results/cuda), logs in $OUT/logs.
+# Needs torch, triton and transformers, and the packages that `deploy/bundle --dev` collects elsewhere (found in
+# dist/bundle or dist/bundle.tar.gz, or name their folder in PYTHONPATH). No Ray, no network.
+# Results: JSON per part and summary.md in $OUT (default benchmarks/results/cuda), logs in $OUT/logs, and all of it in
+# $OUT/results.tar.gz, which is written again after each part. What was measured before an end by force is kept, and so
+# are results of parts that this run does not measure.
 # Exit status: 1 something failed, 2 a goal was missed, 0 neither. A part that fails or hangs stops no other one.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -24,6 +26,7 @@ done
 OUT=${OUT:-benchmarks/results/cuda}
 TOTAL_S=${TOTAL_S:-465}
 PYTHON=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || command -v python3)}
+[ ! -d dist/bundle ] && [ -f dist/bundle.tar.gz ] && tar -xzf dist/bundle.tar.gz -C dist
 [ -d dist/bundle ] && PYTHONPATH="$PWD/dist/bundle${PYTHONPATH:+:$PYTHONPATH}"
 export PYTHONPATH="${PYTHONPATH:-}" PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 scratch=$(mktemp -d)
@@ -37,8 +40,18 @@ if [ -n "$smoke" ]; then
   big=(tiny) formats=(bf16)
 fi
 mkdir -p "$OUT/logs"
-rm -f "$OUT"/{card,card_rates,checks-*,handoff,kernels,service,speed-*,throughput}.json "$OUT/summary.md"
 parts=()
+
+# Imports everything that the parts and the processes that they start need: a package that does not fit the machine's
+# own ones fails here, in seconds.
+if ! "$PYTHON" -m benchmarks.cuda.preflight; then
+  echo "benchmarks/cuda_all.sh: the packages do not fit together; see above" >&2
+  exit 1
+fi
+
+archive() { # what there is so far, as one file: complete or the one before
+  tar -czf "$OUT/.results" -C "$OUT" --exclude=results.tar.gz --exclude=.results . && mv "$OUT/.results" "$OUT/results.tar.gz"
+}
 
 part() { # part NAME BUDGET_S MODULE ARGUMENTS...: NAME is its result's; no case starts after BUDGET_S
   local name=$1 budget_s=$2 module=$3 left_s=$((TOTAL_S - SECONDS)) wanted status
@@ -48,6 +61,7 @@ part() { # part NAME BUDGET_S MODULE ARGUMENTS...: NAME is its result's; no case
     [ -n "$wanted" ] || return 0
   fi
   parts+=("$name")
+  rm -f "$OUT/$name.json"
   if [ "$left_s" -lt 10 ]; then
     echo "==> $name: no time left"
     return
@@ -63,19 +77,24 @@ part() { # part NAME BUDGET_S MODULE ARGUMENTS...: NAME is its result's; no case
     echo "$name: exit status $status; the end of $OUT/logs/$name.log:"
     tail -n 15 "$OUT/logs/$name.log"
   fi
+  archive
 }
 
-part card 30 card
-part checks-oracle 60 checks --only oracle
-for model in "${big[@]}"; do part "speed-$model-bf16" 40 speed --model "$model" --format bf16; done
+# Correctness comes first. The budgets add up to 460 s.
+part card 20 card
 part handoff 30 handoff
-part throughput 110 throughput
+[ -n "$smoke" ] || part checks-tests 100 checks --only tests # a smoke run is itself one of the tests
+part checks-oracle 30 checks --only oracle
+for model in "${big[@]}"; do part "speed-$model-bf16" 30 speed --model "$model" --format bf16; done
+part kernels 30 kernels
+part service 40 service
 for format in "${formats[@]:1}"; do
-  for model in "${big[@]}"; do part "speed-$model-$format" 40 speed --model "$model" --format "$format"; done
+  for model in "${big[@]}"; do part "speed-$model-$format" 20 speed --model "$model" --format "$format"; done
 done
-part service 60 service
-part kernels 40 kernels
-[ -n "$smoke" ] || part checks-tests 240 checks --only tests # a smoke run is itself one of the tests
+part throughput 60 throughput
 
 echo "==> summary ($SECONDS s)"
 "$PYTHON" -m benchmarks.cuda.summary --out "$OUT" --expect "${parts[@]}"
+status=$?
+archive
+exit "$status"

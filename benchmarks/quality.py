@@ -1,6 +1,6 @@
 """Quality lost to weights and to KV pages in 8 and 4 bits: perplexity and greedy agreement beside bfloat16.
 
-    python -m benchmarks.quality [--model default] [--on-grid] [--windows 24] [--json FILE]
+    python -m benchmarks.quality [--model default] [--on-grid] [--windows 24] [--arms NAME ...] [--json FILE]
 
 Method. The text is the Python language reference as the interpreter carries it (`pydoc_data.topics`, sorted by name),
 cut into windows of 512 tokens, evenly spaced; its SHA-256 is kept with the result. Each arm reads each window at once,
@@ -10,6 +10,7 @@ through the paged cache, with torch's attention on the CPU and the projections t
     float32           the same weights computed without rounding: how far bfloat16 itself is from them
     fp8               weights and activations of all layers in e4m3
     int8 / int4       weights of all layers in 8 or 4 bits, of the head in 8; activations in 8
+    int4 checkpoint   weights of all layers in 4 bits, as `kvrelay quantize` rounds them: nearest, or for a text
     fp8 KV            keys and values rounded to e4m3 on their way into the pages, with the scales that are served
     int8 KV, int4 KV  keys and values in pages of codes, as they are served on CPUs (`engine/kv_format.py`)
 
@@ -40,6 +41,7 @@ from torch import Tensor
 
 from benchmarks.command import command_line, terminal, write_figures
 from benchmarks.figures import Figures
+from benchmarks.quality_weights import leave_grid, quantized
 from common.ids import BlockId
 from common.model_files import resolve_model
 from engine.kv_cache import TorchKvStore, kv_shape
@@ -48,7 +50,6 @@ from engine.model.config import DecoderConfig, parse_config, read_json
 from engine.model.decoder import Decoder
 from engine.model.loader import load_weights, weight_files
 from engine.model.quantize import QuantizationMethod, kv_scales, quantize_weights, round_to_fp8
-from engine.model.weights import DecoderWeights, Linear, plain
 from engine.ops.metadata import AttentionMetadata, SequenceSpan
 from engine.ops.select import choose_cpu_kernels
 from engine.ops.torch_attention import StepAttention
@@ -59,7 +60,6 @@ PROMPT_TOKENS = 64
 ANSWER_TOKENS = 48
 BLOCK_SIZE = 16
 REFERENCE = "bfloat16"
-_SCALE_DEVIATION = 0.2
 _CPU = torch.device("cpu")
 _LOGIT_ROWS = 64  # float32 logits of so many positions at a time bound the memory
 
@@ -156,75 +156,55 @@ class RoundedKvAttention:
         return self._attention.attend(layer_idx, query, key, value)
 
 
-def leave_grid(weights: DecoderWeights, config: DecoderConfig) -> None:
-    """Scale every input of the layers' projections at random, and what it is multiplied with in reverse.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """How to make an arm."""
 
-    The model computes the same function, but for rounding, and its weights lie on no grid. Mutates `weights`.
-    """
-    generator = torch.Generator().manual_seed(0)
-
-    def scales(count: int) -> Tensor:
-        return torch.exp(_SCALE_DEVIATION * torch.randn(count, generator=generator))
-
-    group, num_values = config.num_heads // config.num_kv_heads, config.num_kv_heads * config.head_dim
-    for layer in weights.layers:
-        for norm, projection in ((layer.input_norm, layer.qkv), (layer.post_attention_norm, layer.gate_up)):
-            scale = scales(config.hidden_size)
-            norm.div_(scale)
-            plain(projection).weight.mul_(scale)
-        scale = scales(num_values)
-        _scale_rows(plain(layer.qkv), slice(-num_values, None), scale)
-        of_heads = scale.view(config.num_kv_heads, 1, -1).expand(-1, group, -1)
-        plain(layer.output).weight.div_(of_heads.flatten())
-        scale = scales(config.intermediate_size)
-        _scale_rows(plain(layer.gate_up), slice(config.intermediate_size, None), scale)
-        plain(layer.down).weight.div_(scale)
+    method: QuantizationMethod | None = None
+    dtype: torch.dtype = torch.bfloat16
+    kv_dtype: KvDtype = "auto"
+    checkpoint_for: int | None = None
+    """Tokens to calibrate a checkpoint in 4 bits with; 0: the nearest weights, None: the plain checkpoint."""
 
 
-def _scale_rows(linear: Linear, rows: slice, scale: Tensor) -> None:
-    linear.weight[rows].mul_(scale[:, None])
-    if linear.bias is not None:
-        linear.bias[rows].mul_(scale)
+def recipes(calibration_tokens: int) -> dict[str, Recipe]:
+    """Return all arms by name, the reference first."""
+    return {
+        REFERENCE: Recipe(),
+        "float32": Recipe(dtype=torch.float32),
+        "fp8": Recipe(method="fp8"),
+        "int8": Recipe(method="int8"),
+        "int4": Recipe(method="int4"),
+        "int4 checkpoint, nearest": Recipe(checkpoint_for=0),
+        "int4 checkpoint, calibrated": Recipe(checkpoint_for=calibration_tokens),
+        "fp8 KV": Recipe(kv_dtype="fp8"),
+        "fp8 + fp8 KV": Recipe(method="fp8", kv_dtype="fp8"),
+        "int8 + fp8 KV": Recipe(method="int8", kv_dtype="fp8"),
+        "int8 KV": Recipe(kv_dtype="int8"),
+        "int4 KV": Recipe(kv_dtype="int4"),
+        "int4 + int8 KV": Recipe(method="int4", kv_dtype="int8"),
+    }
 
 
-def make_arms(model_dir: Path, *, is_on_grid: bool) -> list[Arm]:
-    """Load the model once per arm."""
-
-    def arm(
-        name: str,
-        method: QuantizationMethod | None = None,
-        *,
-        dtype: torch.dtype = torch.bfloat16,
-        kv_dtype: KvDtype = "auto",
-    ) -> Arm:
-        config = parse_config(read_json(model_dir / "config.json"))
-        weights = load_weights(weight_files(model_dir), config, dtype=dtype, device=_CPU)
-        if not is_on_grid:
-            leave_grid(weights, config)
-        scales = kv_scales(weights, config) if kv_dtype == "fp8" else None
-        if method is not None:
-            quantize_weights(weights, method)
-            choose_cpu_kernels(weights)
-        # Pages of e4m3 are emulated, the others are real.
-        pages: KvDtype = "auto" if kv_dtype == "fp8" else kv_dtype
-        shape = kv_shape(config, block_size=BLOCK_SIZE, dtype=dtype, kv_dtype=pages, fingerprint=name)
-        store = TorchKvStore(shape, WINDOW_TOKENS // BLOCK_SIZE, device=_CPU)
-        ops = TorchOps(config, store, dtype) if scales is None else RoundedKvOps(config, store, scales)
-        return Arm(name=name, predict=Predictor(Decoder(config, weights), ops))
-
-    return [
-        arm(REFERENCE),
-        arm("float32", dtype=torch.float32),
-        arm("fp8", "fp8"),
-        arm("int8", "int8"),
-        arm("int4", "int4"),
-        arm("fp8 KV", kv_dtype="fp8"),
-        arm("fp8 + fp8 KV", "fp8", kv_dtype="fp8"),
-        arm("int8 + fp8 KV", "int8", kv_dtype="fp8"),
-        arm("int8 KV", kv_dtype="int8"),
-        arm("int4 KV", kv_dtype="int4"),
-        arm("int4 + int8 KV", "int4", kv_dtype="int8"),
-    ]
+def make_arm(name: str, recipe: Recipe, model_dir: Path, *, is_on_grid: bool) -> Arm:
+    """Load the model for an arm."""
+    config = parse_config(read_json(model_dir / "config.json"))
+    weights = load_weights(weight_files(model_dir), config, dtype=recipe.dtype, device=_CPU)
+    if not is_on_grid:
+        leave_grid(weights, config)
+    scales = kv_scales(weights, config) if recipe.kv_dtype == "fp8" else None
+    if recipe.checkpoint_for is not None:
+        weights = quantized(weights, config, model_dir, calibration_tokens=recipe.checkpoint_for)
+        choose_cpu_kernels(weights)
+    if recipe.method is not None:
+        quantize_weights(weights, config, recipe.method)
+        choose_cpu_kernels(weights)
+    # Pages of e4m3 are emulated, the others are real.
+    pages: KvDtype = "auto" if recipe.kv_dtype == "fp8" else recipe.kv_dtype
+    shape = kv_shape(config, block_size=BLOCK_SIZE, dtype=recipe.dtype, kv_dtype=pages, fingerprint=name)
+    store = TorchKvStore(shape, WINDOW_TOKENS // BLOCK_SIZE, device=_CPU)
+    ops = TorchOps(config, store, recipe.dtype) if scales is None else RoundedKvOps(config, store, scales)
+    return Arm(name=name, predict=Predictor(Decoder(config, weights), ops))
 
 
 def measure(arms: Sequence[Arm], windows: Sequence[Sequence[int]], on_step: Callable[[], None]) -> None:
@@ -269,12 +249,18 @@ def main() -> None:
     parser.add_argument("--model", default="default", help="checkpoint folder or hub id")
     parser.add_argument("--windows", type=int, default=24, help="windows of 512 tokens")
     parser.add_argument("--on-grid", action="store_true", help="take the weights as the checkpoint has them")
+    parser.add_argument("--arms", nargs="+", help="arms beside the reference; default: all")
+    parser.add_argument("--calibration-tokens", type=int, default=16_384, help="tokens of the calibrated checkpoint")
     args = parser.parse_args()
     console, figures = terminal(), Figures()
     started_s = time.monotonic()
     model_dir = resolve_model(args.model, local_files_only=True)
     windows, digest = read_windows(model_dir, args.windows)
-    arms = make_arms(model_dir, is_on_grid=args.on_grid)
+    arms = [
+        make_arm(name, recipe, model_dir, is_on_grid=args.on_grid)
+        for name, recipe in recipes(args.calibration_tokens).items()
+        if args.arms is None or name in (REFERENCE, *args.arms)
+    ]
     with Progress(console=console) as progress:
         task = progress.add_task("windows", total=len(windows))
         measure(arms, windows, lambda: progress.advance(task))
@@ -291,6 +277,7 @@ def main() -> None:
         text_sha256=digest,
         num_windows=len(windows),
         window_tokens=WINDOW_TOKENS,
+        calibration_tokens=args.calibration_tokens,
         elapsed_s=time.monotonic() - started_s,
     )
 

@@ -53,7 +53,7 @@ def _load_native(model: ModelDescription, config: DecoderConfig, options: Engine
         model.files, config, dtype=model.dtype, device=model.device, weight_format=model.weight_format
     )
     if options.quantization is not None:
-        quantize_weights(weights, options.quantization)
+        quantize_weights(weights, config, options.quantization)
     weight_bytes = weights.num_bytes
     choice = choose_cpu_kernels(weights, compiled=options.kernels == "auto")
     store = _make_store(model, options)

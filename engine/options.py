@@ -10,9 +10,8 @@ from engine.executor import KvShape
 from engine.kv_cache import kv_shape
 from engine.kv_format import KvDtype, check_kv_format, kv_format
 from engine.memory import MemoryShare
-from engine.model.checkpoints.checkpoint import is_gguf, quantized_by
+from engine.model.checkpoints.checkpoint import is_gguf, quantized_by, read_config
 from engine.model.checkpoints.formats import WeightFormat, read_weight_format
-from engine.model.checkpoints.gguf_config import read_gguf_config
 from engine.model.config import DecoderConfig, TransformersConfig, UnsupportedModel, is_native, parse_config, read_json
 from engine.model.loader import kv_fingerprint, weight_files
 from engine.model.precision import dtype_name, resolve_device, resolve_dtype
@@ -74,7 +73,7 @@ class ModelDescription:
     def read(cls, options: EngineOptions) -> "ModelDescription":
         """Read the configuration and choose device and formats. Raises UnsupportedModel, naming what is unsupported."""
         files = weight_files(options.model_dir)
-        raw = _read_config(options.model_dir, files)
+        raw = read_config(options.model_dir, files)
         device = resolve_device(options.device)
         dtype = resolve_dtype(options.dtype, device, raw)
         pages = kv_format(options.kv_dtype, dtype)
@@ -117,12 +116,6 @@ class ModelDescription:
             shape=shape,
             info=info,
         )
-
-
-def _read_config(model_dir: Path, files: tuple[Path, ...]) -> dict[str, Any]:
-    """Return the content of config.json; without one, what a GGUF file says."""
-    path = model_dir / "config.json"
-    return read_gguf_config(files[0]) if is_gguf(files) and not path.exists() else read_json(path)
 
 
 def _read_weight_format(raw: dict[str, Any], files: tuple[Path, ...], options: EngineOptions) -> WeightFormat | None:

@@ -4,10 +4,12 @@
 
 Oracle: small random models in float32 on the device, eight requests that arrive in the middle of each other's work,
 prompts cut into chunks, prefixes found in the cache; every greedy token must be the one that plain transformers
-generates on the CPU from the same weights. Tests: the folders below tests/engine that run on a GPU where there is one.
+generates on the CPU from the same weights. Tests: the folders below tests/engine that run on a GPU where there is one,
+in parallel, without those that only compile.
 """
 
 import importlib.util
+import os
 import random
 import re
 import subprocess
@@ -28,6 +30,8 @@ _PROMPT_TOKENS = (1, 15, 16, 17, 33, 64, 100, 257)
 _NUM_OUTPUT_TOKENS = 32
 _STEP_TOKENS = 48
 _TEST_FOLDERS = tuple(Path("tests/engine") / name for name in ("triton_kernels", "cuda", "cuda_kv"))
+_COMPILE_TESTS = "tests/engine/triton_kernels/test_compile.py"
+_TEST_PROCESSES = 12
 
 
 def run_oracle(part: Part) -> None:
@@ -39,11 +43,11 @@ def run_oracle(part: Part) -> None:
 
 def run_tests(part: Part) -> None:
     """Run the tests that want a GPU."""
-    for folder in _TEST_FOLDERS:
-        case = f"tests, {folder}"
-        if folder.is_dir() and part.has_time(case):
-            with part.case(case):
-                _run_tests(part, case, folder)
+    folders = [str(folder) for folder in _TEST_FOLDERS if folder.is_dir()]
+    case = f"tests, {' '.join(folders)}"
+    if part.has_time(case):
+        with part.case(case):
+            _run_tests(part, case, folders)
 
 
 def _check_oracle(part: Part, model: str) -> None:
@@ -96,10 +100,11 @@ def _generate(reference: Any, prompt: list[int]) -> list[int]:
     return answer
 
 
-def _run_tests(part: Part, case: str, folder: Path) -> None:
+def _run_tests(part: Part, case: str, folders: list[str]) -> None:
     if importlib.util.find_spec("pytest") is None:
         raise RuntimeError("pytest is not installed: make the folder of packages with deploy/bundle --dev")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(folder)]
+    parallel = ["-n", str(min(_TEST_PROCESSES, os.cpu_count() or 1)), "--deselect", _COMPILE_TESTS]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *parallel, *folders]
     left_s = max(1.0, part.deadline_s - time.monotonic())
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=left_s, check=False)

@@ -44,6 +44,7 @@ class Part:
     def fail(self, name: str, reason: str) -> None:
         """Report a case as failed."""
         self.report.failures.append(Failure(case=name, reason=" ".join(reason.split())[:_MAX_REASON_CHARS]))
+        self.report.save(self.out)
 
     def has_time(self, name: str) -> bool:
         """Whether a case may start; if not, the report will name it."""
@@ -53,13 +54,14 @@ class Part:
         return False
 
     def add(self, reading: Reading) -> None:
-        """Report a value, and show it at once. The goals of a smoke run mean nothing and are left out."""
+        """Report a value: show and save it at once. The goals of a smoke run mean nothing and are left out."""
         if self.is_smoke:
             reading = Reading(
                 case=reading.case, value=reading.value, unit=reading.unit, bound=reading.bound, ratio=reading.ratio
             )
         self.report.readings.append(reading)
         ratio = "" if reading.ratio is None else f", ratio {reading.ratio:.2f}"
+        self.report.save(self.out)
         print(f"  {reading.case}: {reading.value:.4g} {reading.unit}{ratio} {reading.note}".rstrip(), flush=True)
 
     def add_time(

@@ -78,7 +78,7 @@ def load_cuda_executor(model: ModelDescription, options: EngineOptions) -> CudaE
     )
     scales = kv_scales(weights, model.config) if options.kv_dtype == "fp8" else None
     if options.quantization is not None:
-        quantize_weights(weights, options.quantization)
+        quantize_weights(weights, model.config, options.quantization)
     widen_weights(weights, lambda linear: linear)
     loaded = LoadedModel(
         decoder=Decoder(model.config, weights),

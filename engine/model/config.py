@@ -96,7 +96,9 @@ _ARCHITECTURES = {
 _DEFAULT_WINDOW = 4096
 _DEFAULT_MAX_WINDOW_LAYERS = 28
 _DEFAULT_THETA = 10_000.0
-_MAX_LAYERS = 4096  # a damaged or hostile file could otherwise claim billions, and take all memory for their list
+# A damaged or hostile file could otherwise claim billions, and take all memory.
+_MAX_LAYERS = 4096
+_MAX_SIZE = 1 << 24  # of a vocabulary or a layer
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -127,17 +129,17 @@ def parse_config(raw: Mapping[str, Any]) -> DecoderConfig:
     num_kv_heads = raw.get("num_key_value_heads", architecture.default_num_kv_heads) or num_heads
     if num_heads % num_kv_heads:
         raise UnsupportedModel(f"{num_heads} query heads do not divide among {num_kv_heads} key heads")
-    hidden_size = _positive(raw, "hidden_size")
+    hidden_size = _positive(raw, "hidden_size", at_most=_MAX_SIZE)
     head_dim = raw.get("head_dim") or architecture.default_head_dim or hidden_size // num_heads
     if head_dim % 2:
         raise UnsupportedModel(f"head_dim: {head_dim} is odd; rotary embedding turns pairs")
     has_attention_bias = bool(raw.get("attention_bias", False))
     follows_config = architecture.has_qkv_bias is None
     return DecoderConfig(
-        vocab_size=_positive(raw, "vocab_size"),
+        vocab_size=_positive(raw, "vocab_size", at_most=_MAX_SIZE),
         hidden_size=hidden_size,
-        intermediate_size=_positive(raw, "intermediate_size"),
-        num_layers=_positive(raw, "num_hidden_layers"),
+        intermediate_size=_positive(raw, "intermediate_size", at_most=_MAX_SIZE),
+        num_layers=_positive(raw, "num_hidden_layers", at_most=_MAX_LAYERS),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
@@ -163,9 +165,7 @@ def _architecture(raw: Mapping[str, Any]) -> _Architecture:
 
 
 def _windows(raw: Mapping[str, Any], architecture: _Architecture) -> tuple[int | None, ...]:
-    num_layers = _positive(raw, "num_hidden_layers")
-    if num_layers > _MAX_LAYERS:
-        raise UnsupportedModel(f"num_hidden_layers: {num_layers} layers are not supported, only up to {_MAX_LAYERS}")
+    num_layers = _positive(raw, "num_hidden_layers", at_most=_MAX_LAYERS)
     if architecture.has_window:
         return (raw.get("sliding_window", _DEFAULT_WINDOW) or None,) * num_layers
     if not architecture.has_layer_types:
@@ -221,10 +221,12 @@ def _rope(raw: Mapping[str, Any]) -> RopeConfig:
     )
 
 
-def _positive(raw: Mapping[str, Any], key: str) -> int:
+def _positive(raw: Mapping[str, Any], key: str, *, at_most: int | None = None) -> int:
     value = raw.get(key)
     if not isinstance(value, int) or value < 1:
         raise UnsupportedModel(f"config.json: {key} is {value!r}, not a positive number")
+    if at_most is not None and value > at_most:
+        raise UnsupportedModel(f"{key}: {value} is not supported, only up to {at_most}")
     return value
 
 

@@ -3,7 +3,8 @@
 Every quantized format of a checkpoint is read into this one layout, and every kernel computes from it.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -88,10 +89,15 @@ class RoundedInputs:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return the projection of x [num_tokens, in_features] in 255 steps for each block of 32 inputs."""
-        blocks = F.pad(x.float(), (0, -x.shape[1] % _INPUT_BLOCK)).reshape(len(x), -1, _INPUT_BLOCK)
-        largest = blocks.abs().amax(2, keepdim=True)
-        codes = torch.where(largest > 0, blocks * (_LARGEST_CODE / largest), blocks).round_()
-        return self._projection((codes * (largest / _LARGEST_CODE)).flatten(1)[:, : x.shape[1]].to(x.dtype))
+        return self._projection(round_inputs(x))
+
+
+def round_inputs(x: Tensor) -> Tensor:
+    """Return inputs [num_tokens, in_features] in the 255 steps for each block of 32 that the compiled kernels take."""
+    blocks = F.pad(x.float(), (0, -x.shape[1] % _INPUT_BLOCK)).reshape(len(x), -1, _INPUT_BLOCK)
+    largest = blocks.abs().amax(2, keepdim=True)
+    codes = torch.where(largest > 0, blocks * (_LARGEST_CODE / largest), blocks).round_()
+    return (codes * (largest / _LARGEST_CODE)).flatten(1)[:, : x.shape[1]].to(x.dtype)
 
 
 def concatenate(parts: list[GroupedWeight]) -> GroupedWeight:
@@ -108,6 +114,15 @@ def concatenate(parts: list[GroupedWeight]) -> GroupedWeight:
         scales=torch.cat([part.scales for part in parts]),
         offsets=offsets,
     )
+
+
+def split(weight: GroupedWeight, rows: Sequence[int]) -> Iterator[GroupedWeight]:
+    """Yield parts of so many rows each, of the same grid as the whole."""
+    begin = 0
+    for count in rows:
+        part = slice(begin, begin := begin + count)
+        offsets = None if weight.offsets is None else weight.offsets[part]
+        yield replace(weight, codes=weight.codes[part], scales=weight.scales[part], offsets=offsets)
 
 
 def _offsets(weight: GroupedWeight) -> Tensor:

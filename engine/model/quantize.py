@@ -16,6 +16,7 @@ elsewhere, and is a third of all bytes that a small model reads for a token.
 
 import logging
 import math
+import time
 from collections.abc import Callable
 from typing import Literal, get_args
 
@@ -26,7 +27,7 @@ from torch.nn import functional as F
 from engine.model.config import DecoderConfig, UnsupportedModel
 from engine.model.grouped import GroupedLinear
 from engine.model.rounding import round_to_affine_grid, round_to_grid
-from engine.model.weights import DecoderWeights, Linear, Projection, plain
+from engine.model.weights import DecoderWeights, Linear, Projection, checkpoint_views, plain
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +44,7 @@ _HOPPER = (9, 0)
 _KV_HEADROOM = 32.0
 
 _GROUP_SIZE = 32  # inputs that share a scale, as in activations
+_LOG_INTERVAL_S = 10.0
 
 # Rows up to which int8 products are faster, while reading the weights takes the time; above, widening them is cheaper.
 _CUDA_INT8_ROWS = 64
@@ -73,11 +75,38 @@ def check_fp8(device: torch.device) -> None:
         )
 
 
-def quantize_weights(weights: DecoderWeights, method: QuantizationMethod) -> None:
-    """Replace the plain projections by those of a method, one by one. Mutates `weights`."""
+def check_finite(weights: DecoderWeights, config: DecoderConfig) -> None:
+    """Raise UnsupportedModel, naming the tensor, when a weight to be rounded is no number. All weights are plain."""
+    for name, view in checkpoint_views(weights, config).items():
+        if view.ndim == 2:
+            refuse_unless_finite(name, view)
+
+
+def refuse_unless_finite(name: str, weight: Tensor) -> None:
+    """Raise UnsupportedModel for a tensor with NaN or infinity: no code stands for them, and they would become 0."""
+    lowest, highest = weight.aminmax()
+    if not (math.isfinite(lowest) and math.isfinite(highest)):
+        raise UnsupportedModel(f"cannot quantize {name}: it holds NaN or infinity; the checkpoint is damaged")
+
+
+def quantize_weights(weights: DecoderWeights, config: DecoderConfig, method: QuantizationMethod) -> None:
+    """Replace the plain projections by those of a method, one by one. Mutates `weights`.
+
+    Tells the log now and then how far it is. Raises UnsupportedModel for weights that are no numbers.
+    """
+    check_finite(weights, config)
     head, is_cpu = weights.head, weights.embedding.device.type == "cpu"
+    told_s, num_rounded, num_projections = time.monotonic(), 0, len(list(weights.projections()))
 
     def convert(projection: Projection) -> Projection:
+        nonlocal told_s, num_rounded
+        if time.monotonic() - told_s > _LOG_INTERVAL_S:
+            told_s = time.monotonic()
+            logger.info("rounding weights to %s: %d of %d projections", method, num_rounded, num_projections)
+        num_rounded += 1
+        return rounded(projection)
+
+    def rounded(projection: Projection) -> Projection:
         if not isinstance(projection, Linear):
             return projection
         if is_cpu and method != "fp8":

@@ -16,7 +16,10 @@ _ELEMENTS_AT_A_TIME = 1 << 18  # they stay in the processor's cache during the s
 # Factors of the grid that spans a group's values. A narrower one clips the largest, in favour of the many small ones.
 _SYMMETRIC_FACTORS = {4: (1.0, 0.98, 0.95, 0.92, 0.88, 0.84, 0.8, 1.03, 1.08), 8: (1.0,)}
 _AFFINE_FACTORS = (1.0, 0.95, 0.9, 0.85, 0.8)
+_ZERO_POINT_FACTORS = (1.0, 0.96, 0.92, 0.88, 0.84, 0.8, 0.75, 0.7)
 _TINIEST_SCALE = 2.0**-24  # of float16
+_TINIEST_SHORT_SCALE = 2.0**-20
+_LARGEST_SCALE = 6e4
 
 
 def round_to_grid(weight: Tensor, *, bits: int, group_size: int) -> GroupedWeight:
@@ -30,6 +33,61 @@ def round_to_affine_grid(weight: Tensor, *, group_size: int) -> GroupedWeight:
     A weight that lies on such a grid already, as that of a dequantized GGUF in Q4_1, keeps its values.
     """
     return _by_rows(weight, group_size, _affine, 4)
+
+
+def round_to_zero_points(weight: Tensor, *, bits: int, group_size: int) -> GroupedWeight:
+    """Return a grid of `fit_grid` close to a weight [out_features, in_features]; group_size divides in_features."""
+    parts = []
+    for rows in torch.split(weight, max(1, _ELEMENTS_AT_A_TIME // weight.shape[1])):
+        groups = rows.float().reshape(-1, group_size).t()
+        scale, zero = fit_grid(groups, groups.new_ones(group_size, 1), bits=bits)
+        codes = grid_codes(groups, scale, zero, bits=bits).t().reshape(rows.shape)
+        per_row = (len(rows), -1)
+        parts.append(grouped_by_zeros(codes, scale.view(per_row), zero.view(per_row), bits, group_size))
+    return concatenate(parts)
+
+
+def fit_grid(values: Tensor, importance: Tensor, *, bits: int) -> tuple[Tensor, Tensor]:
+    """Return scales and zero points [rows] of grids `scale * (code - zero)` close to values [group_size, rows].
+
+    Errors are weighed by `importance` [group_size, 1]. Zero points are codes; grids of 8 bits are symmetric. Scales of
+    4-bit grids have 7 significant bits, so that float16, which the kernels prefer, holds `scale * zero`.
+    """
+    largest = 2**bits - 1
+    low, high = values.amin(0).clamp_max_(0), values.amax(0).clamp_min_(0)
+    if bits == 8:
+        scale = _in_half(torch.maximum(-low, high) / (largest // 2)).clamp_min_(_TINIEST_SCALE)
+        return scale, torch.full_like(low, 2 ** (bits - 1))
+    best_error, best_scale, best_zero = torch.full_like(low, torch.inf), low, low
+    for factor in _ZERO_POINT_FACTORS:
+        scale = _in_seven_bits((high - low) * (factor / largest))
+        center = (largest - (low + high) / scale) / 2
+        for zero in (center.floor(), center.ceil()):
+            zero.clamp_(0, largest)
+            rounded = (grid_codes(values, scale, zero, bits=bits) - zero) * scale
+            error = rounded.sub_(values).square_().mul_(importance).sum(0)
+            is_better = error < best_error
+            best_error = torch.where(is_better, error, best_error)
+            best_scale = torch.where(is_better, scale, best_scale)
+            best_zero = torch.where(is_better, zero, best_zero)
+    return best_scale, best_zero
+
+
+def grid_codes(values: Tensor, scale: Tensor, zero: Tensor, *, bits: int) -> Tensor:
+    """Return the codes of the nearest points of a grid, as floats."""
+    return (values / scale).add_(zero).round_().clamp_(0, 2**bits - 1)
+
+
+def grouped_by_zeros(codes: Tensor, scales: Tensor, zeros: Tensor, bits: int, group_size: int) -> GroupedWeight:
+    """Return the weight `scale * (code - zero)`; all of these are floats, and codes are [out_features, in_features]."""
+    is_symmetric = bool((zeros == 2 ** (bits - 1)).all())
+    return GroupedWeight(
+        bits=bits,
+        group_size=group_size,
+        codes=codes.to(torch.uint8).contiguous(),
+        scales=scales,
+        offsets=None if is_symmetric else -(scales * zeros),
+    )
 
 
 _Grid = tuple[Tensor, Tensor, Tensor | None]
@@ -108,3 +166,9 @@ def _affine_codes(groups: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
 
 def _in_half(x: Tensor) -> Tensor:
     return x.half().float()
+
+
+def _in_seven_bits(x: Tensor) -> Tensor:
+    """Return positive numbers rounded to 7 significant bits, within float16's range."""
+    bits = x.clamp(_TINIEST_SHORT_SCALE, _LARGEST_SCALE).half().view(torch.int16)
+    return (bits + 8 & ~15).view(torch.float16).float()

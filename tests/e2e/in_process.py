@@ -1,13 +1,14 @@
-"""A router in front of real workers with fake engines, over real gRPC, all in this process."""
+"""A router in front of real workers with fake engines, or given ones, over real gRPC, all in this process."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 from common.config import ServingConfig, parse_config
 from common.trust.identity import Role
+from engine.executor import Executor
 from kvrelay.client import AsyncClient
 from kvrelay.v1 import router_admin_pb2, router_admin_pb2_grpc, worker_pb2
 from router.codec import ByteCodec
@@ -69,15 +70,21 @@ async def running_system(
     num_decode: int = 1,
     router: dict[str, Any] | None = None,
     model: dict[str, Any] | None = None,
+    load: Callable[[], Executor] | None = None,
     **fake: Any,
 ) -> AsyncIterator[System]:
-    """Start everything and wait until the router uses every worker; `fake` shapes the engines (make_runtime)."""
+    """Start everything and wait until the router uses every worker.
+
+    `fake` shapes the engines (make_runtime); with `load` each worker has an engine that it returns.
+    """
     async with AsyncExitStack() as stack:
         running, admin = await stack.enter_async_context(_serving_router(router, model))
         endpoints, workers = [], {}
         for role, name, count in ((PREFILL, "p", num_prefill), (DECODE, "d", num_decode)):
             for i in range(count):
-                runtime = make_runtime(role, f"{name}{i}", transports=("grpc",), **dict(fake))
+                runtime = make_runtime(
+                    role, f"{name}{i}", transports=("grpc",), executor=load() if load else None, **fake
+                )
                 worker = workers[f"{name}{i}"] = await serve_runtime(runtime)
                 stack.push_async_callback(worker.stop, 0)
                 endpoints.append(

@@ -16,7 +16,7 @@ import pytest
 pytestmark = pytest.mark.e2e
 
 REPOSITORY = Path(__file__).parents[2]
-NAMED = ("torch", "triton", "transformers", "grpcio", "protobuf", "msgpack", "prometheus-client")
+NAMED = ("torch", "triton", "transformers")
 _SERVING = """
 name: bundle-test
 launcher: local

@@ -28,7 +28,7 @@ from engine.model.quantize import (
     round_to_fp8,
     widen_weights,
 )
-from engine.model.weights import DecoderWeights, Linear
+from engine.model.weights import DecoderWeights, Linear, plain
 
 Kind = Callable[[Linear], Callable[[Tensor], Tensor]]
 CPU = torch.device("cpu")
@@ -118,9 +118,9 @@ def test_quantize_rows_of_zeros_and_of_huge_values_stays_finite() -> None:
 
 
 def test_fp8_replaces_every_projection_but_the_head(checkpoint: Callable[[str], Path]) -> None:
-    weights, _config = load(checkpoint("qwen2"))
+    weights, config = load(checkpoint("qwen2"))
     head = weights.head
-    quantize_weights(weights, "fp8")
+    quantize_weights(weights, config, "fp8")
     *layers, last = weights.projections()
     assert all(isinstance(projection, Fp8Linear) for projection in layers)
     assert last is head
@@ -130,17 +130,17 @@ def test_fp8_replaces_every_projection_but_the_head(checkpoint: Callable[[str], 
 def test_integers_replace_every_projection_with_the_head_in_8_bits(
     checkpoint: Callable[[str], Path], method: QuantizationMethod, bits: int
 ) -> None:
-    weights, _config = load(checkpoint("qwen2"))
+    weights, config = load(checkpoint("qwen2"))
     embedding = weights.embedding.clone()
-    quantize_weights(weights, method)
+    quantize_weights(weights, config, method)
     found = [p.weight.bits for p in weights.projections() if isinstance(p, GroupedLinear)]
     assert found == [bits] * 4 * len(weights.layers) + [8]
     assert torch.equal(weights.embedding, embedding), "tokens are looked up in what the checkpoint has"
 
 
 def test_weights_widened_for_other_kernels_keep_their_values(checkpoint: Callable[[str], Path]) -> None:
-    weights, _config = load(checkpoint("qwen2"))
-    quantize_weights(weights, "int4")
+    weights, config = load(checkpoint("qwen2"))
+    quantize_weights(weights, config, "int4")
     x = torch.randn(3, weights.embedding.shape[1], generator=torch.Generator().manual_seed(0))
     before = [weights.layers[0].qkv(x), weights.head(x)]
     widen_weights(weights, lambda linear: linear)
@@ -271,3 +271,11 @@ def test_check_quantization_on_a_gpu_names_what_it_refuses(
     with pytest.raises(UnsupportedModel, match=reason):
         checked(replace(config, **(sizes | {k: v for k, v in changes.items() if k in sizes})), device=CUDA, **changes)
     checked(replace(config, **sizes), method="int8", device=CUDA)
+
+
+def test_weights_that_are_no_numbers_are_refused_by_name(checkpoint: Callable[[str], Path]) -> None:
+    # A code stands for NaN nowhere: it would be served as 0.
+    weights, config = load(checkpoint("qwen2"))
+    plain(weights.layers[1].gate_up).weight[-1, 0] = float("inf")
+    with pytest.raises(UnsupportedModel, match=r"cannot quantize model\.layers\.1\.mlp\.up_proj\.weight: it holds NaN"):
+        quantize_weights(weights, config, "int8")

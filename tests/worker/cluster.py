@@ -16,6 +16,7 @@ from common.ids import Epoch, HandoffId, WorkerId, mint_handoff_id
 from common.trust.identity import Role
 from common.trust.tickets import PullRight, of_blocks, of_handoff
 from common.wire import pack_tokens, sampling_to_proto
+from engine.executor import Executor
 from engine.fake import FakeExecutor
 from engine.sequence import EngineRequest
 from kvrelay.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, sequence_pb2, worker_pb2
@@ -196,9 +197,15 @@ async def until_empty(worker: RunningWorker) -> None:
 
 
 def make_runtime(
-    role: Any, worker_id: str, *, transports: Sequence[str], outside: Outside | None = None, **fake: Any
+    role: Any,
+    worker_id: str,
+    *,
+    transports: Sequence[str],
+    outside: Outside | None = None,
+    executor: Executor | None = None,
+    **fake: Any,
 ) -> WorkerRuntime:
-    """Return a runtime over a fake engine."""
+    """Return a runtime over a fake engine, unless another one is given."""
     pool = {
         "block_size": BLOCK_SIZE,
         "max_step_tokens": fake.pop("max_step_tokens", 32),
@@ -214,7 +221,7 @@ def make_runtime(
         },
         source="test",
     )
-    executor = FakeExecutor(
+    executor = executor or FakeExecutor(
         num_blocks=fake.pop("num_blocks", 128),
         block_size=BLOCK_SIZE,
         max_model_len=1024,

@@ -3,14 +3,15 @@
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from engine.model.checkpoints import gguf_file
 from engine.model.checkpoints.formats import WeightFormat
+from engine.model.checkpoints.gguf_config import read_gguf_config
 from engine.model.checkpoints.safetensors_files import open_safetensors
-from engine.model.config import DecoderConfig
+from engine.model.config import DecoderConfig, read_json
 from engine.model.grouped import GroupedWeight
 
 
@@ -46,6 +47,12 @@ def open_checkpoint(
     if is_gguf(files):
         return nullcontext(gguf_file.GgufCheckpoint(files[0], head_dim=config.head_dim))
     return open_safetensors(files, weight_format)
+
+
+def read_config(model_dir: Path, files: Sequence[Path]) -> dict[str, Any]:
+    """Return the content of config.json; without one, what a GGUF file says. Raises UnsupportedModel."""
+    path = model_dir / "config.json"
+    return read_gguf_config(files[0]) if is_gguf(files) and not path.exists() else read_json(path)
 
 
 def is_gguf(files: Sequence[Path]) -> bool:

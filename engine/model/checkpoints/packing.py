@@ -30,7 +30,7 @@ def pack_words(codes: Tensor, bits: int) -> Tensor:
     """Return codes [rows, n], uint8, as int32 words [rows, ceil(n / codes_per_word)]; see `unpack_words`."""
     padded = F.pad(codes, (0, -codes.shape[1] % codes_per_word(bits)))
     packed = padded[:, ::2] | padded[:, 1::2] << 4 if bits == 4 else padded
-    return packed.contiguous().view(torch.int32)
+    return packed.flatten().view(torch.int32).reshape(len(codes), -1)
 
 
 def expect_shape(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:

@@ -1,13 +1,14 @@
 """Makes a compressed-tensors checkpoint of a plain one: the layers' projections rounded to few bits, the rest as it is.
 
-Each projection is rounded by itself, to the nearest point of a grid whose scale is searched; no text is needed. One
-tensor at a time is in memory, and what a file of the result holds.
+Without a text, each projection is rounded by itself, to the nearest point of a grid whose scale is searched: one tensor
+at a time is in memory, and what a file of the result holds. With one, each is rounded for what the text makes of those
+before it (`engine.model.calibration`), which takes the memory of the plain model and the text's hidden states.
 """
 
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,12 +19,16 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from common.random_models import SEED_FILE
-from engine.model.checkpoints.checkpoint import Checkpoint, open_checkpoint, quantized_by
+from engine.model.calibration import round_for_windows
+from engine.model.checkpoints.checkpoint import Checkpoint, open_checkpoint, quantized_by, read_config
 from engine.model.checkpoints.formats import read_weight_format
 from engine.model.checkpoints.packing import pack_words
-from engine.model.config import DecoderConfig, parse_config, read_json
-from engine.model.loader import weight_files
-from engine.model.rounding import round_to_grid
+from engine.model.config import DecoderConfig, parse_config
+from engine.model.grouped import GroupedWeight, split
+from engine.model.loader import load_weights, weight_files
+from engine.model.precision import resolve_dtype
+from engine.model.quantize import check_finite, refuse_unless_finite
+from engine.model.rounding import round_to_zero_points
 from engine.model.weights import HEAD_MODULE, fused_projections, layer_modules
 
 _INDEX_FILE = "model.safetensors.index.json"
@@ -43,13 +48,20 @@ class Rounding:
     """4 or 8."""
     group_size: int
     """Consecutive inputs that share a scale; -1: all."""
+    windows: Sequence[Sequence[int]] = ()
+    """Tokens of the text to round for, in windows of equal lengths."""
+
+    @property
+    def is_symmetric(self) -> bool:
+        """Whether zero is the middle code; 4 bits are too few to waste one."""
+        return self.bits == 8
 
     def quantization_config(self) -> dict[str, Any]:
         """Return the object that describes it in config.json."""
         weights = {
             "num_bits": self.bits,
             "type": "int",
-            "symmetric": True,
+            "symmetric": self.is_symmetric,
             "dynamic": False,
             "strategy": "channel" if self.group_size == -1 else "group",
             "group_size": None if self.group_size == -1 else self.group_size,
@@ -71,8 +83,9 @@ def quantize_checkpoint(source: Path, target: Path, rounding: Rounding, report: 
     """
     if target.exists():
         raise QuantizeFailed(f"cannot write {target}: it exists; name another folder or remove it")
-    raw = read_json(source / "config.json")
-    config, files = parse_config(raw), weight_files(source)
+    files = weight_files(source)
+    raw = read_config(source, files)
+    config = parse_config(raw)
     if files[0].name == SEED_FILE:
         raise QuantizeFailed(f"cannot quantize {source}: its weights are random; set model.quantization instead")
     _check(config, rounding)
@@ -91,7 +104,10 @@ def quantize_checkpoint(source: Path, target: Path, rounding: Rounding, report: 
         described = {**raw, "quantization_config": rounding.quantization_config()}
         (folder / "config.json").write_text(json.dumps(described, indent=2), encoding="utf-8")
         writer = _Writer(folder)
-        for name, tensor in _rounded(checkpoint, config, rounding, report):
+        for name, tensor in _plain_tensors(checkpoint, config):
+            writer.add(name, tensor)
+        by_text = _rounded_for_text(files, config, rounding) if rounding.windows else None
+        for name, tensor in _quantized_tensors(by_text or _rounded(checkpoint, config, rounding), config, report):
             writer.add(name, tensor)
         writer.finish()
         folder.rename(target)
@@ -110,33 +126,62 @@ def _check(config: DecoderConfig, rounding: Rounding) -> None:
     )
 
 
-def _rounded(
-    checkpoint: Checkpoint, config: DecoderConfig, rounding: Rounding, report: Callable[[str], None]
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of the new checkpoint: plain ones first, then layer by layer."""
-    layers = [
+def _layers(config: DecoderConfig) -> list[list[str]]:
+    """Return the quantized modules of each layer, in the order in which they are written."""
+    return [
         [module for projection in fused_projections(config) for module in layer_modules(layer_idx, projection)]
         for layer_idx in range(config.num_layers)
     ]
-    weights = {f"{module}.weight" for modules in layers for module in modules}
+
+
+def _plain_tensors(checkpoint: Checkpoint, config: DecoderConfig) -> Iterator[tuple[str, Tensor]]:
+    weights = {f"{module}.weight" for modules in _layers(config) for module in modules}
     for name in checkpoint.plain:
         if name not in weights:
             yield name, checkpoint.tensor(name)
-    for layer_idx, modules in enumerate(layers):
+
+
+def _rounded(checkpoint: Checkpoint, config: DecoderConfig, rounding: Rounding) -> Iterator[GroupedWeight]:
+    """Yield every module's weight, rounded to the nearest."""
+    for modules in _layers(config):
         for module in modules:
-            packed = _packed(checkpoint.tensor(f"{module}.weight"), rounding)
-            yield from ((f"{module}.{part}", tensor) for part, tensor in packed.items())
+            weight = checkpoint.tensor(f"{module}.weight")
+            refuse_unless_finite(f"{module}.weight", weight)
+            group_size = weight.shape[1] if rounding.group_size == -1 else rounding.group_size
+            yield round_to_zero_points(weight, bits=rounding.bits, group_size=group_size)
+
+
+def _rounded_for_text(files: Sequence[Path], config: DecoderConfig, rounding: Rounding) -> Iterator[GroupedWeight]:
+    """Yield every module's weight, rounded for the windows."""
+    cpu = torch.device("cpu")
+    weights = load_weights(files, config, dtype=resolve_dtype("auto", cpu, {}), device=cpu)
+    check_finite(weights, config)
+    fused = round_for_windows(weights, config, rounding.windows, bits=rounding.bits, group_size=rounding.group_size)
+    for projection, weight in fused:
+        yield from split(weight, projection.rows)
+
+
+def _quantized_tensors(
+    rounded: Iterator[GroupedWeight], config: DecoderConfig, report: Callable[[str], None]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of the modules, layer by layer."""
+    for layer_idx, modules in enumerate(_layers(config)):
+        for module in modules:
+            yield from ((f"{module}.{part}", tensor) for part, tensor in _packed(next(rounded)).items())
         report(f"layer {layer_idx + 1} of {config.num_layers}")
 
 
-def _packed(weight: Tensor, rounding: Rounding) -> dict[str, Tensor]:
-    group_size = weight.shape[1] if rounding.group_size == -1 else rounding.group_size
-    grouped = round_to_grid(weight, bits=rounding.bits, group_size=group_size)
-    return {
-        "weight_packed": pack_words(grouped.codes, rounding.bits),
-        "weight_scale": grouped.scales.half(),  # exact: they were rounded before the codes were chosen
+def _packed(weight: GroupedWeight) -> dict[str, Tensor]:
+    packed = {
+        "weight_packed": pack_words(weight.codes, weight.bits),
+        "weight_scale": weight.scales.half(),  # exact: they were rounded before the codes were chosen
         "weight_shape": torch.tensor(weight.shape),
     }
+    if weight.bits == 4:
+        middle = torch.full_like(weight.scales, 2 ** (weight.bits - 1))
+        zeros = middle if weight.offsets is None else (-weight.offsets / weight.scales).round()
+        packed["weight_zero_point"] = pack_words(zeros.t().to(torch.uint8), weight.bits).t()
+    return packed
 
 
 @dataclass(slots=True)
@@ -164,6 +209,10 @@ class _Writer:
     def _flush(self) -> None:
         if self._pending:
             name = f"model-{len(set(self._weight_map.values())) + 1:05}.safetensors"
-            save_file(self._pending, self.folder / name, metadata={"format": "pt"})
+            file = self.folder / name
+            file.touch()
+            mode = file.stat().st_mode  # by the user's umask; safetensors makes files that only the owner reads
+            save_file(self._pending, file, metadata={"format": "pt"})
+            file.chmod(mode)
             self._weight_map.update(dict.fromkeys(self._pending, name))
             self._pending = {}

@@ -48,8 +48,9 @@ def decode_tiles(page_dtype: torch.dtype, head_dim: int) -> Tiles:
     """
     if page_dtype.itemsize == 4:
         return Tiles(keys=32, num_warps=4, num_stages=3)
-    keys = 128 if head_dim <= 64 else 64 if head_dim <= 128 else 32
-    return Tiles(keys=keys, num_warps=4, num_stages=5 if page_dtype.itemsize == 2 else 7)
+    if page_dtype.itemsize == 1:  # widened in registers, of which a tile of 64 keys leaves too few in Triton 3.6
+        return Tiles(keys=128 if head_dim <= 64 else 32, num_warps=4, num_stages=7)
+    return Tiles(keys=128 if head_dim <= 64 else 64 if head_dim <= 128 else 32, num_warps=4, num_stages=5)
 
 
 def split_keys(num_decodes: int, num_heads: int, pages: LayerPages, *, num_sms: int) -> KeySplits:

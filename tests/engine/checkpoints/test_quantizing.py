@@ -10,14 +10,17 @@ from typer.testing import CliRunner
 
 from cli.main import app
 from common.random_models import ensure_random_checkpoint
+from engine.model.calibration import round_for_windows
 from engine.model.checkpoints import quantizing
 from engine.model.checkpoints.quantizing import QuantizeFailed, Rounding, quantize_checkpoint
 from engine.model.config import UnsupportedModel
 from engine.model.grouped import GroupedLinear
 from engine.model.loader import weight_files
-from engine.model.rounding import round_to_grid
+from engine.model.precision import cpu_has_bfloat16
+from engine.model.rounding import round_to_zero_points
 from engine.model.weights import Linear, plain
 from tests.engine.checkpoints.models import SIZES, load
+from tests.engine.checkpoints.packers import pack_rows
 from tests.engine.driver import Driver, make_sequence
 from tests.engine.driver import load as load_executor
 from tests.engine.tiny_models import make_model, make_prompt
@@ -51,9 +54,10 @@ def test_quantized_checkpoint_has_the_nearest_weights_of_its_grid(
             projection, linear = getattr(layer, name), plain(getattr(original, name))
             assert isinstance(projection, GroupedLinear)
             size = in_features if group_size == -1 else group_size
-            expected = round_to_grid(linear.weight, bits=bits, group_size=size).dequantize(torch.float32)
+            expected = round_to_zero_points(linear.weight, bits=bits, group_size=size).dequantize(torch.float32)
             assert torch.equal(projection.weight.dequantize(torch.float32), expected)
-            assert (projection.weight.bits, projection.weight.offsets) == (bits, None)
+            assert projection.weight.bits == bits
+            assert (projection.weight.offsets is None) == (bits == 8), "kernels are faster on symmetric grids"
             error = (expected - linear.weight).norm() / linear.weight.norm()
             assert float(error) < (0.15 if bits == 4 else 0.01)
             if linear.bias is not None:
@@ -64,12 +68,58 @@ def test_quantized_checkpoint_has_the_nearest_weights_of_its_grid(
     assert torch.equal(weights.embedding, plain_weights.embedding)
 
 
+def test_checkpoint_calibrated_on_a_text_has_the_weights_for_it(source: Path, tmp_path: Path) -> None:
+    windows = [list(make_prompt(48, seed=seed)) for seed in range(3)]
+    lines: list[str] = []
+    rounding = Rounding(bits=4, group_size=32, windows=windows)
+    quantize_checkpoint(source, tmp_path / "quantized", rounding, lines.append)
+    assert lines == [f"layer {i} of 3" for i in (1, 2, 3)]
+    weights, config = load(tmp_path / "quantized")
+    plain_weights, _ = load(source)
+    if cpu_has_bfloat16():  # what calibration computes in
+        plain_weights, _ = load(source, torch.bfloat16)
+    expected = [weight for _, weight in round_for_windows(plain_weights, config, windows, bits=4, group_size=32)]
+    found = [each.weight for each in weights.projections() if isinstance(each, GroupedLinear)]
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one.dequantize(torch.float32), other.dequantize(torch.float32))
+
+
+def test_checkpoint_of_zero_points_is_what_its_library_reads(source: Path, tmp_path: Path) -> None:
+    quantize_checkpoint(source, tmp_path / "quantized", Rounding(bits=4, group_size=32), ignore)
+    tensors = load_file(tmp_path / "quantized" / "model-00001.safetensors")
+    module = "model.layers.0.mlp.down_proj"
+    weight = round_to_zero_points(load_file(source / "model.safetensors")[f"{module}.weight"], bits=4, group_size=32)
+    assert weight.offsets is not None
+    zeros = (-weight.offsets / weight.scales).long()
+    expected = pack_rows(zeros.t().tolist(), 4).t()
+    assert torch.equal(tensors[f"{module}.weight_zero_point"], expected)
+    assert torch.equal(tensors[f"{module}.weight_packed"], pack_rows(weight.codes.tolist(), 4))
+
+
+def test_quantized_files_are_read_by_whom_the_umask_allows(source: Path, tmp_path: Path) -> None:
+    quantize_checkpoint(source, tmp_path / "quantized", Rounding(bits=4, group_size=32), ignore)
+    (tmp_path / "other").touch()
+    modes = {file.stat().st_mode for file in (tmp_path / "quantized").glob("*.safetensors")}
+    assert modes == {(tmp_path / "other").stat().st_mode}
+
+
+@pytest.mark.parametrize("windows", [[], [list(range(48))]], ids=["nearest", "calibrated"])
+def test_weight_that_is_no_number_is_refused_by_name(tmp_path: Path, windows: list[list[int]]) -> None:
+    model = make_model("llama", **SIZES)
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[3, 5] = float("nan")
+    model.save_pretrained(tmp_path / "plain")
+    rounding = Rounding(bits=4, group_size=32, windows=windows)
+    with pytest.raises(UnsupportedModel, match=r"model\.layers\.1\.mlp\.up_proj\.weight: it holds NaN or infinity"):
+        quantize_checkpoint(tmp_path / "plain", tmp_path / "quantized", rounding, ignore)
+
+
 def test_quantized_checkpoint_can_be_served_and_has_its_tokenizer(source: Path, tmp_path: Path) -> None:
     target = tmp_path / "quantized"
     quantize_checkpoint(source, target, Rounding(bits=8, group_size=32), ignore)
     assert (target / "tokenizer.json").read_text() == "{}"
     assert not (target / "pytorch_model.bin").exists(), "only what serving reads is copied"
-    prompt = make_prompt(9)
+    prompt = make_prompt(12, seed=3)
     answers = [
         Driver(load_executor(folder, kernels="torch")).generate([make_sequence(prompt)], num_tokens=4)
         for folder in (source, target)
@@ -113,7 +163,7 @@ def test_quantize_refuses_what_it_would_overwrite_or_cannot_round(source: Path, 
     random = ensure_random_checkpoint("random:qwen3-0.6b", tmp_path / "models")
     with pytest.raises(QuantizeFailed, match="its weights are random"):
         quantize_checkpoint(random, tmp_path / "other", rounding, ignore)
-    with pytest.raises(UnsupportedModel, match="cannot read"):
+    with pytest.raises(UnsupportedModel, match="safetensors missing"):
         quantize_checkpoint(tmp_path / "nowhere", tmp_path / "other", rounding, ignore)
 
 

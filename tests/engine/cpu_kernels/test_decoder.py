@@ -116,7 +116,7 @@ def test_quantized_hidden_states_are_near_those_of_the_checkpoint(
     for method in (None, quantization):
         weights = load_weights(described.files, config, dtype=torch.float32, device=described.device)
         if method is not None:
-            quantize_weights(weights, method)
+            quantize_weights(weights, config, method)
         pack_projections(weights, float32_kernels)
         store = TorchKvStore(described.shape, 16, device=described.device)
         span = SequenceSpan(num_computed=0, num_new_tokens=21, block_table=array("i", range(16)))

@@ -1,0 +1,119 @@
+"""Rounds a model's projections one after the other, each for what a text makes of those before it.
+
+The text goes through the model twice, layer by layer: with its own weights, which gives the results wanted, and with
+the weights rounded so far, which gives the inputs that a projection will have. Each pass multiplies a token with each
+projection once.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from common.ids import BlockId
+from engine.kv_cache import TorchKvStore, kv_shape
+from engine.model.config import DecoderConfig
+from engine.model.gptq import TextSums, round_for_text
+from engine.model.grouped import GroupedWeight, round_inputs
+from engine.model.precision import dtype_name
+from engine.model.weights import DecoderWeights, FusedProjection, Linear, fused_projections, plain
+from engine.ops.interface import StepOps
+from engine.ops.metadata import AttentionMetadata, SequenceSpan
+from engine.ops.torch_ops import TorchOps
+
+_BLOCK_SIZE = 16
+
+
+def round_for_windows(
+    weights: DecoderWeights, config: DecoderConfig, windows: Sequence[Sequence[int]], *, bits: int, group_size: int
+) -> Iterator[tuple[FusedProjection, GroupedWeight]]:
+    """Yield each layer's projections, rounded for token windows of equal lengths, in their order.
+
+    A group_size of -1 is all inputs. Inputs are in 8 bits, as the kernels for grouped weights take them. `weights` are
+    plain, on a CPU, and stay as they are.
+    """
+    step = _plan(config, len(windows[0]), weights.embedding.dtype)
+    exact, rounded = (_Pass(weights, windows, step, prepare) for prepare in (_as_they_are, round_inputs))
+    for layer_idx, layer in enumerate(weights.layers):
+        for projection in fused_projections(config):
+            linear = plain(getattr(layer, projection.field))
+            wanted = exact.multiply(linear)
+            sums = TextSums.zero((linear.weight.shape[0], linear.weight.shape[1]))
+            for x, y in zip(rounded.inputs, rounded.missing(projection.field, wanted, exact), strict=True):
+                sums.add(x, y if linear.bias is None else y - linear.bias)
+            size = projection.in_features if group_size == -1 else group_size
+            weight = round_for_text(linear.weight, sums, bits=bits, group_size=size)
+            yield projection, weight
+            found = rounded.multiply(Linear(weight=weight.dequantize(linear.weight.dtype), bias=linear.bias))
+            exact.advance(layer_idx, projection.field, wanted)
+            rounded.advance(layer_idx, projection.field, found)
+
+
+class _Pass:
+    """The hidden states of all windows at one place in the model: before a projection."""
+
+    def __init__(
+        self,
+        weights: DecoderWeights,
+        windows: Sequence[Sequence[int]],
+        step: StepOps,
+        prepare: Callable[[Tensor], Tensor],
+    ) -> None:
+        """Start before the first layer. `prepare` makes of a projection's inputs what it multiplies with."""
+        self._weights = weights
+        self._step = step
+        self._prepare = prepare
+        self._residuals = [F.embedding(torch.tensor(window), weights.embedding) for window in windows]
+        self.inputs = self._prepared(step.rms_norm(each, weights.layers[0].input_norm) for each in self._residuals)
+        """Inputs of the projection, [num_tokens, in_features] of each window."""
+
+    def multiply(self, linear: Linear) -> list[Tensor]:
+        """Return the projection's results."""
+        return [linear(x) for x in self.inputs]
+
+    def missing(self, field: str, wanted: list[Tensor], exact: "_Pass") -> list[Tensor]:
+        """Return what this pass's results should be, for it to come where `exact` comes with its results `wanted`."""
+        if field not in _NORM_AFTER:
+            return wanted
+        residuals = zip(exact._residuals, self._residuals, strict=True)  # noqa: SLF001 - of the same class
+        return [y + (there - here) for y, (there, here) in zip(wanted, residuals, strict=True)]
+
+    def advance(self, layer_idx: int, field: str, results: list[Tensor]) -> None:
+        """Go on behind a projection, given its results, to the inputs of the next one. May mutate the results."""
+        layer = self._weights.layers[layer_idx]
+        match field:
+            case "qkv":
+                outputs = (self._step.attend(layer_idx, y, layer.q_norm, layer.k_norm) for y in results)
+            case "gate_up":
+                outputs = (self._step.silu_mul(y) for y in results)
+            case _:
+                norm = layer.post_attention_norm if field == "output" else self._norm_behind(layer_idx)
+                both = zip(results, self._residuals, strict=True)
+                outputs = (self._step.add_rms_norm(y, residual, norm) for y, residual in both)
+        self.inputs = self._prepared(outputs)
+
+    def _norm_behind(self, layer_idx: int) -> Tensor:
+        following = self._weights.layers[layer_idx + 1 : layer_idx + 2]
+        return following[0].input_norm if following else self._weights.final_norm
+
+    def _prepared(self, inputs: Iterator[Tensor]) -> list[Tensor]:
+        return [self._prepare(x) for x in inputs]
+
+
+_NORM_AFTER = ("output", "down")
+"""Projections whose results are added to the residual stream."""
+
+
+def _as_they_are(x: Tensor) -> Tensor:
+    return x
+
+
+def _plan(config: DecoderConfig, num_tokens: int, dtype: torch.dtype) -> StepOps:
+    """Return the operations of a step that reads one prompt."""
+    num_blocks = -(-num_tokens // _BLOCK_SIZE)
+    shape = kv_shape(config, block_size=_BLOCK_SIZE, dtype=dtype, kv_dtype="auto", fingerprint=dtype_name(dtype))
+    ops = TorchOps(config, TorchKvStore(shape, num_blocks, device=torch.device("cpu")))
+    table = [BlockId(i) for i in range(num_blocks)]
+    span = SequenceSpan(num_computed=0, num_new_tokens=num_tokens, block_table=table)
+    return ops.plan(AttentionMetadata.from_spans([span], block_size=_BLOCK_SIZE))

@@ -1,0 +1,96 @@
+"""Checkpoints of every format, served over prefill and decode workers.
+
+The rules: with the same kernels, an answer is that of one engine alone, token for token, handed over and from a cache.
+Beside transformers with the weights as the format's own specification dequantizes them, in float32, each token is the
+most likely one, or as likely within what rounding inputs to 8 bits changes: a few hundredths of the logits' deviation.
+"""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.executor import Executor
+from engine.loading import load_executor
+from engine.options import EngineOptions
+from tests.builders import BLOCK_SIZE
+from tests.e2e.in_process import running_system
+from tests.engine.checkpoints.models import save_quantized
+from tests.engine.checkpoints.packers import compressed_config, pack_awq, pack_compressed, pack_gptq
+from tests.engine.driver import Driver, make_sequence
+from tests.engine.tiny_models import make_prompt
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
+
+NUM_TOKENS = 16
+NEAR_TIE = 0.1
+"""Deviations of the logits."""
+
+
+def save_gguf(folder: Path) -> Any:
+    pytest.importorskip("gguf", reason="reading GGUF needs the `gguf` extra")
+    from tests.engine.checkpoints import gguf_models
+
+    types = {"q_proj": "Q4_0", "k_proj": "Q8_0", "v_proj": "Q5_1", "o_proj": "Q4_1", "down_proj": "Q4_1"}
+    return gguf_models.save_gguf(folder, types)
+
+
+def save_compressed(folder: Path) -> Any:
+    return save_quantized(
+        folder, compressed_config(symmetric=False), lambda grid: pack_compressed(grid, symmetric=False)
+    )
+
+
+def save_gptq(folder: Path) -> Any:
+    return save_quantized(folder, {"quant_method": "gptq", "bits": 4, "group_size": 32}, pack_gptq)
+
+
+def save_awq(folder: Path) -> Any:
+    return save_quantized(folder, {"quant_method": "awq", "bits": 4, "group_size": 32}, pack_awq)
+
+
+@pytest.mark.parametrize("save", [save_compressed, save_gptq, save_awq, save_gguf])
+async def test_checkpoint_served_over_two_pools_gives_the_answers_of_one_engine_and_of_its_values(
+    tmp_path: Path, save: Callable[[Path], Any]
+) -> None:
+    model = save(tmp_path)
+
+    def load() -> Executor:
+        return load_executor(
+            EngineOptions(
+                model_dir=tmp_path,
+                model_name="tiny",
+                dtype="float32",
+                device="cpu",
+                block_size=BLOCK_SIZE,
+                num_blocks=128,
+            )
+        )
+
+    prompts = [make_prompt(num_tokens, seed=num_tokens) for num_tokens in (3, BLOCK_SIZE, 5 * BLOCK_SIZE + 1, 100)]
+    alone = Driver(load()).generate(
+        [make_sequence(prompt, block_size=BLOCK_SIZE) for prompt in prompts], num_tokens=NUM_TOKENS
+    )
+    async with running_system(load=load, router={"local_prefill_max_tokens": 0}) as system, system.client() as client:
+        options: dict[str, Any] = {"temperature": 0.0, "max_tokens": NUM_TOKENS, "ignore_eos": True}
+        handed_over = await asyncio.gather(*(client.generate(prompt, **options) for prompt in prompts))
+        cached = await asyncio.gather(*(client.generate(prompt, **options) for prompt in prompts))
+        await system.until_idle()
+    assert [list(answer.token_ids) for answer in handed_over] == alone
+    assert [list(answer.token_ids) for answer in cached] == alone
+    assert handed_over[3].transfer.num_blocks > 0
+    assert cached[3].usage.num_cached_tokens > 0
+    for prompt, answer in zip(prompts, alone, strict=True):
+        assert_likely(model, prompt, answer)
+
+
+@torch.inference_mode()
+def assert_likely(model: Any, prompt: tuple[int, ...], answer: list[int]) -> None:
+    """Fail unless every token is transformers' most likely one, or nearly so."""
+    logits = model(torch.tensor([[*prompt, *answer]])).logits[0, len(prompt) - 1 : -1]
+    chosen = logits.gather(1, torch.tensor(answer)[:, None]).squeeze(1)
+    distance = (logits.amax(1) - chosen) / logits.std(1)
+    assert float(distance.max()) < NEAR_TIE, distance
