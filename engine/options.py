@@ -43,6 +43,10 @@ class EngineOptions:
     kv_dtype: KvDtype = "auto"
     kernels: Literal["auto", "torch"] = "auto"
     """"torch": no compiled kernels, even where they are available."""
+    runner: Literal["torch", "vllm"] = "torch"
+    """What computes: our own decoder and transformers', or vLLM's model runner."""
+    tensor_parallel: int = 1
+    """Ranks of vLLM's process group."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +78,7 @@ class ModelDescription:
     def read(cls, options: EngineOptions) -> "ModelDescription":
         """Read the configuration and choose device and formats. Raises UnsupportedModel, naming what is unsupported."""
         files = weight_files(options.model_dir)
-        raw = _read_config(options.model_dir, files)
+        raw = read_config(options.model_dir, files)
         device = resolve_device(options.device)
         dtype = resolve_dtype(options.dtype, device, raw)
         pages = kv_format(options.kv_dtype, dtype)
@@ -106,7 +110,7 @@ class ModelDescription:
             name=options.model_name,
             vocab_size=config.vocab_size,
             max_model_len=min(config.max_position_embeddings, options.max_model_len or config.max_position_embeddings),
-            eos_token_ids=_eos_token_ids(options.model_dir, raw),
+            eos_token_ids=eos_token_ids(options.model_dir, raw),
         )
         return cls(
             config=config,
@@ -119,7 +123,7 @@ class ModelDescription:
         )
 
 
-def _read_config(model_dir: Path, files: tuple[Path, ...]) -> dict[str, Any]:
+def read_config(model_dir: Path, files: tuple[Path, ...]) -> dict[str, Any]:
     """Return the content of config.json; without one, what a GGUF file says."""
     path = model_dir / "config.json"
     return read_gguf_config(files[0]) if is_gguf(files) and not path.exists() else read_json(path)
@@ -156,7 +160,7 @@ def _read_foreign(options: EngineOptions, dtype: torch.dtype) -> TransformersCon
     return read_transformers_config(options.model_dir, dtype=dtype)
 
 
-def _eos_token_ids(model_dir: Path, raw_config: dict[str, Any]) -> frozenset[int]:
+def eos_token_ids(model_dir: Path, raw_config: dict[str, Any]) -> frozenset[int]:
     """Return the tokens that end an answer: generation_config.json's, else config.json's."""
     path = model_dir / "generation_config.json"
     found = read_json(path).get("eos_token_id") if path.is_file() else None

@@ -22,6 +22,10 @@ class ConfigError(Exception):
     """The configuration cannot be used; the message names file, key and reason."""
 
 
+VLLM_BLOCK_SIZE = 32
+"""vLLM's attention on CPUs has pages of a multiple of so many tokens."""
+
+
 class ServingConfig(Section):
     """All of serving.yaml."""
 
@@ -96,6 +100,32 @@ class ServingConfig(Section):
             if port and port > MAX_PORT:
                 raise ValueError(f"{owner}: {port} is not a port")
             named[port] = owner
+        return self
+
+    @model_validator(mode="before")
+    @classmethod
+    def _vllm_blocks(cls, raw: object) -> object:
+        """Give the pools of vLLM's engine blocks that its attention takes, where the file names none."""
+        match raw:
+            case {"model": {"engine": "vllm"}}:
+                pools = raw.get("pools") or {}
+                named = {name: pools.get(name) or {} for name in ("prefill", "decode")}
+                return raw | {"pools": pools | {name: {"block_size": VLLM_BLOCK_SIZE} | pool for name, pool in named.items()}}
+            case _:
+                return raw
+
+    @model_validator(mode="after")
+    def _engine(self) -> "ServingConfig":
+        for name, pool in (("prefill", self.pools.prefill), ("decode", self.pools.decode)):
+            if self.model.engine != "vllm" and pool.tensor_parallel > 1:
+                raise ValueError(
+                    f"pools.{name}.tensor_parallel: {pool.tensor_parallel}: only model.engine: vllm has several ranks"
+                )
+            if self.model.engine == "vllm" and pool.block_size % VLLM_BLOCK_SIZE:
+                raise ValueError(
+                    f"pools.{name}.block_size: {pool.block_size}: model.engine: vllm needs a multiple of"
+                    f" {VLLM_BLOCK_SIZE}"
+                )
         return self
 
     @model_validator(mode="after")

@@ -363,7 +363,7 @@ def sequence_row(sequence: EngineSequence, **params: Any) -> SamplingRow:
         make_row(token_index=sequence.num_output_tokens, max_tokens=999, **params),
         prompt_token_ids=sequence.request.prompt_token_ids,
         output_token_ids=OutputTokens(sequence),
-        sequence=sequence,
+        owner=sequence,
     )
 
 
