@@ -33,8 +33,8 @@ class SamplingRow:
     draft: Sequence[int] = ()
     """Drafted tokens between the outputs and this one."""
     owner: object | None = None
-    """Sequence that the tokens belong to: penalties then count a token once, in the step after it was chosen, not in every step. Its
-    rows have one prompt, and outputs that grow at the end. None: tokens are counted anew."""
+    """Sequence that the tokens belong to: penalties then count a token once, in the step after it was chosen, not in
+    every step. Its rows have one prompt, and outputs that grow at the end. None: tokens are counted anew."""
     allowed: Allowed | None = None
     """Tokens that the grammar of the answer allows; None without a grammar."""
 

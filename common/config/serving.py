@@ -106,13 +106,16 @@ class ServingConfig(Section):
     @classmethod
     def _vllm_blocks(cls, raw: object) -> object:
         """Give the pools of vLLM's engine blocks that its attention takes, where the file names none."""
-        match raw:
-            case {"model": {"engine": "vllm"}}:
-                pools = raw.get("pools") or {}
-                named = {name: pools.get(name) or {} for name in ("prefill", "decode")}
-                return raw | {"pools": pools | {name: {"block_size": VLLM_BLOCK_SIZE} | pool for name, pool in named.items()}}
-            case _:
-                return raw
+        if not isinstance(raw, dict):
+            return raw
+        model, pools = raw.get("model"), raw.get("pools", {})
+        if not (isinstance(model, dict) and model.get("engine") == "vllm" and isinstance(pools, dict)):
+            return raw
+        named = {name: pools.get(name, {}) for name in PoolsConfig.model_fields}
+        filled = {
+            name: {"block_size": VLLM_BLOCK_SIZE} | pool for name, pool in named.items() if isinstance(pool, dict)
+        }
+        return raw | {"pools": pools | filled}
 
     @model_validator(mode="after")
     def _engine(self) -> "ServingConfig":

@@ -8,6 +8,7 @@ import hashlib
 import logging
 import os
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 _LAYOUT_VERSION = 1
 _EXIT_RANK_DIED = 70  # sysexits.h: internal software error
-_ENVIRONMENT = {
+ENVIRONMENT = {
     "VLLM_CONFIGURE_LOGGING": "0",  # its log goes where ours goes
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # workers of one host would choose the same cores
@@ -46,7 +47,7 @@ def load_vllm_executor(options: EngineOptions) -> VllmExecutor:
     """Return an executor; takes seconds. Raises UnsupportedModel, naming what cannot be served."""
     started_s = time.monotonic()
     is_here = options.tensor_parallel == 1  # vLLM's CPU build would give even one rank a process of its own
-    os.environ.update(_ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(not is_here))})
+    os.environ.update(ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(not is_here))})
     files = _check_options(options)
     check_vllm()
     raw = read_config(options.model_dir, files)
@@ -161,13 +162,14 @@ def _start_ranks(config: Any, options: EngineOptions) -> Any:
     return ranks
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _PageSpec:
     """Facts about the pages of a model that has one kind of them."""
 
-    def __init__(self, num_layers: int, head_dim: int, backend: str) -> None:
-        self.num_layers = num_layers
-        self.head_dim = head_dim
-        self.backend = backend
+    num_layers: int
+    head_dim: int
+    backend: str
+    """Attention backend."""
 
 
 def _start_pages(ranks: Any, config: Any) -> _PageSpec:
@@ -222,7 +224,7 @@ def _num_blocks(options: EngineOptions, shape: KvShape) -> int:
 def _fingerprint(
     options: EngineOptions, files: tuple[Path, ...], spec: _PageSpec, dtype: torch.dtype, num_kv_heads: int
 ) -> str:
-    """Return a hash of everything that KV and tokens depend on: not the number of ranks, whose sums differ in rounding."""
+    """Return a hash of everything that KV and tokens depend on, but the number of ranks: it changes only roundings."""
     essentials = (
         *("vllm", VLLM_VERSION, _LAYOUT_VERSION, spec.backend, dtype_name(dtype), options.block_size),
         *(spec.num_layers, num_kv_heads, spec.head_dim, content_digest(files)),

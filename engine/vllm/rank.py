@@ -11,6 +11,7 @@ import mmap
 import os
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from engine.vllm.pages import HeadOrder
 
 logger = logging.getLogger(__name__)
 
+_SHARED_MEMORY = Path("/dev/shm")
 _DIGIT = 256  # integers below it are exact in every dtype of pages
 
 
@@ -104,6 +106,7 @@ class Rank:
         self._sampler = Sampler(vocab_size=setup.vocab_size, eos_token_ids=setup.eos_token_ids)
         layers = _attention_layers(self._runner)
         self._bind(layers, setup)
+        _forget_shared_names()
         self.head_order = learn_head_order(layers[0], block_size=setup.shape.block_size, head_dim=setup.shape.head_dim)
 
     @torch.inference_mode()
@@ -249,6 +252,17 @@ class Rank:
             view = pages[i, :, first_head : first_head + num_own_heads]
             layer.bind_kv_cache(view)
             self._runner.kv_caches[i] = view
+
+
+def _forget_shared_names() -> None:
+    """Unlink the memory by which vLLM's ranks of one host talk, which all have mapped by now.
+
+    vLLM leaves the names behind, and with them the memory, when a rank is killed.
+    """
+    prefix = f"{_SHARED_MEMORY}/vllm_dist_{os.environ.get('VLLM_DIST_IDENT')}-"
+    for path in _SHARED_MEMORY.glob("vllm_dist_*"):
+        if str(path).startswith(prefix):
+            path.unlink(missing_ok=True)  # another rank may have been first
 
 
 def _attention_layers(runner: Any) -> list[Any]:

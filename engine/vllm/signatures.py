@@ -7,6 +7,7 @@ build from source, is refused as well, in a sentence, before a model is loaded.
 import importlib
 import inspect
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 from engine.model.config import UnsupportedModel
 
@@ -53,8 +54,8 @@ def check_vllm() -> None:
     found = installed_version()
     if found is None:
         raise UnsupportedModel(
-            f"model.engine: vllm needs vLLM {VLLM_VERSION}, which is not installed: `python -m benchmarks.peers` makes"
-            " a virtual environment with its CPU build"
+            f"model.engine: vllm needs vLLM {VLLM_VERSION}, which is not installed here; docs/engines.md says how to"
+            " make a virtual environment with it"
         )
     if found != VLLM_VERSION:
         raise UnsupportedModel(f"model.engine: vllm needs vLLM {VLLM_VERSION}; {found} is installed")
@@ -71,7 +72,7 @@ def _missing(name: str, parameters: tuple[str, ...]) -> list[str]:
     """Return the parameters that a callable does not have; its own name when it does not exist."""
     module, _, path = name.partition(":")
     try:
-        found = importlib.import_module(module)
+        found: Any = importlib.import_module(module)
         for part in path.split("."):
             found = getattr(found, part)
     except (ImportError, AttributeError):

@@ -1,14 +1,17 @@
 """Clusters of vLLM's model runner: the answers are plain `transformers`', over every way that KV travels."""
 
 import asyncio
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from common.model_files import default_model_dir
 from kvrelay.client import AsyncClient
-from tests.e2e.harness import kill_worker, running_cluster, until_idle
+from tests.e2e.harness import kill_worker, running_cluster, until, until_idle, worker
 from tests.e2e.test_oracle import Oracle
 
 pytestmark = [pytest.mark.e2e, pytest.mark.model, pytest.mark.timeout(900)]
@@ -60,3 +63,54 @@ async def test_disaggregated_and_cached_answers_are_those_of_transformers(
         await _check(client, prompts, oracle)
         await _check(client, prompts, oracle)
         await until_idle(client)
+
+
+async def test_sampled_answer_goes_on_with_the_same_tokens_after_its_decode_worker_was_killed(
+    tmp_path: Path, prompts: list[list[int]], short_model_dir: Path
+) -> None:
+    options: dict[str, Any] = {"temperature": 0.8, "top_p": 0.95, "seed": 7, "max_tokens": 64, "ignore_eos": True}
+    prompt = prompts[-1]
+    async with running_cluster(tmp_path, config_of(short_model_dir), timeout_s=600) as client:
+        alone = await client.generate(prompt, **options)
+        result = asyncio.create_task(client.stream(prompt, **options).result())
+        await until(lambda: _is_decoding(client, len(prompt) + 8), timeout_s=60, what="some tokens are decoded")
+        await kill_worker(client, "decode")
+        killed = await result
+        assert len(killed.plans) > 1, "the kill must have hit the stream"
+        assert killed.token_ids == alone.token_ids
+        await until_idle(client, timeout_s=120)
+
+
+async def test_three_ranks_hand_over_to_one_and_the_death_of_a_rank_ends_its_worker(
+    tmp_path: Path, prompts: list[list[int]], short_model_dir: Path, oracle: Oracle
+) -> None:
+    before = _shared_names()
+    config = config_of(short_model_dir, prefill={"tensor_parallel": 3})
+    async with running_cluster(tmp_path, config, timeout_s=600) as client:
+        await _check(client, prompts[3:8], oracle)
+        view = await worker(client, "prefill")
+        assert view.status is not None
+        pid = view.status.pid
+        ranks = [
+            each for each in psutil.Process(pid).children() if any("spawn_main" in word for word in each.cmdline())
+        ]
+        assert len(ranks) == 3
+        os.kill(ranks[-1].pid, signal.SIGKILL)
+        await until(lambda: _is_another(client, pid), timeout_s=300, what="the worker starts again")
+        assert not [each for each in ranks if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
+        await _check(client, prompts[-1:], oracle)
+    assert _shared_names() == before, "shared memory is left"
+
+
+async def _is_decoding(client: AsyncClient, num_tokens: int) -> bool:
+    view = await worker(client, "decode")
+    return view.status is not None and view.status.load.num_context_tokens > num_tokens
+
+
+async def _is_another(client: AsyncClient, pid: int) -> bool:
+    view = await worker(client, "prefill")
+    return view.status is not None and view.status.pid != pid
+
+
+def _shared_names() -> set[str]:
+    return set(os.listdir("/dev/shm"))
