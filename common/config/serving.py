@@ -14,6 +14,7 @@ from common.config.cluster import PlannerConfig, TlsConfig, TracingConfig
 from common.config.keys import Need, Section, needs_of
 from common.config.router import ENV_PREFIX, ROUTER_PORTS, RouterConfig, SloConfig, TenantConfig
 from common.config.workers import ModelConfig, PoolsConfig, TransferConfig
+from common.engines import engines_with, lacks
 from common.ports import MAX_PORT, is_loopback
 from common.wire_names import TRANSPORT_NUMBERS
 
@@ -119,12 +120,27 @@ class ServingConfig(Section):
 
     @model_validator(mode="after")
     def _engine(self) -> "ServingConfig":
-        for name, pool in (("prefill", self.pools.prefill), ("decode", self.pools.decode)):
-            if self.model.engine != "vllm" and pool.tensor_parallel > 1:
+        model, pools = self.model, {"prefill": self.pools.prefill, "decode": self.pools.decode}
+        asked: list[tuple[str, str, object]] = []
+        if model.quantization is not None:
+            asked.append(("quantization", "model.quantization", model.quantization))
+        if model.kv_dtype != "auto":
+            asked.append(("kv_dtype", "model.kv_dtype", model.kv_dtype))
+        if model.device == "cuda":
+            asked.append(("gpu", "model.device", model.device))
+        asked += [
+            ("tensor_parallel", f"pools.{name}.tensor_parallel", pool.tensor_parallel)
+            for name, pool in pools.items()
+            if pool.tensor_parallel > 1
+        ]
+        for feature, key, value in asked:
+            if lacks(model.engine, feature):
                 raise ValueError(
-                    f"pools.{name}.tensor_parallel: {pool.tensor_parallel}: only model.engine: vllm has several ranks"
+                    f"{key}: {value}: model.engine: {model.engine} cannot do that;"
+                    f" model.engine: {', '.join(engines_with(feature))} can"
                 )
-            if self.model.engine == "vllm" and pool.block_size % VLLM_BLOCK_SIZE:
+        for name, pool in pools.items():
+            if model.engine == "vllm" and pool.block_size % VLLM_BLOCK_SIZE:
                 raise ValueError(
                     f"pools.{name}.block_size: {pool.block_size}: model.engine: vllm needs a multiple of"
                     f" {VLLM_BLOCK_SIZE}"

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from common.engines import VLLM_VERSION
 from common.random_models import SEED_FILE
 from common.sampling import MAX_N
 from engine.executor import KvShape
@@ -28,7 +29,7 @@ from engine.sequence import MAX_FORCED_TOKENS
 from engine.vllm.executor import VllmExecutor
 from engine.vllm.pages import VllmKvStore
 from engine.vllm.rank import RankSetup
-from engine.vllm.signatures import VLLM_VERSION, check_vllm
+from engine.vllm.signatures import check_vllm
 
 logger = logging.getLogger(__name__)
 
@@ -108,11 +109,6 @@ def _check_options(options: EngineOptions) -> tuple[Path, ...]:
         raise UnsupportedModel(
             "model.engine: vllm computes on CPUs: the pages of its attention on GPUs have not been mapped; set"
             " model.device: cpu, or model.engine: torch"
-        )
-    if options.quantization is not None or options.kv_dtype != "auto":
-        raise UnsupportedModel(
-            "model.quantization and model.kv_dtype are formats of our own engine; with model.engine: vllm the"
-            " checkpoint's own quantization is served, and pages have model.dtype"
         )
     files = weight_files(options.model_dir)
     if is_gguf(files) or files[0].name == SEED_FILE:

@@ -6,6 +6,7 @@ has is told by the order of the next step, never by what vLLM sampled: the rank 
 Written against the V1 model runner of vLLM's CPU build (`engine.vllm.signatures` checks it).
 """
 
+import glob
 import logging
 import mmap
 import os
@@ -259,10 +260,9 @@ def _forget_shared_names() -> None:
 
     vLLM leaves the names behind, and with them the memory, when a rank is killed.
     """
-    prefix = f"{_SHARED_MEMORY}/vllm_dist_{os.environ.get('VLLM_DIST_IDENT')}-"
-    for path in _SHARED_MEMORY.glob("vllm_dist_*"):
-        if str(path).startswith(prefix):
-            path.unlink(missing_ok=True)  # another rank may have been first
+    group = os.environ.get("VLLM_DIST_IDENT")
+    for path in _SHARED_MEMORY.glob(f"{glob.escape(group)}-*") if group else ():
+        path.unlink(missing_ok=True)  # another rank may have been first
 
 
 def _attention_layers(runner: Any) -> list[Any]:

