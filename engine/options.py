@@ -57,6 +57,8 @@ class CheckpointInfo:
     vocab_size: int
     max_model_len: int
     eos_token_ids: frozenset[int]
+    has_codes: bool = False
+    """Whether weights, activations or pages are rounded to few bits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,12 +93,13 @@ class ModelDescription:
             check_kv_format(pages, config, block_size=options.block_size, device=device)
         else:
             config = _read_foreign(options, dtype)
+        quantization = _quantization(options, weight_format, files, device)
         fingerprint = kv_fingerprint(
             config,
             files,
             dtype=dtype_name(dtype),
             block_size=options.block_size,
-            quantization=_quantization(options, weight_format, files, device),
+            quantization=quantization,
             kv_dtype=pages.name,
         )
         shape = kv_shape(
@@ -111,6 +114,7 @@ class ModelDescription:
             vocab_size=config.vocab_size,
             max_model_len=min(config.max_position_embeddings, options.max_model_len or config.max_position_embeddings),
             eos_token_ids=eos_token_ids(options.model_dir, raw),
+            has_codes=quantization is not None or pages.has_codes,
         )
         return cls(
             config=config,

@@ -69,6 +69,7 @@ class ModelExecutor(Generic[StepT]):
         self.eos_token_ids = info.eos_token_ids
         self.model_name = info.name
         self.verifies_drafts = model.is_row_independent
+        self.exact_resume = not info.has_codes
         self._model = model
         self._store = store
         self._ops = ops

@@ -23,6 +23,7 @@ class VllmExecutor:
 
     max_steps_in_flight = 1
     verifies_drafts = False
+    exact_resume = False
 
     def __init__(self, ranks: Ranks, store: KvStore, info: CheckpointInfo, *, hidden_size: int) -> None:
         self.kv = store

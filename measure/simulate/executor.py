@@ -134,6 +134,7 @@ class SimExecutor:
         self.model_name = "simulated"
         self.max_steps_in_flight = 1
         self.verifies_drafts = False
+        self.exact_resume = True
         self._answers = answers
 
     def answer(self, sequence: Sequence) -> KnownAnswer:
