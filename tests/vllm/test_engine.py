@@ -16,7 +16,9 @@ import pytest
 import torch
 
 from common.clock import SystemClock
+from common.pooling import Pooling
 from engine.core import EngineCore
+from engine.events import Embedded, Tokens
 from engine.executor import Executor
 from engine.loading import load_executor
 from engine.model.config import UnsupportedModel
@@ -152,13 +154,17 @@ def test_pages_handed_over_by_the_wire_give_the_same_answer(executor: Executor, 
     assert [first, *collector.token_ids()] == whole
 
 
+@pytest.fixture(scope="module")
+def own(short_model_dir: Path, dtype: str) -> Executor:
+    if dtype != "float32":
+        pytest.skip("compared with our own engine in float32")
+    return load_executor(dataclasses.replace(options(short_model_dir, dtype=dtype), runner="torch", kernels="torch"))
+
+
 def test_pages_on_the_wire_are_those_of_our_own_engine(
-    executor: Executor, short_model_dir: Path, prompts: list[list[int]], dtype: str
+    executor: Executor, own: Executor, prompts: list[list[int]]
 ) -> None:
     """Blocks could travel between the engines, but for their fingerprints: the roundings differ."""
-    if dtype != "float32":
-        pytest.skip("compared in float32")
-    own = load_executor(dataclasses.replace(options(short_model_dir, dtype=dtype), runner="torch", kernels="torch"))
     read: list[Any] = []
     for each in (executor, own):
         core = core_of(each)
@@ -166,6 +172,30 @@ def test_pages_on_the_wire_are_those_of_our_own_engine(
         run_until_idle(core)
         read.append(np.frombuffer(each.kv.read_blocks(group.leader.block_ids()[:2]), dtype=np.float32))
     assert np.allclose(read[0], read[1], rtol=1e-3, atol=1e-3)
+
+
+def test_beams_embeddings_and_logprobs_are_those_of_our_own_engine(
+    executor: Executor, own: Executor, prompts: list[list[int]]
+) -> None:
+    beams: list[Any] = []
+    vectors: list[Any] = []
+    logprobs: list[Any] = []
+    for each in (executor, own):
+        core = core_of(each, max_step_tokens=40)
+        search = served(core, request(prompts[4], n=3, use_beam_search=True, max_tokens=8))
+        beams.append([search.token_ids(i) for i in range(3)])
+        collector = Collector()
+        granted(core.add_embedding(dataclasses.replace(request(prompts[5]), pooling=Pooling.MEAN), collector))
+        run_until_idle(core)
+        vectors += [event.vector for event in collector.events if isinstance(event, Embedded)]
+        told = served(core, request(prompts[6], num_prompt_logprobs=1, num_logprobs=1, max_tokens=4))
+        prompt = [each.logprob for event in told.events if isinstance(event, Tokens) for each in event.prompt_logprobs]
+        logprobs.append([*prompt, *(output.logprobs.logprob for output in told.outputs if output.logprobs)])
+    assert beams[0] == beams[1]
+    assert len(vectors[0]) > 0
+    assert np.allclose(vectors[0], vectors[1], rtol=1e-3, atol=1e-3)
+    assert len(logprobs[0]) == len(prompts[6]) - 1 + 4
+    assert np.allclose(logprobs[0], logprobs[1], rtol=1e-3, atol=1e-3)
 
 
 def test_a_model_whose_state_pages_cannot_carry_is_refused_by_name(short_model_dir: Path, tmp_path: Path) -> None:

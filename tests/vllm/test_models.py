@@ -42,7 +42,8 @@ def write_tiny(folder: Path, model_type: str, changes: dict[str, Any]) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **_SHAPE | changes), dtype=torch.float32)
+    auto_model: Any = AutoModelForCausalLM
+    model = auto_model.from_config(AutoConfig.for_model(model_type, **_SHAPE | changes), dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():  # initial weights are so small that every answer repeats one token
             if parameter.dim() > 1:
