@@ -24,6 +24,7 @@ from cli.scale import restart, rollout, scale
 from cli.simulate import simulate
 from cli.status import status
 from cli.trace import trace_app
+from cli.why import why
 
 app = typer.Typer(
     name="kvrelay",
@@ -70,6 +71,7 @@ app.command(rich_help_panel=_CLUSTER)(cancel)
 app.command(rich_help_panel=_CLUSTER)(restart)
 app.command(rich_help_panel=_CLUSTER)(rollout)
 app.command(rich_help_panel=_CLUSTER)(explain)
+app.command(rich_help_panel=_CLUSTER)(why)
 app.command(rich_help_panel=_CLUSTER)(logs)
 app.command(rich_help_panel=_CLUSTER)(doctor)
 app.command("fetch-model", rich_help_panel=_CLUSTER)(fetch_model)

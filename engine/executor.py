@@ -16,6 +16,7 @@ from common.ids import BlockId
 from common.pooling import Pooling
 from common.tokens import TokenArray, as_tokens
 from engine.sequence import Sequence
+from engine.work import StepFloors
 
 Hidden: TypeAlias = npt.NDArray[np.float32]
 """Hidden state of a token after the model's last norm, or a sum of some, float32 [hidden_size]."""
@@ -275,6 +276,8 @@ class Executor(Protocol):
     exact_resume: bool
     """Whether tokens that are read again choose the next one as the tokens that were generated would have, also where
     two are almost equally good. False where sums depend on how a prompt is cut, or codes on the last bit of a sum."""
+    floors: StepFloors | None
+    """Least times of its steps on this device; None: not known."""
 
     def launch(self, batch: Seq[ScheduledSequence]) -> StepHandle:
         """Start one step: write KV of all new tokens, sample where asked. Does not mutate the sequences.

@@ -41,6 +41,7 @@ from engine.executor import (
 from engine.grammar import Allowed
 from engine.noise import noise_key
 from engine.shared_memory import allocate_region
+from engine.work import StepFloors
 
 U64 = npt.NDArray[np.uint64]
 _MASK = (1 << 64) - 1
@@ -256,6 +257,7 @@ class FakeExecutor:
         self.max_steps_in_flight = max_steps_in_flight
         self.verifies_drafts = True
         self.exact_resume = True
+        self.floors: StepFloors | None = None
         self._step_s = step_s
         self._last: FakeStep | None = None
 

@@ -12,6 +12,7 @@ import time
 import torch
 
 from engine.executor import Executor
+from engine.floors import measure_floors
 from engine.kv_cache import TorchKvStore, num_blocks_for_budget
 from engine.memory import host_kv_bytes, measure_host
 from engine.model.config import DecoderConfig, TransformersConfig
@@ -58,12 +59,14 @@ def _load_native(model: ModelDescription, config: DecoderConfig, options: Engine
     )
     if options.quantization is not None:
         quantize_weights(weights, options.quantization)
+    weight_bytes = weights.num_bytes
     choice = choose_cpu_kernels(weights, compiled=options.kernels == "auto")
     store = _make_store(model, options)
     ops = choice.bind(config, store)
+    floors = measure_floors(config, model.shape, weight_bytes=weight_bytes, device=model.device)
     if isinstance(ops, CpuOps) and can_run(weights):
-        return ModelExecutor(CpuDecoder(config, weights, ops.kernels), store, ops, model.info)
-    return ModelExecutor[StepOps](Decoder(config, weights), store, ops, model.info)
+        return ModelExecutor(CpuDecoder(config, weights, ops.kernels), store, ops, model.info, floors)
+    return ModelExecutor[StepOps](Decoder(config, weights), store, ops, model.info, floors)
 
 
 def _load_foreign(model: ModelDescription, config: TransformersConfig, options: EngineOptions) -> Executor:

@@ -15,6 +15,7 @@ from engine.kv_cache import TorchKvStore
 from engine.ops.metadata import AttentionMetadata, SequenceSpan
 from engine.options import CheckpointInfo
 from engine.sampler import Sampler, position_logprobs, sampling_rows
+from engine.work import StepFloors
 
 StepT = TypeVar("StepT")
 StepT_co = TypeVar("StepT_co", covariant=True)
@@ -60,7 +61,12 @@ class ModelExecutor(Generic[StepT]):
     max_steps_in_flight = 1
 
     def __init__(
-        self, model: Model[StepT], store: TorchKvStore, ops: StepPreparer[StepT], info: CheckpointInfo
+        self,
+        model: Model[StepT],
+        store: TorchKvStore,
+        ops: StepPreparer[StepT],
+        info: CheckpointInfo,
+        floors: StepFloors | None = None,
     ) -> None:
         self.kv: KvStore = store
         self.max_model_len = info.max_model_len
@@ -70,6 +76,7 @@ class ModelExecutor(Generic[StepT]):
         self.model_name = info.name
         self.verifies_drafts = model.is_row_independent
         self.exact_resume = not info.has_codes
+        self.floors = floors
         self._model = model
         self._store = store
         self._ops = ops

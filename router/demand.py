@@ -52,14 +52,15 @@ class DemandMeter:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._slo: Slo | None = None
+        self.slo: Slo | None = None
+        """Objectives of good answers; None: all are good."""
         self._random = random.Random(0)
         self._seconds: deque[_Second] = deque()
         self._began_s = clock.monotonic()
 
     def judge_by(self, slo: Slo) -> None:
         """Count answers within these objectives as good; without objectives, all are good."""
-        self._slo = slo
+        self.slo = slo
 
     def note_arrival(self) -> None:
         """Count a request that arrives."""
@@ -73,7 +74,7 @@ class DemandMeter:
         """Count a request that was answered completely."""
         second = self._now()
         second.num_finished += 1
-        second.num_good += self._slo is None or self._slo.is_good(answered)
+        second.num_good += self.slo is None or self.slo.is_good(answered)
         entry = (-self._random.random(), second.num_finished, answered)
         if len(second.sample) < NUM_SAMPLED:
             heapq.heappush(second.sample, entry)

@@ -109,7 +109,7 @@ class FrontDoor:
     def screen(self, method: str, metadata: Iterable[tuple[str, str | bytes]] | None) -> None:
         """Return if a call of a gRPC method comes from a known caller and may be read. Raises KvrelayError."""
         try:
-            if method.endswith("/GetClusterStatus"):
+            if method.endswith(("/GetClusterStatus", "/Diagnose")):
                 self.check_operator(metadata)
             else:
                 self.identify(metadata)

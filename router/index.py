@@ -26,6 +26,7 @@ from common.block_hash import BlockHashes
 from common.ids import WorkerId
 from common.kv_events import KvEvents
 from router.block_ages import BlockAges
+from router.evicted_blocks import EvictedBlocks
 from router.expectations import Expectations
 from router.prefix_match import STAMP_BITS, IndexView, PrefixMatches, slot_bit
 
@@ -57,6 +58,8 @@ class PrefixIndex:
         self._retired: set[int] = set()
         self._scrub_slots: set[int] = set()
         self._scrub_next = self._scrub_end = 0
+        self.evicted = EvictedBlocks()
+        """Blocks that workers have evicted and none holds any more."""
         self.num_evicted = 0
         """Blocks forgotten because memory is bounded."""
 
@@ -86,6 +89,7 @@ class PrefixIndex:
         if removed:
             self._expectations.settle(slot, removed)
             self._remove(slot, _unique(removed))
+            self.evicted.add(key for key in removed if key not in self._values)
         if stored:
             self._expectations.settle(slot, stored)
             for keys in self._chunks(stored):

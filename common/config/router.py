@@ -31,6 +31,9 @@ class RouterConfig(Section):
     max_http_connections: Annotated[int | None, Field(ge=16), Need.ROUTERS] = None
     """Most connections of the HTTP door, at least 16; [openai.md](openai.md#connections) describes what happens beyond
     it. `null`: as many as [open files](operations.md#open-files) allow; more than those allow stop the start."""
+    live_page: Annotated[bool, Need.ROUTERS] = True
+    """The HTTP door serves a [page of the running cluster](operations.md#live-page) at `/`. What it shows is for
+    operators; with `auth: none` anybody is one."""
     metrics_port: Annotated[Port | None, Need.RESTART] = 0
     """Prometheus port. `0`: a free one; `null`: none."""
     admin_port: Annotated[Port, Need.RESTART] = 0

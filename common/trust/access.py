@@ -38,7 +38,8 @@ _OPERATORS = frozenset({Role.OPERATOR})
 _INSIDERS = frozenset({Role.ROUTER, Role.WORKER, Role.CONTROLLER, Role.OPERATOR})
 
 METHODS: Mapping[str, frozenset[Role]] = {
-    # Tenants see their own requests, decisions and traffic; only operators among them may call GetClusterStatus.
+    # Tenants see their own requests, decisions and traffic; only operators among them may call
+    # GetClusterStatus and Diagnose.
     **_methods(
         "InferenceService",
         Generate=_CLIENTS,
@@ -46,6 +47,7 @@ METHODS: Mapping[str, frozenset[Role]] = {
         Tokenize=_CLIENTS,
         ListModels=_CLIENTS,
         GetClusterStatus=_CLIENTS,
+        Diagnose=_CLIENTS,
         Explain=_CLIENTS,
         RecordTraffic=_CLIENTS,
     ),

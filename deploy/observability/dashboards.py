@@ -159,6 +159,12 @@ _POOL = Dashboard(
             "Near 1 the worker computes all the time. One far above its pool: skewed placement, or a slow host.",
         ),
         Panel(
+            "Least time for the steps, as a share of the window",
+            "percentunit",
+            (Query("rate(kvrelay_engine_floor_seconds_total[$__rate_interval])", "{{worker}} {{bound}}"),),
+            "Near the time in steps, memory or arithmetic is the wall; far below it, neither is. See `kvrelay why`.",
+        ),
+        Panel(
             "Sequences running",
             "short",
             (Query("sum by (worker, role) (kvrelay_sequences_running)", "{{worker}}"),),

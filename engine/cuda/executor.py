@@ -31,6 +31,7 @@ from engine.model.decoder import Decoder
 from engine.ops.metadata import AttentionMetadata, SequenceSpan
 from engine.options import CheckpointInfo
 from engine.sampler import Chosen, Nucleus, Sampler, SamplingPlan, sampling_rows
+from engine.work import StepFloors
 
 # Prompt log-probabilities need float32 logits of every position; they are computed for this many rows at a time.
 _LOGPROB_ROWS = 64
@@ -66,7 +67,13 @@ class CudaExecutor:
     verifies_drafts = False
 
     def __init__(
-        self, model: Decoder, store: TorchKvStore, ops: DeviceOps, info: CheckpointInfo, limits: StepLimits
+        self,
+        model: Decoder,
+        store: TorchKvStore,
+        ops: DeviceOps,
+        info: CheckpointInfo,
+        limits: StepLimits,
+        floors: StepFloors | None = None,
     ) -> None:
         self.kv: KvStore = store
         self.max_model_len = info.max_model_len
@@ -75,6 +82,7 @@ class CudaExecutor:
         self.eos_token_ids = info.eos_token_ids
         self.model_name = info.name
         self.exact_resume = not info.has_codes
+        self.floors = floors
         self._model = model
         self._ops = ops
         self._block_size = store.shape.block_size

@@ -13,6 +13,7 @@ from engine.cuda.executor import CudaExecutor, StepLimits
 from engine.cuda.graphs import DeviceOps, decode_sizes
 from engine.cuda.portable import PortableOps
 from engine.executor import KvShape
+from engine.floors import measure_floors
 from engine.kv_cache import TorchKvStore, num_blocks_for_budget
 from engine.memory import MemoryShare, device_free_bytes
 from engine.model.config import DecoderConfig
@@ -25,6 +26,7 @@ from engine.ops.torch_ops import TorchOps
 from engine.ops.triton_kernels.step import DeviceStep
 from engine.options import CheckpointInfo, EngineOptions, ModelDescription
 from engine.sampler import Nucleus, Sampler, SamplingRow
+from engine.work import StepFloors
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +51,7 @@ class LoadedModel:
     """Dtype of weights and activations."""
     kv_scales: Seq[tuple[float, float]] | None = None
     """Scales of each layer's keys and values, for pages of 8-bit numbers."""
+    floors: StepFloors | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +87,7 @@ def load_cuda_executor(model: ModelDescription, options: EngineOptions) -> CudaE
         device=model.device,
         dtype=model.dtype,
         kv_scales=scales,
+        floors=measure_floors(model.config, model.shape, weight_bytes=weights.num_bytes, device=model.device),
     )
     bounds = StepBounds(max_step_tokens=options.max_step_tokens, max_running=options.max_running)
     num_blocks = options.num_blocks
@@ -101,7 +105,7 @@ def make_cuda_executor(model: LoadedModel, num_blocks: int, bounds: StepBounds) 
     store = TorchKvStore(model.shape, num_blocks, device=model.device)
     ops = make_device_ops(model, store)
     limits = StepLimits(max_seqs=bounds.max_seqs, max_graph_seqs=min(bounds.max_running, _MAX_GRAPH_SEQS))
-    executor = CudaExecutor(model.decoder, store, ops, model.info, limits)
+    executor = CudaExecutor(model.decoder, store, ops, model.info, limits, model.floors)
     executor.warm_up()
     logger.info(
         "device executor ready",

@@ -34,6 +34,12 @@ class GroupedWeight:
         """(out_features, in_features)."""
         return self.codes.shape[0], self.codes.shape[1]
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of codes, scales and offsets as kernels read them, with scales and offsets in 16 bits."""
+        num_scales = self.scales.numel() * (1 if self.offsets is None else 2)
+        return self.codes.numel() * self.bits // 8 + 2 * num_scales
+
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """Return the values [out_features, in_features], computed in float32 and rounded once to `dtype`."""
         codes = self.codes.float()
@@ -53,6 +59,11 @@ class GroupedLinear:
         self.weight = weight
         self.bias = bias
 
+    @property
+    def num_bytes(self) -> int:
+        """See `Projection`."""
+        return self.weight.num_bytes
+
     def __call__(self, x: Tensor) -> Tensor:
         """Return x @ weight.T + bias, [num_tokens, out_features], in x's dtype."""
         return self.dequantize(x.dtype)(x)
@@ -69,6 +80,11 @@ class RoundedInputs:
     def __init__(self, projection: Projection) -> None:
         """Keep the projection that multiplies."""
         self._projection = projection
+
+    @property
+    def num_bytes(self) -> int:
+        """See `Projection`."""
+        return self._projection.num_bytes
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return the projection of x [num_tokens, in_features] in 255 steps for each block of 32 inputs."""

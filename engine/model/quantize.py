@@ -123,6 +123,11 @@ class Fp8Linear:
         wide = torch.bfloat16 if linear.weight.dtype is torch.bfloat16 else torch.float32
         self.weight = weight if self._is_fast else weight.to(wide)
 
+    @property
+    def num_bytes(self) -> int:
+        """See `Projection`."""
+        return self.weight.nbytes
+
     def __call__(self, x: Tensor) -> Tensor:
         """Return x @ weight.T + bias, [num_tokens, out_features], in x's dtype."""
         if self._is_fast:
@@ -155,6 +160,11 @@ class Int8Linear:
         self.weight = rounded.clamp_(-_INT8_MAX, _INT8_MAX).to(torch.int8)
         self._bias = linear.bias
         self._is_cuda = self.weight.device.type == "cuda"
+
+    @property
+    def num_bytes(self) -> int:
+        """See `Projection`."""
+        return self.weight.nbytes
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return x @ weight.T + bias, [num_tokens, out_features], in x's dtype."""

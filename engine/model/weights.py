@@ -14,6 +14,11 @@ from engine.model.config import DecoderConfig
 class Projection(Protocol):
     """A matrix product with weights of some kind."""
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the weights that every product reads."""
+        ...
+
     def __call__(self, x: Tensor) -> Tensor:
         """Return x @ weight.T + bias, [num_tokens, out_features], for x [num_tokens, in_features]."""
         ...
@@ -25,6 +30,11 @@ class Linear:
 
     weight: Tensor
     bias: Tensor | None
+
+    @property
+    def num_bytes(self) -> int:
+        """See `Projection`."""
+        return self.weight.nbytes
 
     def __call__(self, x: Tensor) -> Tensor:
         """See `Projection`."""
@@ -62,6 +72,11 @@ class DecoderWeights:
         for layer in self.layers:
             yield from (getattr(layer, name) for name in _PROJECTIONS)
         yield self.head
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all projections, which every step reads once."""
+        return sum(projection.num_bytes for projection in self.projections())
 
     def replace_projections(self, convert: Callable[[Projection], Projection]) -> None:
         """Replace every projection by `convert(projection)`, one by one: two whole copies never exist."""

@@ -8,6 +8,7 @@ from engine.executor import DoneStep, KvStore, ScheduledSequence
 from engine.options import CheckpointInfo
 from engine.vllm.order import OrderBook
 from engine.vllm.rank import RankFailed
+from engine.work import StepFloors
 
 
 class Ranks(Protocol):
@@ -24,6 +25,7 @@ class VllmExecutor:
     max_steps_in_flight = 1
     verifies_drafts = False
     exact_resume = False
+    floors: StepFloors | None = None
 
     def __init__(self, ranks: Ranks, store: KvStore, info: CheckpointInfo, *, hidden_size: int) -> None:
         self.kv = store

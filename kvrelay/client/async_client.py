@@ -15,7 +15,7 @@ from kvrelay.client.direct import DirectCall
 from kvrelay.client.failover import Attempts
 from kvrelay.client.records import Embedding, Generation, ModelInfo, Prompt, SampleSoFar, Tokenization
 from kvrelay.client.requests import EmbedOptions, GenerateOptions, embed_request, tokenize_request
-from kvrelay.client.status import ClusterStatus, Decision
+from kvrelay.client.status import ClusterStatus, Decision, Diagnosis
 from kvrelay.client.streams import unless_closed
 from kvrelay.client.tls import Tls, channel_credentials
 from kvrelay.client.traffic import AsyncTrafficStream
@@ -82,6 +82,13 @@ class AsyncClient(BaseClient[AsyncGenerationStream, AsyncTrafficStream, Coroutin
         request = inference_pb2.ExplainRequest(request_id=request_id or "", limit=limit)
         response = await self._unary(lambda stub: stub.Explain, request, timeout_s)
         return tuple(record(Decision, decision) for decision in response.decisions)
+
+    async def diagnose(
+        self, *, window_s: float = 0.0, request_id: str | None = None, timeout_s: float | None = None
+    ) -> Diagnosis:
+        """Return what costs the answers of the last `window_s` time, by default 300; or that of one request."""
+        request = inference_pb2.DiagnoseRequest(window_s=window_s, request_id=request_id or "")
+        return record(Diagnosis, await self._unary(lambda stub: stub.Diagnose, request, timeout_s))
 
     async def aclose(self) -> None:
         """Close the channels; running calls are cancelled."""

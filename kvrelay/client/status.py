@@ -67,6 +67,26 @@ class WorkerLoad:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StepTotals:
+    """What a worker's steps did in the last seconds, and the least time that its device needs for it."""
+
+    window_s: float
+    covered_s: float
+    num_prefill_steps: int
+    num_decode_steps: int
+    num_prefill_tokens: int
+    num_decodes: int
+    num_context_tokens: int
+    prefill_s: float
+    decode_s: float
+    prefill_memory_s: float
+    prefill_compute_s: float
+    decode_memory_s: float
+    decode_compute_s: float
+    decode_weights_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerStatus:
     """State of a worker, and its counters since its start."""
 
@@ -91,6 +111,8 @@ class WorkerStatus:
     """Draft tokens that its steps have verified."""
     num_accepted_tokens: int = 0
     """Those that were right."""
+    recent_steps: tuple[StepTotals, ...] = ()
+    """Steps of the last minute, the last five, and the last hour."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +139,29 @@ class ClusterStatus:
 
     router: RouterStatus
     workers: tuple[WorkerView, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One cause of lost time, or one part of a request's time."""
+
+    cause: str
+    """Name of the cause; empty for a part of a request's time."""
+    pool: str
+    lost_s: float
+    """Time that a request loses by it, in the mean."""
+    text: str
+    changes: tuple[str, ...]
+    """Changes that would help, with what each would bring."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnosis:
+    """What costs the answers of the last minutes time."""
+
+    headline: str
+    findings: tuple[Finding, ...]
+    """Faults first, then what costs most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

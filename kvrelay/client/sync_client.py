@@ -14,7 +14,7 @@ from kvrelay.client.convert import error_from_rpc, record
 from kvrelay.client.failover import Attempts
 from kvrelay.client.records import Embedding, Generation, ModelInfo, Prompt, Tokenization
 from kvrelay.client.requests import EmbedOptions, GenerateOptions, embed_request, tokenize_request
-from kvrelay.client.status import ClusterStatus, Decision
+from kvrelay.client.status import ClusterStatus, Decision, Diagnosis
 from kvrelay.client.tls import Tls, channel_credentials
 from kvrelay.client.traffic import TrafficStream
 from kvrelay.v1 import inference_pb2, inference_pb2_grpc
@@ -78,6 +78,13 @@ class Client(BaseClient[GenerationStream, TrafficStream, Generation]):
         request = inference_pb2.ExplainRequest(request_id=request_id or "", limit=limit)
         response = self._unary(lambda stub: stub.Explain, request, timeout_s)
         return tuple(record(Decision, decision) for decision in response.decisions)
+
+    def diagnose(
+        self, *, window_s: float = 0.0, request_id: str | None = None, timeout_s: float | None = None
+    ) -> Diagnosis:
+        """Return what costs the answers of the last `window_s` time, by default 300; or that of one request."""
+        request = inference_pb2.DiagnoseRequest(window_s=window_s, request_id=request_id or "")
+        return record(Diagnosis, self._unary(lambda stub: stub.Diagnose, request, timeout_s))
 
     def close(self) -> None:
         """Close the channels; running calls are cancelled."""

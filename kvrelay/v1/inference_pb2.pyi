@@ -1596,6 +1596,102 @@ class ExplainResponse(_message.Message):
 Global___ExplainResponse: _TypeAlias = ExplainResponse  # noqa: Y015
 
 @_typing.final
+class DiagnoseRequest(_message.Message):
+    """What to diagnose."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WINDOW_S_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    window_s: _builtins.float
+    """How far to look back, in seconds, at most an hour; 0: 300. Shares of workers' steps are known of 60, 300 and 3600
+    seconds: the next longer window counts.
+    """
+    request_id: _builtins.str
+    """Instead: one request that this router answered in the last hour."""
+    def __init__(
+        self,
+        *,
+        window_s: _builtins.float = ...,
+        request_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id", "window_s", b"window_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DiagnoseRequest: _TypeAlias = DiagnoseRequest  # noqa: Y015
+
+@_typing.final
+class Finding(_message.Message):
+    """One cause of lost time, or one part of a request's time."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CAUSE_FIELD_NUMBER: _builtins.int
+    POOL_FIELD_NUMBER: _builtins.int
+    LOST_S_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    CHANGES_FIELD_NUMBER: _builtins.int
+    cause: _builtins.str
+    """Name of the cause; empty for a part of a request's time."""
+    pool: _builtins.str
+    """"prefill" or "decode"."""
+    lost_s: _builtins.float
+    """Seconds that a request loses by it, in the mean."""
+    text: _builtins.str
+    """A sentence with the numbers."""
+    @_builtins.property
+    def changes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Changes that would help, with what each would bring."""
+
+    def __init__(
+        self,
+        *,
+        cause: _builtins.str = ...,
+        pool: _builtins.str = ...,
+        lost_s: _builtins.float = ...,
+        text: _builtins.str = ...,
+        changes: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cause", b"cause", "changes", b"changes", "lost_s", b"lost_s", "pool", b"pool", "text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Finding: _TypeAlias = Finding  # noqa: Y015
+
+@_typing.final
+class DiagnoseResponse(_message.Message):
+    """What costs time."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HEADLINE_FIELD_NUMBER: _builtins.int
+    FINDINGS_FIELD_NUMBER: _builtins.int
+    headline: _builtins.str
+    """How the requests did."""
+    @_builtins.property
+    def findings(self) -> _containers.RepeatedCompositeFieldContainer[Global___Finding]:
+        """Faults first, then what costs most; none when nothing costs much."""
+
+    def __init__(
+        self,
+        *,
+        headline: _builtins.str = ...,
+        findings: _abc.Iterable[Global___Finding] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["findings", b"findings", "headline", b"headline"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DiagnoseResponse: _TypeAlias = DiagnoseResponse  # noqa: Y015
+
+@_typing.final
 class RecordTrafficRequest(_message.Message):
     """What to record: requests of the caller's tenant whose prompts are read after this call came."""
 

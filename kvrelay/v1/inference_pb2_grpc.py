@@ -60,6 +60,11 @@ class InferenceServiceStub(object):
                 request_serializer=kvrelay_dot_v1_dot_inference__pb2.ExplainRequest.SerializeToString,
                 response_deserializer=kvrelay_dot_v1_dot_inference__pb2.ExplainResponse.FromString,
                 _registered_method=True)
+        self.Diagnose = channel.unary_unary(
+                '/kvrelay.v1.InferenceService/Diagnose',
+                request_serializer=kvrelay_dot_v1_dot_inference__pb2.DiagnoseRequest.SerializeToString,
+                response_deserializer=kvrelay_dot_v1_dot_inference__pb2.DiagnoseResponse.FromString,
+                _registered_method=True)
         self.RecordTraffic = channel.unary_stream(
                 '/kvrelay.v1.InferenceService/RecordTraffic',
                 request_serializer=kvrelay_dot_v1_dot_inference__pb2.RecordTrafficRequest.SerializeToString,
@@ -111,6 +116,13 @@ class InferenceServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Diagnose(self, request, context):
+        """What costs the answers of the last minutes time, and which changes would help; for operators.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def RecordTraffic(self, request, context):
         """Tells what the caller's requests are like while they come: when, how long, and which begin alike; no content.
         """
@@ -152,6 +164,11 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     servicer.Explain,
                     request_deserializer=kvrelay_dot_v1_dot_inference__pb2.ExplainRequest.FromString,
                     response_serializer=kvrelay_dot_v1_dot_inference__pb2.ExplainResponse.SerializeToString,
+            ),
+            'Diagnose': grpc.unary_unary_rpc_method_handler(
+                    servicer.Diagnose,
+                    request_deserializer=kvrelay_dot_v1_dot_inference__pb2.DiagnoseRequest.FromString,
+                    response_serializer=kvrelay_dot_v1_dot_inference__pb2.DiagnoseResponse.SerializeToString,
             ),
             'RecordTraffic': grpc.unary_stream_rpc_method_handler(
                     servicer.RecordTraffic,
@@ -300,6 +317,33 @@ class InferenceService(object):
             '/kvrelay.v1.InferenceService/Explain',
             kvrelay_dot_v1_dot_inference__pb2.ExplainRequest.SerializeToString,
             kvrelay_dot_v1_dot_inference__pb2.ExplainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Diagnose(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvrelay.v1.InferenceService/Diagnose',
+            kvrelay_dot_v1_dot_inference__pb2.DiagnoseRequest.SerializeToString,
+            kvrelay_dot_v1_dot_inference__pb2.DiagnoseResponse.FromString,
             options,
             channel_credentials,
             insecure,

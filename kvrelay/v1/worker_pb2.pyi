@@ -560,6 +560,82 @@ class TransferStats(_message.Message):
 Global___TransferStats: _TypeAlias = TransferStats  # noqa: Y015
 
 @_typing.final
+class StepTotals(_message.Message):
+    """What a worker's steps did in the last seconds. A prefill step has prompt tokens in it, a decode step none. Least times
+    follow from the memory bandwidth and the matrix product rate that the worker measured as it started; 0: it did not.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WINDOW_S_FIELD_NUMBER: _builtins.int
+    COVERED_S_FIELD_NUMBER: _builtins.int
+    NUM_PREFILL_STEPS_FIELD_NUMBER: _builtins.int
+    NUM_DECODE_STEPS_FIELD_NUMBER: _builtins.int
+    NUM_PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_DECODES_FIELD_NUMBER: _builtins.int
+    NUM_CONTEXT_TOKENS_FIELD_NUMBER: _builtins.int
+    PREFILL_S_FIELD_NUMBER: _builtins.int
+    DECODE_S_FIELD_NUMBER: _builtins.int
+    PREFILL_MEMORY_S_FIELD_NUMBER: _builtins.int
+    PREFILL_COMPUTE_S_FIELD_NUMBER: _builtins.int
+    DECODE_MEMORY_S_FIELD_NUMBER: _builtins.int
+    DECODE_COMPUTE_S_FIELD_NUMBER: _builtins.int
+    DECODE_WEIGHTS_S_FIELD_NUMBER: _builtins.int
+    window_s: _builtins.float
+    """Seconds that were asked for."""
+    covered_s: _builtins.float
+    """Seconds that the totals cover: fewer after a start."""
+    num_prefill_steps: _builtins.int
+    """Prefill steps."""
+    num_decode_steps: _builtins.int
+    """Decode steps."""
+    num_prefill_tokens: _builtins.int
+    """Prompt tokens computed."""
+    num_decodes: _builtins.int
+    """Sequences of each decode step, summed."""
+    num_context_tokens: _builtins.int
+    """KV tokens that decode steps read."""
+    prefill_s: _builtins.float
+    """Time in prefill steps."""
+    decode_s: _builtins.float
+    """Time in decode steps."""
+    prefill_memory_s: _builtins.float
+    """Least time for the memory traffic of the prefill steps."""
+    prefill_compute_s: _builtins.float
+    """Least time for their arithmetic."""
+    decode_memory_s: _builtins.float
+    """Least time for the memory traffic of the decode steps."""
+    decode_compute_s: _builtins.float
+    """Least time for their arithmetic."""
+    decode_weights_s: _builtins.float
+    """Part of decode_memory_s that reads weights."""
+    def __init__(
+        self,
+        *,
+        window_s: _builtins.float = ...,
+        covered_s: _builtins.float = ...,
+        num_prefill_steps: _builtins.int = ...,
+        num_decode_steps: _builtins.int = ...,
+        num_prefill_tokens: _builtins.int = ...,
+        num_decodes: _builtins.int = ...,
+        num_context_tokens: _builtins.int = ...,
+        prefill_s: _builtins.float = ...,
+        decode_s: _builtins.float = ...,
+        prefill_memory_s: _builtins.float = ...,
+        prefill_compute_s: _builtins.float = ...,
+        decode_memory_s: _builtins.float = ...,
+        decode_compute_s: _builtins.float = ...,
+        decode_weights_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["covered_s", b"covered_s", "decode_compute_s", b"decode_compute_s", "decode_memory_s", b"decode_memory_s", "decode_s", b"decode_s", "decode_weights_s", b"decode_weights_s", "num_context_tokens", b"num_context_tokens", "num_decode_steps", b"num_decode_steps", "num_decodes", b"num_decodes", "num_prefill_steps", b"num_prefill_steps", "num_prefill_tokens", b"num_prefill_tokens", "prefill_compute_s", b"prefill_compute_s", "prefill_memory_s", b"prefill_memory_s", "prefill_s", b"prefill_s", "window_s", b"window_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StepTotals: _TypeAlias = StepTotals  # noqa: Y015
+
+@_typing.final
 class WorkerStatus(_message.Message):
     """Everything that a worker holds, and its counters."""
 
@@ -584,6 +660,7 @@ class WorkerStatus(_message.Message):
     BUSY_S_FIELD_NUMBER: _builtins.int
     NUM_DRAFTED_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_ACCEPTED_TOKENS_FIELD_NUMBER: _builtins.int
+    RECENT_STEPS_FIELD_NUMBER: _builtins.int
     num_used_blocks: _builtins.int
     """Pages referenced by sequences, reservations or leases."""
     num_cached_blocks: _builtins.int
@@ -624,6 +701,10 @@ class WorkerStatus(_message.Message):
     def load(self) -> Global___LoadReport:
         """Load."""
 
+    @_builtins.property
+    def recent_steps(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepTotals]:
+        """Its steps in the last minute, the last five, and the last hour."""
+
     def __init__(
         self,
         *,
@@ -646,10 +727,11 @@ class WorkerStatus(_message.Message):
         busy_s: _builtins.float = ...,
         num_drafted_tokens: _builtins.int = ...,
         num_accepted_tokens: _builtins.int = ...,
+        recent_steps: _abc.Iterable[Global___StepTotals] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_s", b"busy_s", "epoch", b"epoch", "kv_bytes_received", b"kv_bytes_received", "kv_bytes_sent", b"kv_bytes_sent", "load", b"load", "num_accepted_tokens", b"num_accepted_tokens", "num_cached_blocks", b"num_cached_blocks", "num_cached_tokens", b"num_cached_tokens", "num_cancelled", b"num_cancelled", "num_computed_tokens", b"num_computed_tokens", "num_drafted_tokens", b"num_drafted_tokens", "num_leases", b"num_leases", "num_leases_expired", b"num_leases_expired", "num_preemptions", b"num_preemptions", "num_request_tasks", b"num_request_tasks", "num_reservations", b"num_reservations", "num_used_blocks", b"num_used_blocks", "pid", b"pid", "uptime_s", b"uptime_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_s", b"busy_s", "epoch", b"epoch", "kv_bytes_received", b"kv_bytes_received", "kv_bytes_sent", b"kv_bytes_sent", "load", b"load", "num_accepted_tokens", b"num_accepted_tokens", "num_cached_blocks", b"num_cached_blocks", "num_cached_tokens", b"num_cached_tokens", "num_cancelled", b"num_cancelled", "num_computed_tokens", b"num_computed_tokens", "num_drafted_tokens", b"num_drafted_tokens", "num_leases", b"num_leases", "num_leases_expired", b"num_leases_expired", "num_preemptions", b"num_preemptions", "num_request_tasks", b"num_request_tasks", "num_reservations", b"num_reservations", "num_used_blocks", b"num_used_blocks", "pid", b"pid", "recent_steps", b"recent_steps", "uptime_s", b"uptime_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

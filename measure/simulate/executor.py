@@ -24,6 +24,7 @@ from engine.executor import (
     StepResult,
 )
 from engine.sequence import Sequence
+from engine.work import StepFloors
 
 VOCAB_SIZE = 1 << 31
 EOS_TOKEN_ID = VOCAB_SIZE - 1
@@ -135,6 +136,7 @@ class SimExecutor:
         self.max_steps_in_flight = 1
         self.verifies_drafts = False
         self.exact_resume = True
+        self.floors: StepFloors | None = None
         self._answers = answers
 
     def answer(self, sequence: Sequence) -> KnownAnswer:

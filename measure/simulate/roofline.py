@@ -15,38 +15,8 @@ import numpy as np
 from scipy.optimize import nnls
 
 from common.timing import LinkModel, StepModel, StepShape, TimingModel
+from engine.work import ModelShape
 from measure.simulate.timing import FittedTimes, WorkerSpeed, read_timing
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelShape:
-    """A decoder with grouped-query attention and a gated MLP."""
-
-    num_layers: int
-    hidden_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    intermediate_size: int
-    vocab_size: int
-    bytes_per_value: int = 2
-    """Bytes of a weight, a KV element and an activation; 2: bf16."""
-
-    @property
-    def num_layer_weights(self) -> int:
-        """Weights of all layers, which every token is multiplied with, without embedding and output head."""
-        attention = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
-        return self.num_layers * (attention + 3 * self.hidden_size * self.intermediate_size)
-
-    @property
-    def num_head_weights(self) -> int:
-        """Weights of the output head."""
-        return self.hidden_size * self.vocab_size
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """Keys and values of one token, all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.bytes_per_value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +75,7 @@ class Roofline:
         reading_weights = StepModel(
             constant_s=device.overhead_s + self._products_s(StepShape()),
             per_prefill_token_s=per_token_s,
-            per_prefill_pair_s=self._arithmetic_s(self._flops_per_pair),
+            per_prefill_pair_s=self._arithmetic_s(model.flops_per_pair),
             per_decode_s=per_token_s + per_kv_s,
             per_context_token_s=per_kv_s,
         )
@@ -139,27 +109,17 @@ class Roofline:
         )
 
     def _products_s(self, shape: StepShape) -> float:
-        model = self.model
-        num_tokens = shape.num_prefill_tokens + shape.num_decodes
-        num_logits = shape.num_decodes + (1 if shape.num_prefill_tokens else 0)
-        flops = 2 * (model.num_layer_weights * num_tokens + model.num_head_weights * num_logits)
-        weights = model.num_layer_weights + model.num_head_weights
-        return self._longer_s(flops=flops, num_bytes=weights * model.bytes_per_value)
+        return self._longer_s(flops=self.model.product_flops(shape), num_bytes=self.model.weight_bytes)
 
     def _prefill_attention_s(self, shape: StepShape) -> float:
         # One read of keys and values serves a whole tile of queries, so only writes count.
-        flops = shape.num_prefill_pairs * self._flops_per_pair
+        flops = shape.num_prefill_pairs * self.model.flops_per_pair
         return self._longer_s(flops=flops, num_bytes=shape.num_prefill_tokens * self.model.kv_bytes_per_token)
 
     def _decode_attention_s(self, shape: StepShape) -> float:
         # Bound by memory: fewer than a hundred heads share keys and values.
         num_tokens = shape.num_context_tokens + shape.num_decodes
         return self._longer_s(flops=0, num_bytes=num_tokens * self.model.kv_bytes_per_token)
-
-    @property
-    def _flops_per_pair(self) -> int:
-        """Arithmetic of a token and one it attends to: products of query and key, and of weight and value."""
-        return 4 * self.model.num_layers * self.model.num_heads * self.model.head_dim
 
     def _arithmetic_s(self, flops: float) -> float:
         device = self.device

@@ -42,10 +42,12 @@ from router.http.errors import (
 from router.http.exchange import Exchange
 from router.http.generation import Generation, read_chat, read_completion
 from router.http.inquiries import Inquiries
+from router.http.page.handlers import Page
 from router.http.responses.answer import response_answer
 from router.http.responses.call import read_response
 from router.http.routes import ENDPOINTS
 from router.http.styles import ChatStyle, CompletionStyle
+from router.status import StatusReporter
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +62,7 @@ _MIB = 1 << 20
 class HttpApp:
     """All endpoints. Event loop only."""
 
-    def __init__(self, door: FrontDoor, connections: Connections) -> None:
+    def __init__(self, door: FrontDoor, reporter: StatusReporter, connections: Connections) -> None:
         metrics = door.parts.metrics
         metrics.watch("kvrelay_http_connections", "Open connections", lambda: connections.num_open)
         metrics.watch(
@@ -80,7 +82,7 @@ class HttpApp:
         self._running: dict[Exchange, asyncio.Task[None]] = {}
         self._all_ended = asyncio.Event()
         self._is_stopping = False
-        self.asgi: ASGIApp = self._router(door)
+        self.asgi: ASGIApp = self._router(door, Page(door, reporter, is_stopping=lambda: self._is_stopping))
 
     async def stop(self, grace_s: float) -> None:
         """Refuse new calls, let running ones end for `grace_s` seconds, then cancel them and tell their clients."""
@@ -93,7 +95,7 @@ class HttpApp:
         for handling in self._running.values():
             handling.cancel()
 
-    def _router(self, door: FrontDoor) -> Router:
+    def _router(self, door: FrontDoor, page: Page) -> Router:
         max_body_bytes = door.parts.config.max_message_mib * _MIB
         inquiries = Inquiries(door)
         completions = Generation(door, read=read_completion, answer=in_style(CompletionStyle), prompt_field="prompt")
@@ -121,6 +123,10 @@ class HttpApp:
             "metrics": inquiries.metrics,
             "version": inquiries.version,
             "openapi": inquiries.openapi,
+            "page": page.html,
+            "page_css": page.css,
+            "page_script": page.script,
+            "cluster": page.cluster,
         }
 
         def endpoint(path: str, handlers: Mapping[str, Handler], dialect: Dialect = OPENAI) -> ASGIApp:

@@ -99,12 +99,17 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     _get("metrics", "/metrics", "The router's Prometheus metrics, without router.auth", "text/plain", 404),
     _get("version", "/version", "The version of kvrelay", "Version"),
     _get("openapi", "/openapi.json", "This document", "Document"),
+    _get("page", "/", "The live page of the cluster", "text/html", 404),
+    _get("page_css", "/page.css", "The live page's style", "text/css", 404),
+    _get("page_script", "/page.js", "The live page's script", "text/javascript", 404),
+    _get("cluster", "/cluster", "The state of the cluster, for operators", "Cluster", *_IDENTIFIED, 403, 404, 429),
 )
 
 
 _MEANINGS = {
     400: "not HTTP/1.1, not JSON, or a value is not allowed; `param` names the field",
     401: "no API key, or an unknown one (`router.auth: api_key`)",
+    403: "the tenant of the API key is no operator",
     404: "no such model, or nothing at this path",
     405: "another method",
     408: "the body did not come in time",
@@ -170,6 +175,13 @@ _SCHEMAS: dict[str, dict[str, Any]] = {
     "Text": object_schema(prompt=TEXT),
     "Status": object_schema(status=const_schema("ok")),
     "Version": object_schema(version=TEXT),
+    "Cluster": object_schema(
+        status={"type": "object"},
+        diagnosis={"type": "object"},
+        decisions=list_schema({"type": "object"}),
+        requests=list_schema({"type": "object"}),
+        tenants=list_schema({"type": "object"}),
+    ),
     "Document": object_schema(openapi=TEXT, info={"type": "object"}, paths={"type": "object"}),
     **ANTHROPIC_SCHEMAS,
 }

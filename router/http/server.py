@@ -16,6 +16,7 @@ from router.http.app import HttpApp
 from router.http.connections import Connections, Patience
 from router.http.listener import Listener
 from router.http.protocol import DoorProtocol
+from router.status import StatusReporter
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +99,7 @@ def uvicorn_config(app: HttpApp, patience: Patience) -> uvicorn.Config:
 
 
 async def start_http_server(
-    door: FrontDoor, certificates: DoorCertificates | None, *, host: str, port: int
+    door: FrontDoor, reporter: StatusReporter, certificates: DoorCertificates | None, *, host: str, port: int
 ) -> HttpServer:
     """Start serving, with TLS if there are certificates; port 0 picks a free one.
 
@@ -108,7 +109,7 @@ async def start_http_server(
     """
     patience = Patience()
     connections = Connections(most=_most_connections(door.parts.config.max_http_connections))
-    app = HttpApp(door, connections)
+    app = HttpApp(door, reporter, connections)
     config = uvicorn_config(app, patience)
     server = _Uvicorn(config)
 

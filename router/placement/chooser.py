@@ -190,6 +190,9 @@ class Chooser:
         if request.is_prefill_only:
             plan = replace(plan, is_prefill_only=True, predicted_itl_s=None)
         booking = self._book(search, request, plan)
+        booking.decision.num_evicted_blocks = self._index.evicted.count_leading(
+            request.hashes.keys, start=matches.longest
+        )
         booking.decision.decision_s = self._clock.monotonic() - now_s
         self.decisions.add(booking.decision)
         return booking

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 
 from common.errors import Cancelled
 from common.ids import RequestId
@@ -48,6 +49,8 @@ class Decision:
     attempt: int = 0
     num_hashed_blocks: int = 0
     """Full blocks that caches may hold; 0 for a request that no cache serves."""
+    num_evicted_blocks: int = 0
+    """Blocks behind the longest cached prefix that caches held before and have evicted."""
     num_cached_tokens: int | None = None
     """Tokens found in the cache, pulled ones included."""
     ttft_s: float | None = None
@@ -126,6 +129,10 @@ class DecisionLog:
             decision.ended = decision.ended or ended
             for listener in self._listeners:
                 listener(decision)
+
+    def newest(self, limit: int) -> list[Decision]:
+        """Return the latest decisions of all tenants, newest first; for operators."""
+        return list(islice(reversed(self._decisions), limit))
 
     def latest(self, *, tenant: str, limit: int, request_id: RequestId | None = None) -> list[Decision]:
         """Return the tenant's latest decisions, of one request or of all, newest first."""

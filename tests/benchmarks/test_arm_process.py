@@ -9,12 +9,15 @@ import psutil
 import pytest
 
 from benchmarks.engine.cases import Case, Rate
-from benchmarks.engine.floors import MachineRates, ModelCost
 from benchmarks.engine.measure import Plan, run
 from benchmarks.peers.group import ArmSpec
 from benchmarks.peers.process import Arm, ArmFailed
+from engine.work import DeviceRates, ModelShape
 
 TIMEOUT_S = 60.0
+MODEL = ModelShape(
+    num_layers=1, hidden_size=2, num_heads=1, num_kv_heads=1, head_dim=2, intermediate_size=4, vocab_size=5
+)
 
 StartArm = Callable[..., Arm]
 
@@ -93,18 +96,17 @@ def test_arm_when_closed_takes_its_helpers_along(start_arm: StartArm) -> None:
 def test_run_alternates_the_arms_drops_the_first_round_and_compares_the_answers(
     start_arm: StartArm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rates = MachineRates(read_bytes_per_s=1.0, bf16_flops=1.0)
-    monkeypatch.setattr("benchmarks.engine.floors.RateMeter.__init__", lambda _self: None)
-    monkeypatch.setattr("benchmarks.engine.floors.RateMeter.measure", lambda _self: rates)
+    rates = DeviceRates(read_bytes_per_s=1.0, flops_per_s=1.0)
+    monkeypatch.setattr("engine.floors.RateMeter.__init__", lambda _self: None)
+    monkeypatch.setattr("engine.floors.RateMeter.measure", lambda _self: rates)
     monkeypatch.setattr("benchmarks.engine.measure._SETTLE_S", 0.0)
     arms = [start_arm("plain", name="a"), start_arm("plain", name="b")]
     for arm in arms:
         arm.wait_ready(timeout_s=TIMEOUT_S)
     case = Case(name="case", rate=Rate.MIXED, num_requests=2, prompt_tokens=3, output_tokens=4)
-    cost = ModelCost(layer_params=1, head_params=1, kv_bytes_per_token=1, attention_flops=1)
     lines: list[str] = []
 
-    figures = run(arms, Plan(cases=[case], num_rounds=2, vocab_size=1000, seed=1, cost=cost), lines.append)
+    figures = run(arms, Plan(cases=[case], num_rounds=2, vocab_size=1000, seed=1, model=MODEL), lines.append)
 
     found = {(figure.arm, figure.unit): figure.rounds for figure in figures.all.values()}
     assert all(len(rounds) == 2 for rounds in found.values())

@@ -3,13 +3,17 @@
 import pytest
 
 from benchmarks.engine.cases import CASES, Case, Rate, choose_cases, decode_rate
-from benchmarks.engine.floors import MachineRates, ModelCost
+from benchmarks.engine.floors import best_tokens_per_s
 from benchmarks.engine.measure import TURNS, common_prefix, spinning_arms
 from benchmarks.figures import Figures
 from benchmarks.peers.protocol import Output
+from engine.work import DeviceRates, ModelShape
 
-RATES = MachineRates(read_bytes_per_s=1000.0, bf16_flops=100_000.0)
-COST = ModelCost(layer_params=40, head_params=10, kv_bytes_per_token=3, attention_flops=7)
+MODEL = ModelShape(
+    num_layers=1, hidden_size=2, num_heads=1, num_kv_heads=1, head_dim=2, intermediate_size=4, vocab_size=5
+)
+SLOW_MEMORY = DeviceRates(read_bytes_per_s=100.0, flops_per_s=1e9)
+SLOW_CORES = DeviceRates(read_bytes_per_s=1e9, flops_per_s=100.0)
 
 
 def make_output(*times_s: float) -> Output:
@@ -80,32 +84,26 @@ def test_common_prefix_counts_until_the_first_difference(a: list[int], b: list[i
 # ── floors ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_decode_floor_when_memory_bounds_reads_weights_and_context_once() -> None:
-    step_s = COST.decode_step_s(RATES, num_seqs=2, context_len=5)
+def test_decode_at_best_reads_weights_and_context_once_a_step() -> None:
+    case = make_case(Rate.DECODE)
 
-    assert step_s == pytest.approx((2 * 50 + 2 * 5 * 3) / 1000)
-
-
-def test_decode_floor_when_products_bound_counts_them_for_every_sequence() -> None:
-    slow = MachineRates(read_bytes_per_s=1e9, bf16_flops=100.0)
-
-    assert COST.decode_step_s(slow, num_seqs=2, context_len=5) == pytest.approx(2 * (2 * 50 + 7 * 5) / 100)
+    # 2 requests with 12 tokens of context each; weights of 40 + 10 values, KV of 4, 2 bytes each.
+    assert best_tokens_per_s(case, MODEL, SLOW_MEMORY) == pytest.approx(2 * 100.0 / (2 * 50 + 2 * 12 * 8))
 
 
-def test_prefill_floor_counts_causal_pairs_and_one_row_through_the_head() -> None:
-    slow = MachineRates(read_bytes_per_s=1e9, bf16_flops=100.0)
+def test_prefill_at_best_counts_causal_pairs_and_one_row_through_the_head() -> None:
+    case = make_case(Rate.PREFILL, num_requests=3, prompt_tokens=4, output_tokens=1)
 
-    prefill_s = COST.prefill_s(slow, num_requests=3, prompt_tokens=4)
+    flops = 2 * 40 * 12 + 2 * 10 + 8 * 3 * (1 + 2 + 3 + 4)
+    assert best_tokens_per_s(case, MODEL, SLOW_CORES) == pytest.approx(12 * 100.0 / flops)
 
-    assert prefill_s == pytest.approx(3 * (2 * 40 * 4 + 2 * 10 + 7 * (1 + 2 + 3 + 4)) / 100)
 
-
-def test_mixed_floor_is_prefill_and_then_the_steps_behind_the_first_token() -> None:
+def test_mixed_at_best_is_the_prompts_and_then_the_steps_behind_the_first_token() -> None:
     case = make_case(Rate.MIXED)
-    prefill_s = COST.prefill_s(RATES, num_requests=2, prompt_tokens=10)
-    step_s = COST.decode_step_s(RATES, num_seqs=2, context_len=12)
+    prefill_s = (2 * 40 * 20 + 2 * 10 + 8 * 2 * 55) / 100.0
+    step_s = (2 * 2 * 50 + 8 * 2 * 12) / 100.0
 
-    assert COST.best_tokens_per_s(case, RATES) == pytest.approx(8 / (prefill_s + 3 * step_s))
+    assert best_tokens_per_s(case, MODEL, SLOW_CORES) == pytest.approx(8 / (prefill_s + 3 * step_s))
 
 
 # ── disturbance ─────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -274,6 +274,17 @@ class FakeInference(inference_pb2_grpc.InferenceServiceServicer):
         self._maybe_abort(context)
         return pb.ExplainResponse(decisions=self.decisions)
 
+    def Diagnose(self, request: pb.DiagnoseRequest, context: Any) -> pb.DiagnoseResponse:
+        self._maybe_abort(context)
+        if request.request_id:
+            part = pb.Finding(text="prefill: 2 s, usually 0.1 s")
+            return pb.DiagnoseResponse(headline=f"{request.request_id}: 3 s in all", findings=[part])
+        wait = pb.Finding(
+            cause="prefill", pool="prefill", lost_s=1.5, text="prompts wait 1.5 s", changes=["a prefill worker more: …"]
+        )
+        gap = pb.Finding(cause="decode", pool="decode", lost_s=0.5, text="a gap is 20 ms")
+        return pb.DiagnoseResponse(headline=f"requests of {request.window_s:g} s", findings=[wait, gap])
+
     def RecordTraffic(self, request: pb.RecordTrafficRequest, context: Any) -> Iterator[pb.RecordTrafficResponse]:
         self.record_requests.append(request)
         self._maybe_abort(context)

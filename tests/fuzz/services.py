@@ -50,6 +50,7 @@ from router.http.protocol import DoorProtocol
 from router.http.server import uvicorn_config
 from router.parts import RouterParts, build_router
 from router.service import InferenceService, RouterAdminService
+from router.status import StatusReporter
 from router.tenants import Terms
 from router.validation import RequestReader
 from tests.fuzz.loop import MeteredLoop
@@ -314,7 +315,7 @@ def serve_router_at(door: FrontDoor, network: SimNetwork) -> None:
 def make_http(door: FrontDoor) -> tuple[Callable[[], DoorProtocol], Connections]:
     """Return what makes the HTTP side of a connection to a router's door, as `router.http` does, and all of these."""
     connections, patience = Connections(most=_MAX_CONNECTIONS), Patience()
-    config = uvicorn_config(HttpApp(door, connections), patience)
+    config = uvicorn_config(HttpApp(door, StatusReporter(door.parts), connections), patience)
     config.load()
     state = ServerState()
 

@@ -64,6 +64,11 @@ class PackedLinear:
         self._memory = memory
         self._kernels = kernels
 
+    @property
+    def num_bytes(self) -> int:
+        """See `Projection`."""
+        return sum(each.nbytes for each in self._memory if each is not None)
+
     def __call__(self, x: Tensor) -> Tensor:
         """Return x @ weight.T + bias, [num_tokens, out_features]; x is contiguous [num_tokens, in_features]."""
         return self._multiply(self._kernels.linear, x, x.dtype)
@@ -195,6 +200,8 @@ class OneDnnLinear:
         """Copy the weight [out_features, in_features]."""
         self._weight = torch.ops.mkldnn._reorder_linear_weight(linear.weight, None)  # noqa: SLF001 - its only name
         self._bias = linear.bias
+        self.num_bytes = linear.weight.nbytes
+        """See `Projection`."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return x @ weight.T + bias, [num_tokens, out_features]."""

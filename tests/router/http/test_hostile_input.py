@@ -115,7 +115,7 @@ async def test_head_without_an_end_breaks_the_connection(http: HttpCluster) -> N
 @pytest.mark.parametrize(
     ("method", "path", "status"),
     [
-        ("GET", "/", 404),
+        ("GET", "/index.html", 404),
         ("GET", "/v1/completions/", 404),
         ("POST", "/v1/images", 404),
         ("GET", "/v1/%ff%00", 404),

@@ -1,0 +1,58 @@
+"""`kvrelay why`."""
+
+import dataclasses
+import json
+from typing import Annotated
+
+import typer
+
+from cli.console import out
+from cli.options import JsonOption, options_from_dataclasses
+from cli.target import Connection
+from kvrelay.client import Diagnosis
+
+_TIMEOUT_S = 10.0
+
+
+@options_from_dataclasses
+def why(
+    *,
+    connection: Connection,
+    request_id: Annotated[
+        str | None, typer.Option("--request", metavar="ID", help="One request of the last hour, instead of all.")
+    ] = None,
+    pool: Annotated[str | None, typer.Option(help="Only what concerns this pool: prefill or decode.")] = None,
+    window_s: Annotated[
+        float, typer.Option("--window", metavar="SECONDS", min=1, max=3600, help="How far to look back.")
+    ] = 300,
+    as_json: JsonOption = False,
+) -> None:
+    """Say what costs the answers of the last minutes time, and which changes would help.
+
+    \b
+    kvrelay why                      faults first, then what costs most
+    kvrelay why --window 60 --pool decode
+    kvrelay why --request req-…      the parts of one request's time, beside the usual ones
+    """  # noqa: D301 - \b marks a preformatted block
+    if pool not in (None, "prefill", "decode"):
+        raise typer.BadParameter(f"{pool!r} is not a pool; say prefill or decode", param_hint="--pool")
+    with connection.client(timeout_s=_TIMEOUT_S) as client:
+        diagnosis = client.diagnose(window_s=window_s, request_id=request_id)
+    if pool is not None:
+        findings = tuple(each for each in diagnosis.findings if each.pool == pool)
+        diagnosis = dataclasses.replace(diagnosis, findings=findings)
+    if as_json:
+        typer.echo(json.dumps(dataclasses.asdict(diagnosis), indent=2))
+    else:
+        _print(diagnosis)
+
+
+def _print(diagnosis: Diagnosis) -> None:
+    out.print(diagnosis.headline, soft_wrap=True)
+    for number, finding in enumerate(diagnosis.findings, start=1):
+        cause = f"{finding.cause} ({finding.lost_s:.2g} s a request): " if finding.cause else ""
+        out.print(f"{number}. {cause}{finding.text}", soft_wrap=True)
+        for change in finding.changes:
+            out.print(f"   - {change}", soft_wrap=True)
+    if not diagnosis.findings:
+        out.print("nothing costs much time")

@@ -1,0 +1,73 @@
+"""Measures what memory and matrix products of a device give to one process, for the floors of a model's steps.
+
+On a shared host both change from minute to minute, memory by a factor of two: a rate tells of the moment in which it
+was measured.
+"""
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from engine.executor import KvShape
+from engine.model.config import DecoderConfig
+from engine.work import DeviceRates, ModelShape, StepFloors
+
+_MATMUL_SIZES = (1024, 2048)
+_NUM_RUNS = 4
+_READ_BYTES_AT_START = 1 << 27
+
+
+def model_shape(config: DecoderConfig) -> ModelShape:
+    """Return what the arithmetic of a decoder is counted from, in bfloat16."""
+    return ModelShape(
+        num_layers=config.num_layers,
+        hidden_size=config.hidden_size,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        intermediate_size=config.intermediate_size,
+        vocab_size=config.vocab_size,
+    )
+
+
+def measure_floors(config: DecoderConfig, kv: KvShape, *, weight_bytes: int, device: torch.device) -> StepFloors:
+    """Measure the device, in about a tenth of a second, and return the least times of the model's steps on it."""
+    return StepFloors(
+        model=model_shape(config),
+        weight_bytes=weight_bytes,
+        kv_bytes_per_token=kv.bytes_per_token,
+        rates=RateMeter(device=device, read_bytes=_READ_BYTES_AT_START).measure(),
+    )
+
+
+class RateMeter:
+    """Measures a device; one instance keeps the large tensor."""
+
+    def __init__(self, *, device: torch.device | None = None, read_bytes: int = 1 << 30) -> None:
+        """Allocate `read_bytes` on the device, by default the CPU: many times its caches."""
+        self._device = device or torch.device("cpu")
+        self._read_bytes = read_bytes
+        self._numbers = torch.ones(read_bytes // 4, device=self._device)
+
+    def measure(self) -> DeviceRates:
+        """Return what the device does at this moment with this process's threads: some tenths of a second."""
+        flops_per_s = max(self._matmul_flops_per_s(size) for size in _MATMUL_SIZES)
+        return DeviceRates(
+            read_bytes_per_s=self._read_bytes / self._least_s(self._numbers.sum), flops_per_s=flops_per_s
+        )
+
+    def _matmul_flops_per_s(self, size: int) -> float:
+        matrix = torch.randn(size, size, device=self._device).bfloat16()
+        return float(2 * size**3 / self._least_s(lambda: matrix @ matrix))
+
+    def _least_s(self, run: Callable[[], object]) -> float:
+        """Return the least wall time of several runs, waiting for the device."""
+        return min(self._timed_s(run) for _ in range(_NUM_RUNS))
+
+    def _timed_s(self, run: Callable[[], object]) -> float:
+        started_s = time.perf_counter()
+        run()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter() - started_s

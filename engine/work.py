@@ -1,0 +1,104 @@
+"""The work of a step, and the least time that a device takes for it.
+
+No engine is faster than its bytes through the memory or its products through the cores (Williams et al., "Roofline",
+CACM 2009). Caches may serve a small model's weights faster than memory does: then a step is faster than its floor.
+"""
+
+from dataclasses import dataclass
+
+from common.timing import StepShape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """A decoder with grouped-query attention and a gated MLP."""
+
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    bytes_per_value: int = 2
+    """Bytes of a weight, a KV element and an activation; 2: bf16."""
+
+    @property
+    def num_layer_weights(self) -> int:
+        """Weights of all layers, which every token is multiplied with, without embedding and output head."""
+        attention = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
+        return self.num_layers * (attention + 3 * self.hidden_size * self.intermediate_size)
+
+    @property
+    def num_head_weights(self) -> int:
+        """Weights of the output head."""
+        return self.hidden_size * self.vocab_size
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of layers and head, which every step reads once."""
+        return (self.num_layer_weights + self.num_head_weights) * self.bytes_per_value
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Keys and values of one token, all layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.bytes_per_value
+
+    @property
+    def flops_per_pair(self) -> int:
+        """Arithmetic of a token and one it attends to: products of query and key, and of weight and value."""
+        return 4 * self.num_layers * self.num_heads * self.head_dim
+
+    def product_flops(self, shape: StepShape) -> int:
+        """Return the arithmetic of a step's products with weights; one prompt token of the step goes through the head.
+
+        Norms and activations are left out.
+        """
+        num_tokens = shape.num_prefill_tokens + shape.num_decodes
+        num_logits = shape.num_decodes + (1 if shape.num_prefill_tokens else 0)
+        return 2 * (self.num_layer_weights * num_tokens + self.num_head_weights * num_logits)
+
+    def num_flops(self, shape: StepShape) -> int:
+        """Return the arithmetic of a step: products and attention."""
+        num_pairs = shape.num_prefill_pairs + shape.num_context_tokens
+        return self.product_flops(shape) + self.flops_per_pair * num_pairs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceRates:
+    """Measured speeds of a device as one process uses it."""
+
+    read_bytes_per_s: float
+    """Bytes read from memory."""
+    flops_per_s: float
+    """Floating-point operations of large bfloat16 matrix products."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepFloors:
+    """Least times of a model's steps on a device."""
+
+    model: ModelShape
+    weight_bytes: int
+    """Bytes of the weights as they are stored, which every step reads once."""
+    kv_bytes_per_token: int
+    """Bytes of one token's keys and values as they are stored."""
+    rates: DeviceRates
+
+    @property
+    def weights_s(self) -> float:
+        """Time to read every weight once."""
+        return self.weight_bytes / self.rates.read_bytes_per_s
+
+    def memory_s(self, shape: StepShape) -> float:
+        """Return the time to read every weight once, and the keys and values of decoding sequences."""
+        kv_bytes = shape.num_context_tokens * self.kv_bytes_per_token
+        return self.weights_s + kv_bytes / self.rates.read_bytes_per_s
+
+    def compute_s(self, shape: StepShape) -> float:
+        """Return the time of the step's arithmetic."""
+        return self.model.num_flops(shape) / self.rates.flops_per_s
+
+    def step_s(self, shape: StepShape) -> float:
+        """Return the longer of both: no step is faster."""
+        return max(self.memory_s(shape), self.compute_s(shape))

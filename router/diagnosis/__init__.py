@@ -1,0 +1,1 @@
+"""Tells what costs the answers of the last minutes time, and which changes would help."""

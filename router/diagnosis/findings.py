@@ -1,0 +1,240 @@
+"""Which wall the cluster hits: causes of lost time in order, each with numbers and what would change it.
+
+A request loses the time that it would not spend in an idle cluster whose caches forget nothing: the wait for prefill,
+the computation of evicted prefixes, transfers that it waits for, and the part of each decode step that other sequences
+or a slow worker add. The wait for prefill is charged to what fills the pool: evicted prefixes first, then the tenant
+that asks for most of the rest, then the load as such. Faults come before walls: they are mended, not paid for.
+"""
+
+import enum
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+import numpy as np
+
+from common.slo import Slo
+from router.diagnosis import changes
+from router.diagnosis.pool import Pool
+from router.diagnosis.recent_requests import RecentRequest
+
+_HOT_SHARE = 0.6
+"""Share of the computed tokens from which a tenant counts as the cause of a wait."""
+_MIN_SHARE = 0.03
+"""Share of a request's whole time below which a loss is not worth a sentence."""
+_FULL = 0.9
+_IDLE = 0.7
+
+
+class Cause(enum.Enum):
+    """What costs the time."""
+
+    SLOW_WORKER = "slow_worker"
+    HOT_TENANT = "hot_tenant"
+    CACHE_EVICTIONS = "cache_evictions"
+    PREFILL = "prefill"
+    DECODE_PAGES = "decode_pages"
+    TRANSFER = "transfer"
+    DECODE = "decode"
+    DECODE_STALLS = "decode_stalls"
+
+
+_FAULTS = frozenset({Cause.SLOW_WORKER})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One cause of lost time."""
+
+    cause: Cause
+    pool: str
+    """The pool that it concerns."""
+    lost_s: float
+    """Time that a request loses by it, in the mean."""
+    text: str
+    changes: tuple[str, ...] = ()
+    """Changes that would help, with what each would bring."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class View:
+    """What a router knows of the last minutes."""
+
+    requests: Sequence[RecentRequest]
+    reader: Pool
+    """The pool that computes prompts."""
+    decoder: Pool
+    """The pool that decodes; the same one where a single pool does both."""
+
+
+def find(view: View) -> list[Finding]:
+    """Return the causes, the most important one first; none when nothing costs much."""
+    if not view.requests:
+        return []
+    whole_s = _mean(view.requests, lambda each: each.ttft_s + each.decode_s)
+    findings = [*_slow_workers(view), *_waits(view), *_transfers(view), *_decode_steps(view)]
+    worth = [each for each in findings if each.lost_s >= _MIN_SHARE * whole_s or each.cause in _FAULTS]
+    return sorted(worth, key=lambda each: (each.cause not in _FAULTS, -each.lost_s))
+
+
+def _waits(view: View) -> list[Finding]:
+    """Return the causes of waits for prefill, and of prefills that a cache should have saved."""
+    requests, reader = view.requests, view.reader
+    wait_s, prefill_s = _mean(requests, lambda each: each.queue_s), _mean(requests, lambda each: each.prefill_s)
+    num_computed = sum(each.num_computed_tokens for each in requests)
+    num_evicted = sum(each.num_evicted_tokens for each in requests)
+    evicted = num_evicted / num_computed if num_computed else 0.0
+    saved_s = evicted * (wait_s + prefill_s)
+    found = [
+        Finding(
+            cause=Cause.CACHE_EVICTIONS,
+            pool=reader.name,
+            lost_s=saved_s,
+            text=(
+                f"{evicted:.0%} of the computed prompt tokens had been cached and were evicted before they were asked"
+                f" for again; pages are {reader.page_share:.0%} full"
+            ),
+            changes=(changes.larger_cache(evicted, saved_s),),
+        )
+    ]
+    rest_s = (1 - evicted) * wait_s
+    if (hot := _hot_tenant(view, rest_s)) is not None:
+        found.append(hot)
+        rest_s -= hot.lost_s
+    used = sum(worker.status.num_used_blocks for worker in view.decoder.workers)
+    pages = sum(worker.status.load.num_blocks for worker in view.decoder.workers)
+    if view.reader is not view.decoder and reader.busy_share < _IDLE and pages and used >= _FULL * pages:
+        text = f"decode workers hold {used} of {pages} pages: prompts wait {wait_s:.2g} s for answers to end"
+        more = ("more pages for decode (num_blocks, kv_dtype int8), or a decode worker more",)
+        return [*found, Finding(cause=Cause.DECODE_PAGES, pool="decode", lost_s=rest_s, text=text, changes=more)]
+    options = [changes.one_more_reader(reader, wait_s), changes.other_split(reader, view.decoder)]
+    found.append(
+        Finding(
+            cause=Cause.PREFILL,
+            pool=reader.name,
+            lost_s=rest_s,
+            text=(
+                f"prompts wait {wait_s:.2g} s for prefill and take {prefill_s:.2g} s"
+                f" ({num_computed / len(requests):.0f} computed tokens each);"
+                f" {reader.name} workers are busy {reader.busy_share:.0%} of the time{_walls(reader)}"
+            ),
+            changes=tuple(each for each in options if each is not None),
+        )
+    )
+    return found
+
+
+def _hot_tenant(view: View, wait_s: float) -> Finding | None:
+    """Return the tenant that asks for most of the work while others ask for some; None without one."""
+    computed: Counter[str] = Counter()
+    for each in view.requests:
+        computed[each.tenant] += each.num_computed_tokens
+    ((tenant, num_tokens),) = computed.most_common(1)
+    share = num_tokens / max(1, computed.total())
+    others = [each for each in view.requests if each.tenant != tenant]
+    if not others or share < _HOT_SHARE:
+        return None
+    own_s = _mean([each for each in view.requests if each.tenant == tenant], lambda each: each.queue_s)
+    others_s = _mean(others, lambda each: each.queue_s)
+    return Finding(
+        cause=Cause.HOT_TENANT,
+        pool=view.reader.name,
+        lost_s=share * wait_s,
+        text=(
+            f"tenant {tenant} asks for {share:.0%} of the computed tokens; its requests wait {own_s:.2g} s for prefill,"
+            f" those of others {others_s:.2g} s"
+        ),
+        changes=(f"a smaller weight, a lower max_running or a tokens_per_minute for tenant {tenant}",),
+    )
+
+
+def _slow_workers(view: View) -> list[Finding]:
+    """Return a finding for each worker that is several times slower than its pool."""
+    pools = [view.reader] if view.reader is view.decoder else [view.reader, view.decoder]
+    whole_s = _mean(view.requests, lambda each: each.prefill_s + each.decode_s)
+    return [
+        Finding(
+            cause=Cause.SLOW_WORKER,
+            pool=pool.name,
+            lost_s=whole_s * (1 - 1 / slowness) / len(pool.workers),
+            text=f"steps of {worker_id} take {slowness:.1f} times as long as those of the other {pool.name} workers",
+            changes=("look for other load, heat or swapping on its host; it is replaced when it stays slow",),
+        )
+        for pool in pools
+        for worker_id, slowness in pool.slow_workers.items()
+    ]
+
+
+def _transfers(view: View) -> list[Finding]:
+    """Return the time that first tokens wait for KV after their prefill."""
+    exposed_s = _mean(view.requests, lambda each: each.transfer_exposed_s)
+    text = f"decode waits {exposed_s:.2g} s for KV blocks after the prefill has ended"
+    more = ("transfer.transports: shm where both workers share a host; kv_dtype int8 halves the bytes",)
+    return [Finding(cause=Cause.TRANSFER, pool="decode", lost_s=exposed_s, text=text, changes=more)]
+
+
+def _decode_steps(view: View) -> list[Finding]:
+    """Return the part of each gap between tokens that other sequences of a step add, and the part outside steps."""
+    pool = view.decoder
+    gaps = [each for each in view.requests if each.tpot_s is not None]
+    if not gaps or not pool.mean_batch:
+        return []
+    tpot_s = _mean(gaps, lambda each: each.tpot_s or 0.0)
+    alone_s = pool.decode_step_s(1.0, pool.mean_context)[0]
+    step_s = min(tpot_s, max(alone_s, pool.total("decode_s") / pool.total("num_decode_steps")))
+    decode_s = _mean(view.requests, lambda each: each.decode_s)
+    preempted = sum(worker.status.num_preemptions for worker in pool.workers)
+    return [
+        Finding(
+            cause=Cause.DECODE,
+            pool=pool.name,
+            lost_s=max(0.0, (step_s - alone_s) / tpot_s) * decode_s,
+            text=(
+                f"a decode step takes {1e3 * step_s:.3g} ms, {1e3 * alone_s:.3g} ms for a sequence alone: batches of"
+                f" {pool.mean_batch:.1f} with {pool.mean_context:.0f} KV tokens each{_walls(pool)}"
+            ),
+            changes=(changes.one_more_decoder(pool), changes.fewer_weight_bits(pool), changes.speculation(pool)),
+        ),
+        Finding(
+            cause=Cause.DECODE_STALLS,
+            pool=pool.name,
+            lost_s=(tpot_s - step_s) / tpot_s * decode_s,
+            text=(
+                f"a gap between tokens is {1e3 * tpot_s:.3g} ms, and a decode step {1e3 * step_s:.3g} ms: answers wait"
+                f" between steps, for prompts that are computed in between, for their KV, or for the host"
+                + (f"; {preempted} preemptions since the start" if preempted else "")
+            ),
+            changes=("fewer prompts on decode workers (router.local_prefill_max_tokens), fewer processes on its host",),
+        ),
+    ]
+
+
+def _walls(pool: Pool) -> str:
+    """Return a pool's shares of its floors; empty where the device was not measured."""
+    if not pool.memory_share and not pool.compute_share:
+        return ""
+    rest = max(0.0, 1 - max(pool.memory_share, pool.compute_share))
+    return (
+        f"; of the time in steps, memory traffic needs at least {pool.memory_share:.0%}, arithmetic"
+        f" {pool.compute_share:.0%}, and {rest:.0%} is neither"
+    )
+
+
+def headline(requests: Sequence[RecentRequest], *, window_s: float, slo: Slo | None) -> str:
+    """Return how the requests of a window did."""
+    if not requests:
+        return f"no request was answered in the last {window_s:g} s"
+    ttft_p50, ttft_p99 = np.percentile([each.ttft_s for each in requests], (50, 99))
+    text = f"{len(requests)} requests answered in {window_s:g} s: TTFT p50 {ttft_p50:.3g} s, p99 {ttft_p99:.3g} s"
+    gaps = [each.tpot_s for each in requests if each.tpot_s is not None]
+    if gaps:
+        tpot_p50, tpot_p99 = np.percentile(gaps, (50, 99))
+        text += f", TPOT p50 {1e3 * tpot_p50:.3g} ms, p99 {1e3 * tpot_p99:.3g} ms"
+    if slo is not None:
+        text += f"; {fmean(map(slo.is_good, requests)):.0%} within their objectives"
+    return text
+
+
+def _mean(requests: Sequence[RecentRequest], read: Callable[[RecentRequest], float]) -> float:
+    return fmean(map(read, requests))

@@ -1,0 +1,66 @@
+"""Handlers of the live page: its files, and the state of the cluster as a document or as a stream of events."""
+
+from collections.abc import Callable
+from importlib.resources import files
+
+from router.front_door import FrontDoor
+from router.http.errors import FULL, NOT_FOUND, HttpError
+from router.http.exchange import Exchange
+from router.http.page.state import ClusterState
+from router.status import StatusReporter
+
+MAX_WATCHERS = 16
+_RETRY_S = 10.0
+_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
+
+
+class Page:
+    """The handlers; each sends a whole response or a stream, or raises KvrelayError."""
+
+    def __init__(self, door: FrontDoor, reporter: StatusReporter, *, is_stopping: Callable[[], bool]) -> None:
+        """`is_stopping` ends streams: they would outlast the router's grace."""
+        self._door = door
+        self._state = ClusterState(door.parts, reporter)
+        self._is_stopping = is_stopping
+        self._num_watchers = 0
+        folder = files(__package__) / "static"
+        self._files = {name: (folder / name).read_bytes() for name in ("page.html", "page.css", "page.js")}
+
+    async def html(self, exchange: Exchange) -> None:
+        """`GET /`."""
+        self._send(exchange, "page.html")
+
+    async def css(self, exchange: Exchange) -> None:
+        """`GET /page.css`."""
+        self._send(exchange, "page.css")
+
+    async def script(self, exchange: Exchange) -> None:
+        """`GET /page.js`."""
+        self._send(exchange, "page.js")
+
+    async def cluster(self, exchange: Exchange) -> None:
+        """`GET /cluster`: for operators; with `accept: text/event-stream` a new state every second."""
+        self._check_enabled()
+        self._door.check_operator(exchange.metadata)
+        if not any(name == b"accept" and b"text/event-stream" in value for name, value in exchange.headers):
+            exchange.finish_body(await self._state.latest(), "application/json")
+            return
+        if self._num_watchers >= MAX_WATCHERS:
+            raise HttpError(f"{MAX_WATCHERS} clients watch already", FULL, retry_after_s=_RETRY_S)
+        self._num_watchers += 1
+        try:
+            async for event in self._state.events():
+                if self._is_stopping():
+                    return
+                await exchange.write(event)
+        finally:
+            self._num_watchers -= 1
+
+    def _send(self, exchange: Exchange, name: str) -> None:
+        self._check_enabled()
+        exchange.finish_body(self._files[name], f"{_TYPES[name.rpartition('.')[2]]}; charset=utf-8")
+
+    def _check_enabled(self) -> None:
+        """Raise HttpError when the configuration has no page."""
+        if not self._door.parts.config.live_page:
+            raise HttpError("the live page is off (router.live_page)", NOT_FOUND)

@@ -1,0 +1,87 @@
+"""The state that the live page shows: the records of status, explain and diagnose, and the requests in flight."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from google.protobuf.json_format import MessageToDict
+from google.protobuf.message import Message
+
+from common.version import installed_version
+from kvrelay.v1 import inference_pb2 as pb
+from router.diagnosis.service import Diagnosis
+from router.parts import RouterParts
+from router.placement.decisions import explain
+from router.status import StatusReporter
+
+INTERVAL_S = 1.0
+_STATUS_TIMEOUT_S = 1.0
+_DIAGNOSIS_WINDOW_S = 60.0
+_NUM_DECISIONS = 12
+_SHOWN_AFTER_END_S = 20.0
+
+
+class ClusterState:
+    """Makes states, at most one each `INTERVAL_S` however many clients ask. Event loop only."""
+
+    def __init__(self, parts: RouterParts, reporter: StatusReporter) -> None:
+        self._parts = parts
+        self._reporter = reporter
+        self._diagnosis = Diagnosis(parts)
+        self._lock = asyncio.Lock()
+        self._made_s = -INTERVAL_S
+        self._latest: bytes = b""
+
+    async def latest(self) -> bytes:
+        """Return the state as JSON, at most `INTERVAL_S` old."""
+        async with self._lock:
+            if self._parts.clock.monotonic() - self._made_s >= INTERVAL_S:
+                state = await self._make()
+                self._latest = json.dumps(state, separators=(",", ":")).encode()
+                self._made_s = self._parts.clock.monotonic()
+        return self._latest
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """Yield a server-sent event with the state, again and again."""
+        while True:
+            yield b"data: " + await self.latest() + b"\n\n"
+            await asyncio.sleep(INTERVAL_S)
+
+    async def _make(self) -> Mapping[str, Any]:
+        parts = self._parts
+        diagnose = pb.DiagnoseRequest(window_s=_DIAGNOSIS_WINDOW_S)
+        status, diagnosis = await asyncio.gather(
+            self._reporter.status(timeout_s=_STATUS_TIMEOUT_S),
+            self._diagnosis.answer(diagnose, timeout_s=_STATUS_TIMEOUT_S),
+        )
+        decisions = explain(
+            parts.chooser.decisions.newest(_NUM_DECISIONS), policy=parts.config.policy, now_s=parts.clock.monotonic()
+        )
+        model = parts.fleet.model
+        return {
+            "version": installed_version(),
+            "model": None if model is None else model.name,
+            "status": _dict_of(status),
+            "diagnosis": _dict_of(diagnosis),
+            "decisions": _dict_of(decisions)["decisions"],
+            "requests": [asdict(view) for view in parts.orchestrator.in_flight.views(ended_for_s=_SHOWN_AFTER_END_S)],
+            "tenants": [
+                {
+                    "name": account.tenant.name,
+                    "weight": account.tenant.weight,
+                    "num_queued": account.num_queued,
+                    "num_active": account.num_active,
+                }
+                for account in parts.admission.accounts
+            ],
+        }
+
+
+def _dict_of(message: Message) -> dict[str, Any]:
+    """Return a message with its own field names; 64-bit integers are strings, as protobuf's JSON has them."""
+    found: dict[str, Any] = MessageToDict(
+        message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+    )
+    return found

@@ -1,0 +1,53 @@
+"""The state of the cluster as one router reports it."""
+
+import asyncio
+from contextlib import suppress
+
+from common.errors import KvrelayError
+from common.wire import message_of
+from kvrelay.v1 import inference_pb2 as pb
+from router.member import Member, WorkerState
+from router.parts import RouterParts
+
+
+class StatusReporter:
+    """Reports what a router holds, and asks its workers what they hold."""
+
+    def __init__(self, parts: RouterParts, *, is_encrypted: bool = False) -> None:
+        """`is_encrypted`: whether the router's doors use TLS."""
+        self._parts = parts
+        self._is_encrypted = is_encrypted
+        self.http_port = 0
+        """Port of the HTTP door; 0 without one."""
+
+    async def status(self, *, timeout_s: float) -> pb.GetClusterStatusResponse:
+        """Return the whole state; a worker that does not answer within `timeout_s` has no status of its own."""
+        views = await asyncio.gather(*(self._view(member, timeout_s) for member in self._parts.fleet.members))
+        return pb.GetClusterStatusResponse(router=self._router(), workers=views)
+
+    def _router(self) -> pb.RouterStatus:
+        parts = self._parts
+        return message_of(
+            pb.RouterStatus,
+            *(parts.orchestrator.totals, parts.orchestrator, parts.admission, parts.fleet, parts.config),
+            num_index_blocks=parts.index.num_blocks,
+            http_port=self.http_port,
+            is_encrypted=self._is_encrypted,
+            alarms=parts.alarms.texts,
+        )
+
+    async def _view(self, member: Member, timeout_s: float) -> pb.WorkerView:
+        endpoint, parts = member.endpoint, self._parts
+        _num_attempts, num_failed = member.conduct.counts(parts.clock.monotonic())
+        view = pb.WorkerView(
+            worker_id=endpoint.worker_id,
+            address=endpoint.address,
+            state=member.state_text,
+            role=endpoint.role,
+            slowness=parts.alarms.pace.slow.get(endpoint.worker_id, 0.0),
+            num_failed_attempts=num_failed,
+        )
+        if member.state is WorkerState.READY:
+            with suppress(KvrelayError):  # unreachable for now: the view shows no status
+                view.status.CopyFrom(await member.client.status(timeout_s=timeout_s))
+        return view

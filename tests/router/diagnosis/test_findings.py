@@ -1,0 +1,187 @@
+"""Situations made on purpose: the cause that a diagnosis names first, and what it promises of each change."""
+
+from dataclasses import replace
+
+import pytest
+
+from common.ids import RequestId, WorkerId
+from common.slo import Slo
+from common.timing import StepModel, TimingModel
+from kvrelay.v1 import worker_pb2
+from router.diagnosis import changes
+from router.diagnosis.findings import Cause, View, find, headline
+from router.diagnosis.one_request import describe
+from router.diagnosis.pool import Pool, Worker
+from router.diagnosis.recent_requests import RecentRequest
+
+TIMING = TimingModel(
+    prefill=StepModel(constant_s=0.01, per_prefill_token_s=0.001),
+    decode=StepModel(constant_s=0.01, per_decode_s=0.001, per_context_token_s=1e-6),
+    max_step_tokens=512,
+)
+USUAL = RecentRequest(
+    request_id=RequestId("req-0"),
+    tenant="a",
+    ended_s=0.0,
+    num_prompt_tokens=1000,
+    num_computed_tokens=500,
+    num_evicted_tokens=0,
+    num_output_tokens=101,
+    line_s=0.0,
+    worker_queue_s=0.01,
+    prefill_s=0.5,
+    transfer_exposed_s=0.01,
+    ttft_s=0.53,
+    tpot_s=0.012,
+    num_attempts=1,
+)
+
+
+def make_worker(name: str, *, busy: float = 0.5, batch: float = 1.0, slowness: float = 0.0, used: int = 100) -> Worker:
+    """Return a worker that decoded 1,000 steps in its busy share of 60 s, half of them bound by reading weights."""
+    steps = worker_pb2.StepTotals(
+        window_s=60.0,
+        covered_s=60.0,
+        num_decode_steps=1000,
+        num_decodes=round(1000 * batch),
+        num_context_tokens=round(1000 * batch * 1000),
+        decode_s=60.0 * busy,
+        decode_memory_s=30.0 * busy,
+        decode_weights_s=24.0 * busy,
+        decode_compute_s=6.0 * busy,
+    )
+    status = worker_pb2.WorkerStatus(
+        load=worker_pb2.LoadReport(num_blocks=1000), num_used_blocks=used, num_cached_blocks=300, recent_steps=[steps]
+    )
+    return Worker(worker_id=WorkerId(name), status=status, timing=TIMING, slowness=slowness)
+
+
+def make_pool(name: str, *workers: Worker) -> Pool:
+    return Pool(name=name, workers=workers, window_s=60.0)
+
+
+def make_view(*requests: RecentRequest, prefill: Pool | None = None, decode: Pool | None = None) -> View:
+    return View(
+        requests=requests,
+        reader=prefill or make_pool("prefill", make_worker("p0"), make_worker("p1")),
+        decoder=decode or make_pool("decode", make_worker("d0"), make_worker("d1")),
+    )
+
+
+def causes(view: View) -> list[Cause]:
+    return [finding.cause for finding in find(view)]
+
+
+def test_idle_cluster_has_nothing_to_complain_of() -> None:
+    assert causes(make_view(USUAL)) == []
+    assert headline([], window_s=60, slo=None) == "no request was answered in the last 60 s"
+
+
+def test_prompts_that_wait_are_bound_by_prefill_and_a_worker_more_shortens_the_wait() -> None:
+    busy = make_pool("prefill", make_worker("p0", busy=0.9), make_worker("p1", busy=0.9))
+    (first, *_) = find(make_view(replace(USUAL, worker_queue_s=2.0, ttft_s=2.6), prefill=busy))
+    assert first.cause is Cause.PREFILL
+    assert first.lost_s == pytest.approx(2.0)
+    assert "busy 90% of the time" in first.text
+    assert "memory traffic needs at least 50%, arithmetic 10%, and 50% is neither" in first.text
+    assert "a prefill worker more: wait 2 s → about 0.15 s (0.085 to 0.21)" in first.changes[0]
+
+
+def test_saturated_pool_tells_that_a_wait_cannot_be_predicted() -> None:
+    text = changes.one_more_reader(make_pool("prefill", make_worker("p0", busy=1.0)), 3.0)
+    assert "100% more prompts per second" in text
+    assert "cannot be told" in text
+
+
+def test_pool_that_idles_beside_a_busy_one_could_give_a_worker() -> None:
+    busy = make_pool("prefill", make_worker("p0", busy=0.9))
+    idle = make_pool("decode", make_worker("d0", busy=0.2), make_worker("d1", busy=0.2))
+    (first, *_) = find(make_view(replace(USUAL, worker_queue_s=2.0, ttft_s=2.6), prefill=busy, decode=idle))
+    assert first.changes[1].startswith("another split: decode workers are busy 20% of the time, prefill workers 90%")
+
+
+def test_large_batches_are_bound_by_decode_and_the_changes_say_what_they_bring() -> None:
+    full = make_pool("decode", make_worker("d0", busy=5 / 6, batch=20.0), make_worker("d1", busy=5 / 6, batch=20.0))
+    (first, *_) = find(make_view(replace(USUAL, tpot_s=0.05), decode=full))
+    assert first.cause is Cause.DECODE
+    assert first.lost_s == pytest.approx((0.05 - 0.012) * 100)
+    assert first.changes[0].startswith("a decode worker more: batch 20.0 → 13.3, a step 50 ms → 36.7 ms")
+    assert "reading weights takes 40% of a decode step; int8 at most 19% and int4 at most 28% less" in first.changes[1]
+    assert "no token was drafted" in first.changes[2]
+
+
+def test_gaps_that_steps_do_not_explain_are_stalls() -> None:
+    (first, *_) = find(make_view(replace(USUAL, tpot_s=0.08)))
+    assert first.cause is Cause.DECODE_STALLS
+    assert first.lost_s == pytest.approx((0.08 - 0.03) * 100)
+    assert first.text.startswith("a gap between tokens is 80 ms, and a decode step 30 ms")
+
+
+def test_prefixes_that_were_evicted_before_their_use_are_named_with_what_they_cost() -> None:
+    (first, *_) = find(make_view(replace(USUAL, num_evicted_tokens=400, worker_queue_s=0.5, ttft_s=1.1)))
+    assert first.cause is Cause.CACHE_EVICTIONS
+    assert first.lost_s == pytest.approx(0.8 * (0.5 + 0.5))
+    assert first.text.startswith("80% of the computed prompt tokens had been cached")
+    assert "about 0.8 s less for a request" in first.changes[0]
+
+
+def test_tenant_that_asks_for_most_of_the_work_is_named_before_the_pool_that_it_fills() -> None:
+    hot = [replace(USUAL, tenant="hot", num_computed_tokens=2000, worker_queue_s=3.0, ttft_s=3.6)] * 4
+    others = [replace(USUAL, tenant="b", worker_queue_s=1.0, ttft_s=1.6)] * 4
+    first, second, *_ = find(make_view(*hot, *others))
+    assert (first.cause, second.cause) == (Cause.HOT_TENANT, Cause.PREFILL)
+    assert "tenant hot asks for 80% of the computed tokens; its requests wait 3 s for prefill, those of others 1 s" in (
+        first.text
+    )
+    assert first.lost_s == pytest.approx(0.8 * 2.0)
+
+
+def test_only_tenant_is_never_the_cause() -> None:
+    assert causes(make_view(replace(USUAL, worker_queue_s=3.0, ttft_s=3.6)))[0] is Cause.PREFILL
+
+
+def test_slow_worker_comes_before_every_wall() -> None:
+    pool = make_pool(
+        "decode", make_worker("d0", busy=5 / 6, batch=20.0), make_worker("d1", busy=5 / 6, batch=20.0, slowness=5.0)
+    )
+    first, second, *_ = find(make_view(replace(USUAL, tpot_s=0.05), decode=pool))
+    assert (first.cause, second.cause) == (Cause.SLOW_WORKER, Cause.DECODE)
+    assert "steps of d1 take 5.0 times as long" in first.text
+
+
+def test_prompts_that_wait_for_pages_of_decode_workers_are_not_bound_by_prefill() -> None:
+    full = make_pool("decode", make_worker("d0", used=960))
+    view = make_view(replace(USUAL, line_s=2.0, ttft_s=2.6), decode=full)
+    (first, *_) = find(view)
+    assert first.cause is Cause.DECODE_PAGES
+    assert first.text == "decode workers hold 960 of 1000 pages: prompts wait 2 s for answers to end"
+
+
+def test_transfer_that_first_tokens_wait_for_is_named() -> None:
+    assert causes(make_view(replace(USUAL, transfer_exposed_s=2.0, ttft_s=2.6)))[0] is Cause.TRANSFER
+
+
+def test_worker_that_measured_no_floor_promises_nothing_of_fewer_bits() -> None:
+    status = worker_pb2.WorkerStatus(recent_steps=[worker_pb2.StepTotals(window_s=60.0, decode_s=3.0)])
+    pool = make_pool("decode", Worker(worker_id=WorkerId("d0"), status=status, timing=TIMING))
+    assert "cannot tell" in changes.fewer_weight_bits(pool)
+
+
+def test_headline_tells_percentiles_and_the_share_within_the_objectives() -> None:
+    text = headline([USUAL, replace(USUAL, ttft_s=5.47)], window_s=60, slo=Slo(ttft_s=1.0, tpot_s=0.1))
+    assert text.startswith("2 requests answered in 60 s: TTFT p50 3 s")
+    assert text.endswith("50% within their objectives")
+
+
+def test_one_request_is_told_by_its_longest_parts_beside_the_usual_ones() -> None:
+    slow = replace(USUAL, worker_queue_s=4.0, ttft_s=4.6, num_evicted_tokens=100, num_attempts=2)
+    text, sentences = describe(slow, [USUAL])
+    assert text.startswith("req-0: 5.8 s in all, first token after 4.6 s; 500 of 1000 prompt tokens computed")
+    assert "100 of the computed tokens had been cached" in text
+    assert "planned 2 times" in text
+    assert sentences[0] == "queued at the worker: 4 s, usually 0.01 s"
+    assert sentences[1].startswith("first to last token: 1.2 s")
+
+
+def test_wait_in_an_idle_pool_is_predicted_like_any_other() -> None:
+    assert "wait 2 s → about" in changes.one_more_reader(make_pool("prefill", make_worker("p0", busy=0.0)), 2.0)

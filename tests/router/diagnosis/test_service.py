@@ -1,0 +1,47 @@
+"""`Diagnose` through a real router: who may ask, and what it knows of requests that it answered."""
+
+from typing import Any
+
+import grpc
+import pytest
+
+from common.errors import InvalidRequest, KvrelayError, from_rpc_error
+from kvrelay.v1 import inference_pb2
+from tests.router.fakes import TIMEOUT_S, TestCluster, make_request, pair, running_cluster
+from tests.router.test_tenants import KEYS, serving
+
+
+async def diagnose(cluster: TestCluster, *, key: str | None = None, **fields: Any) -> inference_pb2.DiagnoseResponse:
+    metadata = () if key is None else (("authorization", f"Bearer {key}"),)
+    request = inference_pb2.DiagnoseRequest(**fields)
+    try:
+        response: inference_pb2.DiagnoseResponse = await cluster.inference.Diagnose(
+            request, timeout=TIMEOUT_S, metadata=metadata
+        )
+    except grpc.aio.AioRpcError as error:
+        raise from_rpc_error(error) from error
+    return response
+
+
+async def test_answered_requests_are_in_the_headline_and_each_can_be_asked_for() -> None:
+    async with running_cluster(*pair()) as cluster:
+        assert (await diagnose(cluster)).headline == "no request was answered in the last 300 s"
+        reply = await cluster.generate(make_request(10))
+        request_id = reply.messages[0].accepted.request_id
+        assert (await diagnose(cluster)).headline.startswith("1 requests answered in 300 s: TTFT p50")
+        assert (await diagnose(cluster, request_id=request_id)).headline.startswith(f"{request_id}: ")
+
+
+@pytest.mark.parametrize(("fields", "field"), [({"window_s": 1e6}, "window_s"), ({"request_id": "x"}, "request_id")])
+async def test_bad_questions_name_their_field(fields: dict[str, Any], field: str) -> None:
+    async with running_cluster(*pair()) as cluster:
+        with pytest.raises(InvalidRequest) as raised:
+            await diagnose(cluster, **fields)
+    assert raised.value.field == field
+
+
+async def test_only_operators_learn_what_all_tenants_do() -> None:
+    async with running_cluster(*pair(), config=serving()) as cluster:
+        for key in (None, KEYS["a"]):
+            with pytest.raises(KvrelayError):
+                await diagnose(cluster, key=key)

@@ -1,0 +1,71 @@
+"""The live page: its files, and the states that fill it."""
+
+import asyncio
+import json
+import re
+from typing import Any
+
+import pytest
+
+from tests.router.fakes import DECODE, TIMEOUT_S, FakeWorker, config_with, pair
+from tests.router.http.clients import HttpCluster, fetch, http_cluster
+from tests.router.test_tenants import KEYS, serving
+
+
+async def states(http: HttpCluster, count: int) -> list[dict[str, Any]]:
+    """Return the first states of a stream, and leave it; fewer when the router ends it."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", http.port)
+    writer.write(b"GET /cluster HTTP/1.1\r\nhost: x\r\naccept: text/event-stream\r\n\r\n")
+    found: list[dict[str, Any]] = []
+    async with asyncio.timeout(TIMEOUT_S):
+        while len(found) < count and (line := await reader.readline()):
+            if line.startswith(b"data: "):
+                found.append(json.loads(line.removeprefix(b"data: ")))
+    writer.close()
+    return found
+
+
+async def test_page_names_only_files_that_the_door_serves() -> None:
+    async with http_cluster(FakeWorker("d0", DECODE)) as http:
+        status, headers, body = await fetch(http.port, "GET", "/")
+        assert (status, headers["content-type"]) == (200, "text/html; charset=utf-8")
+        named = re.findall(r'(?:src|href)="([^"]+)"', body.decode())
+        assert named == ["data:,", "page.css", "page.js"]
+        for name in named[1:]:
+            assert (await fetch(http.port, "GET", f"/{name}"))[0] == 200
+        ids = set(re.findall(r'id="([a-z-]+)"', body.decode()))
+        script = (await fetch(http.port, "GET", "/page.js"))[2].decode()
+        assert set(re.findall(r'\$\("([a-z-]+)"\)', script)) <= ids
+
+
+async def test_states_show_workers_and_answered_requests_with_their_stages() -> None:
+    async with http_cluster(*pair()) as http:
+        await http.complete()
+        before, after = await states(http, 2)
+        assert {worker["worker_id"] for worker in before["status"]["workers"]} == {"p0", "d0"}
+        assert before["diagnosis"]["headline"].startswith("1 requests answered in 60 s")
+        (request,) = after["requests"]
+        assert (request["tenant"], request["num_prompt_tokens"], request["num_output_tokens"]) == ("default", 10, 6)
+        assert [stage for stage, _age_s in request["stages"]][-2:] == ["decoding", "finished"]
+        assert after["decisions"][0]["request_id"] == request["request_id"]
+
+
+async def test_state_is_for_operators() -> None:
+    async with http_cluster(*pair(), config=serving(a={"operator": True}, http_port=0)) as http:
+        for key, status in ((KEYS["a"], 200), (KEYS["b"], 403), ("nobody", 401)):
+            assert (await fetch(http.port, "GET", "/cluster", authorization=f"Bearer {key}"))[0] == status
+
+
+@pytest.mark.parametrize("path", ["/", "/page.js", "/cluster"])
+async def test_page_that_is_off_is_not_there(path: str) -> None:
+    async with http_cluster(*pair(), config=config_with(http_port=0, live_page=False)) as http:
+        assert (await fetch(http.port, "GET", path))[0] == 404
+
+
+async def test_router_that_stops_does_not_wait_for_watchers() -> None:
+    async with http_cluster(*pair()) as http:
+        watching = asyncio.ensure_future(states(http, 1000))
+        await states(http, 1)
+        async with asyncio.timeout(TIMEOUT_S):
+            await http.cluster.router.stop(10 * TIMEOUT_S)
+        assert 1 <= len(await watching) < 1000
