@@ -4,9 +4,9 @@ from collections.abc import Sequence as Seq
 from typing import Any, Protocol
 
 from common.errors import EngineFault
-from engine.executor import DoneStep, KvStore, ScheduledSequence
+from engine.executor import DoneStep, KvStore, ScheduledSequence, StepResult
 from engine.options import CheckpointInfo
-from engine.vllm.order import OrderBook
+from engine.vllm.order import OrderBook, StepOrder
 from engine.vllm.rank import RankFailed
 from engine.work import StepFloors
 
@@ -37,16 +37,24 @@ class VllmExecutor:
         self._ranks = ranks
         self._book = OrderBook()
 
+    def try_out(self) -> None:
+        """Run a step of one token, before any block is in use. Raises EngineFault when the model cannot be computed."""
+        self._run(self._book.trial())
+
     def launch(self, batch: Seq[ScheduledSequence]) -> DoneStep:
         """Run one step before returning. Raises EngineFault when a rank has failed."""
         if not batch:
             return DoneStep([])
         try:
-            replies = self._ranks.collective_rpc("kvrelay_step", args=(self._book.order(batch),))
-            failed = next((reply for reply in replies if isinstance(reply, RankFailed)), None)
-            if failed is not None:
-                raise EngineFault(failed.reason)
+            return DoneStep(self._run(self._book.order(batch)))
         except Exception:
             self._book.forget()
             raise
-        return DoneStep(replies[0])
+
+    def _run(self, order: StepOrder) -> list[StepResult]:
+        replies = self._ranks.collective_rpc("kvrelay_step", args=(order,))
+        failed = next((reply for reply in replies if isinstance(reply, RankFailed)), None)
+        if failed is not None:
+            raise EngineFault(failed.reason)
+        results: list[StepResult] = replies[0]
+        return results

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from common.engines import VLLM_VERSION
+from common.errors import EngineFault
 from common.random_models import SEED_FILE
 from common.sampling import MAX_N
 from engine.executor import KvShape
@@ -84,6 +85,13 @@ def load_vllm_executor(options: EngineOptions) -> VllmExecutor:
         eos_token_ids=info.eos_token_ids,
     )
     store.learn(ranks.collective_rpc("kvrelay_open", args=(setup,))[0])
+    executor = VllmExecutor(ranks, store, info, hidden_size=config.model_config.get_hidden_size())
+    try:
+        executor.try_out()
+    except EngineFault as error:
+        raise UnsupportedModel(
+            f"vLLM cannot compute {options.model_dir} in model.dtype: {dtype_name(dtype)}: {error}"
+        ) from error
     logger.info(
         "model loaded",
         extra={
@@ -100,7 +108,7 @@ def load_vllm_executor(options: EngineOptions) -> VllmExecutor:
             "load_s": round(time.monotonic() - started_s, 3),
         },
     )
-    return VllmExecutor(ranks, store, info, hidden_size=config.model_config.get_hidden_size())
+    return executor
 
 
 def _check_options(options: EngineOptions) -> tuple[Path, ...]:

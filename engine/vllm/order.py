@@ -11,10 +11,12 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from common.sampling import SamplingParams
-from common.tokens import TokenArray
+from common.tokens import TokenArray, as_tokens
 from engine.executor import ScheduledSequence
 from engine.grammar import Allowed
 from engine.sequence import Sequence, SequenceState
+
+_TRIAL = "trial"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +99,23 @@ class OrderBook:
         sequences = tuple(self._sequence_order(item) for item in batch)
         closed, self._closed = tuple(self._closed), []
         return StepOrder(closed=closed, sequences=sequences)
+
+    def trial(self) -> StepOrder:
+        """Return the order of a step of one token on the first page. The next order closes its sequence."""
+        self._closed.append(_TRIAL)
+        sequence = SequenceOrder(
+            key=_TRIAL,
+            opened=Opened(sampling=SamplingParams(), prompt_token_ids=as_tokens([0]), output_token_ids=as_tokens(())),
+            new_output=as_tokens(()),
+            new_blocks=array("i", [0]),
+            num_computed=0,
+            num_new_tokens=1,
+            sample=SampleOrder(num_samples=1, sample_index=0, token_index=0, allowed=None),
+            targets=as_tokens(()),
+            num_top=0,
+            first_pooled=None,
+        )
+        return StepOrder(closed=(), sequences=(sequence,))
 
     def forget(self) -> None:
         """Close every sequence: a step has failed, and how much of it the ranks have done is not known."""

@@ -107,3 +107,11 @@ def test_after_a_failed_step_everything_is_told_again() -> None:
     executor.ranks.take(StepOrder(closed=(), sequences=()))
     run_until_idle(core)  # the checks of `launch` hold
     assert len(executor.ranks.closed) == 1
+
+
+def test_the_step_that_tries_a_model_leaves_nothing_open() -> None:
+    book, ranks = OrderBook(), Ranks()
+    ranks.take(book.trial())
+    assert len(ranks.tokens) == 1
+    ranks.take(book.order([]))
+    assert not ranks.tokens
