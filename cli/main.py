@@ -20,6 +20,7 @@ from cli.generate import generate
 from cli.logs import logs
 from cli.plan import plan
 from cli.quantize import quantize
+from cli.roofline import roofline
 from cli.scale import restart, rollout, scale
 from cli.simulate import simulate
 from cli.status import status
@@ -72,6 +73,7 @@ app.command(rich_help_panel=_CLUSTER)(restart)
 app.command(rich_help_panel=_CLUSTER)(rollout)
 app.command(rich_help_panel=_CLUSTER)(explain)
 app.command(rich_help_panel=_CLUSTER)(why)
+app.command(rich_help_panel=_CLUSTER)(roofline)
 app.command(rich_help_panel=_CLUSTER)(logs)
 app.command(rich_help_panel=_CLUSTER)(doctor)
 app.command("fetch-model", rich_help_panel=_CLUSTER)(fetch_model)

@@ -2,8 +2,10 @@
 
 import asyncio
 from contextlib import suppress
+from dataclasses import replace
 
 from common.errors import KvrelayError
+from common.timing import timing_to_proto
 from common.wire import message_of
 from kvrelay.v1 import inference_pb2 as pb
 from router.member import Member, WorkerState
@@ -46,6 +48,7 @@ class StatusReporter:
             role=endpoint.role,
             slowness=parts.alarms.pace.slow.get(endpoint.worker_id, 0.0),
             num_failed_attempts=num_failed,
+            timing=timing_to_proto(replace(member.timing, links={}), {}),
         )
         if member.state is WorkerState.READY:
             with suppress(KvrelayError):  # unreachable for now: the view shows no status

@@ -24,7 +24,10 @@ hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, supp
 hypothesis.settings.register_profile("here", deadline=None, suppress_health_check=_slow)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "here")
 
+_HOSTS = "tests/hosts"
+"""One process runs all of its tests, from the beginning on: they wait a lot, and would else be alone at the end."""
 _FIRST = (
+    _HOSTS,
     "tests/e2e/test_oracle.py",
     "tests/e2e/test_scale.py",
     "tests/e2e",
@@ -33,9 +36,13 @@ _FIRST = (
     "tests/measure/experiment",
 )
 """The longest tests begin first, so that no process ends alone with one of them."""
-_HOSTS = "tests/hosts"
-"""One process runs all of its tests, behind all others: the head of a Ray cluster gives up starting after 15 s without
-a core, and beside two other test processes it may do so again and again."""
+_NICENESS = 5
+"""Of all tests but those on hosts (tests/hosts/conftest.py)."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config, "workerinput"):  # one of several processes
+        os.nice(_NICENESS)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -58,6 +65,4 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def _position(name: str, beginnings: Sequence[str]) -> int:
-    if name.startswith(_HOSTS):
-        return len(beginnings) + 1
     return next((idx for idx, beginning in enumerate(beginnings) if name.startswith(beginning)), len(beginnings))

@@ -15,6 +15,7 @@ from common.timing import timing_to_proto
 from common.version import installed_version
 from common.wire import message_of
 from common.wire_names import ROLE_NAMES
+from engine.work import StepFloors
 from kv_transfer.serve import layout_to_proto
 from kvrelay.v1 import worker_pb2 as pb
 from kvrelay.v1 import worker_pb2_grpc
@@ -128,6 +129,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
                 kv_bytes_sent=runtime.bytes_sent.total(),
                 pid=os.getpid(),
                 recent_steps=[_steps_of_last(runtime, window_s) for window_s in WINDOWS_S],
+                device=_device_report(runtime.executor.floors),
             ),
             timing=timing_to_proto(runtime.timing.model, runtime.timing.transports),
         )
@@ -140,6 +142,19 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
 def _steps_of_last(runtime: WorkerRuntime, window_s: float) -> pb.StepTotals:
     covered_s, totals = runtime.recent_steps.over(window_s)
     return message_of(pb.StepTotals, totals, window_s=window_s, covered_s=covered_s)
+
+
+def _device_report(floors: StepFloors | None) -> pb.DeviceReport | None:
+    if floors is None:
+        return None
+    model = floors.model
+    return message_of(
+        pb.DeviceReport,
+        *(floors, floors.rates),
+        layer_flops=2 * model.num_layer_weights,
+        head_flops=2 * model.num_head_weights,
+        pair_flops=model.flops_per_pair,
+    )
 
 
 def load_report(runtime: WorkerRuntime) -> pb.LoadReport:

@@ -87,6 +87,41 @@ class StepTotals:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceReport:
+    """What a worker's device does, and what a step of its model needs of it."""
+
+    read_bytes_per_s: float
+    flops_per_s: float
+    weight_bytes: int
+    kv_bytes_per_token: int
+    layer_flops: int
+    head_flops: int
+    pair_flops: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepModel:
+    """Seconds of one engine step: a weighted sum of what is in it."""
+
+    constant_s: float
+    per_prefill_token_s: float
+    per_prefill_pair_s: float
+    per_decode_s: float
+    per_context_token_s: float
+    num_samples: int
+    """Steps that it was fitted to; 0: a guess."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimingReport:
+    """How long a worker's steps take."""
+
+    prefill: StepModel
+    decode: StepModel
+    max_step_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerStatus:
     """State of a worker, and its counters since its start."""
 
@@ -113,6 +148,8 @@ class WorkerStatus:
     """Those that were right."""
     recent_steps: tuple[StepTotals, ...] = ()
     """Steps of the last minute, the last five, and the last hour."""
+    device: DeviceReport | None = None
+    """None where it was not measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,6 +168,8 @@ class WorkerView:
     """Multiple of the step time of its pool's other workers, while it counts as slow; else 0."""
     num_failed_attempts: float
     """Attempts that it failed lately, each of which counts half after a minute."""
+    timing: TimingReport
+    """Its timing model, or its pool's while it has measured too few steps itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1303,6 +1303,7 @@ class WorkerView(_message.Message):
     ROLE_FIELD_NUMBER: _builtins.int
     SLOWNESS_FIELD_NUMBER: _builtins.int
     NUM_FAILED_ATTEMPTS_FIELD_NUMBER: _builtins.int
+    TIMING_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Its name."""
     address: _builtins.str
@@ -1319,6 +1320,10 @@ class WorkerView(_message.Message):
     def status(self) -> _worker_pb2.WorkerStatus:
         """Its own report; absent while unreachable."""
 
+    @_builtins.property
+    def timing(self) -> _worker_pb2.TimingReport:
+        """Its timing model, or its pool's while it has measured too few steps itself."""
+
     def __init__(
         self,
         *,
@@ -1329,10 +1334,11 @@ class WorkerView(_message.Message):
         role: _worker_pb2.WorkerRole.ValueType = ...,
         slowness: _builtins.float = ...,
         num_failed_attempts: _builtins.float = ...,
+        timing: _worker_pb2.TimingReport | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["status", b"status"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["status", b"status", "timing", b"timing"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "num_failed_attempts", b"num_failed_attempts", "role", b"role", "slowness", b"slowness", "state", b"state", "status", b"status", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "num_failed_attempts", b"num_failed_attempts", "role", b"role", "slowness", b"slowness", "state", b"state", "status", b"status", "timing", b"timing", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -636,6 +636,52 @@ class StepTotals(_message.Message):
 Global___StepTotals: _TypeAlias = StepTotals  # noqa: Y015
 
 @_typing.final
+class DeviceReport(_message.Message):
+    """What a worker's device does, and what a step of its model needs of it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    READ_BYTES_PER_S_FIELD_NUMBER: _builtins.int
+    FLOPS_PER_S_FIELD_NUMBER: _builtins.int
+    WEIGHT_BYTES_FIELD_NUMBER: _builtins.int
+    KV_BYTES_PER_TOKEN_FIELD_NUMBER: _builtins.int
+    LAYER_FLOPS_FIELD_NUMBER: _builtins.int
+    HEAD_FLOPS_FIELD_NUMBER: _builtins.int
+    PAIR_FLOPS_FIELD_NUMBER: _builtins.int
+    read_bytes_per_s: _builtins.float
+    """Bytes read from memory, as measured when the worker started."""
+    flops_per_s: _builtins.float
+    """Floating-point operations of large matrix products, measured likewise."""
+    weight_bytes: _builtins.int
+    """Bytes of the weights, which every step reads once."""
+    kv_bytes_per_token: _builtins.int
+    """Bytes of a token's keys and values."""
+    layer_flops: _builtins.int
+    """Operations of all layers for a token, without attention."""
+    head_flops: _builtins.int
+    """Operations of the output head for a token."""
+    pair_flops: _builtins.int
+    """Operations for a token and one that it attends to."""
+    def __init__(
+        self,
+        *,
+        read_bytes_per_s: _builtins.float = ...,
+        flops_per_s: _builtins.float = ...,
+        weight_bytes: _builtins.int = ...,
+        kv_bytes_per_token: _builtins.int = ...,
+        layer_flops: _builtins.int = ...,
+        head_flops: _builtins.int = ...,
+        pair_flops: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["flops_per_s", b"flops_per_s", "head_flops", b"head_flops", "kv_bytes_per_token", b"kv_bytes_per_token", "layer_flops", b"layer_flops", "pair_flops", b"pair_flops", "read_bytes_per_s", b"read_bytes_per_s", "weight_bytes", b"weight_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeviceReport: _TypeAlias = DeviceReport  # noqa: Y015
+
+@_typing.final
 class WorkerStatus(_message.Message):
     """Everything that a worker holds, and its counters."""
 
@@ -661,6 +707,7 @@ class WorkerStatus(_message.Message):
     NUM_DRAFTED_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_ACCEPTED_TOKENS_FIELD_NUMBER: _builtins.int
     RECENT_STEPS_FIELD_NUMBER: _builtins.int
+    DEVICE_FIELD_NUMBER: _builtins.int
     num_used_blocks: _builtins.int
     """Pages referenced by sequences, reservations or leases."""
     num_cached_blocks: _builtins.int
@@ -705,6 +752,10 @@ class WorkerStatus(_message.Message):
     def recent_steps(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepTotals]:
         """Its steps in the last minute, the last five, and the last hour."""
 
+    @_builtins.property
+    def device(self) -> Global___DeviceReport:
+        """Its device; absent where that was not measured."""
+
     def __init__(
         self,
         *,
@@ -728,10 +779,11 @@ class WorkerStatus(_message.Message):
         num_drafted_tokens: _builtins.int = ...,
         num_accepted_tokens: _builtins.int = ...,
         recent_steps: _abc.Iterable[Global___StepTotals] | None = ...,
+        device: Global___DeviceReport | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_s", b"busy_s", "epoch", b"epoch", "kv_bytes_received", b"kv_bytes_received", "kv_bytes_sent", b"kv_bytes_sent", "load", b"load", "num_accepted_tokens", b"num_accepted_tokens", "num_cached_blocks", b"num_cached_blocks", "num_cached_tokens", b"num_cached_tokens", "num_cancelled", b"num_cancelled", "num_computed_tokens", b"num_computed_tokens", "num_drafted_tokens", b"num_drafted_tokens", "num_leases", b"num_leases", "num_leases_expired", b"num_leases_expired", "num_preemptions", b"num_preemptions", "num_request_tasks", b"num_request_tasks", "num_reservations", b"num_reservations", "num_used_blocks", b"num_used_blocks", "pid", b"pid", "recent_steps", b"recent_steps", "uptime_s", b"uptime_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_s", b"busy_s", "device", b"device", "epoch", b"epoch", "kv_bytes_received", b"kv_bytes_received", "kv_bytes_sent", b"kv_bytes_sent", "load", b"load", "num_accepted_tokens", b"num_accepted_tokens", "num_cached_blocks", b"num_cached_blocks", "num_cached_tokens", b"num_cached_tokens", "num_cancelled", b"num_cancelled", "num_computed_tokens", b"num_computed_tokens", "num_drafted_tokens", b"num_drafted_tokens", "num_leases", b"num_leases", "num_leases_expired", b"num_leases_expired", "num_preemptions", b"num_preemptions", "num_request_tasks", b"num_request_tasks", "num_reservations", b"num_reservations", "num_used_blocks", b"num_used_blocks", "pid", b"pid", "recent_steps", b"recent_steps", "uptime_s", b"uptime_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

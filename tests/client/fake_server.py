@@ -122,8 +122,28 @@ def worker_view(worker_id: str, role: int, *, state: str = "ready") -> pb.Worker
                 pid=4242,
                 epoch=99,
                 busy_s=12.5,
+                device=worker_pb2.DeviceReport(
+                    read_bytes_per_s=1e9,
+                    flops_per_s=1e12,
+                    weight_bytes=100_000_000,
+                    kv_bytes_per_token=1000,
+                    layer_flops=900_000_000,
+                    head_flops=100_000_000,
+                    pair_flops=1000,
+                ),
+                recent_steps=[
+                    worker_pb2.StepTotals(
+                        window_s=3600.0,
+                        num_decode_steps=10,
+                        decode_s=4.0,
+                        decode_memory_s=2.0,
+                        decode_compute_s=0.5,
+                    )
+                ],
             )
         )
+        view.timing.decode.num_samples = 9
+        view.timing.decode.constant_s = 0.2
     return view
 
 

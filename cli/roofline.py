@@ -1,0 +1,113 @@
+"""`kvrelay roofline`."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import typer
+from rich.console import Group, RenderableType
+
+from cli.console import err, out, print_wide
+from cli.options import options_from_dataclasses
+from cli.render import SplitTable, seconds
+from cli.target import Connection
+from kvrelay.client import DeviceReport, StepTotals, TimingReport, WorkerView
+
+_TIMEOUT_S = 10.0
+_BATCHES = (1, 2, 4, 8, 16, 32, 64)
+_CONTEXT = 1024
+_WINDOW_S = 3600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Step:
+    """A step: what is in it, and how long it takes."""
+
+    name: str
+    num_bytes: float
+    num_flops: float
+    taken_s: float
+
+
+@options_from_dataclasses
+def roofline(*, connection: Connection) -> None:
+    """Show how near the steps of each worker are to the bounds of its memory and its arithmetic.
+
+    A step is bound by memory while reading weights and KV takes longer than its arithmetic; the batch at which that
+    changes is the ridge. Times are those of the worker's fitted timing model; the last row is what it really ran in the
+    last hour.
+    """
+    with connection.client(timeout_s=_TIMEOUT_S) as client:
+        workers = client.status().workers
+    shown = [worker for worker in workers if worker.status is not None and worker.status.device is not None]
+    if not shown:
+        err.print("no worker has measured its device: only native architectures are counted")
+        raise typer.Exit(1)
+    for worker in shown:
+        print_wide(_view(worker))
+        out.print()
+
+
+def _view(worker: WorkerView) -> RenderableType:
+    assert worker.status is not None
+    assert worker.status.device is not None
+    device = worker.status.device
+    ridge = device.weight_bytes / device.read_bytes_per_s * device.flops_per_s
+    headline = (
+        f"{worker.worker_id}: memory {device.read_bytes_per_s / 1e9:.1f} GB/s, arithmetic"
+        f" {device.flops_per_s / 1e12:.2f} TFLOP/s, weights {device.weight_bytes / 2**20:.0f} MiB,"
+        f" KV {device.kv_bytes_per_token / 1024:.1f} KiB a token; above"
+        f" {ridge / (device.layer_flops + device.head_flops):.1f} rows a step is bound by arithmetic"
+    )
+    steps = [*_model_steps(device, worker.timing), *_measured_steps(device, worker.status.recent_steps)]
+    rows = ([step.name, *_cells(step, device)] for step in steps)
+    return Group(
+        headline, SplitTable(("step", "memory", "arithmetic", "bound", "taken", "of the bound"), rows, num_left=1)
+    )
+
+
+def _model_steps(device: DeviceReport, timing: TimingReport) -> Iterator[_Step]:
+    """Yield decode steps of several batches and a full prefill step, as the fitted model times them."""
+    decode, prefill, chunk = timing.decode, timing.prefill, timing.max_step_tokens
+    if decode.num_samples:
+        for batch in _BATCHES:
+            context = batch * _CONTEXT
+            yield _Step(
+                name=f"decode {batch}, {_CONTEXT} tokens each",
+                num_bytes=device.weight_bytes + context * device.kv_bytes_per_token,
+                num_flops=batch * (device.layer_flops + device.head_flops) + context * device.pair_flops,
+                taken_s=decode.constant_s + batch * decode.per_decode_s + context * decode.per_context_token_s,
+            )
+    if prefill.num_samples:
+        pairs = chunk * (chunk + 1) // 2
+        yield _Step(
+            name=f"prefill {chunk}",
+            num_bytes=device.weight_bytes,
+            num_flops=chunk * device.layer_flops + device.head_flops + pairs * device.pair_flops,
+            taken_s=prefill.constant_s + chunk * prefill.per_prefill_token_s + pairs * prefill.per_prefill_pair_s,
+        )
+
+
+def _measured_steps(device: DeviceReport, recent: Sequence[StepTotals]) -> Iterator[_Step]:
+    """Yield the mean steps of the last hour."""
+    for steps in recent:
+        if steps.window_s != _WINDOW_S:
+            continue
+        kinds = (
+            ("decode", steps.num_decode_steps, steps.decode_memory_s, steps.decode_compute_s, steps.decode_s),
+            ("prefill", steps.num_prefill_steps, steps.prefill_memory_s, steps.prefill_compute_s, steps.prefill_s),
+        )
+        for kind, count, memory_s, compute_s, taken_s in kinds:
+            if count:
+                yield _Step(
+                    name=f"{kind}, mean of {count} measured",
+                    num_bytes=memory_s / count * device.read_bytes_per_s,
+                    num_flops=compute_s / count * device.flops_per_s,
+                    taken_s=taken_s / count,
+                )
+
+
+def _cells(step: _Step, device: DeviceReport) -> list[str]:
+    memory_s, compute_s = step.num_bytes / device.read_bytes_per_s, step.num_flops / device.flops_per_s
+    bound = "memory" if memory_s >= compute_s else "arithmetic"
+    share = max(memory_s, compute_s) / step.taken_s if step.taken_s else 0.0
+    return [seconds(memory_s), seconds(compute_s), bound, seconds(step.taken_s), f"{share:.0%}"]
