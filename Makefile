@@ -20,6 +20,9 @@ FUZZ_TARGETS ?= all
 FUZZ_SECONDS ?= 600
 # Clients of tests/foreign: packages that must not meet the project's own.
 FOREIGN := .foreign
+# Sets $python to the interpreter beside vLLM, or ends the recipe well where that cannot be had.
+VLLM_PYTHON = python=$$($(BIN)/python -m benchmarks.peers) || { echo "skipped: there is no vLLM here" >&2; exit 0; }; \
+  export PYTHONPATH="$(CURDIR)"
 STEP := printf '==> %s\n'
 # One line per package instead of pip's four; whatever else pip says, errors above all, stays.
 BRIEF := 2>&1 | sed -u -E -e 's/^Collecting ([^ ]+).*/    \1/' -e 's/^(Installing collected packages).*/    installing/' \
@@ -31,12 +34,16 @@ help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 26
 
 .PHONY: demo
-demo: $(VENV)/.runtime ## Start a cluster, send it a handful of prompts, show what happened, stop it
-	@$(BIN)/kvrelay demo
+demo: $(VENV)/.runtime ## Start a cluster, send it a handful of prompts, show what happened, stop it; MODEL_ENGINE=vllm
+	@$(if $(filter vllm,$(MODEL_ENGINE)),$(VLLM_PYTHON) && "$$python" -m kvrelay demo --config deploy/vllm.yaml,$(BIN)/kvrelay demo)
 
 .PHONY: test
 test: $(VENV)/.dev model ## Run the whole test suite (CPU, no running service)
 	@.ci/test
+
+.PHONY: test-vllm
+test-vllm: $(VENV)/.dev model ## Test model.engine: vllm, in a virtual environment with vLLM's CPU build (3.5 GB, made once)
+	@$(VLLM_PYTHON) && HF_HUB_OFFLINE=1 "$$python" -m pytest -q --durations 10 --durations-min 1 tests/vllm
 
 .PHONY: test-quick
 test-quick: $(VENV)/.dev ## Run the fast tests of the serving path, for the inner loop
@@ -84,7 +91,7 @@ lock: $(VENV)/.dev ## Resolve pyproject.toml into the lock files again
 
 .PHONY: tables
 tables: $(VENV)/.dev ## Write the tables of configuration keys in docs/ again
-	@$(BIN)/python -m common.config.tables docs/serving.md docs/operations.md
+	@$(BIN)/python -m common.config.tables docs/serving.md docs/operations.md docs/engines.md
 
 .PHONY: clean
 clean: ## Remove .venv and caches; the fetched model stays

@@ -66,6 +66,7 @@ class _NullExecutor:
         self.model_name = "null"
         self.max_steps_in_flight = max_steps_in_flight
         self.verifies_drafts = False
+        self.exact_resume = True
         self.floors: Any = None
         self.inside_ns = 0
         self._num_steps = 0

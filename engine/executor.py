@@ -1,7 +1,8 @@
 """The seam between bookkeeping and arithmetic.
 
 Above it (scheduler, block pool, loop) there are no tensors; below it (model runner, sampler, KV store) no queues.
-`engine.runner.ModelExecutor` computes with torch; `engine.fake.FakeExecutor` computes a hash of the pages.
+`engine.runner.ModelExecutor` computes with torch, `engine.vllm.executor.VllmExecutor` on vLLM's ranks;
+`engine.fake.FakeExecutor` computes a hash of the pages.
 """
 
 from collections.abc import Sequence as Seq
@@ -273,6 +274,9 @@ class Executor(Protocol):
     with `ScheduledSequence.input_row`."""
     verifies_drafts: bool
     """Whether it takes drafts, and computes the same bits behind a drafted token as behind a known one."""
+    exact_resume: bool
+    """Whether tokens that are read again choose the next one as the tokens that were generated would have, also where
+    two are almost equally good. False where sums depend on how a prompt is cut, or codes on the last bit of a sum."""
     floors: StepFloors | None
     """Least times of its steps on this device; None: not known."""
 

@@ -3,6 +3,7 @@
 native architecture, CPU     ModelExecutor: our decoder on compiled kernels, else on torch's
 native architecture, CUDA    CudaExecutor (`engine.cuda.loading`)
 any other architecture       ModelExecutor: transformers computes, on our pages
+`model.engine: vllm`         VllmExecutor (`engine.vllm.loading`): vLLM computes, on our pages
 """
 
 import logging
@@ -33,6 +34,10 @@ def load_executor(options: EngineOptions) -> Executor:
 
     Raises UnsupportedModel, or ValueError when the pages do not fit into memory.
     """
+    if options.runner == "vllm":
+        from engine.vllm.loading import load_vllm_executor
+
+        return load_vllm_executor(options)
     started_s = time.monotonic()
     model = ModelDescription.read(options)
     _check_fixed_pages(model, options)

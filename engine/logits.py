@@ -17,7 +17,6 @@ from engine.cuda.columns import Column, Columns
 from engine.cuda.device import Fetch, device_for
 from engine.executor import Logprobs
 from engine.grammar import Allowed
-from engine.sequence import Sequence as EngineSequence
 
 
 # Not frozen: one is made for every token, and the guard of a frozen class costs more than the rest of its construction.
@@ -33,9 +32,9 @@ class SamplingRow:
     output_token_ids: Sequence[int]
     draft: Sequence[int] = ()
     """Drafted tokens between the outputs and this one."""
-    sequence: EngineSequence | None = None
-    """Owner of the tokens: penalties then count a token once, in the step after it was chosen, not in every step. Its
-    rows have one prompt, and outputs that grow at the end. None: tokens are counted anew."""
+    owner: object | None = None
+    """Sequence that the tokens belong to: penalties then count a token once, in the step after it was chosen, not in
+    every step. Its rows have one prompt, and outputs that grow at the end. None: tokens are counted anew."""
     allowed: Allowed | None = None
     """Tokens that the grammar of the answer allows; None without a grammar."""
 

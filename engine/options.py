@@ -42,6 +42,10 @@ class EngineOptions:
     kv_dtype: KvDtype = "auto"
     kernels: Literal["auto", "torch"] = "auto"
     """"torch": no compiled kernels, even where they are available."""
+    runner: Literal["torch", "vllm"] = "torch"
+    """What computes: our own decoder and transformers', or vLLM's model runner."""
+    tensor_parallel: int = 1
+    """Ranks of vLLM's process group."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +56,8 @@ class CheckpointInfo:
     vocab_size: int
     max_model_len: int
     eos_token_ids: frozenset[int]
+    has_codes: bool = False
+    """Whether weights, activations or pages are rounded to few bits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,12 +92,13 @@ class ModelDescription:
             check_kv_format(pages, config, block_size=options.block_size, device=device)
         else:
             config = _read_foreign(options, dtype)
+        quantization = _quantization(options, weight_format, files, device)
         fingerprint = kv_fingerprint(
             config,
             files,
             dtype=dtype_name(dtype),
             block_size=options.block_size,
-            quantization=_quantization(options, weight_format, files, device),
+            quantization=quantization,
             kv_dtype=pages.name,
         )
         shape = kv_shape(
@@ -105,7 +112,8 @@ class ModelDescription:
             name=options.model_name,
             vocab_size=config.vocab_size,
             max_model_len=min(config.max_position_embeddings, options.max_model_len or config.max_position_embeddings),
-            eos_token_ids=_eos_token_ids(options.model_dir, raw),
+            eos_token_ids=eos_token_ids(options.model_dir, raw),
+            has_codes=quantization is not None or pages.has_codes,
         )
         return cls(
             config=config,
@@ -149,7 +157,7 @@ def _read_foreign(options: EngineOptions, dtype: torch.dtype) -> TransformersCon
     return read_transformers_config(options.model_dir, dtype=dtype)
 
 
-def _eos_token_ids(model_dir: Path, raw_config: dict[str, Any]) -> frozenset[int]:
+def eos_token_ids(model_dir: Path, raw_config: dict[str, Any]) -> frozenset[int]:
     """Return the tokens that end an answer: generation_config.json's, else config.json's."""
     path = model_dir / "generation_config.json"
     found = read_json(path).get("eos_token_id") if path.is_file() else None

@@ -62,7 +62,7 @@ class Penalties:
 
     def plan(self, rows: Sequence[SamplingRow], columns: Columns) -> PenaltyPlan:
         """Add the columns that `apply` needs. Changes no counts: a step may fail before `apply`."""
-        keys = [object() if row.sequence is None else row.sequence for row in rows]
+        keys = [object() if row.owner is None else row.owner for row in rows]
         if len(keys) > self._places.num_rows:
             self._places.grow(max(_MIN_ROWS, 1 << (len(keys) - 1).bit_length()))
             self._counted.clear()  # `_tables` makes new tables: rare, and everything is counted anew

@@ -1,6 +1,7 @@
 """Computes the engine's steps with torch: flattens a batch, runs the decoder, asks the sampler."""
 
 from array import array
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from itertools import accumulate, islice
 from typing import Generic, Protocol, TypeVar
@@ -74,6 +75,7 @@ class ModelExecutor(Generic[StepT]):
         self.eos_token_ids = info.eos_token_ids
         self.model_name = info.name
         self.verifies_drafts = model.is_row_independent
+        self.exact_resume = not info.has_codes
         self.floors = floors
         self._model = model
         self._store = store
@@ -100,7 +102,7 @@ class ModelExecutor(Generic[StepT]):
             StepResult(
                 sampled=[],
                 prompt_logprobs=self._prompt_logprobs(item, hidden[begin:end]),
-                pooled=_pooled(item, hidden[begin:end]),
+                pooled=pooled_sum(hidden[begin:end], item.first_pooled),
             )
             for item, begin, end in zip(batch, starts[:-1], starts[1:], strict=True)
         ]
@@ -131,11 +133,7 @@ class ModelExecutor(Generic[StepT]):
         if num_top is None:
             return []
         targets = sequence.token_ids[sequence.num_computed + 1 : sequence.num_prompt_tokens][: item.num_new_tokens]
-        found: list[Logprobs] = []
-        for begin in range(0, len(targets), _LOGPROB_ROWS):
-            chunk = targets[begin : begin + _LOGPROB_ROWS]
-            found.extend(position_logprobs(self._model.logits(hidden[begin : begin + len(chunk)]), chunk, num_top))
-        return found
+        return prompt_logprobs(self._model.logits, hidden, targets, num_top)
 
 
 def _spans(item: ScheduledSequence) -> list[SequenceSpan]:
@@ -144,9 +142,24 @@ def _spans(item: ScheduledSequence) -> list[SequenceSpan]:
     return span.split() if item.draft else [span]
 
 
-def _pooled(item: ScheduledSequence, hidden: Tensor) -> Hidden | None:
-    """Return the sum of the hidden states of a sequence's new tokens that belong to its embedding; None without any."""
-    first = item.first_pooled
+def prompt_logprobs(
+    logits_of: Callable[[Tensor], Tensor | None], hidden: Tensor, targets: Seq[int], num_top: int
+) -> list[Logprobs]:
+    """Return the log-probabilities of `targets`, each from the hidden state at its place.
+
+    Empty where `logits_of` returns None, on a rank of several that does not get the logits.
+    """
+    found: list[Logprobs] = []
+    for begin in range(0, len(targets), _LOGPROB_ROWS):
+        chunk = targets[begin : begin + _LOGPROB_ROWS]
+        logits = logits_of(hidden[begin : begin + len(chunk)])
+        if logits is not None:
+            found.extend(position_logprobs(logits, chunk, num_top))
+    return found
+
+
+def pooled_sum(hidden: Tensor, first: int | None) -> Hidden | None:
+    """Return the sum of a sequence's new hidden states from `ScheduledSequence.first_pooled` on; None without any."""
     if first is None:
         return None
     summed: Hidden = hidden[first:].sum(dim=0, dtype=torch.float32).cpu().numpy()

@@ -162,7 +162,7 @@ def sampling_rows(item: ScheduledSequence) -> list[SamplingRow]:
             prompt_token_ids=request.prompt_token_ids,
             output_token_ids=output_token_ids,
             draft=draft[:num_drafted] if num_drafted else (),
-            sequence=sequence,
+            owner=sequence,
             allowed=None if allowed is None else allowed[num_drafted],
         )
         for sample_index, num_drafted in places

@@ -53,6 +53,8 @@ class WorkerFacts:
     """Port on its host where clients stream their tokens."""
     hidden_size: int = 0
     """Length of the embeddings that it computes; 0: it computes none."""
+    exact_resume: bool = True
+    """Whether it goes on with another one's answer as that one would have, also at near ties."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +77,8 @@ class ModelFacts:
     """Pages of the largest prefill worker; 0 before the first one."""
     hidden_size: int = 0
     """Length of an embedding; 0 when not every prefill worker computes them."""
+    exact_resume: bool = True
+    """Whether every worker goes on with another one's answer as that one would have, also at near ties."""
 
     def has_pool(self, *, is_prefill_only: bool) -> bool:
         """Whether a worker of the pool that answers such requests has been known."""
@@ -115,6 +119,7 @@ def facts_from_proto(described: worker_pb2.DescribeWorkerResponse) -> WorkerFact
         kv_port=described.kv_port,
         direct_port=described.direct_port,
         hidden_size=described.hidden_size,
+        exact_resume=described.exact_resume,
     )
 
 
@@ -168,6 +173,7 @@ def summarize(workers: Sequence[WorkerFacts]) -> ModelFacts:
         block_bytes=first.block_bytes,
         max_prefill_blocks=max((facts.num_blocks for facts in prefill), default=0),
         hidden_size=min((facts.hidden_size for facts in prefill), default=0),
+        exact_resume=all(facts.exact_resume for facts in workers),
     )
 
 

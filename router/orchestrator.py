@@ -181,6 +181,7 @@ class Orchestrator:
             num_prompt_tokens=len(job.prompt_token_ids),
             seed=job.sampling.seed,
             fingerprint=job.model.fingerprint,
+            exact_resume=job.model.exact_resume,
             rendered_unix_s=job.rendered_unix_s,
             answer_format=job.answer_format,
             defaults=job.defaults,

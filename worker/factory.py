@@ -101,6 +101,8 @@ def _load_torch(config: ServingConfig, pool: PoolConfig, model_dir: Path) -> Exe
             quantization=model.quantization,
             kv_dtype=model.kv_dtype,
             kernels=model.kernels,
+            runner="vllm" if model.engine == "vllm" else "torch",
+            tensor_parallel=pool.tensor_parallel,
         )
     )
 

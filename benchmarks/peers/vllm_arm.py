@@ -17,9 +17,9 @@ def main() -> None:
     replies = claim_stdout()
 
     import torch
-    import vllm  # type: ignore[import-not-found]  # only the peer's own venv has it
+    import vllm  # only the peer's own venv has it
     from vllm import EngineArgs, LLMEngine, SamplingParams
-    from vllm.sampling_params import RequestOutputKind  # type: ignore[import-not-found]
+    from vllm.sampling_params import RequestOutputKind
 
     engine = LLMEngine.from_engine_args(
         EngineArgs(

@@ -9,6 +9,11 @@ other ones at every load and in every repeat. The arms take turns, every other r
 the machine hits all of them. kvrelay is started anew for each of its turns. vLLM, which takes a minute to start, stays
 up, on a cache that has never seen the run's sessions; the CPU time that it uses in other arms' runs is told.
 
+`kvrelay-vllm-1p1d` and `kvrelay-vllm-aggregated` are kvrelay over vLLM's model runner (`model.engine: vllm`). kvrelay's
+processes run under this command's interpreter, which then has to be vLLM's:
+
+    PYTHONPATH=. $(python -m benchmarks.peers) -m benchmarks.side_by_side --arms kvrelay-vllm-1p1d,vllm-cpu --out DIR
+
 The table has medians over the repeats, with their range. DIR keeps every run, and a page of all of them, as `kvrelay
 experiment` does: the same command goes on where it was stopped.
 """

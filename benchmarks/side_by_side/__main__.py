@@ -23,6 +23,7 @@ from benchmarks.side_by_side.arms import (
     plan_of,
 )
 from cluster.lifecycle import ClusterError
+from common.engines import VLLM_VERSION, installed_package, vllm_version
 from common.errors import KvrelayError
 from common.model_files import DEFAULT_MODEL_ID, ModelNotFound, resolve_model
 from common.signals import sigterm_interrupts
@@ -85,6 +86,8 @@ def _arguments() -> argparse.Namespace:
     unknown = [name for name in args.arms.split(",") if name not in ARMS]
     if unknown:
         parser.error(f"--arms: {unknown[0]!r} is none of {', '.join(ARMS)}")
+    if "kvrelay-vllm" in args.arms and vllm_version(installed_package) != VLLM_VERSION:
+        parser.error(f"--arms: kvrelay-vllm needs an interpreter with vLLM {VLLM_VERSION}: see above")
     return args
 
 

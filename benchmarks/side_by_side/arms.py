@@ -37,10 +37,13 @@ def _pool(share: float) -> dict[str, Any]:
     }
 
 
-KVRELAY_POOLS: dict[str, dict[str, dict[str, Any]]] = {
-    "kvrelay-1p1d": {"prefill": _pool(0.5), "decode": _pool(0.5)},
-    "kvrelay-aggregated": {"prefill": {"count": 0}, "decode": _pool(1)},
+_SHAPES: dict[str, dict[str, dict[str, Any]]] = {
+    "1p1d": {"prefill": _pool(0.5), "decode": _pool(0.5)},
+    "aggregated": {"prefill": {"count": 0}, "decode": _pool(1)},
 }
+KVRELAY_ENGINES = {"kvrelay": "torch", "kvrelay-vllm": "vllm"}
+"""`model.engine` of the arms whose names begin so."""
+KVRELAY_POOLS = {f"{name}-{shape}": pools for name in KVRELAY_ENGINES for shape, pools in _SHAPES.items()}
 VLLM_STEP_TOKENS: dict[str, int | None] = {
     "vllm-cpu": MAX_STEP_TOKENS,
     "vllm-cpu-default-step": None,  # its own choice, 2048: fewer, longer steps
@@ -82,7 +85,7 @@ class HttpBench(RealBench):
         if arm in self._peers:
             yield self._peers[arm].url
             return
-        model = {"max_model_len": MAX_MODEL_LEN}
+        model = {"max_model_len": MAX_MODEL_LEN, "engine": KVRELAY_ENGINES[arm.rpartition("-")[0]]}
         with running_doors(launcher="local", console=self._console, model=model, pools=KVRELAY_POOLS[arm]) as (info, _):
             yield f"http://{info.http_address}/v1"
 

@@ -8,7 +8,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.metadata import PackageNotFoundError, requires
 from itertools import product
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from packaging.requirements import Requirement
 
 from cluster.doctor.finding import Finding, failure, ok, warning
 from common.config import PoolConfig, ServingConfig
+from common.engines import VLLM_VERSION, installed_package, vllm_version
 from common.model_files import DEFAULT_MODEL_ID, ModelNotFound, cache_dir, resolve_model
 from common.ports import dial_address, is_port_free
 from common.process import count_gpus
@@ -56,7 +57,7 @@ def this_host() -> HostFacts:
         shared_memory_bytes=shutil.disk_usage(shared).free if shared.is_dir() else None,
         num_gpus=count_gpus(),
         compiler=os.environ.get("CXX") or next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None),
-        installed=_installed,
+        installed=installed_package,
     )
 
 
@@ -64,6 +65,8 @@ def check_host(config: ServingConfig, host: HostFacts, *, is_up: bool) -> Iterat
     """Yield findings. `is_up`: the cluster of this configuration runs and holds its own ports."""
     yield ok("python", f"{sys.version.split()[0]} at {sys.executable}")
     yield _packages(config, host)
+    if config.model.engine == "vllm":
+        yield _vllm(host)
     yield _model(config)
     yield _memory(config, host)
     yield from _disks(host)
@@ -77,7 +80,10 @@ def check_host(config: ServingConfig, host: HostFacts, *, is_up: bool) -> Iterat
 
 
 def _packages(config: ServingConfig, host: HostFacts) -> Finding:
-    wanted = [Requirement(text) for text in requires("kvrelay") or ()]
+    try:
+        wanted = [Requirement(text) for text in requires("kvrelay") or ()]
+    except PackageNotFoundError:  # a checkout that nothing installed, as beside vLLM
+        return ok("packages", "kvrelay runs from its folder, and names no packages to look for")
     extras = {"extra": "ray"} if config.launcher == "ray" else {"extra": ""}
     needed = [each for each in wanted if each.marker is None or each.marker.evaluate(extras)]
     if config.model.engine == "fake":
@@ -92,6 +98,16 @@ def _packages(config: ServingConfig, host: HostFacts) -> Finding:
     if wrong:
         return failure("packages", "; ".join(wrong), "run `make install` in kvrelay's folder on this host")
     return ok("packages", f"kvrelay {host.installed('kvrelay')}, {len(needed)} packages as required")
+
+
+def _vllm(host: HostFacts) -> Finding:
+    found = vllm_version(host.installed)
+    if found != VLLM_VERSION:
+        detail = f"vLLM {VLLM_VERSION} is needed, " + (
+            "none is installed" if found is None else f"{found} is installed"
+        )
+        return failure("vLLM", detail, "make an environment as docs/engines.md says, and run kvrelay in it")
+    return ok("vLLM", found)
 
 
 def _model(config: ServingConfig) -> Finding:
@@ -189,7 +205,7 @@ def _gpus(config: ServingConfig, host: HostFacts) -> Finding:
 
 def _kernels(config: ServingConfig, host: HostFacts) -> Finding:
     is_cpu = config.model.device == "cpu" or (config.model.device == "auto" and not host.num_gpus)
-    if not is_cpu or config.model.engine == "fake" or config.model.kernels == "torch":
+    if not is_cpu or config.model.engine != "torch" or config.model.kernels == "torch":
         return ok("compiled kernels", "not needed")
     if host.compiler is None:
         return warning("compiled kernels", "no C++ compiler", "install g++: without it torch computes, slower")
@@ -234,10 +250,3 @@ def _free_disk(folder: Path) -> int:
     while not folder.exists():
         folder = folder.parent
     return shutil.disk_usage(folder).free
-
-
-def _installed(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None

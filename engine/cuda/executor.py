@@ -81,6 +81,7 @@ class CudaExecutor:
         self.hidden_size = model.hidden_size
         self.eos_token_ids = info.eos_token_ids
         self.model_name = info.name
+        self.exact_resume = not info.has_codes
         self.floors = floors
         self._model = model
         self._ops = ops

@@ -81,6 +81,8 @@ class Accepted:
     """How the text of the answer is written; None without a chat."""
     defaults: Mapping[str, float]
     """The server's choice for sampling options that were left out."""
+    exact_resume: bool
+    """Whether the answer goes on with the tokens that would have come when its worker is lost; else up to near ties."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -336,3 +338,5 @@ class ModelInfo:
     vocab_size: int
     fingerprint: str
     """Hash of weights, dtype and KV layout."""
+    exact_resume: bool
+    """Whether an answer goes on with the tokens that would have come when its worker is lost; else up to near ties."""

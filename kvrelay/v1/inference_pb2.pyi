@@ -675,6 +675,7 @@ class Accepted(_message.Message):
     RENDERED_UNIX_S_FIELD_NUMBER: _builtins.int
     ANSWER_FORMAT_FIELD_NUMBER: _builtins.int
     DEFAULTS_FIELD_NUMBER: _builtins.int
+    EXACT_RESUME_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Minted by the router."""
     num_prompt_tokens: _builtins.int
@@ -685,6 +686,8 @@ class Accepted(_message.Message):
     """ModelInfo.fingerprint of the model that answers."""
     rendered_unix_s: _builtins.int
     """The time, in seconds since 1970, that a chat template which writes the date was given; 0: the prompt was no chat."""
+    exact_resume: _builtins.bool
+    """ModelInfo.exact_resume of the model that answers."""
     @_builtins.property
     def answer_format(self) -> Global___AnswerFormat:
         """How to read the text; absent when the prompt was no chat."""
@@ -703,10 +706,11 @@ class Accepted(_message.Message):
         rendered_unix_s: _builtins.int = ...,
         answer_format: Global___AnswerFormat | None = ...,
         defaults: _sampling_pb2.SamplingParams | None = ...,
+        exact_resume: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["answer_format", b"answer_format", "defaults", b"defaults"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer_format", b"answer_format", "defaults", b"defaults", "fingerprint", b"fingerprint", "num_prompt_tokens", b"num_prompt_tokens", "rendered_unix_s", b"rendered_unix_s", "request_id", b"request_id", "seed", b"seed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer_format", b"answer_format", "defaults", b"defaults", "exact_resume", b"exact_resume", "fingerprint", b"fingerprint", "num_prompt_tokens", b"num_prompt_tokens", "rendered_unix_s", b"rendered_unix_s", "request_id", b"request_id", "seed", b"seed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1099,6 +1103,7 @@ class ModelInfo(_message.Message):
     MAX_MODEL_LEN_FIELD_NUMBER: _builtins.int
     VOCAB_SIZE_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
+    EXACT_RESUME_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Its name."""
     max_model_len: _builtins.int
@@ -1107,6 +1112,10 @@ class ModelInfo(_message.Message):
     """Vocabulary size."""
     fingerprint: _builtins.str
     """Hash of weights, dtype and layout; equal on all workers."""
+    exact_resume: _builtins.bool
+    """Whether an answer goes on with the tokens that would have come when its worker is lost. False: it goes on with the
+    same noise, and another token may come where two are almost equally good.
+    """
     def __init__(
         self,
         *,
@@ -1114,10 +1123,11 @@ class ModelInfo(_message.Message):
         max_model_len: _builtins.int = ...,
         vocab_size: _builtins.int = ...,
         fingerprint: _builtins.str = ...,
+        exact_resume: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "max_model_len", b"max_model_len", "name", b"name", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["exact_resume", b"exact_resume", "fingerprint", b"fingerprint", "max_model_len", b"max_model_len", "name", b"name", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

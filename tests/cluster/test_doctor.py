@@ -17,6 +17,7 @@ from cluster.doctor.finding import Finding, Health
 from cluster.doctor.host import HostFacts, check_host
 from cluster.doctor.service import check_service
 from common.config import ServingConfig, parse_config
+from common.engines import VLLM_PACKAGES
 from common.model_files import CACHE_ENV, resolve_model
 from common.random_models import RANDOM_PREFIX
 from common.rpc_server import start_server
@@ -55,6 +56,14 @@ def host(**changes: Any) -> HostFacts:
 
 def bad(findings: Iterator[Finding] | list[Finding]) -> dict[str, Finding]:
     return {finding.subject: finding for finding in findings if finding.verdict is not Health.OK}
+
+
+@pytest.mark.parametrize(("version", "detail"), [(None, "none is installed"), ("0.31.1+cpu", "0.31.1 is installed")])
+def test_vllms_engine_needs_exactly_its_vllm(version: str | None, detail: str) -> None:
+    facts = host(installed=lambda name: version if name in VLLM_PACKAGES else "99.0")
+    found = bad(check_host(config(model={"engine": "vllm"}), facts, is_up=False))["vLLM"]
+    assert detail in found.detail
+    assert "docs/engines.md" in found.advice
 
 
 def test_healthy_host_has_only_good_findings() -> None:

@@ -31,6 +31,11 @@ MISTAKES = {
     "router: {count: 2, port: 65535}": "router.port of router-1: 65536 is not a port",
     "router: {count: 0}": "f.yaml:router.count: ",
     "model: {dtype: int3}": "f.yaml:model.dtype: ",
+    "model: {engine: vllm, kv_dtype: int8}": "model.kv_dtype: int8: model.engine: vllm cannot do that",
+    "model: {engine: vllm, quantization: int4}": "model.quantization: int4: model.engine: vllm cannot do that",
+    "model: {engine: vllm, device: cuda}": "model.device: cuda: model.engine: vllm cannot do that",
+    "pools: {prefill: {tensor_parallel: 2}}": "pools.prefill.tensor_parallel: 2: model.engine: torch cannot do that",
+    "{model: {engine: vllm}, pools: {prefill: {block_size: 16}, decode: {block_size: 16}}}": "needs a multiple of 32",
     "tenants: [{name: Big}]": "f.yaml:tenants.0.name: ",
     "tenants: [{name: a}]": "f.yaml:tenants: without router.auth: api_key the only tenant is `default`",
     "tenants: [{name: default, api_keys: [0123456789abcdef]}]": "the only tenant is `default`, and it has no keys",
@@ -87,7 +92,13 @@ def test_on_and_off_need_no_quotes(tmp_path: Path) -> None:
     assert (config.tls.mode, config.planner.mode) == ("on", "off")
 
 
-@pytest.mark.parametrize(("document", "num_tables"), [("serving.md", 12), ("operations.md", 1)])
+def test_pools_of_vllms_engine_have_blocks_that_it_takes_where_the_file_names_none() -> None:
+    config = parse_config({"model": {"engine": "vllm"}, "pools": {"prefill": {"tensor_parallel": 3}}}, source="f.yaml")
+
+    assert (config.pools.prefill.block_size, config.pools.decode.block_size) == (32, 32)
+
+
+@pytest.mark.parametrize(("document", "num_tables"), [("serving.md", 12), ("operations.md", 1), ("engines.md", 1)])
 def test_documents_list_every_key_with_its_default_need_and_meaning(document: str, num_tables: int) -> None:
     text = (_REPO / "docs" / document).read_text(encoding="utf-8")
 

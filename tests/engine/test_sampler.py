@@ -363,7 +363,7 @@ def sequence_row(sequence: EngineSequence, **params: Any) -> SamplingRow:
         make_row(token_index=sequence.num_output_tokens, max_tokens=999, **params),
         prompt_token_ids=sequence.request.prompt_token_ids,
         output_token_ids=OutputTokens(sequence),
-        sequence=sequence,
+        owner=sequence,
     )
 
 
@@ -382,7 +382,7 @@ def test_penalties_of_sequences_that_come_and_go_equal_those_counted_anew() -> N
             continue
         logits = make_logits(len(rows), vocab_size, seed=step)
         found = [sampled.token_id for sampled in kept.sample(torch.from_numpy(logits), rows)]
-        afresh = [dataclasses.replace(row, sequence=None, output_token_ids=list(row.output_token_ids)) for row in rows]
+        afresh = [dataclasses.replace(row, owner=None, output_token_ids=list(row.output_token_ids)) for row in rows]
         assert found == sample_ids(logits, afresh)
         for sequence, token_id in zip(batch, found, strict=True):
             sequence.append_token(token_id)

@@ -89,6 +89,7 @@ class _WorkerService(
             kv_port=worker.port,
             direct_port=worker.port,
             hidden_size=shape.hidden_size,
+            exact_resume=shape.exact_resume,
         )
 
     async def WatchWorker(self, request: worker_pb2.WatchWorkerRequest, context: Context) -> None:  # type: ignore[override]

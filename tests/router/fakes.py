@@ -93,6 +93,7 @@ class Shape:
     max_model_len: int = 200
     model_name: str = "fake"
     hidden_size: int = HIDDEN_SIZE
+    exact_resume: bool = True
     probe: bytes = b""
     """Hash probe; empty: the right one."""
     text: TextProbes = ByteCodec.probes

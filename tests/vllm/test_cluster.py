@@ -1,0 +1,115 @@
+"""Clusters of vLLM's model runner: the answers are plain `transformers`', over every way that KV travels."""
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from common.model_files import default_model_dir
+from kvrelay.client import AsyncClient
+from tests.e2e.harness import kill_worker, running_cluster, until, until_idle, worker
+from tests.e2e.test_oracle import Oracle
+
+pytestmark = [pytest.mark.e2e, pytest.mark.model, pytest.mark.timeout(900)]
+
+_LENGTHS = (1, 2, 31, 32, 33, 64, 95, 129, 200)
+MAX_TOKENS = 12
+
+
+def config_of(model_dir: Path, **changes: Any) -> dict[str, Any]:
+    """Return a serving.yaml for vLLM's runner in fp32; `prefill` and `decode` change pools, the others sections."""
+    pool = {"num_blocks": 64, "max_step_tokens": 64, "max_running": 8, "threads": 1}
+    return {
+        "name": "vllm",
+        "launcher": "local",
+        "model": {"id": str(model_dir), "engine": "vllm", "dtype": "float32", "device": "cpu", "max_model_len": 512},
+        "pools": {"prefill": pool | changes.get("prefill", {}), "decode": pool | changes.get("decode", {})},
+        "router": {"port": 0, "local_prefill_max_tokens": 0, "queue_timeout_s": 300.0, "silence_s": 10.0},
+        "transfer": changes.get("transfer", {}),
+        "slo": {"ttft_s": 600.0, "tpot_s": 600.0},
+    }
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    import tokenizers
+
+    tokenizer = tokenizers.Tokenizer.from_file(str(default_model_dir() / "tokenizer.json"))
+    text = tokenizer.encode((Path(__file__).parents[2] / "LICENSE").read_text(encoding="utf-8")).ids
+    return [text[17 * i : 17 * i + length] for i, length in enumerate(_LENGTHS)]
+
+
+@pytest.fixture(scope="module")
+def oracle(short_model_dir: Path) -> Oracle:
+    return Oracle(short_model_dir)
+
+
+async def _check(client: AsyncClient, prompts: list[list[int]], oracle: Oracle) -> None:
+    answers = await asyncio.gather(*(client.generate(p, temperature=0.0, max_tokens=MAX_TOKENS) for p in prompts))
+    judged = [(len(p), oracle.complaint(p, a.token_ids)) for p, a in zip(prompts, answers, strict=True)]
+    assert not [found for found in judged if found[1]]
+
+
+@pytest.mark.parametrize("transport", ["shm", "grpc"])
+async def test_disaggregated_and_cached_answers_are_those_of_transformers(
+    tmp_path: Path, transport: str, prompts: list[list[int]], short_model_dir: Path, oracle: Oracle
+) -> None:
+    config = config_of(short_model_dir, transfer={"transports": [transport]})
+    async with running_cluster(tmp_path, config, timeout_s=600) as client:
+        await _check(client, prompts, oracle)
+        await _check(client, prompts, oracle)
+        await until_idle(client)
+
+
+async def test_sampled_answer_goes_on_with_the_same_tokens_after_its_decode_worker_was_killed(
+    tmp_path: Path, prompts: list[list[int]], short_model_dir: Path
+) -> None:
+    options: dict[str, Any] = {"temperature": 0.8, "top_p": 0.95, "seed": 7, "max_tokens": 64, "ignore_eos": True}
+    prompt = prompts[-1]
+    async with running_cluster(tmp_path, config_of(short_model_dir), timeout_s=600) as client:
+        alone = await client.generate(prompt, **options)
+        result = asyncio.create_task(client.stream(prompt, **options).result())
+        await until(lambda: _is_decoding(client, len(prompt) + 8), timeout_s=60, what="some tokens are decoded")
+        await kill_worker(client, "decode")
+        killed = await result
+        assert len(killed.plans) > 1, "the kill must have hit the stream"
+        assert killed.token_ids == alone.token_ids
+        await until_idle(client, timeout_s=120)
+
+
+async def test_three_ranks_hand_over_to_one_and_the_death_of_a_rank_ends_its_worker(
+    tmp_path: Path, prompts: list[list[int]], short_model_dir: Path, oracle: Oracle
+) -> None:
+    before = _shared_names()
+    config = config_of(short_model_dir, prefill={"tensor_parallel": 3})
+    async with running_cluster(tmp_path, config, timeout_s=600) as client:
+        await _check(client, prompts[3:8], oracle)
+        view = await worker(client, "prefill")
+        assert view.status is not None
+        pid = view.status.pid
+        below = psutil.Process(pid).children()
+        ranks = [each for each in below if not any("resource_tracker" in word for word in each.cmdline())]
+        assert len(ranks) == 3, [each.cmdline() for each in below]
+        os.kill(ranks[-1].pid, signal.SIGKILL)
+        await until(lambda: _is_another(client, pid), timeout_s=300, what="the worker starts again")
+        assert not [each for each in ranks if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
+        await _check(client, prompts[-1:], oracle)
+    assert not _shared_names() - before, "shared memory is left"
+
+
+async def _is_decoding(client: AsyncClient, num_tokens: int) -> bool:
+    view = await worker(client, "decode")
+    return view.status is not None and view.status.load.num_context_tokens > num_tokens
+
+
+async def _is_another(client: AsyncClient, pid: int) -> bool:
+    view = await worker(client, "prefill")
+    return view.status is not None and view.status.pid != pid
+
+
+def _shared_names() -> set[str]:
+    return set(os.listdir("/dev/shm"))
