@@ -224,6 +224,8 @@ class DecodeCall:
                 runs=runs,
                 prompt_logprobs=prompt_logprobs_to_proto(tokens.prompt_logprobs),
                 prefill_s=tokens.prefill_s or 0.0,
+                num_drafted_tokens=tokens.drafts.num_drafted,
+                num_accepted_tokens=tokens.drafts.num_accepted,
             )
             if self._direct is None or not has_tokens:
                 self._outlet.put_tokens(batch)

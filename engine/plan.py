@@ -22,6 +22,8 @@ class StepPlan:
     num_decodes: int = 0
     num_context_tokens: int = 0
     num_prefill_pairs: int = 0
+    undrafted: StepShape | None = None
+    """Counts of the step without its drafts; None: it has none."""
     max_s: float = math.inf
     """Time that the step may take with prompts, because of the answers that decode in it."""
     is_short: bool = False
@@ -55,6 +57,7 @@ class StepPlan:
 
     def add_draft(self, sequence: Sequence, draft: TokenArray) -> None:
         """Let a sequence's last known token be followed by drafted ones, each computed as if it decoded."""
+        self.undrafted = self.undrafted or self.shape
         item = self.batch[sequence]
         item.draft = draft
         item.num_new_tokens += len(draft)

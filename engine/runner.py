@@ -115,7 +115,7 @@ class ModelExecutor(Generic[StepT]):
         rows = [row for i in due for row in sampling_rows(batch[i])]
         sampled = iter(self._sampler.sample(logits, rows))
         for i in due:
-            results[i].sampled.extend(islice(sampled, batch[i].num_sampled))
+            results[i].sampled.extend(batch[i].valid(list(islice(sampled, batch[i].num_sampled))))
 
     def _prompt_logprobs(self, item: ScheduledSequence, hidden: Tensor) -> list[Logprobs]:
         """Return the log-probabilities of the next prompt token at each prompt position, from the hidden states."""

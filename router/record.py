@@ -92,6 +92,8 @@ class RunningRequest:
     num_cached_tokens: int = 0
     num_pulled_tokens: int = 0
     num_decode_cached_tokens: int = 0
+    num_drafted_tokens: int = 0
+    num_accepted_tokens: int = 0
     prefill_s: float = 0.0
     num_attempts: int = 0
     beams: sequence_pb2.BeamState | None = None

@@ -12,6 +12,7 @@ from collections.abc import Sequence as Seq
 
 from common.timing import StepShape
 from common.tokens import TokenArray
+from engine.events import DraftCounts
 from engine.executor import ScheduledSequence
 from engine.plan import StepPlan
 from engine.sequence import Sequence
@@ -30,9 +31,7 @@ class Speculator:
         self._drafter = drafter
         self._num_tokens = num_tokens
         self._costs = StepCosts()
-        self.num_drafted = 0
-        """Drafted tokens that steps have verified."""
-        self.num_accepted = 0
+        self._num_drafted, self._num_accepted = [0] * num_tokens, [0] * num_tokens
 
     def observe(self, shape: StepShape, seconds: float) -> None:
         """Learn from the time of a step."""
@@ -62,8 +61,14 @@ class Speculator:
 
     def verified(self, num_drafted: int, num_accepted: int) -> None:
         """Count a verified draft."""
-        self.num_drafted += num_drafted
-        self.num_accepted += num_accepted
+        for place in range(num_drafted):
+            self._num_drafted[place] += 1
+            self._num_accepted[place] += place < num_accepted
+
+    @property
+    def counts(self) -> tuple[DraftCounts, ...]:
+        """Drafted tokens that steps have verified, by their place in the draft."""
+        return tuple(map(DraftCounts, self._num_drafted, self._num_accepted))
 
     def forget(self, sequence: Sequence) -> None:
         """Drop what is kept for a sequence that has ended."""

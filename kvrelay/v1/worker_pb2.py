@@ -24,17 +24,17 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kvrelay/v1/worker.proto\x12\nkvrelay.v1\"\x93\x01\n\x08KvLayout\x12\x12\n\nnum_layers\x18\x01 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x02 \x01(\r\x12\x10\n\x08head_dim\x18\x03 \x01(\r\x12\x12\n\nblock_size\x18\x04 \x01(\r\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x06 \x01(\t\x12\x13\n\x0b\x62lock_bytes\x18\x07 \x01(\x04\"\xa0\x01\n\tStepModel\x12\x12\n\nconstant_s\x18\x01 \x01(\x01\x12\x1b\n\x13per_prefill_token_s\x18\x02 \x01(\x01\x12\x1a\n\x12per_prefill_pair_s\x18\x03 \x01(\x01\x12\x14\n\x0cper_decode_s\x18\x04 \x01(\x01\x12\x1b\n\x13per_context_token_s\x18\x05 \x01(\x01\x12\x13\n\x0bnum_samples\x18\x06 \x01(\x04\"\x8c\x01\n\tLinkModel\x12\x16\n\x0epeer_worker_id\x18\x01 \x01(\t\x12*\n\ttransport\x18\x02 \x01(\x0e\x32\x17.kvrelay.v1.KvTransport\x12\x11\n\tlatency_s\x18\x03 \x01(\x01\x12\x13\n\x0b\x62ytes_per_s\x18\x04 \x01(\x01\x12\x13\n\x0bnum_samples\x18\x05 \x01(\x04\"\x9c\x01\n\x0cTimingReport\x12&\n\x07prefill\x18\x01 \x01(\x0b\x32\x15.kvrelay.v1.StepModel\x12%\n\x06\x64\x65\x63ode\x18\x02 \x01(\x0b\x32\x15.kvrelay.v1.StepModel\x12$\n\x05links\x18\x03 \x03(\x0b\x32\x15.kvrelay.v1.LinkModel\x12\x17\n\x0fmax_step_tokens\x18\x04 \x01(\r\"\x17\n\x15\x44\x65scribeWorkerRequest\"\xb9\x03\n\x16\x44\x65scribeWorkerResponse\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\x12$\n\x04role\x18\x03 \x01(\x0e\x32\x16.kvrelay.v1.WorkerRole\x12$\n\x06layout\x18\x04 \x01(\x0b\x32\x14.kvrelay.v1.KvLayout\x12\x12\n\nnum_blocks\x18\x05 \x01(\r\x12\x15\n\rmax_model_len\x18\x06 \x01(\r\x12\x12\n\nvocab_size\x18\x07 \x01(\r\x12\x12\n\nmodel_name\x18\x08 \x01(\t\x12\x12\n\nhash_probe\x18\t \x01(\x0c\x12\x14\n\x0cmetrics_port\x18\n \x01(\r\x12\x0b\n\x03pid\x18\x0b \x01(\r\x12\x15\n\reos_token_ids\x18\x0c \x03(\r\x12\x17\n\x0ftokenizer_probe\x18\r \x01(\x0c\x12\x16\n\x0etemplate_probe\x18\x0e \x01(\x0c\x12\x0f\n\x07version\x18\x0f \x01(\t\x12\x13\n\x0bunix_time_s\x18\x10 \x01(\x01\x12\x0f\n\x07kv_port\x18\x11 \x01(\r\x12\x13\n\x0b\x64irect_port\x18\x12 \x01(\r\x12\x13\n\x0bhidden_size\x18\x13 \x01(\r\")\n\x12WatchWorkerRequest\x12\x13\n\x0bheartbeat_s\x18\x01 \x01(\x01\"\xce\x02\n\nLoadReport\x12\x13\n\x0bnum_running\x18\x01 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x02 \x01(\r\x12\x17\n\x0fnum_free_blocks\x18\x03 \x01(\r\x12\x12\n\nnum_blocks\x18\x04 \x01(\r\x12\"\n\x1anum_pending_prefill_tokens\x18\x05 \x01(\r\x12\x1a\n\x12num_context_tokens\x18\x06 \x01(\x04\x12\x14\n\x0cnum_reserved\x18\x07 \x01(\r\x12\x14\n\x0cnum_decoding\x18\x08 \x01(\r\x12\x19\n\x11prefill_backlog_s\x18\t \x01(\x01\x12\x17\n\x0fnum_cold_blocks\x18\n \x01(\r\x12\x19\n\x11num_cached_blocks\x18\x0b \x01(\r\x12\x1b\n\x0enum_free_slots\x18\x0c \x01(\rH\x00\x88\x01\x01\x42\x11\n\x0f_num_free_slots\"\xd4\x01\n\x13WatchWorkerResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x06\x12\x0b\n\x03seq\x18\x02 \x01(\x04\x12\x11\n\tkv_events\x18\x03 \x01(\x0c\x12$\n\x04load\x18\x04 \x01(\x0b\x32\x16.kvrelay.v1.LoadReport\x12(\n\x06timing\x18\x05 \x01(\x0b\x32\x18.kvrelay.v1.TimingReport\x12\x1c\n\x14\x61\x63\x63\x65pted_request_ids\x18\x06 \x03(\t\x12\x0f\n\x07leaving\x18\x07 \x01(\x08\x12\x0f\n\x07overdue\x18\x08 \x01(\x08\"\x18\n\x16GetWorkerStatusRequest\"\x88\x01\n\rTransferStats\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\x12\x10\n\x08kv_bytes\x18\x02 \x01(\x04\x12\x12\n\ntransfer_s\x18\x03 \x01(\x01\x12\x11\n\texposed_s\x18\x04 \x01(\x01\x12*\n\ttransport\x18\x05 \x01(\x0e\x32\x17.kvrelay.v1.KvTransport\"\xde\x03\n\x0cWorkerStatus\x12$\n\x04load\x18\x01 \x01(\x0b\x32\x16.kvrelay.v1.LoadReport\x12\x17\n\x0fnum_used_blocks\x18\x02 \x01(\r\x12\x19\n\x11num_cached_blocks\x18\x03 \x01(\r\x12\x12\n\nnum_leases\x18\x04 \x01(\r\x12\x18\n\x10num_reservations\x18\x05 \x01(\r\x12\x19\n\x11num_request_tasks\x18\x06 \x01(\r\x12\x17\n\x0fnum_preemptions\x18\x07 \x01(\x04\x12\x1a\n\x12num_leases_expired\x18\x08 \x01(\x04\x12\x15\n\rnum_cancelled\x18\t \x01(\x04\x12\x19\n\x11kv_bytes_received\x18\n \x01(\x04\x12\x15\n\rkv_bytes_sent\x18\x0b \x01(\x04\x12\x19\n\x11num_cached_tokens\x18\x0c \x01(\x04\x12\x1b\n\x13num_computed_tokens\x18\r \x01(\x04\x12\x10\n\x08uptime_s\x18\x0e \x01(\x01\x12\x0b\n\x03pid\x18\x0f \x01(\r\x12\r\n\x05\x65poch\x18\x10 \x01(\x06\x12\x0e\n\x06\x62usy_s\x18\x11 \x01(\x01\x12\x1a\n\x12num_drafted_tokens\x18\x12 \x01(\x04\x12\x1b\n\x13num_accepted_tokens\x18\x13 \x01(\x04\"6\n\x10ProbePeerRequest\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x11\n\tworker_id\x18\x02 \x01(\t\":\n\x11ProbePeerResponse\x12\x0f\n\x07reached\x18\x01 \x01(\x08\x12\x14\n\x0cround_trip_s\x18\x02 \x01(\x01\"m\n\x17GetWorkerStatusResponse\x12(\n\x06status\x18\x01 \x01(\x0b\x32\x18.kvrelay.v1.WorkerStatus\x12(\n\x06timing\x18\x02 \x01(\x0b\x32\x18.kvrelay.v1.TimingReport\"V\n\x0eSetRoleRequest\x12$\n\x04role\x18\x01 \x01(\x0e\x32\x16.kvrelay.v1.WorkerRole\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\x12\x0f\n\x07grace_s\x18\x03 \x01(\x01\" \n\x0fSetRoleResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x06\"%\n\x0fRunTrialRequest\x12\x12\n\nnum_tokens\x18\x01 \x01(\r\" \n\x0bTrialAnswer\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"<\n\x10RunTrialResponse\x12(\n\x07\x61nswers\x18\x01 \x03(\x0b\x32\x17.kvrelay.v1.TrialAnswer*Z\n\nWorkerRole\x12\x1b\n\x17WORKER_ROLE_UNSPECIFIED\x10\x00\x12\x17\n\x13WORKER_ROLE_PREFILL\x10\x01\x12\x16\n\x12WORKER_ROLE_DECODE\x10\x02*s\n\x0bKvTransport\x12\x1c\n\x18KV_TRANSPORT_UNSPECIFIED\x10\x00\x12\x15\n\x11KV_TRANSPORT_GRPC\x10\x01\x12\x14\n\x10KV_TRANSPORT_SHM\x10\x02\x12\x19\n\x15KV_TRANSPORT_CUDA_IPC\x10\x03\x32\xeb\x03\n\rWorkerService\x12W\n\x0e\x44\x65scribeWorker\x12!.kvrelay.v1.DescribeWorkerRequest\x1a\".kvrelay.v1.DescribeWorkerResponse\x12P\n\x0bWatchWorker\x12\x1e.kvrelay.v1.WatchWorkerRequest\x1a\x1f.kvrelay.v1.WatchWorkerResponse0\x01\x12Z\n\x0fGetWorkerStatus\x12\".kvrelay.v1.GetWorkerStatusRequest\x1a#.kvrelay.v1.GetWorkerStatusResponse\x12H\n\tProbePeer\x12\x1c.kvrelay.v1.ProbePeerRequest\x1a\x1d.kvrelay.v1.ProbePeerResponse\x12\x42\n\x07SetRole\x12\x1a.kvrelay.v1.SetRoleRequest\x1a\x1b.kvrelay.v1.SetRoleResponse\x12\x45\n\x08RunTrial\x12\x1b.kvrelay.v1.RunTrialRequest\x1a\x1c.kvrelay.v1.RunTrialResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kvrelay/v1/worker.proto\x12\nkvrelay.v1\"\x93\x01\n\x08KvLayout\x12\x12\n\nnum_layers\x18\x01 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x02 \x01(\r\x12\x10\n\x08head_dim\x18\x03 \x01(\r\x12\x12\n\nblock_size\x18\x04 \x01(\r\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x06 \x01(\t\x12\x13\n\x0b\x62lock_bytes\x18\x07 \x01(\x04\"\xa0\x01\n\tStepModel\x12\x12\n\nconstant_s\x18\x01 \x01(\x01\x12\x1b\n\x13per_prefill_token_s\x18\x02 \x01(\x01\x12\x1a\n\x12per_prefill_pair_s\x18\x03 \x01(\x01\x12\x14\n\x0cper_decode_s\x18\x04 \x01(\x01\x12\x1b\n\x13per_context_token_s\x18\x05 \x01(\x01\x12\x13\n\x0bnum_samples\x18\x06 \x01(\x04\"\x8c\x01\n\tLinkModel\x12\x16\n\x0epeer_worker_id\x18\x01 \x01(\t\x12*\n\ttransport\x18\x02 \x01(\x0e\x32\x17.kvrelay.v1.KvTransport\x12\x11\n\tlatency_s\x18\x03 \x01(\x01\x12\x13\n\x0b\x62ytes_per_s\x18\x04 \x01(\x01\x12\x13\n\x0bnum_samples\x18\x05 \x01(\x04\"\xc0\x01\n\x0cTimingReport\x12&\n\x07prefill\x18\x01 \x01(\x0b\x32\x15.kvrelay.v1.StepModel\x12%\n\x06\x64\x65\x63ode\x18\x02 \x01(\x0b\x32\x15.kvrelay.v1.StepModel\x12$\n\x05links\x18\x03 \x03(\x0b\x32\x15.kvrelay.v1.LinkModel\x12\x17\n\x0fmax_step_tokens\x18\x04 \x01(\r\x12\"\n\x03gap\x18\x05 \x01(\x0b\x32\x15.kvrelay.v1.StepModel\"\x17\n\x15\x44\x65scribeWorkerRequest\"\xb9\x03\n\x16\x44\x65scribeWorkerResponse\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\x12$\n\x04role\x18\x03 \x01(\x0e\x32\x16.kvrelay.v1.WorkerRole\x12$\n\x06layout\x18\x04 \x01(\x0b\x32\x14.kvrelay.v1.KvLayout\x12\x12\n\nnum_blocks\x18\x05 \x01(\r\x12\x15\n\rmax_model_len\x18\x06 \x01(\r\x12\x12\n\nvocab_size\x18\x07 \x01(\r\x12\x12\n\nmodel_name\x18\x08 \x01(\t\x12\x12\n\nhash_probe\x18\t \x01(\x0c\x12\x14\n\x0cmetrics_port\x18\n \x01(\r\x12\x0b\n\x03pid\x18\x0b \x01(\r\x12\x15\n\reos_token_ids\x18\x0c \x03(\r\x12\x17\n\x0ftokenizer_probe\x18\r \x01(\x0c\x12\x16\n\x0etemplate_probe\x18\x0e \x01(\x0c\x12\x0f\n\x07version\x18\x0f \x01(\t\x12\x13\n\x0bunix_time_s\x18\x10 \x01(\x01\x12\x0f\n\x07kv_port\x18\x11 \x01(\r\x12\x13\n\x0b\x64irect_port\x18\x12 \x01(\r\x12\x13\n\x0bhidden_size\x18\x13 \x01(\r\")\n\x12WatchWorkerRequest\x12\x13\n\x0bheartbeat_s\x18\x01 \x01(\x01\"\xce\x02\n\nLoadReport\x12\x13\n\x0bnum_running\x18\x01 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x02 \x01(\r\x12\x17\n\x0fnum_free_blocks\x18\x03 \x01(\r\x12\x12\n\nnum_blocks\x18\x04 \x01(\r\x12\"\n\x1anum_pending_prefill_tokens\x18\x05 \x01(\r\x12\x1a\n\x12num_context_tokens\x18\x06 \x01(\x04\x12\x14\n\x0cnum_reserved\x18\x07 \x01(\r\x12\x14\n\x0cnum_decoding\x18\x08 \x01(\r\x12\x19\n\x11prefill_backlog_s\x18\t \x01(\x01\x12\x17\n\x0fnum_cold_blocks\x18\n \x01(\r\x12\x19\n\x11num_cached_blocks\x18\x0b \x01(\r\x12\x1b\n\x0enum_free_slots\x18\x0c \x01(\rH\x00\x88\x01\x01\x42\x11\n\x0f_num_free_slots\"\xd4\x01\n\x13WatchWorkerResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x06\x12\x0b\n\x03seq\x18\x02 \x01(\x04\x12\x11\n\tkv_events\x18\x03 \x01(\x0c\x12$\n\x04load\x18\x04 \x01(\x0b\x32\x16.kvrelay.v1.LoadReport\x12(\n\x06timing\x18\x05 \x01(\x0b\x32\x18.kvrelay.v1.TimingReport\x12\x1c\n\x14\x61\x63\x63\x65pted_request_ids\x18\x06 \x03(\t\x12\x0f\n\x07leaving\x18\x07 \x01(\x08\x12\x0f\n\x07overdue\x18\x08 \x01(\x08\"\x18\n\x16GetWorkerStatusRequest\"\x88\x01\n\rTransferStats\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\x12\x10\n\x08kv_bytes\x18\x02 \x01(\x04\x12\x12\n\ntransfer_s\x18\x03 \x01(\x01\x12\x11\n\texposed_s\x18\x04 \x01(\x01\x12*\n\ttransport\x18\x05 \x01(\x0e\x32\x17.kvrelay.v1.KvTransport\"\xde\x03\n\x0cWorkerStatus\x12$\n\x04load\x18\x01 \x01(\x0b\x32\x16.kvrelay.v1.LoadReport\x12\x17\n\x0fnum_used_blocks\x18\x02 \x01(\r\x12\x19\n\x11num_cached_blocks\x18\x03 \x01(\r\x12\x12\n\nnum_leases\x18\x04 \x01(\r\x12\x18\n\x10num_reservations\x18\x05 \x01(\r\x12\x19\n\x11num_request_tasks\x18\x06 \x01(\r\x12\x17\n\x0fnum_preemptions\x18\x07 \x01(\x04\x12\x1a\n\x12num_leases_expired\x18\x08 \x01(\x04\x12\x15\n\rnum_cancelled\x18\t \x01(\x04\x12\x19\n\x11kv_bytes_received\x18\n \x01(\x04\x12\x15\n\rkv_bytes_sent\x18\x0b \x01(\x04\x12\x19\n\x11num_cached_tokens\x18\x0c \x01(\x04\x12\x1b\n\x13num_computed_tokens\x18\r \x01(\x04\x12\x10\n\x08uptime_s\x18\x0e \x01(\x01\x12\x0b\n\x03pid\x18\x0f \x01(\r\x12\r\n\x05\x65poch\x18\x10 \x01(\x06\x12\x0e\n\x06\x62usy_s\x18\x11 \x01(\x01\x12\x1a\n\x12num_drafted_tokens\x18\x12 \x01(\x04\x12\x1b\n\x13num_accepted_tokens\x18\x13 \x01(\x04\"6\n\x10ProbePeerRequest\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x11\n\tworker_id\x18\x02 \x01(\t\":\n\x11ProbePeerResponse\x12\x0f\n\x07reached\x18\x01 \x01(\x08\x12\x14\n\x0cround_trip_s\x18\x02 \x01(\x01\"m\n\x17GetWorkerStatusResponse\x12(\n\x06status\x18\x01 \x01(\x0b\x32\x18.kvrelay.v1.WorkerStatus\x12(\n\x06timing\x18\x02 \x01(\x0b\x32\x18.kvrelay.v1.TimingReport\"V\n\x0eSetRoleRequest\x12$\n\x04role\x18\x01 \x01(\x0e\x32\x16.kvrelay.v1.WorkerRole\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\x12\x0f\n\x07grace_s\x18\x03 \x01(\x01\" \n\x0fSetRoleResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x06\"%\n\x0fRunTrialRequest\x12\x12\n\nnum_tokens\x18\x01 \x01(\r\" \n\x0bTrialAnswer\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"<\n\x10RunTrialResponse\x12(\n\x07\x61nswers\x18\x01 \x03(\x0b\x32\x17.kvrelay.v1.TrialAnswer*Z\n\nWorkerRole\x12\x1b\n\x17WORKER_ROLE_UNSPECIFIED\x10\x00\x12\x17\n\x13WORKER_ROLE_PREFILL\x10\x01\x12\x16\n\x12WORKER_ROLE_DECODE\x10\x02*s\n\x0bKvTransport\x12\x1c\n\x18KV_TRANSPORT_UNSPECIFIED\x10\x00\x12\x15\n\x11KV_TRANSPORT_GRPC\x10\x01\x12\x14\n\x10KV_TRANSPORT_SHM\x10\x02\x12\x19\n\x15KV_TRANSPORT_CUDA_IPC\x10\x03\x32\xeb\x03\n\rWorkerService\x12W\n\x0e\x44\x65scribeWorker\x12!.kvrelay.v1.DescribeWorkerRequest\x1a\".kvrelay.v1.DescribeWorkerResponse\x12P\n\x0bWatchWorker\x12\x1e.kvrelay.v1.WatchWorkerRequest\x1a\x1f.kvrelay.v1.WatchWorkerResponse0\x01\x12Z\n\x0fGetWorkerStatus\x12\".kvrelay.v1.GetWorkerStatusRequest\x1a#.kvrelay.v1.GetWorkerStatusResponse\x12H\n\tProbePeer\x12\x1c.kvrelay.v1.ProbePeerRequest\x1a\x1d.kvrelay.v1.ProbePeerResponse\x12\x42\n\x07SetRole\x12\x1a.kvrelay.v1.SetRoleRequest\x1a\x1b.kvrelay.v1.SetRoleResponse\x12\x45\n\x08RunTrial\x12\x1b.kvrelay.v1.RunTrialRequest\x1a\x1c.kvrelay.v1.RunTrialResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvrelay.v1.worker_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_WORKERROLE']._serialized_start=2848
-  _globals['_WORKERROLE']._serialized_end=2938
-  _globals['_KVTRANSPORT']._serialized_start=2940
-  _globals['_KVTRANSPORT']._serialized_end=3055
+  _globals['_WORKERROLE']._serialized_start=2884
+  _globals['_WORKERROLE']._serialized_end=2974
+  _globals['_KVTRANSPORT']._serialized_start=2976
+  _globals['_KVTRANSPORT']._serialized_end=3091
   _globals['_KVLAYOUT']._serialized_start=40
   _globals['_KVLAYOUT']._serialized_end=187
   _globals['_STEPMODEL']._serialized_start=190
@@ -42,39 +42,39 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LINKMODEL']._serialized_start=353
   _globals['_LINKMODEL']._serialized_end=493
   _globals['_TIMINGREPORT']._serialized_start=496
-  _globals['_TIMINGREPORT']._serialized_end=652
-  _globals['_DESCRIBEWORKERREQUEST']._serialized_start=654
-  _globals['_DESCRIBEWORKERREQUEST']._serialized_end=677
-  _globals['_DESCRIBEWORKERRESPONSE']._serialized_start=680
-  _globals['_DESCRIBEWORKERRESPONSE']._serialized_end=1121
-  _globals['_WATCHWORKERREQUEST']._serialized_start=1123
-  _globals['_WATCHWORKERREQUEST']._serialized_end=1164
-  _globals['_LOADREPORT']._serialized_start=1167
-  _globals['_LOADREPORT']._serialized_end=1501
-  _globals['_WATCHWORKERRESPONSE']._serialized_start=1504
-  _globals['_WATCHWORKERRESPONSE']._serialized_end=1716
-  _globals['_GETWORKERSTATUSREQUEST']._serialized_start=1718
-  _globals['_GETWORKERSTATUSREQUEST']._serialized_end=1742
-  _globals['_TRANSFERSTATS']._serialized_start=1745
-  _globals['_TRANSFERSTATS']._serialized_end=1881
-  _globals['_WORKERSTATUS']._serialized_start=1884
-  _globals['_WORKERSTATUS']._serialized_end=2362
-  _globals['_PROBEPEERREQUEST']._serialized_start=2364
-  _globals['_PROBEPEERREQUEST']._serialized_end=2418
-  _globals['_PROBEPEERRESPONSE']._serialized_start=2420
-  _globals['_PROBEPEERRESPONSE']._serialized_end=2478
-  _globals['_GETWORKERSTATUSRESPONSE']._serialized_start=2480
-  _globals['_GETWORKERSTATUSRESPONSE']._serialized_end=2589
-  _globals['_SETROLEREQUEST']._serialized_start=2591
-  _globals['_SETROLEREQUEST']._serialized_end=2677
-  _globals['_SETROLERESPONSE']._serialized_start=2679
-  _globals['_SETROLERESPONSE']._serialized_end=2711
-  _globals['_RUNTRIALREQUEST']._serialized_start=2713
-  _globals['_RUNTRIALREQUEST']._serialized_end=2750
-  _globals['_TRIALANSWER']._serialized_start=2752
-  _globals['_TRIALANSWER']._serialized_end=2784
-  _globals['_RUNTRIALRESPONSE']._serialized_start=2786
-  _globals['_RUNTRIALRESPONSE']._serialized_end=2846
-  _globals['_WORKERSERVICE']._serialized_start=3058
-  _globals['_WORKERSERVICE']._serialized_end=3549
+  _globals['_TIMINGREPORT']._serialized_end=688
+  _globals['_DESCRIBEWORKERREQUEST']._serialized_start=690
+  _globals['_DESCRIBEWORKERREQUEST']._serialized_end=713
+  _globals['_DESCRIBEWORKERRESPONSE']._serialized_start=716
+  _globals['_DESCRIBEWORKERRESPONSE']._serialized_end=1157
+  _globals['_WATCHWORKERREQUEST']._serialized_start=1159
+  _globals['_WATCHWORKERREQUEST']._serialized_end=1200
+  _globals['_LOADREPORT']._serialized_start=1203
+  _globals['_LOADREPORT']._serialized_end=1537
+  _globals['_WATCHWORKERRESPONSE']._serialized_start=1540
+  _globals['_WATCHWORKERRESPONSE']._serialized_end=1752
+  _globals['_GETWORKERSTATUSREQUEST']._serialized_start=1754
+  _globals['_GETWORKERSTATUSREQUEST']._serialized_end=1778
+  _globals['_TRANSFERSTATS']._serialized_start=1781
+  _globals['_TRANSFERSTATS']._serialized_end=1917
+  _globals['_WORKERSTATUS']._serialized_start=1920
+  _globals['_WORKERSTATUS']._serialized_end=2398
+  _globals['_PROBEPEERREQUEST']._serialized_start=2400
+  _globals['_PROBEPEERREQUEST']._serialized_end=2454
+  _globals['_PROBEPEERRESPONSE']._serialized_start=2456
+  _globals['_PROBEPEERRESPONSE']._serialized_end=2514
+  _globals['_GETWORKERSTATUSRESPONSE']._serialized_start=2516
+  _globals['_GETWORKERSTATUSRESPONSE']._serialized_end=2625
+  _globals['_SETROLEREQUEST']._serialized_start=2627
+  _globals['_SETROLEREQUEST']._serialized_end=2713
+  _globals['_SETROLERESPONSE']._serialized_start=2715
+  _globals['_SETROLERESPONSE']._serialized_end=2747
+  _globals['_RUNTRIALREQUEST']._serialized_start=2749
+  _globals['_RUNTRIALREQUEST']._serialized_end=2786
+  _globals['_TRIALANSWER']._serialized_start=2788
+  _globals['_TRIALANSWER']._serialized_end=2820
+  _globals['_RUNTRIALRESPONSE']._serialized_start=2822
+  _globals['_RUNTRIALRESPONSE']._serialized_end=2882
+  _globals['_WORKERSERVICE']._serialized_start=3094
+  _globals['_WORKERSERVICE']._serialized_end=3585
 # @@protoc_insertion_point(module_scope)

@@ -12,7 +12,7 @@ from common.structured_outputs import structure_text
 from common.timing import StepShape
 from common.tokens import as_tokens
 from engine.core import EngineCore
-from engine.events import TokenOutput
+from engine.events import DraftCounts, TokenOutput, Tokens
 from engine.sequence import EngineRequest
 from engine.sequence import Sequence as EngineSequence
 from engine.speculation.costs import MAX_AGE, StepCosts
@@ -108,7 +108,11 @@ def test_right_drafts_save_steps_and_fill_the_prefix_cache_to_the_same_block(num
     request = make_request(range(10, 10 + num_prompt_tokens), max_tokens=21, ignore_eos=True)
     plain, core = make_core(), make_core(max_steps_in_flight=1, speculator=guesses([request], rate=1.0, num_tokens=5))
     spy = Spy(core)
-    assert served(core, request).token_ids() == served(plain, request).token_ids()
+    collector = served(core, request)
+    assert collector.token_ids() == served(plain, request).token_ids()
+    drafts = [event.drafts for event in collector.events if isinstance(event, Tokens)]
+    assert drafts == [DraftCounts(), *[DraftCounts(5, 5)] * 3, DraftCounts(1, 1)]
+    assert core.load().drafts[0] == DraftCounts(4, 4)
     assert len(spy.batches) == 1 + 4  # the prompt, 3 x (5 drafted + 1), 2 left
     assert set(core.pool.snapshot().stored) == set(plain.pool.snapshot().stored)
     assert core.load().num_drafted_tokens == core.load().num_accepted_tokens == 5 + 5 + 5 + 1
