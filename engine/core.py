@@ -285,7 +285,7 @@ class EngineCore:
         self._failed_requests.clear()
         seconds = self._timer.end(plan, results)
         if self.scheduler.speculator is not None and seconds is not None:
-            self.scheduler.speculator.observe(plan.shape, seconds)
+            self.scheduler.speculator.observe(plan, results, seconds)
         self.scheduler.complete(plan, results)
         self._num_forced_left = MAX_FORCED_TOKENS
         tokens: dict[Group, list[TokenOutput]] = {}

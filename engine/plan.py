@@ -9,6 +9,7 @@ from common.tokens import TokenArray
 from engine.backlog import num_pairs
 from engine.executor import ScheduledSequence
 from engine.sequence import Sequence
+from engine.speculation.outcomes import Expected
 
 
 @dataclass(slots=True)
@@ -24,6 +25,8 @@ class StepPlan:
     num_prefill_pairs: int = 0
     undrafted: StepShape | None = None
     """Counts of the step without its drafts; None: it has none."""
+    expected: Expected | None = None
+    """What a speculator has predicted for the step."""
     max_s: float = math.inf
     """Time that the step may take with prompts, because of the answers that decode in it."""
     is_short: bool = False

@@ -5,6 +5,10 @@ are found as LZ77 finds them: each pair of tokens leads to the latest place behi
 of the latest few, the one with the longest common text before it is the draft's source. A token costs O(1): one entry,
 and a search of bounded length.
 
+Where an answer leaves its source, it often comes back: a word was replaced, left out or put in between. Until two
+tokens match again, the draft continues from the place near the source that has the answer's last token before it, or
+else behind the token that was replaced.
+
 The longer the common text, the likelier the draft. How likely is counted for every token of an answer, whether it was
 drafted or not, since the prediction was there in any case.
 """
@@ -27,8 +31,11 @@ MAX_PLACES = 8
 MAX_NEW_TOKENS = 4096
 """Most tokens that enter an index in one step: a long prompt enters in several, and is not drafted from before."""
 
-_CLASSES = (3, 4, 5, 8, 16)
-_PRIOR_RATES = (0.2, 0.4, 0.5, 0.7, 0.85, 0.95)
+NUM_AHEAD, NUM_BACK = 16, 4
+"""Tokens around the end of the last match where an answer may come back to its source."""
+
+_CLASSES = (1, 2, 3, 4, 5, 8, 16)
+_PRIOR_RATES = (0.2, 0.4, 0.2, 0.4, 0.5, 0.7, 0.85, 0.95)
 _PRIOR_WEIGHT = 4.0
 _FORGETTING = 0.95
 _SLOW_FORGETTING = 0.998
@@ -110,21 +117,37 @@ class _History:
         self._index = NgramIndex()
         self._num_seen = 0
         self._place, self._match_len = -1, 0
+        self._left = -1
+        """Place of the token that would have continued the last match; -1: there was none."""
 
     def catch_up(self, text: TokenArray) -> None:
         """Count how far the prediction was right, and make the next one."""
         for position in range(self._num_seen, len(text)):
-            if not self._match_len:
+            if self._place < 0:
                 break
             is_hit = text[self._place] == text[position]
             self.rates.count(self._match_len, is_hit=is_hit)
-            self._place, self._match_len = (self._place + 1, self._match_len + 1) if is_hit else (-1, 0)
+            if is_hit:
+                self._place, self._match_len = self._place + 1, self._match_len + 1
+            else:
+                self._left = self._place
+                self._place, self._match_len = -1, 0
         self._num_seen = len(text)
         self._place, self._match_len = self._index.find(text) if self._index.extend(text) else (-1, 0)
+        if not self._match_len and self._left >= 0:
+            self._place, self._match_len = self._come_back(text)
+
+    def _come_back(self, text: TokenArray) -> tuple[int, int]:
+        """Return a place near the end of the last match, and 1 when the text's last token stands before it, else 0."""
+        left, last = self._left, text[-1]
+        ahead = range(left + 1, min(left + NUM_AHEAD, len(text)))
+        back = range(left, max(0, left - NUM_BACK), -1)
+        near = next((place for each in (ahead, back) for place in each if text[place - 1] == last), -1)
+        return (near, 1) if near >= 0 else (left + 1, 0)
 
     def draft(self, text: TokenArray, max_tokens: int) -> Draft:
         """Return what followed the match. A source that reaches the end of the text goes on with the draft itself."""
-        if not self._match_len or max_tokens <= 0:
+        if not 0 <= self._place < len(text) or max_tokens <= 0:
             return Draft(token_ids=as_tokens(()), chances=[])
         token_ids = text[self._place : self._place + max_tokens]
         period = len(token_ids)

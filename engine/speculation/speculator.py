@@ -10,17 +10,22 @@ depend on anything.
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 
-from common.timing import StepShape
 from common.tokens import TokenArray
 from engine.events import DraftCounts
-from engine.executor import ScheduledSequence
+from engine.executor import ScheduledSequence, StepResult
 from engine.plan import StepPlan
 from engine.sequence import Sequence
 from engine.speculation.costs import StepCosts
 from engine.speculation.drafter import Draft, Drafter
+from engine.speculation.outcomes import Expected, Outcomes
 
 MIN_GAIN = 1.08
 """Smallest ratio of tokens per second with and without drafts that is worth it: chances and times are estimates."""
+MAX_STEP_DRAFTS = 96
+"""Most drafted tokens that are looked at for a step, but for one of each answer: looking costs time, too."""
+ANSWERS_PER_REST = 8
+"""After a step for which no draft was worth it, as many steps go by without a look as the batch has times so many
+answers. Looking takes 0.3 % of the steps of a small batch, and would take 2 % of those of 32."""
 
 
 class Speculator:
@@ -31,11 +36,16 @@ class Speculator:
         self._drafter = drafter
         self._num_tokens = num_tokens
         self._costs = StepCosts()
+        self._outcomes = Outcomes()
+        self._num_to_rest = 0
         self._num_drafted, self._num_accepted = [0] * num_tokens, [0] * num_tokens
 
-    def observe(self, shape: StepShape, seconds: float) -> None:
-        """Learn from the time of a step."""
-        self._costs.observe(shape, seconds)
+    def observe(self, plan: StepPlan, results: Seq[StepResult], seconds: float) -> None:
+        """Learn from the tokens and the time of a step."""
+        self._costs.observe(plan.shape, seconds)
+        if plan.expected is not None and seconds > 0:
+            num_tokens = sum(len(result.sampled) for result in results)
+            self._outcomes.observe(plan.expected, num_tokens=num_tokens, seconds=seconds)
 
     def drafts_for(self, plan: StepPlan, *, max_tokens: int) -> Iterator[tuple[Sequence, TokenArray]]:
         """Yield sequences of a plan and the drafts to verify, none empty, of at most `max_tokens` tokens together.
@@ -43,18 +53,31 @@ class Speculator:
         None for a step with prompts: its time is bounded by other rules (`engine/step_budget.py`).
         """
         shape = plan.shape
-        if shape.num_prefill_tokens or not shape.num_decodes:
+        num_answers = shape.num_decodes
+        if shape.num_prefill_tokens or not num_answers:
             return
+        if self._num_to_rest:
+            self._num_to_rest -= 1
+            return
+        most = min(self._num_tokens, max(1, MAX_STEP_DRAFTS // num_answers))
         drafts = {
-            sequence: self._drafter.draft(sequence, min(self._num_tokens, _num_following(sequence)))
+            sequence: self._drafter.draft(sequence, min(most, _num_following(sequence)))
             for sequence, item in plan.batch.items()
             if _may_draft(item)
         }
         num_drafted = min(max_tokens, sum(len(draft.chances) for draft in drafts.values()))
-        times_s = self._costs.predict(shape.num_decodes, num_drafted)
-        if not times_s or not num_drafted:
+        times_s = self._costs.predict(num_answers, num_drafted) if num_drafted else []
+        if not times_s:
             return
-        for sequence, num_taken in choose_rows(drafts, shape.num_decodes, times_s).items():
+        min_gain = MIN_GAIN * self._outcomes.optimism(num_answers)
+        chosen = choose_rows(drafts, num_answers, times_s, min_gain=min_gain)
+        if not chosen:
+            self._num_to_rest = num_answers // ANSWERS_PER_REST
+        gains = (sum(drafts[sequence].chances[:num_taken]) for sequence, num_taken in chosen.items())
+        plan.expected = Expected(
+            num_answers=num_answers, num_tokens=num_answers + sum(gains), seconds=times_s[sum(chosen.values())]
+        )
+        for sequence, num_taken in chosen.items():
             draft = sequence.following(drafts[sequence].token_ids[:num_taken])
             if draft:
                 yield sequence, draft
@@ -75,10 +98,13 @@ class Speculator:
         self._drafter.forget(sequence)
 
 
-def choose_rows(drafts: dict[Sequence, Draft], num_rows: int, times_s: Seq[float]) -> dict[Sequence, int]:
+def choose_rows(
+    drafts: dict[Sequence, Draft], num_rows: int, times_s: Seq[float], *, min_gain: float = MIN_GAIN
+) -> dict[Sequence, int]:
     """Return how many leading tokens of each draft to verify in a step of `num_rows`; without those that have none.
 
-    `times_s` are the predicted times of the step with no, one, two, … more rows.
+    `times_s` are the predicted times of the step with no, one, two, … more rows. None is worth it unless tokens per
+    second rise by `min_gain`.
     """
     rows = sorted(
         ((chance, sequence) for sequence, draft in drafts.items() for chance in draft.chances),
@@ -86,7 +112,7 @@ def choose_rows(drafts: dict[Sequence, Draft], num_rows: int, times_s: Seq[float
         reverse=True,
     )[: len(times_s) - 1]
     num_tokens = float(num_rows)
-    best_rate, num_best = MIN_GAIN * num_tokens / times_s[0], 0
+    best_rate, num_best = min_gain * num_tokens / times_s[0], 0
     for num_more, (chance, _sequence) in enumerate(rows, 1):
         num_tokens += chance
         rate = num_tokens / times_s[num_more]

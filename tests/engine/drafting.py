@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate, repeat
 from operator import mul
 
-from common.timing import StepShape
 from common.tokens import as_tokens
+from engine.plan import StepPlan
 from engine.sequence import Sequence as EngineSequence
 from engine.speculation.costs import MIN_STEPS
 from engine.speculation.drafter import Draft, Drafter
@@ -38,5 +38,6 @@ def eager(drafter: Drafter, *, num_tokens: int = 5) -> Speculator:
     """Return a speculator that has every draft verified: to it, rows are as cheap as they can be, and drafts right."""
     speculator = Speculator(drafter, num_tokens=num_tokens)
     for num_rows in range(1, 2 * MIN_STEPS):
-        speculator.observe(StepShape(num_decodes=1 if num_rows % 2 else MANY_ROWS), 1.0)
+        plan = StepPlan(num_tokens=(rows := 1 if num_rows % 2 else MANY_ROWS), num_decodes=rows)
+        speculator.observe(plan, [], 1.0)
     return speculator

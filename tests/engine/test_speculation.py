@@ -18,6 +18,7 @@ from engine.sequence import Sequence as EngineSequence
 from engine.speculation.costs import MAX_AGE, StepCosts
 from engine.speculation.drafter import Draft
 from engine.speculation.ngram import MAX_MATCH, MIN_MATCH, NgramDrafter, NgramIndex
+from engine.speculation.outcomes import Expected, Outcomes
 from engine.speculation.speculator import Speculator, choose_rows
 from tests.builders import (
     BLOCK_SIZE,
@@ -230,6 +231,27 @@ def test_costs_of_long_ago_are_forgotten() -> None:
     assert costs.predict(1, 8)[8] < 2.0
 
 
+def outcome(num_answers: int, gain: float, num_tokens: int, seconds: float) -> tuple[Expected, int, float]:
+    return Expected(num_answers=num_answers, num_tokens=num_answers * gain, seconds=1.0), num_tokens, seconds
+
+
+def optimism(num_answers: int, *steps: tuple[Expected, int, float]) -> float:
+    outcomes = Outcomes()
+    for expected, num_tokens, seconds in steps:
+        outcomes.observe(expected, num_tokens=num_tokens, seconds=seconds)
+    return outcomes.optimism(num_answers)
+
+
+def test_drafts_that_keep_less_than_they_promise_must_promise_more() -> None:
+    plain, good, slow = outcome(32, 1.0, 32, 1.0), outcome(32, 1.5, 48, 1.0), outcome(32, 1.5, 48, 1.5)
+    assert optimism(32, *[plain, good] * 50) == pytest.approx(1.0)
+    assert 1.3 < optimism(32, *[plain, slow] * 50) < 1.6
+    assert optimism(1, *[plain, slow] * 50) == 1.0
+    assert optimism(32, *[plain, slow] * 50, *[plain] * 500) < 1.05  # it tries again
+    busy = [outcome(32, 1.0, 32, 3.0), outcome(32, 1.5, 48, 3.0)]
+    assert optimism(32, *busy * 50) < 1.2  # the machine is slow for all
+
+
 # ── n-grams ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 TEXTS = st.lists(st.integers(0, 3), max_size=40)
@@ -267,7 +289,19 @@ def test_draft_continues_what_repeats_and_grows_sure_of_itself() -> None:
     assert later.chances == sorted(later.chances, reverse=True)
     for token_id in (1, 2, 3, 4):
         sequence.token_ids.append(token_id)
-    assert not drafter.draft(sequence, 6).token_ids
+    assert drafter.draft(sequence, 6).chances[0] < 0.5
+
+
+def test_draft_comes_back_to_its_source_behind_a_word_that_was_replaced_or_put_in() -> None:
+    drafter, source = NgramDrafter(), list(range(100, 130))
+    for written, follows in (([100, 101, 102, 1], 104), ([100, 101, 102, 1, 103], 104), ([100, 101, 102, 104], 105)):
+        sequence = a_sequence(0)
+        sequence.token_ids = as_tokens([*source, *written[:3]])
+        drafter.draft(sequence, 4)
+        for token_id in written[3:]:
+            sequence.token_ids.append(token_id)
+            draft = drafter.draft(sequence, 4)
+        assert list(draft.token_ids) == list(range(follows, follows + 4))
 
 
 def test_predictions_that_fail_lower_the_chances_without_any_verified_draft() -> None:
