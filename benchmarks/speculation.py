@@ -4,8 +4,9 @@
 
 Method. Two engines in this process with the default model, as a worker runs them, without network and handoff: one
 drafts by n-grams with the default settings, the other computes token by token. Tasks: rewrite a text, edit code,
-summarize a text, free chat; each has six documents, which come up in turn. An answer ends where the model ends it, at the
-latest after 128 tokens: what it would say behind that has nothing to do with the task. Greedy, unless --temperature is given; then request i has seed i. The arms alternate A B, B A on the same
+summarize a text, free chat; each has six documents, which come up in turn. An answer ends where the model ends it,
+at the latest after 128 tokens: what it would say behind that has nothing to do with the task. Greedy, unless
+--temperature is given; then request i has seed i. The arms alternate A B, B A on the same
 requests, whose prompts are in the prefix cache; the first round of a task is not counted. Reported: tokens of the
 batch per second, from the first token to the last, by the clock and by the CPU time of this process, which other load
 moves less, and their ratios to the arm without; tokens per step of an answer; acceptance; and whether all tokens were

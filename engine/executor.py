@@ -185,6 +185,9 @@ class ScheduledSequence:
     draft: TokenArray = field(default_factory=lambda: as_tokens(()))
     """Tokens that may follow the known ones: the last of the new tokens. Empty unless the executor verifies drafts."""
 
+    rejects: bool = False
+    """Whether its draft is verified by the rejection rule: accepted with the probability that the model gives it."""
+
     @property
     def num_sampled(self) -> int:
         """Tokens that the step samples: those of all samples, and one behind each drafted token."""

@@ -58,11 +58,14 @@ class StepPlan:
         else:
             self.num_prefill_pairs += num_pairs(num_new, num_before)
 
-    def add_draft(self, sequence: Sequence, draft: TokenArray) -> None:
-        """Let a sequence's last known token be followed by drafted ones, each computed as if it decoded."""
+    def add_draft(self, sequence: Sequence, draft: TokenArray, *, rejects: bool) -> None:
+        """Let a sequence's last known token be followed by drafted ones, each computed as if it decoded.
+
+        `rejects`: they are verified by the rejection rule.
+        """
         self.undrafted = self.undrafted or self.shape
         item = self.batch[sequence]
-        item.draft = draft
+        item.draft, item.rejects = draft, rejects
         item.num_new_tokens += len(draft)
         self.num_tokens += len(draft)
         self.num_decodes += len(draft)

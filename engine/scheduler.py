@@ -325,7 +325,7 @@ class Scheduler:
             if num_missing <= num_free:
                 num_free -= num_missing
                 self.pages.make_writable(sequence, 1 + len(draft))
-                plan.add_draft(sequence, draft)
+                plan.add_draft(sequence, draft, rejects=self.speculator.rejects(sequence))
 
     def _num_left(self, plan: StepPlan, sequence: Sequence, num_to_run: int) -> int:
         """Return how many tokens of a sequence the step can still hold: fewer of a prompt beside answers in a hurry."""

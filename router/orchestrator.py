@@ -54,7 +54,7 @@ from router.outbox import Outbox
 from router.placement.chooser import Chooser, Search, Shed
 from router.placement.decisions import Booking
 from router.placement.plans import PlacementRequest
-from router.record import Job, RunningRequest
+from router.record import Delivery, Job, RunningRequest
 from router.tenants import Overload
 from router.tracing import RequestTraces
 from router.traffic import TrafficRecordings
@@ -105,6 +105,8 @@ class Orchestrator:
         self._metrics = metrics
         self._clock = clock
         self._config = config
+        self.has_exact_resume = True
+        """Whether a worker that continues a sampled answer draws the tokens that the one before would have drawn."""
         self._census = TaskCensus()
         self._num_calls = 0
         self._lengths = AnswerLengths()
@@ -180,6 +182,7 @@ class Orchestrator:
             rendered_unix_s=job.rendered_unix_s,
             answer_format=job.answer_format,
             defaults=job.defaults,
+            exact_resume=self.has_exact_resume or job.sampling.is_greedy or job.delivery is Delivery.DIRECT,
         )
         record.outbox.put(inference_pb2.GenerateResponse(accepted=accepted))
         self.traces.follow(record)

@@ -18,7 +18,7 @@ from engine.fake import FakeExecutor, fake_shape
 from engine.memory import MemoryShare
 from engine.scheduler import SchedulerLimits
 from engine.speculation.ngram import NgramDrafter
-from engine.speculation.speculator import Speculator
+from engine.speculation.speculator import Rule, Speculator
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ def speculator_for(config: ServingConfig, executor: Executor) -> Speculator | No
             executor.model_name,
         )
         return None
-    return Speculator(NgramDrafter(), num_tokens=speculation.num_tokens)
+    return Speculator(NgramDrafter(), num_tokens=speculation.num_tokens, rule=Rule(speculation.rule))
 
 
 def load_executor_for(config: ServingConfig, pool: PoolConfig) -> tuple[Executor, tokenizers.Tokenizer]:

@@ -24,6 +24,11 @@ class SpeculationConfig(Section):
     """`ngram` drafts what followed the last tokens when they stood in the prompt or the answer before: answers that
     copy come several times as fast, and none has other tokens. On a CPU with compiled kernels; elsewhere it is off, and
     the log says so. [Speculation](speculation.md)."""
+    rule: Annotated[Literal["coupled", "rejection"], Words, Need.GENERATION] = "coupled"
+    """`coupled` accepts a drafted token if it is the one that would have been drawn without it: the same answers.
+    `rejection` accepts it with the probability that the model gives it (Leviathan et al.; Chen et al.): sampled answers
+    have the same distribution but are others, and what follows the loss of a worker is drawn anew. Greedy answers and
+    those that clients stream directly from workers stay as they are."""
     num_tokens: Annotated[int, Field(ge=1, le=64), Need.WORKERS] = 12
     """Most drafted tokens of one answer in a step; fewer, down to none, where they would not pay."""
 

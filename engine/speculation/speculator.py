@@ -7,6 +7,7 @@ beside many answers. A draft decides when a token comes, never which one (`engin
 depend on anything.
 """
 
+import enum
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 
@@ -28,12 +29,23 @@ ANSWERS_PER_REST = 8
 answers. Looking takes 0.3 % of the steps of a small batch, and would take 2 % of those of 32."""
 
 
+class Rule(enum.Enum):
+    """How a drafted token is verified."""
+
+    COUPLED = "coupled"
+    """It is accepted if it is the token that would have been drawn without it: drafts change no answer."""
+    REJECTION = "rejection"
+    """It is accepted with the probability that the model gives it, and else another one is drawn: answers have the
+    model's distribution, and depend on the drafts."""
+
+
 class Speculator:
     """Engine thread only."""
 
-    def __init__(self, drafter: Drafter, *, num_tokens: int) -> None:
+    def __init__(self, drafter: Drafter, *, num_tokens: int, rule: Rule = Rule.COUPLED) -> None:
         """`num_tokens`: most drafted tokens of one sequence in a step."""
         self._drafter = drafter
+        self._rule = rule
         self._num_tokens = num_tokens
         self._costs = StepCosts()
         self._outcomes = Outcomes()
@@ -81,6 +93,11 @@ class Speculator:
             draft = sequence.following(drafts[sequence].token_ids[:num_taken])
             if draft:
                 yield sequence, draft
+
+    def rejects(self, sequence: Sequence) -> bool:
+        """Return whether a sequence's drafts are verified by the rejection rule. The greedy choice leaves none."""
+        request = sequence.request
+        return self._rule is Rule.REJECTION and not (request.sampling.is_greedy or request.must_repeat)
 
     def verified(self, num_drafted: int, num_accepted: int) -> None:
         """Count a verified draft."""

@@ -81,6 +81,8 @@ class Accepted:
     """How the text of the answer is written; None without a chat."""
     defaults: Mapping[str, float]
     """The server's choice for sampling options that were left out."""
+    exact_resume: bool = True
+    """Whether the answer, continued elsewhere after a loss, gets the tokens that it would have got."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -675,6 +675,7 @@ class Accepted(_message.Message):
     RENDERED_UNIX_S_FIELD_NUMBER: _builtins.int
     ANSWER_FORMAT_FIELD_NUMBER: _builtins.int
     DEFAULTS_FIELD_NUMBER: _builtins.int
+    EXACT_RESUME_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Minted by the router."""
     num_prompt_tokens: _builtins.int
@@ -685,6 +686,10 @@ class Accepted(_message.Message):
     """ModelInfo.fingerprint of the model that answers."""
     rendered_unix_s: _builtins.int
     """The time, in seconds since 1970, that a chat template which writes the date was given; 0: the prompt was no chat."""
+    exact_resume: _builtins.bool
+    """Whether the answer, continued elsewhere after a loss, gets the tokens that it would have got. Not with sampled
+    answers where model.speculation.rule is "rejection".
+    """
     @_builtins.property
     def answer_format(self) -> Global___AnswerFormat:
         """How to read the text; absent when the prompt was no chat."""
@@ -703,10 +708,11 @@ class Accepted(_message.Message):
         rendered_unix_s: _builtins.int = ...,
         answer_format: Global___AnswerFormat | None = ...,
         defaults: _sampling_pb2.SamplingParams | None = ...,
+        exact_resume: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["answer_format", b"answer_format", "defaults", b"defaults"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer_format", b"answer_format", "defaults", b"defaults", "fingerprint", b"fingerprint", "num_prompt_tokens", b"num_prompt_tokens", "rendered_unix_s", b"rendered_unix_s", "request_id", b"request_id", "seed", b"seed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer_format", b"answer_format", "defaults", b"defaults", "exact_resume", b"exact_resume", "fingerprint", b"fingerprint", "num_prompt_tokens", b"num_prompt_tokens", "rendered_unix_s", b"rendered_unix_s", "request_id", b"request_id", "seed", b"seed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

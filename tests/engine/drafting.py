@@ -10,7 +10,7 @@ from engine.plan import StepPlan
 from engine.sequence import Sequence as EngineSequence
 from engine.speculation.costs import MIN_STEPS
 from engine.speculation.drafter import Draft, Drafter
-from engine.speculation.speculator import Speculator
+from engine.speculation.speculator import Rule, Speculator
 
 MANY_ROWS = 10_000
 
@@ -34,9 +34,9 @@ class GuessingDrafter:
         """Keep nothing."""
 
 
-def eager(drafter: Drafter, *, num_tokens: int = 5) -> Speculator:
+def eager(drafter: Drafter, *, num_tokens: int = 5, rule: Rule = Rule.COUPLED) -> Speculator:
     """Return a speculator that has every draft verified: to it, rows are as cheap as they can be, and drafts right."""
-    speculator = Speculator(drafter, num_tokens=num_tokens)
+    speculator = Speculator(drafter, num_tokens=num_tokens, rule=rule)
     for num_rows in range(1, 2 * MIN_STEPS):
         plan = StepPlan(num_tokens=(rows := 1 if num_rows % 2 else MANY_ROWS), num_decodes=rows)
         speculator.observe(plan, [], 1.0)
