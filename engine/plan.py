@@ -27,6 +27,8 @@ class StepPlan:
     """Counts of the step without its drafts; None: it has none."""
     expected: Expected | None = None
     """What a speculator has predicted for the step."""
+    drafting_s: float = 0.0
+    """Time that its drafts have taken."""
     max_s: float = math.inf
     """Time that the step may take with prompts, because of the answers that decode in it."""
     is_short: bool = False

@@ -8,7 +8,8 @@ depend on anything.
 """
 
 import enum
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 
 from common.tokens import TokenArray
@@ -17,7 +18,7 @@ from engine.executor import ScheduledSequence, StepResult
 from engine.plan import StepPlan
 from engine.sequence import Sequence
 from engine.speculation.costs import StepCosts
-from engine.speculation.drafter import Draft, Drafter
+from engine.speculation.drafter import Drafter
 from engine.speculation.outcomes import Expected, Outcomes
 
 MIN_GAIN = 1.08
@@ -54,7 +55,10 @@ class Speculator:
 
     def observe(self, plan: StepPlan, results: Seq[StepResult], seconds: float) -> None:
         """Learn from the tokens and the time of a step."""
-        self._costs.observe(plan.shape, seconds)
+        self._costs.observe(plan.shape, seconds - plan.drafting_s)
+        for (sequence, item), result in zip(plan.batch.items(), results, strict=False):
+            if item.num_samples == 1:
+                self._drafter.observe(sequence, len(item.draft), result)
         if plan.expected is not None and seconds > 0:
             num_tokens = sum(len(result.sampled) for result in results)
             self._outcomes.observe(plan.expected, num_tokens=num_tokens, seconds=seconds)
@@ -72,25 +76,33 @@ class Speculator:
             self._num_to_rest -= 1
             return
         most = min(self._num_tokens, max(1, MAX_STEP_DRAFTS // num_answers))
-        drafts = {
-            sequence: self._drafter.draft(sequence, min(most, _num_following(sequence)))
+        prospects = {
+            sequence: self._drafter.prospects(sequence, min(most, _num_following(sequence)))
             for sequence, item in plan.batch.items()
             if _may_draft(item)
         }
-        num_drafted = min(max_tokens, sum(len(draft.chances) for draft in drafts.values()))
+        num_drafted = min(max_tokens, sum(map(len, prospects.values())))
         times_s = self._costs.predict(num_answers, num_drafted) if num_drafted else []
         if not times_s:
             return
+        drafting_s = self._drafter.costs_s(len(prospects), most) or (0.0,) * (most + 1)
         min_gain = MIN_GAIN * self._outcomes.optimism(num_answers)
-        chosen = choose_rows(drafts, num_answers, times_s, min_gain=min_gain)
+        chosen = choose_rows(prospects, num_answers, times_s, drafting_s, min_gain=min_gain)
         if not chosen:
             self._num_to_rest = num_answers // ANSWERS_PER_REST
-        gains = (sum(drafts[sequence].chances[:num_taken]) for sequence, num_taken in chosen.items())
+        gains = (sum(prospects[sequence][:num_taken]) for sequence, num_taken in chosen.items())
         plan.expected = Expected(
-            num_answers=num_answers, num_tokens=num_answers + sum(gains), seconds=times_s[sum(chosen.values())]
+            num_answers=num_answers,
+            num_tokens=num_answers + sum(gains),
+            seconds=times_s[sum(chosen.values())] + drafting_s[max(chosen.values(), default=0)],
         )
-        for sequence, num_taken in chosen.items():
-            draft = sequence.following(drafts[sequence].token_ids[:num_taken])
+        if not chosen:
+            return
+        began_s = time.perf_counter()
+        drafts = self._drafter.draft(chosen)
+        plan.drafting_s = time.perf_counter() - began_s
+        for sequence, token_ids in drafts.items():
+            draft = sequence.following(token_ids)
             if draft:
                 yield sequence, draft
 
@@ -116,27 +128,33 @@ class Speculator:
 
 
 def choose_rows(
-    drafts: dict[Sequence, Draft], num_rows: int, times_s: Seq[float], *, min_gain: float = MIN_GAIN
+    prospects: Mapping[Sequence, Seq[float]],
+    num_rows: int,
+    times_s: Seq[float],
+    drafting_s: Seq[float],
+    *,
+    min_gain: float = MIN_GAIN,
 ) -> dict[Sequence, int]:
-    """Return how many leading tokens of each draft to verify in a step of `num_rows`; without those that have none.
+    """Return how many tokens to draft for each sequence of a step of `num_rows`; without those that get none.
 
-    `times_s` are the predicted times of the step with no, one, two, … more rows. None is worth it unless tokens per
-    second rise by `min_gain`.
+    `times_s` are the predicted times of the step with no, one, two, … more rows, `drafting_s` those of drafting as many
+    tokens for each. None is worth it unless tokens per second rise by `min_gain`.
     """
     rows = sorted(
-        ((chance, sequence) for sequence, draft in drafts.items() for chance in draft.chances),
-        key=lambda row: row[0],
+        ((chance, -depth, sequence) for sequence, each in prospects.items() for depth, chance in enumerate(each, 1)),
+        key=lambda row: row[:2],
         reverse=True,
     )[: len(times_s) - 1]
-    num_tokens = float(num_rows)
+    num_tokens, deepest = float(num_rows), 0
     best_rate, num_best = min_gain * num_tokens / times_s[0], 0
-    for num_more, (chance, _sequence) in enumerate(rows, 1):
+    for num_more, (chance, depth, _sequence) in enumerate(rows, 1):
         num_tokens += chance
-        rate = num_tokens / times_s[num_more]
+        deepest = max(deepest, -depth)
+        rate = num_tokens / (times_s[num_more] + drafting_s[deepest])
         if rate > best_rate:
             best_rate, num_best = rate, num_more
     chosen: dict[Sequence, int] = {}
-    for _chance, sequence in rows[:num_best]:
+    for _chance, _depth, sequence in rows[:num_best]:
         chosen[sequence] = chosen.get(sequence, 0) + 1
     return chosen
 
