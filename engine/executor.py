@@ -237,6 +237,8 @@ class StepResult:
     behind them (`ScheduledSequence.valid`)."""
     prompt_logprobs: list[Logprobs]
     """Log-probabilities of token p + 1, for each scheduled position p with p + 1 inside the prompt, when requested."""
+    last_hidden: Hidden | None = None
+    """Hidden state behind which the last of the sampled tokens was chosen; only where draft heads ask for it."""
     pooled: Hidden | None = None
     """Sum of the hidden states of the new tokens from `first_pooled` on, added up in float32; None without any."""
 

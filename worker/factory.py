@@ -3,6 +3,7 @@
 import logging
 import os
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import tokenizers
@@ -19,6 +20,7 @@ from engine.memory import MemoryShare
 from engine.scheduler import SchedulerLimits
 from engine.speculation.draft_model import DifferentVocabulary, ModelDrafter
 from engine.speculation.drafter import Drafter
+from engine.speculation.heads import HeadsDrafter
 from engine.speculation.ngram import NgramDrafter
 from engine.speculation.speculator import Rule, Speculator
 
@@ -53,13 +55,29 @@ def speculator_for(config: ServingConfig, pool: PoolConfig, executor: Executor) 
         )
         return None
     rule = Rule(speculation.rule)
-    drafter: Drafter = NgramDrafter()
-    if speculation.model is not None:
-        if pool is not config.pools.decode:  # a worker that begins with prompts would keep it for nothing
-            return None
+    if speculation.model is None:
+        return Speculator(NgramDrafter(), num_tokens=speculation.num_tokens, rule=rule)
+    if pool is not config.pools.decode:  # a worker that begins with prompts would keep it for nothing
+        return None
+    drafter: Drafter
+    if speculation.method == "heads":
+        drafter = _load_heads(config, speculation.model, executor)
+    else:
         draft_model = _load_draft_model(config, pool, speculation.model)
         drafter = ModelDrafter(draft_model, target=executor, is_coupled=rule is Rule.COUPLED)
     return Speculator(drafter, num_tokens=speculation.num_tokens, rule=rule)
+
+
+def _load_heads(config: ServingConfig, model_id: str, executor: Executor) -> HeadsDrafter:
+    """Return a drafter by the heads of a checkpoint. Raises ModelNotFound, UnsupportedModel."""
+    from engine.model.heads import DraftHeads
+    from engine.runner import ModelExecutor
+
+    folder = resolve_model(model_id, local_files_only=config.model.local_files_only)
+    assert isinstance(executor, ModelExecutor), "only models verify drafts of heads"
+    heads = DraftHeads.read(folder, hidden_size=executor.hidden_size, vocab_size=executor.vocab_size)
+    executor.keeps_hidden = True
+    return HeadsDrafter(partial(heads.propose, logits=executor.logits_of), num_heads=heads.num_heads)
 
 
 def _load_draft_model(config: ServingConfig, pool: PoolConfig, model_id: str) -> Executor:
