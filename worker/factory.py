@@ -3,7 +3,6 @@
 import logging
 import os
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 
 import tokenizers
@@ -70,14 +69,10 @@ def speculator_for(config: ServingConfig, pool: PoolConfig, executor: Executor) 
 
 def _load_heads(config: ServingConfig, model_id: str, executor: Executor) -> HeadsDrafter:
     """Return a drafter by the heads of a checkpoint. Raises ModelNotFound, UnsupportedModel."""
-    from engine.model.heads import DraftHeads
-    from engine.runner import ModelExecutor
+    from engine.loading import load_draft_heads
 
     folder = resolve_model(model_id, local_files_only=config.model.local_files_only)
-    assert isinstance(executor, ModelExecutor), "only models verify drafts of heads"
-    heads = DraftHeads.read(folder, hidden_size=executor.hidden_size, vocab_size=executor.vocab_size)
-    executor.keeps_hidden = True
-    return HeadsDrafter(partial(heads.propose, logits=executor.logits_of), num_heads=heads.num_heads)
+    return load_draft_heads(folder, executor)
 
 
 def _load_draft_model(config: ServingConfig, pool: PoolConfig, model_id: str) -> Executor:

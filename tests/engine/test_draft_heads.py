@@ -1,6 +1,5 @@
 """Draft heads: what they read from checkpoints, and that answers are those without them."""
 
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.executor import Sampled, StepResult
+from engine.loading import load_draft_heads
 from engine.model.config import UnsupportedModel
 from engine.model.heads import FILE_NAME, DraftHeads
 from engine.speculation.heads import HeadsDrafter
@@ -74,9 +74,6 @@ def test_real_answers_of_every_kind_are_those_without_heads(tmp_path: Path) -> N
     requests = requests_of(tmp_path, executor)
     plain, _ = serve(executor, requests, None)
     write_heads(tmp_path, hidden=executor.hidden_size, num_heads=3)
-    heads = DraftHeads.read(tmp_path, hidden_size=executor.hidden_size, vocab_size=executor.vocab_size)
-    executor.keeps_hidden = True
-    drafter = HeadsDrafter(partial(heads.propose, logits=executor.logits_of), num_heads=3)
-    speculated, core = serve(executor, requests, eager(drafter, num_tokens=3))
+    speculated, core = serve(executor, requests, eager(load_draft_heads(tmp_path, executor), num_tokens=3))
     assert speculated == plain
     assert core.load().num_drafted_tokens
