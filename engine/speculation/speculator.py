@@ -25,7 +25,7 @@ MIN_GAIN = 1.08
 """Smallest ratio of tokens per second with and without drafts that is worth it: chances and times are estimates."""
 MAX_STEP_DRAFTS = 96
 """Most drafted tokens that are looked at for a step, but for one of each answer: looking costs time, too."""
-ANSWERS_PER_REST = 8
+ANSWERS_PER_REST = 4
 """After a step for which no draft was worth it, as many steps go by without a look as the batch has times so many
 answers. Looking takes 0.3 % of the steps of a small batch, and would take 2 % of those of 32."""
 

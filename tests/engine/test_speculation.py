@@ -255,6 +255,25 @@ def test_drafts_that_keep_less_than_they_promise_must_promise_more() -> None:
     assert optimism(32, *busy * 50) < 1.2  # the machine is slow for all
 
 
+class Hopeless(GuessingDrafter):
+    """Is sure to be wrong, and counts how often it is asked."""
+
+    num_looks = 0
+
+    def prospects(self, sequence: EngineSequence, max_tokens: int) -> list[float]:
+        self.num_looks += 1
+        return [0.01] * max_tokens
+
+
+def test_a_batch_without_worthwhile_drafts_is_seldom_looked_at() -> None:
+    drafter = Hopeless(lambda _sequence: [], rate=0.0)
+    core = make_core(max_steps_in_flight=1, num_blocks=400, max_running=16, speculator=eager(drafter))
+    requests = [make_request([i + 1], max_tokens=41, ignore_eos=True) for i in range(16)]
+    outputs_of(core, requests)
+    assert 0 < drafter.num_looks <= 16 * 40 // 4  # 16 answers of 40 steps; rests of 4 behind each look
+    assert core.load().num_drafted_tokens == 0
+
+
 # ── n-grams ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 TEXTS = st.lists(st.integers(0, 3), max_size=40)
