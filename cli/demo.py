@@ -313,7 +313,10 @@ def _show_speculation(config: "ServingConfig", rows: Sequence[SummaryRow]) -> No
     )
     with Progress(out) as report:
         report("the same request on one engine that drafts nothing")
-        plain = config.model_copy(update={"model": _with_speculation(config.model, "off")})
+        # One thread, as the workers beside it have: threads that wait for each other's cores take long.
+        decode = config.pools.decode.model_copy(update={"threads": 1})
+        pools = config.pools.model_copy(update={"decode": decode})
+        plain = config.model_copy(update={"model": _with_speculation(config.model, "off"), "pools": pools})
         _num_prompt_tokens, answer = in_process(plain, prompt.messages, prompt.sampling)
         is_same = tuple(token.token_id for token in answer) == row.generation.token_ids
         report("the same tokens" if is_same else "OTHER TOKENS")
