@@ -1,11 +1,14 @@
 """Tokens per second with speculation and without, by task and batch.
 
-    python -m benchmarks.speculation [--rounds 5] [--batches 1 8 32] [--tasks WORD ...] [--temperature 0] [--json FILE]
+    python -m benchmarks.speculation [--rounds 5] [--batches 1 8 32] [--tasks WORD ...] [--methods ngram ...]
+        [--draft FOLDER] [--heads FOLDER] [--quantization int4] [--temperature 0] [--json FILE]
 
-Method. Two engines in this process with the default model, as a worker runs them, without network and handoff: one
-drafts by n-grams with the default settings, the other computes token by token. Tasks: rewrite a text, edit code,
-summarize a text, free chat; each has six documents, which come up in turn. An answer has 128 tokens and ignores
-end-of-text. Greedy, unless --temperature is given; then request i has seed i. The arms alternate A B, B A on the same
+Method. Engines in this process with the default model, as a worker runs them, without network and handoff: one for
+each method of drafting (`--draft`, `--heads`: the checkpoint of the draft model, of the heads), and one that computes
+token by token. Tasks: rewrite a text, edit code,
+summarize a text, free chat; each has six documents, which come up in turn. An answer ends where the model ends it,
+at the latest after 128 tokens: what it would say behind that has nothing to do with the task. Greedy, unless
+--temperature is given; then request i has seed i. The arms alternate A B, B A on the same
 requests, whose prompts are in the prefix cache; the first round of a task is not counted. Reported: tokens of the
 batch per second, from the first token to the last, by the clock and by the CPU time of this process, which other load
 moves less, and their ratios to the arm without; tokens per step of an answer; acceptance; and whether all tokens were
@@ -34,6 +37,10 @@ from worker.inprocess import LocalEngine
 
 NUM_TOKENS = 128
 OFF, NGRAM = "off", "ngram"
+GOALS = {(1, "rewrite"): 3.0, (1, "code"): 3.0, (1, "summary"): 1.5, (1, "chat"): 1.1}
+"""How many times as fast n-grams should be, by batch and task."""
+LEAST = 0.97
+"""How fast anything may be at the slowest."""
 _TOPICS = ("assert", "break", "dynamic-features", "global", "integers", "pass")
 _QUESTIONS = (
     "What are the advantages of learning to play an instrument?",
@@ -93,7 +100,7 @@ class Run:
 def generate(engine: LocalEngine, prompts: list[list[int]], temperature: float) -> Run:
     """Generate one batch."""
     requests = [
-        (prompt, SamplingParams(temperature=temperature, seed=i, max_tokens=NUM_TOKENS, ignore_eos=True))
+        (prompt, SamplingParams(temperature=temperature, seed=i, max_tokens=NUM_TOKENS))
         for i, prompt in enumerate(prompts)
     ]
     before = engine.load_report()
@@ -115,10 +122,13 @@ def generate(engine: LocalEngine, prompts: list[list[int]], temperature: float) 
     )
 
 
-def load(method: str, max_running: int) -> LocalEngine:
-    """Return an engine with a method of speculation."""
+def load(
+    method: str, max_running: int, *, checkpoint: str | None = None, quantization: str | None = None
+) -> LocalEngine:
+    """Return an engine with a method of speculation, which may have a checkpoint of its own."""
     pool = {"kv_memory_gib": 1, "max_running": max_running}
-    raw = {"model": {"speculation": {"method": method}}, "pools": {"prefill": pool, "decode": pool}}
+    model = {"speculation": {"method": method, "model": checkpoint}, "quantization": quantization}
+    raw = {"model": model, "pools": {"prefill": pool, "decode": pool}}
     return LocalEngine.load(parse_config(raw, source="benchmark"))
 
 
@@ -134,9 +144,19 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32], help="answers in a batch")
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=TASKS, help="tasks (default: all)")
     parser.add_argument("--temperature", type=float, default=0.0, help="sampling temperature (default 0: greedy)")
+    parser.add_argument("--methods", nargs="+", default=[NGRAM], choices=[NGRAM, "draft", "heads"], help="methods")
+    parser.add_argument("--draft", help="checkpoint of the draft model")
+    parser.add_argument("--heads", help="checkpoint of the draft heads (benchmarks.train_heads)")
+    parser.add_argument(
+        "--quantization", choices=["int8", "int4"], help="format of the weights, with and without drafts"
+    )
     args = parser.parse_args()
     console, figures = terminal(), Figures()
-    engines = {method: load(method, max(args.batches)) for method in (OFF, NGRAM)}
+    checkpoints = {"draft": args.draft, "heads": args.heads}
+    engines = {
+        method: load(method, max(args.batches), checkpoint=checkpoints.get(method), quantization=args.quantization)
+        for method in (OFF, *args.methods)
+    }
     template = load_chat_template(resolve_model("default", local_files_only=False))
     assert template is not None, "the default model has a chat template"
     for batch in args.batches:
@@ -147,36 +167,53 @@ def main() -> None:
                 chosen = [prompts[(number + i) % len(prompts)] for i in range(batch)]
                 for engine in engines.values() if batch < len(prompts) else ():
                     generate(engine, chosen, args.temperature)  # its prompt enters the cache
-                runs = {arm: generate(engines[arm], chosen, args.temperature) for arm in in_turn([OFF, NGRAM], number)}
+                runs = {arm: generate(engines[arm], chosen, args.temperature) for arm in in_turn(list(engines), number)}
                 if number:
                     _add(figures, f"batch of {batch}", task, runs)
-            console.print(_line(figures, f"batch of {batch}", task))
+            for method in args.methods:
+                console.print(_line(figures, batch, task, method))
     figures.show(console)
-    write_figures(args.json, figures, method="benchmarks/speculation.py", temperature=args.temperature)
+    write_figures(
+        args.json,
+        figures,
+        method="benchmarks/speculation.py",
+        temperature=args.temperature,
+        quantization=args.quantization,
+    )
 
 
 def _add(figures: Figures, part: str, task: str, runs: dict[str, Run]) -> None:
-    off, on = runs[OFF], runs[NGRAM]
+    off = runs[OFF]
     for arm, run in runs.items():
         figures.add(
             part, task, arm, tokens_per_s=run.num_tokens / run.wall_s, tokens_per_cpu_s=run.num_tokens / run.cpu_s
         )
-    figures.add(
-        part,
-        task,
-        NGRAM,
-        times_off=off.wall_s / on.wall_s,
-        cpu_times_off=off.cpu_s / on.cpu_s,
-        tokens_per_step=on.tokens_per_step,
-        acceptance=on.num_accepted / on.num_drafted if on.num_drafted else 0.0,
-        same_tokens=float(on.token_ids == off.token_ids),
+        if run is not off:
+            figures.add(
+                part,
+                task,
+                arm,
+                times_off=off.wall_s / run.wall_s,
+                cpu_times_off=off.cpu_s / run.cpu_s,
+                tokens_per_step=run.tokens_per_step,
+                acceptance=run.num_accepted / run.num_drafted if run.num_drafted else 0.0,
+                same_tokens=float(run.token_ids == off.token_ids),
+            )
+
+
+def _line(figures: Figures, batch: int, task: str, method: str) -> str:
+    """Return a line of progress: the medians of the rounds, and whether they are what they should be."""
+    place = (f"batch of {batch}", task, method)
+    found = {f.unit: f.rounds for f in figures.all.values() if (f.part, f.case, f.arm) == place}
+    times, cpu_times = median(found["times off"]), median(found["cpu times off"])
+    goal = GOALS.get((batch, task), LEAST) if method == NGRAM else LEAST
+    return (
+        f"batch of {batch}, {task}, {method}: {times:.2f} times as fast ({min(found['times off']):.2f} to"
+        f" {max(found['times off']):.2f}), by CPU time {cpu_times:.2f}; goal {goal:g}"
+        f" {'met' if times >= goal else 'missed'}; {median(found['tokens per step']):.2f} tokens a step,"
+        f" {median(found['acceptance']):.0%} of drafts right, tokens"
+        f" {'the same' if min(found['same tokens']) == 1.0 else 'OTHERS'}"
     )
-
-
-def _line(figures: Figures, part: str, task: str) -> str:
-    """Return a line of progress."""
-    found = {f.unit: median(f.rounds) for f in figures.all.values() if (f.part, f.case, f.arm) == (part, task, NGRAM)}
-    return f"{part}, {task}: {found['times off']:.2f} times as fast, {found['tokens per step']:.2f} tokens a step"
 
 
 if __name__ == "__main__":

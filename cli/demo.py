@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cli.console import Progress, out, print_wide, write_text
+from cli.generate import in_process
 from cli.options import DEFAULT_CONFIG, ConfigOption, Launcher, LauncherOption
 from cli.render import AskedRouter, SummaryRow, stats_lines, status_view, summary_table
 from common.signals import sigterm_interrupts, uninterrupted
@@ -19,21 +20,23 @@ from kvrelay.client import AsyncClient, ChatMessage, Client, SamplingOptions, To
 
 if TYPE_CHECKING:
     from common.config import ServingConfig
+    from common.config.workers import ModelConfig
 
 
 ANSWER_TOKENS = 48
+COPIED_TOKENS = 96
 LONG_PROMPT_TOKENS = 1000
 _TEMPLATE_TOKENS = 64  # more than any chat template adds around two messages
 
-_LIBRARY = (
-    "You are the assistant of a town library. These are its rules. The library opens at nine in the morning and closes"
+_RULES = (
+    "The library opens at nine in the morning and closes"
     " at eight in the evening from Monday to Friday. On Saturday it opens at ten and closes at four in the afternoon."
     " On Sunday it is closed. A reader may borrow up to twelve books for four weeks. A loan can be renewed twice unless"
     " another reader has asked for the book. Films and music may be borrowed for one week. A late book costs twenty"
     " cents a day, but never more than five euros. Children under twelve never pay. The reading room on the second"
     " floor is silent; the café on the ground floor is not. Computers can be used for one hour a day without a card."
-    " Answer in one short sentence."
 )
+_LIBRARY = f"You are the assistant of a town library. These are its rules. {_RULES} Answer in one short sentence."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +103,13 @@ def structured_question() -> DemoPrompt:
     return _prompt("structured", "the answer follows a JSON schema", "Describe an animal in JSON.", sampling=sampling)
 
 
+def copying_question() -> DemoPrompt:
+    """Return a request whose answer repeats its prompt: with speculation, a step brings several of its tokens."""
+    text = f"Repeat the following text, and correct spelling mistakes:\n\n{_RULES}"
+    sampling = SamplingOptions(max_tokens=COPIED_TOKENS, temperature=0.0)
+    return _prompt("copied text", "drafted from the prompt, several tokens a step", text, sampling=sampling)
+
+
 def concurrent_pair() -> tuple[DemoPrompt, DemoPrompt]:
     """Return two requests to send at the same moment."""
     return (
@@ -154,6 +164,7 @@ def demo(config_path: ConfigOption = DEFAULT_CONFIG, launcher: LauncherOption = 
                 report(f"ready at {info.address}")
             rows = ask_everything(info.address)
             _show_results(rows, info.address)
+            _show_speculation(config, rows)
         except Exception:
             logs_are_wanted = True
             raise
@@ -178,6 +189,7 @@ def ask_everything(address: str) -> list[SummaryRow]:
             long_prompt(lambda text: len(client.tokenize(text).token_ids), max_model_len=model.max_model_len),
             sampled_question(),
             structured_question(),
+            copying_question(),
         ]
         rows = [_ask(client, prompt) for prompt in prompts]
     return [*rows, *asyncio.run(_ask_together(address, concurrent_pair()))]
@@ -195,8 +207,15 @@ def _built_in_config() -> "ServingConfig":
 def _demo_config(config: "ServingConfig", launcher: Launcher | None) -> "ServingConfig":
     """Return the configuration with a free port and a name of its own."""
     router = config.router.model_copy(update={"host": "127.0.0.1", "port": 0, "http_port": 0})
-    changes = {"name": f"demo-{os.getpid()}", "router": router}
+    changes: dict[str, object] = {"name": f"demo-{os.getpid()}", "router": router}
+    if config.model.speculation.method == "off":
+        changes["model"] = _with_speculation(config.model, "ngram")
     return config.model_copy(update=changes | ({"launcher": launcher} if launcher is not None else {}))
+
+
+def _with_speculation(model: "ModelConfig", method: str) -> "ModelConfig":
+    speculation = model.speculation.model_copy(update={"method": method})
+    return model.model_copy(update={"speculation": speculation})
 
 
 def _ask(client: Client, prompt: DemoPrompt) -> SummaryRow:
@@ -276,6 +295,31 @@ def _show_results(rows: Sequence[SummaryRow], address: str) -> None:
     _title("Pool status")
     with Client(address) as client:
         print_wide(status_view([AskedRouter(address=address, status=client.status())]))
+
+
+def _show_speculation(config: "ServingConfig", rows: Sequence[SummaryRow]) -> None:
+    """Show how many drafts of the copied text were right, and that it is the text of one engine that drafts nothing."""
+    prompt = copying_question()
+    row = next(row for row in rows if row.title == prompt.title)
+    usage = row.generation.usage
+    if not usage.num_drafted_tokens:
+        return
+    num_steps = usage.num_output_tokens - usage.num_accepted_tokens
+    _title("Speculation")
+    out.print(
+        f"{row.title}: {usage.num_accepted_tokens} of {usage.num_drafted_tokens} drafted tokens were right,"
+        f" {usage.num_output_tokens / num_steps:.1f} tokens a step",
+        soft_wrap=True,
+    )
+    with Progress(out) as report:
+        report("the same request on one engine that drafts nothing")
+        # One thread, as the workers beside it have: threads that wait for each other's cores take long.
+        decode = config.pools.decode.model_copy(update={"threads": 1})
+        pools = config.pools.model_copy(update={"decode": decode})
+        plain = config.model_copy(update={"model": _with_speculation(config.model, "off"), "pools": pools})
+        _num_prompt_tokens, answer = in_process(plain, prompt.messages, prompt.sampling)
+        is_same = tuple(token.token_id for token in answer) == row.generation.token_ids
+        report("the same tokens" if is_same else "OTHER TOKENS")
 
 
 def _title(text: str) -> None:

@@ -63,13 +63,16 @@ def _view(decision: Decision) -> RenderableType:
         f" in {seconds(decision.decision_s)}, {seconds(decision.waited_s)} after receipt\n"
         f"chosen {plan_text(plan)} ({plan.reason})"
     )
-    rows = (
+    rows = [
         ("cached tokens", str(plan.predicted_cached_tokens), _count(outcome.num_cached_tokens)),
         ("choice to first token", seconds(plan.predicted_ttft_s or None), seconds(outcome.ttft_s)),
         ("receipt to first token", forecast_text(plan.ttft_forecast), seconds(whole_s)),
         ("… on entering the line", forecast_text(plan.line_ttft_forecast), seconds(whole_s)),
         ("gap between tokens", _gap_text(plan), seconds(outcome.mean_itl_s)),
-    )
+    ]
+    if outcome.num_drafted_tokens:
+        drafts = f"{outcome.num_accepted_tokens} of {outcome.num_drafted_tokens} right"
+        rows.append(("drafted tokens", "–", drafts))
     comparison = SplitTable(("", "predicted", "actual"), rows, num_left=1)
     candidates = [_candidate_table(decision.candidates), ""] if decision.candidates else []
     return Group(headline, "", *candidates, comparison)

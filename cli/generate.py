@@ -4,7 +4,7 @@ import asyncio
 import secrets
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from common.config import ServingConfig
     from common.sampling import SamplingParams
     from router.codec import Codec
+    from worker.inprocess import SampleText
 
 _IN_PROCESS = "In-process"
 _overrides = partial(typer.Option, help="Overrides the file.", rich_help_panel=_IN_PROCESS)
@@ -124,23 +125,33 @@ def run_in_process(config: "ServingConfig", source: str | Sequence[ChatMessage],
 
     Raises KvrelayError, ModelNotFound.
     """
-    from worker.inprocess import LocalEngine
-
     with Progress() as report:
         report(f"loading model {config.model.id}")
-        prompt_ids = asyncio.run(_encode(_load_codec(config), source))
-        engine = LocalEngine.load(config)
+        num_prompt_tokens, answer = in_process(config, source, options)
         report("loaded")
     stopwatch = Stopwatch()
-    for piece in engine.stream(prompt_ids, _sampling_params(options, config)):
+    for piece in answer:
         stopwatch.note_token()
         write_text(piece.text)
     write_text("\n")
     return [
-        f"tokens    prompt {len(prompt_ids)} · output {stopwatch.num_tokens}",
+        f"tokens    prompt {num_prompt_tokens} · output {stopwatch.num_tokens}",
         f"time      TTFT {seconds(stopwatch.ttft_s)} · ITL mean {seconds(stopwatch.mean_itl_s)}",
         f"total     {throughput(stopwatch.num_tokens, stopwatch.elapsed_s)}",
     ]
+
+
+def in_process(
+    config: "ServingConfig", source: str | Sequence[ChatMessage], options: SamplingOptions
+) -> tuple[int, Iterator["SampleText"]]:
+    """Load the model here; return the number of the prompt's tokens and the answer, which is computed as it is read.
+
+    Raises KvrelayError, ModelNotFound.
+    """
+    from worker.inprocess import LocalEngine
+
+    prompt_ids = asyncio.run(_encode(_load_codec(config), source))
+    return len(prompt_ids), LocalEngine.load(config).stream(prompt_ids, _sampling_params(options, config))
 
 
 class Stopwatch:

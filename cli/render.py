@@ -111,6 +111,8 @@ def stats_lines(generation: Generation, *, elapsed_s: float) -> list[str]:
         f"tokens    prompt {usage.num_prompt_tokens} · cached {usage.num_cached_tokens}"
         f" (on decode {usage.num_decode_cached_tokens}) · output {usage.num_output_tokens}"
     )
+    if usage.num_drafted_tokens:
+        lines.append(f"drafts    {usage.num_accepted_tokens} of {usage.num_drafted_tokens} tokens right")
     if transfer.transport is not None:
         lines.append(
             f"KV        {byte_count(transfer.kv_bytes)} handed over in {transfer.num_blocks} blocks"

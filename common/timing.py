@@ -81,6 +81,9 @@ class TimingModel:
     """Steps that only decode."""
     max_step_tokens: int
     """Token budget of one step; longer prompts are split."""
+    gap: StepModel | None = None
+    """Time in which each decoding sequence gets a token, where a step may bring several: with speculation, by the
+    sequences that decode, not by the rows of a step. None: a step that only decodes."""
     links: Mapping[WorkerId | None, LinkModel] = field(default_factory=dict)
     """Links by source worker; None: any other source."""
 
@@ -131,7 +134,13 @@ class TimingModel:
 
     def itl_s(self, num_decodes: int, num_context_tokens: int) -> float:
         """Return the predicted gap between tokens of a batch that only decodes."""
-        return self.decode.seconds(StepShape(num_decodes=num_decodes, num_context_tokens=num_context_tokens))
+        shape = StepShape(num_decodes=num_decodes, num_context_tokens=num_context_tokens)
+        return self.token_gap.seconds(shape)
+
+    @property
+    def token_gap(self) -> StepModel:
+        """The model of the gap between tokens of a batch that only decodes."""
+        return self.gap or self.decode
 
     def pull_s(self, peer: WorkerId | None, num_bytes: float) -> float:
         """Return the predicted time to pull bytes from a peer."""
@@ -186,6 +195,7 @@ def timing_to_proto(model: TimingModel, transports: Mapping[WorkerId, int]) -> w
             for peer, link in model.links.items()
         ],
         max_step_tokens=model.max_step_tokens,
+        gap=None if model.gap is None else message_of(worker_pb2.StepModel, model.gap),
     )
 
 
@@ -199,6 +209,7 @@ def timing_from_proto(message: worker_pb2.TimingReport) -> TimingModel:
         prefill=_step_from_proto(message.prefill, "timing.prefill"),
         decode=_step_from_proto(message.decode, "timing.decode"),
         max_step_tokens=message.max_step_tokens,
+        gap=_step_from_proto(message.gap, "timing.gap") if message.HasField("gap") else None,
         links={
             WorkerId(link.peer_worker_id) if link.peer_worker_id else None: _link_from_proto(link, f"timing.links[{i}]")
             for i, link in enumerate(message.links)

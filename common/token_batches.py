@@ -37,6 +37,13 @@ def merge_tokens(
             before.finish_reason = run.finish_reason
 
 
+def merge_batch(into: decode_pb2.TokenBatch, batch: decode_pb2.TokenBatch) -> None:
+    """Append a batch to an unsent one. Copies; only `into` changes."""
+    merge_tokens(into, batch.tokens, batch.runs)
+    into.num_drafted_tokens += batch.num_drafted_tokens
+    into.num_accepted_tokens += batch.num_accepted_tokens
+
+
 def runs_of(tokens: Iterable[sampling_pb2.SampleToken]) -> list[sampling_pb2.TokenRun]:
     """Return each token as a separate run, without its text."""
     return [

@@ -11,6 +11,7 @@
 import asyncio
 import logging
 from collections import deque
+from dataclasses import replace
 from functools import partial
 
 from common.errors import Cancelled, InvalidRequest, KvIncomplete, KvrelayError
@@ -60,6 +61,8 @@ class DecodeCall:
             spec = await runtime.engine_request(request.sequence)
             if spec.pooling is not None:
                 raise InvalidRequest("prefill workers compute embeddings", field="sequence.pooling")
+            if request.HasField("direct"):  # the router knows fewer of its tokens than the client
+                spec = replace(spec, must_repeat=True)
             self._streams = OutputStreams(spec, runtime.tokenizer)
             group = await (
                 runtime.admit(lambda core: core.reserve(spec, self._sink)) if has_handoff else self._add(spec, request)
@@ -224,6 +227,8 @@ class DecodeCall:
                 runs=runs,
                 prompt_logprobs=prompt_logprobs_to_proto(tokens.prompt_logprobs),
                 prefill_s=tokens.prefill_s or 0.0,
+                num_drafted_tokens=tokens.drafts.num_drafted,
+                num_accepted_tokens=tokens.drafts.num_accepted,
             )
             if self._direct is None or not has_tokens:
                 self._outlet.put_tokens(batch)

@@ -73,6 +73,8 @@ class DirectAnswer:
         runs = [*runs_of(batch.tokens), *batch.runs]
         merge_tokens(self._untold, (), runs)
         self._untold.prefill_s = self._untold.prefill_s or batch.prefill_s
+        self._untold.num_drafted_tokens += batch.num_drafted_tokens
+        self._untold.num_accepted_tokens += batch.num_accepted_tokens
         self._num_untold += sum(len(run.tokens) // 4 for run in runs)
         if self._num_untold >= self._num_until_told:
             self._tell_unfinished()

@@ -16,7 +16,7 @@ from functools import partial
 from common.errors import InvalidRequest, KvrelayError, WorkerLost, to_status_bytes
 from common.rpc import to_report
 from common.structured import TaskCensus, until_ended
-from common.token_batches import MAX_GATHERED_TOKENS, merge_tokens, num_tokens_in
+from common.token_batches import MAX_GATHERED_TOKENS, merge_batch, num_tokens_in
 from kvrelay.v1 import decode_pb2 as pb
 
 MAX_TAKEN = 4
@@ -52,7 +52,7 @@ class Outlet:
         last = self._messages[-1] if self._messages else None
         num_new = num_tokens_in(batch.tokens, batch.runs)
         if last is not None and last.HasField("tokens") and self._num_gathered + num_new <= MAX_GATHERED_TOKENS:
-            merge_tokens(last.tokens, batch.tokens, batch.runs)
+            merge_batch(last.tokens, batch)
             self._num_gathered += num_new
         else:
             self._messages.append(pb.DecodeResponse(tokens=batch))

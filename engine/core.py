@@ -31,7 +31,7 @@ from common.ids import RequestId
 from common.prefix_chains import PrefixChain
 from engine.beam_groups import BeamGroups
 from engine.block_pool import BlockPool
-from engine.events import EngineEvent, EngineLoad, Failed, FinishReason, Progress, StepReport, TokenOutput
+from engine.events import DraftCounts, EngineEvent, EngineLoad, Failed, FinishReason, Progress, StepReport, TokenOutput
 from engine.executor import Executor, Sampled, ScheduledSequence, StepResult
 from engine.group import Group, Sink
 from engine.hot_prefixes import hot_prefixes
@@ -283,9 +283,9 @@ class EngineCore:
             return
         self._num_failed_steps = 0
         self._failed_requests.clear()
-        seconds = self._timer.end(plan.shape)
+        seconds = self._timer.end(plan, results)
         if self.scheduler.speculator is not None and seconds is not None:
-            self.scheduler.speculator.observe(plan.shape, seconds)
+            self.scheduler.speculator.observe(plan, results, seconds)
         self.scheduler.complete(plan, results)
         self._num_forced_left = MAX_FORCED_TOKENS
         tokens: dict[Group, list[TokenOutput]] = {}
@@ -324,8 +324,8 @@ class EngineCore:
             return
         outputs = tokens.setdefault(group, [])
         if item.draft:
-            num_new = 1 + item.num_accepted(result.sampled)
-            outputs += self._append(sequence, result.sampled[:num_new])
+            group.drafts += DraftCounts(len(item.draft), result.num_accepted)
+            outputs += self._append(sequence, result.sampled)
             return
         samples = [sequence, *self._fork(group, item.num_samples - 1)]
         for sample, sampled in zip(samples, result.sampled, strict=True):

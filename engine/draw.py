@@ -59,6 +59,8 @@ class DrawPlan:
     """float64; None: no row has a min-p."""
     keys: Column
     """Keys of each row's noise, int64."""
+    tested: Column | None
+    """Token that the rejection rule accepts or not, int64; -1: the race chooses alone. None: it does in every row."""
 
     @classmethod
     def of(cls, rows: Sequence[SamplingRow], vocab_size: int, columns: Columns) -> "DrawPlan":
@@ -75,6 +77,7 @@ class DrawPlan:
             top_p=columns.floats([p.top_p for p in params]),
             min_p=columns.floats([p.min_p for p in params]) if any(p.min_p for p in params) else None,
             keys=columns.ints(keys.view(np.int64)),
+            tested=None if all(row.tested < 0 for row in rows) else columns.ints([row.tested for row in rows]),
         )
 
     def on_device(self, logits: torch.Tensor, words: torch.Tensor) -> "Draw":
@@ -92,6 +95,7 @@ class DrawPlan:
             top_p=self.top_p.of(words).unsqueeze(1),
             min_p=column(self.min_p),
             keys=self.keys.of(words).unsqueeze(1),
+            tested=column(self.tested),
         )
 
 
@@ -108,6 +112,7 @@ class Draw:
     top_p: torch.Tensor
     min_p: torch.Tensor | None
     keys: torch.Tensor
+    tested: torch.Tensor | None
 
     def split(self) -> "Iterator[Draw]":
         """Yield parts, in order, whose temporary values take little memory: on a CPU they fit into its caches."""
@@ -120,7 +125,7 @@ class Draw:
         """Return token ids for rows without top-k and top-p."""
         weights = self._drop_improbable(self._weigh(self.logits))
         token_ids = torch.arange(weights.shape[-1], device=weights.device)
-        return self._checked((weights / waiting_times(self.keys, token_ids)).argmax(dim=-1))
+        return self._checked(self._race(weights, token_ids).squeeze(1))
 
     def from_best(self, width: int) -> torch.Tensor:
         """Return token ids from the `width` best tokens, which must suffice."""
@@ -150,7 +155,7 @@ class Draw:
         mass = (self.top_p * total).masked_fill_(self.top_p == 1.0, torch.inf)
         reached = weights.cumsum(dim=-1)
         kept = self._drop_improbable(weights * (reached - weights < mass))
-        position = (kept / waiting_times(self.keys, token_ids)).argmax(dim=-1, keepdim=True)
+        position = self._race(kept, token_ids)
         chosen = self._checked(token_ids.gather(-1, position).squeeze(1))
         is_cut = reached[:, -1:] < mass
         if self.has_top_k is None or width == self.logits.shape[-1]:
@@ -158,6 +163,23 @@ class Draw:
         else:
             is_cut &= self.has_top_k == 0
         return chosen, is_cut.squeeze(1)
+
+    def _race(self, weights: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+        """Return the position [rows, 1] of the token that wins among `token_ids` with these weights.
+
+        A tested token is accepted with its probability, and else leaves the race to the others: the rejection rule of
+        speculative sampling (Leviathan et al., 2211.17192; Chen et al., 2302.01318) for a draft that is certain of
+        itself. Whether it is accepted is decided by noise of its own, which no token of the race has.
+        """
+        times = waiting_times(self.keys, token_ids)
+        if self.tested is None:
+            return (weights / times).argmax(dim=-1, keepdim=True)
+        is_tested = token_ids == self.tested
+        mass = weights.masked_fill(~is_tested, 0.0).sum(dim=-1, keepdim=True)
+        level = torch.exp(-waiting_times(self.keys, token_ids.new_full((1,), -1)))  # uniform on (0, 1)
+        is_accepted = level * weights.sum(dim=-1, keepdim=True) < mass
+        others = (weights.masked_fill(is_tested, 0.0) / times).argmax(dim=-1, keepdim=True)
+        return torch.where(is_accepted, is_tested.int().argmax(dim=-1, keepdim=True), others)
 
     def _select(self, rows: torch.Tensor | slice) -> "Draw":
         whole: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}

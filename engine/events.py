@@ -59,6 +59,20 @@ class TokenRun:
     """Reason why the sample ended with the last token; None: it continues."""
 
 
+@dataclass(frozen=True, slots=True)
+class DraftCounts:
+    """Draft tokens that steps have verified."""
+
+    num_drafted: int = 0
+    num_accepted: int = 0
+
+    def __add__(self, other: "DraftCounts") -> "DraftCounts":
+        return DraftCounts(self.num_drafted + other.num_drafted, self.num_accepted + other.num_accepted)
+
+
+NO_DRAFTS = DraftCounts()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tokens:
     """Tokens of one step. The first tokens of a prompt computed here carry the prefill time.
@@ -71,6 +85,8 @@ class Tokens:
     """Runs that follow `tokens`; only for requests without text."""
     prompt_logprobs: tuple[Logprobs, ...] = ()
     prefill_s: float | None = None
+    drafts: DraftCounts = NO_DRAFTS
+    """Drafts of the request that were verified since its event before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,12 +144,20 @@ class EngineLoad:
     """Prompt tokens found in the cache, since start."""
     num_computed_tokens: int
     """Prompt tokens computed, since start."""
-    num_drafted_tokens: int = 0
-    """Draft tokens verified, since start."""
-    num_accepted_tokens: int = 0
-    """Draft tokens accepted, since start."""
+    drafts: tuple[DraftCounts, ...] = ()
+    """Draft tokens since start, by their place in the draft."""
     measured_s: float
     """Time of the measurement, on the engine's clock."""
+
+    @property
+    def num_drafted_tokens(self) -> int:
+        """Draft tokens verified, since start."""
+        return sum(counts.num_drafted for counts in self.drafts)
+
+    @property
+    def num_accepted_tokens(self) -> int:
+        """Draft tokens accepted, since start."""
+        return sum(counts.num_accepted for counts in self.drafts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,6 +166,10 @@ class StepSample:
 
     shape: StepShape
     seconds: float
+    undrafted: StepShape | None = None
+    """The step without its drafts; None: it had none."""
+    num_accepted: int = 0
+    """Drafted tokens that it has accepted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

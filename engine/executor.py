@@ -187,6 +187,9 @@ class ScheduledSequence:
     draft: TokenArray = field(default_factory=lambda: as_tokens(()))
     """Tokens that may follow the known ones: the last of the new tokens. Empty unless the executor verifies drafts."""
 
+    rejects: bool = False
+    """Whether its draft is verified by the rejection rule: accepted with the probability that the model gives it."""
+
     @property
     def num_sampled(self) -> int:
         """Tokens that the step samples: those of all samples, and one behind each drafted token."""
@@ -198,10 +201,13 @@ class ScheduledSequence:
         begin = self.sequence.num_computed
         return self.sequence.token_ids[begin : begin + self.num_new_tokens - len(self.draft)] + self.draft
 
-    def num_accepted(self, sampled: Seq["Sampled"]) -> int:
-        """Return how many drafted tokens equal the ones that the step has sampled at their places."""
+    def valid(self, sampled: list["Sampled"]) -> list["Sampled"]:
+        """Return the sampled tokens that count: up to the first one that is not the drafted token at its place."""
+        if not self.draft:
+            return sampled
         pairs = zip(self.draft, sampled, strict=False)  # the last one sampled is behind the whole draft
-        return next((i for i, (token_id, each) in enumerate(pairs) if token_id != each.token_id), len(self.draft))
+        num_accepted = next((i for i, (token, each) in enumerate(pairs) if token != each.token_id), len(self.draft))
+        return sampled[: 1 + num_accepted]
 
     @property
     def token_index(self) -> int:
@@ -229,12 +235,19 @@ class StepResult:
     """Output for one ScheduledSequence."""
 
     sampled: list[Sampled]
-    """Tokens of num_samples samples; entry j belongs to sample_index + j. With a draft, entry i is the token behind the
-    first i drafted ones."""
+    """Tokens of num_samples samples; entry j belongs to sample_index + j. With a draft, the accepted tokens and the one
+    behind them (`ScheduledSequence.valid`)."""
     prompt_logprobs: list[Logprobs]
     """Log-probabilities of token p + 1, for each scheduled position p with p + 1 inside the prompt, when requested."""
+    last_hidden: Hidden | None = None
+    """Hidden state behind which the last of the sampled tokens was chosen; only where draft heads ask for it."""
     pooled: Hidden | None = None
     """Sum of the hidden states of the new tokens from `first_pooled` on, added up in float32; None without any."""
+
+    @property
+    def num_accepted(self) -> int:
+        """Drafted tokens that were accepted. Only for a sequence with a draft."""
+        return len(self.sampled) - 1
 
 
 class StepHandle(Protocol):

@@ -16,7 +16,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -195,7 +195,11 @@ class FakeStep:
         time.sleep(max(0.0, self.ready_s - time.monotonic()))
         while self._results is None:
             self._store.queue.popleft()()
-        return self._results
+        # The next step counts rows by all that are sampled.
+        return [
+            replace(result, sampled=chunk.item.valid(result.sampled))
+            for chunk, result in zip(self._chunks, self._results, strict=True)
+        ]
 
     def _one(self, chunk: _Chunk, previous_token_ids: list[int]) -> StepResult:
         item, end = chunk.item, chunk.start + chunk.item.num_new_tokens

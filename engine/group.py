@@ -10,7 +10,18 @@ import numpy.typing as npt
 from common.errors import EngineFault
 from common.pooling import Pooling
 from engine.beams import BeamSearch
-from engine.events import Embedded, EngineEvent, Failed, FinishReason, Started, TokenOutput, TokenRun, Tokens
+from engine.events import (
+    NO_DRAFTS,
+    DraftCounts,
+    Embedded,
+    EngineEvent,
+    Failed,
+    FinishReason,
+    Started,
+    TokenOutput,
+    TokenRun,
+    Tokens,
+)
 from engine.executor import Hidden, Logprobs
 from engine.sequence import EngineRequest, Sequence, SequenceState
 
@@ -41,6 +52,8 @@ class Group:
     prefill_started_s: float | None = None
     reported_prefill: bool = False
     prompt_logprobs: list[Logprobs] = field(default_factory=list)
+    drafts: DraftCounts = NO_DRAFTS
+    """Drafts of its sequences that were verified since the last event with tokens."""
     pooled: npt.NDArray[np.float64] | None = None
     """Sum of the hidden states of its embedding so far."""
 
@@ -79,7 +92,8 @@ class Group:
             self.reported_prefill = True
             prefill_s = now_s - self.prefill_started_s
         prompt_logprobs, self.prompt_logprobs = tuple(self.prompt_logprobs), []
-        return Tokens(tokens=tuple(outputs), prompt_logprobs=prompt_logprobs, prefill_s=prefill_s)
+        drafts, self.drafts = self.drafts, NO_DRAFTS
+        return Tokens(tokens=tuple(outputs), prompt_logprobs=prompt_logprobs, prefill_s=prefill_s, drafts=drafts)
 
     def add_pooled(self, part: Hidden | None) -> None:
         """Add a step's part of its embedding. Parts are added in float64: the result depends little on the steps."""

@@ -40,7 +40,6 @@ def measure_load(scheduler: Scheduler, *, now_s: float) -> EngineLoad:
         num_preemptions=scheduler.num_preemptions,
         num_cached_tokens=scheduler.num_cached_tokens,
         num_computed_tokens=scheduler.num_computed_tokens,
-        num_drafted_tokens=speculator.num_drafted if speculator is not None else 0,
-        num_accepted_tokens=speculator.num_accepted if speculator is not None else 0,
+        drafts=speculator.counts if speculator is not None else (),
         measured_s=now_s,
     )

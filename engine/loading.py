@@ -8,6 +8,8 @@ any other architecture       ModelExecutor: transformers computes, on our pages
 
 import logging
 import time
+from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -15,8 +17,9 @@ from engine.executor import Executor
 from engine.floors import measure_floors
 from engine.kv_cache import TorchKvStore, num_blocks_for_budget
 from engine.memory import host_kv_bytes, measure_host
-from engine.model.config import DecoderConfig, TransformersConfig
+from engine.model.config import DecoderConfig, TransformersConfig, UnsupportedModel
 from engine.model.decoder import Decoder
+from engine.model.heads import DraftHeads
 from engine.model.loader import load_weights
 from engine.model.precision import dtype_name
 from engine.model.quantize import quantize_weights
@@ -25,6 +28,7 @@ from engine.ops.interface import StepOps
 from engine.ops.select import choose_cpu_kernels
 from engine.options import EngineOptions, ModelDescription
 from engine.runner import ModelExecutor
+from engine.speculation.heads import HeadsDrafter
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +55,18 @@ def load_executor(options: EngineOptions) -> Executor:
         executor = _load_native(model, model.config, options)
     _log_loaded(model, executor, time.monotonic() - started_s)
     return executor
+
+
+def load_draft_heads(folder: Path, executor: Executor) -> HeadsDrafter:
+    """Return a drafter by the heads of a checkpoint, and let the executor give it hidden states.
+
+    Raises UnsupportedModel.
+    """
+    if not isinstance(executor, ModelExecutor):
+        raise UnsupportedModel(f"cannot draft with heads for {executor.model_name}: it gives no hidden states")
+    heads = DraftHeads.read(folder, hidden_size=executor.hidden_size, vocab_size=executor.vocab_size)
+    executor.keeps_hidden = True
+    return HeadsDrafter(partial(heads.propose, logits=executor.logits_of), num_heads=heads.num_heads)
 
 
 def _load_native(model: ModelDescription, config: DecoderConfig, options: EngineOptions) -> Executor:

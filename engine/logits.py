@@ -32,6 +32,8 @@ class SamplingRow:
     output_token_ids: Sequence[int]
     draft: Sequence[int] = ()
     """Drafted tokens between the outputs and this one."""
+    tested: int = -1
+    """Drafted token at its place, which the rejection rule accepts or not; -1: none, or the coupled rule."""
     owner: object | None = None
     """Sequence that the tokens belong to: penalties then count a token once, in the step after it was chosen, not in
     every step. Its rows have one prompt, and outputs that grow at the end. None: tokens are counted anew."""

@@ -2,9 +2,9 @@
 
 import logging
 from collections import deque
+from collections.abc import Sequence
 
 from common.clock import Clock
-from common.timing import StepShape
 from engine.events import StepSample
 from engine.executor import Executor, StepHandle, StepResult
 from engine.plan import StepPlan
@@ -72,13 +72,20 @@ class StepTimer:
         if self._since_s is None:
             self._since_s = self._clock.monotonic()
 
-    def end(self, shape: StepShape) -> float | None:
+    def end(self, plan: StepPlan, results: Sequence[StepResult]) -> float | None:
         """Record the oldest step when its results arrive; returns the seconds that it has taken, None after a pause."""
         now_s, since_s = self._clock.monotonic(), self._since_s
         self._since_s = now_s
         if since_s is None:
             return None
-        self._samples.append(StepSample(shape=shape, seconds=now_s - since_s))
+        items = zip(plan.batch.values(), results, strict=True) if plan.undrafted is not None else ()
+        sample = StepSample(
+            shape=plan.shape,
+            seconds=now_s - since_s,
+            undrafted=plan.undrafted,
+            num_accepted=sum(result.num_accepted for item, result in items if item.draft),
+        )
+        self._samples.append(sample)
         return now_s - since_s
 
     def pause(self) -> None:

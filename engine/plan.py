@@ -9,6 +9,7 @@ from common.tokens import TokenArray
 from engine.backlog import num_pairs
 from engine.executor import ScheduledSequence
 from engine.sequence import Sequence
+from engine.speculation.outcomes import Expected
 
 
 @dataclass(slots=True)
@@ -22,6 +23,12 @@ class StepPlan:
     num_decodes: int = 0
     num_context_tokens: int = 0
     num_prefill_pairs: int = 0
+    undrafted: StepShape | None = None
+    """Counts of the step without its drafts; None: it has none."""
+    expected: Expected | None = None
+    """What a speculator has predicted for the step."""
+    drafting_s: float = 0.0
+    """Time that its drafts have taken."""
     max_s: float = math.inf
     """Time that the step may take with prompts, because of the answers that decode in it."""
     is_short: bool = False
@@ -53,10 +60,14 @@ class StepPlan:
         else:
             self.num_prefill_pairs += num_pairs(num_new, num_before)
 
-    def add_draft(self, sequence: Sequence, draft: TokenArray) -> None:
-        """Let a sequence's last known token be followed by drafted ones, each computed as if it decoded."""
+    def add_draft(self, sequence: Sequence, draft: TokenArray, *, rejects: bool) -> None:
+        """Let a sequence's last known token be followed by drafted ones, each computed as if it decoded.
+
+        `rejects`: they are verified by the rejection rule.
+        """
+        self.undrafted = self.undrafted or self.shape
         item = self.batch[sequence]
-        item.draft = draft
+        item.draft, item.rejects = draft, rejects
         item.num_new_tokens += len(draft)
         self.num_tokens += len(draft)
         self.num_decodes += len(draft)

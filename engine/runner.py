@@ -77,6 +77,9 @@ class ModelExecutor(Generic[StepT]):
         self.verifies_drafts = model.is_row_independent
         self.exact_resume = not info.has_codes
         self.floors = floors
+        self.keeps_hidden = False
+        """Whether results have `last_hidden`, for draft heads."""
+        self._hidden_dtype = torch.float32
         self._model = model
         self._store = store
         self._ops = ops
@@ -97,6 +100,7 @@ class ModelExecutor(Generic[StepT]):
             torch.from_numpy(np.asarray(token_ids, dtype=np.int64)).to(self._device),
             self._ops.plan(metadata),
         )
+        self._hidden_dtype = hidden.dtype
         starts = [0, *accumulate(item.num_new_tokens for item in batch)]
         results = [
             StepResult(
@@ -108,6 +112,11 @@ class ModelExecutor(Generic[StepT]):
         ]
         self._sample(batch, hidden, starts, results)
         return DoneStep(results)
+
+    @torch.inference_mode()
+    def logits_of(self, hidden: Tensor) -> Tensor:
+        """Return the logits [rows, vocab] of the model's output head for float32 hidden states [rows, hidden]."""
+        return self._model.logits(hidden.to(self._device, self._hidden_dtype))
 
     def _sample(
         self, batch: Seq[ScheduledSequence], hidden: Tensor, starts: list[int], results: list[StepResult]
@@ -124,7 +133,11 @@ class ModelExecutor(Generic[StepT]):
         rows = [row for i in due for row in sampling_rows(batch[i])]
         sampled = iter(self._sampler.sample(logits, rows))
         for i in due:
-            results[i].sampled.extend(islice(sampled, batch[i].num_sampled))
+            item, result = batch[i], results[i]
+            result.sampled.extend(item.valid(list(islice(sampled, item.num_sampled))))
+            if self.keeps_hidden and item.num_samples == 1:
+                row = starts[i + 1] - 1 - len(item.draft) + len(result.sampled) - 1
+                result.last_hidden = hidden[row].float().cpu().numpy()
 
     def _prompt_logprobs(self, item: ScheduledSequence, hidden: Tensor) -> list[Logprobs]:
         """Return the log-probabilities of the next prompt token at each prompt position, from the hidden states."""

@@ -163,6 +163,7 @@ def sampling_rows(item: ScheduledSequence) -> list[SamplingRow]:
             output_token_ids=output_token_ids,
             draft=draft[:num_drafted] if num_drafted else (),
             owner=sequence,
+            tested=draft[num_drafted] if item.rejects and num_drafted < len(draft) else -1,
             allowed=None if allowed is None else allowed[num_drafted],
         )
         for sample_index, num_drafted in places

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from common.errors import Refused
 from engine.backlog import Backlog
 from engine.block_pool import BlockPool
-from engine.executor import ScheduledSequence, StepResult
+from engine.executor import StepResult
 from engine.pages import Pages
 from engine.plan import StepPlan
 from engine.sequence import Sequence, SequenceState
@@ -254,20 +254,19 @@ class Scheduler:
                 continue
             num_new = item.num_new_tokens
             if item.draft:
-                num_new -= self._reject(sequence, item, result)
+                num_new -= self._reject(sequence, len(item.draft), result.num_accepted)
             before = sequence.num_ready
             sequence.num_ready += num_new
             self.num_computed_tokens += max(0, min(sequence.num_ready, sequence.num_prompt_tokens) - before)
             self.pages.publish(sequence)
 
-    def _reject(self, sequence: Sequence, item: ScheduledSequence, result: StepResult) -> int:
+    def _reject(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> int:
         """Take back the drafted tokens that a step has rejected; returns their number."""
-        num_accepted = item.num_accepted(result.sampled)
-        num_rejected = len(item.draft) - num_accepted
+        num_rejected = num_drafted - num_accepted
         sequence.num_computed -= num_rejected
         self.pages.trim(sequence)
         if self.speculator is not None:
-            self.speculator.verified(len(item.draft), num_accepted)
+            self.speculator.verified(num_drafted, num_accepted)
         return num_rejected
 
     def land(self, plan: StepPlan) -> None:
@@ -326,7 +325,7 @@ class Scheduler:
             if num_missing <= num_free:
                 num_free -= num_missing
                 self.pages.make_writable(sequence, 1 + len(draft))
-                plan.add_draft(sequence, draft)
+                plan.add_draft(sequence, draft, rejects=self.speculator.rejects(sequence))
 
     def _num_left(self, plan: StepPlan, sequence: Sequence, num_to_run: int) -> int:
         """Return how many tokens of a sequence the step can still hold: fewer of a prompt beside answers in a hurry."""

@@ -50,6 +50,8 @@ class EngineRequest:
     """Set when it is answered by an embedding of its prompt, and samples nothing."""
     beams: BeamSnapshot | None = None
     """Beam search that it continues."""
+    must_repeat: bool = False
+    """Whether another engine that continues it has to draw tokens again which its client may have already."""
 
 
 class SequenceState(enum.Enum):

@@ -317,6 +317,7 @@ class Attempt:
         try:
             take = self.record.deliver if self._access is None else self.record.note_checkpoint
             has_end = take(batch, expected=self.samples)
+            self._note_drafts(batch)
         except KvrelayError as error:
             raise AttemptFailed(self.booking.decode, error) from error
         self._note_first_token()  # of a local plan; a remote one has had it by now
@@ -324,6 +325,12 @@ class Attempt:
             self._outcome = AttemptOutcome.COMPLETED
         elif self.must_move():
             self._outcome = AttemptOutcome.MOVED
+
+    def _note_drafts(self, batch: decode_pb2.TokenBatch) -> None:
+        """Count drafts for the request and for this attempt."""
+        for counts in (self.record, self.booking.decision):
+            counts.num_drafted_tokens += batch.num_drafted_tokens
+            counts.num_accepted_tokens += batch.num_accepted_tokens
 
     def _keep_beams(self, beams: sequence_pb2.BeamState) -> None:
         """Keep the state of a beam search, from which the next attempt goes on."""

@@ -357,7 +357,7 @@ class Fleet:
         When its samples would miss that even alone on a typical decode worker, once that is measured, it is PACE_FACTOR
         times their gap alone: with no objective at all, ever more answers would run at once.
         """
-        model = self._timing.decode
+        model = self._timing.gap
         if model is None:
             return slo_s
         alone_s = model.seconds(StepShape(num_decodes=num_samples, num_context_tokens=num_samples * num_tokens))

@@ -107,6 +107,8 @@ class Orchestrator:
         self._metrics = metrics
         self._clock = clock
         self._config = config
+        self.has_coupled_drafts = True
+        """Whether drafts, if there are any, change no sampled token."""
         self._census = TaskCensus()
         self._num_calls = 0
         self._lengths = AnswerLengths()
@@ -164,6 +166,10 @@ class Orchestrator:
         extra = {"request_id": life.request_id, "outcome": outcome, "duration_s": duration_s}
         logger.info("request ended", extra=extra)
 
+    def _draws_again_the_same(self, job: Job) -> bool:
+        """Return whether a worker that continues the answer draws the tokens that the one before would have drawn."""
+        return self.has_coupled_drafts or job.sampling.is_greedy or job.delivery is Delivery.DIRECT
+
     def take_tokens(self, ticket: Ticket, job: Job) -> None:
         """Count the size of a request against the rate of its tenant, before it runs. Raises Overloaded."""
         output = self._expected_tokens(job, ticket.account.tenant.name) * job.sampling.n
@@ -181,10 +187,10 @@ class Orchestrator:
             num_prompt_tokens=len(job.prompt_token_ids),
             seed=job.sampling.seed,
             fingerprint=job.model.fingerprint,
-            exact_resume=job.model.exact_resume,
             rendered_unix_s=job.rendered_unix_s,
             answer_format=job.answer_format,
             defaults=job.defaults,
+            exact_resume=job.model.exact_resume and self._draws_again_the_same(job),
         )
         record.outbox.put(inference_pb2.GenerateResponse(accepted=accepted))
         self.traces.follow(record)

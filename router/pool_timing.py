@@ -28,7 +28,7 @@ again and again, and a change concerns all of its pool."""
 
 _TRANSFER_BYTES = 64 << 20
 _Kind = tuple[int, str]
-"""Role, and "prefill" or "decode"."""
+"""Role, and "prefill", "decode" or "gap"."""
 
 
 class PoolTiming:
@@ -52,8 +52,8 @@ class PoolTiming:
         member.reported_timing = reported
         role, worker_id = member.endpoint.role, member.endpoint.worker_id
         has_moved = False
-        for kind, model in (("prefill", reported.prefill), ("decode", reported.decode)):
-            if model.num_samples >= MIN_SAMPLES:
+        for kind, model in (("prefill", reported.prefill), ("decode", reported.decode), ("gap", reported.gap)):
+            if model is not None and model.num_samples >= MIN_SAMPLES:
                 latest = self._latest.setdefault((role, kind), deque(maxlen=NUM_LATEST))
                 for known in [known for known in latest if known[0] == worker_id]:
                     latest.remove(known)
@@ -73,15 +73,17 @@ class PoolTiming:
                 own,
                 prefill=own.prefill if own.prefill.num_samples >= MIN_SAMPLES else self._find_usual(role, "prefill"),
                 decode=own.decode if own.decode.num_samples >= MIN_SAMPLES else self._find_usual(role, "decode"),
+                gap=own.gap if own.gap and own.gap.num_samples >= MIN_SAMPLES else self._usual.get((role, "gap")),
                 links=own.links or ({} if link is None else {None: link}),
             )
             if timing != member.timing:
                 member.take_timing(timing)
 
     @property
-    def decode(self) -> StepModel | None:
-        """The model of steps on a typical decode worker; None until some decode worker has measured enough of them."""
-        return self._usual.get((worker_pb2.WORKER_ROLE_DECODE, "decode"))
+    def gap(self) -> StepModel | None:
+        """The gaps between tokens on a typical decode worker; None until some worker has measured enough steps."""
+        role = worker_pb2.WORKER_ROLE_DECODE
+        return self._usual.get((role, "gap")) or self._usual.get((role, "decode"))
 
     def _move_usual(self, kind: _Kind, models: Sequence[StepModel]) -> bool:
         """Make the median of these models the usual one unless it is nearly the same; return whether it was moved."""

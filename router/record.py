@@ -95,6 +95,8 @@ class RunningRequest:
     """Prompt tokens that caches had held and had evicted when the request was first planned."""
     num_pulled_tokens: int = 0
     num_decode_cached_tokens: int = 0
+    num_drafted_tokens: int = 0
+    num_accepted_tokens: int = 0
     prefill_s: float = 0.0
     num_attempts: int = 0
     plan: Plan | None = None

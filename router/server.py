@@ -138,6 +138,8 @@ async def serve_router(
         seed=secrets.randbits(64),
         probes=codec.probes,
     )
+    speculation = serving.model.speculation
+    parts.orchestrator.has_coupled_drafts = speculation.method == "off" or speculation.rule == "coupled"
     parts.orchestrator.demand.judge_by(slo)
     tracer = make_tracer(serving.tracing, service="kvrelay-router", instance=credentials.identity.name)
     parts.orchestrator.traces.record_to(tracer, serving.tracing)

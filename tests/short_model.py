@@ -10,7 +10,7 @@ NUM_LAYERS = 4
 """Layers, of 30, that it keeps."""
 
 
-def write_short_model(folder: Path) -> Path:
+def write_short_model(folder: Path, *, num_layers: int = NUM_LAYERS) -> Path:
     """Write the model into a folder and return the folder."""
     import safetensors.torch
 
@@ -18,8 +18,8 @@ def write_short_model(folder: Path) -> Path:
     for path in whole.glob("*.json"):
         shutil.copy(path, folder)
     config = json.loads((whole / "config.json").read_text(encoding="utf-8"))
-    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": NUM_LAYERS}), encoding="utf-8")
-    later = tuple(f"model.layers.{idx}." for idx in range(NUM_LAYERS, config["num_hidden_layers"]))
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": num_layers}), encoding="utf-8")
+    later = tuple(f"model.layers.{idx}." for idx in range(num_layers, config["num_hidden_layers"]))
     weights = safetensors.torch.load_file(whole / "model.safetensors")
     kept = {name: tensor for name, tensor in weights.items() if not name.startswith(later)}
     safetensors.torch.save_file(kept, folder / "model.safetensors", {"format": "pt"})

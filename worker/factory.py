@@ -17,8 +17,11 @@ from engine.executor import Executor
 from engine.fake import FakeExecutor, fake_shape
 from engine.memory import MemoryShare
 from engine.scheduler import SchedulerLimits
+from engine.speculation.draft_model import DifferentVocabulary, ModelDrafter
+from engine.speculation.drafter import Drafter
+from engine.speculation.heads import HeadsDrafter
 from engine.speculation.ngram import NgramDrafter
-from engine.speculation.speculator import Speculator
+from engine.speculation.speculator import Rule, Speculator
 
 logger = logging.getLogger(__name__)
 
@@ -36,8 +39,11 @@ def limits_for(pool: PoolConfig) -> SchedulerLimits:
     )
 
 
-def speculator_for(config: ServingConfig, executor: Executor) -> Speculator | None:
-    """Return what drafts for a worker's engine; None when that is off, or when its executor verifies no drafts."""
+def speculator_for(config: ServingConfig, pool: PoolConfig, executor: Executor) -> Speculator | None:
+    """Return what drafts for the engine of a worker of `pool`; None when that is off, or nothing verifies drafts.
+
+    Loads a draft model, which takes seconds. Raises DifferentVocabulary, ModelNotFound.
+    """
     speculation = config.model.speculation
     if speculation.method == "off":
         return None
@@ -47,7 +53,53 @@ def speculator_for(config: ServingConfig, executor: Executor) -> Speculator | No
             executor.model_name,
         )
         return None
-    return Speculator(NgramDrafter(), num_tokens=speculation.num_tokens)
+    rule = Rule(speculation.rule)
+    if speculation.model is None:
+        return Speculator(NgramDrafter(), num_tokens=speculation.num_tokens, rule=rule)
+    if pool is not config.pools.decode:  # a worker that begins with prompts would keep it for nothing
+        return None
+    drafter: Drafter
+    if speculation.method == "heads":
+        drafter = _load_heads(config, speculation.model, executor)
+    else:
+        draft_model = _load_draft_model(config, pool, speculation.model)
+        drafter = ModelDrafter(draft_model, target=executor, is_coupled=rule is Rule.COUPLED)
+    return Speculator(drafter, num_tokens=speculation.num_tokens, rule=rule)
+
+
+def _load_heads(config: ServingConfig, model_id: str, executor: Executor) -> HeadsDrafter:
+    """Return a drafter by the heads of a checkpoint. Raises ModelNotFound, UnsupportedModel."""
+    from engine.loading import load_draft_heads
+
+    folder = resolve_model(model_id, local_files_only=config.model.local_files_only)
+    return load_draft_heads(folder, executor)
+
+
+def _load_draft_model(config: ServingConfig, pool: PoolConfig, model_id: str) -> Executor:
+    """Return an executor of the draft model with pages of its own. Raises DifferentVocabulary, ModelNotFound."""
+    from engine.loading import load_executor
+    from engine.options import EngineOptions
+
+    model = config.model
+    model_dir = resolve_model(model_id, local_files_only=model.local_files_only)
+    target_dir = resolve_model(model.id, local_files_only=model.local_files_only)
+    if load_tokenizer(model_dir).get_vocab() != load_tokenizer(target_dir).get_vocab():
+        raise DifferentVocabulary(
+            f"cannot draft with {model_id}: its tokens are not those of {model.id}; choose a model with its tokenizer"
+        )
+    return load_executor(
+        EngineOptions(
+            model_dir=model_dir,
+            model_name=f"{model_id} (draft)",
+            dtype=model.dtype,
+            device="cpu",
+            block_size=pool.block_size,
+            kv_memory_bytes=int(model.speculation.kv_memory_gib * _GIB),
+            max_step_tokens=pool.max_step_tokens,
+            max_running=pool.max_running,
+            kernels=model.kernels,
+        )
+    )
 
 
 def load_executor_for(config: ServingConfig, pool: PoolConfig) -> tuple[Executor, tokenizers.Tokenizer]:

@@ -47,7 +47,7 @@ class LocalEngine:
     def __init__(self, executor: Executor, tokenizer: tokenizers.Tokenizer, config: ServingConfig) -> None:
         self.executor = executor
         self.tokenizer = tokenizer
-        speculator = speculator_for(config, executor)
+        speculator = speculator_for(config, config.pools.decode, executor)
         self._core = EngineCore(executor, limits_for(config.pools.decode), SystemClock(), speculator)
         self._root = hash_root(model_fingerprint=executor.kv.shape.fingerprint)
         self._grammars = Grammars(tokenizer, vocab_size=executor.vocab_size, eos_token_ids=executor.eos_token_ids)

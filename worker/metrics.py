@@ -39,8 +39,6 @@ class RuntimeCollector(Collector):
             "kvrelay_worker_cancels": ("Calls cancelled", runtime.counters.num_cancelled),
             "kvrelay_prompt_tokens_cached": ("Prompt tokens found in the cache", load.num_cached_tokens),
             "kvrelay_prompt_tokens_computed": ("Prompt tokens computed", load.num_computed_tokens),
-            "kvrelay_draft_tokens": ("Draft tokens verified", load.num_drafted_tokens),
-            "kvrelay_draft_tokens_accepted": ("Draft tokens accepted", load.num_accepted_tokens),
             "kvrelay_engine_busy_seconds": ("Time in engine steps", runtime.timing.busy_s),
         }
         for make, families in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
@@ -61,6 +59,15 @@ class RuntimeCollector(Collector):
             for number, name in TRANSPORT_NAMES.items():
                 kv_bytes.add_metric([*labels, name, direction], totals[number])
         yield kv_bytes
+        drafts = {
+            "kvrelay_draft_tokens": ("Draft tokens verified", [counts.num_drafted for counts in load.drafts]),
+            "kvrelay_draft_tokens_accepted": ("Draft tokens accepted", [counts.num_accepted for counts in load.drafts]),
+        }
+        for name, (text, numbers) in drafts.items():
+            family = CounterMetricFamily(name, text, labels=["worker", "role", "position"])
+            for position, number in enumerate(numbers, 1):
+                family.add_metric([*labels, str(position)], number)
+            yield family
         pulls = CounterMetricFamily(
             "kvrelay_prefix_pulls", "Pulls of cached blocks ended", labels=["worker", "role", "outcome"]
         )

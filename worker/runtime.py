@@ -6,7 +6,7 @@ import os
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import tokenizers
@@ -31,6 +31,7 @@ from engine.events import EngineLoad, StepReport
 from engine.executor import Executor
 from engine.group import Group
 from engine.sequence import EngineRequest
+from engine.speculation.speculator import Speculator
 from engine.thread import DriverFactory, EngineDriver, EngineThread
 from kv_transfer.handoff import HandoffTable
 from kv_transfer.pull import KvPuller
@@ -72,6 +73,8 @@ class Outside:
     """Runs the engine's core."""
     check_pull: CheckPull
     """Checks another worker's right to a pull."""
+    speculator: Speculator | None = None
+    """Drafts for the engine."""
 
     @classmethod
     def real(cls, credentials: Credentials) -> "Outside":
@@ -126,7 +129,7 @@ class WorkerRuntime:
         self.bytes_sent: Counter[int] = Counter()
         self.bytes_received: Counter[int] = Counter()
         self.hub = KvEventHub()
-        core = EngineCore(executor, limits_for(self.pool_config), clock, speculator_for(config, executor))
+        core = EngineCore(executor, limits_for(self.pool_config), clock, outside.speculator)
         self.load: EngineLoad = core.load()
         self.timing = WorkerTiming(max_step_tokens=self.pool_config.max_step_tokens)
         self.recent_steps = RecentSteps(executor.floors, clock)
@@ -179,6 +182,7 @@ class WorkerRuntime:
         pool = pool_of(config, role)
         loop = asyncio.get_running_loop()
         executor, tokenizer = await loop.run_in_executor(None, load_executor_for, config, pool)
+        speculator = await loop.run_in_executor(None, speculator_for, config, pool, executor)
         chat_template = await loop.run_in_executor(None, load_template_for, config)
         runtime = cls(
             config=config,
@@ -186,7 +190,7 @@ class WorkerRuntime:
             worker_id=WorkerId(worker_id),
             executor=executor,
             tokenizer=tokenizer,
-            outside=Outside.real(credentials),
+            outside=replace(Outside.real(credentials), speculator=speculator),
         )
         runtime.chat_template = chat_template
         runtime.tracer = make_tracer(config.tracing, service="kvrelay-worker", instance=worker_id)

@@ -12,6 +12,8 @@ NUM_WARM_UP_STEPS = 2
 MIN_CHANGE = 0.05
 """Relative change of a prediction that routers are told of."""
 MAX_PEERS = 256
+GAP_STEPS = 32
+"""Steps whose tokens together are a sample of the gap between tokens."""
 _FIRST_FIT = 8
 _FIT_INTERVAL = 1024
 _DRIFT_INTERVAL = 64
@@ -66,6 +68,48 @@ class StepFit:
         return True
 
 
+class GapFit:
+    """Fits the time in which decoding sequences get a token each, once steps verify drafts.
+
+    A single step says little, since it brings one token or a dozen: sums over `GAP_STEPS` steps are fitted.
+    """
+
+    def __init__(self, guess: StepModel) -> None:
+        self._fit = StepFit(guess)
+        self._has_begun = False
+        """Whether a step has verified a draft: before that, the gap is a step."""
+        self._num_steps = self._num_decodes = self._num_context_tokens = self._num_accepted = 0
+        self._seconds = 0.0
+
+    @property
+    def model(self) -> StepModel | None:
+        """The model; None before there are enough steps with drafts."""
+        return self._fit.model if self._fit.model.num_samples else None
+
+    def add(self, sample: StepSample) -> bool:
+        """Take a step that only decodes into account; returns whether there is a new model."""
+        self._has_begun |= sample.undrafted is not None
+        if not self._has_begun:
+            return False
+        shape = sample.undrafted or sample.shape
+        self._num_steps += 1
+        self._num_decodes += shape.num_decodes
+        self._num_context_tokens += shape.num_context_tokens
+        self._num_accepted += sample.num_accepted
+        self._seconds += sample.seconds
+        if self._num_steps < GAP_STEPS:
+            return False
+        num_steps, num_tokens = self._num_steps, self._num_decodes + self._num_accepted
+        mean = StepShape(
+            num_decodes=round(self._num_decodes / num_steps),
+            num_context_tokens=round(self._num_context_tokens / num_steps),
+        )
+        seconds = self._seconds * self._num_decodes / (num_steps * num_tokens)
+        self._num_steps = self._num_decodes = self._num_context_tokens = self._num_accepted = 0
+        self._seconds = 0.0
+        return self._fit.add(StepSample(shape=mean, seconds=seconds))
+
+
 class LinkFit:
     """Fits the model of pulls over one link."""
 
@@ -93,6 +137,7 @@ class WorkerTiming:
     def __init__(self, *, max_step_tokens: int) -> None:
         self._prefill = StepFit(GUESSED_TIMING.prefill)
         self._decode = StepFit(GUESSED_TIMING.decode)
+        self._gap = GapFit(GUESSED_TIMING.decode)
         self._links: dict[WorkerId, LinkFit] = {}
         self._any_link = LinkFit(0)
         self._max_step_tokens = max_step_tokens
@@ -117,7 +162,12 @@ class WorkerTiming:
         """Learn from finished steps."""
         for sample in samples:
             self.busy_s += sample.seconds
-            if (self._prefill if sample.shape.num_prefill_tokens else self._decode).add(sample):
+            if sample.shape.num_prefill_tokens:
+                is_new = self._prefill.add(sample)
+            else:
+                is_new = self._decode.add(sample)
+                is_new |= self._gap.add(sample)
+            if is_new:
                 self._renew()
 
     def observe_pull(self, peer: WorkerId, transport: int, num_bytes: int, seconds: float) -> None:
@@ -153,6 +203,7 @@ class WorkerTiming:
         return TimingModel(
             prefill=self._prefill.model,
             decode=self._decode.model,
+            gap=self._gap.model,
             max_step_tokens=self._max_step_tokens,
             links=links,
         )
@@ -171,6 +222,8 @@ class WorkerTiming:
         predictions: dict[object, float] = {}
         for shape in reference_shapes(self._max_step_tokens):
             predictions[shape] = self.model.step_s(shape)
+            if self.model.gap is not None:
+                predictions["gap", shape] = self.model.gap.seconds(shape)
         for peer, link in self.model.links.items():
             for num_bytes in _REFERENCE_BYTES:
                 predictions[peer, num_bytes] = link.seconds(num_bytes)

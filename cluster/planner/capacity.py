@@ -163,8 +163,8 @@ class DecodeCapacity:
         # The first token comes from prefill, but it needs its KV too, so it counts as decoded.
         self.mean_output_tokens = sum(shape.num_output_tokens for shape in shapes) / len(shapes)
         contexts = [shape.num_prompt_tokens + shape.num_output_tokens / 2 for shape in shapes]
-        decode = timing.decode
-        self._cost_s = self._moments([decode.per_decode_s + decode.per_context_token_s * each for each in contexts])
+        gap = timing.token_gap
+        self._cost_s = self._moments([gap.per_decode_s + gap.per_context_token_s * each for each in contexts])
         self.is_reachable = self._step_s + self._cost_s.mean <= objectives.slo.tpot_s
         """Whether a single sequence is within the objective."""
         self._z = NormalDist().inv_cdf(objectives.attainment)

@@ -6,8 +6,12 @@ Steps are kept by classes of rows. Other work on the machine only ever adds time
 steps of a class stands for it; steps that are long ago do not count, since contexts have grown and requests changed.
 """
 
+import math
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
 
 from common.timing import StepShape
 
@@ -39,6 +43,8 @@ class StepCosts:
 
     def __init__(self) -> None:
         self._classes: dict[int, deque[_Step]] = {}
+        self._fastest: dict[int, _Step] = {}
+        """The fastest of the latest steps of each class."""
         self._num_steps = 0
 
     def observe(self, shape: StepShape, seconds: float) -> None:
@@ -47,28 +53,34 @@ class StepCosts:
             return
         self._num_steps += 1
         step = _Step(num_rows=shape.num_decodes, seconds=seconds, number=self._num_steps)
-        self._classes.setdefault(_class_of(step.num_rows), deque(maxlen=CLASS_STEPS)).append(step)
+        name = _class_of(step.num_rows)
+        latest = self._classes.setdefault(name, deque(maxlen=CLASS_STEPS))
+        while latest and latest[0].number <= self._num_steps - MAX_AGE:
+            latest.popleft()
+        latest.append(step)
+        self._fastest[name] = min(latest, key=lambda each: each.relative_s)
 
     def predict(self, num_rows: int, num_more: int) -> list[float]:
         """Return the seconds of steps with `num_rows` and 0 to `num_more` more rows; empty before any can be told."""
         known = self._known()
         if self._num_steps < MIN_STEPS or not known:
             return []
-        alone_s = _between(known, num_rows)
-        return [
-            max(_between(known, num_rows + i), alone_s * (1 + i / (num_rows + EQUIVALENT_ROWS)))
-            for i in range(num_more + 1)
-        ]
+        rows = np.arange(num_rows, num_rows + num_more + 1)
+        times_s = _seconds_of(known, rows)
+        least_s = times_s[0] * (1 + (rows - num_rows) / (num_rows + EQUIVALENT_ROWS))
+        found: list[float] = np.maximum(times_s, least_s).tolist()
+        return found
 
-    def _known(self) -> list[_Step]:
-        """Return the fastest step of each class, by rows. One is never slower than one with more rows."""
+    def _known(self) -> list[tuple[int, float]]:
+        """Return rows and seconds of the fastest step of each class. None is slower than one with more rows."""
         oldest = self._num_steps - MAX_AGE
-        known: list[_Step] = []
-        for name in sorted(self._classes, reverse=True):
-            recent = [step for step in self._classes[name] if step.number > oldest]
-            if recent:
-                best = min(recent, key=lambda step: step.relative_s)
-                known.append(replace(best, seconds=min(best.seconds, known[-1].seconds)) if known else best)
+        known: list[tuple[int, float]] = []
+        least_s = math.inf
+        for name in sorted(self._fastest, reverse=True):
+            step = self._fastest[name]
+            if step.number > oldest:
+                least_s = min(least_s, step.seconds)
+                known.append((step.num_rows, least_s))
         return known[::-1]
 
 
@@ -78,12 +90,10 @@ def _class_of(num_rows: int) -> int:
     return 2 * length + (num_rows >> (length - 2) & 1 if length > 1 else 0)
 
 
-def _between(known: list[_Step], num_rows: int) -> float:
-    """Return the seconds of a step on the line through the known ones around it, else in proportion to the nearest."""
-    above = next((i for i, step in enumerate(known) if step.num_rows >= num_rows), len(known))
-    if 0 < above < len(known):
-        left, right = known[above - 1], known[above]
-        share = (num_rows - left.num_rows) / (right.num_rows - left.num_rows)
-        return left.seconds + share * (right.seconds - left.seconds)
-    nearest = known[min(above, len(known) - 1)]
-    return nearest.relative_s * (num_rows + EQUIVALENT_ROWS)
+def _seconds_of(known: list[tuple[int, float]], rows: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    """Return the seconds of steps on the line through the known ones around them, else in proportion to the nearest."""
+    (first_rows, first_s), (last_rows, last_s) = known[0], known[-1]
+    between = np.interp(rows, [at for at, _s in known], [seconds for _at, seconds in known])
+    below = first_s * (rows + EQUIVALENT_ROWS) / (first_rows + EQUIVALENT_ROWS)
+    above = last_s * (rows + EQUIVALENT_ROWS) / (last_rows + EQUIVALENT_ROWS)
+    return np.where(rows < first_rows, below, np.where(rows > last_rows, above, between))

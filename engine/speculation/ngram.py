@@ -5,18 +5,23 @@ are found as LZ77 finds them: each pair of tokens leads to the latest place behi
 of the latest few, the one with the longest common text before it is the draft's source. A token costs O(1): one entry,
 and a search of bounded length.
 
+Where an answer leaves its source, it often comes back: a word was replaced, left out or put in between. Until two
+tokens match again, the draft continues from the place near the source that has the answer's last token before it, or
+else behind the token that was replaced.
+
 The longer the common text, the likelier the draft. How likely is counted for every token of an answer, whether it was
 drafted or not, since the prediction was there in any case.
 """
 
 from array import array
-from bisect import bisect_right
+from collections.abc import Mapping
 from itertools import accumulate
 from operator import mul
 
-from common.tokens import TokenArray, as_tokens
+from common.tokens import TokenArray
+from engine.executor import StepResult
 from engine.sequence import Sequence
-from engine.speculation.drafter import Draft
+from engine.speculation.rates import SLOW_FORGETTING, HitRates
 
 MIN_MATCH = 2
 """Fewest tokens that a draft's source has in common with the end of the text."""
@@ -27,37 +32,11 @@ MAX_PLACES = 8
 MAX_NEW_TOKENS = 4096
 """Most tokens that enter an index in one step: a long prompt enters in several, and is not drafted from before."""
 
-_CLASSES = (3, 4, 5, 8, 16)
-_PRIOR_RATES = (0.2, 0.4, 0.5, 0.7, 0.85, 0.95)
-_PRIOR_WEIGHT = 4.0
-_FORGETTING = 0.95
-_SLOW_FORGETTING = 0.998
+NUM_AHEAD, NUM_BACK = 16, 4
+"""Tokens around the end of the last match where an answer may come back to its source."""
 
-
-class HitRates:
-    """How often the token behind a match was the right one, by the length of the match."""
-
-    def __init__(self, prior: "HitRates | None" = None, *, forgetting: float = _FORGETTING) -> None:
-        self._prior = prior
-        self._forgetting = forgetting
-        self._num_hits = [0.0] * len(_PRIOR_RATES)
-        self._num_trials = [0.0] * len(_PRIOR_RATES)
-
-    def rate(self, match_len: int) -> float:
-        """Return the estimated probability that the next token behind a match of some length is right."""
-        return self._rate(bisect_right(_CLASSES, match_len))
-
-    def count(self, match_len: int, *, is_hit: bool) -> None:
-        """Take one token into account, here and in the prior."""
-        i = bisect_right(_CLASSES, match_len)
-        self._num_hits[i] = self._num_hits[i] * self._forgetting + is_hit
-        self._num_trials[i] = self._num_trials[i] * self._forgetting + 1
-        if self._prior is not None:
-            self._prior.count(match_len, is_hit=is_hit)
-
-    def _rate(self, i: int) -> float:
-        prior = _PRIOR_RATES[i] if self._prior is None else self._prior._rate(i)  # noqa: SLF001 - of its own class
-        return (prior * _PRIOR_WEIGHT + self._num_hits[i]) / (_PRIOR_WEIGHT + self._num_trials[i])
+_CLASSES = (1, 2, 3, 4, 5, 8, 16)
+_PRIOR_RATES = (0.2, 0.4, 0.2, 0.4, 0.5, 0.7, 0.85, 0.95)
 
 
 class NgramIndex:
@@ -106,32 +85,53 @@ class _History:
     """One sequence's index, and the prediction of its next token."""
 
     def __init__(self, shared_rates: HitRates) -> None:
-        self.rates = HitRates(shared_rates)
+        self.rates = shared_rates.of_sequence()
         self._index = NgramIndex()
         self._num_seen = 0
         self._place, self._match_len = -1, 0
+        self._left = -1
+        """Place of the token that would have continued the last match; -1: there was none."""
 
     def catch_up(self, text: TokenArray) -> None:
         """Count how far the prediction was right, and make the next one."""
         for position in range(self._num_seen, len(text)):
-            if not self._match_len:
+            if self._place < 0:
                 break
             is_hit = text[self._place] == text[position]
             self.rates.count(self._match_len, is_hit=is_hit)
-            self._place, self._match_len = (self._place + 1, self._match_len + 1) if is_hit else (-1, 0)
+            if is_hit:
+                self._place, self._match_len = self._place + 1, self._match_len + 1
+            else:
+                self._left = self._place
+                self._place, self._match_len = -1, 0
         self._num_seen = len(text)
         self._place, self._match_len = self._index.find(text) if self._index.extend(text) else (-1, 0)
+        if not self._match_len and self._left >= 0:
+            self._place, self._match_len = self._come_back(text)
 
-    def draft(self, text: TokenArray, max_tokens: int) -> Draft:
+    def _come_back(self, text: TokenArray) -> tuple[int, int]:
+        """Return a place near the end of the last match, and 1 when the text's last token stands before it, else 0."""
+        left, last = self._left, text[-1]
+        ahead = range(left + 1, min(left + NUM_AHEAD, len(text)))
+        back = range(left, max(0, left - NUM_BACK), -1)
+        near = next((place for each in (ahead, back) for place in each if text[place - 1] == last), -1)
+        if near >= 0:
+            return near, 1
+        return (left + 1, 0) if left + 1 < len(text) else (-1, 0)
+
+    def chances(self, max_tokens: int) -> list[float]:
+        """Return the probabilities that the first token of a draft is right, the first two, and so on."""
+        if self._place < 0:
+            return []
+        return list(accumulate((self.rates.rate(self._match_len + i) for i in range(max_tokens)), mul))
+
+    def draft(self, text: TokenArray, num_tokens: int) -> TokenArray:
         """Return what followed the match. A source that reaches the end of the text goes on with the draft itself."""
-        if not self._match_len or max_tokens <= 0:
-            return Draft(token_ids=as_tokens(()), chances=[])
-        token_ids = text[self._place : self._place + max_tokens]
+        token_ids = text[self._place : self._place + num_tokens]
         period = len(token_ids)
-        while len(token_ids) < max_tokens:
-            token_ids += token_ids[: min(period, max_tokens - len(token_ids))]
-        rates = (self.rates.rate(self._match_len + i) for i in range(max_tokens))
-        return Draft(token_ids=token_ids, chances=list(accumulate(rates, mul)))
+        while len(token_ids) < num_tokens:
+            token_ids += token_ids[: min(period, num_tokens - len(token_ids))]
+        return token_ids
 
 
 class NgramDrafter:
@@ -139,15 +139,25 @@ class NgramDrafter:
 
     def __init__(self) -> None:
         self._histories: dict[Sequence, _History] = {}
-        self._rates = HitRates(forgetting=_SLOW_FORGETTING)
+        self._rates = HitRates(_CLASSES, _PRIOR_RATES, forgetting=SLOW_FORGETTING)
 
-    def draft(self, sequence: Sequence, max_tokens: int) -> Draft:
-        """See `Drafter`."""
+    def prospects(self, sequence: Sequence, max_tokens: int) -> list[float]:
+        """See `Drafter`. Learns from the tokens since the last call, whether they were drafted or not."""
         history = self._histories.get(sequence)
         if history is None:
             history = self._histories[sequence] = _History(self._rates)
         history.catch_up(sequence.token_ids)
-        return history.draft(sequence.token_ids, max_tokens)
+        return history.chances(max_tokens)
+
+    def draft(self, wanted: Mapping[Sequence, int]) -> dict[Sequence, TokenArray]:
+        """See `Drafter`."""
+        return {each: self._histories[each].draft(each.token_ids, num_tokens) for each, num_tokens in wanted.items()}
+
+    def costs_s(self, num_sequences: int, num_tokens: int) -> None:
+        """See `Drafter`."""
+
+    def observe(self, sequence: Sequence, num_drafted: int, result: StepResult) -> None:
+        """See `Drafter`: it learns from the text."""
 
     def forget(self, sequence: Sequence) -> None:
         """See `Drafter`."""

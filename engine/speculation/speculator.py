@@ -7,36 +7,61 @@ beside many answers. A draft decides when a token comes, never which one (`engin
 depend on anything.
 """
 
-from collections.abc import Iterator
+import enum
+import time
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 
-from common.timing import StepShape
 from common.tokens import TokenArray
-from engine.executor import ScheduledSequence
+from engine.events import DraftCounts
+from engine.executor import ScheduledSequence, StepResult
 from engine.plan import StepPlan
 from engine.sequence import Sequence
 from engine.speculation.costs import StepCosts
-from engine.speculation.drafter import Draft, Drafter
+from engine.speculation.drafter import Drafter
+from engine.speculation.outcomes import Expected, Outcomes
 
 MIN_GAIN = 1.08
 """Smallest ratio of tokens per second with and without drafts that is worth it: chances and times are estimates."""
+MAX_STEP_DRAFTS = 96
+"""Most drafted tokens that are looked at for a step, but for one of each answer: looking costs time, too."""
+ANSWERS_PER_REST = 4
+"""After a step for which no draft was worth it, as many steps go by without a look as the batch has times so many
+answers. Looking takes 0.3 % of the steps of a small batch, and would take 2 % of those of 32."""
+
+
+class Rule(enum.Enum):
+    """How a drafted token is verified."""
+
+    COUPLED = "coupled"
+    """It is accepted if it is the token that would have been drawn without it: drafts change no answer."""
+    REJECTION = "rejection"
+    """It is accepted with the probability that the model gives it, and else another one is drawn: answers have the
+    model's distribution, and depend on the drafts."""
 
 
 class Speculator:
     """Engine thread only."""
 
-    def __init__(self, drafter: Drafter, *, num_tokens: int) -> None:
+    def __init__(self, drafter: Drafter, *, num_tokens: int, rule: Rule = Rule.COUPLED) -> None:
         """`num_tokens`: most drafted tokens of one sequence in a step."""
         self._drafter = drafter
+        self._rule = rule
         self._num_tokens = num_tokens
         self._costs = StepCosts()
-        self.num_drafted = 0
-        """Drafted tokens that steps have verified."""
-        self.num_accepted = 0
+        self._outcomes = Outcomes()
+        self._num_to_rest = 0
+        self._num_drafted, self._num_accepted = [0] * num_tokens, [0] * num_tokens
 
-    def observe(self, shape: StepShape, seconds: float) -> None:
-        """Learn from the time of a step."""
-        self._costs.observe(shape, seconds)
+    def observe(self, plan: StepPlan, results: Seq[StepResult], seconds: float) -> None:
+        """Learn from the tokens and the time of a step."""
+        self._costs.observe(plan.shape, seconds - plan.drafting_s)
+        for (sequence, item), result in zip(plan.batch.items(), results, strict=False):
+            if item.num_samples == 1:
+                self._drafter.observe(sequence, len(item.draft), result)
+        if plan.expected is not None and seconds > 0:
+            num_tokens = sum(len(result.sampled) for result in results)
+            self._outcomes.observe(plan.expected, num_tokens=num_tokens, seconds=seconds)
 
     def drafts_for(self, plan: StepPlan, *, max_tokens: int) -> Iterator[tuple[Sequence, TokenArray]]:
         """Yield sequences of a plan and the drafts to verify, none empty, of at most `max_tokens` tokens together.
@@ -44,51 +69,92 @@ class Speculator:
         None for a step with prompts: its time is bounded by other rules (`engine/step_budget.py`).
         """
         shape = plan.shape
-        if shape.num_prefill_tokens or not shape.num_decodes:
+        num_answers = shape.num_decodes
+        if shape.num_prefill_tokens or not num_answers:
             return
-        drafts = {
-            sequence: self._drafter.draft(sequence, min(self._num_tokens, _num_following(sequence)))
+        if self._num_to_rest:
+            self._num_to_rest -= 1
+            return
+        most = min(self._num_tokens, max(1, MAX_STEP_DRAFTS // num_answers))
+        prospects = {
+            sequence: self._drafter.prospects(sequence, min(most, _num_following(sequence)))
             for sequence, item in plan.batch.items()
             if _may_draft(item)
         }
-        num_drafted = min(max_tokens, sum(len(draft.chances) for draft in drafts.values()))
-        times_s = self._costs.predict(shape.num_decodes, num_drafted)
-        if not times_s or not num_drafted:
+        num_drafted = min(max_tokens, sum(map(len, prospects.values())))
+        times_s = self._costs.predict(num_answers, num_drafted) if num_drafted else []
+        if not times_s:
             return
-        for sequence, num_taken in choose_rows(drafts, shape.num_decodes, times_s).items():
-            draft = sequence.following(drafts[sequence].token_ids[:num_taken])
+        drafting_s = self._drafter.costs_s(len(prospects), most) or (0.0,) * (most + 1)
+        min_gain = MIN_GAIN * self._outcomes.optimism(num_answers)
+        chosen = choose_rows(prospects, num_answers, times_s, drafting_s, min_gain=min_gain)
+        if not chosen:
+            self._num_to_rest = num_answers // ANSWERS_PER_REST
+        gains = (sum(prospects[sequence][:num_taken]) for sequence, num_taken in chosen.items())
+        plan.expected = Expected(
+            num_answers=num_answers,
+            num_tokens=num_answers + sum(gains),
+            seconds=times_s[sum(chosen.values())] + drafting_s[max(chosen.values(), default=0)],
+        )
+        if not chosen:
+            return
+        began_s = time.perf_counter()
+        drafts = self._drafter.draft(chosen)
+        plan.drafting_s = time.perf_counter() - began_s
+        for sequence, token_ids in drafts.items():
+            draft = sequence.following(token_ids)
             if draft:
                 yield sequence, draft
 
+    def rejects(self, sequence: Sequence) -> bool:
+        """Return whether a sequence's drafts are verified by the rejection rule. The greedy choice leaves none."""
+        request = sequence.request
+        return self._rule is Rule.REJECTION and not (request.sampling.is_greedy or request.must_repeat)
+
     def verified(self, num_drafted: int, num_accepted: int) -> None:
         """Count a verified draft."""
-        self.num_drafted += num_drafted
-        self.num_accepted += num_accepted
+        for place in range(num_drafted):
+            self._num_drafted[place] += 1
+            self._num_accepted[place] += place < num_accepted
+
+    @property
+    def counts(self) -> tuple[DraftCounts, ...]:
+        """Drafted tokens that steps have verified, by their place in the draft."""
+        return tuple(map(DraftCounts, self._num_drafted, self._num_accepted))
 
     def forget(self, sequence: Sequence) -> None:
         """Drop what is kept for a sequence that has ended."""
         self._drafter.forget(sequence)
 
 
-def choose_rows(drafts: dict[Sequence, Draft], num_rows: int, times_s: Seq[float]) -> dict[Sequence, int]:
-    """Return how many leading tokens of each draft to verify in a step of `num_rows`; without those that have none.
+def choose_rows(
+    prospects: Mapping[Sequence, Seq[float]],
+    num_rows: int,
+    times_s: Seq[float],
+    drafting_s: Seq[float],
+    *,
+    min_gain: float = MIN_GAIN,
+) -> dict[Sequence, int]:
+    """Return how many tokens to draft for each sequence of a step of `num_rows`; without those that get none.
 
-    `times_s` are the predicted times of the step with no, one, two, … more rows.
+    `times_s` are the predicted times of the step with no, one, two, … more rows, `drafting_s` those of drafting as many
+    tokens for each. None is worth it unless tokens per second rise by `min_gain`.
     """
     rows = sorted(
-        ((chance, sequence) for sequence, draft in drafts.items() for chance in draft.chances),
-        key=lambda row: row[0],
+        ((chance, -depth, sequence) for sequence, each in prospects.items() for depth, chance in enumerate(each, 1)),
+        key=lambda row: row[:2],
         reverse=True,
     )[: len(times_s) - 1]
-    num_tokens = float(num_rows)
-    best_rate, num_best = MIN_GAIN * num_tokens / times_s[0], 0
-    for num_more, (chance, _sequence) in enumerate(rows, 1):
+    num_tokens, deepest = float(num_rows), 0
+    best_rate, num_best = min_gain * num_tokens / times_s[0], 0
+    for num_more, (chance, depth, _sequence) in enumerate(rows, 1):
         num_tokens += chance
-        rate = num_tokens / times_s[num_more]
+        deepest = max(deepest, -depth)
+        rate = num_tokens / (times_s[num_more] + drafting_s[deepest])
         if rate > best_rate:
             best_rate, num_best = rate, num_more
     chosen: dict[Sequence, int] = {}
-    for _chance, sequence in rows[:num_best]:
+    for _chance, _depth, sequence in rows[:num_best]:
         chosen[sequence] = chosen.get(sequence, 0) + 1
     return chosen
 

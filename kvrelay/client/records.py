@@ -191,6 +191,10 @@ class Usage:
     """Prompt tokens whose KV the decode worker already held, so that they were not transferred."""
     num_pulled_tokens: int = 0
     """Cached tokens that were pulled from another worker for this request."""
+    num_drafted_tokens: int = 0
+    """Draft tokens that were verified for the answer. Those that were wrong are in no other count."""
+    num_accepted_tokens: int = 0
+    """Those that were right: tokens of the answer that took no step of their own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

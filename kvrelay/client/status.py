@@ -230,6 +230,10 @@ class DecisionOutcome:
     mean_itl_s: float | None
     ended: str | None
     """None while the attempt runs; then "completed" or the name of an error class."""
+    num_drafted_tokens: int = 0
+    """Draft tokens that its steps have verified."""
+    num_accepted_tokens: int = 0
+    """Those that were right."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

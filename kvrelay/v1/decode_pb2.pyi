@@ -364,8 +364,14 @@ class TokenBatch(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     PREFILL_S_FIELD_NUMBER: _builtins.int
     RUNS_FIELD_NUMBER: _builtins.int
+    NUM_DRAFTED_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_ACCEPTED_TOKENS_FIELD_NUMBER: _builtins.int
     prefill_s: _builtins.float
     """With the first batch of a local plan: start to end of prefill computation."""
+    num_drafted_tokens: _builtins.int
+    """Draft tokens that were verified since the batch before."""
+    num_accepted_tokens: _builtins.int
+    """Those of them that were right."""
     @_builtins.property
     def tokens(self) -> _containers.RepeatedCompositeFieldContainer[_sampling_pb2.SampleToken]:
         """In order for each sample."""
@@ -385,10 +391,12 @@ class TokenBatch(_message.Message):
         prompt_logprobs: _abc.Iterable[_sampling_pb2.PositionLogprobs] | None = ...,
         prefill_s: _builtins.float = ...,
         runs: _abc.Iterable[_sampling_pb2.TokenRun] | None = ...,
+        num_drafted_tokens: _builtins.int = ...,
+        num_accepted_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["prefill_s", b"prefill_s", "prompt_logprobs", b"prompt_logprobs", "runs", b"runs", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_accepted_tokens", b"num_accepted_tokens", "num_drafted_tokens", b"num_drafted_tokens", "prefill_s", b"prefill_s", "prompt_logprobs", b"prompt_logprobs", "runs", b"runs", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -687,7 +687,10 @@ class Accepted(_message.Message):
     rendered_unix_s: _builtins.int
     """The time, in seconds since 1970, that a chat template which writes the date was given; 0: the prompt was no chat."""
     exact_resume: _builtins.bool
-    """ModelInfo.exact_resume of the model that answers."""
+    """Whether the answer, continued elsewhere after a loss, gets the tokens that it would have got; else up to near ties, as
+    ModelInfo.exact_resume says, or with other tokens of the same distribution, for sampled answers where
+    model.speculation.rule is "rejection".
+    """
     @_builtins.property
     def answer_format(self) -> Global___AnswerFormat:
         """How to read the text; absent when the prompt was no chat."""
@@ -727,6 +730,8 @@ class Usage(_message.Message):
     NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_DECODE_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_PULLED_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_DRAFTED_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_ACCEPTED_TOKENS_FIELD_NUMBER: _builtins.int
     num_prompt_tokens: _builtins.int
     """Prompt length."""
     num_output_tokens: _builtins.int
@@ -737,6 +742,10 @@ class Usage(_message.Message):
     """Prompt tokens whose KV the decode worker already held, so that they were not transferred."""
     num_pulled_tokens: _builtins.int
     """Of num_cached_tokens: those that were pulled from another worker for this request."""
+    num_drafted_tokens: _builtins.int
+    """Draft tokens that were verified for the answer (speculation). Those that were wrong are in no other count."""
+    num_accepted_tokens: _builtins.int
+    """Those of them that were right: tokens of the answer that took no step of their own."""
     def __init__(
         self,
         *,
@@ -745,10 +754,12 @@ class Usage(_message.Message):
         num_cached_tokens: _builtins.int = ...,
         num_decode_cached_tokens: _builtins.int = ...,
         num_pulled_tokens: _builtins.int = ...,
+        num_drafted_tokens: _builtins.int = ...,
+        num_accepted_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_cached_tokens", b"num_cached_tokens", "num_decode_cached_tokens", b"num_decode_cached_tokens", "num_output_tokens", b"num_output_tokens", "num_prompt_tokens", b"num_prompt_tokens", "num_pulled_tokens", b"num_pulled_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_accepted_tokens", b"num_accepted_tokens", "num_cached_tokens", b"num_cached_tokens", "num_decode_cached_tokens", b"num_decode_cached_tokens", "num_drafted_tokens", b"num_drafted_tokens", "num_output_tokens", b"num_output_tokens", "num_prompt_tokens", b"num_prompt_tokens", "num_pulled_tokens", b"num_pulled_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1474,6 +1485,8 @@ class DecisionOutcome(_message.Message):
     TTFT_S_FIELD_NUMBER: _builtins.int
     MEAN_ITL_S_FIELD_NUMBER: _builtins.int
     ENDED_FIELD_NUMBER: _builtins.int
+    NUM_DRAFTED_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_ACCEPTED_TOKENS_FIELD_NUMBER: _builtins.int
     num_cached_tokens: _builtins.int
     """Prompt tokens found in the cache, pulled ones included."""
     ttft_s: _builtins.float
@@ -1482,6 +1495,10 @@ class DecisionOutcome(_message.Message):
     """Mean gap between tokens, seconds."""
     ended: _builtins.str
     """How the attempt ended: empty while it runs, "completed", "moved", or the name of an error class."""
+    num_drafted_tokens: _builtins.int
+    """Draft tokens that its steps have verified (speculation)."""
+    num_accepted_tokens: _builtins.int
+    """Those of them that were right."""
     def __init__(
         self,
         *,
@@ -1489,10 +1506,12 @@ class DecisionOutcome(_message.Message):
         ttft_s: _builtins.float | None = ...,
         mean_itl_s: _builtins.float | None = ...,
         ended: _builtins.str = ...,
+        num_drafted_tokens: _builtins.int = ...,
+        num_accepted_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_mean_itl_s", b"_mean_itl_s", "_num_cached_tokens", b"_num_cached_tokens", "_ttft_s", b"_ttft_s", "mean_itl_s", b"mean_itl_s", "num_cached_tokens", b"num_cached_tokens", "ttft_s", b"ttft_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_mean_itl_s", b"_mean_itl_s", "_num_cached_tokens", b"_num_cached_tokens", "_ttft_s", b"_ttft_s", "ended", b"ended", "mean_itl_s", b"mean_itl_s", "num_cached_tokens", b"num_cached_tokens", "ttft_s", b"ttft_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_mean_itl_s", b"_mean_itl_s", "_num_cached_tokens", b"_num_cached_tokens", "_ttft_s", b"_ttft_s", "ended", b"ended", "mean_itl_s", b"mean_itl_s", "num_accepted_tokens", b"num_accepted_tokens", "num_cached_tokens", b"num_cached_tokens", "num_drafted_tokens", b"num_drafted_tokens", "ttft_s", b"ttft_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__mean_itl_s: _TypeAlias = _typing.Literal["mean_itl_s"]  # noqa: Y015
     _WhichOneofArgType__mean_itl_s: _TypeAlias = _typing.Literal["_mean_itl_s", b"_mean_itl_s"]  # noqa: Y015

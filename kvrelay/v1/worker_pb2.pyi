@@ -207,6 +207,7 @@ class TimingReport(_message.Message):
     DECODE_FIELD_NUMBER: _builtins.int
     LINKS_FIELD_NUMBER: _builtins.int
     MAX_STEP_TOKENS_FIELD_NUMBER: _builtins.int
+    GAP_FIELD_NUMBER: _builtins.int
     max_step_tokens: _builtins.int
     """Token budget of one step."""
     @_builtins.property
@@ -221,6 +222,12 @@ class TimingReport(_message.Message):
     def links(self) -> _containers.RepeatedCompositeFieldContainer[Global___LinkModel]:
         """Pulls by this worker."""
 
+    @_builtins.property
+    def gap(self) -> Global___StepModel:
+        """Time in which each sequence of a batch that only decodes gets a token; absent: one such step. With speculation a
+        step may bring several.
+        """
+
     def __init__(
         self,
         *,
@@ -228,10 +235,11 @@ class TimingReport(_message.Message):
         decode: Global___StepModel | None = ...,
         links: _abc.Iterable[Global___LinkModel] | None = ...,
         max_step_tokens: _builtins.int = ...,
+        gap: Global___StepModel | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "prefill", b"prefill"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "gap", b"gap", "prefill", b"prefill"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "links", b"links", "max_step_tokens", b"max_step_tokens", "prefill", b"prefill"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "gap", b"gap", "links", b"links", "max_step_tokens", b"max_step_tokens", "prefill", b"prefill"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -57,6 +57,9 @@ class Decision:
     """Time from the choice to the first token."""
     mean_itl_s: float | None = None
     """Mean gap between tokens of the first sample in this attempt."""
+    num_drafted_tokens: int = 0
+    """Draft tokens that its steps have verified."""
+    num_accepted_tokens: int = 0
     ended: str = ""
     """Empty while the attempt runs; then "completed", "moved" when its worker was leaving, or an error's class."""
 
@@ -203,6 +206,8 @@ def _decision(decision: Decision, policy: str, now_s: float) -> pb.Decision:
             ttft_s=decision.ttft_s,
             mean_itl_s=decision.mean_itl_s,
             ended=decision.ended,
+            num_drafted_tokens=decision.num_drafted_tokens,
+            num_accepted_tokens=decision.num_accepted_tokens,
         ),
     )
 

@@ -29,9 +29,9 @@ def test_demo_asks_everything_shows_the_cost_and_stops(
     assert call.config.launcher == "local"
     assert call.config.router.port == 0
     assert call.config.name != "mine"
-    assert len(fake.generate_requests) == 8
-    assert result.stdout.count("remote prefill-0 → decode-0 (longest prefix)") == 8
-    assert result.stdout.count("Hello world") == 8
+    assert len(fake.generate_requests) == 9
+    assert result.stdout.count("remote prefill-0 → decode-0 (longest prefix)") == 9
+    assert result.stdout.count("Hello world") == 9
     assert "A │ Hello world" in result.stdout
     assert "policy predictive" in result.stdout
 

@@ -44,7 +44,14 @@ def test_explain_asks_for_one_request_and_a_number_of_decisions(run: Run, fake: 
 def test_explain_as_json_has_every_field(run: Run, address: str) -> None:
     complete, running = json.loads(run("explain", "-a", address, "--json").stdout)
     assert complete["candidates"][0]["terms"] == {"queue": 0.125, "prefill": 0.375}
-    assert complete["outcome"] == {"num_cached_tokens": 608, "ttft_s": 0.625, "mean_itl_s": 0.03, "ended": "completed"}
+    assert complete["outcome"] == {
+        "num_cached_tokens": 608,
+        "ttft_s": 0.625,
+        "mean_itl_s": 0.03,
+        "ended": "completed",
+        "num_drafted_tokens": 50,
+        "num_accepted_tokens": 40,
+    }
     assert running["outcome"]["ended"] is None
 
 

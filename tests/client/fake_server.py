@@ -189,7 +189,14 @@ def remote_decision() -> pb.Decision:
         num_candidates=6,
         decision_s=0.0004,
         waited_s=1.0,
-        outcome=pb.DecisionOutcome(num_cached_tokens=608, ttft_s=0.625, mean_itl_s=0.03, ended="completed"),
+        outcome=pb.DecisionOutcome(
+            num_cached_tokens=608,
+            ttft_s=0.625,
+            mean_itl_s=0.03,
+            ended="completed",
+            num_drafted_tokens=50,
+            num_accepted_tokens=40,
+        ),
     )
 
 

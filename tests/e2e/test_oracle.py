@@ -226,6 +226,9 @@ async def test_answer_that_comes_by_drafts_is_right_after_its_decode_worker_was_
         answer = await result
         assert short_oracle.complaint(prompts[30], answer.token_ids, max_tokens=400) is None
         assert len(answer.plans) > 1, "the kill must have hit the stream"
+        attempts = [decision.outcome for decision in await client.explain(answer.request_id)]
+        assert sum(each.num_accepted_tokens for each in attempts) == answer.usage.num_accepted_tokens > 0
+        assert answer.usage.num_accepted_tokens <= answer.usage.num_drafted_tokens
         await until_idle(client)
 
 

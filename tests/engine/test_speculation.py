@@ -12,12 +12,12 @@ from common.structured_outputs import structure_text
 from common.timing import StepShape
 from common.tokens import as_tokens
 from engine.core import EngineCore
-from engine.events import TokenOutput
+from engine.events import DraftCounts, TokenOutput, Tokens
 from engine.sequence import EngineRequest
 from engine.sequence import Sequence as EngineSequence
 from engine.speculation.costs import MAX_AGE, StepCosts
-from engine.speculation.drafter import Draft
 from engine.speculation.ngram import MAX_MATCH, MIN_MATCH, NgramDrafter, NgramIndex
+from engine.speculation.outcomes import Expected, Outcomes
 from engine.speculation.speculator import Speculator, choose_rows
 from tests.builders import (
     BLOCK_SIZE,
@@ -30,7 +30,7 @@ from tests.builders import (
     served,
     submit,
 )
-from tests.engine.drafting import GuessingDrafter, eager
+from tests.engine.drafting import GuessingDrafter, draft_of, eager
 from tests.engine.overlap import Spy
 
 STRUCTURE = structure_text({"regex": "(ab|c){2,9}(xyz)?"})
@@ -108,7 +108,11 @@ def test_right_drafts_save_steps_and_fill_the_prefix_cache_to_the_same_block(num
     request = make_request(range(10, 10 + num_prompt_tokens), max_tokens=21, ignore_eos=True)
     plain, core = make_core(), make_core(max_steps_in_flight=1, speculator=guesses([request], rate=1.0, num_tokens=5))
     spy = Spy(core)
-    assert served(core, request).token_ids() == served(plain, request).token_ids()
+    collector = served(core, request)
+    assert collector.token_ids() == served(plain, request).token_ids()
+    drafts = [event.drafts for event in collector.events if isinstance(event, Tokens)]
+    assert drafts == [DraftCounts(), *[DraftCounts(5, 5)] * 3, DraftCounts(1, 1)]
+    assert core.load().drafts[0] == DraftCounts(4, 4)
     assert len(spy.batches) == 1 + 4  # the prompt, 3 x (5 drafted + 1), 2 left
     assert set(core.pool.snapshot().stored) == set(plain.pool.snapshot().stored)
     assert core.load().num_drafted_tokens == core.load().num_accepted_tokens == 5 + 5 + 5 + 1
@@ -151,10 +155,6 @@ def test_nothing_is_drafted_before_steps_are_measured_or_for_an_executor_that_ca
 # ── how much is verified ────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def a_draft(*chances: float) -> Draft:
-    return Draft(token_ids=as_tokens(range(len(chances))), chances=list(chances))
-
-
 def a_sequence(length: int = 100) -> EngineSequence:
     return EngineSequence.from_request(make_request(range(length)), block_size=BLOCK_SIZE, order=0)
 
@@ -164,28 +164,36 @@ def line(num_rows: int, *, constant_s: float, per_row_s: float) -> list[float]:
     return [constant_s + per_row_s * (num_rows + i) for i in range(100)]
 
 
+FREE = [0.0] * 100
 CHEAP = line(1, constant_s=1.0, per_row_s=0.04)
 
 
 def test_a_lone_answer_verifies_likely_tokens_and_no_unlikely_ones() -> None:
     sequence = a_sequence()
-    likely, unlikely = a_draft(*(0.95**i for i in range(1, 9))), a_draft(0.03, 0.001)
-    assert choose_rows({sequence: likely}, 1, CHEAP) == {sequence: 8}
-    assert choose_rows({sequence: likely}, 1, CHEAP[:4]) == {sequence: 3}
-    assert choose_rows({sequence: unlikely}, 1, CHEAP) == {}
-    tail = a_draft(0.9, 0.8, 0.02, 0.0001)
-    assert choose_rows({sequence: tail}, 1, CHEAP) == {sequence: 2}
+    likely, unlikely = [0.95**i for i in range(1, 9)], [0.03, 0.001]
+    assert choose_rows({sequence: likely}, 1, CHEAP, FREE) == {sequence: 8}
+    assert choose_rows({sequence: likely}, 1, CHEAP[:4], FREE) == {sequence: 3}
+    assert choose_rows({sequence: unlikely}, 1, CHEAP, FREE) == {}
+    tail = (0.9, 0.8, 0.02, 0.0001)
+    assert choose_rows({sequence: tail}, 1, CHEAP, FREE) == {sequence: 2}
+
+
+def test_drafts_that_take_time_must_bring_it_in() -> None:
+    sequence, likely = a_sequence(), [0.95**i for i in range(1, 9)]
+    assert choose_rows({sequence: likely}, 1, CHEAP, [0.0, *[0.1 * i for i in range(1, 9)]]) == {sequence: 8}
+    assert choose_rows({sequence: likely}, 1, CHEAP, [0.0, *[0.4 * i for i in range(1, 9)]]) == {sequence: 6}
+    assert choose_rows({sequence: likely}, 1, CHEAP, [0.0, *[0.95 * i for i in range(1, 9)]]) == {}
 
 
 def test_a_large_batch_verifies_nothing_where_rows_cost_what_they_bring() -> None:
-    batch = {a_sequence(): a_draft(0.8, 0.64, 0.5) for _ in range(32)}
-    assert choose_rows(batch, 32, line(32, constant_s=0.2, per_row_s=0.06)) == {}
+    batch = {a_sequence(): (0.8, 0.64, 0.5) for _ in range(32)}
+    assert choose_rows(batch, 32, line(32, constant_s=0.2, per_row_s=0.06), FREE) == {}
 
 
 def test_the_answers_that_copy_get_the_rows() -> None:
     copying, free = a_sequence(), a_sequence()
-    drafts = {copying: a_draft(0.9, 0.81, 0.73), free: a_draft(0.2, 0.04, 0.01)}
-    assert choose_rows(drafts, 2, line(2, constant_s=1.0, per_row_s=0.2)) == {copying: 3}
+    drafts = {copying: (0.9, 0.81, 0.73), free: (0.2, 0.04, 0.01)}
+    assert choose_rows(drafts, 2, line(2, constant_s=1.0, per_row_s=0.2), FREE) == {copying: 3}
 
 
 def observed(*steps: tuple[int, float]) -> StepCosts:
@@ -217,13 +225,53 @@ def test_more_rows_never_look_faster_than_fewer_and_unknown_ones_are_not_free() 
 
 def test_row_is_not_taken_for_free_in_a_large_batch_whatever_was_measured() -> None:
     flat = observed(*[(32, 1.0), (64, 1.0)] * 8).predict(32, 32)
-    batch = {a_sequence(): a_draft(0.6, 0.36) for _ in range(32)}
-    assert choose_rows(batch, 32, flat) == {}
+    batch = {a_sequence(): (0.6, 0.36) for _ in range(32)}
+    assert choose_rows(batch, 32, flat, FREE) == {}
 
 
 def test_costs_of_long_ago_are_forgotten() -> None:
     costs = observed(*[(9, 50.0)] * 8, *[(1, 1.0)] * MAX_AGE)
     assert costs.predict(1, 8)[8] < 2.0
+
+
+def outcome(num_answers: int, gain: float, num_tokens: int, seconds: float) -> tuple[Expected, int, float]:
+    return Expected(num_answers=num_answers, num_tokens=num_answers * gain, seconds=1.0), num_tokens, seconds
+
+
+def optimism(num_answers: int, *steps: tuple[Expected, int, float]) -> float:
+    outcomes = Outcomes()
+    for expected, num_tokens, seconds in steps:
+        outcomes.observe(expected, num_tokens=num_tokens, seconds=seconds)
+    return outcomes.optimism(num_answers)
+
+
+def test_drafts_that_keep_less_than_they_promise_must_promise_more() -> None:
+    plain, good, slow = outcome(32, 1.0, 32, 1.0), outcome(32, 1.5, 48, 1.0), outcome(32, 1.5, 48, 1.5)
+    assert optimism(32, *[plain, good] * 50) == pytest.approx(1.0)
+    assert 1.3 < optimism(32, *[plain, slow] * 50) < 1.6
+    assert optimism(1, *[plain, slow] * 50) == 1.0
+    assert optimism(32, *[plain, slow] * 50, *[plain] * 500) < 1.05  # it tries again
+    busy = [outcome(32, 1.0, 32, 3.0), outcome(32, 1.5, 48, 3.0)]
+    assert optimism(32, *busy * 50) < 1.2  # the machine is slow for all
+
+
+class Hopeless(GuessingDrafter):
+    """Is sure to be wrong, and counts how often it is asked."""
+
+    num_looks = 0
+
+    def prospects(self, sequence: EngineSequence, max_tokens: int) -> list[float]:
+        self.num_looks += 1
+        return [0.01] * max_tokens
+
+
+def test_a_batch_without_worthwhile_drafts_is_seldom_looked_at() -> None:
+    drafter = Hopeless(lambda _sequence: [], rate=0.0)
+    core = make_core(max_steps_in_flight=1, num_blocks=400, max_running=16, speculator=eager(drafter))
+    requests = [make_request([i + 1], max_tokens=41, ignore_eos=True) for i in range(16)]
+    outputs_of(core, requests)
+    assert 0 < drafter.num_looks <= 16 * 40 // 4  # 16 answers of 40 steps; rests of 4 behind each look
+    assert core.load().num_drafted_tokens == 0
 
 
 # ── n-grams ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -254,16 +302,28 @@ def test_source_of_a_draft_is_the_latest_place_with_the_longest_match(text: list
 def test_draft_continues_what_repeats_and_grows_sure_of_itself() -> None:
     drafter, sequence = NgramDrafter(), a_sequence(0)
     sequence.token_ids = as_tokens([7, 8, 9, 5, 7, 8])
-    first = drafter.draft(sequence, 6)
-    assert list(first.token_ids) == [9, 5, 7, 8, 9, 5]  # beyond the end of the text, the draft repeats itself
+    first = drafter.prospects(sequence, 6)
+    assert draft_of(drafter, sequence, 6) == [9, 5, 7, 8, 9, 5]  # beyond the end of the text, the draft repeats itself
     for token_id in [9, 5, 7, 8] * 6:
         sequence.token_ids.append(token_id)
-        later = drafter.draft(sequence, 6)
-    assert later.chances[0] > first.chances[0]
-    assert later.chances == sorted(later.chances, reverse=True)
+        later = drafter.prospects(sequence, 6)
+    assert later[0] > first[0]
+    assert later == sorted(later, reverse=True)
     for token_id in (1, 2, 3, 4):
         sequence.token_ids.append(token_id)
-    assert not drafter.draft(sequence, 6).token_ids
+    assert drafter.prospects(sequence, 6)[0] < 0.5
+
+
+def test_draft_comes_back_to_its_source_behind_a_word_that_was_replaced_or_put_in() -> None:
+    drafter, source = NgramDrafter(), list(range(100, 130))
+    for written, follows in (([100, 101, 102, 1], 104), ([100, 101, 102, 1, 103], 104), ([100, 101, 102, 104], 105)):
+        sequence = a_sequence(0)
+        sequence.token_ids = as_tokens([*source, *written[:3]])
+        drafter.prospects(sequence, 4)
+        for token_id in written[3:]:
+            sequence.token_ids.append(token_id)
+            draft = draft_of(drafter, sequence, 4)
+        assert draft == list(range(follows, follows + 4))
 
 
 def test_predictions_that_fail_lower_the_chances_without_any_verified_draft() -> None:
@@ -272,5 +332,5 @@ def test_predictions_that_fail_lower_the_chances_without_any_verified_draft() ->
     chances = []
     for other in range(10, 40):  # what follows [1, 2] is never what followed it before
         sequence.token_ids += as_tokens([other, 1, 2])
-        chances.append(drafter.draft(sequence, 1).chances[0])
+        chances.append(drafter.prospects(sequence, 1)[0])
     assert chances[-1] < 0.5 * chances[0]

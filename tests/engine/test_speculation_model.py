@@ -21,7 +21,7 @@ from engine.scheduler import SchedulerLimits
 from engine.sequence import EngineRequest
 from engine.sequence import Sequence as EngineSequence
 from engine.speculation.ngram import NgramDrafter
-from engine.speculation.speculator import Speculator
+from engine.speculation.speculator import Rule, Speculator
 from tests.builders import assert_empty, make_request, run_until_idle, submit
 from tests.engine.drafting import GuessingDrafter, eager
 from tests.engine.driver import Driver, load, make_sequence
@@ -139,6 +139,18 @@ def test_real_answers_of_every_kind_are_those_without_speculation(
         load = core.load()
         assert 0 < load.num_accepted_tokens < load.num_drafted_tokens
     assert bool(before.load().num_preemptions) == (num_blocks == NUM_SCARCE_BLOCKS)
+
+
+def test_rejection_rule_leaves_greedy_answers_and_accepts_drafts_of_sampled_ones(model_dir: Path) -> None:
+    executor = load_verifying(model_dir, "bfloat16")
+    greedy, sampled, *_ = requests_of(model_dir, executor)
+    plain, _ = serve(executor, [greedy, sampled], None)
+    speculator = eager(NgramDrafter(), num_tokens=7, rule=Rule.REJECTION)
+    drafted, core = serve(executor, [greedy, sampled], speculator)
+    assert drafted[0] == plain[0]
+    assert len(drafted[1][0]) == len(plain[1][0])
+    assert all(output.logprobs and output.logprobs.token_id == output.token_id for output in drafted[1][0])
+    assert 0 < core.load().num_accepted_tokens < core.load().num_drafted_tokens
 
 
 def test_answer_from_the_prefix_cache_of_a_speculated_one_is_the_same(model_dir: Path) -> None:

@@ -69,10 +69,16 @@ def test_memory_for_no_page_at_all_is_refused_by_the_keys_that_set_it() -> None:
 def test_speculation_that_an_executor_cannot_verify_is_off_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     on = ServingConfig.model_validate({"model": {"engine": "fake", "speculation": {"method": "ngram"}}})
     executor, _ = load_executor_for(on, on.pools.decode)
-    assert speculator_for(make_config(), executor) is None
-    assert speculator_for(on, executor) is not None
+    assert speculator_for(make_config(), make_config().pools.decode, executor) is None
+    assert speculator_for(on, on.pools.decode, executor) is not None
     assert not caplog.records
     executor.verifies_drafts = False
-    assert speculator_for(on, executor) is None
+    assert speculator_for(on, on.pools.decode, executor) is None
     (record,) = caplog.records
     assert "speculation is off" in record.getMessage()
+
+
+def test_draft_model_is_named_exactly_where_it_drafts() -> None:
+    for speculation in ({"method": "draft"}, {"method": "ngram", "model": "small"}):
+        with pytest.raises(ValueError, match="need each other"):
+            ServingConfig.model_validate({"model": {"speculation": speculation}})

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from common.clock import ManualClock
 from common.ids import WorkerId
-from common.timing import GUESSED_TIMING, StepModel, StepShape, TimingModel
+from common.timing import GUESSED_TIMING, StepModel, StepShape, TimingModel, timing_from_proto, timing_to_proto
 from engine.events import StepSample
 from tests.builders import make_core, make_request, submit
 from worker.timing import MIN_CHANGE, NUM_WARM_UP_STEPS, WorkerTiming, reference_shapes
@@ -87,6 +87,24 @@ def test_timing_of_clean_steps_is_the_truth() -> None:
 def test_timing_of_noisy_steps_with_outliers_stays_near_the_truth(seed: int) -> None:
     samples = measured(3000, noise=0.05, share_of_outliers=0.1, seed=seed)
     assert worst_error(learnt_from(samples).model) < 0.15
+
+
+def test_gap_of_speculated_steps_is_the_time_per_token_not_per_step() -> None:
+    rng = random.Random(0)
+    samples = []
+    for _ in range(3200):
+        alone = StepShape(num_decodes=2, num_context_tokens=600)
+        num_drafted, num_accepted = rng.choice([(0, 0), (12, 2), (12, 12)])
+        shape = StepShape(num_decodes=2 + num_drafted, num_context_tokens=600 + 300 * num_drafted)
+        undrafted = alone if num_drafted else None
+        seconds = TRUTH.step_s(shape)
+        samples.append(StepSample(shape=shape, seconds=seconds, undrafted=undrafted, num_accepted=num_accepted))
+    model = learnt_from(samples).model
+    num_tokens = sum(1 + sample.num_accepted / 2 for sample in samples)
+    assert model.itl_s(2, 600) == pytest.approx(sum(sample.seconds for sample in samples) / num_tokens, rel=0.1)
+    assert model.step_s(StepShape(num_decodes=14, num_context_tokens=4200)) > 1.5 * model.itl_s(2, 600)
+    assert timing_from_proto(timing_to_proto(model, {})) == model
+    assert learnt_from(measured(100)).model.gap is None
 
 
 def test_timing_leaves_warm_up_steps_out() -> None:

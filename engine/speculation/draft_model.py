@@ -1,0 +1,156 @@
+"""Drafts from a small model with the target's vocabulary (Leviathan et al., 2211.17192; Chen et al., 2302.01318).
+
+The draft model has an executor and pages of its own in the process that decodes. Its KV is named by its own fingerprint
+and never leaves it: what is drafted decides no token, so that a worker that takes over an answer computes it anew. For
+each sequence it keeps a *shadow*, which holds the known tokens and the drafted ones behind them; where the target has
+chosen otherwise, the shadow goes back. A prompt enters in pieces of `MAX_CATCH_UP` tokens a step, once its answer has
+begun.
+
+The draft model draws with the sampling parameters and the noise of the target (engine/noise.py): both then choose the
+same token as often as their distributions allow (coupling without communication). Under the rejection rule, whose draft
+must not depend on the noise of the verification, it draws with other noise.
+"""
+
+import time
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+
+from common.block_hash import NO_HASHES
+from common.timing import StepShape
+from common.tokens import TokenArray
+from engine.block_pool import BlockPool
+from engine.executor import Executor, ScheduledSequence, StepResult
+from engine.sequence import EngineRequest, Sequence
+from engine.speculation.costs import StepCosts
+from engine.speculation.rates import DepthRates
+
+MAX_CATCH_UP = 512
+"""Most tokens of one sequence that the draft model reads in a step. Nothing is drafted until it has read all."""
+TRIAL_STEPS = 512
+"""Steps without a draft after which one token is drafted to see whether it pays now."""
+_PRIOR_RATES = (0.6, 0.6, 0.6, 0.6, 0.6, 0.6, 0.6, 0.6)
+_OTHER_NOISE = 0x9E3779B97F4A7C15
+
+
+class DifferentVocabulary(ValueError):
+    """The draft model cannot draft for this model."""
+
+
+class ModelDrafter:
+    """A `Drafter` by a draft model."""
+
+    def __init__(self, executor: Executor, *, target: Executor, is_coupled: bool) -> None:
+        """`is_coupled`: drafts share the target's noise. Raises DifferentVocabulary."""
+        if executor.vocab_size != target.vocab_size:
+            raise DifferentVocabulary(
+                f"cannot draft with {executor.model_name}: it has {executor.vocab_size} tokens, and"
+                f" {target.model_name} has {target.vocab_size}; choose a draft model with the same vocabulary"
+            )
+        self._executor = executor
+        self._is_coupled = is_coupled
+        self._pool = BlockPool(executor.kv.num_blocks)
+        self._shadows: dict[Sequence, Sequence] = {}
+        self._rates = DepthRates(_PRIOR_RATES, trial_steps=TRIAL_STEPS)
+        self._costs = StepCosts()
+
+    @property
+    def num_used_blocks(self) -> int:
+        """Pages that its shadows hold."""
+        return self._pool.num_used
+
+    def prospects(self, sequence: Sequence, max_tokens: int) -> list[float]:
+        """See `Drafter`."""
+        num_left = self._executor.max_model_len - sequence.num_tokens - 1
+        return self._rates.prospects(sequence, max(0, min(max_tokens, num_left)))
+
+    def costs_s(self, num_sequences: int, num_tokens: int) -> list[float] | None:
+        """See `Drafter`. Each token is a step of the draft model; nothing is known before the first ones."""
+        self._rates.count_step()
+        step_s = self._costs.predict(num_sequences, 0)
+        return [step_s[0] * depth for depth in range(num_tokens + 1)] if step_s else None
+
+    def draft(self, wanted: Mapping[Sequence, int]) -> dict[Sequence, TokenArray]:
+        """See `Drafter`. Of a sequence whose tokens the draft model has not read yet, it reads some."""
+        shadows = {sequence: self._shadow(sequence) for sequence in wanted}
+        active = list(wanted)
+        depth = 0
+        while active:
+            depth += 1
+            began_s = time.perf_counter()
+            complete = self._step([shadows[sequence] for sequence in active])
+            if depth > 1:  # the first step may read a prompt
+                self._costs.observe(StepShape(num_decodes=len(active)), time.perf_counter() - began_s)
+            active = [each for each in active if shadows[each] in complete and wanted[each] > depth]
+        return {each: shadows[each].token_ids[each.num_tokens :] for each in wanted}
+
+    def observe(self, sequence: Sequence, num_drafted: int, result: StepResult) -> None:
+        """See `Drafter`."""
+        if num_drafted:
+            self._rates.observe(sequence, num_drafted, result.num_accepted)
+
+    def forget(self, sequence: Sequence) -> None:
+        """See `Drafter`."""
+        self._rates.forget(sequence)
+        shadow = self._shadows.pop(sequence, None)
+        if shadow is not None:
+            self._release(shadow)
+
+    def _shadow(self, sequence: Sequence) -> Sequence:
+        """Return a sequence's shadow with exactly its known tokens, of which the last one at least is not computed."""
+        shadow = self._shadows.get(sequence)
+        if shadow is None:
+            shadow = self._shadows[sequence] = Sequence.from_request(
+                self._request(sequence.request), block_size=self._executor.kv.shape.block_size, order=sequence.order
+            )
+            shadow.sample_index = sequence.sample_index
+        known, drafted = sequence.token_ids, shadow.token_ids
+        same = _common_len(known, drafted, begin=shadow.num_ready)
+        del drafted[same:]
+        drafted += known[same:]
+        shadow.num_computed = min(shadow.num_computed, same, len(known) - 1)
+        shadow.num_ready = shadow.num_computed  # tokens that the target has accepted, and that are computed
+        return shadow
+
+    def _request(self, request: EngineRequest) -> EngineRequest:
+        """Return the request of a shadow: its choices are cut to the grammar later, and nobody sees the rest."""
+        sampling = replace(request.sampling, n=1, num_logprobs=None, num_prompt_logprobs=None, structured_outputs="")
+        if not self._is_coupled:
+            sampling = replace(sampling, seed=sampling.seed ^ _OTHER_NOISE)
+        return replace(request, sampling=sampling, grammar=None, block_hashes=NO_HASHES)
+
+    def _step(self, shadows: Seq[Sequence]) -> list[Sequence]:
+        """Compute what is known of each shadow, as far as pages go; returns those that have got one more token."""
+        batch: list[ScheduledSequence] = []
+        for shadow in shadows:
+            num_left = shadow.num_tokens - shadow.num_computed
+            num_new = min(num_left, MAX_CATCH_UP)
+            if self._make_room(shadow, shadow.num_computed + num_new):
+                batch.append(ScheduledSequence(shadow, num_new, int(num_new == num_left)))
+        if not batch:
+            return []
+        for item, result in zip(batch, self._executor.launch(batch).results(), strict=True):
+            item.sequence.num_computed += item.num_new_tokens
+            item.sequence.token_ids.extend(each.token_id for each in result.sampled)
+        return [item.sequence for item in batch if item.num_samples]
+
+    def _make_room(self, shadow: Sequence, num_tokens: int) -> bool:
+        """Give a shadow pages for so many tokens; one that gets none loses those that it has."""
+        num_missing = -(-num_tokens // shadow.block_size) - len(shadow.block_table)
+        if num_missing > self._pool.num_free:
+            self._release(shadow)
+            return False
+        if num_missing > 0:
+            shadow.block_table.extend(self._pool.allocate(num_missing))
+        return True
+
+    def _release(self, shadow: Sequence) -> None:
+        self._pool.release(list(shadow.block_table))
+        del shadow.block_table[:]
+        shadow.num_computed = shadow.num_ready = 0
+
+
+def _common_len(known: TokenArray, drafted: TokenArray, *, begin: int) -> int:
+    """Return how many leading tokens are the same, of which the first `begin` are known to be."""
+    shortest = min(len(known), len(drafted))
+    return next((i for i in range(begin, shortest) if known[i] != drafted[i]), shortest)

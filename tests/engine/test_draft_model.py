@@ -1,0 +1,107 @@
+"""Drafts of a model: whoever drafts, answers are the same; a good one is nearly always right, a bad one is left."""
+
+from pathlib import Path
+
+import pytest
+
+from common.sampling import SamplingParams
+from common.timing import StepShape
+from engine.fake import FakeExecutor
+from engine.speculation.draft_model import DifferentVocabulary, ModelDrafter
+from engine.speculation.rates import DepthRates
+from tests.builders import BLOCK_SIZE, assert_empty, make_core, make_request, run_until_idle, submit
+from tests.engine.drafting import eager
+from tests.engine.driver import load, make_sequence
+from tests.engine.test_speculation_model import load_verifying, requests_of, serve
+from tests.short_model import write_short_model
+
+
+def fake_executor(num_blocks: int = 64) -> FakeExecutor:
+    return FakeExecutor(num_blocks=num_blocks, block_size=BLOCK_SIZE, max_model_len=128)
+
+
+def test_a_draft_model_that_is_the_target_is_always_right_and_leaves_no_page_behind() -> None:
+    requests = [
+        make_request(range(i, i + 7), max_tokens=20, ignore_eos=True, temperature=t) for i, t in ((5, 0), (50, 1))
+    ]
+    plain = make_core(max_steps_in_flight=1)
+    expected = [submit(plain, request)[1] for request in requests]
+    run_until_idle(plain)
+    drafter = ModelDrafter(fake_executor(), target=plain.executor, is_coupled=True)
+    core = make_core(max_steps_in_flight=1, speculator=eager(drafter, num_tokens=3))
+    found = [submit(core, request)[1] for request in requests]
+    num_steps = run_until_idle(core)
+    assert [each.token_ids() for each in found] == [each.token_ids() for each in expected]
+    load = core.load()
+    assert load.num_accepted_tokens == load.num_drafted_tokens > 20
+    assert num_steps < 16
+    assert_empty(core)
+    assert drafter.num_used_blocks == 0
+
+
+def test_a_draft_model_without_a_page_left_drafts_nothing() -> None:
+    requests = [make_request(range(i, i + 30), max_tokens=8, ignore_eos=True) for i in (5, 50)]
+    core = make_core(max_steps_in_flight=1)
+    core.scheduler.speculator = eager(ModelDrafter(fake_executor(num_blocks=2), target=core.executor, is_coupled=True))
+    collectors = [submit(core, request)[1] for request in requests]
+    run_until_idle(core)
+    assert all(len(each.token_ids()) == 8 for each in collectors)
+    assert core.load().num_drafted_tokens == 0
+
+
+def test_a_draft_model_with_other_tokens_is_refused() -> None:
+    other = fake_executor()
+    other.vocab_size += 1
+    with pytest.raises(DifferentVocabulary, match="same vocabulary"):
+        ModelDrafter(other, target=fake_executor(), is_coupled=True)
+
+
+def test_under_the_rejection_rule_the_draft_is_drawn_with_noise_of_its_own() -> None:
+    sequence = make_sequence([1, 2, 3], sampling=SamplingParams(temperature=1.0, seed=3), block_size=BLOCK_SIZE)
+    seeds = {}
+    for is_coupled in (True, False):
+        drafter = ModelDrafter(fake_executor(), target=fake_executor(), is_coupled=is_coupled)
+        seeds[is_coupled] = drafter._request(sequence.request).sampling.seed  # noqa: SLF001 - what must differ
+    assert seeds[True] == 3
+    assert seeds[False] != 3
+
+
+def test_a_draft_model_that_is_always_wrong_is_left_but_for_a_trial_now_and_then() -> None:
+    rates, key = DepthRates([0.6] * 4, trial_steps=100), object()
+    for _ in range(30):
+        rates.prospects(key, 4)
+        rates.observe(key, 4, 0)
+    assert rates.prospects(key, 4)[0] < 0.2
+    for _ in range(101):
+        rates.count_step()
+    assert rates.prospects(key, 4) == [pytest.approx(0.99)]
+    rates.observe(key, 1, 0)
+    assert rates.prospects(key, 4)[0] < 0.2
+
+
+def test_drafting_that_takes_as_long_as_a_step_is_not_worth_it() -> None:
+    drafter = ModelDrafter(fake_executor(), target=fake_executor(), is_coupled=True)
+    assert drafter.costs_s(1, 4) is None
+    for _ in range(9):
+        drafter._costs.observe(StepShape(num_decodes=1), 2.0)  # noqa: SLF001 - as if its steps had taken so long
+    assert drafter.costs_s(1, 4) == [0.0, 2.0, 4.0, 6.0, 8.0]
+
+
+@pytest.mark.model
+def test_real_answers_of_every_kind_are_those_without_a_draft_model(tmp_path: Path) -> None:
+    (whole := tmp_path / "whole").mkdir()
+    (first := tmp_path / "first").mkdir()
+    executor = load_verifying(write_short_model(whole), "bfloat16")
+    write_short_model(first, num_layers=1)
+    requests = requests_of(whole, executor)
+    plain, _ = serve(executor, requests, None)
+    shares = []
+    for draft_dir in (whole, first):
+        drafting = load(draft_dir, dtype="bfloat16", block_size=16, num_blocks=512)
+        drafter = ModelDrafter(drafting, target=executor, is_coupled=True)
+        speculated, core = serve(executor, requests, eager(drafter, num_tokens=4))
+        assert speculated == plain
+        assert drafter.num_used_blocks == 0
+        shares.append(core.load().num_accepted_tokens / core.load().num_drafted_tokens)
+    assert shares[0] > 0.9
+    assert shares[1] < 0.3
