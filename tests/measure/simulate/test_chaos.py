@@ -9,7 +9,7 @@ from engine.events import FinishReason
 from kvrelay.v1 import inference_pb2, sampling_pb2
 from measure.simulate.chaos.oracles import AnswerCheck, Violation
 from measure.simulate.chaos.questions import Question
-from measure.simulate.chaos.settings import ChaosSettings, Fault, draw_settings
+from measure.simulate.chaos.settings import MESSAGE_FAULTS, ChaosSettings, Fault, draw_settings
 from measure.simulate.chaos.walk import DRAIN_BOUND_S, run_walk
 from measure.simulate.wire import FaultRates
 
@@ -20,8 +20,9 @@ MAX_PAUSE_S = 2.0
 """Most that a worker which stops, hangs or is cut off may cost a stream of these walks: 1.3 s until it is noticed, and
 a new plan. The next thing to notice it would be the keepalive, after 5 s. (A worker whose heartbeats were late just
 before may cost more: it is given up to five times as long.)"""
+MAX_WAIT_S = 1.0
+"""Most that a worker which leaves, or another tenant's flood, may add to a first token."""
 NOTICED_SOON = frozenset({Fault.CRASH, Fault.STOP, Fault.HUNG_STEP, Fault.HUNG_LOOP, Fault.CUT, Fault.ONE_WAY_CUT})
-MESSAGE_FAULTS = frozenset({Fault.LOST, Fault.REPEATED, Fault.LATE, Fault.STALL})
 
 
 @pytest.mark.parametrize("seed", range(1, 7))
@@ -56,6 +57,7 @@ def test_each_fault_alone_happens_and_breaks_no_invariant(fault: Fault) -> None:
     assert set(report.faults) == {fault}
     assert report.drain_s < DRAIN_BOUND_S
     assert report.longest_pause_s < (MAX_PAUSE_S if fault in NOTICED_SOON else DRAIN_BOUND_S)
+    assert report.longest_wait_s < MAX_WAIT_S or fault not in {Fault.DRAIN, Fault.FLOOD}
 
 
 @pytest.mark.parametrize(("fault", "seed"), [(Fault.CUT, 1), (Fault.ONE_WAY_CUT, 1), (Fault.HUNG_STEP, 2)])
