@@ -4,7 +4,7 @@
 
 Method. A copy of the tree gets the edits of one guard (`benchmarks/guards.py`); then the walks of the test suite
 (`tests/measure/simulate/test_chaos.py`) run in it up to the first failure. Noticed: some walk fails. Reported are that
-test, what it says, and the CPU time until then. The whole copy must pass untouched, which is tried first. `--page`
+test, what it says, and the CPU time until then. The whole copy must pass untouched, too. `--page`
 writes the table into a page (`benchmarks/results/chaos.md`), between the two comments that name the prover.
 """
 
@@ -31,6 +31,7 @@ _IGNORED = shutil.ignore_patterns(
 CPU_LIMIT_S = 90
 """Some guards are against what never ends; all walks together take a third of it."""
 _MAX_CHARS = 160
+NOTHING = "nothing"
 _BEGIN, _END = "<!-- prover -->", "<!-- end of prover -->"
 
 
@@ -94,7 +95,7 @@ def judge(guard: Guard | None) -> Verdict:
     """Run the walks in a copy of its own, without a guard or, for None, with all."""
     with copied() as copy:
         if guard is None:
-            return run_walks(copy, "nothing")
+            return run_walks(copy, NOTHING)
         with without(guard, copy):
             return run_walks(copy, guard.name)
 
@@ -124,16 +125,15 @@ def main() -> None:
         console.print("\n".join(guard.name for guard in GUARDS))
         return
     chosen = [guard for guard in GUARDS if not args.names or guard.name in args.names]
-    whole = judge(None)
-    console.print(f"nothing taken out: {whole.noticed_by or 'passes'}, {whole.cpu_s} s")
-    if whole.noticed_by:
-        raise SystemExit(f"cannot judge guards: the walks fail with all of them: {whole.says}")
     found: dict[str, Verdict] = {}
     with ThreadPoolExecutor(args.jobs) as pool:
-        for done in as_completed([pool.submit(judge, guard) for guard in chosen]):
+        for done in as_completed([pool.submit(judge, guard) for guard in (None, *chosen)]):
             verdict = done.result()
             found[verdict.guard] = verdict
             console.print(f"{verdict.guard}: {verdict.noticed_by or 'NOT NOTICED'}, {verdict.cpu_s} s; {verdict.says}")
+    whole = found[NOTHING]
+    if whole.noticed_by:
+        raise SystemExit(f"cannot judge guards: the walks fail with all of them: {whole.says}")
     verdicts = [found[guard.name] for guard in chosen]
     noticed = sum(bool(each.noticed_by) for each in verdicts)
     document = {"machine": machine(), "noticed": noticed, "of": len(verdicts), "whole_cpu_s": whole.cpu_s}

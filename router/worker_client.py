@@ -101,7 +101,7 @@ class WorkerClient:
         self._decode = decode_pb2_grpc.DecodeServiceStub(self._channel)
         self._shared: DecodeStream | None = None
         self._prefilling: WeakSet[OwnStream[prefill_pb2.PrefillResponse]] = WeakSet()
-        self._awaited: set[asyncio.Future[KvrelayError]] = set()
+        self._awaited: dict[asyncio.Future[KvrelayError], None] = {}
 
     async def describe(self, *, timeout_s: float) -> worker_pb2.DescribeWorkerResponse:
         """Return the worker's facts. Raises KvrelayError."""
@@ -137,11 +137,11 @@ class WorkerClient:
     def loss(self) -> Iterator["asyncio.Future[KvrelayError]"]:
         """Yield the error with which this worker will be broken off, if it is: for who needs it without a call."""
         future: asyncio.Future[KvrelayError] = asyncio.get_running_loop().create_future()
-        self._awaited.add(future)
+        self._awaited[future] = None
         try:
             yield future
         finally:
-            self._awaited.discard(future)
+            self._awaited.pop(future, None)
             future.cancel()
 
     def break_off(self, error: KvrelayError) -> None:

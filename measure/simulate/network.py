@@ -50,12 +50,13 @@ class SimNetwork(Wire):
     def crash(self, address: str) -> None:
         """Remove the server at an address and break off every call from it and to it.
 
-        With faults, a call that is on its way there goes on, as one does that waits for its connection: it may reach
-        the next server at the address.
+        Where calls hear of it one by one, one that is on its way there goes on, as it does while it waits for its
+        connection: it may reach the next server at the address.
         """
         self._servers.pop(address, None)
+        is_later_heard = self.faults is not None and self.faults.hear_apart
         for call in self._calls_of(address):
-            is_on_its_way = self.faults is not None and call.served_by is None and call.terms.target == address
+            is_on_its_way = is_later_heard and call.served_by is None and call.terms.target == address
             if not is_on_its_way:
                 self.part(call, address, is_dead=True)
 

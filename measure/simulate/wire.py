@@ -24,8 +24,6 @@ from measure.simulate.records import NetworkShape
 EOF = grpc.aio.EOF
 KEEPALIVE_S = 5.0
 """Time after which a broken connection is noticed: ping interval and timeout of `common.rpc`."""
-MAX_NOTICE_S = 0.05
-"""Longest time until every end of every call of a lost connection has noticed: a busy event loop comes to it late."""
 _KV_METHOD = "/kvrelay.v1.KvTransferService/FetchBlocks"
 
 
@@ -119,8 +117,13 @@ class FaultInjector(Protocol):
         """Return a message with a piece of KV as it arrives."""
         ...
 
+    @property
+    def hear_apart(self) -> bool:
+        """Whether the calls of a connection that is lost hear of it one by one."""
+        ...
+
     def notice_s(self) -> float:
-        """Return the time after which one end of a call notices that its connection is lost."""
+        """Return the time after which one end of such a call does."""
         ...
 
 
@@ -140,6 +143,8 @@ class FaultRates:
     """Probability that a byte of a message with KV is another one."""
     tear: float = 0.0
     """Probability that such a message arrives without its end."""
+    max_notice_s: float = 0.0
+    """Longest time until every end of every call of a lost connection has heard of it, in any order; 0: all at once."""
 
 
 class SeededFaults:
@@ -181,9 +186,14 @@ class SeededFaults:
         arrives.chunk.data = bytes(data)
         return arrives
 
+    @property
+    def hear_apart(self) -> bool:
+        """See `FaultInjector`."""
+        return self._rates.max_notice_s > 0.0
+
     def notice_s(self) -> float:
-        """See `FaultInjector`: calls of one connection hear of its end one by one, in any order."""
-        return self._notice.uniform(0.0, MAX_NOTICE_S)
+        """See `FaultInjector`."""
+        return self._notice.uniform(0.0, self._rates.max_notice_s)
 
     def fate(self, source: str, target: str) -> tuple[Fate, float]:
         """See `FaultInjector`."""
@@ -313,7 +323,7 @@ class Wire:
     def part(self, call: Carried, address: str, *, is_dead: bool) -> None:
         """End a call whose connection to a host is lost: at once there if the host is dead, elsewhere when noticed."""
         terms, loop = call.terms, self.loop
-        if self.faults is None:
+        if self.faults is None or not self.faults.hear_apart:
             call.break_off(address)
             return
         for host, lose in ((terms.source, partial(call.lose_client, address)), (terms.target, call.lose_server)):

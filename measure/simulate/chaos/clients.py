@@ -85,9 +85,16 @@ class Clients:
                 async with asyncio.timeout(self._draw.expovariate(1 / self._settings.patience_s)):
                     await self._ask(question, check, router, life, FLOODER)
 
-        async with asyncio.TaskGroup() as tasks:
-            for _ in range(self._settings.num_flooding):
-                tasks.create_task(ask())
+        # A list, not a group, which would cancel its tasks in any order.
+        tasks = [asyncio.create_task(ask()) for _ in range(self._settings.num_flooding)]
+        try:
+            await asyncio.wait(tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+        for task in tasks:
+            task.result()
 
     def _draws_poison(self) -> bool:
         settings = self._settings

@@ -232,7 +232,8 @@ class Host:
             self._watching = None
 
     async def aclose(self) -> None:
-        """Close the worker in an orderly way."""
+        """Close the worker in an orderly way, even one that should not be stopped any more."""
+        self._loop.continue_process(self._name)
         await self._end_watch()
         if self._dying:
             await asyncio.wait(self._dying)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from common.clock import Clock
 from common.ids import RequestId
 from engine.executor import ScheduledSequence
-from measure.simulate.wire import MAX_NOTICE_S
+from measure.simulate.chaos.settings import MAX_NOTICE_S
 from router.placement.decisions import Decision
 
 

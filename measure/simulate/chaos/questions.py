@@ -34,8 +34,9 @@ class Question:
 class QuestionBook:
     """A fixed number of questions that share prefixes; some ask for text, some for several samples."""
 
-    def __init__(self, draw: random.Random, *, block_size: int) -> None:
+    def __init__(self, draw: random.Random, *, block_size: int, has_long_answers: bool = True) -> None:
         self._draw = draw
+        self._has_long_answers = has_long_answers
         self._block_size = block_size
         self._prefixes = [self._tokens(block_size * draw.randrange(1, 9)) for _ in range(_NUM_PREFIXES)]
         self._num_fresh = 0
@@ -57,7 +58,8 @@ class QuestionBook:
         draw = self._draw
         num_own_tokens = draw.randrange(1, 2 * self._block_size) if number >= 0 else 2 * self._block_size
         prompt = as_tokens(draw.choice(self._prefixes) + self._tokens(num_own_tokens))
-        is_sampled, is_long = draw.random() < 0.3, number >= 0 and number % _LONG_EVERY == 0
+        is_sampled = draw.random() < 0.3
+        is_long = self._has_long_answers and number >= 0 and number % _LONG_EVERY == 0
         sampling = SamplingParams(
             temperature=0.8 if is_sampled else 0.0,
             seed=abs(number),

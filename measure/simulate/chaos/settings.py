@@ -3,7 +3,7 @@
 import enum
 import random
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from measure.simulate.wire import FaultRates
 
@@ -52,6 +52,7 @@ NETWORK_FAULTS = CUT_FAULTS | MESSAGE_FAULTS
 """Faults by which a worker may hear late, or not at all, that a client has gone."""
 LATER_FAULTS = frozenset({Fault.CORRUPTED, Fault.TORN, Fault.HOST_CRASH, Fault.DRAIN, Fault.FLOOD})
 """Kinds that are drawn apart, so that the seeds from before them are the same walks without them."""
+MAX_NOTICE_S = 0.05
 MIN_QUIET_S = 5.0
 """Shortest time between the end of a poison request and the next one: innocent ones get tokens, or end."""
 BAD_DAY = FaultRates(
@@ -83,6 +84,9 @@ class ChaosSettings:
     the innocent from two of them."""
     cancelled_share: float = 0.03
     """Share of clients that cancel."""
+    max_notice_s: float = MAX_NOTICE_S
+    """Longest time until all calls of a lost connection have heard of it."""
+    has_long_answers: bool = True
     patience_s: float = 0.5
     """Mean time after which these cancel."""
     num_blocks: int = 96
@@ -106,7 +110,12 @@ class ChaosSettings:
             stall_s=rates.stall_s,
             corrupt=rates.corrupt * (Fault.CORRUPTED in on),
             tear=rates.tear * (Fault.TORN in on),
+            max_notice_s=self.max_notice_s,
         )
+
+
+_SHARES = (0.15, 0.3, 0.6)
+"""Shares of the kinds of faults that are on."""
 
 
 def draw_settings(seed: int, *, num_requests: int) -> ChaosSettings:
@@ -114,24 +123,42 @@ def draw_settings(seed: int, *, num_requests: int) -> ChaosSettings:
 
     A walk with every kind at once hides what a few of them would show: workers die before anything else can happen.
     """
+    first = draw_first_settings(seed, num_requests=num_requests)
+    share = random.Random(f"walk {seed}").choice(_SHARES)
+    later = random.Random(f"walk {seed}, later faults")
+    faults = (first.faults - LATER_FAULTS) | {fault for fault in sorted(LATER_FAULTS) if later.random() < share}
+    haste = later.choice((1.0, 1.0, 2.0, 4.0))
+    return replace(
+        first,
+        faults=faults,
+        max_notice_s=MAX_NOTICE_S,
+        has_long_answers=True,
+        patience_s=later.choice((0.5, 0.1)),
+        num_blocks=later.choice((32, 48, 96)),
+        rate_per_s=first.rate_per_s * haste,
+        mean_gap_s=first.mean_gap_s / haste,
+    )
+
+
+def draw_first_settings(seed: int, *, num_requests: int) -> ChaosSettings:
+    """Return the walk of a seed as it was in the first edition, for seeds that found something there."""
     draw = random.Random(f"walk {seed}")
-    share = draw.choice((0.15, 0.3, 0.6))
+    share = draw.choice(_SHARES)
     first = [fault for fault in Fault if fault not in LATER_FAULTS]
     faults = frozenset(fault for fault in first if draw.random() < share) or frozenset({draw.choice(first)})
     later = random.Random(f"walk {seed}, later faults")
-    faults |= {fault for fault in sorted(LATER_FAULTS) if later.random() < share}
-    haste = later.choice((1.0, 1.0, 2.0, 4.0))
+    faults |= {fault for fault in (Fault.CORRUPTED, Fault.TORN) if later.random() < share}
     return ChaosSettings(
         num_requests=num_requests,
         seed=seed,
         faults=faults,
-        patience_s=later.choice((0.5, 0.1)),
-        num_blocks=later.choice((32, 48, 96)),
+        max_notice_s=0.0,
+        has_long_answers=False,
         num_prefill=draw.choice((0, 1, 2, 3)),
         num_decode=draw.choice((2, 3, 4)),
         num_routers=draw.choice((1, 2, 3)),
-        rate_per_s=draw.choice((5.0, 10.0, 20.0)) * haste,
-        mean_gap_s=draw.choice((3.0, 6.0, 12.0)) / haste,
+        rate_per_s=draw.choice((5.0, 10.0, 20.0)),
+        mean_gap_s=draw.choice((3.0, 6.0, 12.0)),
         cancelled_share=draw.choice((0.0, 0.03, 0.2)),
     )
 

@@ -50,7 +50,7 @@ class Storm:
         self._clients = clients
         self._draining: set[WorkerId] = set()
         self._drawing: list[asyncio.Task[None]] = []
-        self._raging: set[asyncio.Task[None]] = set()
+        self._raging: dict[asyncio.Task[None], None] = {}
 
     def start(self) -> None:
         """Begin."""
@@ -78,11 +78,11 @@ class Storm:
                 continue
             self._clients.report.faults[fault] += 1
             task = self._loop.create_task(raging)
-            self._raging.add(task)
+            self._raging[task] = None
             task.add_done_callback(self._end)
 
     def _end(self, task: "asyncio.Task[None]") -> None:
-        self._raging.discard(task)
+        self._raging.pop(task, None)
         if not task.cancelled():
             task.result()
 

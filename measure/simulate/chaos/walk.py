@@ -76,7 +76,7 @@ class _Walk:
         self._looks_at_s = 0.0
         self._watches: Sequence[asyncio.Task[None]] = ()
         self._running: dict[asyncio.Task[None], None] = {}
-        book = QuestionBook(self._draw, block_size=BLOCK_SIZE)
+        book = QuestionBook(self._draw, block_size=BLOCK_SIZE, has_long_answers=settings.has_long_answers)
         self._clients = Clients(self._draw, settings, book, self._poisons, self._config.router, self._audit)
         routers = dict(zip(addresses, self._routers, strict=True))
         self._storm = Storm(

@@ -61,6 +61,8 @@ class Script:
     def damaged(self, message: kv_transfer_pb2.FetchBlocksResponse) -> kv_transfer_pb2.FetchBlocksResponse:
         return message
 
+    hear_apart = False
+
     def notice_s(self) -> float:
         return 0.0
 
