@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Generic, Protocol, Self, TypeVar
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import grpc
 
@@ -100,7 +100,7 @@ class WorkerClient:
         self._prefill = prefill_pb2_grpc.PrefillServiceStub(self._channel)
         self._decode = decode_pb2_grpc.DecodeServiceStub(self._channel)
         self._shared: DecodeStream | None = None
-        self._prefilling: WeakSet[OwnStream[prefill_pb2.PrefillResponse]] = WeakSet()
+        self._prefilling: WeakKeyDictionary[OwnStream[prefill_pb2.PrefillResponse], None] = WeakKeyDictionary()
         self._awaited: dict[asyncio.Future[KvrelayError], None] = {}
 
     async def describe(self, *, timeout_s: float) -> worker_pb2.DescribeWorkerResponse:
@@ -130,7 +130,7 @@ class WorkerClient:
     ) -> Incoming[prefill_pb2.PrefillResponse]:
         """Start a Prefill call."""
         call = OwnStream(self._prefill.Prefill(request, timeout=timeout_s))
-        self._prefilling.add(call)
+        self._prefilling[call] = None
         return call
 
     @contextmanager
