@@ -18,7 +18,7 @@ _MIB = 1 << 20
 MIN_PING_INTERVAL_MS = 1_000
 """Shortest time between two pings that servers allow."""
 PING_TIMEOUT_MS = 3_000
-REPLACEABLE_PING_TIMEOUT_MS = 1_700
+REPLACEABLE_PING_TIMEOUT_MS = 1_500
 """The same where another peer can take over at once. Three losses of a packet in a row take 1.4 s."""
 
 
