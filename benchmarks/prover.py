@@ -1,20 +1,21 @@
 """Which guards the chaos walk would miss: each is taken out of a copy of the code, and the walks of the tests run.
 
-    python -m benchmarks.prover [NAME ...] [--list] [--json FILE]
+    python -m benchmarks.prover [NAME ...] [--list] [--jobs N] [--json FILE] [--page FILE]
 
 Method. A copy of the tree gets the edits of one guard (`benchmarks/guards.py`); then the walks of the test suite
 (`tests/measure/simulate/test_chaos.py`) run in it up to the first failure. Noticed: some walk fails. Reported are that
-test, what it says, and the CPU time until then. The whole copy must pass untouched, which is tried first.
+test, what it says, and the CPU time until then. The whole copy must pass untouched, too. `--page`
+writes the table into a page (`benchmarks/results/chaos.md`), between the two comments that name the prover.
 """
 
 import os
 import re
-import resource
 import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -30,6 +31,8 @@ _IGNORED = shutil.ignore_patterns(
 CPU_LIMIT_S = 90
 """Some guards are against what never ends; all walks together take a third of it."""
 _MAX_CHARS = 160
+NOTHING = "nothing"
+_BEGIN, _END = "<!-- prover -->", "<!-- end of prover -->"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,27 +72,44 @@ def without(guard: Guard, copy: Path) -> Iterator[None]:
 def run_walks(copy: Path, name: str) -> Verdict:
     """Run the walks in a copy up to the first failure."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider", "--tb=line", WALKS]
-    before_s = _children_cpu_s()
-    done = subprocess.run(
-        ["prlimit", f"--cpu={CPU_LIMIT_S}", *command],
-        cwd=copy,
-        env={**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1", "COLUMNS": "300"},
-        capture_output=True,
-        text=True,
-    )
-    cpu_s = round(_children_cpu_s() - before_s, 1)
-    if done.returncode == 0:
+    environment = {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1", "COLUMNS": "300"}
+    with tempfile.TemporaryFile("w+") as output:
+        process = subprocess.Popen(
+            ["prlimit", f"--cpu={CPU_LIMIT_S}", *command], cwd=copy, env=environment, stdout=output, stderr=output
+        )
+        _pid, status, usage = os.wait4(process.pid, 0)
+        process.returncode = exit_status = os.waitstatus_to_exitcode(status)
+        output.seek(0)
+        printed = output.read()
+    cpu_s = round(usage.ru_utime + usage.ru_stime, 1)
+    if exit_status == 0:
         return Verdict(guard=name, noticed_by="", says="", cpu_s=cpu_s)
-    if done.returncode < 0:  # killed at the limit
+    if exit_status < 0:  # killed at the limit
         return Verdict(guard=name, noticed_by="(no end)", says=f"no end within {CPU_LIMIT_S} s of CPU", cpu_s=cpu_s)
-    failed = re.search(r"^(?:FAILED|ERROR) tests/\S*?::(.*?)(?: - (.*))?$", done.stdout, re.MULTILINE)
-    test, says = (failed[1], failed[2] or "") if failed else ("", done.stdout.strip()[-_MAX_CHARS:])
-    return Verdict(guard=name, noticed_by=test or f"exit status {done.returncode}", says=says[:_MAX_CHARS], cpu_s=cpu_s)
+    failed = re.search(r"^(?:FAILED|ERROR) tests/\S*?::(.*?)(?: - (.*))?$", printed, re.MULTILINE)
+    test, says = (failed[1], failed[2] or "") if failed else ("", printed.strip()[-_MAX_CHARS:])
+    return Verdict(guard=name, noticed_by=test or f"exit status {exit_status}", says=says[:_MAX_CHARS], cpu_s=cpu_s)
 
 
-def _children_cpu_s() -> float:
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return usage.ru_utime + usage.ru_stime
+def judge(guard: Guard | None) -> Verdict:
+    """Run the walks in a copy of its own, without a guard or, for None, with all."""
+    with copied() as copy:
+        if guard is None:
+            return run_walks(copy, NOTHING)
+        with without(guard, copy):
+            return run_walks(copy, guard.name)
+
+
+def write_page(page: Path, verdicts: list[Verdict]) -> None:
+    """Write the table of the verdicts into a page, between the two comments."""
+    rows = [
+        f"| {each.guard} | {each.noticed_by.removeprefix('test_').replace('_', ' ') or '**no**'} | {each.cpu_s} |"
+        for each in verdicts
+    ]
+    table = "\n".join(["| taken out | noticed by | after s of CPU |", "|---|---|---|", *rows])
+    noticed = f"{sum(bool(each.noticed_by) for each in verdicts)} of {len(verdicts)} guards noticed."
+    head, tail = page.read_text(encoding="utf-8").split(_BEGIN)[0], page.read_text(encoding="utf-8").split(_END)[1]
+    page.write_text(f"{head}{_BEGIN}\n{noticed}\n\n{table}\n{_END}{tail}", encoding="utf-8")
 
 
 def main() -> None:
@@ -97,26 +117,29 @@ def main() -> None:
     parser = command_line("prover", __doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help="guards to take out; all by default")
     parser.add_argument("--list", action="store_true", help="print the names of the guards")
+    parser.add_argument("--jobs", type=int, default=1, help="guards that are taken out at a time")
+    parser.add_argument("--page", type=Path, help="page whose table is written anew")
     args = parser.parse_args()
     console = terminal()
     if args.list:
         console.print("\n".join(guard.name for guard in GUARDS))
         return
     chosen = [guard for guard in GUARDS if not args.names or guard.name in args.names]
-    verdicts: list[Verdict] = []
-    with copied() as copy:
-        whole = run_walks(copy, "nothing")
-        console.print(f"nothing taken out: {whole.noticed_by or 'passes'}, {whole.cpu_s} s")
-        if whole.noticed_by:
-            raise SystemExit(f"cannot judge guards: the walks fail with all of them: {whole.says}")
-        for guard in chosen:
-            with without(guard, copy):
-                verdict = run_walks(copy, guard.name)
-            verdicts.append(verdict)
-            console.print(f"{guard.name}: {verdict.noticed_by or 'NOT NOTICED'}, {verdict.cpu_s} s; {verdict.says}")
-            noticed = sum(bool(each.noticed_by) for each in verdicts)
-            document = {"machine": machine(), "noticed": noticed, "of": len(verdicts), "whole_cpu_s": whole.cpu_s}
-            write_json(args.json, {**document, "guards": [asdict(each) for each in verdicts]})
+    found: dict[str, Verdict] = {}
+    with ThreadPoolExecutor(args.jobs) as pool:
+        for done in as_completed([pool.submit(judge, guard) for guard in (None, *chosen)]):
+            verdict = done.result()
+            found[verdict.guard] = verdict
+            console.print(f"{verdict.guard}: {verdict.noticed_by or 'NOT NOTICED'}, {verdict.cpu_s} s; {verdict.says}")
+    whole = found[NOTHING]
+    if whole.noticed_by:
+        raise SystemExit(f"cannot judge guards: the walks fail with all of them: {whole.says}")
+    verdicts = [found[guard.name] for guard in chosen]
+    noticed = sum(bool(each.noticed_by) for each in verdicts)
+    document = {"machine": machine(), "noticed": noticed, "of": len(verdicts), "whole_cpu_s": whole.cpu_s}
+    write_json(args.json, {**document, "guards": [asdict(each) for each in verdicts]})
+    if args.page is not None:
+        write_page(args.page, verdicts)
     console.print(f"{noticed} of {len(verdicts)} noticed")
 
 

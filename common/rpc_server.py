@@ -11,7 +11,7 @@ from grpc_reflection.v1alpha import reflection
 
 from common.ports import is_port_free, listen_on_first
 from common.process import claim_open_files, connections_per_listener
-from common.rpc import KEEPALIVE, MIN_PING_INTERVAL_MS, MalformedRequestInterceptor
+from common.rpc import MIN_PING_INTERVAL_MS, MalformedRequestInterceptor, keepalive
 from common.trust.access import Audience
 from common.trust.guard import Guard
 
@@ -47,7 +47,7 @@ async def start_server(
     Raises OSError when all ports are taken, or when the guard forbids the address.
     """
     options = [
-        *KEEPALIVE,
+        *keepalive(),
         ("grpc.http2.min_ping_interval_without_data_ms", MIN_PING_INTERVAL_MS),
         # Silent clients are disconnected; when all places are taken, new ones are.
         ("grpc.server_handshake_timeout_ms", 10_000),

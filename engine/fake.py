@@ -192,7 +192,8 @@ class FakeStep:
 
     def results(self) -> list[StepResult]:
         """Wait until the step is over, and compute it."""
-        time.sleep(max(0.0, self.ready_s - time.monotonic()))
+        if (seconds := self.ready_s - time.monotonic()) > 0:
+            time.sleep(seconds)  # even one of 0 s gives the core away
         while self._results is None:
             self._store.queue.popleft()()
         # The next step counts rows by all that are sampled.
@@ -278,20 +279,32 @@ def _sample(chunk: _Chunk, state: int, *, sample: int = 0, num_drafted: int = 0)
     """Return the token that one of the samples, or the only one behind some drafted tokens, gets in a state."""
     sampling = chunk.sampling
     token_index = chunk.token_index + num_drafted
-    if not sampling.is_greedy:
-        state = _mix(state ^ noise_key(sampling.seed, chunk.item.sequence.sample_index + sample, token_index))
-    token_id = _LETTERS[state % len(_LETTERS)]
-    if chunk.allowed is not None:
+    state = sampled_state(sampling, state, sample_index=chunk.item.sequence.sample_index + sample, index=token_index)
+    if chunk.allowed is None:
+        token_id = token_of(sampling, state, index=token_index)
+    else:
         choices = np.flatnonzero(chunk.allowed[num_drafted])
         token_id = int(choices[state % len(choices)])
-    may_end = not sampling.ignore_eos and token_index >= sampling.min_tokens
-    if chunk.allowed is None and may_end and (state >> 20) % 1000 < _EOS_PER_1000:
-        token_id = EOS_TOKEN_ID
     if sampling.has_beams:
         return Sampled(token_id=token_id, logprobs=_candidates(sampling, state))
     if sampling.num_logprobs is None:
         return Sampled(token_id=token_id)
     return Sampled(token_id=token_id, logprobs=_logprobs(state, token_id, sampling.num_logprobs))
+
+
+def sampled_state(sampling: SamplingParams, state: int, *, sample_index: int, index: int) -> int:
+    """Return the state of a context with the noise of one sample's token."""
+    if sampling.is_greedy:
+        return state
+    return _mix(state ^ noise_key(sampling.seed, sample_index, index))
+
+
+def token_of(sampling: SamplingParams, state: int, *, index: int) -> int:
+    """Return the token of an index in a state; without a grammar, any letter, or the end."""
+    may_end = not sampling.ignore_eos and index >= sampling.min_tokens
+    if may_end and (state >> 20) % 1000 < _EOS_PER_1000:
+        return EOS_TOKEN_ID
+    return _LETTERS[state % len(_LETTERS)]
 
 
 def token_kv(token_id: int, position: int) -> int:
@@ -301,9 +314,25 @@ def token_kv(token_id: int, position: int) -> int:
 
 def context_state(kv: U64) -> int:
     """Return a 64-bit state that depends on every value and its place."""
-    weights = (np.arange(len(kv), dtype=np.uint64) * np.uint64(2) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
-    mixed = (kv ^ (kv >> np.uint64(29))) * (weights | np.uint64(1))
+    mixed = (kv ^ (kv >> _29)) * _weights(len(kv))
     return _mix(int(mixed.sum(dtype=np.uint64)))
+
+
+def _weights(num_tokens: int) -> U64:
+    """Return an odd weight for each place of a context."""
+    if num_tokens > _MAX_WEIGHTS:
+        return _make_weights(num_tokens)
+    return _WEIGHTS[:num_tokens]
+
+
+def _make_weights(num_tokens: int) -> U64:
+    odd = np.arange(num_tokens, dtype=np.uint64) * np.uint64(2) + np.uint64(1)
+    return (odd * np.uint64(0x9E3779B97F4A7C15)) | np.uint64(1)
+
+
+_29 = np.uint64(29)
+_MAX_WEIGHTS = 4096
+_WEIGHTS = _make_weights(_MAX_WEIGHTS)
 
 
 def hidden_state(kv: U64) -> Hidden:

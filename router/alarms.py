@@ -118,7 +118,9 @@ class EventWatch:
         if member is None or member.facts is None or found is None or decision.ttft_s is None:
             return
         worker_id = member.endpoint.worker_id
-        if decision.num_hashed_blocks <= found // block_size or member.stored_s >= decision.decided_s:
+        # The last token is always computed, so a cached prompt of exactly k blocks finds k - 1 and stores nothing new.
+        num_findable = min(decision.num_hashed_blocks, (decision.num_tokens - 1) // block_size)
+        if num_findable <= found // block_size or member.stored_s >= decision.decided_s:
             return
         unreported = self._unreported.get(worker_id)
         if unreported is None or unreported.epoch != member.facts.epoch or unreported.since_s <= member.stored_s:

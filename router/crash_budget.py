@@ -19,6 +19,7 @@ from common.errors import CrashSuspected
 from common.ids import Epoch, WorkerId
 
 if TYPE_CHECKING:
+    from router.member import Hold
     from router.record import Job, RunningRequest
 
 logger = logging.getLogger(__name__)
@@ -96,14 +97,19 @@ class CrashBudget:
         self._refused_until_s: OrderedDict[bytes, float] = OrderedDict()
         """By digest of tenant, prompt and structure."""
 
-    async def weigh(self, record: "RunningRequest", *, tenant: str) -> None:
-        """Quarantine a request that has lost almost its last worker. Raises CrashSuspected after the last one."""
+    async def weigh(self, record: "RunningRequest", failed: "Hold", *, samples: Collection[int], tenant: str) -> None:
+        """Quarantine a request that has lost almost its last worker. Raises CrashSuspected after the last one.
+
+        `failed`: where these samples ran last. Several attempts of a request run side by side when its samples are
+        served apart, and one that was not in quarantine may have lost its worker to another request: it gets one more.
+        """
         losses = record.losses
         if len(losses.attempts) < self._max_lost - 1:
             return
         num_lost = losses.count(await self._find_ended(losses.lives))
         losses.is_quarantined = num_lost >= self._max_lost - 1
-        if num_lost < self._max_lost:
+        is_apart = len(samples) < record.job.sampling.n
+        if num_lost < self._max_lost + (is_apart and not failed.is_quarantined):
             return
         job = record.job
         extra = {

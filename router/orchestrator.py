@@ -245,7 +245,8 @@ class Orchestrator:
                 if not ledger.unfinished(leg.samples):
                     return
                 self._raise_if_final(leg, failure)
-                await self._crash_budget.weigh(leg.record, tenant=leg.ticket.account.tenant.name)
+                tenant = leg.ticket.account.tenant.name
+                await self._crash_budget.weigh(leg.record, failure.hold, samples=leg.samples, tenant=tenant)
             leg.life.advance(State.QUEUED)
 
     def _raise_if_final(self, leg: _Leg, failure: AttemptFailed) -> None:

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Generic, Protocol, Self, TypeVar
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import grpc
 
@@ -100,8 +100,8 @@ class WorkerClient:
         self._prefill = prefill_pb2_grpc.PrefillServiceStub(self._channel)
         self._decode = decode_pb2_grpc.DecodeServiceStub(self._channel)
         self._shared: DecodeStream | None = None
-        self._prefilling: WeakSet[OwnStream[prefill_pb2.PrefillResponse]] = WeakSet()
-        self._awaited: set[asyncio.Future[KvrelayError]] = set()
+        self._prefilling: WeakKeyDictionary[OwnStream[prefill_pb2.PrefillResponse], None] = WeakKeyDictionary()
+        self._awaited: dict[asyncio.Future[KvrelayError], None] = {}
 
     async def describe(self, *, timeout_s: float) -> worker_pb2.DescribeWorkerResponse:
         """Return the worker's facts. Raises KvrelayError."""
@@ -130,18 +130,18 @@ class WorkerClient:
     ) -> Incoming[prefill_pb2.PrefillResponse]:
         """Start a Prefill call."""
         call = OwnStream(self._prefill.Prefill(request, timeout=timeout_s))
-        self._prefilling.add(call)
+        self._prefilling[call] = None
         return call
 
     @contextmanager
     def loss(self) -> Iterator["asyncio.Future[KvrelayError]"]:
         """Yield the error with which this worker will be broken off, if it is: for who needs it without a call."""
         future: asyncio.Future[KvrelayError] = asyncio.get_running_loop().create_future()
-        self._awaited.add(future)
+        self._awaited[future] = None
         try:
             yield future
         finally:
-            self._awaited.discard(future)
+            self._awaited.pop(future, None)
             future.cancel()
 
     def break_off(self, error: KvrelayError) -> None:

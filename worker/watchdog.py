@@ -26,13 +26,15 @@ logger = logging.getLogger(__name__)
 
 OVERDUE_S, OVERDUE_FACTOR = 1.0, 5.0
 """A step is overdue after this many seconds, or this many times its prediction if that is more."""
-HUNG_S, HUNG_FACTOR = 10.0, 20.0
-"""A step that takes this long hangs."""
+HUNG_S, HUNG_FACTOR = 7.0, 20.0
+"""A step that takes this long hangs. A supervisor waits as long for a process that does not answer."""
 UNMEASURED_OVERDUE_S, UNMEASURED_HUNG_S = 20.0, 600.0
 """The same for steps of a kind that was not measured yet: kernels may still be compiled."""
-LOOP_HUNG_S = 8.0
+LOOP_HUNG_S = 7.0
 """Time without a turn of the event loop after which it hangs."""
-TICK_S = 1.0
+TICK_S = 0.25
+"""Time between two looks. It bounds how late a hang is found; and a process that gets its turn more rarely than every
+second look is not awake in between, so that a starved host has longer."""
 EMPTY = StepShape()
 
 
@@ -61,7 +63,7 @@ class Watchdog:
         self._step_seen_s = 0.0
 
     def start(self) -> None:
-        """Check every second for as long as the process lives."""
+        """Check at every tick for as long as the process lives."""
         threading.Thread(target=self._run, name="watchdog", daemon=True).start()
 
     def _run(self) -> None:

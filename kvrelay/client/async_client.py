@@ -12,7 +12,7 @@ from kvrelay.client.chat import ChatTurn
 from kvrelay.client.collect import AsyncGenerationStream
 from kvrelay.client.convert import error_from_rpc, record
 from kvrelay.client.direct import DirectCall
-from kvrelay.client.failover import Attempts
+from kvrelay.client.failover import Attempts, ping_timeout_ms
 from kvrelay.client.records import Embedding, Generation, ModelInfo, Prompt, SampleSoFar, Tokenization
 from kvrelay.client.requests import EmbedOptions, GenerateOptions, embed_request, tokenize_request
 from kvrelay.client.status import ClusterStatus, Decision, Diagnosis
@@ -129,7 +129,9 @@ class AsyncClient(BaseClient[AsyncGenerationStream, AsyncTrafficStream, Coroutin
     def _channel(self, address: str, server_name: str = "") -> grpc.aio.Channel:
         key = (address, server_name)
         if key not in self._channels:  # not in __init__: a channel belongs to the loop that runs when it is made
-            self._channels[key] = client_channel(address, self._tls, server_name=server_name)
+            self._channels[key] = client_channel(
+                address, self._tls, server_name=server_name, ping_timeout_ms=ping_timeout_ms(self.addresses)
+            )
         return self._channels[key]
 
     async def __aenter__(self) -> Self:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from common.errors import InvalidRequest, KvrelayError, Unreachable
+from common.rpc import PING_TIMEOUT_MS, REPLACEABLE_PING_TIMEOUT_MS
 
 _LEAST_TIMEOUT_S = 0.001
 _FIRST_PAUSE_S = 0.1
@@ -24,6 +25,11 @@ def countdown(timeout_s: float | None) -> Callable[[], float | None]:
         return lambda: None
     deadline_s = time.monotonic() + timeout_s
     return lambda: max(deadline_s - time.monotonic(), _LEAST_TIMEOUT_S)
+
+
+def ping_timeout_ms(addresses: Sequence[str]) -> int:
+    """Return how long a router may take to answer a ping: shorter where the client knows another one."""
+    return REPLACEABLE_PING_TIMEOUT_MS if len(addresses) > 1 else PING_TIMEOUT_MS
 
 
 class RouterList:

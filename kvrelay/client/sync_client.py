@@ -11,7 +11,7 @@ from kvrelay.client.base import DEFAULT_ADDRESS, BaseClient
 from kvrelay.client.chat import ChatTurn
 from kvrelay.client.collect import GenerationStream
 from kvrelay.client.convert import error_from_rpc, record
-from kvrelay.client.failover import Attempts
+from kvrelay.client.failover import Attempts, ping_timeout_ms
 from kvrelay.client.records import Embedding, Generation, ModelInfo, Prompt, Tokenization
 from kvrelay.client.requests import EmbedOptions, GenerateOptions, embed_request, tokenize_request
 from kvrelay.client.status import ClusterStatus, Decision, Diagnosis
@@ -44,7 +44,7 @@ class Client(BaseClient[GenerationStream, TrafficStream, Generation]):
     ) -> None:
         streams = GenerationStream, TrafficStream
         super().__init__(addresses, streams, timeout_s=timeout_s, api_key=api_key, max_attempts=max_attempts)
-        self._channels = {address: _channel(address, channel_credentials(tls)) for address in self.addresses}
+        self._channels = _channels(self.addresses, channel_credentials(tls))
 
     def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Generation:
         """Return the complete answer to text, token ids or a conversation. Raises KvrelayError."""
@@ -117,7 +117,8 @@ class Client(BaseClient[GenerationStream, TrafficStream, Generation]):
         self.close()
 
 
-def _channel(address: str, tls: grpc.ChannelCredentials | None) -> grpc.Channel:
+def _channels(addresses: Sequence[str], tls: grpc.ChannelCredentials | None) -> dict[str, grpc.Channel]:
+    options = channel_options(ping_timeout_ms=ping_timeout_ms(addresses))
     if tls is None:
-        return grpc.insecure_channel(address, options=channel_options())
-    return grpc.secure_channel(address, tls, options=channel_options())
+        return {address: grpc.insecure_channel(address, options=options) for address in addresses}
+    return {address: grpc.secure_channel(address, tls, options=options) for address in addresses}

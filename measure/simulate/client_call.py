@@ -154,11 +154,18 @@ class ClientCall:
 
     def break_off(self, address: str) -> None:
         """End the call on both sides: the connection to a host is lost."""
-        status = Status(grpc.StatusCode.UNAVAILABLE, f"connection to {address} was lost")
+        self.lose_server()
+        self.lose_client(address)
+        self._wire.forget(self)
+
+    def lose_client(self, address: str) -> None:
+        """End this side alone."""
+        self.finish(Status(grpc.StatusCode.UNAVAILABLE, f"connection to {address} was lost"))
+
+    def lose_server(self) -> None:
+        """End the server's side alone."""
         if self.served_by is not None:
             self.served_by.abandon()
-        self.finish(status)
-        self._wire.forget(self)
 
     def _end_early(self, status: Status) -> bool:
         if self._status is not None:

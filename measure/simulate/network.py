@@ -15,7 +15,7 @@ from measure.simulate.client_call import ClientCall
 from measure.simulate.loop import VirtualLoop
 from measure.simulate.records import NetworkShape
 from measure.simulate.server_call import ServerCall
-from measure.simulate.wire import CallTerms, Fate, Status, Wire
+from measure.simulate.wire import CallTerms, Carried, Fate, Status, Wire
 
 
 @dataclass(slots=True, eq=False)
@@ -48,16 +48,27 @@ class SimNetwork(Wire):
         self._servers[address] = server
 
     def crash(self, address: str) -> None:
-        """Remove the server at an address and break off every call from it and to it."""
+        """Remove the server at an address and break off every call from it and to it.
+
+        Where calls hear of it one by one, one that is on its way there goes on, as it does while it waits for its
+        connection: it may reach the next server at the address.
+        """
         self._servers.pop(address, None)
-        self.break_off(address)
+        is_later_heard = self.faults is not None and self.faults.hear_apart
+        for call in self._calls_of(address):
+            is_on_its_way = is_later_heard and call.served_by is None and call.terms.target == address
+            if not is_on_its_way:
+                self.part(call, address, is_dead=True)
 
     def break_off(self, address: str, peer: str | None = None) -> None:
         """End every call from an address and to it, or those between it and a peer: their connections are lost."""
-        for call in list(self._calls):
-            ends = (call.terms.source, call.terms.target)
-            if address in ends and (peer is None or peer in ends):
-                call.break_off(address)
+        for call in self._calls_of(address, peer):
+            self.part(call, address, is_dead=False)
+
+    def _calls_of(self, address: str, peer: str | None = None) -> list[Carried]:
+        """Return the calls from an address and to it, or those between it and a peer."""
+        ends = ((call, (call.terms.source, call.terms.target)) for call in self._calls)
+        return [call for call, hosts in ends if address in hosts and (peer is None or peer in hosts)]
 
     def connect_from(self, source: str) -> Callable[[str], "SimChannel"]:
         """Return the function that makes channels from a host to others."""

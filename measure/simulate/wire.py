@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from contextvars import copy_context
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import grpc
@@ -116,6 +117,15 @@ class FaultInjector(Protocol):
         """Return a message with a piece of KV as it arrives."""
         ...
 
+    @property
+    def hear_apart(self) -> bool:
+        """Whether the calls of a connection that is lost hear of it one by one."""
+        ...
+
+    def notice_s(self) -> float:
+        """Return the time after which one end of such a call does."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultRates:
@@ -133,6 +143,8 @@ class FaultRates:
     """Probability that a byte of a message with KV is another one."""
     tear: float = 0.0
     """Probability that such a message arrives without its end."""
+    max_notice_s: float = 0.0
+    """Longest time until every end of every call of a lost connection has heard of it, in any order; 0: all at once."""
 
 
 class SeededFaults:
@@ -141,7 +153,9 @@ class SeededFaults:
     def __init__(self, rates: FaultRates, *, seed: int, now_s: Callable[[], float]) -> None:
         self._rates = rates
         self._random = random.Random(seed)
-        self._damage = random.Random(f"damage {seed}")  # apart, so that it changes no other draw
+        # Apart, so that they change no other draw.
+        self._damage = random.Random(f"damage {seed}")
+        self._notice = random.Random(f"notice {seed}")
         self._now_s = now_s
         self._silent_until_s: dict[str, float] = {}
         self.is_quiet = False
@@ -171,6 +185,15 @@ class SeededFaults:
         arrives.CopyFrom(message)
         arrives.chunk.data = bytes(data)
         return arrives
+
+    @property
+    def hear_apart(self) -> bool:
+        """See `FaultInjector`."""
+        return self._rates.max_notice_s > 0.0
+
+    def notice_s(self) -> float:
+        """See `FaultInjector`."""
+        return self._notice.uniform(0.0, self._rates.max_notice_s)
 
     def fate(self, source: str, target: str) -> tuple[Fate, float]:
         """See `FaultInjector`."""
@@ -202,11 +225,21 @@ class Carried(Protocol):
     def terms(self) -> CallTerms:
         """Its hosts and method."""
 
+    @property
+    def served_by(self) -> object | None:
+        """Its server's end; None before it has arrived there."""
+
     def in_order(self, arrives_s: float, *, is_request: bool) -> float:
         """Return the earliest time of arrival behind all earlier messages of the direction."""
 
     def break_off(self, address: str) -> None:
         """End the call on both sides: the connection to a host is lost."""
+
+    def lose_client(self, address: str) -> None:
+        """End the client's side alone."""
+
+    def lose_server(self) -> None:
+        """End the server's side alone."""
 
 
 @dataclass(slots=True)
@@ -286,6 +319,18 @@ class Wire:
             self.loop.call_at(arrives_s, deliver, *arguments, context=self.context)
         else:
             self.loop.call_at(arrives_s, self.cuts.arrive, direction, deliver, *arguments, context=self.context)
+
+    def part(self, call: Carried, address: str, *, is_dead: bool) -> None:
+        """End a call whose connection to a host is lost: at once there if the host is dead, elsewhere when noticed."""
+        terms, loop = call.terms, self.loop
+        if self.faults is None or not self.faults.hear_apart:
+            call.break_off(address)
+            return
+        for host, lose in ((terms.source, partial(call.lose_client, address)), (terms.target, call.lose_server)):
+            if is_dead and host == address:
+                lose()
+            else:
+                loop.call_later(self.faults.notice_s(), lose, context=self.context)
 
     def break_off_later(self, call: Carried, address: str) -> None:
         """End a call on both sides when the loss of its connection to a host is noticed."""

@@ -101,6 +101,11 @@ class Admission:
         return self._num_unplanned + self._queue.num_first
 
     @property
+    def num_in_line(self) -> int:
+        """Places in the line; a request whose samples are served separately has several."""
+        return len(self._queue)
+
+    @property
     def max_queued(self) -> int:
         """Most requests that wait for a first plan."""
         if self._max_queued is not None:

@@ -168,7 +168,8 @@ def test_worker_that_reports_blocks_before_the_end_raises_nothing() -> None:
 
 def test_prompts_without_a_new_full_block_need_no_event() -> None:
     router = Router()
-    for found, num_hashed_blocks in ((10 * BLOCK_SIZE, 10), (0, 0), (2 * BLOCK_SIZE + 1, 2)):
+    # The second one is cached as a whole: its last token is computed again, and its last block with it.
+    for found, num_hashed_blocks in ((10 * BLOCK_SIZE, 10), (9 * BLOCK_SIZE, 10), (0, 0), (2 * BLOCK_SIZE + 1, 2)):
         for _ in range(MIN_UNREPORTED):
             router.decide(found=found, num_hashed_blocks=num_hashed_blocks)
             router.clock.advance(SILENCE_S)

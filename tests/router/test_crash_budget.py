@@ -1,12 +1,16 @@
 """A request that ends its workers is stopped before it has ended all of them; others beside it get their answers."""
 
 import asyncio
+from collections.abc import Collection
 
 import pytest
 
+from common.clock import ManualClock
 from common.errors import CrashSuspected
 from common.ids import Epoch, WorkerId
-from router.crash_budget import NUM_CLEARING_TOKENS, Losses
+from common.lifecycle import LifeCycle
+from router.crash_budget import NUM_CLEARING_TOKENS, CrashBudget, Life, Losses
+from router.record import RunningRequest
 from tests.router.fakes import (
     DECODE,
     FakeWorker,
@@ -17,6 +21,8 @@ from tests.router.fakes import (
     prompt_of,
     running_cluster,
 )
+from tests.router.test_lengths import make_job
+from tests.router.test_member import book, make_member
 
 POISON = prompt_of(13)
 
@@ -60,6 +66,33 @@ def test_worker_that_ends_after_an_attempt_counts_for_the_one_that_it_ended() ->
     losses.note([life(1), life(2)], num_tokens=0)
     losses.note([life(1), life(3)], num_tokens=0)
     assert losses.count([life(1), life(2)]) == 2
+
+
+async def is_refused(*, samples: range, in_quarantine: bool) -> bool:
+    """Return whether a request of three samples is refused after its third loss, in an attempt with some of them."""
+    clock = ManualClock()
+    job = make_job(n=3)
+    record = RunningRequest(job=job, life=LifeCycle(job.request_id, clock), clock=clock, deadline_s=60.0)
+    for number in range(3):
+        record.losses.note([life(number)], num_tokens=0)
+
+    async def all_ended(lives: Collection[Life]) -> Collection[Life]:
+        return lives
+
+    failed = book(make_member())
+    failed.is_quarantined = in_quarantine
+    try:
+        await CrashBudget(3, all_ended, clock).weigh(record, failed, samples=samples, tenant="")
+    except CrashSuspected:
+        return True
+    assert record.losses.is_quarantined
+    return False
+
+
+async def test_samples_that_run_apart_are_not_refused_for_a_loss_outside_of_quarantine() -> None:
+    assert not await is_refused(samples=range(1), in_quarantine=False), "another request may have ended the worker"
+    assert await is_refused(samples=range(1), in_quarantine=True)
+    assert await is_refused(samples=range(3), in_quarantine=False)
 
 
 async def refused(cluster: TestCluster) -> CrashSuspected:

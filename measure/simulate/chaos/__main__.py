@@ -21,6 +21,7 @@ class Swarm:
     cpu_s: float = 0.0
     virtual_s: float = 0.0
     num_replans: int = 0
+    num_flooding: int = 0
     drain_s: float = 0.0
     """Longest of any walk."""
     whole_s: float = 0.0
@@ -36,6 +37,7 @@ class Swarm:
         self.cpu_s += cpu_s
         self.virtual_s += report.virtual_s
         self.num_replans += report.num_replans
+        self.num_flooding += report.num_flooding
         self.drain_s = max(self.drain_s, report.drain_s)
         self.whole_s = max(self.whole_s, report.whole_s)
         self.outcomes += report.outcomes
@@ -45,10 +47,11 @@ class Swarm:
 
     def figures(self) -> dict[str, object]:
         """Return everything as JSON."""
-        num_requests = self.outcomes.total()
+        num_requests = self.outcomes.total() + self.num_flooding
         return {
             "walks": self.num_walks,
             "requests": num_requests,
+            "of_floods": self.num_flooding,
             "virtual_hours": round(self.virtual_s / 3600, 3),
             "cpu_s": round(self.cpu_s, 1),
             "requests_per_cpu_s": round(num_requests / max(self.cpu_s, 1e-9), 1),

@@ -2,19 +2,27 @@
 
 import asyncio
 import random
+from contextlib import suppress
 
 from common.block_hash import hash_blocks
 from common.config import RouterConfig
-from common.errors import CrashSuspected, InvalidRequest, KvrelayError, WorkerLost
+from common.errors import CrashSuspected, InvalidRequest, KvrelayError, Overloaded, WorkerLost
 from common.ids import RequestId, mint_request_id
 from common.lifecycle import LifeCycle
+from measure.simulate.chaos.audit import Audit
 from measure.simulate.chaos.oracles import AnswerCheck, Violation
 from measure.simulate.chaos.poison import PoisonBook
 from measure.simulate.chaos.questions import Question, QuestionBook
 from measure.simulate.chaos.settings import MIN_QUIET_S, ChaosReport, ChaosSettings, Fault
 from measure.simulate.client import admit
 from router.parts import RouterParts
+from router.placement.decisions import CAPACITY, DecisionLog
 from router.record import Job
+from router.tenants import ANYBODY as HOUSE
+from router.tenants import Tenant
+
+FLOODER = Tenant(name="flooder", max_queued=30, max_concurrent=4)
+"""A tenant whose requests fill its own places in line, and only these."""
 
 
 class Clients:
@@ -27,17 +35,23 @@ class Clients:
         book: QuestionBook,
         poisons: PoisonBook,
         config: RouterConfig,
-        report: ChaosReport,
+        audit: Audit,
     ) -> None:
-        """`config`: that of the routers. Outcomes and broken invariants go into `report`."""
+        """`config`: that of the routers. Outcomes and broken invariants go into the report of `audit`."""
         self._draw = draw
         self._settings = settings
         self._book = book
         self._poisons = poisons
         self._config = config
-        self._report = report
+        self._report = audit.report
+        self._audit = audit
         self._unlucky_prompts: set[bytes] = set()
         """Prompts of innocent requests that were refused after many deaths; routers remember them for a while."""
+
+    @property
+    def report(self) -> ChaosReport:
+        """Report of the walk."""
+        return self._report
 
     async def ask_once(self, router: RouterParts) -> None:
         """Ask one question; some clients cancel, some questions are poison."""
@@ -49,10 +63,10 @@ class Clients:
             token_index = self._draw.randrange(len(question.answers[0]))
             self._poisons.add(life.request_id, token_index, num_tokens=lambda: check.num_tokens)
         elif self._draw.random() < self._settings.cancelled_share:
-            patience_s = self._draw.expovariate(2.0)
+            patience_s = self._draw.expovariate(1 / self._settings.patience_s)
         try:
             async with asyncio.timeout(patience_s):
-                outcome = await self._ask(question, check, router, life)
+                outcome = await self._ask(question, check, router, life, HOUSE)
         except TimeoutError:
             outcome = "cancelled"
         finally:
@@ -60,13 +74,37 @@ class Clients:
                 self._poisons.end(life.request_id)
         self._report.outcomes[outcome] += 1
 
+    async def flood(self, router: RouterParts) -> None:
+        """Ask many questions at once as a tenant who may run few of them; their clients leave one after the other."""
+
+        async def ask() -> None:
+            self._report.num_flooding += 1
+            question = self._book.draw()
+            check, life = AnswerCheck(question), LifeCycle(mint_request_id(), router.clock)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._draw.expovariate(1 / self._settings.patience_s)):
+                    await self._ask(question, check, router, life, FLOODER)
+
+        # A list, not a group, which would cancel its tasks in any order.
+        tasks = [asyncio.create_task(ask()) for _ in range(self._settings.num_flooding)]
+        try:
+            await asyncio.wait(tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+        for task in tasks:
+            task.result()
+
     def _draws_poison(self) -> bool:
         settings = self._settings
         if Fault.POISON not in settings.faults or self._poisons.quiet_s < MIN_QUIET_S:
             return False
         return self._draw.random() < 1 / (settings.poison_gap_s * settings.rate_per_s)
 
-    async def _ask(self, question: Question, check: AnswerCheck, router: RouterParts, life: LifeCycle) -> str:
+    async def _ask(
+        self, question: Question, check: AnswerCheck, router: RouterParts, life: LifeCycle, tenant: Tenant
+    ) -> str:
         """Return the outcome of a request; note a broken invariant."""
         timeout_s, clock = self._settings.timeout_s, router.clock
         ends_s = clock.monotonic() + timeout_s
@@ -75,7 +113,8 @@ class Clients:
         try:
             with (
                 router.orchestrator.account(life, time_left_s=lambda: ends_s - clock.monotonic()),
-                admit(router) as ticket,
+                admit(router, tenant) as ticket,
+                self._audit.following(router, life.request_id, check, ticket),
             ):
                 model = await router.fleet.wait_for_model(timeout_s=timeout_s)
                 job = Job(
@@ -90,6 +129,9 @@ class Clients:
                     while (message := await outbox.get()) is not None:
                         check.take(message)
                         if message.HasField("tokens"):
+                            if had_tokens_s is None and tenant is HOUSE:
+                                wait_s = clock.monotonic() - life.received_s
+                                self._report.longest_wait_s = max(self._report.longest_wait_s, wait_s)
                             if had_tokens_s is not None:
                                 pause_s = clock.monotonic() - had_tokens_s
                                 self._report.longest_pause_s = max(self._report.longest_pause_s, pause_s)
@@ -104,14 +146,19 @@ class Clients:
             self._report.violations.append(f"{life.request_id}: {violation}")
             return "wrong"
         is_poison = self._poisons.is_poison(life.request_id)
-        wrong = (
-            self._wrong_end_of_poison(life.request_id, error) if is_poison else self._wrong_end(question, life, error)
-        )
+        if tenant is FLOODER and isinstance(error, Overloaded):
+            wrong = ""
+        elif is_poison:
+            wrong = self._wrong_end_of_poison(life.request_id, error)
+        else:
+            wrong = self._wrong_end(question, life, error, router.chooser.decisions)
         if wrong:
             self._report.violations.append(f"{life.request_id} {wrong}")
         return "complete" if error is None else type(error).__name__
 
-    def _wrong_end(self, question: Question, life: LifeCycle, error: KvrelayError | None) -> str:
+    def _wrong_end(
+        self, question: Question, life: LifeCycle, error: KvrelayError | None, decisions: DecisionLog
+    ) -> str:
         """Return why an innocent request should not have ended so; empty if it should."""
         if error is None or self._settings.may_fail:
             return ""
@@ -120,7 +167,8 @@ class Clients:
             return ""
         if isinstance(error, CrashSuspected):
             max_lost, prompt = self._config.max_lost_workers, bytes(question.prompt)
-            if prompt in self._unlucky_prompts or self._poisons.may_be_bad_luck(life.received_s, max_lost=max_lost):
+            attempts = decisions.latest(tenant=HOUSE.name, limit=CAPACITY, request_id=life.request_id)
+            if prompt in self._unlucky_prompts or self._poisons.may_be_bad_luck(attempts, max_lost=max_lost):
                 self._unlucky_prompts.add(prompt)
                 return ""
         return f"is innocent and has failed: {error!r}"

@@ -6,8 +6,11 @@ from contextvars import Context, copy_context
 from typing import Any
 
 from common.ids import RequestId
-from common.timing import StepShape, TimingModel
+from common.timing import StepModel, StepShape, TimingModel
+from engine.core import Emitted
+from engine.events import Tokens
 from engine.fake import FakeExecutor
+from engine.group import Group
 from engine.plan import StepPlan
 from kvrelay.v1 import worker_pb2
 from measure.simulate.chaos.poison import PoisonBook
@@ -19,6 +22,12 @@ from measure.simulate.wire import KEEPALIVE_S
 from measure.simulate.worker import SharedWorld, SimWorker
 from router.facts import Endpoint
 from worker.watchdog import TICK_S, predict_s, watchdog_of
+
+TIMES = TimingModel(
+    prefill=StepModel(constant_s=4e-3, per_prefill_token_s=2e-4),
+    decode=StepModel(constant_s=4e-3, per_decode_s=1e-4),
+    max_step_tokens=32,
+)
 
 
 class _Times(FittedTimes):
@@ -39,10 +48,18 @@ class _Engine(SimEngine):
 
     may_end: Callable[[StepPlan], bool]
     """Asked at the end of each step; after False nothing happens any more."""
+    on_tokens: Callable[[Group, Tokens], None]
+    """Called with all tokens."""
 
     def _end(self, leap: DecodeLeap | None, plan: StepPlan) -> None:
         if self.may_end(plan):
             super()._end(leap, plan)
+
+    def _dispatch(self, emitted: Emitted) -> None:
+        for group, event in emitted:
+            if isinstance(event, Tokens):
+                self.on_tokens(group, event)
+        super()._dispatch(emitted)
 
 
 class Host:
@@ -55,25 +72,25 @@ class Host:
         self,
         endpoint: Endpoint,
         world: SharedWorld,
-        times: TimingModel,
         make_executor: Callable[[], FakeExecutor],
         poisons: PoisonBook,
         *,
         draw_down_s: Callable[[], float],
+        on_tokens: Callable[[Group, Tokens], None],
     ) -> None:
         """`draw_down_s` returns the time after which a dead process is started again."""
         self.endpoint = endpoint
         self._world = world
         self._loop = world.loop
-        self._timing = times
         self._make_executor = make_executor
         self._poisons = poisons
         self._draw_down_s = draw_down_s
+        self._on_tokens = on_tokens
         self._context = copy_context()
         """Context of everything that is not the process."""
         self._is_down = True
         self._is_to_hang = self._is_hung = False
-        self._times = _Times(times)
+        self._times = _Times(TIMES)
         self._watching: asyncio.Task[None] | None = None
         self._dying: set[asyncio.Task[None]] = set()
 
@@ -106,7 +123,7 @@ class Host:
         if not self._is_down:
             return
         self._is_down = self._is_to_hang = self._is_hung = False
-        self._times = _Times(self._timing)
+        self._times = _Times(TIMES)
         process = self._in_process(self._name)
         self.worker = process.run(self._make_worker)
         process.run(self.worker.start)
@@ -124,7 +141,7 @@ class Host:
 
     def _make_engine(self, *arguments: Any, **options: Any) -> SimEngine:
         engine = _Engine(*arguments, **options)
-        engine.may_end = self._may_end
+        engine.may_end, engine.on_tokens = self._may_end, self._on_tokens
         return engine
 
     def _may_end(self, plan: StepPlan) -> bool:
@@ -136,7 +153,7 @@ class Host:
         # A step of a kind that was never measured may be compiling, and the watchdog gives it ten minutes.
         if self._is_to_hang and step is not None and predict_s(step, self.worker.runtime.timing.model) is not None:
             self._is_to_hang, self._is_hung = False, True
-            self._poisons.note_death(None)
+            self._poisons.note_death(self._name, None)
         return not self._is_hung
 
     async def _watch(self, worker: SimWorker, process: Context) -> None:
@@ -161,7 +178,7 @@ class Host:
     async def _die(self, cause: RequestId | None) -> None:
         if self._is_down:
             return
-        self._poisons.note_death(cause)
+        self._poisons.note_death(self._name, cause)
         self._is_down = True
         await self._end_watch()
         await self.worker.crash()
@@ -215,7 +232,8 @@ class Host:
             self._watching = None
 
     async def aclose(self) -> None:
-        """Close the worker in an orderly way."""
+        """Close the worker in an orderly way, even one that should not be stopped any more."""
+        self._loop.continue_process(self._name)
         await self._end_watch()
         if self._dying:
             await asyncio.wait(self._dying)

@@ -44,6 +44,10 @@ class AnswerCheck:
         """Tokens that the client has."""
         return sum(self._num_tokens)
 
+    def num_tokens_of(self, sample_index: int) -> int:
+        """Return the tokens of one sample that the client has."""
+        return self._num_tokens[sample_index]
+
     def end_well(self) -> None:
         """Check the end of a stream without an error."""
         if not self._is_complete:

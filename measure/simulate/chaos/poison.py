@@ -3,10 +3,22 @@
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 from common.clock import Clock
 from common.ids import RequestId
 from engine.executor import ScheduledSequence
+from measure.simulate.chaos.settings import MAX_NOTICE_S
+from router.placement.decisions import Decision
+
+
+@dataclass(frozen=True, slots=True)
+class Death:
+    """The end of a process, or of its ability to answer."""
+
+    worker_id: str
+    at_s: float
+    cause: RequestId | None
 
 
 class PoisonBook:
@@ -17,7 +29,7 @@ class PoisonBook:
         self._token_index: dict[RequestId, int] = {}
         self._num_tokens: dict[RequestId, Callable[[], int]] = {}
         self._deaths: dict[RequestId, Counter[int]] = {}
-        self._all_deaths: list[tuple[float, RequestId | None]] = []
+        self._all_deaths: list[Death] = []
         self._running: dict[RequestId, None] = {}
         self._quiet_s = -math.inf
 
@@ -54,18 +66,24 @@ class PoisonBook:
                 return request_id
         return None
 
-    def note_death(self, cause: RequestId | None) -> None:
+    def note_death(self, worker_id: str, cause: RequestId | None) -> None:
         """Note the end of a process, or of its ability to answer, and the request that has ended it."""
-        self._all_deaths.append((self._clock.monotonic(), cause))
+        self._all_deaths.append(Death(worker_id, self._clock.monotonic(), cause))
 
-    def may_be_bad_luck(self, since_s: float, *, max_lost: int) -> bool:
-        """Return whether so many workers have ended since a time that an innocent request may have lost too many.
+    def may_be_bad_luck(self, attempts: Iterable[Decision], *, max_lost: int) -> bool:
+        """Return whether an innocent request has lost so many workers in these attempts that it may be refused.
 
-        Those that one poison request has ended are no excuse by themselves: quarantine keeps others from them.
+        An attempt is lost when one of its workers has ended since; it may have been stopped or cut off before. Those
+        that one poison request has ended are no excuse by themselves: quarantine keeps others from them.
         """
-        causes = Counter(cause for at_s, cause in self._all_deaths if at_s >= since_s)
-        most_by_one = max((count for cause, count in causes.items() if cause is not None), default=0)
-        return causes.total() >= max_lost and causes.total() > most_by_one
+        lost = [causes for attempt in attempts if (causes := self._causes(attempt))]
+        is_by_one = any(all(cause in causes for causes in lost) for cause in set().union(*lost) - {None})
+        return len(lost) >= max_lost and not is_by_one
+
+    def _causes(self, attempt: Decision) -> set[RequestId | None]:
+        """Return what has ended workers of an attempt since it began, or so shortly before that no router knew."""
+        workers, since_s = (attempt.plan.decode, attempt.plan.prefill), attempt.decided_s - MAX_NOTICE_S
+        return {each.cause for each in self._all_deaths if each.worker_id in workers and each.at_s >= since_s}
 
     def num_deaths(self, request_id: RequestId) -> int:
         """Return how many workers a request has ended, at most, without a new token for its client in between."""

@@ -3,21 +3,20 @@
 import random
 from dataclasses import dataclass
 
-from common.block_hash import hash_blocks, hash_root
-from common.clock import ManualClock
-from common.ids import RequestId
+import numpy as np
+
+from common.fake_tokenizer import EOS_TOKEN_ID
 from common.sampling import SamplingParams
 from common.tokens import TokenArray, as_tokens
-from engine.core import EngineCore
-from engine.events import EngineEvent, Failed, FinishReason, Tokens
-from engine.fake import FakeExecutor
-from engine.group import Group
-from engine.scheduler import SchedulerLimits
-from engine.sequence import EngineRequest
+from engine.events import FinishReason
+from engine.fake import context_state, sampled_state, token_kv, token_of
 
 _NUM_QUESTIONS = 60
 _NUM_PREFIXES = 6
 _MAX_OUTPUT = 24
+_LONG_OUTPUT = 60
+"""Tokens of a long answer: it goes on for a quarter of a second when nobody reads it any more."""
+_LONG_EVERY = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,8 +34,9 @@ class Question:
 class QuestionBook:
     """A fixed number of questions that share prefixes; some ask for text, some for several samples."""
 
-    def __init__(self, draw: random.Random, *, block_size: int) -> None:
+    def __init__(self, draw: random.Random, *, block_size: int, has_long_answers: bool = True) -> None:
         self._draw = draw
+        self._has_long_answers = has_long_answers
         self._block_size = block_size
         self._prefixes = [self._tokens(block_size * draw.randrange(1, 9)) for _ in range(_NUM_PREFIXES)]
         self._num_fresh = 0
@@ -59,45 +59,30 @@ class QuestionBook:
         num_own_tokens = draw.randrange(1, 2 * self._block_size) if number >= 0 else 2 * self._block_size
         prompt = as_tokens(draw.choice(self._prefixes) + self._tokens(num_own_tokens))
         is_sampled = draw.random() < 0.3
+        is_long = self._has_long_answers and number >= 0 and number % _LONG_EVERY == 0
         sampling = SamplingParams(
             temperature=0.8 if is_sampled else 0.0,
             seed=abs(number),
-            n=num_samples or (draw.choice((1, 2, 3)) if is_sampled else 1),
-            max_tokens=draw.randrange(1, _MAX_OUTPUT),
+            n=num_samples or (draw.choice((1, 2, 3)) if is_sampled and not is_long else 1),
+            max_tokens=_LONG_OUTPUT if is_long else draw.randrange(1, _MAX_OUTPUT),
             detokenize=draw.random() < 0.5,
         )
-        answers, reasons = ask(prompt, sampling, block_size=self._block_size)
+        answers, reasons = ask(prompt, sampling)
         return Question(prompt=prompt, sampling=sampling, answers=answers, reasons=reasons)
 
 
-def ask(
-    prompt: TokenArray, sampling: SamplingParams, *, block_size: int
-) -> tuple[tuple[tuple[int, ...], ...], tuple[FinishReason, ...]]:
-    """Return the answers of an idle fake engine, and why each sample ends."""
-    executor = FakeExecutor(num_blocks=256, block_size=block_size)
-    limits = SchedulerLimits(block_size=block_size, max_step_tokens=256, max_running=16, max_waiting=1)
-    core = EngineCore(executor, limits, ManualClock())
-    root = hash_root(model_fingerprint=executor.kv.shape.fingerprint)
-    answers: list[list[int]] = [[] for _ in range(sampling.n)]
-    reasons: dict[int, FinishReason] = {}
-
-    def take(event: EngineEvent) -> None:
-        assert not isinstance(event, Failed), event
-        for output in event.tokens if isinstance(event, Tokens) else ():
-            answers[output.sample_index].append(output.token_id)
-            if output.finish_reason is not None:
-                reasons[output.sample_index] = output.finish_reason
-
-    request = EngineRequest(
-        request_id=RequestId("question"),
-        prompt_token_ids=prompt,
-        sampling=sampling,
-        hash_root=root,
-        block_hashes=hash_blocks(prompt, root=root, block_size=block_size),
-    )
-    group = core.add(request, take)
-    assert isinstance(group, Group), group
-    while core.has_work:
-        for told, event in core.step():
-            told.sink(event)
-    return tuple(map(tuple, answers)), tuple(reasons[i] for i in range(sampling.n))
+def ask(prompt: TokenArray, sampling: SamplingParams) -> tuple[tuple[tuple[int, ...], ...], tuple[FinishReason, ...]]:
+    """Return the answers of the fake engine by its definition, without pages and steps, and why each sample ends."""
+    prompt_kv = [token_kv(token_id, position) for position, token_id in enumerate(prompt)]
+    answers: list[tuple[int, ...]] = []
+    reasons: list[FinishReason] = []
+    for sample_index in range(sampling.n):
+        kv, answer = np.array(prompt_kv + [0] * sampling.max_tokens, np.uint64), list[int]()
+        while len(answer) < sampling.max_tokens and EOS_TOKEN_ID not in answer[-1:]:
+            end, index = len(prompt) + len(answer), len(answer)
+            state = sampled_state(sampling, context_state(kv[:end]), sample_index=sample_index, index=index)
+            answer.append(token_of(sampling, state, index=index))
+            kv[end] = token_kv(answer[-1], end)
+        answers.append(tuple(answer))
+        reasons.append(FinishReason.STOP if answer[-1] == EOS_TOKEN_ID else FinishReason.LENGTH)
+    return tuple(answers), tuple(reasons)

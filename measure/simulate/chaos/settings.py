@@ -3,7 +3,7 @@
 import enum
 import random
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from measure.simulate.wire import FaultRates
 
@@ -37,12 +37,22 @@ class Fault(enum.StrEnum):
     """A bit of a piece of KV is another one when it arrives."""
     TORN = "torn KV"
     """A piece of KV arrives without its end."""
+    HOST_CRASH = "host crash"
+    """A host dies with both of its workers, one of each pool."""
+    DRAIN = "drain"
+    """A worker is told to leave, and is kept after all."""
+    FLOOD = "flooding tenant"
+    """A tenant sends many requests at once, whose clients leave early."""
 
 
-PROCESS_FAULTS = frozenset({Fault.CRASH, Fault.STOP, Fault.HUNG_STEP, Fault.HUNG_LOOP, Fault.SLOW})
+PROCESS_FAULTS = frozenset({Fault.CRASH, Fault.HOST_CRASH, Fault.STOP, Fault.HUNG_STEP, Fault.HUNG_LOOP, Fault.SLOW})
 CUT_FAULTS = frozenset({Fault.CUT, Fault.ONE_WAY_CUT, Fault.FLAPPING_CUT})
-LATER_FAULTS = frozenset({Fault.CORRUPTED, Fault.TORN})
+MESSAGE_FAULTS = frozenset({Fault.LOST, Fault.REPEATED, Fault.LATE, Fault.STALL})
+NETWORK_FAULTS = CUT_FAULTS | MESSAGE_FAULTS
+"""Faults by which a worker may hear late, or not at all, that a client has gone."""
+LATER_FAULTS = frozenset({Fault.CORRUPTED, Fault.TORN, Fault.HOST_CRASH, Fault.DRAIN, Fault.FLOOD})
 """Kinds that are drawn apart, so that the seeds from before them are the same walks without them."""
+MAX_NOTICE_S = 0.05
 MIN_QUIET_S = 5.0
 """Shortest time between the end of a poison request and the next one: innocent ones get tokens, or end."""
 BAD_DAY = FaultRates(
@@ -74,6 +84,15 @@ class ChaosSettings:
     the innocent from two of them."""
     cancelled_share: float = 0.03
     """Share of clients that cancel."""
+    max_notice_s: float = MAX_NOTICE_S
+    """Longest time until all calls of a lost connection have heard of it."""
+    has_long_answers: bool = True
+    patience_s: float = 0.5
+    """Mean time after which these cancel."""
+    num_blocks: int = 96
+    """Pages of KV of each worker: twelve requests may run at once, of 3 to 23 pages each."""
+    num_flooding: int = 40
+    """Requests of a flood."""
     timeout_s: float = 600.0
     may_fail: bool = False
     """Whether innocent requests may fail: they survive a limited number of attempts, and faults may be too many."""
@@ -91,7 +110,12 @@ class ChaosSettings:
             stall_s=rates.stall_s,
             corrupt=rates.corrupt * (Fault.CORRUPTED in on),
             tear=rates.tear * (Fault.TORN in on),
+            max_notice_s=self.max_notice_s,
         )
+
+
+_SHARES = (0.15, 0.3, 0.6)
+"""Shares of the kinds of faults that are on."""
 
 
 def draw_settings(seed: int, *, num_requests: int) -> ChaosSettings:
@@ -99,16 +123,37 @@ def draw_settings(seed: int, *, num_requests: int) -> ChaosSettings:
 
     A walk with every kind at once hides what a few of them would show: workers die before anything else can happen.
     """
+    first = draw_first_settings(seed, num_requests=num_requests)
+    share = random.Random(f"walk {seed}").choice(_SHARES)
+    later = random.Random(f"walk {seed}, later faults")
+    faults = (first.faults - LATER_FAULTS) | {fault for fault in sorted(LATER_FAULTS) if later.random() < share}
+    haste = later.choice((1.0, 1.0, 2.0, 4.0))
+    return replace(
+        first,
+        faults=faults,
+        max_notice_s=MAX_NOTICE_S,
+        has_long_answers=True,
+        patience_s=later.choice((0.5, 0.1)),
+        num_blocks=later.choice((32, 48, 96)),
+        rate_per_s=first.rate_per_s * haste,
+        mean_gap_s=first.mean_gap_s / haste,
+    )
+
+
+def draw_first_settings(seed: int, *, num_requests: int) -> ChaosSettings:
+    """Return the walk of a seed as it was in the first edition, for seeds that found something there."""
     draw = random.Random(f"walk {seed}")
-    share = draw.choice((0.15, 0.3, 0.6))
+    share = draw.choice(_SHARES)
     first = [fault for fault in Fault if fault not in LATER_FAULTS]
     faults = frozenset(fault for fault in first if draw.random() < share) or frozenset({draw.choice(first)})
     later = random.Random(f"walk {seed}, later faults")
-    faults |= {fault for fault in sorted(LATER_FAULTS) if later.random() < share}
+    faults |= {fault for fault in (Fault.CORRUPTED, Fault.TORN) if later.random() < share}
     return ChaosSettings(
         num_requests=num_requests,
         seed=seed,
         faults=faults,
+        max_notice_s=0.0,
+        has_long_answers=False,
         num_prefill=draw.choice((0, 1, 2, 3)),
         num_decode=draw.choice((2, 3, 4)),
         num_routers=draw.choice((1, 2, 3)),
@@ -126,8 +171,12 @@ class ChaosReport:
     """Requests by outcome: "complete", "cancelled", or an error class."""
     faults: Counter[Fault] = field(default_factory=Counter)
     """Faults that happened; of messages, those concerned."""
+    num_flooding: int = 0
+    """Requests of floods, which are in no outcome."""
     num_replans: int = 0
     virtual_s: float = 0.0
+    longest_wait_s: float = 0.0
+    """Longest time to the first token, of all requests but a flood's."""
     longest_pause_s: float = 0.0
     """Longest time between two messages with tokens of one answer."""
     drain_s: float = 0.0

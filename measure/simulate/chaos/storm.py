@@ -8,14 +8,17 @@ would rightly fail. Workers that a poison request ends are not spared.
 import asyncio
 import math
 import random
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from typing import Any
 
+from common.ids import WorkerId
+from measure.simulate.chaos.clients import Clients
 from measure.simulate.chaos.host import Host
-from measure.simulate.chaos.settings import CUT_FAULTS, PROCESS_FAULTS, ChaosReport, ChaosSettings, Fault
+from measure.simulate.chaos.settings import CUT_FAULTS, PROCESS_FAULTS, ChaosSettings, Fault
 from measure.simulate.cuts import Direction
 from measure.simulate.network import SimNetwork
 from measure.simulate.wire import KEEPALIVE_S
+from router.parts import RouterParts
 
 _MIN_FAULT_S = 0.3
 _SLOW_FACTOR = 10.0
@@ -34,23 +37,24 @@ class Storm:
         network: SimNetwork,
         *,
         hosts: Sequence[Host],
-        routers: Sequence[str],
-        report: ChaosReport,
+        routers: Mapping[str, RouterParts],
+        clients: Clients,
     ) -> None:
-        """`routers`: their addresses."""
+        """`routers`: by address."""
         self._loop = network.loop
         self._draw = draw
         self._settings = settings
         self._network = network
         self._hosts = hosts
         self._routers = routers
-        self._report = report
+        self._clients = clients
+        self._draining: set[WorkerId] = set()
         self._drawing: list[asyncio.Task[None]] = []
-        self._raging: set[asyncio.Task[None]] = set()
+        self._raging: dict[asyncio.Task[None], None] = {}
 
     def start(self) -> None:
         """Begin."""
-        for fault in sorted(self._settings.faults & (PROCESS_FAULTS | CUT_FAULTS)):
+        for fault in sorted(self._settings.faults & (PROCESS_FAULTS | CUT_FAULTS | {Fault.DRAIN, Fault.FLOOD})):
             self._drawing.append(self._loop.create_task(self._repeat(fault)))
 
     async def stop(self) -> None:
@@ -72,19 +76,23 @@ class Storm:
             raging = make()
             if raging is None:
                 continue
-            self._report.faults[fault] += 1
+            self._clients.report.faults[fault] += 1
             task = self._loop.create_task(raging)
-            self._raging.add(task)
+            self._raging[task] = None
             task.add_done_callback(self._end)
 
     def _end(self, task: "asyncio.Task[None]") -> None:
-        self._raging.discard(task)
+        self._raging.pop(task, None)
         if not task.cancelled():
             task.result()
 
     def _kill_or_cut(self, fault: Fault) -> Callable[[], Coroutine[Any, Any, None] | None]:
         if fault in CUT_FAULTS:
             return lambda: self._draw_cut(fault)
+        if fault is Fault.FLOOD:
+            return lambda: self._clients.flood(self._draw.choice([*self._routers.values()]))
+        if fault is Fault.HOST_CRASH:
+            return self._draw_pair
         return lambda: self._draw_victim(fault)
 
     def _seconds(self) -> float:
@@ -95,9 +103,21 @@ class Storm:
 
     def _draw_victim(self, fault: Fault) -> Coroutine[Any, Any, None] | None:
         host = self._draw.choice(self._hosts)
-        if not host.is_well or not self._is_bearable(victim=host):
+        if not host.is_well or not self._is_bearable(victims=(host,)):
             return None
         return self._befall(fault, host)
+
+    def _draw_pair(self) -> Coroutine[Any, Any, None] | None:
+        decode = [host for host in self._hosts if host.is_decode]
+        prefill = [host for host in self._hosts if not host.is_decode] or decode
+        pair = dict.fromkeys((self._draw.choice(prefill), self._draw.choice(decode)))
+        if not all(host.is_well for host in pair) or not self._is_bearable(victims=pair):
+            return None
+        return self._lose(pair)
+
+    async def _lose(self, hosts: Collection[Host]) -> None:
+        for host in hosts:
+            host.die()
 
     async def _befall(self, fault: Fault, host: Host) -> None:
         match fault:
@@ -113,6 +133,21 @@ class Storm:
                 host.hang_loop()
             case Fault.SLOW:
                 await host.slow_for(self._seconds(), factor=_SLOW_FACTOR)
+            case Fault.DRAIN:
+                await self._drain(host.endpoint.worker_id)
+
+    async def _drain(self, worker_id: WorkerId) -> None:
+        self._draining.add(worker_id)
+        self._tell_draining()
+        try:
+            await asyncio.sleep(self._seconds())
+        finally:
+            self._draining.discard(worker_id)
+            self._tell_draining()
+
+    def _tell_draining(self) -> None:
+        for router in self._routers.values():
+            router.fleet.set_workers([host.endpoint for host in self._hosts], draining=self._draining)
 
     # Cuts.
 
@@ -153,11 +188,11 @@ class Storm:
             for direction in directions:
                 network.cuts.heal(direction)
 
-    def _is_bearable(self, *, victim: Host | None = None, cut: Direction | None = None) -> bool:
+    def _is_bearable(self, *, victims: Collection[Host] = (), cut: Direction | None = None) -> bool:
         """Return whether every router still reaches a healthy decode worker when this fault comes on top."""
 
         def reaches(router: str, host: Host) -> bool:
-            if not host.is_decode or host is victim or not host.is_well:
+            if not host.is_decode or host in victims or not host.is_well or host.endpoint.worker_id in self._draining:
                 return False
             return not (self._network.cuts.parts(router, host.address) or (cut and {router, host.address} == {*cut}))
 

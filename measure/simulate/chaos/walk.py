@@ -4,17 +4,18 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from common.config import PoolConfig, PoolsConfig, RouterConfig, ServingConfig, TransferConfig
 from common.ids import seeded_ids
-from common.timing import StepModel, TimingModel
 from engine.fake import FakeExecutor
+from measure.simulate.chaos.audit import GONE_S, Audit
 from measure.simulate.chaos.clients import Clients
 from measure.simulate.chaos.host import Host
 from measure.simulate.chaos.oracles import leftovers
 from measure.simulate.chaos.poison import PoisonBook
 from measure.simulate.chaos.questions import QuestionBook
-from measure.simulate.chaos.settings import ChaosReport, ChaosSettings, Fault
+from measure.simulate.chaos.settings import NETWORK_FAULTS, ChaosReport, ChaosSettings, Fault
 from measure.simulate.chaos.storm import Storm
 from measure.simulate.loop import VirtualClock, VirtualLoop, collecting_rarely, ending_on_faults
 from measure.simulate.network import SimNetwork
@@ -34,14 +35,8 @@ A lost message or a cut is noticed after 5 s, when the keepalive breaks the conn
 its process, which is back 3 s later. A chain of two such failures and the work itself fit in a minute. It is also how
 long a request that has lost its worker waits for a plan (`router.recovery_timeout_s`).
 """
-_NUM_BLOCKS = 96
 _WARM_UP_S = 10.0
 _LOOK_S = 0.5
-_TIMES = TimingModel(
-    prefill=StepModel(constant_s=4e-3, per_prefill_token_s=2e-4),
-    decode=StepModel(constant_s=4e-3, per_decode_s=1e-4),
-    max_step_tokens=32,
-)
 
 
 def run_walk(settings: ChaosSettings, *, progress: Callable[[int], None] | None = None) -> ChaosReport:
@@ -70,19 +65,22 @@ class _Walk:
         self._faults = SeededFaults(settings.rates, seed=self._draw.getrandbits(32), now_s=loop.time)
         self._faults.is_quiet = True
         self._network = SimNetwork(loop, NetworkShape(kv_bytes_per_s=1e6), block_bytes=0, faults=self._faults)
-        self._config = _config()
+        self._config = _config(settings)
         self._endpoints = endpoints(settings.num_prefill, settings.num_decode)
         self._poisons = PoisonBook(VirtualClock(loop))
+        self._report = ChaosReport()
+        self._audit = Audit(self._report)
         self._hosts = self._make_hosts()
         addresses = [f"router-{number}:1" for number in range(settings.num_routers)]
         self._routers = [self._make_router(address) for address in addresses]
+        self._looks_at_s = 0.0
         self._watches: Sequence[asyncio.Task[None]] = ()
         self._running: dict[asyncio.Task[None], None] = {}
-        self._report = ChaosReport()
-        book = QuestionBook(self._draw, block_size=BLOCK_SIZE)
-        self._clients = Clients(self._draw, settings, book, self._poisons, self._config.router, self._report)
+        book = QuestionBook(self._draw, block_size=BLOCK_SIZE, has_long_answers=settings.has_long_answers)
+        self._clients = Clients(self._draw, settings, book, self._poisons, self._config.router, self._audit)
+        routers = dict(zip(addresses, self._routers, strict=True))
         self._storm = Storm(
-            self._draw, settings, self._network, hosts=self._hosts, routers=addresses, report=self._report
+            *(self._draw, settings, self._network), hosts=self._hosts, routers=routers, clients=self._clients
         )
 
     def _make_hosts(self) -> list[Host]:
@@ -91,12 +89,14 @@ class _Walk:
         )
 
         def executor(number: int) -> FakeExecutor:
-            return FakeExecutor(num_blocks=_NUM_BLOCKS, block_size=BLOCK_SIZE, max_steps_in_flight=1 + number % 2)
+            num_blocks = self._settings.num_blocks
+            return FakeExecutor(num_blocks=num_blocks, block_size=BLOCK_SIZE, max_steps_in_flight=1 + number % 2)
 
         return [
             Host(
-                *(endpoint, world, _TIMES, lambda number=number: executor(number), self._poisons),
+                *(endpoint, world, lambda number=number: executor(number), self._poisons),
                 draw_down_s=lambda: self._draw.uniform(0.0, self._settings.max_down_s),
+                on_tokens=partial(self._audit.take, endpoint.worker_id),
             )
             for number, endpoint in enumerate(self._endpoints)
         ]
@@ -126,6 +126,7 @@ class _Walk:
             del self._running[task]
             if not task.cancelled():
                 task.result()
+            self._look_for_idle_work()
             num_ended += 1
             if progress is not None:
                 progress(num_ended)
@@ -147,6 +148,22 @@ class _Walk:
             if late:
                 await asyncio.wait(late)
         self._report.drain_s = self._loop.time() - over_s
+
+    def _look_for_idle_work(self) -> None:
+        """Look a little later whether a worker still has something for a client that has gone."""
+        if self._settings.faults & NETWORK_FAULTS or self._looks_at_s > self._loop.time():
+            return
+        self._looks_at_s = self._loop.time() + GONE_S
+        well = [host for host in self._hosts if host.is_well]
+        before = {host: self._audit.work_for_nobody(host.worker.engine.core) for host in well}
+
+        def look() -> None:
+            for host in well:
+                lasting = before[host] & self._audit.work_for_nobody(host.worker.engine.core)
+                if host.is_well and lasting:
+                    self._violate(f"{host.endpoint.worker_id} goes on with {sorted(lasting)}, whose clients have gone")
+
+        self._loop.call_at(self._looks_at_s, look)
 
     async def finish(self) -> ChaosReport:
         """Wait until everything is whole, then close the cluster and report what is not."""
@@ -218,9 +235,14 @@ class _Walk:
         self._report.violations.append(what)
 
 
-def _config() -> ServingConfig:
+def _config(settings: ChaosSettings) -> ServingConfig:
     pool = PoolConfig(
-        block_size=BLOCK_SIZE, num_blocks=_NUM_BLOCKS, max_step_tokens=32, max_running=12, max_waiting=32, metrics=False
+        block_size=BLOCK_SIZE,
+        num_blocks=settings.num_blocks,
+        max_step_tokens=32,
+        max_running=12,
+        max_waiting=32,
+        metrics=False,
     )
     return ServingConfig(
         pools=PoolsConfig(prefill=pool, decode=pool),

@@ -61,6 +61,11 @@ class Script:
     def damaged(self, message: kv_transfer_pb2.FetchBlocksResponse) -> kv_transfer_pb2.FetchBlocksResponse:
         return message
 
+    hear_apart = False
+
+    def notice_s(self) -> float:
+        return 0.0
+
     def fate(self, source: str, target: str) -> tuple[Fate, float]:
         return self._fates.pop(0) if self._fates else (Fate.ARRIVE, 0.0)
 

@@ -1,0 +1,80 @@
+"""Checks while a walk runs: no work for clients that have gone, and no token that is generated twice.
+
+The answers would be right all the same, and everything whole in the end: the work alone is wrong.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from common.ids import RequestId, WorkerId
+from engine.core import EngineCore
+from engine.events import Tokens
+from engine.group import Group
+from measure.simulate.chaos.oracles import AnswerCheck
+from measure.simulate.chaos.settings import ChaosReport
+from router.admission.ticket import Ticket
+from router.parts import RouterParts
+from router.placement.decisions import CAPACITY
+from router.tenants import ANYBODY as HOUSE
+
+GONE_S = 0.1
+"""Time in which a healthy worker hears, over a healthy network, that the client of a request has gone."""
+
+
+class Audit:
+    """Requests whose clients are there, and what is done for them. Event loop only."""
+
+    def __init__(self, report: ChaosReport) -> None:
+        self.report = report
+        """Broken invariants go into it."""
+        self._checks: dict[RequestId, tuple[AnswerCheck, RouterParts]] = {}
+        self._tickets: dict[int, set[Ticket]] = {}
+        self._begun: set[tuple[Group, int]] = set()
+
+    @contextmanager
+    def following(
+        self, router: RouterParts, request_id: RequestId, check: AnswerCheck, ticket: Ticket
+    ) -> Iterator[None]:
+        """Follow a request of a router in the block, which its client leaves when it ends."""
+        tickets = self._tickets.setdefault(id(router), set())
+        self._checks[request_id] = check, router
+        tickets.add(ticket)
+        try:
+            yield
+        finally:
+            del self._checks[request_id]
+            tickets.remove(ticket)
+            num_places = sum(len(other.queued) for other in tickets)
+            if router.admission.num_in_line > num_places:
+                self.report.violations.append(f"{request_id} has gone, and has left a place in line")
+
+    def take(self, worker_id: WorkerId, group: Group, event: Tokens) -> None:
+        """Check where the tokens of a request begin in an engine: behind those that its client has."""
+        request_id = group.request.request_id
+        first = [(output.sample_index, output.token_index) for output in event.tokens]
+        first += [(run.sample_index, run.first_token_index) for run in event.runs]
+        for sample_index, token_index in first:
+            if (group, sample_index) in self._begun:
+                continue
+            self._begun.add((group, sample_index))
+            if request_id not in self._checks:
+                continue
+            check, router = self._checks[request_id]
+            num_known = check.num_tokens_of(sample_index)
+            if token_index < num_known and _runs_on(worker_id, router, request_id):
+                what = f"sample {sample_index} begins again at token {token_index}; its client has {num_known}"
+                self.report.violations.append(f"{request_id}: {what}")
+
+    def work_for_nobody(self, core: EngineCore) -> Counter[RequestId]:
+        """Return the sequences that an engine has for requests whose clients have gone."""
+        scheduler = core.scheduler
+        sequences = (*scheduler.waiting, *scheduler.running, *scheduler.reserved, *scheduler.held)
+        ids = (sequence.request.request_id for sequence in sequences)
+        return Counter(request_id for request_id in ids if request_id not in self._checks)
+
+
+def _runs_on(worker_id: WorkerId, router: RouterParts, request_id: RequestId) -> bool:
+    """Return whether a router has a request on a worker; if not, the call came late, and so does its cancellation."""
+    attempts = router.chooser.decisions.latest(tenant=HOUSE.name, limit=CAPACITY, request_id=request_id)
+    return any(not attempt.ended and worker_id in (attempt.plan.decode, attempt.plan.prefill) for attempt in attempts)
