@@ -56,7 +56,7 @@ from router.outbox import Outbox
 from router.placement.chooser import Chooser, Search, Shed
 from router.placement.decisions import Booking
 from router.placement.plans import PlacementRequest
-from router.record import Job, RunningRequest
+from router.record import Delivery, Job, RunningRequest
 from router.tenants import Overload
 from router.tracing import RequestTraces
 from router.traffic import TrafficRecordings
