@@ -1,4 +1,4 @@
-"""Which wall the cluster hits: causes of lost time in order, each with numbers and what would change it.
+"""Causes of lost time in order, each with its numbers and the changes that would help.
 
 A request loses the time that it would not spend in an idle cluster whose caches forget nothing: the wait for prefill,
 the computation of evicted prefixes, transfers that it waits for, and the part of each decode step that other sequences
@@ -28,7 +28,7 @@ _IDLE = 0.7
 
 
 class Cause(enum.Enum):
-    """What costs the time."""
+    """A cause of lost time."""
 
     SLOW_WORKER = "slow_worker"
     HOT_TENANT = "hot_tenant"
@@ -59,7 +59,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
-    """What a router knows of the last minutes."""
+    """A router's knowledge of the last minutes."""
 
     requests: Sequence[RecentRequest]
     reader: Pool
@@ -151,17 +151,21 @@ def _hot_tenant(view: View, wait_s: float) -> Finding | None:
 
 def _slow_workers(view: View) -> list[Finding]:
     """Return a finding for each worker that is several times slower than its pool."""
-    pools = [view.reader] if view.reader is view.decoder else [view.reader, view.decoder]
-    whole_s = _mean(view.requests, lambda each: each.prefill_s + each.decode_s)
+    prefill_s = _mean(view.requests, lambda each: each.prefill_s)
+    decode_s = _mean(view.requests, lambda each: each.decode_s)
+    if view.reader is view.decoder:
+        times = [(view.reader, prefill_s + decode_s)]
+    else:
+        times = [(view.reader, prefill_s), (view.decoder, decode_s)]
     return [
         Finding(
             cause=Cause.SLOW_WORKER,
             pool=pool.name,
-            lost_s=whole_s * (1 - 1 / slowness) / len(pool.workers),
+            lost_s=time_s * (1 - 1 / slowness) / len(pool.workers),
             text=f"steps of {worker_id} take {slowness:.1f} times as long as those of the other {pool.name} workers",
             changes=("look for other load, heat or swapping on its host; it is replaced when it stays slow",),
         )
-        for pool in pools
+        for pool, time_s in times
         for worker_id, slowness in pool.slow_workers.items()
     ]
 
@@ -178,9 +182,9 @@ def _decode_steps(view: View) -> list[Finding]:
     """Return the part of each gap between tokens that other sequences of a step add, and the part outside steps."""
     pool = view.decoder
     gaps = [each for each in view.requests if each.tpot_s is not None]
-    if not gaps or not pool.mean_batch:
+    tpot_s = _mean(gaps, lambda each: each.tpot_s or 0.0) if gaps else 0.0
+    if not tpot_s or not pool.mean_batch:  # no gap is known when all tokens of an answer come at once
         return []
-    tpot_s = _mean(gaps, lambda each: each.tpot_s or 0.0)
     alone_s = pool.decode_step_s(1.0, pool.mean_context)[0]
     step_s = min(tpot_s, max(alone_s, pool.total("decode_s") / pool.total("num_decode_steps")))
     decode_s = _mean(view.requests, lambda each: each.decode_s)

@@ -149,6 +149,19 @@ def test_slow_worker_comes_before_every_wall() -> None:
     assert "steps of d1 take 5.0 times as long" in first.text
 
 
+@pytest.mark.parametrize(("role", "time_s"), [("prefill", 0.5), ("decode", 1.2)])
+def test_slow_worker_costs_only_the_time_that_requests_spend_in_its_pool(role: str, time_s: float) -> None:
+    pools = {role: make_pool(role, make_worker("w0"), make_worker("w1", slowness=5.0))}
+    (first, *_) = find(make_view(USUAL, **pools))
+    assert (first.cause, first.pool) == (Cause.SLOW_WORKER, role)
+    assert first.lost_s == pytest.approx(time_s * 0.8 / 2)
+
+
+def test_answers_whose_tokens_all_come_at_once_lose_nothing_between_tokens() -> None:
+    full = make_pool("decode", make_worker("d0", busy=5 / 6, batch=20.0))
+    assert causes(make_view(replace(USUAL, tpot_s=0.0), decode=full)) == []
+
+
 def test_prompts_that_wait_for_pages_of_decode_workers_are_not_bound_by_prefill() -> None:
     full = make_pool("decode", make_worker("d0", used=960))
     view = make_view(replace(USUAL, line_s=2.0, ttft_s=2.6), decode=full)
