@@ -102,7 +102,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     _get("page", "/", "The live page of the cluster", "text/html", 404),
     _get("page_css", "/page.css", "The live page's style", "text/css", 404),
     _get("page_script", "/page.js", "The live page's script", "text/javascript", 404),
-    _get("cluster", "/cluster", "The state of the cluster, for operators", "Cluster", *_IDENTIFIED, 403, 404, 429),
+    _get("cluster", "/cluster", "The state of the cluster, for operators", "Cluster", *_IDENTIFIED, 403, 404, 503),
 )
 
 
@@ -118,7 +118,7 @@ _MEANINGS = {
     431: "request line and headers are too large",
     422: "workers were lost, one after the other, while they computed the request",
     500: "a step failed",
-    503: "no worker is ready, the router stops, or as many requests run as there are connections for",
+    503: "no worker is ready, the router stops, or as many requests run, or clients watch, as there are places for",
     504: "`kvrelay.timeout_s`, or the server's limit on a wait, has passed",
 }
 

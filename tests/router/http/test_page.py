@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from router.http.page import handlers
 from tests.router.fakes import DECODE, TIMEOUT_S, FakeWorker, config_with, pair
 from tests.router.http.clients import HttpCluster, fetch, http_cluster
 from tests.router.test_tenants import KEYS, serving
@@ -60,6 +61,14 @@ async def test_state_is_for_operators() -> None:
 async def test_page_that_is_off_is_not_there(path: str) -> None:
     async with http_cluster(*pair(), config=config_with(http_port=0, live_page=False)) as http:
         assert (await fetch(http.port, "GET", path))[0] == 404
+
+
+async def test_watcher_beyond_the_limit_is_told_to_come_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handlers, "MAX_WATCHERS", 0)
+    async with http_cluster(*pair()) as http:
+        status, headers, _body = await fetch(http.port, "GET", "/cluster", accept="text/event-stream")
+        assert (status, headers["retry-after"]) == (503, "10")
+        assert (await fetch(http.port, "GET", "/cluster"))[0] == 200, "a single state takes no place"
 
 
 async def test_router_that_stops_does_not_wait_for_watchers() -> None:

@@ -31,15 +31,19 @@ const headers = () => (key ? { authorization: `Bearer ${key}` } : {});
 // Yield the data of each server-sent event. `EventSource` could not send a key.
 async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
-  for (let rest = ""; ; ) {
-    const { value, done } = await reader.read();
-    if (done) return;
-    const parts = (rest + value).split("\n\n");
-    rest = parts.pop();
-    for (const part of parts) {
-      const data = part.split("\n").filter((line) => line.startsWith("data: ")).map((line) => line.slice(6)).join("\n");
-      if (data) yield data;
+  try {
+    for (let rest = ""; ; ) {
+      const { value, done } = await reader.read();
+      if (done) return;
+      const parts = (rest + value).split("\n\n");
+      rest = parts.pop();
+      for (const part of parts) {
+        const data = part.split("\n").filter((line) => line.startsWith("data: ")).map((line) => line.slice(6)).join("\n");
+        if (data) yield data;
+      }
     }
+  } finally {
+    reader.cancel().catch(() => {}); // else a reader that fails leaves its stream open, and takes a watcher's place
   }
 }
 
@@ -164,7 +168,7 @@ function decisionRow(decision) {
   const { plan, outcome } = decision;
   const workers = [plan.prefill_worker_id, plan.decode_worker_id].filter(Boolean).join(" → ");
   const costs = decision.candidates.slice(0, 3)
-    .map((each) => `${[each.prefill_worker_id, each.decode_worker_id].filter(Boolean).join(" → ")} ${each.cost.toPrecision(3)}`);
+    .map((each) => `${[each.prefill_worker_id, each.decode_worker_id].filter(Boolean).join(" → ")} ${Number(each.cost).toPrecision(3)}`);
   return row(
     seconds(decision.age_s), decision.request_id, decision.num_tokens, `${workers} (${plan.reason})`,
     `${plan.predicted_cached_tokens}, ${outcome.num_cached_tokens ?? "–"}`,
