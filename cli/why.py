@@ -36,6 +36,8 @@ def why(
     """  # noqa: D301 - \b marks a preformatted block
     if pool not in (None, "prefill", "decode"):
         raise typer.BadParameter(f"{pool!r} is not a pool; say prefill or decode", param_hint="--pool")
+    if pool is not None and request_id is not None:
+        raise typer.BadParameter("the parts of one request's time belong to no pool", param_hint="--pool")
     with connection.client(timeout_s=_TIMEOUT_S) as client:
         diagnosis = client.diagnose(window_s=window_s, request_id=request_id)
     if pool is not None:

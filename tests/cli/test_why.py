@@ -24,6 +24,7 @@ def test_why_of_a_pool_leaves_the_other_out(run: Run, address: str) -> None:
 def test_why_of_a_request_lists_the_parts_of_its_time(run: Run, address: str) -> None:
     result = run("why", "--request", "req-7", "-a", address)
     assert result.stdout.splitlines() == ["req-7: 3 s in all", "1. prefill: 2 s, usually 0.1 s"]
+    assert run("why", "--request", "req-7", "--pool", "decode", "-a", address).exit_code == 2
 
 
 def test_why_as_json_has_every_figure(run: Run, address: str) -> None:
