@@ -1,4 +1,4 @@
-"""Which guards the chaos walk would miss: each is taken out of a copy of the code, and the walks of the tests run.
+"""Finds guards that the chaos walk would miss: each is taken out of a copy of the code, and the walks of the tests run.
 
     python -m benchmarks.prover [NAME ...] [--list] [--jobs N] [--json FILE] [--page FILE]
 

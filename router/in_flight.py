@@ -1,4 +1,4 @@
-"""The requests that run at this router, and those that ended a moment ago: for whoever watches."""
+"""The requests that run at this router, and those that ended a moment ago, for operators who watch."""
 
 from collections import deque
 from collections.abc import Iterator

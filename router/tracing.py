@@ -51,7 +51,7 @@ _ATTEMPT = "attempt"
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _RequestTrace:
-    """What is kept of a sampled request until its end."""
+    """Record of a sampled request until its end."""
 
     context: SpanContext
     parent: SpanContext | None

@@ -1,4 +1,4 @@
-"""What a worker's steps did in the last minutes, and the least time that its device needs for it.
+"""Totals of a worker's steps in the last minutes, and the least time that its device needs for them.
 
 Totals are kept in buckets of some seconds, for an hour: a step costs a few additions, and a window is added up only
 when somebody asks for it.

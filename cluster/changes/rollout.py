@@ -60,7 +60,7 @@ class RolloutTerms:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Surroundings:
-    """What a rollout needs besides the processes."""
+    """Functions that a rollout needs besides the processes."""
 
     keep: Callable[[ServingConfig], None]
     """Writes the configuration that processes read from now on."""

@@ -23,7 +23,7 @@ class Finding:
     verdict: Health
     detail: str
     advice: str = ""
-    """What to do; empty if all is well."""
+    """Advice for an operator; empty if all is well."""
 
 
 def ok(subject: str, detail: str) -> Finding:

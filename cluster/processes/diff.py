@@ -30,7 +30,7 @@ class Change:
 
     @property
     def need(self) -> Need:
-        """What the change needs."""
+        """Steps that the change needs while the cluster serves."""
         return NEEDS[self.key]
 
     @property

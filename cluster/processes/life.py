@@ -30,7 +30,7 @@ _MAX_DELAY_S = 5.0
 
 
 class ProcessPhase(StrEnum):
-    """What a process is doing."""
+    """Phase in the life of a process."""
 
     STARTING = "starting"
     READY = "ready"

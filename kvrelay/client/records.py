@@ -194,7 +194,7 @@ class Usage:
     num_drafted_tokens: int = 0
     """Draft tokens that were verified for the answer. Those that were wrong are in no other count."""
     num_accepted_tokens: int = 0
-    """Those that were right: tokens of the answer that took no step of their own."""
+    """Draft tokens that were right: tokens of the answer that took no step of their own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -68,7 +68,7 @@ class WorkerLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTotals:
-    """What a worker's steps did in the last seconds, and the least time that its device needs for it."""
+    """Totals of a worker's steps in the last seconds, and the least time that its device needs for them."""
 
     window_s: float
     covered_s: float
@@ -88,7 +88,7 @@ class StepTotals:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceReport:
-    """What a worker's device does, and what a step of its model needs of it."""
+    """Measured rates of a worker's device, and the work that its model asks of it."""
 
     read_bytes_per_s: float
     flops_per_s: float
@@ -145,7 +145,7 @@ class WorkerStatus:
     num_drafted_tokens: int = 0
     """Draft tokens that its steps have verified."""
     num_accepted_tokens: int = 0
-    """Those that were right."""
+    """Draft tokens that were right."""
     recent_steps: tuple[StepTotals, ...] = ()
     """Steps of the last minute, the last five, and the last hour."""
     device: DeviceReport | None = None
@@ -196,7 +196,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """What costs the answers of the last minutes time."""
+    """Causes of the time that the answers of the last minutes lost, or the parts of one request's time."""
 
     headline: str
     findings: tuple[Finding, ...]
@@ -233,7 +233,7 @@ class DecisionOutcome:
     num_drafted_tokens: int = 0
     """Draft tokens that its steps have verified."""
     num_accepted_tokens: int = 0
-    """Those that were right."""
+    """Draft tokens that were right."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class ControllerServiceStub(object):
-    """What a person tells the process that owns a cluster. Served on a socket in its run folder: who may write there may ask.
+    """Calls from a person to the process that owns a cluster. Served on a socket in its run folder: who may write there may ask.
     """
 
     def __init__(self, channel):
@@ -73,7 +73,7 @@ class ControllerServiceStub(object):
 
 
 class ControllerServiceServicer(object):
-    """What a person tells the process that owns a cluster. Served on a socket in its run folder: who may write there may ask.
+    """Calls from a person to the process that owns a cluster. Served on a socket in its run folder: who may write there may ask.
     """
 
     def Scale(self, request, context):
@@ -121,7 +121,7 @@ class ControllerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetPlan(self, request, context):
-        """What the planner thinks of the pools' sizes.
+        """Returns the planner's opinion of the pools' sizes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -174,7 +174,7 @@ def add_ControllerServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ControllerService(object):
-    """What a person tells the process that owns a cluster. Served on a socket in its run folder: who may write there may ask.
+    """Calls from a person to the process that owns a cluster. Served on a socket in its run folder: who may write there may ask.
     """
 
     @staticmethod

@@ -27,7 +27,7 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class ControllerServiceStub:
-    """What a person tells the process that owns a cluster. Served on a socket in its run folder: who may write there may ask."""
+    """Calls from a person to the process that owns a cluster. Served on a socket in its run folder: who may write there may ask."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -50,11 +50,11 @@ class ControllerServiceStub:
     CancelChange: _grpc.UnaryStreamMultiCallable[_controller_pb2.CancelChangeRequest, _controller_pb2.CancelChangeResponse]
     """Cancels a change that runs or waits, and tells each step until it has ended."""
     GetPlan: _grpc.UnaryUnaryMultiCallable[_controller_pb2.GetPlanRequest, _controller_pb2.GetPlanResponse]
-    """What the planner thinks of the pools' sizes."""
+    """Returns the planner's opinion of the pools' sizes."""
 
 @_typing.type_check_only
 class ControllerServiceAsyncStub(ControllerServiceStub):
-    """What a person tells the process that owns a cluster. Served on a socket in its run folder: who may write there may ask."""
+    """Calls from a person to the process that owns a cluster. Served on a socket in its run folder: who may write there may ask."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Scale: _aio.UnaryStreamMultiCallable[_controller_pb2.ScaleRequest, _controller_pb2.ScaleResponse]  # type: ignore[assignment]
@@ -74,10 +74,10 @@ class ControllerServiceAsyncStub(ControllerServiceStub):
     CancelChange: _aio.UnaryStreamMultiCallable[_controller_pb2.CancelChangeRequest, _controller_pb2.CancelChangeResponse]  # type: ignore[assignment]
     """Cancels a change that runs or waits, and tells each step until it has ended."""
     GetPlan: _aio.UnaryUnaryMultiCallable[_controller_pb2.GetPlanRequest, _controller_pb2.GetPlanResponse]  # type: ignore[assignment]
-    """What the planner thinks of the pools' sizes."""
+    """Returns the planner's opinion of the pools' sizes."""
 
 class ControllerServiceServicer(metaclass=_abc_1.ABCMeta):
-    """What a person tells the process that owns a cluster. Served on a socket in its run folder: who may write there may ask."""
+    """Calls from a person to the process that owns a cluster. Served on a socket in its run folder: who may write there may ask."""
 
     @_abc_1.abstractmethod
     def Scale(
@@ -137,6 +137,6 @@ class ControllerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _controller_pb2.GetPlanRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_controller_pb2.GetPlanResponse, _abc.Awaitable[_controller_pb2.GetPlanResponse]]:
-        """What the planner thinks of the pools' sizes."""
+        """Returns the planner's opinion of the pools' sizes."""
 
 def add_ControllerServiceServicer_to_server(servicer: ControllerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -166,7 +166,7 @@ Global___CallUpdate: _TypeAlias = CallUpdate  # noqa: Y015
 
 @_typing.final
 class DecodeManyResponse(_message.Message):
-    """What one engine step brought, for every call that it concerned."""
+    """Results of one engine step, for every call that it concerned."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -371,7 +371,7 @@ class TokenBatch(_message.Message):
     num_drafted_tokens: _builtins.int
     """Draft tokens that were verified since the batch before."""
     num_accepted_tokens: _builtins.int
-    """Those of them that were right."""
+    """Draft tokens that were right."""
     @_builtins.property
     def tokens(self) -> _containers.RepeatedCompositeFieldContainer[_sampling_pb2.SampleToken]:
         """In order for each sample."""

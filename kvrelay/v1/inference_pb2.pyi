@@ -745,7 +745,7 @@ class Usage(_message.Message):
     num_drafted_tokens: _builtins.int
     """Draft tokens that were verified for the answer (speculation). Those that were wrong are in no other count."""
     num_accepted_tokens: _builtins.int
-    """Those of them that were right: tokens of the answer that took no step of their own."""
+    """Draft tokens that were right: tokens of the answer that took no step of their own."""
     def __init__(
         self,
         *,
@@ -1029,7 +1029,7 @@ Global___ToolCallDelta: _TypeAlias = ToolCallDelta  # noqa: Y015
 
 @_typing.final
 class TokenizeRequest(_message.Message):
-    """What to tokenize."""
+    """A text or a conversation to tokenize."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1187,7 +1187,7 @@ Global___GetClusterStatusRequest: _TypeAlias = GetClusterStatusRequest  # noqa: 
 
 @_typing.final
 class RouterStatus(_message.Message):
-    """What the router holds."""
+    """State of the router."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1237,7 +1237,7 @@ class RouterStatus(_message.Message):
     """Its doors are TLS."""
     @_builtins.property
     def alarms(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """What is wrong with the routing itself, in words; empty: nothing. See docs/operations.md."""
+        """Faults of the routing itself, in words; empty: none. See docs/operations.md."""
 
     @_builtins.property
     def refusals(self) -> _containers.RepeatedCompositeFieldContainer[Global___TenantRefusals]:
@@ -1452,7 +1452,7 @@ class Candidate(_message.Message):
     source_worker_id: _builtins.str
     """Worker to pull a prefix from first; empty without a pull."""
     cost: _builtins.float
-    """What the policy minimizes."""
+    """Cost that the policy minimizes."""
     @_builtins.property
     def terms(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """The parts of the cost by name; seconds unless the name says otherwise."""
@@ -1477,7 +1477,7 @@ Global___Candidate: _TypeAlias = Candidate  # noqa: Y015
 
 @_typing.final
 class DecisionOutcome(_message.Message):
-    """What came of a decision; absent parts are not known (yet)."""
+    """Outcome of a decision; absent parts are not known (yet)."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1498,7 +1498,7 @@ class DecisionOutcome(_message.Message):
     num_drafted_tokens: _builtins.int
     """Draft tokens that its steps have verified (speculation)."""
     num_accepted_tokens: _builtins.int
-    """Those of them that were right."""
+    """Draft tokens that were right."""
     def __init__(
         self,
         *,
@@ -1563,7 +1563,7 @@ class Decision(_message.Message):
     """Seconds from the receipt of the request to the choice."""
     @_builtins.property
     def plan(self) -> Global___PlanChosen:
-        """What was chosen."""
+        """The chosen plan."""
 
     @_builtins.property
     def candidates(self) -> _containers.RepeatedCompositeFieldContainer[Global___Candidate]:
@@ -1571,7 +1571,7 @@ class Decision(_message.Message):
 
     @_builtins.property
     def outcome(self) -> Global___DecisionOutcome:
-        """What came of it."""
+        """Its outcome."""
 
     def __init__(
         self,
@@ -1622,7 +1622,7 @@ Global___ExplainResponse: _TypeAlias = ExplainResponse  # noqa: Y015
 
 @_typing.final
 class DiagnoseRequest(_message.Message):
-    """What to diagnose."""
+    """A span of time or a request to diagnose."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1690,7 +1690,7 @@ Global___Finding: _TypeAlias = Finding  # noqa: Y015
 
 @_typing.final
 class DiagnoseResponse(_message.Message):
-    """What costs time."""
+    """Causes of lost time, or parts of one request's time."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

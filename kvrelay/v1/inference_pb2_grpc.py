@@ -117,7 +117,7 @@ class InferenceServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Diagnose(self, request, context):
-        """What costs the answers of the last minutes time, and which changes would help; for operators.
+        """Tells what costs the answers of the last minutes time, and which changes would help; for operators.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

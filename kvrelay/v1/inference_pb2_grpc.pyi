@@ -44,7 +44,7 @@ class InferenceServiceStub:
     Explain: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ExplainRequest, _inference_pb2.ExplainResponse]
     """Tells why requests went where they went: candidates, each term of the cost, and what came of it."""
     Diagnose: _grpc.UnaryUnaryMultiCallable[_inference_pb2.DiagnoseRequest, _inference_pb2.DiagnoseResponse]
-    """What costs the answers of the last minutes time, and which changes would help; for operators."""
+    """Tells what costs the answers of the last minutes time, and which changes would help; for operators."""
     RecordTraffic: _grpc.UnaryStreamMultiCallable[_inference_pb2.RecordTrafficRequest, _inference_pb2.RecordTrafficResponse]
     """Tells what the caller's requests are like while they come: when, how long, and which begin alike; no content."""
     Embed: _grpc.UnaryUnaryMultiCallable[_inference_pb2.EmbedRequest, _inference_pb2.EmbedResponse]
@@ -66,7 +66,7 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     Explain: _aio.UnaryUnaryMultiCallable[_inference_pb2.ExplainRequest, _inference_pb2.ExplainResponse]  # type: ignore[assignment]
     """Tells why requests went where they went: candidates, each term of the cost, and what came of it."""
     Diagnose: _aio.UnaryUnaryMultiCallable[_inference_pb2.DiagnoseRequest, _inference_pb2.DiagnoseResponse]  # type: ignore[assignment]
-    """What costs the answers of the last minutes time, and which changes would help; for operators."""
+    """Tells what costs the answers of the last minutes time, and which changes would help; for operators."""
     RecordTraffic: _aio.UnaryStreamMultiCallable[_inference_pb2.RecordTrafficRequest, _inference_pb2.RecordTrafficResponse]  # type: ignore[assignment]
     """Tells what the caller's requests are like while they come: when, how long, and which begin alike; no content."""
     Embed: _aio.UnaryUnaryMultiCallable[_inference_pb2.EmbedRequest, _inference_pb2.EmbedResponse]  # type: ignore[assignment]
@@ -121,7 +121,7 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.DiagnoseRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.DiagnoseResponse, _abc.Awaitable[_inference_pb2.DiagnoseResponse]]:
-        """What costs the answers of the last minutes time, and which changes would help; for operators."""
+        """Tells what costs the answers of the last minutes time, and which changes would help; for operators."""
 
     @_abc_1.abstractmethod
     def RecordTraffic(

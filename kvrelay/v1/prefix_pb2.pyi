@@ -119,7 +119,7 @@ Global___ListHotPrefixesResponse: _TypeAlias = ListHotPrefixesResponse  # noqa: 
 
 @_typing.final
 class PullPrefixesRequest(_message.Message):
-    """What to bring."""
+    """Blocks to bring."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -157,7 +157,7 @@ Global___PullPrefixesRequest: _TypeAlias = PullPrefixesRequest  # noqa: Y015
 
 @_typing.final
 class PullPrefixesResponse(_message.Message):
-    """What has come."""
+    """Blocks that have come."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

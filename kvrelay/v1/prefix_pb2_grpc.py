@@ -54,7 +54,7 @@ class PrefixServiceServicer(object):
     """
 
     def ListHotPrefixes(self, request, context):
-        """What of this worker's cache is worth most.
+        """Lists the blocks of this worker's cache that are worth most.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -36,7 +36,7 @@ class PrefixServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> PrefixServiceAsyncStub: ...
     ListHotPrefixes: _grpc.UnaryUnaryMultiCallable[_prefix_pb2.ListHotPrefixesRequest, _prefix_pb2.ListHotPrefixesResponse]
-    """What of this worker's cache is worth most."""
+    """Lists the blocks of this worker's cache that are worth most."""
     PullPrefixes: _grpc.UnaryUnaryMultiCallable[_prefix_pb2.PullPrefixesRequest, _prefix_pb2.PullPrefixesResponse]
     """Bring prefixes of another worker into this one's cache, as far as they are worth more than what they displace."""
 
@@ -48,7 +48,7 @@ class PrefixServiceAsyncStub(PrefixServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     ListHotPrefixes: _aio.UnaryUnaryMultiCallable[_prefix_pb2.ListHotPrefixesRequest, _prefix_pb2.ListHotPrefixesResponse]  # type: ignore[assignment]
-    """What of this worker's cache is worth most."""
+    """Lists the blocks of this worker's cache that are worth most."""
     PullPrefixes: _aio.UnaryUnaryMultiCallable[_prefix_pb2.PullPrefixesRequest, _prefix_pb2.PullPrefixesResponse]  # type: ignore[assignment]
     """Bring prefixes of another worker into this one's cache, as far as they are worth more than what they displace."""
 
@@ -63,7 +63,7 @@ class PrefixServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _prefix_pb2.ListHotPrefixesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_prefix_pb2.ListHotPrefixesResponse, _abc.Awaitable[_prefix_pb2.ListHotPrefixesResponse]]:
-        """What of this worker's cache is worth most."""
+        """Lists the blocks of this worker's cache that are worth most."""
 
     @_abc_1.abstractmethod
     def PullPrefixes(

@@ -217,7 +217,7 @@ Global___GetDemandRequest: _TypeAlias = GetDemandRequest  # noqa: Y015
 
 @_typing.final
 class RequestShape(_message.Message):
-    """What one request cost. Lengths in tokens."""
+    """Cost of one request. Lengths in tokens."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -376,7 +376,7 @@ class GetDemandResponse(_message.Message):
     WORKERS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def demand(self) -> Global___Demand:
-        """What was asked."""
+        """Requests as they were asked."""
 
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerCondition]:

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class RouterAdminServiceStub(object):
-    """What a controller tells a router.
+    """Calls from a controller to a router.
     """
 
     def __init__(self, channel):
@@ -48,7 +48,7 @@ class RouterAdminServiceStub(object):
 
 
 class RouterAdminServiceServicer(object):
-    """What a controller tells a router.
+    """Calls from a controller to a router.
     """
 
     def SetWorkers(self, request, context):
@@ -59,7 +59,7 @@ class RouterAdminServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetDemand(self, request, context):
-        """What was asked of this router lately, and what every worker of the membership is like.
+        """Returns the recent demand on this router, and the condition of every worker of the membership.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -87,7 +87,7 @@ def add_RouterAdminServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class RouterAdminService(object):
-    """What a controller tells a router.
+    """Calls from a controller to a router.
     """
 
     @staticmethod

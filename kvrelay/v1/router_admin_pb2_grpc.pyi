@@ -27,7 +27,7 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class RouterAdminServiceStub:
-    """What a controller tells a router."""
+    """Calls from a controller to a router."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -36,20 +36,20 @@ class RouterAdminServiceStub:
     SetWorkers: _grpc.UnaryUnaryMultiCallable[_router_admin_pb2.SetWorkersRequest, _router_admin_pb2.SetWorkersResponse]
     """Replaces the membership. Repeating it is harmless, so controllers send it again and again."""
     GetDemand: _grpc.UnaryUnaryMultiCallable[_router_admin_pb2.GetDemandRequest, _router_admin_pb2.GetDemandResponse]
-    """What was asked of this router lately, and what every worker of the membership is like."""
+    """Returns the recent demand on this router, and the condition of every worker of the membership."""
 
 @_typing.type_check_only
 class RouterAdminServiceAsyncStub(RouterAdminServiceStub):
-    """What a controller tells a router."""
+    """Calls from a controller to a router."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     SetWorkers: _aio.UnaryUnaryMultiCallable[_router_admin_pb2.SetWorkersRequest, _router_admin_pb2.SetWorkersResponse]  # type: ignore[assignment]
     """Replaces the membership. Repeating it is harmless, so controllers send it again and again."""
     GetDemand: _aio.UnaryUnaryMultiCallable[_router_admin_pb2.GetDemandRequest, _router_admin_pb2.GetDemandResponse]  # type: ignore[assignment]
-    """What was asked of this router lately, and what every worker of the membership is like."""
+    """Returns the recent demand on this router, and the condition of every worker of the membership."""
 
 class RouterAdminServiceServicer(metaclass=_abc_1.ABCMeta):
-    """What a controller tells a router."""
+    """Calls from a controller to a router."""
 
     @_abc_1.abstractmethod
     def SetWorkers(
@@ -65,6 +65,6 @@ class RouterAdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _router_admin_pb2.GetDemandRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_router_admin_pb2.GetDemandResponse, _abc.Awaitable[_router_admin_pb2.GetDemandResponse]]:
-        """What was asked of this router lately, and what every worker of the membership is like."""
+        """Returns the recent demand on this router, and the condition of every worker of the membership."""
 
 def add_RouterAdminServiceServicer_to_server(servicer: RouterAdminServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -42,7 +42,7 @@ Global___Retention: _TypeAlias = Retention  # noqa: Y015
 
 @_typing.final
 class SequenceSpec(_message.Message):
-    """What a worker needs to know to compute a request or to take it over in the middle."""
+    """Everything that a worker needs to compute a request or to take it over in the middle."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -184,7 +184,7 @@ Global___BeamState: _TypeAlias = BeamState  # noqa: Y015
 
 @_typing.final
 class PrefillBooking(_message.Message):
-    """What the router expects of the worker that computes a prompt."""
+    """The router's expectations of the worker that computes a prompt."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

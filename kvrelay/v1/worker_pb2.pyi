@@ -569,7 +569,7 @@ Global___TransferStats: _TypeAlias = TransferStats  # noqa: Y015
 
 @_typing.final
 class StepTotals(_message.Message):
-    """What a worker's steps did in the last seconds. A prefill step has prompt tokens in it, a decode step none. Least times
+    """Totals of a worker's steps in the last seconds. A prefill step has prompt tokens in it, a decode step none. Least times
     follow from the memory bandwidth and the matrix product rate that the worker measured as it started; 0: it did not.
     """
 
@@ -645,7 +645,7 @@ Global___StepTotals: _TypeAlias = StepTotals  # noqa: Y015
 
 @_typing.final
 class DeviceReport(_message.Message):
-    """What a worker's device does, and what a step of its model needs of it."""
+    """Measured rates of a worker's device, and the work that its model asks of it."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -751,7 +751,7 @@ class WorkerStatus(_message.Message):
     num_drafted_tokens: _builtins.int
     """Draft tokens that its steps have verified."""
     num_accepted_tokens: _builtins.int
-    """Those that were right."""
+    """Draft tokens that were right."""
     @_builtins.property
     def load(self) -> Global___LoadReport:
         """Load."""
@@ -799,7 +799,7 @@ Global___WorkerStatus: _TypeAlias = WorkerStatus  # noqa: Y015
 
 @_typing.final
 class ProbePeerRequest(_message.Message):
-    """Whom to try."""
+    """The peer to try."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -863,7 +863,7 @@ class GetWorkerStatusResponse(_message.Message):
 
     @_builtins.property
     def timing(self) -> Global___TimingReport:
-        """What it has fitted to its own steps and pulls."""
+        """Timing model fitted to its own steps and pulls."""
 
     def __init__(
         self,

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class WorkerServiceStub(object):
-    """What every worker tells about itself.
+    """Reports of every worker about itself.
     """
 
     def __init__(self, channel):
@@ -68,7 +68,7 @@ class WorkerServiceStub(object):
 
 
 class WorkerServiceServicer(object):
-    """What every worker tells about itself.
+    """Reports of every worker about itself.
     """
 
     def DescribeWorker(self, request, context):
@@ -158,7 +158,7 @@ def add_WorkerServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class WorkerService(object):
-    """What every worker tells about itself.
+    """Reports of every worker about itself.
     """
 
     @staticmethod

@@ -27,7 +27,7 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class WorkerServiceStub:
-    """What every worker tells about itself."""
+    """Reports of every worker about itself."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -53,7 +53,7 @@ class WorkerServiceStub:
 
 @_typing.type_check_only
 class WorkerServiceAsyncStub(WorkerServiceStub):
-    """What every worker tells about itself."""
+    """Reports of every worker about itself."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     DescribeWorker: _aio.UnaryUnaryMultiCallable[_worker_pb2.DescribeWorkerRequest, _worker_pb2.DescribeWorkerResponse]  # type: ignore[assignment]
@@ -75,7 +75,7 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     """
 
 class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
-    """What every worker tells about itself."""
+    """Reports of every worker about itself."""
 
     @_abc_1.abstractmethod
     def DescribeWorker(

@@ -1,4 +1,4 @@
-"""What a change of the cluster would bring, from fitted timing models and measured shares; or why nobody can tell."""
+"""Predicts from fitted timing models and measured shares what a change would bring, or says why it cannot be told."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Why one request took as long as it did, beside what was usual then."""
+"""Explains the time that one request took by its parts, beside the usual ones."""
 
 from collections.abc import Callable, Sequence
 from statistics import median

@@ -1,4 +1,4 @@
-"""Where the time of the requests of the last hour went."""
+"""The requests answered in the last hour, with the parts of their time."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ class RecentRequest:
     num_evicted_tokens: int
     """Prompt tokens that caches had held and had evicted when it was planned."""
     num_output_tokens: int
-    """Of one sample."""
+    """Output tokens of one sample, in the mean."""
     line_s: float
     """Receipt to the first plan."""
     worker_queue_s: float
