@@ -4,6 +4,7 @@ Keeps the keys that were evicted last, when no worker held them any more (the gh
 FAST 2003). A prompt that asks for one of them again would have found it, had the caches been larger.
 """
 
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 CAPACITY = 1 << 17
@@ -14,16 +15,16 @@ class EvictedBlocks:
 
     def __init__(self, *, capacity: int = CAPACITY) -> None:
         self._capacity = capacity
-        self._keys: dict[int, None] = {}
-        """In the order of their evictions."""
+        self._keys: OrderedDict[int, None] = OrderedDict()
+        """In the order of their evictions. A plain dict searches its oldest key behind all that were removed."""
 
     def add(self, keys: Iterable[int]) -> None:
         """Note blocks that the last worker has evicted."""
         for key in keys:
-            self._keys.pop(key, None)
             self._keys[key] = None
+            self._keys.move_to_end(key)
         while len(self._keys) > self._capacity:
-            del self._keys[next(iter(self._keys))]
+            self._keys.popitem(last=False)
 
     def count_leading(self, keys: Sequence[int], *, start: int) -> int:
         """Return how many keys in a row, from `start` on, are of evicted blocks."""

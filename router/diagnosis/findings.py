@@ -230,7 +230,8 @@ def headline(requests: Sequence[RecentRequest], *, window_s: float, slo: Slo | N
     if not requests:
         return f"no request was answered in the last {window_s:g} s"
     ttft_p50, ttft_p99 = np.percentile([each.ttft_s for each in requests], (50, 99))
-    text = f"{len(requests)} requests answered in {window_s:g} s: TTFT p50 {ttft_p50:.3g} s, p99 {ttft_p99:.3g} s"
+    count = "1 request" if len(requests) == 1 else f"{len(requests)} requests"
+    text = f"{count} answered in {window_s:g} s: TTFT p50 {ttft_p50:.3g} s, p99 {ttft_p99:.3g} s"
     gaps = [each.tpot_s for each in requests if each.tpot_s is not None]
     if gaps:
         tpot_p50, tpot_p99 = np.percentile(gaps, (50, 99))

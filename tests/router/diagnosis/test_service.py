@@ -28,7 +28,7 @@ async def test_answered_requests_are_in_the_headline_and_each_can_be_asked_for()
         assert (await diagnose(cluster)).headline == "no request was answered in the last 300 s"
         reply = await cluster.generate(make_request(10))
         request_id = reply.messages[0].accepted.request_id
-        assert (await diagnose(cluster)).headline.startswith("1 requests answered in 300 s: TTFT p50")
+        assert (await diagnose(cluster)).headline.startswith("1 request answered in 300 s: TTFT p50")
         assert (await diagnose(cluster, request_id=request_id)).headline.startswith(f"{request_id}: ")
 
 

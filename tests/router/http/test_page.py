@@ -44,7 +44,7 @@ async def test_states_show_workers_and_answered_requests_with_their_stages() -> 
         await http.complete()
         before, after = await states(http, 2)
         assert {worker["worker_id"] for worker in before["status"]["workers"]} == {"p0", "d0"}
-        assert before["diagnosis"]["headline"].startswith("1 requests answered in 60 s")
+        assert before["diagnosis"]["headline"].startswith("1 request answered in 60 s")
         (request,) = after["requests"]
         assert (request["tenant"], request["num_prompt_tokens"], request["num_output_tokens"]) == ("default", 10, 6)
         assert [stage for stage, _age_s in request["stages"]][-2:] == ["decoding", "finished"]
