@@ -82,11 +82,13 @@ class HttpApp:
         self._running: dict[Exchange, asyncio.Task[None]] = {}
         self._all_ended = asyncio.Event()
         self._is_stopping = False
-        self.asgi: ASGIApp = self._router(door, Page(door, reporter, is_stopping=lambda: self._is_stopping))
+        self._page = Page(door, reporter)
+        self.asgi: ASGIApp = self._router(door, self._page)
 
     async def stop(self, grace_s: float) -> None:
         """Refuse new calls, let running ones end for `grace_s` seconds, then cancel them and tell their clients."""
         self._is_stopping = True
+        self._page.stop()
         if self._running and grace_s > 0:
             self._all_ended.clear()
             with suppress(TimeoutError):

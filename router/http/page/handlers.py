@@ -1,10 +1,10 @@
 """Handlers of the live page: its files, and the state of the cluster as a document or as a stream of events."""
 
-from collections.abc import Callable
+import asyncio
 from importlib.resources import files
 
 from router.front_door import FrontDoor
-from router.http.errors import FULL, NOT_FOUND, HttpError
+from router.http.errors import FULL, NOT_FOUND, STOPPING, HttpError
 from router.http.exchange import Exchange
 from router.http.page.state import ClusterState
 from router.status import StatusReporter
@@ -17,14 +17,19 @@ _TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
 class Page:
     """The handlers; each sends a whole response or a stream, or raises KvrelayError."""
 
-    def __init__(self, door: FrontDoor, reporter: StatusReporter, *, is_stopping: Callable[[], bool]) -> None:
-        """`is_stopping` ends streams: they would outlast the router's grace."""
+    def __init__(self, door: FrontDoor, reporter: StatusReporter) -> None:
         self._door = door
         self._state = ClusterState(door.parts, reporter)
-        self._is_stopping = is_stopping
-        self._num_watchers = 0
+        self._watching: set[asyncio.Task[object]] = set()
+        self._is_stopping = False
         folder = files(__package__) / "static"
         self._files = {name: (folder / name).read_bytes() for name in ("page.html", "page.css", "page.js")}
+
+    def stop(self) -> None:
+        """End the streams, also to clients that do not read: they would outlast the router's grace."""
+        self._is_stopping = True
+        for task in self._watching:
+            task.cancel()
 
     async def html(self, exchange: Exchange) -> None:
         """`GET /`."""
@@ -45,16 +50,18 @@ class Page:
         if not any(name == b"accept" and b"text/event-stream" in value for name, value in exchange.headers):
             exchange.finish_body(await self._state.latest(), "application/json")
             return
-        if self._num_watchers >= MAX_WATCHERS:
+        if self._is_stopping:
+            raise HttpError("the router is stopping", STOPPING)
+        if len(self._watching) >= MAX_WATCHERS:
             raise HttpError(f"{MAX_WATCHERS} clients watch already", FULL, retry_after_s=_RETRY_S)
-        self._num_watchers += 1
+        task = asyncio.current_task()
+        assert task is not None, "a handler runs in a task"
+        self._watching.add(task)
         try:
             async for event in self._state.events():
-                if self._is_stopping():
-                    return
                 await exchange.write(event)
         finally:
-            self._num_watchers -= 1
+            self._watching.discard(task)
 
     def _send(self, exchange: Exchange, name: str) -> None:
         self._check_enabled()

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from router.http.exchange import Exchange
 from router.http.page import handlers
 from tests.router.fakes import DECODE, TIMEOUT_S, FakeWorker, config_with, pair
 from tests.router.http.clients import HttpCluster, fetch, http_cluster
@@ -69,6 +70,24 @@ async def test_watcher_beyond_the_limit_is_told_to_come_later(monkeypatch: pytes
         status, headers, _body = await fetch(http.port, "GET", "/cluster", accept="text/event-stream")
         assert (status, headers["retry-after"]) == (503, "10")
         assert (await fetch(http.port, "GET", "/cluster"))[0] == 200, "a single state takes no place"
+
+
+async def test_router_that_stops_does_not_wait_for_a_watcher_that_does_not_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    is_stuck = asyncio.Event()
+
+    async def write(_exchange: Exchange, _events: bytes) -> None:
+        is_stuck.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(Exchange, "write", write)
+    async with http_cluster(*pair()) as http:
+        watching = asyncio.ensure_future(fetch(http.port, "GET", "/cluster", accept="text/event-stream"))
+        async with asyncio.timeout(TIMEOUT_S):
+            await is_stuck.wait()
+            await http.cluster.router.stop(10 * TIMEOUT_S)
+            assert (await watching)[0] == 503
 
 
 async def test_router_that_stops_does_not_wait_for_watchers() -> None:

@@ -65,7 +65,9 @@ async function watch() {
       }
       if (!response.ok) throw new Error((await response.json()).error.message);
       for await (const data of events(response)) {
-        show(JSON.parse(data));
+        const state = JSON.parse(data);
+        if (state.error) throw new Error(state.error.message);
+        show(state);
         tell(`live, ${new Date().toLocaleTimeString()}`, false);
       }
       tell("the router has ended the stream; trying again", true);
