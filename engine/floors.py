@@ -15,6 +15,10 @@ from engine.work import DeviceRates, ModelShape, StepFloors
 
 _MATMUL_SIZES = (1024, 2048)
 _NUM_RUNS = 4
+_CUDA_REPEATS = 32
+"""Operations of a run on a GPU: one alone takes no longer than its launch."""
+_LONG_S = 0.25
+"""Time of a product behind which no larger one is tried: a processor without bfloat16 would take minutes."""
 _READ_BYTES_AT_START = 1 << 27
 
 
@@ -32,7 +36,7 @@ def model_shape(config: DecoderConfig) -> ModelShape:
 
 
 def measure_floors(config: DecoderConfig, kv: KvShape, *, weight_bytes: int, device: torch.device) -> StepFloors:
-    """Measure the device, in about a tenth of a second, and return the least times of the model's steps on it."""
+    """Measure the device, in some tenths of a second, and return the least times of the model's steps on it."""
     return StepFloors(
         model=model_shape(config),
         weight_bytes=weight_bytes,
@@ -52,22 +56,32 @@ class RateMeter:
 
     def measure(self) -> DeviceRates:
         """Return what the device does at this moment with this process's threads: some tenths of a second."""
-        flops_per_s = max(self._matmul_flops_per_s(size) for size in _MATMUL_SIZES)
+        flops_per_s = 0.0
+        for size in _MATMUL_SIZES:
+            seconds = self._matmul_s(size)
+            flops_per_s = max(flops_per_s, 2 * size**3 / seconds)
+            if seconds > _LONG_S:
+                break
         return DeviceRates(
             read_bytes_per_s=self._read_bytes / self._least_s(self._numbers.sum), flops_per_s=flops_per_s
         )
 
-    def _matmul_flops_per_s(self, size: int) -> float:
+    def _matmul_s(self, size: int) -> float:
         matrix = torch.randn(size, size, device=self._device).bfloat16()
-        return float(2 * size**3 / self._least_s(lambda: matrix @ matrix))
+        return self._least_s(lambda: matrix @ matrix)
 
     def _least_s(self, run: Callable[[], object]) -> float:
         """Return the least wall time of several runs, waiting for the device."""
         return min(self._timed_s(run) for _ in range(_NUM_RUNS))
 
     def _timed_s(self, run: Callable[[], object]) -> float:
+        if self._device.type != "cuda":
+            started_s = time.perf_counter()
+            run()
+            return time.perf_counter() - started_s
+        torch.cuda.synchronize(self._device)
         started_s = time.perf_counter()
-        run()
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return time.perf_counter() - started_s
+        for _ in range(_CUDA_REPEATS):
+            run()
+        torch.cuda.synchronize(self._device)
+        return (time.perf_counter() - started_s) / _CUDA_REPEATS

@@ -1,7 +1,8 @@
 """A worker's share of the free memory for KV pages (`kv_memory_gib: auto`).
 
 On a host: half of this worker's part, less the worker's own use. It is measured after loading, so that the memory of
-weights, packed copies and kernels is included and not guessed.
+weights, packed copies and kernels is included and not guessed. Only a draft model is loaded later, and counted by its
+files and its pages.
 
 Workers of one host must not count the same free memory twice, and a restarted worker must get as many pages as before,
 though the others have filled theirs by then. So the launcher measures the host once, before any worker runs, and
@@ -37,6 +38,8 @@ class MemoryShare:
     """Part as the launcher divided it; None: `host_fraction` of the memory that is there now."""
     host_fraction: float = 1.0
     device_fraction: float = 1.0
+    reserved_bytes: int = 0
+    """Host memory that this process takes once its pages are there: for a draft model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,11 +67,12 @@ def host_kv_bytes(memory: HostMemory, share: MemoryShare) -> int:
     part = share.host_bytes
     if part is None:
         part = int((memory.available_bytes + memory.process_bytes) * share.host_fraction)
-    left = min(part - memory.process_bytes, memory.available_bytes)
+    left = min(part - memory.process_bytes, memory.available_bytes) - share.reserved_bytes
     if left <= 0:
         raise ValueError(
             f"kv_memory_gib: auto finds no memory for KV pages: this worker's part of the host is {_gib(part)}, it uses"
-            f" {_gib(memory.process_bytes)} already, and {_gib(memory.available_bytes)} are free"
+            f" {_gib(memory.process_bytes)} already, drafting takes {_gib(share.reserved_bytes)}, and"
+            f" {_gib(memory.available_bytes)} are free"
         )
     return int(left * HOST_KV_SHARE)
 

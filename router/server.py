@@ -138,8 +138,8 @@ async def serve_router(
         seed=secrets.randbits(64),
         probes=codec.probes,
     )
-    speculation = serving.model.speculation
-    parts.orchestrator.has_coupled_drafts = speculation.method == "off" or speculation.rule == "coupled"
+    # Whatever the method is now: it may change while this router runs, the rule only with the generation.
+    parts.orchestrator.has_coupled_drafts = serving.model.speculation.rule == "coupled"
     parts.orchestrator.demand.judge_by(slo)
     tracer = make_tracer(serving.tracing, service="kvrelay-router", instance=credentials.identity.name)
     parts.orchestrator.traces.record_to(tracer, serving.tracing)

@@ -3,12 +3,14 @@
 import logging
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import tokenizers
 
 from common.chat_template import LineTemplate
 from common.config import PoolConfig, ServingConfig
+from common.engines import lacks
 from common.fake_tokenizer import byte_tokenizer
 from common.model_files import resolve_model
 from common.parity import Template
@@ -27,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 _GIB = 1 << 30
 _FAKE_KV_BYTES = 1 << 20  # hashes need no more
+_WEIGHTS = ("*.safetensors", "*.gguf")
 
 
 def limits_for(pool: PoolConfig) -> SchedulerLimits:
@@ -137,6 +140,7 @@ def _load_torch(config: ServingConfig, pool: PoolConfig, model_dir: Path) -> Exe
     model = config.model
     # The device memory of steps is sized once, for either role that the worker may have.
     pools = (config.pools.prefill, config.pools.decode) if config.pools.flip_obstacle is None else (pool,)
+    share = memory_share(config, pool, os.environ, cores=os.cpu_count() or 1)
     return load_executor(
         EngineOptions(
             model_dir=model_dir,
@@ -146,7 +150,7 @@ def _load_torch(config: ServingConfig, pool: PoolConfig, model_dir: Path) -> Exe
             block_size=pool.block_size,
             num_blocks=pool.num_blocks,
             kv_memory_bytes=_fixed_kv_bytes(pool),
-            memory_share=memory_share(config, pool, os.environ, cores=os.cpu_count() or 1),
+            memory_share=replace(share, reserved_bytes=drafting_bytes(config, pool)),
             max_model_len=model.max_model_len,
             max_step_tokens=max(each.max_step_tokens for each in pools),
             max_running=max(each.max_running for each in pools),
@@ -173,6 +177,16 @@ def memory_share(config: ServingConfig, pool: PoolConfig, environ: Mapping[str, 
         host_fraction=min(1.0, int(num_cpus) / cores) if num_cpus else 1.0,
         device_fraction=min(1.0, pool.num_gpus) if pool.num_gpus else 1 / max(1, num_sharing),
     )
+
+
+def drafting_bytes(config: ServingConfig, pool: PoolConfig) -> int:
+    """Return about how much memory a draft model, or heads, will take in a worker of `pool`. Raises ModelNotFound."""
+    speculation = config.model.speculation
+    if speculation.model is None or pool is not config.pools.decode or lacks(config.model.engine, "speculation"):
+        return 0
+    folder = resolve_model(speculation.model, local_files_only=config.model.local_files_only)
+    kv_bytes = int(speculation.kv_memory_gib * _GIB) if speculation.method == "draft" else 0
+    return kv_bytes + sum(file.stat().st_size for pattern in _WEIGHTS for file in folder.glob(pattern))
 
 
 def _fixed_kv_bytes(pool: PoolConfig) -> int | None:

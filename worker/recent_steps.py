@@ -41,9 +41,9 @@ class StepTotals:
 
     def add(self, sample: StepSample, floors: StepFloors | None) -> None:
         """Count a step."""
-        shape, memory_s, compute_s = sample.shape, 0.0, 0.0
+        shape, memory_s, compute_s = sample.undrafted or sample.shape, 0.0, 0.0
         if floors is not None:
-            memory_s, compute_s = floors.memory_s(shape), floors.compute_s(shape)
+            memory_s, compute_s = _floors_of(sample, floors)
         if shape.num_prefill_tokens:
             self.num_prefill_steps += 1
             self.num_prefill_tokens += shape.num_prefill_tokens
@@ -63,6 +63,14 @@ class StepTotals:
         """Add the sums of other steps."""
         for name in _NAMES:
             setattr(self, name, getattr(self, name) + getattr(other, name))
+
+
+def _floors_of(sample: StepSample, floors: StepFloors) -> tuple[float, float]:
+    """Return the least times for a step's memory traffic and its arithmetic.
+
+    Drafted tokens are computed like others, but the keys and values of a sequence need to be read only once for all.
+    """
+    return floors.memory_s(sample.undrafted or sample.shape), floors.compute_s(sample.shape)
 
 
 _NAMES = tuple(field.name for field in fields(StepTotals))
@@ -90,8 +98,9 @@ class RecentSteps:
         for sample in samples:
             self._latest().totals.add(sample, self._floors)
             if self._floors is not None:
-                self.memory_s += self._floors.memory_s(sample.shape)
-                self.compute_s += self._floors.compute_s(sample.shape)
+                memory_s, compute_s = _floors_of(sample, self._floors)
+                self.memory_s += memory_s
+                self.compute_s += compute_s
 
     def over(self, window_s: float) -> tuple[float, StepTotals]:
         """Return the totals of about the last `window_s`, at most an hour, and the seconds that they cover."""

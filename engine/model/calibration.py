@@ -73,7 +73,7 @@ class _Pass:
         return [linear(x) for x in self.inputs]
 
     def missing(self, field: str, wanted: list[Tensor], exact: "_Pass") -> list[Tensor]:
-        """Return what this pass's results should be, for it to come where `exact` comes with its results `wanted`."""
+        """Return results that lead this pass to the residual stream that `exact` reaches with its results `wanted`."""
         if field not in _NORM_AFTER:
             return wanted
         residuals = zip(exact._residuals, self._residuals, strict=True)  # noqa: SLF001 - of the same class

@@ -50,7 +50,8 @@ class DraftHeads:
         if not path.exists():
             raise UnsupportedModel(f"{folder} has no {FILE_NAME}")
         tensors = safetensors.torch.load_file(path)
-        num_heads = 1 + max((int(name.split(".")[0]) for name in tensors), default=-1)
+        heads = [name.partition(".")[0] for name in tensors]
+        num_heads = 1 + max((int(head) for head in heads if head.isdecimal()), default=-1)
         num_layers = sum(name.startswith("0.") and name.endswith(".linear.weight") for name in tensors)
         if not num_heads or not num_layers:
             raise UnsupportedModel(f"{path} holds no heads")

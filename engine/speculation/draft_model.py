@@ -3,8 +3,8 @@
 The draft model has an executor and pages of its own in the process that decodes. Its KV is named by its own fingerprint
 and never leaves it: what is drafted decides no token, so that a worker that takes over an answer computes it anew. For
 each sequence it keeps a *shadow*, which holds the known tokens and the drafted ones behind them; where the target has
-chosen otherwise, the shadow goes back. A prompt enters in pieces of `MAX_CATCH_UP` tokens a step, once its answer has
-begun.
+chosen otherwise, the shadow goes back. A prompt enters in pieces, once its answer has begun: of all prompts at most
+`MAX_CATCH_UP` tokens a step.
 
 The draft model draws with the sampling parameters and the noise of the target (engine/noise.py): both then choose the
 same token as often as their distributions allow (coupling without communication). Under the rejection rule, whose draft
@@ -26,7 +26,8 @@ from engine.speculation.costs import StepCosts
 from engine.speculation.rates import DepthRates
 
 MAX_CATCH_UP = 512
-"""Most tokens of one sequence that the draft model reads in a step. Nothing is drafted until it has read all."""
+"""Most tokens that the draft model reads in a step, which every answer waits for. Nothing is drafted for a sequence
+until all of it is read."""
 TRIAL_STEPS = 512
 """Steps without a draft after which one token is drafted to see whether it pays now."""
 _PRIOR_RATES = (0.6, 0.6, 0.6, 0.6, 0.6, 0.6, 0.6, 0.6)
@@ -71,7 +72,7 @@ class ModelDrafter:
         return [step_s[0] * depth for depth in range(num_tokens + 1)] if step_s else None
 
     def draft(self, wanted: Mapping[Sequence, int]) -> dict[Sequence, TokenArray]:
-        """See `Drafter`. Of a sequence whose tokens the draft model has not read yet, it reads some."""
+        """See `Drafter`. A sequence of which not all tokens are read yet gets no draft; some of them are read now."""
         shadows = {sequence: self._shadow(sequence) for sequence in wanted}
         active = list(wanted)
         depth = 0
@@ -106,6 +107,9 @@ class ModelDrafter:
             shadow.sample_index = sequence.sample_index
         known, drafted = sequence.token_ids, shadow.token_ids
         same = _common_len(known, drafted, begin=shadow.num_ready)
+        if same < len(drafted) and shadow.request.sampling.has_penalties:
+            # The sampler adds up the tokens of an owner, and takes none back (engine/penalties.py).
+            shadow = self._shadows[sequence] = replace(shadow)
         del drafted[same:]
         drafted += known[same:]
         shadow.num_computed = min(shadow.num_computed, same, len(known) - 1)
@@ -122,10 +126,12 @@ class ModelDrafter:
     def _step(self, shadows: Seq[Sequence]) -> list[Sequence]:
         """Compute what is known of each shadow, as far as pages go; returns those that have got one more token."""
         batch: list[ScheduledSequence] = []
+        num_to_read = MAX_CATCH_UP
         for shadow in shadows:
             num_left = shadow.num_tokens - shadow.num_computed
-            num_new = min(num_left, MAX_CATCH_UP)
+            num_new = min(num_left, max(1, num_to_read))
             if self._make_room(shadow, shadow.num_computed + num_new):
+                num_to_read -= num_new - 1
                 batch.append(ScheduledSequence(shadow, num_new, int(num_new == num_left)))
         if not batch:
             return []

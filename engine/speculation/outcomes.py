@@ -1,4 +1,4 @@
-"""How far predictions of drafted steps came true: what they have promised too much is asked on top of the next gain.
+"""How far predictions of drafted steps came true: those that promise too much have to promise a larger gain.
 
 Chances and times are estimates, each with errors of its own, and the choice prefers the rows whose errors flatter them.
 So tokens per second are summed as predicted and as they came, for steps with drafts and for those without, by classes

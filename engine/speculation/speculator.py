@@ -8,6 +8,7 @@ depend on anything.
 """
 
 import enum
+import logging
 import time
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
@@ -20,6 +21,8 @@ from engine.sequence import Sequence
 from engine.speculation.costs import StepCosts
 from engine.speculation.drafter import Drafter
 from engine.speculation.outcomes import Expected, Outcomes
+
+logger = logging.getLogger(__name__)
 
 MIN_GAIN = 1.08
 """Smallest ratio of tokens per second with and without drafts that is worth it: chances and times are estimates."""
@@ -51,6 +54,7 @@ class Speculator:
         self._costs = StepCosts()
         self._outcomes = Outcomes()
         self._num_to_rest = 0
+        self._has_failed = False
         self._num_drafted, self._num_accepted = [0] * num_tokens, [0] * num_tokens
 
     def observe(self, plan: StepPlan, results: Seq[StepResult], seconds: float) -> None:
@@ -66,11 +70,12 @@ class Speculator:
     def drafts_for(self, plan: StepPlan, *, max_tokens: int) -> Iterator[tuple[Sequence, TokenArray]]:
         """Yield sequences of a plan and the drafts to verify, none empty, of at most `max_tokens` tokens together.
 
-        None for a step with prompts: its time is bounded by other rules (`engine/step_budget.py`).
+        None for a step with prompts: its time is bounded by other rules (`engine/step_budget.py`); and none any more
+        once drafting has failed.
         """
         shape = plan.shape
         num_answers = shape.num_decodes
-        if shape.num_prefill_tokens or not num_answers:
+        if shape.num_prefill_tokens or not num_answers or self._has_failed:
             return
         if self._num_to_rest:
             self._num_to_rest -= 1
@@ -99,7 +104,12 @@ class Speculator:
         if not chosen:
             return
         began_s = time.perf_counter()
-        drafts = self._drafter.draft(chosen)
+        try:
+            drafts = self._drafter.draft(chosen)
+        except Exception:  # answers come without drafts
+            logger.exception("drafting has failed: speculation is off until this worker starts again")
+            self._has_failed = True
+            return
         plan.drafting_s = time.perf_counter() - began_s
         for sequence, token_ids in drafts.items():
             draft = sequence.following(token_ids)

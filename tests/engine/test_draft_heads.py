@@ -51,6 +51,9 @@ def test_heads_propose_what_the_formula_of_medusa_says(tmp_path: Path, has_outpu
 def test_heads_of_another_model_are_refused_by_the_tensor_that_does_not_fit(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModel, match=FILE_NAME):
         DraftHeads.read(tmp_path, hidden_size=HIDDEN, vocab_size=VOCAB)
+    save_file({"medusa_head.0.0.linear.weight": torch.zeros(8, 8)}, tmp_path / FILE_NAME)
+    with pytest.raises(UnsupportedModel, match="holds no heads"):
+        DraftHeads.read(tmp_path, hidden_size=HIDDEN, vocab_size=VOCAB)
     write_heads(tmp_path)
     with pytest.raises(UnsupportedModel, match=r"0\.0\.linear\.weight has shape \[8, 8\]; the model needs \[9, 9\]"):
         DraftHeads.read(tmp_path, hidden_size=9, vocab_size=VOCAB)

@@ -50,6 +50,9 @@ def write_group(folder: Path, files: dict[str, object]) -> None:
             id="without a part: of its fraction of what is there without itself",
         ),
         pytest.param(
+            make_host(), MemoryShare(host_bytes=5 * GIB, reserved_bytes=GIB), 1.5, id="without what a draft model takes"
+        ),
+        pytest.param(
             make_host(available_gib=2), MemoryShare(host_bytes=9 * GIB), 1, id="never of more than what is free"
         ),
     ],

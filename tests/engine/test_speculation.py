@@ -1,16 +1,17 @@
 """Speculation over the fake engine: whatever is drafted, answers are those that come token by token."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from common.errors import EngineFault
 from common.structured_outputs import structure_text
 from common.timing import StepShape
-from common.tokens import as_tokens
+from common.tokens import TokenArray, as_tokens
 from engine.core import EngineCore
 from engine.events import DraftCounts, TokenOutput, Tokens
 from engine.sequence import EngineRequest
@@ -101,6 +102,19 @@ def test_answers_are_those_without_speculation_whatever_is_drafted(
     plain = make(max_steps_in_flight=1)
     core = make(max_steps_in_flight=max_steps_in_flight, speculator=guesses(requests, rate=rate, seed=seed))
     assert outputs_of(core, requests) == outputs_of(plain, requests)
+
+
+def test_drafting_that_fails_ends_no_answer_and_is_not_tried_again(caplog: pytest.LogCaptureFixture) -> None:
+    class Failing(GuessingDrafter):
+        def draft(self, wanted: Mapping[EngineSequence, int]) -> dict[EngineSequence, TokenArray]:
+            raise EngineFault("logits have no finite maximum")
+
+    request = make_request(range(5, 12), max_tokens=12, ignore_eos=True)
+    answer = expected_tokens(request)
+    core = make_core(max_steps_in_flight=1, speculator=eager(Failing(lambda _sequence: answer, rate=1.0)))
+    (outputs,) = outputs_of(core, [request])
+    assert [output.token_id for output in outputs] == answer
+    assert [record.getMessage()[:19] for record in caplog.records] == ["drafting has failed"]
 
 
 @pytest.mark.parametrize("num_prompt_tokens", [BLOCK_SIZE * 2 + d for d in (-1, 0, 1)])

@@ -1,11 +1,13 @@
 """The share of memory that a worker may use."""
 
+from pathlib import Path
+
 import pytest
 
 from common.clock import SystemClock
 from common.config import ServingConfig
 from engine.core import EngineCore
-from worker.factory import limits_for, load_executor_for, memory_share, speculator_for
+from worker.factory import drafting_bytes, limits_for, load_executor_for, memory_share, speculator_for
 
 
 def make_config(*, prefill: dict[str, object] | None = None, decode: dict[str, object] | None = None) -> ServingConfig:
@@ -76,6 +78,16 @@ def test_speculation_that_an_executor_cannot_verify_is_off_with_a_warning(caplog
     assert speculator_for(on, on.pools.decode, executor) is None
     (record,) = caplog.records
     assert "speculation is off" in record.getMessage()
+
+
+def test_room_is_left_for_a_draft_model_in_decode_workers_alone(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(bytes(1000))
+    for method, engine, expected in (("draft", "torch", 1000 + 2**20), ("heads", "torch", 1000), ("draft", "vllm", 0)):
+        speculation = {"method": method, "model": str(tmp_path), "kv_memory_gib": 2**-10}
+        config = ServingConfig.model_validate({"model": {"engine": engine, "speculation": speculation}})
+        assert drafting_bytes(config, config.pools.decode) == expected
+        assert drafting_bytes(config, config.pools.prefill) == 0
 
 
 def test_draft_model_is_named_exactly_where_it_drafts() -> None:

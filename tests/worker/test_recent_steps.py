@@ -35,6 +35,17 @@ def test_totals_tell_prefill_and_decode_steps_apart_and_what_each_needs_at_least
     assert totals.decode_compute_s == pytest.approx(2 * (2 * 50 * 2 + 8 * 20) / 10_000)
 
 
+def test_drafted_tokens_of_a_sequence_are_computed_but_read_its_keys_only_once() -> None:
+    steps = RecentSteps(FLOORS, ManualClock())
+    drafted = StepShape(num_decodes=5, num_context_tokens=56)
+    steps.observe([StepSample(shape=drafted, seconds=0.25, undrafted=DECODE.shape, num_accepted=1)])
+    _covered_s, totals = steps.over(60.0)
+    assert (totals.num_decodes, totals.num_context_tokens) == (2, 20)
+    assert totals.decode_memory_s == pytest.approx(FLOORS.memory_s(DECODE.shape))
+    assert totals.decode_compute_s == pytest.approx(FLOORS.compute_s(drafted))
+    assert (steps.memory_s, steps.compute_s) == (totals.decode_memory_s, totals.decode_compute_s)
+
+
 def test_device_that_was_not_measured_has_no_least_times() -> None:
     steps = RecentSteps(None, ManualClock())
     steps.observe([PREFILL, DECODE])
