@@ -35,7 +35,7 @@ help: ## List the targets
 
 .PHONY: demo
 demo: $(VENV)/.runtime ## Start a cluster, send it a handful of prompts, show what happened, stop it; MODEL_ENGINE=vllm
-	@$(if $(filter vllm,$(MODEL_ENGINE)),$(VLLM_PYTHON) && "$$python" -m kvrelay demo --config docs/examples/vllm.yaml,$(BIN)/kvrelay demo)
+	@$(if $(filter vllm,$(MODEL_ENGINE)),$(VLLM_PYTHON) && "$$python" -m kvrelay demo --config deploy/vllm/serving.yaml,$(BIN)/kvrelay demo)
 
 .PHONY: test
 test: $(VENV)/.dev model ## Run the whole test suite (CPU, no running service)

@@ -188,7 +188,8 @@ async def test_loop_of_calls_and_results_has_the_prompts_of_a_chat() -> None:
 
 async def test_streamed_calls_add_up_to_the_whole_answer() -> None:
     tools: dict[str, Any] = {"tools": [WEATHER], "tool_choice": {"type": "any"}}
-    async with three_doors() as (_system, _openai, anthropic):
+    # Steps that take time: a busy router would else send the whole answer in one message.
+    async with three_doors(step_s=0.005) as (_system, _openai, anthropic):
         reply, events = await anthropic.ask(**tools, max_tokens=300), await anthropic.events(**tools, max_tokens=300)
     deltas = [event for event in events if event.get("delta", {}).get("type") == "input_json_delta"]
     assert len(deltas) > len(reply["content"]), "arguments are streamed while they are generated"
