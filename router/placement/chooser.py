@@ -176,6 +176,7 @@ class Chooser:
             cached_blocks=matches,
             longest_holders=matches.longest_holders,
             count_present=matches.count_present,
+            gap_error=self.forecaster.gap_error(),
         )
         plan = self._policy.choose(request, view)
         while isinstance(plan, Plan) and not _verify(matches, plan):
