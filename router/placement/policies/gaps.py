@@ -5,8 +5,8 @@ A decode worker is *closed* to a request when gaps in the larger batch would be 
 - the objective of running answers that keep it now (`WorkerLoad.tpot_slos`), or
 - an objective of the request that it could keep alone.
 
-The gap in the larger batch is what the worker's timing model predicts, times the factor by which most gaps have exceeded
-their prediction lately (`PlacementRequest.gap_error`): where predictions are exact, a worker is filled to the objective.
+The gap in the larger batch is what the timing model of the worker predicts, times the factor by which most gaps have
+exceeded their prediction lately (`PlacementRequest.gap_error`): with exact ones, a worker is filled to the objective.
 Prompts that the worker computes do not count here: without prefill workers its scheduler gives them no more of a step
 than the objectives of the answers allow (engine/step_budget.py), and with them the policy prices the delay. The model
 is fitted to what steps really take, and the batch comes with every report, so that an error corrects itself. A worker
@@ -20,6 +20,7 @@ from common.timing import GUESSED_TIMING
 from router.placement.loads import WorkerLoad
 from router.placement.plans import PlacementRequest
 from router.placement.policies.eligible import RETRY_AFTER_S
+
 
 def keep_gaps(request: PlacementRequest, workers: Sequence[WorkerLoad]) -> Sequence[WorkerLoad] | Refused:
     """Return the workers, at least one, that are open to the request, or a refusal when all are closed."""
