@@ -31,7 +31,7 @@ class StatusReporter:
         parts = self._parts
         return message_of(
             pb.RouterStatus,
-            *(parts.orchestrator.totals, parts.orchestrator, parts.admission, parts.fleet, parts.config),
+            *(parts.orchestrator.totals, parts.orchestrator, parts.admission, parts.line, parts.fleet, parts.config),
             num_index_blocks=parts.index.num_blocks,
             http_port=self.http_port,
             is_encrypted=self._is_encrypted,

@@ -106,7 +106,7 @@ def leftovers(workers: Iterable[SimWorker], routers: Iterable[RouterParts]) -> l
             f"router {number}",
             bookings=router.fleet.num_bookings,
             holds=sum(len(member.holds) for member in router.fleet.members),
-            queued=router.admission.num_queued,
+            queued=router.line.num_queued,
             active=router.admission.num_active,
             request_tasks=router.orchestrator.num_request_tasks,
         )
