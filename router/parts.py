@@ -111,7 +111,7 @@ def build_router(
     metrics.watch_alarms(alarms)
     metrics.watch("kvrelay_requests_queued", "Requests that wait for a plan", lambda: line.num_queued)
     metrics.watch("kvrelay_requests_active", "Requests with a plan", lambda: admission.num_active)
-    metrics.watch("kvrelay_bookings", "Bookings held on workers", lambda: fleet.num_bookings)
+    metrics.watch("kvrelay_bookings", "Bookings held on workers", lambda: len(fleet.bookings))
     metrics.watch("kvrelay_index_blocks", "Blocks known to the prefix index", lambda: index.num_blocks)
     metrics.watch(
         "kvrelay_index_evicted_blocks",

@@ -104,7 +104,7 @@ def leftovers(workers: Iterable[SimWorker], routers: Iterable[RouterParts]) -> l
     for number, router in enumerate(routers):
         expect_none(
             f"router {number}",
-            bookings=router.fleet.num_bookings,
+            bookings=len(router.fleet.bookings),
             holds=sum(len(member.holds) for member in router.fleet.members),
             queued=router.line.num_queued,
             active=router.admission.num_active,
