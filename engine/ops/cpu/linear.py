@@ -110,8 +110,9 @@ def grouped_packer(config: DecoderConfig, kernels: CpuKernels) -> Convert:
     arena = Arena(sum(_largest_packed_bytes(*shape, kernels) for shape in shapes))
 
     def pack(_field: str, projection: Projection) -> Projection:
-        is_taken = isinstance(projection, GroupedLinear) and _can_pack(projection)
-        return pack_grouped(projection, kernels, arena) if is_taken else projection
+        if isinstance(projection, GroupedLinear) and _can_pack(projection):
+            return pack_grouped(projection, kernels, arena)
+        return projection
 
     return pack
 
