@@ -291,7 +291,8 @@ def test_weights_converted_while_they_load_equal_those_converted_afterwards(
 ) -> None:
     expected, config = load(checkpoint("qwen2"))
     quantize_weights(expected, config, method)
-    convert, plain_weights = quantizer(config, method, device=CPU), []
+    convert = quantizer(config, method, device=CPU)
+    plain_weights: list[weakref.ref[Tensor]] = []
 
     def convert_and_watch(field: str, projection: Projection) -> Projection:
         assert [each() for each in plain_weights] == [None] * len(plain_weights), "two plain projections in memory"
