@@ -43,7 +43,9 @@ def _parse_args() -> argparse.Namespace:
         default=[],
         help="also ours with weights or pages in this format, and llama.cpp with as many bits for a weight",
     )
-    parser.add_argument("--cases", nargs="*", default=[], metavar="WORD", help="only cases whose name has such a word")
+    parser.add_argument(
+        "--cases", nargs="*", default=[], metavar="WORD", help="only cases of that name, or with that word"
+    )
     parser.add_argument("--model", default="default", help="checkpoint folder (default: the default model)")
     parser.add_argument("--threads", type=int, default=arm_specs.num_cores(), help="per arm (default: all cores)")
     default_step = PoolConfig().max_step_tokens

@@ -153,3 +153,8 @@ def test_goals_of_the_floor_need_no_other_arm() -> None:
     figures.add(RATES, "prefill 1x1024", "kvrelay", of_the_floor=0.89)
 
     assert [(each.rounds, each.is_met) for each in judge(figures)] == [([0.89], False)]
+
+
+def test_cases_are_chosen_by_their_whole_name_or_by_words_in_it() -> None:
+    assert [case.name for case in choose_cases(["decode 1"])] == ["decode 1"]
+    assert [case.name for case in choose_cases(["at 8k", "mixed"])] == ["decode 1 at 8k", "mixed 16"]
