@@ -50,7 +50,9 @@ if ! "$PYTHON" -m benchmarks.cuda.preflight; then
 fi
 
 archive() { # what there is so far, as one file: complete or the one before
-  tar -czf "$OUT/.results" -C "$OUT" --exclude=results.tar.gz --exclude=.results . && mv "$OUT/.results" "$OUT/results.tar.gz"
+  # Written elsewhere: tar takes a folder in which a file appears for one that changes, and fails.
+  tar -czf "$scratch/results" -C "$OUT" --exclude=results.tar.gz --exclude=.results . \
+    && mv "$scratch/results" "$OUT/.results" && mv "$OUT/.results" "$OUT/results.tar.gz"
 }
 
 part() { # part NAME BUDGET_S MODULE ARGUMENTS...: NAME is its result's; no case starts after BUDGET_S

@@ -10,6 +10,7 @@ requests warm both up; then the arms alternate, ABBA, as long as the time budget
 tokens per second; medians, and the ratio of medians.
 """
 
+import dataclasses
 import gc
 import statistics
 import sys
@@ -96,8 +97,11 @@ class TransformersArm:
         self._generation = hugging_face.GenerationConfig(
             do_sample=False, max_new_tokens=load.num_output_tokens, eos_token_id=-1, pad_token_id=0
         )
-        self._batching = hugging_face.ContinuousBatchingConfig(
-            auto_switch_to_flash=_has_flash_attention(),
+        config = hugging_face.ContinuousBatchingConfig
+        # Only newer releases have it.
+        has_switch = "auto_switch_to_flash" in {field.name for field in dataclasses.fields(config)}
+        self._batching = config(
+            **({"auto_switch_to_flash": _has_flash_attention()} if has_switch else {}),
             max_requests_per_batch=load.num_requests,  # else it takes the warm-up's
             allow_block_sharing=False,  # no two prompts have a block in common
             **load.peer_limits,
