@@ -6,6 +6,12 @@ with Client() as client:
     print(client.chat("What is the capital of France?", temperature=0).text)
 """
 
+import sys
+
+from kvrelay.packages import check_packages
+
+check_packages(sys.path, names=("common",))
+
 from common.chat.deltas import ToolCallDelta
 from common.errors import (
     AccessDenied,

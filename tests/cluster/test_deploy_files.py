@@ -13,7 +13,7 @@ import typer
 from cli.main import app
 from common.config import load_config
 from common.ports import is_loopback
-from kvrelay.__main__ import PACKAGES
+from kvrelay.packages import PACKAGES
 
 _REPO = Path(__file__).parents[2]
 _CONTAINER = _REPO / "deploy" / "container"
