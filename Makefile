@@ -93,9 +93,17 @@ lock: $(VENV)/.dev ## Resolve pyproject.toml into the lock files again
 tables: $(VENV)/.dev ## Write the tables of configuration keys in docs/ again
 	@$(BIN)/python -m common.config.tables docs/serving.md docs/operations.md docs/engines.md
 
+.PHONY: docs
+docs: ## Build the documents as a site in dist/site, every link checked
+	@deploy/site/build
+
+.PHONY: release
+release: ## Make wheel, source distribution, SBOM and checksums in dist/
+	@.ci/release
+
 .PHONY: clean
 clean: ## Remove .venv and caches; the fetched model stays
-	rm -rf $(VENV) $(FOREIGN) .venv-genproto .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis dist
+	rm -rf $(VENV) $(FOREIGN) .venv-genproto .venv-docs .venv-release .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.made:

@@ -93,7 +93,9 @@ def test_wheel_beside_a_project_with_the_same_names_runs_its_own_packages(shared
     done = run(shared, "-m", "kvrelay", "--version", HOME=str(tmp_path))
     assert (done.returncode, done.stderr) == (0, "")
 
-    child = "import os, subprocess, sys; subprocess.run([sys.executable, '-P', '-c', 'import router.tenants'], check=True)"
+    child = (
+        "import os, subprocess, sys; subprocess.run([sys.executable, '-P', '-c', 'import router.tenants'], check=True)"
+    )
     put_first = "from kvrelay.packages import *; from kvrelay import packages as p; p.put_first(p.home_of()); "
     assert run(shared, "-c", put_first + child).stderr == ""
 
