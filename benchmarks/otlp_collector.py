@@ -53,12 +53,12 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server: Collector
 
-    def do_POST(self) -> None:  # noqa: N802
+    def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["content-length"]))
         self.server.bodies.append(gzip.decompress(body) if self.headers["content-encoding"] == "gzip" else body)
         self._answer(b"")
 
-    def do_GET(self) -> None:  # noqa: N802
+    def do_GET(self) -> None:
         self._answer(str(sum(1 for body in self.server.bodies for _ in _read(body))).encode())
 
     def _answer(self, content: bytes) -> None:
@@ -67,7 +67,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(content)
 
-    def log_message(self, format: str, *args: object) -> None:  # noqa: A002
+    def log_message(self, format: str, *args: object) -> None:
         """Stay silent."""
 
 

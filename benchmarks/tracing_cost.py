@@ -1,17 +1,17 @@
 """Cost of tracing: `python -m benchmarks.tracing_cost [--rounds N] [--json results/tracing.json]`.
 
-Method. Two clusters of real processes (launcher local, one prefill and one decode worker on fake engines without a step
-time, which leave the cost of everything else), both up for the whole run. `off` has no `tracing.endpoint`. The other one
-sends its spans to a collector in a process of its own that only keeps them, and takes three arms in turns, without a
-restart between them: `0 %`, `10 %` and `100 %` of the requests carry a `traceparent` with the sampled flag
+Method. Two clusters of real processes (launcher local, one prefill and one decode worker on fake engines without a
+step time, which leave the cost of everything else), both up for the whole run. `off` has no `tracing.endpoint`. The
+other one sends its spans to a collector in a process of its own that only keeps them, and takes three arms in turns,
+without a restart between them: `0 %`, `10 %` and `100 %` of the requests carry a `traceparent` with the sampled flag
 (`sample_rate: 0`, no limit for clients), the others one without it. Rounds alternate: the order of the arms is reversed
 in every other one; a warm-up round is dropped. The round of an arm is a closed loop of requests at the HTTP door,
 streamed, prompts of 200 new tokens that are handed over, 32 output tokens.
 
-Reported for each arm: CPU time of router and workers per request, from the kernel, including what the exporting threads
-do in the second after the last answer (batches leave every half second); requests per second, which includes the CPU
-that the collector takes on the same machine; and spans per traced request, which shows that none was dropped. Ratios are
-those of the same round to `0 %`, which has the same processes, and to `off`.
+Reported for each arm: CPU time of router and workers per request, from the kernel, including what the exporting
+threads do in the second after the last answer (batches leave every half second); requests per second, which includes
+the CPU that the collector takes on the same machine; and spans per traced request, which shows that none was dropped.
+Ratios are those of the same round to `0 %`, which has the same processes, and to `off`.
 """
 
 import asyncio

@@ -68,7 +68,9 @@ def stage(folder: Path, assets: Mapping[str, Path], repo: Path = _REPO) -> int:
 
 
 if __name__ == "__main__":
-    assets = {"site.css": _HERE / "site.css"} | {"mermaid.min.js": Path(path) for path in sys.argv[2:]}
+    assets = {"site.css": _HERE / "site.css"}
+    if len(sys.argv) > 2:
+        assets["mermaid.min.js"] = Path(sys.argv[2])
     try:
         print(f"{stage(Path(sys.argv[1]), assets)} pages")  # noqa: T201
     except FileNotFoundError as error:

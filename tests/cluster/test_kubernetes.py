@@ -35,10 +35,12 @@ def a_list(of: Any) -> dict[str, Any]:
     return {"type": "array", "items": of, "minItems": 1}
 
 
-# The fields of Kubernetes, KubeRay 1.7 and Prometheus Operator that the files use, by their API references; a field that is
-# not here is refused, as the API server's strict validation does it.
+# The fields of Kubernetes, KubeRay 1.7 and Prometheus Operator that the files use, by their API references; a field
+# that is not here is refused, as the API server does with strict validation.
 METADATA = an_object("name", name=NAME, labels=TEXTS)
 QUANTITY = {"type": "string", "pattern": r"^\d+(\.\d+)?(m|[KMGT]i?)?$"}
+QUANTITIES = {"type": "object", "additionalProperties": QUANTITY}
+NOT_ROOT = {"type": "integer", "minimum": 1}
 PORT = {"type": "integer", "minimum": 1, "maximum": 65535}
 PROBE = an_object(
     "tcpSocket",
@@ -57,7 +59,8 @@ CONTAINER = an_object(
     readinessProbe=PROBE,
     livenessProbe=PROBE,
     resources=an_object(
-        **dict.fromkeys(("requests", "limits"), {"type": "object", "additionalProperties": QUANTITY}),
+        requests=QUANTITIES,
+        limits=QUANTITIES,
     ),
     securityContext=an_object(
         allowPrivilegeEscalation={"const": False}, capabilities=an_object("drop", drop=a_list(TEXT))
@@ -76,7 +79,9 @@ POD = an_object(
     securityContext=an_object(
         "runAsNonRoot runAsUser",
         runAsNonRoot={"const": True},
-        **dict.fromkeys(("runAsUser", "runAsGroup", "fsGroup"), {"type": "integer", "minimum": 1}),
+        runAsUser=NOT_ROOT,
+        runAsGroup=NOT_ROOT,
+        fsGroup=NOT_ROOT,
         seccompProfile=an_object("type", type={"const": "RuntimeDefault"}),
     ),
     initContainers=a_list(CONTAINER),

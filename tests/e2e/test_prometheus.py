@@ -1,4 +1,4 @@
-"""Prometheus scrapes a running cluster by deploy/observability, and every query of dashboards and rules returns data."""
+"""Prometheus scrapes a running cluster by deploy/observability; every query of dashboards and rules returns data."""
 
 import asyncio
 import json
@@ -138,9 +138,8 @@ async def test_every_query_of_dashboards_and_rules_returns_data_of_a_running_clu
                 raise AssertionError("no data: " + "\n".join(without_data(url))) from None
 
             up = ask(url, "query", query="up")["result"]
-            assert {each["metric"]["process"]: each["value"][1] for each in up} == {
-                name: "1" for name in ("router-0", "prefill-0", "decode-0", "planner")
-            }
+            names = ("router-0", "prefill-0", "decode-0", "planner")
+            assert {each["metric"]["process"]: each["value"][1] for each in up} == dict.fromkeys(names, "1")
             rules = [rule for group in ask(url, "rules")["groups"] for rule in group["rules"]]
             assert {rule["name"]: rule.get("lastError", "") for rule in rules if rule["health"] != "ok"} == {}
             assert [alert["labels"]["alertname"] for alert in ask(url, "alerts")["alerts"]] == []
