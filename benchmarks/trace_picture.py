@@ -63,9 +63,9 @@ def drawing(spans: Sequence[ReceivedSpan]) -> str:
     colour = dict(zip(instances, _COLOURS, strict=False))
     parts = []
     for number, name in enumerate(instances):
-        x = 14 + number * 130
-        parts.append(f'<rect x="{x}" y="12" width="12" height="12" rx="2" fill="{colour[name]}"/>')
-        parts.append(f'<text x="{x + 18}" y="22">{escape(name)}</text>')
+        left = 14 + number * 130
+        parts.append(f'<rect x="{left}" y="12" width="12" height="12" rx="2" fill="{colour[name]}"/>')
+        parts.append(f'<text x="{left + 18}" y="22">{escape(name)}</text>')
     for number, (depth, span) in enumerate(lines):
         y = _TOP + number * _ROW
         x, width = _LABEL + (span.start_ns - start) * per_ns, max(2.0, (span.end_ns - span.start_ns) * per_ns)
