@@ -9,8 +9,8 @@ import typer
 
 _HEAD = """# Commands
 
-Every command of `kvrelay` with its arguments and options; `kvrelay COMMAND --help` shows the same in the terminal. `python -m cli.reference
-docs/commands.md` generates this page from the declarations in `cli/`.
+Every command of `kvrelay` with its arguments and options; `kvrelay COMMAND --help` shows the same in the terminal.
+`python -m cli.reference docs/commands.md` generates this page from the declarations in `cli/`.
 """
 _EXAMPLES = "\b\n"
 
