@@ -16,6 +16,7 @@ from router.orchestrator import Orchestrator
 from router.placement.chooser import Chooser
 from router.placement.plans import PolicySettings
 from router.placement.policies.registry import make_policy
+from router.planner_news import PlannerNews
 from router.silence import HEARTBEAT_S, SilenceWatch
 
 
@@ -32,6 +33,7 @@ class RouterParts:
     alarms: Alarms
     silence: SilenceWatch | None
     """None when the configuration turns it off."""
+    planner: PlannerNews
     clock: Clock
     config: RouterConfig
 
@@ -129,6 +131,7 @@ def build_router(
         metrics=metrics,
         alarms=alarms,
         silence=silence,
+        planner=PlannerNews(clock),
         clock=clock,
         config=config,
     )

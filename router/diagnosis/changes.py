@@ -1,31 +1,92 @@
 """Predicts from fitted timing models and measured shares what a change would bring, or says why it cannot be told."""
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean, stdev
 
 from router.diagnosis.pool import Pool
 
-_SATURATED = 0.98
+_SATURATED = 0.95
 """Busy share above which a queue has no mean: it grows as long as the load lasts."""
 _SPREAD = 0.05
 """Doubt about a measured busy share, for the interval of a predicted wait."""
+_FORMULA_ERROR = 0.2
+"""Relative error of the formula for the wait of a queue with several workers."""
+_FIT_ERROR = 0.05
+"""Least relative error of a fitted step time."""
 _WEIGHT_BYTES = {"int8": 8.5 / 16, "int4": 5.0 / 16}
 """Bytes of a weight and its share of scales and offsets, as a multiple of bfloat16's."""
+_MIN_REQUESTS = 8
+"""Requests below which a mean has no interval."""
 
 
-def one_more_reader(pool: Pool, wait_s: float) -> str:
-    """Return what another worker would do to the mean wait for prefill."""
-    num_workers, busy = len(pool.workers), max(_SPREAD, pool.busy_share)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """A figure as it is, and as it would be after a change."""
+
+    change: str
+    figure: str
+    now: float
+    expected: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """A change that would help."""
+
+    text: str
+    predicted: Prediction | None = None
+    """None where it cannot be told."""
+
+
+def one_more_reader(pool: Pool, *, waits_s: Sequence[float], prefills_s: Sequence[float]) -> Change:
+    """Return what another worker would do to the mean wait for prefill, given both times of some requests.
+
+    A pool with pauses is a queue whose load stays the same. In a pool without any, the same number of clients keeps
+    asking: together they wait and compute as before, at a rate that grows with the workers.
+    """
+    num_workers, busy, wait_s = len(pool.workers), max(_SPREAD, pool.busy_share), fmean(waits_s)
     name = f"a {pool.name} worker more"
-    if busy >= _SATURATED:
-        return (
-            f"{name}: {1 / num_workers:.0%} more prompts per second; what it does to the wait cannot be told,"
-            " because a pool without pause has a queue without a mean"
+    if busy < _SATURATED:
+        expected, *others = (
+            wait_s * _wait(share * num_workers / (num_workers + 1), num_workers + 1) / _wait(share, num_workers)
+            for share in (busy, max(_SPREAD, busy - _SPREAD), min(0.98, busy + _SPREAD))
         )
-    expected, low, high = (
-        wait_s * _wait(share * num_workers / (num_workers + 1), num_workers + 1) / _wait(share, num_workers)
-        for share in (busy, max(_SPREAD, busy - _SPREAD), min(_SATURATED, busy + _SPREAD))
+        predicted = _prediction(
+            pool, wait_s, expected, (1 - _FORMULA_ERROR) * min(others), (1 + _FORMULA_ERROR) * max(others)
+        )
+        return Change(text=f"{name}: {_from_to(predicted)}", predicted=predicted)
+    more = f"{name}: {1 / num_workers:.0%} more prompts per second"
+    if len(waits_s) < _MIN_REQUESTS:
+        why = "a pool without pause has a queue without a mean, and few requests tell of its clients"
+        return Change(text=f"{more}; what it does to the wait cannot be told: {why}")
+    share, prefill_s = num_workers / (num_workers + 1), fmean(prefills_s)
+    expected = max(0.0, (wait_s + prefill_s) * share - prefill_s)
+    doubt_s = 2 * math.hypot(_error(waits_s) * share, _error(prefills_s) * (1 - share))
+    predicted = _prediction(pool, wait_s, expected, max(0.0, expected - doubt_s), expected + doubt_s)
+    return Change(
+        text=f"{more}, if its host has the cores; while as many requests are under way: {_from_to(predicted)}",
+        predicted=predicted,
     )
-    return f"{name}: wait {wait_s:.2g} s → about {expected:.2g} s ({min(low, high):.2g} to {max(low, high):.2g})"
+
+
+def _prediction(pool: Pool, now: float, expected: float, low: float, high: float) -> Prediction:
+    change = f"{pool.name}_worker"
+    return Prediction(change=change, figure="prefill_wait_s", now=now, expected=expected, low=low, high=high)
+
+
+def _from_to(predicted: Prediction) -> str:
+    return (
+        f"wait {predicted.now:.2g} s → about {predicted.expected:.2g} s ({predicted.low:.2g} to {predicted.high:.2g})"
+    )
+
+
+def _error(values: Sequence[float]) -> float:
+    """Return the standard error of a mean."""
+    return stdev(values) / math.sqrt(len(values))
 
 
 def _wait(busy_share: float, num_workers: int) -> float:
@@ -33,51 +94,82 @@ def _wait(busy_share: float, num_workers: int) -> float:
     return float(busy_share ** (math.sqrt(2 * (num_workers + 1)) - 1) / (num_workers * (1 - busy_share)))
 
 
-def one_more_decoder(pool: Pool) -> str:
+def one_more_decoder(pool: Pool) -> Change:
     """Return what another decode worker would do to a step."""
     num_workers, batch, context = len(pool.workers), pool.mean_batch, pool.mean_context
-    now_s = pool.decode_step_s(batch, context)[0]
-    after_s, low_s, high_s = pool.decode_step_s(batch * num_workers / (num_workers + 1), context)
-    return (
-        f"a decode worker more: batch {batch:.1f} → {batch * num_workers / (num_workers + 1):.1f}, a step"
-        f" {_ms(now_s)} → {_ms(after_s)} ({_ms(low_s)} to {_ms(high_s)} by worker)"
+    after = batch * num_workers / (num_workers + 1)
+    name = f"a {pool.name} worker more: batch {batch:.1f} → {after:.1f}"
+    now, then = pool.decode_step_s(batch, context), pool.decode_step_s(after, context)
+    if now is None or then is None:
+        return Change(text=f"{name}; what a step takes then cannot be told yet: no worker has measured enough steps")
+    # The fitted model says how a step grows with its batch; what is measured, how long it takes now.
+    measured_s = pool.mean_decode_step_s
+    expected, low, high = (measured_s * max(0.0, each) / now[0] for each in then)
+    doubt_s = max(_FIT_ERROR, abs(measured_s - now[0]) / now[0]) * expected
+    predicted = Prediction(
+        change=f"{pool.name}_worker",
+        figure="decode_step_s",
+        now=measured_s,
+        expected=expected,
+        low=max(0.0, low - doubt_s),
+        high=high + doubt_s,
+    )
+    return Change(
+        text=(
+            f"{name}, a step {_ms(predicted.now)} → {_ms(expected)}"
+            f" ({_ms(predicted.low)} to {_ms(predicted.high)} by worker and fit)"
+        ),
+        predicted=predicted,
     )
 
 
-def fewer_weight_bits(pool: Pool) -> str:
+def fewer_weight_bits(pool: Pool) -> Change:
     """Return the most that int8 and int4 weights could save of a decode step."""
     decode_s, weights_s = pool.total("decode_s"), pool.total("decode_weights_s")
     if not weights_s or not decode_s:
-        return "int8 or int4 weights: cannot tell, the workers have not measured their memory"
+        return Change(text="int8 or int4 weights: cannot tell, the workers have not measured their memory")
     share = min(1.0, weights_s / decode_s)
     savings = " and ".join(f"{name} at most {share * (1 - part):.0%}" for name, part in _WEIGHT_BYTES.items())
-    return f"int8 or int4 weights: reading weights takes {share:.0%} of a decode step; {savings} less time"
+    return Change(text=f"int8 or int4 weights: reading weights takes {share:.0%} of a decode step; {savings} less time")
 
 
-def speculation(pool: Pool) -> str:
+def speculation(pool: Pool) -> Change:
     """Return what drafts have brought."""
     num_drafted = sum(worker.status.num_drafted_tokens for worker in pool.workers)
     num_accepted = sum(worker.status.num_accepted_tokens for worker in pool.workers)
     if not num_drafted:
-        return "speculation: cannot tell, no token was drafted; model.speculation turns it on"
-    return f"speculation: {num_accepted / num_drafted:.0%} of {num_drafted} drafted tokens were right so far"
+        return Change(text="speculation: cannot tell, no token was drafted; model.speculation turns it on")
+    right = num_accepted / num_drafted
+    return Change(text=f"speculation: {right:.0%} of {num_drafted} drafted tokens were right so far")
 
 
-def larger_cache(evicted_share: float, saved_s: float) -> str:
-    """Return what caches of about twice the size would save."""
-    return (
-        f"twice the pages (num_blocks, or kv_dtype int8 in the same memory): up to {evicted_share:.0%} of the computed"
-        f" tokens found, about {saved_s:.2g} s less for a request"
+def larger_cache(evicted_share: float, saved_s: float, *, request_s: float) -> Change:
+    """Return what caches of about twice the size would save of the mean time of a request."""
+    return Change(
+        text=(
+            f"twice the pages (num_blocks, or kv_dtype int8 in the same memory): up to {evicted_share:.0%} of the"
+            f" computed tokens found, up to {saved_s:.2g} s less for a request"
+        ),
+        predicted=Prediction(
+            change="pages",
+            figure="request_s",
+            now=request_s,
+            expected=request_s - saved_s,
+            low=request_s - saved_s,
+            high=request_s,
+        ),
     )
 
 
-def other_split(reader: Pool, decoder: Pool) -> str | None:
+def other_split(reader: Pool, decoder: Pool) -> Change | None:
     """Return which pool could give a worker to the other; None while both are about as busy."""
     for giver, taker in ((decoder, reader), (reader, decoder)):
         if len(giver.workers) > 1 and giver.busy_share < 0.5 * taker.busy_share:
-            return (
-                f"another split: {giver.name} workers are busy {giver.busy_share:.0%} of the time,"
-                f" {taker.name} workers {taker.busy_share:.0%}; `kvrelay scale` or a flip moves one"
+            return Change(
+                text=(
+                    f"another split: {giver.name} workers are busy {giver.busy_share:.0%} of the time,"
+                    f" {taker.name} workers {taker.busy_share:.0%}; `kvrelay scale` or a flip moves one"
+                )
             )
     return None
 
