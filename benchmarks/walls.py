@@ -33,6 +33,8 @@ _VOCAB = (1000, 40_000)
 _WINDOW_S = 60.0
 _KEYS = {"hot": "benchmark-key-of-hot", "calm": "benchmark-key-of-calm", "head": "benchmark-key-of-head"}
 _TIMES_SLOWER = 6.0
+_NO_LOCAL_PROMPTS = {"local_prefill_max_tokens": 32}
+"""Decode workers compute no long prompts, which would be the help of a prefill worker more."""
 _AUTH = {"auth": "api_key", "salt_secret": "benchmark secret of enough characters"}
 
 
@@ -60,17 +62,20 @@ class Situation:
     """Pools after the change; None: no change of sizes helps."""
     is_throttled: bool = False
     """Whether one decode worker is slowed down."""
+    router: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of the router."""
 
 
 SITUATIONS = (
     Situation(
         cause="prefill",
-        loads=[Load(num_clients=6, num_prompt_tokens=1500, num_output_tokens=4)],
+        loads=[Load(num_clients=5, num_prompt_tokens=700, num_output_tokens=2)],
         changed={"prefill": {"count": 2}},
+        router=_NO_LOCAL_PROMPTS,
     ),
     Situation(
         cause="decode",
-        loads=[Load(num_clients=24, num_prompt_tokens=64, num_output_tokens=200)],
+        loads=[Load(num_clients=16, num_prompt_tokens=32, num_output_tokens=80)],
         changed={"decode": {"count": 2}},
     ),
     Situation(
@@ -88,9 +93,10 @@ SITUATIONS = (
     Situation(
         cause="hot_tenant",
         loads=[
-            Load(num_clients=6, num_prompt_tokens=1500, num_output_tokens=4, tenant="hot"),
-            Load(num_clients=1, num_prompt_tokens=300, num_output_tokens=4, tenant="calm"),
+            Load(num_clients=5, num_prompt_tokens=700, num_output_tokens=2, tenant="hot"),
+            Load(num_clients=1, num_prompt_tokens=150, num_output_tokens=2, tenant="calm"),
         ],
+        router=_NO_LOCAL_PROMPTS,
     ),
 )
 
@@ -167,7 +173,7 @@ def _run(situation: Situation, pools: Mapping[str, Mapping[str, Any]], *, second
         {"name": name, "api_keys": [key], "operator": name == "head"} for name, key in _KEYS.items() if has_tenants
     ]
     named = {name: dict(ONE_THREAD_EACH[name]) | dict(pools.get(name, {})) for name in ("prefill", "decode")}
-    router = _AUTH if has_tenants else {}
+    router = dict(situation.router) | (_AUTH if has_tenants else {})
     with running_doors(launcher="local", pools=named, router=router, tenants=tenants, console=console) as (info, _):
         return asyncio.run(_drive(info.address, situation, seconds=seconds))
 

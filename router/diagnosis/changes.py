@@ -42,31 +42,46 @@ class Change:
     """None where it cannot be told."""
 
 
-def one_more_reader(pool: Pool, *, waits_s: Sequence[float], prefills_s: Sequence[float]) -> Change:
-    """Return what another worker would do to the mean wait for prefill, given both times of some requests.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptTimes:
+    """Times of the prompts of some requests."""
+
+    waits_s: Sequence[float]
+    """Waits for prefill."""
+    prefills_s: Sequence[float]
+    """First chunk to first token."""
+    alone_s: float
+    """Time in steps that a prompt takes, in the mean: less than a prefill where several share steps."""
+
+
+def one_more_reader(pool: Pool, times: PromptTimes) -> Change:
+    """Return what another worker would do to the mean wait for prefill.
 
     A pool with pauses is a queue whose load stays the same. In a pool without any, the same number of clients keeps
     asking: together they wait and compute as before, at a rate that grows with the workers.
     """
-    num_workers, busy, wait_s = len(pool.workers), max(_SPREAD, pool.busy_share), fmean(waits_s)
+    num_workers, busy, wait_s = len(pool.workers), max(_SPREAD, pool.busy_share), fmean(times.waits_s)
     name = f"a {pool.name} worker more"
     if busy < _SATURATED:
         expected, *others = (
             wait_s * _wait(share * num_workers / (num_workers + 1), num_workers + 1) / _wait(share, num_workers)
             for share in (busy, max(_SPREAD, busy - _SPREAD), min(0.98, busy + _SPREAD))
         )
-        predicted = _prediction(
-            pool, wait_s, expected, (1 - _FORMULA_ERROR) * min(others), (1 + _FORMULA_ERROR) * max(others)
-        )
+        low, high = (1 - _FORMULA_ERROR) * min(others), (1 + _FORMULA_ERROR) * max(others)
+        predicted = _prediction(pool, wait_s, expected, low, high)
         return Change(text=f"{name}: {_from_to(predicted)}", predicted=predicted)
     more = f"{name}: {1 / num_workers:.0%} more prompts per second"
-    if len(waits_s) < _MIN_REQUESTS:
+    if len(times.waits_s) < _MIN_REQUESTS:
         why = "a pool without pause has a queue without a mean, and few requests tell of its clients"
         return Change(text=f"{more}; what it does to the wait cannot be told: {why}")
-    share, prefill_s = num_workers / (num_workers + 1), fmean(prefills_s)
-    expected = max(0.0, (wait_s + prefill_s) * share - prefill_s)
-    doubt_s = 2 * math.hypot(_error(waits_s) * share, _error(prefills_s) * (1 - share))
-    predicted = _prediction(pool, wait_s, expected, max(0.0, expected - doubt_s), expected + doubt_s)
+    whole = [wait + prefill for wait, prefill in zip(times.waits_s, times.prefills_s, strict=True)]
+    share, prefill_s = num_workers / (num_workers + 1), fmean(times.prefills_s)
+    whole_s, doubt_s = share * fmean(whole), 2 * share * stdev(whole) / math.sqrt(len(whole))
+    # Where prompts share steps now, each takes longer than alone; how much of that is left then, nobody can tell.
+    expected = max(0.0, whole_s - (prefill_s + min(prefill_s, times.alone_s)) / 2)
+    low = max(0.0, whole_s - doubt_s - prefill_s)
+    high = max(0.0, whole_s + doubt_s - min(prefill_s, times.alone_s))
+    predicted = _prediction(pool, wait_s, expected, low, high)
     return Change(
         text=f"{more}, if its host has the cores; while as many requests are under way: {_from_to(predicted)}",
         predicted=predicted,
@@ -82,11 +97,6 @@ def _from_to(predicted: Prediction) -> str:
     return (
         f"wait {predicted.now:.2g} s → about {predicted.expected:.2g} s ({predicted.low:.2g} to {predicted.high:.2g})"
     )
-
-
-def _error(values: Sequence[float]) -> float:
-    """Return the standard error of a mean."""
-    return stdev(values) / math.sqrt(len(values))
 
 
 def _wait(busy_share: float, num_workers: int) -> float:

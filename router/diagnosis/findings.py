@@ -16,7 +16,7 @@ import numpy as np
 
 from common.slo import Slo
 from router.diagnosis import changes
-from router.diagnosis.changes import Change, Prediction
+from router.diagnosis.changes import Change, Prediction, PromptTimes
 from router.diagnosis.pool import Pool
 from router.diagnosis.recent_requests import RecentRequest
 
@@ -121,9 +121,13 @@ def _waits(view: View) -> list[Finding]:
         text = f"decode workers hold {used} of {pages} pages: prompts wait {wait_s:.2g} s for answers to end"
         more = (Change(text="more pages for decode (num_blocks, kv_dtype int8), or a decode worker more"),)
         return [*found, Finding(cause=Cause.DECODE_PAGES, pool="decode", lost_s=rest_s, text=text, options=more)]
-    waits_s, prefills_s = [each.queue_s for each in requests], [each.prefill_s for each in requests]
+    times = PromptTimes(
+        waits_s=[each.queue_s for each in requests],
+        prefills_s=[each.prefill_s for each in requests],
+        alone_s=reader.prefill_token_s * num_computed / len(requests),
+    )
     options = [
-        changes.one_more_reader(reader, waits_s=waits_s, prefills_s=prefills_s),
+        changes.one_more_reader(reader, times),
         changes.other_split(reader, view.decoder),
     ]
     found.append(
@@ -244,10 +248,11 @@ def _walls(pool: Pool) -> str:
     )
 
 
-def headline(requests: Sequence[RecentRequest], *, window_s: float, slo: Slo | None) -> str:
-    """Return how the requests of a window did."""
+def headline(requests: Sequence[RecentRequest], *, window_s: float, slo: Slo | None, num_running: int = 0) -> str:
+    """Return how the requests of a window did; `num_running` are not answered yet."""
     if not requests:
-        return f"no request was answered in the last {window_s:g} s"
+        under_way = f"; {num_running} under way" if num_running else ""
+        return f"no request was answered in the last {window_s:g} s{under_way}"
     ttft_p50, ttft_p99 = np.percentile([each.ttft_s for each in requests], (50, 99))
     count = "1 request" if len(requests) == 1 else f"{len(requests)} requests"
     text = f"{count} answered in {window_s:g} s: TTFT p50 {ttft_p50:.3g} s, p99 {ttft_p99:.3g} s"

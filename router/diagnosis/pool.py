@@ -98,6 +98,12 @@ class Pool:
         return held / num_blocks if num_blocks else 0.0
 
     @property
+    def prefill_token_s(self) -> float:
+        """Measured time of a prompt token in prefill steps, in the mean; 0 without any such step."""
+        num_tokens = self.total("num_prefill_tokens")
+        return self.total("prefill_s") / num_tokens if num_tokens else 0.0
+
+    @property
     def mean_decode_step_s(self) -> float:
         """Measured time of a decode step, in the mean; 0 without any such step."""
         num_steps = self.total("num_decode_steps")

@@ -53,7 +53,12 @@ class Diagnosis:
         )
         causes = _causes(requests, prefill, decode)
         return pb.DiagnoseResponse(
-            headline=findings.headline(requests, window_s=window_s, slo=orchestrator.demand.slo),
+            headline=findings.headline(
+                requests,
+                window_s=window_s,
+                slo=orchestrator.demand.slo,
+                num_running=orchestrator.in_flight.num_running,
+            ),
             findings=[
                 message_of(
                     pb.Finding,

@@ -15,7 +15,7 @@ from kvrelay.v1 import worker_pb2
 from measure.load.records import RequestRecord
 from measure.simulate.cluster import run
 from measure.simulate.records import Arrival, SimRun
-from router.diagnosis.changes import one_more_decoder, one_more_reader
+from router.diagnosis.changes import PromptTimes, one_more_decoder, one_more_reader
 from router.diagnosis.pool import Pool, Worker
 from tests.measure.simulate.builders import MODEL, make_settings, make_shape
 
@@ -60,6 +60,11 @@ def pool_of(finished: SimRun, name: str) -> Pool:
     return Pool(name=name, workers=tuple(workers), window_s=3600.0)
 
 
+def times_of(finished: SimRun) -> PromptTimes:
+    waits_s = waits_of(finished)
+    return PromptTimes(waits_s=waits_s, prefills_s=[PREFILL_S] * len(waits_s), alone_s=PREFILL_S)
+
+
 def waits_of(finished: SimRun) -> list[float]:
     return [max(0.0, (each.ttft_s or 0.0) - PREFILL_S - 0.001) for each in finished.requests]
 
@@ -71,8 +76,7 @@ def test_wait_for_another_prefill_worker_is_predicted_under_an_open_load() -> No
         arrivals.append(Arrival(at_s=at_s, prompt=new_prompt(), num_output_tokens=1))
     one, two = simulate(arrivals), simulate(arrivals, num_prefill=2)
 
-    waits = waits_of(one)
-    predicted = one_more_reader(pool_of(one, "prefill"), waits_s=waits, prefills_s=[PREFILL_S] * len(waits)).predicted
+    predicted = one_more_reader(pool_of(one, "prefill"), times_of(one)).predicted
 
     assert predicted is not None
     assert predicted.expected < 0.1 * predicted.now
@@ -88,8 +92,7 @@ def test_wait_for_another_prefill_worker_is_predicted_while_as_many_clients_keep
 
     one, two = simulate([ask(0.0) for _ in range(8)]), simulate([ask(0.0) for _ in range(8)], num_prefill=2)
 
-    waits = waits_of(one)
-    predicted = one_more_reader(pool_of(one, "prefill"), waits_s=waits, prefills_s=[PREFILL_S] * len(waits)).predicted
+    predicted = one_more_reader(pool_of(one, "prefill"), times_of(one)).predicted
 
     assert predicted is not None
     assert predicted.low <= fmean(waits_of(two)) <= predicted.high

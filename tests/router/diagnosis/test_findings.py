@@ -68,6 +68,10 @@ def make_view(*requests: RecentRequest, prefill: Pool | None = None, decode: Poo
     )
 
 
+def times_of(waits_s: list[float]) -> changes.PromptTimes:
+    return changes.PromptTimes(waits_s=waits_s, prefills_s=[1.0] * len(waits_s), alone_s=1.0)
+
+
 def causes(view: View) -> list[Cause]:
     return [finding.cause for finding in find(view)]
 
@@ -75,6 +79,7 @@ def causes(view: View) -> list[Cause]:
 def test_idle_cluster_has_nothing_to_complain_of() -> None:
     assert causes(make_view(USUAL)) == []
     assert headline([], window_s=60, slo=None) == "no request was answered in the last 60 s"
+    assert headline([], window_s=60, slo=None, num_running=3).endswith("60 s; 3 under way")
 
 
 def test_prompts_that_wait_are_bound_by_prefill_and_a_worker_more_shortens_the_wait() -> None:
@@ -90,7 +95,7 @@ def test_prompts_that_wait_are_bound_by_prefill_and_a_worker_more_shortens_the_w
 
 def test_saturated_pool_with_few_requests_tells_that_a_wait_cannot_be_predicted() -> None:
     pool = make_pool("prefill", make_worker("p0", busy=1.0))
-    change = changes.one_more_reader(pool, waits_s=[3.0], prefills_s=[1.0])
+    change = changes.one_more_reader(pool, times_of([3.0]))
     assert "100% more prompts per second" in change.text
     assert "cannot be told" in change.text
     assert change.predicted is None
@@ -98,10 +103,17 @@ def test_saturated_pool_with_few_requests_tells_that_a_wait_cannot_be_predicted(
 
 def test_saturated_pool_serves_as_many_clients_at_twice_the_rate_with_twice_the_workers() -> None:
     pool = make_pool("prefill", make_worker("p0", busy=1.0))
-    predicted = changes.one_more_reader(pool, waits_s=[4.0, 6.0] * 8, prefills_s=[1.0] * 16).predicted
+    predicted = changes.one_more_reader(pool, times_of([4.0, 6.0] * 8)).predicted
     assert predicted is not None
     assert (predicted.now, predicted.expected) == (5.0, pytest.approx(2.0))
     assert predicted.low < 2.0 < predicted.high
+
+
+def test_prompts_that_share_steps_leave_the_wait_uncertain() -> None:
+    pool, times = make_pool("prefill", make_worker("p0", busy=1.0)), times_of([5.0] * 16)
+    predicted = changes.one_more_reader(pool, replace(times, alone_s=0.5)).predicted
+    assert predicted is not None
+    assert (predicted.low, predicted.expected, predicted.high) == pytest.approx((2.0, 2.25, 2.5))
 
 
 def test_pool_that_idles_beside_a_busy_one_could_give_a_worker() -> None:
@@ -209,7 +221,7 @@ def test_one_request_is_told_by_its_longest_parts_beside_the_usual_ones() -> Non
 
 def test_wait_in_an_idle_pool_is_predicted_like_any_other() -> None:
     pool = make_pool("prefill", make_worker("p0", busy=0.0))
-    assert "wait 2 s → about" in changes.one_more_reader(pool, waits_s=[2.0], prefills_s=[0.1]).text
+    assert "wait 2 s → about" in changes.one_more_reader(pool, times_of([2.0])).text
 
 
 def test_worker_whose_steps_take_longer_than_others_predict_is_slow_before_the_router_has_noticed() -> None:
