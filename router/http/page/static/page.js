@@ -104,6 +104,7 @@ function show(state) {
 
 function showDiagnosis({ headline, findings }, alarms) {
   $("headline").textContent = headline;
+  if (!findings.length) $("headline").textContent += ". Nothing costs much time.";
   $("findings").replaceChildren(...findings.map((finding) => {
     const changes = finding.changes.map((change) => make("li", { text: change }));
     const text = `${finding.cause} (${seconds(finding.lost_s)} a request): ${finding.text}`;
