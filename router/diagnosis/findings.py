@@ -241,10 +241,9 @@ def _walls(pool: Pool) -> str:
     """Return a pool's shares of its floors; empty where the device was not measured."""
     if not pool.memory_share and not pool.compute_share:
         return ""
-    rest = max(0.0, 1 - max(pool.memory_share, pool.compute_share))
     return (
         f"; of the time in steps, memory traffic needs at least {pool.memory_share:.0%}, arithmetic"
-        f" {pool.compute_share:.0%}, and {rest:.0%} is neither"
+        f" {pool.compute_share:.0%}, and {pool.overhead_share:.0%} is neither"
     )
 
 

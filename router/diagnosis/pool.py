@@ -79,6 +79,16 @@ class Pool:
         return floor_s / self.busy_s if self.busy_s else 0.0
 
     @property
+    def overhead_share(self) -> float:
+        """Share of the time in steps beyond their bounds: prefill and decode steps each have their own."""
+        kinds = ("prefill", "decode")
+        beyond_s = sum(
+            max(0.0, self.total(f"{kind}_s") - max(self.total(f"{kind}_memory_s"), self.total(f"{kind}_compute_s")))
+            for kind in kinds
+        )
+        return beyond_s / self.busy_s if self.busy_s else 0.0
+
+    @property
     def mean_batch(self) -> float:
         """Sequences of a decode step, in the mean; 0 without any such step."""
         num_steps = self.total("num_decode_steps")
@@ -136,7 +146,7 @@ class Pool:
             memory=memory,
             compute=compute,
             link=share(pool.total("link_s")),
-            overhead=(max(0.0, busy - max(memory, compute)) if is_measured else 0.0) + host,
+            overhead=(busy * pool.overhead_share if is_measured else 0.0) + host,
             waiting=max(0.0, 1 - busy - host) if covered_s else 0.0,
         )
 

@@ -249,6 +249,22 @@ def test_walls_divide_the_time_of_a_pool() -> None:
     assert walls.binds == "waiting"
 
 
+def test_overhead_is_beyond_the_bound_of_each_kind_of_step() -> None:
+    steps = worker_pb2.StepTotals(
+        window_s=60.0,
+        covered_s=60.0,
+        prefill_s=20.0,
+        prefill_compute_s=15.0,
+        prefill_memory_s=1.0,
+        decode_s=20.0,
+        decode_memory_s=25.0,
+        decode_compute_s=1.0,
+    )
+    pool = make_pool("decode", replace(make_worker("d0"), status=worker_pb2.WorkerStatus(recent_steps=[steps])))
+    assert pool.overhead_share == pytest.approx(5 / 40)
+    assert pool.walls(60.0).overhead == pytest.approx(5 / 60)
+
+
 def test_pool_that_was_not_measured_is_bound_by_its_steps() -> None:
     steps = worker_pb2.StepTotals(window_s=60.0, covered_s=60.0, num_decode_steps=1, decode_s=50.0)
     worker = replace(make_worker("d0"), status=worker_pb2.WorkerStatus(recent_steps=[steps]))

@@ -189,11 +189,11 @@ function rooflinePoints(workers) {
 function showRoofline(workers) {
   const points = rooflinePoints(workers);
   const [left, right, top, bottom] = [34, 312, 8, 172];
-  const decades = 3, up = 1; // from 1/1000 to 1, and an intensity of up to 10 ridges
+  const decades = 3, up = 2; // from 1/1000 to 1, and an intensity of up to 100 ridges
   const clamp = (value, low, high) => Math.min(high, Math.max(low, value));
   const x = (intensity) => left + ((clamp(Math.log10(intensity), -decades, up) + decades) / (decades + up)) * (right - left);
   const y = (speed) => bottom - ((clamp(Math.log10(speed), -decades, 0.2) + decades) / (decades + 0.2)) * (bottom - top);
-  const drawn = [draw("path", { class: "roof", d: `M${x(0.001)} ${y(0.001)} L${x(1)} ${y(1)} L${x(10)} ${y(1)}` })];
+  const drawn = [draw("path", { class: "roof", d: `M${x(0.001)} ${y(0.001)} L${x(1)} ${y(1)} L${x(100)} ${y(1)}` })];
   for (const power of [-3, -2, -1, 0]) {
     const value = 10 ** power, label = power === 0 ? "1" : `1/${10 ** -power}`;
     drawn.push(draw("line", { class: "axis", x1: left, x2: right, y1: y(value), y2: y(value) }));
@@ -210,7 +210,7 @@ function showRoofline(workers) {
   $("roofline").style.display = points.length ? "" : "none";
   const texts = points.map(({ name, kind, bound }) => `${kind} on ${name} ${percent(bound)}`);
   $("roofline-text").textContent = points.length
-    ? `Speed in shares of the matrix rate. Of the bound, in the last hour: ${texts.slice(0, 8).join(", ")}.`
+    ? `Speed in shares of the matrix rate. Of the bound: ${texts.slice(0, 8).join(", ")}.`
     : "No worker has measured its device and run a step.";
 }
 
