@@ -161,13 +161,22 @@ class Pool:
         return {worker_id: times for worker_id, times in found.items() if times >= CLEAR_SLOW}
 
     def _measured_slowness(self, worker: Worker) -> float:
-        """Return the multiple; 0 for a worker that is not slow, or where too few steps tell."""
+        """Return the multiple; 0 for a worker that is not slow, or where too few steps tell.
+
+        The others' models count only where they have run batches of at least half the size: what a model says of much
+        larger ones than it has seen is half a guess.
+        """
         steps = worker.steps(self.window_s)
-        others = [each for each in self.workers if each is not worker and each.has_decode_model]
-        if not others or steps.num_decode_steps < _MIN_STEPS:
+        if steps.num_decode_steps < _MIN_STEPS:
             return 0.0
-        usual_s = median_low([_would_take_s(each, steps, each.steps(self.window_s)) for each in others])
-        times = steps.decode_s / steps.num_decode_steps / usual_s
+        others_s = [
+            _would_take_s(each, steps, own)
+            for each in self.workers
+            if each is not worker and each.has_decode_model
+            if (own := each.steps(self.window_s)).num_decode_steps >= _MIN_STEPS
+            if 2 * _mean_shape(own)[0] >= _mean_shape(steps)[0]
+        ]
+        times = steps.decode_s / steps.num_decode_steps / median_low(others_s) if others_s else 0.0
         return times if times >= RAISE_SLOW else 0.0
 
 
@@ -176,10 +185,8 @@ def _would_take_s(worker: Worker, steps: StepTotals, own: StepTotals) -> float:
 
     Its model is scaled to what `own`, its own steps, have really taken: models lag behind a host that has become slow.
     """
-    predicted_s = worker.decode_step_s(*_mean_shape(steps))
-    if own.num_decode_steps < _MIN_STEPS:
-        return predicted_s
-    return predicted_s * own.decode_s / own.num_decode_steps / worker.decode_step_s(*_mean_shape(own))
+    scale = own.decode_s / own.num_decode_steps / worker.decode_step_s(*_mean_shape(own))
+    return scale * worker.decode_step_s(*_mean_shape(steps))
 
 
 def _mean_shape(steps: StepTotals) -> tuple[float, float]:

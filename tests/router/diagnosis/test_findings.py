@@ -105,7 +105,7 @@ def test_saturated_pool_serves_as_many_clients_at_twice_the_rate_with_twice_the_
     pool = make_pool("prefill", make_worker("p0", busy=1.0))
     predicted = changes.one_more_reader(pool, times_of([4.0, 6.0] * 8)).predicted
     assert predicted is not None
-    assert (predicted.now, predicted.expected) == (5.0, pytest.approx(2.0))
+    assert (predicted.now, predicted.expected) == pytest.approx((5.0, 2.0))
     assert predicted.low < 2.0 < predicted.high
 
 
@@ -227,10 +227,16 @@ def test_wait_in_an_idle_pool_is_predicted_like_any_other() -> None:
 def test_worker_whose_steps_take_longer_than_others_predict_is_slow_before_the_router_has_noticed() -> None:
     slow = make_worker("d1", busy=5 / 6, batch=20.0)  # steps of 50 ms
     model = StepModel(constant_s=0.0055, per_decode_s=0.0005, num_samples=100)
-    fast = replace(make_worker("d0", busy=0.1, batch=1.0), timing=replace(TIMING, decode=model))
+    fast = replace(make_worker("d0", busy=0.175, batch=10.0), timing=replace(TIMING, decode=model))
     (first, *_) = find(make_view(replace(USUAL, tpot_s=0.05), decode=make_pool("decode", fast, slow)))
     assert first.cause is Cause.SLOW_WORKER
     assert first.text.startswith("steps of d1 take 3.2 times as long")
+
+
+def test_worker_with_batches_that_no_other_has_run_is_not_called_slow() -> None:
+    full, model = make_worker("d1", busy=5 / 6, batch=20.0), StepModel(constant_s=0.009, num_samples=100)
+    light = replace(make_worker("d0", busy=0.15, batch=1.0), timing=replace(TIMING, decode=model))
+    assert Cause.SLOW_WORKER not in causes(make_view(USUAL, decode=make_pool("decode", light, full)))
 
 
 def test_steps_are_not_compared_with_a_guess() -> None:

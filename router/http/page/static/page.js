@@ -197,7 +197,7 @@ function showRoofline(workers) {
   for (const power of [-3, -2, -1, 0]) {
     const value = 10 ** power, label = power === 0 ? "1" : `1/${10 ** -power}`;
     drawn.push(draw("line", { class: "axis", x1: left, x2: right, y1: y(value), y2: y(value) }));
-    drawn.push(draw("text", { x: left - 4, y: y(value) + 3, "text-anchor": "end" }, label));
+    if (power > -decades) drawn.push(draw("text", { x: left - 4, y: y(value) + 3, "text-anchor": "end" }, label));
     drawn.push(draw("text", { x: x(value), y: bottom + 11, "text-anchor": "middle" }, label));
   }
   drawn.push(draw("text", { x: right, y: bottom + 24, "text-anchor": "end" }, "arithmetic per byte, in multiples of the ridge"));
