@@ -1,8 +1,9 @@
-"""The prefixes that requests reuse most, by digest, for operators who watch.
+"""The prefixes that requests ask for again most often, by digest, for operators who watch.
 
-A *prefix* here is what a request found cached: a prompt that all begin with is one prefix, however they go on. Each
-reuse counts half after a minute. Of the prefixes on record the coldest goes when another one comes; memory is bounded
-by `CAPACITY` and the longest prompt. Neither tokens nor text are kept, and digests are keyed with the cluster's secret.
+A *prefix* here is what a request found cached, with the blocks behind it that caches had held and have evicted. What
+all prompts begin with is one prefix, however they go on. Each request counts half after a minute. Of the prefixes on
+record the coldest goes when another one comes; memory is bounded by `CAPACITY` and the longest prompt. Neither tokens
+nor text are kept, and digests are keyed with the cluster's secret.
 """
 
 import math
@@ -23,13 +24,13 @@ _DIGEST_CHARS = 12
 
 
 @dataclass(slots=True)
-class _Reused:
+class _Asked:
     hashes: BlockHashes
     num_requests: float
     used_s: float
 
     def heat(self, now_s: float) -> float:
-        """Return the reuses, each of which counts half after a minute."""
+        """Return the requests, each of which counts half after a minute."""
         return self.num_requests * math.exp2((self.used_s - now_s) / _HALF_LIFE_S)
 
 
@@ -51,6 +52,11 @@ class HotPrefix:
     age_s: float
     holders: tuple[PrefixHolder, ...]
 
+    @property
+    def num_held(self) -> int:
+        """Leading blocks that the best worker holds."""
+        return max((each.num_blocks for each in self.holders), default=0)
+
 
 class HotPrefixes:
     """Prefixes by the key of their last block. Event loop only."""
@@ -59,25 +65,25 @@ class HotPrefixes:
         """`match` tells which workers hold a prefix."""
         self._clock = clock
         self._match = match
-        self._reused: dict[int, _Reused] = {}
+        self._asked: dict[int, _Asked] = {}
 
-    def note(self, hashes: BlockHashes, num_reused: int) -> None:
-        """Count a request whose leading `num_reused` blocks some worker holds."""
-        if not num_reused:
+    def note(self, hashes: BlockHashes, num_known: int) -> None:
+        """Count a request whose leading `num_known` blocks some worker holds or has held."""
+        if not num_known:
             return
-        now_s, key = self._clock.monotonic(), hashes.keys[num_reused - 1]
-        known = self._reused.get(key)
+        now_s, key = self._clock.monotonic(), hashes.keys[num_known - 1]
+        known = self._asked.get(key)
         if known is not None:
             known.num_requests, known.used_s = known.heat(now_s) + 1, now_s
             return
-        if len(self._reused) >= CAPACITY:
-            del self._reused[min(self._reused, key=lambda each: self._reused[each].heat(now_s))]
-        self._reused[key] = _Reused(hashes[:num_reused], 1.0, now_s)
+        if len(self._asked) >= CAPACITY:
+            del self._asked[min(self._asked, key=lambda each: self._asked[each].heat(now_s))]
+        self._asked[key] = _Asked(hashes[:num_known], 1.0, now_s)
 
     def hottest(self) -> list[HotPrefix]:
         """Return the hottest ones, hottest first, with the workers that hold them now."""
         now_s = self._clock.monotonic()
-        hottest = sorted(self._reused.values(), key=lambda each: -each.heat(now_s))[:SHOWN]
+        hottest = sorted(self._asked.values(), key=lambda each: -each.heat(now_s))[:SHOWN]
         return [
             HotPrefix(
                 digest=each.hashes[-1].hex()[:_DIGEST_CHARS],

@@ -29,13 +29,13 @@ class PrefixHolder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HotPrefix:
-    """A prefix that several requests have reused."""
+    """A prefix that requests have asked for again, whether or not some worker still held it."""
 
     digest: str
     """Digest of its last block."""
     num_blocks: int
     num_requests: float
-    """Requests that reused it, each of which counts half after a minute."""
+    """Requests that asked for it again, each of which counts half after a minute."""
     age_s: float
     """Seconds since the last of them."""
     holders: tuple[PrefixHolder, ...]
@@ -69,7 +69,7 @@ class RouterStatus:
     refusals: tuple[TenantRefusals, ...] = ()
     """Refused requests by tenant and cause."""
     hot_prefixes: tuple[HotPrefix, ...] = ()
-    """Prefixes that requests reuse most, hottest first; some."""
+    """Prefixes that requests ask for again most often, hottest first; some."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1247,7 +1247,7 @@ class RouterStatus(_message.Message):
 
     @_builtins.property
     def hot_prefixes(self) -> _containers.RepeatedCompositeFieldContainer[Global___HotPrefix]:
-        """Prefixes that requests reuse most, hottest first; some."""
+        """Prefixes that requests ask for again most often, hottest first; some."""
 
     def __init__(
         self,
@@ -1280,7 +1280,7 @@ Global___RouterStatus: _TypeAlias = RouterStatus  # noqa: Y015
 
 @_typing.final
 class HotPrefix(_message.Message):
-    """A prefix that several requests have reused, without its text."""
+    """A prefix that requests have asked for again, whether or not some worker still held it; without its text."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1294,7 +1294,7 @@ class HotPrefix(_message.Message):
     num_blocks: _builtins.int
     """Its blocks."""
     num_requests: _builtins.float
-    """Requests that reused it, each of which counts half after a minute."""
+    """Requests that asked for it again, each of which counts half after a minute."""
     age_s: _builtins.float
     """Seconds since the last of them."""
     @_builtins.property

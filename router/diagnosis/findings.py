@@ -19,6 +19,7 @@ from router.diagnosis import changes
 from router.diagnosis.changes import Change, Prediction, PromptTimes
 from router.diagnosis.pool import Pool
 from router.diagnosis.recent_requests import RecentRequest
+from router.hot_prefixes import HotPrefix
 
 _HOT_SHARE = 0.6
 """Share of the computed tokens from which a tenant counts as the cause of a wait."""
@@ -26,6 +27,8 @@ _MIN_SHARE = 0.03
 """Share of a request's whole time below which a loss is not worth a sentence."""
 _LOOK_AT_HOST = "look for other load, heat or swapping on its host; it is replaced when it stays slow"
 _FEWER_PROMPTS = "fewer prompts on decode workers (router.local_prefill_max_tokens), fewer processes on its host"
+_NUM_LOST = 3
+"""Prefixes that a sentence names."""
 _FULL = 0.9
 _IDLE = 0.7
 
@@ -79,6 +82,8 @@ class View:
     """The pool that computes prompts."""
     decoder: Pool
     """The pool that decodes; the same one where a single pool does both."""
+    prefixes: Sequence[HotPrefix] = ()
+    """Prefixes that are asked for most often, hottest first."""
 
 
 def find(view: View) -> list[Finding]:
@@ -106,7 +111,7 @@ def _waits(view: View) -> list[Finding]:
             lost_s=saved_s,
             text=(
                 f"{evicted:.0%} of the computed prompt tokens had been cached and were evicted before they were asked"
-                f" for again; pages are {reader.page_share:.0%} full"
+                f" for again; pages are {reader.page_share:.0%} full{_lost_prefixes(view.prefixes)}"
             ),
             options=(changes.larger_cache(evicted, saved_s, request_s=_whole_s(requests)),),
         )
@@ -144,6 +149,13 @@ def _waits(view: View) -> list[Finding]:
         )
     )
     return found
+
+
+def _lost_prefixes(prefixes: Sequence[HotPrefix]) -> str:
+    """Return which of the prefixes that are asked for most often no worker holds wholly; empty when none is missing."""
+    lost = [each for each in prefixes if each.num_held < each.num_blocks][:_NUM_LOST]
+    named = ", ".join(f"{each.digest} ({each.num_held} of {each.num_blocks} blocks held)" for each in lost)
+    return f"; asked for most often and not held now: {named}" if lost else ""
 
 
 def _hot_tenant(view: View, wait_s: float) -> Finding | None:

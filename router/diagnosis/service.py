@@ -11,6 +11,7 @@ from kvrelay.v1 import worker_pb2
 from router.diagnosis import findings, one_request
 from router.diagnosis.pool import Pool, Worker
 from router.diagnosis.recent_requests import REMEMBERED_S, RecentRequest
+from router.hot_prefixes import HotPrefix
 from router.parts import RouterParts
 from router.status import StatusReporter
 
@@ -51,7 +52,7 @@ class Diagnosis:
             self._pool(role, status.workers, window_s)
             for role in (worker_pb2.WORKER_ROLE_PREFILL, worker_pb2.WORKER_ROLE_DECODE)
         )
-        causes = _causes(requests, prefill, decode)
+        causes = _causes(requests, prefill, decode, self._parts.chooser.hot_prefixes.hottest())
         return pb.DiagnoseResponse(
             headline=findings.headline(
                 requests,
@@ -91,7 +92,9 @@ class Diagnosis:
         return Pool(name=ROLE_NAMES[role], workers=workers, window_s=window_s)
 
 
-def _causes(requests: Sequence[RecentRequest], prefill: Pool, decode: Pool) -> list[findings.Finding]:
+def _causes(
+    requests: Sequence[RecentRequest], prefill: Pool, decode: Pool, prefixes: Sequence[HotPrefix]
+) -> list[findings.Finding]:
     """Return the causes; none when no worker answers."""
     if not prefill.workers and not decode.workers:
         return []
@@ -99,5 +102,6 @@ def _causes(requests: Sequence[RecentRequest], prefill: Pool, decode: Pool) -> l
         requests=requests,
         reader=prefill if prefill.workers else decode,
         decoder=decode if decode.workers else prefill,
+        prefixes=prefixes,
     )
     return findings.find(view)

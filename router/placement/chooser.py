@@ -195,7 +195,8 @@ class Chooser:
         booking.decision.num_evicted_blocks = self._index.evicted.count_leading(
             request.hashes.keys, start=matches.longest
         )
-        self.hot_prefixes.note(request.hashes, min(matches.longest, len(request.hashes)))
+        num_known = min(matches.longest + booking.decision.num_evicted_blocks, len(request.hashes))
+        self.hot_prefixes.note(request.hashes, num_known)
         booking.decision.decision_s = self._clock.monotonic() - now_s
         self.decisions.add(booking.decision)
         return booking

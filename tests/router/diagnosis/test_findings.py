@@ -13,6 +13,7 @@ from router.diagnosis.findings import Cause, View, find, headline
 from router.diagnosis.one_request import describe
 from router.diagnosis.pool import Pool, Worker
 from router.diagnosis.recent_requests import RecentRequest
+from router.hot_prefixes import HotPrefix, PrefixHolder
 
 TIMING = TimingModel(
     prefill=StepModel(constant_s=0.01, per_prefill_token_s=0.001),
@@ -146,6 +147,16 @@ def test_prefixes_that_were_evicted_before_their_use_are_named_with_what_they_co
     assert first.lost_s == pytest.approx(0.8 * (0.5 + 0.5))
     assert first.text.startswith("80% of the computed prompt tokens had been cached")
     assert "up to 0.8 s less for a request" in first.changes[0]
+
+
+def test_evicted_prefixes_that_are_asked_for_most_often_are_named() -> None:
+    holder = PrefixHolder(worker_id=WorkerId("p0"), num_blocks=8)
+    prefixes = [
+        HotPrefix(digest=digest, num_blocks=8, num_requests=3.0, age_s=1.0, holders=holders)
+        for digest, holders in (("aa", (holder,)), ("bb", ()))
+    ]
+    view = replace(make_view(replace(USUAL, num_evicted_tokens=400, worker_queue_s=0.5, ttft_s=1.1)), prefixes=prefixes)
+    assert find(view)[0].text.endswith("asked for most often and not held now: bb (0 of 8 blocks held)")
 
 
 def test_tenant_that_asks_for_most_of_the_work_is_named_before_the_pool_that_it_fills() -> None:

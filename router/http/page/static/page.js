@@ -216,7 +216,7 @@ function showRoofline(workers) {
 
 function showPrefixes(prefixes, workers) {
   const shown = workers.slice(0, 16).map((worker) => worker.worker_id);
-  const heads = ["prefix", "reuses", ...shown];
+  const heads = ["prefix", "requests", ...shown];
   $("prefix-workers").replaceChildren(...heads.map((text) => make("th", { text })));
   if (!prefixes.length) {
     const cell = make("td", { text: "none yet" });
