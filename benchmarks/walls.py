@@ -32,7 +32,7 @@ from kvrelay.client import AsyncClient, ClusterStatus, Diagnosis, Finding, Gener
 _VOCAB = (1000, 40_000)
 _WINDOW_S = 60.0
 _KEYS = {"hot": "benchmark-key-of-hot", "calm": "benchmark-key-of-calm", "head": "benchmark-key-of-head"}
-_TIMES_SLOWER = 6.0
+_TIMES_SLOWER = 12.0
 _NO_LOCAL_PROMPTS = {"local_prefill_max_tokens": 32}
 """Decode workers compute no long prompts, which would be the help of a prefill worker more."""
 _AUTH = {"auth": "api_key", "salt_secret": "benchmark secret of enough characters"}
@@ -86,7 +86,7 @@ SITUATIONS = (
     ),
     Situation(
         cause="slow_worker",
-        loads=[Load(num_clients=6, num_prompt_tokens=32, num_output_tokens=100)],
+        loads=[Load(num_clients=6, num_prompt_tokens=32, num_output_tokens=60)],
         pools={"decode": {"count": 2, "slow_drain_s": None}},
         is_throttled=True,
     ),

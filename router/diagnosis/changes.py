@@ -7,8 +7,10 @@ from statistics import fmean, stdev
 
 from router.diagnosis.pool import Pool
 
-_SATURATED = 0.95
-"""Busy share above which a queue has no mean: it grows as long as the load lasts."""
+_SATURATED = 0.8
+"""Busy share from which clients that wait for their answers are more likely than a load that comes regardless."""
+_ENDLESS = 0.94
+"""Busy share from which a queue has no end within a window: only clients that wait explain that pool."""
 _SPREAD = 0.05
 """Doubt about a measured busy share, for the interval of a predicted wait."""
 _FORMULA_ERROR = 0.2
@@ -57,35 +59,43 @@ class PromptTimes:
 def one_more_reader(pool: Pool, times: PromptTimes) -> Change:
     """Return what another worker would do to the mean wait for prefill.
 
-    A pool with pauses is a queue whose load stays the same. In a pool without any, the same number of clients keeps
-    asking: together they wait and compute as before, at a rate that grows with the workers.
+    It depends on the clients. Where requests come regardless of answers, the pool is a queue with the same load on more
+    workers. Where each client waits for its answer, as many requests stay under way: together they wait and compute as
+    before, at a rate that grows with the workers. A router cannot know which; in a pool that hardly pauses it is more
+    likely the second. The interval holds both.
     """
     num_workers, busy, wait_s = len(pool.workers), max(_SPREAD, pool.busy_share), fmean(times.waits_s)
     name = f"a {pool.name} worker more"
+    opened = [
+        wait_s * _wait(share * num_workers / (num_workers + 1), num_workers + 1) / _wait(share, num_workers)
+        for share in (busy, max(_SPREAD, busy - _SPREAD), busy + _SPREAD)
+        if busy < _ENDLESS
+    ]
+    closed = _closed_waits_s(num_workers, times)
     if busy < _SATURATED:
-        expected, *others = (
-            wait_s * _wait(share * num_workers / (num_workers + 1), num_workers + 1) / _wait(share, num_workers)
-            for share in (busy, max(_SPREAD, busy - _SPREAD), min(0.98, busy + _SPREAD))
-        )
-        low, high = (1 - _FORMULA_ERROR) * min(others), (1 + _FORMULA_ERROR) * max(others)
-        predicted = _prediction(pool, wait_s, expected, low, high)
+        low, high = (1 - _FORMULA_ERROR) * min(opened), (1 + _FORMULA_ERROR) * max(opened)
+        predicted = _prediction(pool, wait_s, opened[0], low, max(high, min(wait_s, closed[2])))
         return Change(text=f"{name}: {_from_to(predicted)}", predicted=predicted)
-    more = f"{name}: {1 / num_workers:.0%} more prompts per second"
+    more = f"{name}: {1 / num_workers:.0%} more prompts per second, if its host has the cores"
     if len(times.waits_s) < _MIN_REQUESTS:
-        why = "a pool without pause has a queue without a mean, and few requests tell of its clients"
+        why = "a pool that hardly pauses has a queue without a mean, and few requests tell of its clients"
         return Change(text=f"{more}; what it does to the wait cannot be told: {why}")
+    low, expected, high = closed
+    predicted = _prediction(pool, wait_s, expected, min([low, *opened]), high)
+    return Change(text=f"{more}; {_from_to(predicted)}", predicted=predicted)
+
+
+def _closed_waits_s(num_workers: int, times: PromptTimes) -> tuple[float, float, float]:
+    """Return the lowest, expected and highest mean wait with one worker more while as many requests are under way."""
     whole = [wait + prefill for wait, prefill in zip(times.waits_s, times.prefills_s, strict=True)]
     share, prefill_s = num_workers / (num_workers + 1), fmean(times.prefills_s)
-    whole_s, doubt_s = share * fmean(whole), 2 * share * stdev(whole) / math.sqrt(len(whole))
+    whole_s = share * fmean(whole)
+    doubt_s = 2 * share * stdev(whole) / math.sqrt(len(whole)) if len(whole) > 1 else whole_s
     # Where prompts share steps now, each takes longer than alone; how much of that is left then, nobody can tell.
-    expected = max(0.0, whole_s - (prefill_s + min(prefill_s, times.alone_s)) / 2)
-    low = max(0.0, whole_s - doubt_s - prefill_s)
-    high = max(0.0, whole_s + doubt_s - min(prefill_s, times.alone_s))
-    predicted = _prediction(pool, wait_s, expected, low, high)
-    return Change(
-        text=f"{more}, if its host has the cores; while as many requests are under way: {_from_to(predicted)}",
-        predicted=predicted,
-    )
+    alone_s = min(prefill_s, times.alone_s)
+    found = (whole_s - doubt_s - prefill_s, whole_s - (prefill_s + alone_s) / 2, whole_s + doubt_s - alone_s)
+    low, expected, high = (max(0.0, each) for each in found)
+    return low, expected, high
 
 
 def _prediction(pool: Pool, now: float, expected: float, low: float, high: float) -> Prediction:
