@@ -17,6 +17,8 @@ _FORMULA_ERROR = 0.2
 """Relative error of the formula for the wait of a queue with several workers."""
 _FIT_ERROR = 0.05
 """Least relative error of a fitted step time."""
+_POOR_FIT = 0.5
+"""Relative error beyond which a fitted step time predicts nothing."""
 _WEIGHT_BYTES = {"int8": 8.5 / 16, "int4": 5.0 / 16}
 """Bytes of a weight and its share of scales and offsets, as a multiple of bfloat16's."""
 _MIN_REQUESTS = 8
@@ -124,8 +126,12 @@ def one_more_decoder(pool: Pool) -> Change:
         return Change(text=f"{name}; what a step takes then cannot be told yet: no worker has measured enough steps")
     # The fitted model says how a step grows with its batch; what is measured, how long it takes now.
     measured_s = pool.mean_decode_step_s
+    error = abs(measured_s - now[0]) / now[0]
+    if error > _POOR_FIT:
+        why = f"steps take {_ms(measured_s)} and their model says {_ms(now[0])}"
+        return Change(text=f"{name}; what a step takes then cannot be told: {why}")
     expected, low, high = (measured_s * max(0.0, each) / now[0] for each in then)
-    doubt_s = max(_FIT_ERROR, abs(measured_s - now[0]) / now[0]) * expected
+    doubt_s = max(_FIT_ERROR, error) * expected
     predicted = Prediction(
         change=f"{pool.name}_worker",
         figure="decode_step_s",

@@ -258,6 +258,12 @@ def test_steps_are_not_compared_with_a_guess() -> None:
     assert "cannot be told yet" in changes.one_more_decoder(make_pool("decode", *workers)).text
 
 
+def test_model_that_is_far_off_predicts_no_step() -> None:
+    change = changes.one_more_decoder(make_pool("decode", make_worker("d0", busy=5 / 6, batch=1.0)))
+    assert change.predicted is None
+    assert change.text.endswith("cannot be told: steps take 50 ms and their model says 12 ms")
+
+
 def test_walls_divide_the_time_of_a_pool() -> None:
     pool = make_pool("decode", make_worker("d0", busy=0.8), make_worker("d1", busy=0.4))
     walls = pool.walls(60.0)
