@@ -1,4 +1,4 @@
-"""The workers: membership, readiness, cached prefixes, and bookings.
+"""The workers: membership, readiness and cached prefixes.
 
 Membership is level-triggered: every `set_workers` names all workers. Each member has a link that keeps its state, load
 and prefix entries current. A removed member gets no new requests; its channel closes with its last one.
@@ -6,10 +6,8 @@ and prefix entries current. A removed member gets no new requests; its channel c
 
 import asyncio
 import logging
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 
 from common.clock import Clock
 from common.errors import WorkerLost
@@ -18,14 +16,15 @@ from common.kv_events import KvEvents, decode_events
 from common.parity import TextProbes
 from common.timing import StepShape, timing_from_proto
 from common.trust.channels import Reach
-from kvrelay.v1 import sequence_pb2, worker_pb2
+from kvrelay.v1 import worker_pb2
+from router.bookings import Bookings
 from router.crash_budget import Life
 from router.facts import Endpoint, ModelFacts, WorkerFacts, check_report, find_mismatch, summarize
 from router.index import PrefixIndex
 from router.link import DESCRIBE_TIMEOUT_S, WorkerLink
 from router.member import Hold, Member, WorkerState
-from router.placement.decisions import Booking, Decision
-from router.placement.plans import FleetView, PlacementRequest, Plan, Pull
+from router.placement.decisions import Booking
+from router.placement.plans import FleetView
 from router.pool_timing import PoolTiming
 from router.roster import Roster
 from router.worker_client import WorkerClient
@@ -63,8 +62,12 @@ class Fleet:
         self._members: dict[WorkerId, Member] = {}
         self._links: dict[WorkerId, WorkerLink] = {}
         self._timing = PoolTiming()
-        self._bookings: set[Booking] = set()
-        self._quarantine: Counter[WorkerId] = Counter()
+        self.bookings = Bookings(
+            members=self._members,
+            clock=clock,
+            has_prefill=lambda: self.roster.num_prefill > 0,
+            on_released=self._on_released,
+        )
         # Removed members on which requests still run.
         self._retired: dict[Member, WorkerLink] = {}
         self._closing: set[asyncio.Task[None]] = set()
@@ -84,11 +87,6 @@ class Fleet:
     def members_by_id(self) -> Mapping[WorkerId, Member]:
         """The membership by id, in no order."""
         return self._members
-
-    @property
-    def num_bookings(self) -> int:
-        """Bookings not released yet."""
-        return len(self._bookings)
 
     def count_ready(self, role: "worker_pb2.WorkerRole.ValueType | None" = None) -> int:
         """Return how many workers, of one pool or of both, are ready. Any thread."""
@@ -341,11 +339,6 @@ class Fleet:
             return None
         return member.state is not WorkerState.READY and not member.is_silent
 
-    @property
-    def quarantine(self) -> Collection[WorkerId]:
-        """Workers with a quarantined request."""
-        return self._quarantine.keys()
-
     def view(self, *, excluded: Collection[WorkerId]) -> FleetView:
         """Return the ready workers that are not excluded."""
         block_bytes = 0 if self.model is None else self.model.block_bytes
@@ -368,78 +361,8 @@ class Fleet:
         member = self._members.get(worker_id)
         return -1 if member is None else member.load_version
 
-    def book(self, plan: Plan, request: PlacementRequest) -> Booking:
-        """Count the plan as load of its workers until the booking is released."""
-        decode = self._hold(plan.decode, request)
-        decode.num_blocks = request.num_decode_blocks
-        decode.num_growth_blocks = request.num_growth_blocks
-        decode.num_decodes = request.num_decodes
-        decode.num_context_tokens = request.num_decodes * request.num_tokens
-        if decode.member.timing.itl_s(decode.num_decodes, decode.num_context_tokens) <= request.tpot_slo_s:
-            decode.tpot_slo_s = request.tpot_slo_s
-            decode.bounds_prompts = self.roster.num_prefill == 0
-        prefill = None
-        if plan.prefill is not None:
-            prefill = self._hold(plan.prefill, request)
-            prefill.num_blocks = request.num_prefill_blocks
-        computes = decode if prefill is None else prefill
-        computes.num_prompt_tokens = request.num_tokens
-        computes.num_missing_tokens = request.num_tokens - plan.predicted_cached_tokens
-        computes.prefill_s = (
-            computes.member.timing.prefill_s(computes.num_missing_tokens, plan.predicted_cached_tokens)
-            if plan.predicted_prefill_s is None
-            else plan.predicted_prefill_s
-        )
-        for hold in (decode, prefill):
-            if hold is not None:
-                hold.member.add_hold(hold)
-                if request.is_quarantined:
-                    hold.is_quarantined = True
-                    self._quarantine[hold.member.endpoint.worker_id] += 1
-        source = None if plan.pull is None else self._source(plan.pull)
-        if source is None and plan.pull is not None:
-            plan = replace(plan, pull=None)
-        decision = Decision(
-            request_id=request.request_id,
-            num_tokens=request.num_tokens,
-            plan=plan,
-            decided_s=self._clock.monotonic(),
-        )
-        booking = Booking(decision=decision, decode=decode, prefill=prefill, source=source, on_release=self._release)
-        self._bookings.add(booking)
-        return booking
-
-    def _source(self, pull: Pull) -> sequence_pb2.KvSource | None:
-        """Return where to pull from, or None when the worker is no longer in use."""
-        member = self._members.get(pull.source)
-        if member is None or member.facts is None or member.state is not WorkerState.READY:
-            return None
-        return sequence_pb2.KvSource(
-            worker_id=pull.source,
-            address=member.kv_address,
-            epoch=member.facts.epoch,
-            num_blocks=pull.num_blocks,
-        )
-
-    def _hold(self, worker_id: WorkerId, request: PlacementRequest) -> Hold:
-        member = self._members[worker_id]
-        assert member.facts is not None, f"{worker_id} was chosen in state {member.state}"
-        return Hold(
-            member=member,
-            epoch=member.facts.epoch,
-            request_id=request.request_id,
-            booked_s=self._clock.monotonic(),
-            num_blocks=0,
-        )
-
-    def _release(self, booking: Booking) -> None:
-        if booking not in self._bookings:
-            return
-        self._bookings.remove(booking)
+    def _on_released(self, booking: Booking) -> None:
         for hold in booking.holds:
-            hold.member.remove_hold(hold)
-            if hold.is_quarantined:
-                self._quarantine -= Counter([hold.member.endpoint.worker_id])
             link = self._retired.get(hold.member)
             if link is not None and not hold.member.num_users:
                 self._close(hold.member, link)

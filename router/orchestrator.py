@@ -40,7 +40,7 @@ from common.pooling import Pooling
 from common.structured import TaskCensus, all_or_first_failure
 from kvrelay.v1 import inference_pb2
 from router.admission.account import Service
-from router.admission.line import Admission
+from router.admission.line import Line
 from router.admission.ticket import QueuedRequest, Ticket
 from router.attempt import Attempt, AttemptFailed, AttemptOutcome
 from router.conduct import is_failure
@@ -95,14 +95,14 @@ class Orchestrator:
         self,
         *,
         fleet: Fleet,
-        admission: Admission,
+        line: Line,
         chooser: Chooser,
         metrics: RouterMetrics,
         clock: Clock,
         config: RouterConfig,
     ) -> None:
         self._fleet = fleet
-        self._admission = admission
+        self._line, self._admission = line, line.admission
         self._chooser = chooser
         self._metrics = metrics
         self._clock = clock
@@ -293,7 +293,7 @@ class Orchestrator:
         hashes = queued.search.request.hashes
         while True:
             with (
-                await self._admission.place(queued) as booking,
+                await self._line.place(queued) as booking,
                 self.traces.attempt(leg.life, booking.decision) as traceparent,
                 following(booking.decision),
             ):

@@ -7,7 +7,10 @@ from common.clock import Clock
 from common.config import RouterConfig
 from common.parity import TextProbes
 from common.trust.channels import Reach
-from router.admission.line import Admission
+from router.admission.admission import Admission
+from router.admission.fair_queue import FairQueue
+from router.admission.line import Line
+from router.admission.ticket import QueuedRequest
 from router.alarms import Alarms
 from router.fleet import Fleet
 from router.index import BYTES_PER_BLOCK, PrefixIndex
@@ -27,6 +30,7 @@ class RouterParts:
     index: PrefixIndex
     chooser: Chooser
     admission: Admission
+    line: Line
     orchestrator: Orchestrator
     metrics: RouterMetrics
     alarms: Alarms
@@ -76,17 +80,14 @@ def build_router(
         clock=clock,
         max_wait_s=config.max_prefill_wait_s,
     )
+    queue: FairQueue[QueuedRequest] = FairQueue(late_share=config.late_share)
     admission = Admission(
-        fleet=fleet,
-        chooser=chooser,
-        clock=clock,
-        max_queued=config.max_queued,
-        metrics=TenantMetrics(metrics.registry),
-        late_share=config.late_share,
+        fleet=fleet, queue=queue, clock=clock, max_queued=config.max_queued, metrics=TenantMetrics(metrics.registry)
     )
+    line = Line(admission=admission, queue=queue, chooser=chooser, fleet=fleet, clock=clock)
     orchestrator = Orchestrator(
         fleet=fleet,
-        admission=admission,
+        line=line,
         chooser=chooser,
         metrics=metrics,
         clock=clock,
@@ -108,9 +109,9 @@ def build_router(
     chooser.decisions.subscribe(metrics.compare_outcome)
     chooser.decisions.subscribe(alarms.note)
     metrics.watch_alarms(alarms)
-    metrics.watch("kvrelay_requests_queued", "Requests that wait for a plan", lambda: admission.num_queued)
+    metrics.watch("kvrelay_requests_queued", "Requests that wait for a plan", lambda: line.num_queued)
     metrics.watch("kvrelay_requests_active", "Requests with a plan", lambda: admission.num_active)
-    metrics.watch("kvrelay_bookings", "Bookings held on workers", lambda: fleet.num_bookings)
+    metrics.watch("kvrelay_bookings", "Bookings held on workers", lambda: len(fleet.bookings))
     metrics.watch("kvrelay_index_blocks", "Blocks known to the prefix index", lambda: index.num_blocks)
     metrics.watch(
         "kvrelay_index_evicted_blocks",
@@ -125,6 +126,7 @@ def build_router(
         index=index,
         chooser=chooser,
         admission=admission,
+        line=line,
         orchestrator=orchestrator,
         metrics=metrics,
         alarms=alarms,

@@ -205,9 +205,9 @@ def _endpoints(workers: Sequence[router_admin_pb2.WorkerEndpoint]) -> list[Endpo
 
 def _demand_report(parts: RouterParts, *, window_s: float) -> router_admin_pb2.GetDemandResponse:
     """Return the demand of the last `window_s` seconds and every worker as this router knows it."""
-    admission = parts.admission
+    line = parts.line
     demand = parts.orchestrator.demand.demand(
-        window_s, num_queued=admission.num_queued, num_queued_tokens=admission.num_queued_tokens
+        window_s, num_queued=line.num_queued, num_queued_tokens=line.num_queued_tokens
     )
     return router_admin_pb2.GetDemandResponse(
         demand=demand_to_proto(demand), workers=[_condition(member) for member in parts.fleet.members]

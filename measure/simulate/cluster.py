@@ -248,7 +248,7 @@ class Sampler:
         self._samples.append(
             PoolSample(
                 at_s=self._loop.time() - self._begin_s,
-                num_queued=sum(router.admission.num_queued for router in self._routers),
+                num_queued=sum(router.line.num_queued for router in self._routers),
                 workers=tuple(map(_worker_sample, self._workers)),
             )
         )

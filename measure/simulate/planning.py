@@ -116,7 +116,7 @@ class PlanningLoop:
 
 
 def _demand_of(router: RouterParts, window_s: float) -> Demand:
-    admission = router.admission
+    line = router.line
     return router.orchestrator.demand.demand(
-        window_s, num_queued=admission.num_queued, num_queued_tokens=admission.num_queued_tokens
+        window_s, num_queued=line.num_queued, num_queued_tokens=line.num_queued_tokens
     )

@@ -165,7 +165,7 @@ class Chooser:
         }
         excluded: Collection[WorkerId] = search.exclusions.keys()
         if search.request.is_quarantined:
-            excluded = {*excluded, *self._fleet.quarantine}
+            excluded = {*excluded, *self._fleet.bookings.quarantine}
         view = self._fleet.view(excluded=excluded)
         if search.request.is_prefill_only:
             view = view.of_prefill_pool()
@@ -176,6 +176,7 @@ class Chooser:
             cached_blocks=matches,
             longest_holders=matches.longest_holders,
             count_present=matches.count_present,
+            gap_error=self.forecaster.gap_error(),
         )
         plan = self._policy.choose(request, view)
         while isinstance(plan, Plan) and not _verify(matches, plan):
@@ -260,7 +261,7 @@ class Chooser:
             raise
 
     def _book(self, search: Search, request: PlacementRequest, plan: Plan) -> Booking:
-        booking = self._fleet.book(plan, request)
+        booking = self._fleet.bookings.book(plan, request)
         decision = booking.decision
         decision.num_hashed_blocks = len(request.hashes)
         decision.waited_s = decision.decided_s - request.received_s

@@ -3,7 +3,8 @@
 There are two of the time to first token, both from receipt on: the first is made when the request enters the line, from
 the work before it; the second when its plan is chosen, when the wait in line is known and the policy predicts the rest.
 Each learns from its own outcomes (router/calibration.py). Forecasts inform clients and operators; plans are chosen by
-the raw predictions, and only a refusal for an objective (`router.shed: slo`) reads how far these are usually exceeded.
+the raw predictions; a refusal for an objective (`router.shed: slo`) and the bound on a decode worker's batch
+(policies/gaps.py) read how far these are usually exceeded.
 """
 
 from typing import TYPE_CHECKING
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 
 MOST = 0.8
-"""Share of the outcomes that a refusal takes into account."""
+"""Share of the outcomes that a refusal or a bound takes into account."""
 
 MAX_ERROR = 1.2
 """Most that it takes into account: relative errors of short predictions are large and say nothing about long ones."""
@@ -49,6 +50,10 @@ class Forecaster:
         """Return by which factor most first tokens are later than predicted, with such a plan or a remote one."""
         kind = plan.kind if isinstance(plan, Plan) else PlanKind.REMOTE
         return min(max(self._ttft[kind].factor(MOST), 1.0), MAX_ERROR)
+
+    def gap_error(self) -> float:
+        """Return by which factor most mean gaps are longer than predicted."""
+        return min(max(self._itl.factor(MOST), 1.0), MAX_ERROR)
 
     def itl(self, plan: Plan) -> Forecast | None:
         """Return the mean gap between tokens with a plan; None when the policy predicts none."""

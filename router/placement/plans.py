@@ -131,6 +131,8 @@ class PlacementRequest:
     """It may be what ends the workers that compute it, so it needs workers without another quarantined request."""
     now_s: float = 0.0
     """Time of the choice. The chooser sets this field and the following ones."""
+    gap_error: float = 1.0
+    """Factor by which most mean gaps have exceeded their prediction lately."""
     cached_blocks: Mapping[WorkerId, int] = field(default_factory=dict)
     """Leading blocks that each worker holds; a worker that holds none is absent."""
     longest_holders: Callable[[], Iterator[tuple[int, WorkerId]]] | None = None

@@ -15,7 +15,10 @@ from common.errors import Overloaded, RefusalCause, Refused, WorkerLost
 from common.ids import RequestId, WorkerId
 from kvrelay.v1 import worker_pb2
 from router.admission.account import Service
-from router.admission.line import MAX_CANDIDATES, MAX_OVERTAKEN, MIN_QUEUED, QUEUED_PER_WORKER, Admission
+from router.admission.admission import MIN_QUEUED, QUEUED_PER_WORKER, Admission
+from router.admission.fair_queue import FairQueue
+from router.admission.line import MAX_CANDIDATES, MAX_OVERTAKEN
+from router.admission.line import Line as RealLine
 from router.admission.ticket import QueuedRequest, Ticket
 from router.calibration import Forecast
 from router.facts import Endpoint
@@ -106,12 +109,16 @@ class Line:
         self.fleet = Fleet(index=PrefixIndex(), clock=self.clock, reach=ROUTER)
         self.chooser = PageChooser(self.fleet, self.clock, num_pages=num_pages)
         self.registry = CollectorRegistry()
+        queue: FairQueue[QueuedRequest] = FairQueue()
         self.admission = Admission(
             fleet=self.fleet,
-            chooser=self.chooser,
+            queue=queue,
             clock=self.clock,
             max_queued=max_queued,
             metrics=TenantMetrics(self.registry),
+        )
+        self.line = RealLine(
+            admission=self.admission, queue=queue, chooser=self.chooser, fleet=self.fleet, clock=self.clock
         )
         self.tickets: dict[str, Ticket] = {}
         self.queued: dict[str, QueuedRequest] = {}
@@ -143,13 +150,13 @@ class Line:
             deadline_s=deadline_s,
             on_waiting=lambda forecast: self.told.append((name, None if forecast is None else forecast.expected_s)),
         )
-        self.waiting[name] = asyncio.create_task(self.admission.place(self.queued[name]))
+        self.waiting[name] = asyncio.create_task(self.line.place(self.queued[name]))
         await turns()
 
     async def refuse(self, name: str) -> None:
         """Let the worker refuse a booked plan; the request waits for another one."""
         self.waiting.pop(name).result().release()
-        self.waiting[name] = asyncio.create_task(self.admission.place(self.queued[name]))
+        self.waiting[name] = asyncio.create_task(self.line.place(self.queued[name]))
         await turns()
 
     async def end(self, name: str) -> None:
@@ -173,7 +180,7 @@ class Line:
 
     @property
     def counts(self) -> tuple[int, int]:
-        return self.admission.num_queued, self.admission.num_active
+        return self.line.num_queued, self.admission.num_active
 
 
 async def turns() -> None:
@@ -271,7 +278,7 @@ async def test_newcomer_that_a_worker_refused_waits_behind_more_urgent_ones_agai
     line.chooser.is_saturated = True
     await line.refuse("refused")
     (account,) = line.admission.accounts
-    assert (account.num_queued, account.num_active, line.admission.num_queued) == (2, 0, 2)
+    assert (account.num_queued, account.num_active, line.line.num_queued) == (2, 0, 2)
     line.chooser.is_saturated = False
     line.chooser.change()
     await turns()
@@ -280,7 +287,7 @@ async def test_newcomer_that_a_worker_refused_waits_behind_more_urgent_ones_agai
     await line.end("urgent")
     await turns()
     await line.end("refused")
-    assert (account.num_queued, account.num_active, line.admission.num_queued) == (0, 0, 0)
+    assert (account.num_queued, account.num_active, line.line.num_queued) == (0, 0, 0)
 
 
 async def test_refused_newcomer_of_a_tenant_at_its_concurrency_cap_gets_another_plan() -> None:
@@ -552,7 +559,7 @@ class LineMachine(RuleBasedStateMachine):
         line = self.line
         waiting = set(line.waiting) - line.served
         unplanned = {name for name, ticket in line.tickets.items() if not ticket.has_plan}
-        assert line.admission.num_queued == len(waiting)
+        assert line.line.num_queued == len(waiting)
         assert line.admission.num_active == len(line.tickets) - len(unplanned)
         assert line.chooser.num_free == 6 - sum(self.sizes[name] for name in line.served)
         for account in line.admission.accounts:

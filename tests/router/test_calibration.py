@@ -9,7 +9,7 @@ import pytest
 from common.ids import RequestId, WorkerId
 from router.calibration import MIN_OUTCOMES, WINDOW, ErrorBand
 from router.placement.decisions import Decision
-from router.placement.forecasts import Forecaster
+from router.placement.forecasts import MAX_ERROR, Forecaster
 from router.placement.plans import PlacementRequest, Plan
 
 REQUEST = PlacementRequest(request_id=RequestId("r0"), num_tokens=100, block_size=16, received_s=10.0, now_s=13.0)
@@ -117,6 +117,15 @@ def test_forecast_in_line_learns_from_the_whole_ttft_and_that_of_the_gap_from_ga
     gap = forecaster.itl(REMOTE)
     assert gap is not None
     assert gap.expected_s == pytest.approx(0.03)
+
+
+@pytest.mark.parametrize(("actual_s", "factor"), [(0.022, 1.1), (0.015, 1.0), (0.2, MAX_ERROR)])
+def test_batches_allow_for_gaps_that_are_longer_than_predicted_within_bounds(actual_s: float, factor: float) -> None:
+    forecaster, plan = Forecaster(), replace(REMOTE, predicted_itl_s=0.02)
+    assert forecaster.gap_error() == 1.0
+    for _ in range(MIN_OUTCOMES):
+        forecaster.learn(replace(decision(forecaster, plan, ttft_s=1.0), mean_itl_s=actual_s))
+    assert forecaster.gap_error() == pytest.approx(factor)
 
 
 def test_plan_without_predictions_or_after_the_first_token_has_no_ttft_forecast() -> None:

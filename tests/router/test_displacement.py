@@ -135,7 +135,7 @@ def test_no_tenant_within_its_reservation_is_refused_while_another_borrows(
         elif own := [ticket for ticket in held if ticket.account.tenant is tenant]:
             own[0].__exit__(None, None, None)
             held.remove(own[0])
-        assert line.admission.num_queued == len(held) <= max_queued
+        assert line.line.num_queued == len(held) <= max_queued
 
 
 @pytest.mark.parametrize("num_tenants", [2, 5])

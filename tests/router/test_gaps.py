@@ -14,11 +14,11 @@ from router.placement.plans import Plan
 from tests.router.fleets import TIMING, fleet, policy, request, worker
 
 
-def outcome(num_decodes: int, *, running: float, own: float, **fields: Any) -> Plan | Refused:
+def outcome(num_decodes: int, *, running: float, own: float, gap_error: float = 1.0, **fields: Any) -> Plan | Refused:
     """Return the answer of the policy about one decode worker, whose answers have the objective `running`."""
     slos = (running,) if num_decodes else ()
     load = worker("d0", num_decodes=num_decodes, num_sequences=num_decodes, tpot_slos=slos, **fields)
-    return policy("predictive").choose(request(tpot_slo_s=own), fleet(load))
+    return policy("predictive").choose(request(tpot_slo_s=own, gap_error=gap_error), fleet(load))
 
 
 @pytest.mark.parametrize(
@@ -32,11 +32,16 @@ def outcome(num_decodes: int, *, running: float, own: float, **fields: Any) -> P
 def test_request_waits_while_answers_would_miss_their_objective(
     running_s: float, own_s: float, cause: RefusalCause
 ) -> None:
-    assert isinstance(outcome(7, running=running_s, own=own_s), Plan)  # 18 ms: nine tenths
-    refused = outcome(8, running=running_s, own=own_s)
+    assert isinstance(outcome(9, running=running_s, own=own_s), Plan)  # 20 ms
+    refused = outcome(10, running=running_s, own=own_s)
     assert isinstance(refused, Refused)
     assert refused.cause is cause
     assert not refused.is_final
+
+
+def test_worker_is_filled_to_what_most_gaps_were_in_the_end() -> None:
+    assert isinstance(outcome(7, running=0.020, own=0.020, gap_error=1.1), Plan)  # 18 ms, 19.8 with the usual error
+    assert isinstance(outcome(8, running=0.020, own=0.020, gap_error=1.1), Refused)
 
 
 def test_other_worker_takes_what_one_may_not() -> None:

@@ -46,7 +46,7 @@ class Audit:
             del self._checks[request_id]
             tickets.remove(ticket)
             num_places = sum(len(other.queued) for other in tickets)
-            if router.admission.num_in_line > num_places:
+            if router.line.num_in_line > num_places:
                 self.report.violations.append(f"{request_id} has gone, and has left a place in line")
 
     def take(self, worker_id: WorkerId, group: Group, event: Tokens) -> None:

@@ -104,9 +104,9 @@ def leftovers(workers: Iterable[SimWorker], routers: Iterable[RouterParts]) -> l
     for number, router in enumerate(routers):
         expect_none(
             f"router {number}",
-            bookings=router.fleet.num_bookings,
+            bookings=len(router.fleet.bookings),
             holds=sum(len(member.holds) for member in router.fleet.members),
-            queued=router.admission.num_queued,
+            queued=router.line.num_queued,
             active=router.admission.num_active,
             request_tasks=router.orchestrator.num_request_tasks,
         )

@@ -1,11 +1,12 @@
 """Which decode workers may take another request without breaking the gaps between the tokens of the answers there.
 
-A decode worker is *closed* to a request when its timing model says that, in the larger batch, gaps would be longer than
-GAP_SHARE of
+A decode worker is *closed* to a request when gaps in the larger batch would be longer than
 
 - the objective of running answers that keep it now (`WorkerLoad.tpot_slos`), or
 - an objective of the request that it could keep alone.
 
+The gap in the larger batch is what the timing model of the worker predicts, times the factor by which most gaps have
+exceeded their prediction lately (`PlacementRequest.gap_error`): with exact ones, a worker is filled to the objective.
 Prompts that the worker computes do not count here: without prefill workers its scheduler gives them no more of a step
 than the objectives of the answers allow (engine/step_budget.py), and with them the policy prices the delay. The model
 is fitted to what steps really take, and the batch comes with every report, so that an error corrects itself. A worker
@@ -19,10 +20,6 @@ from common.timing import GUESSED_TIMING
 from router.placement.loads import WorkerLoad
 from router.placement.plans import PlacementRequest
 from router.placement.policies.eligible import RETRY_AFTER_S
-
-GAP_SHARE = 0.9
-"""Share of an objective that gaps may take as predicted: real ones differ by some percent, and most of them should keep
-it."""
 
 
 def keep_gaps(request: PlacementRequest, workers: Sequence[WorkerLoad]) -> Sequence[WorkerLoad] | Refused:
@@ -43,12 +40,13 @@ def keep_gaps(request: PlacementRequest, workers: Sequence[WorkerLoad]) -> Seque
 def _spares_others(request: PlacementRequest, worker: WorkerLoad) -> bool:
     if not _is_known(worker):
         return True
-    before_s, after_s = worker.timing.itl_s(worker.num_decodes, worker.num_context_tokens), _gap_s(request, worker)
-    return not any(before_s <= slo_s < after_s / GAP_SHARE for slo_s in worker.tpot_slos)
+    before_s = worker.timing.itl_s(worker.num_decodes, worker.num_context_tokens)
+    after_s = request.gap_error * _gap_s(request, worker)
+    return not any(before_s <= slo_s < after_s for slo_s in worker.tpot_slos)
 
 
 def _suits(request: PlacementRequest, worker: WorkerLoad) -> bool:
-    if not _is_known(worker) or _gap_s(request, worker) <= GAP_SHARE * request.tpot_slo_s:
+    if not _is_known(worker) or request.gap_error * _gap_s(request, worker) <= request.tpot_slo_s:
         return True
     alone_s = worker.timing.itl_s(request.num_samples, request.num_samples * request.num_tokens)
     return alone_s > request.tpot_slo_s
