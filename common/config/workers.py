@@ -34,12 +34,21 @@ class SpeculationConfig(Section):
     have the same distribution but are others, and what follows the loss of a worker is drawn anew. Greedy answers and
     those that clients stream directly from workers stay as they are."""
     num_tokens: Annotated[int, Field(ge=1, le=64), Need.WORKERS] = 12
-    """Most drafted tokens of one answer in a step; fewer, down to none, where they would not pay."""
+    """Most drafted tokens of one answer in a step, one behind the other; fewer, down to none, where they would not
+    pay."""
+    num_branches: Annotated[int, Field(ge=1, le=8), Need.WORKERS] = 1
+    """Most drafts of one answer in a step, side by side as the branches of a tree; fewer where they would not pay.
+    1: one draft. More need `rule: coupled`."""
 
     @model_validator(mode="after")
     def _check(self) -> "SpeculationConfig":
         if (self.method in {"draft", "heads"}) != (self.model is not None):
             raise ValueError("model.speculation: `method: draft` or `heads` and `model` need each other")
+        if self.rule == "rejection" and self.num_branches > 1:
+            raise ValueError(
+                f"model.speculation: cannot verify num_branches: {self.num_branches} drafts by `rule: rejection`, which"
+                " tests one token for each place; use `rule: coupled` or `num_branches: 1`"
+            )
         return self
 
 
