@@ -42,6 +42,7 @@ ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # workers of one host would choose the same cores
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # this process has threads, which a fork would lose
     "VLLM_USE_V2_MODEL_RUNNER": "0",
+    "TORCHDYNAMO_DISABLE": "1",  # with several ranks it would compile how they look tokens up: a minute, and a compiler
 }
 
 
