@@ -131,7 +131,7 @@ class PoolConfig(Section):
     the first four that are free on its host: metrics, KV, tokens for clients in direct mode, control; both pools may
     name the same. Stay below `/proc/sys/net/ipv4/ip_local_port_range`. `null`: any free ones."""
     num_cpus: Annotated[float, Field(ge=0), Need.POOL] = 1
-    """CPUs to reserve from Ray for one worker."""
+    """CPUs to reserve from Ray for one worker; with `tensor_parallel`, for each of its ranks, all on one host."""
     num_gpus: Annotated[float, Field(ge=0), Need.POOL] = 0
     """GPUs for one worker: a whole number, or a part of one. Ray assigns them; the local launcher does so by
     `CUDA_VISIBLE_DEVICES`."""
