@@ -112,6 +112,20 @@ async def test_workers_of_three_ranks_and_of_one_hand_over_and_end_as_one_proces
     assert not _shared_names() - before, "shared memory is left"
 
 
+async def test_worker_of_three_ranks_is_one_actor_of_ray_and_leaves_no_rank(
+    tmp_path: Path, prompts: list[list[int]], short_model_dir: Path, oracle: Oracle
+) -> None:
+    pytest.importorskip("ray")
+    config = config_of(short_model_dir, prefill={"tensor_parallel": 3}) | {"launcher": "ray"}
+    async with running_cluster(tmp_path, config, timeout_s=600) as client:
+        await _check(client, prompts[3:6], oracle)
+        view = await worker(client, "prefill")
+        assert view.status is not None
+        ranks = psutil.Process(view.status.pid).children()
+    assert len(ranks) >= 3
+    assert not psutil.wait_procs(ranks, timeout=60)[1], "ranks have outlived their worker"
+
+
 async def _is_another(client: AsyncClient, pool: str, pid: int) -> bool:
     view = await worker(client, pool)
     return view.status is not None and view.status.pid != pid
