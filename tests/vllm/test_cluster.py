@@ -116,6 +116,7 @@ async def test_worker_of_three_ranks_is_one_actor_of_ray_and_leaves_no_rank(
     tmp_path: Path, prompts: list[list[int]], short_model_dir: Path, oracle: Oracle
 ) -> None:
     pytest.importorskip("ray")
+    before = _shared_names()
     config = config_of(short_model_dir, prefill={"tensor_parallel": 3}) | {"launcher": "ray"}
     async with running_cluster(tmp_path, config, timeout_s=600) as client:
         await _check(client, prompts[3:6], oracle)
@@ -124,6 +125,8 @@ async def test_worker_of_three_ranks_is_one_actor_of_ray_and_leaves_no_rank(
         ranks = psutil.Process(view.status.pid).children()
     assert len(ranks) >= 3
     assert not psutil.wait_procs(ranks, timeout=60)[1], "ranks have outlived their worker"
+    left = _shared_names() - before
+    assert not [name for name in left if not name.startswith("sem.")], "shared memory is left"  # locks: 32 bytes each
 
 
 async def _is_another(client: AsyncClient, pool: str, pid: int) -> bool:
