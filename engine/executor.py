@@ -79,6 +79,10 @@ class SharedRegion:
     size_bytes: int
     nonce: bytes
     """Content of the last NONCE_BYTES of the region."""
+    num_pieces: int = 1
+    """Contiguous pieces of a block: the region is [num_pieces, num_blocks, bytes of a piece] and the nonce."""
+    page_order: str = ""
+    """Name of the order of the elements in a page; empty when it follows from the fingerprint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

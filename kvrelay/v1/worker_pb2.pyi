@@ -57,6 +57,8 @@ class _KvTransportEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_KvTranspo
     """Memory shared on one host."""
     KV_TRANSPORT_CUDA_IPC: _KvTransport.ValueType  # 3
     """Device memory shared on one card."""
+    KV_TRANSPORT_NIXL: _KvTransport.ValueType  # 4
+    """Host memory read by NIXL: RDMA where there is some."""
 
 class KvTransport(_KvTransport, metaclass=_KvTransportEnumTypeWrapper):
     """How KV bytes travel."""
@@ -69,6 +71,8 @@ KV_TRANSPORT_SHM: KvTransport.ValueType  # 2
 """Memory shared on one host."""
 KV_TRANSPORT_CUDA_IPC: KvTransport.ValueType  # 3
 """Device memory shared on one card."""
+KV_TRANSPORT_NIXL: KvTransport.ValueType  # 4
+"""Host memory read by NIXL: RDMA where there is some."""
 Global___KvTransport: _TypeAlias = KvTransport  # noqa: Y015
 
 @_typing.final

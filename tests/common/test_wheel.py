@@ -49,7 +49,7 @@ def test_wheel_runs_the_command_and_brings_its_licence(wheel: zipfile.ZipFile) -
 
 def test_metadata_names_the_extras_and_shows_the_readme(wheel: zipfile.ZipFile) -> None:
     told = metadata(wheel)
-    assert set(told.get_all("Provides-Extra", [])) == {"ray", "fetch", "gguf", "otel", "vllm"}
+    assert set(told.get_all("Provides-Extra", [])) == {"ray", "fetch", "gguf", "otel", "vllm", "nixl"}
     assert told["Requires-Python"] == ">=3.11"
     assert "Typing :: Typed" in told.get_all("Classifier", [])
     assert str(told.get_payload()).startswith("# kvrelay")
