@@ -51,7 +51,7 @@ from engine.model.decoder import Decoder
 from engine.model.loader import load_weights, weight_files
 from engine.model.quantize import QuantizationMethod, kv_scales, quantize_weights, round_to_fp8
 from engine.ops.metadata import AttentionMetadata, SequenceSpan
-from engine.ops.select import choose_cpu_kernels
+from engine.ops.select import choose_cpu_kernels, load_cpu_kernels
 from engine.ops.torch_attention import StepAttention
 from engine.ops.torch_ops import TorchOps, TorchStepOps
 
@@ -195,10 +195,10 @@ def make_arm(name: str, recipe: Recipe, model_dir: Path, *, is_on_grid: bool) ->
     scales = kv_scales(weights, config) if recipe.kv_dtype == "fp8" else None
     if recipe.checkpoint_for is not None:
         weights = quantized(weights, config, model_dir, calibration_tokens=recipe.checkpoint_for)
-        choose_cpu_kernels(weights)
+        choose_cpu_kernels(weights, load_cpu_kernels(recipe.dtype))
     if recipe.method is not None:
         quantize_weights(weights, config, recipe.method)
-        choose_cpu_kernels(weights)
+        choose_cpu_kernels(weights, load_cpu_kernels(recipe.dtype))
     # Pages of e4m3 are emulated, the others are real.
     pages: KvDtype = "auto" if recipe.kv_dtype == "fp8" else recipe.kv_dtype
     shape = kv_shape(config, block_size=BLOCK_SIZE, dtype=recipe.dtype, kv_dtype=pages, fingerprint=name)

@@ -4,11 +4,13 @@ Works on whole batches of shaped logits, on their device; `engine.sampler` docum
 numbers go into `masked_fill`, not into `torch.where`, which may copy them to the device and wait.
 """
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from engine.cuda.columns import Column, Columns
@@ -46,6 +48,83 @@ def round_up_width(num_tokens: int, vocab_size: int) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RaceColumns:
+    """Parameters of rows whose whole vocabulary races, as columns [rows]; rows of temperature 0 do not race."""
+
+    temperature: Column
+    min_p: Column
+    """float64; 0 for rows without min-p."""
+    keys: Column
+    """Keys of each row's noise, int64."""
+
+    @classmethod
+    def add(cls, rows: Sequence[SamplingRow], size: int, columns: Columns) -> "RaceColumns":
+        """Add the columns, padded to `size`. Rows that `races` refuses get temperature 0."""
+        temperature, min_p, keys = np.zeros(size), np.zeros(size), np.zeros(size, dtype=np.uint64)
+        racing = [i for i, row in enumerate(rows) if races(row)]
+        params = [rows[i].params for i in racing]
+        temperature[racing] = [p.temperature for p in params]
+        min_p[racing] = [p.min_p for p in params]
+        if racing:
+            keys[racing] = _keys([rows[i] for i in racing])
+        return cls(
+            temperature=columns.add(temperature), min_p=columns.add(min_p), keys=columns.add(keys.view(np.int64))
+        )
+
+    def choose(self, logits: torch.Tensor, best_ids: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
+        """Return token ids, int64 [rows], given float32 logits, their `first_best` and the uploaded columns.
+
+        Never waits, and allocates the same whatever the columns hold: a graph may capture it.
+        """
+        temperature, min_p, keys = self.temperature.of(words), self.min_p.of(words), self.keys.of(words)
+        if logits.device.type == "cuda":
+            kernel = _race_kernel()
+            if kernel is not None:
+                return kernel(logits, best_ids, temperature, min_p, keys)
+        return race(logits, best_ids, temperature, min_p, keys)
+
+
+def races(row: SamplingRow) -> bool:
+    """Whether a row draws from the probabilities of its logits as they are, but for its temperature and min-p."""
+    params = row.params
+    return (
+        not params.is_greedy and row.tested < 0 and params.top_k == 0 and params.top_p == 1.0 and row.has_plain_logits
+    )
+
+
+def race(
+    logits: torch.Tensor,
+    best_ids: torch.Tensor,
+    temperature: torch.Tensor,
+    min_p: torch.Tensor,
+    keys: torch.Tensor,
+) -> torch.Tensor:
+    """Return the tokens that win; the reference of `engine.ops.triton_kernels.race`, with the same parameters."""
+    is_racing = (temperature > 0) & (best_ids >= 0)
+    peak = logits.gather(1, best_ids.clamp(min=0).unsqueeze(1)).double()
+    weights = logits.double().sub_(peak).div_(temperature.masked_fill(~is_racing, 1.0).unsqueeze(1)).exp_()
+    weights.masked_fill_(weights < min_p.unsqueeze(1), 0.0)
+    times = waiting_times(keys.unsqueeze(1), torch.arange(logits.shape[-1], device=logits.device))
+    return torch.where(is_racing, weights.div_(times).argmax(dim=-1), best_ids)
+
+
+@functools.cache
+def _race_kernel() -> Callable[..., torch.Tensor] | None:
+    """Return the kernel for GPUs; None where Triton is not installed."""
+    try:
+        from engine.ops.triton_kernels import race as kernels
+    except ImportError:
+        return None
+    return kernels.race
+
+
+def _keys(rows: Sequence[SamplingRow]) -> npt.NDArray[np.uint64]:
+    return noise_keys(
+        [row.params.seed for row in rows], [row.sample_index for row in rows], [row.token_index for row in rows]
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DrawPlan:
     """Parameters of rows that are drawn in the same way, as columns [rows]."""
 
@@ -67,16 +146,13 @@ class DrawPlan:
         """Add the columns of these rows."""
         params = [row.params for row in rows]
         has_top_k = [0 < p.top_k < vocab_size for p in params]
-        keys = noise_keys(
-            [p.seed for p in params], [row.sample_index for row in rows], [row.token_index for row in rows]
-        )
         return cls(
             temperature=columns.floats([p.temperature for p in params]),
             top_k=columns.floats([p.top_k or vocab_size for p in params]),
             has_top_k=None if all(has_top_k) else columns.ints(has_top_k),
             top_p=columns.floats([p.top_p for p in params]),
             min_p=columns.floats([p.min_p for p in params]) if any(p.min_p for p in params) else None,
-            keys=columns.ints(keys.view(np.int64)),
+            keys=columns.ints(_keys(rows).view(np.int64)),
             tested=None if all(row.tested < 0 for row in rows) else columns.ints([row.tested for row in rows]),
         )
 

@@ -22,10 +22,9 @@ from engine.model.decoder import Decoder
 from engine.model.heads import DraftHeads
 from engine.model.loader import load_weights
 from engine.model.precision import dtype_name
-from engine.model.quantize import quantize_weights
 from engine.ops.cpu.ops import CpuDecoder, CpuOps, can_run
 from engine.ops.interface import StepOps
-from engine.ops.select import choose_cpu_kernels
+from engine.ops.select import choose_cpu_kernels, load_cpu_kernels, quantize_and_pack
 from engine.options import EngineOptions, ModelDescription
 from engine.runner import ModelExecutor
 from engine.speculation.heads import HeadsDrafter
@@ -71,13 +70,20 @@ def load_draft_heads(folder: Path, executor: Executor, *, num_branches: int) -> 
 
 
 def _load_native(model: ModelDescription, config: DecoderConfig, options: EngineOptions) -> Executor:
-    weights = load_weights(
-        model.files, config, dtype=model.dtype, device=model.device, weight_format=model.weight_format
-    )
+    kernels = load_cpu_kernels(model.dtype) if options.kernels == "auto" else None
+    convert = None
     if options.quantization is not None:
-        quantize_weights(weights, config, options.quantization)
+        convert = quantize_and_pack(config, options.quantization, kernels, model.device)
+    weights = load_weights(
+        model.files,
+        config,
+        dtype=model.dtype,
+        device=model.device,
+        weight_format=model.weight_format,
+        convert=convert,
+    )
     weight_bytes = weights.num_bytes
-    choice = choose_cpu_kernels(weights, compiled=options.kernels == "auto")
+    choice = choose_cpu_kernels(weights, kernels)
     store = _make_store(model, options)
     ops = choice.bind(config, store)
     floors = measure_floors(config, model.shape, weight_bytes=weight_bytes, device=model.device)

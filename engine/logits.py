@@ -45,6 +45,13 @@ class SamplingRow:
         """Whether the sample is still shorter than `min_tokens`."""
         return self.token_index < self.params.min_tokens
 
+    @property
+    def has_plain_logits(self) -> bool:
+        """Whether the token is chosen from the logits as the model returns them."""
+        params = self.params
+        is_edited = params.logit_bias or params.has_penalties or params.structured_outputs
+        return not is_edited and not self.must_continue
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cells:

@@ -39,7 +39,7 @@ from common.sampling import SamplingParams
 from engine.beams import num_candidates
 from engine.cuda.columns import Column, Columns
 from engine.cuda.device import Fetch, device_for
-from engine.draw import Draw, DrawPlan, first_best, round_up_width
+from engine.draw import Draw, DrawPlan, first_best, races, round_up_width
 from engine.executor import Logprobs, Sampled, ScheduledSequence
 from engine.logits import LogitEdits, LogprobsFetch, SamplingRow, fetch_logprobs, position_logprobs
 from engine.penalties import Penalties, PenaltyPlan
@@ -85,11 +85,18 @@ class Sampler:
 
     def plan(self, rows: Sequence[SamplingRow], columns: Columns) -> "SamplingPlan":
         """Do the host's part of the choice, and add the device's inputs to `columns`."""
+        return self._plan(rows, [_is_plain(row) for row in rows], columns)
+
+    def plan_rest(self, rows: Sequence[SamplingRow], columns: Columns) -> "SamplingPlan":
+        """As `plan`, where `RaceColumns` choose for the rows that race; they count as plain ones."""
+        return self._plan(rows, [_is_plain(row) or races(row) for row in rows], columns)
+
+    def _plan(self, rows: Sequence[SamplingRow], is_plain: Sequence[bool], columns: Columns) -> "SamplingPlan":
         plain: list[int] = []
         shaped: list[int] = []
         logprobs: list[tuple[int, int]] = []
         for i, row in enumerate(rows):
-            (plain if _is_plain(row) else shaped).append(i)
+            (plain if is_plain[i] else shaped).append(i)
             num_top = self._num_top(row.params)
             if num_top is not None:
                 logprobs.append((i, num_top))
@@ -175,14 +182,7 @@ def sampling_rows(item: ScheduledSequence) -> list[SamplingRow]:
 
 def _is_plain(row: SamplingRow) -> bool:
     """Whether a row takes the best token of its logits as they are."""
-    params = row.params
-    return (
-        params.is_greedy
-        and row.token_index >= params.min_tokens
-        and not params.logit_bias
-        and not params.has_penalties
-        and not params.structured_outputs
-    )
+    return row.params.is_greedy and row.has_plain_logits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,25 +210,27 @@ class SamplingPlan:
     """(row, number of best tokens) of the rows that ask for log-probabilities."""
     logprob_rows: Column | None
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether every row takes its `first_best`."""
-        return self.shaped is None
+    def choose(self, logits: torch.Tensor, words: torch.Tensor, plain_ids: torch.Tensor | None = None) -> "Chosen":
+        """Choose from logits [num_rows, vocab_size], given the uploaded columns.
 
-    def choose(self, logits: torch.Tensor, words: torch.Tensor) -> "Chosen":
-        """Choose from logits [num_rows, vocab_size], given the uploaded columns."""
+        `plain_ids`, int64 [num_rows], are the tokens of plain rows; None: each takes its `first_best`.
+        """
         expected = (self.num_rows, self.vocab_size)
         if logits.shape != expected:
             raise EngineFault(
                 f"the model returned logits of shape {tuple(logits.shape)}; its config.json says {expected}"
             )
         if self.shaped is None:
-            return self.deliver(first_best(logits), logits, words)
+            return self.deliver(first_best(logits) if plain_ids is None else plain_ids, logits, words)
         if self.plain_rows is None or self.shaped_rows is None:
             return self.deliver(self.shaped.choose(logits, words), logits, words)
-        token_ids = torch.empty(self.num_rows, dtype=torch.int64, device=logits.device)
-        plain, shaped = self.plain_rows.of(words), self.shaped_rows.of(words)
-        token_ids.index_copy_(0, plain, first_best(logits.index_select(0, plain)))
+        shaped = self.shaped_rows.of(words)
+        if plain_ids is None:
+            plain = self.plain_rows.of(words)
+            token_ids = torch.empty(self.num_rows, dtype=torch.int64, device=logits.device)
+            token_ids.index_copy_(0, plain, first_best(logits.index_select(0, plain)))
+        else:
+            token_ids = plain_ids.clone()  # a graph's own memory
         token_ids.index_copy_(0, shaped, self.shaped.choose(logits.index_select(0, shaped), words))
         return self.deliver(token_ids, logits, words)
 

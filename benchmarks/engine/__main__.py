@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -14,6 +15,7 @@ import benchmarks.engine as this
 from benchmarks.command import command_line, terminal, write_figures
 from benchmarks.engine import arms as arm_specs
 from benchmarks.engine.cases import Case, choose_cases
+from benchmarks.engine.goals import goals_table, judge
 from benchmarks.engine.measure import Plan, run, spinning_arms
 from benchmarks.engine.profile import print_profile
 from benchmarks.figures import Figures
@@ -41,7 +43,9 @@ def _parse_args() -> argparse.Namespace:
         default=[],
         help="also ours with weights or pages in this format, and llama.cpp with as many bits for a weight",
     )
-    parser.add_argument("--cases", nargs="*", default=[], metavar="WORD", help="only cases whose name has such a word")
+    parser.add_argument(
+        "--cases", nargs="*", default=[], metavar="WORD", help="only cases of that name, or with that word"
+    )
     parser.add_argument("--model", default="default", help="checkpoint folder (default: the default model)")
     parser.add_argument("--threads", type=int, default=arm_specs.num_cores(), help="per arm (default: all cores)")
     default_step = PoolConfig().max_step_tokens
@@ -148,10 +152,15 @@ def _start(spec: ArmSpec, logs: Path, stack: ExitStack, console: Console) -> Arm
 
 def _report(args: argparse.Namespace, figures: Figures, arms: list[Arm], console: Console) -> None:
     figures.show(console, base=arms[0].name if len(arms) > 1 else None)
+    judged = list(judge(figures))
+    if judged:
+        console.print(goals_table(judged))
     for sentence in spinning_arms(figures):
         console.print(f"[yellow]{sentence}[/yellow]")
     about = {arm.name: arm.about for arm in arms}
-    write_figures(args.json, figures, method="benchmarks/engine/__init__.py", arms=about, torch=torch.__version__)
+    goals = [asdict(each) | {"is_met": each.is_met} for each in judged]
+    method = "benchmarks/engine/__init__.py"
+    write_figures(args.json, figures, method=method, arms=about, torch=torch.__version__, goals=goals)
 
 
 if __name__ == "__main__":

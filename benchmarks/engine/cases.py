@@ -77,8 +77,15 @@ CASES = (
 
 
 def choose_cases(words: Sequence[str]) -> tuple[Case, ...]:
-    """Return the cases whose name contains one of the words, all without words. Raises ValueError for a stray word."""
+    """Return the cases that the words choose, all without words. Raises ValueError for a stray word.
+
+    A whole name chooses its case, any other word those whose names contain it.
+    """
+    names = {case.name for case in CASES}
+    chosen = set() if words else names
     for word in words:
-        if not any(word in case.name for case in CASES):
+        found = {word} & names or {name for name in names if word in name}
+        if not found:
             raise ValueError(f"no case is called {word!r}; there are {', '.join(case.name for case in CASES)}")
-    return tuple(case for case in CASES if not words or any(word in case.name for word in words))
+        chosen |= found
+    return tuple(case for case in CASES if case.name in chosen)

@@ -18,7 +18,9 @@ from torch import Tensor
 
 from common.tokens import TokenArray
 from engine.cuda.columns import Column, Columns, RowMap
+from engine.draw import RaceColumns
 from engine.executor import ScheduledSequence
+from engine.logits import SamplingRow
 from engine.ops.metadata import AttentionMetadata
 from engine.ops.triton_kernels.step import DeviceStep, StepColumns
 from engine.sequence import Sequence
@@ -112,11 +114,17 @@ class DecodeColumns:
     """int64; -1 for padding."""
     context_lens: Column
     """int32; 0 for padding."""
+    race: RaceColumns
     num_words: int
 
     @classmethod
     def add(
-        cls, batch: Seq[ScheduledSequence], rows: Seq[int], layout: "DecodeLayout", columns: Columns
+        cls,
+        batch: Seq[ScheduledSequence],
+        rows: Seq[int],
+        samples: Seq[SamplingRow],
+        layout: "DecodeLayout",
+        columns: Columns,
     ) -> "DecodeColumns":
         """Add the columns of a batch of at most `layout.size` sequences, or of none, for a trial.
 
@@ -153,6 +161,7 @@ class DecodeColumns:
             positions=padded(positions, 0, np.int32),
             slot_mapping=padded(slots, -1, np.int64),
             context_lens=padded([position + 1 for position in positions], 0, np.int32),
+            race=RaceColumns.add(samples, layout.size, columns),
             num_words=columns.num_words,
         )
 

@@ -24,6 +24,7 @@ from engine.cuda.buffers import BlockTables, RaggedColumns
 from engine.cuda.columns import Column, Columns
 from engine.cuda.device import Fetch, device_for
 from engine.cuda.graphs import DecodeGraphs, DeviceOps, decode_sizes
+from engine.draw import RaceColumns, first_best
 from engine.executor import DoneStep, Hidden, KvStore, ScheduledSequence, StepHandle, StepResult
 from engine.kv_cache import TorchKvStore
 from engine.logits import LogprobsFetch, fetch_logprobs
@@ -121,17 +122,14 @@ class CudaExecutor:
         sequences = [item.sequence for item in batch]
         rows = self._tables.assign(sequences)
         columns = Columns()
-        step = self._decode.add(batch, rows, size, columns)
+        samples = [row for item in batch for row in sampling_rows(item)]
+        step = self._decode.add(batch, rows, size, columns, samples=samples)
         update = self._tables.plan(sequences, rows, columns)
-        sampling = self._sampler.plan([row for item in batch for row in sampling_rows(item)], columns)
+        sampling = self._sampler.plan_rest(samples, columns)
         words = self._decode.upload(step, columns)
         self._tables.apply(update, words)
         output = self._decode.run(step)
-        logits = output.logits[: len(batch)]
-        if sampling.is_plain:
-            chosen = sampling.deliver(output.best_ids[: len(batch)], logits, words)
-        else:
-            chosen = sampling.choose(logits, words)
+        chosen = sampling.choose(output.logits[: len(batch)], words, output.token_ids[: len(batch)])
         self._keep_sampled(chosen)
         return _LaunchedStep(num_samples=(1,) * len(batch), chosen=chosen, prompt_logprobs=())
 
@@ -153,7 +151,7 @@ class CudaExecutor:
         pooled = self._fetch_pooled(batch, metadata, hidden)
         chosen = None
         if samples is not None:
-            chosen = samples.sampling.choose(samples.logits(self._model, hidden, words), words)
+            chosen = samples.choose(samples.logits(self._model, hidden, words), words)
             self._keep_sampled(chosen)
         # Others may fetch the KV of a step that samples nothing: its results must wait for it too.
         ended = device_for(self._device).fetch(words[:1]) if chosen is None else None
@@ -212,6 +210,7 @@ class _SamplesPlan:
     """Place of each sampled sequence's last token in the step, int64."""
     repeats: Column | None
     """Index of each sample's sequence among the sampled ones, int64; None: each has one sample."""
+    race: RaceColumns
     sampling: SamplingPlan
 
     @classmethod
@@ -223,16 +222,22 @@ class _SamplesPlan:
         if not due:
             return None
         num_samples = [batch[i].num_samples for i in due]
+        rows = [row for i in due for row in sampling_rows(batch[i])]
         return cls(
             last_tokens=columns.ints(metadata.query_start_loc[1:][due] - 1),
             repeats=columns.ints(np.repeat(np.arange(len(due)), num_samples)) if max(num_samples) > 1 else None,
-            sampling=sampler.plan([row for i in due for row in sampling_rows(batch[i])], columns),
+            race=RaceColumns.add(rows, len(rows), columns),
+            sampling=sampler.plan_rest(rows, columns),
         )
 
     def logits(self, model: Decoder, hidden: Tensor, words: Tensor) -> Tensor:
         """Return the logits of each sample, given all tokens' hidden states."""
         logits = model.logits(hidden.index_select(0, self.last_tokens.of(words)))
         return logits if self.repeats is None else logits.index_select(0, self.repeats.of(words))
+
+    def choose(self, logits: Tensor, words: Tensor) -> Chosen:
+        """Choose from the logits of each sample."""
+        return self.sampling.choose(logits, words, self.race.choose(logits, first_best(logits), words))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,6 +21,7 @@ from engine.cuda.columns import Columns
 from engine.cuda.device import device_for
 from engine.draw import first_best
 from engine.executor import ScheduledSequence
+from engine.logits import SamplingRow
 from engine.model.decoder import Decoder
 from engine.ops.interface import StepOps
 from engine.ops.triton_kernels.step import DeviceStep
@@ -52,8 +53,8 @@ class DecodeOutput:
 
     logits: Tensor
     """float32."""
-    best_ids: Tensor
-    """`first_best` of them, int64."""
+    token_ids: Tensor
+    """Tokens of plain rows and of those that race, int64; see `RaceColumns`."""
     ops: StepOps
     """Owner of memory that the graph's kernels use."""
 
@@ -121,10 +122,21 @@ class DecodeGraphs:
             extra={"sizes": sorted(self._captured), "capture_s": round(time.monotonic() - started_s, 3)},
         )
 
-    def add(self, batch: Seq[ScheduledSequence], rows: Seq[int], size: int, columns: Columns) -> DecodeColumns:
-        """Add a batch of at most `size` sequences, with its rows of the tables, as the first columns of a step."""
+    def add(
+        self,
+        batch: Seq[ScheduledSequence],
+        rows: Seq[int],
+        size: int,
+        columns: Columns,
+        *,
+        samples: Seq[SamplingRow] = (),
+    ) -> DecodeColumns:
+        """Add a batch of at most `size` sequences, with its rows of the tables, as the first columns of a step.
+
+        `samples` are the batch's sampling rows.
+        """
         layout = DecodeLayout(size=size, head_words=self._head_words, block_size=self._block_size)
-        return DecodeColumns.add(batch, rows, layout, columns)
+        return DecodeColumns.add(batch, rows, samples, layout, columns)
 
     def upload(self, step: DecodeColumns, columns: Columns) -> Tensor:
         """Start copying a step's columns to where `run` reads them; return the packed words."""
@@ -152,4 +164,5 @@ class DecodeGraphs:
         )
         token_ids = self._arena.index_select(0, step.token_places.of(words))
         logits = self._model.logits(self._model.forward(token_ids, ops))
-        return DecodeOutput(logits=logits, best_ids=first_best(logits), ops=ops)
+        token_ids = step.race.choose(logits, first_best(logits), words)
+        return DecodeOutput(logits=logits, token_ids=token_ids, ops=ops)

@@ -4,7 +4,7 @@ import hashlib
 import importlib.metadata
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -18,10 +18,14 @@ from engine.model.checkpoints.formats import WeightFormat
 from engine.model.checkpoints.fusing import fuse
 from engine.model.config import DecoderConfig, TransformersConfig, UnsupportedModel, read_json
 from engine.model.grouped import GroupedWeight
+from engine.model.quantize import refuse_unless_finite
 from engine.model.random_weights import make_random_weights
 from engine.model.weights import (
+    HEAD_FIELD,
     HEAD_MODULE,
+    Convert,
     DecoderWeights,
+    Projection,
     allocate_weights,
     checkpoint_views,
     fused_projections,
@@ -68,19 +72,37 @@ def load_weights(
     dtype: torch.dtype,
     device: torch.device,
     weight_format: WeightFormat | None = None,
+    convert: Convert | None = None,
 ) -> DecoderWeights:
     """Return the weights on `device`, in `dtype`; projections that `weight_format` stores in few bits stay in them.
 
-    Copies one projection at a time, so that loading needs no second copy of the model. Raises UnsupportedModel when a
-    tensor is missing, unknown, of another shape, or of a dtype that `weight_format` does not explain.
+    Copies one projection at a time, so that loading needs no second copy of the model. With `convert`, which gives
+    other numbers, each one is converted before the next is read: their plain values never take memory together. Raises
+    UnsupportedModel when a tensor is missing, unknown, of another shape, or of a dtype that `weight_format` does not
+    explain, and with `convert` also when one holds NaN or infinity.
     """
     if files[0].name == SEED_FILE:
-        return make_random_weights(_read_seed(files[0]), config, dtype=dtype, device=device)
+        weights = make_random_weights(_read_seed(files[0]), config, dtype=dtype, device=device)
+        if convert is not None:
+            weights.convert_projections(convert)
+        return weights
     with open_checkpoint(files, config, weight_format) as checkpoint:
-        weights = allocate_weights(config, dtype=dtype, device=device, without=checkpoint.quantized)
+        modules = set(checkpoint.quantized)
+        if convert is not None:
+            modules |= _projection_modules(config)
+        weights = allocate_weights(config, dtype=dtype, device=device, without=modules)
         _fill_plain(checkpoint, weights, config)
-        _install_quantized(checkpoint, weights, config)
+        if convert is not None:
+            refuse_unless_finite("model.embed_tokens.weight", weights.embedding)
+        _install(checkpoint, weights, config, modules, convert)
     return weights
+
+
+def _projection_modules(config: DecoderConfig) -> set[str]:
+    """Return the names of all projections in a checkpoint."""
+    layers, fused = range(config.num_layers), fused_projections(config)
+    modules = {module for i in layers for projection in fused for module in layer_modules(i, projection)}
+    return modules if config.has_tied_embeddings else {*modules, HEAD_MODULE}
 
 
 def _read_seed(path: Path) -> RandomModel:
@@ -117,27 +139,50 @@ def _tensor(checkpoint: Checkpoint, name: str, shape: torch.Size) -> Tensor:
     return source
 
 
-def _install_quantized(checkpoint: Checkpoint, weights: DecoderWeights, config: DecoderConfig) -> None:
-    """Replace the projections that have quantized parts. Raises UnsupportedModel for modules without a place."""
+def _install(
+    checkpoint: Checkpoint,
+    weights: DecoderWeights,
+    config: DecoderConfig,
+    modules: Container[str],
+    convert: Convert | None,
+) -> None:
+    """Read and replace the projections that have one of these modules, which hold all that are quantized.
+
+    Raises UnsupportedModel for modules without a place.
+    """
     unknown = set(checkpoint.quantized)
 
     def read(module: str, shape: tuple[int, int]) -> GroupedWeight | Tensor:
         unknown.discard(module)
         if module in checkpoint.quantized:
             return checkpoint.weight(module, shape)
-        return _tensor(checkpoint, f"{module}.weight", torch.Size(shape))
+        name = f"{module}.weight"
+        tensor = _tensor(checkpoint, name, torch.Size(shape))
+        if convert is not None:
+            refuse_unless_finite(name, tensor)
+        return tensor
+
+    def join(names: Sequence[str], rows: Sequence[int], in_features: int, bias: Tensor | None) -> Projection:
+        parts = [read(name, (count, in_features)) for name, count in zip(names, rows, strict=True)]
+        return fuse(parts, bias, like=weights.embedding)
+
+    def converted(field: str, projection: Projection) -> Projection:
+        return projection if convert is None else convert(field, projection)
 
     for layer_idx, layer in enumerate(weights.layers):
         for projection in fused_projections(config):
-            modules = layer_modules(layer_idx, projection)
-            if not unknown.isdisjoint(modules):
-                shapes = [(rows, projection.in_features) for rows in projection.rows]
-                parts = [read(module, shape) for module, shape in zip(modules, shapes, strict=True)]
+            names = layer_modules(layer_idx, projection)
+            if any(name in modules for name in names):
                 bias = plain(getattr(layer, projection.field)).bias
-                setattr(layer, projection.field, fuse(parts, bias, like=weights.embedding))
-    if HEAD_MODULE in unknown:
-        part = read(HEAD_MODULE, (config.vocab_size, config.hidden_size))
-        weights.head = fuse([part], None, like=weights.embedding)
+                # No name keeps a plain projection while the next one is read.
+                setattr(
+                    layer,
+                    projection.field,
+                    converted(projection.field, join(names, projection.rows, projection.in_features, bias)),
+                )
+    if HEAD_MODULE in modules:
+        weights.head = join([HEAD_MODULE], [config.vocab_size], config.hidden_size, None)
+    weights.head = converted(HEAD_FIELD, weights.head)
     if unknown:
         raise UnsupportedModel(f"the checkpoint's quantized {min(unknown)} has no place in this architecture")
 

@@ -27,7 +27,17 @@ from torch.nn import functional as F
 from engine.model.config import DecoderConfig, UnsupportedModel
 from engine.model.grouped import GroupedLinear
 from engine.model.rounding import round_to_affine_grid, round_to_grid
-from engine.model.weights import DecoderWeights, Linear, Projection, checkpoint_views, plain
+from engine.model.weights import (
+    HEAD_FIELD,
+    Convert,
+    DecoderWeights,
+    Linear,
+    Projection,
+    checkpoint_views,
+    fused_projections,
+    plain,
+)
+from engine.ops.interface import Fp8Rows
 
 logger = logging.getLogger(__name__)
 
@@ -95,31 +105,37 @@ def quantize_weights(weights: DecoderWeights, config: DecoderConfig, method: Qua
     Tells the log now and then how far it is. Raises UnsupportedModel for weights that are no numbers.
     """
     check_finite(weights, config)
-    head, is_cpu = weights.head, weights.embedding.device.type == "cpu"
-    told_s, num_rounded, num_projections = time.monotonic(), 0, len(list(weights.projections()))
+    weights.convert_projections(quantizer(config, method, device=weights.embedding.device))
 
-    def convert(projection: Projection) -> Projection:
+
+def quantizer(config: DecoderConfig, method: QuantizationMethod, *, device: torch.device) -> Convert:
+    """Return the conversion of plain projections by a method, for one model: it tells the log how far it is."""
+    is_cpu = device.type == "cpu"
+    told_s, num_rounded = time.monotonic(), 0
+    num_projections = config.num_layers * len(fused_projections(config)) + 1
+
+    def convert(field: str, projection: Projection) -> Projection:
         nonlocal told_s, num_rounded
         if time.monotonic() - told_s > _LOG_INTERVAL_S:
             told_s = time.monotonic()
             logger.info("rounding weights to %s: %d of %d projections", method, num_rounded, num_projections)
         num_rounded += 1
-        return rounded(projection)
+        return rounded(field, projection)
 
-    def rounded(projection: Projection) -> Projection:
+    def rounded(field: str, projection: Projection) -> Projection:
         if not isinstance(projection, Linear):
             return projection
         if is_cpu and method != "fp8":
-            if method == "int4" and projection is not head:
+            if method == "int4" and field != HEAD_FIELD:
                 weight = round_to_affine_grid(projection.weight, group_size=_GROUP_SIZE)
             else:
                 weight = round_to_grid(projection.weight, bits=8, group_size=_GROUP_SIZE)
             return GroupedLinear(weight, projection.bias)
-        if projection is head:
+        if field == HEAD_FIELD:
             return projection
         return Fp8Linear(projection) if method == "fp8" else Int8Linear(projection)
 
-    weights.replace_projections(convert)
+    return convert
 
 
 def widen_weights(weights: DecoderWeights, convert: Callable[[Linear], Projection]) -> None:
@@ -157,21 +173,25 @@ class Fp8Linear:
         """See `Projection`."""
         return self.weight.nbytes
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor | Fp8Rows) -> Tensor:
         """Return x @ weight.T + bias, [num_tokens, out_features], in x's dtype."""
+        rows, scales = self._round(x) if isinstance(x, Tensor) else (x.values, x.scales)
         if self._is_fast:
-            from engine.cuda.kernels import quantize_rows
-
-            rows, scales = quantize_rows(x)
             # Without fast accumulation, so that quality measured on a CPU holds here.
             product = torch._scaled_mm(  # noqa: SLF001 - its only name
                 rows, self.weight.t(), scale_a=scales, scale_b=self.scale.t(), out_dtype=torch.bfloat16
             ).to(x.dtype)
         else:
-            rows, scales = quantize_rows_in_torch(x)
             wide = F.linear(rows.to(self.weight.dtype), self.weight)
             product = (wide.float() * scales * self.scale.t()).to(x.dtype)
         return product if self._bias is None else product.add_(self._bias)
+
+    def _round(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        if not self._is_fast:
+            return quantize_rows_in_torch(x)
+        from engine.cuda.kernels import quantize_rows
+
+        return quantize_rows(x)
 
 
 class Int8Linear:

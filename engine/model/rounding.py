@@ -97,21 +97,22 @@ _Grid = tuple[Tensor, Tensor, Tensor | None]
 def _by_rows(weight: Tensor, group_size: int, round_groups: Callable[[Tensor], _Grid], bits: int) -> GroupedWeight:
     rows_at_a_time = max(1, _ELEMENTS_AT_A_TIME // weight.shape[1])
     num_inputs, size = weight.shape[1], min(group_size, weight.shape[1])
-    parts = []
-    for rows in torch.split(weight, rows_at_a_time):
+    # Filled part by part: joining parts would take the memory twice.
+    all_codes = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
+    all_scales = torch.empty((len(weight), -(-num_inputs // size)), device=weight.device)
+    all_offsets: Tensor | None = None
+    for begin in range(0, len(weight), rows_at_a_time):
+        part = slice(begin, begin + rows_at_a_time)
+        rows = weight[part]
         # A group at the end is filled up with its last value, which changes neither its range nor its codes.
         padded = F.pad(rows.float()[None], (0, -num_inputs % size), mode="replicate")[0]
         codes, scales, offsets = round_groups(padded.reshape(len(rows), -1, size))
-        parts.append(
-            GroupedWeight(
-                bits=bits,
-                group_size=group_size,
-                codes=codes.to(torch.uint8).flatten(1)[:, :num_inputs],
-                scales=scales.squeeze(2),
-                offsets=None if offsets is None else offsets.squeeze(2),
-            )
-        )
-    return concatenate(parts)
+        all_codes[part] = codes.flatten(1)[:, :num_inputs]
+        all_scales[part] = scales.squeeze(2)
+        if offsets is not None:
+            all_offsets = torch.empty_like(all_scales) if all_offsets is None else all_offsets
+            all_offsets[part] = offsets.squeeze(2)
+    return GroupedWeight(bits=bits, group_size=group_size, codes=all_codes, scales=all_scales, offsets=all_offsets)
 
 
 def _symmetric(groups: Tensor, bits: int) -> _Grid:

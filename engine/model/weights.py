@@ -80,13 +80,20 @@ class DecoderWeights:
 
     def replace_projections(self, convert: Callable[[Projection], Projection]) -> None:
         """Replace every projection by `convert(projection)`, one by one: two whole copies never exist."""
+        self.convert_projections(lambda _field, projection: convert(projection))
+
+    def convert_projections(self, convert: "Convert") -> None:
+        """As `replace_projections`, with the projections' fields."""
         for layer in self.layers:
             for name in _PROJECTIONS:
-                setattr(layer, name, convert(getattr(layer, name)))
-        self.head = convert(self.head)
+                setattr(layer, name, convert(name, getattr(layer, name)))
+        self.head = convert(HEAD_FIELD, self.head)
 
 
 _PROJECTIONS = ("qkv", "output", "gate_up", "down")
+HEAD_FIELD = "head"
+Convert = Callable[[str, Projection], Projection]
+"""Makes another projection of one, given its field in `LayerWeights`, or `HEAD_FIELD`."""
 
 
 def plain(projection: Projection) -> Linear:

@@ -8,8 +8,10 @@ memory: a good implementation reads and writes every byte once.
     triton_kernels.TritonOps       CUDA
 """
 
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from engine.ops.metadata import AttentionMetadata
@@ -37,6 +39,35 @@ class StepOps(Protocol):
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """Return silu(gate) * up, [num_tokens, intermediate_size], of gate_up [num_tokens, 2 * intermediate_size]."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fp8Rows:
+    """Inputs of a projection in 8 bits."""
+
+    values: Tensor
+    """e4m3 [num_tokens, num_features]."""
+    scales: Tensor
+    """float32 [num_tokens, 1], which restore the rows."""
+    dtype: torch.dtype
+    """Dtype in which they were computed."""
+
+
+@runtime_checkable
+class Fp8StepOps(Protocol):
+    """Operations that also round their results to 8 bits, as `Fp8Linear` would do with them: a launch less for each."""
+
+    def rms_norm_fp8(self, x: Tensor, weight: Tensor) -> Fp8Rows:
+        """Return `StepOps.rms_norm` in 8 bits."""
+        ...
+
+    def add_rms_norm_fp8(self, x: Tensor, residual: Tensor, weight: Tensor) -> Fp8Rows:
+        """Return `StepOps.add_rms_norm` in 8 bits."""
+        ...
+
+    def silu_mul_fp8(self, gate_up: Tensor) -> Fp8Rows:
+        """Return `StepOps.silu_mul` in 8 bits."""
         ...
 
 

@@ -10,11 +10,18 @@ from engine.kv_cache import TorchKvStore
 from engine.model.config import DecoderConfig
 from engine.model.grouped import GroupedLinear, RoundedInputs
 from engine.model.precision import cpu_has
-from engine.model.quantize import widen_weights
-from engine.model.weights import DecoderWeights, Linear
+from engine.model.quantize import QuantizationMethod, quantizer, widen_weights
+from engine.model.weights import Convert, DecoderWeights, Linear
 from engine.ops.cpu.build import NotBuilt, build_kernels
 from engine.ops.cpu.library import DTYPES, CpuKernels
-from engine.ops.cpu.linear import OneDnnLinear, can_pack, can_pack_all, pack_projections
+from engine.ops.cpu.linear import (
+    OneDnnLinear,
+    PackedLinear,
+    can_pack,
+    can_pack_all,
+    grouped_packer,
+    pack_projections,
+)
 from engine.ops.cpu.ops import CpuOps, can_attend
 from engine.ops.torch_ops import TorchOps
 
@@ -48,17 +55,28 @@ class CpuChoice:
         return ops
 
 
-def choose_cpu_kernels(weights: DecoderWeights, *, compiled: bool = True) -> CpuChoice:
+def choose_cpu_kernels(weights: DecoderWeights, kernels: CpuKernels | None) -> CpuChoice:
     """Put the plain weights into the layout that is fastest on this CPU. Mutates `weights`.
 
-    Chooses compiled kernels when a compiler is available, else torch; always torch when `compiled` is False.
+    `kernels` are those of `load_cpu_kernels`; None: torch computes.
     """
     dtype = weights.embedding.dtype
-    kernels = _load_kernels(dtype) if compiled else None
     return CpuChoice(kernels=kernels, linears=_pack(weights, kernels), dtype=dtype)
 
 
-def _load_kernels(dtype: torch.dtype) -> CpuKernels | None:
+def quantize_and_pack(
+    config: DecoderConfig, method: QuantizationMethod, kernels: CpuKernels | None, device: torch.device
+) -> Convert:
+    """Return the conversion of plain projections by a method, into the kernels' layout where they take it."""
+    quantize = quantizer(config, method, device=device)
+    if kernels is None:
+        return quantize
+    pack = grouped_packer(config, kernels)
+    return lambda field, projection: pack(field, quantize(field, projection))
+
+
+def load_cpu_kernels(dtype: torch.dtype) -> CpuKernels | None:
+    """Return the compiled kernels for weights of a dtype; None, and a line in the log, where there are none."""
     if dtype not in DTYPES:
         logger.info("plain torch kernels: none are compiled for %s", dtype)
         return None
@@ -83,7 +101,7 @@ def _open(library: Path, dtype: torch.dtype) -> CpuKernels | None:
 def _pack(weights: DecoderWeights, kernels: CpuKernels | None) -> str:
     """Replace all projections by the fastest kind available; returns its name."""
     has_tiles = weights.embedding.dtype is torch.bfloat16 and cpu_has(_TILE_FLAG)
-    is_grouped = any(isinstance(projection, GroupedLinear) for projection in weights.projections())
+    is_grouped = any(isinstance(projection, GroupedLinear | PackedLinear) for projection in weights.projections())
     if kernels is not None and (is_grouped or not has_tiles) and can_pack_all(weights):
         pack_projections(weights, kernels)
         return "compiled, packed weights"

@@ -1,10 +1,13 @@
 """How rates are read off token times, what a case could reach at best, and the summary over rounds."""
 
+from collections.abc import Sequence
+
 import pytest
 
 from benchmarks.engine.cases import CASES, Case, Rate, choose_cases, decode_rate
 from benchmarks.engine.floors import best_tokens_per_s
-from benchmarks.engine.measure import TURNS, common_prefix, spinning_arms
+from benchmarks.engine.goals import GOALS, TOKENS_PER_S, judge
+from benchmarks.engine.measure import RATES, TURNS, common_prefix, spinning_arms
 from benchmarks.figures import Figures
 from benchmarks.peers.protocol import Output
 from engine.work import DeviceRates, ModelShape
@@ -117,3 +120,41 @@ def test_spinning_arms_when_the_waiting_one_used_a_core_says_who_was_disturbed()
     (sentence,) = spinning_arms(figures)
 
     assert sentence.startswith("while a computed, the waiting arm used 50% of a core")
+
+
+# ── goals ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def measured(case: str, **rates: Sequence[float]) -> Figures:
+    figures = Figures()
+    for arm, values in rates.items():
+        for value in values:
+            figures.add(RATES, case, arm.replace("_", " ").replace("q4 0", "q4_0"), **{TOKENS_PER_S: value})
+    return figures
+
+
+def test_goals_are_judged_by_the_median_of_the_rounds_ratios() -> None:
+    figures = measured("decode 1", kvrelay=[100, 50, 100], kvrelay_int8=[160, 60, 140], kvrelay_int4=[190, 101, 210])
+
+    judged = {(each.goal.arm, each.goal.base): (each.rounds, each.is_met) for each in judge(figures)}
+
+    assert judged == {
+        ("kvrelay int8", "kvrelay"): ([1.6, 1.2, 1.4], False),
+        ("kvrelay int4", "kvrelay"): ([1.9, 2.02, 2.1], True),
+    }
+
+
+def test_goals_name_cases_that_exist() -> None:
+    assert {goal.case for goal in GOALS} <= {case.name for case in CASES}
+
+
+def test_goals_of_the_floor_need_no_other_arm() -> None:
+    figures = Figures()
+    figures.add(RATES, "prefill 1x1024", "kvrelay", of_the_floor=0.89)
+
+    assert [(each.rounds, each.is_met) for each in judge(figures)] == [([0.89], False)]
+
+
+def test_cases_are_chosen_by_their_whole_name_or_by_words_in_it() -> None:
+    assert [case.name for case in choose_cases(["decode 1"])] == ["decode 1"]
+    assert [case.name for case in choose_cases(["at 8k", "mixed"])] == ["decode 1 at 8k", "mixed 16"]

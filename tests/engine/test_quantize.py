@@ -1,6 +1,8 @@
 """8-bit weights and pages: small errors, equal scales on all machines, and refusals with their reasons."""
 
 import math
+import shutil
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -8,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -25,10 +28,11 @@ from engine.model.quantize import (
     kv_scales,
     quantize_rows_in_torch,
     quantize_weights,
+    quantizer,
     round_to_fp8,
     widen_weights,
 )
-from engine.model.weights import DecoderWeights, Linear, plain
+from engine.model.weights import HEAD_FIELD, DecoderWeights, Linear, Projection, plain
 
 Kind = Callable[[Linear], Callable[[Tensor], Tensor]]
 CPU = torch.device("cpu")
@@ -279,3 +283,41 @@ def test_weights_that_are_no_numbers_are_refused_by_name(checkpoint: Callable[[s
     plain(weights.layers[1].gate_up).weight[-1, 0] = float("inf")
     with pytest.raises(UnsupportedModel, match=r"cannot quantize model\.layers\.1\.mlp\.up_proj\.weight: it holds NaN"):
         quantize_weights(weights, config, "int8")
+
+
+@pytest.mark.parametrize("method", ["int8", "int4"])
+def test_weights_converted_while_they_load_equal_those_converted_afterwards(
+    method: QuantizationMethod, checkpoint: Callable[[str], Path]
+) -> None:
+    expected, config = load(checkpoint("qwen2"))
+    quantize_weights(expected, config, method)
+    convert = quantizer(config, method, device=CPU)
+    plain_weights: list[weakref.ref[Tensor]] = []
+
+    def convert_and_watch(field: str, projection: Projection) -> Projection:
+        assert [each() for each in plain_weights] == [None] * len(plain_weights), "two plain projections in memory"
+        if field != HEAD_FIELD:
+            plain_weights.append(weakref.ref(plain(projection).weight))
+        return convert(field, projection)
+
+    files = weight_files(checkpoint("qwen2"))
+    found = load_weights(files, config, dtype=torch.float32, device=CPU, convert=convert_and_watch)
+    assert len(plain_weights) == 4 * config.num_layers
+    for ours, theirs in zip(found.projections(), expected.projections(), strict=True):
+        assert isinstance(ours, GroupedLinear)
+        assert isinstance(theirs, GroupedLinear)
+        assert torch.equal(ours.weight.codes, theirs.weight.codes)
+        assert torch.equal(ours.weight.scales, theirs.weight.scales)
+        assert (ours.bias is None) == (theirs.bias is None)
+
+
+def test_weights_converted_while_they_load_refuse_numbers_that_are_none(
+    tmp_path: Path, checkpoint: Callable[[str], Path]
+) -> None:
+    (file,) = weight_files(shutil.copytree(checkpoint("qwen2"), tmp_path / "damaged"))
+    tensors = load_file(file)
+    tensors["model.layers.1.mlp.up_proj.weight"][0, 3] = torch.nan
+    save_file(tensors, file)
+    config = parse_config(read_json(file.parent / "config.json"))
+    with pytest.raises(UnsupportedModel, match=r"cannot quantize model\.layers\.1\.mlp\.up_proj\.weight: it holds NaN"):
+        load_weights([file], config, dtype=torch.float32, device=CPU, convert=quantizer(config, "int8", device=CPU))

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from engine.model.config import DecoderConfig
 from engine.model.grouped import GroupedLinear, GroupedWeight
-from engine.model.weights import DecoderWeights, Linear, Projection
+from engine.model.weights import Convert, DecoderWeights, Linear, Projection, fused_projections
 from engine.ops.cpu.library import CpuKernels, GroupedCodes, PackedWeight
 
 _HUGE_PAGE = 2 << 20
@@ -97,6 +98,29 @@ def _can_pack(projection: Projection) -> bool:
             return weight.group_size % _BLOCK == 0 or weight.group_size >= weight.shape[1]
         case _:
             return True  # it stays as it is
+
+
+def grouped_packer(config: DecoderConfig, kernels: CpuKernels) -> Convert:
+    """Return the conversion of grouped projections of a model into packed ones, which leaves others as they are.
+
+    Its arena is larger than what it will hold, as scales may need 32 bits; pages that are never written cost nothing.
+    """
+    shapes = [(sum(each.rows), each.in_features) for each in fused_projections(config)] * config.num_layers
+    shapes.append((config.vocab_size, config.hidden_size))
+    arena = Arena(sum(_largest_packed_bytes(*shape, kernels) for shape in shapes))
+
+    def pack(_field: str, projection: Projection) -> Projection:
+        if isinstance(projection, GroupedLinear) and _can_pack(projection):
+            return pack_grouped(projection, kernels, arena)
+        return projection
+
+    return pack
+
+
+def _largest_packed_bytes(columns: int, depth: int, kernels: CpuKernels) -> int:
+    """Return the most that a grouped weight of any format takes of the arena."""
+    grid = padded(-(-columns // _LANES) * _LANES * -(-depth // _BLOCK), torch.float32)
+    return padded(kernels.codes_size(columns, depth, 8), torch.uint8) + 2 * grid
 
 
 def pack_projections(weights: DecoderWeights, kernels: CpuKernels) -> None:

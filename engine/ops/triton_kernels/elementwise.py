@@ -1,4 +1,7 @@
-"""Root-mean-square norm of rows, alone or after the addition to the residual stream, and the gate of a gated MLP."""
+"""Root-mean-square norm of rows, alone or after the addition to the residual stream, and the gate of a gated MLP.
+
+Each also rounds its rows to 8 bits, for projections that multiply these: as `engine.cuda.kernels.quantize_rows` does.
+"""
 # ruff: noqa: ANN001, ANN202, PLR0913 - a kernel's parameters are pointers, strides and compile-time constants
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, import-untyped"
 
@@ -7,10 +10,25 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.ops.interface import Fp8Rows
+
+_FP8_MAX = tl.constexpr(448.0)
+_TINY = tl.constexpr(1.1754943508222875e-38)  # as in engine.model.quantize: a row of zeros has a scale too
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Return x / rms(x) * weight for contiguous x [num_rows, size]; the mean square is taken in float32."""
     return _launch(x, None, weight, eps)
+
+
+def rms_norm_fp8(x: Tensor, weight: Tensor, eps: float) -> Fp8Rows:
+    """Return `rms_norm` in 8 bits."""
+    return _launch_fp8(x, None, weight, eps)
+
+
+def add_rms_norm_fp8(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Fp8Rows:
+    """Return `add_rms_norm` in 8 bits."""
+    return _launch_fp8(x, residual, weight, eps)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -19,22 +37,52 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
 
 
 def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-    num_rows, size = x.shape
     output = torch.empty_like(x)
-    block = triton.next_power_of_2(size)
-    num_warps = min(max(block // 512, 2), 16)  # up to 16 elements, two vector loads, per thread
-    _rms_norm_kernel[(num_rows,)](output, x, residual, weight, eps, SIZE=size, BLOCK=block, num_warps=num_warps)
+    _run_norm(output, None, x, residual, weight, eps)
     return output
 
 
+def _launch_fp8(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Fp8Rows:
+    rows = _empty_fp8(*x.shape, like=x)
+    _run_norm(rows.values, rows.scales, x, residual, weight, eps)
+    return rows
+
+
+def _empty_fp8(num_rows: int, size: int, *, like: Tensor) -> Fp8Rows:
+    values = torch.empty((num_rows, size), dtype=torch.float8_e4m3fn, device=like.device)
+    scales = torch.empty((num_rows, 1), dtype=torch.float32, device=like.device)
+    return Fp8Rows(values=values, scales=scales, dtype=like.dtype)
+
+
+def _run_norm(
+    output: Tensor, scales: Tensor | None, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+) -> None:
+    num_rows, size = x.shape
+    block = triton.next_power_of_2(size)
+    num_warps = min(max(block // 512, 2), 16)  # up to 16 elements, two vector loads, per thread
+    _rms_norm_kernel[(num_rows,)](output, scales, x, residual, weight, eps, SIZE=size, BLOCK=block, num_warps=num_warps)
+
+
 @triton.jit
-def _rms_norm_kernel(output_ptr, x_ptr, residual_ptr, weight_ptr, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def _store_fp8(values_ptr, scale_ptr, values, exists):
+    """Store a row, float32, in 8 bits, and its scale. Missing values are 0."""
+    scale = tl.maximum(tl.max(tl.abs(values), 0) / _FP8_MAX, _TINY)
+    tl.store(scale_ptr, scale)
+    # Division may round the largest value above the maximum, which e4m3 cannot represent.
+    quantized = tl.minimum(tl.maximum(values / scale, -_FP8_MAX), _FP8_MAX)
+    tl.store(values_ptr, quantized.to(tl.float8e4nv), mask=exists)
+
+
+@triton.jit
+def _rms_norm_kernel(
+    output_ptr, scales_ptr, x_ptr, residual_ptr, weight_ptr, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr
+):
     columns = tl.arange(0, BLOCK)
     exists = columns < SIZE
     offsets = tl.program_id(0).to(tl.int64) * SIZE + columns
     weight = tl.load(weight_ptr + columns, mask=exists, other=0.0).to(tl.float32)
     x = tl.load(x_ptr + offsets, mask=exists, other=0.0).to(tl.float32)
-    dtype = output_ptr.dtype.element_ty
+    dtype = x_ptr.dtype.element_ty
     if residual_ptr is not None:
         x += tl.load(residual_ptr + offsets, mask=exists, other=0.0).to(tl.float32)
         rounded = x.to(dtype)
@@ -43,7 +91,11 @@ def _rms_norm_kernel(output_ptr, x_ptr, residual_ptr, weight_ptr, eps, SIZE: tl.
     scale = tl.rsqrt(tl.sum(x * x, 0) / SIZE + eps)
     # Rounded before the weight too, like the checkpoints' own implementations.
     normed = (x * scale).to(dtype).to(tl.float32) * weight
-    tl.store(output_ptr + offsets, normed.to(dtype), mask=exists)
+    if scales_ptr is not None:
+        rounded = tl.where(exists, normed.to(dtype).to(tl.float32), 0.0)
+        _store_fp8(output_ptr + offsets, scales_ptr + tl.program_id(0), rounded, exists)
+    else:
+        tl.store(output_ptr + offsets, normed.to(dtype), mask=exists)
 
 
 _BLOCK = 1024
@@ -70,3 +122,28 @@ def _silu_mul_kernel(output_ptr, gate_up_ptr, SIZE: tl.constexpr, BLOCK: tl.cons
     dtype = output_ptr.dtype.element_ty
     activated = (gate * tl.sigmoid(gate)).to(dtype).to(tl.float32)  # rounded like two operations
     tl.store(output_ptr + row * SIZE + columns, (activated * up).to(dtype), mask=exists)
+
+
+def silu_mul_fp8(gate_up: Tensor) -> Fp8Rows:
+    """Return `silu_mul` in 8 bits; a program takes a row, as its scale depends on all of it."""
+    num_rows, width = gate_up.shape
+    size = width // 2
+    rows = _empty_fp8(num_rows, size, like=gate_up)
+    block = triton.next_power_of_2(size)
+    num_warps = min(max(block // 512, 1), 16)
+    _silu_mul_fp8_kernel[(num_rows,)](rows.values, rows.scales, gate_up, SIZE=size, BLOCK=block, num_warps=num_warps)
+    return rows
+
+
+@triton.jit
+def _silu_mul_fp8_kernel(values_ptr, scales_ptr, gate_up_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    exists = columns < SIZE
+    gate_ptr = gate_up_ptr + row * (2 * SIZE) + columns
+    gate = tl.load(gate_ptr, mask=exists, other=0.0).to(tl.float32)
+    up = tl.load(gate_ptr + SIZE, mask=exists, other=0.0).to(tl.float32)
+    dtype = gate_up_ptr.dtype.element_ty
+    activated = (gate * tl.sigmoid(gate)).to(dtype).to(tl.float32)  # rounded like two operations
+    product = (activated * up).to(dtype).to(tl.float32)
+    _store_fp8(values_ptr + row * SIZE + columns, scales_ptr + row, product, exists)

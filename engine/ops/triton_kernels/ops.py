@@ -8,9 +8,17 @@ from torch import Tensor
 from engine.kv_cache import TorchKvStore
 from engine.model.config import DecoderConfig
 from engine.model.rope import RotaryEmbedding
+from engine.ops.interface import Fp8Rows
 from engine.ops.metadata import AttentionMetadata
 from engine.ops.triton_kernels.decode_attention import KeySplits, decode_attention, split_keys
-from engine.ops.triton_kernels.elementwise import add_rms_norm, rms_norm, silu_mul
+from engine.ops.triton_kernels.elementwise import (
+    add_rms_norm,
+    add_rms_norm_fp8,
+    rms_norm,
+    rms_norm_fp8,
+    silu_mul,
+    silu_mul_fp8,
+)
 from engine.ops.triton_kernels.pages import LayerPages
 from engine.ops.triton_kernels.prefill_attention import prefill_attention, tile_tokens
 from engine.ops.triton_kernels.rope_kv_write import HeadNorms, rope_kv_write, rotation_table
@@ -141,6 +149,18 @@ class TritonStepOps:
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """See `StepOps`."""
         return silu_mul(gate_up)
+
+    def rms_norm_fp8(self, x: Tensor, weight: Tensor) -> Fp8Rows:
+        """See `Fp8StepOps`."""
+        return rms_norm_fp8(x, weight, self._eps)
+
+    def add_rms_norm_fp8(self, x: Tensor, residual: Tensor, weight: Tensor) -> Fp8Rows:
+        """See `Fp8StepOps`."""
+        return add_rms_norm_fp8(x, residual, weight, self._eps)
+
+    def silu_mul_fp8(self, gate_up: Tensor) -> Fp8Rows:
+        """See `Fp8StepOps`."""
+        return silu_mul_fp8(gate_up)
 
 
 def _count_sms(device: torch.device) -> int:

@@ -120,7 +120,7 @@ def test_decode_columns_at_any_size_describe_the_batch_and_inert_padding(size: i
     batch = decode_batch()
     columns = Columns()
     layout = DecodeLayout(size=size, head_words=10, block_size=4)
-    step = DecodeColumns.add(batch, [5, 6], layout, columns)
+    step = DecodeColumns.add(batch, [5, 6], (), layout, columns)
     arena = torch.arange(100, 100 + 10 + columns.num_words, dtype=torch.int64, device=device)
     columns.upload_into(arena[10:], num_fixed=step.num_words)
     words = arena[10:]
@@ -136,7 +136,9 @@ def test_decode_columns_at_any_size_describe_the_batch_and_inert_padding(size: i
 
 def test_decode_columns_of_any_batch_lie_where_those_of_an_empty_one_do() -> None:
     layout = DecodeLayout(size=4, head_words=10, block_size=4)
-    assert DecodeColumns.add((), (), layout, Columns()) == DecodeColumns.add(decode_batch(), [5, 6], layout, Columns())
+    assert DecodeColumns.add((), (), (), layout, Columns()) == DecodeColumns.add(
+        decode_batch(), [5, 6], (), layout, Columns()
+    )
 
 
 def test_ragged_columns_equal_the_kernels_own_description_of_the_step() -> None:

@@ -23,9 +23,17 @@ from triton.runtime.jit import JITFunction
 
 from engine.cuda.kernels import int8_linear, move_blocks, quantize_rows
 from engine.ops.triton_kernels.decode_attention import decode_attention, split_keys
-from engine.ops.triton_kernels.elementwise import add_rms_norm, rms_norm, silu_mul
+from engine.ops.triton_kernels.elementwise import (
+    add_rms_norm,
+    add_rms_norm_fp8,
+    rms_norm,
+    rms_norm_fp8,
+    silu_mul,
+    silu_mul_fp8,
+)
 from engine.ops.triton_kernels.pages import LayerPages
 from engine.ops.triton_kernels.prefill_attention import prefill_attention
+from engine.ops.triton_kernels.race import race
 from engine.ops.triton_kernels.rope_kv_write import HeadNorms, rope_kv_write
 from engine.ops.triton_kernels.step import DeviceStep
 
@@ -142,6 +150,9 @@ def _launch_kernels(shape: Shape) -> None:
     rms_norm(x, weight, 1e-6)
     add_rms_norm(x, x, weight, 1e-6)
     silu_mul(empty(_NUM_TOKENS, 2 * shape.intermediate_size))
+    rms_norm_fp8(x, weight, 1e-6)
+    add_rms_norm_fp8(x, x, weight, 1e-6)
+    silu_mul_fp8(empty(_NUM_TOKENS, 2 * shape.intermediate_size))
 
 
 def _launch_kernels_of_any_shape() -> None:
@@ -151,6 +162,9 @@ def _launch_kernels_of_any_shape() -> None:
     x = torch.empty((64, 4096), dtype=torch.bfloat16, device="meta")
     quantize_rows(x)
     scale = torch.empty((4096, 1), dtype=torch.bfloat16, device="meta")
+    token_ids = torch.empty(64, dtype=torch.int64, device="meta")
+    reals = torch.empty(64, dtype=torch.float64, device="meta")
+    race(torch.empty((64, 151936), dtype=torch.float32, device="meta"), token_ids, reals, reals, token_ids)
     int8_linear(x, torch.empty((4096, 4096), dtype=torch.int8, device="meta"), scale)
 
 

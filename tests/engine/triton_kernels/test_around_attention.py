@@ -7,9 +7,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from engine.cuda.kernels import quantize_rows
 from engine.model.config import RopeConfig, RopeType
 from engine.model.rope import RotaryEmbedding, rotate
-from engine.ops.triton_kernels.elementwise import add_rms_norm, rms_norm, silu_mul
+from engine.ops.triton_kernels.elementwise import (
+    add_rms_norm,
+    add_rms_norm_fp8,
+    rms_norm,
+    rms_norm_fp8,
+    silu_mul,
+    silu_mul_fp8,
+)
 from engine.ops.triton_kernels.pages import LayerPages, is_interpreted
 from engine.ops.triton_kernels.rope_kv_write import HeadNorms, rope_kv_write, rotation_table
 from tests.engine.triton_kernels import reference
@@ -57,6 +65,29 @@ def test_silu_mul_of_any_size_equals_reference(size: int, dtype: torch.dtype, de
     gate_up = _random(device, dtype, 3, 2 * size, seed=0)
     gate, up = gate_up.chunk(2, dim=-1)
     assert_close(silu_mul(gate_up), F.silu(gate) * up)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [1, 60, 576])
+def test_operations_in_8_bits_equal_the_operation_and_the_rounding_after_it(
+    size: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    x, residual = _random(device, dtype, 3, size, seed=0), _random(device, dtype, 3, size, seed=1)
+    weight, gate_up = _random(device, dtype, size, seed=2), _random(device, dtype, 3, 2 * size, seed=3)
+    x[1], gate_up[1] = 0, 0
+    sums = residual.clone()
+    found = [
+        rms_norm_fp8(x, weight, 1e-5),
+        add_rms_norm_fp8(x, residual, weight, 1e-5),
+        silu_mul_fp8(gate_up),
+    ]
+    expected = [rms_norm(x, weight, 1e-5), add_rms_norm(x, sums, weight, 1e-5), silu_mul(gate_up)]
+    assert torch.equal(residual, sums)
+    for rows, plain in zip(found, expected, strict=True):
+        values, scales = quantize_rows(plain)
+        assert torch.equal(bits(rows.values), bits(values))
+        assert torch.equal(rows.scales, scales)
+        assert rows.dtype == dtype
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # the interpreter's

@@ -38,11 +38,14 @@ def test_kernels_of_every_shape_compile_for_hopper(usages: list[dict[str, Any]])
         "_decode_kernel": num_shapes,
         "_combine_kernel": num_shapes,
         "_prefill_kernel": num_shapes,
-        "_rms_norm_kernel": 2 * 3,
+        "_rms_norm_kernel": 4 * 3,
         "_silu_mul_kernel": 3,
+        "_silu_mul_fp8_kernel": 3,
         "_move_blocks": 1,
         "_quantize_rows": 1,
         "_int8_linear": 1,
+        "_race_kernel": 1,
+        "_finish_kernel": 1,
     }
 
 

@@ -4,17 +4,21 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from engine.cuda.kernels import quantize_rows
 from engine.executor import KvShape
 from engine.kv_cache import TorchKvStore, kv_shape
 from engine.model.config import DecoderConfig, parse_config, read_json
 from engine.model.decoder import Decoder
 from engine.model.loader import load_weights, weight_files
+from engine.model.quantize import quantize_weights
 from engine.ops.interface import Ops
 from engine.ops.metadata import AttentionMetadata, SequenceSpan
 from engine.ops.torch_ops import TorchOps
@@ -85,6 +89,38 @@ def test_triton_ops_in_decoder_equal_torch_ops(
     torch.testing.assert_close(hidden, expected, atol=2e-4, rtol=2e-4)
     for pages, expected_pages in zip(ours.layers, theirs.layers, strict=True):
         torch.testing.assert_close(pages, expected_pages, atol=2e-4, rtol=2e-4)
+
+
+class _WithoutFp8:
+    """Operations whose results are rounded by the projections."""
+
+    name = "without fp8"
+
+    def __init__(self, ops: TritonOps) -> None:
+        self._ops = ops
+
+    def plan(self, metadata: AttentionMetadata) -> Any:
+        ops = self._ops.plan(metadata)
+        return SimpleNamespace(
+            rms_norm=ops.rms_norm, add_rms_norm=ops.add_rms_norm, attend=ops.attend, silu_mul=ops.silu_mul
+        )
+
+
+@torch.inference_mode()
+def test_triton_ops_round_for_fp8_projections_as_these_do(
+    checkpoint: Callable[[str], Path], device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = checkpoint("qwen3")
+    model = _load(folder, device)
+    weights = load_weights(weight_files(folder), model.config, dtype=torch.float32, device=device)
+    quantize_weights(weights, model.config, "fp8")
+    monkeypatch.setattr(
+        "engine.model.quantize.quantize_rows_in_torch", quantize_rows
+    )  # the interpreter rounds as it does
+    model = replace(model, decoder=Decoder(model.config, weights))
+    fused = _run_steps(model, TritonOps(model.config, model.store()))
+    plain = _run_steps(model, _WithoutFp8(TritonOps(model.config, model.store())))
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(fused, plain, strict=True))
 
 
 @torch.inference_mode()
