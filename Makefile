@@ -43,7 +43,7 @@ test: $(VENV)/.dev model ## Run the whole test suite (CPU, no running service)
 
 .PHONY: test-vllm
 test-vllm: $(VENV)/.dev model ## Test model.engine: vllm, in a virtual environment with vLLM's CPU build (3.5 GB, made once)
-	@$(VLLM_PYTHON) && HF_HUB_OFFLINE=1 "$$python" -m pytest -q --durations 10 --durations-min 1 tests/vllm
+	@$(VLLM_PYTHON) && HF_HUB_OFFLINE=1 "$$python" -m pytest -q --durations 10 --durations-min 1 tests/vllm tests/transfer/test_nixl.py
 
 .PHONY: test-quick
 test-quick: $(VENV)/.dev ## Run the fast tests of the serving path, for the inner loop
@@ -93,9 +93,17 @@ lock: $(VENV)/.dev ## Resolve pyproject.toml into the lock files again
 tables: $(VENV)/.dev ## Write the tables of configuration keys in docs/ again
 	@$(BIN)/python -m common.config.tables docs/serving.md docs/operations.md docs/engines.md
 
+.PHONY: docs
+docs: ## Build the documents as a site in dist/site, every link checked
+	@deploy/site/build
+
+.PHONY: release
+release: ## Make wheel, source distribution, SBOM and checksums in dist/
+	@.ci/release
+
 .PHONY: clean
 clean: ## Remove .venv and caches; the fetched model stays
-	rm -rf $(VENV) $(FOREIGN) .venv-genproto .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis dist
+	rm -rf $(VENV) $(FOREIGN) .venv-genproto .venv-docs .venv-release .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.made:

@@ -1,46 +1,70 @@
 """Tokens per second with speculation and without, by task and batch.
 
-    python -m benchmarks.speculation [--rounds 5] [--batches 1 8 32] [--tasks WORD ...] [--methods ngram ...]
-        [--draft FOLDER] [--heads FOLDER] [--quantization int4] [--temperature 0] [--json FILE]
+    python -m benchmarks.speculation [--rounds 3] [--batches 1 8 32] [--tasks WORD ...] [--methods ngram ngram-tree ...]
+        [--draft FOLDER] [--heads FOLDER] [--quantization int4] [--vs llama-cpp] [--temperature 0] [--json FILE]
+
+    python -m benchmarks.speculation --json results/speculation.json           all tasks, methods and batches
+    python -m benchmarks.speculation --batches 1 --tasks rewrite code --quantization int4 --vs llama-cpp
 
 Method. Engines in this process with the default model, as a worker runs them, without network and handoff: one for
-each method of drafting (`--draft`, `--heads`: the checkpoint of the draft model, of the heads), and one that computes
-token by token. Tasks: rewrite a text, edit code,
-summarize a text, free chat; each has six documents, which come up in turn. An answer ends where the model ends it,
-at the latest after 128 tokens: what it would say behind that has nothing to do with the task. Greedy, unless
---temperature is given; then request i has seed i. The arms alternate A B, B A on the same
-requests, whose prompts are in the prefix cache; the first round of a task is not counted. Reported: tokens of the
-batch per second, from the first token to the last, by the clock and by the CPU time of this process, which other load
-moves less, and their ratios to the arm without; tokens per step of an answer; acceptance; and whether all tokens were
-the same. Texts are topics of the Python reference as the interpreter carries it, code is of the standard library.
+each method of drafting (`ngram-tree`: with up to three drafts side by side; `--draft`, `--heads`: the checkpoint of the
+draft model, of the heads), and one that computes token by token. Tasks: rewrite a text, edit code, summarize a text,
+free chat; each has six documents, which come up in turn. An answer ends where the model ends it, at the latest after
+128 tokens: what it would say behind that has nothing to do with the task. Greedy, unless --temperature is given; then
+request i has seed i. The arms alternate A B, B A on the same requests, whose prompts are in the prefix cache; the first
+round of a task is not counted. `--vs llama-cpp`: llama.cpp with weights of Q4_0 (embedding and head in Q8_0) in its own
+process, a lone answer of as many tokens, greedy, with as many threads. Reported: tokens of the batch per second, from
+the first token to the last, by the clock and by the CPU time of this process, which other load moves less, and their
+ratios to the arm without; tokens per step of an answer; acceptance; and whether all tokens were the same; and of each
+goal whether the median of the rounds meets it. Texts are topics of the Python reference as the interpreter carries it,
+code is of the standard library.
 """
 
+import argparse
 import colorsys
 import fnmatch
 import inspect
 import pydoc_data.topics
 import shutil
 import string
+import tempfile
 import textwrap
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 
+import torch
+from rich.table import Table
+
 from benchmarks.command import command_line, terminal, write_figures
-from benchmarks.figures import Figures, in_turn
+from benchmarks.engine.arms import LLAMA_CPP as LLAMA_CPP_ARM
+from benchmarks.engine.arms import llama_cpp_arm
+from benchmarks.engine.cases import Case, Rate
+from benchmarks.figures import Figures, in_turn, spread
+from benchmarks.peers.process import Arm
+from benchmarks.peers.venv import LLAMA_CPP, peer_venv
 from common.chat_template import ChatTemplate, Conversation
 from common.config import parse_config
-from common.model_files import resolve_model
+from common.model_files import DEFAULT_MODEL_NAME, cache_dir, resolve_model
 from common.sampling import SamplingParams
 from common.text_files import load_chat_template
+from engine.default_model import fetch_gguf
 from worker.inprocess import LocalEngine
 
 NUM_TOKENS = 128
-OFF, NGRAM = "off", "ngram"
+OFF, NGRAM, TREE, PEER = "off", "ngram", "ngram-tree", "llama.cpp q4_0"
+NUM_BRANCHES = 3
+"""Most drafts side by side of `ngram-tree`."""
 GOALS = {(1, "rewrite"): 3.0, (1, "code"): 3.0, (1, "summary"): 1.5, (1, "chat"): 1.1}
 """How many times as fast n-grams should be, by batch and task."""
 LEAST = 0.97
 """How fast anything may be at the slowest."""
+PEER_GOAL, COPYING = 2.0, ("rewrite", "code")
+"""How many times as fast as llama.cpp a lone answer should come, with weights of 4 bits, in tasks that copy."""
+_PEER_TIMEOUT_S = 600.0
+_PEER_CONTEXT = 2048
 _TOPICS = ("assert", "break", "dynamic-features", "global", "integers", "pass")
 _QUESTIONS = (
     "What are the advantages of learning to play an instrument?",
@@ -97,10 +121,10 @@ class Run:
         return self.num_tokens / (self.num_tokens - self.num_accepted)
 
 
-def generate(engine: LocalEngine, prompts: list[list[int]], temperature: float) -> Run:
+def generate(engine: LocalEngine, prompts: list[list[int]], temperature: float, *, max_tokens: int = NUM_TOKENS) -> Run:
     """Generate one batch."""
     requests = [
-        (prompt, SamplingParams(temperature=temperature, seed=i, max_tokens=NUM_TOKENS))
+        (prompt, SamplingParams(temperature=temperature, seed=i, max_tokens=max_tokens))
         for i, prompt in enumerate(prompts)
     ]
     before = engine.load_report()
@@ -127,7 +151,9 @@ def load(
 ) -> LocalEngine:
     """Return an engine with a method of speculation, which may have a checkpoint of its own."""
     pool = {"kv_memory_gib": 1, "max_running": max_running}
-    model = {"speculation": {"method": method, "model": checkpoint}, "quantization": quantization}
+    num_branches = NUM_BRANCHES if method == TREE else 1
+    speculation = {"method": NGRAM if method == TREE else method, "model": checkpoint, "num_branches": num_branches}
+    model = {"speculation": speculation, "quantization": quantization}
     raw = {"model": model, "pools": {"prefill": pool, "decode": pool}}
     return LocalEngine.load(parse_config(raw, source="benchmark"))
 
@@ -138,20 +164,55 @@ def prompt_ids(engine: LocalEngine, template: ChatTemplate, text: str) -> list[i
     return list(engine.tokenizer.encode(rendered, add_special_tokens=False).ids)
 
 
+def start_peer(venv: Path | None, stack: ExitStack) -> Arm:
+    """Return llama.cpp with weights of 4 bits, for a lone answer at a time. The first time, its venv takes minutes."""
+    case = Case(name="answer", rate=Rate.DECODE, num_requests=1, prompt_tokens=_PEER_CONTEXT, output_tokens=NUM_TOKENS)
+    spec = llama_cpp_arm(
+        fetch_gguf(cache_dir() / "peers" / f"{DEFAULT_MODEL_NAME}.gguf"),
+        "q4_0",
+        venv=peer_venv(LLAMA_CPP, venv, print),
+        cases=[case],
+        threads=torch.get_num_threads(),
+    )
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+    arm = stack.enter_context(Arm(spec, log_path=folder / "peer.log"))
+    arm.wait_ready(timeout_s=_PEER_TIMEOUT_S)
+    return arm
+
+
+def peer_rate(peer: Arm, prompt: list[int], num_tokens: int) -> float:
+    """Return the tokens per second of the peer's answer, from the first to the last."""
+    (output,) = peer.generate([prompt], max(2, num_tokens), timeout_s=_PEER_TIMEOUT_S)
+    return num_tokens / (output.times_s[-1] - output.times_s[0])
+
+
 def main() -> None:
     """Run the benchmark."""
-    parser = command_line("speculation", __doc__, rounds=5)
+    args = _parse_args()
+    with ExitStack() as stack:
+        _run(args, start_peer(args.peer_venv, stack) if args.vs == LLAMA_CPP_ARM else None)
+
+
+def _parse_args() -> argparse.Namespace:
+    parser = command_line("speculation", __doc__, rounds=3)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32], help="answers in a batch")
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=TASKS, help="tasks (default: all)")
     parser.add_argument("--temperature", type=float, default=0.0, help="sampling temperature (default 0: greedy)")
-    parser.add_argument("--methods", nargs="+", default=[NGRAM], choices=[NGRAM, "draft", "heads"], help="methods")
+    methods = [NGRAM, TREE, "draft", "heads"]
+    parser.add_argument("--methods", nargs="+", default=[NGRAM, TREE], choices=methods, help="methods of drafting")
     parser.add_argument("--draft", help="checkpoint of the draft model")
     parser.add_argument("--heads", help="checkpoint of the draft heads (benchmarks.train_heads)")
     parser.add_argument(
         "--quantization", choices=["int8", "int4"], help="format of the weights, with and without drafts"
     )
-    args = parser.parse_args()
+    parser.add_argument("--vs", choices=[LLAMA_CPP_ARM, "none"], default="none", help="an engine beside a lone answer")
+    parser.add_argument("--peer-venv", type=Path, help="virtual environment with llama-cpp-python (default: made once)")
+    return parser.parse_args()
+
+
+def _run(args: argparse.Namespace, peer: Arm | None) -> None:
     console, figures = terminal(), Figures()
+    started_s = time.monotonic()
     checkpoints = {"draft": args.draft, "heads": args.heads}
     engines = {
         method: load(method, max(args.batches), checkpoint=checkpoints.get(method), quantization=args.quantization)
@@ -166,13 +227,15 @@ def main() -> None:
             for number in range(args.rounds + 1):
                 chosen = [prompts[(number + i) % len(prompts)] for i in range(batch)]
                 for engine in engines.values() if batch < len(prompts) else ():
-                    generate(engine, chosen, args.temperature)  # its prompt enters the cache
+                    generate(engine, chosen, args.temperature, max_tokens=2)  # its prompt enters the cache
                 runs = {arm: generate(engines[arm], chosen, args.temperature) for arm in in_turn(list(engines), number)}
+                peer_per_s = None
+                if peer is not None and batch == 1:
+                    peer_per_s = peer_rate(peer, chosen[0], runs[OFF].num_tokens)
                 if number:
-                    _add(figures, f"batch of {batch}", task, runs)
-            for method in args.methods:
-                console.print(_line(figures, batch, task, method))
-    figures.show(console)
+                    _add(figures, f"batch of {batch}", task, runs, peer_per_s)
+            console.print(f"{time.monotonic() - started_s:.0f} s: batch of {batch}, {task}")
+    console.print(_table(figures, args))
     write_figures(
         args.json,
         figures,
@@ -182,8 +245,10 @@ def main() -> None:
     )
 
 
-def _add(figures: Figures, part: str, task: str, runs: dict[str, Run]) -> None:
+def _add(figures: Figures, part: str, task: str, runs: dict[str, Run], peer_per_s: float | None) -> None:
     off = runs[OFF]
+    if peer_per_s is not None:
+        figures.add(part, task, PEER, tokens_per_s=peer_per_s)
     for arm, run in runs.items():
         figures.add(
             part, task, arm, tokens_per_s=run.num_tokens / run.wall_s, tokens_per_cpu_s=run.num_tokens / run.cpu_s
@@ -199,21 +264,54 @@ def _add(figures: Figures, part: str, task: str, runs: dict[str, Run]) -> None:
                 acceptance=run.num_accepted / run.num_drafted if run.num_drafted else 0.0,
                 same_tokens=float(run.token_ids == off.token_ids),
             )
+            if peer_per_s is not None:
+                figures.add(part, task, arm, times_llama_cpp=run.num_tokens / run.wall_s / peer_per_s)
 
 
-def _line(figures: Figures, batch: int, task: str, method: str) -> str:
-    """Return a line of progress: the medians of the rounds, and whether they are what they should be."""
-    place = (f"batch of {batch}", task, method)
-    found = {f.unit: f.rounds for f in figures.all.values() if (f.part, f.case, f.arm) == place}
-    times, cpu_times = median(found["times off"]), median(found["cpu times off"])
-    goal = GOALS.get((batch, task), LEAST) if method == NGRAM else LEAST
-    return (
-        f"batch of {batch}, {task}, {method}: {times:.2f} times as fast ({min(found['times off']):.2f} to"
-        f" {max(found['times off']):.2f}), by CPU time {cpu_times:.2f}; goal {goal:g}"
-        f" {'met' if times >= goal else 'missed'}; {median(found['tokens per step']):.2f} tokens a step,"
-        f" {median(found['acceptance']):.0%} of drafts right, tokens"
-        f" {'the same' if min(found['same tokens']) == 1.0 else 'OTHERS'}"
+def _table(figures: Figures, args: argparse.Namespace) -> Table:
+    """Return a line for each task, method and batch: medians of the rounds with their ranges, and the goals."""
+    heads = (
+        "tokens a step",
+        "drafts right",
+        "tokens/s",
+        "off, tokens/s",
+        "times off",
+        "by CPU time",
+        "tokens",
+        "goals",
     )
+    table = Table("task", "batch", "method", *heads)
+    for batch in args.batches:
+        for task in args.tasks:
+            for method in args.methods:
+                table.add_row(task, str(batch), method, *_cells(figures, batch, task, method))
+    return table
+
+
+def _cells(figures: Figures, batch: int, task: str, method: str) -> list[str]:
+    def rounds(arm: str, unit: str) -> list[float]:
+        figure = figures.all.get((f"batch of {batch}", task, arm, unit))
+        return [] if figure is None else figure.rounds
+
+    times, times_peer = rounds(method, "times off"), rounds(method, "times llama cpp")
+    goals = [_verdict(times, GOALS.get((batch, task), LEAST) if method in {NGRAM, TREE} else LEAST, OFF)]
+    if times_peer and task in COPYING:
+        goals.append(_verdict(times_peer, PEER_GOAL, PEER))
+    return [
+        spread(rounds(method, "tokens per step")),
+        spread(rounds(method, "acceptance")),
+        spread(rounds(method, "tokens per s")),
+        spread(rounds(OFF, "tokens per s")),
+        spread(times),
+        spread(rounds(method, "cpu times off")),
+        "the same" if min(rounds(method, "same tokens")) == 1.0 else "OTHERS",
+        "; ".join(goals),
+    ]
+
+
+def _verdict(times: list[float], goal: float, arm: str) -> str:
+    found = median(times)
+    return f"{goal:g} x {arm} {'met' if found >= goal else 'missed'}: {found:.2f}"
 
 
 if __name__ == "__main__":

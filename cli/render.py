@@ -216,6 +216,8 @@ def _worker_state(worker: WorkerView) -> str:
     notes = [f"slow ×{worker.slowness:.1f}"] if worker.slowness else []
     if (num_failed := round(worker.num_failed_attempts)) > 0:
         notes.append(f"{num_failed} failed")
+    if worker.exact_resume is False:
+        notes.append("no exact resume")
     return ", ".join([worker.state, *notes])
 
 

@@ -2,16 +2,19 @@
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
 
-from cli.console import out
+from cli.console import out, print_wide
 from cli.options import JsonOption, options_from_dataclasses
+from cli.render import SplitTable
 from cli.target import Connection
-from kvrelay.client import Diagnosis
+from kvrelay.client import Diagnosis, PoolWalls
 
 _TIMEOUT_S = 10.0
+_SHARES = ("busy", "memory", "compute", "link", "overhead", "waiting")
 
 
 @options_from_dataclasses
@@ -42,7 +45,8 @@ def why(
         diagnosis = client.diagnose(window_s=window_s, request_id=request_id)
     if pool is not None:
         findings = tuple(each for each in diagnosis.findings if each.pool == pool)
-        diagnosis = dataclasses.replace(diagnosis, findings=findings)
+        walls = tuple(each for each in diagnosis.walls if each.pool == pool)
+        diagnosis = dataclasses.replace(diagnosis, findings=findings, walls=walls)
     if as_json:
         typer.echo(json.dumps(dataclasses.asdict(diagnosis), indent=2))
     else:
@@ -51,6 +55,8 @@ def why(
 
 def _print(diagnosis: Diagnosis) -> None:
     out.print(diagnosis.headline, soft_wrap=True)
+    if diagnosis.walls:
+        print_wide(_walls_table(diagnosis.walls))
     for number, finding in enumerate(diagnosis.findings, start=1):
         cause = f"{finding.cause} ({finding.lost_s:.2g} s a request): " if finding.cause else ""
         out.print(f"{number}. {cause}{finding.text}", soft_wrap=True)
@@ -58,3 +64,17 @@ def _print(diagnosis: Diagnosis) -> None:
             out.print(f"   - {change}", soft_wrap=True)
     if not diagnosis.findings:
         out.print("nothing costs much time")
+
+
+def _walls_table(walls: Sequence[PoolWalls]) -> SplitTable:
+    """Return a row for each pool and window: the shares of its workers' time, and the largest part."""
+    rows = [
+        [
+            each.pool,
+            f"{each.window_s / 60:.0f} min",
+            *(f"{getattr(each, name):.0%}" for name in _SHARES),
+            each.binds or "-",
+        ]
+        for each in walls
+    ]
+    return SplitTable(("pool", "last", *_SHARES, "binds"), rows, num_left=2)

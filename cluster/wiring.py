@@ -32,6 +32,9 @@ from common.process import count_gpus
 from common.trust.doors import scrape_tls
 from engine.memory import measure_host
 
+_NUM_TOLD_CHANGES = 8
+"""Latest changes of the planner that routers are told of."""
+
 logger = logging.getLogger(__name__)
 
 NO_RAY = "launcher: ray needs Ray: pip install 'kvrelay[ray]', or set launcher: local"
@@ -82,6 +85,7 @@ async def supervise(
             workforce, changes = supervisor.workforce, Changes()
             scaler = Scaler(config, workforce, plan_for)
             planning = make_planning(scaler, workforce, changes, scrape_tls=scrape_tls(trust.credentials))
+            workforce.routers.plan = partial(planning.autopilot.response, num_changes=_NUM_TOLD_CHANGES)
             surroundings = Surroundings(
                 keep=partial(write_config, config_path),
                 check=planning.guard.check,

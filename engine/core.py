@@ -203,6 +203,7 @@ class EngineCore:
             try:
                 self._pipeline.launch(plan)
             except Exception as error:  # noqa: BLE001 - the top of a step: every exception belongs to this batch
+                self.scheduler.drop(plan)
                 emitted += self._fail([plan], error)
                 plan = StepPlan()
             else:
@@ -324,7 +325,7 @@ class EngineCore:
             return
         outputs = tokens.setdefault(group, [])
         if item.draft:
-            group.drafts += DraftCounts(len(item.draft), result.num_accepted)
+            group.drafts += DraftCounts(item.num_drafted, result.num_accepted)
             outputs += self._append(sequence, result.sampled)
             return
         samples = [sequence, *self._fork(group, item.num_samples - 1)]

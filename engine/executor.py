@@ -5,6 +5,7 @@ Above it (scheduler, block pool, loop) there are no tensors; below it (model run
 `engine.fake.FakeExecutor` computes a hash of the pages.
 """
 
+from array import array
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
@@ -78,6 +79,10 @@ class SharedRegion:
     size_bytes: int
     nonce: bytes
     """Content of the last NONCE_BYTES of the region."""
+    num_pieces: int = 1
+    """Contiguous pieces of a block: the region is [num_pieces, num_blocks, bytes of a piece] and the nonce."""
+    page_order: str = ""
+    """Name of the order of the elements in a page; empty when it follows from the fingerprint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,12 +174,29 @@ class Sampled:
     logprobs: Logprobs | None = None
 
 
+@dataclass(slots=True, eq=False)
+class Branch:
+    """Drafted tokens that may follow the first `depth` ones of a draft, in place of those that do.
+
+    Its rows read a block table of its own, so that the step computes them as if there were no other draft. The tokens
+    before it are computed once, and written to its pages, too.
+    """
+
+    depth: int
+    token_ids: TokenArray
+    num_shared_blocks: int = 0
+    """Leading blocks of the table that are its sequence's."""
+    block_table: "array[int]" = field(default_factory=lambda: array("i"))
+    """Page of each block; those behind the shared ones are its own."""
+
+
 @dataclass(slots=True)
 class ScheduledSequence:
     """One sequence's share of a step: tokens [num_computed, num_computed + num_new_tokens), as of `launch`.
 
-    With a draft these are the last known token and the drafted ones. The step samples behind each of them, and a
-    drafted token is accepted while it equals the one sampled at its place; the tokens behind a rejected one are void.
+    With a draft these are the last known token and the drafted ones, and the tokens of branches come on top. The step
+    samples behind each of them, and a drafted token is accepted while it equals the one sampled at its place; the
+    tokens behind a rejected one are void.
     """
 
     sequence: Sequence
@@ -186,28 +208,61 @@ class ScheduledSequence:
     yet; the chunk is then that one token. Rows are all samples of that batch in order, item 0's num_sampled first."""
     draft: TokenArray = field(default_factory=lambda: as_tokens(()))
     """Tokens that may follow the known ones: the last of the new tokens. Empty unless the executor verifies drafts."""
-
+    branches: tuple[Branch, ...] = ()
+    """Other tokens that may follow the leading ones of the draft. No two begin with the same token at one place."""
     rejects: bool = False
     """Whether its draft is verified by the rejection rule: accepted with the probability that the model gives it."""
 
     @property
     def num_sampled(self) -> int:
         """Tokens that the step samples: those of all samples, and one behind each drafted token."""
-        return self.num_samples + len(self.draft)
+        return self.num_samples + self.num_drafted
+
+    @property
+    def num_drafted(self) -> int:
+        """Drafted tokens, those of branches included."""
+        return len(self.draft) + sum(len(branch.token_ids) for branch in self.branches)
+
+    @property
+    def num_rows(self) -> int:
+        """Tokens that the step computes: the new ones, then those of its branches."""
+        return self.num_new_tokens - len(self.draft) + self.num_drafted
 
     @property
     def token_ids(self) -> TokenArray:
-        """The new tokens, whose values are all known. Valid inside `launch`."""
+        """The tokens that the step computes, whose values are all known. Valid inside `launch`."""
         begin = self.sequence.num_computed
-        return self.sequence.token_ids[begin : begin + self.num_new_tokens - len(self.draft)] + self.draft
+        known = self.sequence.token_ids[begin : begin + self.num_new_tokens - len(self.draft)]
+        return sum((branch.token_ids for branch in self.branches), known + self.draft)
 
-    def valid(self, sampled: list["Sampled"]) -> list["Sampled"]:
-        """Return the sampled tokens that count: up to the first one that is not the drafted token at its place."""
-        if not self.draft:
-            return sampled
-        pairs = zip(self.draft, sampled, strict=False)  # the last one sampled is behind the whole draft
-        num_accepted = next((i for i, (token, each) in enumerate(pairs) if token != each.token_id), len(self.draft))
-        return sampled[: 1 + num_accepted]
+    @property
+    def paths(self) -> "list[TokenArray]":
+        """The whole draft of each branch, from the first drafted token on."""
+        return [self.draft[: branch.depth] + branch.token_ids for branch in self.branches]
+
+    def walk(self, sampled: "Seq[Sampled]") -> "Walk":
+        """Return which of the sampled tokens count: up to the first one that was not drafted for its place."""
+        places = [*range(self.num_samples)]
+        for place, token_id in enumerate(self.draft):
+            if sampled[place].token_id != token_id:
+                return self._turn_off(place, sampled)
+            places.append(place + 1)
+        return Walk(places)
+
+    def _turn_off(self, depth: int, sampled: "Seq[Sampled]") -> "Walk":
+        """Return the walk that leaves the draft behind its first `depth` tokens."""
+        begin = 1 + len(self.draft)
+        places = [*range(depth + 1)]
+        for branch in self.branches:
+            if branch.depth == depth and branch.token_ids[0] == sampled[depth].token_id:
+                places.append(begin)
+                for place, token_id in enumerate(branch.token_ids[1:], begin):
+                    if sampled[place].token_id != token_id:
+                        break
+                    places.append(place + 1)
+                return Walk(places, branch)
+            begin += len(branch.token_ids)
+        return Walk(places)
 
     @property
     def token_index(self) -> int:
@@ -230,24 +285,41 @@ class ScheduledSequence:
                 return None
 
 
+@dataclass(frozen=True, slots=True)
+class Walk:
+    """The sampled tokens of a draft that count."""
+
+    places: list[int]
+    """Their places among all that were sampled, in order."""
+    branch: Branch | None = None
+    """Branch that the last of them follow."""
+
+
 @dataclass(slots=True)
 class StepResult:
     """Output for one ScheduledSequence."""
 
     sampled: list[Sampled]
     """Tokens of num_samples samples; entry j belongs to sample_index + j. With a draft, the accepted tokens and the one
-    behind them (`ScheduledSequence.valid`)."""
+    behind them (`ScheduledSequence.walk`)."""
     prompt_logprobs: list[Logprobs]
     """Log-probabilities of token p + 1, for each scheduled position p with p + 1 inside the prompt, when requested."""
     last_hidden: Hidden | None = None
     """Hidden state behind which the last of the sampled tokens was chosen; only where draft heads ask for it."""
     pooled: Hidden | None = None
     """Sum of the hidden states of the new tokens from `first_pooled` on, added up in float32; None without any."""
+    branch: Branch | None = None
+    """Branch whose pages hold the accepted tokens; None: those of the sequence do."""
 
     @property
     def num_accepted(self) -> int:
         """Drafted tokens that were accepted. Only for a sequence with a draft."""
         return len(self.sampled) - 1
+
+    @property
+    def num_right(self) -> int:
+        """Tokens of the first draft that were accepted; the others are a branch's. Only for a sequence with a draft."""
+        return self.num_accepted if self.branch is None else self.branch.depth
 
 
 class StepHandle(Protocol):

@@ -152,16 +152,24 @@ class _Chunk:
     block_table: "array[int]"
     allowed: list[Allowed] | None
     """Tokens that its grammar allows next, and behind each drafted one; None without one."""
+    branches: "list[_Chunk]"
+    """Its branches, each with the whole path of drafted tokens."""
     first_pooled: int | None
 
     @classmethod
     def of(cls, item: ScheduledSequence) -> "_Chunk":
         sequence = item.sequence
         start = sequence.num_computed
-        token_ids = sequence.token_ids[start : start + item.num_new_tokens + 1] + item.draft
-        allowed = sequence.allowed(item.draft) if item.num_samples else None
-        table = sequence.block_table[:]
-        return cls(item, start, item.token_index, token_ids, table, allowed, item.first_pooled)
+        known = sequence.token_ids[start : start + item.num_new_tokens + 1]
+        index, pooled = item.token_index, item.first_pooled
+
+        def chunk(draft: TokenArray, table: "array[int]", branches: "list[_Chunk]") -> "_Chunk":
+            allowed = sequence.allowed(draft) if item.num_samples else None
+            return cls(item, start, index, known + draft, table[:], allowed, branches, pooled)
+
+        pairs = zip(item.branches, item.paths, strict=True)
+        branches = [chunk(path, branch.block_table, []) for branch, path in pairs]
+        return chunk(item.draft, sequence.block_table, branches)
 
     @property
     def sampling(self) -> SamplingParams:
@@ -197,9 +205,10 @@ class FakeStep:
         while self._results is None:
             self._store.queue.popleft()()
         # The next step counts rows by all that are sampled.
+        walks = [chunk.item.walk(each.sampled) for chunk, each in zip(self._chunks, self._results, strict=True)]
         return [
-            replace(result, sampled=chunk.item.valid(result.sampled))
-            for chunk, result in zip(self._chunks, self._results, strict=True)
+            replace(result, sampled=[result.sampled[place] for place in walk.places], branch=walk.branch)
+            for walk, result in zip(walks, self._results, strict=True)
         ]
 
     def _one(self, chunk: _Chunk, previous_token_ids: list[int]) -> StepResult:
@@ -216,6 +225,8 @@ class FakeStep:
             first, *others = map(context_state, contexts)
             result.sampled = [_sample(chunk, first, sample=j) for j in range(item.num_samples)]
             result.sampled += [_sample(chunk, state, num_drafted=i) for i, state in enumerate(others, 1)]
+            for branch, path in zip(item.branches, chunk.branches, strict=True):
+                result.sampled += self._branch(path, branch.depth)
         num_top = chunk.sampling.num_prompt_logprobs
         if num_top is not None:
             for position in range(chunk.start, min(end, item.sequence.num_prompt_tokens - 1)):
@@ -226,6 +237,16 @@ class FakeStep:
             rows = [hidden_state(self._store.gather(chunk.block_table, each)) for each in ends]
             result.pooled = np.sum(rows, axis=0, dtype=np.float32)
         return result
+
+    def _branch(self, path: _Chunk, depth: int) -> list[Sampled]:
+        """Write a branch's pages; return the tokens sampled behind those that only it has."""
+        for position, token_id in enumerate(path.token_ids, path.start):
+            self._store.write_token(path.block_table, position, token_kv(token_id, position))
+        contexts = ((i, path.start + 1 + i) for i in range(depth + 1, len(path.token_ids)))
+        return [
+            _sample(path, context_state(self._store.gather(path.block_table, end)), num_drafted=i)
+            for i, end in contexts
+        ]
 
 
 def _commit(token_ids: Iterable[int]) -> None:

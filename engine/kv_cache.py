@@ -106,7 +106,7 @@ class TorchKvStore:
         kv_bytes = num_blocks * shape.block_bytes
         self._bytes: HostPages | DevicePages
         if device.type == "cpu":
-            memory, self.shared_region = allocate_region(kv_bytes)
+            memory, self.shared_region = allocate_region(kv_bytes, num_pieces=2 * shape.num_layers)
             self._bytes = HostPages(memoryview(memory), num_blocks, shape)
             storage = torch.frombuffer(memory, dtype=torch.uint8)
             self._pages = storage[:kv_bytes].view(sizes)

@@ -56,16 +56,17 @@ def load_executor(options: EngineOptions) -> Executor:
     return executor
 
 
-def load_draft_heads(folder: Path, executor: Executor) -> HeadsDrafter:
+def load_draft_heads(folder: Path, executor: Executor, *, num_branches: int) -> HeadsDrafter:
     """Return a drafter by the heads of a checkpoint, and let the executor give it hidden states.
 
-    Raises UnsupportedModel.
+    `num_branches`: most tokens beside the first head's likeliest. Raises UnsupportedModel.
     """
     if not isinstance(executor, ModelExecutor):
         raise UnsupportedModel(f"cannot draft with heads for {executor.model_name}: it gives no hidden states")
     heads = DraftHeads.read(folder, hidden_size=executor.hidden_size, vocab_size=executor.vocab_size)
     executor.keeps_hidden = True
-    return HeadsDrafter(partial(heads.propose, logits=executor.logits_of), num_heads=heads.num_heads)
+    propose = partial(heads.propose, logits=executor.logits_of)
+    return HeadsDrafter(propose, num_heads=heads.num_heads, num_branches=num_branches)
 
 
 def _load_native(model: ModelDescription, config: DecoderConfig, options: EngineOptions) -> Executor:

@@ -7,6 +7,7 @@ from collections.abc import Sequence as Seq
 from common.eviction import num_admitted
 from common.ids import BlockHash, BlockId
 from engine.block_pool import KEEP_BRIEFLY, BlockPool, Keeping
+from engine.executor import Branch
 from engine.sequence import Retention, Sequence
 
 
@@ -83,6 +84,30 @@ class Pages:
         num_kept = self.num_blocks_for(sequence.num_computed)
         self._pool.release(sequence.block_table[num_kept:])
         del sequence.block_table[num_kept:]
+
+    def num_branch_blocks(self, sequence: Sequence, branch: Branch) -> int:
+        """Return how many pages of its own a branch of a sequence takes that is about to run its last known token."""
+        num_tokens = sequence.num_computed + 1 + branch.depth + len(branch.token_ids)
+        return self.num_blocks_for(num_tokens) - sequence.num_computed // self._block_size
+
+    def branch_off(self, sequence: Sequence, branch: Branch) -> tuple[BlockId, BlockId] | None:
+        """Give a branch its pages. Returns (source, target) when the last block must be copied before the step."""
+        num_shared, num_in_tail = divmod(sequence.num_computed, self._block_size)
+        own = self._pool.allocate(self.num_branch_blocks(sequence, branch))
+        branch.num_shared_blocks = num_shared
+        branch.block_table = sequence.block_table[:num_shared] + array("i", own)
+        return (BlockId(sequence.block_table[num_shared]), own[0]) if num_in_tail else None
+
+    def adopt(self, sequence: Sequence, branch: Branch) -> None:
+        """Exchange the last pages of a sequence and those of its branch, which hold the accepted tokens."""
+        rest = slice(branch.num_shared_blocks, None)
+        sequence.block_table[rest], branch.block_table[rest] = branch.block_table[rest], sequence.block_table[rest]
+
+    def release_branches(self, branches: Seq[Branch]) -> None:
+        """Return the pages that branches have. No step in flight may write them."""
+        for branch in branches:
+            self._pool.release(branch.block_table[branch.num_shared_blocks :])
+            branch.block_table = array("i")
 
     def hold_sources(self, copies: Seq[tuple[BlockId, BlockId]]) -> None:
         """Hold the pages that a launched step copies from: their owners may end before `release_sources`."""

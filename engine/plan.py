@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 
 from common.ids import BlockId
 from common.timing import StepShape
-from common.tokens import TokenArray
 from engine.backlog import num_pairs
-from engine.executor import ScheduledSequence
+from engine.executor import Branch, ScheduledSequence
 from engine.sequence import Sequence
+from engine.speculation.drafter import Draft
 from engine.speculation.outcomes import Expected
 
 
@@ -60,15 +60,23 @@ class StepPlan:
         else:
             self.num_prefill_pairs += num_pairs(num_new, num_before)
 
-    def add_draft(self, sequence: Sequence, draft: TokenArray, *, rejects: bool) -> None:
+    def add_draft(self, sequence: Sequence, draft: Draft, *, rejects: bool) -> None:
         """Let a sequence's last known token be followed by drafted ones, each computed as if it decoded.
 
-        `rejects`: they are verified by the rejection rule.
+        Branches have their pages. `rejects`: the tokens are verified by the rejection rule.
         """
         self.undrafted = self.undrafted or self.shape
         item = self.batch[sequence]
-        item.draft, item.rejects = draft, rejects
-        item.num_new_tokens += len(draft)
-        self.num_tokens += len(draft)
-        self.num_decodes += len(draft)
-        self.num_context_tokens += num_pairs(len(draft), sequence.num_computed + 1)
+        item.draft, item.branches, item.rejects = draft.token_ids, draft.branches, rejects
+        item.num_new_tokens += len(draft.token_ids)
+        self.num_tokens += item.num_drafted
+        self.num_decodes += item.num_drafted
+        num_known = sequence.num_computed + 1
+        self.num_context_tokens += num_pairs(len(draft.token_ids), num_known)
+        for branch in draft.branches:
+            self.num_context_tokens += num_pairs(len(branch.token_ids), num_known + branch.depth)
+
+    @property
+    def branches(self) -> list[Branch]:
+        """Branches of all drafts."""
+        return [branch for item in self.batch.values() for branch in item.branches]

@@ -101,7 +101,7 @@ class ModelExecutor(Generic[StepT]):
             self._ops.plan(metadata),
         )
         self._hidden_dtype = hidden.dtype
-        starts = [0, *accumulate(item.num_new_tokens for item in batch)]
+        starts = [0, *accumulate(item.num_rows for item in batch)]
         results = [
             StepResult(
                 sampled=[],
@@ -125,18 +125,21 @@ class ModelExecutor(Generic[StepT]):
         due = [i for i, item in enumerate(batch) if item.num_samples]
         if not due:
             return
-        last_rows = [row for i in due for row in range(starts[i + 1] - 1 - len(batch[i].draft), starts[i + 1])]
+        last_rows = [row for i in due for row in range(starts[i + 1] - 1 - batch[i].num_drafted, starts[i + 1])]
         logits = self._model.logits(hidden.index_select(0, torch.tensor(last_rows, device=self._device)))
         if any(batch[i].num_samples > 1 for i in due):  # of a prompt, which has no draft
-            repeats = [count for i in due for count in (batch[i].num_samples, *(1 for _ in batch[i].draft))]
+            repeats = [count for i in due for count in (batch[i].num_samples, *(1,) * batch[i].num_drafted)]
             logits = logits.repeat_interleave(torch.tensor(repeats, device=self._device), dim=0)
         rows = [row for i in due for row in sampling_rows(batch[i])]
         sampled = iter(self._sampler.sample(logits, rows))
         for i in due:
             item, result = batch[i], results[i]
-            result.sampled.extend(item.valid(list(islice(sampled, item.num_sampled))))
+            winners = list(islice(sampled, item.num_sampled))
+            walk = item.walk(winners)
+            result.sampled.extend(winners[place] for place in walk.places)
+            result.branch = walk.branch
             if self.keeps_hidden and item.num_samples == 1:
-                row = starts[i + 1] - 1 - len(item.draft) + len(result.sampled) - 1
+                row = starts[i + 1] - 1 - item.num_drafted + walk.places[-1]
                 result.last_hidden = hidden[row].float().cpu().numpy()
 
     def _prompt_logprobs(self, item: ScheduledSequence, hidden: Tensor) -> list[Logprobs]:
@@ -152,7 +155,15 @@ class ModelExecutor(Generic[StepT]):
 def _spans(item: ScheduledSequence) -> list[SequenceSpan]:
     """Return the spans of a sequence's new tokens: one, or one for each token where a draft is verified."""
     span = SequenceSpan.of(item)
-    return span.split() if item.draft else [span]
+    if not item.draft:
+        return [span]
+    rows = span.split([(branch.depth, branch.block_table) for branch in item.branches])
+    for branch in item.branches:
+        first = span.num_computed + 1 + branch.depth
+        rows += SequenceSpan(
+            num_computed=first, num_new_tokens=len(branch.token_ids), block_table=branch.block_table
+        ).split()
+    return rows
 
 
 def prompt_logprobs(

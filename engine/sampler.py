@@ -159,8 +159,11 @@ def sampling_rows(item: ScheduledSequence) -> list[SamplingRow]:
     token_index = item.token_index
     output_token_ids = OutputTokens(sequence) if request.sampling.has_penalties else ()
     allowed = sequence.allowed(draft)
-    places = [(sequence.sample_index + j, 0) for j in range(item.num_samples)]
-    places += [(sequence.sample_index, i + 1) for i in range(len(draft))]
+    places = [(sequence.sample_index + j, draft, 0, allowed) for j in range(item.num_samples)]
+    places += [(sequence.sample_index, draft, i + 1, allowed) for i in range(len(draft))]
+    for branch, path in zip(item.branches, item.paths, strict=True):
+        allowed = sequence.allowed(path)
+        places += [(sequence.sample_index, path, i + 1, allowed) for i in range(branch.depth, len(path))]
     return [
         SamplingRow(
             params=request.sampling,
@@ -168,12 +171,12 @@ def sampling_rows(item: ScheduledSequence) -> list[SamplingRow]:
             token_index=token_index + num_drafted,
             prompt_token_ids=request.prompt_token_ids,
             output_token_ids=output_token_ids,
-            draft=draft[:num_drafted] if num_drafted else (),
+            draft=path[:num_drafted] if num_drafted else (),
             owner=sequence,
-            tested=draft[num_drafted] if item.rejects and num_drafted < len(draft) else -1,
-            allowed=None if allowed is None else allowed[num_drafted],
+            tested=path[num_drafted] if item.rejects and num_drafted < len(path) else -1,
+            allowed=None if masks is None else masks[num_drafted],
         )
-        for sample_index, num_drafted in places
+        for sample_index, path, num_drafted, masks in places
     ]
 
 

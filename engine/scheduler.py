@@ -23,10 +23,11 @@ from dataclasses import dataclass
 from common.errors import Refused
 from engine.backlog import Backlog
 from engine.block_pool import BlockPool
-from engine.executor import StepResult
+from engine.executor import Branch, ScheduledSequence, StepResult
 from engine.pages import Pages
 from engine.plan import StepPlan
 from engine.sequence import Sequence, SequenceState
+from engine.speculation.drafter import Draft
 from engine.speculation.speculator import Speculator
 from engine.step_budget import StepBudget
 from engine.unplanned import UnplannedDecodes
@@ -248,31 +249,42 @@ class Scheduler:
 
         The step's tokens are appended after this.
         """
+        for item, result in zip(plan.batch.values(), results, strict=True):
+            if result.branch is not None and item.sequence.state is SequenceState.RUNNING:
+                self.pages.adopt(item.sequence, result.branch)
         self.land(plan)
         for (sequence, item), result in zip(plan.batch.items(), results, strict=True):
             if sequence.state is not SequenceState.RUNNING:
                 continue
             num_new = item.num_new_tokens
             if item.draft:
-                num_new -= self._reject(sequence, len(item.draft), result.num_accepted)
+                num_new -= self._reject(item, result.num_accepted)
             before = sequence.num_ready
             sequence.num_ready += num_new
             self.num_computed_tokens += max(0, min(sequence.num_ready, sequence.num_prompt_tokens) - before)
             self.pages.publish(sequence)
 
-    def _reject(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> int:
-        """Take back the drafted tokens that a step has rejected; returns their number."""
-        num_rejected = num_drafted - num_accepted
-        sequence.num_computed -= num_rejected
-        self.pages.trim(sequence)
+    def _reject(self, item: ScheduledSequence, num_accepted: int) -> int:
+        """Take back the drafted tokens that a step has rejected; returns how many more it computed than it accepted.
+
+        Negative where a longer branch was accepted.
+        """
+        num_rejected = len(item.draft) - num_accepted
+        item.sequence.num_computed -= num_rejected
+        self.pages.trim(item.sequence)
         if self.speculator is not None:
-            self.speculator.verified(num_drafted, num_accepted)
+            self.speculator.verified(item, num_accepted)
         return num_rejected
+
+    def drop(self, plan: StepPlan) -> None:
+        """Release what a plan holds that cannot be launched."""
+        self.pages.release_branches(plan.branches)
 
     def land(self, plan: StepPlan) -> None:
         """End the oldest step in flight; a failed one lands without `complete`, after its sequences are finished."""
         self._num_steps_in_flight -= 1
         self.pages.release_sources(plan.copies)
+        self.pages.release_branches(plan.branches)
         for sequence, item in plan.batch.items():
             sequence.num_in_flight -= 1
             if item.num_samples:
@@ -321,11 +333,21 @@ class Scheduler:
         num_free = self.pool.num_free - self._num_spared(0)
         max_tokens = self.limits.max_step_tokens - plan.num_tokens
         for sequence, draft in self.speculator.drafts_for(plan, max_tokens=max_tokens):
-            num_missing = self.pages.num_missing(sequence, 1 + len(draft))
-            if num_missing <= num_free:
-                num_free -= num_missing
-                self.pages.make_writable(sequence, 1 + len(draft))
-                plan.add_draft(sequence, draft, rejects=self.speculator.rejects(sequence))
+            num_new = 1 + len(draft.token_ids)
+            num_missing = self.pages.num_missing(sequence, num_new)
+            if num_missing > num_free:
+                continue
+            num_free -= num_missing
+            self.pages.make_writable(sequence, num_new)
+            branches: list[Branch] = []
+            for branch in draft.branches:
+                num_missing = self.pages.num_branch_blocks(sequence, branch)
+                if num_missing <= num_free:
+                    num_free -= num_missing
+                    branches.append(branch)
+                    copy = self.pages.branch_off(sequence, branch)
+                    plan.copies += [] if copy is None else [copy]
+            plan.add_draft(sequence, Draft(draft.token_ids, tuple(branches)), rejects=self.speculator.rejects(sequence))
 
     def _num_left(self, plan: StepPlan, sequence: Sequence, num_to_run: int) -> int:
         """Return how many tokens of a sequence the step can still hold: fewer of a prompt beside answers in a hurry."""

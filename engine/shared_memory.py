@@ -17,8 +17,11 @@ from pathlib import Path
 from engine.executor import NONCE_BYTES, SharedRegion
 
 
-def allocate_region(num_bytes: int) -> tuple[mmap.mmap, SharedRegion | None]:
-    """Return `num_bytes` of zeroed, writable memory plus a nonce, shareable where the system supports it."""
+def allocate_region(num_bytes: int, *, num_pieces: int = 1) -> tuple[mmap.mmap, SharedRegion | None]:
+    """Return `num_bytes` of zeroed, writable memory plus a nonce, shareable where the system supports it.
+
+    `num_pieces`: see `SharedRegion`.
+    """
     size_bytes = num_bytes + NONCE_BYTES
     if not hasattr(os, "memfd_create"):
         return mmap.mmap(-1, size_bytes), None
@@ -29,7 +32,7 @@ def allocate_region(num_bytes: int) -> tuple[mmap.mmap, SharedRegion | None]:
     weakref.finalize(memory, os.close, fd)  # peers find the region by this descriptor until it is freed
     nonce = secrets.token_bytes(NONCE_BYTES)
     memory[num_bytes:] = nonce
-    return memory, SharedRegion(fd=fd, size_bytes=size_bytes, nonce=nonce)
+    return memory, SharedRegion(fd=fd, size_bytes=size_bytes, nonce=nonce, num_pieces=num_pieces)
 
 
 def map_peer_region(*, pid: int, fd: int, size_bytes: int, nonce: bytes) -> mmap.mmap:

@@ -32,7 +32,7 @@ class RunningStep:
     """Work that the engine has begun and not ended."""
 
     shapes: tuple[StepShape, ...]
-    """Steps whose results may have to be waited for; none while commands run."""
+    """Steps whose results may have to be waited for; none while commands run and while a step is planned."""
     started_s: float
     """On the monotonic clock."""
 
@@ -143,6 +143,7 @@ class EngineThread(EngineDriver):
         shape = StepShape()
         while (num_commands := self._drain(core)) is not None:
             had_work = core.has_work
+            self.running_step = RunningStep((), time.monotonic())  # planning may draft, with a model of its own
             plan, started = core.begin_step()
             if started or (had_work and num_commands):
                 self._send(core, started)  # before a step that may take long: the report includes new requests

@@ -19,6 +19,7 @@ from router.orchestrator import Orchestrator
 from router.placement.chooser import Chooser
 from router.placement.plans import PolicySettings
 from router.placement.policies.registry import make_policy
+from router.planner_news import PlannerNews
 from router.silence import HEARTBEAT_S, SilenceWatch
 
 
@@ -36,6 +37,7 @@ class RouterParts:
     alarms: Alarms
     silence: SilenceWatch | None
     """None when the configuration turns it off."""
+    planner: PlannerNews
     clock: Clock
     config: RouterConfig
 
@@ -131,6 +133,7 @@ def build_router(
         metrics=metrics,
         alarms=alarms,
         silence=silence,
+        planner=PlannerNews(clock),
         clock=clock,
         config=config,
     )

@@ -48,7 +48,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self._parts = door.parts
         self._reader = door.reader
         self._reporter = reporter or StatusReporter(door.parts)
-        self._diagnosis = Diagnosis(door.parts)
+        self._diagnosis = Diagnosis(door.parts, self._reporter)
 
     # A coroutine that writes, not a generator: a generator that is cancelled while gRPC sends is closed only later.
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:  # type: ignore[override]  # noqa: D102
@@ -166,6 +166,8 @@ class RouterAdminService(router_admin_pb2_grpc.RouterAdminServiceServicer):
             draining = {WorkerId(worker.worker_id) for worker in request.workers if worker.draining}
             num_ready = self._fleet.set_workers(endpoints, draining=draining)
             self._door.is_leaving = request.leaving
+            if request.HasField("planner"):
+                self._parts.planner.take(request.planner)
             members = self._fleet.members_by_id
             num_users = {str(worker_id): members[worker_id].num_users for worker_id in draining}
             return router_admin_pb2.SetWorkersResponse(

@@ -25,7 +25,7 @@ class StatusReporter:
     async def status(self, *, timeout_s: float) -> pb.GetClusterStatusResponse:
         """Return the whole state; a worker that does not answer within `timeout_s` has no status of its own."""
         views = await asyncio.gather(*(self._view(member, timeout_s) for member in self._parts.fleet.members))
-        return pb.GetClusterStatusResponse(router=self._router(), workers=views)
+        return pb.GetClusterStatusResponse(router=self._router(), workers=views, planner=self._parts.planner.latest())
 
     def _router(self) -> pb.RouterStatus:
         parts = self._parts
@@ -37,6 +37,10 @@ class StatusReporter:
             http_port=self.http_port,
             is_encrypted=self._is_encrypted,
             alarms=parts.alarms.texts,
+            hot_prefixes=[
+                message_of(pb.HotPrefix, each, holders=[message_of(pb.PrefixHolder, holder) for holder in each.holders])
+                for each in parts.chooser.hot_prefixes.hottest()
+            ],
         )
 
     async def _view(self, member: Member, timeout_s: float) -> pb.WorkerView:
@@ -50,6 +54,7 @@ class StatusReporter:
             slowness=parts.alarms.pace.slow.get(endpoint.worker_id, 0.0),
             num_failed_attempts=num_failed,
             timing=timing_to_proto(replace(member.timing, links={}), {}),
+            exact_resume=None if member.facts is None else member.facts.exact_resume,
         )
         if member.state is WorkerState.READY:
             with suppress(KvrelayError):  # unreachable for now: the view shows no status

@@ -57,8 +57,9 @@ def speculator_for(config: ServingConfig, pool: PoolConfig, executor: Executor) 
         )
         return None
     rule = Rule(speculation.rule)
+    num_others = speculation.num_branches - 1
     if speculation.model is None:
-        return Speculator(NgramDrafter(), num_tokens=speculation.num_tokens, rule=rule)
+        return Speculator(NgramDrafter(num_branches=num_others), num_tokens=speculation.num_tokens, rule=rule)
     if pool is not config.pools.decode:  # a worker that begins with prompts would keep it for nothing
         return None
     drafter: Drafter
@@ -66,7 +67,8 @@ def speculator_for(config: ServingConfig, pool: PoolConfig, executor: Executor) 
         drafter = _load_heads(config, speculation.model, executor)
     else:
         draft_model = _load_draft_model(config, pool, speculation.model)
-        drafter = ModelDrafter(draft_model, target=executor, is_coupled=rule is Rule.COUPLED)
+        is_coupled = rule is Rule.COUPLED
+        drafter = ModelDrafter(draft_model, target=executor, is_coupled=is_coupled, num_branches=num_others)
     return Speculator(drafter, num_tokens=speculation.num_tokens, rule=rule)
 
 
@@ -75,7 +77,7 @@ def _load_heads(config: ServingConfig, model_id: str, executor: Executor) -> Hea
     from engine.loading import load_draft_heads
 
     folder = resolve_model(model_id, local_files_only=config.model.local_files_only)
-    return load_draft_heads(folder, executor)
+    return load_draft_heads(folder, executor, num_branches=config.model.speculation.num_branches - 1)
 
 
 def _load_draft_model(config: ServingConfig, pool: PoolConfig, model_id: str) -> Executor:

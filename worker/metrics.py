@@ -51,6 +51,7 @@ class RuntimeCollector(Collector):
         )
         floors.add_metric([*labels, "memory"], runtime.recent_steps.memory_s)
         floors.add_metric([*labels, "compute"], runtime.recent_steps.compute_s)
+        floors.add_metric([*labels, "link"], runtime.recent_steps.link_s)
         yield floors
         kv_bytes = CounterMetricFamily(
             "kvrelay_kv_transfer_bytes", "KV bytes moved", labels=["worker", "role", "transport", "direction"]

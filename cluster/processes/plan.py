@@ -108,7 +108,7 @@ def make_plan(config: ServingConfig, host: HostResources | None) -> tuple[Proces
                     role=role,
                     host="127.0.0.1" if host is not None else None,
                     port=0,
-                    num_cpus=pool.num_cpus,
+                    num_cpus=pool.num_cpus * pool.tensor_parallel,  # of one actor, so all on one host
                     num_gpus=pool.num_gpus,
                     placement=Placement(pool.placement),
                     env=env,
@@ -154,7 +154,7 @@ def with_living_names(
 
 def _worker_env(pool: PoolConfig, host: HostResources | None, *, num_workers: int) -> dict[str, str]:
     """Return the variables that tell a worker its threads, and its memory or CPUs."""
-    num_cpus = max(1, int(pool.num_cpus))
+    num_cpus = max(1, int(pool.num_cpus * pool.tensor_parallel))
     num_threads = pool.threads
     if num_threads == "auto":
         num_threads = num_cpus if host is None else max(1, host.cores // num_workers)

@@ -24,7 +24,7 @@ from common.clock import Clock
 from common.config import RouterConfig
 from common.ports import dial_address
 from common.rpc import Connect
-from kvrelay.v1 import router_admin_pb2, router_admin_pb2_grpc
+from kvrelay.v1 import controller_pb2, router_admin_pb2, router_admin_pb2_grpc
 
 logger = logging.getLogger(__name__)
 
@@ -65,8 +65,9 @@ class _Pusher:
         *,
         clock: Clock,
         pushed: Callable[[], None],
+        plan: Callable[[], controller_pb2.GetPlanResponse | None],
     ) -> None:
-        """`pushed` is called after every attempt."""
+        """`pushed` is called after every attempt; `plan` returns what to tell of the planner."""
         self.address: str | None = None
         """Where the router is administered; None while it is down."""
         self.answer = _Answer()
@@ -74,6 +75,7 @@ class _Pusher:
         self._connect = connect
         self._clock = clock
         self._pushed = pushed
+        self._plan = plan
         self._changed = asyncio.Event()
         self._reconnect = False
         self._heard_s = 0.0
@@ -128,7 +130,9 @@ class _Pusher:
     async def _push(self, channel: grpc.aio.Channel) -> bool:
         """Return whether the router uses every worker that it was told, drains none with requests, and stays."""
         stub = router_admin_pb2_grpc.RouterAdminServiceStub(channel)
-        request = router_admin_pb2.SetWorkersRequest(workers=self._membership(), leaving=self._is_leaving)
+        request = router_admin_pb2.SetWorkersRequest(
+            workers=self._membership(), leaving=self._is_leaving, planner=self._plan()
+        )
         try:
             response = await stub.SetWorkers(request, timeout=_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
@@ -170,8 +174,16 @@ class Routers:
         """`specs` are those of the routers; `connect` makes channels to their administration."""
         self._config = config
         self._pushed = asyncio.Event()
+        self.plan: Callable[[], controller_pb2.GetPlanResponse | None] = lambda: None
+        """Returns what the routers are told of the planner; set once there is one."""
         self._pushers = {
-            spec.name: _Pusher(partial(membership_of, spec.name), connect, clock=clock, pushed=self._pushed.set)
+            spec.name: _Pusher(
+                partial(membership_of, spec.name),
+                connect,
+                clock=clock,
+                pushed=self._pushed.set,
+                plan=lambda: self.plan(),
+            )
             for spec in specs
         }
         self._addresses = {spec.name: dial_address(spec.host, spec.port) if spec.host else "" for spec in specs}

@@ -34,12 +34,21 @@ class SpeculationConfig(Section):
     have the same distribution but are others, and what follows the loss of a worker is drawn anew. Greedy answers and
     those that clients stream directly from workers stay as they are."""
     num_tokens: Annotated[int, Field(ge=1, le=64), Need.WORKERS] = 12
-    """Most drafted tokens of one answer in a step; fewer, down to none, where they would not pay."""
+    """Most drafted tokens of one answer in a step, one behind the other; fewer, down to none, where they would not
+    pay."""
+    num_branches: Annotated[int, Field(ge=1, le=8), Need.WORKERS] = 1
+    """Most drafts of one answer in a step, side by side as the branches of a tree; fewer where they would not pay.
+    1: one draft. More need `rule: coupled`."""
 
     @model_validator(mode="after")
     def _check(self) -> "SpeculationConfig":
         if (self.method in {"draft", "heads"}) != (self.model is not None):
             raise ValueError("model.speculation: `method: draft` or `heads` and `model` need each other")
+        if self.rule == "rejection" and self.num_branches > 1:
+            raise ValueError(
+                f"model.speculation: cannot verify num_branches: {self.num_branches} drafts by `rule: rejection`, which"
+                " tests one token for each place; use `rule: coupled` or `num_branches: 1`"
+            )
         return self
 
 
@@ -131,7 +140,7 @@ class PoolConfig(Section):
     the first four that are free on its host: metrics, KV, tokens for clients in direct mode, control; both pools may
     name the same. Stay below `/proc/sys/net/ipv4/ip_local_port_range`. `null`: any free ones."""
     num_cpus: Annotated[float, Field(ge=0), Need.POOL] = 1
-    """CPUs to reserve from Ray for one worker."""
+    """CPUs to reserve from Ray for one worker; with `tensor_parallel`, for each of its ranks, all on one host."""
     num_gpus: Annotated[float, Field(ge=0), Need.POOL] = 0
     """GPUs for one worker: a whole number, or a part of one. Ray assigns them; the local launcher does so by
     `CUDA_VISIBLE_DEVICES`."""
@@ -178,7 +187,8 @@ class TransferConfig(Section):
 
     transports: Annotated[tuple[TransportName, ...], Need.WORKERS] = ("cuda_ipc", "shm", "grpc")
     """How KV blocks travel, tried in this order. `cuda_ipc` works between processes on one card, `shm` between
-    processes of one host that keep KV in host memory, `grpc` always."""
+    processes of one host that keep KV in host memory, `nixl`, where it is named and
+    [installed](serving.md#nixl), between all that keep it there, `grpc` always."""
     chunk_bytes: Annotated[int, Field(ge=4096, le=1 << 20), Need.WORKERS] = 1 << 20
     """Bytes in one message of a transfer by gRPC, at most 1 MiB."""
     lease_ttl_s: Annotated[float, Field(gt=0), Need.WORKERS] = 10.0

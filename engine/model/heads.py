@@ -62,19 +62,25 @@ class DraftHeads:
         return cls(layers, [_take(tensors, name, (vocab_size, hidden_size)) for name in names])
 
     @torch.inference_mode()
-    def propose(self, hidden: npt.NDArray[np.float32], num_tokens: int, logits: ComputeLogits) -> list[list[int]]:
-        """Return the likeliest tokens of the first `num_tokens` heads for hidden states [rows, hidden]."""
+    def propose(
+        self, hidden: npt.NDArray[np.float32], num_tokens: int, num_others: int, logits: ComputeLogits
+    ) -> tuple[list[list[int]], list[list[int]]]:
+        """Return for hidden states [rows, hidden] the likeliest tokens of the first `num_tokens` heads.
+
+        And the `num_others` tokens that the first head finds likeliest behind its first one.
+        """
         states = torch.from_numpy(hidden).expand(num_tokens, -1, -1)
         for layer in self._layers:
             moved = torch.baddbmm(layer.bias[:num_tokens], states, layer.weight[:num_tokens])
             states = states + torch.nn.functional.silu(moved)
         if self._outputs is None:
-            chosen = logits(states.flatten(0, 1)).argmax(dim=-1).reshape(states.shape[:2])
+            scores = logits(states.flatten(0, 1)).reshape(*states.shape[:2], -1)
         else:
             pairs = zip(states, self._outputs, strict=False)
-            chosen = torch.stack([(state.to(output.dtype) @ output.T).argmax(dim=-1) for state, output in pairs])
-        found: list[list[int]] = chosen.T.tolist()
-        return found
+            scores = torch.stack([state.to(output.dtype) @ output.T for state, output in pairs])
+        ranked = scores[0].topk(1 + num_others).indices
+        chosen = torch.cat((ranked[None, :, 0], scores[1:].argmax(dim=-1)))
+        return chosen.T.tolist(), ranked[:, 1:].tolist()
 
 
 def _read_layer(tensors: Mapping[str, Tensor], num_heads: int, layer: int, hidden_size: int) -> _Layer:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +20,8 @@ class SequenceSpan:
     num_computed: int
     num_new_tokens: int
     block_table: Seq[int]
+    mirrors: Seq[Seq[int]] = ()
+    """Other block tables in which the KV of its one token is written, too."""
 
     @classmethod
     def of(cls, item: ScheduledSequence) -> "SequenceSpan":
@@ -28,15 +31,21 @@ class SequenceSpan:
             num_computed=sequence.num_computed, num_new_tokens=item.num_new_tokens, block_table=sequence.block_table
         )
 
-    def split(self) -> "list[SequenceSpan]":
+    def split(self, branches: "Seq[tuple[int, Seq[int]]]" = ()) -> "list[SequenceSpan]":
         """Return a span for each token, over the same pages.
 
         Attention then computes each as the only new token of a sequence, and so with the bits that it has in a step of
-        its own: sums over a chunk are ordered differently.
+        its own: sums over a chunk are ordered differently. `branches`: each leaves the tokens behind the first one and
+        so many others, and has a block table, in which these tokens are written, too.
         """
         return [
-            SequenceSpan(num_computed=position, num_new_tokens=1, block_table=self.block_table)
-            for position in range(self.num_computed, self.context_len)
+            SequenceSpan(
+                num_computed=self.num_computed + i,
+                num_new_tokens=1,
+                block_table=self.block_table,
+                mirrors=[table for depth, table in branches if i <= depth],
+            )
+            for i in range(self.num_new_tokens)
         ]
 
     @property
@@ -59,6 +68,11 @@ class AttentionMetadata:
     """Number of each sequence's tokens with KV after the step, [num_seqs]."""
     spans: Seq[SequenceSpan]
     block_size: int
+    mirror_start_loc: Ints | None = None
+    """Bounds of the tokens' further slots: i owns [mirror_start_loc[i], mirror_start_loc[i + 1]), [num_tokens + 1];
+    None where there is no further slot at all."""
+    mirror_slots: Ints | None = None
+    """Further slots of new tokens' KV."""
 
     @cached_property
     def block_tables(self) -> tuple[Ints, ...]:
@@ -76,6 +90,9 @@ class AttentionMetadata:
         else:
             positions = np.concatenate([np.arange(s.num_computed, s.context_len, dtype=np.int64) for s in spans])
             slots = np.concatenate([_slots(span, block_size) for span in spans])
+        mirrors = None
+        if any(span.mirrors for span in spans):  # then each has one token
+            mirrors = [[_slot_in(table, span.num_computed, block_size) for table in span.mirrors] for span in spans]
         return cls(
             positions=positions,
             slot_mapping=slots,
@@ -83,12 +100,18 @@ class AttentionMetadata:
             context_lens=np.array([s.context_len for s in spans], dtype=np.int64),
             spans=spans,
             block_size=block_size,
+            mirror_start_loc=None if mirrors is None else np.cumsum([0, *map(len, mirrors)], dtype=np.int64),
+            mirror_slots=None if mirrors is None else np.array([*chain.from_iterable(mirrors)], dtype=np.int64),
         )
 
 
 def _slot(span: SequenceSpan, block_size: int) -> int:
-    block_idx, offset = divmod(span.num_computed, block_size)
-    return span.block_table[block_idx] * block_size + offset
+    return _slot_in(span.block_table, span.num_computed, block_size)
+
+
+def _slot_in(block_table: Seq[int], position: int, block_size: int) -> int:
+    block_idx, offset = divmod(position, block_size)
+    return block_table[block_idx] * block_size + offset
 
 
 def _slots(span: SequenceSpan, block_size: int) -> Ints:

@@ -18,12 +18,13 @@ from dataclasses import replace
 
 from common.block_hash import NO_HASHES
 from common.timing import StepShape
-from common.tokens import TokenArray
+from common.tokens import TokenArray, as_tokens
 from engine.block_pool import BlockPool
-from engine.executor import Executor, ScheduledSequence, StepResult
+from engine.executor import Executor, Sampled, ScheduledSequence, StepResult
 from engine.sequence import EngineRequest, Sequence
 from engine.speculation.costs import StepCosts
-from engine.speculation.rates import DepthRates
+from engine.speculation.drafter import common_len
+from engine.speculation.rates import BranchRates, DepthRates
 
 MAX_CATCH_UP = 512
 """Most tokens that the draft model reads in a step, which every answer waits for. Nothing is drafted for a sequence
@@ -31,6 +32,7 @@ until all of it is read."""
 TRIAL_STEPS = 512
 """Steps without a draft after which one token is drafted to see whether it pays now."""
 _PRIOR_RATES = (0.6, 0.6, 0.6, 0.6, 0.6, 0.6, 0.6, 0.6)
+_PRIOR_BRANCH_RATES = (0.15, 0.08, 0.05, 0.03)
 _OTHER_NOISE = 0x9E3779B97F4A7C15
 
 
@@ -41,8 +43,11 @@ class DifferentVocabulary(ValueError):
 class ModelDrafter:
     """A `Drafter` by a draft model."""
 
-    def __init__(self, executor: Executor, *, target: Executor, is_coupled: bool) -> None:
-        """`is_coupled`: drafts share the target's noise. Raises DifferentVocabulary."""
+    def __init__(self, executor: Executor, *, target: Executor, is_coupled: bool, num_branches: int = 0) -> None:
+        """`is_coupled`: drafts share the target's noise. `num_branches`: most tokens beside its first choice.
+
+        Raises DifferentVocabulary.
+        """
         if executor.vocab_size != target.vocab_size:
             raise DifferentVocabulary(
                 f"cannot draft with {executor.model_name}: it has {executor.vocab_size} tokens, and"
@@ -50,9 +55,11 @@ class ModelDrafter:
             )
         self._executor = executor
         self._is_coupled = is_coupled
+        self._num_branches = num_branches
         self._pool = BlockPool(executor.kv.num_blocks)
         self._shadows: dict[Sequence, Sequence] = {}
         self._rates = DepthRates(_PRIOR_RATES, trial_steps=TRIAL_STEPS)
+        self._branch_rates = BranchRates(_PRIOR_BRANCH_RATES)
         self._costs = StepCosts()
 
     @property
@@ -60,10 +67,13 @@ class ModelDrafter:
         """Pages that its shadows hold."""
         return self._pool.num_used
 
-    def prospects(self, sequence: Sequence, max_tokens: int) -> list[float]:
+    def prospects(self, sequence: Sequence, max_tokens: int) -> list[list[float]]:
         """See `Drafter`."""
-        num_left = self._executor.max_model_len - sequence.num_tokens - 1
-        return self._rates.prospects(sequence, max(0, min(max_tokens, num_left)))
+        max_tokens = min(max_tokens, self._executor.max_model_len - sequence.num_tokens - 1)
+        if max_tokens < 1:
+            return []
+        chances = self._rates.prospects(sequence, max_tokens)
+        return [chances, *self._branch_rates.prospects(self._num_branches, chances[0])]
 
     def costs_s(self, num_sequences: int, num_tokens: int) -> list[float] | None:
         """See `Drafter`. Each token is a step of the draft model; nothing is known before the first ones."""
@@ -71,28 +81,40 @@ class ModelDrafter:
         step_s = self._costs.predict(num_sequences, 0)
         return [step_s[0] * depth for depth in range(num_tokens + 1)] if step_s else None
 
-    def draft(self, wanted: Mapping[Sequence, int]) -> dict[Sequence, TokenArray]:
+    def draft(self, wanted: Mapping[Sequence, Seq[int]]) -> dict[Sequence, list[TokenArray]]:
         """See `Drafter`. A sequence of which not all tokens are read yet gets no draft; some of them are read now."""
         shadows = {sequence: self._shadow(sequence) for sequence in wanted}
         active = list(wanted)
+        others: dict[Sequence, list[int]] = {}
         depth = 0
         while active:
             depth += 1
             began_s = time.perf_counter()
-            complete = self._step([shadows[sequence] for sequence in active])
+            drawn = self._step([shadows[sequence] for sequence in active])
             if depth > 1:  # the first step may read a prompt
                 self._costs.observe(StepShape(num_decodes=len(active)), time.perf_counter() - began_s)
-            active = [each for each in active if shadows[each] in complete and wanted[each] > depth]
-        return {each: shadows[each].token_ids[each.num_tokens :] for each in wanted}
+            else:
+                others = {each: _others(drawn[shadows[each]]) for each in active if shadows[each] in drawn}
+            active = [each for each in active if shadows[each] in drawn and wanted[each][0] > depth]
+        for sequence, token_ids in others.items():
+            self._branch_rates.drafted(sequence, token_ids)
+        return {
+            each: [
+                shadows[each].token_ids[each.num_tokens :],
+                *(as_tokens([token_id]) for token_id, _ in zip(others.get(each, ()), wanted[each][1:], strict=False)),
+            ]
+            for each in wanted
+        }
 
-    def observe(self, sequence: Sequence, num_drafted: int, result: StepResult) -> None:
+    def observe(self, item: ScheduledSequence, result: StepResult) -> None:
         """See `Drafter`."""
-        if num_drafted:
-            self._rates.observe(sequence, num_drafted, result.num_accepted)
+        self._rates.observe(item.sequence, len(item.draft), result.num_right)
+        self._branch_rates.observe(item.sequence, result.sampled[0].token_id)
 
     def forget(self, sequence: Sequence) -> None:
         """See `Drafter`."""
         self._rates.forget(sequence)
+        self._branch_rates.forget(sequence)
         shadow = self._shadows.pop(sequence, None)
         if shadow is not None:
             self._release(shadow)
@@ -106,7 +128,7 @@ class ModelDrafter:
             )
             shadow.sample_index = sequence.sample_index
         known, drafted = sequence.token_ids, shadow.token_ids
-        same = _common_len(known, drafted, begin=shadow.num_ready)
+        same = common_len(known, drafted, begin=shadow.num_ready)
         if same < len(drafted) and shadow.request.sampling.has_penalties:
             # The sampler adds up the tokens of an owner, and takes none back (engine/penalties.py).
             shadow = self._shadows[sequence] = replace(shadow)
@@ -117,14 +139,20 @@ class ModelDrafter:
         return shadow
 
     def _request(self, request: EngineRequest) -> EngineRequest:
-        """Return the request of a shadow: its choices are cut to the grammar later, and nobody sees the rest."""
-        sampling = replace(request.sampling, n=1, num_logprobs=None, num_prompt_logprobs=None, structured_outputs="")
+        """Return the request of a shadow: its choices are cut to the grammar later, and nobody sees the rest.
+
+        The likeliest tokens come with their log-probabilities where they become branches.
+        """
+        num_logprobs = 1 + self._num_branches if self._num_branches else None
+        sampling = replace(
+            request.sampling, n=1, num_logprobs=num_logprobs, num_prompt_logprobs=None, structured_outputs=""
+        )
         if not self._is_coupled:
             sampling = replace(sampling, seed=sampling.seed ^ _OTHER_NOISE)
         return replace(request, sampling=sampling, grammar=None, block_hashes=NO_HASHES)
 
-    def _step(self, shadows: Seq[Sequence]) -> list[Sequence]:
-        """Compute what is known of each shadow, as far as pages go; returns those that have got one more token."""
+    def _step(self, shadows: Seq[Sequence]) -> dict[Sequence, Sampled]:
+        """Compute what is known of each shadow, as far as pages go; returns the tokens of those that have got one."""
         batch: list[ScheduledSequence] = []
         num_to_read = MAX_CATCH_UP
         for shadow in shadows:
@@ -133,12 +161,15 @@ class ModelDrafter:
             if self._make_room(shadow, shadow.num_computed + num_new):
                 num_to_read -= num_new - 1
                 batch.append(ScheduledSequence(shadow, num_new, int(num_new == num_left)))
+        drawn: dict[Sequence, Sampled] = {}
         if not batch:
-            return []
+            return drawn
         for item, result in zip(batch, self._executor.launch(batch).results(), strict=True):
             item.sequence.num_computed += item.num_new_tokens
-            item.sequence.token_ids.extend(each.token_id for each in result.sampled)
-        return [item.sequence for item in batch if item.num_samples]
+            for sampled in result.sampled:
+                item.sequence.token_ids.append(sampled.token_id)
+                drawn[item.sequence] = sampled
+        return drawn
 
     def _make_room(self, shadow: Sequence, num_tokens: int) -> bool:
         """Give a shadow pages for so many tokens; one that gets none loses those that it has."""
@@ -156,7 +187,7 @@ class ModelDrafter:
         shadow.num_computed = shadow.num_ready = 0
 
 
-def _common_len(known: TokenArray, drafted: TokenArray, *, begin: int) -> int:
-    """Return how many leading tokens are the same, of which the first `begin` are known to be."""
-    shortest = min(len(known), len(drafted))
-    return next((i for i in range(begin, shortest) if known[i] != drafted[i]), shortest)
+def _others(sampled: Sampled) -> list[int]:
+    """Return the likeliest tokens beside the one that was drawn."""
+    top = () if sampled.logprobs is None else sampled.logprobs.top
+    return [token_id for token_id, _logprob in top if token_id != sampled.token_id]

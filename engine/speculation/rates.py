@@ -47,6 +47,32 @@ class HitRates:
         return (prior * PRIOR_WEIGHT + self._num_hits[i]) / (PRIOR_WEIGHT + self._num_trials[i])
 
 
+class BranchRates:
+    """How often the token that was second, third, … likeliest for the first place of a draft was right there."""
+
+    def __init__(self, prior: Sequence[float]) -> None:
+        self._all = HitRates(range(1, len(prior)), prior, forgetting=SLOW_FORGETTING)
+        self._candidates: dict[object, Sequence[int]] = {}
+        """Token ids of the latest draft's branches, likeliest first."""
+
+    def prospects(self, num_branches: int, most: float) -> list[list[float]]:
+        """Return the chances of so many branches, of one token each, none above `most`."""
+        return [[min(most, self._all.rate(rank))] for rank in range(num_branches)]
+
+    def drafted(self, key: object, token_ids: Sequence[int]) -> None:
+        """Keep the candidates for a sequence's next token, whether they are verified or not."""
+        self._candidates[key] = token_ids
+
+    def observe(self, key: object, token_id: int) -> None:
+        """Take the sequence's next token into account."""
+        for rank, candidate in enumerate(self._candidates.pop(key, ())):
+            self._all.count(rank, is_hit=candidate == token_id)
+
+    def forget(self, key: object) -> None:
+        """Drop what is kept for a sequence."""
+        self._candidates.pop(key, None)
+
+
 class DepthRates:
     """Acceptance of computed drafts by their place, and when to try again where none was worth it."""
 
@@ -75,14 +101,14 @@ class DepthRates:
         """Count a step for which a draft is considered."""
         self._num_idle += 1
 
-    def observe(self, key: object, num_drafted: int, num_accepted: int) -> None:
-        """Take a verified draft into account."""
+    def observe(self, key: object, num_drafted: int, num_right: int) -> None:
+        """Take a step with a draft into account, or one without."""
         rates = self._rates.get(key)
         if rates is None or not num_drafted:
             return
         self._num_idle = 0
-        for depth in range(min(num_drafted, num_accepted + 1)):
-            rates.count(depth, is_hit=depth < num_accepted)
+        for depth in range(min(num_drafted, num_right + 1)):
+            rates.count(depth, is_hit=depth < num_right)
 
     def forget(self, key: object) -> None:
         """Drop what is kept for a sequence."""

@@ -3,23 +3,23 @@
 Every drafted token is one more row of the step, computed as if it decoded. A row costs time, which all answers of the
 step wait for, and yields a token with the probability that it and the drafted tokens before it are right. Rows are
 taken in the order of these probabilities while tokens per second rise: many for a lone answer that copies, few or none
-beside many answers. A draft decides when a token comes, never which one (`engine/executor.py`), so that the choice may
-depend on anything.
+beside many answers. A row may lengthen a draft, or begin or lengthen another one for the same place: a branch. A draft
+decides when a token comes, never which one (`engine/executor.py`), so that the choice may depend on anything.
 """
 
 import enum
 import logging
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 
-from common.tokens import TokenArray
 from engine.events import DraftCounts
 from engine.executor import ScheduledSequence, StepResult
 from engine.plan import StepPlan
 from engine.sequence import Sequence
 from engine.speculation.costs import StepCosts
-from engine.speculation.drafter import Drafter
+from engine.speculation.drafter import Draft, Drafter
 from engine.speculation.outcomes import Expected, Outcomes
 
 logger = logging.getLogger(__name__)
@@ -60,14 +60,14 @@ class Speculator:
     def observe(self, plan: StepPlan, results: Seq[StepResult], seconds: float) -> None:
         """Learn from the tokens and the time of a step."""
         self._costs.observe(plan.shape, seconds - plan.drafting_s)
-        for (sequence, item), result in zip(plan.batch.items(), results, strict=False):
+        for item, result in zip(plan.batch.values(), results, strict=False):
             if item.num_samples == 1:
-                self._drafter.observe(sequence, len(item.draft), result)
+                self._drafter.observe(item, result)
         if plan.expected is not None and seconds > 0:
             num_tokens = sum(len(result.sampled) for result in results)
             self._outcomes.observe(plan.expected, num_tokens=num_tokens, seconds=seconds)
 
-    def drafts_for(self, plan: StepPlan, *, max_tokens: int) -> Iterator[tuple[Sequence, TokenArray]]:
+    def drafts_for(self, plan: StepPlan, *, max_tokens: int) -> Iterator[tuple[Sequence, Draft]]:
         """Yield sequences of a plan and the drafts to verify, none empty, of at most `max_tokens` tokens together.
 
         None for a step with prompts: its time is bounded by other rules (`engine/step_budget.py`); and none any more
@@ -86,7 +86,7 @@ class Speculator:
             for sequence, item in plan.batch.items()
             if _may_draft(item)
         }
-        num_drafted = min(max_tokens, sum(map(len, prospects.values())))
+        num_drafted = min(max_tokens, sum(len(path) for paths in prospects.values() for path in paths))
         times_s = self._costs.predict(num_answers, num_drafted) if num_drafted else []
         if not times_s:
             return
@@ -95,11 +95,12 @@ class Speculator:
         chosen = choose_rows(prospects, num_answers, times_s, drafting_s, min_gain=min_gain)
         if not chosen:
             self._num_to_rest = num_answers // ANSWERS_PER_REST
-        gains = (sum(prospects[sequence][:num_taken]) for sequence, num_taken in chosen.items())
+        paths = [pair for sequence, lens in chosen.items() for pair in zip(prospects[sequence], lens, strict=False)]
         plan.expected = Expected(
             num_answers=num_answers,
-            num_tokens=num_answers + sum(gains),
-            seconds=times_s[sum(chosen.values())] + drafting_s[max(chosen.values(), default=0)],
+            num_tokens=num_answers + sum(sum(chances[:num_taken]) for chances, num_taken in paths),
+            seconds=times_s[sum(num_taken for _, num_taken in paths)]
+            + drafting_s[max((num_taken for _, num_taken in paths), default=0)],
         )
         if not chosen:
             return
@@ -111,9 +112,9 @@ class Speculator:
             self._has_failed = True
             return
         plan.drafting_s = time.perf_counter() - began_s
-        for sequence, token_ids in drafts.items():
-            draft = sequence.following(token_ids)
-            if draft:
+        for sequence, each in drafts.items():
+            draft = Draft.of(map(sequence.following, each))
+            if draft.token_ids:
                 yield sequence, draft
 
     def rejects(self, sequence: Sequence) -> bool:
@@ -121,11 +122,13 @@ class Speculator:
         request = sequence.request
         return self._rule is Rule.REJECTION and not (request.sampling.is_greedy or request.must_repeat)
 
-    def verified(self, num_drafted: int, num_accepted: int) -> None:
+    def verified(self, item: ScheduledSequence, num_accepted: int) -> None:
         """Count a verified draft."""
-        for place in range(num_drafted):
-            self._num_drafted[place] += 1
-            self._num_accepted[place] += place < num_accepted
+        for begin, token_ids in ((0, item.draft), *((branch.depth, branch.token_ids) for branch in item.branches)):
+            for place in range(begin, begin + len(token_ids)):
+                self._num_drafted[place] += 1
+        for place in range(num_accepted):
+            self._num_accepted[place] += 1
 
     @property
     def counts(self) -> tuple[DraftCounts, ...]:
@@ -138,35 +141,40 @@ class Speculator:
 
 
 def choose_rows(
-    prospects: Mapping[Sequence, Seq[float]],
+    prospects: Mapping[Sequence, Seq[Seq[float]]],
     num_rows: int,
     times_s: Seq[float],
     drafting_s: Seq[float],
     *,
     min_gain: float = MIN_GAIN,
-) -> dict[Sequence, int]:
-    """Return how many tokens to draft for each sequence of a step of `num_rows`; without those that get none.
+) -> dict[Sequence, tuple[int, ...]]:
+    """Return how many tokens of each draft to verify, by sequence, in a step of `num_rows`; without those with none.
 
     `times_s` are the predicted times of the step with no, one, two, … more rows, `drafting_s` those of drafting as many
     tokens for each. None is worth it unless tokens per second rise by `min_gain`.
     """
     rows = sorted(
-        ((chance, -depth, sequence) for sequence, each in prospects.items() for depth, chance in enumerate(each, 1)),
-        key=lambda row: row[:2],
+        (
+            (chance, -depth, -path, sequence)
+            for sequence, paths in prospects.items()
+            for path, chances in enumerate(paths)
+            for depth, chance in enumerate(chances, 1)
+        ),
+        key=lambda row: row[:3],
         reverse=True,
     )[: len(times_s) - 1]
     num_tokens, deepest = float(num_rows), 0
     best_rate, num_best = min_gain * num_tokens / times_s[0], 0
-    for num_more, (chance, depth, _sequence) in enumerate(rows, 1):
+    for num_more, (chance, depth, _path, _sequence) in enumerate(rows, 1):
         num_tokens += chance
         deepest = max(deepest, -depth)
         rate = num_tokens / (times_s[num_more] + drafting_s[deepest])
         if rate > best_rate:
             best_rate, num_best = rate, num_more
-    chosen: dict[Sequence, int] = {}
-    for _chance, _depth, sequence in rows[:num_best]:
-        chosen[sequence] = chosen.get(sequence, 0) + 1
-    return chosen
+    taken: dict[Sequence, Counter[int]] = {}
+    for _chance, _depth, path, sequence in rows[:num_best]:
+        taken.setdefault(sequence, Counter())[-path] += 1
+    return {sequence: tuple(counts[path] for path in range(1 + max(counts))) for sequence, counts in taken.items()}
 
 
 def _may_draft(item: ScheduledSequence) -> bool:

@@ -29,7 +29,7 @@ from engine.options import CheckpointInfo, EngineOptions, eos_token_ids
 from engine.sequence import MAX_FORCED_TOKENS
 from engine.vllm.executor import VllmExecutor
 from engine.vllm.pages import VllmKvStore
-from engine.vllm.rank import RankSetup
+from engine.vllm.rank import RankSetup, forget_shared_names
 from engine.vllm.signatures import check_vllm
 
 logger = logging.getLogger(__name__)
@@ -42,6 +42,7 @@ ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # workers of one host would choose the same cores
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # this process has threads, which a fork would lose
     "VLLM_USE_V2_MODEL_RUNNER": "0",
+    "TORCHDYNAMO_DISABLE": "1",  # with several ranks it would compile how they look tokens up: a minute, and a compiler
 }
 
 
@@ -85,6 +86,8 @@ def load_vllm_executor(options: EngineOptions) -> VllmExecutor:
         eos_token_ids=info.eos_token_ids,
     )
     store.learn(ranks.collective_rpc("kvrelay_open", args=(setup,))[0])
+    if not is_here:
+        forget_shared_names()
     executor = VllmExecutor(ranks, store, info, hidden_size=config.model_config.get_hidden_size())
     try:
         executor.try_out()

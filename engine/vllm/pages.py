@@ -9,8 +9,9 @@ where they land (`engine.vllm.rank`).
 On the wire a block is [num_layers, 2, block_size, num_kv_heads, head_dim], as our own engine has it.
 """
 
+import hashlib
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -43,6 +44,10 @@ class HeadOrder:
         heads = np.arange(shape.num_kv_heads, dtype=np.intp)[:, None]
         rows = ((is_value * shape.block_size + token) * shape.num_kv_heads)[None, :] + heads
         return (rows * shape.head_dim + dimension).reshape(-1)
+
+    def digest(self) -> str:
+        """Return a name that equal orders share."""
+        return hashlib.blake2b(np.array(self.elements, dtype="<u4").tobytes(), digest_size=8).hexdigest()
 
 
 class VllmPages:
@@ -89,13 +94,15 @@ class VllmKvStore:
         self.num_blocks = num_blocks
         self.device_sharing: DeviceSharing | None = None
         self.shared_region: SharedRegion | None
-        self._memory, self.shared_region = allocate_region(num_blocks * shape.block_bytes)
+        self._memory, self.shared_region = allocate_region(num_blocks * shape.block_bytes, num_pieces=shape.num_layers)
         self._pages: VllmPages | None = None
         self._wire_places: Places | None = None
 
     def learn(self, order: HeadOrder) -> None:
         """Take over the order of the elements, before any block is read or written. Raises ValueError."""
         self._wire_places = order.wire_places(self.shape)
+        if self.shared_region is not None:
+            self.shared_region = replace(self.shared_region, page_order=order.digest())
         self._pages = VllmPages(memoryview(self._memory), self.num_blocks, self.shape, self._wire_places)
 
     def read_blocks(self, block_ids: Seq[BlockId]) -> memoryview:

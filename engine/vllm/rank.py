@@ -10,6 +10,8 @@ import glob
 import logging
 import mmap
 import os
+import select
+import threading
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +32,9 @@ from engine.vllm.pages import HeadOrder
 logger = logging.getLogger(__name__)
 
 _SHARED_MEMORY = Path("/dev/shm")
+_PYTHON_NAMES = ("psm_", "sem.mp-")
+"""Beginnings of the names that Python gives to shared memory and to locks."""
+_EXIT_ORPHANED = 70  # sysexits.h: internal software error
 _DIGIT = 256  # integers below it are exact in every dtype of pages
 
 
@@ -107,7 +112,9 @@ class Rank:
         self._sampler = Sampler(vocab_size=setup.vocab_size, eos_token_ids=setup.eos_token_ids)
         layers = _attention_layers(self._runner)
         self._bind(layers, setup)
-        _forget_shared_names()
+        if worker.parallel_config.tensor_parallel_size > 1:
+            forget_shared_names()
+            _end_with_parent()
         self.head_order = learn_head_order(layers[0], block_size=setup.shape.block_size, head_dim=setup.shape.head_dim)
 
     @torch.inference_mode()
@@ -255,14 +262,34 @@ class Rank:
             self._runner.kv_caches[i] = view
 
 
-def _forget_shared_names() -> None:
-    """Unlink the memory by which vLLM's ranks of one host talk, which all have mapped by now.
+def forget_shared_names() -> None:
+    """Unlink the memory by which vLLM's processes of one worker talk, once all have mapped it.
 
-    vLLM leaves the names behind, and with them the memory, when a rank is killed.
+    vLLM and Python leave the names behind, and with them the memory, when a process is killed and its helper with it.
     """
     group = os.environ.get("VLLM_DIST_IDENT")
-    for path in _SHARED_MEMORY.glob(f"{glob.escape(group)}-*") if group else ():
+    names = set(_SHARED_MEMORY.glob(f"{glob.escape(group)}-*")) if group else set()
+    for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines():
+        path = Path(f"/{line.partition('/')[2]}")
+        if path.parent == _SHARED_MEMORY and path.name.startswith(_PYTHON_NAMES):
+            names.add(path)
+    for path in names:
         path.unlink(missing_ok=True)  # another rank may have been first
+
+
+def _end_with_parent() -> None:
+    """End this process as soon as the worker that has started it is over, by SIGKILL too.
+
+    vLLM's ranks notice that by themselves, and then take half a minute to end.
+    """
+    if hasattr(os, "pidfd_open"):
+        parent = os.pidfd_open(os.getppid())
+        threading.Thread(target=_await_end, args=(parent,), name="end with parent", daemon=True).start()
+
+
+def _await_end(parent: int) -> None:
+    select.select([parent], [], [])
+    os._exit(_EXIT_ORPHANED)
 
 
 def _attention_layers(runner: Any) -> list[Any]:

@@ -8,12 +8,13 @@ from common.ids import Epoch
 from engine.executor import KvStore
 from kv_transfer.transports.cuda_ipc import CudaIpc
 from kv_transfer.transports.grpc_chunks import GrpcChunks
+from kv_transfer.transports.nixl import Nixl
 from kv_transfer.transports.shared_memory import SharedMemory
 from kv_transfer.transports.transport import PeerLife, PullTarget, Receiver, Transport, Unreachable
 from kvrelay.v1 import kv_transfer_pb2 as pb
 from kvrelay.v1 import worker_pb2
 
-TRANSPORTS: dict[str, type[Transport]] = {each.name: each for each in (CudaIpc, SharedMemory, GrpcChunks)}
+TRANSPORTS: dict[str, type[Transport]] = {each.name: each for each in (CudaIpc, SharedMemory, Nixl, GrpcChunks)}
 """All transports by name, fastest first."""
 
 
@@ -31,7 +32,7 @@ class WorkerTransports:
 
     @classmethod
     def named(cls, names: Iterable[str], store: KvStore, *, chunk_bytes: int) -> "WorkerTransports":
-        """Return the transports with these names, for the worker with these pages."""
+        """Return the transports with these names, for the worker with these pages. Raises TransportUnusable."""
         return cls(TRANSPORTS[name](store, chunk_bytes) for name in names)
 
     def offer(self, peer: PeerLife, opened: pb.OpenFetch) -> tuple[Transport, ...]:

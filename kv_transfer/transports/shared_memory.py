@@ -5,8 +5,6 @@ from collections.abc import AsyncIterator
 from collections.abc import Sequence as Seq
 from contextlib import asynccontextmanager
 
-import xxhash
-
 from common.errors import KvIncomplete, TransferError
 from common.ids import BlockId
 from engine.executor import KvStore, PeerPages
@@ -17,6 +15,7 @@ from kv_transfer.transports.transport import (
     SealedReceiver,
     Transport,
     Unreachable,
+    checksums_of,
     is_same_host,
     sealed,
 )
@@ -44,7 +43,7 @@ class SharedMemory(Transport):
     def seal(self, first_block: int, block_ids: Seq[BlockId]) -> list[pb.FetchBlocksResponse]:
         """See `Transport`."""
         data = self._store.read_blocks(block_ids)
-        return [sealed(first_block, block_ids, _checksums(data, self._store.shape.block_bytes))]
+        return [sealed(first_block, block_ids, checksums_of(data, self._store.shape.block_bytes))]
 
     @asynccontextmanager
     async def fetch(self, peer: PeerLife, opened: pb.FetchOpened, target: PullTarget) -> "AsyncIterator[_Copier]":
@@ -69,10 +68,6 @@ class _Copier(SealedReceiver):
     def copy(self, blocks: pb.SealedBlocks, pages: Seq[BlockId]) -> None:
         """See `SealedReceiver`."""
         data = self._pages.read_blocks(blocks.block_ids)
-        if _checksums(data, self._store.shape.block_bytes) != list(blocks.checksums):
+        if checksums_of(data, self._store.shape.block_bytes) != list(blocks.checksums):
             raise KvIncomplete("a checksum is wrong, or missing")
         self._store.write_blocks(pages, data)
-
-
-def _checksums(data: memoryview, block_bytes: int) -> list[int]:
-    return [xxhash.xxh3_64_intdigest(data[i : i + block_bytes]) for i in range(0, len(data), block_bytes)]

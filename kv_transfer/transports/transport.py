@@ -15,6 +15,8 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple, Protocol
 
+import xxhash
+
 from common.errors import KvIncomplete, TransferError
 from common.ids import BlockId, Epoch, WorkerId
 from common.wire_names import TRANSPORT_NUMBERS
@@ -32,6 +34,10 @@ class PeerLife(NamedTuple):
 
 class Unreachable(Exception):
     """A peer's memory cannot be mapped; the message says why."""
+
+
+class TransportUnusable(Exception):
+    """A worker cannot use a transport that it is told to use; the message says why, and what to do."""
 
 
 @dataclass(slots=True)
@@ -93,7 +99,7 @@ class Transport(ABC):
     """Whether `seal` copies pages: it then runs on an executor thread, for a few blocks at a time."""
 
     def __init__(self, store: KvStore, chunk_bytes: int) -> None:
-        """`chunk_bytes`: largest piece of a block in one message."""
+        """`chunk_bytes`: largest piece of a block in one message. Raises TransportUnusable."""
         self._store = store
         self._chunk_bytes = chunk_bytes
 
@@ -133,3 +139,8 @@ def sealed(first_block: int, block_ids: Seq[BlockId], checksums: Seq[int] = ()) 
     """Return the message that names pages of the server."""
     blocks = pb.SealedBlocks(first_block=first_block, block_ids=block_ids, checksums=checksums)
     return pb.FetchBlocksResponse(sealed=blocks)
+
+
+def checksums_of(data: memoryview, block_bytes: int) -> list[int]:
+    """Return the checksum of each block's bytes."""
+    return [xxhash.xxh3_64_intdigest(data[i : i + block_bytes]) for i in range(0, len(data), block_bytes)]

@@ -6,6 +6,12 @@ with Client() as client:
     print(client.chat("What is the capital of France?", temperature=0).text)
 """
 
+import sys
+
+from kvrelay.packages import check_packages
+
+check_packages(sys.path, names=("common",))
+
 from common.chat.deltas import ToolCallDelta
 from common.errors import (
     AccessDenied,
@@ -70,6 +76,14 @@ from kvrelay.client.status import (
     DeviceReport,
     Diagnosis,
     Finding,
+    HotPrefix,
+    PlannerStatus,
+    PlanRecord,
+    PlanTerm,
+    PoolPlan,
+    PoolWalls,
+    Prediction,
+    PrefixHolder,
     RouterStatus,
     StepModel,
     StepTotals,
@@ -112,6 +126,7 @@ __all__ = [
     "GenerateOptions",
     "Generation",
     "GenerationStream",
+    "HotPrefix",
     "InvalidRequest",
     "KvrelayError",
     "Message",
@@ -120,7 +135,14 @@ __all__ = [
     "Overloaded",
     "PlanChosen",
     "PlanKind",
+    "PlanRecord",
+    "PlanTerm",
+    "PlannerStatus",
+    "PoolPlan",
+    "PoolWalls",
     "PositionLogprobs",
+    "Prediction",
+    "PrefixHolder",
     "Prompt",
     "PromptLogprobs",
     "PromptTooLong",

@@ -19,6 +19,30 @@ class TenantRefusals:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixHolder:
+    """Part of a prefix that a worker holds."""
+
+    worker_id: str
+    num_blocks: int
+    """Leading blocks that it holds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HotPrefix:
+    """A prefix that requests have asked for again, whether or not some worker still held it."""
+
+    digest: str
+    """Digest of its last block."""
+    num_blocks: int
+    num_requests: float
+    """Requests that asked for it again, each of which counts half after a minute."""
+    age_s: float
+    """Seconds since the last of them."""
+    holders: tuple[PrefixHolder, ...]
+    """Workers that hold its first block, most blocks first; some."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RouterStatus:
     """State of the router, and counts of its requests since its start."""
 
@@ -44,6 +68,8 @@ class RouterStatus:
     """Whether the router's ports use TLS."""
     refusals: tuple[TenantRefusals, ...] = ()
     """Refused requests by tenant and cause."""
+    hot_prefixes: tuple[HotPrefix, ...] = ()
+    """Prefixes that requests ask for again most often, hottest first; some."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +110,11 @@ class StepTotals:
     decode_memory_s: float
     decode_compute_s: float
     decode_weights_s: float
+    host_s: float = 0.0
+    """Time between steps while there was work."""
+    kv_bytes_received: int = 0
+    link_s: float = 0.0
+    """Least time of the pulled KV."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,6 +201,49 @@ class WorkerView:
     """Attempts that it failed lately, each of which counts half after a minute."""
     timing: TimingReport
     """Its timing model, or its pool's while it has measured too few steps itself."""
+    exact_resume: bool | None = None
+    """Whether a token that it draws depends on the request and the tokens before it only; None: not known yet."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolPlan:
+    """A pool's size, as it was and as it should be."""
+
+    present: int
+    wanted: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanTerm:
+    """A number behind a plan."""
+
+    name: str
+    value: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRecord:
+    """One plan of the planner."""
+
+    age_s: float
+    prefill: PoolPlan
+    decode: PoolPlan
+    reason: str
+    terms: tuple[PlanTerm, ...]
+    outcome: str
+    """Empty where there was nothing to do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannerStatus:
+    """The planner's opinion of the pools' sizes, as a router was told last."""
+
+    mode: str
+    """"off", "advise" or "act"."""
+    interval_s: float
+    latest: PlanRecord | None
+    changes: tuple[PlanRecord, ...]
+    """Plans that wanted a change, newest first; some."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,6 +252,22 @@ class ClusterStatus:
 
     router: RouterStatus
     workers: tuple[WorkerView, ...]
+    planner: PlannerStatus | None = None
+    """None without a controller."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """A figure as it is, and as it would be after a change."""
+
+    change: str
+    """"prefill_worker", "decode_worker" or "pages"."""
+    figure: str
+    """"prefill_wait_s", "decode_step_s" or "request_s"; means."""
+    now: float
+    expected: float
+    low: float
+    high: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,6 +282,29 @@ class Finding:
     text: str
     changes: tuple[str, ...]
     """Changes that would help, with what each would bring."""
+    predictions: tuple[Prediction, ...] = ()
+    """The figures in those sentences."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolWalls:
+    """Use of a pool's time in a window, in shares of the time that its workers have lived in it."""
+
+    pool: str
+    window_s: float
+    covered_s: float
+    busy: float
+    """Time in steps."""
+    memory: float
+    """Least time for the steps' memory traffic; 0 where the device was not measured, as below."""
+    compute: float
+    link: float
+    overhead: float
+    """Time of steps beyond the bounds of memory and arithmetic, and between steps with work."""
+    waiting: float
+    """Time without work."""
+    binds: str
+    """The largest part."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,6 +314,8 @@ class Diagnosis:
     headline: str
     findings: tuple[Finding, ...]
     """Faults first, then what costs most."""
+    walls: tuple[PoolWalls, ...] = ()
+    """Use of each pool's time over the last 1, 5 and 60 minutes; none for one request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from kvrelay.v1 import controller_pb2 as _controller_pb2
 from kvrelay.v1 import sampling_pb2 as _sampling_pb2
 from kvrelay.v1 import worker_pb2 as _worker_pb2
 import builtins as _builtins
@@ -1207,6 +1208,7 @@ class RouterStatus(_message.Message):
     NUM_MOVES_FIELD_NUMBER: _builtins.int
     IS_ENCRYPTED_FIELD_NUMBER: _builtins.int
     REFUSALS_FIELD_NUMBER: _builtins.int
+    HOT_PREFIXES_FIELD_NUMBER: _builtins.int
     policy: _builtins.str
     """Routing policy."""
     num_queued: _builtins.int
@@ -1243,6 +1245,10 @@ class RouterStatus(_message.Message):
     def refusals(self) -> _containers.RepeatedCompositeFieldContainer[Global___TenantRefusals]:
         """Refused requests by tenant and cause, since its start."""
 
+    @_builtins.property
+    def hot_prefixes(self) -> _containers.RepeatedCompositeFieldContainer[Global___HotPrefix]:
+        """Prefixes that requests ask for again most often, hottest first; some."""
+
     def __init__(
         self,
         *,
@@ -1262,14 +1268,81 @@ class RouterStatus(_message.Message):
         num_moves: _builtins.int = ...,
         is_encrypted: _builtins.bool = ...,
         refusals: _abc.Iterable[Global___TenantRefusals] | None = ...,
+        hot_prefixes: _abc.Iterable[Global___HotPrefix] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["alarms", b"alarms", "http_port", b"http_port", "is_encrypted", b"is_encrypted", "num_active", b"num_active", "num_bookings", b"num_bookings", "num_cancelled", b"num_cancelled", "num_completed", b"num_completed", "num_failed", b"num_failed", "num_index_blocks", b"num_index_blocks", "num_moves", b"num_moves", "num_queued", b"num_queued", "num_refused", b"num_refused", "num_replans", b"num_replans", "num_request_tasks", b"num_request_tasks", "policy", b"policy", "refusals", b"refusals"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alarms", b"alarms", "hot_prefixes", b"hot_prefixes", "http_port", b"http_port", "is_encrypted", b"is_encrypted", "num_active", b"num_active", "num_bookings", b"num_bookings", "num_cancelled", b"num_cancelled", "num_completed", b"num_completed", "num_failed", b"num_failed", "num_index_blocks", b"num_index_blocks", "num_moves", b"num_moves", "num_queued", b"num_queued", "num_refused", b"num_refused", "num_replans", b"num_replans", "num_request_tasks", b"num_request_tasks", "policy", b"policy", "refusals", b"refusals"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RouterStatus: _TypeAlias = RouterStatus  # noqa: Y015
+
+@_typing.final
+class HotPrefix(_message.Message):
+    """A prefix that requests have asked for again, whether or not some worker still held it; without its text."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DIGEST_FIELD_NUMBER: _builtins.int
+    NUM_BLOCKS_FIELD_NUMBER: _builtins.int
+    NUM_REQUESTS_FIELD_NUMBER: _builtins.int
+    AGE_S_FIELD_NUMBER: _builtins.int
+    HOLDERS_FIELD_NUMBER: _builtins.int
+    digest: _builtins.str
+    """Digest of its last block, which is keyed with a secret of the cluster."""
+    num_blocks: _builtins.int
+    """Its blocks."""
+    num_requests: _builtins.float
+    """Requests that asked for it again, each of which counts half after a minute."""
+    age_s: _builtins.float
+    """Seconds since the last of them."""
+    @_builtins.property
+    def holders(self) -> _containers.RepeatedCompositeFieldContainer[Global___PrefixHolder]:
+        """Workers that hold its first block, most blocks first; some."""
+
+    def __init__(
+        self,
+        *,
+        digest: _builtins.str = ...,
+        num_blocks: _builtins.int = ...,
+        num_requests: _builtins.float = ...,
+        age_s: _builtins.float = ...,
+        holders: _abc.Iterable[Global___PrefixHolder] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "digest", b"digest", "holders", b"holders", "num_blocks", b"num_blocks", "num_requests", b"num_requests"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HotPrefix: _TypeAlias = HotPrefix  # noqa: Y015
+
+@_typing.final
+class PrefixHolder(_message.Message):
+    """Part of a prefix that a worker holds."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    NUM_BLOCKS_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    """The worker."""
+    num_blocks: _builtins.int
+    """Leading blocks that it holds."""
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        num_blocks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_blocks", b"num_blocks", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefixHolder: _TypeAlias = PrefixHolder  # noqa: Y015
 
 @_typing.final
 class TenantRefusals(_message.Message):
@@ -1315,6 +1388,7 @@ class WorkerView(_message.Message):
     SLOWNESS_FIELD_NUMBER: _builtins.int
     NUM_FAILED_ATTEMPTS_FIELD_NUMBER: _builtins.int
     TIMING_FIELD_NUMBER: _builtins.int
+    EXACT_RESUME_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Its name."""
     address: _builtins.str
@@ -1327,6 +1401,8 @@ class WorkerView(_message.Message):
     """Multiple of the step time of its pool's other workers, while it counts as slow; else 0."""
     num_failed_attempts: _builtins.float
     """Attempts that it failed lately, each of which counts half after a minute."""
+    exact_resume: _builtins.bool
+    """A token that it draws depends on nothing but the request and the tokens before it; absent before its facts are known."""
     @_builtins.property
     def status(self) -> _worker_pb2.WorkerStatus:
         """Its own report; absent while unreachable."""
@@ -1346,12 +1422,15 @@ class WorkerView(_message.Message):
         slowness: _builtins.float = ...,
         num_failed_attempts: _builtins.float = ...,
         timing: _worker_pb2.TimingReport | None = ...,
+        exact_resume: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["status", b"status", "timing", b"timing"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_exact_resume", b"_exact_resume", "exact_resume", b"exact_resume", "status", b"status", "timing", b"timing"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "num_failed_attempts", b"num_failed_attempts", "role", b"role", "slowness", b"slowness", "state", b"state", "status", b"status", "timing", b"timing", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_exact_resume", b"_exact_resume", "address", b"address", "exact_resume", b"exact_resume", "num_failed_attempts", b"num_failed_attempts", "role", b"role", "slowness", b"slowness", "state", b"state", "status", b"status", "timing", b"timing", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__exact_resume: _TypeAlias = _typing.Literal["exact_resume"]  # noqa: Y015
+    _WhichOneofArgType__exact_resume: _TypeAlias = _typing.Literal["_exact_resume", b"_exact_resume"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__exact_resume) -> _WhichOneofReturnType__exact_resume | None: ...
 
 Global___WorkerView: _TypeAlias = WorkerView  # noqa: Y015
 
@@ -1363,6 +1442,7 @@ class GetClusterStatusResponse(_message.Message):
 
     ROUTER_FIELD_NUMBER: _builtins.int
     WORKERS_FIELD_NUMBER: _builtins.int
+    PLANNER_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def router(self) -> Global___RouterStatus:
         """The router."""
@@ -1371,15 +1451,20 @@ class GetClusterStatusResponse(_message.Message):
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerView]:
         """The workers, prefill first."""
 
+    @_builtins.property
+    def planner(self) -> _controller_pb2.GetPlanResponse:
+        """What the planner has told this router last; absent without a controller."""
+
     def __init__(
         self,
         *,
         router: Global___RouterStatus | None = ...,
         workers: _abc.Iterable[Global___WorkerView] | None = ...,
+        planner: _controller_pb2.GetPlanResponse | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["router", b"router"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["planner", b"planner", "router", b"router"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["router", b"router", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["planner", b"planner", "router", b"router", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1659,6 +1744,7 @@ class Finding(_message.Message):
     LOST_S_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
     CHANGES_FIELD_NUMBER: _builtins.int
+    PREDICTIONS_FIELD_NUMBER: _builtins.int
     cause: _builtins.str
     """Name of the cause; empty for a part of a request's time."""
     pool: _builtins.str
@@ -1671,6 +1757,10 @@ class Finding(_message.Message):
     def changes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Changes that would help, with what each would bring."""
 
+    @_builtins.property
+    def predictions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Prediction]:
+        """The figures in those sentences."""
+
     def __init__(
         self,
         *,
@@ -1679,14 +1769,115 @@ class Finding(_message.Message):
         lost_s: _builtins.float = ...,
         text: _builtins.str = ...,
         changes: _abc.Iterable[_builtins.str] | None = ...,
+        predictions: _abc.Iterable[Global___Prediction] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cause", b"cause", "changes", b"changes", "lost_s", b"lost_s", "pool", b"pool", "text", b"text"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cause", b"cause", "changes", b"changes", "lost_s", b"lost_s", "pool", b"pool", "predictions", b"predictions", "text", b"text"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Finding: _TypeAlias = Finding  # noqa: Y015
+
+@_typing.final
+class Prediction(_message.Message):
+    """A figure as it is, and as it would be after a change."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHANGE_FIELD_NUMBER: _builtins.int
+    FIGURE_FIELD_NUMBER: _builtins.int
+    NOW_FIELD_NUMBER: _builtins.int
+    EXPECTED_FIELD_NUMBER: _builtins.int
+    LOW_FIELD_NUMBER: _builtins.int
+    HIGH_FIELD_NUMBER: _builtins.int
+    change: _builtins.str
+    """The change: prefill_worker, decode_worker or pages."""
+    figure: _builtins.str
+    """The figure: prefill_wait_s, decode_step_s or request_s; means."""
+    now: _builtins.float
+    """As it is."""
+    expected: _builtins.float
+    """As it would be."""
+    low: _builtins.float
+    """Its interval."""
+    high: _builtins.float
+    """As above."""
+    def __init__(
+        self,
+        *,
+        change: _builtins.str = ...,
+        figure: _builtins.str = ...,
+        now: _builtins.float = ...,
+        expected: _builtins.float = ...,
+        low: _builtins.float = ...,
+        high: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["change", b"change", "expected", b"expected", "figure", b"figure", "high", b"high", "low", b"low", "now", b"now"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Prediction: _TypeAlias = Prediction  # noqa: Y015
+
+@_typing.final
+class PoolWalls(_message.Message):
+    """Use of a pool's time in a window. Shares are of the time that its workers have lived in it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POOL_FIELD_NUMBER: _builtins.int
+    WINDOW_S_FIELD_NUMBER: _builtins.int
+    COVERED_S_FIELD_NUMBER: _builtins.int
+    BUSY_FIELD_NUMBER: _builtins.int
+    MEMORY_FIELD_NUMBER: _builtins.int
+    COMPUTE_FIELD_NUMBER: _builtins.int
+    LINK_FIELD_NUMBER: _builtins.int
+    OVERHEAD_FIELD_NUMBER: _builtins.int
+    WAITING_FIELD_NUMBER: _builtins.int
+    BINDS_FIELD_NUMBER: _builtins.int
+    pool: _builtins.str
+    """"prefill" or "decode"."""
+    window_s: _builtins.float
+    """The window, seconds."""
+    covered_s: _builtins.float
+    """Seconds that it covers: fewer after a start."""
+    busy: _builtins.float
+    """Time in steps."""
+    memory: _builtins.float
+    """Least time for the steps' memory traffic; 0 where the device was not measured, as below."""
+    compute: _builtins.float
+    """Least time for their arithmetic."""
+    link: _builtins.float
+    """Least time of the pulled KV, by the measured bandwidth of the links."""
+    overhead: _builtins.float
+    """Time of steps beyond the bounds of memory and arithmetic, and between steps with work: the host's part."""
+    waiting: _builtins.float
+    """Time without work."""
+    binds: _builtins.str
+    """The largest part: memory, compute, link, overhead or waiting."""
+    def __init__(
+        self,
+        *,
+        pool: _builtins.str = ...,
+        window_s: _builtins.float = ...,
+        covered_s: _builtins.float = ...,
+        busy: _builtins.float = ...,
+        memory: _builtins.float = ...,
+        compute: _builtins.float = ...,
+        link: _builtins.float = ...,
+        overhead: _builtins.float = ...,
+        waiting: _builtins.float = ...,
+        binds: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["binds", b"binds", "busy", b"busy", "compute", b"compute", "covered_s", b"covered_s", "link", b"link", "memory", b"memory", "overhead", b"overhead", "pool", b"pool", "waiting", b"waiting", "window_s", b"window_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PoolWalls: _TypeAlias = PoolWalls  # noqa: Y015
 
 @_typing.final
 class DiagnoseResponse(_message.Message):
@@ -1696,21 +1887,27 @@ class DiagnoseResponse(_message.Message):
 
     HEADLINE_FIELD_NUMBER: _builtins.int
     FINDINGS_FIELD_NUMBER: _builtins.int
+    WALLS_FIELD_NUMBER: _builtins.int
     headline: _builtins.str
     """How the requests did."""
     @_builtins.property
     def findings(self) -> _containers.RepeatedCompositeFieldContainer[Global___Finding]:
         """Faults first, then what costs most; none when nothing costs much."""
 
+    @_builtins.property
+    def walls(self) -> _containers.RepeatedCompositeFieldContainer[Global___PoolWalls]:
+        """Use of each pool's time over the last 1, 5 and 60 minutes; none for one request."""
+
     def __init__(
         self,
         *,
         headline: _builtins.str = ...,
         findings: _abc.Iterable[Global___Finding] | None = ...,
+        walls: _abc.Iterable[Global___PoolWalls] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["findings", b"findings", "headline", b"headline"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["findings", b"findings", "headline", b"headline", "walls", b"walls"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

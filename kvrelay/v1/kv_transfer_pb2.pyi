@@ -252,6 +252,48 @@ class DeviceMemory(_message.Message):
 Global___DeviceMemory: _TypeAlias = DeviceMemory  # noqa: Y015
 
 @_typing.final
+class NixlMemory(_message.Message):
+    """How to read the serving worker's pages with NIXL."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    AGENT_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    NONCE_FIELD_NUMBER: _builtins.int
+    NUM_BLOCKS_FIELD_NUMBER: _builtins.int
+    PAGE_ORDER_FIELD_NUMBER: _builtins.int
+    agent: _builtins.bytes
+    """Metadata of its agent: addresses, and the memory that may be read."""
+    address: _builtins.int
+    """Where the pages begin in the serving process."""
+    size_bytes: _builtins.int
+    """Size of the pages and the nonce."""
+    nonce: _builtins.bytes
+    """Random bytes at the end: proof that it is the same memory."""
+    num_blocks: _builtins.int
+    """Number of blocks in the serving worker's pool."""
+    page_order: _builtins.str
+    """Order of the elements in a page; the puller reads pages of its own order only."""
+    def __init__(
+        self,
+        *,
+        agent: _builtins.bytes = ...,
+        address: _builtins.int = ...,
+        size_bytes: _builtins.int = ...,
+        nonce: _builtins.bytes = ...,
+        num_blocks: _builtins.int = ...,
+        page_order: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "agent", b"agent", "nonce", b"nonce", "num_blocks", b"num_blocks", "page_order", b"page_order", "size_bytes", b"size_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NixlMemory: _TypeAlias = NixlMemory  # noqa: Y015
+
+@_typing.final
 class FetchOpened(_message.Message):
     """The serving worker agreed."""
 
@@ -260,6 +302,7 @@ class FetchOpened(_message.Message):
     TRANSPORT_FIELD_NUMBER: _builtins.int
     SHARED_MEMORY_FIELD_NUMBER: _builtins.int
     DEVICE_MEMORY_FIELD_NUMBER: _builtins.int
+    NIXL_MEMORY_FIELD_NUMBER: _builtins.int
     transport: _worker_pb2.KvTransport.ValueType
     """Transport of this stream."""
     @_builtins.property
@@ -270,16 +313,21 @@ class FetchOpened(_message.Message):
     def device_memory(self) -> Global___DeviceMemory:
         """With CUDA IPC."""
 
+    @_builtins.property
+    def nixl_memory(self) -> Global___NixlMemory:
+        """With NIXL."""
+
     def __init__(
         self,
         *,
         transport: _worker_pb2.KvTransport.ValueType = ...,
         shared_memory: Global___SharedMemory | None = ...,
         device_memory: Global___DeviceMemory | None = ...,
+        nixl_memory: Global___NixlMemory | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["device_memory", b"device_memory", "shared_memory", b"shared_memory"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["device_memory", b"device_memory", "nixl_memory", b"nixl_memory", "shared_memory", b"shared_memory"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_memory", b"device_memory", "shared_memory", b"shared_memory", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_memory", b"device_memory", "nixl_memory", b"nixl_memory", "shared_memory", b"shared_memory", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -287,7 +335,7 @@ Global___FetchOpened: _TypeAlias = FetchOpened  # noqa: Y015
 
 @_typing.final
 class SealedBlocks(_message.Message):
-    """Blocks that are final and stay pinned until the stream ends (shared memory, CUDA IPC)."""
+    """Blocks that are final and stay pinned until the stream ends (shared memory, NIXL, CUDA IPC)."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -439,7 +487,7 @@ class FetchBlocksResponse(_message.Message):
 
     @_builtins.property
     def sealed(self) -> Global___SealedBlocks:
-        """Shared memory, CUDA IPC."""
+        """Shared memory, NIXL, CUDA IPC."""
 
     @_builtins.property
     def chunk(self) -> Global___BlockChunk:

@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from kvrelay.v1 import controller_pb2 as _controller_pb2
 from kvrelay.v1 import worker_pb2 as _worker_pb2
 import builtins as _builtins
 import sys
@@ -61,21 +62,27 @@ class SetWorkersRequest(_message.Message):
 
     WORKERS_FIELD_NUMBER: _builtins.int
     LEAVING_FIELD_NUMBER: _builtins.int
+    PLANNER_FIELD_NUMBER: _builtins.int
     leaving: _builtins.bool
     """This router is about to go: while it is told so it refuses new requests as if it were not there."""
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerEndpoint]:
         """Every worker that should be used."""
 
+    @_builtins.property
+    def planner(self) -> _controller_pb2.GetPlanResponse:
+        """The planner's opinion of the pools' sizes, for those who watch this router; absent: nothing new is told."""
+
     def __init__(
         self,
         *,
         workers: _abc.Iterable[Global___WorkerEndpoint] | None = ...,
         leaving: _builtins.bool = ...,
+        planner: _controller_pb2.GetPlanResponse | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["planner", b"planner"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["leaving", b"leaving", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["leaving", b"leaving", "planner", b"planner", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

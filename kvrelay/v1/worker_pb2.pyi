@@ -57,6 +57,8 @@ class _KvTransportEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_KvTranspo
     """Memory shared on one host."""
     KV_TRANSPORT_CUDA_IPC: _KvTransport.ValueType  # 3
     """Device memory shared on one card."""
+    KV_TRANSPORT_NIXL: _KvTransport.ValueType  # 4
+    """Host memory read by NIXL: RDMA where there is some."""
 
 class KvTransport(_KvTransport, metaclass=_KvTransportEnumTypeWrapper):
     """How KV bytes travel."""
@@ -69,6 +71,8 @@ KV_TRANSPORT_SHM: KvTransport.ValueType  # 2
 """Memory shared on one host."""
 KV_TRANSPORT_CUDA_IPC: KvTransport.ValueType  # 3
 """Device memory shared on one card."""
+KV_TRANSPORT_NIXL: KvTransport.ValueType  # 4
+"""Host memory read by NIXL: RDMA where there is some."""
 Global___KvTransport: _TypeAlias = KvTransport  # noqa: Y015
 
 @_typing.final
@@ -589,6 +593,9 @@ class StepTotals(_message.Message):
     DECODE_MEMORY_S_FIELD_NUMBER: _builtins.int
     DECODE_COMPUTE_S_FIELD_NUMBER: _builtins.int
     DECODE_WEIGHTS_S_FIELD_NUMBER: _builtins.int
+    HOST_S_FIELD_NUMBER: _builtins.int
+    KV_BYTES_RECEIVED_FIELD_NUMBER: _builtins.int
+    LINK_S_FIELD_NUMBER: _builtins.int
     window_s: _builtins.float
     """Seconds that were asked for."""
     covered_s: _builtins.float
@@ -617,6 +624,12 @@ class StepTotals(_message.Message):
     """Least time for their arithmetic."""
     decode_weights_s: _builtins.float
     """Part of decode_memory_s that reads weights."""
+    host_s: _builtins.float
+    """Time between steps while sequences were running or waiting: the host's part."""
+    kv_bytes_received: _builtins.int
+    """Bytes of KV that it pulled."""
+    link_s: _builtins.float
+    """Least time of those pulls, by the measured bandwidth of its links; 0 before any was measured."""
     def __init__(
         self,
         *,
@@ -634,10 +647,13 @@ class StepTotals(_message.Message):
         decode_memory_s: _builtins.float = ...,
         decode_compute_s: _builtins.float = ...,
         decode_weights_s: _builtins.float = ...,
+        host_s: _builtins.float = ...,
+        kv_bytes_received: _builtins.int = ...,
+        link_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["covered_s", b"covered_s", "decode_compute_s", b"decode_compute_s", "decode_memory_s", b"decode_memory_s", "decode_s", b"decode_s", "decode_weights_s", b"decode_weights_s", "num_context_tokens", b"num_context_tokens", "num_decode_steps", b"num_decode_steps", "num_decodes", b"num_decodes", "num_prefill_steps", b"num_prefill_steps", "num_prefill_tokens", b"num_prefill_tokens", "prefill_compute_s", b"prefill_compute_s", "prefill_memory_s", b"prefill_memory_s", "prefill_s", b"prefill_s", "window_s", b"window_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["covered_s", b"covered_s", "decode_compute_s", b"decode_compute_s", "decode_memory_s", b"decode_memory_s", "decode_s", b"decode_s", "decode_weights_s", b"decode_weights_s", "host_s", b"host_s", "kv_bytes_received", b"kv_bytes_received", "link_s", b"link_s", "num_context_tokens", b"num_context_tokens", "num_decode_steps", b"num_decode_steps", "num_decodes", b"num_decodes", "num_prefill_steps", b"num_prefill_steps", "num_prefill_tokens", b"num_prefill_tokens", "prefill_compute_s", b"prefill_compute_s", "prefill_memory_s", b"prefill_memory_s", "prefill_s", b"prefill_s", "window_s", b"window_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

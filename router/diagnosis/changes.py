@@ -1,31 +1,114 @@
 """Predicts from fitted timing models and measured shares what a change would bring, or says why it cannot be told."""
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean, stdev
 
 from router.diagnosis.pool import Pool
 
-_SATURATED = 0.98
-"""Busy share above which a queue has no mean: it grows as long as the load lasts."""
+_SATURATED = 0.8
+"""Busy share from which clients that wait for their answers are more likely than a load that comes regardless."""
+_ENDLESS = 0.94
+"""Busy share from which a queue has no end within a window: only clients that wait explain that pool."""
 _SPREAD = 0.05
 """Doubt about a measured busy share, for the interval of a predicted wait."""
+_FORMULA_ERROR = 0.2
+"""Relative error of the formula for the wait of a queue with several workers."""
+_FIT_ERROR = 0.05
+"""Least relative error of a fitted step time."""
+_POOR_FIT = 0.5
+"""Relative error beyond which a fitted step time predicts nothing."""
 _WEIGHT_BYTES = {"int8": 8.5 / 16, "int4": 5.0 / 16}
 """Bytes of a weight and its share of scales and offsets, as a multiple of bfloat16's."""
+_MIN_REQUESTS = 8
+"""Requests below which a mean has no interval."""
 
 
-def one_more_reader(pool: Pool, wait_s: float) -> str:
-    """Return what another worker would do to the mean wait for prefill."""
-    num_workers, busy = len(pool.workers), max(_SPREAD, pool.busy_share)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """A figure as it is, and as it would be after a change."""
+
+    change: str
+    figure: str
+    now: float
+    expected: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """A change that would help."""
+
+    text: str
+    predicted: Prediction | None = None
+    """None where it cannot be told."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptTimes:
+    """Times of the prompts of some requests."""
+
+    waits_s: Sequence[float]
+    """Waits for prefill."""
+    prefills_s: Sequence[float]
+    """First chunk to first token."""
+    alone_s: float
+    """Time in steps that a prompt takes, in the mean: less than a prefill where several share steps."""
+
+
+def one_more_reader(pool: Pool, times: PromptTimes) -> Change:
+    """Return what another worker would do to the mean wait for prefill.
+
+    It depends on the clients. Where requests come regardless of answers, the pool is a queue with the same load on more
+    workers. Where each client waits for its answer, as many requests stay under way: together they wait and compute as
+    before, at a rate that grows with the workers. A router cannot know which; in a pool that hardly pauses it is more
+    likely the second. The interval holds both.
+    """
+    num_workers, busy, wait_s = len(pool.workers), max(_SPREAD, pool.busy_share), fmean(times.waits_s)
     name = f"a {pool.name} worker more"
-    if busy >= _SATURATED:
-        return (
-            f"{name}: {1 / num_workers:.0%} more prompts per second; what it does to the wait cannot be told,"
-            " because a pool without pause has a queue without a mean"
-        )
-    expected, low, high = (
+    opened = [
         wait_s * _wait(share * num_workers / (num_workers + 1), num_workers + 1) / _wait(share, num_workers)
-        for share in (busy, max(_SPREAD, busy - _SPREAD), min(_SATURATED, busy + _SPREAD))
+        for share in (busy, max(_SPREAD, busy - _SPREAD), busy + _SPREAD)
+        if busy < _ENDLESS
+    ]
+    closed = _closed_waits_s(num_workers, times)
+    if busy < _SATURATED:
+        low, high = (1 - _FORMULA_ERROR) * min(opened), (1 + _FORMULA_ERROR) * max(opened)
+        predicted = _prediction(pool, wait_s, opened[0], low, max(high, min(wait_s, closed[2])))
+        return Change(text=f"{name}: {_from_to(predicted)}", predicted=predicted)
+    more = f"{name}: {1 / num_workers:.0%} more prompts per second, if its host has the cores"
+    if len(times.waits_s) < _MIN_REQUESTS:
+        why = "a pool that hardly pauses has a queue without a mean, and few requests tell of its clients"
+        return Change(text=f"{more}; what it does to the wait cannot be told: {why}")
+    low, expected, high = closed
+    predicted = _prediction(pool, wait_s, expected, min([low, *opened]), high)
+    return Change(text=f"{more}; {_from_to(predicted)}", predicted=predicted)
+
+
+def _closed_waits_s(num_workers: int, times: PromptTimes) -> tuple[float, float, float]:
+    """Return the lowest, expected and highest mean wait with one worker more while as many requests are under way."""
+    whole = [wait + prefill for wait, prefill in zip(times.waits_s, times.prefills_s, strict=True)]
+    share, prefill_s = num_workers / (num_workers + 1), fmean(times.prefills_s)
+    whole_s = share * fmean(whole)
+    doubt_s = 2 * share * stdev(whole) / math.sqrt(len(whole)) if len(whole) > 1 else whole_s
+    # Where prompts share steps now, each takes longer than alone; how much of that is left then, nobody can tell.
+    alone_s = min(prefill_s, times.alone_s)
+    found = (whole_s - doubt_s - prefill_s, whole_s - (prefill_s + alone_s) / 2, whole_s + doubt_s - alone_s)
+    low, expected, high = (max(0.0, each) for each in found)
+    return low, expected, high
+
+
+def _prediction(pool: Pool, now: float, expected: float, low: float, high: float) -> Prediction:
+    change = f"{pool.name}_worker"
+    return Prediction(change=change, figure="prefill_wait_s", now=now, expected=expected, low=low, high=high)
+
+
+def _from_to(predicted: Prediction) -> str:
+    return (
+        f"wait {predicted.now:.2g} s → about {predicted.expected:.2g} s ({predicted.low:.2g} to {predicted.high:.2g})"
     )
-    return f"{name}: wait {wait_s:.2g} s → about {expected:.2g} s ({min(low, high):.2g} to {max(low, high):.2g})"
 
 
 def _wait(busy_share: float, num_workers: int) -> float:
@@ -33,51 +116,86 @@ def _wait(busy_share: float, num_workers: int) -> float:
     return float(busy_share ** (math.sqrt(2 * (num_workers + 1)) - 1) / (num_workers * (1 - busy_share)))
 
 
-def one_more_decoder(pool: Pool) -> str:
+def one_more_decoder(pool: Pool) -> Change:
     """Return what another decode worker would do to a step."""
     num_workers, batch, context = len(pool.workers), pool.mean_batch, pool.mean_context
-    now_s = pool.decode_step_s(batch, context)[0]
-    after_s, low_s, high_s = pool.decode_step_s(batch * num_workers / (num_workers + 1), context)
-    return (
-        f"a decode worker more: batch {batch:.1f} → {batch * num_workers / (num_workers + 1):.1f}, a step"
-        f" {_ms(now_s)} → {_ms(after_s)} ({_ms(low_s)} to {_ms(high_s)} by worker)"
+    after = batch * num_workers / (num_workers + 1)
+    name = f"a {pool.name} worker more: batch {batch:.1f} → {after:.1f}"
+    now, then = pool.decode_step_s(batch, context), pool.decode_step_s(after, context)
+    if now is None or then is None:
+        return Change(text=f"{name}; what a step takes then cannot be told yet: no worker has measured enough steps")
+    # The fitted model says how a step grows with its batch; what is measured, how long it takes now.
+    measured_s = pool.mean_decode_step_s
+    error = abs(measured_s - now[0]) / now[0]
+    if error > _POOR_FIT:
+        why = f"steps take {_ms(measured_s)} and their model says {_ms(now[0])}"
+        return Change(text=f"{name}; what a step takes then cannot be told: {why}")
+    expected, low, high = (measured_s * max(0.0, each) / now[0] for each in then)
+    doubt_s = max(_FIT_ERROR, error) * expected
+    predicted = Prediction(
+        change=f"{pool.name}_worker",
+        figure="decode_step_s",
+        now=measured_s,
+        expected=expected,
+        low=max(0.0, low - doubt_s),
+        high=high + doubt_s,
+    )
+    return Change(
+        text=(
+            f"{name}, a step {_ms(predicted.now)} → {_ms(expected)}"
+            f" ({_ms(predicted.low)} to {_ms(predicted.high)} by worker and fit)"
+        ),
+        predicted=predicted,
     )
 
 
-def fewer_weight_bits(pool: Pool) -> str:
+def fewer_weight_bits(pool: Pool) -> Change:
     """Return the most that int8 and int4 weights could save of a decode step."""
     decode_s, weights_s = pool.total("decode_s"), pool.total("decode_weights_s")
     if not weights_s or not decode_s:
-        return "int8 or int4 weights: cannot tell, the workers have not measured their memory"
+        return Change(text="int8 or int4 weights: cannot tell, the workers have not measured their memory")
     share = min(1.0, weights_s / decode_s)
     savings = " and ".join(f"{name} at most {share * (1 - part):.0%}" for name, part in _WEIGHT_BYTES.items())
-    return f"int8 or int4 weights: reading weights takes {share:.0%} of a decode step; {savings} less time"
+    return Change(text=f"int8 or int4 weights: reading weights takes {share:.0%} of a decode step; {savings} less time")
 
 
-def speculation(pool: Pool) -> str:
+def speculation(pool: Pool) -> Change:
     """Return what drafts have brought."""
     num_drafted = sum(worker.status.num_drafted_tokens for worker in pool.workers)
     num_accepted = sum(worker.status.num_accepted_tokens for worker in pool.workers)
     if not num_drafted:
-        return "speculation: cannot tell, no token was drafted; model.speculation turns it on"
-    return f"speculation: {num_accepted / num_drafted:.0%} of {num_drafted} drafted tokens were right so far"
+        return Change(text="speculation: cannot tell, no token was drafted; model.speculation turns it on")
+    right = num_accepted / num_drafted
+    return Change(text=f"speculation: {right:.0%} of {num_drafted} drafted tokens were right so far")
 
 
-def larger_cache(evicted_share: float, saved_s: float) -> str:
-    """Return what caches of about twice the size would save."""
-    return (
-        f"twice the pages (num_blocks, or kv_dtype int8 in the same memory): up to {evicted_share:.0%} of the computed"
-        f" tokens found, about {saved_s:.2g} s less for a request"
+def larger_cache(evicted_share: float, saved_s: float, *, request_s: float) -> Change:
+    """Return what caches of about twice the size would save of the mean time of a request."""
+    return Change(
+        text=(
+            f"twice the pages (num_blocks, or kv_dtype int8 in the same memory): up to {evicted_share:.0%} of the"
+            f" computed tokens found, up to {saved_s:.2g} s less for a request"
+        ),
+        predicted=Prediction(
+            change="pages",
+            figure="request_s",
+            now=request_s,
+            expected=request_s - saved_s,
+            low=request_s - saved_s,
+            high=request_s,
+        ),
     )
 
 
-def other_split(reader: Pool, decoder: Pool) -> str | None:
+def other_split(reader: Pool, decoder: Pool) -> Change | None:
     """Return which pool could give a worker to the other; None while both are about as busy."""
     for giver, taker in ((decoder, reader), (reader, decoder)):
         if len(giver.workers) > 1 and giver.busy_share < 0.5 * taker.busy_share:
-            return (
-                f"another split: {giver.name} workers are busy {giver.busy_share:.0%} of the time,"
-                f" {taker.name} workers {taker.busy_share:.0%}; `kvrelay scale` or a flip moves one"
+            return Change(
+                text=(
+                    f"another split: {giver.name} workers are busy {giver.busy_share:.0%} of the time,"
+                    f" {taker.name} workers {taker.busy_share:.0%}; `kvrelay scale` or a flip moves one"
+                )
             )
     return None
 

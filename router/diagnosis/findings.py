@@ -16,13 +16,19 @@ import numpy as np
 
 from common.slo import Slo
 from router.diagnosis import changes
+from router.diagnosis.changes import Change, Prediction, PromptTimes
 from router.diagnosis.pool import Pool
 from router.diagnosis.recent_requests import RecentRequest
+from router.hot_prefixes import HotPrefix
 
 _HOT_SHARE = 0.6
 """Share of the computed tokens from which a tenant counts as the cause of a wait."""
 _MIN_SHARE = 0.03
 """Share of a request's whole time below which a loss is not worth a sentence."""
+_LOOK_AT_HOST = "look for other load, heat or swapping on its host; it is replaced when it stays slow"
+_FEWER_PROMPTS = "fewer prompts on decode workers (router.local_prefill_max_tokens), fewer processes on its host"
+_NUM_LOST = 3
+"""Prefixes that a sentence names."""
 _FULL = 0.9
 _IDLE = 0.7
 
@@ -53,8 +59,18 @@ class Finding:
     lost_s: float
     """Time that a request loses by it, in the mean."""
     text: str
-    changes: tuple[str, ...] = ()
+    options: tuple[Change, ...] = ()
     """Changes that would help, with what each would bring."""
+
+    @property
+    def changes(self) -> tuple[str, ...]:
+        """Those changes in sentences."""
+        return tuple(each.text for each in self.options)
+
+    @property
+    def predictions(self) -> tuple[Prediction, ...]:
+        """The figures in those sentences."""
+        return tuple(each.predicted for each in self.options if each.predicted is not None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,13 +82,15 @@ class View:
     """The pool that computes prompts."""
     decoder: Pool
     """The pool that decodes; the same one where a single pool does both."""
+    prefixes: Sequence[HotPrefix] = ()
+    """Prefixes that are asked for most often, hottest first."""
 
 
 def find(view: View) -> list[Finding]:
     """Return the causes, the most important one first; none when nothing costs much."""
     if not view.requests:
         return []
-    whole_s = _mean(view.requests, lambda each: each.ttft_s + each.decode_s)
+    whole_s = _whole_s(view.requests)
     findings = [*_slow_workers(view), *_waits(view), *_transfers(view), *_decode_steps(view)]
     worth = [each for each in findings if each.lost_s >= _MIN_SHARE * whole_s or each.cause in _FAULTS]
     return sorted(worth, key=lambda each: (each.cause not in _FAULTS, -each.lost_s))
@@ -93,9 +111,9 @@ def _waits(view: View) -> list[Finding]:
             lost_s=saved_s,
             text=(
                 f"{evicted:.0%} of the computed prompt tokens had been cached and were evicted before they were asked"
-                f" for again; pages are {reader.page_share:.0%} full"
+                f" for again; pages are {reader.page_share:.0%} full{_lost_prefixes(view.prefixes)}"
             ),
-            changes=(changes.larger_cache(evicted, saved_s),),
+            options=(changes.larger_cache(evicted, saved_s, request_s=_whole_s(requests)),),
         )
     ]
     rest_s = (1 - evicted) * wait_s
@@ -106,9 +124,17 @@ def _waits(view: View) -> list[Finding]:
     pages = sum(worker.status.load.num_blocks for worker in view.decoder.workers)
     if view.reader is not view.decoder and reader.busy_share < _IDLE and pages and used >= _FULL * pages:
         text = f"decode workers hold {used} of {pages} pages: prompts wait {wait_s:.2g} s for answers to end"
-        more = ("more pages for decode (num_blocks, kv_dtype int8), or a decode worker more",)
-        return [*found, Finding(cause=Cause.DECODE_PAGES, pool="decode", lost_s=rest_s, text=text, changes=more)]
-    options = [changes.one_more_reader(reader, wait_s), changes.other_split(reader, view.decoder)]
+        more = (Change(text="more pages for decode (num_blocks, kv_dtype int8), or a decode worker more"),)
+        return [*found, Finding(cause=Cause.DECODE_PAGES, pool="decode", lost_s=rest_s, text=text, options=more)]
+    times = PromptTimes(
+        waits_s=[each.queue_s for each in requests],
+        prefills_s=[each.prefill_s for each in requests],
+        alone_s=reader.prefill_token_s * num_computed / len(requests),
+    )
+    options = [
+        changes.one_more_reader(reader, times),
+        changes.other_split(reader, view.decoder),
+    ]
     found.append(
         Finding(
             cause=Cause.PREFILL,
@@ -119,10 +145,17 @@ def _waits(view: View) -> list[Finding]:
                 f" ({num_computed / len(requests):.0f} computed tokens each);"
                 f" {reader.name} workers are busy {reader.busy_share:.0%} of the time{_walls(reader)}"
             ),
-            changes=tuple(each for each in options if each is not None),
+            options=tuple(each for each in options if each is not None),
         )
     )
     return found
+
+
+def _lost_prefixes(prefixes: Sequence[HotPrefix]) -> str:
+    """Return which of the prefixes that are asked for most often no worker holds wholly; empty when none is missing."""
+    lost = [each for each in prefixes if each.num_held < each.num_blocks][:_NUM_LOST]
+    named = ", ".join(f"{each.digest} ({each.num_held} of {each.num_blocks} blocks held)" for each in lost)
+    return f"; asked for most often and not held now: {named}" if lost else ""
 
 
 def _hot_tenant(view: View, wait_s: float) -> Finding | None:
@@ -145,7 +178,7 @@ def _hot_tenant(view: View, wait_s: float) -> Finding | None:
             f"tenant {tenant} asks for {share:.0%} of the computed tokens; its requests wait {own_s:.2g} s for prefill,"
             f" those of others {others_s:.2g} s"
         ),
-        changes=(f"a smaller weight, a lower max_running or a tokens_per_minute for tenant {tenant}",),
+        options=(Change(text=f"a smaller weight, a lower max_running or a tokens_per_minute for tenant {tenant}"),),
     )
 
 
@@ -163,7 +196,7 @@ def _slow_workers(view: View) -> list[Finding]:
             pool=pool.name,
             lost_s=time_s * (1 - 1 / slowness) / len(pool.workers),
             text=f"steps of {worker_id} take {slowness:.1f} times as long as those of the other {pool.name} workers",
-            changes=("look for other load, heat or swapping on its host; it is replaced when it stays slow",),
+            options=(Change(text=_LOOK_AT_HOST),),
         )
         for pool, time_s in times
         for worker_id, slowness in pool.slow_workers.items()
@@ -174,8 +207,8 @@ def _transfers(view: View) -> list[Finding]:
     """Return the time that first tokens wait for KV after their prefill."""
     exposed_s = _mean(view.requests, lambda each: each.transfer_exposed_s)
     text = f"decode waits {exposed_s:.2g} s for KV blocks after the prefill has ended"
-    more = ("transfer.transports: shm where both workers share a host; kv_dtype int8 halves the bytes",)
-    return [Finding(cause=Cause.TRANSFER, pool="decode", lost_s=exposed_s, text=text, changes=more)]
+    more = (Change(text="transfer.transports: shm where both workers share a host; kv_dtype int8 halves the bytes"),)
+    return [Finding(cause=Cause.TRANSFER, pool="decode", lost_s=exposed_s, text=text, options=more)]
 
 
 def _decode_steps(view: View) -> list[Finding]:
@@ -185,8 +218,10 @@ def _decode_steps(view: View) -> list[Finding]:
     tpot_s = _mean(gaps, lambda each: each.tpot_s or 0.0) if gaps else 0.0
     if not tpot_s or not pool.mean_batch:  # no gap is known when all tokens of an answer come at once
         return []
-    alone_s = pool.decode_step_s(1.0, pool.mean_context)[0]
-    step_s = min(tpot_s, max(alone_s, pool.total("decode_s") / pool.total("num_decode_steps")))
+    alone = pool.decode_step_s(1.0, pool.mean_context)
+    alone_s = pool.mean_decode_step_s if alone is None else alone[0]
+    step_s = min(tpot_s, max(alone_s, pool.mean_decode_step_s))
+    lone = "cannot be told yet" if alone is None else f"{1e3 * alone_s:.3g} ms"
     decode_s = _mean(view.requests, lambda each: each.decode_s)
     preempted = sum(worker.status.num_preemptions for worker in pool.workers)
     return [
@@ -195,10 +230,10 @@ def _decode_steps(view: View) -> list[Finding]:
             pool=pool.name,
             lost_s=max(0.0, (step_s - alone_s) / tpot_s) * decode_s,
             text=(
-                f"a decode step takes {1e3 * step_s:.3g} ms, {1e3 * alone_s:.3g} ms for a sequence alone: batches of"
+                f"a decode step takes {1e3 * step_s:.3g} ms, {lone} for a sequence alone: batches of"
                 f" {pool.mean_batch:.1f} with {pool.mean_context:.0f} KV tokens each{_walls(pool)}"
             ),
-            changes=(changes.one_more_decoder(pool), changes.fewer_weight_bits(pool), changes.speculation(pool)),
+            options=(changes.one_more_decoder(pool), changes.fewer_weight_bits(pool), changes.speculation(pool)),
         ),
         Finding(
             cause=Cause.DECODE_STALLS,
@@ -209,7 +244,7 @@ def _decode_steps(view: View) -> list[Finding]:
                 f" between steps, for prompts that are computed in between, for their KV, or for the host"
                 + (f"; {preempted} preemptions since the start" if preempted else "")
             ),
-            changes=("fewer prompts on decode workers (router.local_prefill_max_tokens), fewer processes on its host",),
+            options=(Change(text=_FEWER_PROMPTS),),
         ),
     ]
 
@@ -218,17 +253,17 @@ def _walls(pool: Pool) -> str:
     """Return a pool's shares of its floors; empty where the device was not measured."""
     if not pool.memory_share and not pool.compute_share:
         return ""
-    rest = max(0.0, 1 - max(pool.memory_share, pool.compute_share))
     return (
         f"; of the time in steps, memory traffic needs at least {pool.memory_share:.0%}, arithmetic"
-        f" {pool.compute_share:.0%}, and {rest:.0%} is neither"
+        f" {pool.compute_share:.0%}, and {pool.overhead_share:.0%} is neither"
     )
 
 
-def headline(requests: Sequence[RecentRequest], *, window_s: float, slo: Slo | None) -> str:
-    """Return how the requests of a window did."""
+def headline(requests: Sequence[RecentRequest], *, window_s: float, slo: Slo | None, num_running: int = 0) -> str:
+    """Return how the requests of a window did; `num_running` are not answered yet."""
     if not requests:
-        return f"no request was answered in the last {window_s:g} s"
+        under_way = f"; {num_running} under way" if num_running else ""
+        return f"no request was answered in the last {window_s:g} s{under_way}"
     ttft_p50, ttft_p99 = np.percentile([each.ttft_s for each in requests], (50, 99))
     count = "1 request" if len(requests) == 1 else f"{len(requests)} requests"
     text = f"{count} answered in {window_s:g} s: TTFT p50 {ttft_p50:.3g} s, p99 {ttft_p99:.3g} s"
@@ -239,6 +274,11 @@ def headline(requests: Sequence[RecentRequest], *, window_s: float, slo: Slo | N
     if slo is not None:
         text += f"; {fmean(map(slo.is_good, requests)):.0%} within their objectives"
     return text
+
+
+def _whole_s(requests: Sequence[RecentRequest]) -> float:
+    """Return the time of a request, in the mean."""
+    return _mean(requests, lambda each: each.ttft_s + each.decode_s)
 
 
 def _mean(requests: Sequence[RecentRequest], read: Callable[[RecentRequest], float]) -> float:

@@ -1,14 +1,17 @@
 """One pool as a diagnosis sees it: what its workers did in a window, and how fast they are."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from statistics import median
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from statistics import median, median_low
 
 from common.ids import WorkerId
 from common.timing import TimingModel
 from kvrelay.v1 import worker_pb2
+from router.alarms import CLEAR_SLOW, RAISE_SLOW
 
 StepTotals = worker_pb2.StepTotals
+_MIN_STEPS = 16
+"""Decode steps whose mean time is judged."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +23,16 @@ class Worker:
     timing: TimingModel
     slowness: float = 0.0
     """Multiple of the step time of the pool's other workers while it counts as slow; else 0."""
+
+    @property
+    def has_decode_model(self) -> bool:
+        """Whether its model of decode steps is fitted, by itself or its pool, not guessed."""
+        return self.timing.decode.num_samples > 0
+
+    def decode_step_s(self, batch: float, context: float) -> float:
+        """Return the predicted time of a decode step of `batch` sequences with `context` KV tokens each."""
+        model = self.timing.decode
+        return model.constant_s + batch * (model.per_decode_s + model.per_context_token_s * context)
 
     def steps(self, window_s: float) -> StepTotals:
         """Return the totals of the shortest window that covers `window_s`, or of the longest one."""
@@ -66,6 +79,16 @@ class Pool:
         return floor_s / self.busy_s if self.busy_s else 0.0
 
     @property
+    def overhead_share(self) -> float:
+        """Share of the time in steps beyond their bounds: prefill and decode steps each have their own."""
+        kinds = ("prefill", "decode")
+        beyond_s = sum(
+            max(0.0, self.total(f"{kind}_s") - max(self.total(f"{kind}_memory_s"), self.total(f"{kind}_compute_s")))
+            for kind in kinds
+        )
+        return beyond_s / self.busy_s if self.busy_s else 0.0
+
+    @property
     def mean_batch(self) -> float:
         """Sequences of a decode step, in the mean; 0 without any such step."""
         num_steps = self.total("num_decode_steps")
@@ -84,31 +107,114 @@ class Pool:
         held = sum(worker.status.num_used_blocks + worker.status.num_cached_blocks for worker in self.workers)
         return held / num_blocks if num_blocks else 0.0
 
-    def decode_step_s(self, batch: float, context: float) -> tuple[float, float, float]:
+    @property
+    def prefill_token_s(self) -> float:
+        """Measured time of a prompt token in prefill steps, in the mean; 0 without any such step."""
+        num_tokens = self.total("num_prefill_tokens")
+        return self.total("prefill_s") / num_tokens if num_tokens else 0.0
+
+    @property
+    def mean_decode_step_s(self) -> float:
+        """Measured time of a decode step, in the mean; 0 without any such step."""
+        num_steps = self.total("num_decode_steps")
+        return self.total("decode_s") / num_steps if num_steps else 0.0
+
+    def decode_step_s(self, batch: float, context: float) -> tuple[float, float, float] | None:
         """Return median, least and largest prediction, over the workers, of a decode step.
 
-        It decodes `batch` sequences with `context` KV tokens each.
+        It decodes `batch` sequences with `context` KV tokens each. None while no worker has a fitted model.
         """
+        predicted = [worker.decode_step_s(batch, context) for worker in self.workers if worker.has_decode_model]
+        return (median(predicted), min(predicted), max(predicted)) if predicted else None
 
-        def predict(timing: TimingModel) -> float:
-            model = timing.decode
-            return model.constant_s + batch * (model.per_decode_s + model.per_context_token_s * context)
+    def walls(self, window_s: float) -> "Walls":
+        """Return the use of the workers' time in a window."""
+        pool = replace(self, window_s=window_s)
+        covered_s = pool.total("covered_s")
 
-        return self._over_workers(predict)
+        def share(seconds: float) -> float:
+            return seconds / covered_s if covered_s else 0.0
 
-    def prefill_token_s(self) -> float:
-        """Return the median over the workers of the time that a prompt token takes in a full step."""
-
-        def predict(timing: TimingModel) -> float:
-            return timing.prefill_s(timing.max_step_tokens, 0) / timing.max_step_tokens
-
-        return self._over_workers(predict)[0]
-
-    def _over_workers(self, predict: Callable[[TimingModel], float]) -> tuple[float, float, float]:
-        predicted = [predict(worker.timing) for worker in self.workers] or [0.0]
-        return median(predicted), min(predicted), max(predicted)
+        memory, compute = pool.busy_share * pool.memory_share, pool.busy_share * pool.compute_share
+        host, busy = share(pool.total("host_s")), pool.busy_share
+        is_measured = bool(memory or compute)
+        return Walls(
+            pool=self.name,
+            window_s=window_s,
+            covered_s=covered_s / len(self.workers) if self.workers else 0.0,
+            busy=busy,
+            memory=memory,
+            compute=compute,
+            link=share(pool.total("link_s")),
+            overhead=(busy * pool.overhead_share if is_measured else 0.0) + host,
+            waiting=max(0.0, 1 - busy - host) if covered_s else 0.0,
+        )
 
     @property
     def slow_workers(self) -> Mapping[WorkerId, float]:
-        """Workers that count as slow, and how many times slower their steps are."""
-        return {worker.worker_id: worker.slowness for worker in self.workers if worker.slowness}
+        """Workers that count as slow, and how many times slower their steps are.
+
+        Besides those that the router has noticed by their timing models, these are the ones whose measured decode steps
+        take `RAISE_SLOW` times as long as the other workers' models predict for the same batches.
+        """
+        found = {worker.worker_id: worker.slowness or self._measured_slowness(worker) for worker in self.workers}
+        return {worker_id: times for worker_id, times in found.items() if times >= CLEAR_SLOW}
+
+    def _measured_slowness(self, worker: Worker) -> float:
+        """Return the multiple; 0 for a worker that is not slow, or where too few steps tell.
+
+        The others' models count only where they have run batches of at least half the size: what a model says of much
+        larger ones than it has seen is half a guess.
+        """
+        steps = worker.steps(self.window_s)
+        if steps.num_decode_steps < _MIN_STEPS:
+            return 0.0
+        others_s = [
+            _would_take_s(each, steps, own)
+            for each in self.workers
+            if each is not worker and each.has_decode_model
+            if (own := each.steps(self.window_s)).num_decode_steps >= _MIN_STEPS
+            if 2 * _mean_shape(own)[0] >= _mean_shape(steps)[0]
+        ]
+        times = steps.decode_s / steps.num_decode_steps / median_low(others_s) if others_s else 0.0
+        return times if times >= RAISE_SLOW else 0.0
+
+
+def _would_take_s(worker: Worker, steps: StepTotals, own: StepTotals) -> float:
+    """Return the mean time that another worker's decode steps would take on this one.
+
+    Its model is scaled to what `own`, its own steps, have really taken: models lag behind a host that has become slow.
+    """
+    scale = own.decode_s / own.num_decode_steps / worker.decode_step_s(*_mean_shape(own))
+    return scale * worker.decode_step_s(*_mean_shape(steps))
+
+
+def _mean_shape(steps: StepTotals) -> tuple[float, float]:
+    """Return the mean batch of decode steps, and the mean context of its sequences."""
+    return steps.num_decodes / steps.num_decode_steps, steps.num_context_tokens / max(1, steps.num_decodes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Walls:
+    """Use of a pool's time in a window, in shares of the time that its workers have lived in it."""
+
+    pool: str
+    window_s: float
+    covered_s: float
+    busy: float
+    memory: float
+    compute: float
+    link: float
+    overhead: float
+    """Time of steps beyond the bounds of memory and arithmetic, and between steps with work."""
+    waiting: float
+
+    @property
+    def binds(self) -> str:
+        """The name of the largest part; empty without steps on record, and where the busy time cannot be divided."""
+        parts = ("memory", "compute", "link", "overhead", "waiting")
+        if not self.covered_s:
+            return ""
+        if not self.memory and not self.compute and self.busy > max(self.waiting, self.overhead, self.link):
+            return "steps"
+        return max(parts, key=lambda name: float(getattr(self, name)))

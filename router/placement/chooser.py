@@ -23,6 +23,7 @@ from common.timing import GUESSED_TIMING
 from router.admission.limits import retry_after
 from router.calibration import Forecast
 from router.fleet import Fleet
+from router.hot_prefixes import HotPrefixes
 from router.index import PrefixIndex
 from router.placement.decisions import Booking, DecisionLog
 from router.placement.forecasts import Forecaster
@@ -151,6 +152,7 @@ class Chooser:
         self._policy = policy
         self._clock = clock
         self.decisions = DecisionLog()
+        self.hot_prefixes = HotPrefixes(clock, index.match)
         self.forecaster = Forecaster()
         self.decisions.subscribe(self.forecaster.learn)
 
@@ -194,6 +196,8 @@ class Chooser:
         booking.decision.num_evicted_blocks = self._index.evicted.count_leading(
             request.hashes.keys, start=matches.longest
         )
+        num_known = min(matches.longest + booking.decision.num_evicted_blocks, len(request.hashes))
+        self.hot_prefixes.note(request.hashes, num_known)
         booking.decision.decision_s = self._clock.monotonic() - now_s
         self.decisions.add(booking.decision)
         return booking

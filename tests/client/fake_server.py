@@ -310,7 +310,11 @@ class FakeInference(inference_pb2_grpc.InferenceServiceServicer):
             cause="prefill", pool="prefill", lost_s=1.5, text="prompts wait 1.5 s", changes=["a prefill worker more: …"]
         )
         gap = pb.Finding(cause="decode", pool="decode", lost_s=0.5, text="a gap is 20 ms")
-        return pb.DiagnoseResponse(headline=f"requests of {request.window_s:g} s", findings=[wait, gap])
+        walls = [
+            pb.PoolWalls(pool=pool, window_s=60.0, covered_s=60.0, busy=0.5, memory=0.4, waiting=0.45, binds="waiting")
+            for pool in ("prefill", "decode")
+        ]
+        return pb.DiagnoseResponse(headline=f"requests of {request.window_s:g} s", findings=[wait, gap], walls=walls)
 
     def RecordTraffic(self, request: pb.RecordTrafficRequest, context: Any) -> Iterator[pb.RecordTrafficResponse]:
         self.record_requests.append(request)

@@ -1,11 +1,12 @@
 """A process that follows the services' protocol and does nothing else: one ready line, then waits for SIGTERM.
 
-fake_service.py ADDRESS [--die-after-ready | --fail MESSAGE | --never-ready | --ignore-sigterm]
+fake_service.py ADDRESS [--die-after-ready | --fail MESSAGE | --never-ready | --ignore-sigterm | --with-child]
 """
 
 import json
 import os
 import signal
+import subprocess
 import sys
 
 from common.process import die_with_parent
@@ -20,6 +21,8 @@ def main() -> int:
         return 3
     if mode == "--ignore-sigterm":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if mode == "--with-child":  # which holds our streams
+        subprocess.Popen(["/bin/sleep", "600"])
     if mode != "--never-ready":
         ready = {"event": "ready", "address": address, "admin_address": address, "metrics_port": 0, "pid": os.getpid()}
         sys.stdout.write(f"not the ready line\n{json.dumps(ready)}\n")

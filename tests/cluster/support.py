@@ -55,6 +55,8 @@ class RecordingRouter(router_admin_pb2_grpc.RouterAdminServiceServicer):
         """Its reported requests."""
         self.is_leaving = False
         """Whether it was last told to leave."""
+        self.planner_mode = ""
+        """What it was last told of the planner."""
         self.num_pushes = 0
         self._pushed = asyncio.Condition()
 
@@ -67,6 +69,7 @@ class RecordingRouter(router_admin_pb2_grpc.RouterAdminServiceServicer):
             self.workers = [(each.worker_id, each.role, each.address) for each in request.workers]
             self.draining = {each.worker_id for each in request.workers if each.draining}
             self.is_leaving = request.leaving
+            self.planner_mode = request.planner.mode
             self.num_pushes += 1
             self._pushed.notify_all()
         accepted = [name for name, _role, _address in self.workers if name not in self.unused]

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import typer
 
+from cli.errors import EXIT_INTERRUPTED
 from cli.main import app
 from common.config import load_config
 from common.ports import is_loopback
-from kvrelay.__main__ import PACKAGES
+from kvrelay.packages import PACKAGES
 
 _REPO = Path(__file__).parents[2]
 _CONTAINER = _REPO / "deploy" / "container"
@@ -104,6 +105,7 @@ def test_unit_runs_an_existing_command_as_a_user_of_its_own_and_waits_for_its_dr
     assert said["User"] == ["kvrelay"]
     assert said["NoNewPrivileges"] == ["yes"]
     assert said["CapabilityBoundingSet"] == [""]
+    assert said["SuccessExitStatus"] == [str(EXIT_INTERRUPTED)], "a drained cluster has not failed"
     assert int(said["TimeoutStopSec"][0]) > load_config(_CONTAINER / "serving.yaml").pools.decode.drain_grace_s
 
 

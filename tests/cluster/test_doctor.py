@@ -17,7 +17,7 @@ from cluster.doctor.finding import Finding, Health
 from cluster.doctor.host import HostFacts, check_host
 from cluster.doctor.service import check_service
 from common.config import ServingConfig, parse_config
-from common.engines import VLLM_PACKAGES
+from common.engines import NIXL_VERSION, VLLM_PACKAGES
 from common.model_files import CACHE_ENV, resolve_model
 from common.random_models import RANDOM_PREFIX
 from common.rpc_server import start_server
@@ -64,6 +64,16 @@ def test_vllms_engine_needs_exactly_its_vllm(version: str | None, detail: str) -
     found = bad(check_host(config(model={"engine": "vllm"}), facts, is_up=False))["vLLM"]
     assert detail in found.detail
     assert "docs/engines.md" in found.advice
+
+
+@pytest.mark.parametrize(
+    ("version", "verdict"), [(None, Health.FAILURE), ("1.4.0", Health.WARNING), (NIXL_VERSION, None)]
+)
+def test_nixl_is_looked_for_where_it_is_named(version: str | None, verdict: Health | None) -> None:
+    facts = host(installed=lambda name: version if name == "nixl" else "99.0")
+    found = bad(check_host(config(transfer={"transports": ["nixl", "grpc"]}), facts, is_up=False)).get("NIXL")
+    assert (found and found.verdict) == verdict
+    assert "NIXL" not in bad(check_host(config(), facts, is_up=False))
 
 
 def test_healthy_host_has_only_good_findings() -> None:

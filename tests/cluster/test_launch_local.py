@@ -76,6 +76,25 @@ async def test_exited_names_the_signal(tmp_path: Path) -> None:
     await process.stop(0)
 
 
+async def test_death_is_told_at_once_although_a_child_outlives_the_process(tmp_path: Path) -> None:
+    process = await make_launcher(tmp_path, decode_0=["--with-child"]).start(make_spec("decode-0"))
+    (child,) = psutil.Process(process.ready.pid).children()
+    telling = asyncio.create_task(process.exited())
+    await asyncio.sleep(0)  # it waits before the process dies
+    os.kill(process.ready.pid, signal.SIGKILL)
+
+    try:
+        async with asyncio.timeout(60):
+            assert await telling == "killed by SIGKILL"
+            assert child.is_running()
+    finally:
+        child.kill()
+    await asyncio.to_thread(child.wait)
+    await process.stop(0)
+    for _ in range(5):  # the pipes, which the child held, end
+        await asyncio.sleep(0)
+
+
 async def test_stop_of_a_process_that_ignores_sigterm_kills_it(tmp_path: Path) -> None:
     process = await make_launcher(tmp_path, decode_0=["--ignore-sigterm"]).start(make_spec("decode-0"))
 

@@ -85,6 +85,16 @@ def test_plan_for_unknown_hosts_uses_reserved_cpus_and_the_hosts_own_address() -
     assert (decode.env["OMP_NUM_THREADS"], decode.host) == ("1", None)
 
 
+def test_ranks_of_a_worker_are_reserved_together_in_one_process() -> None:
+    pools = {"prefill": {"tensor_parallel": 3, "num_cpus": 2}, "decode": {}}
+    config = ServingConfig.model_validate({"model": {"engine": "vllm", "device": "cpu"}, "pools": pools})
+
+    _, prefill, decode = make_plan(config, None)
+
+    assert (prefill.num_cpus, prefill.env["OMP_NUM_THREADS"], prefill.env["KVRELAY_NUM_CPUS"]) == (6, "6", "6")
+    assert decode.num_cpus == 1
+
+
 def test_memory_is_divided_equally_among_all_workers() -> None:
     config = make_config(prefill={"count": 1}, decode={"count": 2, "kv_memory_gib": 1})
 

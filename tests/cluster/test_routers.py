@@ -14,6 +14,7 @@ from common.clock import ManualClock
 from common.config import RouterConfig
 from common.ports import free_ports, is_port_free
 from kvrelay.v1 import router_admin_pb2, worker_pb2
+from kvrelay.v1.controller_pb2 import GetPlanResponse
 from tests.cluster.support import RecordingRouter, recording_router
 from tests.trust import CONTROLLER
 
@@ -103,6 +104,16 @@ async def test_until_empty_waits_until_no_router_has_users_on_the_worker() -> No
 
         both.fakes[1].num_users = {"decode-1": 0}
         await waiting
+
+
+async def test_every_router_is_told_what_the_planner_says_now() -> None:
+    async with pair() as both:
+        await both.fakes[0].until(lambda router: router.num_pushes >= 1)
+        assert not both.fakes[0].planner_mode
+        both.routers.plan = lambda: GetPlanResponse(mode="advise")
+        both.routers.worker_changed()
+        for fake in both.fakes:
+            await fake.until(lambda router: router.planner_mode == "advise")
 
 
 async def test_until_idle_sends_one_router_away_until_another_is_in_its_place() -> None:

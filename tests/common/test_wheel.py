@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvrelay.__main__ import PACKAGES
+from kvrelay.packages import PACKAGES
 
 pytest.importorskip("hatchling", reason="hatchling, which builds the wheel, is not installed")
 from hatchling.builders.wheel import WheelBuilder
@@ -28,16 +28,17 @@ def metadata(wheel: zipfile.ZipFile) -> Message:
     return message_from_bytes(wheel.read(name))
 
 
-def test_every_file_of_the_packages_is_in_the_wheel_and_no_other(wheel: zipfile.ZipFile) -> None:
-    ours = {
-        path.relative_to(_REPO).as_posix()
+def test_every_file_of_the_packages_is_in_the_wheel_below_one_name_and_no_other(wheel: zipfile.ZipFile) -> None:
+    ours = {"kvrelay.pth"} | {
+        f"{'' if package == 'kvrelay' else 'kvrelay/_packages/'}{path.relative_to(_REPO).as_posix()}"
         for package in ("kvrelay", *PACKAGES)
         for path in (_REPO / package).rglob("*")
         if path.is_file() and not path.name.endswith(_CACHES)
     }
     packed = {name for name in wheel.namelist() if ".dist-info/" not in name}
     assert sorted(packed ^ ours) == []
-    assert {"kvrelay/py.typed", "engine/ops/cpu/kernels.cpp", "measure/pages/assets/page.js"} <= packed
+    within = {name.removeprefix("kvrelay/_packages/") for name in packed}
+    assert {"kvrelay/py.typed", "engine/ops/cpu/kernels.cpp", "measure/pages/assets/page.js"} <= within
 
 
 def test_wheel_runs_the_command_and_brings_its_licence(wheel: zipfile.ZipFile) -> None:
@@ -48,7 +49,7 @@ def test_wheel_runs_the_command_and_brings_its_licence(wheel: zipfile.ZipFile) -
 
 def test_metadata_names_the_extras_and_shows_the_readme(wheel: zipfile.ZipFile) -> None:
     told = metadata(wheel)
-    assert set(told.get_all("Provides-Extra", [])) == {"ray", "fetch", "gguf", "otel", "vllm"}
+    assert set(told.get_all("Provides-Extra", [])) == {"ray", "fetch", "gguf", "otel", "vllm", "nixl"}
     assert told["Requires-Python"] == ">=3.11"
     assert "Typing :: Typed" in told.get_all("Classifier", [])
     assert str(told.get_payload()).startswith("# kvrelay")

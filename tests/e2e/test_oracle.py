@@ -102,7 +102,7 @@ def model_config(model_dir: Path, **changes: Any) -> dict[str, Any]:
     }
 
 
-SPECULATION = {"speculation": {"method": "ngram"}}
+SPECULATION = {"speculation": {"method": "ngram", "num_branches": 3}}
 MODES: dict[str, dict[str, Any]] = {
     "disaggregated over shm, then cached": {"transfer": {"transports": ["shm"]}},
     "disaggregated over gRPC": {"transfer": {"transports": ["grpc"]}},

@@ -102,6 +102,7 @@ class CoreMachine(RuleBasedStateMachine):
         max_step_tokens=st.integers(3, 16),
         num_admitted=st.integers(0, 3),
         share_of_right_drafts=st.sampled_from([None, 0.0, 0.8]),
+        num_branches=st.sampled_from([0, 2]),
     )
     def start(
         self,
@@ -110,6 +111,7 @@ class CoreMachine(RuleBasedStateMachine):
         max_step_tokens: int,
         num_admitted: int,
         share_of_right_drafts: float | None,
+        num_branches: int,
     ) -> None:
         self.core = make_core(
             num_blocks=num_blocks,
@@ -118,7 +120,7 @@ class CoreMachine(RuleBasedStateMachine):
             max_steps_in_flight=max_steps_in_flight,
             speculator=None
             if share_of_right_drafts is None
-            else eager(GuessingDrafter(self.answer_of, rate=share_of_right_drafts)),
+            else eager(GuessingDrafter(self.answer_of, rate=share_of_right_drafts, num_branches=num_branches)),
         )
         self.core.scheduler.pages.num_admitted = num_admitted
         self.spy = Spy(self.core)

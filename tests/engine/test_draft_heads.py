@@ -7,12 +7,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.executor import Sampled, StepResult
+from engine.executor import Sampled, ScheduledSequence, StepResult
 from engine.loading import load_draft_heads
 from engine.model.config import UnsupportedModel
 from engine.model.heads import FILE_NAME, DraftHeads
 from engine.speculation.heads import HeadsDrafter
-from tests.engine.drafting import draft_of, eager
+from tests.engine.drafting import drafts_of, eager
 from tests.engine.driver import make_sequence
 from tests.engine.test_speculation_model import load_verifying, requests_of, serve
 from tests.short_model import write_short_model
@@ -39,13 +39,15 @@ def test_heads_propose_what_the_formula_of_medusa_says(tmp_path: Path, has_outpu
     heads = DraftHeads.read(write_heads(tmp_path, has_output=has_output), hidden_size=HIDDEN, vocab_size=VOCAB)
     draw = torch.Generator().manual_seed(1)
     states, output = torch.randn(3, HIDDEN, generator=draw), torch.randn(VOCAB, HIDDEN, generator=draw)
-    found = heads.propose(states.numpy(), 2, lambda hidden: hidden @ output.T)
+    found, others = heads.propose(states.numpy(), 2, 3, lambda hidden: hidden @ output.T)
     tensors = load_file(tmp_path / FILE_NAME)
     for head in range(2):
         linear = states @ tensors[f"{head}.0.linear.weight"].T + tensors[f"{head}.0.linear.bias"]
         moved = states + linear * torch.sigmoid(linear)
         logits = moved @ (tensors[f"{head}.1.weight"] if has_output else output).T
         assert [row[head] for row in found] == logits.argmax(-1).tolist()
+        if head == 0:
+            assert others == logits.argsort(-1, descending=True)[:, 1:4].tolist()
 
 
 def test_heads_of_another_model_are_refused_by_the_tensor_that_does_not_fit(tmp_path: Path) -> None:
@@ -60,13 +62,13 @@ def test_heads_of_another_model_are_refused_by_the_tensor_that_does_not_fit(tmp_
 
 
 def test_nothing_is_drafted_without_the_state_behind_the_last_token() -> None:
-    drafter = HeadsDrafter(lambda states, num: [[7] * num for _ in states], num_heads=3)
+    drafter = HeadsDrafter(lambda states, num, others: ([[7] * num], [[8, 9][:others]]), num_heads=3, num_branches=2)
     sequence = make_sequence([1, 2, 3])
     assert drafter.prospects(sequence, 5) == []  # the first step after a handoff
     result = StepResult(sampled=[Sampled(token_id=4)], prompt_logprobs=[], last_hidden=np.zeros(HIDDEN, np.float32))
-    drafter.observe(sequence, 0, result)
+    drafter.observe(ScheduledSequence(sequence, 3, 1), result)
     sequence.append_token(4)
-    assert draft_of(drafter, sequence, 5) == [7, 7, 7]
+    assert drafts_of(drafter, sequence, 5) == [[7, 7, 7], [8], [9]]
     sequence.append_token(5)  # a grammar has forced it
     assert drafter.prospects(sequence, 5) == []
 
@@ -77,6 +79,7 @@ def test_real_answers_of_every_kind_are_those_without_heads(tmp_path: Path) -> N
     requests = requests_of(tmp_path, executor)
     plain, _ = serve(executor, requests, None)
     write_heads(tmp_path, hidden=executor.hidden_size, num_heads=3)
-    speculated, core = serve(executor, requests, eager(load_draft_heads(tmp_path, executor), num_tokens=3))
+    drafter = load_draft_heads(tmp_path, executor, num_branches=2)
+    speculated, core = serve(executor, requests, eager(drafter, num_tokens=3))
     assert speculated == plain
     assert core.load().num_drafted_tokens

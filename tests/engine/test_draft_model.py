@@ -63,9 +63,9 @@ def test_prompts_that_a_draft_model_reads_take_a_bounded_part_of_each_step(monke
 
     monkeypatch.setattr(executor, "launch", counted)
     drafter = ModelDrafter(executor, target=executor, is_coupled=True)
-    wanted = {make_sequence(range(i, i + 30), block_size=BLOCK_SIZE): 1 for i in (5, 50, 100)}
+    wanted = {make_sequence(range(i, i + 30), block_size=BLOCK_SIZE): (1,) for i in (5, 50, 100)}
     rounds = [drafter.draft(wanted) for _ in range(8)]
-    assert all(rounds[-1].values())
+    assert all(len(drafts[0]) == 1 for drafts in rounds[-1].values())
     assert max(sizes) <= 16 + len(wanted)
 
 
@@ -74,7 +74,7 @@ def test_penalties_of_a_draft_are_counted_anew_once_the_answer_is_another(penalt
     drafter = ModelDrafter(fake_executor(), target=fake_executor(), is_coupled=True)
     sampling = SamplingParams(frequency_penalty=penalty)
     sequence = make_sequence([1, 2, 3], sampling=sampling, block_size=BLOCK_SIZE)
-    drafted = drafter.draft({sequence: 3})[sequence]
+    (drafted,) = drafter.draft({sequence: (3,)})[sequence]
     assert len(drafted) == 3
     before = drafter._shadows[sequence]  # noqa: SLF001 - the owner of the counts
     sequence.append_token(drafted[0] + 1)
@@ -134,7 +134,7 @@ def test_real_answers_of_every_kind_are_those_without_a_draft_model(tmp_path: Pa
     loads = []
     for draft_dir in (whole, first):
         drafting = load(draft_dir, dtype="bfloat16", block_size=16, num_blocks=512)
-        drafter = ModelDrafter(drafting, target=executor, is_coupled=True)
+        drafter = ModelDrafter(drafting, target=executor, is_coupled=True, num_branches=1)
         speculated, core = serve(executor, requests, eager(drafter, num_tokens=4))
         assert speculated == plain
         assert drafter.num_used_blocks == 0

@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from common.clock import ManualClock
+from common.ids import BlockId
 from common.structured_outputs import structure_text
 from common.text_files import load_tokenizer
 from common.tokens import as_tokens
 from engine.core import EngineCore
 from engine.events import TokenOutput
-from engine.executor import ScheduledSequence
+from engine.executor import Branch, ScheduledSequence
 from engine.grammar import Grammars
 from engine.runner import ModelExecutor
 from engine.scheduler import SchedulerLimits
@@ -82,6 +83,43 @@ def test_verified_rows_have_the_bits_of_steps_of_their_own(model_dir: Path, dtyp
             assert torch.equal(*pages)
 
 
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8", "int4"])
+@pytest.mark.parametrize(("num_prompt_tokens", "depth"), [(20, 0), (28, 2), (32, 1), (300, 3)])
+@torch.inference_mode()
+def test_rows_of_a_branch_have_the_bits_of_steps_of_their_own(
+    model_dir: Path, kv_dtype: str, num_prompt_tokens: int, depth: int
+) -> None:
+    executor = load(model_dir, dtype="bfloat16", block_size=BLOCK_SIZE, num_blocks=128, kv_dtype=kv_dtype)
+    if not executor.verifies_drafts:
+        pytest.skip("no compiled kernels on this machine")
+    sampling = make_request([1], temperature=1.0, seed=3, num_logprobs=3, max_tokens=64).sampling
+    driver, prompt = Driver(executor), [(i * 7919) % 40_000 + 100 for i in range(num_prompt_tokens)]
+    one, tree = (make_sequence(prompt, sampling=sampling, block_size=BLOCK_SIZE) for _ in range(2))
+    driver.step([(one, num_prompt_tokens), (tree, num_prompt_tokens)])
+    sampled = [driver.step([(one, 1)])[0].sampled[0] for _ in range(7)]
+    right = as_tokens([each.token_id for each in sampled[:6]])
+    wrong = right[:]
+    wrong[depth] ^= 1
+    num_shared = tree.num_computed // BLOCK_SIZE
+    branch = Branch(depth, right[depth:], num_shared, tree.block_table[:num_shared])
+    while len(tree.block_table) < len(one.block_table):
+        tree.block_table.append(driver.free.pop())
+    while len(branch.block_table) < len(one.block_table):
+        branch.block_table.append(driver.free.pop())
+    if tree.num_computed % BLOCK_SIZE:
+        executor.kv.copy_block(BlockId(tree.block_table[num_shared]), BlockId(branch.block_table[num_shared]))
+    (result,) = executor.launch([ScheduledSequence(tree, 7, 1, draft=wrong, branches=(branch,))]).results()
+    assert result.branch is branch
+    assert result.sampled == sampled  # log-probabilities, too
+    num_tokens = num_prompt_tokens + 7
+    num_full, tables = num_tokens // BLOCK_SIZE, (one.block_table, branch.block_table)
+    for layer in executor._store.layers:  # noqa: SLF001 - the bits of the KV are the point
+        for cache in layer:
+            assert torch.equal(*(cache[list(table[:num_full])] for table in tables))
+            if kv_dtype == "auto":
+                assert torch.equal(*(cache[list(table)].flatten(0, 1)[:num_tokens] for table in tables))
+
+
 def requests_of(model_dir: Path, executor: ModelExecutor[Any]) -> list[EngineRequest]:
     """Return a request of every kind; their prompts repeat themselves and share their beginning."""
     tokenizer = load_tokenizer(model_dir)
@@ -133,7 +171,8 @@ def test_real_answers_of_every_kind_are_those_without_speculation(
     def answer_of(sequence: EngineSequence) -> list[int]:
         return known[id(sequence.request)][sequence.sample_index]
 
-    for drafter in (GuessingDrafter(answer_of, rate=0.85), NgramDrafter()):
+    tree = GuessingDrafter(answer_of, rate=0.6, num_branches=2)
+    for drafter in (GuessingDrafter(answer_of, rate=0.85), tree, NgramDrafter(num_branches=2)):
         speculated, core = serve(executor, requests, eager(drafter, num_tokens=7), **limits)
         assert speculated == plain
         load = core.load()

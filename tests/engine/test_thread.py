@@ -8,11 +8,12 @@ from contextlib import asynccontextmanager
 import pytest
 
 from common.errors import PromptTooLong, Refused
-from engine.core import EngineCore
+from engine.core import Emitted, EngineCore
 from engine.events import EngineEvent, Failed, Started, Tokens
 from engine.executor import ScheduledSequence, StepHandle, StepResult
 from engine.group import Group
-from engine.thread import EngineThread
+from engine.plan import StepPlan
+from engine.thread import EngineThread, RunningStep
 from tests.builders import Collector, assert_empty, expected_tokens, make_core, make_request
 from tests.engine.overlap import Handle, Spy
 
@@ -153,3 +154,21 @@ async def test_fault_of_a_step_is_reported_and_the_thread_lives() -> None:
         await thread.call(lambda core: core.add(make_request([1]), events.put_nowait))
         assert isinstance(await events.get(), Started)
         assert isinstance(await events.get(), Tokens)
+
+
+async def test_planning_that_never_ends_is_seen_as_a_running_step() -> None:
+    core = make_core()
+    seen: asyncio.Queue[RunningStep | None] = asyncio.Queue()
+    loop, begin_step = asyncio.get_running_loop(), core.begin_step
+
+    def watched() -> tuple[StepPlan, Emitted]:
+        loop.call_soon_threadsafe(seen.put_nowait, thread.running_step)
+        return begin_step()
+
+    core.begin_step = watched  # type: ignore[method-assign]
+    async with running(core, unexpected) as thread:
+        await thread.call(lambda core: core.add(make_request([1]), Collector()))
+        async with asyncio.timeout(60):
+            step = await seen.get()
+    assert step is not None
+    assert step.shapes == ()

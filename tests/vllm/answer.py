@@ -11,7 +11,7 @@ from tests.vllm.test_engine import answers_of, core_of, options
 
 def main() -> None:
     asked: dict[str, Any] = json.load(sys.stdin)
-    executor = load_executor(options(Path(asked["model"]), dtype="float32"))
+    executor = load_executor(options(Path(asked["model"]), dtype=asked["dtype"]))
     core = core_of(executor, max_step_tokens=50)
     json.dump(answers_of(core, asked["prompts"], max_tokens=asked["max_tokens"]), sys.stdout)
 

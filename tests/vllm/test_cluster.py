@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from common.model_files import default_model_dir
-from kvrelay.client import AsyncClient
+from kvrelay.client import AsyncClient, Token
 from tests.e2e.harness import kill_worker, running_cluster, until, until_idle, worker
 from tests.e2e.test_oracle import Oracle
 
@@ -54,60 +54,83 @@ async def _check(client: AsyncClient, prompts: list[list[int]], oracle: Oracle) 
     assert not [found for found in judged if found[1]]
 
 
-@pytest.mark.parametrize("transport", ["shm", "grpc"])
+@pytest.mark.parametrize("transport", ["shm", "grpc", "nixl"])
 async def test_disaggregated_and_cached_answers_are_those_of_transformers(
     tmp_path: Path, transport: str, prompts: list[list[int]], short_model_dir: Path, oracle: Oracle
 ) -> None:
+    if transport == "nixl":
+        pytest.importorskip("nixl")
     config = config_of(short_model_dir, transfer={"transports": [transport]})
     async with running_cluster(tmp_path, config, timeout_s=600) as client:
         await _check(client, prompts, oracle)
         await _check(client, prompts, oracle)
+        answer = await client.generate(prompts[-1][::-1], temperature=0.0, max_tokens=2)
+        assert answer.transfer is not None
+        assert answer.transfer.transport == transport
         await until_idle(client)
 
 
 async def test_sampled_answer_goes_on_with_the_same_tokens_after_its_decode_worker_was_killed(
     tmp_path: Path, prompts: list[list[int]], short_model_dir: Path
 ) -> None:
-    options: dict[str, Any] = {"temperature": 0.8, "top_p": 0.95, "seed": 7, "max_tokens": 64, "ignore_eos": True}
+    options: dict[str, Any] = {"temperature": 0.8, "top_p": 0.95, "seed": 7, "max_tokens": 200, "ignore_eos": True}
     prompt = prompts[-1]
     async with running_cluster(tmp_path, config_of(short_model_dir), timeout_s=600) as client:
         alone = await client.generate(prompt, **options)
-        result = asyncio.create_task(client.stream(prompt, **options).result())
-        await until(lambda: _is_decoding(client, len(prompt) + 8), timeout_s=60, what="some tokens are decoded")
-        await kill_worker(client, "decode")
-        killed = await result
+        stream = client.stream(prompt, **options)
+        num_seen = 0
+        async for event in stream:
+            num_seen += isinstance(event, Token)
+            if num_seen == 8:
+                await kill_worker(client, "decode")
+                break
+        killed = await stream.result()
         assert len(killed.plans) > 1, "the kill must have hit the stream"
         assert killed.token_ids == alone.token_ids
-        await until_idle(client, timeout_s=120)
+        await until_idle(client, timeout_s=300)
 
 
-async def test_three_ranks_hand_over_to_one_and_the_death_of_a_rank_ends_its_worker(
-    tmp_path: Path, prompts: list[list[int]], short_model_dir: Path, oracle: Oracle
+@pytest.mark.parametrize("pool", ["prefill", "decode"])
+async def test_workers_of_three_ranks_and_of_one_hand_over_and_end_as_one_process(
+    tmp_path: Path, pool: str, prompts: list[list[int]], short_model_dir: Path, oracle: Oracle
 ) -> None:
+    """A prefill worker loses a rank, a decode worker the process that the ranks belong to."""
     before = _shared_names()
-    config = config_of(short_model_dir, prefill={"tensor_parallel": 3})
+    config = config_of(short_model_dir, **{pool: {"tensor_parallel": 3}})
     async with running_cluster(tmp_path, config, timeout_s=600) as client:
         await _check(client, prompts[3:8], oracle)
-        view = await worker(client, "prefill")
+        view = await worker(client, pool)
         assert view.status is not None
         pid = view.status.pid
         below = psutil.Process(pid).children()
         ranks = [each for each in below if not any("resource_tracker" in word for word in each.cmdline())]
         assert len(ranks) == 3, [each.cmdline() for each in below]
-        os.kill(ranks[-1].pid, signal.SIGKILL)
-        await until(lambda: _is_another(client, pid), timeout_s=300, what="the worker starts again")
-        assert not [each for each in ranks if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
+        os.kill(ranks[-1].pid if pool == "prefill" else pid, signal.SIGKILL)
+        await until(lambda: _is_another(client, pool, pid), timeout_s=300, what="the worker starts again")
+        assert not psutil.wait_procs(ranks, timeout=60)[1], "ranks have outlived their worker"
         await _check(client, prompts[-1:], oracle)
     assert not _shared_names() - before, "shared memory is left"
 
 
-async def _is_decoding(client: AsyncClient, num_tokens: int) -> bool:
-    view = await worker(client, "decode")
-    return view.status is not None and view.status.load.num_context_tokens > num_tokens
+async def test_worker_of_three_ranks_is_one_actor_of_ray_and_leaves_no_rank(
+    tmp_path: Path, prompts: list[list[int]], short_model_dir: Path, oracle: Oracle
+) -> None:
+    pytest.importorskip("ray")
+    before = _shared_names()
+    config = config_of(short_model_dir, prefill={"tensor_parallel": 3}) | {"launcher": "ray"}
+    async with running_cluster(tmp_path, config, timeout_s=600) as client:
+        await _check(client, prompts[3:6], oracle)
+        view = await worker(client, "prefill")
+        assert view.status is not None
+        ranks = psutil.Process(view.status.pid).children()
+    assert len(ranks) >= 3
+    assert not psutil.wait_procs(ranks, timeout=60)[1], "ranks have outlived their worker"
+    left = _shared_names() - before
+    assert not [name for name in left if not name.startswith("sem.")], "shared memory is left"  # locks: 32 bytes each
 
 
-async def _is_another(client: AsyncClient, pid: int) -> bool:
-    view = await worker(client, "prefill")
+async def _is_another(client: AsyncClient, pool: str, pid: int) -> bool:
+    view = await worker(client, pool)
     return view.status is not None and view.status.pid != pid
 
 

@@ -24,7 +24,7 @@ from engine.loading import load_executor
 from engine.model.config import UnsupportedModel
 from engine.options import EngineOptions
 from engine.scheduler import SchedulerLimits
-from tests.builders import Collector, granted, make_request, run_until_idle, served, submit
+from tests.builders import Collector, assert_empty, granted, make_request, run_until_idle, served, submit
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(900)]
 
@@ -132,26 +132,48 @@ def test_samples_logprobs_and_prompt_logprobs_come(executor: Executor, prompts: 
     assert all(output.logprobs is not None and len(output.logprobs.top) == 2 for output in collector.outputs)
 
 
-def test_pages_handed_over_by_the_wire_give_the_same_answer(executor: Executor, prompts: list[list[int]]) -> None:
-    """A prompt is computed by one core, and its pages are moved to others, where another core goes on."""
-    prompt = prompts[-1]
-    whole = served(core_of(executor), request(prompt)).token_ids()
-    source, target = core_of(executor), core_of(executor)
-    target.pool.allocate(30)
+def handed_over(source: Executor, target: Executor, prompt: Sequence[int]) -> list[int]:
+    """Return an answer whose prompt one executor computes, and which another one goes on with in other pages."""
+    prefill, decode = core_of(source), core_of(target)
+    decode.pool.allocate(30)
     sent, collector = Collector(), Collector()
-    prefilled = granted(source.add_prefill_only(request(prompt), sent))
-    run_until_idle(source)
-    reserved = granted(target.reserve(request(prompt), collector))
-    pages = -(-len(prompt) // BLOCK_SIZE)
-    moved_to = reserved.leader.block_ids()[:pages]
+    prefilled = granted(prefill.add_prefill_only(request(prompt), sent))
+    run_until_idle(prefill)
+    reserved = granted(decode.reserve(request(prompt), collector))
+    num_pages = -(-len(prompt) // BLOCK_SIZE)
+    moved_to = reserved.leader.block_ids()[:num_pages]
     assert min(moved_to) >= 30
-    executor.kv.write_blocks(moved_to, executor.kv.read_blocks(prefilled.leader.block_ids()[:pages]))
-    target.commit(reserved, len(prompt))
+    target.kv.write_blocks(moved_to, source.kv.read_blocks(prefilled.leader.block_ids()[:num_pages]))
+    decode.commit(reserved, len(prompt))
     [first] = sent.token_ids()
-    target.start(reserved, [(first, False)])
-    target.wake()
-    run_until_idle(target)
-    assert [first, *collector.token_ids()] == whole
+    decode.start(reserved, [(first, False)])
+    decode.wake()
+    run_until_idle(decode)
+    return [first, *collector.token_ids()]
+
+
+def test_pages_handed_over_by_the_wire_give_the_same_answer(executor: Executor, prompts: list[list[int]]) -> None:
+    whole = served(core_of(executor), request(prompts[-1])).token_ids()
+    assert handed_over(executor, executor, prompts[-1]) == whole
+
+
+def test_requests_cancelled_at_every_step_leave_nothing_and_others_as_they_were(
+    executor: Executor, prompts: list[list[int]]
+) -> None:
+    """Chunks of the prompt, its last step, the first tokens: the ranks forget a sequence wherever it ends."""
+    beside = served(core_of(executor), request(prompts[3])).token_ids()
+    core = core_of(executor, max_step_tokens=40)
+    for num_steps in range(9):
+        left, seen = submit(core, request(prompts[-1], n=2, temperature=1.0, seed=3))
+        _, other = submit(core, request(prompts[3]))
+        for _ in range(num_steps):
+            for group, event in core.step():
+                group.sink(event)
+        core.cancel(left)
+        run_until_idle(core)
+        assert len(seen.outputs) < 2 * MAX_TOKENS
+        assert other.token_ids() == beside, f"behind {num_steps} steps"
+        assert_empty(core)
 
 
 @pytest.fixture(scope="module")
@@ -172,6 +194,15 @@ def test_pages_on_the_wire_are_those_of_our_own_engine(
         run_until_idle(core)
         read.append(np.frombuffer(each.kv.read_blocks(group.leader.block_ids()[:2]), dtype=np.float32))
     assert np.allclose(read[0], read[1], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("way", ["from our own engine", "to our own engine"])
+def test_pages_go_on_in_the_other_engine(
+    executor: Executor, own: Executor, prompts: list[list[int]], expected: list[list[int]], way: str
+) -> None:
+    """A cluster does not do this, since fingerprints differ; the form of a block on the wire is the same."""
+    source, target = (own, executor) if way == "from our own engine" else (executor, own)
+    assert handed_over(source, target, prompts[-1]) == expected[-1]
 
 
 def test_beams_embeddings_and_logprobs_are_those_of_our_own_engine(

@@ -90,6 +90,13 @@ def test_room_is_left_for_a_draft_model_in_decode_workers_alone(tmp_path: Path) 
         assert drafting_bytes(config, config.pools.prefill) == 0
 
 
+def test_trees_of_drafts_are_refused_under_the_rejection_rule() -> None:
+    speculation = {"method": "ngram", "rule": "rejection", "num_branches": 3}
+    with pytest.raises(ValueError, match="cannot verify num_branches: 3 drafts by `rule: rejection`"):
+        ServingConfig.model_validate({"model": {"speculation": speculation}})
+    ServingConfig.model_validate({"model": {"speculation": speculation | {"num_branches": 1}}})
+
+
 def test_draft_model_is_named_exactly_where_it_drafts() -> None:
     for speculation in ({"method": "draft"}, {"method": "ngram", "model": "small"}):
         with pytest.raises(ValueError, match="need each other"):

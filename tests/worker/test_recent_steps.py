@@ -74,3 +74,20 @@ def test_steps_older_than_the_longest_window_take_no_memory() -> None:
         steps.observe([DECODE])
         clock.advance(10.0)
     assert steps.over(1e9)[1].num_decode_steps <= 361
+
+
+def test_time_between_steps_with_work_is_the_hosts() -> None:
+    clock = ManualClock()
+    steps = RecentSteps(FLOORS, clock)
+    for passed_s, has_work in ((1.0, True), (0.4, True), (0.25, False), (5.0, True)):
+        clock.advance(passed_s)
+        steps.observe([DECODE], has_work=has_work)
+    assert steps.over(60.0)[1].host_s == pytest.approx(0.15)
+
+
+def test_pulled_bytes_need_the_time_of_their_link_once_it_was_measured() -> None:
+    steps = RecentSteps(FLOORS, ManualClock())
+    steps.note_pulled(100, bytes_per_s=None)
+    steps.note_pulled(100, bytes_per_s=1000.0)
+    _covered_s, totals = steps.over(60.0)
+    assert (totals.kv_bytes_received, totals.link_s, steps.link_s) == (200, 0.1, 0.1)

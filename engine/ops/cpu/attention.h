@@ -65,6 +65,16 @@ void rotate_and_write(const Step& step, const Layer<T>& layer, T* qkv) {
         const T *keys = row + step.num_heads * dim, *values = row + num_rotated * dim;
         if (layer.has_codes()) write_codes(step, layer, keys, values, step.slot_mapping[token]);
         else std::memcpy(layer.values + slot, values, step.num_kv_heads * dim * sizeof(T));
+        if (!step.mirror_start_loc) continue;
+        for (int64_t i = step.mirror_start_loc[token]; i < step.mirror_start_loc[token + 1]; i++) {
+            int64_t mirror = step.mirror_slots[i] * step.num_kv_heads * dim;
+            if (layer.has_codes()) {
+                write_codes(step, layer, keys, values, step.mirror_slots[i]);
+                continue;
+            }
+            std::memcpy(layer.keys + mirror, layer.keys + slot, step.num_kv_heads * dim * sizeof(T));
+            std::memcpy(layer.values + mirror, values, step.num_kv_heads * dim * sizeof(T));
+        }
     }
 }
 

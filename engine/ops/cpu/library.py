@@ -30,7 +30,10 @@ class Step(ctypes.Structure):
         ),
         *(
             (name, c_void_p)
-            for name in ("slot_mapping", "query_start_loc", "context_lens", "block_tables", "cos", "sin")
+            for name in (
+                *("slot_mapping", "mirror_start_loc", "mirror_slots", "query_start_loc", "context_lens"),
+                *("block_tables", "cos", "sin"),
+            )
         ),
         ("scale", c_float),
         ("norm_eps", c_float),

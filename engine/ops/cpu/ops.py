@@ -26,7 +26,7 @@ from engine.ops.cpu.library import (
     Step,
 )
 from engine.ops.cpu.linear import PackedLinear
-from engine.ops.metadata import AttentionMetadata, SequenceSpan
+from engine.ops.metadata import AttentionMetadata, Ints, SequenceSpan
 
 _HEAD_DIM_MULTIPLE = 32
 
@@ -78,6 +78,8 @@ class _PlannedStep:
             head_dim=config.head_dim,
             block_size=metadata.block_size,
             slot_mapping=metadata.slot_mapping.ctypes.data,
+            mirror_start_loc=_data(metadata.mirror_start_loc),
+            mirror_slots=_data(metadata.mirror_slots),
             query_start_loc=metadata.query_start_loc.ctypes.data,
             context_lens=metadata.context_lens.ctypes.data,
             block_tables=tables.ctypes.data,
@@ -86,6 +88,10 @@ class _PlannedStep:
             scale=config.head_dim**-0.5 * math.log2(math.e),
             norm_eps=config.rms_norm_eps,
         )
+
+
+def _data(numbers: Ints | None) -> int | None:
+    return None if numbers is None else numbers.ctypes.data
 
 
 class CpuStepOps:

@@ -16,6 +16,8 @@ constexpr float kNever = -std::numeric_limits<float>::infinity();
 struct Step {
     int64_t num_tokens, num_seqs, num_heads, num_kv_heads, head_dim, block_size;
     const int64_t* slot_mapping;      // [num_tokens]
+    const int64_t* mirror_start_loc;  // [num_tokens + 1] or null: bounds of the tokens' further slots
+    const int64_t* mirror_slots;
     const int64_t* query_start_loc;   // [num_seqs + 1]
     const int64_t* context_lens;      // [num_seqs]
     const int32_t* const* block_tables;  // [num_seqs], each [cdiv(context_len, block_size)]

@@ -10,7 +10,6 @@ from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 
 from common.version import installed_version
-from kvrelay.v1 import inference_pb2 as pb
 from router.diagnosis.service import Diagnosis
 from router.parts import RouterParts
 from router.placement.decisions import explain
@@ -29,7 +28,7 @@ class ClusterState:
     def __init__(self, parts: RouterParts, reporter: StatusReporter) -> None:
         self._parts = parts
         self._reporter = reporter
-        self._diagnosis = Diagnosis(parts)
+        self._diagnosis = Diagnosis(parts, reporter)
         self._lock = asyncio.Lock()
         self._made_s = -INTERVAL_S
         self._latest: bytes = b""
@@ -51,11 +50,8 @@ class ClusterState:
 
     async def _make(self) -> Mapping[str, Any]:
         parts = self._parts
-        diagnose = pb.DiagnoseRequest(window_s=_DIAGNOSIS_WINDOW_S)
-        status, diagnosis = await asyncio.gather(
-            self._reporter.status(timeout_s=_STATUS_TIMEOUT_S),
-            self._diagnosis.answer(diagnose, timeout_s=_STATUS_TIMEOUT_S),
-        )
+        status = await self._reporter.status(timeout_s=_STATUS_TIMEOUT_S)
+        diagnosis = self._diagnosis.judge(status, window_s=_DIAGNOSIS_WINDOW_S)
         decisions = explain(
             parts.chooser.decisions.newest(_NUM_DECISIONS), policy=parts.config.policy, now_s=parts.clock.monotonic()
         )

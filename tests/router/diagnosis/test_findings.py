@@ -13,10 +13,11 @@ from router.diagnosis.findings import Cause, View, find, headline
 from router.diagnosis.one_request import describe
 from router.diagnosis.pool import Pool, Worker
 from router.diagnosis.recent_requests import RecentRequest
+from router.hot_prefixes import HotPrefix, PrefixHolder
 
 TIMING = TimingModel(
     prefill=StepModel(constant_s=0.01, per_prefill_token_s=0.001),
-    decode=StepModel(constant_s=0.01, per_decode_s=0.001, per_context_token_s=1e-6),
+    decode=StepModel(constant_s=0.01, per_decode_s=0.001, per_context_token_s=1e-6, num_samples=100),
     max_step_tokens=512,
 )
 USUAL = RecentRequest(
@@ -68,6 +69,10 @@ def make_view(*requests: RecentRequest, prefill: Pool | None = None, decode: Poo
     )
 
 
+def times_of(waits_s: list[float]) -> changes.PromptTimes:
+    return changes.PromptTimes(waits_s=waits_s, prefills_s=[1.0] * len(waits_s), alone_s=1.0)
+
+
 def causes(view: View) -> list[Cause]:
     return [finding.cause for finding in find(view)]
 
@@ -75,22 +80,41 @@ def causes(view: View) -> list[Cause]:
 def test_idle_cluster_has_nothing_to_complain_of() -> None:
     assert causes(make_view(USUAL)) == []
     assert headline([], window_s=60, slo=None) == "no request was answered in the last 60 s"
+    assert headline([], window_s=60, slo=None, num_running=3).endswith("60 s; 3 under way")
 
 
 def test_prompts_that_wait_are_bound_by_prefill_and_a_worker_more_shortens_the_wait() -> None:
-    busy = make_pool("prefill", make_worker("p0", busy=0.9), make_worker("p1", busy=0.9))
+    busy = make_pool("prefill", make_worker("p0", busy=0.75), make_worker("p1", busy=0.75))
     (first, *_) = find(make_view(replace(USUAL, worker_queue_s=2.0, ttft_s=2.6), prefill=busy))
     assert first.cause is Cause.PREFILL
+    assert first.predictions[0].expected == pytest.approx(0.285, abs=0.001)
     assert first.lost_s == pytest.approx(2.0)
-    assert "busy 90% of the time" in first.text
+    assert "busy 75% of the time" in first.text
     assert "memory traffic needs at least 50%, arithmetic 10%, and 50% is neither" in first.text
-    assert "a prefill worker more: wait 2 s → about 0.15 s (0.085 to 0.21)" in first.changes[0]
+    assert "a prefill worker more: wait 2 s → about 0.28 s (0.2 to 2)" in first.changes[0]
 
 
-def test_saturated_pool_tells_that_a_wait_cannot_be_predicted() -> None:
-    text = changes.one_more_reader(make_pool("prefill", make_worker("p0", busy=1.0)), 3.0)
-    assert "100% more prompts per second" in text
-    assert "cannot be told" in text
+def test_saturated_pool_with_few_requests_tells_that_a_wait_cannot_be_predicted() -> None:
+    pool = make_pool("prefill", make_worker("p0", busy=1.0))
+    change = changes.one_more_reader(pool, times_of([3.0]))
+    assert "100% more prompts per second" in change.text
+    assert "cannot be told" in change.text
+    assert change.predicted is None
+
+
+def test_saturated_pool_serves_as_many_clients_at_twice_the_rate_with_twice_the_workers() -> None:
+    pool = make_pool("prefill", make_worker("p0", busy=1.0))
+    predicted = changes.one_more_reader(pool, times_of([4.0, 6.0] * 8)).predicted
+    assert predicted is not None
+    assert (predicted.now, predicted.expected) == pytest.approx((5.0, 2.0))
+    assert predicted.low < 2.0 < predicted.high
+
+
+def test_prompts_that_share_steps_leave_the_wait_uncertain() -> None:
+    pool, times = make_pool("prefill", make_worker("p0", busy=1.0)), times_of([5.0] * 16)
+    predicted = changes.one_more_reader(pool, replace(times, alone_s=0.5)).predicted
+    assert predicted is not None
+    assert (predicted.low, predicted.expected, predicted.high) == pytest.approx((2.0, 2.25, 2.5))
 
 
 def test_pool_that_idles_beside_a_busy_one_could_give_a_worker() -> None:
@@ -122,7 +146,17 @@ def test_prefixes_that_were_evicted_before_their_use_are_named_with_what_they_co
     assert first.cause is Cause.CACHE_EVICTIONS
     assert first.lost_s == pytest.approx(0.8 * (0.5 + 0.5))
     assert first.text.startswith("80% of the computed prompt tokens had been cached")
-    assert "about 0.8 s less for a request" in first.changes[0]
+    assert "up to 0.8 s less for a request" in first.changes[0]
+
+
+def test_evicted_prefixes_that_are_asked_for_most_often_are_named() -> None:
+    holder = PrefixHolder(worker_id=WorkerId("p0"), num_blocks=8)
+    prefixes = [
+        HotPrefix(digest=digest, num_blocks=8, num_requests=3.0, age_s=1.0, holders=holders)
+        for digest, holders in (("aa", (holder,)), ("bb", ()))
+    ]
+    view = replace(make_view(replace(USUAL, num_evicted_tokens=400, worker_queue_s=0.5, ttft_s=1.1)), prefixes=prefixes)
+    assert find(view)[0].text.endswith("asked for most often and not held now: bb (0 of 8 blocks held)")
 
 
 def test_tenant_that_asks_for_most_of_the_work_is_named_before_the_pool_that_it_fills() -> None:
@@ -177,7 +211,7 @@ def test_transfer_that_first_tokens_wait_for_is_named() -> None:
 def test_worker_that_measured_no_floor_promises_nothing_of_fewer_bits() -> None:
     status = worker_pb2.WorkerStatus(recent_steps=[worker_pb2.StepTotals(window_s=60.0, decode_s=3.0)])
     pool = make_pool("decode", Worker(worker_id=WorkerId("d0"), status=status, timing=TIMING))
-    assert "cannot tell" in changes.fewer_weight_bits(pool)
+    assert "cannot tell" in changes.fewer_weight_bits(pool).text
 
 
 def test_headline_tells_percentiles_and_the_share_within_the_objectives() -> None:
@@ -197,4 +231,66 @@ def test_one_request_is_told_by_its_longest_parts_beside_the_usual_ones() -> Non
 
 
 def test_wait_in_an_idle_pool_is_predicted_like_any_other() -> None:
-    assert "wait 2 s → about" in changes.one_more_reader(make_pool("prefill", make_worker("p0", busy=0.0)), 2.0)
+    pool = make_pool("prefill", make_worker("p0", busy=0.0))
+    assert "wait 2 s → about" in changes.one_more_reader(pool, times_of([2.0])).text
+
+
+def test_worker_whose_steps_take_longer_than_others_predict_is_slow_before_the_router_has_noticed() -> None:
+    slow = make_worker("d1", busy=5 / 6, batch=20.0)  # steps of 50 ms
+    model = StepModel(constant_s=0.0055, per_decode_s=0.0005, num_samples=100)
+    fast = replace(make_worker("d0", busy=0.175, batch=10.0), timing=replace(TIMING, decode=model))
+    (first, *_) = find(make_view(replace(USUAL, tpot_s=0.05), decode=make_pool("decode", fast, slow)))
+    assert first.cause is Cause.SLOW_WORKER
+    assert first.text.startswith("steps of d1 take 3.2 times as long")
+
+
+def test_worker_with_batches_that_no_other_has_run_is_not_called_slow() -> None:
+    full, model = make_worker("d1", busy=5 / 6, batch=20.0), StepModel(constant_s=0.009, num_samples=100)
+    light = replace(make_worker("d0", busy=0.15, batch=1.0), timing=replace(TIMING, decode=model))
+    assert Cause.SLOW_WORKER not in causes(make_view(USUAL, decode=make_pool("decode", light, full)))
+
+
+def test_steps_are_not_compared_with_a_guess() -> None:
+    guess = replace(TIMING, decode=replace(TIMING.decode, num_samples=0))
+    workers = [replace(make_worker(name, busy=5 / 6, batch=20.0), timing=guess) for name in ("d0", "d1")]
+    found = causes(make_view(replace(USUAL, tpot_s=0.05), decode=make_pool("decode", *workers)))
+    assert Cause.DECODE not in found
+    assert "cannot be told yet" in changes.one_more_decoder(make_pool("decode", *workers)).text
+
+
+def test_model_that_is_far_off_predicts_no_step() -> None:
+    change = changes.one_more_decoder(make_pool("decode", make_worker("d0", busy=5 / 6, batch=1.0)))
+    assert change.predicted is None
+    assert change.text.endswith("cannot be told: steps take 50 ms and their model says 12 ms")
+
+
+def test_walls_divide_the_time_of_a_pool() -> None:
+    pool = make_pool("decode", make_worker("d0", busy=0.8), make_worker("d1", busy=0.4))
+    walls = pool.walls(60.0)
+    assert (walls.busy, walls.memory, walls.compute) == pytest.approx((0.6, 0.3, 0.06))
+    assert (walls.overhead, walls.waiting, walls.link) == pytest.approx((0.3, 0.4, 0.0))
+    assert walls.binds == "waiting"
+
+
+def test_overhead_is_beyond_the_bound_of_each_kind_of_step() -> None:
+    steps = worker_pb2.StepTotals(
+        window_s=60.0,
+        covered_s=60.0,
+        prefill_s=20.0,
+        prefill_compute_s=15.0,
+        prefill_memory_s=1.0,
+        decode_s=20.0,
+        decode_memory_s=25.0,
+        decode_compute_s=1.0,
+    )
+    pool = make_pool("decode", replace(make_worker("d0"), status=worker_pb2.WorkerStatus(recent_steps=[steps])))
+    assert pool.overhead_share == pytest.approx(5 / 40)
+    assert pool.walls(60.0).overhead == pytest.approx(5 / 60)
+
+
+def test_pool_that_was_not_measured_is_bound_by_its_steps() -> None:
+    steps = worker_pb2.StepTotals(window_s=60.0, covered_s=60.0, num_decode_steps=1, decode_s=50.0)
+    worker = replace(make_worker("d0"), status=worker_pb2.WorkerStatus(recent_steps=[steps]))
+    walls = make_pool("decode", worker).walls(60.0)
+    assert (walls.binds, walls.overhead) == ("steps", 0.0)
+    assert make_pool("decode", replace(worker, status=worker_pb2.WorkerStatus())).walls(60.0).binds == ""

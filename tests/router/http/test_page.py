@@ -7,9 +7,13 @@ from typing import Any
 
 import pytest
 
+from kvrelay.v1.controller_pb2 import GetPlanResponse, PlanRecord, PoolPlan
+from kvrelay.v1.router_admin_pb2 import SetWorkersRequest
+from kvrelay.v1.worker_pb2 import WorkerStatus
 from router.http.exchange import Exchange
 from router.http.page import handlers
-from tests.router.fakes import DECODE, TIMEOUT_S, FakeWorker, config_with, pair
+from router.worker_client import WorkerClient
+from tests.router.fakes import DECODE, TIMEOUT_S, FakeWorker, config_with, pair, prompt_of
 from tests.router.http.clients import HttpCluster, fetch, http_cluster
 from tests.router.test_tenants import KEYS, serving
 
@@ -50,6 +54,41 @@ async def test_states_show_workers_and_answered_requests_with_their_stages() -> 
         assert (request["tenant"], request["num_prompt_tokens"], request["num_output_tokens"]) == ("default", 10, 6)
         assert [stage for stage, _age_s in request["stages"]][-2:] == ["decoding", "finished"]
         assert after["decisions"][0]["request_id"] == request["request_id"]
+
+
+async def test_state_asks_each_worker_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    status = WorkerClient.status
+
+    async def count(client: WorkerClient, *, timeout_s: float) -> WorkerStatus:
+        asked.append(id(client))
+        return await status(client, timeout_s=timeout_s)
+
+    monkeypatch.setattr(WorkerClient, "status", count)
+    async with http_cluster(*pair()) as http:
+        asked.clear()
+        assert (await fetch(http.port, "GET", "/cluster"))[0] == 200
+        assert len(asked) == len(set(asked)) == 2
+
+
+async def test_state_tells_what_the_planner_wanted_last_and_which_prefixes_are_reused() -> None:
+    async with http_cluster(*pair()) as http:
+        assert (await states(http, 1))[0]["status"].get("planner") is None
+        latest = PlanRecord(age_s=3.0, prefill=PoolPlan(present=1, wanted=2), reason="prompts wait")
+        told = GetPlanResponse(mode="advise", interval_s=15.0, latest=latest)
+        cluster = http.cluster
+        endpoints = [worker.endpoint for worker in cluster.workers.values()]
+        await cluster.admin.SetWorkers(SetWorkersRequest(workers=endpoints, planner=told))
+        await cluster.admin.SetWorkers(SetWorkersRequest(workers=endpoints))
+        for _ in range(2):
+            await http.complete(prompt=prompt_of(40))
+        _, state = await states(http, 2)
+    planner = state["status"]["planner"]
+    assert (planner["mode"], planner["latest"]["prefill"]["wanted"]) == ("advise", 2)
+    assert planner["latest"]["age_s"] >= 3.0
+    (prefix,) = state["status"]["router"]["hot_prefixes"]
+    assert prefix["num_blocks"] > 0
+    assert prefix["holders"][0]["worker_id"] in ("p0", "d0")
 
 
 async def test_state_is_for_operators() -> None:

@@ -20,6 +20,7 @@ function make(tag, { text, className, title, style } = {}, ...children) {
 
 const seconds = (s) => s === undefined || s === null ? "–" : s < 1 ? `${(1000 * s).toFixed(s < 0.1 ? 1 : 0)} ms` : `${s.toFixed(2)} s`;
 const percent = (share) => `${Math.round(100 * share)} %`;
+const uptime = (s) => s < 100 ? `${Math.round(s)} s` : s < 6000 ? `${Math.round(s / 60)} min` : `${Math.round(s / 3600)} h`;
 const mib = (bytes) => `${(Number(bytes) / 2 ** 20).toFixed(1)} MiB`;
 const row = (...cells) => make("tr", {}, ...cells.map((cell) => (cell instanceof Node ? make("td", {}, cell) : make("td", { text: cell }))));
 const terms = (pairs) => pairs.flatMap(([name, value]) => [make("dt", { text: name }), make("dd", { text: value })]);
@@ -90,15 +91,20 @@ function show(state) {
   $("model").textContent = `${state.model ?? "no model yet"} · ${state.version}`;
   showDiagnosis(state.diagnosis, state.status.router.alarms);
   showRouter(state.status.router);
+  $("walls").replaceChildren(...state.diagnosis.walls.map(wallsRow));
+  showRoofline(state.status.workers);
   $("workers").replaceChildren(...state.status.workers.map(workerRow));
+  showPrefixes(state.status.router.hot_prefixes, state.status.workers);
+  showPlanner(state.status.planner);
   const requests = state.requests.map(requestItem);
   $("requests").replaceChildren(...(requests.length ? requests.reverse() : [make("li", { text: "none" })]));
-  $("decisions").replaceChildren(...state.decisions.map(decisionRow));
+  showDecisions(state.decisions);
   $("tenants").replaceChildren(...state.tenants.map((each) => row(each.name, each.weight, each.num_queued, each.num_active)));
 }
 
 function showDiagnosis({ headline, findings }, alarms) {
   $("headline").textContent = headline;
+  if (!findings.length) $("headline").textContent += ". Nothing costs much time.";
   $("findings").replaceChildren(...findings.map((finding) => {
     const changes = finding.changes.map((change) => make("li", { text: change }));
     const text = `${finding.cause} (${seconds(finding.lost_s)} a request): ${finding.text}`;
@@ -128,7 +134,7 @@ function workerRow(worker) {
   const state = make("span", { text: worker.slowness ? `${worker.state}, slow` : worker.state });
   state.className = worker.state === "ready" && !worker.slowness ? "" : "bad";
   const status = worker.status;
-  if (!status) return row(worker.worker_id, state, "–", "–", "–", "–", "–", "–");
+  if (!status) return row(worker.worker_id, state, "–", "–", "–", "–", "–", "–", "–");
   const steps = (status.recent_steps ?? []).find((each) => each.window_s === STEPS_WINDOW_S);
   const share = (value) => (steps && steps.covered_s ? value / steps.covered_s : 0);
   const shares = steps ? {
@@ -146,8 +152,107 @@ function workerRow(worker) {
   return row(
     worker.worker_id, state, status.load.num_running, status.load.num_waiting, batch ? batch.toFixed(1) : "–", bars,
     make("div", { text: pagesText }, meter([["used", 0, used], ["cached", used, cached]], pagesText)),
-    mib(Number(status.kv_bytes_sent) + Number(status.kv_bytes_received)),
+    mib(Number(status.kv_bytes_sent) + Number(status.kv_bytes_received)), uptime(status.uptime_s),
   );
+}
+
+const WALLS = ["memory", "compute", "link", "overhead", "waiting"];
+
+function wallsRow(walls) {
+  const isMeasured = walls.memory || walls.compute;
+  const cells = ["busy", ...WALLS].map((name) => {
+    const isKnown = isMeasured || (name !== "memory" && name !== "compute");
+    return make("div", { text: isKnown ? percent(walls[name]) : "–" }, meter([[name, 0, walls[name]]]));
+  });
+  return row(walls.pool, `${walls.window_s / 60} min`, ...cells, walls.binds || "no steps yet");
+}
+
+const draw = (tag, attributes, text) => {
+  const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
+  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
+  if (text !== undefined) element.textContent = text;
+  return element;
+};
+
+// The mean steps of the last hour under one roof: intensity in multiples of each device's ridge, speed in shares of its
+// matrix rate.
+function rooflinePoints(workers) {
+  return workers.filter((worker) => worker.status?.device).flatMap((worker) => {
+    const steps = worker.status.recent_steps.at(-1);
+    return ["prefill", "decode"].filter((kind) => Number(steps[`num_${kind}_steps`])).map((kind) => {
+      const [memory, compute, taken] = ["memory_s", "compute_s", "s"].map((name) => steps[`${kind}_${name}`]);
+      return { name: worker.worker_id, kind, intensity: compute / memory, speed: compute / taken, bound: Math.max(memory, compute) / taken };
+    });
+  });
+}
+
+function showRoofline(workers) {
+  const points = rooflinePoints(workers);
+  const [left, right, top, bottom] = [34, 312, 8, 172];
+  const decades = 3, up = 2; // from 1/1000 to 1, and an intensity of up to 100 ridges
+  const clamp = (value, low, high) => Math.min(high, Math.max(low, value));
+  const x = (intensity) => left + ((clamp(Math.log10(intensity), -decades, up) + decades) / (decades + up)) * (right - left);
+  const y = (speed) => bottom - ((clamp(Math.log10(speed), -decades, 0.2) + decades) / (decades + 0.2)) * (bottom - top);
+  const drawn = [draw("path", { class: "roof", d: `M${x(0.001)} ${y(0.001)} L${x(1)} ${y(1)} L${x(100)} ${y(1)}` })];
+  for (const power of [-3, -2, -1, 0]) {
+    const value = 10 ** power, label = power === 0 ? "1" : `1/${10 ** -power}`;
+    drawn.push(draw("line", { class: "axis", x1: left, x2: right, y1: y(value), y2: y(value) }));
+    if (power > -decades) drawn.push(draw("text", { x: left - 4, y: y(value) + 3, "text-anchor": "end" }, label));
+    drawn.push(draw("text", { x: x(value), y: bottom + 11, "text-anchor": "middle" }, label));
+  }
+  drawn.push(draw("text", { x: right, y: bottom + 24, "text-anchor": "end" }, "arithmetic per byte, in multiples of the ridge"));
+  for (const { name, kind, intensity, speed } of points.slice(0, 64)) {
+    const mark = draw("circle", { class: kind, cx: x(intensity), cy: y(speed), r: 4 });
+    mark.append(draw("title", {}, `${kind} on ${name}`));
+    drawn.push(mark);
+  }
+  $("roofline").replaceChildren(...drawn);
+  $("roofline").style.display = points.length ? "" : "none";
+  const texts = points.map(({ name, kind, bound }) => `${kind} on ${name} ${percent(bound)}`);
+  $("roofline-text").textContent = points.length
+    ? `Speed in shares of the matrix rate. Of the bound: ${texts.slice(0, 8).join(", ")}.`
+    : "No worker has measured its device and run a step.";
+}
+
+function showPrefixes(prefixes, workers) {
+  const shown = workers.slice(0, 16).map((worker) => worker.worker_id);
+  const heads = ["prefix", "requests", ...shown];
+  $("prefix-workers").replaceChildren(...heads.map((text) => make("th", { text })));
+  if (!prefixes.length) {
+    const cell = make("td", { text: "none yet" });
+    cell.colSpan = heads.length;
+    $("prefixes").replaceChildren(make("tr", {}, cell));
+    return;
+  }
+  $("prefixes").replaceChildren(...prefixes.map((prefix) => {
+    const held = Object.fromEntries(prefix.holders.map((each) => [each.worker_id, each.num_blocks]));
+    const cells = shown.map((worker) => {
+      const count = held[worker] ?? 0;
+      const shade = Math.round(45 * Math.min(1, count / prefix.num_blocks));
+      const style = { background: `color-mix(in srgb, var(--decoding) ${shade}%, transparent)` };
+      return make("td", { className: "cell", text: count ? `${count} of ${prefix.num_blocks}` : "–", style });
+    });
+    const name = make("td", {}, make("code", { text: prefix.digest }));
+    return make("tr", {}, name, make("td", { text: `${prefix.num_requests.toFixed(1)}, ${seconds(prefix.age_s)} ago` }), ...cells);
+  }));
+}
+
+const sizes = (plan) => ["prefill", "decode"].map((pool) => {
+  const { present, wanted } = plan[pool];
+  return `${pool} ${present}${present === wanted ? "" : ` → ${wanted}`}`;
+}).join(", ");
+
+function showPlanner(planner) {
+  const plan = planner?.latest;
+  const mode = planner ? `Mode ${planner.mode}, every ${planner.interval_s} s` : "";
+  if (!planner) $("plan").textContent = "No controller has told this router of a planner.";
+  else if (planner.mode === "off") $("plan").textContent = "The planner is off (planner.mode in serving.yaml).";
+  else if (!plan) $("plan").textContent = `${mode}; no plan yet.`;
+  else $("plan").textContent = `${mode}. ${seconds(plan.age_s)} ago: ${sizes(plan)}; ${plan.reason}${plan.outcome ? ` (${plan.outcome})` : ""}`;
+  $("plan-terms").replaceChildren(...(plan?.terms ?? []).map(({ name, value }) =>
+    make("div", {}, make("dt", { text: name }), make("dd", { text: Number(value.toPrecision(3)) }))));
+  $("plan-changes").replaceChildren(...(planner?.changes ?? []).map((each) =>
+    make("li", { text: `${seconds(each.age_s)} ago: ${sizes(each)}; ${each.reason}${each.outcome ? ` (${each.outcome})` : ""}` })));
 }
 
 function requestItem(request) {
@@ -166,16 +271,40 @@ function requestItem(request) {
     make("div", { className: "track" }, ...spans));
 }
 
+const openDecisions = new Set();
+
+function showDecisions(decisions) {
+  const focused = document.activeElement?.closest?.("details")?.dataset.decision;
+  $("decisions").replaceChildren(...decisions.map(decisionRow));
+  for (const details of $("decisions").querySelectorAll("details")) {
+    if (details.dataset.decision === focused) details.firstChild.focus({ preventScroll: true });
+  }
+}
+
+const workersOf = (plan) => [plan.prefill_worker_id, plan.decode_worker_id].filter(Boolean).join(" → ");
+
+// The cost of each option, and on demand the terms that it is the sum of.
+function costs(decision) {
+  const options = decision.candidates.slice(0, 3).map((each) => `${workersOf(each)} ${Number(each.cost).toPrecision(3)}`);
+  if (!options.length) return make("span", { text: "–" });
+  const lines = decision.candidates.map((each) => {
+    const parts = Object.entries(each.terms).map(([name, value]) => `${name} ${Number(value.toPrecision(3))}`);
+    return make("li", { text: `${workersOf(each)} ${Number(each.cost).toPrecision(3)}: ${parts.join(", ")}` });
+  });
+  const details = make("details", {}, make("summary", { text: options.join("; ") }), make("ul", {}, ...lines));
+  const name = details.dataset.decision = `${decision.request_id} ${decision.attempt}`;
+  details.open = openDecisions.has(name);
+  details.addEventListener("toggle", () => (details.open ? openDecisions.add(name) : openDecisions.delete(name)));
+  return details;
+}
+
 function decisionRow(decision) {
   const { plan, outcome } = decision;
-  const workers = [plan.prefill_worker_id, plan.decode_worker_id].filter(Boolean).join(" → ");
-  const costs = decision.candidates.slice(0, 3)
-    .map((each) => `${[each.prefill_worker_id, each.decode_worker_id].filter(Boolean).join(" → ")} ${Number(each.cost).toPrecision(3)}`);
   return row(
-    seconds(decision.age_s), decision.request_id, decision.num_tokens, `${workers} (${plan.reason})`,
+    seconds(decision.age_s), make("code", { text: decision.request_id }), decision.num_tokens,
+    make("div", { className: "words" }, make("b", { text: workersOf(plan) }), ` ${plan.reason}`), costs(decision),
     `${plan.predicted_cached_tokens}, ${outcome.num_cached_tokens ?? "–"}`,
     `${seconds(plan.predicted_ttft_s || null)}, ${seconds(outcome.ttft_s)}`,
-    costs.join("; "),
   );
 }
 
@@ -215,10 +344,9 @@ $("chat").addEventListener("submit", async (event) => {
 
 function report({ request_id, plans, usage, timings, transfer }) {
   const plan = plans.at(-1);
-  const workers = [plan.prefill_worker_id, plan.decode_worker_id].filter(Boolean).join(" → ");
   $("report").replaceChildren(...terms([
     ["request", request_id],
-    ["plan", `${plan.kind} ${workers} (${plan.reason})`],
+    ["plan", `${plan.kind} ${workersOf(plan)} (${plan.reason})`],
     ["cached", `${usage.num_cached_tokens} of ${usage.num_prompt_tokens} tokens`],
     ["handoff", `${mib(transfer.kv_bytes)} in ${seconds(transfer.transfer_s)} by ${transfer.transport || "no transport"}`],
     ["first token", `${seconds(timings.ttft_s)}, then one each ${seconds(timings.mean_itl_s)}`],
