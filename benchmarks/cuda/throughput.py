@@ -84,6 +84,13 @@ class OurArm:
         return self.engine.num_tokens
 
 
+def _known_settings(settings: dict[str, Any], known: set[str]) -> dict[str, Any]:
+    """Return settings of transformers 5.23 as an older release knows them."""
+    renamed = {"page_size": "block_size"} if "page_size" not in known else {}
+    named = {renamed.get(name, name): value for name, value in settings.items()}
+    return {name: value for name, value in named.items() if name in known or name != "auto_switch_to_flash"}
+
+
 class TransformersArm:
     """transformers' continuous batching."""
 
@@ -98,14 +105,13 @@ class TransformersArm:
             do_sample=False, max_new_tokens=load.num_output_tokens, eos_token_id=-1, pad_token_id=0
         )
         config = hugging_face.ContinuousBatchingConfig
-        # Only newer releases have it.
-        has_switch = "auto_switch_to_flash" in {field.name for field in dataclasses.fields(config)}
-        self._batching = config(
-            **({"auto_switch_to_flash": _has_flash_attention()} if has_switch else {}),
-            max_requests_per_batch=load.num_requests,  # else it takes the warm-up's
-            allow_block_sharing=False,  # no two prompts have a block in common
+        settings = {
+            "auto_switch_to_flash": _has_flash_attention(),
+            "max_requests_per_batch": load.num_requests,  # else it takes the warm-up's
+            "allow_block_sharing": False,  # no two prompts have a block in common
             **load.peer_limits,
-        )
+        }
+        self._batching = config(**_known_settings(settings, {field.name for field in dataclasses.fields(config)}))
 
     @property
     def attention(self) -> str:
