@@ -118,6 +118,7 @@ class Supervisor:
     async def _serve(self, on_ready: Callable[[], None]) -> None:
         workforce = self.workforce
         is_takeover = workforce.phase is ClusterPhase.ADOPTING
+        reasons: list[str] = []
         try:
             async with asyncio.TaskGroup() as tasks:
                 for process in workforce.processes:
@@ -132,8 +133,10 @@ class Supervisor:
                     self._enter(ClusterPhase.READY)
                     on_ready()
         except* StartFailed as failures:
-            first = failures.exceptions[0]
-            raise StartFailed(str(first)) from None
+            reasons += map(str, failures.exceptions)
+        if reasons:
+            # What is raised in the clause itself, some releases of Python 3.11 put into another group.
+            raise StartFailed(reasons[0])
 
     async def _until_known(self) -> None:
         """Wait until every adopted process has answered; those that do not in time count as down."""
