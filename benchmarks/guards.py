@@ -155,7 +155,7 @@ GUARDS = (
     ),
     _guard(
         "a released booking frees its workers",
-        "router/fleet.py",
+        "router/bookings.py",
         "            hold.member.remove_hold(hold)\n",
         "            hold.member.end_use(hold)\n",
     ),
