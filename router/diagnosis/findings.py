@@ -178,7 +178,7 @@ def _hot_tenant(view: View, wait_s: float) -> Finding | None:
             f"tenant {tenant} asks for {share:.0%} of the computed tokens; its requests wait {own_s:.2g} s for prefill,"
             f" those of others {others_s:.2g} s"
         ),
-        options=(Change(text=f"a smaller weight, a lower max_running or a tokens_per_minute for tenant {tenant}"),),
+        options=(Change(text=f"a smaller weight, a lower max_concurrent or tokens_per_min for tenant {tenant}"),),
     )
 
 

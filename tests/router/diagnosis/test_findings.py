@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from common.config.router import TenantConfig
 from common.ids import RequestId, WorkerId
 from common.slo import Slo
 from common.timing import StepModel, TimingModel
@@ -168,6 +169,10 @@ def test_tenant_that_asks_for_most_of_the_work_is_named_before_the_pool_that_it_
         first.text
     )
     assert first.lost_s == pytest.approx(0.8 * 2.0)
+    (option,) = first.options
+    keys = {word for word in option.text.split() if "_" in word}
+    assert keys
+    assert keys <= TenantConfig.model_fields.keys(), "an operator looks for a key that tenants do not have"
 
 
 def test_only_tenant_is_never_the_cause() -> None:
