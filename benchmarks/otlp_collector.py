@@ -1,7 +1,7 @@
 """An OpenTelemetry collector that only keeps: takes spans as OTLP over HTTP, in a process or thread of its own.
 
 `python -m benchmarks.otlp_collector` prints its address; `GET /spans` there answers with the number of spans so far.
-Bodies are read when somebody asks, so that receiving costs next to nothing.
+Bodies are read on request, so that receiving costs next to nothing.
 """
 
 import gzip

@@ -103,7 +103,7 @@ SITUATIONS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What a cluster said of itself under a load, and what was measured."""
+    """Diagnosis of a cluster under a load, and what was measured."""
 
     diagnosis: Diagnosis
     found: Mapping[str, float]

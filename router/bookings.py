@@ -1,4 +1,4 @@
-"""What plans hold on workers: booked with the choice, given back when the attempt ends."""
+"""Holds of plans on workers: booked with the choice, given back when the attempt ends."""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping

@@ -139,7 +139,7 @@ class ModelDrafter:
         return shadow
 
     def _request(self, request: EngineRequest) -> EngineRequest:
-        """Return the request of a shadow: its choices are cut to the grammar later, and nobody sees the rest.
+        """Return the request of a shadow: its choices are cut to the grammar later, and the rest is never used.
 
         The likeliest tokens come with their log-probabilities where they become branches.
         """

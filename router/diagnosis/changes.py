@@ -93,7 +93,7 @@ def _closed_waits_s(num_workers: int, times: PromptTimes) -> tuple[float, float,
     share, prefill_s = num_workers / (num_workers + 1), fmean(times.prefills_s)
     whole_s = share * fmean(whole)
     doubt_s = 2 * share * stdev(whole) / math.sqrt(len(whole)) if len(whole) > 1 else whole_s
-    # Where prompts share steps now, each takes longer than alone; how much of that is left then, nobody can tell.
+    # Where prompts share steps now, each takes longer than alone; how much of that is left then is unknown.
     alone_s = min(prefill_s, times.alone_s)
     found = (whole_s - doubt_s - prefill_s, whole_s - (prefill_s + alone_s) / 2, whole_s + doubt_s - alone_s)
     low, expected, high = (max(0.0, each) for each in found)
