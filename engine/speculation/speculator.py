@@ -2,13 +2,16 @@
 
 Every drafted token is one more row of the step, computed as if it decoded. A row costs time, which all answers of the
 step wait for, and yields a token with the probability that it and the drafted tokens before it are right. Rows are
-taken in the order of these probabilities while tokens per second rise: many for a lone answer that copies, few or none
-beside many answers. A row may lengthen a draft, or begin or lengthen another one for the same place: a branch. A draft
+taken while the geometric mean of the answers' tokens per second rises: many for a lone answer that copies, few or none
+beside many answers. Their sum would do for throughput, but an answer that copies would then hold up all that do not:
+nine tokens for one of eight answers, in a step that takes half as long again. So an answer's gain counts in proportion
+to its own pace. A row may lengthen a draft, or begin or lengthen another one for the same place: a branch. A draft
 decides when a token comes, never which one (`engine/executor.py`), so that the choice may depend on anything.
 """
 
 import enum
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -151,30 +154,38 @@ def choose_rows(
     """Return how many tokens of each draft to verify, by sequence, in a step of `num_rows`; without those with none.
 
     `times_s` are the predicted times of the step with no, one, two, … more rows, `drafting_s` those of drafting as many
-    tokens for each. None is worth it unless tokens per second rise by `min_gain`.
+    tokens for each. Maximizes the geometric mean, over all answers of the step, of their expected tokens per second
+    (proportional fairness: Kelly, *Charging and rate control for elastic traffic*, 1997). None is worth it unless that
+    rises by `min_gain`.
     """
-    rows = sorted(
-        (
-            (chance, -depth, -path, sequence)
-            for sequence, paths in prospects.items()
-            for path, chances in enumerate(paths)
-            for depth, chance in enumerate(chances, 1)
-        ),
-        key=lambda row: row[:3],
-        reverse=True,
-    )[: len(times_s) - 1]
-    num_tokens, deepest = float(num_rows), 0
-    best_rate, num_best = min_gain * num_tokens / times_s[0], 0
-    for num_more, (chance, depth, _path, _sequence) in enumerate(rows, 1):
-        num_tokens += chance
+    rows = sorted(_gains(prospects), key=lambda row: row[:3], reverse=True)[: len(times_s) - 1]
+    gain, deepest = 0.0, 0
+    best_gain, num_best = num_rows * math.log(min_gain), 0
+    for num_more, (row_gain, depth, _path, _sequence) in enumerate(rows, 1):
+        gain += row_gain
         deepest = max(deepest, -depth)
-        rate = num_tokens / (times_s[num_more] + drafting_s[deepest])
-        if rate > best_rate:
-            best_rate, num_best = rate, num_more
+        net = gain - num_rows * math.log((times_s[num_more] + drafting_s[deepest]) / times_s[0])
+        if net > best_gain:
+            best_gain, num_best = net, num_more
     taken: dict[Sequence, Counter[int]] = {}
-    for _chance, _depth, path, sequence in rows[:num_best]:
+    for _gain, _depth, path, sequence in rows[:num_best]:
         taken.setdefault(sequence, Counter())[-path] += 1
     return {sequence: tuple(counts[path] for path in range(1 + max(counts))) for sequence, counts in taken.items()}
+
+
+def _gains(prospects: Mapping[Sequence, Seq[Seq[float]]]) -> Iterator[tuple[float, int, int, Sequence]]:
+    """Yield a row for each drafted token: by how much the logarithm of its answer's expected tokens rises; minus its
+    depth; minus its path; and the sequence. An answer's likelier tokens come first, so that none gains more than those.
+    """
+    for sequence, paths in prospects.items():
+        rows = sorted(
+            ((chance, -depth, -path) for path, chances in enumerate(paths) for depth, chance in enumerate(chances, 1)),
+            reverse=True,
+        )
+        num_tokens = 1.0
+        for chance, depth, path in rows:
+            yield math.log1p(chance / num_tokens), depth, path, sequence
+            num_tokens += chance
 
 
 def _may_draft(item: ScheduledSequence) -> bool:

@@ -314,6 +314,15 @@ def test_the_answers_that_copy_get_the_rows() -> None:
     assert choose_rows(drafts, 2, line(2, constant_s=1.0, per_row_s=0.2), FREE) == {copying: (3,)}
 
 
+def test_an_answer_that_copies_does_not_hold_up_seven_that_do_not() -> None:
+    likely, times_s = [0.95**i for i in range(1, 9)], line(8, constant_s=0.6, per_row_s=0.05)
+    copying, *others = sequences = [a_sequence() for _ in range(8)]
+    assert choose_rows({copying: [likely]}, 8, times_s, FREE) == {}
+    assert choose_rows({each: [likely[:2]] for each in sequences}, 8, times_s, FREE) == dict.fromkeys(sequences, (2,))
+    unequal = choose_rows({copying: [likely]} | {each: [likely[:2]] for each in others}, 8, times_s, FREE)
+    assert unequal.items() >= dict.fromkeys(others, (2,)).items()
+
+
 def test_branches_get_rows_where_they_are_likelier_than_longer_drafts() -> None:
     sequence = a_sequence()
     unsure, sure = [[0.4, 0.1, 0.03], [0.3, 0.02]], [[0.95, 0.9, 0.85], [0.04]]
