@@ -183,6 +183,7 @@ class KvPuller:
         self._clock = clock
         self._on_bytes = on_bytes
         self._on_pull = on_pull
+        self._watches: dict[PeerLife, asyncio.Task[None]] = {}
 
     async def pull(self, plan: PullPlan, channel: grpc.aio.Channel) -> Pulled:
         """Fill the plan's pages. Even when cancelled or failing, ends only after the last write into them.
@@ -195,6 +196,7 @@ class KvPuller:
         try:
             opened = self._open(plan)
             offered = self._transports.offer(plan.life, opened)
+            self._watch(plan.life, channel)
             await call.write(pb.FetchBlocksRequest(open=opened))
             pulled = await self._receive(plan, offered, call)
             self._tell(plan, pulled, self._clock.monotonic() - started_s)
@@ -212,6 +214,19 @@ class KvPuller:
             raise WorkerLost(f"the channel to {plan.peer} was closed") from None
         finally:
             call.cancel()
+
+    def _watch(self, peer: PeerLife, channel: grpc.aio.Channel) -> None:
+        """Have the transports forget a peer when its connection ends, as by the death of its process."""
+        if peer not in self._watches:
+            for life, watch in self._watches.items():
+                if life.worker_id == peer.worker_id:  # an earlier one
+                    watch.cancel()
+            self._watches[peer] = asyncio.ensure_future(_disconnected(channel))
+            self._watches[peer].add_done_callback(lambda _watch: self._forget(peer))
+
+    def _forget(self, peer: PeerLife) -> None:
+        del self._watches[peer]
+        self._transports.forget(peer)
 
     def _open(self, plan: PullPlan) -> pb.OpenFetch:
         opened = pb.OpenFetch(
@@ -284,3 +299,14 @@ async def _to_end(work: Callable[[pb.FetchBlocksResponse], None], message: pb.Fe
             with suppress(asyncio.CancelledError):
                 await asyncio.wait([running])
         raise
+
+
+async def _disconnected(channel: grpc.aio.Channel) -> None:
+    """Wait until a channel that is or becomes ready is so no longer. A closed channel is not."""
+    was_ready = False
+    while (state := channel.get_state()) is not grpc.ChannelConnectivity.SHUTDOWN:
+        is_ready = state is grpc.ChannelConnectivity.READY
+        if was_ready and not is_ready:
+            return
+        was_ready = is_ready
+        await channel.wait_for_state_change(state)

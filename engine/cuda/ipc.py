@@ -4,7 +4,7 @@ The owner of the pages publishes a handle of their allocation once, at start. An
 allocation and copies pages out of it, device to device, without a byte passing through the host. It never writes there.
 Random bytes after the pages are compared with those received over gRPC, as proof that the right memory was mapped.
 
-A mapping keeps the memory of a dead owner allocated, so that it must be unmapped soon after use.
+A mapping keeps the memory of a dead owner allocated, so that it must be unmapped when the owner dies.
 """
 
 import logging

@@ -25,20 +25,20 @@ from kv_transfer.transports.transport import (
 )
 from kvrelay.v1 import kv_transfer_pb2 as pb
 
-# A mapping serves the pulls that follow closely, and is gone before a successor of a dead peer allocates its own pages.
-_KEEP_MAPPED_S = 1.0
-
 
 class CudaIpc(Transport):
-    """See the module. Pulls from one peer share a mapping: making one takes milliseconds, and closing it waits."""
+    """See the module. Pulls from one peer share a mapping: making one takes milliseconds, and closing it waits.
+
+    A mapping lives as long as the connection to its peer: memory of a dead process stays allocated while it is mapped,
+    and a successor needs it for pages of its own.
+    """
 
     name = "cuda_ipc"
     payload = "sealed"
     reads_pages = False
 
-    def __init__(self, store: KvStore, chunk_bytes: int, *, keep_mapped_s: float = _KEEP_MAPPED_S) -> None:
+    def __init__(self, store: KvStore, chunk_bytes: int) -> None:
         super().__init__(store, chunk_bytes)
-        self._keep_mapped_s = keep_mapped_s
         self._mappings: dict[PeerLife, _Mapping] = {}
 
     def offer(self, opened: pb.OpenFetch) -> bool:
@@ -72,8 +72,6 @@ class CudaIpc(Transport):
         if mapping is None:
             mapping = self._mappings[peer] = _Mapping(self._map(opened.device_memory))
         mapping.num_users += 1
-        if mapping.expiry is not None:
-            mapping.expiry.cancel()
         try:
             try:
                 pages = await asyncio.shield(mapping.pages)
@@ -82,8 +80,14 @@ class CudaIpc(Transport):
             yield _Copier(pages, target)
         finally:
             mapping.num_users -= 1
-            if mapping.num_users == 0:
-                mapping.expiry = asyncio.get_running_loop().call_later(self._keep_mapped_s, self._expire, peer)
+            if self._mappings.get(peer) is not mapping:
+                mapping.close_if_unused()
+
+    def forget(self, peer: PeerLife) -> None:
+        """See `Transport`. The pulls that use a mapping end first."""
+        mapping = self._mappings.pop(peer, None)
+        if mapping is not None:
+            mapping.close_if_unused()
 
     def _map(self, memory: pb.DeviceMemory) -> "asyncio.Future[DevicePeerPages]":
         sharing = self._store.device_sharing
@@ -98,9 +102,6 @@ class CudaIpc(Transport):
         )
         return asyncio.get_running_loop().run_in_executor(None, sharing.map_peer, region, memory.num_blocks)
 
-    def _expire(self, peer: PeerLife) -> None:
-        self._mappings.pop(peer).pages.add_done_callback(_close)
-
 
 @dataclass(slots=True)
 class _Mapping:
@@ -108,8 +109,11 @@ class _Mapping:
 
     pages: "asyncio.Future[DevicePeerPages]"
     num_users: int = 0
-    expiry: asyncio.TimerHandle | None = None
-    """Set while it has no users."""
+
+    def close_if_unused(self) -> None:
+        """Close it, once it is made. Closing waits for the device: an executor thread does it."""
+        if not self.num_users:
+            self.pages.add_done_callback(_close)
 
 
 def _close(pages: "asyncio.Future[DevicePeerPages]") -> None:

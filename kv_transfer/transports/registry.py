@@ -68,3 +68,8 @@ class WorkerTransports:
         except Unreachable as error:
             self._unreachable[peer.worker_id, transport.name] = peer.epoch
             raise KvIncomplete(f"the memory of {peer.worker_id} cannot be mapped: {error}") from error
+
+    def forget(self, peer: PeerLife) -> None:
+        """Let go of what the transports keep of a peer: the connection to it has ended."""
+        for transport in self._transports:
+            transport.forget(peer)

@@ -3,7 +3,8 @@
 1. Puller `offer`: whether this transport can fill the puller's pages; adds to OpenFetch what the peer needs to judge.
 2. Server `reaches`: whether the server's pages can be reached from that puller.
 3. Server `describe`: adds to FetchOpened what the puller needs to reach them.
-4. Puller `fetch`: holds whatever the transfer needs, such as mapped memory, until its `async with` block is left.
+4. Puller `fetch`: holds whatever the transfer needs, such as mapped memory, until its `async with` block is left. What
+   later transfers from the peer need as well may be kept until `forget`.
 5. Server `seal`: messages for blocks that are final; puller `Receiver.take`: fills pages from such a message.
 
 A transport lives in a file of its own and is listed in `registry.py`.
@@ -128,6 +129,9 @@ class Transport(ABC):
         self, peer: PeerLife, opened: pb.FetchOpened, target: PullTarget
     ) -> AbstractAsyncContextManager[Receiver]:
         """Hold what one transfer needs. Entering it raises Unreachable when the peer's memory cannot be mapped."""
+
+    def forget(self, peer: PeerLife) -> None:  # noqa: B027 - most keep nothing
+        """Let go of what is kept of a peer: the connection to it has ended."""
 
 
 def is_same_host(opened: pb.OpenFetch) -> bool:

@@ -57,16 +57,15 @@ def make_sharing(card: Card, *, num_blocks: int = 8) -> FakeSharing:
 class Puller:
     """Pulls from peers by CUDA IPC, or by gRPC."""
 
-    def __init__(self, sharing: FakeSharing, *, keep_mapped_s: float = 60.0) -> None:
-        cuda_ipc = CudaIpc(sharing.store, 4096, keep_mapped_s=keep_mapped_s)
-        self._transports = WorkerTransports([cuda_ipc, GrpcChunks(sharing.store, 4096)])
+    def __init__(self, sharing: FakeSharing) -> None:
+        self.transports = WorkerTransports([CudaIpc(sharing.store, 4096), GrpcChunks(sharing.store, 4096)])
 
     def offers(self, peer: PeerLife = PEER) -> list[str]:
-        return [transport.name for transport in self._transports.offer(peer, pb.OpenFetch())]
+        return [transport.name for transport in self.transports.offer(peer, pb.OpenFetch())]
 
     def mapped(self, opened: pb.FetchOpened, peer: PeerLife = PEER) -> AbstractAsyncContextManager[object]:
-        offered = self._transports.offer(peer, pb.OpenFetch())
-        return self._transports.fetch(peer, offered, opened, PullTarget((), set()))
+        offered = self.transports.offer(peer, pb.OpenFetch())
+        return self.transports.fetch(peer, offered, opened, PullTarget((), set()))
 
 
 async def test_handoff_on_one_card_equals_oracle_at_every_boundary_and_maps_the_peer_once() -> None:
@@ -170,17 +169,35 @@ async def test_failed_mapping_is_remembered_for_that_life_of_that_peer_only() ->
     assert puller.offers(NEXT_LIFE) == puller.offers(PeerLife(WorkerId("prefill-1"), Epoch(1))) == ["cuda_ipc", "grpc"]
 
 
-async def test_concurrent_pulls_share_a_mapping_that_expires_after_the_last_one() -> None:
+async def test_pulls_share_a_mapping_until_the_connection_has_ended_and_they_with_it() -> None:
     card = Card()
-    puller, opened = Puller(make_sharing(card), keep_mapped_s=0.0), opened_by(make_sharing(card))
+    puller, opened = Puller(make_sharing(card)), opened_by(make_sharing(card))
+    for _ in range(2):
+        async with puller.mapped(opened), puller.mapped(opened):
+            assert (card.num_mapped, card.num_closed) == (1, 0)
     async with AsyncExitStack() as pulls:
-        for _ in range(3):
+        for _ in range(2):
             await pulls.enter_async_context(puller.mapped(opened))
-        assert (card.num_mapped, card.num_closed) == (1, 0)
+        puller.transports.forget(PEER)
+        assert card.num_closed == 0
+        async with puller.mapped(opened):
+            assert card.num_mapped == 2
     async with asyncio.timeout(60):
         await card.closed.wait()
-    async with puller.mapped(opened):
-        assert (card.num_mapped, card.num_closed) == (2, 1)
+    assert (card.num_mapped, card.num_closed) == (2, 1)
+
+
+async def test_memory_of_a_peer_whose_connection_breaks_is_unmapped_at_once() -> None:
+    card = Card()
+    async with running_pair(transports=EVERY, ends_empty=False) as pair:
+        put_on_card(pair.prefill, card)
+        put_on_card(pair.decode, card)
+        for begin in (0, 100):
+            await pair.generate(make_request(range(begin, begin + 30), ignore_eos=True))
+        assert (card.num_mapped, card.num_closed) == (1, 0)
+        await pair.prefill.stop(0)
+        async with asyncio.timeout(60):
+            await card.closed.wait()
 
 
 async def test_pull_from_a_restarted_peer_maps_its_new_memory() -> None:
@@ -191,9 +208,9 @@ async def test_pull_from_a_restarted_peer_maps_its_new_memory() -> None:
             assert card.num_mapped == num_lives
 
 
-async def test_pull_cancelled_while_mapping_leaves_a_mapping_that_expires() -> None:
+async def test_pull_cancelled_while_mapping_leaves_a_mapping_that_can_be_closed() -> None:
     card = Card()
-    puller, opened = Puller(make_sharing(card), keep_mapped_s=0.0), opened_by(make_sharing(card))
+    puller, opened = Puller(make_sharing(card)), opened_by(make_sharing(card))
 
     async def pull() -> None:
         async with puller.mapped(opened):
@@ -204,6 +221,7 @@ async def test_pull_cancelled_while_mapping_leaves_a_mapping_that_expires() -> N
     cancelled.cancel()
     with pytest.raises(asyncio.CancelledError):
         await cancelled
+    puller.transports.forget(PEER)
     async with asyncio.timeout(60):
         await card.closed.wait()
     assert (card.num_mapped, card.num_closed) == (1, 1)
