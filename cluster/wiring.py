@@ -167,7 +167,7 @@ def _ray(config: ServingConfig, trust: Trust, run_dir: Path) -> tuple[PlanFor, L
         raise StartFailed(f"{NO_RAY} ({error})") from error
     # Ray assigns the GPUs itself; in a joined cluster it also chooses the hosts.
     host = None if is_joined else _this_host(None)
-    home = JoinedRay(config.name) if is_joined else PrivateRay()
+    home = JoinedRay(config.name) if is_joined else PrivateRay(config.name)
     launcher = RayLauncher(config, run_dir=run_dir, home=home, authority=trust.authority, credentials=trust.credentials)
     return partial(make_plan, host=host), launcher
 

@@ -13,9 +13,12 @@ import subprocess
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import psutil
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
 
 EXIT_HUNG = 75
 """Exit status of a process that its own watchdog ends (sysexits.h: a temporary failure)."""
@@ -129,6 +132,11 @@ class RunningService(Protocol):
     @property
     def metrics_port(self) -> int:
         """Prometheus port, 0 when off."""
+        ...
+
+    @property
+    def registry(self) -> "CollectorRegistry":
+        """Its metrics, served or not."""
         ...
 
     @property

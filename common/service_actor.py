@@ -35,6 +35,8 @@ class ServiceParams:
     """Role of the process, as in `cluster.processes.plan.ProcessRole`."""
     log_path: Path | None
     """Log of stdout and stderr of the process, if its folder exists."""
+    working_dir: Path | None = None
+    """Working directory of the process; None: as it is."""
 
 
 class ServiceActor(ABC):
@@ -42,6 +44,8 @@ class ServiceActor(ABC):
 
     def __init__(self, params: ServiceParams) -> None:
         os.environ.update(params.env)
+        if params.working_dir is not None:
+            os.chdir(params.working_dir)
         if params.log_path is not None and params.log_path.parent.is_dir():
             send_output_to(params.log_path)
         setup_logging(params.name)
@@ -59,9 +63,14 @@ class ServiceActor(ABC):
     async def start_service(self, params: ServiceParams, credentials: Credentials, host: str) -> RunningService:
         """Start the service. Must import it inside: its libraries read the environment at import."""
 
+    def on_serving(self, service: RunningService) -> None:  # noqa: B027 - optional
+        """Called once the service serves, for what a launcher adds to it."""
+
     async def _start(self, params: ServiceParams) -> RunningService:
         await self._is_enrolled.wait()
-        return await self.start_service(params, self._credentials, self._host)
+        service = await self.start_service(params, self._credentials, self._host)
+        self.on_serving(service)
+        return service
 
     async def request_certificate(self) -> EnrolmentRequest:
         """Return a request for a certificate; `accept_certificate` has to follow."""

@@ -1,8 +1,6 @@
-"""The router as a Ray actor."""
+"""The router as an actor."""
 
 import asyncio
-
-import ray
 
 from common.model_files import resolve_model
 from common.process import RunningService
@@ -12,10 +10,6 @@ from common.trust.credentials import Credentials
 
 class RouterActor(ServiceActor):
     """Runs `start_router`."""
-
-    def node_address(self) -> str:
-        """Return the address by which other hosts reach this one."""
-        return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
 
     async def start_service(self, params: ServiceParams, credentials: Credentials, host: str) -> RunningService:
         """Start the router. Raises ModelNotFound when the tokenizer's files are not on this host."""

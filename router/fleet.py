@@ -16,6 +16,7 @@ from common.kv_events import KvEvents, decode_events
 from common.parity import TextProbes
 from common.timing import StepShape, timing_from_proto
 from common.trust.channels import Reach
+from common.wire_names import ROLE_NAMES
 from kvrelay.v1 import worker_pb2
 from router.bookings import Bookings
 from router.crash_budget import Life
@@ -96,6 +97,11 @@ class Fleet:
     def count_draining(self) -> int:
         """Return how many workers are leaving, or kept out because they are slow. Any thread."""
         return sum(member.is_draining for member in list(self._members.values()))
+
+    def states(self) -> list[tuple[str, str, str]]:
+        """Return name, role and state of each worker. Any thread."""
+        members = list(self._members.values())
+        return [(m.endpoint.worker_id, ROLE_NAMES[m.endpoint.role], m.state_name) for m in members]
 
     @property
     def has_ready_decode(self) -> bool:

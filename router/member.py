@@ -176,8 +176,11 @@ class Member:
     @property
     def state_text(self) -> str:
         """The state, with the reason of a refusal."""
-        if self.state is WorkerState.REFUSED:
-            return f"refused: {self.why}"
+        return f"refused: {self.why}" if self.state is WorkerState.REFUSED else self.state_name
+
+    @property
+    def state_name(self) -> str:
+        """The state in one word."""
         return "draining" if self.is_draining and self.state is WorkerState.READY else self.state.value
 
     def add_hold(self, hold: Hold) -> None:

@@ -52,6 +52,22 @@ class WeightedHistogram(Collector):
         yield HistogramMetricFamily(self._name, self._text, buckets=list(buckets), sum_value=self._sum)
 
 
+class _States(Collector):
+    """Workers by name, role and state."""
+
+    def __init__(self, read: Callable[[], Iterable[tuple[str, str, str]]]) -> None:
+        self._read = read
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the metric family."""
+        family = GaugeMetricFamily(
+            "kvrelay_worker_state", "1: the worker is in this state", labels=["worker", "role", "state"]
+        )
+        for labels in self._read():
+            family.add_metric(labels, 1)
+        yield family
+
+
 class RouterMetrics:
     """The metrics registry of one router. Event loop only; a scrape reads it from another thread."""
 
@@ -89,6 +105,10 @@ class RouterMetrics:
     def watch(self, name: str, text: str, read: Callable[[], int]) -> None:
         """Export a gauge that is read at each scrape, on the scraper's thread."""
         Gauge(name, text, registry=self.registry).set_function(read)
+
+    def watch_states(self, read: Callable[[], Iterable[tuple[str, str, str]]]) -> None:
+        """Export the state of each worker; `read` returns name, role and state of them, on the scraper's thread."""
+        self.registry.register(_States(read))
 
     def watch_alarms(self, alarms: Alarms) -> None:
         """Export each alarm as a gauge that is 1 while the alarm is raised."""

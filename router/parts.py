@@ -123,6 +123,7 @@ def build_router(
     metrics.watch("kvrelay_workers_ready", "Workers in use", fleet.count_ready)
     metrics.watch("kvrelay_workers_slow", "Workers several times slower than their pool", lambda: len(alarms.pace.slow))
     metrics.watch("kvrelay_workers_draining", "Workers that get no new requests", fleet.count_draining)
+    metrics.watch_states(fleet.states)
     return RouterParts(
         fleet=fleet,
         index=index,

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import grpc
+from prometheus_client import CollectorRegistry
 
 from common.clock import Clock, SystemClock
 from common.config import RouterConfig, ServingConfig
@@ -59,6 +60,8 @@ class RunningRouter:
     server: Server
     admin_server: Server
     http: "HttpServer | None"
+    registry: CollectorRegistry
+    """Its metrics, served or not."""
     metrics_server: MetricsServer | None
     tracer: Tracer
     watches: "tuple[asyncio.Task[None], ...]"
@@ -193,6 +196,7 @@ async def serve_router(
         server=server,
         admin_server=admin_server,
         http=http,
+        registry=metrics.registry,
         metrics_server=metrics_server,
         tracer=tracer,
         door=door,

@@ -1,6 +1,7 @@
 """Prometheus metrics of a worker, read from its runtime at scrape time and defined in docs/metrics.md."""
 
 from collections.abc import Iterator
+from functools import partial
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -8,8 +9,10 @@ from prometheus_client.registry import Collector
 
 from common.metrics_server import MetricsServer, ScrapeTls
 from common.ports import listen_on_first
+from common.walls import wall_shares
 from common.wire_names import ROLE_NAMES, TRANSPORT_NAMES
 from worker.prefix_pull import PullOutcome
+from worker.recent_steps import WINDOWS_S
 from worker.runtime import WorkerRuntime
 
 
@@ -53,6 +56,7 @@ class RuntimeCollector(Collector):
         floors.add_metric([*labels, "compute"], runtime.recent_steps.compute_s)
         floors.add_metric([*labels, "link"], runtime.recent_steps.link_s)
         yield floors
+        yield self._walls(labels)
         kv_bytes = CounterMetricFamily(
             "kvrelay_kv_transfer_bytes", "KV bytes moved", labels=["worker", "role", "transport", "direction"]
         )
@@ -76,10 +80,26 @@ class RuntimeCollector(Collector):
             pulls.add_metric([*labels, outcome.value], runtime.prefixes.outcomes[outcome])
         yield pulls
 
+    def _walls(self, labels: list[str]) -> Metric:
+        covered_s, totals = self._runtime.recent_steps.over(WINDOWS_S[0])
+        family = GaugeMetricFamily(
+            "kvrelay_wall_share", "Share of the last minute that this part takes", labels=["worker", "role", "wall"]
+        )
+        for wall, share in wall_shares(partial(getattr, totals), covered_s).parts.items():
+            family.add_metric([*labels, wall], share)
+        return family
 
-def serve_metrics(runtime: WorkerRuntime, host: str, tls: ScrapeTls | None) -> MetricsServer:
-    """Serve a runtime's metrics on a free port of its pool. Raises OSError when all are taken."""
+
+def registry_of(runtime: WorkerRuntime) -> CollectorRegistry:
+    """Return a registry with a runtime's metrics."""
     registry = CollectorRegistry()
     registry.register(RuntimeCollector(runtime))
+    return registry
+
+
+def serve_metrics(
+    registry: CollectorRegistry, runtime: WorkerRuntime, host: str, tls: ScrapeTls | None
+) -> MetricsServer:
+    """Serve a runtime's metrics on a free port of its pool. Raises OSError when all are taken."""
     ports = runtime.pool_config.port_range
     return listen_on_first(ports, lambda port: MetricsServer(registry, host=host, port=port, tls=tls))

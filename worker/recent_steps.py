@@ -101,7 +101,7 @@ class _Bucket:
 
 
 class RecentSteps:
-    """The steps of the last hour. Event loop only."""
+    """The steps of the last hour. Event loop only, but `over` and the sums since the start: any thread."""
 
     def __init__(self, floors: StepFloors | None, clock: Clock) -> None:
         self._floors = floors
@@ -140,7 +140,7 @@ class RecentSteps:
         now_s = self._clock.monotonic()
         first = max(math.floor((now_s - window_s) / _BUCKET_S) + 1, 0)
         totals = StepTotals()
-        for bucket in reversed(self._buckets):
+        for bucket in reversed(tuple(self._buckets)):  # another thread may add one
             if bucket.number < first:
                 break
             totals.merge(bucket.totals)

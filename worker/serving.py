@@ -9,6 +9,7 @@ from enum import Enum
 from typing import Any
 
 import grpc
+from prometheus_client import CollectorRegistry
 
 from common.metrics_server import MetricsServer
 from common.rpc_server import MAX_MESSAGE_BYTES, Server, start_server
@@ -18,7 +19,7 @@ from common.trust.doors import door_of, scrape_tls
 from common.trust.guard import Guard
 from common.wire_names import ROLE_NAMES
 from kvrelay.v1 import kv_transfer_pb2_grpc, prefix_pb2_grpc, worker_pb2_grpc
-from worker.metrics import serve_metrics
+from worker.metrics import registry_of, serve_metrics
 from worker.prefix_service import PrefixService
 from worker.runtime import ServedPorts, WorkerRuntime
 from worker.service import UPDATE_GAP_S, WorkerService
@@ -113,6 +114,8 @@ class RunningWorker:
 
     runtime: WorkerRuntime
     servers: dict[Plane, Server]
+    registry: CollectorRegistry
+    """Its metrics, served or not."""
     metrics: MetricsServer | None
     host: str
 
@@ -168,9 +171,9 @@ async def start_worker(
     ports = runtime.pool_config.port_range
     servers: dict[Plane, Server] = {}
     async with AsyncExitStack() as undoing:
-        metrics = None
+        registry, metrics = registry_of(runtime), None
         if runtime.pool_config.metrics:
-            metrics = serve_metrics(runtime, host, scrape_tls(credentials))
+            metrics = serve_metrics(registry, runtime, host, scrape_tls(credentials))
             undoing.push_async_callback(asyncio.to_thread, metrics.close)
         runtime.start()
         undoing.push_async_callback(runtime.aclose)
@@ -201,7 +204,7 @@ async def start_worker(
             "num_blocks": runtime.executor.kv.num_blocks,
         },
     )
-    return RunningWorker(runtime=runtime, servers=servers, metrics=metrics, host=host)
+    return RunningWorker(runtime=runtime, servers=servers, registry=registry, metrics=metrics, host=host)
 
 
 def _adding(services: Sequence[PlaneService]) -> Callable[[grpc.aio.Server], list[str]]:

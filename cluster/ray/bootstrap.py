@@ -25,7 +25,7 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayError  # noq
 from cluster.processes.starter import Progress, Starter, StartFailure, Up  # noqa: E402
 from cluster.ray.controller_actor import StartProgress, create_controller  # noqa: E402
 from cluster.ray.joined_ray import CONTROLLER, ActorsLeft, named_actors, remove_actors  # noqa: E402
-from cluster.ray.private_ray import NAMESPACE  # noqa: E402
+from cluster.ray.private_ray import NAMESPACE, driver_of  # noqa: E402
 from common.config import ServingConfig  # noqa: E402
 
 _RETRY_S = 0.05
@@ -33,11 +33,12 @@ _STOP_TIMEOUT_S = 50.0
 _LEAVE_TIMEOUT_S = 10.0
 
 
-def connect() -> None:
-    """Connect to the Ray cluster that RAY_ADDRESS names. Raises ConnectionError."""
+def connect(cluster: str) -> None:
+    """For a cluster, connect to the Ray cluster that RAY_ADDRESS names. Raises ConnectionError."""
     address = os.environ["RAY_ADDRESS"]
     try:
-        ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, configure_logging=False)
+        with driver_of(cluster) as job:
+            ray.init(address=address, namespace=NAMESPACE, job_config=job, log_to_driver=False, configure_logging=False)
     except (RayError, RuntimeError, OSError, ValueError) as error:
         raise ConnectionError(f"Ray at RAY_ADDRESS={address}: {error}") from error
 
@@ -50,7 +51,7 @@ async def bring_up_controller(
     `stopping`, set before the cluster serves, ends the cluster. Afterwards this process is not needed any more.
     """
     try:
-        connect()
+        connect(config.name)
     except ConnectionError as error:
         starter.tell(StartFailure(reason=str(error)))
         return 1
@@ -129,7 +130,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Find or remove actors; see the module."""
     verb, cluster = arguments if arguments is not None else sys.argv[1:]
     try:
-        connect()
+        connect(cluster)
         names = named_actors(cluster) if verb == "find" else remove_actors(cluster)
     except (ConnectionError, RayError, RuntimeError, ActorsLeft) as error:
         sys.stderr.write(f"{error}\n")

@@ -71,6 +71,7 @@ class ControllerActor:
             path.parent.mkdir(exist_ok=True)
             send_output_to(path)
         setup_logging("supervisor")
+        self._name = f"{params.config.name}/{CONTROLLER} (supervisor on {this_host()})"
         self._stopping = asyncio.Event()
         self._steps: list[str] = []
         self._outcome: Up | StartFailure | None = None
@@ -79,6 +80,10 @@ class ControllerActor:
         self._heard = asyncio.Event()
         """Set once a caller knows the outcome."""
         self._life = asyncio.get_running_loop().create_task(self._live(params))
+
+    def __repr__(self) -> str:
+        """Return the name by which Ray's dashboard shows this actor and its calls."""
+        return self._name
 
     async def progress(self, num_seen: int) -> StartProgress:
         """Wait for a step after the first `num_seen`, or the outcome, and return these."""

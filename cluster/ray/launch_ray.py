@@ -23,21 +23,20 @@ from cluster.processes.launcher import RunningProcess, StartFailed, identity_rol
 from cluster.processes.liveness import forever, process_gone, service_gone, until_over
 from cluster.processes.plan import ProcessRole, ProcessSpec
 from cluster.processes.run_dir import log_path, log_tail
+from cluster.ray.actors import DecodeWorker, PrefillWorker, RayActor, Router
 from cluster.ray.private_ray import RayHome
-from cluster.worker_process.actor import WorkerActor
 from common.config import ServingConfig
 from common.process import ProcessIdentity, Ready
-from common.service_actor import ServiceActor, ServiceParams
+from common.service_actor import ServiceParams
 from common.trust.authority import Authority
 from common.trust.channels import connect_to
 from common.trust.credentials import Credentials, sleep_until
 from common.trust.identity import Role
-from router.actor import RouterActor
 
-_ACTORS: dict[ProcessRole, type[ServiceActor]] = {
-    ProcessRole.ROUTER: RouterActor,
-    ProcessRole.PREFILL: WorkerActor,
-    ProcessRole.DECODE: WorkerActor,
+_ACTORS: dict[ProcessRole, type[RayActor]] = {
+    ProcessRole.ROUTER: Router,
+    ProcessRole.PREFILL: PrefillWorker,
+    ProcessRole.DECODE: DecodeWorker,
 }
 logger = logging.getLogger(__name__)
 
@@ -139,6 +138,7 @@ class RayLauncher:
             env=dict(spec.env),
             role=str(spec.role),
             log_path=log_path(self._run_dir, spec.name),
+            working_dir=self._home.working_dir,
         )
         name = f"{self._config.name}/{spec.name}"
         options: dict[str, Any] = {

@@ -5,13 +5,17 @@ Only holders of the private Ray's random token can use it.
 
 import asyncio
 import shutil
+from collections.abc import Iterator
+from contextlib import chdir, contextmanager
 from pathlib import Path
 from typing import Any
 
 import ray
+from ray.job_config import JobConfig
 
 from cluster.processes.plan import ProcessSpec
 from common.signals import handlers_kept
+from kvrelay.packages import home_of
 
 NAMESPACE = "kvrelay"
 _OBJECT_STORE_BYTES = 80_000_000  # Ray's minimum is 75 MiB; our actors put nothing into it
@@ -19,11 +23,24 @@ _PRIVATE_CPUS = 1 << 16
 """Enough that Ray never rations CPUs: a worker's share is its thread count, and pools can grow."""
 
 
+@contextmanager
+def driver_of(cluster: str) -> Iterator[JobConfig]:
+    """Yield the job of a driver that connects to Ray in the block, named after the cluster.
+
+    Ray's processes look for packages in the driver's working directory first. Within the block this is the folder of
+    our own packages: a user's folder `common` must not run in place of ours.
+    """
+    with chdir(home_of()):
+        yield JobConfig(metadata={"job_name": f"kvrelay {cluster}"})
+
+
 class RayHome:
     """The Ray in which the actors live. The defaults are those of a Ray that keeps nothing for a process."""
 
     description: str
     """Where it is, for messages."""
+    working_dir: Path | None = None
+    """Working directory of the actors; None: the one of Ray."""
 
     def open(self) -> None:
         """Connect to Ray or start it; blocks. Raises RayError, RuntimeError, OSError or ValueError."""
@@ -55,15 +72,18 @@ class PrivateRay(RayHome):
 
     description = "on this machine"
 
-    def __init__(self) -> None:
+    def __init__(self, cluster: str) -> None:
+        self._cluster = cluster
         self._session_dir: Path | None = None
 
     def open(self) -> None:
         """Start Ray: blocks for about 3 s. Main thread only. Raises the exceptions of ray.init."""
-        with handlers_kept():
+        self.working_dir = Path.cwd()
+        with handlers_kept(), driver_of(self._cluster) as job:
             context: Any = ray.init(
                 address="local",
                 namespace=NAMESPACE,
+                job_config=job,
                 num_cpus=_PRIVATE_CPUS,
                 object_store_memory=_OBJECT_STORE_BYTES,
                 include_dashboard=False,

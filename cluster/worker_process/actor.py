@@ -1,6 +1,4 @@
-"""A worker as a Ray actor."""
-
-import ray
+"""A worker as an actor."""
 
 from common.process import RunningService
 from common.service_actor import ServiceActor, ServiceParams
@@ -8,11 +6,7 @@ from common.trust.credentials import Credentials
 
 
 class WorkerActor(ServiceActor):
-    """Runs `start_pool_worker`. An actor that Ray restarts begins in the role that it was created with."""
-
-    def node_address(self) -> str:
-        """Return the address by which other hosts reach this one."""
-        return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
+    """Runs `start_pool_worker`. A restarted actor begins in the role that it was created with."""
 
     async def start_service(self, params: ServiceParams, credentials: Credentials, host: str) -> RunningService:
         """Start the worker; imports torch."""

@@ -6,6 +6,7 @@ from statistics import median, median_low
 
 from common.ids import WorkerId
 from common.timing import TimingModel
+from common.walls import WallShares, overhead_s, wall_shares
 from kvrelay.v1 import worker_pb2
 from router.alarms import CLEAR_SLOW, RAISE_SLOW
 
@@ -81,12 +82,7 @@ class Pool:
     @property
     def overhead_share(self) -> float:
         """Share of the time in steps beyond their bounds: prefill and decode steps each have their own."""
-        kinds = ("prefill", "decode")
-        beyond_s = sum(
-            max(0.0, self.total(f"{kind}_s") - max(self.total(f"{kind}_memory_s"), self.total(f"{kind}_compute_s")))
-            for kind in kinds
-        )
-        return beyond_s / self.busy_s if self.busy_s else 0.0
+        return overhead_s(self.total) / self.busy_s if self.busy_s else 0.0
 
     @property
     def mean_batch(self) -> float:
@@ -131,23 +127,11 @@ class Pool:
         """Return the use of the workers' time in a window."""
         pool = replace(self, window_s=window_s)
         covered_s = pool.total("covered_s")
-
-        def share(seconds: float) -> float:
-            return seconds / covered_s if covered_s else 0.0
-
-        memory, compute = pool.busy_share * pool.memory_share, pool.busy_share * pool.compute_share
-        host, busy = share(pool.total("host_s")), pool.busy_share
-        is_measured = bool(memory or compute)
         return Walls(
             pool=self.name,
             window_s=window_s,
             covered_s=covered_s / len(self.workers) if self.workers else 0.0,
-            busy=busy,
-            memory=memory,
-            compute=compute,
-            link=share(pool.total("link_s")),
-            overhead=(busy * pool.overhead_share if is_measured else 0.0) + host,
-            waiting=max(0.0, 1 - busy - host) if covered_s else 0.0,
+            shares=wall_shares(pool.total, covered_s),
         )
 
     @property
@@ -196,25 +180,10 @@ def _mean_shape(steps: StepTotals) -> tuple[float, float]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Walls:
-    """Use of a pool's time in a window, in shares of the time that its workers have lived in it."""
+    """Use of a pool's time in a window."""
 
     pool: str
     window_s: float
     covered_s: float
-    busy: float
-    memory: float
-    compute: float
-    link: float
-    overhead: float
-    """Time of steps beyond the bounds of memory and arithmetic, and between steps with work."""
-    waiting: float
-
-    @property
-    def binds(self) -> str:
-        """The name of the largest part; empty without steps on record, and where the busy time cannot be divided."""
-        parts = ("memory", "compute", "link", "overhead", "waiting")
-        if not self.covered_s:
-            return ""
-        if not self.memory and not self.compute and self.busy > max(self.waiting, self.overhead, self.link):
-            return "steps"
-        return max(parts, key=lambda name: float(getattr(self, name)))
+    """Seconds that a worker has lived in the window, in the mean."""
+    shares: WallShares

@@ -70,10 +70,10 @@ class Diagnosis:
                 for each in causes
             ],
             walls=[
-                message_of(pb.PoolWalls, pool.walls(each_s))
+                message_of(pb.PoolWalls, walls, walls.shares)
                 for pool in (prefill, decode)
                 if pool.workers
-                for each_s in WALL_WINDOWS_S
+                for walls in map(pool.walls, WALL_WINDOWS_S)
             ],
         )
 

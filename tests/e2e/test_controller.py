@@ -13,8 +13,10 @@ import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import pytest
 import yaml
@@ -48,6 +50,14 @@ _LIFETIME_S = 24.0
 _NUM_CERTIFICATES = 3
 """Certificates of a router that lives on: the first, a renewal, and one from the new controller."""
 _ASK = "import json, ray; ray.init(namespace='kvrelay', log_to_driver=False); print('TOLD', json.dumps({}))"
+_ACTORS = "ray._private.state.state._connect_and_get_accessor().get_actor_table(None, None)"
+_SHOWN = (
+    "{each.name: [each.class_name, each.repr_name] for each in"
+    f" map(ray.core.generated.gcs_pb2.ActorTableData.FromString, {_ACTORS}) if each.state == 2}}"
+)
+"""Class and name of the living actors, as Ray's dashboard shows them."""
+_AGENTS = "[[node['NodeManagerAddress'], node['MetricsExportPort']] for node in ray.nodes()]"
+_HAS_AGENT = find_spec("aiohttp_cors") is not None and find_spec("opencensus") is not None
 
 
 @pytest.fixture(scope="module")
@@ -57,9 +67,14 @@ def ray_environment() -> Iterator[dict[str, str]]:
 
 
 @pytest.fixture(autouse=True)
-def joined(ray_environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+def joined(ray_environment: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, str]:
+    """Start every cluster in a folder with another project's package `common`, which must not run."""
     for key, value in ray_environment.items():
         monkeypatch.setenv(key, value)
+    foreign = tmp_path / "common" / "__init__.py"
+    foreign.parent.mkdir()
+    foreign.write_text("raise ImportError('another project')")
+    monkeypatch.chdir(tmp_path)
     return ray_environment
 
 
@@ -138,6 +153,17 @@ async def test_controller_killed_under_load_adopts_everything_and_no_client_noti
         assert len(await asyncio.to_thread(lambda: list(scale(run_dir, {"decode": 2}, grace_s=30)))) > 0
         before = await pids(client)
         assert set(before) == {"prefill-0", "decode-0", "decode-1"}
+        shown = await asyncio.to_thread(ask_ray, _SHOWN)
+        assert {name: kind for name, (kind, _) in shown.items()} == {
+            f"{NAME}/controller": "ControllerActor",
+            f"{NAME}/router-0": "Router",
+            f"{NAME}/prefill-0": "PrefillWorker",
+            f"{NAME}/decode-0": "DecodeWorker",
+            f"{NAME}/decode-1": "DecodeWorker",
+        }
+        assert shown[f"{NAME}/decode-1"][1] == f"{NAME}/decode-1 (decode on 127.0.0.3)"
+        if _HAS_AGENT:
+            await _until_agents_show_every_process()
         begun, gaps_s = _begun(), list[float]()
         streaming = asyncio.create_task(answers(client, begun, gaps_s))
         for event in begun:
@@ -158,6 +184,31 @@ async def test_controller_killed_under_load_adopts_everything_and_no_client_noti
         assert await asyncio.to_thread(ask_ray, groups) == [f"{NAME}/decode-0"]
     assert await asyncio.to_thread(find_actors, NAME, joined) == []
     assert not any(_is_alive(pid) for pid in before.values())
+
+
+async def _until_agents_show_every_process() -> None:
+    agents = await asyncio.to_thread(ask_ray, _AGENTS)
+
+    async def is_shown() -> bool:
+        pages = [await asyncio.to_thread(_page, f"http://{host}:{port}/metrics") for host, port in agents]
+        lines = [line for page in pages for line in page.splitlines() if f'cluster="{NAME}"' in line]
+        return all(
+            any(line.startswith(f"ray_{name}{{") and all(tag in line for tag in tags) for line in lines)
+            for name, tags in (
+                ("kvrelay_worker_state", ('process="router-0"', 'worker="decode-1"', 'state="ready"')),
+                ("kvrelay_kv_blocks", ('pool="decode"', 'process="decode-1"', 'role="decode"')),
+                ("kvrelay_sequences_waiting", ('pool="prefill"', 'process="prefill-0"')),
+                ("kvrelay_wall_share", ('pool="decode"', 'wall="waiting"')),
+                ("kvrelay_requests_total", ('pool="router"', 'outcome="completed"')),
+            )
+        )
+
+    await until(is_shown, timeout_s=60, what="Ray's agents show the figures of every process")
+
+
+def _page(url: str) -> str:
+    with urlopen(url, timeout=10) as answer:
+        return str(answer.read().decode())
 
 
 async def test_controller_that_cannot_take_over_tries_again_until_it_can(tmp_path: Path) -> None:
