@@ -26,7 +26,15 @@ def why(
     ] = None,
     pool: Annotated[str | None, typer.Option(help="Only what concerns this pool: prefill or decode.")] = None,
     window_s: Annotated[
-        float, typer.Option("--window", metavar="SECONDS", min=1, max=3600, help="How far to look back.")
+        float,
+        typer.Option(
+            "--window",
+            metavar="SECONDS",
+            min=1,
+            max=3600,
+            help="How far to look back at requests; pools are known for the last 1, 5 and 60 minutes, and judged by the"
+            " shortest of these that covers it.",
+        ),
     ] = 300,
     as_json: JsonOption = False,
 ) -> None:
