@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -136,3 +137,27 @@ async def test_router_that_stops_does_not_wait_for_watchers() -> None:
         async with asyncio.timeout(TIMEOUT_S):
             await http.cluster.router.stop(10 * TIMEOUT_S)
         assert 1 <= len(await watching) < 1000
+
+
+def _luminance(color: str) -> float:
+    """Return the relative luminance of #rgb or #rrggbb (WCAG 2.2)."""
+    digits = color if len(color) == 6 else "".join(2 * digit for digit in color)
+    red, green, blue = (
+        part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4
+        for part in (int(digits[at : at + 2], 16) / 255 for at in (0, 2, 4))
+    )
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def test_text_and_bars_stand_out_from_both_grounds_in_light_and_dark() -> None:
+    """WCAG 2.2, level AA: 4.5:1 for text (1.4.3), 3:1 for graphics (1.4.11)."""
+    css = (Path(handlers.__file__).parent / "static" / "page.css").read_text(encoding="utf-8")
+    schemes = [dict(re.findall(r"--(\w+): #(\w+);", part)) for part in re.findall(r"--ground:[^}]*", css)]
+    assert len(schemes) == 2
+    needed = dict.fromkeys(("ink", "soft", "bad"), 4.5)
+    needed |= dict.fromkeys(("queued", "reserving", "prefilling", "handoff", "decoding"), 3.0)
+    for scheme in schemes:
+        for name, least in needed.items():
+            for ground in ("ground", "panel"):
+                dim, bright = sorted((_luminance(scheme[name]), _luminance(scheme[ground])))
+                assert (bright + 0.05) / (dim + 0.05) >= least, f"--{name} on --{ground} of {scheme}"
