@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +138,43 @@ async def test_router_that_stops_does_not_wait_for_watchers() -> None:
         async with asyncio.timeout(TIMEOUT_S):
             await http.cluster.router.stop(10 * TIMEOUT_S)
         assert 1 <= len(await watching) < 1000
+
+
+class Elements(HTMLParser):
+    """The elements of a page: tag, attributes, and the text inside."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.all: list[tuple[str, dict[str, str | None], list[str]]] = []
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.all.append((tag, dict(attrs), []))
+
+    def handle_data(self, data: str) -> None:
+        if self.all:
+            self.all[-1][2].append(data.strip())
+
+    def of(self, *tags: str) -> list[tuple[dict[str, str | None], str]]:
+        return [(attrs, "".join(texts)) for tag, attrs, texts in self.all if tag in tags]
+
+
+def test_every_control_has_a_name_and_is_reached_by_the_keyboard() -> None:
+    static = Path(handlers.__file__).parent / "static"
+    elements = Elements((static / "page.html").read_text(encoding="utf-8"))
+    labels = {attrs["for"]: text for attrs, text in elements.of("label")}
+    fields = [attrs for attrs, _text in elements.of("input", "textarea", "select") if "hidden" not in attrs]
+    assert fields
+    assert all(labels[field["id"]] for field in fields)
+    assert all(text for _attrs, text in elements.of("button"))
+    ids = {attrs["id"] for _tag, attrs, _texts in elements.all if "id" in attrs}
+    for tag, attrs, _texts in elements.all:
+        if "scroll" in (attrs.get("class") or ""):  # else only a pointer could move what does not fit
+            assert (attrs.get("tabindex"), attrs.get("role")) == ("0", "region"), tag
+        assert attrs.get("tabindex", "0") == "0", "an order of its own would surprise"
+        assert set((attrs.get("aria-labelledby") or "").split()) <= ids
+    listeners = re.findall(r'addEventListener\("(\w+)"', (static / "page.js").read_text(encoding="utf-8"))
+    assert set(listeners) == {"submit", "toggle"}, "a listener for clicks alone would leave out the keyboard"
 
 
 def _luminance(color: str) -> float:
