@@ -1,10 +1,11 @@
-"""Hurts one worker in the middle of its requests and measures how long its pool takes to be whole again."""
+"""Hurts workers in the middle of their requests and measures how long it takes until each is replaced."""
 
 import asyncio
+import itertools
 import signal
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, nullcontext
 
 from benchmarks.answers import closed_loop
 from benchmarks.faults import Fault, PrivateNetwork, listening_ports, send, throttled
@@ -17,20 +18,31 @@ POISON_LENGTHS = {"decode": 20, "prefill": 400}
 _POISON_S = 0.4
 _NUM_WARM_STEPS = 24
 """Prompts that each worker of the pool computes before a hang: by then it has measured its steps."""
-_SLOWER = 10.0
+_SLOWER = 20.0
+_NUM_READING = 4
+"""Prompts that a pool reads at a time, one after the other, while a prefill worker is slow: it has to take steps."""
 _TIMEOUT_S = 180.0
 
 
-class WorkerHurt:
-    """One fault for one worker of a pool, round after round."""
+Recovery = asyncio.Task[dict[str, float]]
+"""Ends when the fault is over; its result says how long what followed took, in seconds by name."""
 
-    def __init__(self, client: AsyncClient, pool: str, fault: Fault, network: PrivateNetwork | None) -> None:
-        """`client` reaches the router that is asked for the state; `network` is for cuts."""
+
+class WorkerHurt:
+    """One fault for workers of a pool, one after the other."""
+
+    def __init__(
+        self, client: AsyncClient, pool: str, fault: Fault, network: PrivateNetwork | None, *, is_brief: bool = False
+    ) -> None:
+        """`client` reaches the router that is asked for the state; `network` is for cuts.
+
+        `is_brief`: a slow worker is killed once it is kept out of use, instead of followed until it is used again.
+        """
         self._client = client
         self._pool = pool
         self._fault = fault
         self._network = network
-        self._cuts = ExitStack()
+        self._is_brief = is_brief
         self._num_warm = 0
         self._measured: set[int] = set()
 
@@ -56,18 +68,18 @@ class WorkerHurt:
         """Return the computed tokens of each worker by its process."""
         return {view.status.pid: view.status.num_computed_tokens for view in await self._views() if view.status}
 
-    async def inflict(self, begun: Sequence[asyncio.Event]) -> dict[str, float]:
-        """Hurt a worker that is computing; returns how long what followed took, in seconds by name."""
-        if self._fault is Fault.HANG:
-            return await self._hang(begun)
+    async def inflict(self, begun: Sequence[asyncio.Event]) -> Recovery:
+        """Hurt a worker that is computing; returns at once, with what follows as a task."""
         if self._pool == "decode":
             await asyncio.gather(*(event.wait() for event in begun))
+        if self._fault is Fault.HANG:
+            return await self._hang()
         victim = await self._busy()
         assert victim.status is not None
         pid, name = victim.status.pid, victim.worker_id
         if self._fault is Fault.SLOW:
-            return await self._slow(name, pid)
-        hurt_s = time.perf_counter()
+            return asyncio.create_task(self._slow(name, pid))
+        hurt_s, cut = time.perf_counter(), nullcontext[None]()
         match self._fault:
             case Fault.KILL:
                 send(pid, signal.SIGKILL)
@@ -75,52 +87,69 @@ class WorkerHurt:
                 send(pid, signal.SIGSTOP)
             case Fault.CUT:
                 assert self._network is not None, "a cut needs a network"
-                self._cuts.close()  # of the round before, whose victim is gone
-                self._cuts.enter_context(self._network.cut(listening_ports(pid)))
-        return await self._until_replaced({pid}, hurt_s)
+                return asyncio.create_task(self._until_replaced(name, pid, self._network.cut(listening_ports(pid))))
+        return asyncio.create_task(self._until_replaced(name, pid, cut, hurt_s=hurt_s))
 
-    async def _hang(self, begun: Sequence[asyncio.Event]) -> dict[str, float]:
-        if self._pool == "decode":
-            await asyncio.gather(*(event.wait() for event in begun))
-        before = {view.status.pid for view in await self._views() if view.status}
-        hurt_s = time.perf_counter()
+    async def _hang(self) -> Recovery:
+        before = {view.worker_id: view.status.pid for view in await self._views() if view.status}
         prompt = [40] * POISON_LENGTHS[self._pool] + [Poison.HANG.value]
         async with self._client.stream(prompt, max_tokens=1) as events:
             async for event in events:
                 if isinstance(event, PlanChosen):
-                    hurt_s = time.perf_counter()
+                    hurt_s, plan = time.perf_counter(), event
                     await asyncio.sleep(_POISON_S)  # leaves before it is planned again and hangs the next worker
                     break
-        return await self._until_replaced(before, hurt_s)
+        name = plan.decode_worker_id if self._pool == "decode" else plan.prefill_worker_id
+        assert name is not None, "the pool computes the prompt"
+        return asyncio.create_task(self._until_replaced(name, before[name], nullcontext(), hurt_s=hurt_s))
 
     async def _slow(self, name: str, pid: int) -> dict[str, float]:
-        with throttled(pid, times=_SLOWER):
-            hurt_s = time.perf_counter()
-            await self._views_when(lambda views: any(view.slowness for view in views))
-            noticed_s = time.perf_counter() - hurt_s
-            await self._views_when(lambda views: _state_of(name, views) == "draining")
-            kept_out_s = time.perf_counter() - hurt_s
+        reading = asyncio.create_task(self._read_on()) if self._pool == "prefill" else None
+        try:
+            with throttled(pid, times=_SLOWER):
+                hurt_s = time.perf_counter()
+                await self._views_when(lambda views: any(view.slowness for view in views))
+                noticed_s = time.perf_counter() - hurt_s
+                await self._views_when(lambda views: _state_of(name, views) == "draining")
+                kept_out_s = time.perf_counter() - hurt_s
+        finally:
+            if reading is not None:
+                reading.cancel()
+                await asyncio.wait([reading])
+        times = {"noticed_after_s": noticed_s, "kept_out_after_s": kept_out_s}
+        if self._is_brief:
+            send(pid, signal.SIGKILL)
+            await self._until_replaced(name, pid, nullcontext())
+            return times
         hurt_s = time.perf_counter()
         await self._views_when(lambda views: _state_of(name, views) == "ready")
-        used_s = time.perf_counter() - hurt_s
-        return {"noticed_after_s": noticed_s, "kept_out_after_s": kept_out_s, "used_again_after_s": used_s}
+        return times | {"used_again_after_s": time.perf_counter() - hurt_s}
 
-    async def _until_replaced(self, pids: set[int], hurt_s: float) -> dict[str, float]:
-        """Wait until a process outside `pids` has taken the place of one of them, and the pool is ready."""
-        size = len(await self._views())
+    async def _read_on(self) -> None:
+        """Have the pool read prompts until cancelled."""
+        await closed_loop(self._warm, itertools.count(), concurrency=_NUM_READING)
 
-        def is_whole(views: Sequence[WorkerView]) -> bool:
-            alive = {view.status.pid for view in views if view.status and view.state == "ready"}
-            return len(alive) == size and not pids <= alive
+    async def _until_replaced(
+        self, name: str, pid: int, cut: AbstractContextManager[None], *, hurt_s: float | None = None
+    ) -> dict[str, float]:
+        """Wait, in the cut, until another process than `pid` serves as the worker `name`."""
+        with cut:
+            since_s = time.perf_counter() if hurt_s is None else hurt_s
 
-        await self._views_when(is_whole)
-        return {"back_after_s": time.perf_counter() - hurt_s}
+            def is_back(views: Sequence[WorkerView]) -> bool:
+                return any(
+                    view.worker_id == name and view.state == "ready" and view.status and view.status.pid != pid
+                    for view in views
+                )
+
+            await self._views_when(is_back)
+        return {"back_after_s": time.perf_counter() - since_s}
 
     async def _busy(self) -> WorkerView:
         """Return the worker of the pool that runs most requests, as soon as one runs any."""
 
         def num_running(view: WorkerView) -> int:
-            return view.status.load.num_running if view.status else 0
+            return view.status.load.num_running if view.status and view.state == "ready" else 0
 
         views = await self._views_when(lambda views: any(map(num_running, views)))
         return max(views, key=num_running)

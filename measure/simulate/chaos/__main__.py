@@ -7,10 +7,14 @@ import sys
 import time
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 
+from measure.simulate.chaos.many import walk_all
 from measure.simulate.chaos.settings import ChaosReport, ChaosSettings, Fault, draw_settings
-from measure.simulate.chaos.walk import run_walk
+
+_SAVED_EVERY = 20
+"""Walks after which the figures are written."""
 
 
 @dataclass(slots=True)
@@ -71,28 +75,32 @@ def main() -> int:
     )
     parser.add_argument("--seeds", default="1-50", help="one, or FIRST-LAST")
     parser.add_argument("--requests", type=int, default=250, help="of each walk")
+    parser.add_argument("--jobs", type=int, default=1, help="walks at a time, each on a core")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="no walk begins after this time")
     parser.add_argument("--out", type=Path, help="file of the figures, JSON")
     parser.add_argument("--verbose", action="store_true", help="with the log of routers and workers")
     args = parser.parse_args()
-    logging.basicConfig(level=logging.WARNING if args.verbose else logging.CRITICAL)
     first, _, last = args.seeds.partition("-")
-    swarm, begin_s = Swarm(), time.monotonic()
-    for seed in range(int(first), int(last or first) + 1):
-        if time.monotonic() - begin_s > 60 * args.minutes:
-            break
-        settings = draw_settings(seed, num_requests=args.requests)
-        cpu_s = time.process_time()
-        report = run_walk(settings)
-        swarm.add(settings, report, time.process_time() - cpu_s)
-        tell(f"seed {seed}: {_sketch(settings, report)}")
-        for violation in report.violations:
+    seeds, swarm, ends_s = range(int(first), int(last or first) + 1), Swarm(), time.monotonic() + 60 * args.minutes
+    walks = (draw_settings(seed, num_requests=args.requests) for seed in seeds)
+    level = logging.WARNING if args.verbose else logging.CRITICAL
+    for walked in walk_all(takewhile(lambda _: time.monotonic() < ends_s, walks), jobs=args.jobs, log_level=level):
+        swarm.add(walked.settings, walked.report, walked.cpu_s)
+        tell(f"seed {walked.settings.seed}: {_sketch(walked.settings, walked.report)}")
+        for violation in walked.report.violations:
             tell(f"  VIOLATION {violation}")
+        if args.out is not None and swarm.num_walks % _SAVED_EVERY == 0:
+            save(args.out, swarm)
     text = json.dumps(swarm.figures(), indent=2)
     print(text)  # noqa: T201
     if args.out is not None:
-        args.out.write_text(text + "\n", encoding="utf-8")
+        save(args.out, swarm)
     return 1 if swarm.violations else 0
+
+
+def save(path: Path, swarm: Swarm) -> None:
+    """Write the figures so far: a long run that is cut off keeps them."""
+    path.write_text(json.dumps(swarm.figures(), indent=2) + "\n", encoding="utf-8")
 
 
 def _sketch(settings: ChaosSettings, report: ChaosReport) -> str:

@@ -1,4 +1,4 @@
-"""Checks while a walk runs: no work for clients that have gone, and no token that is generated twice.
+"""Checks while a walk runs: no work for clients that have gone, no token twice, none by a life that was not meant.
 
 The answers would be right all the same, and everything whole in the end: the work alone is wrong.
 """
@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from common.ids import RequestId, WorkerId
+from common.ids import Epoch, RequestId, WorkerId
 from engine.core import EngineCore
 from engine.events import Tokens
 from engine.group import Group
@@ -15,7 +15,8 @@ from measure.simulate.chaos.oracles import AnswerCheck
 from measure.simulate.chaos.settings import ChaosReport
 from router.admission.ticket import Ticket
 from router.parts import RouterParts
-from router.placement.decisions import CAPACITY
+from router.placement.decisions import CAPACITY, Booking
+from router.placement.plans import PlacementRequest, Plan
 from router.tenants import ANYBODY as HOUSE
 
 GONE_S = 0.1
@@ -31,6 +32,21 @@ class Audit:
         self._checks: dict[RequestId, tuple[AnswerCheck, RouterParts]] = {}
         self._tickets: dict[int, set[Ticket]] = {}
         self._begun: set[tuple[Group, int]] = set()
+        self._booked: set[tuple[RequestId, WorkerId, Epoch]] = set()
+        """Lives of workers that routers have booked for requests."""
+
+    def watch_bookings(self, router: RouterParts) -> None:
+        """Note the lives that a router books from now on."""
+        book = router.fleet.bookings.book
+
+        def noting(plan: Plan, request: PlacementRequest) -> Booking:
+            booking = book(plan, request)
+            holds = (booking.decode, booking.prefill)
+            lives = [(hold.member.endpoint.worker_id, hold.epoch) for hold in holds if hold is not None]
+            self._booked.update((request.request_id, worker_id, epoch) for worker_id, epoch in lives)
+            return booking
+
+        router.fleet.bookings.book = noting  # type: ignore[method-assign]
 
     @contextmanager
     def following(
@@ -49,8 +65,8 @@ class Audit:
             if router.line.num_in_line > num_places:
                 self.report.violations.append(f"{request_id} has gone, and has left a place in line")
 
-    def take(self, worker_id: WorkerId, group: Group, event: Tokens) -> None:
-        """Check where the tokens of a request begin in an engine: behind those that its client has."""
+    def take(self, worker_id: WorkerId, epoch: Epoch, group: Group, event: Tokens) -> None:
+        """Check where the tokens of a request begin: in a life that was booked for it, behind what its client has."""
         request_id = group.request.request_id
         first = [(output.sample_index, output.token_index) for output in event.tokens]
         first += [(run.sample_index, run.first_token_index) for run in event.runs]
@@ -58,6 +74,10 @@ class Audit:
             if (group, sample_index) in self._begun:
                 continue
             self._begun.add((group, sample_index))
+            if (request_id, worker_id, epoch) not in self._booked:
+                self.report.violations.append(
+                    f"{request_id} is computed by a life of {worker_id} that it was not sent to"
+                )
             if request_id not in self._checks:
                 continue
             check, router = self._checks[request_id]

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from contextvars import Context, copy_context
 from typing import Any
 
-from common.ids import RequestId
+from common.ids import Epoch, RequestId
 from common.timing import StepModel, StepShape, TimingModel
 from engine.core import Emitted
 from engine.events import Tokens
@@ -76,9 +76,12 @@ class Host:
         poisons: PoisonBook,
         *,
         draw_down_s: Callable[[], float],
-        on_tokens: Callable[[Group, Tokens], None],
+        on_tokens: Callable[[Epoch, Group, Tokens], None],
     ) -> None:
-        """`draw_down_s` returns the time after which a dead process is started again."""
+        """`draw_down_s` returns the time after which a dead process is started again.
+
+        `on_tokens` is called with all tokens that a life generates.
+        """
         self.endpoint = endpoint
         self._world = world
         self._loop = world.loop
@@ -141,7 +144,8 @@ class Host:
 
     def _make_engine(self, *arguments: Any, **options: Any) -> SimEngine:
         engine = _Engine(*arguments, **options)
-        engine.may_end, engine.on_tokens = self._may_end, self._on_tokens
+        engine.may_end = self._may_end
+        engine.on_tokens = lambda group, tokens: self._on_tokens(self.worker.runtime.epoch, group, tokens)
         return engine
 
     def _may_end(self, plan: StepPlan) -> bool:

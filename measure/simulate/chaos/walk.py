@@ -103,7 +103,9 @@ class _Walk:
 
     def _make_router(self, address: str) -> RouterParts:
         reach = simulated_reach(self._network.connect_from(address))
-        return build_router(self._config.router, clock=VirtualClock(self._loop), reach=reach)
+        router = build_router(self._config.router, clock=VirtualClock(self._loop), reach=reach)
+        self._audit.watch_bookings(router)
+        return router
 
     async def start(self) -> None:
         """Start workers and routers."""

@@ -74,6 +74,25 @@ def test_workers_with_few_pages_whose_clients_leave_early_break_no_invariant() -
     assert run_walk(FEW_PAGES).violations == []
 
 
+@pytest.mark.parametrize("seed", [1, 5])
+def test_calls_that_reach_the_successor_of_the_worker_they_were_meant_for_are_refused(seed: int) -> None:
+    settings = ChaosSettings(
+        num_requests=60,
+        seed=seed,
+        faults=frozenset({Fault.CRASH, Fault.LATE}),
+        num_prefill=2,
+        num_decode=2,
+        rate_per_s=20.0,
+        mean_gap_s=0.4,
+        max_down_s=0.05,
+        message_rates=FaultRates(delay=0.2, max_delay_s=0.5),
+        may_fail=True,
+    )
+    report = run_walk(settings)
+    assert report.violations == []
+    assert report.faults[Fault.CRASH]
+
+
 @pytest.mark.parametrize("fault", sorted(Fault))
 def test_each_fault_alone_happens_and_breaks_no_invariant(fault: Fault) -> None:
     settings = ChaosSettings(

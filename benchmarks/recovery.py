@@ -1,0 +1,166 @@
+"""The table of recovery times: every fault of every process that `benchmarks.kill` knows, ten rounds each.
+
+    python -m benchmarks.recovery [--rounds 10] [--only "router stopped"] [--json FILE] [--page docs/reliability.md]
+
+Method: that of benchmarks/kill.py, fake engine, a cluster for each group of rows. Slow workers and Ray's head take half
+of the rounds, as theirs are long. The file is written after each group, so an interrupted run keeps what it has, and
+the next one, with the same file and --resume, goes on behind it. Rows that this machine cannot measure are left out,
+with the reason.
+"""
+
+import asyncio
+import json
+import re
+import statistics
+import time
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from benchmarks.command import command_line, machine, terminal, write_json
+from benchmarks.faults import CannotInflict, Fault, PrivateNetwork
+from benchmarks.figures import Figures
+from benchmarks.kill import measure
+from benchmarks.kill_targets import Plan, target_of
+
+
+def _plan(*victims: str, fault: Fault, is_alone: bool = False) -> Plan:
+    return Plan(victims=victims, fault=fault, engine="fake", is_brief=True, is_alone=is_alone)
+
+
+PLANS = (
+    _plan("decode", "prefill", fault=Fault.KILL),
+    _plan("decode", "prefill", fault=Fault.STOP),
+    _plan("decode", "decode", fault=Fault.HANG),
+    _plan("prefill", "prefill", fault=Fault.HANG),
+    _plan("decode", "prefill", fault=Fault.SLOW),
+    _plan("router", fault=Fault.KILL),
+    _plan("router", fault=Fault.STOP),
+    _plan("controller", fault=Fault.KILL),
+    _plan("controller", fault=Fault.STOP),
+    _plan("head", fault=Fault.KILL),
+    _plan("decode", "prefill", fault=Fault.CUT),  # last: it moves this process into a network of its own
+)
+_BEGIN, _END = "<!-- recovery -->", "<!-- end of recovery -->"
+_HEADER = (
+    "| fault | rounds | largest gap in a stream | TTFT | undisturbed gap, TTFT | replaced after | |",
+    "|---|---|---|---|---|---|---|",
+)
+_HALF = (Fault.SLOW, "head")
+
+
+def num_rounds_of(plan: Plan, num_rounds: int) -> int:
+    """Return the rounds that a plan gets."""
+    return max(1, num_rounds // 2) if plan.fault in _HALF or plan.victims[0] in _HALF else num_rounds
+
+
+def cases_of(plan: Plan) -> list[str]:
+    """Return the titles of a plan's rows."""
+    return [plan.case(victim) for victim in dict.fromkeys(plan.victims)]
+
+
+class Row:
+    """The figures of one case, of the JSON document."""
+
+    def __init__(self, case: str, figures: Sequence[dict[str, Any]]) -> None:
+        self._rounds = {(each["arm"], each["unit"]): each["rounds"] for each in figures if each["case"] == case}
+        self.case = case
+
+    def line(self) -> str:
+        """Return the row of the page."""
+        hurt = "clients of router-0"
+        gaps, ttfts = (self._of(hurt, unit) for unit in ("largest gap s", "largest TTFT s"))
+        calm = ", ".join(self._of("undisturbed", unit) for unit in ("largest gap s", "largest TTFT s"))
+        back = next((_both(rounds) for (_, unit), rounds in self._rounds.items() if unit == "back after s"), "–")
+        notes = [
+            f"{unit.removesuffix(' s')} {_both(rounds)}"
+            for (_, unit), rounds in self._rounds.items()
+            if unit.endswith("after s") and unit != "back after s"
+        ]
+        if (others := self._rounds.get(("clients of router-1", "largest gap s"))) is not None:
+            notes.append(f"clients of the other router: gap {_both(others)}")
+        wrong = sum(sum(rounds) for (_, unit), rounds in self._rounds.items() if unit in ("failed", "differ"))
+        notes += [f"**{wrong:g} failed or different**"] if wrong else []
+        num_rounds = len(self._rounds[(hurt, "largest gap s")])
+        return f"| {self.case} | {num_rounds} | {gaps} | {ttfts} | {calm} | {back} | {'; '.join(notes)} |"
+
+    def _of(self, arm: str, unit: str) -> str:
+        return _both(self._rounds[(arm, unit)])
+
+
+def _both(rounds: Sequence[float]) -> str:
+    """Return median and largest, in seconds."""
+    middle = statistics.median(rounds)
+    digits = 1 if middle >= 10 else 2
+    return f"{middle:.{digits}f} s, {max(rounds):.{digits}f} s"
+
+
+def table(document: dict[str, Any]) -> str:
+    """Return the table of a document, as Markdown."""
+    cases = [case for plan in PLANS for case in cases_of(plan) if case in _done(document)]
+    rows = [Row(case, document["figures"]).line() for case in cases]
+    left_out = [f"\nNot measured: {case}: {why}" for case, why in document["missing"].items()]
+    return "\n".join([*_HEADER, *rows, *left_out])
+
+
+def _done(document: dict[str, Any]) -> set[str]:
+    return {figure["case"] for figure in document["figures"]}
+
+
+def write_page(page: Path, document: dict[str, Any]) -> None:
+    """Write the table into a page, between the two comments. Raises ValueError without them."""
+    text = page.read_text(encoding="utf-8")
+    if text.count(_BEGIN) != 1 or text.count(_END) != 1:
+        raise ValueError(f"cannot write the table: {page} has no {_BEGIN} … {_END}; add both comments")
+    between = re.compile(f"{_BEGIN}.*{_END}", re.DOTALL)
+    page.write_text(between.sub(lambda _: f"{_BEGIN}\n{table(document)}\n{_END}", text), encoding="utf-8")
+
+
+def run(plan: Plan, args: Namespace, document: dict[str, Any], console: Console) -> bool:
+    """Measure one plan into the document; returns whether nothing failed and no text differs."""
+    figures = Figures()
+    try:
+        network = PrivateNetwork() if plan.fault is Fault.CUT else None
+    except CannotInflict as error:
+        document["missing"] |= dict.fromkeys(cases_of(plan), str(error))
+        return True
+    started_s = time.monotonic()
+    with target_of(plan, console, network=network) as target:
+        num_rounds = num_rounds_of(plan, args.rounds)
+        is_clean = asyncio.run(measure(target, figures, num_rounds=num_rounds, console=console))
+    document["figures"] += figures.rows()
+    document["seconds"] |= {", ".join(cases_of(plan)): round(time.monotonic() - started_s, 1)}
+    return is_clean
+
+
+def main() -> None:
+    """Run the benchmark."""
+    parser = command_line("recovery", __doc__, rounds=10)
+    parser.add_argument("--only", action="append", help="a case, such as `decode stopped`, with those of its group")
+    parser.add_argument("--page", type=Path, help="page whose table is written anew")
+    parser.add_argument("--resume", action="store_true", help="keep the cases that the JSON file has")
+    args = parser.parse_args()
+    console, is_clean = terminal(), True
+    document: dict[str, Any] = {"method": "benchmarks/recovery.py", "machine": machine(), "missing": {}}
+    document |= {"seconds": {}, "figures": []}
+    if args.resume and args.json is not None and args.json.exists():
+        document = json.loads(args.json.read_text(encoding="utf-8"))
+    for plan in PLANS:
+        cases = {*cases_of(plan)}
+        if (args.only and not cases & {*args.only}) or cases & _done(document):
+            continue
+        is_clean = run(plan, args, document, console) and is_clean
+        write_json(args.json, document)
+        if args.page is not None:
+            write_page(args.page, document)
+    console.print(table(document), markup=False)
+    console.print(f"{sum(document['seconds'].values()):.0f} s")
+    if not is_clean:
+        raise SystemExit("requests failed, or texts differ from those of the undisturbed run")
+
+
+if __name__ == "__main__":
+    main()
