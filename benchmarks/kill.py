@@ -21,9 +21,9 @@ has three workers. After `stop`, `hang` and `cut` the undisturbed streams run be
 - `hang` (fake engine): a poison prompt, given up soon after its plan, hangs a step of one worker. All have measured
   their steps by then; before, a hang is told from a compilation only after 10 minutes. For a decode worker there are
   no prefill workers, which would compute the prompt.
-- `slow`: the process runs one part in twenty of the time, under streams of 1,500 tokens (prefill: prompts
-  that keep coming), with `slow_drain_s: 5` s, until it is kept out of use, and is then left alone until it is used again. With --brief:
-  500 tokens and 1 s, and it is killed once it is kept out.
+- `slow`: the process runs one part in twenty of the time, under streams of 1,500 tokens (prefill: prompts that keep
+  coming), with `slow_drain_s: 5` s, until it is kept out of use, and is then left alone until it is used again. With
+  --brief: 500 tokens and 1 s, and it is killed once it is kept out.
 - `cut`: all listeners of the worker, in both directions, in a network of this benchmark's own (root and `ip`), until
   its successor, which has other ports, serves. The worker's own calls to others are not cut.
 - A controller that dies has a successor only in a Ray cluster that kvrelay joins: one is started for it. It is back

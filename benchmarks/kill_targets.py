@@ -18,7 +18,7 @@ from benchmarks.ray_head import KeptHead, kept_ray
 from engine.fake import FAULTS_ENV
 from kvrelay.client import AsyncClient
 
-NUM_TOKENS = {"router": 160, "controller": 300, "head": 600}
+NUM_TOKENS = {"router": 160, "controller": 200, "head": 600}
 """Of each stream by victim: those of a controller's and a head's last until it is nearly back."""
 SLOW_DRAIN_S = {False: 5.0, True: 1.0}
 """By whether it is brief."""
