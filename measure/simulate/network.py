@@ -4,6 +4,7 @@ Messages are handed over as objects, which must not change afterwards; `wire.py`
 of a call (statuses, cancellation, deadlines, closed channels) are in `client_call.py` and `server_call.py`.
 """
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import Context, copy_context
 from dataclasses import dataclass, field
@@ -42,10 +43,13 @@ class SimNetwork(Wire):
         """`options`: those of `Wire`."""
         super().__init__(loop, shape, **options)
         self._servers: dict[str, SimServer] = {}
+        self._channels: dict[str, dict[SimChannel, None]] = {}
+        """Channels that wait for another state, by target."""
 
     def listen(self, address: str, server: SimServer) -> None:
         """Make a server reachable at an address."""
         self._servers[address] = server
+        self._wake(address)
 
     def crash(self, address: str) -> None:
         """Remove the server at an address and break off every call from it and to it.
@@ -54,6 +58,7 @@ class SimNetwork(Wire):
         connection: it may reach the next server at the address.
         """
         self._servers.pop(address, None)
+        self._wake(address)
         is_later_heard = self.faults is not None and self.faults.hear_apart
         for call in self._calls_of(address):
             is_on_its_way = is_later_heard and call.served_by is None and call.terms.target == address
@@ -73,6 +78,14 @@ class SimNetwork(Wire):
     def connect_from(self, source: str) -> Callable[[str], "SimChannel"]:
         """Return the function that makes channels from a host to others."""
         return lambda target: SimChannel(self, source, target)
+
+    def wait(self, channel: "SimChannel", target: str) -> None:
+        """Wake a channel, once, when a server begins or ceases to listen at its target."""
+        self._channels.setdefault(target, {})[channel] = None
+
+    def _wake(self, address: str) -> None:
+        for channel in self._channels.pop(address, ()):
+            channel.wake()
 
     def server_at(self, address: str) -> SimServer | None:
         """Return the server at an address; None without one."""
@@ -114,10 +127,12 @@ class SimChannel(grpc.aio.Channel):
         self._target = target
         self._calls: dict[ClientCall, None] = {}
         self._is_closed = False
+        self._waiting: list[asyncio.Future[None]] = []
 
     async def close(self, grace: float | None = None) -> None:
         """Cancel the running calls at once, whatever the grace."""
         self._is_closed = True
+        self.wake()
         for call in list(self._calls):
             call.cancel()
 
@@ -136,17 +151,30 @@ class SimChannel(grpc.aio.Channel):
         raise NotImplementedError(method)
 
     def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:  # noqa: FBT001, FBT002
-        """Return READY while a server listens."""
+        """Return READY while a server listens, SHUTDOWN once closed."""
+        if self._is_closed:
+            return grpc.ChannelConnectivity.SHUTDOWN
         if self._network.server_at(self._target) is None:
             return grpc.ChannelConnectivity.TRANSIENT_FAILURE
         return grpc.ChannelConnectivity.READY
 
     async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
-        """Raise: our code never waits for it in a simulation."""
-        raise NotImplementedError("wait_for_state_change")
+        """Wait until a server begins or ceases to listen, or the channel is closed, if the state is this one still."""
+        if self.get_state() is last_observed_state:
+            changed = self._network.loop.create_future()
+            self._waiting.append(changed)
+            self._network.wait(self, self._target)
+            await changed
+
+    def wake(self) -> None:
+        """Let those look again that wait for another state."""
+        waiting, self._waiting = self._waiting, []
+        for changed in waiting:
+            if not changed.done():
+                changed.set_result(None)
 
     async def channel_ready(self) -> None:
-        """Raise, likewise."""
+        """Raise: our code never waits for it in a simulation."""
         raise NotImplementedError("channel_ready")
 
     async def __aenter__(self) -> "SimChannel":
