@@ -59,6 +59,7 @@ class KeptHead:
             env=self._environment,
             stdout=subprocess.PIPE,
             text=True,
+            start_new_session=True,  # an interrupt would end it before its head
         )
         assert self._keeper.stdout is not None
         if not any(line == "up\n" for line in self._keeper.stdout):
