@@ -13,7 +13,7 @@ import itertools
 import json
 import pydoc_data.topics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from common.sampling import SamplingParams
 from common.text_files import load_chat_template
 from engine.executor import DoneStep, Hidden, ScheduledSequence
 from engine.model.heads import FILE_NAME
-from engine.runner import ModelExecutor
+from engine.runner import KeptStates, ModelExecutor
 from worker.inprocess import LocalEngine
 
 BATCH = 32
@@ -63,7 +63,7 @@ class Watched:
         self.states: dict[tuple[str, int], Hidden] = {}
         """By request and the token's index in its answer."""
         self._launch = executor.launch
-        executor.keeps_hidden = True
+        executor.kept_states = KeptStates(num_tokens=1)
         executor.launch = self.launch  # type: ignore[method-assign]
 
     def launch(self, batch: Sequence[ScheduledSequence]) -> DoneStep:
@@ -71,17 +71,13 @@ class Watched:
         places = [(item.sequence.request.request_id, item.token_index) for item in batch]
         done = self._launch(batch)
         for place, result in zip(places, done.step_results, strict=True):
-            if result.last_hidden is not None:
-                self.states[place] = result.last_hidden
+            if result.states is not None:
+                self.states[place] = result.states[-1]
         return done
 
 
-def answer_all(engine: LocalEngine, prompts: list[list[int]]) -> tuple[list[list[int]], list[Tensor]]:
-    """Return the model's answers, sampled, and the hidden states behind their tokens."""
-    assert isinstance(engine.executor, ModelExecutor)
-    watched = Watched(engine.executor)
-    answers: list[list[int]] = []
-    states: list[Tensor] = []
+def answer_batches(engine: LocalEngine, prompts: list[list[int]]) -> Iterator[list[list[int]]]:
+    """Yield the model's answers, sampled, a batch at a time."""
     for begin in range(0, len(prompts), BATCH):
         part = prompts[begin : begin + BATCH]
         tokens: list[list[int]] = [[] for _ in part]
@@ -91,6 +87,16 @@ def answer_all(engine: LocalEngine, prompts: list[list[int]]) -> tuple[list[list
         ]
         for token in engine.stream_all(requests):
             tokens[token.request_idx].append(token.token_id)
+        yield tokens
+
+
+def answer_all(engine: LocalEngine, prompts: list[list[int]]) -> tuple[list[list[int]], list[Tensor]]:
+    """Return the model's answers, sampled, and the hidden states behind their tokens."""
+    assert isinstance(engine.executor, ModelExecutor)
+    watched = Watched(engine.executor)
+    answers: list[list[int]] = []
+    states: list[Tensor] = []
+    for tokens in answer_batches(engine, prompts):
         answers += tokens
         # Requests enter in order, and their ids are those of their states.
         ids = list(dict.fromkeys(request_id for request_id, _index in watched.states))

@@ -23,6 +23,9 @@ from engine.work import StepFloors
 Hidden: TypeAlias = npt.NDArray[np.float32]
 """Hidden state of a token after the model's last norm, or a sum of some, float32 [hidden_size]."""
 
+States: TypeAlias = npt.NDArray[np.float32]
+"""What a model has computed at some consecutive tokens, from which drafts are made, float32 [num_tokens, size]."""
+
 NONCE_BYTES = 16
 """Random bytes at the end of a shared region, by which a peer verifies that it mapped the right one."""
 
@@ -304,8 +307,9 @@ class StepResult:
     behind them (`ScheduledSequence.walk`)."""
     prompt_logprobs: list[Logprobs]
     """Log-probabilities of token p + 1, for each scheduled position p with p + 1 inside the prompt, when requested."""
-    last_hidden: Hidden | None = None
-    """Hidden state behind which the last of the sampled tokens was chosen; only where draft heads ask for it."""
+    states: States | None = None
+    """States of the latest tokens that the step has computed, without those of rejected ones; the last of the sampled
+    tokens was chosen behind the last one. Only where drafts are made of them (`ModelExecutor.kept_states`)."""
     pooled: Hidden | None = None
     """Sum of the hidden states of the new tokens from `first_pooled` on, added up in float32; None without any."""
     branch: Branch | None = None

@@ -13,20 +13,24 @@ from pathlib import Path
 
 import torch
 
+from engine.draft_layer import LayerExecutor
 from engine.executor import Executor
 from engine.floors import measure_floors
-from engine.kv_cache import TorchKvStore, num_blocks_for_budget
+from engine.kv_cache import TorchKvStore, kv_shape, num_blocks_for_budget
 from engine.memory import host_kv_bytes, measure_host
 from engine.model.config import DecoderConfig, TransformersConfig, UnsupportedModel
 from engine.model.decoder import Decoder
+from engine.model.eagle_checkpoint import DraftedModel, read_eagle
 from engine.model.heads import DraftHeads
 from engine.model.loader import load_weights
 from engine.model.precision import dtype_name
+from engine.ops.cpu.linear import packer
 from engine.ops.cpu.ops import CpuDecoder, CpuOps, can_run
 from engine.ops.interface import StepOps
 from engine.ops.select import choose_cpu_kernels, load_cpu_kernels, quantize_and_pack
 from engine.options import EngineOptions, ModelDescription
-from engine.runner import ModelExecutor
+from engine.runner import KeptStates, ModelExecutor
+from engine.speculation.eagle import MAX_STATES, EagleDrafter
 from engine.speculation.heads import HeadsDrafter
 
 logger = logging.getLogger(__name__)
@@ -64,9 +68,33 @@ def load_draft_heads(folder: Path, executor: Executor, *, num_branches: int) -> 
     if not isinstance(executor, ModelExecutor):
         raise UnsupportedModel(f"cannot draft with heads for {executor.model_name}: it gives no hidden states")
     heads = DraftHeads.read(folder, hidden_size=executor.hidden_size, vocab_size=executor.vocab_size)
-    executor.keeps_hidden = True
+    executor.kept_states = KeptStates(num_tokens=1)
     propose = partial(heads.propose, logits=executor.logits_of)
     return HeadsDrafter(propose, num_heads=heads.num_heads, num_branches=num_branches)
+
+
+def load_draft_layer(
+    folder: Path, executor: Executor, *, kv_bytes: int, is_coupled: bool, num_branches: int
+) -> EagleDrafter:
+    """Return a drafter by the draft layer of a checkpoint, and let the executor give it states.
+
+    `kv_bytes`: memory for the layer's pages. `is_coupled`: drafts share the model's noise. `num_branches`: most tokens
+    beside its first choice. Raises UnsupportedModel, or ValueError when `kv_bytes` hold no page.
+    """
+    if not isinstance(executor, ModelExecutor) or not isinstance(executor.model, CpuDecoder):
+        raise UnsupportedModel(f"cannot draft with a layer for {executor.model_name}: it gives no states")
+    model, shape = executor.model, executor.kv.shape
+    layer = read_eagle(
+        folder,
+        DraftedModel(num_layers=shape.num_layers, embedding=model.embedding, logits=model.logits),
+    )
+    dtype = model.embedding.dtype
+    pages = kv_shape(layer.config, block_size=shape.block_size, dtype=dtype, fingerprint="")
+    store = TorchKvStore(pages, num_blocks_for_budget(kv_bytes, pages), device=torch.device("cpu"))
+    layer.weights.convert_projections(packer(layer.weights.projections().values(), model.kernels))
+    executor.kept_states = KeptStates(num_tokens=MAX_STATES, layers=layer.tapped_layers)
+    drafting = LayerExecutor(layer, store, CpuOps(layer.config, store, model.kernels), executor)
+    return EagleDrafter(drafting, target=executor, is_coupled=is_coupled, num_branches=num_branches)
 
 
 def _load_native(model: ModelDescription, config: DecoderConfig, options: EngineOptions) -> Executor:

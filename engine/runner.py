@@ -3,14 +3,15 @@
 from array import array
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from itertools import accumulate, islice
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from engine.executor import DoneStep, Hidden, KvStore, Logprobs, ScheduledSequence, StepResult
+from engine.executor import DoneStep, Hidden, KvStore, Logprobs, ScheduledSequence, StepResult, Walk
 from engine.kv_cache import TorchKvStore
 from engine.ops.metadata import AttentionMetadata, SequenceSpan
 from engine.options import CheckpointInfo
@@ -47,6 +48,26 @@ class Model(Protocol[StepT_contra]):
         ...
 
 
+@runtime_checkable
+class TappedModel(Protocol[StepT_contra]):
+    """A `Model` that also shows the states between its layers."""
+
+    def forward_tapped(self, token_ids: Tensor, step: StepT_contra, layers: Seq[int], /) -> tuple[Tensor, list[Tensor]]:
+        """Return `Model.forward`'s result, and the residual stream [num_tokens, hidden_size] before some layers."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptStates:
+    """The states that results have, for drafts."""
+
+    num_tokens: int
+    """Most tokens of a sequence and step; the latest ones."""
+    layers: tuple[int, ...] = ()
+    """Layers before which the residual stream is taken, side by side; none: the final hidden state, normalised. Needs a
+    `TappedModel`."""
+
+
 class StepPreparer(Protocol[StepT_co]):
     """Prepares a model's steps."""
 
@@ -77,10 +98,10 @@ class ModelExecutor(Generic[StepT]):
         self.verifies_drafts = model.is_row_independent
         self.exact_resume = not info.has_codes
         self.floors = floors
-        self.keeps_hidden = False
-        """Whether results have `last_hidden`, for draft heads."""
+        self.kept_states: KeptStates | None = None
+        """What `StepResult.states` holds; None: nothing."""
         self._hidden_dtype = torch.float32
-        self._model = model
+        self.model = model
         self._store = store
         self._ops = ops
         self._sampler = Sampler(vocab_size=self.vocab_size, eos_token_ids=info.eos_token_ids)
@@ -96,9 +117,8 @@ class ModelExecutor(Generic[StepT]):
         token_ids = array("I")
         for item in batch:
             token_ids += item.token_ids
-        hidden = self._model.forward(
-            torch.from_numpy(np.asarray(token_ids, dtype=np.int64)).to(self._device),
-            self._ops.plan(metadata),
+        hidden, states = self._forward(
+            torch.from_numpy(np.asarray(token_ids, dtype=np.int64)).to(self._device), self._ops.plan(metadata)
         )
         self._hidden_dtype = hidden.dtype
         starts = [0, *accumulate(item.num_rows for item in batch)]
@@ -110,23 +130,39 @@ class ModelExecutor(Generic[StepT]):
             )
             for item, begin, end in zip(batch, starts[:-1], starts[1:], strict=True)
         ]
-        self._sample(batch, hidden, starts, results)
+        walks = self._sample(batch, hidden, starts, results)
+        if self.kept_states is not None:
+            for i, walk in walks.items():
+                rows = _kept_rows(batch[i], starts[i], walk, self.kept_states.num_tokens)
+                results[i].states = torch.cat([each[rows] for each in states], dim=-1).float().cpu().numpy()
         return DoneStep(results)
 
     @torch.inference_mode()
     def logits_of(self, hidden: Tensor) -> Tensor:
         """Return the logits [rows, vocab] of the model's output head for float32 hidden states [rows, hidden]."""
-        return self._model.logits(hidden.to(self._device, self._hidden_dtype))
+        return self.model.logits(hidden.to(self._device, self._hidden_dtype))
+
+    def _forward(self, token_ids: Tensor, step: StepT) -> tuple[Tensor, list[Tensor]]:
+        """Return final hidden states, and those that are kept for drafts."""
+        if self.kept_states is None or not self.kept_states.layers:
+            hidden = self.model.forward(token_ids, step)
+            return hidden, [hidden]
+        assert isinstance(self.model, TappedModel), f"{self.model_name} does not show the states between its layers"
+        return self.model.forward_tapped(token_ids, step, self.kept_states.layers)
 
     def _sample(
         self, batch: Seq[ScheduledSequence], hidden: Tensor, starts: list[int], results: list[StepResult]
-    ) -> None:
-        """Choose the due tokens from the hidden states before them and add them to the results."""
+    ) -> dict[int, Walk]:
+        """Choose the due tokens from the hidden states before them and add them to the results.
+
+        Returns which of the sampled tokens count, by place in the batch; without prompts of several samples.
+        """
         due = [i for i, item in enumerate(batch) if item.num_samples]
+        walks: dict[int, Walk] = {}
         if not due:
-            return
+            return walks
         last_rows = [row for i in due for row in range(starts[i + 1] - 1 - batch[i].num_drafted, starts[i + 1])]
-        logits = self._model.logits(hidden.index_select(0, torch.tensor(last_rows, device=self._device)))
+        logits = self.model.logits(hidden.index_select(0, torch.tensor(last_rows, device=self._device)))
         if any(batch[i].num_samples > 1 for i in due):  # of a prompt, which has no draft
             repeats = [count for i in due for count in (batch[i].num_samples, *(1,) * batch[i].num_drafted)]
             logits = logits.repeat_interleave(torch.tensor(repeats, device=self._device), dim=0)
@@ -136,11 +172,11 @@ class ModelExecutor(Generic[StepT]):
             item, result = batch[i], results[i]
             winners = list(islice(sampled, item.num_sampled))
             walk = item.walk(winners)
+            if item.num_samples == 1:
+                walks[i] = walk
             result.sampled.extend(winners[place] for place in walk.places)
             result.branch = walk.branch
-            if self.keeps_hidden and item.num_samples == 1:
-                row = starts[i + 1] - 1 - item.num_drafted + walk.places[-1]
-                result.last_hidden = hidden[row].float().cpu().numpy()
+        return walks
 
     def _prompt_logprobs(self, item: ScheduledSequence, hidden: Tensor) -> list[Logprobs]:
         """Return the log-probabilities of the next prompt token at each prompt position, from the hidden states."""
@@ -149,7 +185,18 @@ class ModelExecutor(Generic[StepT]):
         if num_top is None:
             return []
         targets = sequence.token_ids[sequence.num_computed + 1 : sequence.num_prompt_tokens][: item.num_new_tokens]
-        return prompt_logprobs(self._model.logits, hidden, targets, num_top)
+        return prompt_logprobs(self.model.logits, hidden, targets, num_top)
+
+
+def _kept_rows(item: ScheduledSequence, start: int, walk: Walk, most: int) -> list[int]:
+    """Return the rows of a step that hold a sequence's latest tokens, at most so many, without rejected ones.
+
+    `start` is the sequence's first row.
+    """
+    last_known = start + item.num_new_tokens - len(item.draft) - 1
+    accepted = [last_known + place for place in walk.places[1:]]
+    first = max(start, last_known + 1 - max(0, most - len(accepted)))
+    return [*range(first, last_known + 1), *accepted][-most:]
 
 
 def _spans(item: ScheduledSequence) -> list[SequenceSpan]:

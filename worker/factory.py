@@ -21,6 +21,7 @@ from engine.memory import MemoryShare
 from engine.scheduler import SchedulerLimits
 from engine.speculation.draft_model import DifferentVocabulary, ModelDrafter
 from engine.speculation.drafter import Drafter
+from engine.speculation.eagle import EagleDrafter
 from engine.speculation.heads import HeadsDrafter
 from engine.speculation.ngram import NgramDrafter
 from engine.speculation.speculator import Rule, Speculator
@@ -29,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 _GIB = 1 << 30
 _FAKE_KV_BYTES = 1 << 20  # hashes need no more
-_WEIGHTS = ("*.safetensors", "*.gguf")
+_WEIGHTS = ("*.safetensors", "*.gguf", "pytorch_model.bin")
 
 
 def limits_for(pool: PoolConfig) -> SchedulerLimits:
@@ -45,7 +46,7 @@ def limits_for(pool: PoolConfig) -> SchedulerLimits:
 def speculator_for(config: ServingConfig, pool: PoolConfig, executor: Executor) -> Speculator | None:
     """Return what drafts for the engine of a worker of `pool`; None when that is off, or nothing verifies drafts.
 
-    Loads a draft model, which takes seconds. Raises DifferentVocabulary, ModelNotFound.
+    Loads a draft model, which takes seconds. Raises DifferentVocabulary, ModelNotFound, UnsupportedModel.
     """
     speculation = config.model.speculation
     if speculation.method == "off":
@@ -63,12 +64,15 @@ def speculator_for(config: ServingConfig, pool: PoolConfig, executor: Executor) 
     if pool is not config.pools.decode:  # a worker that begins with prompts would keep it for nothing
         return None
     drafter: Drafter
-    if speculation.method == "heads":
-        drafter = _load_heads(config, speculation.model, executor)
-    else:
-        draft_model = _load_draft_model(config, pool, speculation.model)
-        is_coupled = rule is Rule.COUPLED
-        drafter = ModelDrafter(draft_model, target=executor, is_coupled=is_coupled, num_branches=num_others)
+    is_coupled = rule is Rule.COUPLED
+    match speculation.method:
+        case "heads":
+            drafter = _load_heads(config, speculation.model, executor)
+        case "eagle":
+            drafter = _load_draft_layer(config, speculation.model, executor, is_coupled=is_coupled)
+        case _:
+            draft_model = _load_draft_model(config, pool, speculation.model)
+            drafter = ModelDrafter(draft_model, target=executor, is_coupled=is_coupled, num_branches=num_others)
     return Speculator(drafter, num_tokens=speculation.num_tokens, rule=rule)
 
 
@@ -78,6 +82,20 @@ def _load_heads(config: ServingConfig, model_id: str, executor: Executor) -> Hea
 
     folder = resolve_model(model_id, local_files_only=config.model.local_files_only)
     return load_draft_heads(folder, executor, num_branches=config.model.speculation.num_branches - 1)
+
+
+def _load_draft_layer(config: ServingConfig, model_id: str, executor: Executor, *, is_coupled: bool) -> EagleDrafter:
+    """Return a drafter by the draft layer of a checkpoint. Raises ModelNotFound, UnsupportedModel."""
+    from engine.loading import load_draft_layer
+
+    speculation = config.model.speculation
+    return load_draft_layer(
+        resolve_model(model_id, local_files_only=config.model.local_files_only),
+        executor,
+        kv_bytes=int(speculation.kv_memory_gib * _GIB),
+        is_coupled=is_coupled,
+        num_branches=speculation.num_branches - 1,
+    )
 
 
 def _load_draft_model(config: ServingConfig, pool: PoolConfig, model_id: str) -> Executor:
@@ -182,12 +200,12 @@ def memory_share(config: ServingConfig, pool: PoolConfig, environ: Mapping[str, 
 
 
 def drafting_bytes(config: ServingConfig, pool: PoolConfig) -> int:
-    """Return about how much memory a draft model, or heads, will take in a worker of `pool`. Raises ModelNotFound."""
+    """Return about how much memory what drafts will take in a worker of `pool`. Raises ModelNotFound."""
     speculation = config.model.speculation
     if speculation.model is None or pool is not config.pools.decode or lacks(config.model.engine, "speculation"):
         return 0
     folder = resolve_model(speculation.model, local_files_only=config.model.local_files_only)
-    kv_bytes = int(speculation.kv_memory_gib * _GIB) if speculation.method == "draft" else 0
+    kv_bytes = int(speculation.kv_memory_gib * _GIB) if speculation.method in {"draft", "eagle"} else 0
     return kv_bytes + sum(file.stat().st_size for pattern in _WEIGHTS for file in folder.glob(pattern))
 
 

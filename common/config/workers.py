@@ -20,14 +20,15 @@ TransportName = Annotated[str, AfterValidator(_known_transport)]
 class SpeculationConfig(Section):
     """Drafting tokens that a step verifies beside the ones that it has to compute."""
 
-    method: Annotated[Literal["off", "ngram", "draft", "heads"], Words, Need.WORKERS] = "off"
+    method: Annotated[Literal["off", "ngram", "draft", "heads", "eagle"], Words, Need.WORKERS] = "off"
     """`ngram` drafts what followed the last tokens when they stood in the prompt or the answer before: answers that
-    copy come several times as fast, and none has other tokens. `draft` asks a small model, `heads` reads Medusa heads.
-    On a CPU with compiled kernels; elsewhere it is off, and the log says so. [Speculation](speculation.md)."""
+    copy come several times as fast, and none has other tokens. `draft` asks a small model, `heads` reads Medusa heads,
+    `eagle` a draft layer of EAGLE or EAGLE-3. On a CPU with compiled kernels; elsewhere it is off, and the log says so.
+    [Speculation](speculation.md)."""
     model: Annotated[str | None, Need.WORKERS] = None
-    """The draft model, or the heads: a checkpoint folder or hub id, with the vocabulary of the model."""
+    """The draft model, heads or draft layer: a checkpoint folder or hub id, with the vocabulary of the model."""
     kv_memory_gib: Annotated[float, Field(gt=0), Need.WORKERS] = 0.25
-    """Memory for the draft model's own KV pages in each decode worker."""
+    """Memory for the KV pages of the draft model, or of the draft layer, in each decode worker."""
     rule: Annotated[Literal["coupled", "rejection"], Words, Need.GENERATION] = "coupled"
     """`coupled` accepts a drafted token if it is the one that would have been drawn without it: the same answers.
     `rejection` accepts it with the probability that the model gives it (Leviathan et al.; Chen et al.): sampled answers
@@ -42,8 +43,8 @@ class SpeculationConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> "SpeculationConfig":
-        if (self.method in {"draft", "heads"}) != (self.model is not None):
-            raise ValueError("model.speculation: `method: draft` or `heads` and `model` need each other")
+        if (self.method in {"draft", "heads", "eagle"}) != (self.model is not None):
+            raise ValueError("model.speculation: `method: draft`, `heads` or `eagle` and `model` need each other")
         if self.rule == "rejection" and self.num_branches > 1:
             raise ValueError(
                 f"model.speculation: cannot verify num_branches: {self.num_branches} drafts by `rule: rejection`, which"

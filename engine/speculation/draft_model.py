@@ -14,13 +14,14 @@ must not depend on the noise of the verification, it draws with other noise.
 import time
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 from common.block_hash import NO_HASHES
 from common.timing import StepShape
 from common.tokens import TokenArray, as_tokens
 from engine.block_pool import BlockPool
-from engine.executor import Executor, Sampled, ScheduledSequence, StepResult
+from engine.executor import KvStore, Sampled, ScheduledSequence, StepHandle, StepResult
 from engine.sequence import EngineRequest, Sequence
 from engine.speculation.costs import StepCosts
 from engine.speculation.drafter import common_len
@@ -40,10 +41,38 @@ class DifferentVocabulary(ValueError):
     """The draft model cannot draft for this model."""
 
 
+class Vocabulary(Protocol):
+    """A model, as far as its tokens are concerned."""
+
+    vocab_size: int
+    model_name: str
+
+
+class DraftingExecutor(Vocabulary, Protocol):
+    """The part of an `Executor` that drafts."""
+
+    kv: KvStore
+    max_model_len: int
+
+    def launch(self, batch: Seq[ScheduledSequence]) -> StepHandle:
+        """See `Executor`."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class Shadow(Sequence):
+    """A sequence as its drafter knows it: with the drafted tokens, and pages of the drafter."""
+
+    first: int = 0
+    """First token whose KV it has or will have; its block table begins there."""
+
+
 class ModelDrafter:
     """A `Drafter` by a draft model."""
 
-    def __init__(self, executor: Executor, *, target: Executor, is_coupled: bool, num_branches: int = 0) -> None:
+    def __init__(
+        self, executor: DraftingExecutor, *, target: Vocabulary, is_coupled: bool, num_branches: int = 0
+    ) -> None:
         """`is_coupled`: drafts share the target's noise. `num_branches`: most tokens beside its first choice.
 
         Raises DifferentVocabulary.
@@ -57,7 +86,7 @@ class ModelDrafter:
         self._is_coupled = is_coupled
         self._num_branches = num_branches
         self._pool = BlockPool(executor.kv.num_blocks)
-        self._shadows: dict[Sequence, Sequence] = {}
+        self._shadows: dict[Sequence, Shadow] = {}
         self._rates = DepthRates(_PRIOR_RATES, trial_steps=TRIAL_STEPS)
         self._branch_rates = BranchRates(_PRIOR_BRANCH_RATES)
         self._costs = StepCosts()
@@ -119,13 +148,18 @@ class ModelDrafter:
         if shadow is not None:
             self._release(shadow)
 
-    def _shadow(self, sequence: Sequence) -> Sequence:
+    def _new_shadow(self, sequence: Sequence) -> Shadow:
+        shadow = Shadow.from_request(
+            self._request(sequence.request), block_size=self._executor.kv.shape.block_size, order=sequence.order
+        )
+        assert isinstance(shadow, Shadow)
+        return shadow
+
+    def _shadow(self, sequence: Sequence) -> Shadow:
         """Return a sequence's shadow with exactly its known tokens, of which the last one at least is not computed."""
         shadow = self._shadows.get(sequence)
         if shadow is None:
-            shadow = self._shadows[sequence] = Sequence.from_request(
-                self._request(sequence.request), block_size=self._executor.kv.shape.block_size, order=sequence.order
-            )
+            shadow = self._shadows[sequence] = self._new_shadow(sequence)
             shadow.sample_index = sequence.sample_index
         known, drafted = sequence.token_ids, shadow.token_ids
         same = common_len(known, drafted, begin=shadow.num_ready)
@@ -151,8 +185,9 @@ class ModelDrafter:
             sampling = replace(sampling, seed=sampling.seed ^ _OTHER_NOISE)
         return replace(request, sampling=sampling, grammar=None, block_hashes=NO_HASHES)
 
-    def _step(self, shadows: Seq[Sequence]) -> dict[Sequence, Sampled]:
+    def _step(self, shadows: Seq[Shadow]) -> dict[Shadow, Sampled]:
         """Compute what is known of each shadow, as far as pages go; returns the tokens of those that have got one."""
+        read: list[Shadow] = []
         batch: list[ScheduledSequence] = []
         num_to_read = MAX_CATCH_UP
         for shadow in shadows:
@@ -160,20 +195,26 @@ class ModelDrafter:
             num_new = min(num_left, max(1, num_to_read))
             if self._make_room(shadow, shadow.num_computed + num_new):
                 num_to_read -= num_new - 1
+                read.append(shadow)
                 batch.append(ScheduledSequence(shadow, num_new, int(num_new == num_left)))
-        drawn: dict[Sequence, Sampled] = {}
+        drawn: dict[Shadow, Sampled] = {}
         if not batch:
             return drawn
-        for item, result in zip(batch, self._executor.launch(batch).results(), strict=True):
-            item.sequence.num_computed += item.num_new_tokens
+        results = self._executor.launch(batch).results()
+        for shadow, item, result in zip(read, batch, results, strict=True):
+            shadow.num_computed += item.num_new_tokens
+            self._took(shadow, result)
             for sampled in result.sampled:
-                item.sequence.token_ids.append(sampled.token_id)
-                drawn[item.sequence] = sampled
+                shadow.token_ids.append(sampled.token_id)
+                drawn[shadow] = sampled
         return drawn
 
-    def _make_room(self, shadow: Sequence, num_tokens: int) -> bool:
-        """Give a shadow pages for so many tokens; one that gets none loses those that it has."""
-        num_missing = -(-num_tokens // shadow.block_size) - len(shadow.block_table)
+    def _took(self, shadow: Shadow, result: StepResult) -> None:
+        """Take what else a step has told of a shadow, before its tokens are appended."""
+
+    def _make_room(self, shadow: Shadow, num_tokens: int) -> bool:
+        """Give a shadow pages for its first `num_tokens` tokens; one that gets none loses those that it has."""
+        num_missing = -(-(num_tokens - shadow.first) // shadow.block_size) - len(shadow.block_table)
         if num_missing > self._pool.num_free:
             self._release(shadow)
             return False
@@ -181,7 +222,7 @@ class ModelDrafter:
             shadow.block_table.extend(self._pool.allocate(num_missing))
         return True
 
-    def _release(self, shadow: Sequence) -> None:
+    def _release(self, shadow: Shadow) -> None:
         self._pool.release(list(shadow.block_table))
         del shadow.block_table[:]
         shadow.num_computed = shadow.num_ready = 0

@@ -28,7 +28,7 @@ Propose = Callable[[npt.NDArray[np.float32], int, int], tuple[list[list[int]], l
 
 
 class HeadsDrafter:
-    """A `Drafter` by heads. Every step has to return hidden states (`StepResult.last_hidden`)."""
+    """A `Drafter` by heads. Every step has to return hidden states (`StepResult.states`)."""
 
     def __init__(self, propose: Propose, *, num_heads: int, num_branches: int = 0) -> None:
         """`num_branches`: most tokens beside the first head's likeliest."""
@@ -73,8 +73,8 @@ class HeadsDrafter:
         sequence = item.sequence
         self._rates.observe(sequence, len(item.draft), result.num_right)
         self._branch_rates.observe(sequence, result.sampled[0].token_id)
-        if result.last_hidden is not None:
-            self._states[sequence] = sequence.num_tokens + len(result.sampled), result.last_hidden
+        if result.states is not None:
+            self._states[sequence] = sequence.num_tokens + len(result.sampled), result.states[-1]
 
     def forget(self, sequence: Sequence) -> None:
         """See `Drafter`."""

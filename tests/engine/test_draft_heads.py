@@ -65,7 +65,7 @@ def test_nothing_is_drafted_without_the_state_behind_the_last_token() -> None:
     drafter = HeadsDrafter(lambda states, num, others: ([[7] * num], [[8, 9][:others]]), num_heads=3, num_branches=2)
     sequence = make_sequence([1, 2, 3])
     assert drafter.prospects(sequence, 5) == []  # the first step after a handoff
-    result = StepResult(sampled=[Sampled(token_id=4)], prompt_logprobs=[], last_hidden=np.zeros(HIDDEN, np.float32))
+    result = StepResult(sampled=[Sampled(token_id=4)], prompt_logprobs=[], states=np.zeros((1, HIDDEN), np.float32))
     drafter.observe(ScheduledSequence(sequence, 3, 1), result)
     sequence.append_token(4)
     assert drafts_of(drafter, sequence, 5) == [[7, 7, 7], [8], [9]]

@@ -83,7 +83,11 @@ def test_speculation_that_an_executor_cannot_verify_is_off_with_a_warning(caplog
 def test_room_is_left_for_a_draft_model_in_decode_workers_alone(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes(bytes(1000))
-    for method, engine, expected in (("draft", "torch", 1000 + 2**20), ("heads", "torch", 1000), ("draft", "vllm", 0)):
+    sizes = (
+        *(("draft", "torch", 1000 + 2**20), ("eagle", "torch", 1000 + 2**20)),
+        *(("heads", "torch", 1000), ("draft", "vllm", 0)),
+    )
+    for method, engine, expected in sizes:
         speculation = {"method": method, "model": str(tmp_path), "kv_memory_gib": 2**-10}
         config = ServingConfig.model_validate({"model": {"engine": engine, "speculation": speculation}})
         assert drafting_bytes(config, config.pools.decode) == expected
@@ -98,6 +102,6 @@ def test_trees_of_drafts_are_refused_under_the_rejection_rule() -> None:
 
 
 def test_draft_model_is_named_exactly_where_it_drafts() -> None:
-    for speculation in ({"method": "draft"}, {"method": "ngram", "model": "small"}):
+    for speculation in ({"method": "draft"}, {"method": "eagle"}, {"method": "ngram", "model": "small"}):
         with pytest.raises(ValueError, match="need each other"):
             ServingConfig.model_validate({"model": {"speculation": speculation}})

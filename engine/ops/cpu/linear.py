@@ -3,7 +3,7 @@
 import contextlib
 import ctypes
 import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -125,7 +125,12 @@ def _largest_packed_bytes(columns: int, depth: int, kernels: CpuKernels) -> int:
 
 def pack_projections(weights: DecoderWeights, kernels: CpuKernels) -> None:
     """Replace every plain and grouped projection by a packed one. Mutates `weights`."""
-    arena = Arena(sum(_packed_bytes(projection, kernels) for projection in weights.projections()))
+    weights.replace_projections(packer(weights.projections(), kernels))
+
+
+def packer(projections: Iterable[Projection], kernels: CpuKernels) -> Callable[[Projection], Projection]:
+    """Return the conversion of these projections, plain or grouped, into packed ones in one arena."""
+    arena = Arena(sum(_packed_bytes(projection, kernels) for projection in projections))
 
     def pack(projection: Projection) -> Projection:
         match projection:
@@ -136,7 +141,7 @@ def pack_projections(weights: DecoderWeights, kernels: CpuKernels) -> None:
             case _:
                 return projection
 
-    weights.replace_projections(pack)
+    return pack
 
 
 def pack_plain(linear: Linear, kernels: CpuKernels, arena: Arena) -> PackedLinear:

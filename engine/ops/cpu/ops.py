@@ -160,7 +160,7 @@ class CpuDecoder:
         self._config = config
         self._weights = weights
         self._head = weights.head
-        self._kernels = kernels
+        self.kernels = kernels
         next_norms = [*(layer.input_norm for layer in weights.layers[1:]), weights.final_norm]
         self._layers = [
             _packed_layer(layer, next_norm) for layer, next_norm in zip(weights.layers, next_norms, strict=True)
@@ -171,7 +171,15 @@ class CpuDecoder:
 
         Writes the tokens' keys and values to the pages that `step` was planned for.
         """
+        return self.forward_tapped(token_ids, step, ())[0]
+
+    def forward_tapped(self, token_ids: Tensor, step: CpuStepOps, layers: Seq[int]) -> tuple[Tensor, list[Tensor]]:
+        """As `forward`; also returns copies of the residual stream [num_tokens, hidden_size] before some layers.
+
+        The layer behind the last one stands for the stream at the end.
+        """
         weights, config = self._weights, self._config
+        tapped: dict[int, Tensor] = {}
         residual = F.embedding(token_ids, weights.embedding)
         normed = step.rms_norm(residual, weights.layers[0].input_norm)
         attended_size = config.num_heads * config.head_dim
@@ -181,9 +189,18 @@ class CpuDecoder:
         activations = Activations(residual.data_ptr(), normed.data_ptr(), *(each.data_ptr() for each in scratch))
         to = ctypes.byref(activations)
         for layer_idx, (layer, packed) in enumerate(zip(weights.layers, self._layers, strict=True)):
+            if layer_idx in layers:
+                tapped[layer_idx] = residual.clone()
             pages = step.pages(layer_idx, layer.q_norm, layer.k_norm)
-            self._kernels.run_layer(step.address, pages, ctypes.byref(packed), to)
-        return normed
+            self.kernels.run_layer(step.address, pages, ctypes.byref(packed), to)
+        if len(self._layers) in layers:
+            tapped[len(self._layers)] = residual
+        return normed, [tapped[layer_idx] for layer_idx in layers]
+
+    @property
+    def embedding(self) -> Tensor:
+        """Embeddings [vocab_size, hidden_size]."""
+        return self._weights.embedding
 
     @property
     def hidden_size(self) -> int:

@@ -1,0 +1,316 @@
+"""EAGLE's draft layers: what they read from checkpoints, what they compute, and that answers are those without them."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from common.clock import ManualClock
+from common.ids import BlockId
+from common.tokens import as_tokens
+from engine.core import EngineCore
+from engine.executor import Branch, ScheduledSequence
+from engine.group import Group
+from engine.kv_cache import TorchKvStore, kv_shape
+from engine.loading import load_draft_layer
+from engine.model.config import UnsupportedModel
+from engine.model.eagle_checkpoint import DraftedModel, read_eagle
+from engine.ops.metadata import AttentionMetadata, SequenceSpan
+from engine.ops.torch_ops import TorchOps
+from engine.runner import KeptStates, ModelExecutor
+from engine.scheduler import SchedulerLimits
+from engine.sequence import EngineRequest
+from engine.speculation.eagle import MAX_STATES, EagleDrafter, KnownStates
+from tests.builders import Collector, assert_empty, make_request, run_until_idle
+from tests.engine.draft_layers import CONFIG, EAGLE, EAGLE3, layer_tensors, reference_outputs, write_layer
+from tests.engine.drafting import eager
+from tests.engine.driver import Driver, load, make_sequence
+from tests.engine.test_speculation_model import load_verifying, requests_of, serve
+from tests.engine.tiny_models import make_model
+from tests.short_model import write_short_model
+
+THIRD = CONFIG | {"draft_vocab_size": 50}
+NUM_LAYERS, MODEL_HIDDEN, VOCAB = 6, 32, CONFIG["vocab_size"]
+
+
+def a_model(hidden_size: int = MODEL_HIDDEN) -> DraftedModel:
+    embedding = torch.randn(VOCAB, hidden_size, generator=torch.Generator().manual_seed(9))
+    return DraftedModel(num_layers=NUM_LAYERS, embedding=embedding, logits=lambda hidden: hidden @ embedding.T)
+
+
+def third_tensors() -> dict[str, Tensor]:
+    tensors = layer_tensors(EAGLE3, THIRD, model_hidden=MODEL_HIDDEN)
+    tensors["embed_tokens.weight"] = torch.randn(
+        VOCAB, CONFIG["hidden_size"], generator=torch.Generator().manual_seed(3)
+    )
+    return tensors
+
+
+# ── the layer ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("kind", [EAGLE, EAGLE3])
+@torch.inference_mode()
+def test_layer_computes_what_plain_torch_does_from_a_file_in_its_published_layout(tmp_path: Path, kind: str) -> None:
+    model = a_model(CONFIG["hidden_size"]) if kind == EAGLE else a_model()
+    config = CONFIG if kind == EAGLE else THIRD
+    tensors = layer_tensors(EAGLE, model_hidden=CONFIG["hidden_size"]) if kind == EAGLE else third_tensors()
+    layer = read_eagle(write_layer(tmp_path, tensors, config), model)
+    assert layer.tapped_layers == (() if kind == EAGLE else (2, 3, 3))
+    store = TorchKvStore(
+        kv_shape(layer.config, block_size=4, dtype=torch.float32, fingerprint=""), 8, device=torch.device("cpu")
+    )
+    ops, draw = TorchOps(layer.config, store), torch.Generator().manual_seed(1)
+    ids = torch.randint(VOCAB, (9,), generator=draw)
+    states = torch.randn(6, _state_size(kind), generator=draw)
+    outputs = torch.zeros(0, CONFIG["hidden_size"])
+    # A chunk with states of the model, then token by token with the layer's own outputs.
+    for begin, end in ((0, 6), (6, 7), (7, 8), (8, 9)):
+        span = SequenceSpan(num_computed=begin, num_new_tokens=end - begin, block_table=[5, 2, 7])
+        step = ops.plan(AttentionMetadata.from_spans([span], block_size=4))
+        given = states.clone() if begin == 0 else outputs[-1:].clone()
+        found = layer.forward(ids[begin:end], given, step)
+        outputs = torch.cat((outputs, found[-1:]))
+    embedding = tensors.get("embed_tokens.weight", model.embedding)
+    expected = reference_outputs(tensors, config, F.embedding(ids, embedding), states, outputs[:-1])
+    torch.testing.assert_close(outputs, expected[5:], rtol=1e-4, atol=1e-5)
+    logits = layer.logits(outputs, step)
+    if kind == EAGLE:
+        assert torch.equal(logits, model.logits(outputs))
+        return
+    normed = F.rms_norm(outputs, outputs.shape[-1:], tensors["norm.weight"], config["rms_norm_eps"])
+    drafted = torch.arange(50) + tensors["d2t"]
+    torch.testing.assert_close(logits[:, drafted], normed @ tensors["lm_head.weight"].T, rtol=1e-4, atol=1e-5)
+    assert set(logits.isfinite()[0].nonzero().flatten().tolist()) == set(drafted.tolist())
+
+
+def _state_size(kind: str) -> int:
+    return CONFIG["hidden_size"] if kind == EAGLE else 3 * MODEL_HIDDEN
+
+
+def test_names_and_files_of_other_converters_are_read_alike(tmp_path: Path) -> None:
+    tensors = third_tensors()
+    renamed = {"model." + name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
+    first = read_eagle(write_layer(tmp_path / "first", tensors, THIRD), a_model())
+    other = read_eagle(write_layer(tmp_path / "other", renamed, THIRD), a_model())
+    pickled = write_layer(tmp_path / "pickled", tensors, THIRD)
+    (pickled / "model.safetensors").unlink()
+    torch.save(tensors, pickled / "pytorch_model.bin")
+    for layer in (other, read_eagle(pickled, a_model())):
+        for name in ("fc", "qkv", "gate_up", "head"):
+            assert torch.equal(*(getattr(each.weights, name).weight for each in (first, layer)))
+
+
+@pytest.mark.parametrize(
+    ("change", "config", "message"),
+    [
+        ({"fc.weight": None}, {}, r"fc\.weight is missing; the model needs 96 columns"),
+        ({"norm.weight": torch.ones(7)}, {}, r"norm\.weight has shape \[7\]; the model needs \[64\]"),
+        (
+            {"mtp.fc.weight": torch.ones(2, 2)},
+            {},
+            r"mtp\.fc\.weight has no place in a layer of EAGLE or EAGLE-3; .*MTP",
+        ),
+        ({"d2t": None}, {}, "d2t is missing"),
+        ({"d2t": torch.full((50,), 100)}, {}, "d2t names tokens outside of the model's 131"),
+        ({"embed_tokens.weight": None}, {}, r"embed_tokens\.weight is missing; the model's has another size"),
+        ({}, {"vocab_size": 132}, "it is for 132 tokens, and this model has 131"),
+        ({}, {"num_hidden_layers": 2}, "num_hidden_layers: 2 of a draft layer"),
+        ({}, {"hidden_act": "gelu"}, "hidden_act: 'gelu'"),
+        (
+            {},
+            {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 6]}},
+            r"before layers \[1, 2, 6\].* of the 6",
+        ),
+    ],
+)
+def test_layers_that_do_not_fit_are_refused_by_what_does_not(
+    tmp_path: Path, change: dict[str, Tensor | None], config: dict[str, Any], message: str
+) -> None:
+    tensors = {name: tensor for name, tensor in {**third_tensors(), **change}.items() if tensor is not None}
+    with pytest.raises(UnsupportedModel, match=message):
+        read_eagle(write_layer(tmp_path, tensors, THIRD | config), a_model())
+
+
+class _Unpickled:
+    """Anything but a tensor."""
+
+
+def test_files_that_hold_no_tensors_are_refused_and_run_no_code(tmp_path: Path) -> None:
+    (folder := write_layer(tmp_path, {}, THIRD)).joinpath("model.safetensors").unlink()
+    with pytest.raises(UnsupportedModel, match=r"neither model\.safetensors nor pytorch_model\.bin"):
+        read_eagle(folder, a_model())
+    torch.save({"fc.weight": _Unpickled()}, folder / "pytorch_model.bin")
+    with pytest.raises(UnsupportedModel, match="cannot read the draft layer"):
+        read_eagle(folder, a_model())
+
+
+# ── states ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_states_behind_a_gap_begin_anew_and_known_ones_are_not_taken_twice() -> None:
+    known = KnownStates()
+
+    def take(begin: int, end: int) -> list[int]:
+        known.take(np.arange(begin, end, dtype=np.float32)[:, None], end)
+        return [int(row[0]) for row in known.rows]
+
+    assert take(3, 6) == [3, 4, 5]
+    assert take(1, 7) == [3, 4, 5, 6]  # computed again after a preemption
+    assert take(2, 5) == [3, 4, 5, 6]
+    known.forget_before(6)
+    assert [int(row[0]) for row in known.rows] == [6]
+    known.forget_before(7)
+    assert known.begin == 6  # its token may be read again
+    assert take(9, 11) == [9, 10]
+    assert len(take(11, 11 + 2 * MAX_STATES)) == MAX_STATES
+    assert known.begin == 11 + MAX_STATES
+
+
+@pytest.fixture(name="model_dir", scope="module")
+def _model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose next token depends on the last one alone: its layers add nothing."""
+    folder = tmp_path_factory.mktemp("tiny")
+    model = make_model("llama-tied", hidden_size=64, num_attention_heads=2, num_key_value_heads=1, num_hidden_layers=3)
+    with torch.no_grad():
+        embedding = model.model.embed_tokens.weight
+        embedding /= embedding.square().mean(-1, keepdim=True).sqrt()
+        model.model.norm.weight.fill_(1.0)
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(name="layer_dir", scope="module")
+def _layer_dir(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A layer that knows this model: its output is the embedding of the token that it reads."""
+    tensors = layer_tensors(EAGLE, model_hidden=64)
+    for name in ("layers.0.self_attn.o_proj.weight", "layers.0.mlp.down_proj.weight", "fc.bias"):
+        tensors[name].zero_()
+    tensors["fc.weight"] = torch.cat((torch.eye(64), torch.zeros(64, 64)), dim=1)
+    return write_layer(tmp_path_factory.mktemp("layer"), tensors)
+
+
+def load_tiny(model_dir: Path, **options: int) -> ModelExecutor[Any]:
+    executor = load(model_dir, **options)
+    if not executor.verifies_drafts:
+        pytest.skip("no compiled kernels on this machine")
+    return executor
+
+
+@torch.inference_mode()
+def test_verified_rows_give_the_states_of_steps_of_their_own_and_keep_their_bits(tmp_path: Path) -> None:
+    model = make_model("llama", hidden_size=64, num_attention_heads=2, num_key_value_heads=1)
+    model.save_pretrained(tmp_path)
+    executor = load_tiny(tmp_path)
+    driver, prompt = Driver(executor), list(range(20, 31))
+    plain, one, tree = (make_sequence(prompt) for _ in range(3))
+    sampled = driver.step([(plain, 11)])[0].sampled + [driver.step([(plain, 1)])[0].sampled[0] for _ in range(5)]
+    executor.kept_states = KeptStates(num_tokens=8, layers=(2, 0))
+    results = driver.step([(one, 11), (tree, 11)])
+    assert all(result.states is not None and result.states.shape == (8, 128) for result in results)
+    single = [result for _ in range(5) for result in driver.step([(one, 1)])]
+    assert [each.sampled[0] for each in single] == sampled[1:]  # as without states
+    right = as_tokens([each.token_id for each in sampled[1:5]])
+    wrong = right[:]
+    wrong[2] ^= 1
+    num_shared = tree.num_computed // 4
+    branch = Branch(2, right[2:], num_shared, tree.block_table[:num_shared])
+    for table in (tree.block_table, branch.block_table):
+        while len(table) < 4:
+            table.append(driver.free.pop())
+    executor.kv.copy_block(BlockId(tree.block_table[num_shared]), BlockId(branch.block_table[num_shared]))
+    (result,) = executor.launch([ScheduledSequence(tree, 5, 1, draft=wrong, branches=(branch,))]).results()
+    assert result.sampled == sampled[1:]
+    states = [each.states for each in single]
+    assert result.states is not None
+    np.testing.assert_array_equal(result.states, np.concatenate([each for each in states if each is not None]))
+
+
+# ── answers ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+SAMPLINGS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.9, "seed": 5, "num_logprobs": 2},
+    {"temperature": 1.0, "seed": 6, "n": 2, "top_k": 20},
+    {"frequency_penalty": 0.5},
+]
+
+
+def tiny_requests() -> list[EngineRequest]:
+    return [
+        make_request(range(i, i + 30), block_size=16, max_tokens=24, ignore_eos=True, **sampling)
+        for i, sampling in enumerate(SAMPLINGS, 40)
+    ]
+
+
+def load_layer(folder: Path, executor: ModelExecutor[Any], *, num_branches: int = 0) -> EagleDrafter:
+    return load_draft_layer(folder, executor, kv_bytes=1 << 20, is_coupled=True, num_branches=num_branches)
+
+
+@pytest.mark.parametrize(
+    ("limits", "num_blocks"),
+    [({}, 64), ({"max_step_tokens": 16}, 64), ({}, 9)],
+    ids=["one batch", "chunked", "preempted"],
+)
+def test_a_layer_that_knows_the_model_is_nearly_always_right_and_changes_no_answer(
+    model_dir: Path, layer_dir: Path, limits: dict[str, int], num_blocks: int
+) -> None:
+    executor = load_tiny(model_dir, block_size=16, num_blocks=num_blocks)
+    plain, before = serve(executor, tiny_requests(), None, **limits)
+    assert bool(before.load().num_preemptions) == (num_blocks < 10)
+    drafter = load_layer(layer_dir, executor, num_branches=1)
+    speculated, core = serve(executor, tiny_requests(), eager(drafter, num_tokens=4), **limits)
+    assert speculated == plain
+    done = core.load()
+    assert done.num_accepted_tokens > 0.9 * done.num_drafted_tokens > 9
+    assert drafter.num_used_blocks == 0
+
+
+def test_answer_whose_prompt_another_worker_has_read_is_drafted_from_its_second_step_on(
+    model_dir: Path, layer_dir: Path
+) -> None:
+    executor, other = (load_tiny(model_dir, block_size=16) for _ in range(2))
+    request = tiny_requests()[1]
+    ((answer,), _core) = serve(other, [request], None)
+    plain = answer[0]
+    drafter = load_layer(layer_dir, executor)
+    limits = SchedulerLimits(block_size=16, max_step_tokens=64, max_running=4, max_waiting=4)
+    core = EngineCore(executor, limits, ManualClock(), eager(drafter, num_tokens=4))
+    collector = Collector()
+    group = core.reserve(request, collector)
+    assert isinstance(group, Group)
+    source = make_sequence(request.prompt_token_ids, block_size=16)
+    Driver(other).step([(source, 30)])
+    executor.kv.write_blocks(group.leader.block_ids()[:2], other.kv.read_blocks(source.block_ids()))
+    core.commit(group, 30)
+    core.start(group, [(plain[0].token_id, False)])
+    run_until_idle(core)
+    assert collector.outputs == plain[1:]
+    done = core.load()
+    assert done.num_accepted_tokens > 0.9 * done.num_drafted_tokens
+    assert done.num_accepted_tokens >= 12  # of 24: one token came from elsewhere, and one without a draft
+    assert_empty(core)
+    assert drafter.num_used_blocks == 0
+
+
+@pytest.mark.model
+def test_real_answers_of_every_kind_are_those_without_a_draft_layer(tmp_path: Path) -> None:
+    executor = load_verifying(write_short_model(tmp_path), "bfloat16")
+    requests = requests_of(tmp_path, executor)
+    plain, _ = serve(executor, requests, None)
+    sizes = {"hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": executor.vocab_size}
+    for kind, more in ((EAGLE, {}), (EAGLE3, {"draft_vocab_size": 300})):
+        config = CONFIG | sizes | more
+        layer = write_layer(tmp_path / kind, layer_tensors(kind, config, model_hidden=576), config)
+        drafter = load_layer(layer, executor, num_branches=1)
+        speculated, core = serve(executor, requests, eager(drafter, num_tokens=3))
+        assert speculated == plain
+        assert core.load().num_drafted_tokens
+        assert drafter.num_used_blocks == 0
