@@ -6,6 +6,10 @@ that seldom come are computed in as few steps as without answers beside them, an
 answers down to their objectives, not further. An objective that the step would miss without any prompt does not count:
 it cannot be kept. Tokens that grammars force (`MAX_FORCED_TOKENS` a step) are computed beside answers whatever these
 were promised.
+
+A prompt in its step costs a fixed time, large with some engines (vLLM's runner on CPUs), however few its tokens. Chunks
+that are too small would multiply it: prompts would take twice as long, and answers would wait longer in all. So the
+first prompt of a step gets enough tokens to keep that share small, also where the step then misses an objective.
 """
 
 import math
@@ -20,6 +24,8 @@ SPARED_SHARE = 0.8
 """Share of that up to which the mean gap of an older answer may rise: what its steps have taken is estimated."""
 MAX_CHUNKS = 8
 """Most steps that share the prompt tokens of a full one, so that prompts go on under any objective."""
+MAX_FIXED_SHARE = 1 / 8
+"""Most time that a step may take for holding a prompt at all, as a share of the time that grows with its tokens."""
 
 
 class StepBudget:
@@ -68,5 +74,16 @@ class StepBudget:
             return num_left
         num_fitting = self._timing.chunk_within(max_s, num_before=num_before, beside=shape)
         if not shape.num_prefill_tokens:  # the first prompt goes on in any case
-            num_fitting = max(num_fitting, max_tokens // MAX_CHUNKS)
+            num_fitting = max(num_fitting, max_tokens // MAX_CHUNKS, self._num_worthwhile(shape, num_before, max_tokens))
         return min(num_left, num_fitting)
+
+    def _num_worthwhile(self, decodes: StepShape, num_before: int, max_tokens: int) -> int:
+        """Return the fewest tokens of a prompt, after `num_before`, beside which the fixed time of its step is small."""
+        assert self._timing is not None, "without a model, steps are not cut"
+        prefill = self._timing.prefill
+        fixed_s = prefill.seconds(decodes) - self._timing.decode.seconds(decodes)
+        token_s = prefill.per_prefill_token_s + prefill.per_prefill_pair_s * num_before
+        enough_s = fixed_s / MAX_FIXED_SHARE
+        if enough_s <= 0:
+            return 0
+        return max_tokens if enough_s >= max_tokens * token_s else math.ceil(enough_s / token_s)

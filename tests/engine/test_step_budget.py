@@ -12,7 +12,7 @@ from common.clock import ManualClock
 from common.timing import StepModel, StepShape, TimingModel
 from engine.core import EngineCore
 from engine.sequence import Sequence
-from engine.step_budget import MAX_CHUNKS, SPARED_SHARE, STEP_SHARE, StepBudget
+from engine.step_budget import MAX_CHUNKS, MAX_FIXED_SHARE, SPARED_SHARE, STEP_SHARE, StepBudget
 from tests.builders import make_core, make_request, submit
 
 STEP_TOKENS = 64
@@ -61,6 +61,20 @@ def test_answer_that_is_ahead_of_its_objective_gives_what_it_has_spared_once() -
 def test_prompt_goes_on_in_small_chunks_beside_an_answer_that_spares_nothing() -> None:
     num = budget().num_fitting(DECODES, num_before=0, max_s=0.0101, max_tokens=STEP_TOKENS)
     assert num == STEP_TOKENS // MAX_CHUNKS
+
+
+@pytest.mark.parametrize(
+    ("fixed_s", "per_token_s", "num"), [(0.001, 0.001, 8), (0.004, 0.001, 32), (1.0, 0.001, 63), (0.001, 0.0, 63)]
+)
+def test_chunk_is_large_enough_for_the_fixed_time_of_its_step_to_be_small(
+    fixed_s: float, per_token_s: float, num: int
+) -> None:
+    made = StepBudget()
+    prefill = StepModel(constant_s=0.010 + fixed_s, per_prefill_token_s=per_token_s)
+    made.take_timing(replace(TIMING, prefill=prefill))
+    found = made.num_fitting(DECODES, num_before=0, max_s=0.0101, max_tokens=STEP_TOKENS)
+    assert found == num
+    assert num == STEP_TOKENS - DECODES.num_decodes or fixed_s <= MAX_FIXED_SHARE * num * per_token_s * (1 + 1e-9)
 
 
 def test_chunk_within_a_time_takes_that_time() -> None:
