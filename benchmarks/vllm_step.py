@@ -135,13 +135,15 @@ def main() -> None:
         step()
     totals_s: list[float] = []
     computes_s: list[float] = []
+    cpus_s: list[float] = []
     for _ in range(STEPS):
-        before_s, begun_s = compute.spent_s, time.perf_counter()
+        before_s, cpu_before_s, begun_s = compute.spent_s, time.process_time(), time.perf_counter()
         step()
         totals_s.append(time.perf_counter() - begun_s)
+        cpus_s.append(time.process_time() - cpu_before_s)
         computes_s.append(compute.spent_s - before_s)
     hosts_s = [total - spent for total, spent in zip(totals_s, computes_s, strict=True)]
-    parts = {"step": totals_s, "model": computes_s, "host": hosts_s}
+    parts = {"step": totals_s, "model": computes_s, "host": hosts_s, "cpu": cpus_s}
     json.dump({f"{name}_us": 1e6 * statistics.median(values) for name, values in parts.items()}, sys.stdout)
 
 

@@ -5,7 +5,8 @@
 Method. 1, 16 and 64 sequences decode behind prompts of 128 tokens, greedily, on the default model in bfloat16 with all
 cores; no text is made of the tokens. An arm's sample is its median over 80 steps after those that compute the prompts
 and 20 more. `model` is the time inside the model and its output head, which both engines call; `host` the rest of
-a step: scheduling, batch preparation, sampling and bookkeeping. The arms, each in a process of its own, in turn:
+a step: scheduling, batch preparation, sampling and bookkeeping; `cpu` the CPU time of all threads, which other work on
+the machine changes least. The arms, each in a process of its own, in turn:
 
     kvrelay      our scheduler, pages and sampler over vLLM's model runner (`model.engine: vllm`)
     vllm-eager   vLLM's engine without torch.compile, as kvrelay runs it

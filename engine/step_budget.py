@@ -74,7 +74,9 @@ class StepBudget:
             return num_left
         num_fitting = self._timing.chunk_within(max_s, num_before=num_before, beside=shape)
         if not shape.num_prefill_tokens:  # the first prompt goes on in any case
-            num_fitting = max(num_fitting, max_tokens // MAX_CHUNKS, self._num_worthwhile(shape, num_before, max_tokens))
+            num_fitting = max(
+                num_fitting, max_tokens // MAX_CHUNKS, self._num_worthwhile(shape, num_before, max_tokens)
+            )
         return min(num_left, num_fitting)
 
     def _num_worthwhile(self, decodes: StepShape, num_before: int, max_tokens: int) -> int:
