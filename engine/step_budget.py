@@ -74,13 +74,12 @@ class StepBudget:
             return num_left
         num_fitting = self._timing.chunk_within(max_s, num_before=num_before, beside=shape)
         if not shape.num_prefill_tokens:  # the first prompt goes on in any case
-            num_fitting = max(
-                num_fitting, max_tokens // MAX_CHUNKS, self._num_worthwhile(shape, num_before, max_tokens)
-            )
+            num_worthwhile = self._num_worthwhile(shape, num_before, max_tokens)
+            num_fitting = max(num_fitting, max_tokens // MAX_CHUNKS, num_worthwhile)
         return min(num_left, num_fitting)
 
     def _num_worthwhile(self, decodes: StepShape, num_before: int, max_tokens: int) -> int:
-        """Return the fewest tokens of a prompt, after `num_before`, beside which the fixed time of its step is small."""
+        """Return the fewest tokens of a prompt, after `num_before`, for which the step's fixed time is small."""
         assert self._timing is not None, "without a model, steps are not cut"
         prefill = self._timing.prefill
         fixed_s = prefill.seconds(decodes) - self._timing.decode.seconds(decodes)
