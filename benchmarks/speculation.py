@@ -1,24 +1,24 @@
 """Tokens per second with speculation and without, by task and batch.
 
     python -m benchmarks.speculation [--rounds 3] [--batches 1 8 32] [--tasks WORD ...] [--methods ngram ngram-tree ...]
-        [--draft FOLDER] [--heads FOLDER] [--eagle FOLDER] [--quantization int4] [--vs llama-cpp] [--temperature 0]
-        [--json FILE]
+        [--model FOLDER] [--draft FOLDER] [--heads FOLDER] [--eagle FOLDER] [--quantization int4] [--vs llama-cpp]
+        [--temperature 0] [--json FILE]
 
     python -m benchmarks.speculation --json results/speculation.json           all tasks, methods and batches
     python -m benchmarks.speculation --batches 1 --tasks rewrite code --quantization int4 --vs llama-cpp
 
-Method. Engines in this process with the default model, as a worker runs them, without network and handoff: one for each
-method of drafting (`ngram-tree`: with up to three drafts side by side; `--draft`, `--heads`, `--eagle`: the checkpoint
-of the draft model, heads or layer), and one that computes token by token. Tasks: rewrite a text, edit code, summarize a
-text, free chat; each has six documents, which come up in turn. An answer ends where the model ends it, at the latest
-after 128 tokens: what it would say behind that has nothing to do with the task. Greedy, unless --temperature is given;
-then request i has seed i. The arms alternate A B, B A on the same requests, whose prompts are in the prefix cache; the
-first round of a task is not counted. `--vs llama-cpp`: llama.cpp with weights of Q4_0 (embedding and head in Q8_0) in
-its own process, a lone answer of as many tokens, greedy, with as many threads. Reported: tokens of the batch per
-second, from the first token to the last, by the clock and by the CPU time of this process, which other load moves less,
-and their ratios to the arm without; tokens per step of an answer; acceptance; and whether all tokens were the same; and
-of each goal whether the median of the rounds meets it. Texts are topics of the Python reference as the interpreter
-carries it, code is of the standard library.
+Method. Engines in this process with the default model, or --model, as a worker runs them, without network and handoff:
+one for each method of drafting (`ngram-tree`: with up to three drafts side by side; `--draft`, `--heads`, `--eagle`:
+the checkpoint of the draft model, heads or layer; `mtp` needs a model that has such a layer), and one that computes
+token by token. Tasks: rewrite a text, edit code, summarize a text, free chat; each has six documents, which come up in
+turn. An answer ends where the model ends it, at the latest after 128 tokens: what it would say behind that has nothing
+to do with the task. Greedy, unless --temperature is given; then request i has seed i. The arms alternate A B, B A on
+the same requests, whose prompts are in the prefix cache; the first round of a task is not counted. `--vs llama-cpp`:
+llama.cpp with weights of Q4_0 (embedding and head in Q8_0) in its own process, a lone answer of as many tokens, greedy,
+with as many threads. Reported: tokens of the batch per second, from the first token to the last, by the clock and by
+the CPU time of this process, which other load moves less, and their ratios to the arm without; tokens per step of an
+answer; acceptance; and whether all tokens were the same; and of each goal whether the median of the rounds meets it.
+Texts are topics of the Python reference as the interpreter carries it, code is of the standard library.
 """
 
 import argparse
@@ -148,13 +148,18 @@ def generate(engine: LocalEngine, prompts: list[list[int]], temperature: float, 
 
 
 def load(
-    method: str, max_running: int, *, checkpoint: str | None = None, quantization: str | None = None
+    method: str,
+    max_running: int,
+    *,
+    model_id: str = "default",
+    checkpoint: str | None = None,
+    quantization: str | None = None,
 ) -> LocalEngine:
     """Return an engine with a method of speculation, which may have a checkpoint of its own."""
     pool = {"kv_memory_gib": 1, "max_running": max_running}
     num_branches = NUM_BRANCHES if method == TREE else 1
     speculation = {"method": NGRAM if method == TREE else method, "model": checkpoint, "num_branches": num_branches}
-    model = {"speculation": speculation, "quantization": quantization}
+    model = {"id": model_id, "speculation": speculation, "quantization": quantization}
     raw = {"model": model, "pools": {"prefill": pool, "decode": pool}}
     return LocalEngine.load(parse_config(raw, source="benchmark"))
 
@@ -199,8 +204,9 @@ def _parse_args() -> argparse.Namespace:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32], help="answers in a batch")
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=TASKS, help="tasks (default: all)")
     parser.add_argument("--temperature", type=float, default=0.0, help="sampling temperature (default 0: greedy)")
-    methods = [NGRAM, TREE, "draft", "heads", "eagle"]
+    methods = [NGRAM, TREE, "draft", "heads", "eagle", "mtp"]
     parser.add_argument("--methods", nargs="+", default=[NGRAM, TREE], choices=methods, help="methods of drafting")
+    parser.add_argument("--model", default="default", help="checkpoint of the model (default: the default model)")
     parser.add_argument("--draft", help="checkpoint of the draft model")
     parser.add_argument("--heads", help="checkpoint of the draft heads (benchmarks.train_heads)")
     parser.add_argument("--eagle", help="checkpoint of the draft layer (benchmarks.train_eagle)")
@@ -217,11 +223,17 @@ def _run(args: argparse.Namespace, peer: Arm | None) -> None:
     started_s = time.monotonic()
     checkpoints = {"draft": args.draft, "heads": args.heads, "eagle": args.eagle}
     engines = {
-        method: load(method, max(args.batches), checkpoint=checkpoints.get(method), quantization=args.quantization)
+        method: load(
+            method,
+            max(args.batches),
+            model_id=args.model,
+            checkpoint=checkpoints.get(method),
+            quantization=args.quantization,
+        )
         for method in (OFF, *args.methods)
     }
-    template = load_chat_template(resolve_model("default", local_files_only=False))
-    assert template is not None, "the default model has a chat template"
+    template = load_chat_template(resolve_model(args.model, local_files_only=False))
+    assert template is not None, f"{args.model} has no chat template"
     for batch in args.batches:
         for task in args.tasks:
             prompts = [prompt_ids(engines[OFF], template, text) for text in TASKS[task]]

@@ -10,6 +10,7 @@ import logging
 import time
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -20,7 +21,7 @@ from engine.kv_cache import TorchKvStore, kv_shape, num_blocks_for_budget
 from engine.memory import host_kv_bytes, measure_host
 from engine.model.config import DecoderConfig, TransformersConfig, UnsupportedModel
 from engine.model.decoder import Decoder
-from engine.model.eagle_checkpoint import DraftedModel, read_eagle
+from engine.model.eagle_checkpoint import DraftedModel, mtp_bytes, read_eagle, read_mtp
 from engine.model.heads import DraftHeads
 from engine.model.loader import load_weights
 from engine.model.precision import dtype_name
@@ -32,6 +33,8 @@ from engine.options import EngineOptions, ModelDescription
 from engine.runner import KeptStates, ModelExecutor
 from engine.speculation.eagle import MAX_STATES, EagleDrafter
 from engine.speculation.heads import HeadsDrafter
+
+__all__ = ["load_draft_heads", "load_draft_layer", "load_executor", "mtp_bytes"]
 
 logger = logging.getLogger(__name__)
 
@@ -74,20 +77,25 @@ def load_draft_heads(folder: Path, executor: Executor, *, num_branches: int) -> 
 
 
 def load_draft_layer(
-    folder: Path, executor: Executor, *, kv_bytes: int, is_coupled: bool, num_branches: int
+    folder: Path,
+    executor: Executor,
+    *,
+    kind: Literal["eagle", "mtp"],
+    kv_bytes: int,
+    is_coupled: bool,
+    num_branches: int,
 ) -> EagleDrafter:
     """Return a drafter by the draft layer of a checkpoint, and let the executor give it states.
 
-    `kv_bytes`: memory for the layer's pages. `is_coupled`: drafts share the model's noise. `num_branches`: most tokens
-    beside its first choice. Raises UnsupportedModel, or ValueError when `kv_bytes` hold no page.
+    `folder`: for `mtp` the model's own checkpoint. `kv_bytes`: memory for the layer's pages. `is_coupled`: drafts share
+    the model's noise. `num_branches`: most tokens beside its first choice. Raises UnsupportedModel, or ValueError when
+    `kv_bytes` hold no page.
     """
     if not isinstance(executor, ModelExecutor) or not isinstance(executor.model, CpuDecoder):
         raise UnsupportedModel(f"cannot draft with a layer for {executor.model_name}: it gives no states")
     model, shape = executor.model, executor.kv.shape
-    layer = read_eagle(
-        folder,
-        DraftedModel(num_layers=shape.num_layers, embedding=model.embedding, logits=model.logits),
-    )
+    drafted = DraftedModel(num_layers=shape.num_layers, embedding=model.embedding, logits=model.logits)
+    layer = read_mtp(folder, drafted) if kind == "mtp" else read_eagle(folder, drafted)
     dtype = model.embedding.dtype
     pages = kv_shape(layer.config, block_size=shape.block_size, dtype=dtype, fingerprint="")
     store = TorchKvStore(pages, num_blocks_for_budget(kv_bytes, pages), device=torch.device("cpu"))

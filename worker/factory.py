@@ -5,6 +5,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import tokenizers
 
@@ -59,19 +60,20 @@ def speculator_for(config: ServingConfig, pool: PoolConfig, executor: Executor) 
         return None
     rule = Rule(speculation.rule)
     num_others = speculation.num_branches - 1
-    if speculation.model is None:
+    if speculation.method == "ngram":
         return Speculator(NgramDrafter(num_branches=num_others), num_tokens=speculation.num_tokens, rule=rule)
     if pool is not config.pools.decode:  # a worker that begins with prompts would keep it for nothing
         return None
     drafter: Drafter
     is_coupled = rule is Rule.COUPLED
+    model_id = speculation.model or config.model.id
     match speculation.method:
         case "heads":
-            drafter = _load_heads(config, speculation.model, executor)
-        case "eagle":
-            drafter = _load_draft_layer(config, speculation.model, executor, is_coupled=is_coupled)
+            drafter = _load_heads(config, model_id, executor)
+        case "eagle" | "mtp" as kind:
+            drafter = _load_draft_layer(config, model_id, executor, kind=kind, is_coupled=is_coupled)
         case _:
-            draft_model = _load_draft_model(config, pool, speculation.model)
+            draft_model = _load_draft_model(config, pool, model_id)
             drafter = ModelDrafter(draft_model, target=executor, is_coupled=is_coupled, num_branches=num_others)
     return Speculator(drafter, num_tokens=speculation.num_tokens, rule=rule)
 
@@ -84,7 +86,9 @@ def _load_heads(config: ServingConfig, model_id: str, executor: Executor) -> Hea
     return load_draft_heads(folder, executor, num_branches=config.model.speculation.num_branches - 1)
 
 
-def _load_draft_layer(config: ServingConfig, model_id: str, executor: Executor, *, is_coupled: bool) -> EagleDrafter:
+def _load_draft_layer(
+    config: ServingConfig, model_id: str, executor: Executor, *, kind: Literal["eagle", "mtp"], is_coupled: bool
+) -> EagleDrafter:
     """Return a drafter by the draft layer of a checkpoint. Raises ModelNotFound, UnsupportedModel."""
     from engine.loading import load_draft_layer
 
@@ -92,6 +96,7 @@ def _load_draft_layer(config: ServingConfig, model_id: str, executor: Executor, 
     return load_draft_layer(
         resolve_model(model_id, local_files_only=config.model.local_files_only),
         executor,
+        kind=kind,
         kv_bytes=int(speculation.kv_memory_gib * _GIB),
         is_coupled=is_coupled,
         num_branches=speculation.num_branches - 1,
@@ -202,10 +207,16 @@ def memory_share(config: ServingConfig, pool: PoolConfig, environ: Mapping[str, 
 def drafting_bytes(config: ServingConfig, pool: PoolConfig) -> int:
     """Return about how much memory what drafts will take in a worker of `pool`. Raises ModelNotFound."""
     speculation = config.model.speculation
-    if speculation.model is None or pool is not config.pools.decode or lacks(config.model.engine, "speculation"):
+    if pool is not config.pools.decode or lacks(config.model.engine, "speculation"):
+        return 0
+    kv_bytes = int(speculation.kv_memory_gib * _GIB) if speculation.method in {"draft", "eagle", "mtp"} else 0
+    if speculation.method == "mtp":
+        from engine.loading import mtp_bytes
+
+        return kv_bytes + mtp_bytes(resolve_model(config.model.id, local_files_only=config.model.local_files_only))
+    if speculation.model is None:
         return 0
     folder = resolve_model(speculation.model, local_files_only=config.model.local_files_only)
-    kv_bytes = int(speculation.kv_memory_gib * _GIB) if speculation.method in {"draft", "eagle"} else 0
     return kv_bytes + sum(file.stat().st_size for pattern in _WEIGHTS for file in folder.glob(pattern))
 
 

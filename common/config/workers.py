@@ -20,13 +20,14 @@ TransportName = Annotated[str, AfterValidator(_known_transport)]
 class SpeculationConfig(Section):
     """Drafting tokens that a step verifies beside the ones that it has to compute."""
 
-    method: Annotated[Literal["off", "ngram", "draft", "heads", "eagle"], Words, Need.WORKERS] = "off"
+    method: Annotated[Literal["off", "ngram", "draft", "heads", "eagle", "mtp"], Words, Need.WORKERS] = "off"
     """`ngram` drafts what followed the last tokens when they stood in the prompt or the answer before: answers that
     copy come several times as fast, and none has other tokens. `draft` asks a small model, `heads` reads Medusa heads,
-    `eagle` a draft layer of EAGLE or EAGLE-3. On a CPU with compiled kernels; elsewhere it is off, and the log says so.
-    [Speculation](speculation.md)."""
+    `eagle` a draft layer of EAGLE or EAGLE-3, `mtp` the one in the model's own checkpoint (MiMo). On a CPU with
+    compiled kernels; elsewhere it is off, and the log says so. [Speculation](speculation.md)."""
     model: Annotated[str | None, Need.WORKERS] = None
-    """The draft model, heads or draft layer: a checkpoint folder or hub id, with the vocabulary of the model."""
+    """The draft model, heads or draft layer: a checkpoint folder or hub id, with the vocabulary of the model. None with
+    `ngram` and `mtp`."""
     kv_memory_gib: Annotated[float, Field(gt=0), Need.WORKERS] = 0.25
     """Memory for the KV pages of the draft model, or of the draft layer, in each decode worker."""
     rule: Annotated[Literal["coupled", "rejection"], Words, Need.GENERATION] = "coupled"

@@ -1,6 +1,6 @@
 """Configurations of decoders: our own, from config.json, and those that transformers computes, from a trial run.
 
-Our four architectures differ in a handful of switches of `DecoderConfig`; later code does not check their names. Keys
+Our five architectures differ in a handful of switches of `DecoderConfig`; later code does not check their names. Keys
 that a config omits get the defaults of the architecture's reference implementation. Settings that change the arithmetic
 and are not implemented are refused here, by name, before a weight is read.
 """
@@ -89,6 +89,8 @@ _ARCHITECTURES = {
     "LlamaForCausalLM": _Architecture(has_qkv_bias=None, reads_mlp_bias=True),
     "MistralForCausalLM": _Architecture(has_qkv_bias=False, has_window=True, default_num_kv_heads=8),
     "Qwen2ForCausalLM": _Architecture(has_qkv_bias=True, has_layer_types=True, default_num_kv_heads=32),
+    # Qwen2 with a draft layer in the same checkpoint.
+    "MiMoForCausalLM": _Architecture(has_qkv_bias=True, has_layer_types=True, default_num_kv_heads=32),
     "Qwen3ForCausalLM": _Architecture(
         has_qkv_bias=None, has_qk_norm=True, has_layer_types=True, default_head_dim=128, default_num_kv_heads=32
     ),

@@ -1,4 +1,4 @@
-"""The draft layer of EAGLE (Li et al., 2401.15077 and 2406.16858) and of EAGLE-3 (2503.01840).
+"""Draft layers: of EAGLE (Li et al., 2401.15077 and 2406.16858), of EAGLE-3 (2503.01840), and MiMo's MTP (2505.07608).
 
 One decoder layer chooses the token behind token i from the embedding e of token i, and from what the model has computed
 at token i - 1, its *state*:
@@ -8,6 +8,8 @@ at token i - 1, its *state*:
     EAGLE-3   x = fc state         attention reads               state: the residual stream before three layers
               [norm(e), norm(x)], the residual stream is x
               logits = own output head (norm(layer(x))), of a part of the vocabulary
+    MTP       x = fc [norm(state), norm(e)]                      state: the residual stream behind the last layer
+              logits = the model's output head (norm(layer(x)))
 
 At a token that is drafted itself, the layer's own output stands for the state, in EAGLE-3 for x.
 """
@@ -29,7 +31,7 @@ Logits = Callable[[Tensor], Tensor]
 
 @dataclass(slots=True, kw_only=True)
 class EagleWeights:
-    """A draft layer. All norms but the one behind attention are those of EAGLE-3."""
+    """A draft layer. All norms but the one behind attention are those of EAGLE-3 and MTP."""
 
     embedding: Tensor
     """[vocab, hidden]."""
@@ -44,7 +46,9 @@ class EagleWeights:
     input_norm: Tensor | None = None
     """Norm of the embedding."""
     hidden_norm: Tensor | None = None
-    """Norm of x; None: the layer is EAGLE's, not EAGLE-3's."""
+    """Norm of x; None: the layer is EAGLE's."""
+    state_norm: Tensor | None = None
+    """Norm of the state; None: the layer is no MTP layer."""
     final_norm: Tensor | None = None
     head: Projection | None = None
     """Output head [tokens that it drafts, hidden]; None: the model's."""
@@ -75,7 +79,7 @@ class EagleLayer:
         tapped_layers: tuple[int, ...] = (),
         has_normed_residual: bool = False,
     ) -> None:
-        """`tapped_layers`: layers of the model whose inputs are the state of EAGLE-3.
+        """`tapped_layers`: layers of the model whose inputs are the state; none: its final hidden state is.
 
         `has_normed_residual`: the residual stream begins as norm(x), not as x.
         """
@@ -99,10 +103,15 @@ class EagleLayer:
             residual = inputs = weights.fc(torch.cat((embedded, states), dim=-1))
         else:
             assert weights.input_norm is not None
-            residual = weights.fc(states) if states.shape[-1] != self.config.hidden_size else states
-            normed = ops.rms_norm(residual, weights.hidden_norm)
-            inputs = torch.cat((ops.rms_norm(embedded, weights.input_norm), normed), dim=-1)
-            residual = normed if self._has_normed_residual else residual
+            embedded = ops.rms_norm(embedded, weights.input_norm)
+            if weights.state_norm is not None:
+                residual = weights.fc(torch.cat((ops.rms_norm(states, weights.state_norm), embedded), dim=-1))
+                inputs = ops.rms_norm(residual, weights.hidden_norm)
+            else:
+                residual = weights.fc(states) if states.shape[-1] != self.config.hidden_size else states
+                normed = ops.rms_norm(residual, weights.hidden_norm)
+                inputs = torch.cat((embedded, normed), dim=-1)
+                residual = normed if self._has_normed_residual else residual
         attended = ops.attend(0, weights.qkv(inputs), None, None)
         normed = ops.add_rms_norm(weights.output(attended), residual, weights.post_attention_norm)
         return residual + weights.down(ops.silu_mul(weights.gate_up(normed)))

@@ -1,7 +1,7 @@
-"""Reads draft layers as they are published: EAGLE's and EAGLE-3's own files, and conversions with the same names.
+"""Reads draft layers as they are published: EAGLE's and EAGLE-3's own files, and MTP layers in a model's checkpoint.
 
-A folder holds `config.json` and `model.safetensors` or `pytorch_model.bin`. Tensors, below "layers.0." or, in EAGLE-3,
-"midlayer.":
+EAGLE, EAGLE-3 and conversions with the same names: a folder holds `config.json` and `model.safetensors` or
+`pytorch_model.bin`. Tensors, below "layers.0." or, in EAGLE-3, "midlayer.":
 
     self_attn.{q,k,v,o}_proj.weight, mlp.{gate,up,down}_proj.weight, post_attention_layernorm.weight
     hidden_norm.weight, input_layernorm.weight                          EAGLE-3
@@ -11,6 +11,10 @@ and beside them "fc.weight" [hidden, 2 * hidden], in EAGLE-3 [hidden, 3 * hidden
 "lm_head.weight" [draft vocabulary, hidden], and where that vocabulary is a part of the model's, "d2t": what to add to
 the index of each of its tokens. A `hidden_norm` is what tells EAGLE-3. Names and shapes are those of the EAGLE authors'
 `eagle/model/cnets.py` and `cnets1.py`, and of vLLM's `llama_eagle.py` and `llama_eagle3.py`.
+
+MTP: the checkpoint of a MiMo model holds, below "model.mtp_layers.0.", the tensors of one of its layers,
+"input_proj.weight" [hidden, 2 * hidden] and "{token,hidden,final}_layernorm.weight", as in `mimo_mtp.py`, which the
+model's authors wrote for vLLM. Embedding and output head are the model's.
 """
 
 import pickle
@@ -23,8 +27,12 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from engine.model.checkpoints.checkpoint import open_checkpoint, read_config
+from engine.model.checkpoints.formats import read_weight_format
+from engine.model.checkpoints.safetensors_files import open_safetensors
 from engine.model.config import DecoderConfig, UnsupportedModel, parse_config, read_json
 from engine.model.eagle import EagleLayer, EagleWeights, Logits
+from engine.model.loader import MTP_PREFIX, weight_files
 from engine.model.weights import Linear
 
 SAFETENSORS, PICKLED = "model.safetensors", "pytorch_model.bin"
@@ -67,16 +75,7 @@ def read_eagle(folder: Path, model: DraftedModel) -> EagleLayer:
             hidden_size,
             NUM_TAPPED_LAYERS * model_hidden if has_states_of_layers else hidden_size + model_hidden,
         ),
-        qkv=tensors.linear(
-            [f"{_LAYER}self_attn.{name}_proj" for name in "qkv"],
-            *((config.num_heads + 2 * config.num_kv_heads) * config.head_dim, (1 + has_states_of_layers) * hidden_size),
-        ),
-        output=tensors.linear([f"{_LAYER}self_attn.o_proj"], hidden_size, config.num_heads * config.head_dim),
-        post_attention_norm=tensors.take(f"{_LAYER}post_attention_layernorm.weight", hidden_size),
-        gate_up=tensors.linear(
-            [f"{_LAYER}mlp.{name}_proj" for name in ("gate", "up")], 2 * config.intermediate_size, hidden_size
-        ),
-        down=tensors.linear([f"{_LAYER}mlp.down_proj"], hidden_size, config.intermediate_size),
+        **tensors.take_block(config, in_features=(1 + has_states_of_layers) * hidden_size),
     )
     layers: tuple[int, ...] = ()
     if has_states_of_layers:
@@ -100,6 +99,54 @@ def read_eagle(folder: Path, model: DraftedModel) -> EagleLayer:
         tapped_layers=layers,
         has_normed_residual=bool(raw.get("norm_before_residual", False)),
     )
+
+
+def read_mtp(model_dir: Path, model: DraftedModel) -> EagleLayer:
+    """Read the MTP layer in a model's own checkpoint, in the dtype of the model.
+
+    Raises UnsupportedModel when there is none, or another one than the model's architecture has.
+    """
+    files = weight_files(model_dir)
+    raw = read_config(model_dir, files)
+    whole = parse_config(raw)
+    num_layers = raw.get("num_nextn_predict_layers") or 0
+    if num_layers != 1:
+        raise UnsupportedModel(
+            f"cannot draft with an MTP layer of {model_dir}: config.json says num_nextn_predict_layers: {num_layers},"
+            " and only 1 is supported"
+        )
+    config = replace(whole, num_layers=1, windows=whole.windows[:1])
+    prefix, dtype, size = f"{MTP_PREFIX}0.", model.embedding.dtype, config.hidden_size
+    with open_checkpoint(files, whole, read_weight_format(raw)) as checkpoint:
+        names = [name for name in checkpoint.plain if name.startswith(MTP_PREFIX)]
+        quantized = sorted(module for module in checkpoint.quantized if module.startswith(MTP_PREFIX))
+        if quantized:
+            raise UnsupportedModel(f"cannot draft with an MTP layer of {model_dir}: {quantized[0]} is quantized")
+        tensors = _Tensors({name.replace(prefix, _LAYER): checkpoint.tensor(name).to(dtype) for name in names})
+    weights = EagleWeights(
+        embedding=model.embedding,
+        fc=tensors.linear([f"{_LAYER}input_proj"], size, 2 * size),
+        **tensors.take_block(config, in_features=size),
+        input_norm=tensors.take(f"{_LAYER}token_layernorm.weight", size),
+        state_norm=tensors.take(f"{_LAYER}hidden_layernorm.weight", size),
+        hidden_norm=tensors.take(f"{_LAYER}input_layernorm.weight", size),
+        final_norm=tensors.take(f"{_LAYER}final_layernorm.weight", size),
+    )
+    tensors.refuse_rest(model_dir)
+    return EagleLayer(
+        config,
+        weights,
+        vocab_size=config.vocab_size,
+        model_logits=model.logits,
+        tapped_layers=(model.num_layers,),
+    )
+
+
+def mtp_bytes(model_dir: Path) -> int:
+    """Return how many bytes the plain MTP layers in a checkpoint take; 0: it has none. Raises UnsupportedModel."""
+    files = [file for file in weight_files(model_dir) if file.suffix == ".safetensors"]
+    with open_safetensors(files, read_weight_format(read_json(model_dir / "config.json"))) as checkpoint:
+        return sum(checkpoint.tensor(name).nbytes for name in checkpoint.plain if name.startswith(MTP_PREFIX))
 
 
 def _load(folder: Path, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -175,6 +222,22 @@ class _Tensors:
             bias = torch.cat([self.take(name, len(part)) for name, part in zip(biases, parts, strict=True)])
         return Linear(weight=torch.cat(parts), bias=bias)
 
+    def take_block(self, config: DecoderConfig, *, in_features: int) -> dict[str, Any]:
+        """Return the fields of `EagleWeights` that a plain decoder layer has, with inputs of attention of a size.
+
+        Raises UnsupportedModel.
+        """
+        hidden_size, attended_size = config.hidden_size, config.num_heads * config.head_dim
+        qkv_size = attended_size + 2 * config.num_kv_heads * config.head_dim
+        gate_up = [f"{_LAYER}mlp.{name}_proj" for name in ("gate", "up")]
+        return {
+            "qkv": self.linear([f"{_LAYER}self_attn.{name}_proj" for name in "qkv"], qkv_size, in_features),
+            "output": self.linear([f"{_LAYER}self_attn.o_proj"], hidden_size, attended_size),
+            "post_attention_norm": self.take(f"{_LAYER}post_attention_layernorm.weight", hidden_size),
+            "gate_up": self.linear(gate_up, 2 * config.intermediate_size, hidden_size),
+            "down": self.linear([f"{_LAYER}mlp.down_proj"], hidden_size, config.intermediate_size),
+        }
+
     def take_embedding(self, model: Tensor, hidden_size: int) -> Tensor:
         """Return the embedding: the model's, unless the checkpoint has another one."""
         name = "embed_tokens.weight"
@@ -200,8 +263,8 @@ class _Tensors:
         """Raise UnsupportedModel when tensors are left, which would change what the layer says."""
         if self._left:
             raise UnsupportedModel(
-                f"cannot draft with {folder}: {min(self._left)} has no place in a layer of EAGLE or EAGLE-3; other"
-                " kinds, such as the MTP layers inside of checkpoints, are not supported"
+                f"cannot draft with {folder}: {min(self._left)} has no place in a layer of EAGLE or EAGLE-3, nor in the"
+                " MTP layer of MiMo; other kinds are not supported"
             )
 
     def _rows(self, name: str, in_features: int) -> Tensor:

@@ -36,6 +36,8 @@ from engine.model.weights import (
 _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
 _IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)  # old exports repeat what the config states
+MTP_PREFIX = "model.mtp_layers."
+"""Begin of the names of draft layers in a model's own checkpoint, which the model does without."""
 
 
 def weight_files(model_dir: Path) -> tuple[Path, ...]:
@@ -117,7 +119,9 @@ def _fill_plain(checkpoint: Checkpoint, weights: DecoderWeights, config: Decoder
     views = checkpoint_views(weights, config)
     pending = {name for name, view in views.items() if not view.is_meta}
     for name in checkpoint.plain:
-        if name.endswith(_IGNORED_SUFFIXES) or (name == f"{HEAD_MODULE}.weight" and config.has_tied_embeddings):
+        if name.endswith(_IGNORED_SUFFIXES) or name.startswith(MTP_PREFIX):
+            continue
+        if name == f"{HEAD_MODULE}.weight" and config.has_tied_embeddings:
             continue
         view = views.get(name)
         if view is None:
@@ -150,7 +154,7 @@ def _install(
 
     Raises UnsupportedModel for modules without a place.
     """
-    unknown = set(checkpoint.quantized)
+    unknown = {module for module in checkpoint.quantized if not module.startswith(MTP_PREFIX)}
 
     def read(module: str, shape: tuple[int, int]) -> GroupedWeight | Tensor:
         unknown.discard(module)

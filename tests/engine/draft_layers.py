@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional as F
 
-EAGLE, EAGLE3 = "eagle", "eagle3"
+EAGLE, EAGLE3, MTP = "eagle", "eagle3", "mtp"
+MTP_LAYER = "model.mtp_layers.0."
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "hidden_size": 64,
@@ -23,6 +24,8 @@ CONFIG: dict[str, Any] = {
     "rope_theta": 100.0,
     "vocab_size": 131,
 }
+MIMO = {"architectures": ["MiMoForCausalLM"], "model_type": "mimo", "num_nextn_predict_layers": 1}
+"""The part of a MiMo model's config.json that a Qwen2's has not."""
 
 
 def layer_tensors(
@@ -43,7 +46,14 @@ def layer_tensors(
         "post_attention_layernorm.weight": (size,),
     }
     prefix, outer = "layers.0.", {"fc.weight": (size, size + model_hidden), "fc.bias": (size,)}
-    if is_third:
+    if kind == MTP:
+        prefix, outer = MTP_LAYER, {}
+        shapes |= {f"{name}_layernorm.weight": (size,) for name in ("token", "hidden", "input", "final")}
+        shapes |= {
+            f"self_attn.{name}_proj.bias": (rows,) for name, rows in zip("qkv", (size, width, width), strict=True)
+        }
+        shapes["input_proj.weight"] = (size, 2 * model_hidden)
+    elif is_third:
         prefix, outer = "midlayer.", {"fc.weight": (size, 3 * model_hidden), "norm.weight": (size,)}
         outer["lm_head.weight"] = (config["draft_vocab_size"], size)
         shapes |= {"hidden_norm.weight": (size,), "input_layernorm.weight": (size,)}
@@ -67,24 +77,38 @@ def write_layer(folder: Path, tensors: Mapping[str, Tensor], config: Mapping[str
     return folder
 
 
+def write_mimo(folder: Path, qwen2: Any, tensors: Mapping[str, Tensor]) -> Path:
+    """Write the checkpoint of a MiMo model from transformers' Qwen2 and an MTP layer; return its folder."""
+    qwen2.save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    return write_layer(folder, {**load_file(folder / "model.safetensors"), **tensors}, config | MIMO)
+
+
 def reference_outputs(
     tensors: Mapping[str, Tensor], config: Mapping[str, Any], embedded: Tensor, states: Tensor, outputs: Tensor
 ) -> Tensor:
     """Return the layer's outputs [num_tokens, hidden]: the first tokens have the model's states, the others outputs."""
-    is_third = "norm.weight" in tensors
-    named = {name.removeprefix("midlayer.").removeprefix("layers.0."): tensor for name, tensor in tensors.items()}
+    prefixes = ("midlayer.", "layers.0.", MTP_LAYER)
+    named = {name.removeprefix(next(filter(name.startswith, prefixes), "")): each for name, each in tensors.items()}
 
     def norm(x: Tensor, name: str) -> Tensor:
         return F.rms_norm(x, x.shape[-1:], named[f"{name}.weight"], config["rms_norm_eps"])
 
-    if is_third:
+    if "input_proj.weight" in named:
+        before = norm(torch.cat((states, outputs)), "hidden_layernorm")
+        residual = torch.cat((before, norm(embedded, "token_layernorm")), dim=-1) @ named["input_proj.weight"].T
+        inputs = norm(residual, "input_layernorm")
+    elif "norm.weight" in named:
         residual = torch.cat((states @ named["fc.weight"].T, outputs))
         inputs = torch.cat((norm(embedded, "input_layernorm"), norm(residual, "hidden_norm")), dim=-1)
     else:
         joined = torch.cat((embedded, torch.cat((states, outputs))), dim=-1)
         residual = inputs = joined @ named["fc.weight"].T + named["fc.bias"]
     num_heads, head_dim = config["num_attention_heads"], config["hidden_size"] // config["num_attention_heads"]
-    query, key, value = (inputs @ named[f"self_attn.{name}_proj.weight"].T for name in "qkv")
+    query, key, value = (
+        inputs @ named[f"self_attn.{name}_proj.weight"].T + named.get(f"self_attn.{name}_proj.bias", 0.0)
+        for name in "qkv"
+    )
     angles = torch.arange(len(inputs))[:, None] * config["rope_theta"] ** (-torch.arange(0, head_dim, 2) / head_dim)
     cos, sin = torch.cat((angles.cos(),) * 2, dim=-1)[:, None], torch.cat((angles.sin(),) * 2, dim=-1)[:, None]
 

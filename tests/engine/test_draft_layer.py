@@ -1,7 +1,7 @@
-"""EAGLE's draft layers: what they read from checkpoints, what they compute, and that answers are those without them."""
+"""Draft layers of EAGLE and MTP: what they read, what they compute, and that answers are those without them."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ from engine.group import Group
 from engine.kv_cache import TorchKvStore, kv_shape
 from engine.loading import load_draft_layer
 from engine.model.config import UnsupportedModel
-from engine.model.eagle_checkpoint import DraftedModel, read_eagle
+from engine.model.eagle_checkpoint import DraftedModel, read_eagle, read_mtp
 from engine.ops.metadata import AttentionMetadata, SequenceSpan
 from engine.ops.torch_ops import TorchOps
 from engine.runner import KeptStates, ModelExecutor
@@ -26,7 +26,18 @@ from engine.scheduler import SchedulerLimits
 from engine.sequence import EngineRequest
 from engine.speculation.eagle import MAX_STATES, EagleDrafter, KnownStates
 from tests.builders import Collector, assert_empty, make_request, run_until_idle
-from tests.engine.draft_layers import CONFIG, EAGLE, EAGLE3, layer_tensors, reference_outputs, write_layer
+from tests.engine.draft_layers import (
+    CONFIG,
+    EAGLE,
+    EAGLE3,
+    MIMO,
+    MTP,
+    MTP_LAYER,
+    layer_tensors,
+    reference_outputs,
+    write_layer,
+    write_mimo,
+)
 from tests.engine.drafting import eager
 from tests.engine.driver import Driver, load, make_sequence
 from tests.engine.test_speculation_model import load_verifying, requests_of, serve
@@ -53,14 +64,15 @@ def third_tensors() -> dict[str, Tensor]:
 # ── the layer ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("kind", [EAGLE, EAGLE3])
+@pytest.mark.parametrize("kind", [EAGLE, EAGLE3, MTP])
 @torch.inference_mode()
 def test_layer_computes_what_plain_torch_does_from_a_file_in_its_published_layout(tmp_path: Path, kind: str) -> None:
-    model = a_model(CONFIG["hidden_size"]) if kind == EAGLE else a_model()
-    config = CONFIG if kind == EAGLE else THIRD
-    tensors = layer_tensors(EAGLE, model_hidden=CONFIG["hidden_size"]) if kind == EAGLE else third_tensors()
-    layer = read_eagle(write_layer(tmp_path, tensors, config), model)
-    assert layer.tapped_layers == (() if kind == EAGLE else (2, 3, 3))
+    model = a_model() if kind == EAGLE3 else a_model(CONFIG["hidden_size"])
+    config = {EAGLE: CONFIG, EAGLE3: THIRD, MTP: CONFIG | MIMO}[kind]
+    tensors = third_tensors() if kind == EAGLE3 else layer_tensors(kind, model_hidden=CONFIG["hidden_size"])
+    read = read_mtp if kind == MTP else read_eagle
+    layer = read(write_layer(tmp_path, tensors, config), model)
+    assert layer.tapped_layers == {EAGLE: (), EAGLE3: (2, 3, 3), MTP: (NUM_LAYERS,)}[kind]
     store = TorchKvStore(
         kv_shape(layer.config, block_size=4, dtype=torch.float32, fingerprint=""), 8, device=torch.device("cpu")
     )
@@ -82,14 +94,18 @@ def test_layer_computes_what_plain_torch_does_from_a_file_in_its_published_layou
     if kind == EAGLE:
         assert torch.equal(logits, model.logits(outputs))
         return
-    normed = F.rms_norm(outputs, outputs.shape[-1:], tensors["norm.weight"], config["rms_norm_eps"])
+    final_norm = tensors["norm.weight" if kind == EAGLE3 else f"{MTP_LAYER}final_layernorm.weight"]
+    normed = F.rms_norm(outputs, outputs.shape[-1:], final_norm, config["rms_norm_eps"])
+    if kind == MTP:
+        torch.testing.assert_close(logits, model.logits(normed), rtol=1e-4, atol=1e-5)
+        return
     drafted = torch.arange(50) + tensors["d2t"]
     torch.testing.assert_close(logits[:, drafted], normed @ tensors["lm_head.weight"].T, rtol=1e-4, atol=1e-5)
     assert set(logits.isfinite()[0].nonzero().flatten().tolist()) == set(drafted.tolist())
 
 
 def _state_size(kind: str) -> int:
-    return CONFIG["hidden_size"] if kind == EAGLE else 3 * MODEL_HIDDEN
+    return 3 * MODEL_HIDDEN if kind == EAGLE3 else CONFIG["hidden_size"]
 
 
 def test_names_and_files_of_other_converters_are_read_alike(tmp_path: Path) -> None:
@@ -113,7 +129,7 @@ def test_names_and_files_of_other_converters_are_read_alike(tmp_path: Path) -> N
         (
             {"mtp.fc.weight": torch.ones(2, 2)},
             {},
-            r"mtp\.fc\.weight has no place in a layer of EAGLE or EAGLE-3; .*MTP",
+            r"mtp\.fc\.weight has no place in a layer of EAGLE or EAGLE-3, nor",
         ),
         ({"d2t": None}, {}, "d2t is missing"),
         ({"d2t": torch.full((50,), 100)}, {}, "d2t names tokens outside of the model's 131"),
@@ -173,9 +189,8 @@ def test_states_behind_a_gap_begin_anew_and_known_ones_are_not_taken_twice() -> 
 
 @pytest.fixture(name="model_dir", scope="module")
 def _model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose next token depends on the last one alone: its layers add nothing."""
-    folder = tmp_path_factory.mktemp("tiny")
-    model = make_model("llama-tied", hidden_size=64, num_attention_heads=2, num_key_value_heads=1, num_hidden_layers=3)
+    """A MiMo model whose next token depends on the last one alone: its layers add nothing. Its MTP layer knows it."""
+    model = make_model("qwen2-tied", hidden_size=64, num_attention_heads=2, num_key_value_heads=1, intermediate_size=48)
     with torch.no_grad():
         embedding = model.model.embed_tokens.weight
         embedding /= embedding.square().mean(-1, keepdim=True).sqrt()
@@ -183,8 +198,13 @@ def _model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for layer in model.model.layers:
             layer.self_attn.o_proj.weight.zero_()
             layer.mlp.down_proj.weight.zero_()
-    model.save_pretrained(folder)
-    return folder
+    tensors = layer_tensors(MTP, model_hidden=64)
+    for name in ("self_attn.o_proj.weight", "mlp.down_proj.weight"):
+        tensors[MTP_LAYER + name].zero_()
+    for name in ("token", "final"):
+        tensors[f"{MTP_LAYER}{name}_layernorm.weight"].fill_(1.0)
+    tensors[f"{MTP_LAYER}input_proj.weight"] = torch.cat((torch.zeros(64, 64), torch.eye(64)), dim=1)
+    return write_mimo(tmp_path_factory.mktemp("tiny"), model, tensors)
 
 
 @pytest.fixture(name="layer_dir", scope="module")
@@ -250,22 +270,25 @@ def tiny_requests() -> list[EngineRequest]:
     ]
 
 
-def load_layer(folder: Path, executor: ModelExecutor[Any], *, num_branches: int = 0) -> EagleDrafter:
-    return load_draft_layer(folder, executor, kv_bytes=1 << 20, is_coupled=True, num_branches=num_branches)
+def load_layer(
+    folder: Path, executor: ModelExecutor[Any], *, kind: Literal["eagle", "mtp"] = "eagle", num_branches: int = 0
+) -> EagleDrafter:
+    return load_draft_layer(folder, executor, kind=kind, kv_bytes=1 << 20, is_coupled=True, num_branches=num_branches)
 
 
+@pytest.mark.parametrize("kind", ["eagle", "mtp"])
 @pytest.mark.parametrize(
     ("limits", "num_blocks"),
     [({}, 64), ({"max_step_tokens": 16}, 64), ({}, 9)],
     ids=["one batch", "chunked", "preempted"],
 )
 def test_a_layer_that_knows_the_model_is_nearly_always_right_and_changes_no_answer(
-    model_dir: Path, layer_dir: Path, limits: dict[str, int], num_blocks: int
+    model_dir: Path, layer_dir: Path, limits: dict[str, int], num_blocks: int, kind: Literal["eagle", "mtp"]
 ) -> None:
     executor = load_tiny(model_dir, block_size=16, num_blocks=num_blocks)
     plain, before = serve(executor, tiny_requests(), None, **limits)
     assert bool(before.load().num_preemptions) == (num_blocks < 10)
-    drafter = load_layer(layer_dir, executor, num_branches=1)
+    drafter = load_layer(model_dir if kind == "mtp" else layer_dir, executor, kind=kind, num_branches=1)
     speculated, core = serve(executor, tiny_requests(), eager(drafter, num_tokens=4), **limits)
     assert speculated == plain
     done = core.load()
