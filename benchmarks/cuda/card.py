@@ -63,7 +63,7 @@ def load_rates(part: Part) -> CardRates:
 
 
 def _measure_rates(part: Part) -> CardRates:
-    num_bytes, size = (1 << 20, 256) if part.is_smoke else (4 << 30, 8192)
+    num_bytes, size = (1 << 20, 64) if part.is_smoke else (4 << 30, 8192)
     try:
         fp8_flops = measure_matmul(part.device, size, torch.float8_e4m3fn)
     except RuntimeError:

@@ -97,7 +97,9 @@ def ask_ray(expression: str) -> Any:
 def bring_up(folder: Path, **sections: Any) -> ClusterInfo:
     pools = {"prefill": POOL, "decode": GPU_POOL}
     path = folder / "serving.yaml"
-    path.write_text(yaml.safe_dump(fake_config(launcher="ray", step_ms=5.0, pools=pools, **sections)), encoding="utf-8")
+    path.write_text(
+        yaml.safe_dump(fake_config(launcher="ray", step_ms=20.0, pools=pools, **sections)), encoding="utf-8"
+    )
     return lifecycle.up(load_config(path), config_path=path, run_dir=folder / "run", report=lambda _: None)
 
 
@@ -118,7 +120,7 @@ async def pids(client: AsyncClient) -> dict[str, int]:
 async def answers(client: AsyncClient, begun: Sequence[asyncio.Event], gaps_s: list[float]) -> list[Generation]:
     async def answer(number: int) -> Generation:
         last_s = 0.0
-        async with client.stream(f"stream {number} " * 20, max_tokens=400, ignore_eos=True, seed=number) as events:
+        async with client.stream(f"stream {number} " * 20, max_tokens=100, ignore_eos=True, seed=number) as events:
             async for _ in events:
                 now_s = time.monotonic()
                 if last_s:

@@ -12,7 +12,7 @@ from tests.e2e.test_scale import answers, resize
 pytestmark = pytest.mark.e2e
 
 SHAPES = ((1, 3), (3, 1), (2, 2))
-NUM_TOKENS = 500
+NUM_TOKENS = 125
 
 
 async def pids(client: AsyncClient) -> dict[str, int]:
@@ -33,7 +33,7 @@ async def test_workers_change_their_pools_under_sixteen_streams_without_a_trace_
     pool_sections = {
         role: {**FAKE_POOL, "count": 2, "max_running": room} for role, room in (("prefill", 64), ("decode", 48))
     }
-    config = fake_config(launcher=launcher, step_ms=5.0, pools=pool_sections)
+    config = fake_config(launcher=launcher, step_ms=20.0, pools=pool_sections)
     async with running_cluster(tmp_path, config) as client:
         expected = [each.text for each in await answers(client, asyncio.Event(), num_tokens=NUM_TOKENS)]
         before, begun = await pids(client), asyncio.Event()

@@ -13,7 +13,7 @@ from tests.e2e.harness import fake_config, running_cluster, until
 pytestmark = pytest.mark.e2e
 
 NUM_STREAMS = 16
-NUM_TOKENS = 300
+NUM_TOKENS = 75
 
 
 def router(folder: Path, index: int) -> ProcessState:
@@ -46,7 +46,7 @@ def events() -> list[asyncio.Event]:
 async def test_router_killed_under_sixteen_streams_then_all_end_with_the_same_texts_and_it_comes_back(
     tmp_path: Path, launcher: str
 ) -> None:
-    config = fake_config(launcher=launcher, step_ms=5.0)
+    config = fake_config(launcher=launcher, step_ms=20.0)
     config["router"] |= {"count": 2}
     async with running_cluster(tmp_path, config) as client:
         first, second = client.addresses

@@ -14,7 +14,7 @@ from tests.e2e.harness import fake_config, running_cluster
 pytestmark = pytest.mark.e2e
 
 NUM_STREAMS = 16
-NUM_TOKENS = 1000
+NUM_TOKENS = 250
 ROUNDS = 2
 _undisturbed_texts: list[str] = []
 
@@ -56,7 +56,7 @@ async def workers(client: AsyncClient) -> set[str]:
 async def test_pools_grow_and_shrink_under_sixteen_streams_without_a_trace_in_the_answers(
     tmp_path: Path, launcher: str
 ) -> None:
-    async with running_cluster(tmp_path, fake_config(launcher=launcher, step_ms=5.0)) as client:
+    async with running_cluster(tmp_path, fake_config(launcher=launcher, step_ms=20.0)) as client:
         expected = await undisturbed_texts(client)
         begun = asyncio.Event()
         running = asyncio.create_task(answers(client, begun, num_tokens=NUM_TOKENS))
@@ -74,7 +74,7 @@ async def test_pools_grow_and_shrink_under_sixteen_streams_without_a_trace_in_th
 
 
 async def test_rolling_restart_replaces_every_worker_without_a_trace_in_the_answers(tmp_path: Path) -> None:
-    async with running_cluster(tmp_path, fake_config(step_ms=5.0)) as client:
+    async with running_cluster(tmp_path, fake_config(step_ms=20.0)) as client:
         expected = await undisturbed_texts(client)
         before = {view.worker_id: view.status.pid for view in (await client.status()).workers if view.status}
         begun = asyncio.Event()

@@ -20,7 +20,7 @@ from kvrelay.client import AsyncClient
 from tests.builders import expected_tokens, make_request
 from tests.e2e.harness import fake_config, running_cluster
 
-NUM_STREAMS, NUM_TOKENS = 16, 900
+NUM_STREAMS, NUM_TOKENS = 16, 180
 LIFETIME_S = 5.0
 KEYS = {"a": "key-of-tenant-a-0001", "boss": "key-of-the-operators-01"}
 
@@ -44,7 +44,7 @@ def expires_unix_s(folder: Path) -> float:
 
 @pytest.mark.e2e
 async def test_streams_go_on_over_renewals_of_every_certificate(tmp_path: Path) -> None:
-    async with running_cluster(tmp_path, encrypted(step_ms=9.0)) as client:
+    async with running_cluster(tmp_path, encrypted(step_ms=45.0)) as client:
         before = expires_unix_s(tmp_path)
         prompts = [[number + 1] * 20 for number in range(NUM_STREAMS)]
         streams = [client.generate(prompt, max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True) for prompt in prompts]
