@@ -53,6 +53,8 @@ class BlockHashes(Sequence[BlockHash]):
 
     def digests(self) -> list[BlockHash]:
         """Return the hashes as a new list of byte strings; 15 ns each."""
+        if not self.packed:
+            return []
         found: list[BlockHash] = np.frombuffer(self.packed, dtype=f"V{HASH_BYTES}").tolist()
         return found
 

@@ -23,6 +23,9 @@ class KvEvents:
         return bool(self.stored or self.removed or self.is_snapshot)
 
 
+NO_EVENTS = KvEvents()
+
+
 def encode_events(events: KvEvents) -> bytes:
     """Return the msgpack form: {"v": 1, "snap": bool, "add": bytes, "del": bytes}."""
     return bytes(

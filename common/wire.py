@@ -135,11 +135,25 @@ def message_of(kind: type[_Message], *sources: object, **given: Any) -> _Message
 
     A field is read from the first source that has it. Raises AttributeError for a field that no source has.
     """
-    for name in kind.DESCRIPTOR.fields_by_name:
+    for name in _field_names(kind.DESCRIPTOR):
         if name not in given:
-            source = next((each for each in sources if hasattr(each, name)), None)
-            given[name] = getattr(source, name)
+            given[name] = _first_named(name, sources)
     return kind(**given)
+
+
+@cache
+def _field_names(descriptor: Descriptor) -> tuple[str, ...]:
+    return tuple(descriptor.fields_by_name)
+
+
+def _first_named(name: str, sources: Sequence[object]) -> Any:
+    """Return the attribute of the first source that has it. Raises AttributeError."""
+    for source in sources[:-1]:
+        try:
+            return getattr(source, name)
+        except AttributeError:
+            continue
+    return getattr(sources[-1] if sources else None, name)
 
 
 def check_number(value: float, field: str, *, highest: float) -> float:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from common.block_hash import BlockHashes
 from common.eviction import EvictionClass, EvictionOrder
 from common.ids import BlockHash, BlockId
-from common.kv_events import KvEvents
+from common.kv_events import NO_EVENTS, KvEvents
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,7 +191,7 @@ class BlockPool:
     def drain_events(self) -> KvEvents:
         """Return the changes since the last call."""
         if not self._changes:
-            return KvEvents()
+            return NO_EVENTS
         changes, self._changes = self._changes, {}
         return KvEvents(
             stored=BlockHashes.of(h for h, stored in changes.items() if stored),

@@ -204,12 +204,8 @@ class FakeStep:
             time.sleep(seconds)  # even one of 0 s gives the core away
         while self._results is None:
             self._store.queue.popleft()()
-        # The next step counts rows by all that are sampled.
-        walks = [chunk.item.walk(each.sampled) for chunk, each in zip(self._chunks, self._results, strict=True)]
-        return [
-            replace(result, sampled=[result.sampled[place] for place in walk.places], branch=walk.branch)
-            for walk, result in zip(walks, self._results, strict=True)
-        ]
+        pairs = zip(self._chunks, self._results, strict=True)
+        return [_walked(chunk.item, result) if chunk.item.draft else result for chunk, result in pairs]
 
     def _one(self, chunk: _Chunk, previous_token_ids: list[int]) -> StepResult:
         item, end = chunk.item, chunk.start + chunk.item.num_new_tokens
@@ -247,6 +243,12 @@ class FakeStep:
             _sample(path, context_state(self._store.gather(path.block_table, end)), num_drafted=i)
             for i, end in contexts
         ]
+
+
+def _walked(item: ScheduledSequence, result: StepResult) -> StepResult:
+    """Return a copy with the tokens that count: the next step counts rows by all that are sampled."""
+    walk = item.walk(result.sampled)
+    return replace(result, sampled=[result.sampled[place] for place in walk.places], branch=walk.branch)
 
 
 def _commit(token_ids: Iterable[int]) -> None:

@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from common.block_hash import BlockHashes
 from common.errors import KvrelayError, Overloaded, WorkerLost
 from common.ids import BlockHash, RequestId
-from common.kv_events import KvEvents
+from common.kv_events import NO_EVENTS, KvEvents
 
 MAX_PENDING_CHANGES = 1 << 20
 MAX_PENDING_REQUESTS = 1 << 16
@@ -53,12 +53,15 @@ class Watcher:
         Raises Overloaded when the subscriber was too slow and must subscribe again, starting with a snapshot, and
         WorkerLost when the worker is stopping.
         """
-        with suppress(TimeoutError):
-            async with asyncio.timeout(within_s):
-                await self._woken.wait()
+        if not self._woken.is_set():
+            with suppress(TimeoutError):
+                async with asyncio.timeout(within_s):
+                    await self._woken.wait()
         if self._end is not None:
             raise self._end
         self._woken.clear()
+        if not self._changes:
+            return NO_EVENTS
         changes, self._changes = self._changes, {}
         return KvEvents(
             stored=BlockHashes.of(h for h, stored in changes.items() if stored),

@@ -167,8 +167,9 @@ class SimEngine(EngineDriver):
         core = self.core
         plan, emitted = core.begin_step()
         if plan.batch:
-            self.running_step = RunningStep((plan.shape,), self._loop.time())
-            seconds = self._seconds(plan.shape)
+            shape = plan.shape
+            self.running_step = RunningStep((shape,), self._loop.time())
+            seconds = self._seconds(shape)
             self._num_steps += 1
             self._busy_s += seconds
             if leap is not None:

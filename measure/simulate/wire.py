@@ -284,20 +284,21 @@ class Wire:
         """Drop a call that is over on both sides."""
         self._calls.pop(call, None)
 
-    def send(self, call: Carried, message: object, *, is_request: bool, deliver: Callable[[Any], None]) -> float:
+    def send(self, call: Carried, message: Any, *, is_request: bool, deliver: Callable[[Any], None]) -> float:
         """Deliver a message of a call in order; returns the time at which it has left the sender."""
         terms = call.terms
+        is_kv = terms.method == _KV_METHOD and isinstance(message, kv_transfer_pb2.FetchBlocksResponse)
         now_s = left_s = self.loop.time()
         source, target = (terms.source, terms.target) if is_request else (terms.target, terms.source)
         arrives_s = now_s + self.latency_s
         if not is_request:
-            if terms.method == _KV_METHOD and (num_bytes := self._payload_bytes(message)):
+            if is_kv and (num_bytes := self._payload_bytes(message)):
                 left_s = self._transfer(source, target, num_bytes)
                 arrives_s = left_s + self.latency_s
             arrives_s += self._extra_latency_s.get(terms.method, 0.0)
         copies = 1
         if self.faults is not None:
-            if isinstance(message, kv_transfer_pb2.FetchBlocksResponse) and message.HasField("chunk"):
+            if is_kv and message.HasField("chunk"):
                 message = self.faults.damaged(message)
             fate, late_s = self.faults.fate(source, target)
             arrives_s += late_s
@@ -344,9 +345,7 @@ class Wire:
         receiver.in_free_s = max(sender.out_free_s, receiver.in_free_s + seconds)
         return receiver.in_free_s
 
-    def _payload_bytes(self, message: object) -> int:
-        if not isinstance(message, kv_transfer_pb2.FetchBlocksResponse):
-            return 0
+    def _payload_bytes(self, message: kv_transfer_pb2.FetchBlocksResponse) -> int:
         match message.WhichOneof("message"):
             case "sealed":
                 return len(message.sealed.block_ids) * self._block_bytes
