@@ -10,7 +10,7 @@ from cli.console import err, out, print_wide
 from cli.options import options_from_dataclasses
 from cli.render import SplitTable, seconds
 from cli.target import Connection
-from kvrelay.client import DeviceReport, StepTotals, TimingReport, WorkerView
+from kvrelay.client import DeviceReport, LinkRate, StepTotals, TimingReport, WorkerView
 
 _TIMEOUT_S = 10.0
 _BATCHES = (1, 2, 4, 8, 16, 32, 64)
@@ -34,7 +34,8 @@ def roofline(*, connection: Connection) -> None:
 
     A step is bound by memory while reading weights and KV takes longer than its arithmetic; the batch at which that
     changes is the ridge. Times are those of the worker's fitted timing model; the last row is what it really ran in the
-    last hour.
+    last hour. The line above the table tells how fast KV comes: what each transport moved between pages of this host as
+    the worker started, and what its pulls have reached since.
     """
     with connection.client(timeout_s=_TIMEOUT_S) as client:
         workers = client.status().workers
@@ -58,11 +59,27 @@ def _view(worker: WorkerView) -> RenderableType:
         f" KV {device.kv_bytes_per_token / 1024:.1f} KiB a token; above"
         f" {ridge / (device.layer_flops + device.head_flops):.1f} rows a step is bound by arithmetic"
     )
+    links = _links(worker.status.link_rates)
     steps = [*_model_steps(device, worker.timing), *_measured_steps(device, worker.status.recent_steps)]
     rows = ([step.name, *_cells(step, device)] for step in steps)
     return Group(
-        headline, SplitTable(("step", "memory", "arithmetic", "bound", "taken", "of the bound"), rows, num_left=1)
+        headline,
+        *([f"KV pulled by {links}"] if links else []),
+        SplitTable(("step", "memory", "arithmetic", "bound", "taken", "of the bound"), rows, num_left=1),
     )
+
+
+def _links(rates: Sequence[LinkRate]) -> str:
+    """Return what each transport can move, and what pulls by it reach."""
+    told = []
+    for rate in rates:
+        parts = []
+        if rate.most_bytes_per_s:
+            parts.append(f"{rate.most_bytes_per_s / 1e9:.2g} GB/s between pages of this host")
+        if rate.bytes_per_s:
+            parts.append(f"{rate.bytes_per_s / 1e9:.2g} GB/s from {rate.peer_worker_id} ({rate.num_pulls} pulls)")
+        told.append(f"{rate.transport} {', '.join(parts)}")
+    return "; ".join(told)
 
 
 def _model_steps(device: DeviceReport, timing: TimingReport) -> Iterator[_Step]:

@@ -63,7 +63,9 @@ class RateMeter:
             if seconds > _LONG_S:
                 break
         return DeviceRates(
-            read_bytes_per_s=self._read_bytes / self._least_s(self._numbers.sum), flops_per_s=flops_per_s
+            read_bytes_per_s=self._read_bytes / self._least_s(self._numbers.sum),
+            flops_per_s=flops_per_s,
+            num_cores=torch.get_num_threads() if self._device.type == "cpu" else 0,
         )
 
     def _matmul_s(self, size: int) -> float:

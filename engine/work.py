@@ -72,6 +72,8 @@ class DeviceRates:
     """Bytes read from memory."""
     flops_per_s: float
     """Floating-point operations of large bfloat16 matrix products."""
+    num_cores: int = 0
+    """Cores that this took; 0: an accelerator."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

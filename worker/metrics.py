@@ -57,6 +57,14 @@ class RuntimeCollector(Collector):
         floors.add_metric([*labels, "link"], runtime.recent_steps.link_s)
         yield floors
         yield self._walls(labels)
+        links = GaugeMetricFamily(
+            "kvrelay_link_bytes_per_second",
+            "KV that a transport moves between pages of this host, as measured at the start",
+            labels=["worker", "role", "transport"],
+        )
+        for number, rate in runtime.link_rates.items():
+            links.add_metric([*labels, TRANSPORT_NAMES[number]], rate)
+        yield links
         kv_bytes = CounterMetricFamily(
             "kvrelay_kv_transfer_bytes", "KV bytes moved", labels=["worker", "role", "transport", "direction"]
         )

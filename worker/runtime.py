@@ -4,7 +4,7 @@ import asyncio
 import logging
 import os
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -34,12 +34,14 @@ from engine.sequence import EngineRequest
 from engine.speculation.speculator import Speculator
 from engine.thread import DriverFactory, EngineDriver, EngineThread
 from kv_transfer.handoff import HandoffTable
+from kv_transfer.link_rates import measure_link_rates
 from kv_transfer.pull import KvPuller
 from kv_transfer.serve import CheckPull, KvTransferService, ServeSettings, check_by
 from kv_transfer.transports.registry import WorkerTransports
 from kvrelay.v1 import sequence_pb2, worker_pb2
 from worker.factory import limits_for, load_executor_for, load_template_for, speculator_for
 from worker.grammar_compiler import GrammarCompiler
+from worker.host_cores import HostCores
 from worker.kv_event_hub import KvEventHub
 from worker.peers import PeerChannels
 from worker.prefill_gate import PrefillGate
@@ -75,6 +77,8 @@ class Outside:
     """Checks another worker's right to a pull."""
     speculator: Speculator | None = None
     """Drafts for the engine."""
+    host_cores: HostCores | None = None
+    """The host's idle cores; None where there is no real host."""
 
     @classmethod
     def real(cls, credentials: Credentials) -> "Outside":
@@ -84,6 +88,7 @@ class Outside:
             connect=connect_to(Role.WORKER, credentials),
             drive=EngineThread,
             check_pull=check_by(credentials),
+            host_cores=HostCores(),
         )
 
 
@@ -133,6 +138,9 @@ class WorkerRuntime:
         self.load: EngineLoad = core.load()
         self.timing = WorkerTiming(max_step_tokens=self.pool_config.max_step_tokens)
         self.recent_steps = RecentSteps(executor.floors, clock)
+        self.host_cores = outside.host_cores
+        self.link_rates: Mapping[int, float] = {}
+        """Bytes per second by transport between pages of this host, as measured at the start."""
         self.engine: EngineDriver = outside.drive(core, self._on_report, _end_process)
         self.num_request_tasks = 0
         self._no_tasks = asyncio.Event()
@@ -194,6 +202,13 @@ class WorkerRuntime:
         )
         runtime.chat_template = chat_template
         runtime.tracer = make_tracer(config.tracing, service="kvrelay-worker", instance=worker_id)
+        if config.model.engine != "fake":
+            runtime.link_rates = await measure_link_rates(
+                config.transfer.transports,
+                executor.kv,
+                chunk_bytes=config.transfer.chunk_bytes,
+                engine=runtime.engine,
+            )
         return runtime
 
     @cached_property
@@ -356,10 +371,13 @@ class WorkerRuntime:
 
     def _note_pulled(self, transport: int, num_bytes: int) -> None:
         self.bytes_received[transport] += num_bytes
-        self.recent_steps.note_pulled(num_bytes, bytes_per_s=self.timing.link_bytes_per_s)
+        bytes_per_s = self.timing.link_bytes_per_s or self.link_rates.get(transport)
+        self.recent_steps.note_pulled(num_bytes, bytes_per_s=bytes_per_s)
 
     def _on_report(self, report: StepReport) -> None:
         self.load = report.load
+        if self.host_cores is not None:
+            self.host_cores.note()
         before = self.timing.version
         self.timing.observe(report.samples)
         self.recent_steps.observe(report.samples, has_work=report.load.num_running + report.load.num_waiting > 0)

@@ -130,6 +130,8 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
                 pid=os.getpid(),
                 recent_steps=[_steps_of_last(runtime, window_s) for window_s in WINDOWS_S],
                 device=_device_report(runtime.executor.floors),
+                num_idle_cores=None if runtime.host_cores is None else runtime.host_cores.num_idle,
+                link_rates=_link_rates(runtime),
             ),
             timing=timing_to_proto(runtime.timing.model, runtime.timing.transports),
         )
@@ -142,6 +144,21 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
 def _steps_of_last(runtime: WorkerRuntime, window_s: float) -> pb.StepTotals:
     covered_s, totals = runtime.recent_steps.over(window_s)
     return message_of(pb.StepTotals, totals, window_s=window_s, covered_s=covered_s)
+
+
+def _link_rates(runtime: WorkerRuntime) -> list[pb.LinkRate]:
+    """Return the transports that were measured at the start, or by which it has pulled."""
+    slowest = runtime.timing.slowest_links
+    rates = []
+    for number in sorted(runtime.link_rates.keys() | slowest.keys()):
+        rate = pb.LinkRate(
+            transport=pb.KvTransport.ValueType(number), most_bytes_per_s=runtime.link_rates.get(number, 0.0)
+        )
+        if number in slowest:
+            rate.peer_worker_id, link = slowest[number]
+            rate.bytes_per_s, rate.num_pulls = link.bytes_per_s, link.num_samples
+        rates.append(rate)
+    return rates
 
 
 def _device_report(floors: StepFloors | None) -> pb.DeviceReport | None:

@@ -154,6 +154,16 @@ class WorkerTiming:
         return {peer: link.transport for peer, link in self._links.items()}
 
     @property
+    def slowest_links(self) -> Mapping[int, tuple[WorkerId, LinkModel]]:
+        """The peer from which pulls are slowest, by number of the transport."""
+        slowest: dict[int, tuple[WorkerId, LinkModel]] = {}
+        for peer, link in self._links.items():
+            _peer, other = slowest.get(link.transport, (peer, link.model))
+            if link.model.num_samples and link.model.bytes_per_s <= other.bytes_per_s:
+                slowest[link.transport] = peer, link.model
+        return slowest
+
+    @property
     def link_bytes_per_s(self) -> float | None:
         """Bandwidth of pulls from any peer; None before it was measured."""
         return self._any_link.model.bytes_per_s if self._any_link.model.num_samples else None

@@ -28,7 +28,7 @@ from kvrelay.client.records import (
     TransferStats,
     Usage,
 )
-from kvrelay.client.status import WorkerView
+from kvrelay.client.status import LinkRate, WorkerView
 from kvrelay.v1 import inference_pb2
 
 _R = TypeVar("_R")
@@ -43,6 +43,7 @@ _FIELDS: Mapping[tuple[type, str], _Read] = {
     (TransferStats, "transport"): lambda message: (
         TRANSPORT_NAMES.get(message.transport) if message.num_blocks else None
     ),
+    (LinkRate, "transport"): lambda message: TRANSPORT_NAMES.get(message.transport, ""),
     (TokenRun, "token_ids"): lambda message: struct.unpack(f"<{len(message.tokens) // 4}I", message.tokens),
     (Embedding, "vector"): lambda message: struct.unpack(f"<{len(message.embedding) // 4}f", message.embedding),
     (Embedding, "usage"): lambda message: record(Usage, message.completed.usage),

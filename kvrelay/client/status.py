@@ -128,6 +128,23 @@ class DeviceReport:
     layer_flops: int
     head_flops: int
     pair_flops: int
+    num_cores: int = 0
+    """Cores that a step uses; 0 on an accelerator."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkRate:
+    """How fast KV comes to a worker by one transport."""
+
+    transport: str
+    most_bytes_per_s: float
+    """Between pages of its host, as measured when it started; 0: not measured."""
+    bytes_per_s: float
+    """The least that pulls from a peer reach; 0: none yet."""
+    peer_worker_id: str
+    """That peer."""
+    num_pulls: int
+    """Pulls from that peer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,6 +198,9 @@ class WorkerStatus:
     """Steps of the last minute, the last five, and the last hour."""
     device: DeviceReport | None = None
     """None where it was not measured."""
+    num_idle_cores: float | None = None
+    """Cores of its host that were idle in the last minute, in the mean; None where it does not know."""
+    link_rates: tuple[LinkRate, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -629,7 +629,9 @@ class StepTotals(_message.Message):
     kv_bytes_received: _builtins.int
     """Bytes of KV that it pulled."""
     link_s: _builtins.float
-    """Least time of those pulls, by the measured bandwidth of its links; 0 before any was measured."""
+    """Least time of those pulls, by the bandwidth that its pulls have had or, before any is known, that its transport had
+    when the worker started; 0 where neither was measured.
+    """
     def __init__(
         self,
         *,
@@ -672,6 +674,7 @@ class DeviceReport(_message.Message):
     LAYER_FLOPS_FIELD_NUMBER: _builtins.int
     HEAD_FLOPS_FIELD_NUMBER: _builtins.int
     PAIR_FLOPS_FIELD_NUMBER: _builtins.int
+    NUM_CORES_FIELD_NUMBER: _builtins.int
     read_bytes_per_s: _builtins.float
     """Bytes read from memory, as measured when the worker started."""
     flops_per_s: _builtins.float
@@ -686,6 +689,8 @@ class DeviceReport(_message.Message):
     """Operations of the output head for a token."""
     pair_flops: _builtins.int
     """Operations for a token and one that it attends to."""
+    num_cores: _builtins.int
+    """Cores that a step uses; 0 on an accelerator."""
     def __init__(
         self,
         *,
@@ -696,14 +701,53 @@ class DeviceReport(_message.Message):
         layer_flops: _builtins.int = ...,
         head_flops: _builtins.int = ...,
         pair_flops: _builtins.int = ...,
+        num_cores: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["flops_per_s", b"flops_per_s", "head_flops", b"head_flops", "kv_bytes_per_token", b"kv_bytes_per_token", "layer_flops", b"layer_flops", "pair_flops", b"pair_flops", "read_bytes_per_s", b"read_bytes_per_s", "weight_bytes", b"weight_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["flops_per_s", b"flops_per_s", "head_flops", b"head_flops", "kv_bytes_per_token", b"kv_bytes_per_token", "layer_flops", b"layer_flops", "num_cores", b"num_cores", "pair_flops", b"pair_flops", "read_bytes_per_s", b"read_bytes_per_s", "weight_bytes", b"weight_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DeviceReport: _TypeAlias = DeviceReport  # noqa: Y015
+
+@_typing.final
+class LinkRate(_message.Message):
+    """How fast KV comes by one transport."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TRANSPORT_FIELD_NUMBER: _builtins.int
+    MOST_BYTES_PER_S_FIELD_NUMBER: _builtins.int
+    BYTES_PER_S_FIELD_NUMBER: _builtins.int
+    PEER_WORKER_ID_FIELD_NUMBER: _builtins.int
+    NUM_PULLS_FIELD_NUMBER: _builtins.int
+    transport: Global___KvTransport.ValueType
+    """How the bytes travel."""
+    most_bytes_per_s: _builtins.float
+    """The most: from pages to other pages of the same host, as measured when the worker started; 0: not measured."""
+    bytes_per_s: _builtins.float
+    """The least that pulls from a peer reach, beside their latency; 0: none yet."""
+    peer_worker_id: _builtins.str
+    """That peer."""
+    num_pulls: _builtins.int
+    """Pulls from that peer."""
+    def __init__(
+        self,
+        *,
+        transport: Global___KvTransport.ValueType = ...,
+        most_bytes_per_s: _builtins.float = ...,
+        bytes_per_s: _builtins.float = ...,
+        peer_worker_id: _builtins.str = ...,
+        num_pulls: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_per_s", b"bytes_per_s", "most_bytes_per_s", b"most_bytes_per_s", "num_pulls", b"num_pulls", "peer_worker_id", b"peer_worker_id", "transport", b"transport"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LinkRate: _TypeAlias = LinkRate  # noqa: Y015
 
 @_typing.final
 class WorkerStatus(_message.Message):
@@ -732,6 +776,8 @@ class WorkerStatus(_message.Message):
     NUM_ACCEPTED_TOKENS_FIELD_NUMBER: _builtins.int
     RECENT_STEPS_FIELD_NUMBER: _builtins.int
     DEVICE_FIELD_NUMBER: _builtins.int
+    NUM_IDLE_CORES_FIELD_NUMBER: _builtins.int
+    LINK_RATES_FIELD_NUMBER: _builtins.int
     num_used_blocks: _builtins.int
     """Pages referenced by sequences, reservations or leases."""
     num_cached_blocks: _builtins.int
@@ -768,6 +814,8 @@ class WorkerStatus(_message.Message):
     """Draft tokens that its steps have verified."""
     num_accepted_tokens: _builtins.int
     """Draft tokens that were right."""
+    num_idle_cores: _builtins.float
+    """Cores of its host that were idle in about the last minute, in the mean; absent where it does not know."""
     @_builtins.property
     def load(self) -> Global___LoadReport:
         """Load."""
@@ -779,6 +827,10 @@ class WorkerStatus(_message.Message):
     @_builtins.property
     def device(self) -> Global___DeviceReport:
         """Its device; absent where that was not measured."""
+
+    @_builtins.property
+    def link_rates(self) -> _containers.RepeatedCompositeFieldContainer[Global___LinkRate]:
+        """Its transports, as far as they were measured or used."""
 
     def __init__(
         self,
@@ -804,12 +856,16 @@ class WorkerStatus(_message.Message):
         num_accepted_tokens: _builtins.int = ...,
         recent_steps: _abc.Iterable[Global___StepTotals] | None = ...,
         device: Global___DeviceReport | None = ...,
+        num_idle_cores: _builtins.float | None = ...,
+        link_rates: _abc.Iterable[Global___LinkRate] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "load", b"load"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_num_idle_cores", b"_num_idle_cores", "device", b"device", "load", b"load", "num_idle_cores", b"num_idle_cores"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_s", b"busy_s", "device", b"device", "epoch", b"epoch", "kv_bytes_received", b"kv_bytes_received", "kv_bytes_sent", b"kv_bytes_sent", "load", b"load", "num_accepted_tokens", b"num_accepted_tokens", "num_cached_blocks", b"num_cached_blocks", "num_cached_tokens", b"num_cached_tokens", "num_cancelled", b"num_cancelled", "num_computed_tokens", b"num_computed_tokens", "num_drafted_tokens", b"num_drafted_tokens", "num_leases", b"num_leases", "num_leases_expired", b"num_leases_expired", "num_preemptions", b"num_preemptions", "num_request_tasks", b"num_request_tasks", "num_reservations", b"num_reservations", "num_used_blocks", b"num_used_blocks", "pid", b"pid", "recent_steps", b"recent_steps", "uptime_s", b"uptime_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_idle_cores", b"_num_idle_cores", "busy_s", b"busy_s", "device", b"device", "epoch", b"epoch", "kv_bytes_received", b"kv_bytes_received", "kv_bytes_sent", b"kv_bytes_sent", "link_rates", b"link_rates", "load", b"load", "num_accepted_tokens", b"num_accepted_tokens", "num_cached_blocks", b"num_cached_blocks", "num_cached_tokens", b"num_cached_tokens", "num_cancelled", b"num_cancelled", "num_computed_tokens", b"num_computed_tokens", "num_drafted_tokens", b"num_drafted_tokens", "num_idle_cores", b"num_idle_cores", "num_leases", b"num_leases", "num_leases_expired", b"num_leases_expired", "num_preemptions", b"num_preemptions", "num_request_tasks", b"num_request_tasks", "num_reservations", b"num_reservations", "num_used_blocks", b"num_used_blocks", "pid", b"pid", "recent_steps", b"recent_steps", "uptime_s", b"uptime_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__num_idle_cores: _TypeAlias = _typing.Literal["num_idle_cores"]  # noqa: Y015
+    _WhichOneofArgType__num_idle_cores: _TypeAlias = _typing.Literal["_num_idle_cores", b"_num_idle_cores"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__num_idle_cores) -> _WhichOneofReturnType__num_idle_cores | None: ...
 
 Global___WorkerStatus: _TypeAlias = WorkerStatus  # noqa: Y015
 

@@ -64,7 +64,8 @@ def one_more_reader(pool: Pool, times: PromptTimes) -> Change:
     It depends on the clients. Where requests come regardless of answers, the pool is a queue with the same load on more
     workers. Where each client waits for its answer, as many requests stay under way: together they wait and compute as
     before, at a rate that grows with the workers. A router cannot know which; in a pool that hardly pauses it is more
-    likely the second. The interval holds both.
+    likely the second. The interval holds both. Where its host has too few idle cores, the new worker takes them from
+    others: the interval then reaches to the wait as it is, and that much less is expected.
     """
     num_workers, busy, wait_s = len(pool.workers), max(_SPREAD, pool.busy_share), fmean(times.waits_s)
     name = f"a {pool.name} worker more"
@@ -77,8 +78,9 @@ def one_more_reader(pool: Pool, times: PromptTimes) -> Change:
     if busy < _SATURATED:
         low, high = (1 - _FORMULA_ERROR) * min(opened), (1 + _FORMULA_ERROR) * max(opened)
         predicted = _prediction(pool, wait_s, opened[0], low, max(high, min(wait_s, closed[2])))
-        return Change(text=f"{name}: {_from_to(predicted)}", predicted=predicted)
-    more = f"{name}: {1 / num_workers:.0%} more prompts per second, if its host has the cores"
+        return Change(text=f"{name}: {_from_to(predicted)}{_cores(pool)}", predicted=predicted)
+    where = ", if its host has room" if pool.spare is None else _cores(pool)
+    more = f"{name}: {pool.spare_share / num_workers:.0%} more prompts per second{where}"
     if len(times.waits_s) < _MIN_REQUESTS:
         why = "a pool that hardly pauses has a queue without a mean, and few requests tell of its clients"
         return Change(text=f"{more}; what it does to the wait cannot be told: {why}")
@@ -101,8 +103,22 @@ def _closed_waits_s(num_workers: int, times: PromptTimes) -> tuple[float, float,
 
 
 def _prediction(pool: Pool, now: float, expected: float, low: float, high: float) -> Prediction:
-    change = f"{pool.name}_worker"
-    return Prediction(change=change, figure="prefill_wait_s", now=now, expected=expected, low=low, high=high)
+    share = pool.spare_share
+    return Prediction(
+        change=f"{pool.name}_worker",
+        figure="prefill_wait_s",
+        now=now,
+        expected=now + share * (expected - now),
+        low=low,
+        high=high if share == 1 else max(high, now),
+    )
+
+
+def _cores(pool: Pool) -> str:
+    """Return a remark on a host without idle cores for another worker; empty where it has them, or needs none."""
+    if (spare := pool.spare) is None or spare.share == 1:
+        return ""
+    return f"; its host has {spare.num_idle:.1f} idle cores of the {spare.num_wanted:.1f} that it would use"
 
 
 def _from_to(predicted: Prediction) -> str:
@@ -128,22 +144,30 @@ def one_more_decoder(pool: Pool) -> Change:
     measured_s = pool.mean_decode_step_s
     error = abs(measured_s - now[0]) / now[0]
     if error > _POOR_FIT:
-        why = f"steps take {_ms(measured_s)} and their model says {_ms(now[0])}"
+        why = f"steps take {short_time(measured_s)} and their model says {short_time(now[0])}"
         return Change(text=f"{name}; what a step takes then cannot be told: {why}")
     expected, low, high = (measured_s * max(0.0, each) / now[0] for each in then)
     doubt_s = max(_FIT_ERROR, error) * expected
+    low, high = max(0.0, low - doubt_s), high + doubt_s
+    if (share := pool.spare_share) < 1:
+        # Small batches were learned while others used the cores: all beyond memory may grow with the batch. With no
+        # more cores than now, a step may also take longer by as much as there are more workers.
+        ratio = after / batch
+        beyond_s = max(0.0, measured_s - pool.decode_memory_s(1.0))
+        low = min(low, ratio * beyond_s + min(measured_s, pool.decode_memory_s(ratio)))
+        high = max(high, measured_s, expected * (num_workers + 1) / (num_workers + share))
     predicted = Prediction(
         change=f"{pool.name}_worker",
         figure="decode_step_s",
         now=measured_s,
         expected=expected,
-        low=max(0.0, low - doubt_s),
-        high=high + doubt_s,
+        low=low,
+        high=high,
     )
     return Change(
         text=(
-            f"{name}, a step {_ms(predicted.now)} → {_ms(expected)}"
-            f" ({_ms(predicted.low)} to {_ms(predicted.high)} by worker and fit)"
+            f"{name}, a step {short_time(predicted.now)} → {short_time(expected)}"
+            f" ({short_time(predicted.low)} to {short_time(predicted.high)} by worker and fit{_cores(pool)})"
         ),
         predicted=predicted,
     )
@@ -200,5 +224,6 @@ def other_split(reader: Pool, decoder: Pool) -> Change | None:
     return None
 
 
-def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:.3g} ms"
+def short_time(seconds: float) -> str:
+    """Return a time in milliseconds, or in seconds from one on."""
+    return f"{1e3 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"

@@ -15,8 +15,9 @@ from statistics import fmean
 import numpy as np
 
 from common.slo import Slo
+from common.wire_names import TRANSPORT_NAMES
 from router.diagnosis import changes
-from router.diagnosis.changes import Change, Prediction, PromptTimes
+from router.diagnosis.changes import Change, Prediction, PromptTimes, short_time
 from router.diagnosis.pool import Pool
 from router.diagnosis.recent_requests import RecentRequest
 from router.hot_prefixes import HotPrefix
@@ -206,9 +207,20 @@ def _slow_workers(view: View) -> list[Finding]:
 def _transfers(view: View) -> list[Finding]:
     """Return the time that first tokens wait for KV after their prefill."""
     exposed_s = _mean(view.requests, lambda each: each.transfer_exposed_s)
-    text = f"decode waits {exposed_s:.2g} s for KV blocks after the prefill has ended"
+    text = f"decode waits {exposed_s:.2g} s for KV blocks after the prefill has ended{_links(view.decoder)}"
     more = (Change(text="transfer.transports: shm where both workers share a host; kv_dtype int8 halves the bytes"),)
     return [Finding(cause=Cause.TRANSFER, pool="decode", lost_s=exposed_s, text=text, options=more)]
+
+
+def _links(pool: Pool) -> str:
+    """Return what its slowest pulls reach, beside the most that their transport moves; empty where not known."""
+    if (link := pool.slowest_link) is None:
+        return ""
+    share = link.bytes_per_s / link.most_bytes_per_s
+    return (
+        f"; pulls from {link.peer_worker_id} by {TRANSPORT_NAMES[link.transport]} reach"
+        f" {link.bytes_per_s / 1e9:.2g} GB/s, {share:.0%} of what that moves between pages of one host"
+    )
 
 
 def _decode_steps(view: View) -> list[Finding]:
@@ -221,7 +233,7 @@ def _decode_steps(view: View) -> list[Finding]:
     alone = pool.decode_step_s(1.0, pool.mean_context)
     alone_s = pool.mean_decode_step_s if alone is None else alone[0]
     step_s = min(tpot_s, max(alone_s, pool.mean_decode_step_s))
-    lone = "cannot be told yet" if alone is None else f"{1e3 * alone_s:.3g} ms"
+    lone = "cannot be told yet" if alone is None else short_time(alone_s)
     decode_s = _mean(view.requests, lambda each: each.decode_s)
     preempted = sum(worker.status.num_preemptions for worker in pool.workers)
     return [
@@ -230,7 +242,7 @@ def _decode_steps(view: View) -> list[Finding]:
             pool=pool.name,
             lost_s=max(0.0, (step_s - alone_s) / tpot_s) * decode_s,
             text=(
-                f"a decode step takes {1e3 * step_s:.3g} ms, {lone} for a sequence alone: batches of"
+                f"a decode step takes {short_time(step_s)}, {lone} for a sequence alone: batches of"
                 f" {pool.mean_batch:.1f} with {pool.mean_context:.0f} KV tokens each{_walls(pool)}"
             ),
             options=(changes.one_more_decoder(pool), changes.fewer_weight_bits(pool), changes.speculation(pool)),
@@ -240,7 +252,7 @@ def _decode_steps(view: View) -> list[Finding]:
             pool=pool.name,
             lost_s=(tpot_s - step_s) / tpot_s * decode_s,
             text=(
-                f"a gap between tokens is {1e3 * tpot_s:.3g} ms, and a decode step {1e3 * step_s:.3g} ms: answers wait"
+                f"a gap between tokens is {short_time(tpot_s)}, and a decode step {short_time(step_s)}: answers wait"
                 f" between steps, for prompts that are computed in between, for their KV, or for the host"
                 + (f"; {preempted} preemptions since the start" if preempted else "")
             ),
@@ -270,7 +282,7 @@ def headline(requests: Sequence[RecentRequest], *, window_s: float, slo: Slo | N
     gaps = [each.tpot_s for each in requests if each.tpot_s is not None]
     if gaps:
         tpot_p50, tpot_p99 = np.percentile(gaps, (50, 99))
-        text += f", TPOT p50 {1e3 * tpot_p50:.3g} ms, p99 {1e3 * tpot_p99:.3g} ms"
+        text += f", TPOT p50 {short_time(tpot_p50)}, p99 {short_time(tpot_p99)}"
     if slo is not None:
         text += f"; {fmean(map(slo.is_good, requests)):.0%} within their objectives"
     return text

@@ -11,6 +11,7 @@ from kvrelay.v1 import worker_pb2
 from router.alarms import CLEAR_SLOW, RAISE_SLOW
 
 StepTotals = worker_pb2.StepTotals
+_LEAST_BUSY = 0.01
 _MIN_STEPS = 16
 """Decode steps whose mean time is judged."""
 
@@ -39,6 +40,20 @@ class Worker:
         """Return the totals of the shortest window that covers `window_s`, or of the longest one."""
         known = sorted(self.status.recent_steps, key=lambda totals: totals.window_s)
         return next((totals for totals in known if totals.window_s >= window_s), known[-1] if known else StepTotals())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpareCores:
+    """Cores that another worker would find idle."""
+
+    num_idle: float
+    num_wanted: float
+    """Cores that its steps would use, if it were as busy as the others."""
+
+    @property
+    def share(self) -> float:
+        """Share of a whole worker that the idle cores make."""
+        return min(1.0, self.num_idle / self.num_wanted)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +100,35 @@ class Pool:
         return overhead_s(self.total) / self.busy_s if self.busy_s else 0.0
 
     @property
+    def spare(self) -> "SpareCores | None":
+        """Cores that another worker would find on the host with the most idle ones; None where that is not known."""
+        known = [
+            SpareCores(
+                num_idle=worker.status.num_idle_cores,
+                num_wanted=worker.status.device.num_cores * max(_LEAST_BUSY, self.busy_share),
+            )
+            for worker in self.workers
+            if worker.status.HasField("num_idle_cores") and worker.status.device.num_cores
+        ]
+        return max(known, key=lambda each: each.share, default=None)
+
+    @property
+    def spare_share(self) -> float:
+        """Share of another worker that the idle cores make; 1 where that is not known."""
+        return 1.0 if self.spare is None else self.spare.share
+
+    @property
+    def slowest_link(self) -> worker_pb2.LinkRate | None:
+        """Its pulls that are farthest from what their transport can move; None where that was not measured."""
+        links = [
+            link
+            for worker in self.workers
+            for link in worker.status.link_rates
+            if link.bytes_per_s and link.most_bytes_per_s
+        ]
+        return min(links, key=lambda link: link.bytes_per_s / link.most_bytes_per_s, default=None)
+
+    @property
     def mean_batch(self) -> float:
         """Sequences of a decode step, in the mean; 0 without any such step."""
         num_steps = self.total("num_decode_steps")
@@ -122,6 +166,11 @@ class Pool:
         """
         predicted = [worker.decode_step_s(batch, context) for worker in self.workers if worker.has_decode_model]
         return (median(predicted), min(predicted), max(predicted)) if predicted else None
+
+    def decode_memory_s(self, batch_share: float) -> float:
+        """Return the least time of a decode step whose batch is a share of the mean one; 0 where it is not known."""
+        num_steps, weights_s = self.total("num_decode_steps"), self.total("decode_weights_s")
+        return (weights_s + batch_share * (self.total("decode_memory_s") - weights_s)) / num_steps if num_steps else 0.0
 
     def walls(self, window_s: float) -> "Walls":
         """Return the use of the workers' time in a window."""

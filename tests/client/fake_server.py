@@ -131,6 +131,16 @@ def worker_view(worker_id: str, role: int, *, state: str = "ready") -> pb.Worker
                     head_flops=100_000_000,
                     pair_flops=1000,
                 ),
+                link_rates=[
+                    worker_pb2.LinkRate(
+                        transport=worker_pb2.KV_TRANSPORT_SHM,
+                        most_bytes_per_s=8e9,
+                        bytes_per_s=6e9,
+                        peer_worker_id="decode-1",
+                        num_pulls=12,
+                    ),
+                    worker_pb2.LinkRate(transport=worker_pb2.KV_TRANSPORT_GRPC, most_bytes_per_s=2e9),
+                ],
                 recent_steps=[
                     worker_pb2.StepTotals(
                         window_s=3600.0,

@@ -21,6 +21,7 @@ TIMING = TimingModel(
     decode=StepModel(constant_s=0.01, per_decode_s=0.001, per_context_token_s=1e-6, num_samples=100),
     max_step_tokens=512,
 )
+OF_30_MS = replace(TIMING, decode=StepModel(constant_s=0.02, per_decode_s=0.0005, num_samples=100))
 USUAL = RecentRequest(
     request_id=RequestId("req-0"),
     tenant="a",
@@ -118,6 +119,45 @@ def test_prompts_that_share_steps_leave_the_wait_uncertain() -> None:
     assert (predicted.low, predicted.expected, predicted.high) == pytest.approx((2.0, 2.25, 2.5))
 
 
+def on_shared_cores(pool: Pool, *, num_idle: float, num_cores: int = 2) -> Pool:
+    """Return the pool on a host with that many idle cores, whose workers compute on `num_cores` each."""
+    workers = []
+    for each in pool.workers:
+        status = worker_pb2.WorkerStatus(num_idle_cores=num_idle, device=worker_pb2.DeviceReport(num_cores=num_cores))
+        status.MergeFrom(each.status)
+        workers.append(replace(each, status=status))
+    return replace(pool, workers=tuple(workers))
+
+
+def test_prefill_worker_that_would_find_no_idle_cores_may_leave_the_wait_as_it_is() -> None:
+    pool, times = make_pool("prefill", make_worker("p0", busy=1.0)), times_of([4.0, 6.0] * 8)
+    whole = changes.one_more_reader(pool, times).predicted
+    half = changes.one_more_reader(on_shared_cores(pool, num_idle=1.0), times)
+    none = changes.one_more_reader(on_shared_cores(pool, num_idle=0.0), times).predicted
+    assert whole is not None
+    assert half.predicted is not None
+    assert none is not None
+    assert (whole.expected, half.predicted.expected, none.expected) == pytest.approx((2.0, 3.5, 5.0))
+    assert (half.predicted.low, half.predicted.high) == pytest.approx((whole.low, 5.0))
+    assert "50% more prompts per second; its host has 1.0 idle cores of the 2.0 that it would use" in half.text
+    assert changes.one_more_reader(on_shared_cores(pool, num_idle=2.0), times).predicted == whole
+
+
+def test_decode_worker_that_would_find_no_idle_cores_leaves_a_step_between_its_bounds() -> None:
+    pool = make_pool("decode", make_worker("d0", busy=0.5, batch=20.0))  # steps of 30 ms, 15 ms by reading weights
+    alone = changes.one_more_decoder(replace(pool, workers=(replace(pool.workers[0], timing=OF_30_MS),))).predicted
+    shared = replace(pool, workers=(replace(pool.workers[0], timing=OF_30_MS),))
+    change = changes.one_more_decoder(on_shared_cores(shared, num_idle=0.0))
+    assert alone is not None
+    assert change.predicted is not None
+    # 12 ms of weights and 3 ms of KV, of which half stays, and 15 ms that may all be of the batch.
+    assert change.predicted.low == pytest.approx(0.012 + 0.0015 + 0.0075)
+    assert change.predicted.low < alone.low
+    assert change.predicted.expected == alone.expected
+    assert change.predicted.high == pytest.approx(2 * alone.expected)
+    assert change.text.endswith("by worker and fit; its host has 0.0 idle cores of the 1.0 that it would use)")
+
+
 def test_pool_that_idles_beside_a_busy_one_could_give_a_worker() -> None:
     busy = make_pool("prefill", make_worker("p0", busy=0.9))
     idle = make_pool("decode", make_worker("d0", busy=0.2), make_worker("d1", busy=0.2))
@@ -211,6 +251,25 @@ def test_prompts_that_wait_for_pages_of_decode_workers_are_not_bound_by_prefill(
 
 def test_transfer_that_first_tokens_wait_for_is_named() -> None:
     assert causes(make_view(replace(USUAL, transfer_exposed_s=2.0, ttft_s=2.6)))[0] is Cause.TRANSFER
+
+
+def test_transfer_that_is_slower_than_its_host_allows_names_the_peer() -> None:
+    rates = [
+        worker_pb2.LinkRate(
+            transport=worker_pb2.KV_TRANSPORT_GRPC,
+            most_bytes_per_s=2e9,
+            bytes_per_s=bytes_per_s,
+            peer_worker_id=peer,
+            num_pulls=9,
+        )
+        for peer, bytes_per_s in (("p0", 1.5e9), ("p1", 0.2e9))
+    ]
+    worker = make_worker("d0")
+    worker.status.link_rates.extend(rates)
+    view = make_view(replace(USUAL, transfer_exposed_s=2.0, ttft_s=2.6), decode=make_pool("decode", worker))
+    assert find(view)[0].text.endswith(
+        "; pulls from p1 by grpc reach 0.2 GB/s, 10% of what that moves between pages of one host"
+    )
 
 
 def test_worker_that_measured_no_floor_promises_nothing_of_fewer_bits() -> None:

@@ -130,6 +130,16 @@ function meter(parts, title) {
     make("span", { className, style: { left: `${100 * begin}%`, width: `${100 * Math.min(1 - begin, share)}%` } })));
 }
 
+// What pulls of each transport reach, beside the most that it moved between pages of the worker's host at its start.
+function links(status) {
+  const rate = (value) => (Number(value) / 1e9).toPrecision(2);
+  return (status.link_rates ?? []).filter((link) => link.bytes_per_s).map((link) => {
+    const most = link.most_bytes_per_s ? ` of ${rate(link.most_bytes_per_s)}` : "";
+    const name = String(link.transport).replace("KV_TRANSPORT_", "").toLowerCase();
+    return make("div", { className: "legend", text: `${name} ${rate(link.bytes_per_s)}${most} GB/s` });
+  });
+}
+
 function workerRow(worker) {
   const state = make("span", { text: worker.slowness ? `${worker.state}, slow` : worker.state });
   state.className = worker.state === "ready" && !worker.slowness ? "" : "bad";
@@ -152,7 +162,8 @@ function workerRow(worker) {
   return row(
     worker.worker_id, state, status.load.num_running, status.load.num_waiting, batch ? batch.toFixed(1) : "–", bars,
     make("div", { text: pagesText }, meter([["used", 0, used], ["cached", used, cached]], pagesText)),
-    mib(Number(status.kv_bytes_sent) + Number(status.kv_bytes_received)), uptime(status.uptime_s),
+    make("div", { text: mib(Number(status.kv_bytes_sent) + Number(status.kv_bytes_received)) }, ...links(status)),
+    uptime(status.uptime_s),
   );
 }
 
@@ -164,7 +175,8 @@ function wallsRow(walls) {
     const isKnown = isMeasured || (name !== "memory" && name !== "compute");
     return make("div", { text: isKnown ? percent(walls[name]) : "–" }, meter([[name, 0, walls[name]]]));
   });
-  return row(walls.pool, `${walls.window_s / 60} min`, ...cells, walls.binds || "no steps yet");
+  const binds = { compute: "arithmetic", link: "links", waiting: "no work" }[walls.binds] ?? walls.binds;
+  return row(walls.pool, `${walls.window_s / 60} min`, ...cells, binds || "no steps yet");
 }
 
 const draw = (tag, attributes, text) => {
