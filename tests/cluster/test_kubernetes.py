@@ -1,6 +1,8 @@
-"""deploy/kubernetes: fields that KubeRay and Prometheus Operator know, and one set of ports, names and versions."""
+"""deploy/kubernetes: fields that Kubernetes, KubeRay and Prometheus Operator know; one set of ports and names."""
 
+import json
 import re
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import yaml
 
 from cli.main import app
 from common.config import ServingConfig, load_config
+from tests.cluster.kubernetes_schema import CORE, FILE, POLICY
 
 _REPO = Path(__file__).parents[2]
 _FOLDER = _REPO / "deploy" / "kubernetes"
@@ -35,111 +38,49 @@ def a_list(of: Any) -> dict[str, Any]:
     return {"type": "array", "items": of, "minItems": 1}
 
 
-# The fields of Kubernetes, KubeRay 1.7 and Prometheus Operator that the files use, by their API references; a field
-# that is not here is refused, as the API server does with strict validation.
 METADATA = an_object("name", name=NAME, labels=TEXTS)
-QUANTITY = {"type": "string", "pattern": r"^\d+(\.\d+)?(m|[KMGT]i?)?$"}
-QUANTITIES = {"type": "object", "additionalProperties": QUANTITY}
-NOT_ROOT = {"type": "integer", "minimum": 1}
 PORT = {"type": "integer", "minimum": 1, "maximum": 65535}
-PROBE = an_object(
-    "tcpSocket",
-    tcpSocket=an_object("port", port=NAME),
-    **dict.fromkeys(("initialDelaySeconds", "periodSeconds", "timeoutSeconds", "failureThreshold"), COUNT),
-)
-HOOK = an_object("exec", exec=an_object("command", command=a_list(TEXT)))
-CONTAINER = an_object(
-    "name image",
-    name=NAME,
-    image=TEXT,
-    command=a_list(TEXT),
-    env=a_list(an_object("name value", name=TEXT, value={"type": "string"})),
-    ports=a_list(an_object("name containerPort", name=NAME | {"maxLength": 15}, containerPort=PORT)),
-    lifecycle=an_object(postStart=HOOK, preStop=HOOK),
-    readinessProbe=PROBE,
-    livenessProbe=PROBE,
-    resources=an_object(
-        requests=QUANTITIES,
-        limits=QUANTITIES,
-    ),
-    securityContext=an_object(
-        allowPrivilegeEscalation={"const": False}, capabilities=an_object("drop", drop=a_list(TEXT))
-    ),
-    volumeMounts=a_list(an_object("name mountPath", name=NAME, mountPath={"type": "string", "pattern": "^/"})),
-)
-VOLUME = an_object(
-    "name",
-    name=NAME,
-    emptyDir=an_object(medium={"const": "Memory"}, sizeLimit=QUANTITY),
-    configMap=an_object("name", name=NAME),
-)
-POD = an_object(
-    "containers securityContext",
-    terminationGracePeriodSeconds=COUNT,
-    securityContext=an_object(
-        "runAsNonRoot runAsUser",
-        runAsNonRoot={"const": True},
-        runAsUser=NOT_ROOT,
-        runAsGroup=NOT_ROOT,
-        fsGroup=NOT_ROOT,
-        seccompProfile=an_object("type", type={"const": "RuntimeDefault"}),
-    ),
-    initContainers=a_list(CONTAINER),
-    containers=a_list(CONTAINER),
-    volumes=a_list(VOLUME),
-)
-TEMPLATE = an_object("spec", metadata=an_object(labels=TEXTS), spec=POD)
+TEMPLATE = {"$ref": f"#/$defs/{CORE}.PodTemplateSpec"}
 # KubeRay refuses labels and resources there: they are fields of the group.
 START = TEXTS | {"propertyNames": {"not": {"enum": ["labels", "resources"]}}}
 SECRET = an_object("secret", secret=an_object("name key", name=NAME, key=TEXT))
-SCHEMAS = {
-    "v1 ConfigMap": an_object("data", data=TEXTS),
-    "v1 Service": an_object(
-        "spec",
-        spec=an_object(
-            "selector ports",
-            selector=TEXTS,
-            ports=a_list(an_object("name port", name=NAME, port=PORT, targetPort=NAME)),
-        ),
-    ),
-    "policy/v1 PodDisruptionBudget": an_object(
-        "spec", spec=an_object("selector", maxUnavailable=COUNT, selector=an_object("matchLabels", matchLabels=TEXTS))
-    ),
+KUBERNETES = {
+    "v1 ConfigMap": f"{CORE}.ConfigMap",
+    "v1 Service": f"{CORE}.Service",
+    "policy/v1 PodDisruptionBudget": f"{POLICY}.PodDisruptionBudget",
+}
+# The fields of KubeRay 1.7 and Prometheus Operator that the files use, by their API references: no package has the
+# definitions themselves. A field that is not here is refused, as the API server does with strict validation.
+CUSTOM = {
     "ray.io/v1 RayCluster": an_object(
-        "spec",
-        spec=an_object(
-            "headGroupSpec",
-            rayVersion=TEXT,
-            authOptions=an_object("mode", mode={"enum": ["disabled", "token"]}),
-            headGroupSpec=an_object("template", labels=TEXTS, rayStartParams=START, template=TEMPLATE),
-            workerGroupSpecs=a_list(
-                an_object(
-                    "groupName template",
-                    groupName=NAME,
-                    **dict.fromkeys(("replicas", "minReplicas", "maxReplicas"), COUNT),
-                    labels=TEXTS,
-                    rayStartParams=START,
-                    template=TEMPLATE,
-                )
-            ),
+        "headGroupSpec",
+        rayVersion=TEXT,
+        authOptions=an_object("mode", mode={"enum": ["disabled", "token"]}),
+        headGroupSpec=an_object("template", labels=TEXTS, rayStartParams=START, template=TEMPLATE),
+        workerGroupSpecs=a_list(
+            an_object(
+                "groupName template",
+                groupName=NAME,
+                **dict.fromkeys(("replicas", "minReplicas", "maxReplicas"), COUNT),
+                labels=TEXTS,
+                rayStartParams=START,
+                template=TEMPLATE,
+            )
         ),
     ),
     "monitoring.coreos.com/v1 PodMonitor": an_object(
-        "spec",
-        spec=an_object(
-            "selector podMetricsEndpoints",
-            jobLabel=TEXT,
-            selector=an_object("matchLabels", matchLabels=TEXTS),
-            podMetricsEndpoints=a_list(
-                an_object(
-                    "port",
-                    port=NAME,
-                    scheme={"enum": ["http", "https"]},
-                    tlsConfig=an_object(
-                        ca=SECRET, cert=SECRET, keySecret=an_object("name key", name=NAME, key=TEXT), serverName=TEXT
-                    ),
-                )
-            ),
+        "selector podMetricsEndpoints",
+        jobLabel=TEXT,
+        selector=an_object("matchLabels", matchLabels=TEXTS),
+        podMetricsEndpoints=a_list(
+            an_object(
+                "port",
+                port=NAME,
+                scheme={"enum": ["http", "https"]},
+                tlsConfig=an_object(
+                    ca=SECRET, cert=SECRET, keySecret=an_object("name key", name=NAME, key=TEXT), serverName=TEXT
+                ),
+            )
         ),
     ),
 }
@@ -149,11 +90,21 @@ def documents(file: str) -> list[dict[str, Any]]:
     return list(yaml.safe_load_all((_FOLDER / file).read_text(encoding="utf-8")))
 
 
+@cache
+def definitions() -> dict[str, Any]:
+    """Return Kubernetes' own schema of the kinds that the files use."""
+    found: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))["$defs"]
+    return found
+
+
 def check(document: dict[str, Any]) -> None:
     """Fail unless every field of a document is one that its kind has."""
-    kind = SCHEMAS[f"{document['apiVersion']} {document['kind']}"]
-    properties = kind["properties"] | {"apiVersion": TEXT, "kind": TEXT, "metadata": METADATA}
-    jsonschema.validate(document, kind | {"properties": properties})
+    name = f"{document['apiVersion']} {document['kind']}"
+    if name in KUBERNETES:
+        schema: dict[str, Any] = {"$ref": f"#/$defs/{KUBERNETES[name]}"}
+    else:
+        schema = an_object("metadata spec", apiVersion=TEXT, kind=TEXT, metadata=METADATA, spec=CUSTOM[name])
+    jsonschema.validate(document, schema | {"$defs": definitions()}, cls=jsonschema.Draft202012Validator)
 
 
 def the(kind: str, file: str = "kvrelay.yaml") -> Any:
@@ -195,6 +146,29 @@ def test_fields_that_kuberay_refuses_are_found() -> None:
         cluster["spec"][group] = cluster["spec"].pop("headGroupSpec") | {"rayStartParams": {"labels": "pool=head"}}
         with pytest.raises(jsonschema.ValidationError):
             check(cluster)
+
+
+def test_fields_that_kubernetes_refuses_are_found() -> None:
+    for change in (
+        {"containerPort": "http"},
+        {"ports": [{"name": "grpc"}]},
+        {"livenessProbe": {"tcpSocket": {"port": "gcs"}, "period": 5}},
+    ):
+        cluster = the("RayCluster")
+        container(cluster["spec"]["headGroupSpec"]).update(change)
+        with pytest.raises(jsonschema.ValidationError):
+            check(cluster)
+
+
+def test_pods_run_without_root_and_without_any_right() -> None:
+    for group in groups().values():
+        spec = group["template"]["spec"]
+        user = spec["securityContext"]
+        assert user["runAsNonRoot"] is True
+        assert min(user["runAsUser"], user["runAsGroup"], user["fsGroup"]) > 0
+        assert user["seccompProfile"] == {"type": "RuntimeDefault"}
+        for each in (*spec["initContainers"], *spec["containers"]):
+            assert each["securityContext"] == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
 
 
 def test_rays_autoscaler_reads_the_cluster_as_its_groups_say() -> None:
