@@ -12,6 +12,9 @@ from typing import Any
 
 import pytest
 import yaml
+from grafana_foundation_sdk.cog import plugins
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.models.dashboard import Dashboard as GrafanaDashboard
 from prometheus_client import CollectorRegistry
 
 from cluster.changes.autopilot import PlanGauges
@@ -208,6 +211,45 @@ def test_dashboard_file_is_the_declared_one_and_its_panels_do_not_overlap(board:
     document = json.loads(text)
     places = {(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in document["panels"]}
     assert len(places) == len(document["panels"]) == len({panel["id"] for panel in document["panels"]})
+
+
+def lost(given: Any, kept: Any, path: str = "dashboard") -> Iterator[str]:
+    """Yield the paths whose values are not kept."""
+    if isinstance(given, dict) and isinstance(kept, dict):
+        for key, value in given.items():
+            yield from lost(value, kept.get(key), f"{path}.{key}")
+    elif isinstance(given, list) and isinstance(kept, list) and len(given) == len(kept):
+        for position, (one, other) in enumerate(zip(given, kept, strict=True)):
+            yield from lost(one, other, f"{path}[{position}]")
+    elif given != kept:
+        yield path
+
+
+def through_grafana(document: Any) -> Any:
+    """Return a dashboard as Grafana's own models read and write it: without any field that they do not know."""
+    plugins.register_default_plugins()  # panels of time series, queries of Prometheus
+    return json.loads(json.dumps(GrafanaDashboard.from_json(document), cls=JSONEncoder))
+
+
+@pytest.mark.parametrize("board", DASHBOARDS, ids=lambda board: board.name)
+def test_grafanas_own_models_know_every_field_of_a_dashboard(board: Any) -> None:
+    document = board.as_json()
+    assert list(lost(document, through_grafana(document))) == []
+
+
+def test_fields_that_grafana_does_not_know_are_found() -> None:
+    document = DASHBOARDS[0].as_json()
+    panel = document["panels"][0]
+    document["uuid"] = panel["titel"] = panel["fieldConfig"]["defaults"]["unti"] = "x"
+    panel["options"]["legend"]["place"] = panel["targets"][0]["expression"] = "x"
+    panels = "dashboard.panels[0]"
+    assert set(lost(document, through_grafana(document))) == {
+        "dashboard.uuid",
+        f"{panels}.titel",
+        f"{panels}.fieldConfig.defaults.unti",
+        f"{panels}.options.legend.place",
+        f"{panels}.targets[0].expression",
+    }
 
 
 def test_rules_are_prometheus_rules_and_alert_as_their_tests_say() -> None:
