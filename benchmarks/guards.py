@@ -89,7 +89,7 @@ GUARDS = (
     ),
     _guard(
         "quarantine holds across routers",
-        "worker/quarantine.py",
+        "worker/prefill_gate.py",
         "        if self._num_calls.keys() - {spec.request_id}:",
         "        if False:",
     ),

@@ -19,9 +19,9 @@ from engine.fake import FAULTS_ENV
 from kvrelay.client import AsyncClient
 
 NUM_TOKENS = {"router": 160, "controller": 200, "head": 600}
-"""Of each stream by victim: those of a controller's and a head's last until it is nearly back."""
+"""Length of each stream, by victim: for a controller and a head long enough to last until it is nearly back."""
 SLOW_DRAIN_S = {False: 5.0, True: 1.0}
-"""By whether it is brief."""
+"""Grace of a slow drain, by whether it is brief."""
 SLOW_TOKENS = {False: 1500, True: 500}
 _PAST = {Fault.KILL: "killed", Fault.STOP: "stopped", Fault.SLOW: "slow", Fault.HANG: "hung", Fault.CUT: "cut off"}
 
@@ -71,7 +71,7 @@ class Target:
     pid: int | None = None
     """The process to hurt in somebody else's cluster."""
     run_dir: Path | None = None
-    """Of a cluster that was started for it."""
+    """Run folder of a cluster that was started for the benchmark."""
     network: PrivateNetwork | None = None
     head: KeptHead | None = None
 

@@ -27,7 +27,7 @@ _ENVIRONMENT = {
     "RAY_gcs_rpc_server_reconnect_timeout_s": "600",
     "RAY_gcs_storage": "rocksdb",
 }
-"""Of cluster.yaml, but for the token."""
+"""Environment of the head as in cluster.yaml, without the token."""
 _LEAN = ("--object-store-memory=80000000", "--disable-usage-stats")
 _MAIN_PROCESSES = ("gcs_server", "raylet")
 

@@ -144,4 +144,4 @@ async def watch(streams: Streams, pids: Sequence[int], seconds: float) -> Window
 
 
 def _no_channel(address: str, server_name: str = "") -> grpc.aio.Channel:
-    raise AssertionError(f"{address} is no gRPC door")
+    raise AssertionError(f"{address} is not a gRPC door")

@@ -164,7 +164,7 @@ def workload_spec(
 ) -> "WorkloadSpec":
     """Return the workload that a file, a trace or options describe. Raises CliError, WorkloadError."""
     if file is not None and trace is not None:
-        raise CliError("--workload and --trace exclude each other")
+        raise CliError("cannot take both --workload and --trace: each is a whole workload; give one of them")
     if trace is None and replay.given:
         raise CliError(f"{replay.given[0]} is for a trace: give --trace FILE, or set it in the workload's file")
     if shape.given and (file is not None or trace is not None):

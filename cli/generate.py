@@ -82,7 +82,9 @@ def generate(
     )
     if in_process:
         if connection.address is not None or timeout_s is not None:
-            raise typer.BadParameter("--address and --timeout make no sense with --in-process")
+            raise typer.BadParameter(
+                "cannot take --address or --timeout with --in-process: no server is asked; leave them out"
+            )
         overrides = {"id": model, "device": device, "dtype": dtype, "local_files_only": local_files_only or None}
         stats = run_in_process(local_config(connection.config_path, overrides), source, sampling)
     else:

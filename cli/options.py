@@ -31,7 +31,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print every field, as 
 def check_form(*, watch: bool, as_json: bool) -> None:
     """Raise BadParameter for both forms of output at once."""
     if watch and as_json:
-        raise typer.BadParameter("--watch and --json exclude each other")
+        raise typer.BadParameter("cannot watch as JSON: a watch redraws its output; give --watch or --json")
 
 
 LauncherOption = Annotated[

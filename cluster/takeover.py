@@ -30,7 +30,7 @@ class TakeoverFailed(Exception):
 
 
 async def pause_unless(seconds: float, stopping: asyncio.Event) -> None:
-    """See Pause."""
+    """Wait, and return early when the cluster is to stop: a `Pause`."""
     if stopping.is_set():
         await asyncio.sleep(seconds)
         return

@@ -43,13 +43,13 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(entry, default=str)
 
 
-def setup_logging(process_name: str, level: str = "INFO") -> None:
+def setup_logging(process_name: str) -> None:
     """Send the root logger to stderr as JSON lines, and rotate the log file behind stderr. Call once per process."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter(process_name))
     root = logging.getLogger()
     root.handlers[:] = [handler]
-    root.setLevel(level)
+    root.setLevel(logging.INFO)
     watch_output()
 
 

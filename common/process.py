@@ -46,7 +46,7 @@ def die_with_parent() -> None:
     expected = int(os.environ.get(PARENT_PID_ENV, os.getppid()))
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+        raise OSError(ctypes.get_errno(), "cannot end with the parent process: prctl(PR_SET_PDEATHSIG) failed")
     # The kernel signals only deaths after prctl; an earlier death shows as a changed parent.
     if os.getppid() != expected:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -14,7 +14,7 @@ from common.errors import EngineFault, InvalidRequest, KvrelayError, to_status
 
 logger = logging.getLogger(__name__)
 
-_MIB = 1 << 20
+_MAX_MESSAGE_BYTES = 64 << 20
 MIN_PING_INTERVAL_MS = 1_000
 """Shortest time between two pings that servers allow."""
 PING_TIMEOUT_MS = 3_000
@@ -37,12 +37,12 @@ def keepalive(ping_timeout_ms: int = PING_TIMEOUT_MS) -> list[tuple[str, int]]:
     ]
 
 
-def channel_options(*, max_message_mib: int = 64, ping_timeout_ms: int = PING_TIMEOUT_MS) -> list[tuple[str, int]]:
+def channel_options(*, ping_timeout_ms: int = PING_TIMEOUT_MS) -> list[tuple[str, int]]:
     """Return the options of every client channel. Reconnects within a second: processes restart fast."""
     return [
         *keepalive(ping_timeout_ms),
-        ("grpc.max_receive_message_length", max_message_mib * _MIB),
-        ("grpc.max_send_message_length", max_message_mib * _MIB),
+        ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
+        ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", 1000),
         ("grpc.use_local_subchannel_pool", 1),

@@ -54,7 +54,7 @@ class DecodeCall:
         """Serve the request until every sample has ended. Frees everything at its end. Raises KvrelayError."""
         runtime = self._runtime
         tracing = runtime.tracing(request.sequence, "decode")
-        with runtime.request_task(), tracing as self._stages, runtime.quarantine.holding(request.sequence):
+        with runtime.calls.request(), tracing as self._stages, runtime.quarantine.holding(request.sequence):
             has_handoff = request.HasField("handoff")
             self._stages.enter("reserve" if has_handoff else "door")
             runtime.check_epoch(request.epoch)

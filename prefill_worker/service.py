@@ -52,7 +52,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
         async with error_boundary(context, "Prefill"):
             holding = runtime.quarantine.holding(request.sequence)
             tracing = runtime.tracing(request.sequence, "prefill")
-            with runtime.request_task(), tracing as stages, holding, ExitStack() as entering:
+            with runtime.calls.request(), tracing as stages, holding, ExitStack() as entering:
                 stages.enter("door")
                 runtime.check_epoch(request.epoch)
                 spec = await runtime.engine_request(request.sequence)

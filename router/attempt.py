@@ -13,36 +13,26 @@ Both calls belong to the attempt: when one fails, or the client goes away, the o
 
 import asyncio
 import enum
-import math
-import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TypeAlias, TypeVar
 
 from common.errors import EngineFault, KvrelayError
-from common.ids import Epoch, HandoffId, WorkerId, mint_handoff_id
+from common.ids import HandoffId, mint_handoff_id
 from common.lifecycle import LifeCycle, State
 from common.structured import TaskCensus
 from common.token_batches import runs_of
-from common.trust.tickets import IssueTicket, PullRight, of_blocks, of_handoff
 from kvrelay.v1 import decode_pb2, inference_pb2, prefill_pb2, sequence_pb2
 from router.member import Hold
 from router.metrics import RouterMetrics
 from router.placement.decisions import Booking, plan_to_proto
-from router.placement.plans import Keeper, Plan, PlanKind
-from router.record import Delivery, RunningRequest
+from router.record import RunningRequest
 from router.worker_client import Incoming
+from router.worker_requests import WorkerRequests
 
 END_OF_STREAM_TIMEOUT_S = 1.0
 """How long a worker may take to close a call after its last token."""
-CAPABILITY_BYTES = 32
-"""Size of the secret with which a client streams from a decode worker (decode_worker/direct.py)."""
-DIRECT_TTL_S = 30.0
-"""How long a client may take to connect to the decode worker: as long as a connection may take."""
-CHECKPOINT_TOKENS = 64
-"""At most this many tokens are generated again when the worker is lost."""
-
 Answer: TypeAlias = Incoming[decode_pb2.DecodeResponse]
 _Response = TypeVar("_Response")
 
@@ -69,11 +59,10 @@ class AttemptOutcome(enum.Enum):
 class Attempt:
     """Runs one booked plan for some samples of a request."""
 
-    record: RunningRequest
-    samples: range
+    requests: WorkerRequests
+    """Makes the calls; names the request, its samples and the booked plan."""
     life: LifeCycle
     """Life cycle of these samples; the request's own for its leading ones."""
-    booking: Booking
     number: int
     metrics: RouterMetrics
     census: TaskCensus
@@ -83,10 +72,6 @@ class Attempt:
     """Called when the decode worker holds the blocks of all known tokens."""
     must_move: Callable[[], bool]
     """Returns whether the decode worker is leaving; the attempt then ends behind the next token."""
-    issue: IssueTicket
-    tenant: str
-    traceparent: str
-    """The attempt's place in a trace, for the workers; empty: it is not traced."""
     _access: decode_pb2.DirectAccess | None = None
     """Set when the client streams its tokens from the decode worker itself."""
     _outcome: AttemptOutcome | None = None
@@ -94,6 +79,21 @@ class Attempt:
     _has_transferred: asyncio.Event = field(default_factory=asyncio.Event)
     _num_gaps_before: int = 0
     """Gaps between tokens up to the first token of this attempt."""
+
+    @property
+    def record(self) -> RunningRequest:
+        """The request."""
+        return self.requests.record
+
+    @property
+    def samples(self) -> range:
+        """Its samples that this attempt serves."""
+        return self.requests.samples
+
+    @property
+    def booking(self) -> Booking:
+        """The booked plan."""
+        return self.requests.booking
 
     async def run(self) -> AttemptOutcome:
         """Deliver the missing tokens of the samples. Raises AttemptFailed."""
@@ -107,28 +107,9 @@ class Attempt:
     async def _run(self) -> AttemptOutcome:
         decode, prefill = self.booking.decode, self.booking.prefill
         self.life.advance(State.RESERVING)
-        if self.record.job.delivery is Delivery.DIRECT:
-            self._access = decode_pb2.DirectAccess(
-                capability=secrets.token_bytes(CAPABILITY_BYTES),
-                ttl_s=DIRECT_TTL_S,
-                checkpoint_tokens=CHECKPOINT_TOKENS,
-            )
         handoff_id = mint_handoff_id()
-        request = decode_pb2.DecodeRequest(
-            sequence=self.record.sequence(
-                self.samples,
-                _retention(self.booking.plan, Keeper.DECODE),
-                tpot_slo_s=decode.tpot_slo_s if decode.bounds_prompts else math.inf,
-                prefill_booking=self._prefill_booking(decode) if prefill is None else None,
-                traceparent=self.traceparent,
-            ),
-            handoff=None if prefill is None else self._handoff(prefill, handoff_id),
-            epoch=decode.epoch,
-            source=self._source(decode) if prefill is None else None,
-            direct=self._access,
-        )
-        if self.record.beams is not None:
-            request.sequence.beams.CopyFrom(self.record.beams)
+        request = self.requests.decode(handoff_id)
+        self._access = request.direct if request.HasField("direct") else None
         with decode.member.client.decode(request) as answer:
             await self._reserve(answer)
             if prefill is None:
@@ -163,50 +144,6 @@ class Attempt:
             )
             self.record.outbox.put(inference_pb2.GenerateResponse(direct=grant))
 
-    def _prefill_booking(self, computes: Hold) -> sequence_pb2.PrefillBooking | None:
-        max_wait_s = self.booking.plan.max_wait_s
-        if max_wait_s == math.inf:
-            return None
-        return sequence_pb2.PrefillBooking(max_wait_s=max_wait_s, prefill_s=computes.prefill_s)
-
-    def _handoff(self, prefill: Hold, handoff_id: HandoffId) -> decode_pb2.Handoff:
-        """Return where the decode worker pulls the prompt's KV from, with its ticket."""
-        source = prefill.member.endpoint.worker_id
-        return decode_pb2.Handoff(
-            handoff_id=handoff_id,
-            prefill_worker_id=source,
-            prefill_address=prefill.member.kv_address,
-            prefill_epoch=prefill.epoch,
-            ticket=self._ticket(self.booking.decode, source, prefill.epoch, of_handoff(handoff_id)),
-        )
-
-    def _source(self, computes: Hold) -> sequence_pb2.KvSource | None:
-        """Return where the worker that computes the prompt pulls leading blocks from, with its ticket; None: nowhere.
-
-        The ticket covers exactly the blocks that are asked for. The last token is always computed, so its block is
-        left out.
-        """
-        source = self.booking.source
-        if source is None:
-            return None
-        record = self.record
-        output = record.output_of(self.samples)
-        num_tokens = len(record.job.prompt_token_ids) + len(output)
-        num_blocks = min(source.num_blocks, (num_tokens - 1) // record.job.model.block_size)
-        subject = of_blocks(record.job.hashes(output)[:num_blocks].packed)
-        return sequence_pb2.KvSource(
-            worker_id=source.worker_id,
-            address=source.address,
-            epoch=source.epoch,
-            num_blocks=num_blocks,
-            ticket=self._ticket(computes, WorkerId(source.worker_id), Epoch(source.epoch), subject),
-        )
-
-    def _ticket(self, puller: Hold, source: WorkerId, epoch: Epoch, subject: str) -> str:
-        """Return the ticket with which a worker pulls from one life of another."""
-        puller_id = puller.member.endpoint.worker_id
-        return self.issue(PullRight(puller=puller_id, source=source, epoch=epoch, subject=subject, tenant=self.tenant))
-
     # Remote plan.
 
     async def _prefill_and_decode(self, prefill: Hold, handoff_id: HandoffId, answer: Answer) -> None:
@@ -239,17 +176,7 @@ class Attempt:
             transferred.cancel()
 
     async def _prefill(self, prefill: Hold, handoff_id: HandoffId, has_first_tokens: asyncio.Event) -> None:
-        request = prefill_pb2.PrefillRequest(
-            sequence=self.record.sequence(
-                self.samples,
-                _retention(self.booking.plan, Keeper.PREFILL),
-                prefill_booking=self._prefill_booking(prefill),
-                traceparent=self.traceparent,
-            ),
-            handoff_id=handoff_id,
-            epoch=prefill.epoch,
-            source=self._source(prefill),
-        )
+        request = self.requests.prefill(prefill, handoff_id)
         with prefill.member.client.prefill(request, timeout_s=self._time_left_s()) as answer:
             while (response := await receive(answer, prefill)) is not None:
                 if response.HasField("started"):
@@ -392,12 +319,6 @@ class Attempt:
 
     def _time_left_s(self) -> float:
         return max(self.record.deadline_s - self.record.clock.monotonic(), 0.001)
-
-
-def _retention(plan: Plan, side: Keeper) -> "sequence_pb2.Retention.ValueType":
-    """Return how long the worker on this side of a remote plan keeps the blocks."""
-    is_keeper = plan.kind is PlanKind.LOCAL or plan.keeper in (Keeper.BOTH, side)
-    return sequence_pb2.RETENTION_UNSPECIFIED if is_keeper else sequence_pb2.RETENTION_BRIEF
 
 
 @contextmanager

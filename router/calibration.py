@@ -4,7 +4,7 @@ A timing model predicts a duration; errors of durations are relative, so what is
 predicted. The latest WINDOW outcomes give its median, which corrects the prediction, and the two quantiles that bound
 the interval. Outcomes drift with the load, so the levels of these quantiles adapt as well: a bound that too many
 outcomes cross moves outwards, one that too few cross moves inwards (adaptive conformal inference: Gibbs and Candès,
-NeurIPS 2021). Whatever the errors look like, and also while they change, the share of outcomes beyond each bound then
+NeurIPS 2021). For any distribution of the errors, also a changing one, the share of outcomes beyond each bound then
 tends to (1 - COVERAGE) / 2.
 """
 

@@ -3,7 +3,7 @@
 A crash fails every request on the worker, and nothing tells which one caused it. A request that loses one worker after
 the other with hardly a new token in between is suspected: before the last worker that `router.max_lost_workers` grants,
 it is quarantined, so that no other quarantined request runs on the same worker; the worker refuses those of other
-routers (worker/quarantine.py). Innocent ones are separated from the guilty one this way and get their answers; a
+routers (worker/prefill_gate.py). Innocent ones are separated from the guilty one this way and get their answers; a
 request that loses its worker in quarantine is refused.
 """
 

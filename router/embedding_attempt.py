@@ -21,14 +21,7 @@ class EmbeddingAttempt(Attempt):
     async def _run(self) -> AttemptOutcome:
         worker = self.booking.decode
         self.life.advance(State.RESERVING)
-        request = prefill_pb2.PrefillRequest(
-            sequence=self.record.sequence(
-                self.samples, prefill_booking=self._prefill_booking(worker), traceparent=self.traceparent
-            ),
-            epoch=worker.epoch,
-            source=self._source(worker),
-        )
-        with worker.member.client.prefill(request, timeout_s=self._time_left_s()) as answer:
+        with worker.member.client.prefill(self.requests.embedding(), timeout_s=self._time_left_s()) as answer:
             while (response := await receive(answer, worker)) is not None:
                 if response.HasField("started"):
                     self._note_plan()

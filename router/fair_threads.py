@@ -15,7 +15,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar
 
-from router.admission.fair_queue import FairQueue, Place, rank
+from router.admission.fair_queue import FairQueue
+from router.admission.tenant_queue import Place, rank
 from router.tenants import Tenant
 
 LONG_CHARS = 1 << 16

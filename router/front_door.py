@@ -89,7 +89,7 @@ class FrontDoor:
     def obstacle(self) -> KvrelayError | None:
         """Why no request could be served now; None when requests can be served."""
         if self._is_closed or self.is_leaving:
-            return Unreachable("this router is going")
+            return Unreachable("this router is stopping; ask another one")
         if not self.parts.fleet.has_ready_decode:
             return WorkerLost("no decode worker is ready")
         return None
@@ -164,7 +164,7 @@ class FrontDoor:
     def _admit(self, request: ClientRequest, tenant: Tenant) -> Ticket:
         """Return a ticket. Raises Overloaded, which also counts as demand, and Unreachable while the door is closed."""
         if self._is_closed or self.is_leaving:
-            raise Unreachable("this router is going")
+            raise Unreachable("this router is stopping; ask another one")
         self.parts.orchestrator.demand.note_arrival()
         terms = read_terms(request, tenant=tenant, default=self._default_terms)
         admitted = self.parts.admission.admit(tenant, terms)

@@ -13,7 +13,7 @@ from router.record import RunningRequest
 SHOWN_ENDED = 50
 SHOWN_RUNNING = 200
 SHOWN_STAGES = 32
-"""A request may be planned again any number of times."""
+"""Latest stages that are kept of a request: it may be planned again any number of times."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

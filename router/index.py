@@ -25,8 +25,7 @@ from itertools import repeat
 from common.block_hash import BlockHashes
 from common.ids import WorkerId
 from common.kv_events import KvEvents
-from router.block_ages import BlockAges
-from router.evicted_blocks import EvictedBlocks
+from router.block_ages import BlockAges, EvictedBlocks
 from router.expectations import Expectations
 from router.prefix_match import STAMP_BITS, IndexView, PrefixMatches, slot_bit
 

@@ -16,13 +16,11 @@ A client that goes away, or whose deadline passes, cancels the task that runs th
 
 import asyncio
 import logging
-import math
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
-from common.block_hash import NO_HASHES
 from common.clock import Clock
 from common.config import RouterConfig
 from common.errors import (
@@ -36,12 +34,10 @@ from common.errors import (
     WorkerLost,
 )
 from common.lifecycle import LifeCycle, State
-from common.pooling import Pooling
 from common.structured import TaskCensus, all_or_first_failure
 from kvrelay.v1 import inference_pb2
-from router.admission.account import Service
 from router.admission.line import Line
-from router.admission.ticket import QueuedRequest, Ticket
+from router.admission.ticket import Ticket
 from router.attempt import Attempt, AttemptFailed, AttemptOutcome
 from router.conduct import is_failure
 from router.crash_budget import CrashBudget
@@ -53,13 +49,13 @@ from router.in_flight import InFlight
 from router.lengths import AnswerLengths
 from router.metrics import RouterMetrics
 from router.outbox import Outbox
-from router.placement.chooser import Chooser, Search, Shed
+from router.placement.chooser import Chooser
 from router.placement.decisions import Booking
-from router.placement.plans import PlacementRequest
+from router.queued_requests import Leg, QueuedRequestBuilder
 from router.record import Delivery, Job, RunningRequest
-from router.tenants import Overload
 from router.tracing import RequestTraces
 from router.traffic import TrafficRecordings
+from router.worker_requests import WorkerRequests
 
 logger = logging.getLogger(__name__)
 
@@ -73,19 +69,6 @@ class Totals:
     num_failed: int = 0
     num_replans: int = 0
     num_moves: int = 0
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class _Leg:
-    """Samples of a request that are served together."""
-
-    record: RunningRequest
-    ticket: Ticket
-    samples: range
-    life: LifeCycle
-    num_attempts: int = 0
-    num_moves: int = 0
-    """Attempts that ended because their worker was leaving; nothing had failed."""
 
 
 class Orchestrator:
@@ -112,6 +95,7 @@ class Orchestrator:
         self._census = TaskCensus()
         self._num_calls = 0
         self._lengths = AnswerLengths()
+        self._queued_requests = QueuedRequestBuilder(fleet=fleet, lengths=self._lengths, clock=clock, config=config)
         self._crash_budget = CrashBudget(config.max_lost_workers, fleet.find_ended, clock)
         self.totals = Totals()
         self.recordings = TrafficRecordings(clock)
@@ -172,9 +156,9 @@ class Orchestrator:
 
     def take_tokens(self, ticket: Ticket, job: Job) -> None:
         """Count the size of a request against the rate of its tenant, before it runs. Raises Overloaded."""
-        output = self._expected_tokens(job, ticket.account.tenant.name) * job.sampling.n
-        expected = Service(num_prompt_tokens=len(job.prompt_token_ids), num_output_tokens=output)
-        refused = self._admission.take_tokens(ticket, expected)
+        refused = self._admission.take_tokens(
+            ticket, self._queued_requests.expected_service(job, ticket.account.tenant.name)
+        )
         if refused is not None:
             raise refused.error()
 
@@ -205,7 +189,7 @@ class Orchestrator:
             async with asyncio.timeout(record.deadline_s - self._clock.monotonic()):
                 self._crash_budget.check(record.job, tenant=ticket.account.tenant.name)
                 samples = range(record.job.sampling.n)
-                await self._serve(_Leg(record=record, ticket=ticket, samples=samples, life=record.life))
+                await self._serve(Leg(record=record, ticket=ticket, samples=samples, life=record.life))
             record.life.advance(State.FINISHED)
             record.outbox.put(inference_pb2.GenerateResponse(completed=record.completed))
             self._metrics.observe(record, exemplar=self.traces.exemplar(record.job.request_id))
@@ -224,7 +208,7 @@ class Orchestrator:
             self._admission.settle(ticket, record.service)
         record.outbox.close(error)
 
-    async def _serve(self, leg: _Leg) -> None:
+    async def _serve(self, leg: Leg) -> None:
         """Serve a leg until its samples have ended, with a new plan after every worker that is lost or leaves.
 
         Several samples that have begun, here or at another router, are served separately; beams go on together from
@@ -249,7 +233,7 @@ class Orchestrator:
                 await self._crash_budget.weigh(leg.record, failure.hold, samples=leg.samples, tenant=tenant)
             leg.life.advance(State.QUEUED)
 
-    def _raise_if_final(self, leg: _Leg, failure: AttemptFailed) -> None:
+    def _raise_if_final(self, leg: Leg, failure: AttemptFailed) -> None:
         """Raise the failure's error unless the request may be planned again, which is then counted."""
         error = failure.error
         # When no one here has cancelled the call, a worker that cancels it is shutting down.
@@ -269,10 +253,10 @@ class Orchestrator:
         self.totals.num_replans += 1
         self._metrics.count_replan(type(error).__name__)
 
-    async def _serve_apart(self, leg: _Leg, remaining: list[int]) -> None:
+    async def _serve_apart(self, leg: Leg, remaining: list[int]) -> None:
         """Serve samples that have begun separately: each continues from its own tokens."""
         legs = [
-            _Leg(
+            Leg(
                 record=leg.record,
                 ticket=leg.ticket,
                 samples=range(sample_index, sample_index + 1),
@@ -286,9 +270,9 @@ class Orchestrator:
         async with self._census.owned(*(self._serve(one) for one in legs)) as tasks:
             await all_or_first_failure(tasks)
 
-    async def _attempt(self, leg: _Leg) -> AttemptOutcome:
+    async def _attempt(self, leg: Leg) -> AttemptOutcome:
         """Find a plan and run it; after a worker's refusal, queue again. Raises AttemptFailed."""
-        queued, tenant = self._queued(leg), leg.ticket.account.tenant.name
+        queued, tenant = self._queued_requests.build(leg), leg.ticket.account.tenant.name
         following = partial(self._chooser.decisions.following, tenant=tenant, attempt=leg.num_attempts)
         hashes = queued.search.request.hashes
         while True:
@@ -304,19 +288,21 @@ class Orchestrator:
                     leg.record.num_evicted_tokens = evicted_tokens
                 kind = Attempt if leg.record.job.embedding is None else EmbeddingAttempt
                 attempt = kind(
-                    record=leg.record,
-                    samples=leg.samples,
+                    requests=WorkerRequests(
+                        record=leg.record,
+                        samples=leg.samples,
+                        booking=booking,
+                        issue=self._fleet.issue,
+                        tenant=tenant,
+                        traceparent=traceparent,
+                    ),
                     life=leg.life,
-                    booking=booking,
                     number=leg.num_attempts,
                     metrics=self._metrics,
                     census=self._census,
                     on_started=partial(self._admission.correct_cached, leg.ticket),
                     on_transferred=partial(self._chooser.expect, booking.plan.decode, hashes),
                     must_move=partial(self._fleet.is_leaving, booking.decode.member),
-                    issue=self._fleet.issue,
-                    tenant=tenant,
-                    traceparent=traceparent,
                 )
                 try:
                     with self._chooser.expecting(booking, hashes):
@@ -338,88 +324,13 @@ class Orchestrator:
                         self._chooser.retract(booking, hashes)
                     return outcome
 
-    def _check_model(self, leg: _Leg) -> None:
+    def _check_model(self, leg: Leg) -> None:
         """Raise WorkerLost when the workers now serve another model, which would continue with other tokens."""
         model, now = leg.record.job.model, self._fleet.model
         if now is None or now.fingerprint != model.fingerprint:
             raise WorkerLost(f"the workers of model {model.name} ({model.fingerprint}) are gone")
 
-    def _queued(self, leg: _Leg) -> QueuedRequest:
-        job = leg.record.job
-        output = leg.record.output_of(leg.samples)
-        # Prompt log-probabilities and means need every position computed: cached KV has none.
-        wants_prompt = job.sampling.num_prompt_logprobs is not None and not leg.record.ledger.has_prompt_logprobs
-        wants_prompt |= job.embedding is not None and job.embedding.pooling is Pooling.MEAN
-        is_first = leg.num_attempts == 1
-        patience_s = self._config.queue_timeout_s if is_first else self._config.recovery_timeout_s
-        if leg.record.losses.is_quarantined:  # others may have to end before it
-            patience_s = leg.record.deadline_s - self._clock.monotonic()
-        terms = leg.ticket.terms
-        num_tokens = len(job.prompt_token_ids) + len(output)
-        tpot_slo_s = math.inf
-        if job.embedding is None:
-            num_samples = len(leg.samples)
-            tpot_slo_s = self._fleet.tpot_objective_s(terms.tpot_slo_s, num_samples=num_samples, num_tokens=num_tokens)
-        request = PlacementRequest(
-            request_id=job.request_id,
-            num_tokens=num_tokens,
-            num_samples=len(leg.samples),
-            block_size=job.model.block_size,
-            hashes=NO_HASHES if wants_prompt else job.hashes(output),
-            num_output_tokens=self._expected_tokens(job, leg.ticket.account.tenant.name, num_done=len(output)),
-            typical_output_tokens=self._lengths.typical_tokens,
-            received_s=leg.record.life.received_s,
-            deadline_s=leg.record.deadline_s,
-            ttft_slo_s=terms.ttft_objective_s(len(job.prompt_token_ids)),
-            tpot_slo_s=tpot_slo_s,
-            has_begun=leg.record.ledger.num_tokens > 0,
-            is_prefill_only=job.embedding is not None,
-            is_quarantined=leg.record.losses.is_quarantined,
-        )
-        queued = QueuedRequest(
-            ticket=leg.ticket,
-            search=Search(request=request),
-            deadline_s=self._clock.monotonic() + patience_s,
-            on_waiting=leg.record.tell_queued,
-        )
-        if is_first:
-            self._set_overload(queued, leg.record)
-        return queued
-
-    def _expected_tokens(self, job: Job, tenant: str, *, num_done: int = 0) -> int:
-        """Return the expected length of each answer, or of its rest behind `num_done` tokens."""
-        if job.embedding is not None:
-            return 0
-        return self._lengths.expect(job, tenant, num_done=num_done).num_tokens
-
-    def _set_overload(self, queued: QueuedRequest, record: RunningRequest) -> None:
-        """Set what happens to a new request that is late or will be."""
-        tenant, search = queued.ticket.account.tenant, queued.search
-        configured = Shed(self._config.shed)
-
-        def relax(max_tokens: int | None = None) -> None:
-            search.shed = Shed.DEADLINE if configured is Shed.SLO else configured
-            # A resumed answer keeps the limit that its client was told.
-            if max_tokens is not None and not record.job.begun:
-                record.shorten(max_tokens)
-                num_output_tokens = min(search.request.num_output_tokens, record.job.sampling.max_tokens)
-                search.request = replace(search.request, num_output_tokens=num_output_tokens)
-
-        match tenant.overload:
-            case None:
-                search.shed = configured
-            case Overload.REFUSE:
-                search.shed = Shed.SLO
-            case Overload.WAIT:
-                queued.deadline_s = record.deadline_s
-            case Overload.SHORTEN:
-                search.shed = Shed.SLO
-                queued.on_late = partial(relax, tenant.shortened_max_tokens)
-            case Overload.YIELD:
-                search.shed, queued.deadline_s = Shed.SLO, record.deadline_s
-                queued.on_late = relax
-
-    def _suspect(self, leg: _Leg, booking: Booking, failure: AttemptFailed) -> None:
+    def _suspect(self, leg: Leg, booking: Booking, failure: AttemptFailed) -> None:
         """Take the workers of a failed attempt out of use until they answer again.
 
         A prefill worker that dies makes the decode worker's call fail as well, possibly first. Until the handoff is

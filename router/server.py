@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import grpc
 from prometheus_client import CollectorRegistry
 
-from common.clock import Clock, SystemClock
+from common.clock import SystemClock
 from common.config import RouterConfig, ServingConfig
 from common.metrics_server import MetricsServer
 from common.otlp import make_tracer
@@ -128,11 +128,10 @@ async def serve_router(
     codec: Codec,
     host: str,
     port: int,
-    clock: Clock | None = None,
 ) -> RunningRouter:
-    """Start a router with a given codec and clock. Raises OSError when a port is taken, ConfigError for bad keys."""
+    """Start a router with a given codec. Raises OSError when a port is taken, ConfigError for bad keys."""
     config = serving.router
-    clock = SystemClock() if clock is None else clock
+    clock = SystemClock()
     slo = Slo(ttft_s=serving.slo.ttft_s, ttft_tokens=serving.slo.ttft_tokens, tpot_s=serving.slo.tpot_s)
     parts = build_router(
         config,

@@ -16,7 +16,7 @@ HEARTBEAT_S = 0.25
 """Longest time between two updates that routers ask for."""
 TICK_S = 0.1
 MAX_LAG_S = 0.5
-"""When this router itself was held up for longer, it has heard nobody, and time counts from then on."""
+"""Longest pause of this router itself; after a longer one, silence counts from its end."""
 GAP_FACTOR = 4.0
 """Multiple of the longest recent gap between two updates of a worker that is still no silence."""
 MAX_FACTOR = 5.0

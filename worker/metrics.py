@@ -38,8 +38,8 @@ class RuntimeCollector(Collector):
         counters: dict[str, tuple[str, float]] = {
             "kvrelay_preemptions": ("Sequences that lost their pages", load.num_preemptions),
             "kvrelay_leases_expired": ("Handoffs ended by expiry", runtime.handoffs.num_expired),
-            "kvrelay_worker_requests": ("Calls served", runtime.counters.num_requests),
-            "kvrelay_worker_cancels": ("Calls cancelled", runtime.counters.num_cancelled),
+            "kvrelay_worker_requests": ("Calls served", runtime.calls.num_requests),
+            "kvrelay_worker_cancels": ("Calls cancelled", runtime.calls.num_cancelled),
             "kvrelay_prompt_tokens_cached": ("Prompt tokens found in the cache", load.num_cached_tokens),
             "kvrelay_prompt_tokens_computed": ("Prompt tokens computed", load.num_computed_tokens),
             "kvrelay_engine_busy_seconds": ("Time in engine steps", runtime.timing.busy_s),

@@ -124,7 +124,7 @@ class PrefixService(prefix_pb2_grpc.PrefixServiceServicer):
         async with error_boundary(context, "PullPrefixes"):
             chains = chains_from_proto(request.chains)
             limit = self._checked_limit(request)
-            with self._runtime.transfer_task():
+            with self._runtime.calls.transfer():
                 intake = await self._intake.take(chains, request.source, limit)
             num_asked = sum(len(chain.hashes) for chain in chains)
             return pb.PullPrefixesResponse(

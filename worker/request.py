@@ -51,7 +51,7 @@ def engine_request(
     pooling = _pooling(spec, executor)
     beams = _beams(spec.beams, sampling, vocab_size=vocab_size) if spec.HasField("beams") else None
     if beams is not None and len(prompt) + beams.num_tokens >= max_model_len:
-        raise InvalidRequest("its beams leave no room for another token", field="sequence.beams")
+        raise InvalidRequest("cannot continue the beams: they fill the context of the model", field="sequence.beams")
     root = HashRoot(spec.hash_root)
     return EngineRequest(
         request_id=RequestId(spec.request_id),

@@ -4,8 +4,8 @@ import asyncio
 import logging
 import os
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -43,10 +43,10 @@ from worker.factory import limits_for, load_executor_for, load_template_for, spe
 from worker.grammar_compiler import GrammarCompiler
 from worker.host_cores import HostCores
 from worker.kv_event_hub import KvEventHub
+from worker.open_calls import OpenCalls
 from worker.peers import PeerChannels
-from worker.prefill_gate import PrefillGate
+from worker.prefill_gate import PrefillGate, Quarantine
 from worker.prefix_pull import PrefixPuller
-from worker.quarantine import Quarantine
 from worker.recent_steps import RecentSteps
 from worker.request import engine_request
 from worker.timing import WorkerTiming
@@ -56,16 +56,8 @@ logger = logging.getLogger(__name__)
 _EXIT_SOFTWARE = 70  # sysexits.h: internal software error
 
 
-@dataclass(slots=True)
-class Counters:
-    """Totals since process start."""
-
-    num_cancelled: int = 0
-    num_requests: int = 0
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outside:
+class Environment:
     """Dependencies of a worker that a simulation replaces."""
 
     clock: Clock
@@ -81,7 +73,7 @@ class Outside:
     """The host's idle cores; None where there is no real host."""
 
     @classmethod
-    def real(cls, credentials: Credentials) -> "Outside":
+    def real(cls, credentials: Credentials) -> "Environment":
         """Return the dependencies of a real worker with these credentials."""
         return cls(
             clock=SystemClock(),
@@ -113,7 +105,7 @@ class WorkerRuntime:
         worker_id: WorkerId,
         executor: Executor,
         tokenizer: tokenizers.Tokenizer,
-        outside: Outside,
+        environment: Environment,
     ) -> None:
         self.config = config
         self.role = role
@@ -125,31 +117,28 @@ class WorkerRuntime:
         """The model's chat template; the fake engine's by default."""
         self.tracer = NO_TRACER
         """Takes the spans of traced calls; set when it is loaded."""
-        self.clock = clock = outside.clock
-        self.connect = outside.connect
+        self.clock = clock = environment.clock
+        self.connect = environment.connect
         self.ports = ServedPorts()
         """Set when it serves."""
-        self._check_pull = outside.check_pull
-        self.counters = Counters()
+        self._check_pull = environment.check_pull
         self.bytes_sent: Counter[int] = Counter()
         self.bytes_received: Counter[int] = Counter()
         self.hub = KvEventHub()
-        core = EngineCore(executor, limits_for(self.pool_config), clock, outside.speculator)
+        core = EngineCore(executor, limits_for(self.pool_config), clock, environment.speculator)
         self.load: EngineLoad = core.load()
         self.timing = WorkerTiming(max_step_tokens=self.pool_config.max_step_tokens)
         self.recent_steps = RecentSteps(executor.floors, clock)
-        self.host_cores = outside.host_cores
+        self.host_cores = environment.host_cores
         self.link_rates: Mapping[int, float] = {}
         """Bytes per second by transport between pages of this host, as measured at the start."""
-        self.engine: EngineDriver = outside.drive(core, self._on_report, _end_process)
-        self.num_request_tasks = 0
-        self._no_tasks = asyncio.Event()
-        self._no_tasks.set()
+        self.engine: EngineDriver = environment.drive(core, self._on_report, _end_process)
         self._started_s = clock.monotonic()
         self.handoffs = HandoffTable(
             block_size=executor.kv.shape.block_size, lease_ttl_s=config.transfer.lease_ttl_s, clock=clock
         )
-        self.peers = PeerChannels(outside.connect)
+        self.calls = OpenCalls(self.handoffs)
+        self.peers = PeerChannels(environment.connect)
         self._transports = WorkerTransports.named(
             config.transfer.transports, executor.kv, chunk_bytes=config.transfer.chunk_bytes
         )
@@ -198,7 +187,7 @@ class WorkerRuntime:
             worker_id=WorkerId(worker_id),
             executor=executor,
             tokenizer=tokenizer,
-            outside=replace(Outside.real(credentials), speculator=speculator),
+            environment=replace(Environment.real(credentials), speculator=speculator),
         )
         runtime.chat_template = chat_template
         runtime.tracer = make_tracer(config.tracing, service="kvrelay-worker", instance=worker_id)
@@ -227,6 +216,11 @@ class WorkerRuntime:
     def pool_config(self) -> PoolConfig:
         """The section of serving.yaml that describes this worker's pool."""
         return pool_of(self.config, self.role)
+
+    @property
+    def num_request_tasks(self) -> int:
+        """Calls that serve requests or transfers now."""
+        return self.calls.num_open
 
     @property
     def uptime_s(self) -> float:
@@ -267,25 +261,14 @@ class WorkerRuntime:
             raise InvalidRequest(f"cannot change the role of this worker: {obstacle}", field="role")
         try:
             async with asyncio.timeout(grace_s):
-                await self.until_idle()
+                await self.calls.until_idle()
         except TimeoutError:
-            held = f"{self.num_request_tasks} calls and {self.handoffs.num_leases} handoffs"
+            held = f"{self.calls.num_open} calls and {self.handoffs.num_leases} handoffs"
             raise Overloaded(f"{self.worker_id} still has {held} after {grace_s:g} s", retry_after_s=1.0) from None
         if self.role == role:  # by another caller
             return
         self.check_epoch(epoch)
         self._enter_role(role)
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether there are no calls and no handoffs."""
-        return not (self.num_request_tasks or self.handoffs.num_leases)
-
-    async def until_idle(self) -> None:
-        """Wait until `is_idle`, which holds until the caller's next await."""
-        while not self.is_idle:
-            await self._no_tasks.wait()
-            await self.handoffs.until_empty()
 
     def _enter_role(self, role: worker_pb2.WorkerRole.ValueType) -> None:
         """Change in one turn of the event loop: callers with the new epoch reach the engine after its new limits."""
@@ -312,29 +295,6 @@ class WorkerRuntime:
     def tracing(self, spec: sequence_pb2.SequenceSpec, name: str) -> AbstractContextManager[Stages]:
         """Trace the block, which serves a call of a router, below the router's attempt if that is traced."""
         return tracing_call(self.tracer, self.clock, spec.traceparent, name, worker=self.worker_id)
-
-    @contextmanager
-    def request_task(self) -> Iterator[None]:
-        """Count a call that serves a request, and whether it was cancelled."""
-        self.counters.num_requests += 1
-        with self.transfer_task():
-            try:
-                yield
-            except asyncio.CancelledError:
-                self.counters.num_cancelled += 1
-                raise
-
-    @contextmanager
-    def transfer_task(self) -> Iterator[None]:
-        """Count a call that serves a transfer."""
-        self.num_request_tasks += 1
-        self._no_tasks.clear()
-        try:
-            yield
-        finally:
-            self.num_request_tasks -= 1
-            if not self.num_request_tasks:
-                self._no_tasks.set()
 
     async def admit(self, add: Callable[[EngineCore], Group | Refused]) -> Group:
         """Return the group that `add` makes on the engine thread; a cancelled caller cancels it. Raises Overloaded."""
@@ -365,7 +325,7 @@ class WorkerRuntime:
                 transports=self._transports,
                 lease_ttl_s=self.config.transfer.lease_ttl_s,
             ),
-            track=self.transfer_task,
+            track=self.calls.transfer,
             on_bytes=lambda transport, count: self.bytes_sent.update({transport: count}),
         )
 

@@ -121,7 +121,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         return pb.GetWorkerStatusResponse(
             status=message_of(
                 pb.WorkerStatus,
-                *(load, runtime, runtime.handoffs, runtime.counters, runtime.timing),
+                *(load, runtime, runtime.handoffs, runtime.calls, runtime.timing),
                 load=load_report(runtime),
                 num_reservations=load.num_reserved,
                 num_leases_expired=runtime.handoffs.num_expired,

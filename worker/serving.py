@@ -102,9 +102,9 @@ async def take_leave(runtime: WorkerRuntime, *, grace_s: float) -> None:
 async def _until_quiet(runtime: WorkerRuntime) -> None:
     """Wait until the worker is idle, and still is after `SETTLE_S`."""
     while True:
-        await runtime.until_idle()
+        await runtime.calls.until_idle()
         await asyncio.sleep(SETTLE_S)
-        if runtime.is_idle:
+        if runtime.calls.is_idle:
             return
 
 

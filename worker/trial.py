@@ -33,7 +33,7 @@ async def run_trial(runtime: WorkerRuntime, *, num_tokens: int) -> list[list[int
     kv, tokenizer = runtime.executor.kv, runtime.tokenizer
     num_fitting = min(runtime.executor.max_model_len, kv.num_blocks // 2 * kv.shape.block_size) - num_tokens
     answers = []
-    with runtime.transfer_task():
+    with runtime.calls.transfer():
         for text, num_prompt_tokens in zip(PROMPTS, NUM_PROMPT_TOKENS, strict=True):
             once = tokenizer.encode(text, add_special_tokens=False).ids
             prompt = islice(cycle(once), max(1, min(num_prompt_tokens, num_fitting)))

@@ -201,4 +201,4 @@ def _accepted(group: Group | Refused) -> Group:
 
 
 def _ignore(_event: Any) -> None:
-    """Events are read from `step`."""
+    """Drop an event: `step` returns all of them."""

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+_REPETITIONS = 10
+
 
 def synchronize(device: torch.device) -> None:
     """Wait until everything launched on the device has ended."""
@@ -31,13 +33,13 @@ def median_s(run: Callable[[], object], device: torch.device, *, repetitions: in
     return statistics.median(float(begin.elapsed_time(end)) / 1000 for begin, end in itertools.pairwise(marks))
 
 
-def graph_s(run: Callable[[], object], device: torch.device, *, calls: int = 20, repetitions: int = 10) -> float:
+def graph_s(run: Callable[[], object], device: torch.device, *, calls: int) -> float:
     """Return the time of one call of a short kernel, without what it costs to launch: `calls` of them in a CUDA graph.
 
     `run` must not wait for the device. On a CPU it is simply called.
     """
     if device.type != "cuda":
-        return median_s(run, device, repetitions=repetitions, warm_up=1)
+        return median_s(run, device, repetitions=_REPETITIONS, warm_up=1)
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
@@ -48,7 +50,7 @@ def graph_s(run: Callable[[], object], device: torch.device, *, calls: int = 20,
     with torch.cuda.graph(graph):
         for _ in range(calls):
             run()
-    return median_s(graph.replay, device, repetitions=repetitions) / calls
+    return median_s(graph.replay, device, repetitions=_REPETITIONS) / calls
 
 
 def _timing_event() -> Any:

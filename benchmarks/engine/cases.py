@@ -7,6 +7,8 @@ from enum import StrEnum
 from itertools import pairwise
 
 from benchmarks.peers.protocol import Output
+from common.timing import StepShape
+from engine.work import DeviceRates, ModelShape, StepFloors
 
 FIRST_TOKEN_ID = 100
 """Smaller ids are special tokens, in the default model and in most others."""
@@ -89,3 +91,27 @@ def choose_cases(words: Sequence[str]) -> tuple[Case, ...]:
             raise ValueError(f"no case is called {word!r}; there are {', '.join(case.name for case in CASES)}")
         chosen |= found
     return tuple(case for case in CASES if case.name in chosen)
+
+
+def best_tokens_per_s(case: Case, model: ModelShape, rates: DeviceRates) -> float:
+    """Return the rate of an engine that wastes nothing on this machine, in bfloat16.
+
+    All prompts are read at once, and no step is longer than its floor. A shared host's rates change from minute to
+    minute: `rates` are those measured just before the case.
+    """
+    floors = StepFloors(
+        model=model, weight_bytes=model.weight_bytes, kv_bytes_per_token=model.kv_bytes_per_token, rates=rates
+    )
+    num_requests, num_tokens = case.num_requests, case.prompt_tokens
+    prompts = StepShape(
+        num_prefill_tokens=num_requests * num_tokens,
+        num_prefill_pairs=num_requests * (num_tokens * (num_tokens + 1) // 2),
+    )
+    context = num_requests * (num_tokens + case.output_tokens // 2)
+    prefill_s = floors.step_s(prompts)
+    decode_s = floors.step_s(StepShape(num_decodes=num_requests, num_context_tokens=context))
+    if case.rate is Rate.DECODE:
+        return num_requests / decode_s
+    if case.rate is Rate.PREFILL:
+        return num_requests * num_tokens / prefill_s
+    return num_requests * case.output_tokens / (prefill_s + (case.output_tokens - 1) * decode_s)

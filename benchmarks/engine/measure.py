@@ -6,8 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from benchmarks.engine.cases import Case
-from benchmarks.engine.floors import best_tokens_per_s
+from benchmarks.engine.cases import Case, best_tokens_per_s
 from benchmarks.figures import Figures, in_turn
 from benchmarks.peers.process import Arm
 from benchmarks.peers.protocol import Output

@@ -97,7 +97,7 @@ def peer_venv(packages: PeerPackages, folder: Path | None, report: Report) -> Pa
 def check_venv(folder: Path) -> Path:
     """Return the venv that the user named. Raises VenvFailed when it is none."""
     if not (folder / "bin" / "python").exists():
-        raise VenvFailed(f"{folder} is no virtual environment: {folder / 'bin' / 'python'} is missing")
+        raise VenvFailed(f"{folder} is not a virtual environment: {folder / 'bin' / 'python'} is missing")
     return folder
 
 

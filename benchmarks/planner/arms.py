@@ -31,7 +31,7 @@ class Arm:
     kind: str
     first: PoolSizes = FIRST
     make_planner: Callable[[], Planner] | None = None
-    """None: the sizes stay."""
+    """Makes the planner that changes the sizes; None: they stay."""
     startup_s: float = STARTUP_S
     flip_s: float | None = None
 

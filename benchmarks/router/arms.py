@@ -95,7 +95,9 @@ def _venv(packages: PeerPackages) -> Path:
 def _compile_shim(folder: Path) -> Path:
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
-        raise ArmMissing("no C compiler for the TCP_NODELAY shim, and without it the router waits 40 ms a request")
+        raise ArmMissing(
+            "cannot build the TCP_NODELAY shim: no C compiler; install one, or the router waits 40 ms a request"
+        )
     library = folder / "nodelay.so"
     source = Path(__file__).with_name("nodelay.c")
     subprocess.run([compiler, "-O2", "-shared", "-fPIC", "-o", str(library), str(source), "-ldl"], check=True)

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import benchmarks.routing as this
 from benchmarks.routing.cells import PARTS, Bench
-from benchmarks.routing.page import PageError, with_tables
 from benchmarks.routing.rows import read_results, write_results
-from benchmarks.routing.tables import tables
+from benchmarks.routing.tables import PageError, tables, with_tables
 from benchmarks.routing.tenants import LOUDNESS
 from measure.simulate.comparison import ReplayError
 from measure.simulate.store import OtherSettings

@@ -1,10 +1,10 @@
-"""The tables of routing.md."""
+"""The tables of routing.md, and how they get between its lines of prose."""
 
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple
 
 from benchmarks.routing.cells import CAPACITY_SPEED, OURS
-from benchmarks.routing.page import markdown
 from benchmarks.routing.rows import Results, Row
 from benchmarks.routing.tenants import Arm
 from measure.figures import Percentiles
@@ -17,7 +17,30 @@ OVERLOAD_GOAL = 0.9
 TENANT_GOAL = 0.03
 """Share of all its requests that the quiet tenant may lose to the loud one."""
 _NOT_RUN = "–"
+_END = "<!-- end -->"
 _FLEET_NAMES = {"4P4D": "4P4D", "8": "8 aggregated"}
+
+
+class PageError(Exception):
+    """A page has no place for a table; the message says what to add."""
+
+
+def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table in Markdown, which ends with a line break."""
+    lines = [f"| {' | '.join(cells)} |" for cells in (columns, *rows)]
+    lines.insert(1, "|---" * len(columns) + "|")
+    return "\n".join(lines) + "\n"
+
+
+def with_tables(page: str, tables: Mapping[str, str]) -> str:
+    """Return a page with these tables in place of those of the same names; everything else stays. Raises PageError."""
+    for name, table in tables.items():
+        begin = f"<!-- table {name} -->"
+        place = re.compile(rf"{re.escape(begin)}\n.*?^{re.escape(_END)}$", re.DOTALL | re.MULTILINE)
+        if len(place.findall(page)) != 1:
+            raise PageError(f"cannot write table {name!r}: the page needs one line {begin!r} and {_END!r} behind it")
+        page = place.sub(lambda _found, text=f"{begin}\n{table}{_END}": text, page)  # type: ignore[misc]
+    return page
 
 
 def tables(results: Results) -> dict[str, str]:

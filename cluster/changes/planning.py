@@ -27,7 +27,7 @@ from common.slo import Slo
 logger = logging.getLogger(__name__)
 
 _WINDOW_S = 30.0
-"""Long enough to count requests, short enough for the present load."""
+"""Observed time: long enough to count requests, short enough to describe the present load."""
 _MIN_WINDOW_S = 20.0
 """Shortest observation of a load that pools are judged by."""
 

@@ -120,7 +120,8 @@ class Scaler:
         pools = config.pools
         if config.launcher == "local" and (pools.prefill.num_gpus or pools.decode.num_gpus):
             raise InvalidRequest(
-                "launcher: local assigns the GPUs at its start; launcher: ray can scale", field="pools"
+                "cannot scale pools with GPUs: launcher: local assigns these once, at its start; use launcher: ray",
+                field="pools",
             )
         own = self._own if config is self.config else config
         try:

@@ -16,7 +16,7 @@ class Health(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """The result of checking one thing."""
+    """The result of one check."""
 
     subject: str
     """The thing checked: "model files", "decode-0" …"""

@@ -96,7 +96,7 @@ class ManagedProcess:
         """
         running = self._running
         if running is None:
-            raise WorkerLost(f"{self.name} is away")
+            raise WorkerLost(f"cannot call {self.name}: it is being started or stopped; repeat")
         try:
             await set_role(running.ready.address, role, self._connect, grace_s=grace_s)
         except KvrelayError:

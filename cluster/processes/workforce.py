@@ -55,9 +55,9 @@ class StopGrace:
     """Time that processes may take to stop before they are killed."""
 
     router_s: float = 12.0
-    """The router itself cancels its last requests after 10 s."""
+    """Longer than the 10 s after which a router cancels its last requests."""
     worker_s: float = 7.0
-    """Workers do so after 5 s."""
+    """Longer than the 5 s after which a worker does."""
 
     def of(self, role: ProcessRole) -> float:
         """Return the grace of a process in a role."""

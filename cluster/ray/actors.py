@@ -7,10 +7,11 @@ import ray
 from ray.exceptions import RayError
 
 from cluster.ray.ray_metrics import RayMetrics, has_agent
-from cluster.worker_process.actor import WorkerActor
+from common.model_files import resolve_model
 from common.process import RunningService
 from common.service_actor import ServiceActor, ServiceParams
-from router.actor import RouterActor
+from common.trust.credentials import Credentials
+from common.wire_names import ROLE_NUMBERS
 
 logger = logging.getLogger(__name__)
 
@@ -53,13 +54,34 @@ class RayActor(ServiceActor):
         await super().stop(grace_s)
 
 
-class Router(RayActor, RouterActor):
+class Router(RayActor):
     """A router in Ray."""
 
+    async def start_service(self, params: ServiceParams, credentials: Credentials, host: str) -> RunningService:
+        """Start the router. Raises ModelNotFound when the tokenizer's files are not on this host."""
+        from router.server import start_router
 
-class PrefillWorker(RayActor, WorkerActor):
+        model = params.config.model
+        model_dir = None
+        if model.engine != "fake":
+            model_dir = await asyncio.to_thread(resolve_model, model.id, local_files_only=model.local_files_only)
+        return await start_router(params.config, credentials, model_dir=model_dir, host=host, port=params.port)
+
+
+class _Worker(RayActor):
+    """A worker in Ray. A restarted actor begins in the role that it was created with."""
+
+    async def start_service(self, params: ServiceParams, credentials: Credentials, host: str) -> RunningService:
+        """Start the worker; imports torch."""
+        from cluster.worker_process.server import start_pool_worker
+
+        role = ROLE_NUMBERS[params.role]
+        return await start_pool_worker(params.config, credentials, role=role, host=host, port=params.port)
+
+
+class PrefillWorker(_Worker):
     """A worker in Ray that was started for the prefill pool."""
 
 
-class DecodeWorker(RayActor, WorkerActor):
+class DecodeWorker(_Worker):
     """A worker in Ray that was started for the decode pool."""

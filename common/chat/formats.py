@@ -15,7 +15,7 @@ class ToolFormat:
     markers: tuple[str, ...]
     """Every marker; the first one opens calls anywhere in an answer."""
     needs_special_tokens: bool
-    """Whether usual tokenizers have special tokens for markers: answers must be decoded with special tokens kept."""
+    """Whether markers are special tokens of usual tokenizers, so that decoding must keep special tokens."""
     bare: str = ""
     """Character with which calls begin that stand without a marker, at the start of an answer; empty: there are none.
     """

@@ -85,7 +85,7 @@ def limited_reasoning(reasoning: str, *, in_reasoning: bool, max_tokens: int, to
     """
     markup = REASONING_FORMATS[reasoning]
     if markup.open not in token_ids:
-        raise ValueError(f"thinking cannot be limited: {markup.open} is not a token of this model")
+        raise ValueError(f"cannot limit thinking: {markup.open} is not a token of this model")
     rules = _Rules(token_ids)
     thinking = "thinking" if in_reasoning else "thinking?"
     rules.add("start", f"{thinking} <[^{token_ids[markup.open]}]>*")
@@ -163,7 +163,7 @@ class _Rules:
             self.add("thoughts[lazy]", f"/(?s:.*){close}/")
             body = "thoughts"
         else:
-            raise ValueError(f"thinking cannot be limited: {markup.close} is not a token of this model")
+            raise ValueError(f"cannot limit thinking: {markup.close} is not a token of this model")
         self.add("thinking", body if in_reasoning else f"{self.marker(markup.open)} {body}")
 
 

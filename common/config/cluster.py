@@ -11,7 +11,7 @@ from common.trust.identity import INTERNAL_SUFFIX
 DnsName = Annotated[str, Field(pattern=r"^(\*\.)?[A-Za-z0-9_:.-]{1,253}$")]
 """A DNS name or an address."""
 _MAX_TLS_NAME_CHARS = 1400
-"""These and the names of the host itself have to fit into a certificate (`authority.MAX_NAME_BYTES`)."""
+"""Characters of all names together; with the host's own names they fit a certificate (`authority.MAX_NAME_BYTES`)."""
 
 
 class TlsConfig(Section):

@@ -23,8 +23,7 @@ _RETRY_S = 1.0
 class AnonymousCalls:
     """Open calls of unknown clients on one listener. Event loop only."""
 
-    def __init__(self, *, most: int = MOST_OPEN) -> None:
-        self._most = most
+    def __init__(self) -> None:
         self._open: OrderedDict[asyncio.Task[Any], None] = OrderedDict()
 
     def bounded(self, handler: Any) -> Any:
@@ -55,7 +54,7 @@ class AnonymousCalls:
 
     async def _at_most(self, work: Any, context: Any) -> Any:
         """Return the result of `work`; aborts the call if newer ones need its place."""
-        while len(self._open) >= self._most:
+        while len(self._open) >= MOST_OPEN:
             oldest, _ = self._open.popitem(last=False)
             oldest.cancel()
         task = asyncio.ensure_future(work)

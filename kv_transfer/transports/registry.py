@@ -52,7 +52,9 @@ class WorkerTransports:
             transport = allowed.get(number)
             if transport is not None and transport.reaches(opened):
                 return transport
-        raise LayoutMismatch(f"no transport in common: puller offers {list(opened.transports)}")
+        raise LayoutMismatch(
+            f"cannot send KV: this worker has none of the transports that the puller offers, {list(opened.transports)}"
+        )
 
     @asynccontextmanager
     async def fetch(

@@ -155,7 +155,7 @@ def credentials(api_key: str | None) -> tuple[tuple[str, str], ...]:
     if api_key is None:
         return ()
     if not api_key or not api_key.isascii() or not api_key.isprintable() or " " in api_key:
-        raise InvalidRequest("an API key is printable ASCII without spaces", field="api_key")
+        raise InvalidRequest("cannot send this API key: it must be printable ASCII without spaces", field="api_key")
     return (("authorization", f"Bearer {api_key}"),)
 
 

@@ -30,7 +30,7 @@ def write_report(store: Store) -> Path:
     """
     points = tuple(store.points())
     if not points:
-        raise ValueError(f"{store.out} holds no points")
+        raise ValueError(f"{store.out} has no results; run `kvrelay experiment run` into it first")
     capacities = tuple(store.capacities())
     settings = _read(store.out / "settings.json", json.loads)
     file = _read(store.out / "experiment.yaml", yaml.safe_load)

@@ -164,7 +164,7 @@ async def _obey_all(orders: asyncio.StreamReader, generator: Generator) -> None:
         for order in unpacker.feed(data):
             if not await generator.obey(order):
                 return
-    raise EOFError("the parent process is gone")
+    raise EOFError("cannot go on: the load test that started this process has ended")
 
 
 async def _pulse(alarm: Alarm, outbox: ReportQueue, taker: PulseTaker) -> None:

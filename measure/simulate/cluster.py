@@ -211,7 +211,7 @@ def _worker_result(worker: SimWorker) -> WorkerResult:
         num_cached_tokens=load.num_cached_tokens,
         num_computed_tokens=load.num_computed_tokens,
         num_preemptions=load.num_preemptions,
-        num_requests=runtime.counters.num_requests,
+        num_requests=runtime.calls.num_requests,
         kv_bytes_sent=runtime.bytes_sent.total(),
         kv_bytes_received=runtime.bytes_received.total(),
     )

@@ -80,7 +80,7 @@ class SimNetwork(Wire):
         return lambda target: SimChannel(self, source, target)
 
     def wait(self, channel: "SimChannel", target: str) -> None:
-        """Wake a channel, once, when a server begins or ceases to listen at its target."""
+        """Wake a channel, once, when a server starts or stops listening at its target."""
         self._channels.setdefault(target, {})[channel] = None
 
     def _wake(self, address: str) -> None:
@@ -159,7 +159,7 @@ class SimChannel(grpc.aio.Channel):
         return grpc.ChannelConnectivity.READY
 
     async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
-        """Wait until a server begins or ceases to listen, or the channel is closed, if the state is this one still."""
+        """Wait until a server starts or stops listening, or the channel is closed, unless the state differs already."""
         if self.get_state() is last_observed_state:
             changed = self._network.loop.create_future()
             self._waiting.append(changed)

@@ -50,10 +50,11 @@ class Summary:
     end_s: float
     """Time at which the last request had ended."""
     line_ttft_forecast: ForecastCheck | None = None
-    """Of TTFT, made when requests entered the line; None when none waited. None also for runs of an earlier version."""
+    """TTFT forecasts made when requests entered the line; None when none waited, and for runs of earlier versions."""
     ttft_forecast: ForecastCheck | None = None
-    """Of TTFT, made at the choice of a plan; None for policies that predict none. So the following."""
+    """TTFT forecasts made at the choice of a plan; None for policies that predict no times."""
     itl_forecast: ForecastCheck | None = None
+    """Forecasts of the gap between tokens, made at the choice of a plan; None as above."""
 
 
 def summarize_run(run: SimRun, *, slo: Slo, num_prefill: int) -> Summary:

@@ -26,7 +26,7 @@ from measure.simulate.network import SimNetwork, SimServer
 from measure.simulate.timing import WorkerSpeed
 from measure.simulate.tokens import TokenLog
 from router.facts import Endpoint
-from worker.runtime import Outside, ServedPorts, WorkerRuntime
+from worker.runtime import Environment, ServedPorts, WorkerRuntime
 from worker.serving import common_services
 from worker.timing import WorkerTiming
 
@@ -88,7 +88,7 @@ class SimWorker:
             worker_id=endpoint.worker_id,
             executor=executor,
             tokenizer=byte_tokenizer(),
-            outside=self._outside(),
+            environment=self._outside(),
         )
         self.runtime.ports = ServedPorts(kv=_PORT, direct=_PORT)
         if pace.timing is not None:
@@ -133,9 +133,9 @@ class SimWorker:
         self.runtime.hub.close()
         await self.runtime.aclose()
 
-    def _outside(self) -> Outside:
+    def _outside(self) -> Environment:
         around = self._surroundings
-        return Outside(
+        return Environment(
             clock=VirtualClock(around.loop),
             connect=around.network.connect_from(self.endpoint.address),
             drive=self._drive,

@@ -1,6 +1,7 @@
 """Lanes of the line: a tenant's requests by the pool that answers them."""
 
-from router.admission.fair_queue import FIRST, Place
+from router.admission.fair_queue import FIRST
+from router.admission.tenant_queue import Place
 from router.admission.ticket import QueuedRequest, Ticket
 from router.placement.plans import PlacementRequest
 

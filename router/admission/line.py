@@ -20,8 +20,9 @@ from common.clock import Clock
 from common.errors import Overloaded, RefusalCause, Refused, WorkerLost
 from router.admission.account import Service
 from router.admission.admission import Admission, cost_of
-from router.admission.fair_queue import FairQueue, Place, rank
+from router.admission.fair_queue import FairQueue
 from router.admission.lanes import SkippedLanes, lane_of
+from router.admission.tenant_queue import Place, rank
 from router.admission.ticket import QueuedRequest
 from router.fleet import Fleet
 from router.placement.chooser import Chooser

@@ -12,7 +12,8 @@ from common.wire import MAX_PROMPT_TOKENS, MAX_PROMPTS, check_length
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import sampling_pb2
 from router.http.messages import read_chat_prompt
-from router.http.schema import SAMPLING_FIELDS, ChatBody, CompletionBody, Extension, GenerationBody, field_path
+from router.http.schema import SAMPLING_FIELDS, ChatBody, CompletionBody, Extension, GenerationBody
+from router.http.strict import field_path
 
 _GUIDED = ("json", "regex", "choice", "grammar")
 DEFAULT_COMPLETION_TOKENS = 16

@@ -20,7 +20,8 @@ from router.http.calls import body_field, read_prompts, read_timeout, set_terms
 from router.http.exchange import Exchange
 from router.http.generation import BODY_TIMEOUT_S, Deadline, serve_all
 from router.http.pieces import RequestFacts, report_of, usage_of
-from router.http.schema import EmbeddingBody, parse_body
+from router.http.schema import EmbeddingBody
+from router.http.strict import parse_body
 
 _LARGEST = (1 << 32) - 1
 

@@ -32,8 +32,8 @@ class ErrorKind:
 class HttpError(KvrelayError):
     """A fault of the HTTP request itself, without a counterpart in gRPC."""
 
-    def __init__(self, message: str, kind: ErrorKind, *, field: str = "", retry_after_s: float | None = None) -> None:
-        super().__init__(message, field=field, retry_after_s=retry_after_s)
+    def __init__(self, message: str, kind: ErrorKind, *, retry_after_s: float | None = None) -> None:
+        super().__init__(message, retry_after_s=retry_after_s)
         self.kind = kind
 
 

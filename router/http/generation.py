@@ -18,7 +18,8 @@ from router.http.answers import Answer, MakeAnswer
 from router.http.calls import Call, NameField, body_field, chat_call, completion_call, renamed
 from router.http.exchange import Exchange
 from router.http.pieces import RequestFacts
-from router.http.schema import ChatBody, CompletionBody, parse_body
+from router.http.schema import ChatBody, CompletionBody
+from router.http.strict import parse_body
 from router.record import Job
 from router.tenants import Tenant
 

@@ -17,7 +17,8 @@ from router.http.exchange import Exchange
 from router.http.generation import BODY_TIMEOUT_S
 from router.http.messages import read_messages
 from router.http.routes import openapi_document
-from router.http.schema import DetokenizeBody, TokenizeBody, parse_body
+from router.http.schema import DetokenizeBody, TokenizeBody
+from router.http.strict import parse_body
 
 
 class Inquiries:

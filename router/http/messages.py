@@ -7,7 +7,8 @@ from common.errors import InvalidRequest
 from common.wire import MAX_CHAT_MESSAGES, MAX_CONTENT_PARTS, MAX_TOOLS, check_length
 from common.wire_names import TOOL_CHOICE_NUMBERS
 from kvrelay.v1 import inference_pb2 as pb
-from router.http.schema import ROLES, ChatBody, field_path
+from router.http.schema import ROLES, ChatBody
+from router.http.strict import field_path
 
 _MAX_BUDGET = (1 << 32) - 1
 

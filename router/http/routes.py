@@ -16,18 +16,8 @@ from router.http.anthropic.schema import SCHEMAS as ANTHROPIC_SCHEMAS
 from router.http.anthropic.schema import CountTokensBody, MessagesBody
 from router.http.errors import OPENAI, Dialect
 from router.http.responses.body import ResponsesBody
-from router.http.schema import (
-    TEXT,
-    ChatBody,
-    CompletionBody,
-    DetokenizeBody,
-    EmbeddingBody,
-    TokenizeBody,
-    const_schema,
-    list_schema,
-    object_schema,
-    option_schemas,
-)
+from router.http.schema import ChatBody, CompletionBody, DetokenizeBody, EmbeddingBody, TokenizeBody
+from router.http.strict import TEXT, const_schema, list_schema, object_schema, option_schemas
 
 _EVERYWHERE = (400, 405, 431)
 """Statuses of malformed HTTP, of another method, and of a head without an end."""

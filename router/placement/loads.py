@@ -80,7 +80,7 @@ class PoolLoads:
 
     @property
     def prefill_free_at_s(self) -> Floats:
-        """See `WorkerLoad`; so the following."""
+        """As in `WorkerLoad`, like the columns below."""
         return self._column(0)
 
     @property

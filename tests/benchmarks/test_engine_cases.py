@@ -4,8 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from benchmarks.engine.cases import CASES, Case, Rate, choose_cases, decode_rate
-from benchmarks.engine.floors import best_tokens_per_s
+from benchmarks.engine.cases import CASES, Case, Rate, best_tokens_per_s, choose_cases, decode_rate
 from benchmarks.engine.goals import GOALS, TOKENS_PER_S, judge
 from benchmarks.engine.measure import RATES, TURNS, common_prefix, spinning_arms
 from benchmarks.figures import Figures

@@ -19,9 +19,8 @@ from benchmarks.routing.cells import (
     Bench,
     holding,
 )
-from benchmarks.routing.page import PageError, markdown, with_tables
 from benchmarks.routing.rows import PartResults, Results, Row, read_results, write_results
-from benchmarks.routing.tables import tables
+from benchmarks.routing.tables import PageError, markdown, tables, with_tables
 from benchmarks.routing.tenants import Arm, TenantCell, shared_out, tenant_arrivals, tenant_cells
 from measure.figures import Percentiles
 from measure.simulate.comparison import load_trace, policy_names

@@ -60,3 +60,55 @@ def test_explain_of_an_unknown_request_says_so_and_fails(run: Run, fake: FakeInf
     result = run("explain", "req-9", "-a", address)
     assert result.exit_code == 1
     assert "remembers no decision on req-9" in result.stderr
+
+
+def test_roofline_holds_fitted_and_measured_steps_against_the_bounds_of_the_device(run: Run, address: str) -> None:
+    result = run("roofline", "-a", address)
+    assert result.exit_code == 0
+    headline, links, *lines = result.stdout.splitlines()
+    assert headline == (
+        "prefill-0: memory 1.0 GB/s, arithmetic 1.00 TFLOP/s, weights 95 MiB, KV 1.0 KiB a token;"
+        " above 100.0 rows a step is bound by arithmetic"
+    )
+    assert links == (
+        "KV pulled by shm 8 GB/s between pages of this host, 6 GB/s from decode-1 (12 pulls);"
+        " grpc 2 GB/s between pages of this host"
+    )
+    rows = {cells(line)[0]: cells(line)[1:] for line in lines if "│" in line}
+    assert rows["decode 1, 1024 tokens each"] == ["101 ms", "1.0 ms", "memory", "200 ms", "51%"]
+    assert rows["decode, mean of 10 measured"] == ["200 ms", "50.0 ms", "memory", "400 ms", "50%"]
+    assert "prefill" not in " ".join(rows)  # its model is a guess
+
+
+def test_why_numbers_the_causes_with_what_they_cost_and_the_changes_that_help(run: Run, address: str) -> None:
+    result = run("why", "--window", "60", "-a", address)
+    assert result.exit_code == 0
+    headline, *lines = result.stdout.splitlines()
+    assert headline == "requests of 60 s"
+    walls, findings = lines[:-3], lines[-3:]
+    assert [line.split()[0] for line in walls if "1 min" in line] == ["prefill", "decode"]
+    assert "waiting" in walls[-1]
+    assert findings == [
+        "1. prefill (1.5 s a request): prompts wait 1.5 s",
+        "   - a prefill worker more: …",
+        "2. decode (0.5 s a request): a gap is 20 ms",
+    ]
+
+
+def test_why_of_a_pool_leaves_the_other_out(run: Run, address: str) -> None:
+    assert run("why", "--pool", "decode", "-a", address).stdout.splitlines()[-1:] == [
+        "1. decode (0.5 s a request): a gap is 20 ms"
+    ]
+    assert "prefill" not in run("why", "--pool", "decode", "-a", address).stdout
+    assert run("why", "--pool", "router", "-a", address).exit_code == 2
+
+
+def test_why_of_a_request_lists_the_parts_of_its_time(run: Run, address: str) -> None:
+    result = run("why", "--request", "req-7", "-a", address)
+    assert result.stdout.splitlines() == ["req-7: 3 s in all", "1. prefill: 2 s, usually 0.1 s"]
+    assert run("why", "--request", "req-7", "--pool", "decode", "-a", address).exit_code == 2
+
+
+def test_why_as_json_has_every_figure(run: Run, address: str) -> None:
+    diagnosis = json.loads(run("why", "--json", "-a", address).stdout)
+    assert [finding["lost_s"] for finding in diagnosis["findings"]] == [1.5, 0.5]

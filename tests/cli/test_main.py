@@ -1,9 +1,11 @@
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from cli.errors import explain
+from cli.reference import reference
 from common.errors import Overloaded
 from tests.cli.conftest import Run
 from tests.client.fake_server import FakeInference
@@ -62,3 +64,17 @@ def test_explain_of_an_unexpected_error_is_none() -> None:
     assert explain(ZeroDivisionError("a defect")) is None
     assert explain(BrokenPipeError()) is None
     assert explain(FileNotFoundError(2, "No such file or directory", "a.yaml")) == "a.yaml: No such file or directory"
+
+
+_PAGE = Path(__file__).parents[2] / "docs" / "commands.md"
+
+
+def test_page_of_commands_is_the_declared_one() -> None:
+    assert _PAGE.read_text(encoding="utf-8") == reference(), "run `python -m cli.reference docs/commands.md`"
+
+
+def test_page_of_commands_shows_required_arguments_defaults_and_environment() -> None:
+    text = reference()
+    assert "| `POOL=N…` | required | prefill=3, decode=2, or both. |" in text
+    assert "| `--config FILE`, `-c FILE` (`KVRELAY_CONFIG`) | `serving.yaml` | The configuration file. |" in text
+    assert "#### kvrelay bench run\n" in text

@@ -98,14 +98,14 @@ async def busy_worker(system: System, client: AsyncClient) -> str:
     async with asyncio.timeout(TIMEOUT_S):
         while True:
             for name, worker in system.workers.items():
-                if not worker.runtime.is_idle:
+                if not worker.runtime.calls.is_idle:
                     return name
             await client.status()
 
 
 async def test_membership_that_does_not_know_takes_nothing_back_from_a_worker_that_leaves() -> None:
     async with running_system(num_decode=2, **SHAPE) as system, system.client() as client:
-        with system.workers["d0"].runtime.transfer_task():  # keeps it from going
+        with system.workers["d0"].runtime.calls.transfer():  # keeps it from going
             leaving = asyncio.create_task(system.workers["d0"].stop(GRACE_S))
             await until_state(client, "d0", "draining")
             await system.drain()
@@ -134,5 +134,5 @@ async def test_direct_stream_moves_too() -> None:
 
 async def test_worker_that_no_router_listens_to_does_not_wait_for_its_grace() -> None:
     async with running_pair(ends_empty=False) as pair, asyncio.timeout(GRACE_S / 2):
-        with pair.decode.runtime.transfer_task():
+        with pair.decode.runtime.calls.transfer():
             await pair.decode.stop(GRACE_S)

@@ -132,7 +132,7 @@ async def test_router_told_to_leave_ends_what_it_has_while_new_requests_go_to_th
 
         await client.generate(PROMPT, **(SAMPLING | {"max_tokens": 4}))
         assert client.address == second.address
-        with pytest.raises(Unreachable, match="this router is going"):
+        with pytest.raises(Unreachable, match="this router is stopping"):
             await only.generate(PROMPT, **SAMPLING)
 
         got = await stream.result()

@@ -55,7 +55,7 @@ from router.tenants import Terms
 from router.validation import RequestReader
 from tests.fuzz.loop import MeteredLoop
 from tests.fuzz.members import DENIED, as_member, credentials_of, make_guard, reach_of
-from worker.runtime import Outside
+from worker.runtime import Environment
 from worker.service import WorkerService
 from worker.serving import Plane, common_services
 
@@ -227,7 +227,7 @@ class FuzzWorker(SimWorker):
     def _credentials(self) -> Credentials:
         return credentials_of(Role.WORKER, self.endpoint.worker_id)
 
-    def _outside(self) -> Outside:
+    def _outside(self) -> Environment:
         credentials, connect = self._credentials, self._surroundings.network.connect_from(self.endpoint.address)
         return dataclasses.replace(
             super()._outside(),

@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from router.admission.fair_queue import AGEING, FairQueue, Place, rank
+from router.admission.fair_queue import FairQueue
+from router.admission.tenant_queue import AGEING, Place, rank
 
 TENANTS = {"a": 1.0, "b": 1.0, "heavy": 3.0}
 

@@ -17,7 +17,7 @@ from kvrelay.v1 import worker_pb2
 from router.codec import ByteCodec
 from router.server import RunningRouter, serve_router
 from tests.worker.cluster import make_runtime
-from worker.runtime import Outside
+from worker.runtime import Environment
 from worker.serving import RunningWorker, start_worker
 
 HOSTS = ("127.0.0.1", "localhost")
@@ -68,7 +68,7 @@ async def listeners(*, is_encrypted: bool) -> AsyncIterator[Listeners]:
     async with AsyncExitStack() as stack:
         mine = Credentials.of(own, Role.WORKER, "prefill-0", HOSTS)
         runtime = make_runtime(
-            worker_pb2.WORKER_ROLE_PREFILL, "prefill-0", transports=("grpc",), outside=Outside.real(mine)
+            worker_pb2.WORKER_ROLE_PREFILL, "prefill-0", transports=("grpc",), environment=Environment.real(mine)
         )
         worker = await start_worker(runtime, pool_services, mine, host="127.0.0.1", port=0)
         stack.push_async_callback(worker.stop, 0)

@@ -24,7 +24,7 @@ from router.decode_stream import DecodeStream
 from tests.builders import BLOCK_SIZE, expected_tokens
 from tests.engine.beam_oracle import expected_beams
 from tests.trust import ROUTER, as_router, credentials_of
-from worker.runtime import Outside, WorkerRuntime
+from worker.runtime import Environment, WorkerRuntime
 from worker.serving import RunningWorker, start_worker
 
 Source = sequence_pb2.KvSource | None
@@ -201,7 +201,7 @@ def make_runtime(
     worker_id: str,
     *,
     transports: Sequence[str],
-    outside: Outside | None = None,
+    outside: Environment | None = None,
     executor: Executor | None = None,
     **fake: Any,
 ) -> WorkerRuntime:
@@ -234,7 +234,7 @@ def make_runtime(
         worker_id=WorkerId(worker_id),
         executor=executor,
         tokenizer=byte_tokenizer(),
-        outside=outside or Outside.real(credentials_of(Role.WORKER, worker_id)),
+        environment=outside or Environment.real(credentials_of(Role.WORKER, worker_id)),
     )
 
 

@@ -100,7 +100,7 @@ async def test_close_of_one_call_frees_it_and_leaves_the_others() -> None:
         await many.until_ended(3)
         assert many.answers[3].tokens[0] == expected_tokens(mine)
         assert 1 not in many.ends
-        assert pair.decode.runtime.counters.num_cancelled == 2
+        assert pair.decode.runtime.calls.num_cancelled == 2
 
 
 async def test_failure_ends_its_own_call_only_and_keeps_its_class() -> None:

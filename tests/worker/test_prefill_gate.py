@@ -6,7 +6,7 @@ import pytest
 
 from common.errors import InvalidRequest, Overloaded
 from kvrelay.v1 import sequence_pb2
-from worker.prefill_gate import PrefillGate
+from worker.prefill_gate import PrefillGate, Quarantine
 
 
 def prompt(*, max_wait_s: float, prefill_s: float = 1.0) -> sequence_pb2.SequenceSpec:
@@ -48,3 +48,27 @@ def test_booking_that_is_not_in_seconds_is_refused_by_field(name: str, seconds: 
     with pytest.raises(InvalidRequest) as caught, gate.entering(prompt(**{"max_wait_s": 0.0, name: seconds})):
         pass
     assert caught.value.field == f"sequence.prefill_booking.{name}"
+
+
+def spec(request_id: str, *, quarantined: bool = True) -> sequence_pb2.SequenceSpec:
+    return sequence_pb2.SequenceSpec(request_id=request_id, quarantined=quarantined)
+
+
+def test_second_quarantined_request_is_refused_until_the_first_has_ended() -> None:
+    quarantine = Quarantine()
+    with quarantine.holding(spec("a")):
+        with pytest.raises(Overloaded, match="another quarantined request"), quarantine.holding(spec("b")):
+            pass
+        with quarantine.holding(spec("c", quarantined=False)):
+            pass
+    with quarantine.holding(spec("b")):
+        pass
+
+
+def test_calls_of_one_quarantined_request_share_its_place() -> None:
+    quarantine = Quarantine()
+    with quarantine.holding(spec("a")):
+        with quarantine.holding(spec("a")):
+            pass
+        with pytest.raises(Overloaded), quarantine.holding(spec("b")):
+            pass

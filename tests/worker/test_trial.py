@@ -33,7 +33,7 @@ async def test_every_worker_gives_the_same_answers_and_holds_nothing_afterwards(
         assert all(each == again for each in answers)
         assert [len(answer) for answer in again] == [8] * len(PROMPTS)
         for worker in pool.workers.values():
-            assert worker.runtime.is_idle
+            assert worker.runtime.calls.is_idle
             assert await worker.runtime.engine.call(lambda core: core.load().num_running) == 0
 
 

@@ -16,6 +16,7 @@ from measure.pages.wording import duration
 
 Floats = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]
+_NUM_MOMENTS = 400
 
 
 class Measure(enum.Enum):
@@ -129,9 +130,9 @@ def rolling_curves(prefix: str, at_s: Floats, values: Floats, *, color: str) -> 
     ]
 
 
-def open_requests(columns: Columns, num_moments: int = 400) -> tuple[Floats, Floats]:
+def open_requests(columns: Columns) -> tuple[Floats, Floats]:
     """Return (moments, open requests (due, not ended) at each), evenly over the run."""
-    at_s = np.linspace(0, float(columns.end_s.max(initial=0.0)), num_moments)
+    at_s = np.linspace(0, float(columns.end_s.max(initial=0.0)), _NUM_MOMENTS)
     due, ended = np.sort(columns.due_s), np.sort(columns.end_s)
     num_open = np.searchsorted(due, at_s, side="right") - np.searchsorted(ended, at_s, side="right")
     return at_s, num_open.astype(np.float64)

@@ -8,7 +8,8 @@ from router.http.anthropic.schema import CountTokensBody, MessagesBody, Thinking
 from router.http.anthropic.turns import read_turns
 from router.http.calls import Call, chat_call
 from router.http.messages import read_chat_prompt
-from router.http.schema import ChatBody, parse_body
+from router.http.schema import ChatBody
+from router.http.strict import parse_body
 
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _NAMES = {
@@ -17,14 +18,14 @@ _NAMES = {
     "chat.tool_choice": "tool_choice",
     "sampling.structured_outputs": "output_config.format",
 }
-"""Names in the body of a request's fields, where they differ …"""
+"""The body's names for fields of a request that have another name there."""
 _BEGINNINGS = {
     "sampling.stop": "stop_sequences",
     "sampling.": "",
     "chat.": "",
     "objective.": "kvrelay.",
 }
-"""… and where only their beginnings do; the first that fits."""
+"""The body's beginnings for names that differ in their beginning alone; the first that fits counts."""
 
 
 def read_messages_body(raw: bytes) -> Call:

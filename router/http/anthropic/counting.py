@@ -6,7 +6,7 @@ from router.http.anthropic.schema import CountTokensBody
 from router.http.exchange import Exchange
 from router.http.generation import BODY_TIMEOUT_S
 from router.http.inquiries import served_model
-from router.http.schema import parse_body
+from router.http.strict import parse_body
 
 
 class TokenCounter:

@@ -10,7 +10,8 @@ from pydantic import ConfigDict, Field, WithJsonSchema
 from common.chat.formats import TOOL_NAME
 from common.sampling import PARAMETERS
 from common.wire import MAX_CHAT_MESSAGES, MAX_CONTENT_PARTS, MAX_TOOLS
-from router.http.schema import TEXT, Extension, StrictBody, const_schema, list_schema, object_schema
+from router.http.schema import Extension
+from router.http.strict import TEXT, StrictBody, const_schema, list_schema, object_schema
 
 _INT32_MAX = 2**31 - 1
 _MAX_STOPS = next(each.max_entries for each in PARAMETERS if each.option == "stop")

@@ -10,7 +10,7 @@ from typing import Any
 
 from common.errors import InvalidRequest
 from common.wire import MAX_CHAT_MESSAGES, MAX_CONTENT_PARTS, check_length
-from router.http.schema import field_path
+from router.http.strict import field_path
 
 ERROR_PREFIX = "Error: "
 """Begins the result of a tool that failed: chat templates know of no failures."""

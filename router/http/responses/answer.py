@@ -12,8 +12,8 @@ from router.http.calls import Call
 from router.http.errors import error_of, kind_of
 from router.http.exchange import Exchange
 from router.http.pieces import usage_of
-from router.http.responses.events import Events
 from router.http.responses.output import Output
+from router.http.responses.parts import Events
 from router.http.styles import TokenTexts
 from router.record import Job
 

@@ -7,16 +7,8 @@ from pydantic import ConfigDict, Field, WithJsonSchema
 
 from common.sampling import MAX_LOGPROBS
 from common.wire import MAX_TOOLS
-from router.http.schema import (
-    SAMPLING_FIELDS,
-    TEXT,
-    Extension,
-    Strict,
-    const_schema,
-    list_schema,
-    object_schema,
-    sampling_body,
-)
+from router.http.schema import SAMPLING_FIELDS, Extension, sampling_body
+from router.http.strict import TEXT, Strict, const_schema, list_schema, object_schema
 
 LOGPROBS = "message.output_text.logprobs"
 _Included = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
@@ -24,7 +16,7 @@ INPUT_ROLES = ("system", "developer", "user", "assistant")
 _MAX_METADATA = 16
 _STATELESS = "nothing is stored here: send the whole conversation in input"
 _UNLIKE_CHAT = ("n", "max_tokens", "use_beam_search", "length_penalty", "early_stopping")
-"""Sampling fields of chats that this endpoint lacks, or calls otherwise."""
+"""Sampling fields of chats that this endpoint does not have, or has under another name."""
 
 
 def _kind(kind: str, /, **members: Any) -> dict[str, Any]:

@@ -8,7 +8,8 @@ from common.errors import InvalidRequest
 from router.http.calls import Call, chat_call, renamed
 from router.http.responses.body import LOGPROBS, ResponsesBody, TextOptions
 from router.http.responses.items import read_input
-from router.http.schema import ChatBody, field_path, parse_body
+from router.http.schema import ChatBody
+from router.http.strict import field_path, parse_body
 
 _NAMES: Mapping[str, str] = {
     "messages": "input",

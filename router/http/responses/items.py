@@ -8,7 +8,7 @@ from typing import Any
 from common.errors import InvalidRequest
 from common.wire import MAX_CHAT_MESSAGES, MAX_CONTENT_PARTS, check_length
 from router.http.responses.body import INPUT_ROLES
-from router.http.schema import field_path
+from router.http.strict import field_path
 
 Message = dict[str, Any]
 _TEXTS = ("input_text", "output_text")

@@ -12,8 +12,7 @@ from common.chat.parsing import MessageParser, has_markup
 from common.wire_names import FINISH_REASON_NAMES
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import sampling_pb2
-from router.http.responses.events import Events
-from router.http.responses.parts import CallItem, Document, Item, MessageItem, ReasoningItem
+from router.http.responses.parts import CallItem, Document, Events, Item, MessageItem, ReasoningItem
 from router.http.styles import TokenTexts, call_id, logprob_entries
 
 AnyItem = TypeVar("AnyItem", bound=Item)

@@ -65,7 +65,7 @@ class RoundRobin(TurnSelector):
 
 
 class LongestPrefix(TurnSelector):
-    """The longest match, else in turn."""
+    """The worker with the longest match; among equals the one chosen longest ago."""
 
     def score(self, request: PlacementRequest, workers: Sequence[WorkerLoad]) -> list[Score]:
         """Return scores by match, then by turn."""

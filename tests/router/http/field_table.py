@@ -28,7 +28,8 @@ from common.config import parse_config
 from kvrelay.v1 import sequence_pb2
 from router.http.anthropic.schema import CountTokensBody, MessagesBody
 from router.http.responses.body import ResponsesBody
-from router.http.schema import ChatBody, CompletionBody, EmbeddingBody, option_schemas
+from router.http.schema import ChatBody, CompletionBody, EmbeddingBody
+from router.http.strict import option_schemas
 from tests.router.fakes import DECODE, PREFILL, FakeWorker, Shape
 from tests.router.http import field_values
 from tests.router.http.clients import fetch, http_cluster

@@ -17,11 +17,11 @@ from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import sampling_pb2
 from router.http.responses.body import ResponsesBody
 from router.http.responses.call import read_response
-from router.http.responses.events import Events
 from router.http.responses.items import read_input
 from router.http.responses.output import Output
+from router.http.responses.parts import Events
 from router.http.routes import openapi_document
-from router.http.schema import parse_body
+from router.http.strict import parse_body
 from router.http.styles import call_id
 from tests.router.fakes import config_with, held_pair, pair
 from tests.router.http.clients import HttpCluster, head, held_cluster, http_cluster, sent

@@ -10,7 +10,8 @@ from router.http.anthropic.calls import body_field, conversation_of, read_messag
 from router.http.anthropic.schema import CountTokensBody
 from router.http.anthropic.turns import read_turns
 from router.http.calls import Call, chat_call
-from router.http.schema import ChatBody, parse_body
+from router.http.schema import ChatBody
+from router.http.strict import parse_body
 
 HI: dict[str, Any] = {"role": "user", "content": "hi"}
 CALL: dict[str, Any] = {"type": "tool_use", "id": "c1", "name": "now", "input": {"zone": "é"}}
