@@ -27,6 +27,7 @@ from router.member import Hold, Member, WorkerState
 from router.placement.decisions import Booking
 from router.placement.plans import FleetView
 from router.pool_timing import PoolTiming
+from router.retired import RetiredMembers
 from router.roster import Roster
 from router.worker_client import WorkerClient
 
@@ -69,9 +70,7 @@ class Fleet:
             has_prefill=lambda: self.roster.num_prefill > 0,
             on_released=self._on_released,
         )
-        # Removed members on which requests still run.
-        self._retired: dict[Member, WorkerLink] = {}
-        self._closing: set[asyncio.Task[None]] = set()
+        self._retired = RetiredMembers()
         self.model: ModelFacts | None = None
         """The served model; while no worker is ready, as last known; None before the first one."""
         self._roster: Roster | None = None
@@ -174,10 +173,7 @@ class Fleet:
         """Leave every worker; running calls are cancelled."""
         for worker_id in list(self._members):
             self._retire(worker_id)
-        for member, link in list(self._retired.items()):
-            self._close(member, link)
-        while self._closing:
-            await asyncio.wait(self._closing)
+        await self._retired.aclose()
 
     def _retire(self, worker_id: WorkerId) -> None:
         member, link = self._members.pop(worker_id), self._links.pop(worker_id)
@@ -185,20 +181,7 @@ class Fleet:
         logger.info("worker leaves", extra={"worker_id": worker_id, "num_users": member.num_users})
         link.stop()
         self._index.drop(worker_id)
-        if member.num_users:
-            self._retired[member] = link
-        else:
-            self._close(member, link)
-
-    def _close(self, member: Member, link: WorkerLink) -> None:
-        async def close() -> None:
-            await link.wait_stopped()
-            await member.client.close()
-
-        self._retired.pop(member, None)
-        task = asyncio.create_task(close(), name=f"close {member.endpoint.worker_id}")
-        self._closing.add(task)
-        task.add_done_callback(self._closing.discard)
+        self._retired.add(member, link)
 
     # Reports of the links.
 
@@ -369,9 +352,7 @@ class Fleet:
 
     def _on_released(self, booking: Booking) -> None:
         for hold in booking.holds:
-            link = self._retired.get(hold.member)
-            if link is not None and not hold.member.num_users:
-                self._close(hold.member, link)
+            self._retired.close_unused(hold.member)
         self._notify()
 
     def _notify(self) -> None:
