@@ -57,7 +57,7 @@ class Doorkeeper:
         key = hashlib.sha256(token.encode()).digest()
         known, tenant = self._tenants.get(self._digest(key), (b"", None))
         if tenant is None or not hmac.compare_digest(known, key):
-            raise Unauthenticated("cannot identify the caller: no tenant has this API key", field="authorization")
+            raise Unauthenticated("cannot identify the caller: its API key is unknown", field="authorization")
         return tenant
 
     def check_operator(self, metadata: Iterable[tuple[str, str | bytes]] | None) -> None:

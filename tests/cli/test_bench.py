@@ -180,7 +180,7 @@ def test_bench_run_replays_a_trace(run: Run, load: FakeLoad, folder: Path) -> No
         ("--rate 2 -k 4", "--rate is for an open loop, --concurrency for a closed one"),
         ("-w a.yaml --rate 2", "--rate and --workload exclude each other; --load R scales"),
         ("-t a.jsonl --turns 2", "--turns and --trace exclude each other"),
-        ("-w a.yaml -t a.jsonl", "--workload and --trace exclude each other"),
+        ("-w a.yaml -t a.jsonl", "cannot take both --workload and --trace"),
         ("--speed 2", "--speed is for a trace: give --trace FILE"),
         ("--think 2", "--turn-tokens and --think are for sessions of several turns"),
         ("--prefix-share 0.5", "--prefix-share and --prefix-count need --prefix-tokens"),
