@@ -9,14 +9,17 @@ import pytest
 import torch
 
 from common.clock import ManualClock
+from common.config import ServingConfig
 from common.ids import BlockId
+from common.sampling import SamplingParams
 from common.structured_outputs import structure_text
 from common.text_files import load_tokenizer
 from common.tokens import as_tokens
 from engine.core import EngineCore
-from engine.events import TokenOutput
+from engine.events import EngineLoad, TokenOutput
 from engine.executor import Branch, ScheduledSequence
 from engine.grammar import Grammars
+from engine.model.precision import cpu_has
 from engine.runner import ModelExecutor
 from engine.scheduler import SchedulerLimits
 from engine.sequence import EngineRequest
@@ -27,10 +30,13 @@ from tests.builders import assert_empty, make_request, run_until_idle, submit
 from tests.engine.drafting import GuessingDrafter, eager
 from tests.engine.driver import Driver, load, make_sequence
 from tests.short_model import write_short_model
+from worker.inprocess import LocalEngine, SampleText
 
 pytestmark = pytest.mark.model
 
 BLOCK_SIZE = 16
+LEAST_DTYPE = "float32" if cpu_has("amx_bf16") else "bfloat16"
+"""Dtype of the fewest bits that the compiled kernels compute; with tile registers oneDNN multiplies bfloat16."""
 NUM_SCARCE_BLOCKS = 30
 """Too few for all requests at once."""
 TEXT = "def add(a, b):\n    return a + b\n\ndef sub(a, b):\n    return a - b\n\n" * 3
@@ -181,7 +187,7 @@ def test_real_answers_of_every_kind_are_those_without_speculation(
 
 
 def test_rejection_rule_leaves_greedy_answers_and_accepts_drafts_of_sampled_ones(model_dir: Path) -> None:
-    executor = load_verifying(model_dir, "bfloat16")
+    executor = load_verifying(model_dir, LEAST_DTYPE)
     greedy, sampled, *_ = requests_of(model_dir, executor)
     plain, _ = serve(executor, [greedy, sampled], None)
     speculator = eager(NgramDrafter(), num_tokens=7, rule=Rule.REJECTION)
@@ -192,12 +198,41 @@ def test_rejection_rule_leaves_greedy_answers_and_accepts_drafts_of_sampled_ones
     assert 0 < core.load().num_accepted_tokens < core.load().num_drafted_tokens
 
 
-def test_answer_from_the_prefix_cache_of_a_speculated_one_is_the_same(model_dir: Path) -> None:
-    executor = load_verifying(model_dir, "bfloat16")
-    request = requests_of(model_dir, executor)[0]
-    (plain,), _ = serve(executor, [request], None)
-    (first,), core = serve(executor, [request], eager(NgramDrafter(), num_tokens=7))
-    collector = submit(core, request)[1]
-    run_until_idle(core)
-    assert plain[0] == first[0] == collector.outputs
-    assert core.load().num_cached_tokens > len(request.prompt_token_ids) // 2
+def test_answers_from_the_prefix_cache_of_speculated_ones_are_the_same(model_dir: Path) -> None:
+    executor = load_verifying(model_dir, LEAST_DTYPE)
+    for request in requests_of(model_dir, executor)[:2]:  # greedy, then sampled
+        (plain,), _ = serve(executor, [request], None)
+        (first,), core = serve(executor, [request], eager(NgramDrafter(), num_tokens=7))
+        collector = submit(core, request)[1]
+        run_until_idle(core)
+        assert plain[0] == first[0] == collector.outputs
+        assert core.load().num_cached_tokens > len(request.prompt_token_ids) // 2
+
+
+@pytest.mark.parametrize("sampling", [{"n": 1}, {"n": 2, "temperature": 0.9, "seed": 3}], ids=["greedy", "two samples"])
+def test_stop_string_inside_a_draft_ends_the_answer_where_it_does_without(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch, sampling: dict[str, Any]
+) -> None:
+    executor = load_verifying(model_dir, LEAST_DTYPE)
+    tokenizer = load_tokenizer(model_dir)
+    drafter = GuessingDrafter(lambda sequence: free[sequence.sample_index], rate=1.0)
+
+    def samples(speculator: Speculator | None, stop: tuple[str, ...] = ()) -> tuple[list[list[SampleText]], EngineLoad]:
+        monkeypatch.setattr("worker.inprocess.speculator_for", lambda *_: speculator)
+        engine = LocalEngine(executor, tokenizer, ServingConfig())
+        asked = SamplingParams(**{"temperature": 0.0, **sampling}, max_tokens=40, ignore_eos=True, stop=stop)
+        tokens = list(engine.stream(tokenizer.encode(TEXT).ids, asked))
+        load = engine.load_report()
+        assert load.num_used_blocks == 0
+        return [[each for each in tokens if each.sample_index == i] for i in range(asked.n)], load
+
+    plain, _ = samples(None)
+    free = [[each.token_id for each in sample] for sample in plain]
+    text = ["".join(each.text for each in plain[0][:end]) for end in (18, 21)]
+    stopped, _ = samples(None, (text[1][len(text[0]) - 1 :],))
+    drafted, load = samples(eager(drafter, num_tokens=7), (text[1][len(text[0]) - 1 :],))
+    assert drafted == stopped
+    assert stopped[0][-1].finish_reason == "stop"
+    num_told = sum(map(len, drafted))
+    assert load.num_accepted_tokens > num_told // 2
+    assert (len(drafted[0]) - 1) % 8, "the stop is inside a draft, not the last token of a step"
