@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from common.clock import Clock
 from common.errors import EngineFault
 from common.tokens import TokenArray, as_tokens
+from common.wire_names import FINISH_REASON_NAMES
 from kvrelay.v1 import sampling_pb2
 
 
@@ -15,6 +16,8 @@ class Sample:
 
     token_ids: TokenArray = field(default_factory=lambda: as_tokens(()))
     is_finished: bool = False
+    finish_reason: int = 0
+    """As told with its last token, a sampling_pb2.FinishReason; 0 before, and where it ended without one."""
 
 
 class TokenLedger:
@@ -49,6 +52,11 @@ class TokenLedger:
     def lengths(self) -> list[int]:
         """Delivered tokens of each sample."""
         return [len(sample.token_ids) for sample in self._samples]
+
+    @property
+    def finish_reasons(self) -> list[str]:
+        """Names of the reasons for which samples have ended, in the order of the samples."""
+        return [FINISH_REASON_NAMES[each.finish_reason] for each in self._samples if each.finish_reason]
 
     def mean_gap_s(self, *, skip: int = 0) -> float | None:
         """Return the mean gap without the first `skip` entries of `gaps`; None when none is left."""
@@ -110,6 +118,7 @@ class TokenLedger:
     def _take(self, token: sampling_pb2.SampleToken, sample: Sample) -> None:
         sample.token_ids.append(token.token_id)
         if token.finish_reason:
+            sample.finish_reason = token.finish_reason
             self._finish(sample)
         self._stamp(token.sample_index, 1)
 
@@ -146,6 +155,7 @@ class TokenLedger:
             sample = self._samples[run.sample_index]
             sample.token_ids.frombytes(run.tokens)  # little-endian, 32 bits, like all supported processors
             if run.finish_reason:
+                sample.finish_reason = run.finish_reason
                 self._finish(sample)
             self._stamp(run.sample_index, len(run.tokens) // 4)
         return new

@@ -269,6 +269,8 @@ def _request_attributes(record: RunningRequest) -> Attributes:
             "gen_ai.request.top_k": sampling.top_k,
             "gen_ai.request.choice.count": sampling.n,
         }
+        if reasons := record.ledger.finish_reasons:
+            found["gen_ai.response.finish_reasons"] = reasons
         if record.ledger.has_tokens:
             found["gen_ai.response.time_to_first_chunk"] = timings.ttft_s
     durations: dict[str, Value] = {

@@ -91,6 +91,19 @@ async def test_trace_of_a_client_goes_on_at_the_router_and_at_both_workers(clust
         assert (parse_traceparent(first), second) == (attempt.context, "")
 
 
+async def test_names_of_a_request_are_those_of_the_conventions_for_generative_ai(cluster: TestCluster) -> None:
+    registry = pytest.importorskip("opentelemetry.semconv._incubating.attributes.gen_ai_attributes")
+    kept = traced(cluster)
+    await cluster.generate(make_request())
+    await cluster.until_idle()
+    (root,) = roots(kept.spans)
+    known = {value for value in vars(registry).values() if isinstance(value, str)}
+    names = {name for name in root.attributes if name.startswith("gen_ai.")}
+    assert len(names) > 10
+    assert names <= known, "no tool that knows the conventions would show it"
+    assert root.attributes["gen_ai.response.finish_reasons"] == ["length"]
+
+
 async def test_trace_of_an_http_client_goes_on() -> None:
     async with http_cluster(*pair()) as http:
         kept = traced(http.cluster, NONE)
