@@ -20,6 +20,7 @@ from router.diagnosis import changes
 from router.diagnosis.changes import Change, Prediction, PromptTimes, short_time
 from router.diagnosis.pool import Pool
 from router.diagnosis.recent_requests import RecentRequest
+from router.diagnosis.tail import Terms, tail_of
 from router.hot_prefixes import HotPrefix
 
 _HOT_SHARE = 0.6
@@ -45,6 +46,7 @@ class Cause(enum.Enum):
     TRANSFER = "transfer"
     DECODE = "decode"
     DECODE_STALLS = "decode_stalls"
+    TAIL = "tail"
 
 
 _FAULTS = frozenset({Cause.SLOW_WORKER})
@@ -85,6 +87,7 @@ class View:
     """The pool that decodes; the same one where a single pool does both."""
     prefixes: Sequence[HotPrefix] = ()
     """Prefixes that are asked for most often, hottest first."""
+    terms: Terms = lambda _requests: {}
 
 
 def find(view: View) -> list[Finding]:
@@ -92,7 +95,7 @@ def find(view: View) -> list[Finding]:
     if not view.requests:
         return []
     whole_s = _whole_s(view.requests)
-    findings = [*_slow_workers(view), *_waits(view), *_transfers(view), *_decode_steps(view)]
+    findings = [*_slow_workers(view), *_waits(view), *_transfers(view), *_decode_steps(view), *_tail(view)]
     worth = [each for each in findings if each.lost_s >= _MIN_SHARE * whole_s or each.cause in _FAULTS]
     return sorted(worth, key=lambda each: (each.cause not in _FAULTS, -each.lost_s))
 
@@ -258,6 +261,22 @@ def _decode_steps(view: View) -> list[Finding]:
             ),
             options=(Change(text=_FEWER_PROMPTS),),
         ),
+    ]
+
+
+def _tail(view: View) -> list[Finding]:
+    """Return the time that the slowest requests lose beyond what most lose."""
+    if (tail := tail_of(view.requests, view.terms)) is None:
+        return []
+    more = f"`kvrelay why --request {tail.slowest}` has the parts of the slowest one, `kvrelay explain` its plan"
+    return [
+        Finding(
+            cause=Cause.TAIL,
+            pool=view.reader.name,
+            lost_s=tail.lost_s,
+            text=tail.text,
+            options=(Change(text=more),),
+        )
     ]
 
 

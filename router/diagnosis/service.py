@@ -1,6 +1,7 @@
 """Answers `Diagnose`: collects what the router and its workers know, and has it judged."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 
 from common.errors import InvalidRequest
 from common.ids import RequestId, WorkerId
@@ -11,8 +12,9 @@ from kvrelay.v1 import worker_pb2
 from router.diagnosis import findings, one_request
 from router.diagnosis.pool import Pool, Worker
 from router.diagnosis.recent_requests import REMEMBERED_S, RecentRequest
-from router.hot_prefixes import HotPrefix
 from router.parts import RouterParts
+from router.placement.chooser import Chooser
+from router.placement.decisions import DecisionLog
 from router.status import StatusReporter
 
 DEFAULT_WINDOW_S = 300.0
@@ -52,7 +54,7 @@ class Diagnosis:
             self._pool(role, status.workers, window_s)
             for role in (worker_pb2.WORKER_ROLE_PREFILL, worker_pb2.WORKER_ROLE_DECODE)
         )
-        causes = _causes(requests, prefill, decode, self._parts.chooser.hot_prefixes.hottest())
+        causes = _causes(requests, prefill, decode, self._parts.chooser)
         return pb.DiagnoseResponse(
             headline=findings.headline(
                 requests,
@@ -92,9 +94,7 @@ class Diagnosis:
         return Pool(name=ROLE_NAMES[role], workers=workers, window_s=window_s)
 
 
-def _causes(
-    requests: Sequence[RecentRequest], prefill: Pool, decode: Pool, prefixes: Sequence[HotPrefix]
-) -> list[findings.Finding]:
+def _causes(requests: Sequence[RecentRequest], prefill: Pool, decode: Pool, chooser: Chooser) -> list[findings.Finding]:
     """Return the causes; none when no worker answers."""
     if not prefill.workers and not decode.workers:
         return []
@@ -102,6 +102,17 @@ def _causes(
         requests=requests,
         reader=prefill if prefill.workers else decode,
         decoder=decode if decode.workers else prefill,
-        prefixes=prefixes,
+        prefixes=chooser.hot_prefixes.hottest(),
+        terms=partial(_terms_of, chooser.decisions),
     )
     return findings.find(view)
+
+
+def _terms_of(decisions: DecisionLog, request_ids: Iterable[RequestId]) -> Mapping[RequestId, Mapping[str, float]]:
+    """Return the parts of the cost of the latest plan of each request that is still in the log."""
+    wanted, found = frozenset(request_ids), dict[RequestId, Mapping[str, float]]()
+    for decision in decisions.newest(len(decisions)):
+        if decision.request_id in wanted and decision.request_id not in found:
+            chosen = next(iter(decision.plan.candidates()), None)
+            found[decision.request_id] = {} if chosen is None else chosen.terms
+    return found

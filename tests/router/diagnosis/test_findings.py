@@ -272,6 +272,28 @@ def test_transfer_that_is_slower_than_its_host_allows_names_the_peer() -> None:
     )
 
 
+def test_tail_names_whose_requests_wait_for_what_and_the_term_that_their_plans_cost_most() -> None:
+    usual = [replace(USUAL, request_id=RequestId(f"req-{i}")) for i in range(38)]
+    late = [
+        replace(USUAL, request_id=RequestId(name), tenant="b", line_s=line_s, ttft_s=line_s + 0.52)
+        for name, line_s in (("late", 20.0), ("latest", 30.0))
+    ]
+    known = {RequestId("late"): {"queue": 20.0, "prefill": 0.5}, RequestId("latest"): {"queue": 1.0, "prefill": 0.5}}
+    view = replace(make_view(*usual, *late), terms=lambda wanted: {each: known[each] for each in wanted})
+    (tail,) = (each for each in find(view) if each.cause is Cause.TAIL)
+    assert tail.text == (
+        "the slowest 2 of 40 requests wait 25.5 s for their first token, half of all at most 530 ms: 25 s of it is the"
+        " router's line; 500 tokens are computed for each of them, 500 for all; 100% of them are tenant b's, as are 5%"
+        " of all; the policy's largest cost was queue in 2 of 2 of their plans"
+    )
+    assert tail.lost_s == pytest.approx((25.52 - 0.53) / 20)
+    assert "`kvrelay why --request latest`" in tail.changes[0]
+
+
+def test_requests_that_are_all_about_as_slow_have_no_tail() -> None:
+    assert Cause.TAIL not in causes(make_view(*[replace(USUAL, ttft_s=0.5 + 0.02 * i) for i in range(40)]))
+
+
 def test_worker_that_measured_no_floor_promises_nothing_of_fewer_bits() -> None:
     status = worker_pb2.WorkerStatus(recent_steps=[worker_pb2.StepTotals(window_s=60.0, decode_s=3.0)])
     pool = make_pool("decode", Worker(worker_id=WorkerId("d0"), status=status, timing=TIMING))

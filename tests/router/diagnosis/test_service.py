@@ -6,7 +6,9 @@ import grpc
 import pytest
 
 from common.errors import InvalidRequest, KvrelayError, from_rpc_error
+from common.ids import RequestId
 from kvrelay.v1 import inference_pb2
+from router.diagnosis.service import _terms_of
 from tests.router.fakes import TIMEOUT_S, TestCluster, make_request, pair, running_cluster
 from tests.router.test_tenants import KEYS, serving
 
@@ -45,3 +47,13 @@ async def test_only_operators_learn_what_all_tenants_do() -> None:
         for key in (None, KEYS["a"]):
             with pytest.raises(KvrelayError):
                 await diagnose(cluster, key=key)
+
+
+async def test_slow_requests_are_told_with_the_costs_of_their_plans() -> None:
+    async with running_cluster(*pair()) as cluster:
+        reply = await cluster.generate(make_request(10))
+        chooser = cluster.router.door.parts.chooser
+        request_id = RequestId(reply.messages[0].accepted.request_id)
+        terms = _terms_of(chooser.decisions, [request_id, RequestId("forgotten")])
+        (decision,) = chooser.decisions.newest(1)
+        assert terms == {request_id: decision.plan.candidates()[0].terms}
