@@ -8,7 +8,8 @@ sends its next request when the last one is answered. Then the router is asked f
 Where it predicts a figure for another worker or for more pages, the same load runs again on a cluster that was changed
 so. The report tells which cause was named first, and in a table each predicted figure with its interval beside what was
 found: waits and times of requests by their own reports, steps by the workers' totals. Exit code 1 when a situation is
-not named rightly. Workers share the cores of the machine: with fewer cores than workers a change brings less.
+not named rightly. Workers share the cores of the machine: with fewer idle cores than a change uses, its interval is
+wide, and says so.
 """
 
 import asyncio
@@ -210,7 +211,7 @@ def _measure(situation: Situation, *, seconds: float, console: Console) -> dict[
 
 def _report(rows: Sequence[Mapping[str, Any]], console: Console) -> bool:
     """Print what was named, predicted and found; returns whether every situation was named first."""
-    table = Table("situation", "change", "figure", "measured before", "predicted", "interval", "found after")
+    table = Table("situation", "change", "figure", "measured before", "predicted", "interval", "found after", "inside")
     for row in rows:
         is_right = row["named"][:1] == [row["situation"]]
         console.print(f"\n{row['situation']}: {'named first' if is_right else 'NOT FIRST'} of {row['named']}")
@@ -223,7 +224,8 @@ def _report(rows: Sequence[Mapping[str, Any]], console: Console) -> bool:
         for each in row["predictions"]:
             before, found = ("-" if value is None else f"{value:.3g}" for value in (each["before"], each["found"]))
             interval = f"{each['low']:.3g} to {each['high']:.3g}"
-            cells = (f"{each['expected']:.3g}", interval, found)
+            is_inside = each["found"] is not None and each["low"] <= each["found"] <= each["high"]
+            cells = (f"{each['expected']:.3g}", interval, found, "yes" if is_inside else "no")
             table.add_row(row["situation"], f"more: {each['change']}", each["figure"], before, *cells)
     if table.row_count:
         console.print(table)

@@ -191,7 +191,7 @@ class WorkerRuntime:
         )
         runtime.chat_template = chat_template
         runtime.tracer = make_tracer(config.tracing, service="kvrelay-worker", instance=worker_id)
-        if config.model.engine != "fake":
+        if executor.floors is not None:  # the device was measured, too
             runtime.link_rates = await measure_link_rates(
                 config.transfer.transports,
                 executor.kv,
