@@ -217,7 +217,7 @@ def _layer_dir(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return write_layer(tmp_path_factory.mktemp("layer"), tensors)
 
 
-def load_tiny(model_dir: Path, **options: int) -> ModelExecutor[Any]:
+def load_tiny(model_dir: Path, **options: Any) -> ModelExecutor[Any]:
     executor = load(model_dir, **options)
     if not executor.verifies_drafts:
         pytest.skip("no compiled kernels on this machine")
@@ -296,14 +296,15 @@ def test_a_layer_that_knows_the_model_is_nearly_always_right_and_changes_no_answ
     assert drafter.num_used_blocks == 0
 
 
+@pytest.mark.parametrize("kind", ["eagle", "mtp"])
 def test_answer_whose_prompt_another_worker_has_read_is_drafted_from_its_second_step_on(
-    model_dir: Path, layer_dir: Path
+    model_dir: Path, layer_dir: Path, kind: Literal["eagle", "mtp"]
 ) -> None:
     executor, other = (load_tiny(model_dir, block_size=16) for _ in range(2))
     request = tiny_requests()[1]
     ((answer,), _core) = serve(other, [request], None)
     plain = answer[0]
-    drafter = load_layer(layer_dir, executor)
+    drafter = load_layer(model_dir if kind == "mtp" else layer_dir, executor, kind=kind)
     limits = SchedulerLimits(block_size=16, max_step_tokens=64, max_running=4, max_waiting=4)
     core = EngineCore(executor, limits, ManualClock(), eager(drafter, num_tokens=4))
     collector = Collector()

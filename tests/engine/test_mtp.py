@@ -60,14 +60,16 @@ def test_layer_reads_the_residual_stream_that_the_last_norm_has_not_touched(mode
     np.testing.assert_allclose(result.states, streams[0].numpy(), rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize(("limits", "num_blocks"), [({}, 64), ({}, 9)], ids=["one batch", "preempted"])
-def test_answers_of_a_layer_that_guesses_badly_are_those_without_it(
-    model_dir: Path, limits: dict[str, int], num_blocks: int
-) -> None:
-    executor = load_tiny(model_dir, block_size=16, num_blocks=num_blocks)
-    plain, before = serve(executor, tiny_requests(), None, **limits)
-    assert bool(before.load().num_preemptions) == (num_blocks < 10)
-    speculated, core = serve(executor, tiny_requests(), eager(load_layer(model_dir, executor, kind="mtp")), **limits)
+@pytest.mark.parametrize(
+    "options",
+    [{"num_blocks": 64}, {"num_blocks": 9}, {"num_blocks": 64, "dtype": "bfloat16", "quantization": "int4"}],
+    ids=["one batch", "preempted", "int4"],
+)
+def test_answers_of_a_layer_that_guesses_badly_are_those_without_it(model_dir: Path, options: dict[str, Any]) -> None:
+    executor = load_tiny(model_dir, block_size=16, **options)
+    plain, before = serve(executor, tiny_requests(), None)
+    assert bool(before.load().num_preemptions) == (options["num_blocks"] < 10)
+    speculated, core = serve(executor, tiny_requests(), eager(load_layer(model_dir, executor, kind="mtp")))
     assert speculated == plain
     assert core.load().num_accepted_tokens < core.load().num_drafted_tokens
 
