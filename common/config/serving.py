@@ -182,7 +182,11 @@ def load_config(path: Path) -> ServingConfig:
     try:
         raw = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+        hint = (
+            "; write one (`launcher: local` in it serves the default model on this host), or name another with --config"
+        )
+        is_missing = isinstance(error, FileNotFoundError)
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}{hint if is_missing else ''}") from error
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}: not YAML: {error}") from error
     return parse_config(raw if raw is not None else {}, source=str(path))

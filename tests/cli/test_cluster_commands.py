@@ -33,6 +33,7 @@ def test_up_without_a_configuration_names_the_file(run: Run, lifecycle: FakeLife
     result = run("up")
     assert result.exit_code == 1
     assert result.stderr.startswith("kvrelay: serving.yaml: cannot be read")
+    assert "`launcher: local` in it serves the default model" in result.stderr
     assert lifecycle.ups == []
 
 
