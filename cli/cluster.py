@@ -36,7 +36,10 @@ def up(
     if launcher is not None:
         config = config.model_copy(update={"launcher": launcher})
     if not foreground:
-        out.print(_ready(_start(config, config_path)), soft_wrap=True)
+        info = _start(config, config_path)
+        out.print(_ready(info), soft_wrap=True)
+        if config.router.live_page and info.http_addresses:
+            err.print(f"Live page: {'https' if info.tls else 'http'}://{info.http_addresses[0]}/", soft_wrap=True)
         err.print(
             'Next: kvrelay generate -p "Why is the sky blue?" · kvrelay status --watch · kvrelay down', soft_wrap=True
         )

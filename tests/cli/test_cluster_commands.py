@@ -14,6 +14,7 @@ def test_up_reports_progress_and_prints_the_address(run: Run, folder: Path, life
     assert result.exit_code == 0
     assert result.stdout == "ready at 127.0.0.1:1 · OpenAI-compatible: http://127.0.0.1:2/v1\n"
     assert "prefill-0: loading" in result.stderr
+    assert "Live page: http://127.0.0.1:2/" in result.stderr
     (call,) = lifecycle.ups
     assert call.config.name == "mine"
     assert call.config_path == Path("serving.yaml")
