@@ -34,7 +34,7 @@ from engine.vllm.signatures import check_vllm
 
 logger = logging.getLogger(__name__)
 
-_LAYOUT_VERSION = 1
+_ARITHMETIC_VERSION = 2
 _EXIT_RANK_DIED = 70  # sysexits.h: internal software error
 ENVIRONMENT = {
     "VLLM_CONFIGURE_LOGGING": "0",  # its log goes where ours goes
@@ -153,6 +153,11 @@ def _vllm_config(options: EngineOptions, dtype: torch.dtype) -> Any:
         ).create_engine_config()
     except (ValueError, NotImplementedError) as error:
         raise UnsupportedModel(f"vLLM cannot serve {options.model_dir}: {error}") from error
+    if config.model_config.use_mla:  # before its weights are packed, which not every dtype allows
+        raise UnsupportedModel(
+            f"model.engine: vllm: {options.model_dir} has latent attention (MLA); only models whose layers all keep"
+            " full attention's keys and values of one shape can be handed over"
+        )
     if config.use_v2_model_runner:
         raise UnsupportedModel("model.engine: vllm drives vLLM's V1 model runner: unset VLLM_USE_V2_MODEL_RUNNER")
     return config
@@ -233,7 +238,7 @@ def _fingerprint(
 ) -> str:
     """Return a hash of everything that KV and tokens depend on, but the number of ranks: it changes only roundings."""
     essentials = (
-        *("vllm", VLLM_VERSION, _LAYOUT_VERSION, spec.backend, dtype_name(dtype), options.block_size),
+        *("vllm", VLLM_VERSION, _ARITHMETIC_VERSION, spec.backend, dtype_name(dtype), options.block_size),
         *(spec.num_layers, num_kv_heads, spec.head_dim, content_digest(files)),
         (options.model_dir / "config.json").read_bytes(),
         grammar_library_version(),

@@ -26,6 +26,7 @@ from engine.executor import KvShape, StepResult
 from engine.logits import SamplingRow
 from engine.runner import pooled_sum, prompt_logprobs
 from engine.sampler import Sampler
+from engine.vllm.kernels import use_fused_norms
 from engine.vllm.order import SequenceOrder, StepOrder
 from engine.vllm.pages import HeadOrder
 
@@ -110,6 +111,7 @@ class Rank:
         self._open: dict[str, _Open] = {}
         self._unsampled = VllmSampling(temperature=0.0)  # its choice is never made
         self._sampler = Sampler(vocab_size=setup.vocab_size, eos_token_ids=setup.eos_token_ids)
+        use_fused_norms(self._runner.model)
         layers = _attention_layers(self._runner)
         self._bind(layers, setup)
         if worker.parallel_config.tensor_parallel_size > 1:

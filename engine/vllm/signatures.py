@@ -30,6 +30,7 @@ _USED: dict[str, tuple[str, ...]] = {
     "vllm.v1.attention.backends.cpu_attn:CPUAttentionBackendImpl.do_kv_cache_update": (
         *("layer", "key", "value", "kv_cache", "slot_mapping"),
     ),
+    "vllm.model_executor.layers.layernorm:RMSNorm": ("hidden_size", "eps", "var_hidden_size", "has_weight"),
     "vllm.model_executor.models.utils:extract_layer_index": ("layer_name",),
 }
 """Callables by module and name, and those of their parameters that are used."""

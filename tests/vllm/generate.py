@@ -1,6 +1,6 @@
 """Answers of vLLM's own `LLM.generate`, in a process of its own: `python -m tests.vllm.generate` reads and prints JSON.
 
-A test's process has an engine of ours, and vLLM takes one per process.
+It reads a list of jobs, {model, dtype, prompts, max_tokens}, and prints a list of their answers.
 """
 
 import json
@@ -13,12 +13,15 @@ from engine.vllm.loading import ENVIRONMENT
 
 def main() -> None:
     os.environ.update(ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"})
+    json.dump([_answers(job) for job in json.load(sys.stdin)], sys.stdout)
+
+
+def _answers(job: dict[str, Any]) -> list[list[int]]:
     from vllm import LLM, SamplingParams
 
-    asked: dict[str, Any] = json.load(sys.stdin)
     llm = LLM(
-        model=asked["model"],
-        dtype=asked["dtype"],
+        model=job["model"],
+        dtype=job["dtype"],
         max_model_len=512,
         block_size=32,
         enforce_eager=True,
@@ -26,9 +29,9 @@ def main() -> None:
         kv_cache_memory_bytes=64 << 20,
         enable_prefix_caching=False,
     )
-    params = SamplingParams(temperature=0.0, max_tokens=asked["max_tokens"], ignore_eos=True)
-    answers = llm.generate([{"prompt_token_ids": prompt} for prompt in asked["prompts"]], params, use_tqdm=False)
-    json.dump([list(answer.outputs[0].token_ids) for answer in answers], sys.stdout)
+    params = SamplingParams(temperature=0.0, max_tokens=job["max_tokens"], ignore_eos=True)
+    answers = llm.generate([{"prompt_token_ids": prompt} for prompt in job["prompts"]], params, use_tqdm=False)
+    return [list(answer.outputs[0].token_ids) for answer in answers]
 
 
 if __name__ == "__main__":
