@@ -61,7 +61,7 @@ class Watched:
 
     def __init__(self, executor: ModelExecutor[Any]) -> None:
         self.states: dict[tuple[str, int], Hidden] = {}
-        """By request and the token's index in its answer."""
+        """States by request and the token's index in its answer."""
         self._launch = executor.launch
         executor.kept_states = KeptStates(num_tokens=1)
         executor.launch = self.launch  # type: ignore[method-assign]

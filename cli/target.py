@@ -19,7 +19,7 @@ class ClusterTarget:
     """A cluster to connect to."""
 
     address: str
-    """Its routers, with commas."""
+    """Addresses of its routers, with commas between them."""
     tls: bool | str | None
     """TLS setting, in the form of `kvrelay.client.tls.Tls`."""
     operator_proof: str | None

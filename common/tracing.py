@@ -78,7 +78,7 @@ class Event:
 
     name: str
     at_s: float
-    """On the clock of the process, like all times here."""
+    """Time on the clock of the process, like all times here."""
     attributes: Attributes = field(default_factory=dict)
 
 

@@ -57,7 +57,7 @@ class _Promise:
     worker_id: WorkerId
     num_predicted: int
     num_found: int
-    """At most `num_predicted`: further tokens do not make up for other promises."""
+    """Tokens that were found, at most `num_predicted`: further ones do not make up for other promises."""
 
 
 class PromiseWatch:
@@ -169,7 +169,7 @@ class PaceWatch:
         self.slowness: Mapping[WorkerId, float] = {}
         """Step time of each ready worker that has measured it, as a multiple of that of the others in its pool."""
         self.slow: Mapping[WorkerId, float] = {}
-        """Those of them that count as slow. Any thread."""
+        """How many times slower than their pool the slow workers are. Any thread."""
 
     def check(self, members: Iterable[Member]) -> str | None:
         """Compare all workers; returns the text of the alarm, or None."""

@@ -99,7 +99,7 @@ class EvictedBlocks:
     def __init__(self, *, capacity: int = CAPACITY) -> None:
         self._capacity = capacity
         self._keys: OrderedDict[int, None] = OrderedDict()
-        """In the order of their evictions. A plain dict searches its oldest key behind all that were removed."""
+        """Keys in the order of their evictions. A plain dict searches its oldest key behind all that were removed."""
 
     def add(self, keys: Iterable[int]) -> None:
         """Note blocks that the last worker has evicted."""

@@ -28,7 +28,7 @@ from kvrelay.v1 import inference_pb2 as pb
 from router.codec import Codec
 
 MAX_TOOLS_CHARS = 1 << 18
-"""They are read on the event loop: so many take some ten milliseconds."""
+"""Most characters of all tools together: the event loop reads so many in some ten milliseconds."""
 MAX_GRAMMAR_CHARS = 200_000
 """Bound of grammars made here, below that of `structured_outputs` in JSON."""
 _FORCED = (pb.TOOL_CHOICE_KIND_REQUIRED, pb.TOOL_CHOICE_KIND_NAMED)

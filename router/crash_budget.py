@@ -95,7 +95,7 @@ class CrashBudget:
         self._find_ended = find_ended
         self._clock = clock
         self._refused_until_s: OrderedDict[bytes, float] = OrderedDict()
-        """By digest of tenant, prompt and structure."""
+        """Ends of refusals by digest of tenant, prompt and structure."""
 
     async def weigh(self, record: "RunningRequest", failed: "Hold", *, samples: Collection[int], tenant: str) -> None:
         """Quarantine a request that has lost almost its last worker. Raises CrashSuspected after the last one.

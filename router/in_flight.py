@@ -42,7 +42,7 @@ class _Followed:
 @dataclass(frozen=True, slots=True)
 class _Ended:
     view: RequestView
-    """Without stages."""
+    """The view without its stages."""
     life: LifeCycle
     ended_s: float
 

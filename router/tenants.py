@@ -38,7 +38,7 @@ class Tenant:
     max_priority: int = 0
     """Highest priority; a request that claims more gets this one."""
     overload: Overload | None = None
-    """None: as the router's `shed` says."""
+    """What happens to late requests; None: what the router's `shed` says."""
     shortened_max_tokens: int = 128
     """Longest answer of a request that SHORTEN concerns."""
     is_operator: bool = False

@@ -17,7 +17,7 @@ CAPABILITY_BYTES = 32
 DIRECT_TTL_S = 30.0
 """How long a client may take to connect to the decode worker: as long as a connection may take."""
 CHECKPOINT_TOKENS = 64
-"""At most this many tokens are generated again when the worker is lost."""
+"""Most tokens that are generated again when the worker is lost."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

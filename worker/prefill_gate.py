@@ -61,7 +61,7 @@ class Quarantine:
 
     def __init__(self) -> None:
         self._num_calls: Counter[str] = Counter()
-        """By request: its samples may come in several calls."""
+        """Open calls by request: its samples may come in several."""
 
     @contextmanager
     def holding(self, spec: sequence_pb2.SequenceSpec) -> Iterator[None]:

@@ -28,7 +28,7 @@ class Part:
     """Tiny shapes: shows that the scripts work; what they measure then means nothing."""
     out: Path
     deadline_s: float
-    """On the monotonic clock; cases that would start later are left out and named."""
+    """End of the time for cases, on the monotonic clock; later ones are left out and named."""
     report: Report
     left_out: list[str] = field(default_factory=list)
 

@@ -33,7 +33,7 @@ class Asked:
     """Server that a tool asks."""
 
     root_url: str
-    """Without /v1."""
+    """Address of the door, without /v1."""
     model: str
     tokenizer_dir: Path
 

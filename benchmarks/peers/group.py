@@ -21,7 +21,7 @@ class ArmSpec:
     name: str
     command: Sequence[str]
     env: Mapping[str, str] = field(default_factory=dict)
-    """On top of the benchmark's own."""
+    """Variables beside those of the benchmark's own environment."""
 
 
 def start_group(spec: ArmSpec, *, log_path: Path, **streams: Any) -> subprocess.Popen[bytes]:

@@ -42,7 +42,7 @@ class VllmServerSpec:
     venv: Path
     model_dir: Path
     port: int = 0
-    """On loopback; 0: a free one."""
+    """Port on loopback; 0: a free one."""
     threads: int = 2
     kv_memory_gib: int = 1
     max_model_len: int = 8192

@@ -37,7 +37,7 @@ class Arm:
 
     @property
     def file_name(self) -> str:
-        """Its name, fit for a file system."""
+        """The arm's name, fit for a file system."""
         return re.sub(r"[^\w.+=-]", "_", self.name)
 
 

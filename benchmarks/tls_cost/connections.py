@@ -18,7 +18,7 @@ Call = Callable[[grpc.aio.Channel], Awaitable[object]]
 
 
 async def measure_connections(figures: Figures, *, num_rounds: int, num_calls: int) -> None:
-    """At a worker's control, as the controller; at the router's doors, as a client."""
+    """Measure connections to a worker's control, as the controller, and to the router's doors, as a client."""
     async with AsyncExitStack() as stack:
         arms = await running_arms(stack, itl_ms=5.0)
         for number, arm in turns(num_rounds):

@@ -43,7 +43,7 @@ class Conduct:
     name: str
     num_deaths: int
     snapshot: WorkerSnapshot | None
-    """Its status at the end; None: it did not answer."""
+    """Status of the worker at the end; None: it did not answer."""
 
     def pace_s(self, role: ProcessRole, load: DecodeLoad) -> float | None:
         """Return the seconds that the work of its pool takes, or None if it has not measured that."""
@@ -61,7 +61,7 @@ class Verdict:
 
     is_good: bool
     reason: str
-    """For people; starts with the worker's name."""
+    """Sentence for operators that starts with the worker's name."""
 
 
 def judge(

@@ -43,7 +43,7 @@ class ChangeState(StrEnum):
     """The life of a change."""
 
     WAITING = "waiting"
-    """For earlier changes of the same pools."""
+    """Earlier changes of the same pools have to end first."""
     RUNNING = "running"
     CANCELLING = "cancelling"
     """Told to end: it removes what it has half started, or goes back."""

@@ -45,12 +45,12 @@ class Worker:
     slow_drain_s: float | None
     """Time of slowness after which it is kept out; None: never."""
     is_in_use: bool
-    """It serves and takes requests."""
+    """Whether it serves and takes requests."""
     is_kept_out: bool
     is_empty: bool = True
     """Whether it serves no request; only asked of a worker that is kept out."""
     conduct: Conduct | None
-    """None: no router knows it now."""
+    """Outcomes of its attempts, of all routers; None: no router knows it now."""
 
     @property
     def is_well(self) -> bool:

@@ -29,7 +29,7 @@ class ShapeMemory:
 
     @property
     def shapes(self) -> Sequence[RequestShape]:
-        """At most a few hundred requests, evenly thinned, so that equal windows give equal samples."""
+        """Shapes of at most a few hundred requests, evenly thinned: equal windows give equal samples."""
         shapes = [shape for _time_s, seen in self._seen for shape in seen]
         stride = max(1.0, len(shapes) / _MAX_SHAPES)
         return [shapes[int(position * stride)] for position in range(min(len(shapes), _MAX_SHAPES))]

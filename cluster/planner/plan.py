@@ -86,7 +86,7 @@ class ScalingPlan:
 
     sizes: PoolSizes
     reason: str
-    """For people: the observation, the conclusion, and what delays a change."""
+    """Sentence for operators: the observation, the conclusion, and what delays a change."""
     terms: tuple[tuple[str, float], ...] = ()
     """Names and values of the underlying numbers, in reading order."""
 

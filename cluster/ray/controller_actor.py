@@ -57,7 +57,7 @@ class StartProgress:
     num_steps: int
     """Number of all steps."""
     outcome: Up | StartFailure | None
-    """None: it is still starting."""
+    """Outcome of the start; None while it goes on."""
 
 
 class ControllerActor:

@@ -17,8 +17,7 @@ class ToolFormat:
     needs_special_tokens: bool
     """Whether markers are special tokens of usual tokenizers, so that decoding must keep special tokens."""
     bare: str = ""
-    """Character with which calls begin that stand without a marker, at the start of an answer; empty: there are none.
-    """
+    """First character of calls without a marker, which stand at the start of an answer; empty: there are none."""
 
     @property
     def opening(self) -> str:

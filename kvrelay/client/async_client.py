@@ -46,7 +46,7 @@ class AsyncClient(BaseClient[AsyncGenerationStream, AsyncTrafficStream, Coroutin
         self._tls = channel_credentials(tls)
         self._is_direct = direct
         self._channels: dict[tuple[str, str], grpc.aio.Channel] = {}
-        """To routers and, in direct mode, workers: by address and by the name in the certificate, if not that."""
+        """Channels to routers and, in direct mode, workers, by address and, if it differs, name in the certificate."""
 
     async def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Generation:
         """Return the complete answer to text, token ids or a conversation. Raises KvrelayError."""

@@ -53,7 +53,7 @@ class AnswerFormat:
     in_reasoning: bool
     """Whether the text begins inside the thoughts."""
     forced_name: str
-    """The tool whose arguments the text is, where there is no markup of calls; empty: it is none."""
+    """Tool whose arguments the whole text is, where calls have no markup; empty: the text is an ordinary answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

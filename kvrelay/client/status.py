@@ -298,7 +298,7 @@ class Finding:
     """Name of the cause; empty for a part of a request's time."""
     pool: str
     lost_s: float
-    """Time that a request loses by it, in the mean."""
+    """Mean time that a request loses by it."""
     text: str
     changes: tuple[str, ...]
     """Changes that would help, with what each would bring."""

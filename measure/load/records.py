@@ -230,7 +230,7 @@ class RunInfo:
     duration_s: float
     """From the first due request to the last answer."""
     num_workers: dict[str, int]
-    """By role; empty when the target does not report them."""
+    """Workers by role; empty when the target does not report them."""
     generator: GeneratorReport
     labels: dict[str, str] = field(default_factory=dict)
     """Labels by the caller: pool shape, policy, repeat …"""

@@ -25,7 +25,7 @@ class Latencies:
     e2e: Distribution | None
     """From due to end."""
     queue: Distribution | None
-    """By the server's own stamps, like the three below."""
+    """Queue times by the server's own stamps, like the three figures below."""
     prefill: Distribution | None
     transfer: Distribution | None
     """Over requests whose KV moved; the next one, too."""
@@ -146,7 +146,7 @@ class Summary:
     """"all" first, then by name."""
     throughput: Throughput
     pools: tuple[WorkerSummary, ...]
-    """By role; empty when the target does not report its workers."""
+    """Figures of the workers by role; empty when the target does not report them."""
     workers: tuple[WorkerSummary, ...]
     peak_queued: int | None
     """Longest queue of the router in any sample."""

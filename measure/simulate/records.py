@@ -200,7 +200,7 @@ class SimRun:
     """A finished run. All fields but `wall_s` and `choice_s` are functions of its input."""
 
     requests: tuple[RequestRecord, ...]
-    """In order of arrival. Times are virtual, since the first arrival, as the clients see them."""
+    """Requests in order of arrival. Times are virtual, since the first arrival, as the clients see them."""
     workers: list[WorkerResult]
     samples: tuple[PoolSample, ...] = ()
     stays: Sequence[Stay] = ()

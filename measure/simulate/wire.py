@@ -101,9 +101,9 @@ class Fate(enum.Enum):
 
     ARRIVE = "arrive"
     LOSE = "lose"
-    """It vanishes, and the call's connection breaks when the keepalive notices: TCP loses nothing and goes on."""
+    """The message vanishes. The connection breaks when the keepalive notices: TCP loses nothing and goes on."""
     REPEAT = "repeat"
-    """It arrives twice."""
+    """The message arrives twice."""
 
 
 class FaultInjector(Protocol):
@@ -223,11 +223,11 @@ class Carried(Protocol):
 
     @property
     def terms(self) -> CallTerms:
-        """Its hosts and method."""
+        """Hosts and method of the call."""
 
     @property
     def served_by(self) -> object | None:
-        """Its server's end; None before it has arrived there."""
+        """The server's end of the call; None before the call has arrived there."""
 
     def in_order(self, arrives_s: float, *, is_request: bool) -> float:
         """Return the earliest time of arrival behind all earlier messages of the direction."""

@@ -33,9 +33,9 @@ class Style(ABC):
     chunk_name: str
     """Name of an event of a stream."""
     text_open: str
-    """JSON of an event's choice, from its index to its text …"""
+    """JSON of an event's choice from its index up to its text."""
     text_close: str
-    """… and behind it."""
+    """JSON of an event's choice behind its text."""
     opening: str
     """JSON of a choice, behind its index, in an event before its first text; empty for no such event."""
     prompt_ids_with_choice: bool

@@ -44,7 +44,7 @@ class Shed(enum.Enum):
     DEADLINE = "deadline"
     """Requests whose first token would come after the caller's own deadline."""
     SLO = "slo"
-    """Also requests that would miss their objective for the time to first token."""
+    """Those, and requests that would miss their objective for the time to first token."""
 
 
 def find_hopeless(

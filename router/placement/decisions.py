@@ -33,7 +33,7 @@ class Decision:
     """Tokens that must be in the KV cache."""
     plan: Plan
     decided_s: float
-    """On the router's clock."""
+    """Time of the choice on the router's clock."""
     decision_s: float = 0.0
     """Duration of the choice."""
     waited_s: float = 0.0

@@ -116,7 +116,7 @@ class PlacementRequest:
     typical_output_tokens: int = 256
     """Mean length of all answers, as far as known."""
     received_s: float = 0.0
-    """On the router's clock, like all absolute times here."""
+    """Time of receipt on the router's clock, like all absolute times here."""
     deadline_s: float = math.inf
     """The caller's own deadline."""
     ttft_slo_s: float = math.inf
@@ -126,9 +126,9 @@ class PlacementRequest:
     has_begun: bool = False
     """The client has had its first token, through an earlier plan."""
     is_prefill_only: bool = False
-    """It is answered by a worker of the prefill pool: nothing is decoded."""
+    """Whether a worker of the prefill pool answers it: nothing is decoded."""
     is_quarantined: bool = False
-    """It may be what ends the workers that compute it, so it needs workers without another quarantined request."""
+    """Whether it may be what ends its workers, so that it needs workers without another quarantined request."""
     now_s: float = 0.0
     """Time of the choice. The chooser sets this field and the following ones."""
     gap_error: float = 1.0

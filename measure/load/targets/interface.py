@@ -33,7 +33,7 @@ class TargetSpec:
     """`HOST:PORT` or `grpc://HOST:PORT`: our gRPC API. `http(s)://HOST[:PORT]/v1`: an OpenAI-compatible server."""
     api_key: str | None = None
     model: str | None = None
-    """None: the first model that is served."""
+    """Name of a served model; None: the first one."""
     tls: bool | str | None = None
     """How to connect, in the form of `kvrelay.client.tls.Tls`: a file with certificates, or a keyword."""
     direct: bool = False
@@ -52,7 +52,7 @@ class TargetInfo:
     max_model_len: int | None
     vocab_size: int | None
     num_workers: dict[str, int]
-    """By role; empty when the target does not report them."""
+    """Workers by role; empty when the target does not report them."""
     takes_objectives: bool = False
     """Whether the server reads the objectives that a request names."""
     notes: tuple[str, ...] = ()

@@ -16,7 +16,7 @@ ERROR_PREFIX = "Error: "
 """Begins the result of a tool that failed: chat templates know of no failures."""
 
 _Block = tuple[str, dict[str, Any]]
-"""Its place in the body, and its members."""
+"""Place of a block in the body, and its members."""
 _MEMBERS: Mapping[str, tuple[str, ...]] = {
     "text": ("text",),
     "thinking": ("thinking", "signature"),
@@ -176,4 +176,4 @@ _READERS: Mapping[str, tuple[_Reader, tuple[str, ...]]] = {
     "user": (_asked, ("text", "tool_result")),
     "assistant": (_answered, ("text", "thinking", "redacted_thinking", "tool_use")),
 }
-"""By role: what reads the blocks of a message, and their kinds."""
+"""Readers of a message's blocks, and the kinds of these, by role."""
