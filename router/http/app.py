@@ -26,7 +26,6 @@ from router.http.answers import in_style
 from router.http.anthropic.answers import message_answers
 from router.http.anthropic.calls import body_field as message_field
 from router.http.anthropic.calls import read_messages_body
-from router.http.anthropic.counting import TokenCounter
 from router.http.connections import Connections
 from router.http.embeddings import Embeddings
 from router.http.errors import (
@@ -115,7 +114,7 @@ class HttpApp:
             "embeddings": Embeddings(door),
             "responses": Generation(door, read=read_response, answer=response_answer, prompt_field="input"),
             "messages": messages,
-            "count_tokens": TokenCounter(door),
+            "count_tokens": inquiries.count_tokens,
             "models": inquiries.models,
             "model": inquiries.model,
             "tokenize": inquiries.tokenize,

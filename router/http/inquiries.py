@@ -11,6 +11,8 @@ from common.version import installed_version
 from kvrelay.v1 import inference_pb2 as pb
 from router.facts import ModelFacts
 from router.front_door import FrontDoor
+from router.http.anthropic.calls import conversation_of
+from router.http.anthropic.schema import CountTokensBody
 from router.http.calls import read_token_ids
 from router.http.errors import NOT_FOUND, HttpError
 from router.http.exchange import Exchange
@@ -64,6 +66,16 @@ class Inquiries:
         if body.return_token_strs:
             answer["token_strs"] = pieces
         exchange.finish_json(answer)
+
+    async def count_tokens(self, exchange: Exchange) -> None:
+        """`POST /v1/messages/count_tokens`: the tokens of the conversation's prompt."""
+        tenant = self._door.identify(exchange.metadata)
+        body = parse_body(CountTokensBody, await exchange.body(timeout_s=BODY_TIMEOUT_S))
+        conversation = conversation_of(body)
+        model = served_model(self._door, body.model)
+        with self._door.tokenizing(tenant):
+            encoded = await self._door.reader.encode_chat(conversation, model, tenant=tenant)
+        exchange.finish_json({"input_tokens": len(encoded.token_ids)})
 
     async def detokenize(self, exchange: Exchange) -> None:
         """`POST /detokenize`."""

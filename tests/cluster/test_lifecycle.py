@@ -1,5 +1,6 @@
 """up, down and read_info, without services: state handling, ports, models."""
 
+import asyncio
 import os
 import signal
 import socket
@@ -12,12 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from cluster import stopping
+from cluster import stopping, wiring
 from cluster.lifecycle import ClusterError, default_run_dir, down, read_info, up
 from cluster.processes.run_dir import lock_run_dir
+from cluster.processes.starter import Event, StartFailure
 from cluster.processes.state import StateFile
 from cluster.ray import outside
-from common.config import ServingConfig
+from common.config import ServingConfig, TracingConfig
 from common.process import ProcessIdentity
 from tests.cluster.support import make_config
 from tests.cluster.test_state import make_state
@@ -254,3 +256,27 @@ def test_up_beside_a_supervisor_that_has_just_started_says_so_and_kills_nothing(
         with pytest.raises(ClusterError, match=f"a supervisor \\({process.pid}\\) is alive"):
             start(make_config(), tmp_path)
         assert process.poll() is None
+
+
+async def test_cluster_that_could_not_trace_as_told_starts_no_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "opentelemetry", None)
+    for name in [name for name in sys.modules if name.startswith("opentelemetry.")]:
+        monkeypatch.delitem(sys.modules, name)
+    told: list[Event] = []
+
+    class Audience:
+        def tell(self, event: Event) -> None:
+            told.append(event)
+
+    config = make_config(launcher="local").model_copy(update={"tracing": TracingConfig(endpoint="http://127.0.0.1:1")})
+    status = await wiring.supervise(
+        config, config_path=tmp_path / "serving.yaml", run_dir=tmp_path, audience=Audience(), stopping=asyncio.Event()
+    )
+
+    assert status == 1
+    (failure,) = told
+    assert isinstance(failure, StartFailure)
+    assert failure.reason.startswith("tracing.endpoint: cannot trace: opentelemetry")
+    assert not (tmp_path / "tls").exists()

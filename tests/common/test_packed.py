@@ -1,8 +1,9 @@
-"""Packed tokens and hashes equal lists of objects at every block boundary."""
+"""Packed tokens and hashes equal lists of objects at every block boundary; invalid batches of KV events are refused."""
 
 import hashlib
 import struct
 
+import msgpack
 import numpy as np
 import pytest
 import xxhash
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from common.block_hash import NO_HASHES, ROOT_BYTES, BlockHashes, hash_blocks, hash_root
 from common.errors import InvalidRequest
 from common.ids import BlockHash, HashRoot
+from common.kv_events import decode_events
 from common.tokens import TokenArray, as_tokens, token_view
 from common.wire import pack_tokens, token_ids_from_proto, unpack_tokens
 from kvrelay.v1 import inference_pb2
@@ -121,3 +123,20 @@ def test_block_hashes_refuse_partial_hashes_and_steps() -> None:
         BlockHashes(bytes(64))[::2]
     with pytest.raises(IndexError):
         NO_HASHES[0]
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        {"v": 1, "snap": False, "add": "x" * 16, "del": b""},
+        {"v": 1, "snap": False, "add": b"", "del": [1] * 16},
+        {"v": 1, "snap": False, "add": b"x" * 15, "del": b""},
+        {"v": 2, "snap": False, "add": b"", "del": b""},
+        {"v": 1},
+        [1, 2],
+        7,
+    ],
+)
+def test_invalid_batch_is_refused_as_a_whole(batch: object) -> None:
+    with pytest.raises(ValueError, match=r"KV event|block hash"):
+        decode_events(msgpack.packb(batch))

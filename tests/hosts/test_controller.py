@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from kvrelay.client import AsyncClient
-from tests.hosts.journal import Journal
-from tests.hosts.network import Host, hosts, why_not
+from tests.hosts.network import Host, Journal, hosts, why_not
 from tests.hosts.ray_cluster import NAME, ROUTER_PORT, RayCluster
 from tests.hosts.streams import Seen, describe, stream_all
 from tests.hosts.test_ray_up import POOL, workers_at

@@ -16,8 +16,7 @@ import pytest
 
 from common.errors import KvrelayError
 from kvrelay.client import AsyncClient
-from tests.hosts.journal import Journal
-from tests.hosts.network import Host, hosts, why_not
+from tests.hosts.network import Host, Journal, hosts, why_not
 from tests.hosts.ports import documented_ports
 from tests.hosts.ray_cluster import NAME, ROUTER_PORT, WORKER_PORTS, RayCluster
 from tests.hosts.streams import describe, stream_all

@@ -7,8 +7,7 @@ from common.trust.identity import Role
 from kvrelay.client import AsyncClient
 from tests.hosts import strangers
 from tests.hosts.certificates import watched
-from tests.hosts.journal import Journal
-from tests.hosts.network import Host
+from tests.hosts.network import Host, Journal
 from tests.hosts.ports import documented_ports
 from tests.hosts.ray_cluster import NAME, RayCluster
 from tests.hosts.strangers import (
