@@ -106,7 +106,7 @@ def load_draft_layer(
 
 
 def _load_native(model: ModelDescription, config: DecoderConfig, options: EngineOptions) -> Executor:
-    kernels = load_cpu_kernels(model.dtype) if options.kernels == "auto" else None
+    kernels = load_cpu_kernels(model.dtype) if options.kernels != "torch" else None
     convert = None
     if options.quantization is not None:
         convert = quantize_and_pack(config, options.quantization, kernels, model.device)

@@ -40,8 +40,8 @@ class EngineOptions:
     max_running: int = 256
     quantization: QuantizationMethod | None = None
     kv_dtype: KvDtype = "auto"
-    kernels: Literal["auto", "torch"] = "auto"
-    """"torch": no compiled kernels, even where they are available."""
+    kernels: Literal["auto", "torch", "cudnn"] = "auto"
+    """"torch": no compiled kernels on a CPU, even where they are available. "cudnn": attends to prompts on a GPU."""
     runner: Literal["torch", "vllm"] = "torch"
     """What computes: our own decoder and transformers', or vLLM's model runner."""
     tensor_parallel: int = 1

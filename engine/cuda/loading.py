@@ -52,6 +52,8 @@ class LoadedModel:
     kv_scales: Seq[tuple[float, float]] | None = None
     """Scales of each layer's keys and values, for pages of 8-bit numbers."""
     floors: StepFloors | None = None
+    uses_cudnn: bool = False
+    """Whether cuDNN computes the attention of prompts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +81,7 @@ def load_cuda_executor(model: ModelDescription, options: EngineOptions) -> CudaE
     scales = kv_scales(weights, model.config) if options.kv_dtype == "fp8" else None
     if options.quantization is not None:
         quantize_weights(weights, model.config, options.quantization)
-    widen_weights(weights, lambda linear: linear)
+    widen_weights(weights, lambda linear, _span: linear)
     loaded = LoadedModel(
         decoder=Decoder(model.config, weights),
         info=model.info,
@@ -88,6 +90,7 @@ def load_cuda_executor(model: ModelDescription, options: EngineOptions) -> CudaE
         dtype=model.dtype,
         kv_scales=scales,
         floors=measure_floors(model.config, model.shape, weight_bytes=weights.num_bytes, device=model.device),
+        uses_cudnn=options.kernels == "cudnn",
     )
     bounds = StepBounds(max_step_tokens=options.max_step_tokens, max_running=options.max_running)
     num_blocks = options.num_blocks
@@ -137,7 +140,12 @@ def make_device_ops(model: LoadedModel, store: TorchKvStore) -> DeviceOps:
             logger.warning("cannot import Triton's kernels; torch's are slow on a GPU: %s", error)
         else:
             ops = TritonOps(
-                config, store, dtype=model.dtype, kv_scales=model.kv_scales, max_positions=model.info.max_model_len
+                config,
+                store,
+                dtype=model.dtype,
+                kv_scales=model.kv_scales,
+                max_positions=model.info.max_model_len,
+                uses_cudnn=model.uses_cudnn,
             )
             ops.warm_up()
             return ops

@@ -15,7 +15,7 @@ from common.ids import BlockId
 from engine.kv_cache import TorchKvStore, kv_shape
 from engine.model.config import DecoderConfig
 from engine.model.gptq import TextSums, round_for_text
-from engine.model.grouped import GroupedWeight, round_inputs
+from engine.model.grouped import GroupedWeight, input_span, round_inputs
 from engine.model.precision import dtype_name
 from engine.model.weights import DecoderWeights, FusedProjection, Linear, fused_projections, plain
 from engine.ops.interface import StepOps
@@ -34,7 +34,11 @@ def round_for_windows(
     plain, on a CPU, and stay as they are.
     """
     step = _plan(config, len(windows[0]), weights.embedding.dtype)
-    exact, rounded = (_Pass(weights, windows, step, prepare) for prepare in (_as_they_are, round_inputs))
+
+    def round_all(x: Tensor) -> Tensor:
+        return round_inputs(x, input_span(x.shape[1] if group_size == -1 else group_size, x.shape[1]))
+
+    exact, rounded = (_Pass(weights, windows, step, prepare) for prepare in (_as_they_are, round_all))
     for layer_idx, layer in enumerate(weights.layers):
         for projection in fused_projections(config):
             linear = plain(getattr(layer, projection.field))

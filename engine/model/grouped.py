@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from engine.model.weights import Linear, Projection
 
-_INPUT_BLOCK, _LARGEST_CODE = 32, 127  # kBlock and kLargestCode of the kernels
+_SHORT_SPAN, _LONG_SPAN, _LARGEST_CODE = 32, 128, 127  # inputs that share a scale in the kernels (rounded.h)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,9 +78,10 @@ class GroupedLinear:
 class RoundedInputs:
     """A projection whose inputs are rounded as the compiled kernels round those of grouped weights; a `Projection`."""
 
-    def __init__(self, projection: Projection) -> None:
-        """Keep the projection that multiplies."""
+    def __init__(self, projection: Projection, span: int) -> None:
+        """Keep the projection that multiplies. `span` inputs share a scale: `input_span` of its weight."""
         self._projection = projection
+        self._span = span
 
     @property
     def num_bytes(self) -> int:
@@ -88,13 +89,18 @@ class RoundedInputs:
         return self._projection.num_bytes
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return the projection of x [num_tokens, in_features] in 255 steps for each block of 32 inputs."""
-        return self._projection(round_inputs(x))
+        """Return the projection of x [num_tokens, in_features] in 255 steps for each span of inputs."""
+        return self._projection(round_inputs(x, self._span))
 
 
-def round_inputs(x: Tensor) -> Tensor:
-    """Return inputs [num_tokens, in_features] in the 255 steps for each block of 32 that the compiled kernels take."""
-    blocks = F.pad(x.float(), (0, -x.shape[1] % _INPUT_BLOCK)).reshape(len(x), -1, _INPUT_BLOCK)
+def input_span(group_size: int, in_features: int) -> int:
+    """Return how many inputs share a scale beside weights in groups of a size: more where whole rows of weights do."""
+    return _LONG_SPAN if group_size >= in_features else _SHORT_SPAN
+
+
+def round_inputs(x: Tensor, span: int) -> Tensor:
+    """Return inputs [num_tokens, in_features] in the 255 steps for each `span` that the compiled kernels take."""
+    blocks = F.pad(x.float(), (0, -x.shape[1] % span)).reshape(len(x), -1, span)
     largest = blocks.abs().amax(2, keepdim=True)
     codes = torch.where(largest > 0, blocks * (_LARGEST_CODE / largest), blocks).round_()
     return (codes * (largest / _LARGEST_CODE)).flatten(1)[:, : x.shape[1]].to(x.dtype)

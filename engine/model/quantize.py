@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from engine.model.config import DecoderConfig, UnsupportedModel
-from engine.model.grouped import GroupedLinear
+from engine.model.grouped import GroupedLinear, input_span
 from engine.model.rounding import round_to_affine_grid, round_to_grid
 from engine.model.weights import (
     HEAD_FIELD,
@@ -138,19 +138,24 @@ def quantizer(config: DecoderConfig, method: QuantizationMethod, *, device: torc
     return convert
 
 
-def widen_weights(weights: DecoderWeights, convert: Callable[[Linear], Projection]) -> None:
-    """Replace grouped projections by `convert(linear)` of their values in the model's dtype. Mutates `weights`.
+def widen_weights(weights: DecoderWeights, convert: Callable[[Linear, int], Projection]) -> None:
+    """Replace grouped projections by `convert(linear, span)` of their values in the model's dtype. Mutates `weights`.
+
+    Kernels for the groups would take inputs with a scale for each `span` of them.
 
     For where no kernel takes groups: they then take the memory of a plain checkpoint, and no step widens them again.
     """
     dtype = weights.embedding.dtype
     if any(isinstance(projection, GroupedLinear) for projection in weights.projections()):
         logger.warning("weights in groups are widened to %s: no kernel here takes them as they are", dtype)
-    weights.replace_projections(
-        lambda projection: (
-            convert(projection.dequantize(dtype)) if isinstance(projection, GroupedLinear) else projection
-        )
-    )
+
+    def widened(projection: Projection) -> Projection:
+        if not isinstance(projection, GroupedLinear):
+            return projection
+        weight = projection.weight
+        return convert(projection.dequantize(dtype), input_span(weight.group_size, weight.shape[1]))
+
+    weights.replace_projections(widened)
 
 
 class Fp8Linear:

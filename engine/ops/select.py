@@ -27,7 +27,7 @@ from engine.ops.torch_ops import TorchOps
 
 logger = logging.getLogger(__name__)
 
-# Tile registers multiply bfloat16 many times faster than vectors do; oneDNN uses them, our kernels do not.
+# Tile registers multiply bfloat16 many times faster than vectors do. oneDNN uses them, our kernels for codes alone.
 _TILE_FLAG = "amx_bf16"
 
 # The kernels' vectors are AVX-512 registers. On other CPUs g++ keeps them in memory: 2.5 GFLOP/s on a core whose AVX2
@@ -104,9 +104,9 @@ def _pack(weights: DecoderWeights, kernels: CpuKernels | None) -> str:
     is_grouped = any(isinstance(projection, GroupedLinear | PackedLinear) for projection in weights.projections())
     if kernels is not None and (is_grouped or not has_tiles) and can_pack_all(weights):
         pack_projections(weights, kernels)
-        return "compiled, packed weights"
+        return "compiled, packed weights" + (", many rows in tiles" if is_grouped and kernels.has_tiles() else "")
     if can_pack(weights.embedding):
-        widen_weights(weights, lambda linear: RoundedInputs(OneDnnLinear(linear)))
+        widen_weights(weights, lambda linear, span: RoundedInputs(OneDnnLinear(linear), span))
         weights.replace_projections(lambda linear: OneDnnLinear(linear) if isinstance(linear, Linear) else linear)
         return "oneDNN, packed weights"
     widen_weights(weights, RoundedInputs)

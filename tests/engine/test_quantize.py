@@ -147,7 +147,7 @@ def test_weights_widened_for_other_kernels_keep_their_values(checkpoint: Callabl
     quantize_weights(weights, config, "int4")
     x = torch.randn(3, weights.embedding.shape[1], generator=torch.Generator().manual_seed(0))
     before = [weights.layers[0].qkv(x), weights.head(x)]
-    widen_weights(weights, lambda linear: linear)
+    widen_weights(weights, lambda linear, _span: linear)
     assert all(isinstance(projection, Linear) for projection in weights.projections())
     assert torch.equal(weights.layers[0].qkv(x), before[0])
     assert torch.equal(weights.head(x), before[1])

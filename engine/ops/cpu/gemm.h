@@ -89,10 +89,10 @@ inline void multiply_panel(int rows, const T* a, int64_t a_stride, const T* pane
     }
 }
 
-// Rows per pass when `rows` are split evenly into passes of at most kMaxRows.
-inline int64_t rows_per_pass(int64_t rows) {
-    if (rows <= kMaxRows) return kMaxRows;
-    int64_t passes = (rows + kMaxRows - 1) / kMaxRows;
+// Rows per pass when `rows` are split evenly into passes of at most `most`.
+inline int64_t rows_per_pass(int64_t rows, int64_t most = kMaxRows) {
+    if (rows <= most) return most;
+    int64_t passes = (rows + most - 1) / most;
     return (rows + passes - 1) / passes;
 }
 

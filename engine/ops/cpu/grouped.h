@@ -4,9 +4,15 @@
 // four bytes, each the code of one input (8 bits: 8 steps) or of two that are four inputs apart (4 bits: 4 steps, the
 // first in the low half). Scales and offsets: [panel][group][16 columns].
 //
-// x is rounded to 8 bits (rounded.h). A row's result depends on this row alone, bit for bit, with any number of rows.
+// x is rounded to 8 bits (rounded.h). A row's result depends on this row alone, bit for bit, with any number of rows: the
+// sum of a span is exact, by vectors or by tiles (tiles.h), and spans are added up in one order.
 #pragma once
-#include "rounded.h"
+#include <optional>
+
+#include "tiles.h"
+
+// Kernels are compiled once, not into each of their callers: compiling takes seconds of a first start.
+#define KVRELAY_ONCE __attribute__((noinline))
 
 namespace kvrelay {
 
@@ -42,6 +48,23 @@ inline F32x16 load_grid(const void* grid, int64_t bits, int64_t g) {
     return bits == 16 ? load_half((const uint16_t*)grid + g * kLanes) : load<F32x16>((const float*)grid + g * kLanes);
 }
 
+inline F32x16 multiply_add(F32x16 a, F32x16 b, F32x16 c) {
+#if defined(__AVX512F__)
+    return (F32x16)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#else
+    return a * b + c;
+#endif
+}
+
+// Add a span to a row's sums, given the sums of its products: with codes as they are, or, in a symmetric grid, with what
+// they are above its middle.
+template <bool kSymmetric>
+inline F32x16 add_span(F32x16 acc, F32x16 sums, F32x16 scale, F32x16 offset, float code_sum, float x_scale) {
+    F32x16 value = sums * scale;
+    if (!kSymmetric) value = multiply_add(splat(code_sum), offset, value);
+    return multiply_add(value, splat(x_scale), acc);
+}
+
 // Add to each column the products of its four codes, unsigned bytes, with x's four, signed bytes.
 inline I32x16 add_quad(I32x16 sum, I32x16 codes, int32_t x) {
 #if defined(__AVX512VNNI__)
@@ -73,91 +96,201 @@ inline void multiply_block(const int32_t* quads, const uint8_t* codes, I32x16* s
     }
 }
 
-// Panel p of the product with one tile, [kRows].
-template <int kBits, int kRows>
-inline void multiply_panel(const RoundedTile& x, const Grouped& w, int64_t blocks, int64_t p, F32x16* y) {
-    constexpr int kMiddle = 1 << (kBits - 1);
-    const uint8_t* codes = w.codes + p * blocks * grouped_block_bytes(kBits);
-    int64_t group = p * ((blocks + w.group_blocks - 1) / w.group_blocks), in_group = 0;
-    F32x16 acc[kRows] = {}, scale{}, offset{};
-    for (int64_t b = 0; b < blocks; b++, codes += grouped_block_bytes(kBits)) {
-        if (in_group == 0) {
-            scale = load_grid(w.scales, w.scale_bits, group);
-            offset = w.offsets ? load_grid(w.offsets, w.scale_bits, group) : scale * -float(kMiddle);
-            group++;
+// Scales and offsets of a panel, span by span.
+class PanelGrid {
+public:
+    PanelGrid(const Grouped& w, int64_t blocks, int64_t p)
+        : w_(w), group_(p * ((blocks + w.group_blocks - 1) / w.group_blocks)) {}
+
+    void next(int64_t span) {
+        if (in_group_ == 0) {
+            scale = load_grid(w_.scales, w_.scale_bits, group_);
+            if (w_.offsets) offset = load_grid(w_.offsets, w_.scale_bits, group_);
+            group_++;
         }
-        in_group = in_group + 1 == w.group_blocks ? 0 : in_group + 1;
+        in_group_ = in_group_ + span >= w_.group_blocks ? 0 : in_group_ + span;
+    }
+
+    F32x16 scale{}, offset{};
+
+private:
+    const Grouped& w_;
+    int64_t group_, in_group_ = 0;
+};
+
+// Panel p of the product with one tile, [kRows].
+template <int kBits, bool kSymmetric, int kRows>
+KVRELAY_ONCE void multiply_panel(
+    const RoundedTile& x, const Grouped& w, int64_t blocks, int64_t span, int64_t p, F32x16* y) {
+    constexpr float kMiddle = 1 << (kBits - 1);
+    const uint8_t* codes = w.codes + p * blocks * grouped_block_bytes(kBits);
+    PanelGrid grid(w, blocks, p);
+    F32x16 acc[kRows] = {};
+    for (int64_t b = 0, s = 0; b < blocks; s++) {
+        grid.next(span);
         I32x16 sums[kRows] = {};
-        multiply_block<kBits, kRows>(x.quads + b * kQuads * kRows, codes, sums);
+        for (int64_t end = std::min(b + span, blocks); b < end; b++, codes += grouped_block_bytes(kBits))
+            multiply_block<kBits, kRows>(x.quads + b * kQuads * kRows, codes, sums);
 #pragma GCC unroll 12
         for (int r = 0; r < kRows; r++) {
-            F32x16 value = __builtin_convertvector(sums[r], F32x16) * scale + x.code_sums[b * kRows + r] * offset;
-            acc[r] += value * x.scales[b * kRows + r];
+            F32x16 wide = __builtin_convertvector(sums[r], F32x16);
+            float code_sum = x.code_sums[s * kRows + r];
+            if (kSymmetric) wide = multiply_add(splat(code_sum), splat(-kMiddle), wide);  // exact
+            acc[r] = add_span<kSymmetric>(acc[r], wide, grid.scale, grid.offset, code_sum, x.scales[s * kRows + r]);
         }
     }
     for (int r = 0; r < kRows; r++) y[r] = acc[r];
 }
 
-template <int kBits>
-inline void multiply_panel(const RoundedTile& x, const Grouped& w, int64_t blocks, int64_t p, F32x16* y) {
+template <int kBits, bool kSymmetric>
+inline void multiply_panel(
+    const RoundedTile& x, const Grouped& w, int64_t blocks, int64_t span, int64_t p, F32x16* y) {
     switch (x.rows) {
-        case 1: return multiply_panel<kBits, 1>(x, w, blocks, p, y);
-        case 2: return multiply_panel<kBits, 2>(x, w, blocks, p, y);
-        case 3: return multiply_panel<kBits, 3>(x, w, blocks, p, y);
-        case 4: return multiply_panel<kBits, 4>(x, w, blocks, p, y);
-        case 5: return multiply_panel<kBits, 5>(x, w, blocks, p, y);
-        case 6: return multiply_panel<kBits, 6>(x, w, blocks, p, y);
-        case 7: return multiply_panel<kBits, 7>(x, w, blocks, p, y);
-        case 8: return multiply_panel<kBits, 8>(x, w, blocks, p, y);
-        case 9: return multiply_panel<kBits, 9>(x, w, blocks, p, y);
-        case 10: return multiply_panel<kBits, 10>(x, w, blocks, p, y);
-        case 11: return multiply_panel<kBits, 11>(x, w, blocks, p, y);
-        default: return multiply_panel<kBits, 12>(x, w, blocks, p, y);
+        case 1: return multiply_panel<kBits, kSymmetric, 1>(x, w, blocks, span, p, y);
+        case 2: return multiply_panel<kBits, kSymmetric, 2>(x, w, blocks, span, p, y);
+        case 3: return multiply_panel<kBits, kSymmetric, 3>(x, w, blocks, span, p, y);
+        case 4: return multiply_panel<kBits, kSymmetric, 4>(x, w, blocks, span, p, y);
+        case 5: return multiply_panel<kBits, kSymmetric, 5>(x, w, blocks, span, p, y);
+        case 6: return multiply_panel<kBits, kSymmetric, 6>(x, w, blocks, span, p, y);
+        case 7: return multiply_panel<kBits, kSymmetric, 7>(x, w, blocks, span, p, y);
+        case 8: return multiply_panel<kBits, kSymmetric, 8>(x, w, blocks, span, p, y);
+        case 9: return multiply_panel<kBits, kSymmetric, 9>(x, w, blocks, span, p, y);
+        case 10: return multiply_panel<kBits, kSymmetric, 10>(x, w, blocks, span, p, y);
+        case 11: return multiply_panel<kBits, kSymmetric, 11>(x, w, blocks, span, p, y);
+        default: return multiply_panel<kBits, kSymmetric, 12>(x, w, blocks, span, p, y);
+    }
+}
+
+#if defined(KVRELAY_TILES)
+// Panel p of the product with one tile, [kRows], of which those behind the tile's rows are undefined. codes: `widen_codes`.
+template <bool kSymmetric, int kSpan, int kRows>
+KVRELAY_ONCE void multiply_tile(
+    const RoundedTile& x, const Grouped& w, const uint8_t* codes, int64_t blocks, int64_t p, F32x16* y) {
+    int64_t spans = (blocks + kSpan - 1) / kSpan;
+    PanelGrid grid(w, blocks, p);
+    F32x16 acc[kRows] = {};
+    I32x16 sums[kTiledSpans][kTiledRows];
+    for (int64_t first = 0; first < spans; first += kTiledSpans) {
+        tiled_sums<kSymmetric, kSpan>(x, codes, spans, first, sums);
+        for (int64_t s = first; s < std::min(first + kTiledSpans, spans); s++) {
+            grid.next(kSpan);
+            const float *code_sums = x.code_sums + s * x.rows, *scales = x.scales + s * x.rows;
+#pragma GCC unroll 16
+            for (int r = 0; r < kRows; r++) {
+                F32x16 wide = __builtin_convertvector(sums[s - first][r], F32x16);
+                acc[r] = add_span<kSymmetric>(acc[r], wide, grid.scale, grid.offset, code_sums[r], scales[r]);
+            }
+        }
+    }
+    for (int r = 0; r < kRows; r++) y[r] = acc[r];
+}
+
+// The codes of panel p, a byte each: [blocks][8][16 columns][4]. In a symmetric grid, what they are above its middle.
+template <int kBits, bool kSymmetric>
+inline void widen_codes(const Grouped& w, int64_t blocks, int64_t p, uint8_t* to) {
+    const uint8_t* codes = w.codes + p * blocks * grouped_block_bytes(kBits);
+    I8x64 middle = I8x64{} + int8_t(kSymmetric ? 1 << (kBits - 1) : 0);
+    for (const uint8_t* end = to + blocks * kTileBytes; to < end; codes += 64) {
+        __builtin_prefetch(codes + kPrefetchBytes);
+        I32x16 packed = load<I32x16>(codes);
+        store(to, (I8x64)(kBits == 4 ? packed & 0x0f0f0f0f : packed) - middle);
+        if (kBits == 4) store(to + 64, (I8x64)((packed >> 4) & 0x0f0f0f0f) - middle);
+        to += kBits == 4 ? 128 : 64;
+    }
+}
+
+template <int kBits, bool kSymmetric>
+inline const uint8_t* widened(const Grouped& w, int64_t blocks, int64_t p) {
+    static thread_local std::vector<I8x64> memory;
+    // Codes of a last, incomplete span are multiplied with zeros.
+    int64_t size = (blocks + kLongSpan - 1) * kTileBytes / 64;
+    if (int64_t(memory.size()) < size) memory.resize(size);
+    widen_codes<kBits, kSymmetric>(w, blocks, p, (uint8_t*)memory.data());
+    asm volatile("" ::: "memory");  // tiles are loaded behind the compiler's back
+    return (const uint8_t*)memory.data();
+}
+#endif
+
+// The product's panels that this thread has, on rounded rows. Y is T or wider.
+template <int kBits, bool kSymmetric, int kSpan, typename T, typename Y>
+void multiply_panels(const RoundedRows& x, const Grouped& w, const T* bias, Y* y, int64_t columns) {
+    int64_t blocks = x.blocks();
+#if defined(KVRELAY_TILES)
+    std::optional<Tiles> tiles;
+    if (x.is_for_tiles()) tiles.emplace(int(std::min(x.rows(), x.tile_rows())), quads_together(kSpan));
+#endif
+#pragma omp for schedule(static)
+    for (int64_t p = 0; p < num_panels(columns); p++) {
+        int64_t at = p * kLanes, width = std::min<int64_t>(columns - at, kLanes);
+        F32x16 offset = bias ? load_some(bias + at, width) : F32x16{};
+#if defined(KVRELAY_TILES)
+        const uint8_t* codes = tiles ? widened<kBits, kSymmetric>(w, blocks, p) : nullptr;
+#endif
+        for (int64_t row = 0; row < x.rows(); row += x.tile_rows()) {
+            RoundedTile tile = x.tile(row);
+            F32x16 product[kTiledRows];
+#if defined(KVRELAY_TILES)
+            if (tiles && tile.rows <= kTiledRows / 2) {
+                multiply_tile<kSymmetric, kSpan, kTiledRows / 2>(tile, w, codes, blocks, p, product);
+            } else if (tiles) {
+                multiply_tile<kSymmetric, kSpan, kTiledRows>(tile, w, codes, blocks, p, product);
+            } else
+#endif
+                multiply_panel<kBits, kSymmetric>(tile, w, blocks, kSpan, p, product);
+            for (int64_t r = 0; r < tile.rows; r++) {
+                F32x16 value = bias ? product[r] + offset : product[r];
+                Y* to = y + (row + r) * columns + at;
+                if (width == kLanes) {
+                    store_narrow(to, value);
+                } else {
+                    store_some(to, value, width);
+                }
+            }
+        }
     }
 }
 
 // Rows of this many inputs in all are rounded by every thread for itself, which costs less than waiting for another.
 constexpr int64_t kRoundedAlone = 4096;
 
-// y [rows, columns] = x [rows, depth] * W^T (+ bias). Both sides' rows are contiguous; Y is T or wider. All threads.
-template <typename T, typename Y>
-void grouped_linear(const T* x, const Grouped& w, const T* bias, Y* y, int64_t rows, int64_t columns, int64_t depth) {
+template <int kBits, bool kSymmetric, int kSpan, typename T, typename Y>
+void grouped_product(const T* x, const Grouped& w, const T* bias, Y* y, int64_t rows, int64_t columns, int64_t depth) {
     static thread_local std::vector<int32_t> memory;
-    RoundedRows together(rows, depth, memory);
+    Rounding how{kSpan, 1, kMaxRows};
+    if (rows >= kMinTiledRows && has_tiles()) how = {kSpan, quads_together(kSpan), kTiledRows};
+    RoundedRows together(rows, depth, how, memory);
     bool is_alone = rows * depth <= kRoundedAlone;
 #pragma omp parallel
     {
-        RoundedRows rounded = is_alone ? RoundedRows(rows, depth, memory) : together;
+        RoundedRows rounded = is_alone ? RoundedRows(rows, depth, how, memory) : together;
         if (is_alone) {
             for (int64_t row = 0; row < rows; row++) rounded.round(x + row * depth, row);
         } else {
 #pragma omp for schedule(static)
             for (int64_t row = 0; row < rows; row++) rounded.round(x + row * depth, row);
         }
-#pragma omp for schedule(static)
-        for (int64_t p = 0; p < num_panels(columns); p++) {
-            int64_t at = p * kLanes, width = std::min<int64_t>(columns - at, kLanes);
-            F32x16 offset = bias ? load_some(bias + at, width) : F32x16{};
-            for (int64_t row = 0; row < rows; row += rounded.tile_rows()) {
-                RoundedTile tile = rounded.tile(row);
-                F32x16 product[kMaxRows];
-                if (w.bits == 4) {
-                    multiply_panel<4>(tile, w, rounded.blocks(), p, product);
-                } else {
-                    multiply_panel<8>(tile, w, rounded.blocks(), p, product);
-                }
-                for (int64_t r = 0; r < tile.rows; r++) {
-                    F32x16 value = bias ? product[r] + offset : product[r];
-                    Y* to = y + (row + r) * columns + at;
-                    if (width == kLanes) {
-                        store_narrow(to, value);
-                    } else {
-                        store_some(to, value, width);
-                    }
-                }
-            }
-        }
+        multiply_panels<kBits, kSymmetric, kSpan>(rounded, w, bias, y, columns);
     }
+}
+
+template <int kBits, typename T, typename Y>
+void grouped_product(const T* x, const Grouped& w, const T* bias, Y* y, int64_t rows, int64_t columns, int64_t depth) {
+    // Formats with one scale for a whole row of weights are made for one scale for a whole row of inputs.
+    bool is_long = w.group_blocks >= num_blocks(depth);
+    if (w.offsets) {
+        is_long ? grouped_product<kBits, false, kLongSpan>(x, w, bias, y, rows, columns, depth)
+                : grouped_product<kBits, false, 1>(x, w, bias, y, rows, columns, depth);
+    } else {
+        is_long ? grouped_product<kBits, true, kLongSpan>(x, w, bias, y, rows, columns, depth)
+                : grouped_product<kBits, true, 1>(x, w, bias, y, rows, columns, depth);
+    }
+}
+
+// y [rows, columns] = x [rows, depth] * W^T (+ bias). Both sides' rows are contiguous; Y is T or wider. All threads.
+template <typename T, typename Y>
+void grouped_linear(const T* x, const Grouped& w, const T* bias, Y* y, int64_t rows, int64_t columns, int64_t depth) {
+    w.bits == 4 ? grouped_product<4>(x, w, bias, y, rows, columns, depth)
+                : grouped_product<8>(x, w, bias, y, rows, columns, depth);
 }
 
 // Pack panel p of the codes [columns, depth]. Missing columns and inputs have code 0; their x is 0.

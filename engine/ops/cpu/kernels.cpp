@@ -52,6 +52,7 @@ void kvrelay_pack_codes(const uint8_t* codes, uint8_t* packed, int64_t columns, 
 }
 // OpenMP keeps this setting for each thread that starts parallel work.
 void kvrelay_use_threads(int64_t count) { omp_set_num_threads(int(count)); }
+bool kvrelay_has_tiles() { return has_tiles(); }
 int64_t kvrelay_num_threads() { return omp_get_max_threads(); }
 KVRELAY_KERNELS(float, float32)
 KVRELAY_KERNELS(bf16, bfloat16)

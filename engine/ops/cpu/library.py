@@ -6,7 +6,7 @@ one pool of threads. Each thread that calls kernels sets how many of them work: 
 
 import ctypes
 from collections.abc import Callable
-from ctypes import POINTER, c_float, c_int64, c_void_p
+from ctypes import POINTER, c_bool, c_float, c_int64, c_void_p
 from pathlib import Path
 from typing import Any, cast
 
@@ -110,6 +110,8 @@ class CpuKernels:
         self.use_threads = declare("use_threads", None, count)
         """Sets the number of threads for kernels that the calling thread starts."""
         self.num_threads: Callable[[], int] = declare("num_threads", c_int64)
+        self.has_tiles: Callable[[], bool] = declare("has_tiles", c_bool)
+        """Whether products of many rows with grouped weights run in tile registers."""
         self.codes_size = declare("codes_size", c_int64, count, count, count)
         self.pack_codes = declare("pack_codes", None, address, address, count, count, count)
         self.packed_size = function("packed_size", c_int64, count, count)

@@ -14,6 +14,7 @@ typedef float F32x16 __attribute__((vector_size(64)));
 typedef int32_t I32x16 __attribute__((vector_size(64)));
 typedef uint16_t U16x16 __attribute__((vector_size(32)));
 typedef int8_t I8x16 __attribute__((vector_size(16)));
+typedef int8_t I8x64 __attribute__((vector_size(64)));
 typedef uint8_t U8x16 __attribute__((vector_size(16)));
 
 struct bf16 {

@@ -1,5 +1,6 @@
 """The decoder's operations on CUDA; an `Ops`."""
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 import torch
@@ -10,6 +11,7 @@ from engine.model.config import DecoderConfig
 from engine.model.rope import RotaryEmbedding
 from engine.ops.interface import Fp8Rows
 from engine.ops.metadata import AttentionMetadata
+from engine.ops.triton_kernels.cudnn_attention import cudnn_attention
 from engine.ops.triton_kernels.decode_attention import KeySplits, decode_attention, split_keys
 from engine.ops.triton_kernels.elementwise import (
     add_rms_norm,
@@ -22,7 +24,7 @@ from engine.ops.triton_kernels.elementwise import (
 from engine.ops.triton_kernels.pages import LayerPages
 from engine.ops.triton_kernels.prefill_attention import prefill_attention, tile_tokens
 from engine.ops.triton_kernels.rope_kv_write import HeadNorms, rope_kv_write, rotation_table
-from engine.ops.triton_kernels.step import DeviceStep
+from engine.ops.triton_kernels.step import Chunk, DeviceStep
 
 _INTERPRETED_SMS = 4
 """Multiprocessors assumed without a device: small batches get one split per sequence, single sequences several."""
@@ -34,7 +36,8 @@ class TritonOps:
 
     Weights and activations have `dtype` (default: the pages'). Pages may be float8_e4m3fn instead. `kv_scales` are the
     factors of each layer's stored keys and values (default: 1). Positions must be below `max_positions` (default: the
-    model's); each costs 4 * head_dim bytes. Raises ValueError for a model that the kernels do not take.
+    model's); each costs 4 * head_dim bytes. `uses_cudnn`: for the attention of chunks. Raises ValueError for a model
+    that the kernels do not take.
     """
 
     name = "triton"
@@ -47,6 +50,7 @@ class TritonOps:
         dtype: torch.dtype | None = None,
         kv_scales: Seq[tuple[float, float]] | None = None,
         max_positions: int | None = None,
+        uses_cudnn: bool = False,
     ) -> None:
         self._config = config
         self._dtype = dtype or store.layers[0][0].dtype
@@ -55,6 +59,7 @@ class TritonOps:
             raise ValueError("cannot infer the dtype of the activations from float8 pages: pass dtype")
         self._tile_tokens = tile_tokens(self._dtype, config.head_dim, config.num_heads // config.num_kv_heads)
         self._num_sms = _count_sms(self._device)
+        self._attend_chunks = cudnn_attention if uses_cudnn else prefill_attention
         scales = kv_scales or [(1.0, 1.0)] * config.num_layers
         self._pages = tuple(
             LayerPages(keys=keys, values=values, window=window, key_scale=key_scale, value_scale=value_scale)
@@ -82,7 +87,7 @@ class TritonOps:
         of partial results and must live while the graph does.
         """
         splits = split_keys(step.num_decodes, self._config.num_heads, self._pages[0], num_sms=self._num_sms)
-        return TritonStepOps(self._config, self._pages, self._rotations, step, splits)
+        return TritonStepOps(self._config, self._pages, self._rotations, step, splits, self._attend_chunks)
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -116,6 +121,7 @@ class TritonStepOps:
         rotations: Tensor,
         step: DeviceStep,
         splits: KeySplits,
+        attend_chunks: Callable[[Tensor, Tensor, LayerPages, DeviceStep], None],
     ) -> None:
         self._eps = config.rms_norm_eps
         self._head_dim = config.head_dim
@@ -123,6 +129,7 @@ class TritonStepOps:
         self._rotations = rotations
         self._step = step
         self._splits = splits
+        self._attend_chunks = attend_chunks
 
     def rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
         """See `StepOps`."""
@@ -143,7 +150,7 @@ class TritonStepOps:
         output = torch.empty_like(query)
         if self._step.num_decodes:
             decode_attention(output, query, pages, self._step, self._splits)
-        prefill_attention(output, query, pages, self._step)
+        self._attend_chunks(output, query, pages, self._step)
         return output.view(len(qkv), -1)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
@@ -194,5 +201,6 @@ def _padding_steps(tile_tokens: int, block_size: int, device: torch.device) -> l
         prefill_tiles=torch.tensor(
             [(1, first) for first in range(0, _WARM_UP_TOKENS, tile_tokens)], dtype=torch.int32, device=device
         ),
+        chunks=(Chunk(seq=1, first_token=1, num_tokens=_WARM_UP_TOKENS, context_len=_WARM_UP_TOKENS),),
     )
     return [decodes, mixed]

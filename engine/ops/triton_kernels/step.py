@@ -24,6 +24,18 @@ STEP_POINTERS = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """Two or more new tokens of a sequence, as the host knows them."""
+
+    seq: int
+    first_token: int
+    """Place of the first one among the step's tokens."""
+    num_tokens: int
+    context_len: int
+    """Number of the sequence's tokens with KV after the step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceStep:
     """Device tensors of one step. An owner of static buffers may refill them: kernels read them when they run.
 
@@ -45,6 +57,8 @@ class DeviceStep:
     """Sequences with one new token, int32 [num_decodes]; None: all have one, and token i belongs to sequence i."""
     prefill_tiles: Tensor | None
     """(sequence, first token inside its chunk) of each tile of queries, int32 [num_tiles, 2]; None: no chunks."""
+    chunks: tuple[Chunk, ...] = ()
+    """The chunks of `prefill_tiles`; refilled buffers do not change them."""
 
     @property
     def num_decodes(self) -> int:
@@ -74,6 +88,7 @@ class StepColumns:
     query_start_loc: Column
     decode_seqs: Column | None
     prefill_tiles: Column | None
+    chunks: tuple[Chunk, ...]
 
     @classmethod
     def add(cls, metadata: AttentionMetadata, *, tile_tokens: int, columns: Columns) -> "StepColumns":
@@ -87,6 +102,7 @@ class StepColumns:
             query_start_loc=columns.add(metadata.query_start_loc.astype(np.int32)),
             decode_seqs=columns.add(np.flatnonzero(is_decode).astype(np.int32)) if has_chunks else None,
             prefill_tiles=columns.add(make_prefill_tiles(metadata, tile_tokens=tile_tokens)) if has_chunks else None,
+            chunks=_chunks(metadata),
         )
 
     def on_device(self, words: Tensor, block_tables: Tensor) -> DeviceStep:
@@ -99,7 +115,17 @@ class StepColumns:
             query_start_loc=self.query_start_loc.of(words),
             decode_seqs=None if self.decode_seqs is None else self.decode_seqs.of(words),
             prefill_tiles=None if self.prefill_tiles is None else self.prefill_tiles.of(words),
+            chunks=self.chunks,
         )
+
+
+def _chunks(metadata: AttentionMetadata) -> tuple[Chunk, ...]:
+    begins, context_lens = metadata.query_start_loc.tolist(), metadata.context_lens.tolist()
+    return tuple(
+        Chunk(seq=seq, first_token=begin, num_tokens=end - begin, context_len=context_len)
+        for seq, (begin, end, context_len) in enumerate(zip(begins[:-1], begins[1:], context_lens, strict=True))
+        if end - begin > 1
+    )
 
 
 def make_prefill_tiles(metadata: AttentionMetadata, *, tile_tokens: int) -> npt.NDArray[np.int32]:

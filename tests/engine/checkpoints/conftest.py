@@ -5,4 +5,4 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def _exact_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.ops.select.RoundedInputs", lambda projection: projection)
+    monkeypatch.setattr("engine.ops.select.RoundedInputs", lambda projection, _span: projection)

@@ -5,7 +5,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine.model.grouped import GroupedLinear, RoundedInputs
+from engine.model.grouped import GroupedLinear, RoundedInputs, input_span
+from engine.model.precision import cpu_has
+from engine.ops.cpu.build import NotBuilt, build_kernels
 from engine.ops.cpu.library import CpuKernels
 from engine.ops.cpu.linear import Arena, PackedLinear, pack_grouped
 from tests.engine.test_grouped import make_weight
@@ -30,9 +32,9 @@ def make_inputs(num_tokens: int, in_features: int, dtype: torch.dtype) -> Tensor
     return torch.randn(num_tokens, in_features, generator=torch.Generator().manual_seed(num_tokens)).to(dtype)
 
 
-def rounded_in_blocks(x: Tensor) -> Tensor:
-    """Return x as the kernels round it: to 255 steps of each block of 32 inputs, float64."""
-    blocks = F.pad(x.float(), (0, -x.shape[1] % 32)).reshape(len(x), -1, 32)
+def rounded_in_spans(x: Tensor, span: int) -> Tensor:
+    """Return x as the kernels round it: to 255 steps of each span of inputs, float64."""
+    blocks = F.pad(x.float(), (0, -x.shape[1] % span)).reshape(len(x), -1, span)
     largest = blocks.abs().amax(2, keepdim=True)
     codes = (blocks.double() * (127 / largest).double()).round()
     rounded: Tensor = (codes * (largest / 127).double()).flatten(1)[:, : x.shape[1]]
@@ -42,14 +44,14 @@ def rounded_in_blocks(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("has_offsets", [False, True])
 @pytest.mark.parametrize(
-    ("out_features", "in_features", "group_size", "has_half_scales"),
+    ("out_features", "in_features", "group_size", "span", "has_half_scales"),
     [
-        (1, 32, 32, True),
-        (33, 96, 64, False),
-        (48, 70, 32, True),
-        (17, 256, 128, False),
-        (40, 70, 70, True),
-        (20, 160, 160, False),
+        (1, 64, 32, 32, True),
+        (33, 96, 64, 32, False),
+        (48, 70, 32, 32, True),
+        (17, 416, 128, 32, False),
+        (40, 70, 70, 128, True),
+        (20, 416, 416, 128, False),
     ],
 )
 def test_product_equals_that_of_the_values_with_rounded_inputs(
@@ -57,6 +59,7 @@ def test_product_equals_that_of_the_values_with_rounded_inputs(
     out_features: int,
     in_features: int,
     group_size: int,
+    span: int,
     has_half_scales: bool,
     bits: int,
     has_offsets: bool,
@@ -70,7 +73,7 @@ def test_product_equals_that_of_the_values_with_rounded_inputs(
     values = linear.weight.dequantize(torch.float64)
     for num_tokens in (1, 2, 12, 25):
         x = make_inputs(num_tokens, in_features, kernels.dtype)
-        expected = F.linear(rounded_in_blocks(x), values, bias)
+        expected = F.linear(rounded_in_spans(x, span), values, bias)
         # bfloat16 inputs often lie halfway between two codes, where two processors may choose differently.
         num_ties = 2 if kernels.dtype is torch.bfloat16 else 0
         step = float(x.abs().max()) / 127 * float(values.abs().max())
@@ -78,25 +81,45 @@ def test_product_equals_that_of_the_values_with_rounded_inputs(
         torch.testing.assert_close(packed.wide(x).double(), expected, atol=atol, rtol=1e-4)
 
 
-@pytest.mark.parametrize("in_features", [64, 70])
+@pytest.mark.parametrize(("in_features", "group_size"), [(64, 32), (70, 32), (300, 300)])
 def test_product_without_these_kernels_rounds_inputs_in_the_same_way(
-    float32_kernels: CpuKernels, in_features: int
+    float32_kernels: CpuKernels, in_features: int, group_size: int
 ) -> None:
-    linear = make_linear(4, 24, in_features, 32, has_offsets=True)
+    linear = make_linear(4, 24, in_features, group_size, has_offsets=True)
     x = make_inputs(9, in_features, torch.float32) * torch.logspace(-3, 3, 9)[:, None]
     x[4] = 0
-    found = RoundedInputs(linear.dequantize(torch.float32))(x)
+    found = RoundedInputs(linear.dequantize(torch.float32), input_span(group_size, in_features))(x)
     torch.testing.assert_close(found, pack(linear, float32_kernels).wide(x), atol=1e-3, rtol=1e-3)
     assert torch.equal(found[4], linear.dequantize(torch.float32)(x[4:5])[0]), "zeros stay zeros"
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_product_when_other_rows_change_keeps_its_bits(kernels: CpuKernels, bits: int) -> None:
-    packed = pack(make_linear(bits, 70, 576, 64, has_offsets=True), kernels)
-    x = make_inputs(40, 576, kernels.dtype)
+@pytest.mark.parametrize("has_offsets", [False, True])
+@pytest.mark.parametrize("group_size", [64, 608])
+def test_product_when_other_rows_change_keeps_its_bits(
+    kernels: CpuKernels, bits: int, group_size: int, has_offsets: bool
+) -> None:
+    packed = pack(make_linear(bits, 70, 608, group_size, has_offsets=has_offsets), kernels)
+    x = make_inputs(40, 608, kernels.dtype)
     alone = torch.cat([packed(row[None]) for row in x])
-    for num_tokens in (2, 7, 8, 13, 40):  # from 8 rows on they are rounded by several threads
+    for num_tokens in (2, 7, 8, 13, 17, 40):  # from 7 rows on several threads round them, from 13 on tiles multiply
         assert torch.equal(packed(x[:num_tokens]), alone[:num_tokens])
+
+
+@pytest.mark.skipif(not cpu_has("amx_int8"), reason="needs a processor with tile registers for 8 bits")
+def test_many_rows_are_multiplied_in_tiles_where_there_are_some() -> None:
+    built = build_kernels()
+    if isinstance(built, NotBuilt):
+        pytest.skip(built.reason)
+    kernels = CpuKernels(built, torch.bfloat16)
+    assert kernels.has_tiles()
+    # oneDNN keeps a layout of the registers in each thread, and trusts that it stays.
+    packed, x = pack(make_linear(4, 70, 608, 32, has_offsets=True), kernels), make_inputs(40, 608, torch.bfloat16)
+    weight = torch.ones(64, 608, dtype=torch.bfloat16)
+    expected = F.linear(x, weight)
+    for _ in range(3):
+        packed(x)
+        assert torch.equal(F.linear(x, weight), expected)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])

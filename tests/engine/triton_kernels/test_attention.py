@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.ops.triton_kernels.cudnn_attention import cudnn_attention
 from engine.ops.triton_kernels.decode_attention import KeySplits, decode_attention, split_keys
 from engine.ops.triton_kernels.pages import LayerPages
 from engine.ops.triton_kernels.prefill_attention import prefill_attention, tile_tokens
@@ -57,6 +58,20 @@ def test_prefill_attention_around_page_and_tile_boundaries_equals_reference(
     num_computed: int, num_new: int, device: torch.device
 ) -> None:
     _check(Case(spans=[(num_computed, num_new)]), device)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [None, 12])
+def test_attention_of_chunks_through_torch_equals_reference(
+    dtype: torch.dtype, window: int | None, device: torch.device
+) -> None:
+    case = Case(spans=[(80, 1), (40, 21), (0, 1), (0, 9), (3, 2)], num_heads=6, window=window, dtype=dtype)
+    pages, query = case.pages(device), case.query(device)
+    step = case.step(device, tile_tokens=tile_tokens(dtype, case.head_dim, 3))
+    output, expected = torch.full_like(query, 7.0), torch.full_like(query, 7.0)
+    cudnn_attention(output, query, pages, step)
+    reference.prefill_attention(expected, query, pages, step)
+    assert_close(output, expected)
 
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(2, 2), (9, 3), (8, 2), (8, 1), (34, 2)])

@@ -75,16 +75,16 @@ def _run_steps(model: _TinyModel, ops: Ops, steps: Seq[Seq[int]] = _STEPS) -> li
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["llama-one-key-head", "qwen2-max-window-layers", "qwen3-rope-yarn"],
+    ("name", "uses_cudnn"),
+    [("llama-one-key-head", True), ("qwen2-max-window-layers", False), ("qwen3-rope-yarn", False)],
 )
 @torch.inference_mode()
 def test_triton_ops_in_decoder_equal_torch_ops(
-    name: str, checkpoint: Callable[[str], Path], device: torch.device
+    name: str, uses_cudnn: bool, checkpoint: Callable[[str], Path], device: torch.device
 ) -> None:
     model = _load(checkpoint(name), device)
     ours, theirs = model.store(), model.store()
-    hidden = _run_steps(model, TritonOps(model.config, ours))
+    hidden = _run_steps(model, TritonOps(model.config, ours, uses_cudnn=uses_cudnn))
     expected = _run_steps(model, TorchOps(model.config, theirs))
     torch.testing.assert_close(hidden, expected, atol=2e-4, rtol=2e-4)
     for pages, expected_pages in zip(ours.layers, theirs.layers, strict=True):
