@@ -20,6 +20,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import pytest
+
 from benchmarks.command import command_line, machine, terminal, write_json
 from benchmarks.guards import GUARDS, Guard
 
@@ -70,7 +72,10 @@ def without(guard: Guard, copy: Path) -> Iterator[None]:
 
 
 def run_walks(copy: Path, name: str) -> Verdict:
-    """Run the walks in a copy up to the first failure."""
+    """Run the walks in a copy up to the first failure.
+
+    Raises RuntimeError when they did not run to an end or a failure: that says nothing about the guard.
+    """
     command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider", "--tb=line", WALKS]
     environment = {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1", "COLUMNS": "300"}
     with tempfile.TemporaryFile("w+") as output:
@@ -87,8 +92,9 @@ def run_walks(copy: Path, name: str) -> Verdict:
     if exit_status < 0:  # killed at the limit
         return Verdict(guard=name, noticed_by="(no end)", says=f"no end within {CPU_LIMIT_S} s of CPU", cpu_s=cpu_s)
     failed = re.search(r"^(?:FAILED|ERROR) tests/\S*?::(.*?)(?: - (.*))?$", printed, re.MULTILINE)
-    test, says = (failed[1], failed[2] or "") if failed else ("", printed.strip()[-_MAX_CHARS:])
-    return Verdict(guard=name, noticed_by=test or f"exit status {exit_status}", says=says[:_MAX_CHARS], cpu_s=cpu_s)
+    if exit_status != pytest.ExitCode.TESTS_FAILED or failed is None:
+        raise RuntimeError(f"cannot judge {name!r}: pytest ended with {exit_status}: {printed.strip()[-_MAX_CHARS:]}")
+    return Verdict(guard=name, noticed_by=failed[1], says=(failed[2] or "")[:_MAX_CHARS], cpu_s=cpu_s)
 
 
 def judge(guard: Guard | None) -> Verdict:

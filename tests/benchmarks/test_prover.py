@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.guards import GUARDS, Edit, Guard
-from benchmarks.prover import REPO, without
+from benchmarks.prover import REPO, run_walks, without
 
 
 @pytest.mark.parametrize("guard", GUARDS, ids=lambda guard: guard.name)
@@ -29,3 +29,8 @@ def test_guard_is_back_after_its_walks(tmp_path: Path) -> None:
 def test_edit_of_a_text_that_has_changed_is_refused() -> None:
     with pytest.raises(ValueError, match="stands there 2 times"):
         Edit(file="a.py", old="x", new="y").applied("x x")
+
+
+def test_guard_counts_as_noticed_only_where_walks_have_run(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="cannot judge 'g': pytest ended with 4"):
+        run_walks(tmp_path, "g")
