@@ -22,8 +22,8 @@ from common.sampling import MAX_N
 from common.token_batches import MAX_GATHERED_TOKENS, merge_tokens, num_tokens_in, runs_of
 from kvrelay.v1 import decode_pb2 as pb
 
-GRACE_S = 5.0
-"""Grace period for a client that left its stream."""
+GRACE_S = 10.0
+"""Grace period for a client that left its stream: it may need 5 s to notice that its connection is lost."""
 CAPABILITY_BYTES = 32
 
 Write = Callable[[pb.StreamTokensResponse], Awaitable[None]]

@@ -310,7 +310,7 @@ class Fleet:
         """Return those of these lives that are over, or lost, once every worker concerned has answered or has not.
 
         A worker that fell silent counts only when a new life has begun: it may be stopped or cut off, and that is not
-        the fault of a request.
+        the fault of a request. One that has left the membership in order, as to change its pool, does not count either.
         """
         with suppress(TimeoutError):
             async with asyncio.timeout(DESCRIBE_TIMEOUT_S):
@@ -321,6 +321,8 @@ class Fleet:
     def _has_ended(self, life: Life) -> bool | None:
         """Return whether a life is over; None while the worker is asked."""
         worker_id, epoch = life
+        if self._retired.left_in_order(life):
+            return False
         member = self._members.get(worker_id)
         if member is None or member.facts is None or member.facts.epoch != epoch:
             return True

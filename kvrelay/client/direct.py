@@ -17,7 +17,8 @@ from kvrelay.v1 import decode_pb2, inference_pb2, sampling_pb2
 
 _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 1.0
-_TAIL_TIMEOUT_S = 5.0
+_TAIL_TIMEOUT_S = 10.0
+"""As long as a worker keeps an answer that it has sent: a connection that was lost is noticed after 5 s."""
 
 Piece = sampling_pb2.SampleToken | sampling_pb2.TokenRun
 
@@ -43,6 +44,11 @@ class InOrder:
     def is_complete(self) -> bool:
         """Whether every sample has ended."""
         return self._num_finished == len(self._next)
+
+    @property
+    def has_early(self) -> bool:
+        """Whether a token waits for one before it."""
+        return any(self._early)
 
     def take(
         self, tokens: decode_pb2.TokenBatch | inference_pb2.TokenDelta
@@ -101,7 +107,7 @@ class DirectCall:
         self._answer = InOrder(num_samples, so_far)
         self._inbox: asyncio.Queue[inference_pb2.GenerateResponse | BaseException | None] = asyncio.Queue()
         self._changed = asyncio.Event()
-        self._tasks = {asyncio.create_task(self._read_router())}
+        self._tasks = [asyncio.create_task(self._read_router())]  # a list: a simulation can be repeated
 
     def __aiter__(self) -> "DirectCall":
         return self
@@ -133,7 +139,7 @@ class DirectCall:
         try:
             async for message in self._call:
                 if message.HasField("direct"):
-                    self._tasks.add(asyncio.create_task(self._read_worker(message.direct)))
+                    self._tasks.append(asyncio.create_task(self._read_worker(message.direct)))
                 elif message.HasField("tokens"):
                     self._take(message.tokens)
                 elif message.HasField("completed"):
@@ -171,7 +177,8 @@ class DirectCall:
                 async for message in stream:
                     pause_s = _FIRST_PAUSE_S
                     self._take(message.tokens)
-                return
+                if not self._answer.has_early:
+                    return  # else a token is missing that the worker has sent
             except grpc.aio.AioRpcError as error:
                 if error.code() is grpc.StatusCode.PERMISSION_DENIED:
                     return  # the worker has ended the answer: another grant follows, or the end

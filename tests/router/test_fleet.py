@@ -112,6 +112,19 @@ async def test_removed_worker_gets_no_new_requests_but_ends_what_it_has() -> Non
         await new.die()
 
 
+async def test_worker_that_leaves_in_order_has_not_ended_under_its_requests() -> None:
+    goes, dies = FakeWorker("d0", DECODE), FakeWorker("d1", DECODE)
+    async with running_cluster(goes, dies) as cluster:
+        fleet = cluster.router.fleet
+        facts = {worker_id: member.facts for worker_id, member in fleet.members_by_id.items()}
+        lives = {(worker_id, each.epoch) for worker_id, each in facts.items() if each is not None}
+        assert len(lives) == 2
+        await dies.die()
+        await cluster.until_state("d1", "lost")
+        fleet.set_workers([])
+        assert {worker_id for worker_id, _epoch in await fleet.find_ended(lives)} == {"d1"}
+
+
 def test_worker_with_absurd_blocks_is_refused_before_its_hashes_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     probed: list[int] = []
     monkeypatch.setattr("router.facts.hash_probe", lambda _root, block_size: probed.append(block_size))

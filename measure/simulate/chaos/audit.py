@@ -29,7 +29,8 @@ class Audit:
     def __init__(self, report: ChaosReport) -> None:
         self.report = report
         """Broken invariants go into it."""
-        self._checks: dict[RequestId, tuple[AnswerCheck, RouterParts]] = {}
+        self._checks: dict[RequestId, tuple[AnswerCheck, RouterParts | None]] = {}
+        """Requests whose clients are there, with the router that knows all of their tokens."""
         self._tickets: dict[int, set[Ticket]] = {}
         self._begun: set[tuple[Group, int]] = set()
         self._booked: set[tuple[RequestId, WorkerId, Epoch]] = set()
@@ -50,11 +51,14 @@ class Audit:
 
     @contextmanager
     def following(
-        self, router: RouterParts, request_id: RequestId, check: AnswerCheck, ticket: Ticket
+        self, router: RouterParts, request_id: RequestId, check: AnswerCheck, ticket: Ticket, *, is_direct: bool
     ) -> Iterator[None]:
-        """Follow a request of a router in the block, which its client leaves when it ends."""
+        """Follow a request of a router in the block, which its client leaves when it ends.
+
+        `is_direct`: the client gets tokens that the router does not know of, and that may be generated again.
+        """
         tickets = self._tickets.setdefault(id(router), set())
-        self._checks[request_id] = check, router
+        self._checks[request_id] = check, None if is_direct else router
         tickets.add(ticket)
         try:
             yield
@@ -82,7 +86,7 @@ class Audit:
                 continue
             check, router = self._checks[request_id]
             num_known = check.num_tokens_of(sample_index)
-            if token_index < num_known and _runs_on(worker_id, router, request_id):
+            if router is not None and token_index < num_known and _runs_on(worker_id, router, request_id):
                 what = f"sample {sample_index} begins again at token {token_index}; its client has {num_known}"
                 self.report.violations.append(f"{request_id}: {what}")
 

@@ -6,18 +6,18 @@ from contextlib import suppress
 
 from common.block_hash import hash_blocks
 from common.config import RouterConfig
-from common.errors import CrashSuspected, InvalidRequest, KvrelayError, Overloaded, WorkerLost
+from common.errors import CrashSuspected, EngineFault, InvalidRequest, KvrelayError, Overloaded, WorkerLost
 from common.ids import RequestId, mint_request_id
 from common.lifecycle import LifeCycle
-from measure.simulate.chaos.audit import Audit
 from measure.simulate.chaos.oracles import AnswerCheck, Violation
 from measure.simulate.chaos.poison import PoisonBook
 from measure.simulate.chaos.questions import Question, QuestionBook
+from measure.simulate.chaos.reading import Readers
 from measure.simulate.chaos.settings import MIN_QUIET_S, ChaosReport, ChaosSettings, Fault
 from measure.simulate.client import admit
 from router.parts import RouterParts
 from router.placement.decisions import CAPACITY, DecisionLog
-from router.record import Job
+from router.record import Delivery, Job
 from router.tenants import ANYBODY as HOUSE
 from router.tenants import Tenant
 
@@ -35,16 +35,17 @@ class Clients:
         book: QuestionBook,
         poisons: PoisonBook,
         config: RouterConfig,
-        audit: Audit,
+        readers: Readers,
     ) -> None:
-        """`config`: that of the routers. Outcomes and broken invariants go into the report of `audit`."""
+        """`config`: that of the routers. Outcomes and broken invariants go into the report of the readers' audit."""
         self._draw = draw
         self._settings = settings
         self._book = book
         self._poisons = poisons
         self._config = config
-        self._report = audit.report
-        self._audit = audit
+        self._readers = readers
+        self._audit = readers.audit
+        self._report = readers.audit.report
         self._unlucky_prompts: set[bytes] = set()
         """Prompts of innocent requests that were refused after many deaths; routers remember them for a while."""
 
@@ -109,12 +110,12 @@ class Clients:
         timeout_s, clock = self._settings.timeout_s, router.clock
         ends_s = clock.monotonic() + timeout_s
         error: KvrelayError | None = None
-        had_tokens_s: float | None = None
+        delivery = self._readers.draw_delivery()
         try:
             with (
                 router.orchestrator.account(life, time_left_s=lambda: ends_s - clock.monotonic()),
                 admit(router, tenant) as ticket,
-                self._audit.following(router, life.request_id, check, ticket),
+                self._audit.following(router, life.request_id, check, ticket, is_direct=delivery is Delivery.DIRECT),
             ):
                 model = await router.fleet.wait_for_model(timeout_s=timeout_s)
                 job = Job(
@@ -123,19 +124,11 @@ class Clients:
                     prompt_hashes=hash_blocks(question.prompt, root=model.root, block_size=model.block_size),
                     sampling=question.sampling,
                     model=model,
+                    delivery=delivery,
                 )
                 running = router.orchestrator.running(job, ticket, life, timeout_s=ends_s - clock.monotonic())
                 async with running as outbox:
-                    while (message := await outbox.get()) is not None:
-                        check.take(message)
-                        if message.HasField("tokens"):
-                            if had_tokens_s is None and tenant is HOUSE:
-                                wait_s = clock.monotonic() - life.received_s
-                                self._report.longest_wait_s = max(self._report.longest_wait_s, wait_s)
-                            if had_tokens_s is not None:
-                                pause_s = clock.monotonic() - had_tokens_s
-                                self._report.longest_pause_s = max(self._report.longest_pause_s, pause_s)
-                            had_tokens_s = clock.monotonic()
+                    await self._readers.read(outbox, job, check, life, tenant)
                 if outbox.error is not None:
                     raise outbox.error
             check.end_well()
@@ -152,6 +145,8 @@ class Clients:
             wrong = self._wrong_end_of_poison(life.request_id, error)
         else:
             wrong = self._wrong_end(question, life, error, router.chooser.decisions)
+            if delivery is Delivery.DIRECT and isinstance(error, EngineFault) and Fault.LOST in self._settings.faults:
+                wrong = ""  # open: nobody has a token any more that was lost on its way from a worker that has gone
         if wrong:
             self._report.violations.append(f"{life.request_id} {wrong}")
         return "complete" if error is None else type(error).__name__

@@ -74,10 +74,10 @@ class PoisonBook:
         """Return whether an innocent request has lost so many workers in these attempts that it may be refused.
 
         An attempt is lost when one of its workers has ended since; it may have been stopped or cut off before. Those
-        that one poison request has ended are no excuse by themselves: quarantine keeps others from them.
+        that one poison request alone has ended are no excuse: quarantine keeps others from them.
         """
         lost = [causes for attempt in attempts if (causes := self._causes(attempt))]
-        is_by_one = any(all(cause in causes for causes in lost) for cause in set().union(*lost) - {None})
+        is_by_one = any(all(causes == {cause} for causes in lost) for cause in set().union(*lost) - {None})
         return len(lost) >= max_lost and not is_by_one
 
     def _causes(self, attempt: Decision) -> set[RequestId | None]:

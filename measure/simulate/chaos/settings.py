@@ -41,6 +41,8 @@ class Fault(enum.StrEnum):
     """A host dies with both of its workers, one of each pool."""
     DRAIN = "drain"
     """A worker is told to leave, and is kept after all."""
+    FLIP = "flip"
+    """A worker moves to the other pool, with its cache."""
     FLOOD = "flooding tenant"
     """A tenant sends many requests at once, whose clients leave early."""
 
@@ -50,7 +52,7 @@ CUT_FAULTS = frozenset({Fault.CUT, Fault.ONE_WAY_CUT, Fault.FLAPPING_CUT})
 MESSAGE_FAULTS = frozenset({Fault.LOST, Fault.REPEATED, Fault.LATE, Fault.STALL})
 NETWORK_FAULTS = CUT_FAULTS | MESSAGE_FAULTS
 """Faults by which a worker may hear late, or not at all, that a client has gone."""
-LATER_FAULTS = frozenset({Fault.CORRUPTED, Fault.TORN, Fault.HOST_CRASH, Fault.DRAIN, Fault.FLOOD})
+LATER_FAULTS = frozenset({Fault.CORRUPTED, Fault.TORN, Fault.HOST_CRASH, Fault.DRAIN, Fault.FLIP, Fault.FLOOD})
 """Kinds that are drawn apart, so that the seeds from before them are the same walks without them."""
 MAX_NOTICE_S = 0.05
 MIN_QUIET_S = 5.0
@@ -86,6 +88,8 @@ class ChaosSettings:
     """Share of clients that cancel."""
     max_notice_s: float = MAX_NOTICE_S
     """Longest time until all calls of a lost connection have heard of it."""
+    direct_share: float = 0.0
+    """Share of requests whose clients stream from the decode worker."""
     has_long_answers: bool = True
     patience_s: float = 0.5
     """Mean time after which these cancel."""
@@ -126,9 +130,10 @@ def draw_settings(seed: int, *, num_requests: int) -> ChaosSettings:
     first = draw_first_settings(seed, num_requests=num_requests)
     share = random.Random(f"walk {seed}").choice(_SHARES)
     later = random.Random(f"walk {seed}, later faults")
-    faults = (first.faults - LATER_FAULTS) | {fault for fault in sorted(LATER_FAULTS) if later.random() < share}
+    second = sorted(LATER_FAULTS - {Fault.FLIP})
+    faults = (first.faults - LATER_FAULTS) | {fault for fault in second if later.random() < share}
     haste = later.choice((1.0, 1.0, 2.0, 4.0))
-    return replace(
+    settings = replace(
         first,
         faults=faults,
         max_notice_s=MAX_NOTICE_S,
@@ -138,6 +143,9 @@ def draw_settings(seed: int, *, num_requests: int) -> ChaosSettings:
         rate_per_s=first.rate_per_s * haste,
         mean_gap_s=first.mean_gap_s / haste,
     )
+    # Of the third edition, drawn last.
+    flips = {Fault.FLIP} if later.random() < share else set()
+    return replace(settings, faults=faults | flips, direct_share=later.choice((0.0, 0.3)))
 
 
 def draw_first_settings(seed: int, *, num_requests: int) -> ChaosSettings:
@@ -173,6 +181,8 @@ class ChaosReport:
     """Faults that happened; of messages, those concerned."""
     num_flooding: int = 0
     """Requests of floods, which are in no outcome."""
+    num_direct: int = 0
+    """Requests whose clients streamed from workers."""
     num_replans: int = 0
     virtual_s: float = 0.0
     longest_wait_s: float = 0.0

@@ -11,9 +11,9 @@ import random
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from typing import Any
 
-from common.ids import WorkerId
 from measure.simulate.chaos.clients import Clients
 from measure.simulate.chaos.host import Host
+from measure.simulate.chaos.members import Members
 from measure.simulate.chaos.settings import CUT_FAULTS, PROCESS_FAULTS, ChaosSettings, Fault
 from measure.simulate.cuts import Direction
 from measure.simulate.network import SimNetwork
@@ -48,13 +48,15 @@ class Storm:
         self._hosts = hosts
         self._routers = routers
         self._clients = clients
-        self._draining: set[WorkerId] = set()
+        self._members = Members(hosts, routers.values())
         self._drawing: list[asyncio.Task[None]] = []
         self._raging: dict[asyncio.Task[None], None] = {}
 
     def start(self) -> None:
         """Begin."""
-        for fault in sorted(self._settings.faults & (PROCESS_FAULTS | CUT_FAULTS | {Fault.DRAIN, Fault.FLOOD})):
+        for fault in sorted(
+            self._settings.faults & (PROCESS_FAULTS | CUT_FAULTS | {Fault.DRAIN, Fault.FLIP, Fault.FLOOD})
+        ):
             self._drawing.append(self._loop.create_task(self._repeat(fault)))
 
     async def stop(self) -> None:
@@ -105,6 +107,8 @@ class Storm:
         host = self._draw.choice(self._hosts)
         if not host.is_well or not self._is_bearable(victims=(host,)):
             return None
+        if fault is Fault.FLIP and (self._members.is_leaving(host) or not self._members.may_flip(host)):
+            return None
         return self._befall(fault, host)
 
     def _draw_pair(self) -> Coroutine[Any, Any, None] | None:
@@ -134,20 +138,9 @@ class Storm:
             case Fault.SLOW:
                 await host.slow_for(self._seconds(), factor=_SLOW_FACTOR)
             case Fault.DRAIN:
-                await self._drain(host.endpoint.worker_id)
-
-    async def _drain(self, worker_id: WorkerId) -> None:
-        self._draining.add(worker_id)
-        self._tell_draining()
-        try:
-            await asyncio.sleep(self._seconds())
-        finally:
-            self._draining.discard(worker_id)
-            self._tell_draining()
-
-    def _tell_draining(self) -> None:
-        for router in self._routers.values():
-            router.fleet.set_workers([host.endpoint for host in self._hosts], draining=self._draining)
+                await self._members.drain(host, self._seconds())
+            case Fault.FLIP:
+                await self._members.flip(host)
 
     # Cuts.
 
@@ -192,7 +185,7 @@ class Storm:
         """Return whether every router still reaches a healthy decode worker when this fault comes on top."""
 
         def reaches(router: str, host: Host) -> bool:
-            if not host.is_decode or host in victims or not host.is_well or host.endpoint.worker_id in self._draining:
+            if not host.is_decode or host in victims or not host.is_well or self._members.is_leaving(host):
                 return False
             return not (self._network.cuts.parts(router, host.address) or (cut and {router, host.address} == {*cut}))
 

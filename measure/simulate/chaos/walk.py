@@ -15,6 +15,7 @@ from measure.simulate.chaos.host import Host
 from measure.simulate.chaos.oracles import leftovers
 from measure.simulate.chaos.poison import PoisonBook
 from measure.simulate.chaos.questions import QuestionBook
+from measure.simulate.chaos.reading import Readers
 from measure.simulate.chaos.settings import NETWORK_FAULTS, ChaosReport, ChaosSettings, Fault
 from measure.simulate.chaos.storm import Storm
 from measure.simulate.loop import VirtualClock, VirtualLoop, collecting_rarely, ending_on_faults
@@ -77,7 +78,8 @@ class _Walk:
         self._watches: Sequence[asyncio.Task[None]] = ()
         self._running: dict[asyncio.Task[None], None] = {}
         book = QuestionBook(self._draw, block_size=BLOCK_SIZE, has_long_answers=settings.has_long_answers)
-        self._clients = Clients(self._draw, settings, book, self._poisons, self._config.router, self._audit)
+        readers = Readers(settings, self._audit, self._network.connect_from("client:1"))
+        self._clients = Clients(self._draw, settings, book, self._poisons, self._config.router, readers)
         routers = dict(zip(addresses, self._routers, strict=True))
         self._storm = Storm(
             *(self._draw, settings, self._network), hosts=self._hosts, routers=routers, clients=self._clients

@@ -1,6 +1,7 @@
 """Invariants 2 to 4 of the design hold through any faults, and when these end, everything is served soon."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -105,6 +106,21 @@ def test_each_fault_alone_happens_and_breaks_no_invariant(fault: Fault) -> None:
     assert report.drain_s < DRAIN_BOUND_S
     assert report.longest_pause_s < (MAX_PAUSE_S if fault in NOTICED_SOON else DRAIN_BOUND_S)
     assert report.longest_wait_s < MAX_WAIT_S or fault not in {Fault.DRAIN, Fault.FLOOD}
+
+
+def test_clients_that_stream_from_workers_get_every_token_through_faults() -> None:
+    faults = frozenset({Fault.LATE, Fault.REPEATED, Fault.CRASH, Fault.STOP, Fault.FLIP})
+    report = run_walk(ChaosSettings(num_requests=100, seed=5, faults=faults, direct_share=1.0, mean_gap_s=2.0))
+    assert report.violations == []
+    assert report.num_direct >= 95
+    assert min(report.faults[fault] for fault in (Fault.STOP, Fault.CRASH, Fault.FLIP)) > 0
+
+
+@pytest.mark.parametrize("seed", [923, 929])
+def test_client_that_streams_asks_again_for_a_token_that_was_lost(seed: int) -> None:
+    report = run_walk(replace(draw_settings(seed, num_requests=100), direct_share=0.5))
+    assert report.violations == []
+    assert not report.outcomes["EngineFault"]
 
 
 @pytest.mark.parametrize(("fault", "seed"), [(Fault.CUT, 7), (Fault.ONE_WAY_CUT, 2), (Fault.HUNG_STEP, 2)])
