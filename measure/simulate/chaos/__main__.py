@@ -26,6 +26,7 @@ class Swarm:
     virtual_s: float = 0.0
     num_replans: int = 0
     num_flooding: int = 0
+    num_direct: int = 0
     drain_s: float = 0.0
     """Longest of any walk."""
     whole_s: float = 0.0
@@ -42,6 +43,7 @@ class Swarm:
         self.virtual_s += report.virtual_s
         self.num_replans += report.num_replans
         self.num_flooding += report.num_flooding
+        self.num_direct += report.num_direct
         self.drain_s = max(self.drain_s, report.drain_s)
         self.whole_s = max(self.whole_s, report.whole_s)
         self.outcomes += report.outcomes
@@ -56,6 +58,7 @@ class Swarm:
             "walks": self.num_walks,
             "requests": num_requests,
             "of_floods": self.num_flooding,
+            "direct": self.num_direct,
             "virtual_hours": round(self.virtual_s / 3600, 3),
             "cpu_s": round(self.cpu_s, 1),
             "requests_per_cpu_s": round(num_requests / max(self.cpu_s, 1e-9), 1),
