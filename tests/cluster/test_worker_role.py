@@ -164,5 +164,5 @@ async def test_adopted_worker_keeps_its_role() -> None:
 async def test_role_change_of_a_worker_that_is_down_is_refused() -> None:
     async with one_worker() as (_pool, launcher):
         process = managed(launcher, PREFILL)
-        with pytest.raises(WorkerLost, match="prefill-0 is away"):
+        with pytest.raises(WorkerLost, match="cannot call prefill-0: it is being started or stopped"):
             await process.change_role(DECODE, grace_s=0)

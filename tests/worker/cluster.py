@@ -201,7 +201,7 @@ def make_runtime(
     worker_id: str,
     *,
     transports: Sequence[str],
-    outside: Environment | None = None,
+    environment: Environment | None = None,
     executor: Executor | None = None,
     **fake: Any,
 ) -> WorkerRuntime:
@@ -234,7 +234,7 @@ def make_runtime(
         worker_id=WorkerId(worker_id),
         executor=executor,
         tokenizer=byte_tokenizer(),
-        environment=outside or Environment.real(credentials_of(Role.WORKER, worker_id)),
+        environment=environment or Environment.real(credentials_of(Role.WORKER, worker_id)),
     )
 
 
