@@ -192,7 +192,7 @@ def _install(
 
 
 # Increased with every change of a block's bytes, or of the arithmetic that fills them.
-_KV_LAYOUT_VERSION = 2
+_KV_LAYOUT_VERSION = 3
 _SAMPLE_BYTES = 4096
 _HEADER_LIMIT_BYTES = 100 << 20  # safetensors' own
 
