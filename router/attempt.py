@@ -332,4 +332,6 @@ def _blaming(hold: Hold) -> Iterator[None]:
 async def receive(answer: Incoming[_Response], hold: Hold) -> _Response | None:
     """Return the next message of a worker's call, None at its good end. Raises AttemptFailed."""
     with _blaming(hold):
-        return await answer.receive()
+        response = await answer.receive()
+    hold.has_answered = True
+    return response

@@ -102,6 +102,7 @@ class CrashBudget:
 
         `failed`: where these samples ran last. Several attempts of a request run side by side when its samples are
         served apart, and one that was not in quarantine may have lost its worker to another request: it gets one more.
+        So does one whose last worker has never answered: that may have died before, and its router has not known.
         """
         losses = record.losses
         if len(losses.attempts) < self._max_lost - 1:
@@ -109,7 +110,8 @@ class CrashBudget:
         num_lost = losses.count(await self._find_ended(losses.lives))
         losses.is_quarantined = num_lost >= self._max_lost - 1
         is_apart = len(samples) < record.job.sampling.n
-        if num_lost < self._max_lost + (is_apart and not failed.is_quarantined):
+        is_in_doubt = (is_apart and not failed.is_quarantined) or not failed.has_answered
+        if num_lost < self._max_lost + is_in_doubt:
             return
         job = record.job
         extra = {

@@ -61,6 +61,8 @@ class Hold:
     """The request may be the one that ends the workers that compute it."""
     is_prefilled: bool = False
     """The first token has arrived."""
+    has_answered: bool = False
+    """Whether the worker has answered the call: it lived when that came."""
     has_left: bool = False
     """The worker has nothing more to do for the request."""
 

@@ -57,9 +57,9 @@ class OwnStream(Generic[_Response]):
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from error
         except asyncio.CancelledError:
-            if self._broken is None or is_cancelled():
+            if is_cancelled():
                 raise
-            raise self._broken from None
+            raise self._broken or _left() from None
 
     def break_off(self, error: KvrelayError) -> None:
         """Cancel the call; its reader gets `error`."""
@@ -88,7 +88,12 @@ async def _answer(call: "grpc.aio.UnaryUnaryCall[Any, _Response]") -> _Response:
     except asyncio.CancelledError:
         if is_cancelled():
             raise
-        raise WorkerLost("the worker has left the membership") from None
+        raise _left() from None
+
+
+def _left() -> WorkerLost:
+    """Return the error of a call whose channel is closed in the meantime."""
+    return WorkerLost("the worker has left the membership")
 
 
 class WorkerClient:

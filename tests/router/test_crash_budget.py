@@ -68,19 +68,19 @@ def test_worker_that_ends_after_an_attempt_counts_for_the_one_that_it_ended() ->
     assert losses.count([life(1), life(2)]) == 2
 
 
-async def is_refused(*, samples: range, in_quarantine: bool) -> bool:
-    """Return whether a request of three samples is refused after its third loss, in an attempt with some of them."""
+async def is_refused(*, samples: range, in_quarantine: bool, has_answered: bool = True, num_lost: int = 3) -> bool:
+    """Return whether a request of three samples is refused after its last loss, in an attempt with some of them."""
     clock = ManualClock()
     job = make_job(n=3)
     record = RunningRequest(job=job, life=LifeCycle(job.request_id, clock), clock=clock, deadline_s=60.0)
-    for number in range(3):
+    for number in range(num_lost):
         record.losses.note([life(number)], num_tokens=0)
 
     async def all_ended(lives: Collection[Life]) -> Collection[Life]:
         return lives
 
     failed = book(make_member())
-    failed.is_quarantined = in_quarantine
+    failed.is_quarantined, failed.has_answered = in_quarantine, has_answered
     try:
         await CrashBudget(3, all_ended, clock).weigh(record, failed, samples=samples, tenant="")
     except CrashSuspected:
@@ -93,6 +93,11 @@ async def test_samples_that_run_apart_are_not_refused_for_a_loss_outside_of_quar
     assert not await is_refused(samples=range(1), in_quarantine=False), "another request may have ended the worker"
     assert await is_refused(samples=range(1), in_quarantine=True)
     assert await is_refused(samples=range(3), in_quarantine=False)
+
+
+async def test_request_whose_last_worker_never_answered_gets_one_more() -> None:
+    assert not await is_refused(samples=range(3), in_quarantine=True, has_answered=False), "it may have died before"
+    assert await is_refused(samples=range(3), in_quarantine=True, has_answered=False, num_lost=4)
 
 
 async def refused(cluster: TestCluster) -> CrashSuspected:

@@ -90,10 +90,15 @@ class Audit:
                 what = f"sample {sample_index} begins again at token {token_index}; its client has {num_known}"
                 self.report.violations.append(f"{request_id}: {what}")
 
-    def work_for_nobody(self, core: EngineCore) -> Counter[RequestId]:
-        """Return the sequences that an engine has for requests whose clients have gone."""
+    def work_for_nobody(self, core: EngineCore, *, with_held: bool) -> Counter[RequestId]:
+        """Return the sequences that an engine has for requests whose clients have gone.
+
+        `with_held`: those that it has computed for other workers, too, which leave when these are well.
+        """
         scheduler = core.scheduler
-        sequences = (*scheduler.waiting, *scheduler.running, *scheduler.reserved, *scheduler.held)
+        sequences = (*scheduler.waiting, *scheduler.running, *scheduler.reserved)
+        if with_held:
+            sequences += (*scheduler.held,)
         ids = (sequence.request.request_id for sequence in sequences)
         return Counter(request_id for request_id in ids if request_id not in self._checks)
 

@@ -13,7 +13,7 @@ from measure.simulate.chaos.oracles import AnswerCheck, Violation
 from measure.simulate.chaos.poison import PoisonBook
 from measure.simulate.chaos.questions import Question, QuestionBook
 from measure.simulate.chaos.reading import Readers
-from measure.simulate.chaos.settings import MIN_QUIET_S, ChaosReport, ChaosSettings, Fault
+from measure.simulate.chaos.settings import MIN_QUIET_S, PROCESS_FAULTS, ChaosReport, ChaosSettings, Fault
 from measure.simulate.client import admit
 from router.parts import RouterParts
 from router.placement.decisions import CAPACITY, DecisionLog
@@ -145,8 +145,9 @@ class Clients:
             wrong = self._wrong_end_of_poison(life.request_id, error)
         else:
             wrong = self._wrong_end(question, life, error, router.chooser.decisions)
-            if delivery is Delivery.DIRECT and isinstance(error, EngineFault) and Fault.LOST in self._settings.faults:
-                wrong = ""  # open: nobody has a token any more that was lost on its way from a worker that has gone
+            may_lose = self._settings.faults & (PROCESS_FAULTS | {Fault.LOST, Fault.POISON})
+            if delivery is Delivery.DIRECT and isinstance(error, EngineFault) and may_lose:
+                wrong = ""  # open: nobody has a token any more that was on its way from a worker that has gone
         if wrong:
             self._report.violations.append(f"{life.request_id} {wrong}")
         return "complete" if error is None else type(error).__name__
@@ -170,6 +171,8 @@ class Clients:
 
     def _wrong_end_of_poison(self, request_id: RequestId, error: KvrelayError | None) -> str:
         others = self._settings.faults - {Fault.POISON}
+        if isinstance(error, InvalidRequest) and Fault.REPEATED in others:
+            return ""  # as an innocent one
         if isinstance(error, WorkerLost) and others:
             return ""  # with workers that it lost otherwise, it had `max_attempts` first
         if not isinstance(error, CrashSuspected):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from common.config import PoolConfig, PoolsConfig, RouterConfig, ServingConfig, TransferConfig
-from common.ids import seeded_ids
+from common.ids import RequestId, seeded_ids
 from engine.fake import FakeExecutor
 from measure.simulate.chaos.audit import GONE_S, Audit
 from measure.simulate.chaos.clients import Clients
@@ -159,11 +159,16 @@ class _Walk:
             return
         self._looks_at_s = self._loop.time() + GONE_S
         well = [host for host in self._hosts if host.is_well]
-        before = {host: self._audit.work_for_nobody(host.worker.engine.core) for host in well}
+
+        def work(host: Host) -> Counter[RequestId]:
+            are_all_well = all(other.is_well for other in self._hosts)
+            return self._audit.work_for_nobody(host.worker.engine.core, with_held=are_all_well)
+
+        before = {host: work(host) for host in well}
 
         def look() -> None:
             for host in well:
-                lasting = before[host] & self._audit.work_for_nobody(host.worker.engine.core)
+                lasting = before[host] & work(host)
                 if host.is_well and lasting:
                     self._violate(f"{host.endpoint.worker_id} goes on with {sorted(lasting)}, whose clients have gone")
 

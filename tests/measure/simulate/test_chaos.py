@@ -71,6 +71,17 @@ def test_walk_that_once_broke_an_invariant_breaks_none(seed: int, num_requests: 
     assert run_walk(draw_first_settings(seed, num_requests=num_requests)).violations == []
 
 
+@pytest.mark.parametrize(
+    "seed",
+    [
+        pytest.param(10045, id="an innocent one sent to workers that had died before, of which no router knew"),
+        pytest.param(10198, id="one whose prefill worker left the membership with its call still open: it hung"),
+    ],
+)
+def test_later_walk_that_once_broke_an_invariant_breaks_none(seed: int) -> None:
+    assert run_walk(draw_settings(seed, num_requests=250)).violations == []
+
+
 def test_workers_with_few_pages_whose_clients_leave_early_break_no_invariant() -> None:
     assert run_walk(FEW_PAGES).violations == []
 
