@@ -114,7 +114,7 @@ GUARDS = (
     _guard(
         "a request that ends its workers is refused",
         "router/crash_budget.py",
-        "        if num_lost < self._max_lost + (is_apart and not failed.is_quarantined):\n            return",
+        "        if num_lost < self._max_lost + is_in_doubt:\n            return",
         "        return",
     ),
     _guard(
