@@ -15,6 +15,7 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from common.random_models import CONFIGS
 _ORACLE_MODELS = ("tiny", "tiny-llama")
 _PROMPT_TOKENS = (1, 15, 16, 17, 33, 64, 100, 257)
 _NUM_OUTPUT_TOKENS = 32
+_SMOKE_PROMPT_TOKENS, _NUM_SMOKE_OUTPUT_TOKENS = (1, 16, 17, 100), 8
 _STEP_TOKENS = 48
 _TEST_FOLDERS = tuple(Path("tests/engine") / name for name in ("triton_kernels", "cuda", "cuda_kv"))
 _COMPILE_TESTS = "tests/engine/triton_kernels/test_compile.py"
@@ -56,19 +58,22 @@ def _check_oracle(part: Part, model: str) -> None:
             part.device, num_blocks=256, max_running=8, max_step_tokens=_STEP_TOKENS
         )
     )
-    prompts = _prompts(CONFIGS[model]["vocab_size"])
+    lengths, num_tokens = (
+        (_SMOKE_PROMPT_TOKENS, _NUM_SMOKE_OUTPUT_TOKENS) if part.is_smoke else (_PROMPT_TOKENS, _NUM_OUTPUT_TOKENS)
+    )
+    prompts = _prompts(lengths, CONFIGS[model]["vocab_size"])
     groups = []
     for prompt in prompts:
-        groups.append(engine.add(prompt, max_tokens=_NUM_OUTPUT_TOKENS))
+        groups.append(engine.add(prompt, max_tokens=num_tokens))
         engine.step()
         engine.step()
     engine.drain()
     # The same prompts again: now their prefixes are in the cache.
-    groups += [engine.add(prompt, max_tokens=_NUM_OUTPUT_TOKENS) for prompt in prompts]
+    groups += [engine.add(prompt, max_tokens=num_tokens) for prompt in prompts]
     engine.drain()
     reference = transformers_model(model, dtype=torch.float32)
     reference.generation_config.eos_token_id = None
-    expected = [_generate(reference, prompt) for prompt in prompts]
+    expected = [_generate(reference, prompt, num_tokens) for prompt in prompts]
     found = [list(group.leader.output_token_ids) for group in groups]
     num_right = sum(answer == right for answer, right in zip(found, expected * 2, strict=True))
     part.add(Reading(case=f"oracle, {model}", value=num_right, unit=f"of {len(found)} answers"))
@@ -77,22 +82,21 @@ def _check_oracle(part: Part, model: str) -> None:
         raise AssertionError(f"answer {wrong} is {found[wrong]}, transformers says {(expected * 2)[wrong]}")
 
 
-def _prompts(vocab_size: int) -> list[list[int]]:
+def _prompts(lengths: Sequence[int], vocab_size: int) -> list[list[int]]:
     rng = random.Random(0)
-    shared = [rng.randrange(vocab_size) for _ in range(max(_PROMPT_TOKENS))]
+    shared = [rng.randrange(vocab_size) for _ in range(max(lengths))]
     return [
-        shared[: length // 2] + [rng.randrange(vocab_size) for _ in range(length - length // 2)]
-        for length in _PROMPT_TOKENS
+        shared[: length // 2] + [rng.randrange(vocab_size) for _ in range(length - length // 2)] for length in lengths
     ]
 
 
 @torch.inference_mode()
-def _generate(reference: Any, prompt: list[int]) -> list[int]:
+def _generate(reference: Any, prompt: list[int], num_tokens: int) -> list[int]:
     ids = torch.tensor([prompt])
     output = reference.generate(
         ids,
         attention_mask=torch.ones_like(ids),
-        max_new_tokens=_NUM_OUTPUT_TOKENS,
+        max_new_tokens=num_tokens,
         do_sample=False,
         pad_token_id=0,
     )

@@ -70,7 +70,7 @@ def test_part_when_steps_overlap_as_on_a_gpu_measures_every_case(
 
 
 def test_checks_when_an_answer_differs_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arms, "initializer_range", lambda _config: 0.149)
+    monkeypatch.setattr(arms, "initializer_range", lambda _config: 0.1)
     status = checks.main(["--only", "oracle", *SMOKE, "--out", str(tmp_path)])
     assert status == 1
     failures = Report.load(tmp_path / "checks-oracle.json").failures
@@ -80,7 +80,7 @@ def test_checks_when_an_answer_differs_fail(tmp_path: Path, monkeypatch: pytest.
 def test_script_when_one_part_fails_reports_it_and_goes_on(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     done = subprocess.run(
-        [REPOSITORY / "benchmarks" / "cuda_all.sh", "--smoke", "speed", "handoff"],
+        [REPOSITORY / "benchmarks" / "cuda_all.sh", "--smoke", "speed", "card"],
         env={**os.environ, "OUT": str(tmp_path), "KVRELAY_CACHE": str(tmp_path / "file" / "cache"), "TOTAL_S": "3600"},
         capture_output=True,
         text=True,
@@ -88,7 +88,7 @@ def test_script_when_one_part_fails_reports_it_and_goes_on(tmp_path: Path) -> No
     )
     assert done.returncode == 1, done.stdout + done.stderr
     assert "FAILED speed-tiny-bf16, speed-tiny-bf16: ModelNotFound: cannot make random:tiny in" in done.stdout
-    assert Report.load(tmp_path / "handoff.json").failures == []
+    assert Report.load(tmp_path / "card.json").failures == []
 
 
 def test_script_when_no_time_is_left_fails_and_names_the_parts(tmp_path: Path) -> None:
