@@ -86,6 +86,23 @@ def test_workers_with_few_pages_whose_clients_leave_early_break_no_invariant() -
     assert run_walk(FEW_PAGES).violations == []
 
 
+def test_requests_whose_workers_only_fell_silent_are_never_refused() -> None:
+    settings = ChaosSettings(
+        num_requests=80,
+        seed=12,
+        faults=frozenset({Fault.STOP, Fault.CUT}),
+        num_prefill=0,
+        num_decode=4,
+        rate_per_s=8.0,
+        mean_gap_s=0.4,
+        max_fault_s=10.0,
+        cancelled_share=0.0,
+    )
+    report = run_walk(settings)
+    assert report.violations == []
+    assert report.outcomes == {"complete": 80}
+
+
 @pytest.mark.parametrize("seed", [1, 5])
 def test_calls_that_reach_the_successor_of_the_worker_they_were_meant_for_are_refused(seed: int) -> None:
     settings = ChaosSettings(
