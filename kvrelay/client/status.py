@@ -140,9 +140,9 @@ class LinkRate:
     most_bytes_per_s: float
     """Between pages of its host, as measured when it started; 0: not measured."""
     bytes_per_s: float
-    """The least that pulls from a peer reach; 0: none yet."""
+    """Lowest rate that pulls from any peer reach; 0: none yet."""
     peer_worker_id: str
-    """That peer."""
+    """The peer that `bytes_per_s` is of; empty: none yet."""
     num_pulls: int
     """Pulls from that peer."""
 

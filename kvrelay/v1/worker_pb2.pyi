@@ -729,7 +729,7 @@ class LinkRate(_message.Message):
     bytes_per_s: _builtins.float
     """The least that pulls from a peer reach, beside their latency; 0: none yet."""
     peer_worker_id: _builtins.str
-    """That peer."""
+    """The peer with that rate; empty: none yet."""
     num_pulls: _builtins.int
     """Pulls from that peer."""
     def __init__(

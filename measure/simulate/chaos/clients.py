@@ -147,7 +147,7 @@ class Clients:
             wrong = self._wrong_end(question, life, error, router.chooser.decisions)
             may_lose = self._settings.faults & (PROCESS_FAULTS | {Fault.LOST, Fault.POISON})
             if delivery is Delivery.DIRECT and isinstance(error, EngineFault) and may_lose:
-                wrong = ""  # open: nobody has a token any more that was on its way from a worker that has gone
+                wrong = ""  # open: a token that was on its way from a worker that is gone is lost to the client
         if wrong:
             self._report.violations.append(f"{life.request_id} {wrong}")
         return "complete" if error is None else type(error).__name__
