@@ -12,6 +12,7 @@ from typing import Protocol
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from common.timing import LinkModel, StepModel, StepShape, TimingModel
+from router.pool_timing import MIN_SAMPLES
 
 
 class StepTimes(Protocol):
@@ -81,7 +82,8 @@ class _Step(BaseModel):
     per_prefill_pair_s: float = Field(default=0, ge=0)
     per_decode_s: float = Field(default=0, ge=0)
     per_context_token_s: float = Field(default=0, ge=0)
-    num_samples: int = Field(default=0, ge=0)
+    num_samples: int = Field(default=MIN_SAMPLES, ge=0)
+    """Steps of the fit. Left out: as many as a router asks for, since it would predict by guesses otherwise."""
 
 
 class _Link(BaseModel):
