@@ -102,7 +102,7 @@ class TokenWorker(
     def _begin(self, request: decode_pb2.DecodeRequest) -> "_Call":
         call = _Call(_tokens(request))
         if request.HasField("direct"):
-            call.direct = DirectAnswer(request.direct, range(1), call.checkpoints.append, lambda _error: None)
+            call.direct = DirectAnswer(request.direct, range(1), (), call.checkpoints.append, lambda _error: None)
             self._directs.add(call.direct)
         return call
 

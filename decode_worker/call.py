@@ -28,7 +28,7 @@ from kv_transfer.handoff import HandoffManifest
 from kv_transfer.pull import Pulled, PullPlan, WantedHandoff
 from kvrelay.v1 import decode_pb2 as pb
 from kvrelay.v1 import sampling_pb2, worker_pb2
-from worker.output import OutputStreams, beams_to_proto, prompt_logprobs_to_proto
+from worker.output import OutputStreams, beams_to_proto, prompt_logprobs_to_proto, repeat_output
 from worker.runtime import WorkerRuntime
 
 logger = logging.getLogger(__name__)
@@ -94,7 +94,8 @@ class DecodeCall:
     def _open_direct(self, request: pb.DecodeRequest, spec: EngineRequest) -> None:
         if request.HasField("direct"):
             samples = range(spec.first_sample_index, spec.first_sample_index + spec.sampling.n)
-            self._direct = DirectAnswer(request.direct, samples, self._outlet.put_tokens, self._lose_client)
+            earlier = repeat_output(spec, self._runtime.tokenizer)
+            self._direct = DirectAnswer(request.direct, samples, earlier, self._outlet.put_tokens, self._lose_client)
             self._directs.add(self._direct)
 
     def _lose_client(self, error: KvrelayError) -> None:

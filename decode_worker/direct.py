@@ -5,7 +5,8 @@
 2. The answer's tokens are kept here. The client's stream gets them as they come; a client that reconnects states how
    many tokens it has, and gets the rest. A new stream ends the one before it.
 3. The router gets *checkpoints*: the ids of the tokens so far, after the first one and then at intervals. The last one
-   is sent when the client has everything, so that an answer whose worker dies earlier is continued elsewhere.
+   is sent when the client has everything, so that an answer whose worker dies earlier is continued elsewhere. The next
+   worker has the tokens before the checkpoint too, for a client that they did not reach.
 4. A client that does not connect, or does not reconnect, is waited for during a grace period. Then the call ends with
    ClientGone, which the router sees.
 
@@ -36,10 +37,14 @@ class DirectAnswer:
         self,
         access: pb.DirectAccess,
         samples: range,
+        earlier: Sequence[pb.TokenBatch],
         checkpoint: Callable[[pb.TokenBatch], None],
         on_lost: Callable[[KvrelayError], None],
     ) -> None:
-        """`checkpoint` sends tokens to the router; `on_lost` reports that the client is gone. Raises InvalidRequest."""
+        """Start with the tokens that another worker has generated, which the router has.
+
+        `checkpoint` sends tokens to the router; `on_lost` reports that the client is gone. Raises InvalidRequest.
+        """
         if len(access.capability) != CAPABILITY_BYTES:
             raise InvalidRequest(
                 f"{len(access.capability)} bytes; must be {CAPABILITY_BYTES}", field="direct.capability"
@@ -55,7 +60,7 @@ class DirectAnswer:
         self._num_untold = 0
         self._num_until_told = 1
         """The first token is sent at once: the time to the first token is measured by it."""
-        self._batches: list[pb.TokenBatch] = []
+        self._batches = list(earlier)
         self._is_complete = False
         self._error: KvrelayError | None = None
         self._reader: asyncio.Event | None = None

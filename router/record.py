@@ -127,8 +127,17 @@ class RunningRequest:
             self.job = replace(self.job, sampling=replace(sampling, max_tokens=max_tokens))
 
     def output_of(self, samples: range) -> TokenArray:
-        """Return the tokens that a worker continues from; none when several samples begin together."""
-        return self.ledger.output(samples[0]) if len(samples) == 1 else as_tokens(())
+        """Return the tokens that a worker continues from; none when several samples begin together.
+
+        The client of a direct answer may lack tokens that the router knows. The next worker repeats them, but cannot
+        repeat their log-probabilities without computing the tokens again.
+        """
+        if len(samples) > 1:
+            return as_tokens(())
+        index, job = samples[0], self.job
+        if job.delivery is Delivery.DIRECT and job.sampling.num_logprobs is not None:
+            return job.begun[index].token_ids[:] if index < len(job.begun) else as_tokens(())
+        return self.ledger.output(index)
 
     def sequence(
         self,

@@ -1,17 +1,20 @@
 """Turns engine tokens into messages for clients: text deltas, stop strings and finish reasons, or bare token ids."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import tokenizers
 
+from common.token_batches import MAX_GATHERED_TOKENS
+from common.tokens import as_tokens
 from common.wire import pack_tokens
 from engine.beams import BeamSnapshot
 from engine.events import FinishReason, TokenOutput, Tokens
 from engine.executor import Logprobs
 from engine.sequence import EngineRequest
 from engine.text import TextStream
+from kvrelay.v1 import decode_pb2, sequence_pb2
 from kvrelay.v1 import sampling_pb2 as pb
-from kvrelay.v1 import sequence_pb2
 
 FINISH_REASONS = {
     None: pb.FINISH_REASON_UNSPECIFIED,
@@ -110,6 +113,26 @@ class OutputStreams:
         if output.finish_reason is not None:
             return delta.text + stream.flush(), output.finish_reason
         return delta.text, None
+
+
+def repeat_output(request: EngineRequest, tokenizer: tokenizers.Tokenizer) -> list[decode_pb2.TokenBatch]:
+    """Return the tokens that a request begins with as another worker has sent them, without log-probabilities.
+
+    Each batch fits a message.
+    """
+    index, token_ids = request.first_sample_index, request.output_token_ids
+    if not token_ids:
+        return []
+    if not request.sampling.detokenize:
+        return [decode_pb2.TokenBatch(runs=[pb.TokenRun(sample_index=index, tokens=pack_tokens(token_ids))])]
+    streams = OutputStreams(replace(request, output_token_ids=as_tokens(())), tokenizer)
+    outputs = [
+        TokenOutput(sample_index=index, token_index=position, token_id=token_id, logprobs=None, finish_reason=None)
+        for position, token_id in enumerate(token_ids)
+    ]
+    messages, _ = streams.take(outputs)
+    firsts = range(0, len(messages), MAX_GATHERED_TOKENS)
+    return [decode_pb2.TokenBatch(tokens=messages[first : first + MAX_GATHERED_TOKENS]) for first in firsts]
 
 
 def logprobs_to_proto(logprobs: Logprobs) -> pb.PositionLogprobs:

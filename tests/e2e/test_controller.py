@@ -27,6 +27,7 @@ from cluster.lifecycle import ClusterError, ClusterInfo
 from cluster.processes.state import ClusterPhase, StateFile
 from cluster.ray.outside import find_actors
 from common.config import load_config
+from common.ports import free_port
 from common.process import ProcessIdentity
 from kvrelay.client import AsyncClient, Generation
 from tests.cluster.ray_nodes import ray_nodes
@@ -45,7 +46,7 @@ NODES = (
     {"num_cpus": 2, "labels": {"pool": "prefill"}},
     {"num_cpus": 4, "num_gpus": 4, "labels": {"pool": "decode"}},
 )
-_LIFETIME_S = 24.0
+_LIFETIME_S = 36.0
 """A third of it, the time between renewal and end, has to be enough for a controller to come back."""
 _NUM_CERTIFICATES = 3
 """Certificates of a router that lives on: the first, a renewal, and one from the new controller."""
@@ -214,8 +215,7 @@ def _page(url: str) -> str:
 
 
 async def test_controller_that_cannot_take_over_tries_again_until_it_can(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port("127.0.0.1")
     async with running(tmp_path, planner={"mode": "advise", "metrics_port": port}) as (client, _):
         before, state_file = await pids(client), StateFile(tmp_path / "run")
         state = state_file.read()

@@ -11,7 +11,10 @@ import pytest
 from common.errors import AccessDenied, ClientGone, KvrelayError, from_rpc_error
 from common.rpc import client_channel
 from kvrelay.client import AsyncClient, Completed, Generation, PlanChosen, Token
+from kvrelay.client.direct import DirectCall
 from kvrelay.v1 import decode_pb2, decode_pb2_grpc, inference_pb2, inference_pb2_grpc
+from router.record import RunningRequest
+from router.worker_requests import CHECKPOINT_TOKENS
 from tests.e2e.in_process import TIMEOUT_S, System, running_system
 
 PROMPT = list(range(40))
@@ -33,8 +36,6 @@ async def both(system: System, **sampling: Any) -> tuple[Generation, Generation]
 @contextmanager
 def counting_direct(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """Counts the tokens that come from workers."""
-    from kvrelay.client.direct import DirectCall
-
     counts: list[int] = []
     read_worker = DirectCall._read_worker  # noqa: SLF001 - nothing public tells which way a token came
 
@@ -85,6 +86,44 @@ async def _until(stream: Any, *, num_tokens: int) -> PlanChosen:
             break
     assert plan is not None
     return plan
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [{}, {"n": 2}, {"detokenize": False}, {"logprobs": 1, "prompt_logprobs": 0}],
+    ids=["text", "two samples", "ids", "logprobs"],
+)
+async def test_tokens_that_were_lost_with_their_worker_come_from_the_next_one(
+    sampling: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Checkpoints have reached the router, but no token has reached the client."""
+    read_worker = DirectCall._read_worker  # noqa: SLF001 - a network that loses what the first worker sends
+
+    async def lossy(self: DirectCall, grant: inference_pb2.DirectGrant) -> None:
+        if grant.attempt > 1:
+            await read_worker(self, grant)
+
+    note_checkpoint, is_known = RunningRequest.note_checkpoint, asyncio.Event()
+
+    def noting(self: RunningRequest, batch: decode_pb2.TokenBatch, *, expected: range) -> bool:
+        has_end = note_checkpoint(self, batch, expected=expected)
+        if min(self.ledger.lengths) > CHECKPOINT_TOKENS:
+            is_known.set()
+        return has_end
+
+    async with running_system(num_decode=2, router=LOCAL, **ENGINE) as system:
+        async with system.client() as reference:
+            expected = await reference.generate(PROMPT, **SAMPLING, **sampling)
+        monkeypatch.setattr(DirectCall, "_read_worker", lossy)
+        monkeypatch.setattr(RunningRequest, "note_checkpoint", noting)
+        async with system.client(direct=True) as client:
+            stream = client.stream(PROMPT, **SAMPLING, **sampling)
+            plan = next(event for event in [await anext(stream), await anext(stream)] if isinstance(event, PlanChosen))
+            await asyncio.wait_for(is_known.wait(), TIMEOUT_S)
+            await system.kill(plan.decode_worker_id)
+            got = await stream.result()
+    assert got.samples == expected.samples
+    assert got.prompt_logprobs == expected.prompt_logprobs
 
 
 async def test_cancel_of_the_client_frees_everything() -> None:

@@ -67,7 +67,7 @@ async def test_late_client_gets_everything_in_messages_below_the_size_limit() ->
         raise error
 
     access = decode_pb2.DirectAccess(capability=bytes(CAPABILITY_BYTES), ttl_s=60, checkpoint_tokens=64)
-    answer = DirectAnswer(access, range(1), lambda _batch: None, lose)
+    answer = DirectAnswer(access, range(1), [], lambda _batch: None, lose)
     for index in range(10_000):
         answer.put(decode_pb2.TokenBatch(tokens=[pb.SampleToken(token_index=index)]))
     messages: list[decode_pb2.StreamTokensResponse] = []
