@@ -1,7 +1,7 @@
 """Fewer bits over processes: answers are those of one engine alone, which reads the same checkpoint in the same bits.
 
-The rule for every format: with the same kernels, a row's projections do not depend on other rows, and a block's bytes
-travel as they are. So an answer is the same alone, in a batch, handed over and from a cache. After a kill its tokens so
+The rule for every format: with the same compiled kernels, a row's projections do not depend on other rows, and a
+block's bytes travel as they are. So an answer is the same alone, in a batch, handed over and from a cache. After a kill its tokens so
 far are read again as a prompt, whose sums have another order: those tokens stay, and what follows may differ at a near
 tie, since a last bit decides now and then between two codes.
 """
@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from common.config import parse_config
 from common.sampling import SamplingParams
+from engine.ops.select import load_cpu_kernels
 from kvrelay.client import Generation
 from tests.e2e.harness import kill_worker, running_cluster, until, until_idle, worker
 from tests.short_model import write_short_model
@@ -41,6 +43,8 @@ def prompts() -> list[list[int]]:
 async def test_answers_in_4_bits_are_those_of_one_engine_handed_over_and_cached_and_outlive_a_kill(
     tmp_path: Path, model_dir: Path, prompts: list[list[int]]
 ) -> None:
+    if load_cpu_kernels(torch.float32) is None:
+        pytest.skip("no compiled kernels on this machine: an answer in few bits is the same only up to near ties")
     pool = {"kv_memory_gib": 0.2}
     config: dict[str, Any] = {
         "name": "formats",
