@@ -1,9 +1,9 @@
 """Fewer bits over processes: answers are those of one engine alone, which reads the same checkpoint in the same bits.
 
 The rule for every format: with the same compiled kernels, a row's projections do not depend on other rows, and a
-block's bytes travel as they are. So an answer is the same alone, in a batch, handed over and from a cache. After a kill its tokens so
-far are read again as a prompt, whose sums have another order: those tokens stay, and what follows may differ at a near
-tie, since a last bit decides now and then between two codes.
+block's bytes travel as they are. So an answer is the same alone, in a batch, handed over and from a cache. After a
+kill its tokens so far are read again as a prompt, whose sums have another order: those tokens stay, and what follows
+may differ at a near tie, since a last bit decides now and then between two codes.
 """
 
 import asyncio

@@ -144,8 +144,8 @@ def test_transformers_models_refuse_kv_dtype_by_name(tmp_path: Path) -> None:
 def test_default_model_keeps_its_greedy_answers_with_coded_pages() -> None:
     """Rule: int8 gives the twelve tokens of plain pages; int4 knows the same capital.
 
-    In float32: in bfloat16 the processor's own order of sums decides near ties. The second prompt has one, which only the
-    order of sums of the compiled kernels decides as plain pages do.
+    In float32: in bfloat16 the processor's own order of sums decides near ties. The second prompt has one, which only
+    the compiled kernels decide as with plain pages.
     """
     folder = default_model_dir()
     tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
