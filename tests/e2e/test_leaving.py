@@ -13,12 +13,6 @@ from tests.e2e.test_drain import NUM_STREAMS, SHAPE, answer, decoding_worker, un
 from tests.worker.cluster import running_pair
 
 GRACE_S = 60.0
-pytestmark = pytest.mark.usefixtures("short_settling")
-
-
-@pytest.fixture
-def short_settling(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("worker.serving.SETTLE_S", 0.1)
 
 
 @asynccontextmanager
