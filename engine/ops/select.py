@@ -27,7 +27,7 @@ from engine.ops.torch_ops import TorchOps
 
 logger = logging.getLogger(__name__)
 
-# Tile registers multiply bfloat16 many times faster than vectors do. oneDNN uses them, our kernels for codes alone.
+# Tile registers multiply bfloat16 many times faster than vectors do. oneDNN uses them, also where our kernels cannot.
 _TILE_FLAG = "amx_bf16"
 
 # The kernels' vectors are AVX-512 registers. On other CPUs g++ keeps them in memory: 2.5 GFLOP/s on a core whose AVX2
@@ -100,11 +100,13 @@ def _open(library: Path, dtype: torch.dtype) -> CpuKernels | None:
 
 def _pack(weights: DecoderWeights, kernels: CpuKernels | None) -> str:
     """Replace all projections by the fastest kind available; returns its name."""
-    has_tiles = weights.embedding.dtype is torch.bfloat16 and cpu_has(_TILE_FLAG)
     is_grouped = any(isinstance(projection, GroupedLinear | PackedLinear) for projection in weights.projections())
-    if kernels is not None and (is_grouped or not has_tiles) and can_pack_all(weights):
-        pack_projections(weights, kernels)
-        return "compiled, packed weights" + (", many rows in tiles" if is_grouped and kernels.has_tiles() else "")
+    is_plain = not is_grouped and weights.embedding.dtype is torch.bfloat16
+    if kernels is not None and can_pack_all(weights):
+        has_tiles = kernels.has_tiles()
+        if not (is_plain and cpu_has(_TILE_FLAG)) or has_tiles:  # else compiled without them
+            pack_projections(weights, kernels)
+            return "compiled, packed weights" + (", in tiles" if has_tiles and (is_plain or is_grouped) else "")
     if can_pack(weights.embedding):
         widen_weights(weights, lambda linear, span: RoundedInputs(OneDnnLinear(linear), span))
         weights.replace_projections(lambda linear: OneDnnLinear(linear) if isinstance(linear, Linear) else linear)

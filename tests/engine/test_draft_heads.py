@@ -14,7 +14,7 @@ from engine.model.heads import FILE_NAME, DraftHeads
 from engine.speculation.heads import HeadsDrafter
 from tests.engine.drafting import drafts_of, eager
 from tests.engine.driver import make_sequence
-from tests.engine.test_speculation_model import LEAST_DTYPE, load_verifying, requests_of, serve
+from tests.engine.test_speculation_model import load_verifying, requests_of, serve
 from tests.short_model import write_short_model
 
 HIDDEN, VOCAB = 8, 12
@@ -75,7 +75,7 @@ def test_nothing_is_drafted_without_the_state_behind_the_last_token() -> None:
 
 @pytest.mark.model
 def test_real_answers_of_every_kind_are_those_without_heads(tmp_path: Path) -> None:
-    executor = load_verifying(write_short_model(tmp_path), LEAST_DTYPE)
+    executor = load_verifying(write_short_model(tmp_path), "bfloat16")
     requests = requests_of(tmp_path, executor)
     plain, _ = serve(executor, requests, None)
     write_heads(tmp_path, hidden=executor.hidden_size, num_heads=3)

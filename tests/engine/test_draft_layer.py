@@ -40,7 +40,7 @@ from tests.engine.draft_layers import (
 )
 from tests.engine.drafting import eager
 from tests.engine.driver import Driver, load, make_sequence
-from tests.engine.test_speculation_model import LEAST_DTYPE, load_verifying, requests_of, serve
+from tests.engine.test_speculation_model import load_verifying, requests_of, serve
 from tests.engine.tiny_models import make_model
 from tests.short_model import write_short_model
 
@@ -326,7 +326,7 @@ def test_answer_whose_prompt_another_worker_has_read_is_drafted_from_its_second_
 
 @pytest.mark.model
 def test_real_answers_of_every_kind_are_those_without_a_draft_layer(tmp_path: Path) -> None:
-    executor = load_verifying(write_short_model(tmp_path), LEAST_DTYPE)
+    executor = load_verifying(write_short_model(tmp_path), "bfloat16")
     requests = requests_of(tmp_path, executor)
     plain, _ = serve(executor, requests, None)
     sizes = {"hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": executor.vocab_size}

@@ -15,7 +15,7 @@ from engine.speculation.rates import DepthRates
 from tests.builders import BLOCK_SIZE, assert_empty, make_core, make_request, run_until_idle, submit
 from tests.engine.drafting import eager
 from tests.engine.driver import load, make_sequence
-from tests.engine.test_speculation_model import LEAST_DTYPE, load_verifying, requests_of, serve
+from tests.engine.test_speculation_model import load_verifying, requests_of, serve
 from tests.short_model import write_short_model
 
 
@@ -127,13 +127,13 @@ def test_drafting_that_takes_as_long_as_a_step_is_not_worth_it() -> None:
 def test_real_answers_of_every_kind_are_those_without_a_draft_model(tmp_path: Path) -> None:
     (whole := tmp_path / "whole").mkdir()
     (first := tmp_path / "first").mkdir()
-    executor = load_verifying(write_short_model(whole), LEAST_DTYPE)
+    executor = load_verifying(write_short_model(whole), "bfloat16")
     write_short_model(first, num_layers=1)
     requests = requests_of(whole, executor)
     plain, _ = serve(executor, requests, None)
     loads = []
     for draft_dir in (whole, first):
-        drafting = load(draft_dir, dtype=LEAST_DTYPE, block_size=16, num_blocks=512)
+        drafting = load(draft_dir, dtype="bfloat16", block_size=16, num_blocks=512)
         drafter = ModelDrafter(drafting, target=executor, is_coupled=True, num_branches=1)
         speculated, core = serve(executor, requests, eager(drafter, num_tokens=4))
         assert speculated == plain

@@ -19,7 +19,6 @@ from engine.core import EngineCore
 from engine.events import EngineLoad, TokenOutput
 from engine.executor import Branch, ScheduledSequence
 from engine.grammar import Grammars
-from engine.model.precision import cpu_has
 from engine.runner import ModelExecutor
 from engine.scheduler import SchedulerLimits
 from engine.sequence import EngineRequest
@@ -35,8 +34,6 @@ from worker.inprocess import LocalEngine, SampleText
 pytestmark = pytest.mark.model
 
 BLOCK_SIZE = 16
-LEAST_DTYPE = "float32" if cpu_has("amx_bf16") else "bfloat16"
-"""Dtype of the fewest bits that the compiled kernels compute; with tile registers oneDNN multiplies bfloat16."""
 NUM_SCARCE_BLOCKS = 30
 """Too few for all requests at once."""
 TEXT = "def add(a, b):\n    return a + b\n\ndef sub(a, b):\n    return a - b\n\n" * 3
@@ -187,7 +184,7 @@ def test_real_answers_of_every_kind_are_those_without_speculation(
 
 
 def test_rejection_rule_leaves_greedy_answers_and_accepts_drafts_of_sampled_ones(model_dir: Path) -> None:
-    executor = load_verifying(model_dir, LEAST_DTYPE)
+    executor = load_verifying(model_dir, "bfloat16")
     greedy, sampled, *_ = requests_of(model_dir, executor)
     plain, _ = serve(executor, [greedy, sampled], None)
     speculator = eager(NgramDrafter(), num_tokens=7, rule=Rule.REJECTION)
@@ -199,7 +196,7 @@ def test_rejection_rule_leaves_greedy_answers_and_accepts_drafts_of_sampled_ones
 
 
 def test_answers_from_the_prefix_cache_of_speculated_ones_are_the_same(model_dir: Path) -> None:
-    executor = load_verifying(model_dir, LEAST_DTYPE)
+    executor = load_verifying(model_dir, "bfloat16")
     for request in requests_of(model_dir, executor)[:2]:  # greedy, then sampled
         (plain,), _ = serve(executor, [request], None)
         (first,), core = serve(executor, [request], eager(NgramDrafter(), num_tokens=7))
@@ -213,7 +210,7 @@ def test_answers_from_the_prefix_cache_of_speculated_ones_are_the_same(model_dir
 def test_stop_string_inside_a_draft_ends_the_answer_where_it_does_without(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch, sampling: dict[str, Any]
 ) -> None:
-    executor = load_verifying(model_dir, LEAST_DTYPE)
+    executor = load_verifying(model_dir, "bfloat16")
     tokenizer = load_tokenizer(model_dir)
     drafter = GuessingDrafter(lambda sequence: free[sequence.sample_index], rate=1.0)
 

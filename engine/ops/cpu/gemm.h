@@ -3,7 +3,7 @@
 // B is packed into panels of 32 columns, which a product reads from beginning to end as one stream:
 //     panel p, step k: [32 columns of p] x [kPack consecutive depths of step k]
 // with kPack = 2 for bfloat16, whose products are summed in pairs by one instruction, and 1 for float32. Columns and
-// depths beyond the matrix are zero.
+// depths beyond the matrix are zero. A panel has whole runs of kRun steps, which are what a tile register takes.
 #pragma once
 #include "simd.h"
 
@@ -19,11 +19,11 @@ template <typename T>
 struct Format;
 template <>
 struct Format<float> {
-    static constexpr int kPack = 1;
+    static constexpr int kPack = 1, kRun = 1;
 };
 template <>
 struct Format<bf16> {
-    static constexpr int kPack = 2;
+    static constexpr int kPack = 2, kRun = 16;
 };
 
 template <typename T>
@@ -31,10 +31,15 @@ inline int64_t num_steps(int64_t depth) {
     return (depth + Format<T>::kPack - 1) / Format<T>::kPack;
 }
 
+template <typename T>
+inline int64_t num_runs(int64_t depth) {
+    return (num_steps<T>(depth) + Format<T>::kRun - 1) / Format<T>::kRun;
+}
+
 // Elements of one packed panel.
 template <typename T>
 inline int64_t panel_size(int64_t depth) {
-    return num_steps<T>(depth) * Format<T>::kPack * kPanel;
+    return num_runs<T>(depth) * Format<T>::kRun * Format<T>::kPack * kPanel;
 }
 
 inline F32x16 multiply_add(F32x16 sum, const float* a, const float* b) { return sum + *a * load<F32x16>(b); }
@@ -100,13 +105,26 @@ inline int64_t rows_per_pass(int64_t rows, int64_t most = kMaxRows) {
 template <typename T>
 inline void pack_transposed(const T* w, int64_t w_stride, int64_t columns, int64_t depth, T* panel, int64_t p) {
     constexpr int pack = Format<T>::kPack;
-    int64_t steps = num_steps<T>(depth);
+    int64_t steps = num_runs<T>(depth) * Format<T>::kRun;
     for (int64_t k = 0; k < steps; k++)
         for (int64_t c = 0; c < kPanel; c++)
             for (int i = 0; i < pack; i++) {
                 int64_t column = p * kPanel + c, at = k * pack + i;
                 panel[(k * kPanel + c) * pack + i] = column < columns && at < depth ? w[column * w_stride + at] : T{};
             }
+}
+
+// A row's sums of the panel that begins at `column` (+ bias) into its row of y [columns].
+template <typename T, typename Y>
+inline void store_sums(const F32x16* sums, const T* bias, Y* y, int64_t columns, int64_t column) {
+    for (int half = 0; half < 2; half++) {
+        int64_t at = column + half * kLanes, left = columns - at;
+        if (left >= kLanes) {
+            store_narrow(y + at, bias ? sums[half] + load_wide(bias + at) : sums[half]);
+        } else if (left > 0) {
+            store_some(y + at, bias ? sums[half] + load_some(bias + at, left) : sums[half], left);
+        }
+    }
 }
 
 // y [rows, columns] = x [rows, depth] * packed (+ bias). Both sides' rows are contiguous; Y is T or wider. All threads.
@@ -116,23 +134,13 @@ void linear(const T* x, const T* packed, const T* bias, Y* y, int64_t rows, int6
     int64_t step = rows_per_pass(rows);
 #pragma omp parallel for schedule(static)
     for (int64_t p = 0; p < panels; p++) {
-        int64_t column = p * kPanel, width = columns - column < kPanel ? columns - column : kPanel;
+        int64_t column = p * kPanel;
         for (int64_t row = 0; row < rows; row += step) {
             int count = int(rows - row < step ? rows - row : step);
             F32x16 sums[kMaxRows][2] = {};
             multiply_panel(count, x + row * depth, depth, packed + p * size, steps, sums);
             for (int r = 0; r < count; r++)
-                for (int half = 0; half < 2; half++) {
-                    int64_t left = width - half * kLanes;
-                    if (left <= 0) continue;
-                    int64_t at = column + half * kLanes;
-                    Y* to = y + (row + r) * columns + at;
-                    if (left >= kLanes) {
-                        store_narrow(to, bias ? sums[r][half] + load_wide(bias + at) : sums[r][half]);
-                    } else {
-                        store_some(to, bias ? sums[r][half] + load_some(bias + at, left) : sums[r][half], left);
-                    }
-                }
+                store_sums(sums[r], bias, y + (row + r) * columns, columns, column);
         }
     }
 }

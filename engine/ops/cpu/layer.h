@@ -1,7 +1,10 @@
 // A whole decoder layer in one call: what a step of few tokens saves in calls is a good part of its time.
 #pragma once
+#include <type_traits>
+
 #include "attention.h"
 #include "grouped.h"
+#include "tiled.h"
 
 namespace kvrelay {
 
@@ -15,11 +18,12 @@ struct Projection {
     // Y is T or wider.
     template <typename Y>
     void operator()(const T* x, Y* y, int64_t rows) const {
-        if (packed) {
-            linear(x, packed, bias, y, rows, columns, depth);
-        } else {
-            grouped_linear(x, grouped, bias, y, rows, columns, depth);
-        }
+        if (!packed) return grouped_linear(x, grouped, bias, y, rows, columns, depth);
+#if defined(KVRELAY_TILES)
+        if constexpr (std::is_same_v<T, bf16>)
+            if (has_tiles()) return tiled_linear(x, packed, bias, y, rows, columns, depth);
+#endif
+        linear(x, packed, bias, y, rows, columns, depth);
     }
 };
 

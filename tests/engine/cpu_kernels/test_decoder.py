@@ -83,6 +83,21 @@ def test_load_without_a_compiler_warns_and_answers(
     assert "no C++ compiler" in caplog.text
 
 
+@pytest.mark.parametrize("has_tiles", [True, False])
+def test_bfloat16_on_tile_registers_is_compiled_where_the_compiler_knows_them(
+    checkpoint: tuple[Any, Path], library: Path, monkeypatch: pytest.MonkeyPatch, has_tiles: bool
+) -> None:
+    """Vectors there are slower than oneDNN's tiles; speculation needs compiled products."""
+    kernels = CpuKernels(library, torch.bfloat16)
+    monkeypatch.setattr("engine.ops.select.cpu_has", lambda flag: True)
+    monkeypatch.setattr(kernels, "has_tiles", lambda: has_tiles)
+    monkeypatch.setattr("engine.loading.load_cpu_kernels", lambda dtype: kernels)
+    executor = load(checkpoint[1], dtype="bfloat16")
+    assert executor.verifies_drafts is has_tiles
+    [answer] = Driver(executor).generate([make_sequence(make_prompt(9))], num_tokens=3)
+    assert len(answer) == 3
+
+
 @pytest.mark.parametrize("kernels_option", ["auto", "torch"])
 def test_generate_when_greedy_equals_transformers(checkpoint: tuple[Any, Path], kernels_option: str) -> None:
     reference, folder = checkpoint

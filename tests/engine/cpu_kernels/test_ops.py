@@ -4,6 +4,7 @@ import concurrent.futures
 import functools
 import random
 from array import array
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from engine.kv_cache import TorchKvStore, kv_shape
 from engine.model.config import DecoderConfig, parse_config
+from engine.model.precision import cpu_has
 from engine.model.weights import Linear
 from engine.ops.cpu.library import CpuKernels
 from engine.ops.cpu.linear import Arena, PackedLinear, pack_plain
@@ -237,17 +239,39 @@ def test_product_equals_torch(kernels: CpuKernels, out_features: int, in_feature
         torch.testing.assert_close(pack(linear, kernels)(x).double(), expected, atol=atol, rtol=rtol)
 
 
-def test_product_when_other_rows_change_keeps_its_bits(kernels: CpuKernels) -> None:
-    packed = pack(make_linear(70, 96, kernels.dtype), kernels)
-    x = torch.randn(40, 96).to(kernels.dtype)
+@pytest.mark.parametrize("in_features", [74, 96, 1218])  # the last: a register's runs in more than one block
+def test_product_when_other_rows_change_keeps_its_bits(kernels: CpuKernels, in_features: int) -> None:
+    packed = pack(make_linear(70, in_features, kernels.dtype), kernels)
+    x = torch.randn(70, in_features).to(kernels.dtype)
     alone = torch.cat([packed(row[None]) for row in x])
-    for num_tokens in (2, 7, 13, 40):
+    for num_tokens in (*range(2, 41), 70):
         assert torch.equal(packed(x[:num_tokens]), alone[:num_tokens])
 
 
-def test_product_when_a_row_is_not_finite_leaves_the_others(kernels: CpuKernels) -> None:
-    packed = pack(make_linear(40, 64, kernels.dtype), kernels)
-    x = torch.randn(3, 64).to(kernels.dtype)
+@pytest.mark.parametrize("out_features", [576, 610])  # groups of panels, the last one incomplete
+def test_wide_product_of_many_rows_equals_torch(kernels: CpuKernels, out_features: int) -> None:
+    linear = make_linear(out_features, 1218, kernels.dtype)
+    x = torch.randn(100, 1218).to(kernels.dtype)
+    assert linear.bias is not None
+    expected = torch.nn.functional.linear(x.double(), linear.weight.double(), linear.bias.double())
+    torch.testing.assert_close(pack(linear, kernels).wide(x).double(), expected, atol=1e-3, rtol=1e-4)
+
+
+@pytest.mark.skipif(not cpu_has("amx_bf16"), reason="needs a processor with tile registers for bfloat16")
+def test_product_in_tiles_leaves_the_registers_to_torch(library: Path) -> None:
+    kernels = CpuKernels(library, torch.bfloat16)
+    packed, x = pack(make_linear(70, 608, torch.bfloat16), kernels), torch.randn(40, 608).bfloat16()
+    weight = torch.randn(64, 608).bfloat16()
+    expected = torch.nn.functional.linear(x, weight)
+    for num_tokens in (1, 5, 40):
+        packed(x[:num_tokens])
+        assert torch.equal(torch.nn.functional.linear(x, weight), expected)
+
+
+@pytest.mark.parametrize("in_features", [64, 74])
+def test_product_when_a_row_is_not_finite_leaves_the_others(kernels: CpuKernels, in_features: int) -> None:
+    packed = pack(make_linear(40, in_features, kernels.dtype), kernels)
+    x = torch.randn(3, in_features).to(kernels.dtype)
     expected = packed(x)
     x[1, 5] = float("nan")
     found = packed(x)

@@ -1,0 +1,160 @@
+// Products in bfloat16 by tile registers (AMX): y [rows, columns] = x [rows, depth] * packed, on the panels of gemm.h.
+//
+// A register adds up 32 depths in an order of its own, other than that of vectors. So tiles multiply any number of rows,
+// also a single one: with few rows the weights are read no faster by vectors. A row's result depends on this row alone,
+// bit for bit: runs of 32 depths are added up from first to last, however rows and depths are divided into blocks.
+#pragma once
+#include <omp.h>
+
+#include <algorithm>
+#include <vector>
+
+#include "gemm.h"
+#include "tile_registers.h"
+
+namespace kvrelay {
+
+#if defined(KVRELAY_TILES)
+
+constexpr int kRunDepths = Format<bf16>::kRun * Format<bf16>::kPack;
+constexpr int64_t kRunSize = kRunDepths * kPanel;  // elements of a panel
+constexpr int64_t kMostRuns = 18;                  // of two tiles of rows, that stay in the first cache: 36 KiB
+constexpr int64_t kGroupBytes = 640 << 10;         // of weights that stay in the second
+constexpr int64_t kMostPanels = 16, kLeastPanels = 4;
+constexpr int64_t kTilePrefetch = 4 * kRunSize;
+
+// Rows copied for the registers: [tile][run][rows of a tile][32 depths], zero beyond the last row and depth.
+class TiledRows {
+public:
+    TiledRows(int64_t rows, int64_t depth, bf16* memory)
+        : rows_(rows), depth_(depth), runs_(num_runs<bf16>(depth)), tile_rows_(rows_per_tile(rows)), memory_(memory) {}
+
+    static int64_t rows_per_tile(int64_t rows) { return rows < kTiledRows ? rows : rows_per_pass(rows, kTiledRows); }
+    static int64_t size(int64_t rows, int64_t depth) {
+        return (rows + kTiledRows) * num_runs<bf16>(depth) * kRunDepths;
+    }
+
+    int64_t tile_rows() const { return tile_rows_; }
+    int64_t tiles() const { return (rows_ + tile_rows_ - 1) / tile_rows_; }
+    int64_t runs() const { return runs_; }
+    int64_t rows_of(int64_t t) const { return std::min(tile_rows_, rows_ - t * tile_rows_); }
+    const bf16* tile(int64_t t, int64_t run) const { return memory_ + (t * runs_ + run) * tile_rows_ * kRunDepths; }
+
+    // Fill in tile t from x [rows][depth]. Tiles may be filled by several threads.
+    void fill(const bf16* x, int64_t t) const {
+        for (int64_t run = 0; run < runs_; run++) {
+            bf16* to = memory_ + (t * runs_ + run) * tile_rows_ * kRunDepths;
+            int64_t count = std::min<int64_t>(depth_ - run * kRunDepths, kRunDepths);
+            for (int64_t r = t * tile_rows_; r < (t + 1) * tile_rows_; r++, to += kRunDepths) {
+                if (r >= rows_ || count < kRunDepths) std::memset((void*)to, 0, kRunDepths * sizeof(bf16));
+                if (r < rows_) std::memcpy(to, x + r * depth_ + run * kRunDepths, count * sizeof(bf16));
+            }
+        }
+    }
+
+private:
+    int64_t rows_, depth_, runs_, tile_rows_;
+    bf16* memory_;
+};
+
+// Sums of one tile of rows with one panel, [kTiledRows][kPanel].
+typedef float TileSums[kTiledRows][kPanel];
+
+// Add to one tile's sums, or to two tiles', the products of the runs [run, end); run 0 begins anew.
+template <int kTiles>
+inline void add_runs(const TiledRows& x, int64_t t, int64_t run, int64_t end, const bf16* panel, TileSums* sums) {
+    constexpr int kStride = kPanel * sizeof(float), kPanelStride = 2 * kPanel * sizeof(bf16);
+    int64_t row_bytes = kRunDepths * sizeof(bf16);
+    if (run == 0) {
+        _tile_zero(0);
+        _tile_zero(1);
+        if (kTiles == 2) _tile_zero(2);
+        if (kTiles == 2) _tile_zero(3);
+    } else {
+        _tile_loadd(0, sums[0][0], kStride);
+        _tile_loadd(1, sums[0][0] + kLanes, kStride);
+        if (kTiles == 2) _tile_loadd(2, sums[1][0], kStride);
+        if (kTiles == 2) _tile_loadd(3, sums[1][0] + kLanes, kStride);
+    }
+    for (panel += run * kRunSize; run < end; run++, panel += kRunSize) {
+        for (int64_t at = 0; at < kRunSize; at += 2 * kLanes) __builtin_prefetch(panel + kTilePrefetch + at);
+        _tile_loadd(4, x.tile(t, run), row_bytes);
+        _tile_loadd(6, panel, kPanelStride);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_loadd(7, panel + 2 * kLanes, kPanelStride);
+        _tile_dpbf16ps(1, 4, 7);
+        if (kTiles == 2) {
+            _tile_loadd(5, x.tile(t + 1, run), row_bytes);
+            _tile_dpbf16ps(2, 5, 6);
+            _tile_dpbf16ps(3, 5, 7);
+        }
+    }
+    _tile_stored(0, sums[0][0], kStride);
+    _tile_stored(1, sums[0][0] + kLanes, kStride);
+    if (kTiles == 2) _tile_stored(2, sums[1][0], kStride);
+    if (kTiles == 2) _tile_stored(3, sums[1][0] + kLanes, kStride);
+}
+
+// Rows of this many elements in all are copied by every thread for itself, which costs less than waiting for another.
+constexpr int64_t kCopiedAlone = 8192;
+
+// The product's panels from `panel` to `end`, of copied rows. Y is bf16 or wider.
+template <typename Y>
+void multiply_panels(
+    const TiledRows& x, const bf16* packed, const bf16* bias, Y* y, int64_t columns, int64_t panel, int64_t end) {
+    static thread_local std::vector<F32x16> scratch(kMostPanels * 2 * sizeof(TileSums) / sizeof(F32x16));
+    auto* sums = (TileSums(*)[2])scratch.data();
+    int64_t size = x.runs() * kRunSize, blocks = (x.runs() + kMostRuns - 1) / kMostRuns;
+    int64_t together = std::clamp(kGroupBytes / int64_t(size * sizeof(bf16)), kLeastPanels, kMostPanels);
+    asm volatile("" ::: "memory");  // tiles are loaded behind the compiler's back
+    for (; panel < end; panel += together)
+        for (int64_t t = 0; t < x.tiles(); t += 2)
+            for (int64_t block = 0; block < blocks; block++) {
+                int64_t run = block * x.runs() / blocks, run_end = (block + 1) * x.runs() / blocks;
+                for (int64_t p = panel; p < std::min(panel + together, end); p++) {
+                    TileSums* to = sums[p - panel];
+                    bool is_pair = t + 1 < x.tiles();
+                    is_pair ? add_runs<2>(x, t, run, run_end, packed + p * size, to)
+                            : add_runs<1>(x, t, run, run_end, packed + p * size, to);
+                    if (block + 1 < blocks) continue;
+                    asm volatile("" ::: "memory");
+                    for (int i = 0; i <= is_pair; i++)
+                        for (int64_t r = 0, row = (t + i) * x.tile_rows(); r < x.rows_of(t + i); r++, row++) {
+                            F32x16 both[2] = {load<F32x16>(to[i][r]), load<F32x16>(to[i][r] + kLanes)};
+                            store_sums(both, bias, y + row * columns, columns, p * kPanel);
+                        }
+                }
+            }
+}
+
+// y [rows, columns] = x [rows, depth] * packed (+ bias). Both sides' rows are contiguous; Y is T or wider. All threads.
+template <typename Y>
+void tiled_linear(
+    const bf16* x, const bf16* packed, const bf16* bias, Y* y, int64_t rows, int64_t columns, int64_t depth) {
+    static thread_local std::vector<F32x16> memory;
+    auto reserve = [&] {
+        size_t size = TiledRows::size(rows, depth) * sizeof(bf16) / sizeof(F32x16);
+        if (memory.size() < size) memory.resize(size);
+        return (bf16*)memory.data();
+    };
+    bool is_alone = rows * depth <= kCopiedAlone;
+    bf16* shared = is_alone ? nullptr : reserve();
+    int64_t panels = (columns + kPanel - 1) / kPanel;
+#pragma omp parallel
+    {
+        TiledRows tiled(rows, depth, is_alone ? reserve() : shared);
+        if (is_alone) {
+            for (int64_t t = 0; t < tiled.tiles(); t++) tiled.fill(x, t);
+        } else {
+#pragma omp for schedule(static)
+            for (int64_t t = 0; t < tiled.tiles(); t++) tiled.fill(x, t);
+        }
+        Tiles registers(int(tiled.tile_rows()), Format<bf16>::kRun);
+        int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
+        multiply_panels(tiled, packed, bias, y, columns, thread * panels / threads, (thread + 1) * panels / threads);
+    }
+}
+
+#endif
+
+}  // namespace kvrelay
