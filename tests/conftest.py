@@ -1,6 +1,7 @@
 """Settings of the whole suite."""
 
 import os
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,10 @@ if not Path("/dev/nvidiactl").exists():
 # Several processes share the cores, where threads of torch that wait for each other spin. A cluster's plan tells its
 # workers their number.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# A shell without a terminal starts commands in the background deaf to interrupts, and they pass that on.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # In CI the same examples each time: a new counterexample belongs to the person who looks for it, not to whose change is
 # being tested. Everywhere else Hypothesis keeps searching. How long an example takes says nothing on a busy machine.

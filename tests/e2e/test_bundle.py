@@ -56,7 +56,7 @@ def link(distributions: Iterable[Distribution], folder: Path) -> None:
     """Make every importable file of the distributions appear in `folder`."""
     for each in distributions:
         for file in each.files or ():
-            if ".." not in file.parts and "__pycache__" not in file.parts:
+            if ".." not in file.parts:
                 target = folder / str(file)
                 target.parent.mkdir(parents=True, exist_ok=True)
                 if not target.exists():

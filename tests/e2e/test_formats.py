@@ -56,11 +56,8 @@ async def test_answers_in_4_bits_are_those_of_one_engine_handed_over_and_cached_
     }
     engine = LocalEngine.load(parse_config(config, source="test"))
 
-    def expected(options: dict[str, Any]) -> list[list[int]]:
-        answers: list[list[int]] = [[] for _ in prompts]
-        for token in engine.stream_all([(prompt, SamplingParams(**options)) for prompt in prompts]):
-            answers[token.request_idx].append(token.token_id)
-        return answers
+    def expected(prompt: list[int], options: dict[str, Any]) -> list[int]:
+        return [token.token_id for token in engine.stream(prompt, SamplingParams(**options))]
 
     async with running_cluster(tmp_path, config, timeout_s=120) as client:
 
@@ -68,7 +65,7 @@ async def test_answers_in_4_bits_are_those_of_one_engine_handed_over_and_cached_
             return await asyncio.gather(*(client.generate(prompt, **options) for prompt in prompts))
 
         handed_over, cached = await answered(GREEDY), await answered(GREEDY)
-        assert [list(answer.token_ids) for answer in handed_over] == expected(GREEDY)
+        assert [list(answer.token_ids) for answer in handed_over] == [expected(prompt, GREEDY) for prompt in prompts]
         assert [answer.token_ids for answer in cached] == [answer.token_ids for answer in handed_over]
         longest = handed_over[2].transfer
         assert longest.kv_bytes < 0.6 * longest.num_blocks * BF16_BLOCK_BYTES
@@ -87,7 +84,7 @@ async def test_answers_in_4_bits_are_those_of_one_engine_handed_over_and_cached_
         num_before = view.status.load.num_context_tokens - len(prompts[2])
         await kill_worker(client, "decode")
         killed = await result
-        assert list(killed.token_ids[:num_before]) == expected(SAMPLED)[2][:num_before]
+        assert list(killed.token_ids[:num_before]) == expected(prompts[2], SAMPLED | {"max_tokens": num_before})
         assert len(killed.token_ids) == SAMPLED["max_tokens"]
         assert len(killed.plans) > 1, "the kill must have hit the stream"
         await until_idle(client)

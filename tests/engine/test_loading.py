@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import tokenizers
 import torch
-from transformers import AutoModelForCausalLM
+import transformers
 
 from common.model_files import default_model_dir, is_checkpoint
 from engine.memory import HostMemory, MemoryShare
@@ -101,7 +101,7 @@ def test_generate_when_default_model_is_greedy_in_float32_equals_transformers() 
     model_dir = default_model_dir()
     tokenizer = tokenizers.Tokenizer.from_file(str(model_dir / "tokenizer.json"))
     prompts = [tokenizer.encode(text, add_special_tokens=False).ids for text in PROMPTS]
-    reference = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    reference = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     expected = [reference_tokens(reference, prompt, 24) for prompt in prompts]
     del reference
 

@@ -9,8 +9,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from common.ids import BlockId
 from engine.executor import KvShape
@@ -161,6 +159,9 @@ _QWEN_YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_m
     ],
 )
 def test_rotate_when_scaled_equals_transformers(parameters: dict[str, Any], head_dim: int) -> None:
+    from transformers.models.llama.configuration_llama import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+
     config = LlamaConfig(
         hidden_size=4 * head_dim,
         num_attention_heads=4,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import tokenizers
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+import transformers
 
 from common.config import parse_config as parse_serving
 from common.fake_tokenizer import generated_tokenizer
@@ -50,8 +50,8 @@ def folder_of(name: str) -> Path:
 
 def peer_of(folder: Path, *, device: torch.device) -> Any:
     with device:
-        auto_model: Any = AutoModelForCausalLM
-        return auto_model.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
+        auto_model: Any = transformers.AutoModelForCausalLM
+        return auto_model.from_config(transformers.AutoConfig.from_pretrained(folder), dtype=torch.float32)
 
 
 def split_mix(key: int, position: int) -> int:

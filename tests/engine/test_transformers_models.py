@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig
 
 from common.clock import ManualClock
 from common.ids import BlockId
@@ -61,7 +61,7 @@ def write_config(model_dir: Path, model_type: str, **overrides: Any) -> None:
         "num_key_value_heads": 2,
         "vocab_size": 131,
     }
-    config = AutoConfig.for_model(model_type, **{**shape, **overrides})
+    config = transformers.AutoConfig.for_model(model_type, **{**shape, **overrides})
     config.architectures = overrides.get("architectures") or [_causal_lm_name(config)]
     config.save_pretrained(model_dir)
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence as Seq
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+import transformers
 
 VOCAB_SIZE = 131
 MAX_MODEL_LEN = 256
@@ -179,8 +179,10 @@ TRANSFORMERS_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 def make_model(name: str, *, seed: int = 0, **sizes: Any) -> Any:
     """Return a float32 transformers model whose biases, norms and attention all matter."""
     model_type, overrides = (MODELS | TRANSFORMERS_MODELS)[name]
-    config = AutoConfig.for_model(model_type, **{"pad_token_id": None, **_SHAPE, **copy.deepcopy(overrides), **sizes})
-    auto_model: Any = AutoModelForCausalLM
+    config = transformers.AutoConfig.for_model(
+        model_type, **{"pad_token_id": None, **_SHAPE, **copy.deepcopy(overrides), **sizes}
+    )
+    auto_model: Any = transformers.AutoModelForCausalLM
     model = auto_model.from_config(config, dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

@@ -24,7 +24,11 @@ from tests.trust import reach_as
 WHOLE = {"name": "whole", "workers": 1, "threads": 2}
 EXPERIMENT: dict[str, Any] = {
     "name": "tiny",
-    "serving": {"model": {"engine": "fake", "fake_step_ms": 1}, "pools": {"prefill": {"num_blocks": 256}}},
+    "serving": {
+        "model": {"engine": "fake", "fake_step_ms": 1},
+        "pools": {"prefill": {"num_blocks": 256}},
+        "router": {"local_prefill_max_tokens": 0},
+    },
     "shapes": [{"prefill": 1, "decode": 1, "threads": 1}, WHOLE],
     "workload": {
         "streams": [
