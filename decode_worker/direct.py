@@ -6,7 +6,8 @@
    many tokens it has, and gets the rest. A new stream ends the one before it.
 3. The router gets *checkpoints*: the ids of the tokens so far, after the first one and then at intervals. The last one
    is sent when the client has everything, so that an answer whose worker dies earlier is continued elsewhere. The next
-   worker has the tokens before the checkpoint too, for a client that they did not reach.
+   worker has the tokens before the checkpoint too, for a client that they did not reach. A client that does not get
+   what was sent last asks a router for it, with the tokens that it has (kvrelay/client/direct.py).
 4. A client that does not connect, or does not reconnect, is waited for during a grace period. Then the call ends with
    ClientGone, which the router sees.
 

@@ -2,7 +2,8 @@
 
 The router's call still brings plans, the end, and the first tokens of a remote plan. A DirectGrant names the worker
 that has the other tokens; after the loss of a worker another grant follows. Every token is taken once and in order,
-from any stream: repeated tokens are dropped, early ones wait, and the end waits for the last token.
+from any stream: repeated tokens are dropped, early ones wait, and the end waits for the last token. A worker takes what
+it has written for delivered; what is lost with it after that, the stream asks a router for (TailLost).
 """
 
 import asyncio
@@ -19,6 +20,11 @@ _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 1.0
 _TAIL_TIMEOUT_S = 10.0
 """As long as a worker keeps an answer that it has sent: a connection that was lost is noticed after 5 s."""
+
+
+class TailLost(Exception):
+    """The router's call has ended well, and tokens that the worker had written have not come."""
+
 
 Piece = sampling_pb2.SampleToken | sampling_pb2.TokenRun
 
@@ -150,20 +156,20 @@ class DirectCall:
                 await self._last_token()
                 self._inbox.put_nowait(completed)
             self._inbox.put_nowait(None)
-        except (grpc.aio.AioRpcError, EngineFault) as error:
+        except (grpc.aio.AioRpcError, EngineFault, TailLost) as error:
             self._inbox.put_nowait(error)
         except asyncio.CancelledError:  # of the call, by another task that closed the client, or of this task
             self._inbox.put_nowait(Cancelled("the client was closed during the call"))
 
     async def _last_token(self) -> None:
-        """Wait for the last token, which the worker keeps that long. Raises EngineFault when it does not come."""
+        """Wait for the last token, which the worker keeps that long. Raises TailLost when it does not come."""
         try:
             async with asyncio.timeout(_TAIL_TIMEOUT_S):
                 while not self._answer.is_complete:
                     self._changed.clear()
                     await self._changed.wait()
         except TimeoutError:
-            raise EngineFault("the last tokens could not be fetched from the decode worker") from None
+            raise TailLost from None
 
     async def _read_worker(self, grant: inference_pb2.DirectGrant) -> None:
         """Read tokens from a worker. Failures are retried: the router decides when the worker is lost."""

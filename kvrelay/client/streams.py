@@ -8,11 +8,15 @@ from typing import Any, Generic, Self, TypeVar
 
 import grpc
 
-from common.errors import Cancelled
+from common.errors import Cancelled, EngineFault
 from common.rpc import is_cancelled
 from kvrelay.client.convert import error_from_rpc
+from kvrelay.client.direct import TailLost
 from kvrelay.client.failover import Attempts, RouterList
 from kvrelay.client.records import SampleSoFar
+
+_MAX_LOST_TAILS = 3
+"""Times that one stream asks for tokens that were lost with a worker after its answer was complete."""
 
 _T = TypeVar("_T")
 Send = Callable[[str, Any, Sequence[SampleSoFar]], Any]
@@ -67,6 +71,7 @@ class _Stream(Generic[_T]):
         self._request = request
         self._attempts = Attempts(routers)
         self._events = events
+        self._num_lost_tails = 0
         self._start()
 
     def _start(self) -> None:
@@ -84,6 +89,13 @@ class _Stream(Generic[_T]):
     def _failed(self, error: grpc.RpcError) -> float:
         """Return the seconds to wait before the next attempt. Raises KvrelayError when another one cannot help."""
         return self._attempts.failed(error_from_rpc(error, address=self._address), address=self._address)
+
+    def _resume(self) -> None:
+        """Ask for the tokens that a worker took with it. Raises EngineFault when that has happened too often."""
+        self._num_lost_tails += 1
+        if self._num_lost_tails > _MAX_LOST_TAILS:
+            raise EngineFault("the last tokens could not be fetched from any decode worker")
+        self._start()
 
     def _cancel(self) -> None:
         """Cancel the request unless it has ended."""
@@ -179,6 +191,9 @@ class AsyncStream(_Stream[_T], AsyncIterator[_T]):
                 await asyncio.sleep(self._failed(error))
                 if not self._events.has_ended:  # else it was closed meanwhile
                     self._start()
+            except TailLost:
+                if not self._events.has_ended:
+                    self._resume()
             except Cancelled:
                 if not self._events.has_ended:
                     raise

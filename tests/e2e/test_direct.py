@@ -8,10 +8,10 @@ from typing import Any
 import grpc
 import pytest
 
-from common.errors import AccessDenied, ClientGone, KvrelayError, from_rpc_error
+from common.errors import AccessDenied, ClientGone, EngineFault, KvrelayError, from_rpc_error
 from common.rpc import client_channel
 from kvrelay.client import AsyncClient, Completed, Generation, PlanChosen, Token
-from kvrelay.client.direct import DirectCall
+from kvrelay.client.direct import DirectCall, InOrder
 from kvrelay.v1 import decode_pb2, decode_pb2_grpc, inference_pb2, inference_pb2_grpc
 from router.record import RunningRequest
 from router.worker_requests import CHECKPOINT_TOKENS
@@ -124,6 +124,51 @@ async def test_tokens_that_were_lost_with_their_worker_come_from_the_next_one(
             got = await stream.result()
     assert got.samples == expected.samples
     assert got.prompt_logprobs == expected.prompt_logprobs
+
+
+def lose_tails(monkeypatch: pytest.MonkeyPatch, *, num_tails: int) -> None:
+    """Lose the last token of the first streams on the network, though the worker takes it for delivered."""
+    take, num_lost = InOrder.take, 0
+
+    def lossy(self: InOrder, tokens: Any) -> Iterator[inference_pb2.GenerateResponse]:
+        nonlocal num_lost
+        ends = [run for run in tokens.runs if run.finish_reason] or [
+            each for each in tokens.tokens if each.finish_reason
+        ]
+        if not ends or num_lost == num_tails:
+            yield from take(self, tokens)
+        else:
+            num_lost += 1
+
+    monkeypatch.setattr(InOrder, "take", lossy)
+    monkeypatch.setattr("kvrelay.client.direct._TAIL_TIMEOUT_S", 0.2)
+
+
+@pytest.mark.parametrize(
+    "sampling", [{}, {"detokenize": False}, {"logprobs": 1, "prompt_logprobs": 0}], ids=["text", "ids", "logprobs"]
+)
+async def test_last_tokens_that_were_lost_with_their_worker_are_asked_for_again(
+    sampling: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running_system(router=LOCAL, **ENGINE) as system:
+        async with system.client() as reference:
+            expected = await reference.generate(PROMPT, **SAMPLING, **sampling)
+        lose_tails(monkeypatch, num_tails=1)
+        async with system.client(direct=True) as client:
+            got = await client.generate(PROMPT, **SAMPLING, **sampling)
+        assert got.samples == expected.samples
+        assert got.prompt_logprobs == expected.prompt_logprobs
+        assert got.usage.num_output_tokens == expected.usage.num_output_tokens
+        await system.until_idle()
+
+
+async def test_last_tokens_that_are_lost_every_time_are_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running_system(router=LOCAL, **ENGINE) as system:
+        lose_tails(monkeypatch, num_tails=100)
+        async with system.client(direct=True) as client:
+            with pytest.raises(EngineFault, match="last tokens could not be fetched"):
+                await client.generate(PROMPT, **SAMPLING)
+        await system.until_idle()
 
 
 async def test_cancel_of_the_client_frees_everything() -> None:

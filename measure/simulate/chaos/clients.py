@@ -6,18 +6,20 @@ from contextlib import suppress
 
 from common.block_hash import hash_blocks
 from common.config import RouterConfig
-from common.errors import CrashSuspected, EngineFault, InvalidRequest, KvrelayError, Overloaded, WorkerLost
+from common.errors import CrashSuspected, InvalidRequest, KvrelayError, Overloaded, WorkerLost
 from common.ids import RequestId, mint_request_id
 from common.lifecycle import LifeCycle
+from common.tokens import as_tokens
+from kvrelay.client.direct import TailLost
 from measure.simulate.chaos.oracles import AnswerCheck, Violation
 from measure.simulate.chaos.poison import PoisonBook
 from measure.simulate.chaos.questions import Question, QuestionBook
 from measure.simulate.chaos.reading import Readers
-from measure.simulate.chaos.settings import MIN_QUIET_S, PROCESS_FAULTS, ChaosReport, ChaosSettings, Fault
+from measure.simulate.chaos.settings import MIN_QUIET_S, ChaosReport, ChaosSettings, Fault
 from measure.simulate.client import admit
 from router.parts import RouterParts
 from router.placement.decisions import CAPACITY, DecisionLog
-from router.record import Delivery, Job
+from router.record import Begun, Delivery, Job
 from router.tenants import ANYBODY as HOUSE
 from router.tenants import Tenant
 
@@ -107,30 +109,17 @@ class Clients:
         self, question: Question, check: AnswerCheck, router: RouterParts, life: LifeCycle, tenant: Tenant
     ) -> str:
         """Return the outcome of a request; note a broken invariant."""
-        timeout_s, clock = self._settings.timeout_s, router.clock
-        ends_s = clock.monotonic() + timeout_s
+        ends_s = router.clock.monotonic() + self._settings.timeout_s
         error: KvrelayError | None = None
-        delivery = self._readers.draw_delivery()
+        delivery, attempt = self._readers.draw_delivery(), life
         try:
-            with (
-                router.orchestrator.account(life, time_left_s=lambda: ends_s - clock.monotonic()),
-                admit(router, tenant) as ticket,
-                self._audit.following(router, life.request_id, check, ticket, is_direct=delivery is Delivery.DIRECT),
-            ):
-                model = await router.fleet.wait_for_model(timeout_s=timeout_s)
-                job = Job(
-                    request_id=life.request_id,
-                    prompt_token_ids=question.prompt,
-                    prompt_hashes=hash_blocks(question.prompt, root=model.root, block_size=model.block_size),
-                    sampling=question.sampling,
-                    model=model,
-                    delivery=delivery,
-                )
-                running = router.orchestrator.running(job, ticket, life, timeout_s=ends_s - clock.monotonic())
-                async with running as outbox:
-                    await self._readers.read(outbox, job, check, life, tenant)
-                if outbox.error is not None:
-                    raise outbox.error
+            while True:
+                try:
+                    await self._attempt(check, router, attempt, tenant, delivery, ends_s=ends_s)
+                    break
+                except TailLost:
+                    self._report.num_lost_tails += 1
+                    attempt = LifeCycle(mint_request_id(), router.clock)
             check.end_well()
         except KvrelayError as caught:
             check.end_badly()
@@ -144,13 +133,46 @@ class Clients:
         elif is_poison:
             wrong = self._wrong_end_of_poison(life.request_id, error)
         else:
-            wrong = self._wrong_end(question, life, error, router.chooser.decisions)
-            may_lose = self._settings.faults & (PROCESS_FAULTS | {Fault.LOST, Fault.POISON})
-            if delivery is Delivery.DIRECT and isinstance(error, EngineFault) and may_lose:
-                wrong = ""  # open: a token that was on its way from a worker that is gone is lost to the client
+            wrong = self._wrong_end(question, attempt, error, router.chooser.decisions)
         if wrong:
             self._report.violations.append(f"{life.request_id} {wrong}")
         return "complete" if error is None else type(error).__name__
+
+    async def _attempt(
+        self,
+        check: AnswerCheck,
+        router: RouterParts,
+        life: LifeCycle,
+        tenant: Tenant,
+        delivery: Delivery,
+        *,
+        ends_s: float,
+    ) -> None:
+        """Ask for what the client has not got yet. Raises KvrelayError, and TailLost to be asked again."""
+        clock, question = router.clock, check.question
+        with (
+            router.orchestrator.account(life, time_left_s=lambda: ends_s - clock.monotonic()),
+            admit(router, tenant) as ticket,
+            self._audit.following(router, life.request_id, check, ticket, is_direct=delivery is Delivery.DIRECT),
+        ):
+            model = await router.fleet.wait_for_model(timeout_s=self._settings.timeout_s)
+            job = Job(
+                request_id=life.request_id,
+                prompt_token_ids=question.prompt,
+                prompt_hashes=hash_blocks(question.prompt, root=model.root, block_size=model.block_size),
+                sampling=question.sampling,
+                model=model,
+                delivery=delivery,
+                begun=tuple(
+                    Begun(token_ids=as_tokens(sample.token_ids), is_finished=sample.is_finished)
+                    for sample in check.so_far()
+                ),
+            )
+            running = router.orchestrator.running(job, ticket, life, timeout_s=ends_s - clock.monotonic())
+            async with running as outbox:
+                await self._readers.read(outbox, job, check, life, tenant)
+            if outbox.error is not None:
+                raise outbox.error
 
     def _wrong_end(
         self, question: Question, life: LifeCycle, error: KvrelayError | None, decisions: DecisionLog

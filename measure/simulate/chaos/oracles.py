@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 
 from common.tokens import tokens_from_bytes
+from kvrelay.client.records import SampleSoFar
 from kvrelay.v1 import inference_pb2, sampling_pb2
 from measure.simulate.chaos.questions import Question
 from measure.simulate.worker import SimWorker
@@ -18,7 +19,7 @@ class AnswerCheck:
     """Checks one request's messages. Raises Violation at the first wrong one."""
 
     def __init__(self, question: Question) -> None:
-        self._question = question
+        self.question = question
         self._num_tokens = [0] * len(question.answers)
         self._is_finished = [False] * len(question.answers)
         self._is_complete = False
@@ -44,6 +45,13 @@ class AnswerCheck:
         """Tokens that the client has."""
         return sum(self._num_tokens)
 
+    def so_far(self) -> tuple[SampleSoFar, ...]:
+        """Return what the client has of the samples; nothing before the first token."""
+        if not self.num_tokens:
+            return ()
+        counts = zip(self.question.answers, self._num_tokens, self._is_finished, strict=True)
+        return tuple(SampleSoFar(token_ids=tuple(answer[:num]), is_finished=done) for answer, num, done in counts)
+
     def num_tokens_of(self, sample_index: int) -> int:
         """Return the tokens of one sample that the client has."""
         return self._num_tokens[sample_index]
@@ -66,7 +74,7 @@ class AnswerCheck:
         reason: "sampling_pb2.FinishReason.ValueType",
     ) -> None:
         seen = self._num_tokens[sample_index]
-        answer = self._question.answers[sample_index]
+        answer = self.question.answers[sample_index]
         if first_index != seen or self._is_finished[sample_index]:
             raise Violation(f"sample {sample_index}: token {first_index} came behind {seen} tokens")
         got = tuple(token_ids)
@@ -75,7 +83,7 @@ class AnswerCheck:
         self._num_tokens[sample_index] += len(got)
         if reason:
             self._is_finished[sample_index] = True
-            expected = FINISH_REASONS[self._question.reasons[sample_index]]
+            expected = FINISH_REASONS[self.question.reasons[sample_index]]
             if self._num_tokens[sample_index] != len(answer) or reason != expected:
                 raise Violation(f"sample {sample_index} ended with {reason} after {self._num_tokens[sample_index]}")
 

@@ -34,12 +34,15 @@ class Readers:
         return Delivery.DIRECT if self._draw.random() < self._direct_share else Delivery.ROUTER
 
     async def read(self, outbox: Outbox, job: Job, check: AnswerCheck, life: LifeCycle, tenant: Tenant) -> None:
-        """Check the messages of a request as its client gets them, until it ends or the client leaves."""
+        """Check the messages of a request as its client gets them, until it ends or the client leaves.
+
+        Raises TailLost when a worker took with it what it had written.
+        """
         report, now_s, had_tokens_s = self.audit.report, asyncio.get_running_loop().time, None
         call: Any = _RoutersCall(outbox)
         if job.delivery is Delivery.DIRECT:
             report.num_direct += 1
-            call = DirectCall(call, self._worker, num_samples=job.sampling.n)
+            call = DirectCall(call, self._worker, num_samples=job.sampling.n, so_far=check.so_far())
         try:
             async for message in call:
                 check.take(message)

@@ -183,6 +183,8 @@ class ChaosReport:
     """Requests of floods, which are in no outcome."""
     num_direct: int = 0
     """Requests whose clients streamed from workers."""
+    num_lost_tails: int = 0
+    """Times that such a client asked again for tokens that a worker had written and that were lost with it."""
     num_replans: int = 0
     virtual_s: float = 0.0
     longest_wait_s: float = 0.0
