@@ -264,6 +264,7 @@ class Orchestrator:
                 life=LifeCycle(leg.life.request_id, self._clock) if position else leg.life,
                 num_attempts=leg.num_attempts,
                 num_moves=leg.num_moves,
+                failed_pairs=leg.failed_pairs,
             )
             for position, sample_index in enumerate(remaining)
         ]
@@ -334,14 +335,16 @@ class Orchestrator:
         """Take the workers of a failed attempt out of use until they answer again.
 
         A prefill worker that dies makes the decode worker's call fail as well, possibly first. Until the handoff is
-        complete, a failed decode call therefore suspects both.
+        complete, a failed decode call therefore suspects both, and the network between them.
         """
         if not isinstance(failure.error, WorkerError | TransferError | Cancelled):
             return
         suspects = [failure.hold]
         prefill = booking.prefill
-        if prefill is not None and prefill is not failure.hold and leg.life.state is not State.DECODING:
-            suspects.append(prefill)
+        if prefill is not None and leg.life.state is not State.DECODING:
+            leg.failed_pairs.add((booking.plan.prefill, booking.plan.decode))
+            if prefill is not failure.hold:
+                suspects.append(prefill)
         used = [hold for hold in booking.holds if not hold.has_left]
         lives = [(hold.member.endpoint.worker_id, hold.epoch) for hold in used]
         leg.record.losses.note(lives, num_tokens=leg.record.num_steps_done)

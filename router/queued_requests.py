@@ -1,12 +1,13 @@
 """What a request asks of the line: its size and objectives, how long it waits, and what happens when it is late."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from common.block_hash import NO_HASHES
 from common.clock import Clock
 from common.config import RouterConfig
+from common.ids import WorkerId
 from common.lifecycle import LifeCycle
 from common.pooling import Pooling
 from router.admission.account import Service
@@ -30,6 +31,8 @@ class Leg:
     num_attempts: int = 0
     num_moves: int = 0
     """Attempts that ended because their worker was leaving; nothing had failed."""
+    failed_pairs: set[tuple[WorkerId | None, WorkerId]] = field(default_factory=set)
+    """Prefill and decode workers of the attempts that failed before the handoff was complete."""
 
 
 class QueuedRequestBuilder:
@@ -82,7 +85,7 @@ class QueuedRequestBuilder:
         )
         queued = QueuedRequest(
             ticket=leg.ticket,
-            search=Search(request=request),
+            search=Search(request=request, failed_pairs=leg.failed_pairs),
             deadline_s=self._clock.monotonic() + patience_s,
             on_waiting=leg.record.tell_queued,
         )

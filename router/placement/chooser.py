@@ -128,6 +128,9 @@ class Search:
     request: PlacementRequest
     shed: Shed = Shed.NONE
     exclusions: dict[WorkerId, Exclusion] = field(default_factory=dict)
+    failed_pairs: Collection[tuple[WorkerId | None, WorkerId]] = ()
+    """Prefill and decode workers that lost the request together: the network between them may be cut. They are chosen
+    again only when no other plan is possible."""
     version_when_booked: dict[WorkerId, int] = field(default_factory=dict)
     line_forecast: Forecast | None = None
     """Forecast of the time to first token made when the request entered the line."""
@@ -180,9 +183,12 @@ class Chooser:
             count_present=matches.count_present,
             gap_error=self.forecaster.gap_error(),
         )
-        plan = self._policy.choose(request, view)
-        while isinstance(plan, Plan) and not _verify(matches, plan):
-            plan = self._policy.choose(request, view)
+        first = plan = self._plan(request, view, matches)
+        without = set(excluded)
+        while isinstance(plan, Plan) and (plan.prefill, plan.decode) in search.failed_pairs:
+            without.add(plan.computes)
+            plan = self._plan(request, self._fleet.view(excluded=without), matches)
+        plan = plan if isinstance(plan, Plan) else first
         if not excluded:
             error = self.forecaster.ttft_error(plan)
             if (hopeless := find_hopeless(request, plan, view, shed=search.shed, error=error)) is not None:
@@ -201,6 +207,13 @@ class Chooser:
         booking.decision.decision_s = self._clock.monotonic() - now_s
         self.decisions.add(booking.decision)
         return booking
+
+    def _plan(self, request: PlacementRequest, view: FleetView, matches: PrefixMatches) -> Plan | Refused:
+        """Return the policy's choice, made with exact matches of the chosen workers."""
+        plan = self._policy.choose(request, view)
+        while isinstance(plan, Plan) and not _verify(matches, plan):
+            plan = self._policy.choose(request, view)
+        return plan
 
     def may_differ(self, search: Search) -> bool:
         """Return whether a change of the fleet since the last refusal may concern the request.

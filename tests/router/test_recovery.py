@@ -1,6 +1,7 @@
 """Requests whose workers fail: complete, identical answers, or a named error."""
 
 import asyncio
+import dataclasses
 
 import pytest
 
@@ -10,11 +11,14 @@ from common.errors import (
     InvalidRequest,
     KvIncomplete,
     KvrelayError,
+    Refused,
     StaleEpoch,
     WorkerLost,
 )
-from common.ids import mint_epoch
+from common.ids import WorkerId, mint_epoch
 from kvrelay.v1 import inference_pb2, sequence_pb2
+from router.placement.chooser import Chooser, Search
+from router.placement.decisions import Booking
 from tests.router.fakes import (
     DECODE,
     PREFILL,
@@ -139,6 +143,41 @@ async def test_prefill_dies_then_another_one_takes_over() -> None:
         reply = await generating
         assert reply.token_ids() == answer(prompt_of(10), 6)
         assert [plan.prefill_worker_id for plan in reply.plans] == ["p0", "p1"]
+
+
+@pytest.mark.parametrize(
+    ("failed", "chosen"), [([], "p0"), ([("p0", "d0")], "p1"), ([("p1", "d0"), ("p0", "d0")], "p0")]
+)
+async def test_pair_that_failed_in_the_handoff_is_chosen_again_only_when_there_is_no_other(
+    failed: list[tuple[WorkerId, WorkerId]], chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The network between the two may be cut, while each of them answers the router."""
+    first, second, decode = FakeWorker("p0", PREFILL), FakeWorker("p1", PREFILL), FakeWorker("d0", DECODE)
+    second.set_load(num_pending_prefill_tokens=50)
+    choose = Chooser.choose
+    monkeypatch.setattr(
+        Chooser, "choose", lambda self, search: choose(self, dataclasses.replace(search, failed_pairs=failed))
+    )
+    async with running_cluster(first, second, decode) as cluster:
+        reply = await cluster.generate(make_request(10))
+        assert [plan.prefill_worker_id for plan in reply.plans] == [chosen]
+
+
+async def test_request_that_failed_in_the_handoff_remembers_the_pair(monkeypatch: pytest.MonkeyPatch) -> None:
+    prefill, decode = pair()
+    decode.faults["fetch"] = KvIncomplete("cut")
+    asked: list[list[tuple[WorkerId | None, WorkerId]]] = []
+    choose = Chooser.choose
+
+    def noting(self: Chooser, search: Search) -> Booking | Refused:
+        asked.append(sorted(search.failed_pairs))
+        return choose(self, search)
+
+    monkeypatch.setattr(Chooser, "choose", noting)
+    async with running_cluster(prefill, decode) as cluster:
+        reply = await cluster.generate(make_request(10))
+        assert reply.completed.num_attempts == 2
+        assert (asked[0], asked[-1]) == ([], [("p0", "d0")])
 
 
 @pytest.mark.parametrize(
