@@ -111,7 +111,7 @@ class CpuKernels:
         """Sets the number of threads for kernels that the calling thread starts."""
         self.num_threads: Callable[[], int] = declare("num_threads", c_int64)
         self.has_tiles: Callable[[], bool] = declare("has_tiles", c_bool)
-        """Whether products of many rows with grouped weights run in tile registers."""
+        """Whether products in bfloat16, and of many rows with grouped weights, run in tile registers."""
         self.codes_size = declare("codes_size", c_int64, count, count, count)
         self.pack_codes = declare("pack_codes", None, address, address, count, count, count)
         self.packed_size = function("packed_size", c_int64, count, count)
