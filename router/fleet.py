@@ -318,6 +318,11 @@ class Fleet:
                     await self._changed.wait()
         return {life for life in lives if self._has_ended(life) is True}
 
+    def life(self, worker_id: WorkerId) -> Life | None:
+        """Return the current life of a worker; None when it is unknown."""
+        member = self._members.get(worker_id)
+        return None if member is None or member.facts is None else (worker_id, member.facts.epoch)
+
     def _has_ended(self, life: Life) -> bool | None:
         """Return whether a life is over; None while the worker is asked."""
         worker_id, epoch = life

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from common.ids import Epoch, RequestId
+from common.ids import Epoch, RequestId, WorkerId
 from common.ports import with_port
 from common.timing import GUESSED_TIMING, TimingModel
 from kvrelay.v1 import worker_pb2
@@ -65,6 +65,11 @@ class Hold:
     """Whether the worker has answered the call: it lived when that came."""
     has_left: bool = False
     """The worker has nothing more to do for the request."""
+
+    @property
+    def life(self) -> tuple[WorkerId, Epoch]:
+        """The worker, and which of its lives."""
+        return self.member.endpoint.worker_id, self.epoch
 
 
 @dataclass(slots=True, eq=False)

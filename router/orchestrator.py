@@ -342,12 +342,11 @@ class Orchestrator:
         suspects = [failure.hold]
         prefill = booking.prefill
         if prefill is not None and leg.life.state is not State.DECODING:
-            leg.failed_pairs.add((booking.plan.prefill, booking.plan.decode))
+            leg.failed_pairs.add((prefill.life, booking.decode.life))
             if prefill is not failure.hold:
                 suspects.append(prefill)
         used = [hold for hold in booking.holds if not hold.has_left]
-        lives = [(hold.member.endpoint.worker_id, hold.epoch) for hold in used]
-        leg.record.losses.note(lives, num_tokens=leg.record.num_steps_done)
+        leg.record.losses.note([hold.life for hold in used], num_tokens=leg.record.num_steps_done)
         for hold in suspects:
             self._fleet.note_ended(hold, num_failed=is_failure(failure.error))
             self._fleet.suspect(hold, str(failure))

@@ -7,11 +7,11 @@ from functools import partial
 from common.block_hash import NO_HASHES
 from common.clock import Clock
 from common.config import RouterConfig
-from common.ids import WorkerId
 from common.lifecycle import LifeCycle
 from common.pooling import Pooling
 from router.admission.account import Service
 from router.admission.ticket import QueuedRequest, Ticket
+from router.crash_budget import Life
 from router.fleet import Fleet
 from router.lengths import AnswerLengths
 from router.placement.chooser import Search, Shed
@@ -31,8 +31,8 @@ class Leg:
     num_attempts: int = 0
     num_moves: int = 0
     """Attempts that ended because their worker was leaving; nothing had failed."""
-    failed_pairs: set[tuple[WorkerId | None, WorkerId]] = field(default_factory=set)
-    """Prefill and decode workers of the attempts that failed before the handoff was complete."""
+    failed_pairs: set[tuple[Life, Life]] = field(default_factory=set)
+    """Lives of the prefill and decode workers of the attempts that failed before the handoff was complete."""
 
 
 class QueuedRequestBuilder:

@@ -22,6 +22,7 @@ from common.ids import WorkerId
 from common.timing import GUESSED_TIMING
 from router.admission.limits import retry_after
 from router.calibration import Forecast
+from router.crash_budget import Life
 from router.fleet import Fleet
 from router.hot_prefixes import HotPrefixes
 from router.index import PrefixIndex
@@ -128,9 +129,9 @@ class Search:
     request: PlacementRequest
     shed: Shed = Shed.NONE
     exclusions: dict[WorkerId, Exclusion] = field(default_factory=dict)
-    failed_pairs: Collection[tuple[WorkerId | None, WorkerId]] = ()
-    """Prefill and decode workers that lost the request together: the network between them may be cut. They are chosen
-    again only when no other plan is possible."""
+    failed_pairs: Collection[tuple[Life, Life]] = ()
+    """Prefill and decode workers that lost the request together and live on: the network between them may be cut. They
+    are chosen again only when no other plan is possible."""
     version_when_booked: dict[WorkerId, int] = field(default_factory=dict)
     line_forecast: Forecast | None = None
     """Forecast of the time to first token made when the request entered the line."""
@@ -185,7 +186,7 @@ class Chooser:
         )
         first = plan = self._plan(request, view, matches)
         without = set(excluded)
-        while isinstance(plan, Plan) and (plan.prefill, plan.decode) in search.failed_pairs:
+        while search.failed_pairs and isinstance(plan, Plan) and self._lives(plan) in search.failed_pairs:
             without.add(plan.computes)
             plan = self._plan(request, self._fleet.view(excluded=without), matches)
         plan = plan if isinstance(plan, Plan) else first
@@ -214,6 +215,10 @@ class Chooser:
         while isinstance(plan, Plan) and not _verify(matches, plan):
             plan = self._policy.choose(request, view)
         return plan
+
+    def _lives(self, plan: Plan) -> tuple[Life | None, Life | None]:
+        """Return the lives of the prefill and the decode worker as they are now."""
+        return None if plan.prefill is None else self._fleet.life(plan.prefill), self._fleet.life(plan.decode)
 
     def may_differ(self, search: Search) -> bool:
         """Return whether a change of the fleet since the last refusal may concern the request.

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -146,19 +147,24 @@ async def test_prefill_dies_then_another_one_takes_over() -> None:
 
 
 @pytest.mark.parametrize(
-    ("failed", "chosen"), [([], "p0"), ([("p0", "d0")], "p1"), ([("p1", "d0"), ("p0", "d0")], "p0")]
+    ("failed", "chosen"), [([], "p0"), (["p0"], "p1"), (["p1"], "p0"), (["p1", "p0"], "p0"), (["p0 before"], "p0")]
 )
 async def test_pair_that_failed_in_the_handoff_is_chosen_again_only_when_there_is_no_other(
-    failed: list[tuple[WorkerId, WorkerId]], chosen: str, monkeypatch: pytest.MonkeyPatch
+    failed: list[str], chosen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The network between the two may be cut, while each of them answers the router."""
     first, second, decode = FakeWorker("p0", PREFILL), FakeWorker("p1", PREFILL), FakeWorker("d0", DECODE)
     second.set_load(num_pending_prefill_tokens=50)
     choose = Chooser.choose
-    monkeypatch.setattr(
-        Chooser, "choose", lambda self, search: choose(self, dataclasses.replace(search, failed_pairs=failed))
-    )
+
     async with running_cluster(first, second, decode) as cluster:
+        fleet = cluster.router.fleet
+        lives = {name: fleet.life(WorkerId(name)) for name in ("p0", "p1", "d0")}
+        lives["p0 before"] = WorkerId("p0"), mint_epoch()
+        pairs: Any = [(lives[name], lives["d0"]) for name in failed]
+        monkeypatch.setattr(
+            Chooser, "choose", lambda self, search: choose(self, dataclasses.replace(search, failed_pairs=pairs))
+        )
         reply = await cluster.generate(make_request(10))
         assert [plan.prefill_worker_id for plan in reply.plans] == [chosen]
 
@@ -166,18 +172,19 @@ async def test_pair_that_failed_in_the_handoff_is_chosen_again_only_when_there_i
 async def test_request_that_failed_in_the_handoff_remembers_the_pair(monkeypatch: pytest.MonkeyPatch) -> None:
     prefill, decode = pair()
     decode.faults["fetch"] = KvIncomplete("cut")
-    asked: list[list[tuple[WorkerId | None, WorkerId]]] = []
+    asked: list[Any] = []
     choose = Chooser.choose
 
     def noting(self: Chooser, search: Search) -> Booking | Refused:
-        asked.append(sorted(search.failed_pairs))
+        asked.append(set(search.failed_pairs))
         return choose(self, search)
 
     monkeypatch.setattr(Chooser, "choose", noting)
     async with running_cluster(prefill, decode) as cluster:
         reply = await cluster.generate(make_request(10))
+        fleet = cluster.router.fleet
         assert reply.completed.num_attempts == 2
-        assert (asked[0], asked[-1]) == ([], [("p0", "d0")])
+        assert (asked[0], asked[-1]) == (set(), {(fleet.life(WorkerId("p0")), fleet.life(WorkerId("d0")))})
 
 
 @pytest.mark.parametrize(
