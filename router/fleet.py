@@ -325,12 +325,12 @@ class Fleet:
 
     def _has_ended(self, life: Life) -> bool | None:
         """Return whether a life is over; None while the worker is asked."""
-        worker_id, epoch = life
+        worker_id, _epoch = life
         if self._retired.left_in_order(life):
             return False
-        member = self._members.get(worker_id)
-        if member is None or member.facts is None or member.facts.epoch != epoch:
+        if self.life(worker_id) != life:
             return True
+        member = self._members[worker_id]
         if member.state is WorkerState.CONNECTING:
             return None
         return member.state is not WorkerState.READY and not member.is_silent

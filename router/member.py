@@ -6,11 +6,12 @@ from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from common.ids import Epoch, RequestId, WorkerId
+from common.ids import Epoch, RequestId
 from common.ports import with_port
 from common.timing import GUESSED_TIMING, TimingModel
 from kvrelay.v1 import worker_pb2
 from router.conduct import Conduct
+from router.crash_budget import Life
 from router.facts import Endpoint, WorkerFacts
 from router.placement.loads import WorkerLoad
 from router.worker_client import WorkerClient
@@ -67,7 +68,7 @@ class Hold:
     """The worker has nothing more to do for the request."""
 
     @property
-    def life(self) -> tuple[WorkerId, Epoch]:
+    def life(self) -> Life:
         """The worker, and which of its lives."""
         return self.member.endpoint.worker_id, self.epoch
 

@@ -184,12 +184,9 @@ class Chooser:
             count_present=matches.count_present,
             gap_error=self.forecaster.gap_error(),
         )
-        first = plan = self._plan(request, view, matches)
-        without = set(excluded)
-        while search.failed_pairs and isinstance(plan, Plan) and self._lives(plan) in search.failed_pairs:
-            without.add(plan.computes)
-            plan = self._plan(request, self._fleet.view(excluded=without), matches)
-        plan = plan if isinstance(plan, Plan) else first
+        plan = self._plan(request, view, matches)
+        if search.failed_pairs:
+            plan = self._with_another_pair(plan, search, request, matches, excluded=excluded)
         if not excluded:
             error = self.forecaster.ttft_error(plan)
             if (hopeless := find_hopeless(request, plan, view, shed=search.shed, error=error)) is not None:
@@ -215,6 +212,22 @@ class Chooser:
         while isinstance(plan, Plan) and not _verify(matches, plan):
             plan = self._policy.choose(request, view)
         return plan
+
+    def _with_another_pair(
+        self,
+        first: Plan | Refused,
+        search: Search,
+        request: PlacementRequest,
+        matches: PrefixMatches,
+        *,
+        excluded: Collection[WorkerId],
+    ) -> Plan | Refused:
+        """Return the best plan that pairs no workers which failed together; `first` when there is none."""
+        plan, without = first, set(excluded)
+        while isinstance(plan, Plan) and self._lives(plan) in search.failed_pairs:
+            without.add(plan.computes)
+            plan = self._plan(request, self._fleet.view(excluded=without), matches)
+        return plan if isinstance(plan, Plan) else first
 
     def _lives(self, plan: Plan) -> tuple[Life | None, Life | None]:
         """Return the lives of the prefill and the decode worker as they are now."""
