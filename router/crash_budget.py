@@ -9,14 +9,15 @@ request that loses its worker in quarantine is refused.
 
 import hashlib
 import logging
+import math
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Collection, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from common.clock import Clock
 from common.errors import CrashSuspected
-from common.ids import Epoch, WorkerId
+from router.lives import Life
 
 if TYPE_CHECKING:
     from router.member import Hold
@@ -32,46 +33,51 @@ NUM_CLEARING_TOKENS = 8
 """New tokens that clear a request of its losses. A worker may die of a token before it has sent the last ones, and the
 next worker generates these again before it dies of the same token: so few prove nothing."""
 
-Life = tuple[WorkerId, Epoch]
-"""One life of a worker."""
+
+class FailedAttempt(NamedTuple):
+    """An attempt that failed."""
+
+    failed_s: float
+    lives: tuple[Life, ...]
+    """Lives that had work for the request. A host that takes two of them along is one loss."""
 
 
 @dataclass(slots=True, eq=False)
 class Losses:
     """Lives of workers that failed under one request since it was cleared."""
 
-    attempts: list[tuple[Life, ...]] = field(default_factory=list)
-    """Lives of each attempt that failed: a host that takes both workers of one along is one loss."""
+    attempts: list[FailedAttempt] = field(default_factory=list)
     is_quarantined: bool = False
     _num_tokens: int = 0
     """Tokens that the request had at the first of the losses."""
 
-    def note(self, lives: Iterable[Life], *, num_tokens: int) -> None:
-        """Add lives whose call has failed when the request had `num_tokens` tokens. Enough new ones clear the rest."""
+    def note(self, lives: Iterable[Life], *, num_tokens: int, now_s: float) -> None:
+        """Add lives whose call failed when the request had `num_tokens` tokens; enough new ones clear the others."""
         if not self.attempts:
             self._num_tokens = num_tokens
         elif num_tokens - self._num_tokens >= NUM_CLEARING_TOKENS:
             self._num_tokens = num_tokens
             self.is_quarantined = False
             self.attempts.clear()
-        self.attempts.append(tuple(lives))
+        self.attempts.append(FailedAttempt(now_s, tuple(lives)))
 
     @property
     def lives(self) -> list[Life]:
         """All lives, each once."""
-        return list(dict.fromkeys(life for attempt in self.attempts for life in attempt))
+        return list(dict.fromkeys(life for attempt in self.attempts for life in attempt.lives))
 
-    def count(self, ended: Collection[Life]) -> int:
+    def count(self, ended: Mapping[Life, float]) -> int:
         """Return how many losses the lives in `ended` make up: at most one for an attempt, one for a life.
 
-        This is the size of a maximum matching of attempts and lives (augmenting paths).
+        `ended`: when each of them was last ready. One that was ready again after an attempt had failed has ended of
+        something else. This is the size of a maximum matching of attempts and lives (augmenting paths).
         """
-        claimed: dict[Life, tuple[Life, ...]] = {}
+        claimed: dict[Life, FailedAttempt] = {}
         """Attempt that each life accounts for."""
 
-        def claim(attempt: tuple[Life, ...], tried: set[Life]) -> bool:
-            for life in attempt:
-                if life in ended and life not in tried:
+        def claim(attempt: FailedAttempt, tried: set[Life]) -> bool:
+            for life in attempt.lives:
+                if life not in tried and ended.get(life, math.inf) <= attempt.failed_s:
                     tried.add(life)
                     if life not in claimed or claim(claimed[life], tried):
                         claimed[life] = attempt
@@ -88,9 +94,12 @@ class CrashBudget:
     """Decides whether a request that has lost workers gets another one. Event loop only."""
 
     def __init__(
-        self, max_lost_workers: int, find_ended: Callable[[Collection[Life]], Awaitable[Collection[Life]]], clock: Clock
+        self,
+        max_lost_workers: int,
+        find_ended: Callable[[Collection[Life]], Awaitable[Mapping[Life, float]]],
+        clock: Clock,
     ) -> None:
-        """`find_ended` returns those of some lives that are over."""
+        """`find_ended` returns those of some lives that are over, and when each was last ready."""
         self._max_lost = max_lost_workers
         self._find_ended = find_ended
         self._clock = clock

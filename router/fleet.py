@@ -7,7 +7,7 @@ and prefix entries current. A removed member gets no new requests; its channel c
 import asyncio
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 from common.clock import Clock
 from common.errors import WorkerLost
@@ -19,10 +19,10 @@ from common.trust.channels import Reach
 from common.wire_names import ROLE_NAMES
 from kvrelay.v1 import worker_pb2
 from router.bookings import Bookings
-from router.crash_budget import Life
 from router.facts import Endpoint, ModelFacts, WorkerFacts, check_report, find_mismatch, summarize
 from router.index import PrefixIndex
-from router.link import DESCRIBE_TIMEOUT_S, WorkerLink
+from router.link import WorkerLink
+from router.lives import Lives
 from router.member import Hold, Member, WorkerState
 from router.placement.decisions import Booking
 from router.placement.plans import FleetView
@@ -77,6 +77,7 @@ class Fleet:
         self._changed_loads: set[Member] = set()
         self._changed = asyncio.Event()
         self._listeners: list[Callable[[], None]] = []
+        self.lives = Lives(self._members, self._until_changed, clock)
 
     @property
     def members(self) -> tuple[Member, ...]:
@@ -121,7 +122,7 @@ class Fleet:
         try:
             async with asyncio.timeout(timeout_s):
                 while self.model is None or not self.model.has_pool(is_prefill_only=is_prefill_only):
-                    await self._changed.wait()
+                    await self._until_changed()
                 return self.model
         except TimeoutError:
             pool = "prefill" if is_prefill_only else "decode"
@@ -181,6 +182,8 @@ class Fleet:
         logger.info("worker leaves", extra={"worker_id": worker_id, "num_users": member.num_users})
         link.stop()
         self._index.drop(worker_id)
+        if member.state is WorkerState.READY and member.life is not None:
+            self.lives.note_departure(member.life)
         self._retired.add(member, link)
 
     # Reports of the links.
@@ -233,6 +236,8 @@ class Fleet:
         if member.state is not WorkerState.READY:
             logger.info("worker ready", extra={"worker_id": worker_id, "address": member.endpoint.address})
             self._enter(member, WorkerState.READY, "")
+            if member.life is not None:
+                self.lives.note_ready(member.life)
             self._timing.complete([member])
             accepted = [m.facts for m in self._members.values() if m.facts is not None and m.is_accepted]
             self.model = summarize(accepted).with_pools_of(self.model)
@@ -283,15 +288,14 @@ class Fleet:
         worker_id = member.endpoint.worker_id
         if self._members.get(worker_id) is not member or member.state is not WorkerState.READY:
             return
-        if member.facts is not None and member.facts.epoch == hold.epoch:
+        if member.life == hold.life:
             logger.warning("worker suspected: %s", why, extra={"worker_id": worker_id})
             self._enter(member, WorkerState.CONNECTING, why)
             self._links[worker_id].restart()
 
     def note_ended(self, hold: Hold, *, num_failed: int = 0) -> None:
         """Count an attempt on one life of a worker that ended, and whether the worker failed it."""
-        facts = hold.member.facts
-        if facts is not None and facts.epoch == hold.epoch:
+        if hold.member.life == hold.life:
             hold.member.conduct.note(now_s=self._clock.monotonic(), num_failed=num_failed)
 
     # Placement.
@@ -305,35 +309,6 @@ class Fleet:
             self._roster.refresh(self._changed_loads)
         self._changed_loads.clear()
         return self._roster
-
-    async def find_ended(self, lives: Collection[Life]) -> set[Life]:
-        """Return those of these lives that are over, or lost, once every worker concerned has answered or has not.
-
-        A worker that fell silent counts only when a new life has begun: it may be stopped or cut off, and that is not
-        the fault of a request. One that has left the membership in order, as to change its pool, does not count either.
-        """
-        with suppress(TimeoutError):
-            async with asyncio.timeout(DESCRIBE_TIMEOUT_S):
-                while any(self._has_ended(life) is None for life in lives):
-                    await self._changed.wait()
-        return {life for life in lives if self._has_ended(life) is True}
-
-    def life(self, worker_id: WorkerId) -> Life | None:
-        """Return the current life of a worker; None when it is unknown."""
-        member = self._members.get(worker_id)
-        return None if member is None or member.facts is None else (worker_id, member.facts.epoch)
-
-    def _has_ended(self, life: Life) -> bool | None:
-        """Return whether a life is over; None while the worker is asked."""
-        worker_id, _epoch = life
-        if self._retired.left_in_order(life):
-            return False
-        if self.life(worker_id) != life:
-            return True
-        member = self._members[worker_id]
-        if member.state is WorkerState.CONNECTING:
-            return None
-        return member.state is not WorkerState.READY and not member.is_silent
 
     def view(self, *, excluded: Collection[WorkerId]) -> FleetView:
         """Return the ready workers that are not excluded."""
@@ -361,6 +336,9 @@ class Fleet:
         for hold in booking.holds:
             self._retired.close_unused(hold.member)
         self._notify()
+
+    async def _until_changed(self) -> None:
+        await self._changed.wait()
 
     def _notify(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()

@@ -11,8 +11,8 @@ from common.ports import with_port
 from common.timing import GUESSED_TIMING, TimingModel
 from kvrelay.v1 import worker_pb2
 from router.conduct import Conduct
-from router.crash_budget import Life
 from router.facts import Endpoint, WorkerFacts
+from router.lives import Life
 from router.placement.loads import WorkerLoad
 from router.worker_client import WorkerClient
 
@@ -170,6 +170,18 @@ class Member:
     def direct_address(self) -> str:
         """host:port where clients stream their tokens."""
         return with_port(self.endpoint.address, 0 if self.facts is None else self.facts.direct_port)
+
+    @property
+    def life(self) -> Life | None:
+        """Its last known life."""
+        return None if self.facts is None else (self.endpoint.worker_id, self.facts.epoch)
+
+    @property
+    def has_ended(self) -> bool | None:
+        """Whether its last known life is over; None while it is asked. A silent one may still live."""
+        if self.state is WorkerState.CONNECTING:
+            return None
+        return self.state is not WorkerState.READY and not self.is_silent
 
     @property
     def is_accepted(self) -> bool:

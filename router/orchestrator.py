@@ -96,7 +96,7 @@ class Orchestrator:
         self._num_calls = 0
         self._lengths = AnswerLengths()
         self._queued_requests = QueuedRequestBuilder(fleet=fleet, lengths=self._lengths, clock=clock, config=config)
-        self._crash_budget = CrashBudget(config.max_lost_workers, fleet.find_ended, clock)
+        self._crash_budget = CrashBudget(config.max_lost_workers, fleet.lives.find_ended, clock)
         self.totals = Totals()
         self.recordings = TrafficRecordings(clock)
         self.traces = RequestTraces(clock)
@@ -346,7 +346,9 @@ class Orchestrator:
             if prefill is not failure.hold:
                 suspects.append(prefill)
         used = [hold for hold in booking.holds if not hold.has_left]
-        leg.record.losses.note([hold.life for hold in used], num_tokens=leg.record.num_steps_done)
+        leg.record.losses.note(
+            [hold.life for hold in used], num_tokens=leg.record.num_steps_done, now_s=self._clock.monotonic()
+        )
         for hold in suspects:
             self._fleet.note_ended(hold, num_failed=is_failure(failure.error))
             self._fleet.suspect(hold, str(failure))

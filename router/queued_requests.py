@@ -11,9 +11,9 @@ from common.lifecycle import LifeCycle
 from common.pooling import Pooling
 from router.admission.account import Service
 from router.admission.ticket import QueuedRequest, Ticket
-from router.crash_budget import Life
 from router.fleet import Fleet
 from router.lengths import AnswerLengths
+from router.lives import Life
 from router.placement.chooser import Search, Shed
 from router.placement.plans import PlacementRequest
 from router.record import Job, RunningRequest

@@ -2,12 +2,8 @@
 
 import asyncio
 
-from common.ids import Epoch, WorkerId
-from router.crash_budget import Life
 from router.link import WorkerLink
-from router.member import Member, WorkerState
-
-_MAX_DEPARTED = 1024
+from router.member import Member
 
 
 class RetiredMembers:
@@ -16,22 +12,11 @@ class RetiredMembers:
     def __init__(self) -> None:
         self._links: dict[Member, WorkerLink] = {}
         self._closing: set[asyncio.Task[None]] = set()
-        self._departed: dict[WorkerId, Epoch] = {}
-        """The last lives that were ready when they left."""
 
     def add(self, member: Member, link: WorkerLink) -> None:
         """Take over a removed member, whose link has been told to stop."""
         self._links[member] = link
-        if member.state is WorkerState.READY and member.facts is not None:
-            self._departed[member.endpoint.worker_id] = member.facts.epoch
-            if len(self._departed) > _MAX_DEPARTED:
-                del self._departed[next(iter(self._departed))]
         self.close_unused(member)
-
-    def left_in_order(self, life: Life) -> bool:
-        """Return whether a life was ready when its worker left: it had not ended."""
-        worker_id, epoch = life
-        return self._departed.get(worker_id) == epoch
 
     def close_unused(self, member: Member) -> None:
         """Close the channel of a member if it has been removed and no request uses it. Harmless when repeated."""

@@ -95,8 +95,9 @@ class RouterConfig(Section):
     """Plans per request, the first one included."""
     max_lost_workers: Annotated[int, Field(ge=2), Need.ROUTERS] = 3
     """Workers that may be lost, one after the other, while they compute a request with fewer than eight new tokens in
-    between; then it is refused, since it may be what ends them. Before the last one it is quarantined: no other such
-    request runs beside it."""
+    between; then it is refused, since it may be what ends them. One more is granted when the last has never answered:
+    it may have been dead before. Before the last one the request is quarantined: no other such request runs beside
+    it."""
     default_max_tokens: Annotated[int, Field(ge=1), Need.ROUTERS] = 256
     """Longest answer, in tokens, to a request that sets no limit."""
     max_message_mib: Annotated[int, Field(ge=1, le=64), Need.ROUTERS] = 4

@@ -22,10 +22,10 @@ from common.ids import WorkerId
 from common.timing import GUESSED_TIMING
 from router.admission.limits import retry_after
 from router.calibration import Forecast
-from router.crash_budget import Life
 from router.fleet import Fleet
 from router.hot_prefixes import HotPrefixes
 from router.index import PrefixIndex
+from router.lives import Life
 from router.placement.decisions import Booking, DecisionLog
 from router.placement.forecasts import Forecaster
 from router.placement.loads import WorkerLoad
@@ -231,7 +231,7 @@ class Chooser:
 
     def _lives(self, plan: Plan) -> tuple[Life | None, Life | None]:
         """Return the lives of the prefill and the decode worker as they are now."""
-        return None if plan.prefill is None else self._fleet.life(plan.prefill), self._fleet.life(plan.decode)
+        return None if plan.prefill is None else self._fleet.lives.of(plan.prefill), self._fleet.lives.of(plan.decode)
 
     def may_differ(self, search: Search) -> bool:
         """Return whether a change of the fleet since the last refusal may concern the request.

@@ -9,7 +9,8 @@ from common.clock import ManualClock
 from common.errors import CrashSuspected
 from common.ids import Epoch, WorkerId
 from common.lifecycle import LifeCycle
-from router.crash_budget import NUM_CLEARING_TOKENS, CrashBudget, Life, Losses
+from router.crash_budget import NUM_CLEARING_TOKENS, CrashBudget, Losses
+from router.lives import Life
 from router.record import RunningRequest
 from tests.router.fakes import (
     DECODE,
@@ -31,12 +32,21 @@ def life(number: int) -> tuple[WorkerId, Epoch]:
     return WorkerId(f"d{number}"), Epoch(number)
 
 
+def note(losses: Losses, *numbers: int, num_tokens: int = 0, now_s: float = 1.0) -> None:
+    losses.note([life(number) for number in numbers], num_tokens=num_tokens, now_s=now_s)
+
+
+def ready_at_start(*numbers: int) -> dict[Life, float]:
+    """Return lives that are over and were not ready again after any failure."""
+    return dict.fromkeys([life(number) for number in numbers], 0.0)
+
+
 def test_new_tokens_clear_a_request_of_earlier_losses() -> None:
     losses = Losses()
-    losses.note([life(1)], num_tokens=5)
-    losses.note([life(2)], num_tokens=5)
+    note(losses, 1, num_tokens=5)
+    note(losses, 2, num_tokens=5)
     losses.is_quarantined = True
-    losses.note([life(3)], num_tokens=5 + NUM_CLEARING_TOKENS)
+    note(losses, 3, num_tokens=5 + NUM_CLEARING_TOKENS)
     assert losses.lives == [life(3)]
     assert not losses.is_quarantined
 
@@ -44,28 +54,38 @@ def test_new_tokens_clear_a_request_of_earlier_losses() -> None:
 def test_tokens_that_a_worker_had_not_sent_when_it_died_clear_no_request() -> None:
     losses = Losses()
     for number in range(NUM_CLEARING_TOKENS):
-        losses.note([life(number)], num_tokens=5 + number)
+        note(losses, number, num_tokens=5 + number)
     assert len(losses.lives) == NUM_CLEARING_TOKENS
 
 
 def test_one_life_counts_once_however_many_calls_it_fails() -> None:
     losses = Losses()
     for _ in range(5):
-        losses.note([life(1)], num_tokens=0)
-    assert losses.count([life(1)]) == 1
+        note(losses, 1)
+    assert losses.count(ready_at_start(1)) == 1
 
 
 def test_host_that_takes_both_workers_of_an_attempt_along_is_one_loss() -> None:
     losses = Losses()
-    losses.note([life(1), life(2)], num_tokens=0)
-    assert losses.count([life(1), life(2)]) == 1
+    note(losses, 1, 2)
+    assert losses.count(ready_at_start(1, 2)) == 1
 
 
 def test_worker_that_ends_after_an_attempt_counts_for_the_one_that_it_ended() -> None:
     losses = Losses()
-    losses.note([life(1), life(2)], num_tokens=0)
-    losses.note([life(1), life(3)], num_tokens=0)
-    assert losses.count([life(1), life(2)]) == 2
+    note(losses, 1, 2)
+    note(losses, 1, 3)
+    assert losses.count(ready_at_start(1, 2)) == 2
+
+
+def test_worker_that_answered_after_an_attempt_had_failed_has_ended_of_something_else() -> None:
+    losses = Losses()
+    note(losses, 1, 2, now_s=1.0)
+    note(losses, 3, now_s=3.0)
+    ended = {life(1): 2.0, life(3): 0.0}
+    assert losses.count(ended) == 1
+    note(losses, 1, now_s=4.0)
+    assert losses.count(ended) == 2, "the later attempt may have ended it"
 
 
 async def is_refused(*, samples: range, in_quarantine: bool, has_answered: bool = True, num_lost: int = 3) -> bool:
@@ -74,10 +94,10 @@ async def is_refused(*, samples: range, in_quarantine: bool, has_answered: bool 
     job = make_job(n=3)
     record = RunningRequest(job=job, life=LifeCycle(job.request_id, clock), clock=clock, deadline_s=60.0)
     for number in range(num_lost):
-        record.losses.note([life(number)], num_tokens=0)
+        note(record.losses, number)
 
-    async def all_ended(lives: Collection[Life]) -> Collection[Life]:
-        return lives
+    async def all_ended(lives: Collection[Life]) -> dict[Life, float]:
+        return dict.fromkeys(lives, 0.0)
 
     failed = book(make_member())
     failed.is_quarantined, failed.has_answered = in_quarantine, has_answered

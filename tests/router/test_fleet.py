@@ -1,6 +1,7 @@
 """Membership, parity, events and load, seen through a running router."""
 
 import asyncio
+import time
 from dataclasses import replace
 
 import pytest
@@ -22,7 +23,7 @@ from tests.router.fakes import (
     prompt_of,
     running_cluster,
 )
-from tests.router.test_member import make_facts
+from tests.router.test_member import book, make_facts
 
 HASHES = hash_blocks(prompt_of(12), root=ROOT, block_size=BLOCK_SIZE)
 
@@ -122,7 +123,22 @@ async def test_worker_that_leaves_in_order_has_not_ended_under_its_requests() ->
         await dies.die()
         await cluster.until_state("d1", "lost")
         fleet.set_workers([])
-        assert {worker_id for worker_id, _epoch in await fleet.find_ended(lives)} == {"d1"}
+        assert {worker_id for worker_id, _epoch in await fleet.lives.find_ended(lives)} == {"d1"}
+
+
+async def test_life_that_ended_was_last_ready_when_it_answered_after_a_failure() -> None:
+    """So a request that failed before does not count its end."""
+    worker, other = FakeWorker("d0", DECODE), FakeWorker("d1", DECODE)
+    async with running_cluster(worker, other) as cluster:
+        fleet = cluster.router.fleet
+        life, member = fleet.lives.of(WorkerId("d0")), fleet.members_by_id[WorkerId("d0")]
+        assert life is not None
+        before_s = time.monotonic()
+        fleet.suspect(book(member), "a call failed")
+        await cluster.until_state("d0", "ready")
+        await worker.die()
+        await cluster.until_state("d0", "lost")
+        assert (await fleet.lives.find_ended([life]))[life] > before_s
 
 
 def test_worker_with_absurd_blocks_is_refused_before_its_hashes_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:

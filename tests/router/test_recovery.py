@@ -159,7 +159,7 @@ async def test_pair_that_failed_in_the_handoff_is_chosen_again_only_when_there_i
 
     async with running_cluster(first, second, decode) as cluster:
         fleet = cluster.router.fleet
-        lives = {name: fleet.life(WorkerId(name)) for name in ("p0", "p1", "d0")}
+        lives = {name: fleet.lives.of(WorkerId(name)) for name in ("p0", "p1", "d0")}
         lives["p0 before"] = WorkerId("p0"), mint_epoch()
         pairs: Any = [(lives[name], lives["d0"]) for name in failed]
         monkeypatch.setattr(
@@ -184,7 +184,7 @@ async def test_request_that_failed_in_the_handoff_remembers_the_pair(monkeypatch
         reply = await cluster.generate(make_request(10))
         fleet = cluster.router.fleet
         assert reply.completed.num_attempts == 2
-        assert (asked[0], asked[-1]) == (set(), {(fleet.life(WorkerId("p0")), fleet.life(WorkerId("d0")))})
+        assert (asked[0], asked[-1]) == (set(), {(fleet.lives.of(WorkerId("p0")), fleet.lives.of(WorkerId("d0")))})
 
 
 @pytest.mark.parametrize(

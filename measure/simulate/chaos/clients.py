@@ -131,7 +131,7 @@ class Clients:
         if tenant is FLOODER and isinstance(error, Overloaded):
             wrong = ""
         elif is_poison:
-            wrong = self._wrong_end_of_poison(life.request_id, error)
+            wrong = self._wrong_end_of_poison(life.request_id, error, router.chooser.decisions)
         else:
             wrong = self._wrong_end(question, attempt, error, router.chooser.decisions)
         if wrong:
@@ -191,7 +191,7 @@ class Clients:
                 return ""
         return f"is innocent and has failed: {error!r}"
 
-    def _wrong_end_of_poison(self, request_id: RequestId, error: KvrelayError | None) -> str:
+    def _wrong_end_of_poison(self, request_id: RequestId, error: KvrelayError | None, decisions: DecisionLog) -> str:
         others = self._settings.faults - {Fault.POISON}
         if isinstance(error, InvalidRequest) and Fault.REPEATED in others:
             return ""  # as an innocent one
@@ -200,5 +200,8 @@ class Clients:
         if not isinstance(error, CrashSuspected):
             return f"is poison and ended with {error!r}"
         num_deaths = self._poisons.num_deaths(request_id)
-        is_too_many = num_deaths > self._config.max_lost_workers
+        # A request whose last worker has never answered gets one more.
+        attempts = decisions.latest(tenant=HOUSE.name, limit=CAPACITY, request_id=request_id)
+        is_in_doubt = self._poisons.ended_at_once(request_id, attempts)
+        is_too_many = num_deaths > self._config.max_lost_workers + is_in_doubt
         return f"is poison and has ended {num_deaths} workers in a row" if is_too_many else ""

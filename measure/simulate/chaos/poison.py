@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from common.clock import Clock
 from common.ids import RequestId
 from engine.executor import ScheduledSequence
-from measure.simulate.chaos.settings import MAX_NOTICE_S
+from measure.simulate.chaos.settings import MAX_ANSWER_S, MAX_NOTICE_S
 from router.placement.decisions import Decision
 
 
@@ -84,6 +84,15 @@ class PoisonBook:
         """Return what has ended workers of an attempt since it began, or so shortly before that no router knew."""
         workers, since_s = (attempt.plan.decode, attempt.plan.prefill), attempt.decided_s - MAX_NOTICE_S
         return {each.cause for each in self._all_deaths if each.worker_id in workers and each.at_s >= since_s}
+
+    def ended_at_once(self, request_id: RequestId, attempts: Iterable[Decision]) -> bool:
+        """Return whether a poison request may have ended a worker before its router had an answer to the call."""
+        return any(
+            death.cause == request_id and death.at_s - attempt.decided_s <= MAX_ANSWER_S
+            for attempt in attempts
+            for death in self._all_deaths
+            if death.worker_id in (attempt.plan.decode, attempt.plan.prefill) and death.at_s >= attempt.decided_s
+        )
 
     def num_deaths(self, request_id: RequestId) -> int:
         """Return how many workers a request has ended, at most, without a new token for its client in between."""

@@ -60,6 +60,8 @@ MIN_QUIET_S = 5.0
 BAD_DAY = FaultRates(
     lose=0.0005, repeat=0.0005, delay=0.01, max_delay_s=0.5, stall=0.0001, stall_s=2.0, corrupt=0.005, tear=0.005
 )
+MAX_ANSWER_S = 2 * BAD_DAY.max_delay_s + MAX_NOTICE_S
+"""Longest time until a worker's first answer to a call is at its router."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,80 @@
+"""Lives of workers: from the start of a process to its end. Which of them are over, and when they were last seen."""
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from contextlib import suppress
+from typing import TYPE_CHECKING, TypeVar
+
+from common.clock import Clock
+from common.ids import Epoch, WorkerId
+
+if TYPE_CHECKING:
+    from router.member import Member
+
+Life = tuple[WorkerId, Epoch]
+"""One life of a worker."""
+
+T = TypeVar("T")
+
+NEWS_TIMEOUT_S = 5.0
+"""So long a worker that lost a request is given to answer."""
+_MAX_REMEMBERED = 4096
+
+
+class Lives:
+    """Tells the requests that lost workers whether these have ended. Event loop only."""
+
+    def __init__(
+        self, members: Mapping[WorkerId, "Member"], until_changed: Callable[[], Awaitable[object]], clock: Clock
+    ) -> None:
+        """`until_changed` returns after the next change of a member."""
+        self._members = members
+        self._until_changed = until_changed
+        self._clock = clock
+        self._seen_s: OrderedDict[Life, float] = OrderedDict()
+        """When each life last became ready."""
+        self._departed: OrderedDict[Life, None] = OrderedDict()
+        """Lives that were ready when their worker left."""
+
+    def of(self, worker_id: WorkerId) -> Life | None:
+        """Return the current life of a worker; None when it is unknown."""
+        member = self._members.get(worker_id)
+        return None if member is None else member.life
+
+    def note_ready(self, life: Life) -> None:
+        """Note that a life has answered: no failure before this moment has ended it."""
+        _remember(self._seen_s, life, self._clock.monotonic())
+
+    def note_departure(self, life: Life) -> None:
+        """Note that a worker leaves the membership while it is ready: this is no end."""
+        _remember(self._departed, life, None)
+
+    async def find_ended(self, lives: Collection[Life]) -> dict[Life, float]:
+        """Return those of these lives that are over, or lost, and when each last became ready.
+
+        The answer comes once every worker concerned has answered or has not. A worker that fell silent counts only when
+        a new life has begun: it may be stopped or cut off, and that is not the fault of a request. One that has left
+        the membership in order, as to change its pool, does not count either.
+        """
+        with suppress(TimeoutError):
+            async with asyncio.timeout(NEWS_TIMEOUT_S):
+                while any(self._has_ended(life) is None for life in lives):
+                    await self._until_changed()
+        return {life: self._seen_s.get(life, 0.0) for life in lives if self._has_ended(life) is True}
+
+    def _has_ended(self, life: Life) -> bool | None:
+        """Return whether a life is over; None while the worker is asked."""
+        worker_id, _epoch = life
+        if life in self._departed:
+            return False
+        if self.of(worker_id) != life:
+            return True
+        return self._members[worker_id].has_ended
+
+
+def _remember(found: OrderedDict[Life, T], life: Life, value: T) -> None:
+    found[life] = value
+    found.move_to_end(life)
+    if len(found) > _MAX_REMEMBERED:
+        found.popitem(last=False)
