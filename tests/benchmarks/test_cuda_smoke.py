@@ -13,6 +13,7 @@ from benchmarks.cuda.report import Report
 from engine import loading
 from engine.cuda.loading import load_cuda_executor
 from engine.options import ModelDescription
+from tests.caches import empty_cache
 
 Main = Callable[[list[str] | None], int]
 
@@ -23,7 +24,7 @@ SMOKE = ["--smoke", "--device", "cpu", "--budget-s", "3600"]
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
+    return empty_cache(tmp_path_factory.mktemp("cache"))
 
 
 @pytest.fixture(autouse=True)

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.caches import empty_cache
+
 pytestmark = pytest.mark.e2e
 
 REPOSITORY = Path(__file__).parents[2]
@@ -89,6 +91,7 @@ def environ(bundle: Path, tmp_path: Path) -> Iterator[dict[str, str]]:
         "PYTHONPATH": f"{bundle}:{REPOSITORY}",
         "KVRELAY_RUN_DIR": str(tmp_path / "run"),
         "HOME": str(tmp_path),
+        "KVRELAY_CACHE": str(empty_cache(tmp_path)),
     }
 
 

@@ -19,6 +19,7 @@ from engine.model.config import UnsupportedModel, parse_config
 from engine.model.loader import kv_fingerprint, load_weights, weight_files
 from engine.model.random_weights import fill_random, make_random_weights
 from engine.model.weights import allocate_weights, checkpoint_views
+from tests.caches import empty_cache
 from tests.engine.driver import Driver, load, make_sequence
 from tests.engine.tiny_models import reference_tokens
 from worker.inprocess import LocalEngine
@@ -29,7 +30,7 @@ PARAMETER_COUNTS = {"qwen3-0.6b": 596_049_920, "qwen3-8b": 8_190_735_360, "llama
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
+    return empty_cache(tmp_path_factory.mktemp("cache"))
 
 
 @pytest.fixture(autouse=True)
