@@ -47,10 +47,9 @@ def make_core(executor: Any) -> EngineCore:
 
 @pytest.mark.parametrize("load_it", [load, load_device], ids=["runner", "device"])
 @pytest.mark.parametrize("name", ["llama", "qwen3-layer-types"])
-@pytest.mark.parametrize("width", [2, 4])
 @pytest.mark.parametrize(
-    ("length_penalty", "early_stopping", "min_tokens"),
-    [(0.0, False, 0), (1.0, False, 0), (1.0, True, 0), (2.0, False, 0), (-1.0, True, 3)],
+    ("width", "length_penalty", "early_stopping", "min_tokens"),
+    [(2, 0.0, False, 0), (4, 1.0, False, 0), (2, 1.0, True, 0), (4, 2.0, False, 0), (4, -1.0, True, 3)],
 )
 def test_beams_beside_others_equal_those_of_transformers(
     checkpoint: Callable[[str], Path],
