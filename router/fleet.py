@@ -14,7 +14,7 @@ from common.errors import WorkerLost
 from common.ids import WorkerId
 from common.kv_events import KvEvents, decode_events
 from common.parity import TextProbes
-from common.timing import StepShape, timing_from_proto
+from common.timing import timing_from_proto
 from common.trust.channels import Reach
 from common.wire_names import ROLE_NAMES
 from kvrelay.v1 import worker_pb2
@@ -32,9 +32,6 @@ from router.roster import Roster
 from router.worker_client import WorkerClient
 
 logger = logging.getLogger(__name__)
-
-PACE_FACTOR = 3.0
-"""Multiple of the gap of a lone answer that takes the place of an objective that is shorter than this gap."""
 
 
 class Fleet:
@@ -63,7 +60,7 @@ class Fleet:
         self._clock = clock
         self._members: dict[WorkerId, Member] = {}
         self._links: dict[WorkerId, WorkerLink] = {}
-        self._timing = PoolTiming()
+        self.timing = PoolTiming()
         self.bookings = Bookings(
             members=self._members,
             clock=clock,
@@ -232,13 +229,13 @@ class Fleet:
         now_s, is_next = self._clock.monotonic(), update.seq > 0
         member.take_report(update.load, update.accepted_request_ids, now_s=now_s, is_next=is_next)
         if timing is not None:
-            self._timing.take(member, timing, self._members.values())
+            self.timing.take(member, timing, self._members.values())
         if member.state is not WorkerState.READY:
             logger.info("worker ready", extra={"worker_id": worker_id, "address": member.endpoint.address})
             self._enter(member, WorkerState.READY, "")
             if member.life is not None:
                 self.lives.note_ready(member.life)
-            self._timing.complete([member])
+            self.timing.complete([member])
             accepted = [m.facts for m in self._members.values() if m.facts is not None and m.is_accepted]
             self.model = summarize(accepted).with_pools_of(self.model)
         self._notify()
@@ -314,18 +311,6 @@ class Fleet:
         """Return the ready workers that are not excluded."""
         block_bytes = 0 if self.model is None else self.model.block_bytes
         return self.roster.view(excluded=excluded, block_bytes=block_bytes)
-
-    def tpot_objective_s(self, slo_s: float, *, num_samples: int, num_tokens: int) -> float:
-        """Return the objective for the mean gap of a request that should have `slo_s`.
-
-        When its samples would miss that even alone on a typical decode worker, once that is measured, it is PACE_FACTOR
-        times their gap alone: with no objective at all, ever more answers would run at once.
-        """
-        model = self._timing.gap
-        if model is None:
-            return slo_s
-        alone_s = model.seconds(StepShape(num_decodes=num_samples, num_context_tokens=num_samples * num_tokens))
-        return slo_s if alone_s <= slo_s else PACE_FACTOR * alone_s
 
     def load_version(self, worker_id: WorkerId) -> int:
         """Return a number that changes with the worker's reported load."""

@@ -11,6 +11,7 @@ from common.timing import (
     TYPICAL_CHUNK,
     LinkModel,
     StepModel,
+    StepShape,
     TimingModel,
     median_model,
 )
@@ -25,6 +26,9 @@ NUM_LATEST = 15
 TOLERANCE = 0.02
 """Relative change of a median below which the workers keep the model that they have: every worker reports its model
 again and again, and a change concerns all of its pool."""
+
+PACE_FACTOR = 3.0
+"""Multiple of the gap of a lone answer that takes the place of an objective that is shorter than this gap."""
 
 _TRANSFER_BYTES = 64 << 20
 _Kind = tuple[int, str]
@@ -84,6 +88,17 @@ class PoolTiming:
         """The gaps between tokens on a typical decode worker; None until some worker has measured enough steps."""
         role = worker_pb2.WORKER_ROLE_DECODE
         return self._usual.get((role, "gap")) or self._usual.get((role, "decode"))
+
+    def tpot_objective_s(self, slo_s: float, *, num_samples: int, num_tokens: int) -> float:
+        """Return the objective for the mean gap of a request that should have `slo_s`.
+
+        When its samples would miss that even alone on a typical decode worker, once that is measured, it is PACE_FACTOR
+        times their gap alone: with no objective at all, ever more answers would run at once.
+        """
+        if self.gap is None:
+            return slo_s
+        alone_s = self.gap.seconds(StepShape(num_decodes=num_samples, num_context_tokens=num_samples * num_tokens))
+        return slo_s if alone_s <= slo_s else PACE_FACTOR * alone_s
 
     def _move_usual(self, kind: _Kind, models: Sequence[StepModel]) -> bool:
         """Make the median of these models the usual one unless it is nearly the same; return whether it was moved."""

@@ -66,7 +66,9 @@ class QueuedRequestBuilder:
         tpot_slo_s = math.inf
         if job.embedding is None:
             num_samples = len(leg.samples)
-            tpot_slo_s = self._fleet.tpot_objective_s(terms.tpot_slo_s, num_samples=num_samples, num_tokens=num_tokens)
+            tpot_slo_s = self._fleet.timing.tpot_objective_s(
+                terms.tpot_slo_s, num_samples=num_samples, num_tokens=num_tokens
+            )
         request = PlacementRequest(
             request_id=job.request_id,
             num_tokens=num_tokens,
