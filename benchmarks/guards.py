@@ -95,9 +95,9 @@ GUARDS = (
     ),
     _guard(
         "a silent worker has not ended",
-        "router/fleet.py",
-        "        return member.state is not WorkerState.READY and not member.is_silent",
-        "        return member.state is not WorkerState.READY",
+        "router/member.py",
+        "        return self.state is not WorkerState.READY and not self.is_silent",
+        "        return self.state is not WorkerState.READY",
     ),
     _guard(
         "few tokens clear no suspect",
