@@ -4,8 +4,8 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import psutil
 import yaml
 
 from cluster import lifecycle
+from cluster.lifecycle import ClusterInfo
 from common.config import load_config
 from common.structured_outputs import structure_text
 from kvrelay.client import AsyncClient, Generation, WorkerView
@@ -35,31 +36,35 @@ def fake_config(*, launcher: str = "local", step_ms: float = 2.0, **sections: An
     return config
 
 
+@contextmanager
+def standing_cluster(folder: Path, config: dict[str, Any]) -> Iterator[ClusterInfo]:
+    """Start a cluster in `folder`/run and stop everything; fails when a process outlives it."""
+    config_path = folder / "serving.yaml"
+    config_path.write_text(yaml.safe_dump(config), encoding="utf-8")
+    run_dir = folder / "run"
+    log: list[str] = []
+    info = lifecycle.up(load_config(config_path), config_path=config_path, run_dir=run_dir, report=log.append)
+    started = {process.pid for process in psutil.Process(info.pid).children(recursive=True)} | {info.pid}
+    try:
+        yield info
+    finally:
+        lifecycle.down(run_dir, report=log.append)
+        left = [pid for pid in started if _is_alive(pid)]
+        assert not left, f"processes outlive the cluster: {left}"
+
+
 @asynccontextmanager
 async def running_cluster(
     folder: Path, config: dict[str, Any], *, timeout_s: float = 120
 ) -> AsyncIterator[AsyncClient]:
-    """Start a cluster, yield a client, stop everything; fails when a process outlives it.
-
-    `timeout_s` is the default deadline of the client's requests.
-    """
-    config_path = folder / "serving.yaml"
-    config_path.write_text(yaml.safe_dump(config), encoding="utf-8")
-    run_dir = folder / "run"
-    loop = asyncio.get_running_loop()
-    log: list[str] = []
-    info = await loop.run_in_executor(
-        None,
-        lambda: lifecycle.up(load_config(config_path), config_path=config_path, run_dir=run_dir, report=log.append),
-    )
-    started = {process.pid for process in psutil.Process(info.pid).children(recursive=True)} | {info.pid}
+    """Run a cluster for the block, which gets a client. `timeout_s` is the default deadline of its requests."""
+    cluster = standing_cluster(folder, config)
+    info = await asyncio.to_thread(cluster.__enter__)
     try:
         async with AsyncClient(info.address, timeout_s=timeout_s, tls=info.tls) as client:
             yield client
     finally:
-        await loop.run_in_executor(None, lambda: lifecycle.down(run_dir, report=log.append))
-        left = [pid for pid in started if _is_alive(pid)]
-        assert not left, f"processes outlive the cluster: {left}"
+        await asyncio.to_thread(cluster.__exit__, None, None, None)
 
 
 def _is_alive(pid: int) -> bool:

@@ -26,14 +26,11 @@ async def pools(client: AsyncClient) -> dict[str, set[str]]:
     return members
 
 
-@pytest.mark.parametrize("launcher", ["local", "ray"])
-async def test_workers_change_their_pools_under_sixteen_streams_without_a_trace_in_the_answers(
-    tmp_path: Path, launcher: str
-) -> None:
+async def test_workers_change_their_pools_under_sixteen_streams_without_a_trace_in_the_answers(tmp_path: Path) -> None:
     pool_sections = {
         role: {**FAKE_POOL, "count": 2, "max_running": room} for role, room in (("prefill", 64), ("decode", 48))
     }
-    config = fake_config(launcher=launcher, step_ms=20.0, pools=pool_sections)
+    config = fake_config(step_ms=20.0, pools=pool_sections)
     async with running_cluster(tmp_path, config) as client:
         expected = [each.text for each in await answers(client, asyncio.Event(), num_tokens=NUM_TOKENS)]
         before, begun = await pids(client), asyncio.Event()

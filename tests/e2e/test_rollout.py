@@ -175,9 +175,20 @@ async def test_another_block_size_under_sixteen_streams_fails_no_request_of_clie
         await assert_nothing_was_lost(client)
 
 
-async def test_second_rollout_goes_on_from_the_first(tmp_path: Path) -> None:
+async def test_preview_and_refusals_change_nothing_and_a_second_rollout_goes_on_from_the_first(tmp_path: Path) -> None:
     config = fake_config()
     async with running_cluster(tmp_path, config) as client:
+        before = await pids(client)
+        wanted = ServingConfig.model_validate(with_decode(config, num_blocks=300))
+        preview = await asyncio.to_thread(lambda: list(preview_rollout(tmp_path / "run", wanted)))
+        with pytest.raises(InvalidRequest) as refused:
+            await roll_out(tmp_path, config | {"model": config["model"] | {"max_model_len": 512}})
+
+        change = "pools.decode.num_blocks: 512 → 300: new decode workers, one after the other"
+        assert [step.text for step in preview] == [change]
+        assert refused.value.field == "model.max_model_len"
+        assert await pids(client) == before
+
         terms = RolloutTerms(canary_s=0.0, max_slowdown=1.0, grace_s=30.0)
         await roll_out(tmp_path, with_decode(config, num_blocks=300), terms)
         steps = await roll_out(tmp_path, with_decode(config, num_blocks=200), terms)
@@ -185,19 +196,3 @@ async def test_second_rollout_goes_on_from_the_first(tmp_path: Path) -> None:
 
         assert steps[0].startswith("pools.decode.num_blocks: 300 → 200: ")
         assert view.status is not None and view.status.load.num_blocks == 200
-
-
-async def test_preview_and_refusals_name_the_key_and_change_nothing(tmp_path: Path) -> None:
-    config = fake_config()
-    async with running_cluster(tmp_path, config) as client:
-        before = await pids(client)
-        wanted = ServingConfig.model_validate(with_decode(config, max_running=32))
-        steps = await asyncio.to_thread(lambda: list(preview_rollout(tmp_path / "run", wanted)))
-        with pytest.raises(InvalidRequest) as refused:
-            await roll_out(tmp_path, config | {"model": config["model"] | {"max_model_len": 512}})
-
-        assert [step.text for step in steps] == [
-            "pools.decode.max_running: 64 → 32: new decode workers, one after the other"
-        ]
-        assert refused.value.field == "model.max_model_len"
-        assert await pids(client) == before

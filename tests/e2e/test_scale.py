@@ -1,15 +1,16 @@
 """`kvrelay scale` on a real cluster: pools grow and shrink under load, and no client notices but by a pause."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
 from cluster.control import restart, scale
+from cluster.lifecycle import read_info
 from common.errors import EngineFault, InvalidRequest
 from kvrelay.client import AsyncClient, Generation, Token
-from tests.e2e.harness import fake_config, running_cluster
+from tests.e2e.harness import fake_config, running_cluster, standing_cluster
 
 pytestmark = pytest.mark.e2e
 
@@ -52,64 +53,83 @@ async def workers(client: AsyncClient) -> set[str]:
     return {view.worker_id for view in (await client.status()).workers}
 
 
-@pytest.mark.parametrize("launcher", ["local", "ray"])
-async def test_pools_grow_and_shrink_under_sixteen_streams_without_a_trace_in_the_answers(
-    tmp_path: Path, launcher: str
-) -> None:
-    async with running_cluster(tmp_path, fake_config(launcher=launcher, step_ms=20.0)) as client:
-        expected = await undisturbed_texts(client)
-        begun = asyncio.Event()
-        running = asyncio.create_task(answers(client, begun, num_tokens=NUM_TOKENS))
-        await begun.wait()
-        for _ in range(ROUNDS):
-            await resize(tmp_path, prefill=2, decode=2)
-            assert await workers(client) == {"prefill-0", "prefill-1", "decode-0", "decode-1"}
-            await resize(tmp_path, prefill=1, decode=1)
-            assert await workers(client) == {"prefill-0", "decode-0"}
-        done = await running
-        status = (await client.status()).router
-
-        assert [each.text for each in done] == expected
-        assert status.num_failed == status.num_replans == 0
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Folder of a cluster that several tests use, in their order."""
+    folder = tmp_path_factory.mktemp("standing")
+    with standing_cluster(folder, fake_config(step_ms=20.0)):
+        yield folder
 
 
-async def test_rolling_restart_replaces_every_worker_without_a_trace_in_the_answers(tmp_path: Path) -> None:
-    async with running_cluster(tmp_path, fake_config(step_ms=20.0)) as client:
-        expected = await undisturbed_texts(client)
-        before = {view.worker_id: view.status.pid for view in (await client.status()).workers if view.status}
-        begun = asyncio.Event()
-        running = asyncio.create_task(answers(client, begun, num_tokens=NUM_TOKENS))
-        await begun.wait()
-        await asyncio.to_thread(lambda: list(restart(tmp_path / "run", grace_s=30.0)))
-        done = await running
-        status = await client.status()
-        after = {view.worker_id: view.status.pid for view in status.workers if view.status}
-
-        assert after.keys() == before.keys()
-        assert not set(after.values()) & set(before.values())
-        assert [each.text for each in done] == expected
-        assert status.router.num_failed == status.router.num_replans == 0
+@pytest.fixture
+async def client(folder: Path) -> AsyncIterator[AsyncClient]:
+    info = read_info(folder / "run")
+    assert info is not None
+    async with AsyncClient(info.address, timeout_s=120) as client:
+        yield client
 
 
-async def test_worker_that_does_not_start_is_told_and_the_cluster_serves_on(tmp_path: Path) -> None:
-    config = fake_config()
-    async with running_cluster(tmp_path, config) as client:
-        before = await workers(client)
-        # Workers read the resolved file: a model that is not there makes new ones fail.
-        path = tmp_path / "run" / "serving.yaml"
-        path.write_text(path.read_text(encoding="utf-8").replace("engine: fake", "engine: torch"), encoding="utf-8")
-        path.write_text(path.read_text(encoding="utf-8").replace("id: default", "id: /no/such/model"), encoding="utf-8")
-        with pytest.raises(EngineFault, match="cannot start decode-1"):
-            await resize(tmp_path, decode=2)
-
-        assert await workers(client) == before
-        assert (await client.generate("still here", max_tokens=4, ignore_eos=True)).token_ids
-
-
-async def test_sizes_that_cannot_be_are_refused_by_field(tmp_path: Path) -> None:
-    async with running_cluster(tmp_path, fake_config()) as client:
-        for wanted, field in (({"decode": 0}, "decode"), ({"prefill": 5000}, "prefill")):
-            with pytest.raises(InvalidRequest) as caught:
-                await resize(tmp_path, **wanted)
-            assert caught.value.field == field
+async def grow_and_shrink_under_sixteen_streams(folder: Path, client: AsyncClient) -> None:
+    expected = await undisturbed_texts(client)
+    begun = asyncio.Event()
+    running = asyncio.create_task(answers(client, begun, num_tokens=NUM_TOKENS))
+    await begun.wait()
+    for _ in range(ROUNDS):
+        await resize(folder, prefill=2, decode=2)
+        assert await workers(client) == {"prefill-0", "prefill-1", "decode-0", "decode-1"}
+        await resize(folder, prefill=1, decode=1)
         assert await workers(client) == {"prefill-0", "decode-0"}
+    done = await running
+    status = (await client.status()).router
+
+    assert [each.text for each in done] == expected
+    assert status.num_failed == status.num_replans == 0
+
+
+async def test_pools_grow_and_shrink_without_a_trace_in_the_answers(folder: Path, client: AsyncClient) -> None:
+    await grow_and_shrink_under_sixteen_streams(folder, client)
+
+
+async def test_pools_over_ray_grow_and_shrink_without_a_trace_in_the_answers(tmp_path: Path) -> None:
+    async with running_cluster(tmp_path, fake_config(launcher="ray", step_ms=20.0)) as client:
+        await grow_and_shrink_under_sixteen_streams(tmp_path, client)
+
+
+async def test_rolling_restart_replaces_every_worker_without_a_trace_in_the_answers(
+    folder: Path, client: AsyncClient
+) -> None:
+    expected = await undisturbed_texts(client)
+    before = {view.worker_id: view.status.pid for view in (await client.status()).workers if view.status}
+    begun = asyncio.Event()
+    running = asyncio.create_task(answers(client, begun, num_tokens=NUM_TOKENS))
+    await begun.wait()
+    await asyncio.to_thread(lambda: list(restart(folder / "run", grace_s=30.0)))
+    done = await running
+    status = await client.status()
+    after = {view.worker_id: view.status.pid for view in status.workers if view.status}
+
+    assert after.keys() == before.keys()
+    assert not set(after.values()) & set(before.values())
+    assert [each.text for each in done] == expected
+    assert status.router.num_failed == status.router.num_replans == 0
+
+
+async def test_sizes_that_cannot_be_are_refused_by_field(folder: Path, client: AsyncClient) -> None:
+    for wanted, field in (({"decode": 0}, "decode"), ({"prefill": 5000}, "prefill")):
+        with pytest.raises(InvalidRequest) as caught:
+            await resize(folder, **wanted)
+        assert caught.value.field == field
+    assert await workers(client) == {"prefill-0", "decode-0"}
+
+
+async def test_worker_that_does_not_start_is_told_and_the_cluster_serves_on(folder: Path, client: AsyncClient) -> None:
+    before = await workers(client)
+    # Workers read the resolved file: a model that is not there makes new ones fail.
+    path = folder / "run" / "serving.yaml"
+    text = path.read_text(encoding="utf-8").replace("engine: fake", "engine: torch")
+    path.write_text(text.replace("id: default", "id: /no/such/model"), encoding="utf-8")
+    with pytest.raises(EngineFault, match="cannot start decode-1"):
+        await resize(folder, decode=2)
+
+    assert await workers(client) == before
+    assert (await client.generate("still here", max_tokens=4, ignore_eos=True)).token_ids
