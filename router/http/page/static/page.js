@@ -132,7 +132,7 @@ function meter(parts, title) {
 
 // What pulls of each transport reach, beside the most that it moved between pages of the worker's host at its start.
 function links(status) {
-  const rate = (value) => (Number(value) / 1e9).toPrecision(2);
+  const rate = (value) => Number((Number(value) / 1e9).toPrecision(2));
   return (status.link_rates ?? []).filter((link) => link.bytes_per_s).map((link) => {
     const most = link.most_bytes_per_s ? ` of ${rate(link.most_bytes_per_s)}` : "";
     const name = String(link.transport).replace("KV_TRANSPORT_", "").toLowerCase();
