@@ -27,6 +27,7 @@ class Swarm:
     num_replans: int = 0
     num_flooding: int = 0
     num_direct: int = 0
+    num_lost_routers: int = 0
     drain_s: float = 0.0
     """Longest of any walk."""
     whole_s: float = 0.0
@@ -44,6 +45,7 @@ class Swarm:
         self.num_replans += report.num_replans
         self.num_flooding += report.num_flooding
         self.num_direct += report.num_direct
+        self.num_lost_routers += report.num_lost_routers
         self.drain_s = max(self.drain_s, report.drain_s)
         self.whole_s = max(self.whole_s, report.whole_s)
         self.outcomes += report.outcomes
@@ -59,6 +61,7 @@ class Swarm:
             "requests": num_requests,
             "of_floods": self.num_flooding,
             "direct": self.num_direct,
+            "lost_routers": self.num_lost_routers,
             "virtual_hours": round(self.virtual_s / 3600, 3),
             "cpu_s": round(self.cpu_s, 1),
             "requests_per_cpu_s": round(num_requests / max(self.cpu_s, 1e-9), 1),

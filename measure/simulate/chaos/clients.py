@@ -3,9 +3,9 @@
 import asyncio
 import random
 from contextlib import suppress
+from functools import partial
 
 from common.block_hash import hash_blocks
-from common.config import RouterConfig
 from common.errors import CrashSuspected, InvalidRequest, KvrelayError, Overloaded, WorkerLost
 from common.ids import RequestId, mint_request_id
 from common.lifecycle import LifeCycle
@@ -15,10 +15,11 @@ from measure.simulate.chaos.oracles import AnswerCheck, Violation
 from measure.simulate.chaos.poison import PoisonBook
 from measure.simulate.chaos.questions import Question, QuestionBook
 from measure.simulate.chaos.reading import Readers
+from measure.simulate.chaos.routers import RouterGone, Routers
 from measure.simulate.chaos.settings import MIN_QUIET_S, ChaosReport, ChaosSettings, Fault
 from measure.simulate.client import admit
 from router.parts import RouterParts
-from router.placement.decisions import CAPACITY, DecisionLog
+from router.placement.decisions import CAPACITY
 from router.record import Begun, Delivery, Job
 from router.tenants import ANYBODY as HOUSE
 from router.tenants import Tenant
@@ -36,15 +37,15 @@ class Clients:
         settings: ChaosSettings,
         book: QuestionBook,
         poisons: PoisonBook,
-        config: RouterConfig,
+        routers: Routers,
         readers: Readers,
     ) -> None:
-        """`config`: that of the routers. Outcomes and broken invariants go into the report of the readers' audit."""
+        """Outcomes and broken invariants go into the report of the readers' audit."""
         self._draw = draw
         self._settings = settings
         self._book = book
         self._poisons = poisons
-        self._config = config
+        self._routers = routers
         self._readers = readers
         self._audit = readers.audit
         self._report = readers.audit.report
@@ -55,6 +56,11 @@ class Clients:
     def report(self) -> ChaosReport:
         """Report of the walk."""
         return self._report
+
+    @property
+    def serve_poison(self) -> bool:
+        """Whether a poison request runs."""
+        return self._poisons.quiet_s == 0.0
 
     async def ask_once(self, router: RouterParts) -> None:
         """Ask one question; some clients cancel, some questions are poison."""
@@ -114,12 +120,16 @@ class Clients:
         delivery, attempt = self._readers.draw_delivery(), life
         try:
             while True:
+                work = partial(self._attempt, check, router, attempt, tenant, delivery, ends_s=ends_s)
                 try:
-                    await self._attempt(check, router, attempt, tenant, delivery, ends_s=ends_s)
+                    await self._routers.attempt(router, work)
                     break
                 except TailLost:
                     self._report.num_lost_tails += 1
-                    attempt = LifeCycle(mint_request_id(), router.clock)
+                except RouterGone:
+                    self._report.num_lost_routers += 1
+                    router = self._routers.for_client(self._report.num_lost_routers)
+                attempt = LifeCycle(mint_request_id(), router.clock)
             check.end_well()
         except KvrelayError as caught:
             check.end_badly()
@@ -131,9 +141,9 @@ class Clients:
         if tenant is FLOODER and isinstance(error, Overloaded):
             wrong = ""
         elif is_poison:
-            wrong = self._wrong_end_of_poison(life.request_id, error, router.chooser.decisions)
+            wrong = self._wrong_end_of_poison(life.request_id, error, router)
         else:
-            wrong = self._wrong_end(question, attempt, error, router.chooser.decisions)
+            wrong = self._wrong_end(question, attempt, error, router)
         if wrong:
             self._report.violations.append(f"{life.request_id} {wrong}")
         return "complete" if error is None else type(error).__name__
@@ -174,9 +184,7 @@ class Clients:
             if outbox.error is not None:
                 raise outbox.error
 
-    def _wrong_end(
-        self, question: Question, life: LifeCycle, error: KvrelayError | None, decisions: DecisionLog
-    ) -> str:
+    def _wrong_end(self, question: Question, life: LifeCycle, error: KvrelayError | None, router: RouterParts) -> str:
         """Return why an innocent request should not have ended so; empty if it should."""
         if error is None or self._settings.may_fail:
             return ""
@@ -184,14 +192,14 @@ class Clients:
         if isinstance(error, InvalidRequest) and Fault.REPEATED in self._settings.faults:
             return ""
         if isinstance(error, CrashSuspected):
-            max_lost, prompt = self._config.max_lost_workers, bytes(question.prompt)
-            attempts = decisions.latest(tenant=HOUSE.name, limit=CAPACITY, request_id=life.request_id)
+            max_lost, prompt = router.config.max_lost_workers, bytes(question.prompt)
+            attempts = router.chooser.decisions.latest(tenant=HOUSE.name, limit=CAPACITY, request_id=life.request_id)
             if prompt in self._unlucky_prompts or self._poisons.may_be_bad_luck(attempts, max_lost=max_lost):
                 self._unlucky_prompts.add(prompt)
                 return ""
         return f"is innocent and has failed: {error!r}"
 
-    def _wrong_end_of_poison(self, request_id: RequestId, error: KvrelayError | None, decisions: DecisionLog) -> str:
+    def _wrong_end_of_poison(self, request_id: RequestId, error: KvrelayError | None, router: RouterParts) -> str:
         others = self._settings.faults - {Fault.POISON}
         if isinstance(error, InvalidRequest) and Fault.REPEATED in others:
             return ""  # as an innocent one
@@ -201,7 +209,7 @@ class Clients:
             return f"is poison and ended with {error!r}"
         num_deaths = self._poisons.num_deaths(request_id)
         # A request whose last worker has never answered gets one more.
-        attempts = decisions.latest(tenant=HOUSE.name, limit=CAPACITY, request_id=request_id)
+        attempts = router.chooser.decisions.latest(tenant=HOUSE.name, limit=CAPACITY, request_id=request_id)
         is_in_doubt = self._poisons.ended_at_once(request_id, attempts)
-        is_too_many = num_deaths > self._config.max_lost_workers + is_in_doubt
+        is_too_many = num_deaths > router.config.max_lost_workers + is_in_doubt
         return f"is poison and has ended {num_deaths} workers in a row" if is_too_many else ""

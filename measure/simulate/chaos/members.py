@@ -1,7 +1,7 @@
 """Membership of the workers, as a controller tells it to routers: drains, and moves to the other pool."""
 
 import asyncio
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -9,7 +9,7 @@ from common.errors import KvrelayError
 from common.ids import WorkerId
 from kvrelay.v1 import worker_pb2
 from measure.simulate.chaos.host import Host
-from router.parts import RouterParts
+from measure.simulate.chaos.routers import Routers
 
 _GRACE_S = 10.0
 """Time in which the requests of a worker that changes its pool should have moved."""
@@ -25,7 +25,7 @@ _OTHER_ROLE = {
 class Members:
     """The members of all routers. Event loop only."""
 
-    def __init__(self, hosts: Sequence[Host], routers: Collection[RouterParts]) -> None:
+    def __init__(self, hosts: Sequence[Host], routers: Routers) -> None:
         self._hosts = hosts
         self._routers = routers
         self._draining: set[WorkerId] = set()
@@ -39,12 +39,12 @@ class Members:
         """Tell a worker to leave, and keep it after all."""
         worker_id = host.endpoint.worker_id
         self._draining.add(worker_id)
-        self._tell()
+        self.tell()
         try:
             await asyncio.sleep(seconds)
         finally:
             self._draining.discard(worker_id)
-            self._tell()
+            self.tell()
 
     def may_flip(self, host: Host) -> bool:
         """Return whether a worker is not the last one of its pool."""
@@ -59,13 +59,13 @@ class Members:
         epoch, loop = worker.runtime.epoch, asyncio.get_running_loop()
         ends_s = loop.time() + _GRACE_S
         self._draining.add(worker_id)
-        self._tell()
+        self.tell()
         try:
             while self._num_users(worker_id) and loop.time() < ends_s:  # noqa: ASYNC110 - the controller looks, too
                 await asyncio.sleep(_LOOK_S)
             self._draining.discard(worker_id)
             self._away.add(worker_id)
-            self._tell()
+            self.tell()
             with suppress(KvrelayError):
                 await worker.runtime.change_role(role, epoch=epoch, grace_s=_SETTLE_S)
                 if worker is host.worker:
@@ -73,12 +73,13 @@ class Members:
         finally:
             self._draining.discard(worker_id)
             self._away.discard(worker_id)
-            self._tell()
+            self.tell()
 
     def _num_users(self, worker_id: WorkerId) -> int:
-        return sum(router.fleet.members_by_id[worker_id].num_users for router in self._routers)
+        return sum(router.fleet.members_by_id[worker_id].num_users for router in self._routers.alive.values())
 
-    def _tell(self) -> None:
+    def tell(self) -> None:
+        """Tell all routers who is a member, and who leaves."""
         present = [host.endpoint for host in self._hosts if host.endpoint.worker_id not in self._away]
-        for router in self._routers:
+        for router in self._routers.alive.values():
             router.fleet.set_workers(present, draining=self._draining)

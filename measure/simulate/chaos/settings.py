@@ -45,6 +45,8 @@ class Fault(enum.StrEnum):
     """A worker moves to the other pool, with its cache."""
     FLOOD = "flooding tenant"
     """A tenant sends many requests at once, whose clients leave early."""
+    ROUTER_CRASH = "router crash"
+    """A router dies and is started again; its clients go on at another one."""
 
 
 PROCESS_FAULTS = frozenset({Fault.CRASH, Fault.HOST_CRASH, Fault.STOP, Fault.HUNG_STEP, Fault.HUNG_LOOP, Fault.SLOW})
@@ -52,7 +54,8 @@ CUT_FAULTS = frozenset({Fault.CUT, Fault.ONE_WAY_CUT, Fault.FLAPPING_CUT})
 MESSAGE_FAULTS = frozenset({Fault.LOST, Fault.REPEATED, Fault.LATE, Fault.STALL})
 NETWORK_FAULTS = CUT_FAULTS | MESSAGE_FAULTS
 """Faults by which a worker may hear late, or not at all, that a client has gone."""
-LATER_FAULTS = frozenset({Fault.CORRUPTED, Fault.TORN, Fault.HOST_CRASH, Fault.DRAIN, Fault.FLIP, Fault.FLOOD})
+_SECOND_FAULTS = frozenset({Fault.CORRUPTED, Fault.TORN, Fault.HOST_CRASH, Fault.DRAIN, Fault.FLOOD})
+LATER_FAULTS = _SECOND_FAULTS | {Fault.FLIP, Fault.ROUTER_CRASH}
 """Kinds that are drawn apart, so that the seeds from before them are the same walks without them."""
 MAX_NOTICE_S = 0.05
 MIN_QUIET_S = 5.0
@@ -120,6 +123,8 @@ class ChaosSettings:
         )
 
 
+FOURTH_EDITION = 20_000
+"""First seed of walks in which routers die."""
 _SHARES = (0.15, 0.3, 0.6)
 """Shares of the kinds of faults that are on."""
 
@@ -132,8 +137,7 @@ def draw_settings(seed: int, *, num_requests: int) -> ChaosSettings:
     first = draw_first_settings(seed, num_requests=num_requests)
     share = random.Random(f"walk {seed}").choice(_SHARES)
     later = random.Random(f"walk {seed}, later faults")
-    second = sorted(LATER_FAULTS - {Fault.FLIP})
-    faults = (first.faults - LATER_FAULTS) | {fault for fault in second if later.random() < share}
+    faults = (first.faults - LATER_FAULTS) | {fault for fault in sorted(_SECOND_FAULTS) if later.random() < share}
     haste = later.choice((1.0, 1.0, 2.0, 4.0))
     settings = replace(
         first,
@@ -147,7 +151,10 @@ def draw_settings(seed: int, *, num_requests: int) -> ChaosSettings:
     )
     # Of the third edition, drawn last.
     flips = {Fault.FLIP} if later.random() < share else set()
-    return replace(settings, faults=faults | flips, direct_share=later.choice((0.0, 0.3)))
+    settings = replace(settings, faults=faults | flips, direct_share=later.choice((0.0, 0.3)))
+    # Of the fourth edition.
+    has_crashes = seed >= FOURTH_EDITION and later.random() < share
+    return replace(settings, faults=settings.faults | {Fault.ROUTER_CRASH}) if has_crashes else settings
 
 
 def draw_first_settings(seed: int, *, num_requests: int) -> ChaosSettings:
@@ -187,6 +194,8 @@ class ChaosReport:
     """Requests whose clients streamed from workers."""
     num_lost_tails: int = 0
     """Times that such a client asked again for tokens that a worker had written and that were lost with it."""
+    num_lost_routers: int = 0
+    """Times that a client asked again because its router had died."""
     num_replans: int = 0
     virtual_s: float = 0.0
     longest_wait_s: float = 0.0

@@ -8,17 +8,17 @@ would rightly fail. Workers that a poison request ends are not spared.
 import asyncio
 import math
 import random
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from typing import Any
 
 from measure.simulate.chaos.clients import Clients
 from measure.simulate.chaos.host import Host
 from measure.simulate.chaos.members import Members
+from measure.simulate.chaos.routers import Routers
 from measure.simulate.chaos.settings import CUT_FAULTS, PROCESS_FAULTS, ChaosSettings, Fault
 from measure.simulate.cuts import Direction
 from measure.simulate.network import SimNetwork
 from measure.simulate.wire import KEEPALIVE_S
-from router.parts import RouterParts
 
 _MIN_FAULT_S = 0.3
 _SLOW_FACTOR = 10.0
@@ -37,10 +37,9 @@ class Storm:
         network: SimNetwork,
         *,
         hosts: Sequence[Host],
-        routers: Mapping[str, RouterParts],
+        routers: Routers,
         clients: Clients,
     ) -> None:
-        """`routers`: by address."""
         self._loop = network.loop
         self._draw = draw
         self._settings = settings
@@ -48,14 +47,16 @@ class Storm:
         self._hosts = hosts
         self._routers = routers
         self._clients = clients
-        self._members = Members(hosts, routers.values())
+        self._members = Members(hosts, routers)
+        routers.on_back = self._members.tell
         self._drawing: list[asyncio.Task[None]] = []
         self._raging: dict[asyncio.Task[None], None] = {}
 
     def start(self) -> None:
         """Begin."""
         for fault in sorted(
-            self._settings.faults & (PROCESS_FAULTS | CUT_FAULTS | {Fault.DRAIN, Fault.FLIP, Fault.FLOOD})
+            self._settings.faults
+            & (PROCESS_FAULTS | CUT_FAULTS | {Fault.DRAIN, Fault.FLIP, Fault.FLOOD, Fault.ROUTER_CRASH})
         ):
             self._drawing.append(self._loop.create_task(self._repeat(fault)))
 
@@ -63,6 +64,7 @@ class Storm:
         """End every fault now: what stopped goes on, what was cut is whole. Hung workers are left to their watchdog."""
         for host in self._hosts:
             host.spare()
+        self._routers.spare()
         for task in (*self._drawing, *self._raging):
             task.cancel()
         if tasks := [*self._drawing, *self._raging]:
@@ -92,9 +94,11 @@ class Storm:
         if fault in CUT_FAULTS:
             return lambda: self._draw_cut(fault)
         if fault is Fault.FLOOD:
-            return lambda: self._clients.flood(self._draw.choice([*self._routers.values()]))
+            return lambda: self._clients.flood(self._draw.choice([*self._routers.alive.values()]))
         if fault is Fault.HOST_CRASH:
             return self._draw_pair
+        if fault is Fault.ROUTER_CRASH:
+            return self._draw_router
         return lambda: self._draw_victim(fault)
 
     def _seconds(self) -> float:
@@ -123,6 +127,15 @@ class Storm:
         for host in hosts:
             host.die()
 
+    def _draw_router(self) -> Coroutine[Any, Any, None] | None:
+        # A router's successor knows nothing of the workers that a request has lost: poison would end more of them.
+        if self._clients.serve_poison or len(self._routers.alive) == 1:
+            return None
+        return self._lose_router(self._draw.choice([*self._routers.alive]))
+
+    async def _lose_router(self, address: str) -> None:
+        self._routers.die(address, down_s=self._draw.uniform(0.0, self._settings.max_down_s))
+
     async def _befall(self, fault: Fault, host: Host) -> None:
         match fault:
             case Fault.CRASH:
@@ -146,7 +159,7 @@ class Storm:
 
     def _draw_cut(self, fault: Fault) -> Coroutine[Any, Any, None] | None:
         one = self._draw.choice(self._hosts)
-        others = [*self._routers, *(host.address for host in self._hosts if host is not one)]
+        others = [*self._routers.alive, *(host.address for host in self._hosts if host is not one)]
         other = self._draw.choice(others)
         if not self._is_bearable(cut=(one.address, other)):
             return None
@@ -189,4 +202,4 @@ class Storm:
                 return False
             return not (self._network.cuts.parts(router, host.address) or (cut and {router, host.address} == {*cut}))
 
-        return all(any(reaches(router, host) for host in self._hosts) for router in self._routers)
+        return all(any(reaches(router, host) for host in self._hosts) for router in self._routers.alive)

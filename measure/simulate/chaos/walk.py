@@ -3,7 +3,7 @@
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 from common.config import PoolConfig, PoolsConfig, RouterConfig, ServingConfig, TransferConfig
@@ -16,6 +16,7 @@ from measure.simulate.chaos.oracles import leftovers
 from measure.simulate.chaos.poison import PoisonBook
 from measure.simulate.chaos.questions import QuestionBook
 from measure.simulate.chaos.reading import Readers
+from measure.simulate.chaos.routers import Routers
 from measure.simulate.chaos.settings import NETWORK_FAULTS, ChaosReport, ChaosSettings, Fault
 from measure.simulate.chaos.storm import Storm
 from measure.simulate.loop import VirtualClock, VirtualLoop, collecting_rarely, ending_on_faults
@@ -73,16 +74,15 @@ class _Walk:
         self._audit = Audit(self._report)
         self._hosts = self._make_hosts()
         addresses = [f"router-{number}:1" for number in range(settings.num_routers)]
-        self._routers = [self._make_router(address) for address in addresses]
+        may_die = Fault.ROUTER_CRASH in settings.faults
+        self._routers = Routers(addresses, self._make_router, self._network, may_die=may_die)
         self._looks_at_s = 0.0
-        self._watches: Sequence[asyncio.Task[None]] = ()
         self._running: dict[asyncio.Task[None], None] = {}
         book = QuestionBook(self._draw, block_size=BLOCK_SIZE, has_long_answers=settings.has_long_answers)
         readers = Readers(settings, self._audit, self._network.connect_from("client:1"))
-        self._clients = Clients(self._draw, settings, book, self._poisons, self._config.router, readers)
-        routers = dict(zip(addresses, self._routers, strict=True))
+        self._clients = Clients(self._draw, settings, book, self._poisons, self._routers, readers)
         self._storm = Storm(
-            *(self._draw, settings, self._network), hosts=self._hosts, routers=routers, clients=self._clients
+            *(self._draw, settings, self._network), hosts=self._hosts, routers=self._routers, clients=self._clients
         )
 
     def _make_hosts(self) -> list[Host]:
@@ -113,10 +113,9 @@ class _Walk:
         """Start workers and routers."""
         for host in self._hosts:
             host.start()
-        for router in self._routers:
+        for router in self._routers.alive.values():
             router.fleet.set_workers(self._endpoints)
-        silences = [router.silence for router in self._routers if router.silence is not None]
-        self._watches = [self._loop.create_task(silence.watch()) for silence in silences]
+        self._routers.start()
         await asyncio.sleep(_WARM_UP_S)
 
     async def serve_all(self, progress: Callable[[int], None] | None) -> None:
@@ -137,7 +136,7 @@ class _Walk:
 
         for number in range(self._settings.num_requests):
             await asyncio.sleep(self._draw.expovariate(self._settings.rate_per_s))
-            client = self._clients.ask_once(self._routers[number % len(self._routers)])
+            client = self._clients.ask_once(self._routers.for_client(number))
             task = self._loop.create_task(client, name=f"client {number}")
             self._running[task] = None
             task.add_done_callback(ended)
@@ -189,7 +188,7 @@ class _Walk:
             }
         )
         report.faults += Counter()  # drops the kinds that never happened
-        report.num_replans = sum(router.orchestrator.totals.num_replans for router in self._routers)
+        report.num_replans = self._routers.num_replans
         over_s = self._loop.time() - report.drain_s
         for missing in await self._within_bound(self._missing_workers):
             self._violate(missing)
@@ -213,25 +212,22 @@ class _Walk:
 
     def _missing_workers(self) -> list[str]:
         return [
-            f"router {number}: {member.endpoint.worker_id} is {member.state.value}: {member.why}"
-            for number, router in enumerate(self._routers)
+            f"{address}: {member.endpoint.worker_id} is {member.state.value}: {member.why}"
+            for address, router in self._routers.alive.items()
             for member in router.fleet.members_by_id.values()
             if member.state is not WorkerState.READY
         ] + [f"{host.endpoint.worker_id} is not well" for host in self._hosts if not host.is_well]
 
     def _leftovers(self) -> list[str]:
-        found = leftovers([host.worker for host in self._hosts], self._routers)
+        found = leftovers([host.worker for host in self._hosts], self._routers.alive.values())
         # A router keeps up to two streams to each worker: updates, and decode calls.
-        num_streams = 2 * len(self._routers) * len(self._hosts)
+        num_streams = 2 * len(self._routers.alive) * len(self._hosts)
         if self._network.num_calls > num_streams:
             found.append(f"{self._network.num_calls} calls are left; idle streams are {num_streams}")
         return found
 
     async def _close(self) -> None:
-        for task in self._watches:
-            task.cancel()
-        for router in self._routers:
-            await router.fleet.aclose()
+        await self._routers.aclose()
         for host in self._hosts:
             await host.aclose()
 

@@ -144,6 +144,24 @@ def test_clients_that_stream_from_workers_get_every_token_through_faults() -> No
     assert min(report.faults[fault] for fault in (Fault.STOP, Fault.CRASH, Fault.FLIP)) > 0
 
 
+@pytest.mark.parametrize("direct_share", [0.0, 1.0])
+def test_clients_of_a_router_that_died_go_on_at_another_one(direct_share: float) -> None:
+    report = run_walk(
+        ChaosSettings(
+            num_requests=60,
+            seed=1,
+            faults=frozenset({Fault.ROUTER_CRASH}),
+            direct_share=direct_share,
+            mean_gap_s=0.3,
+            rate_per_s=30.0,
+            cancelled_share=0.0,
+        )
+    )
+    assert report.violations == []
+    assert report.outcomes == {"complete": 60}
+    assert report.num_lost_routers
+
+
 @pytest.mark.parametrize("seed", [923, 929])
 def test_client_that_streams_asks_again_for_a_token_that_was_lost(seed: int) -> None:
     report = run_walk(replace(draw_settings(seed, num_requests=100), direct_share=0.5))
