@@ -88,7 +88,9 @@ def is_healthy(http_address: str) -> bool:
 
 
 @pytest.mark.parametrize("launcher", ["local", "ray"])
-def test_every_process_killed_comes_back_where_the_cluster_answers_the_same(launcher: str, tmp_path: Path) -> None:
+def test_every_process_killed_comes_back_and_all_go_when_down_finds_no_supervisor(
+    launcher: str, tmp_path: Path
+) -> None:
     with running(tmp_path, launcher) as info:
         first = answer(info.address)
         assert len(first) == 8
@@ -111,10 +113,6 @@ def test_every_process_killed_comes_back_where_the_cluster_answers_the_same(laun
         assert set(logs) == {"supervisor.log", "router-0.log", "prefill-0.log", "decode-0.log"}
         assert all(size > 0 for size in logs.values())
 
-
-@pytest.mark.parametrize("launcher", ["local", "ray"])
-def test_supervisor_killed_takes_everything_along_once_down_has_run(launcher: str, tmp_path: Path) -> None:
-    with running(tmp_path, launcher):
         members = identities(tmp_path)
         read_state(tmp_path).supervisor.signal(signal.SIGKILL)
 
@@ -153,12 +151,11 @@ def test_starter_killed_before_the_cluster_is_ready_leaves_nothing(tmp_path: Pat
     assert StateFile(tmp_path).read() is None
 
 
-@pytest.mark.parametrize("launcher", ["local", "ray"])
-def test_up_when_a_service_cannot_start_tells_its_reason_and_leaves_nothing(launcher: str, tmp_path: Path) -> None:
+def test_up_when_a_service_cannot_start_tells_its_reason_and_leaves_nothing(tmp_path: Path) -> None:
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text("{}")
-    config = make_fake_config(launcher, model={"id": str(model)})
+    config = make_fake_config("local", model={"id": str(model)})
     children = set(psutil.Process().children(recursive=True))
 
     with pytest.raises(ClusterError, match=r"^(router-0|prefill-0|decode-0): "):

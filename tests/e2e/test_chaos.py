@@ -98,12 +98,10 @@ async def _one(client: AsyncClient, rng: random.Random, number: int) -> str:
     return "completed"
 
 
-@pytest.mark.parametrize(("launcher", "num_blocks"), [("local", 2048), ("ray", 62)])
-async def test_300_requests_half_cancelled_some_hostile_leave_nothing_behind(
-    tmp_path: Path, launcher: str, num_blocks: int
-) -> None:
+@pytest.mark.parametrize("num_blocks", [2048, 62])
+async def test_300_requests_half_cancelled_some_hostile_leave_nothing_behind(tmp_path: Path, num_blocks: int) -> None:
     pools = {"prefill": FAKE_POOL | {"num_blocks": 512}, "decode": FAKE_POOL | {"num_blocks": num_blocks}}
-    async with running_cluster(tmp_path, fake_config(launcher=launcher, step_ms=3.0, pools=pools)) as client:
+    async with running_cluster(tmp_path, fake_config(step_ms=3.0, pools=pools)) as client:
         pids = [view.status.pid for view in (await client.status()).workers if view.status]
         rng = random.Random(1)
         channel = grpc.aio.insecure_channel(client.address, options=[("grpc.max_send_message_length", 64 << 20)])

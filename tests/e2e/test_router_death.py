@@ -42,11 +42,10 @@ def events() -> list[asyncio.Event]:
     return [asyncio.Event() for _ in range(NUM_STREAMS)]
 
 
-@pytest.mark.parametrize("launcher", ["local", "ray"])
 async def test_router_killed_under_sixteen_streams_then_all_end_with_the_same_texts_and_it_comes_back(
-    tmp_path: Path, launcher: str
+    tmp_path: Path,
 ) -> None:
-    config = fake_config(launcher=launcher, step_ms=20.0)
+    config = fake_config(step_ms=20.0)
     config["router"] |= {"count": 2}
     async with running_cluster(tmp_path, config) as client:
         first, second = client.addresses

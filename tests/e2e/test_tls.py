@@ -3,6 +3,7 @@
 import asyncio
 import json
 import ssl
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +19,21 @@ from cluster.trust import operator_proof
 from common.errors import AccessDenied, Unauthenticated, Unreachable
 from kvrelay.client import AsyncClient
 from tests.builders import expected_tokens, make_request
-from tests.e2e.harness import fake_config, running_cluster
+from tests.e2e.harness import fake_config, running_cluster, standing_cluster
 
 NUM_STREAMS, NUM_TOKENS = 16, 180
 LIFETIME_S = 5.0
 KEYS = {"a": "key-of-tenant-a-0001", "boss": "key-of-the-operators-01"}
 
 
-def encrypted(**sections: Any) -> dict[str, Any]:
+@pytest.fixture(scope="module")
+def encrypted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Folder of a cluster with TLS on."""
+    folder = tmp_path_factory.mktemp("encrypted")
     router = {"port": 0, "http_port": 0, "local_prefill_max_tokens": 0}
-    return fake_config(tls={"mode": "on", "lifetime_s": LIFETIME_S}, router=router, **sections)
+    config = fake_config(step_ms=45.0, tls={"mode": "on", "lifetime_s": LIFETIME_S}, router=router)
+    with standing_cluster(folder, config):
+        yield folder
 
 
 def where(folder: Path) -> ClusterInfo:
@@ -43,25 +49,26 @@ def expires_unix_s(folder: Path) -> float:
 
 
 @pytest.mark.e2e
-async def test_streams_go_on_over_renewals_of_every_certificate(tmp_path: Path) -> None:
-    async with running_cluster(tmp_path, encrypted(step_ms=45.0)) as client:
-        before = expires_unix_s(tmp_path)
+async def test_streams_go_on_over_renewals_of_every_certificate(encrypted: Path) -> None:
+    info = where(encrypted)
+    async with AsyncClient(info.address, tls=info.tls, timeout_s=120) as client:
+        before = expires_unix_s(encrypted)
         prompts = [[number + 1] * 20 for number in range(NUM_STREAMS)]
         streams = [client.generate(prompt, max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True) for prompt in prompts]
         answers = await asyncio.gather(*streams)
         for prompt, answer in zip(prompts, answers, strict=True):
             request = make_request(prompt, max_tokens=NUM_TOKENS, ignore_eos=True, block_size=16)
             assert list(answer.samples[0].token_ids) == expected_tokens(request)
-        assert expires_unix_s(tmp_path) > before + LIFETIME_S, "renewed twice meanwhile"
-        async with AsyncClient(where(tmp_path).address, tls=where(tmp_path).tls, timeout_s=60) as newcomer:
-            assert (await newcomer.generate([1, 2, 3], max_tokens=4)).samples
+    assert expires_unix_s(encrypted) > before + LIFETIME_S, "renewed twice meanwhile"
+    async with AsyncClient(info.address, tls=info.tls, timeout_s=60) as newcomer:
+        assert (await newcomer.generate([1, 2, 3], max_tokens=4)).samples
 
 
 @pytest.mark.e2e
-async def test_doors_are_known_by_the_clusters_certificate_and_plain_clients_are_turned_away(tmp_path: Path) -> None:
-    async with running_cluster(tmp_path, encrypted()) as client:
-        info = where(tmp_path)
-        assert isinstance(info.tls, str)
+async def test_doors_are_known_by_the_clusters_certificate_and_plain_clients_are_turned_away(encrypted: Path) -> None:
+    info = where(encrypted)
+    assert isinstance(info.tls, str)
+    async with AsyncClient(info.address, tls=info.tls, timeout_s=60) as client:
         (http_address,) = info.http_addresses
         trusting = ssl.create_default_context(cafile=info.tls)
         http_client = openai.DefaultAsyncHttpxClient(verify=trusting)
@@ -85,13 +92,12 @@ async def test_doors_are_known_by_the_clusters_certificate_and_plain_clients_are
 
 
 @pytest.mark.e2e
-async def test_direct_streams_are_encrypted_too(tmp_path: Path) -> None:
-    async with running_cluster(tmp_path, encrypted()):
-        info = where(tmp_path)
-        async with AsyncClient(info.address, tls=info.tls, direct=True, timeout_s=60) as client:
-            answer = await client.generate([5] * 20, max_tokens=100, temperature=0, ignore_eos=True)
-        request = make_request([5] * 20, max_tokens=100, ignore_eos=True, block_size=16)
-        assert list(answer.samples[0].token_ids) == expected_tokens(request)
+async def test_direct_streams_are_encrypted_too(encrypted: Path) -> None:
+    info = where(encrypted)
+    async with AsyncClient(info.address, tls=info.tls, direct=True, timeout_s=60) as client:
+        answer = await client.generate([5] * 20, max_tokens=30, temperature=0, ignore_eos=True)
+    request = make_request([5] * 20, max_tokens=30, ignore_eos=True, block_size=16)
+    assert list(answer.samples[0].token_ids) == expected_tokens(request)
 
 
 @pytest.mark.e2e

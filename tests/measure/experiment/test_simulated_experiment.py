@@ -83,6 +83,7 @@ def test_simulated_grid_keeps_points_and_writes_a_page_with_answers_and_plots(fi
 
 
 def test_search_in_two_processes_finds_the_same_capacities_as_in_one(file: Path, tmp_path: Path) -> None:
+    file.write_text(FILE.replace("max_loads: 4", "max_loads: 2"))
     for out, jobs in ((tmp_path / "one", "1"), (tmp_path / "two", "2")):
         kvrelay_experiment("run", file, "--simulate", "--find-capacity", "--jobs", jobs, "--out", out)
     stores = [Store(tmp_path / name) for name in ("one", "two")]
