@@ -7,7 +7,7 @@ from common.errors import InvalidRequest
 from common.wire import MAX_CHAT_MESSAGES, MAX_CONTENT_PARTS, MAX_TOOLS, check_length
 from common.wire_names import TOOL_CHOICE_NUMBERS
 from kvrelay.v1 import inference_pb2 as pb
-from router.http.schema import ROLES, ChatBody
+from router.http.schema import MESSAGE_TEXTS, ROLES, ChatBody
 from router.http.strict import field_path
 
 _MAX_BUDGET = (1 << 32) - 1
@@ -75,19 +75,20 @@ def _message(message: Any, position: int) -> pb.ChatMessage:
     if message.get("tool_calls") and role != "assistant":
         raise InvalidRequest(f"{where}.tool_calls: only an assistant calls tools", field=f"{where}.tool_calls")
     calls = _tool_calls(message.get("tool_calls"), f"{where}.tool_calls")
+    texts = {name: _text(message, name, where) for name in MESSAGE_TEXTS}
     return pb.ChatMessage(
         role=ROLES[role],
         content=_content(message.get("content"), f"{where}.content", may_be_empty=bool(calls)),
         tool_calls=calls,
-        tool_call_id=_text(message, "tool_call_id", where) if role == "tool" else "",
-        name=_text(message, "name", where) if role == "tool" else "",
-        reasoning=_text(message, "reasoning", where) or _text(message, "reasoning_content", where),
+        tool_call_id=texts["tool_call_id"] if role == "tool" else "",
+        name=texts["name"] if role == "tool" else "",
+        reasoning=texts["reasoning"] or texts["reasoning_content"],
     )
 
 
 def _tool_calls(given: Any, where: str) -> list[pb.ToolCall]:
     """Return the calls of an assistant's message. Raises InvalidRequest."""
-    if not given:
+    if given is None:
         return []
     if not isinstance(given, list):
         raise InvalidRequest(f"{where} must be a list", field=where)
@@ -96,10 +97,12 @@ def _tool_calls(given: Any, where: str) -> list[pb.ToolCall]:
     for position, call in enumerate(given):
         here = field_path(where, position)
         function = call.get("function") if isinstance(call, dict) else None
-        if not isinstance(function, dict):
+        if not isinstance(function, dict) or call.get("type") not in ("function", None):
             raise InvalidRequest(f'{here} must be {{"id": …, "type": "function", "function": {{…}}}}', field=here)
         inner = f"{here}.function"
-        name, arguments = _text(function, "name", inner), _text(function, "arguments", inner)
+        if not isinstance(name := function.get("name"), str):
+            raise InvalidRequest(f"{inner}.name must be text", field=f"{inner}.name")
+        arguments = _text(function, "arguments", inner)
         calls.append(pb.ToolCall(id=_text(call, "id", here), name=name, arguments=arguments))
     return calls
 

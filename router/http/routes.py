@@ -17,7 +17,7 @@ from router.http.anthropic.schema import CountTokensBody, MessagesBody
 from router.http.errors import OPENAI, Dialect
 from router.http.responses.body import ResponsesBody
 from router.http.schema import ChatBody, CompletionBody, DetokenizeBody, EmbeddingBody, TokenizeBody
-from router.http.strict import TEXT, const_schema, list_schema, object_schema, option_schemas
+from router.http.strict import TEXT, TEXT_OR_NULL, const_schema, list_schema, object_schema, option_schemas
 
 _EVERYWHERE = (400, 405, 431)
 """Statuses of malformed HTTP, of another method, and of a head without an end."""
@@ -114,7 +114,6 @@ _MEANINGS = {
 
 
 _COUNT = {"type": "integer", "minimum": 0}
-_TEXT_OR_NULL: dict[str, Any] = {"type": ["string", "null"]}
 _NESTED: dict[str, Any] = {"type": ["object", "null"]}
 _USAGE = object_schema(prompt_tokens=_COUNT, completion_tokens=_COUNT, total_tokens=_COUNT)
 _MODEL = object_schema(
@@ -133,7 +132,7 @@ def _answer(kind: str, **choice: Any) -> dict[str, Any]:
 
 
 _SCHEMAS: dict[str, dict[str, Any]] = {
-    "Error": object_schema(error=object_schema(message=TEXT, type=TEXT, param=_TEXT_OR_NULL, code=_TEXT_OR_NULL)),
+    "Error": object_schema(error=object_schema(message=TEXT, type=TEXT, param=TEXT_OR_NULL, code=TEXT_OR_NULL)),
     "Completion": _answer("text_completion", text=TEXT),
     "ChatCompletion": _answer(
         "chat.completion", message=object_schema(role=const_schema("assistant"), content=TEXT, refusal={"type": "null"})

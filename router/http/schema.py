@@ -15,7 +15,7 @@ from pydantic import (
 from common.sampling import PARAMETERS, Biases, Json, Parameter, Texts, Tokens
 from common.structured_outputs import MAX_CHOICES
 from common.wire import MAX_PROMPT_TOKENS, MAX_TOOLS
-from router.http.strict import TEXT, Strict, const_schema, list_schema, object_schema
+from router.http.strict import TEXT, TEXT_OR_NULL, Strict, const_schema, list_schema, nullable, object_schema
 
 _Tokens = Annotated[list[int], Field(max_length=MAX_PROMPT_TOKENS)]
 ROLES: Mapping[str, str] = {
@@ -31,12 +31,27 @@ _TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
 _Texts = Annotated[list[str], Field(min_length=1)]
 _Prompts = str | _Texts | _TokenIds | Annotated[list[_TokenIds], Field(min_length=1)]
 _PARTS = list_schema(object_schema(type=const_schema("text"), text=TEXT))
-_FUNCTION = object_schema(name=TEXT, arguments=TEXT)
-_TOOL_CALL = object_schema(id=TEXT, type=const_schema("function"), function=_FUNCTION)
-_MESSAGE = object_schema(role=TEXT | {"enum": list(ROLES)}, content={"anyOf": [TEXT, _PARTS]})
-_MESSAGE["properties"] |= {"tool_calls": list_schema(_TOOL_CALL), "tool_call_id": TEXT, "reasoning": TEXT}
+MESSAGE_TEXTS = ("tool_call_id", "name", "reasoning", "reasoning_content")
+"""Members of every message; null is none."""
+_TOOL_CALLS = list_schema(
+    object_schema(
+        {"id": TEXT_OR_NULL, "type": {"enum": ["function", None]}},
+        function=object_schema({"arguments": TEXT_OR_NULL}, name=TEXT),
+    )
+)
+_MEMBERS = dict.fromkeys(MESSAGE_TEXTS, TEXT_OR_NULL)
+_SAID = object_schema(
+    _MEMBERS | {"tool_calls": nullable(_TOOL_CALLS)},
+    role=TEXT | {"enum": list(ROLES)},
+    content={"anyOf": [TEXT, _PARTS]},
+)
+_CALLED = object_schema(
+    _MEMBERS | {"content": {"type": "null"}},
+    role=const_schema("assistant"),
+    tool_calls=_TOOL_CALLS | {"minItems": 1},
+)
 Prompt = Annotated[Any, WithJsonSchema(TypeAdapter(_Prompts).json_schema())]
-Messages = Annotated[Any, WithJsonSchema(list_schema(_MESSAGE) | {"minItems": 1})]
+Messages = Annotated[Any, WithJsonSchema(list_schema({"anyOf": [_SAID, _CALLED]}) | {"minItems": 1})]
 
 
 class StreamOptions(Strict):

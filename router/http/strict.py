@@ -14,11 +14,17 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from common.errors import InvalidRequest
 
 TEXT = {"type": "string"}
+TEXT_OR_NULL: dict[str, Any] = {"type": ["string", "null"]}
 
 
-def object_schema(**properties: Any) -> dict[str, Any]:
-    """Return the JSON schema of an object with these members, all of them required."""
-    return {"type": "object", "properties": properties, "required": list(properties)}
+def object_schema(optional: Mapping[str, Any] = MappingProxyType({}), /, **required: Any) -> dict[str, Any]:
+    """Return the JSON schema of an object with these members."""
+    return {"type": "object", "properties": {**required, **optional}, "required": list(required)}
+
+
+def nullable(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return the JSON schema that allows null too."""
+    return {"anyOf": [schema, {"type": "null"}]}
 
 
 def list_schema(items: dict[str, Any]) -> dict[str, Any]:

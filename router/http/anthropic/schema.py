@@ -11,7 +11,7 @@ from common.chat.formats import TOOL_NAME
 from common.sampling import PARAMETERS
 from common.wire import MAX_CHAT_MESSAGES, MAX_CONTENT_PARTS, MAX_TOOLS
 from router.http.schema import Extension
-from router.http.strict import TEXT, StrictBody, const_schema, list_schema, object_schema
+from router.http.strict import TEXT, TEXT_OR_NULL, StrictBody, const_schema, list_schema, nullable, object_schema
 
 _INT32_MAX = 2**31 - 1
 _MAX_STOPS = next(each.max_entries for each in PARAMETERS if each.option == "stop")
@@ -30,8 +30,11 @@ def _blocks(*kinds: dict[str, Any]) -> dict[str, Any]:
 
 # turns.py reads conversations by hand: these are for the OpenAPI document.
 _TEXTS = {"anyOf": [TEXT, _blocks(_block("text", text=TEXT))]}
-_RESULT = _block("tool_result", tool_use_id=TEXT | {"minLength": 1})
-_RESULT["properties"]["content"] = _TEXTS
+_RESULT = object_schema(
+    {"content": nullable(_TEXTS), "is_error": {"type": ["boolean", "null"]}},
+    type=const_schema("tool_result"),
+    tool_use_id=TEXT | {"minLength": 1},
+)
 _CALL = _block("tool_use", id=TEXT | {"minLength": 1}, name=TEXT | {"minLength": 1}, input={"type": "object"})
 _ASKED = _blocks(_block("text", text=TEXT), _RESULT)
 _ANSWERED = _blocks(
@@ -45,7 +48,7 @@ def _turn(role: str, content: dict[str, Any]) -> dict[str, Any]:
 
 _TURNS = list_schema({"anyOf": [_turn("user", _ASKED), _turn("assistant", _ANSWERED)]})
 Turns = Annotated[Any, WithJsonSchema(_TURNS | {"minItems": 1, "maxItems": MAX_CHAT_MESSAGES})]
-Texts = Annotated[Any, WithJsonSchema({"anyOf": [*_TEXTS["anyOf"], {"type": "null"}]})]
+Texts = Annotated[Any, WithJsonSchema(nullable(_TEXTS))]
 
 
 class Tool(StrictBody):
@@ -131,10 +134,9 @@ class MessagesBody(CountTokensBody):
 
 
 _COUNT = {"type": "integer", "minimum": 0}
-_TEXT_OR_NULL: dict[str, Any] = {"type": ["string", "null"]}
 SCHEMAS: dict[str, dict[str, Any]] = {
     "AnthropicError": object_schema(
-        type=const_schema("error"), error=object_schema(type=TEXT, message=TEXT, param=_TEXT_OR_NULL)
+        type=const_schema("error"), error=object_schema(type=TEXT, message=TEXT, param=TEXT_OR_NULL)
     ),
     "Message": object_schema(
         id=TEXT,
@@ -151,7 +153,7 @@ SCHEMAS: dict[str, dict[str, Any]] = {
             }
         ),
         stop_reason=TEXT,
-        stop_sequence=_TEXT_OR_NULL,
+        stop_sequence=TEXT_OR_NULL,
         usage=object_schema(
             input_tokens=_COUNT,
             output_tokens=_COUNT,

@@ -104,6 +104,8 @@ def _answered(blocks: Iterable[_Block], called: dict[str, str]) -> list[dict[str
                 texts.append(_member(block, "text", where))
             case "thinking":
                 thoughts.append(_member(block, "thinking", where))
+            case "redacted_thinking":
+                _member(block, "data", where)  # nobody here can read it
             case "tool_use":
                 call = _call(block, where)
                 calls.append(call)

@@ -8,11 +8,13 @@ from pydantic import ConfigDict, Field, WithJsonSchema
 from common.sampling import MAX_LOGPROBS
 from common.wire import MAX_TOOLS
 from router.http.schema import SAMPLING_FIELDS, Extension, sampling_body
-from router.http.strict import TEXT, Strict, const_schema, list_schema, object_schema
+from router.http.strict import TEXT, Strict, const_schema, list_schema, nullable, object_schema
 
 LOGPROBS = "message.output_text.logprobs"
 _Included = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
 INPUT_ROLES = ("system", "developer", "user", "assistant")
+REASONING_TEXTS = {"content": "reasoning_text", "summary": "summary_text"}
+"""Members of a reasoning item, the one that counts first, each with the type of its parts."""
 _MAX_METADATA = 16
 _STATELESS = "nothing is stored here: send the whole conversation in input"
 _UNLIKE_CHAT = ("n", "max_tokens", "use_beam_search", "length_penalty", "early_stopping")
@@ -26,14 +28,19 @@ def _kind(kind: str, /, **members: Any) -> dict[str, Any]:
 # items.py reads these by hand: their schemas are for the OpenAPI document.
 _PARTS = list_schema(object_schema(type=TEXT | {"enum": ["input_text", "output_text"]}, text=TEXT))
 _CONTENT = {"anyOf": [TEXT, _PARTS]}
-_MESSAGE = object_schema(role=TEXT | {"enum": list(INPUT_ROLES)}, content=_CONTENT)
-_MESSAGE["properties"] |= {"type": const_schema("message")}
+_MESSAGE = object_schema(
+    {"type": {"enum": ["message", None]}}, role=TEXT | {"enum": list(INPUT_ROLES)}, content=_CONTENT
+)
+_REASONING = object_schema(
+    {name: nullable(list_schema(_kind(kind, text=TEXT))) for name, kind in REASONING_TEXTS.items()},
+    type=const_schema("reasoning"),
+)
 _ITEMS = {
     "anyOf": [
         _MESSAGE,
         _kind("function_call", call_id=TEXT, name=TEXT, arguments=TEXT),
         _kind("function_call_output", call_id=TEXT, output=_CONTENT),
-        _kind("reasoning", content=list_schema(_kind("reasoning_text", text=TEXT))),
+        _REASONING,
     ]
 }
 Input = Annotated[Any, WithJsonSchema({"anyOf": [TEXT, list_schema(_ITEMS) | {"minItems": 1}]})]

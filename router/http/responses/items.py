@@ -7,7 +7,7 @@ from typing import Any
 
 from common.errors import InvalidRequest
 from common.wire import MAX_CHAT_MESSAGES, MAX_CONTENT_PARTS, check_length
-from router.http.responses.body import INPUT_ROLES
+from router.http.responses.body import INPUT_ROLES, REASONING_TEXTS
 from router.http.strict import field_path
 
 Message = dict[str, Any]
@@ -50,7 +50,9 @@ class _Turns:
 def _read(item: Any, where: str, turns: _Turns) -> None:
     if not isinstance(item, dict):
         raise InvalidRequest(f"{where} must be an object", field=where)
-    kind = item.get("type") or ("message" if "role" in item else None)
+    kind = item.get("type")
+    if kind is None and "role" in item:
+        kind = "message"
     match kind:
         case "message":
             _read_message(item, where, turns)
@@ -86,9 +88,13 @@ def _read_message(item: Message, where: str, turns: _Turns) -> None:
 
 def _reasoning(item: Message, where: str) -> str:
     """Return the text of a reasoning item, or its summary where it has none. Raises InvalidRequest."""
-    for name, kind in (("content", "reasoning_text"), ("summary", "summary_text")):
-        if item.get(name):
-            return _joined(item[name], f"{where}.{name}", (kind,))
+    texts = [
+        _joined(item[name], f"{where}.{name}", (kind,))
+        for name, kind in REASONING_TEXTS.items()
+        if item.get(name) is not None
+    ]
+    if text := next(filter(None, texts), ""):
+        return text
     if item.get("encrypted_content"):
         field = f"{where}.encrypted_content"
         raise InvalidRequest(f"{field}: encrypted reasoning cannot be read; send its content", field=field)
