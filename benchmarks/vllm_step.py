@@ -1,6 +1,6 @@
 """One arm of `benchmarks.vllm_steps`: steps over vLLM's model runner in a process of its own, as JSON.
 
-python -m benchmarks.vllm_step kvrelay|vllm-eager|vllm BATCH
+python -m benchmarks.vllm_step kvrelay-eager|kvrelay|vllm-eager|vllm BATCH
 """
 
 import argparse
@@ -13,7 +13,7 @@ from typing import Any
 
 from common.model_files import DEFAULT_MODEL_ID, resolve_model
 
-ARMS = ("kvrelay", "vllm-eager", "vllm")
+ARMS = ("kvrelay-eager", "kvrelay", "vllm-eager", "vllm")
 PROMPT_TOKENS = 128
 MAX_MODEL_LEN = 2048
 MAX_RUNNING = 64
@@ -55,7 +55,7 @@ def _prompts(batch: int) -> list[list[int]]:
     return [[_FIRST_TOKEN + (997 * i + 31 * j) % _NUM_WORDS for j in range(PROMPT_TOKENS)] for i in range(batch)]
 
 
-def _kvrelay(batch: int) -> tuple[Step, Any]:
+def _kvrelay(batch: int, *, is_eager: bool) -> tuple[Step, Any]:
     """Return a step of our engine over vLLM's runner, with all sequences decoding, and the model."""
     from common.block_hash import hash_blocks, hash_root
     from common.clock import SystemClock
@@ -80,6 +80,7 @@ def _kvrelay(batch: int) -> tuple[Step, Any]:
             max_model_len=MAX_MODEL_LEN,
             max_step_tokens=MAX_STEP_TOKENS,
             max_running=MAX_RUNNING,
+            kernels="auto" if is_eager else "compile",
             runner="vllm",
         )
     )
@@ -129,7 +130,8 @@ def main() -> None:
     parser.add_argument("arm", choices=ARMS)
     parser.add_argument("batch", type=int)
     args = parser.parse_args()
-    step, model = _kvrelay(args.batch) if args.arm == "kvrelay" else _vllm(args.batch, is_eager=args.arm != "vllm")
+    start = _kvrelay if args.arm.startswith("kvrelay") else _vllm
+    step, model = start(args.batch, is_eager=args.arm.endswith("-eager"))
     compute = _Compute(model)
     for _ in range(WARM_STEPS + args.batch * PROMPT_TOKENS // MAX_STEP_TOKENS):
         step()

@@ -8,9 +8,10 @@ and 20 more. `model` is the time inside the model and its output head, which bot
 a step: scheduling, batch preparation, sampling and bookkeeping; `cpu` the CPU time of all threads, which other work on
 the machine changes least. The arms, each in a process of its own, in turn:
 
-    kvrelay      our scheduler, pages and sampler over vLLM's model runner (`model.engine: vllm`)
-    vllm-eager   vLLM's engine without torch.compile, as kvrelay runs it
-    vllm         vLLM's engine as it is by default; the first run compiles for a minute or two
+    kvrelay-eager   our scheduler, pages and sampler over vLLM's model runner (`model.engine: vllm`)
+    kvrelay         the same with `model.kernels: compile`; the first run compiles for a minute or two
+    vllm-eager      vLLM's engine without torch.compile
+    vllm            vLLM's engine as it is by default; the first run compiles as well
 """
 
 import json

@@ -40,6 +40,8 @@ class Capabilities:
     """`model.device: cuda`"""
     cuda_ipc: str
     """`cuda_ipc` transfers"""
+    torch_compile: str
+    """`model.kernels: compile`"""
     lora: str
     """LoRA adapters"""
 
@@ -57,6 +59,7 @@ ENGINES: dict[str, Capabilities] = {
         tensor_parallel=NO,
         gpu=YES,
         cuda_ipc="on GPUs",
+        torch_compile=NO,
         lora=NO,
     ),
     "vllm": Capabilities(
@@ -71,6 +74,7 @@ ENGINES: dict[str, Capabilities] = {
         tensor_parallel=YES,
         gpu=NO,
         cuda_ipc=NO,
+        torch_compile=YES,
         lora=NO,
     ),
     "fake": Capabilities(
@@ -85,6 +89,7 @@ ENGINES: dict[str, Capabilities] = {
         tensor_parallel=NO,
         gpu="not used",
         cuda_ipc=NO,
+        torch_compile=NO,
         lora=NO,
     ),
 }

@@ -40,8 +40,9 @@ class EngineOptions:
     max_running: int = 256
     quantization: QuantizationMethod | None = None
     kv_dtype: KvDtype = "auto"
-    kernels: Literal["auto", "torch", "cudnn"] = "auto"
-    """"torch": no compiled kernels on a CPU, even where they are available. "cudnn": attends to prompts on a GPU."""
+    kernels: Literal["auto", "torch", "cudnn", "compile"] = "auto"
+    """"torch": no compiled kernels on a CPU, even where they are available. "cudnn": attends to prompts on a GPU.
+    "compile": vLLM's runner under `torch.compile`."""
     runner: Literal["torch", "vllm"] = "torch"
     """What computes: our own decoder and transformers', or vLLM's model runner."""
     tensor_parallel: int = 1

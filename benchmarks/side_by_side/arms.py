@@ -45,9 +45,13 @@ _SHAPES: dict[str, dict[str, dict[str, Any]]] = {
     "1p1d": {"prefill": _pool(0.5), "decode": _pool(0.5)},
     "aggregated": {"prefill": {"count": 0}, "decode": _pool(1)},
 }
-KVRELAY_ENGINES = {"kvrelay": "torch", "kvrelay-vllm": "vllm"}
-"""`model.engine` of the arms whose names begin so."""
-KVRELAY_POOLS = {f"{name}-{shape}": pools for name in KVRELAY_ENGINES for shape, pools in _SHAPES.items()}
+KVRELAY_MODELS = {
+    "kvrelay": {"engine": "torch"},
+    "kvrelay-vllm": {"engine": "vllm", "kernels": "compile"},
+    "kvrelay-vllm-eager": {"engine": "vllm"},
+}
+"""`model` of the arms whose names begin so."""
+KVRELAY_POOLS = {f"{name}-{shape}": pools for name in KVRELAY_MODELS for shape, pools in _SHAPES.items()}
 VLLM_STEP_TOKENS: dict[str, int | None] = {
     "vllm-cpu": MAX_STEP_TOKENS,
     "vllm-cpu-default-step": None,  # its own choice, 2048: fewer, longer steps
@@ -89,9 +93,8 @@ class HttpBench(RealBench):
         if arm in self._peers:
             yield self._peers[arm].url
             return
-        engine = KVRELAY_ENGINES[arm.rpartition("-")[0]]
-        model = {"max_model_len": MAX_MODEL_LEN, "engine": engine}
-        environment = openmp_environment(Path(sys.prefix)) if engine == "vllm" else {}
+        model = {"max_model_len": MAX_MODEL_LEN} | KVRELAY_MODELS[arm.rpartition("-")[0]]
+        environment = openmp_environment(Path(sys.prefix)) if model["engine"] == "vllm" else {}
         with (
             patch.dict(os.environ, environment),
             running_doors(launcher="local", console=self._console, model=model, pools=KVRELAY_POOLS[arm]) as (info, _),

@@ -216,9 +216,13 @@ def _gpus(config: ServingConfig, host: HostFacts) -> Finding:
 
 
 def _kernels(config: ServingConfig, host: HostFacts) -> Finding:
-    is_cpu = config.model.device == "cpu" or (config.model.device == "auto" and not host.num_gpus)
-    if not is_cpu or config.model.engine != "torch" or config.model.kernels == "torch":
+    model = config.model
+    is_cpu = model.device == "cpu" or (model.device == "auto" and not host.num_gpus)
+    is_compiled_by_torch = model.kernels == "compile"
+    if not is_compiled_by_torch and (not is_cpu or model.engine != "torch" or model.kernels == "torch"):
         return ok("compiled kernels", "not needed")
+    if host.compiler is None and is_compiled_by_torch:
+        return failure("compiled kernels", "no C++ compiler", "install g++, or leave out model.kernels: compile")
     if host.compiler is None:
         return warning("compiled kernels", "no C++ compiler", "install g++: without it torch computes, slower")
     return ok("compiled kernels", f"compiler {host.compiler}")

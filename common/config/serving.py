@@ -128,6 +128,8 @@ class ServingConfig(Section):
             asked.append(("kv_dtype", "model.kv_dtype", model.kv_dtype))
         if model.device == "cuda":
             asked.append(("gpu", "model.device", model.device))
+        if model.kernels == "compile":
+            asked.append(("torch_compile", "model.kernels", model.kernels))
         asked += [
             ("tensor_parallel", f"pools.{name}.tensor_parallel", pool.tensor_parallel)
             for name, pool in pools.items()

@@ -81,10 +81,12 @@ class ModelConfig(Section):
     kv_dtype: Annotated[Literal["auto", "fp8", "int8", "int4"], Need.GENERATION] = "auto"
     """Format of keys and values. `auto`: the model's dtype. `int8` takes 52 % of bfloat16's memory and transfers on
     CPUs, `int4` 28 %; `fp8` half, on GPUs of compute capability 9.0. [What they cost](../benchmarks/README.md)."""
-    kernels: Annotated[Literal["auto", "torch", "cudnn"], Need.WORKERS] = "auto"
+    kernels: Annotated[Literal["auto", "torch", "cudnn", "compile"], Need.WORKERS] = "auto"
     """On a CPU: `auto` compiles kernels for this processor once, where a C++ compiler is installed, and logs which path
     runs. `torch`: never. `cudnn`: as `auto`, and on a GPU cuDNN computes the attention of prompts, in pages of the
-    model's dtype and layers without a window; not yet measured on one."""
+    model's dtype and layers without a window; not yet measured on one. `compile`: with `model.engine: vllm`,
+    [`torch.compile`](engines.md#torchcompile) makes one program of each layer; it needs a C++ compiler, and a worker
+    starts later."""
     local_files_only: Annotated[bool, Need.NOTHING] = False
     """Never ask the hub; use only folders and the hub's local cache."""
     tool_parser: Annotated[

@@ -16,6 +16,7 @@ import torch
 
 from common.engines import VLLM_VERSION
 from common.errors import EngineFault
+from common.model_files import cache_dir
 from common.random_models import SEED_FILE
 from common.sampling import MAX_N
 from engine.executor import KvShape
@@ -25,6 +26,7 @@ from engine.model.checkpoints.checkpoint import is_gguf, read_config
 from engine.model.config import UnsupportedModel
 from engine.model.loader import content_digest, grammar_library_version, weight_files
 from engine.model.precision import dtype_name, resolve_device, resolve_dtype
+from engine.ops.cpu.build import NotBuilt, find_compiler
 from engine.options import CheckpointInfo, EngineOptions, eos_token_ids
 from engine.sequence import MAX_FORCED_TOKENS
 from engine.vllm.executor import VllmExecutor
@@ -44,6 +46,10 @@ ENVIRONMENT = {
     "VLLM_USE_V2_MODEL_RUNNER": "0",
     "TORCHDYNAMO_DISABLE": "1",  # with several ranks it would compile how they look tokens up: a minute, and a compiler
 }
+_COMPILED = {
+    "TORCHDYNAMO_DISABLE": "0",
+    "VLLM_USE_AOT_COMPILE": "0",  # its cache of graphs does not load in this version, and all compiles twice
+}
 
 
 def load_vllm_executor(options: EngineOptions) -> VllmExecutor:
@@ -52,11 +58,16 @@ def load_vllm_executor(options: EngineOptions) -> VllmExecutor:
     is_here = options.tensor_parallel == 1  # vLLM's CPU build would give even one rank a process of its own
     os.environ.update(ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(not is_here))})
     files = _check_options(options)
+    is_compiled = options.kernels == "compile"
+    if is_compiled:
+        os.environ.update(_compiled_environment())
     check_vllm()
     raw = read_config(options.model_dir, files)
     dtype = resolve_dtype(options.dtype, torch.device("cpu"), raw)
     config = _vllm_config(options, dtype)
     ranks = _start_ranks(config, options)
+    if is_compiled:
+        _compile(ranks, options)
     spec = _start_pages(ranks, config)
     num_kv_heads: int = config.model_config.get_total_num_kv_heads()
     shape = KvShape(
@@ -102,6 +113,7 @@ def load_vllm_executor(options: EngineOptions) -> VllmExecutor:
             "engine": f"vllm {VLLM_VERSION}",
             "attention": spec.backend,
             "tensor_parallel": options.tensor_parallel,
+            "compiled": is_compiled,
             "dtype": dtype_name(dtype),
             "num_layers": shape.num_layers,
             "max_model_len": info.max_model_len,
@@ -127,6 +139,14 @@ def _check_options(options: EngineOptions) -> tuple[Path, ...]:
     return files
 
 
+def _compiled_environment() -> dict[str, str]:
+    """Return the variables of `torch.compile`. Raises UnsupportedModel where there is no C++ compiler."""
+    if isinstance(compiler := find_compiler(), NotBuilt):
+        raise UnsupportedModel(f"model.kernels: compile: {compiler.reason}; install g++, or leave the key out")
+    folder = str(cache_dir() / "torchinductor")
+    return _COMPILED | {"TORCHINDUCTOR_CACHE_DIR": folder, "CXX": os.environ.get("CXX", compiler[0])}
+
+
 def _vllm_config(options: EngineOptions, dtype: torch.dtype) -> Any:
     """Return vLLM's configuration. Raises UnsupportedModel when it has none for the model."""
     from vllm.engine.arg_utils import EngineArgs
@@ -147,7 +167,7 @@ def _vllm_config(options: EngineOptions, dtype: torch.dtype) -> Any:
             max_num_seqs=max_seqs,
             enable_prefix_caching=False,
             async_scheduling=False,
-            enforce_eager=True,
+            enforce_eager=options.kernels != "compile",
             kv_cache_memory_bytes=1,  # the pages are ours; named, so that vLLM measures no memory for its own
             generation_config="vllm",
         ).create_engine_config()
@@ -172,6 +192,20 @@ def _start_ranks(config: Any, options: EngineOptions) -> Any:
     ranks = Executor.get_class(config)(config)
     ranks.register_failure_callback(_end_process)
     return ranks
+
+
+def _compile(ranks: Any, options: EngineOptions) -> None:
+    """Let the ranks compile the model by a trial step, before they have pages; takes a minute when it is new.
+
+    Raises UnsupportedModel when it cannot be compiled.
+    """
+    logger.info("compiling the model: about a minute the first time, then from the cache")
+    try:
+        ranks.determine_available_memory()  # vLLM compiles there; how much memory it finds does not matter
+    except Exception as error:  # torch has no base class for what stops its compiler
+        raise UnsupportedModel(
+            f"model.kernels: compile: {options.model_dir} cannot be compiled: {type(error).__name__}: {error}"
+        ) from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,7 +270,10 @@ def _num_blocks(options: EngineOptions, shape: KvShape) -> int:
 def _fingerprint(
     options: EngineOptions, files: tuple[Path, ...], spec: _PageSpec, dtype: torch.dtype, num_kv_heads: int
 ) -> str:
-    """Return a hash of everything that KV and tokens depend on, but the number of ranks: it changes only roundings."""
+    """Return a hash of everything that KV and tokens depend on.
+
+    Left out are the number of ranks and whether the model is compiled: they change only roundings.
+    """
     essentials = (
         *("vllm", VLLM_VERSION, _ARITHMETIC_VERSION, spec.backend, dtype_name(dtype), options.block_size),
         *(spec.num_layers, num_kv_heads, spec.head_dim, content_digest(files)),

@@ -105,13 +105,15 @@ class Rank:
 
     def __init__(self, worker: Any, setup: RankSetup) -> None:
         from vllm import SamplingParams as VllmSampling
+        from vllm.config import CompilationMode
 
         self._worker = worker
         self._runner = worker.model_runner
         self._open: dict[str, _Open] = {}
         self._unsampled = VllmSampling(temperature=0.0)  # its choice is never made
         self._sampler = Sampler(vocab_size=setup.vocab_size, eos_token_ids=setup.eos_token_ids)
-        use_fused_norms(self._runner.model)
+        if self._runner.compilation_config.mode == CompilationMode.NONE:
+            use_fused_norms(self._runner.model)
         layers = _attention_layers(self._runner)
         self._bind(layers, setup)
         if worker.parallel_config.tensor_parallel_size > 1:

@@ -116,6 +116,15 @@ def test_missing_compiler_is_a_warning_where_kernels_would_be_compiled(
     assert bad(check_host(real, host(compiler=None), is_up=False))["compiled kernels"].verdict is Health.WARNING
 
 
+def test_missing_compiler_is_a_failure_where_workers_would_not_start_without_one() -> None:
+    compiled = config(model={"engine": "vllm", "kernels": "compile"})
+
+    found = bad(check_host(compiled, host(compiler=None), is_up=False))["compiled kernels"]
+
+    assert found.verdict is Health.FAILURE
+    assert "model.kernels: compile" in found.advice
+
+
 def test_missing_model_and_missing_weights_are_failures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(CACHE_ENV, str(tmp_path))
     fetched = bad(check_host(config(model={}), host(), is_up=False))["model files"]

@@ -33,6 +33,7 @@ MISTAKES = {
     "model: {dtype: int3}": "f.yaml:model.dtype: ",
     "model: {engine: vllm, kv_dtype: int8}": "model.kv_dtype: int8: model.engine: vllm cannot do that",
     "model: {engine: vllm, quantization: int4}": "model.quantization: int4: model.engine: vllm cannot do that",
+    "model: {kernels: compile}": "model.kernels: compile: model.engine: torch cannot do that; model.engine: vllm can",
     "model: {engine: vllm, device: cuda}": "model.device: cuda: model.engine: vllm cannot do that",
     "pools: {prefill: {tensor_parallel: 2}}": "pools.prefill.tensor_parallel: 2: model.engine: torch cannot do that",
     "{model: {engine: vllm}, pools: {prefill: {block_size: 16}, decode: {block_size: 16}}}": "needs a multiple of 32",

@@ -10,6 +10,7 @@ import psutil
 import pytest
 
 from common.model_files import default_model_dir
+from engine.ops.cpu.build import NotBuilt, find_compiler
 from kvrelay.client import AsyncClient, Token
 from tests.e2e.harness import kill_worker, running_cluster, until, until_idle, worker
 from tests.e2e.test_oracle import Oracle
@@ -21,12 +22,13 @@ MAX_TOKENS = 12
 
 
 def config_of(model_dir: Path, **changes: Any) -> dict[str, Any]:
-    """Return a serving.yaml for vLLM's runner in fp32; `prefill` and `decode` change pools, the others sections."""
+    """Return a serving.yaml for vLLM's runner in fp32; each change names a pool or a section."""
     pool = {"num_blocks": 64, "max_step_tokens": 64, "max_running": 8, "threads": 1}
+    model = {"id": str(model_dir), "engine": "vllm", "dtype": "float32", "device": "cpu", "max_model_len": 512}
     return {
         "name": "vllm",
         "launcher": "local",
-        "model": {"id": str(model_dir), "engine": "vllm", "dtype": "float32", "device": "cpu", "max_model_len": 512},
+        "model": model | changes.get("model", {}),
         "pools": {"prefill": pool | changes.get("prefill", {}), "decode": pool | changes.get("decode", {})},
         "router": {"port": 0, "local_prefill_max_tokens": 0, "queue_timeout_s": 300.0, "silence_s": 10.0},
         "transfer": changes.get("transfer", {}),
@@ -64,11 +66,14 @@ async def _check_twice(client: AsyncClient, prompts: list[list[int]], oracle: Or
     await until_idle(client)
 
 
+@pytest.mark.parametrize("kernels", ["auto", "compile"])
 async def test_answers_are_those_of_transformers_and_go_on_after_their_decode_worker_was_killed(
-    tmp_path: Path, prompts: list[list[int]], short_model_dir: Path, oracle: Oracle
+    tmp_path: Path, kernels: str, prompts: list[list[int]], short_model_dir: Path, oracle: Oracle
 ) -> None:
     """Greedy ones, handed over and cached; then a sampled one that loses its worker."""
-    config = config_of(short_model_dir, transfer={"transports": ["shm"]})
+    if kernels == "compile" and isinstance(compiler := find_compiler(), NotBuilt):
+        pytest.skip(compiler.reason)
+    config = config_of(short_model_dir, model={"kernels": kernels}, transfer={"transports": ["shm"]})
     async with running_cluster(tmp_path, config, timeout_s=600) as client:
         await _check_twice(client, prompts, oracle, "shm")
         options: dict[str, Any] = {"temperature": 0.8, "top_p": 0.95, "seed": 7, "max_tokens": 60, "ignore_eos": True}

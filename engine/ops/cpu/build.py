@@ -38,7 +38,7 @@ def build_kernels(folder: Path | None = None) -> Path | NotBuilt:
     Takes some seconds the first time. Of several processes that call it at once, one compiles and the others wait.
     """
     try:
-        compiler = _compiler()
+        compiler = find_compiler()
         if isinstance(compiler, NotBuilt):
             return compiler
         library = (folder or cache_dir() / "kernels") / f"kvrelay-{_key(compiler)}.so"
@@ -52,7 +52,8 @@ def build_kernels(folder: Path | None = None) -> Path | NotBuilt:
     return library
 
 
-def _compiler() -> list[str] | NotBuilt:
+def find_compiler() -> list[str] | NotBuilt:
+    """Return the command of the C++ compiler: $CXX, else the first that is installed."""
     chosen = os.environ.get("CXX")
     if chosen is None:
         found = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
