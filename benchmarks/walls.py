@@ -81,7 +81,8 @@ SITUATIONS = (
     ),
     Situation(
         cause="cache_evictions",
-        loads=[Load(num_clients=1, num_prompt_tokens=330, num_output_tokens=2, num_prompts=4)],
+        # More blocks than both workers hold together: else sending each prompt where it is held evicts nothing.
+        loads=[Load(num_clients=1, num_prompt_tokens=330, num_output_tokens=2, num_prompts=7)],
         pools={name: {"num_blocks": 64, "kv_memory_gib": "auto"} for name in ("prefill", "decode")},
         changed={name: {"num_blocks": 128, "kv_memory_gib": "auto"} for name in ("prefill", "decode")},
     ),
