@@ -84,9 +84,8 @@ class ModelConfig(Section):
     kernels: Annotated[Literal["auto", "torch", "cudnn", "compile"], Need.WORKERS] = "auto"
     """On a CPU: `auto` compiles kernels for this processor once, where a C++ compiler is installed, and logs which path
     runs. `torch`: never. `cudnn`: as `auto`, and on a GPU cuDNN computes the attention of prompts, in pages of the
-    model's dtype and layers without a window; not yet measured on one. `compile`: with `model.engine: vllm`,
-    [`torch.compile`](engines.md#torchcompile) makes one program of each layer; it needs a C++ compiler, and a worker
-    starts later."""
+    model's dtype and layers without a window; not yet measured on one. `compile`: vLLM's runner under
+    [`torch.compile`](engines.md#torchcompile); it needs a C++ compiler, and workers start later."""
     local_files_only: Annotated[bool, Need.NOTHING] = False
     """Never ask the hub; use only folders and the hub's local cache."""
     tool_parser: Annotated[

@@ -39,13 +39,14 @@ async def drained(system: System, worker_id: str) -> None:
 
 async def decoding_worker(client: AsyncClient) -> str:
     """Return the only worker that runs something, as soon as workers have told the router so."""
-    while True:
-        views = (await client.status()).workers
-        running = [view.worker_id for view in views if view.status is not None and view.status.load.num_running]
-        if running:
-            (only,) = running
-            return only
-        await asyncio.sleep(0.01)
+    async with asyncio.timeout(10):
+        while True:
+            views = (await client.status()).workers
+            running = [view.worker_id for view in views if view.status is not None and view.status.load.num_running]
+            if running:
+                (only,) = running
+                return only
+            await asyncio.sleep(0.01)
 
 
 async def test_twenty_drains_under_sixteen_streams_change_no_text_and_fail_no_request() -> None:

@@ -46,7 +46,7 @@ def build_kernels(folder: Path | None = None) -> Path | NotBuilt:
             _compile_once(compiler, library)
     except subprocess.CalledProcessError as error:
         return NotBuilt(reason=f"{error.cmd[0]} failed: {_complaint(error)}")
-    # ValueError: $CXX or $CXXFLAGS has an open quote; RuntimeError: this user has no home.
+    # ValueError: $CXXFLAGS has an open quote; RuntimeError: this user has no home.
     except (OSError, subprocess.TimeoutExpired, ValueError, RuntimeError) as error:
         return NotBuilt(reason=f"cannot compile the kernels: {error}")
     return library
@@ -58,7 +58,10 @@ def find_compiler() -> list[str] | NotBuilt:
     if chosen is None:
         found = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
         return [found] if found else NotBuilt(reason="no C++ compiler (c++, g++ or clang++, or $CXX) is installed")
-    command = shlex.split(chosen)
+    try:
+        command = shlex.split(chosen)
+    except ValueError as error:
+        return NotBuilt(reason=f"$CXX cannot be read: {error}")
     if not command:
         return NotBuilt(reason="no C++ compiler is used: $CXX is empty")
     return command if shutil.which(command[0]) else NotBuilt(reason=f"$CXX names {command[0]}, which is not installed")

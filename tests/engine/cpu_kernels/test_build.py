@@ -36,7 +36,7 @@ echo built > "$2"
         (None, "no C++ compiler"),
         ("", "$CXX is empty"),
         ("/nowhere/c++ -O1", "$CXX names /nowhere/c++, which is not installed"),
-        ("c++ 'open", "cannot compile the kernels"),
+        ("c++ 'open", "$CXX cannot be read"),
         ("false", "false failed"),
     ],
 )
