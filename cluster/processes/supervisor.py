@@ -27,6 +27,8 @@ from common.process import ProcessIdentity
 logger = logging.getLogger(__name__)
 
 _ADOPT_TIMEOUT_S = 10.0
+_REMIND_S = 20.0
+"""Silence after which a start says what it waits for: large models take minutes to load, and new ones to compile."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +58,7 @@ class Supervisor:
         report: Callable[[str], None],
         grace: StopGrace | None = None,
     ) -> None:
-        """`report` is called with each process that comes up."""
+        """`report` is called with each process that comes up, and from time to time with those that have not."""
         self._config = config
         self._ground = ground
         self._report = report
@@ -144,8 +146,20 @@ class Supervisor:
             async with asyncio.timeout(_ADOPT_TIMEOUT_S):
                 await self._all_served.wait()
 
+    async def _remind(self) -> None:
+        """Report from time to time which processes have not come up yet; forever."""
+        while True:
+            await asyncio.sleep(_REMIND_S)
+            names = [each.name for each in self.workforce.processes if each.address is None]
+            if names:
+                self._report(f"waiting for {', '.join(names)}: models are loaded, new ones compiled; `kvrelay logs`")
+
     async def _until_ready(self) -> None:
-        await self._all_served.wait()
+        reminders = asyncio.create_task(self._remind())
+        try:
+            await self._all_served.wait()
+        finally:
+            reminders.cancel()
         routers = self.workforce.routers
         num_workers = sum(process.spec.role in POOLS for process in self.workforce.processes)
         try:

@@ -100,7 +100,17 @@ async def test_run_pushes_every_worker_and_then_is_ready(tmp_path: Path) -> None
             "prefill-0": ProcessPhase.READY,
             "decode-0": ProcessPhase.READY,
         }
-        assert sorted(report.split()[0] for report in cluster.reports) == ["decode-0", "prefill-0", "router-0"]
+        assert sorted(report.split()[0] for report in cluster.reports if " is up " in report) == [
+            "decode-0",
+            "prefill-0",
+            "router-0",
+        ]
+
+
+async def test_slow_start_says_what_it_waits_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cluster.processes.supervisor._REMIND_S", 0.01)
+    async with running_cluster(tmp_path) as cluster:
+        assert any(report.startswith("waiting for ") and "decode-0" in report for report in cluster.reports)
 
 
 async def test_worker_killed_is_taken_out_restarted_and_put_back(tmp_path: Path) -> None:
