@@ -55,7 +55,7 @@ async def test_named_tool_is_called_once_in_every_sample() -> None:
 
 
 async def test_streamed_calls_add_up_to_the_whole_answer() -> None:
-    async with both_doors(num_blocks=400) as (system, openai), system.client() as grpc:
+    async with both_doors(num_blocks=400, step_s=0.02) as (system, openai), system.client() as grpc:
         asked: Any = {"tools": [WEATHER], "tool_choice": "required"}
         whole = await openai.chat.completions.create(model="fake", messages=TURNS, **asked, **OPTIONS)
         stream = await openai.chat.completions.create(model="fake", messages=TURNS, stream=True, **asked, **OPTIONS)
