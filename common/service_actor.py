@@ -14,7 +14,7 @@ from pathlib import Path
 from common.config import ServingConfig
 from common.log import send_output_to, setup_logging
 from common.ports import names_of
-from common.process import ProcessIdentity, Ready, RunningService, ready_of
+from common.process import ProcessIdentity, Ready, RunningService, ready_of, spare_loaded_objects
 from common.trust.credentials import Credentials
 from common.trust.enrolment import Enrolment, EnrolmentRequest
 from common.trust.identity import Role
@@ -69,6 +69,7 @@ class ServiceActor(ABC):
     async def _start(self, params: ServiceParams) -> RunningService:
         await self._is_enrolled.wait()
         service = await self.start_service(params, self._credentials, self._host)
+        spare_loaded_objects()
         self.on_serving(service)
         return service
 

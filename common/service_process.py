@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
-from common.process import RunningService, die_with_parent, ready_line, ready_of
+from common.process import RunningService, die_with_parent, ready_line, ready_of, spare_loaded_objects
 from common.signals import on_first_signal
 from common.trust.credentials import Credentials
 from common.trust.pipe import EnrolmentPipe
@@ -69,6 +69,7 @@ async def _serve(
     await pipe.open()
     renewing = asyncio.create_task(pipe.keep_renewed(), name="renew certificate")
     service = await start(credentials)
+    spare_loaded_objects()
     sys.stdout.write(ready_line(ready_of(service)) + "\n")
     sys.stdout.flush()
     await stop.wait()

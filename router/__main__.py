@@ -1,6 +1,5 @@
 """`python -m router`: the router as a plain process (common/service_process.py)."""
 
-import gc
 from pathlib import Path
 
 from common.config import ConfigError, ServingConfig, load_config
@@ -32,9 +31,6 @@ def main() -> None:
     port = config.router.port if args.port is None else args.port
 
     async def start(credentials: Credentials) -> RunningRouter:
-        # What was loaded stays, and need not be looked at again; what requests leave behind may wait a little.
-        gc.freeze()
-        gc.set_threshold(50_000, 20, 100)
         return await start_router(config, credentials, model_dir=model_dir, host=host, port=port)
 
     try:
