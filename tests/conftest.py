@@ -1,5 +1,6 @@
 """Settings of the whole suite."""
 
+import gc
 import os
 import signal
 from collections.abc import Sequence
@@ -48,6 +49,16 @@ _NICENESS = 5
 def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput"):  # one of several processes
         os.nice(_NICENESS)
+
+
+def pytest_collection() -> None:
+    """Collect no garbage among the millions of objects of the modules that are being imported; they all stay."""
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
