@@ -13,6 +13,7 @@ from rich.console import Console
 from cluster import lifecycle
 from cluster.lifecycle import ClusterInfo
 from common.config import ServingConfig, load_config
+from common.signals import sigterm_interrupts
 
 ONE_THREAD_EACH: dict[str, dict[str, Any]] = {name: {"threads": 1} for name in ("prefill", "decode")}
 """Pools whose workers have one CPU thread each."""
@@ -55,7 +56,7 @@ def running_doors(
     tenants: list[dict[str, Any]] | None = None,
     **sections: dict[str, Any],
 ) -> Iterator[tuple[ClusterInfo, ServingConfig]]:
-    """Run a cluster on free ports; yields where it listens, and its configuration. Everything stops at the end.
+    """Run a cluster on free ports until the block ends or SIGTERM comes; yields its doors and its configuration.
 
     1P+1D of the default model; `pools` (by name), `router`, `tenants` and further `sections` add to serving.yaml.
     """
@@ -74,7 +75,8 @@ def running_doors(
         }
         config_path.write_text(yaml.safe_dump(raw), encoding="utf-8")
         config = load_config(config_path)
-        with lifecycle.running_cluster(
+        running = lifecycle.running_cluster(
             config, config_path=config_path, run_dir=Path(folder) / "run", report=console.print
-        ) as info:
+        )
+        with sigterm_interrupts(), running as info:
             yield info, config

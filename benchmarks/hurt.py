@@ -166,10 +166,11 @@ class WorkerHurt:
                 await asyncio.sleep(0.02)
 
     async def _warm(self, _number: int) -> None:
+        """Have the pool compute a prompt that no worker has computed before: a cached one takes no step."""
         self._num_warm += 1
-        length = POISON_LENGTHS[self._pool]
-        prompt = [32 + (self._num_warm * 7 + position * position) % 90 for position in range(length)]
-        await self._client.generate(prompt, max_tokens=1)
+        number = [32 + self._num_warm // 90**digit % 90 for digit in range(4)]
+        rest = [32 + position * position % 90 for position in range(POISON_LENGTHS[self._pool] - len(number))]
+        await self._client.generate(number + rest, max_tokens=1)
 
 
 def _state_of(name: str, views: Sequence[WorkerView]) -> str:
