@@ -14,8 +14,9 @@ from router.admission.ticket import QueuedRequest, Ticket
 from router.fleet import Fleet
 from router.lengths import AnswerLengths
 from router.lives import Life
-from router.placement.chooser import Search, Shed
+from router.placement.chooser import Search
 from router.placement.plans import PlacementRequest
+from router.placement.shedding import Shed
 from router.record import Job, RunningRequest
 from router.tenants import Overload
 

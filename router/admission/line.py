@@ -9,7 +9,7 @@
 A worker that refuses a request is offered it again only when its load has changed or the time that it named has passed
 (chooser.py). A request that prefers to wait for a busy worker is asked again when that worker's load changes, when it
 should be free, or when a worker becomes free after none was. A refusal is final when waiting cannot help
-(`find_hopeless` in chooser.py).
+(placement/shedding.py).
 """
 
 import asyncio

@@ -10,7 +10,7 @@ objectives, while each of the others still gets its answer before its deadline o
 at a price of at most `late_share` of the work. Late requests therefore go when no others of their tenant wait; and
 before others whenever the work of all that the tenant was granted has paid, at that share, for the last late one that
 did. Among late requests, higher priority goes first, then the earlier deadline: those that can no longer be answered
-are refused when their turn comes (chooser.py). The share is of work, not of requests, because late ones are mostly
+are refused when their turn comes (shedding.py). The share is of work, not of requests, because late ones are mostly
 long. One request at a time may exceed it, so that none is too long for ever.
 """
 

@@ -4,12 +4,11 @@
    (crash_budget.py) those that have one already.
 2. The index returns the holders of the prefix and the policy chooses. The matches of the chosen workers are verified by
    one walk; when the index promised too much, the policy chooses again.
-3. A request that no worker can serve in time is refused for good (`find_hopeless`).
+3. A request that no worker can serve in time is refused for good (shedding.py).
 4. The plan is booked. Its blocks count as cached where they are computed until events confirm them or EXPECTED_TTL_S
    passes; a failed attempt takes them back (`expecting`).
 """
 
-import enum
 import math
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -17,10 +16,8 @@ from dataclasses import dataclass, field, replace
 
 from common.block_hash import BlockHashes
 from common.clock import Clock
-from common.errors import RefusalCause, Refused
+from common.errors import Refused
 from common.ids import WorkerId
-from common.timing import GUESSED_TIMING
-from router.admission.limits import retry_after
 from router.calibration import Forecast
 from router.fleet import Fleet
 from router.hot_prefixes import HotPrefixes
@@ -30,83 +27,8 @@ from router.placement.decisions import Booking, DecisionLog
 from router.placement.forecasts import Forecaster
 from router.placement.loads import WorkerLoad
 from router.placement.plans import Busy, FleetView, PlacementRequest, Plan, Policy
+from router.placement.shedding import Shed, find_hopeless
 from router.prefix_match import PrefixMatches
-
-NUM_SOONEST = 4
-"""Workers of each pool that are looked at because they are free soonest."""
-NUM_HOLDERS = 8
-"""Workers that are looked at because they hold most of the prompt."""
-
-
-class Shed(enum.Enum):
-    """Requests that are refused because no worker can serve them in time."""
-
-    NONE = "none"
-    DEADLINE = "deadline"
-    """Requests whose first token would come after the caller's own deadline."""
-    SLO = "slo"
-    """Those, and requests that would miss their objective for the time to first token."""
-
-
-def find_hopeless(
-    request: PlacementRequest, plan: Plan | Refused, view: FleetView, *, shed: Shed, error: float = 1.0
-) -> Refused | None:
-    """Return a final refusal when no worker of the view can bring the first token in time.
-
-    The prediction of the policy counts; without one, the least time that any worker would need for its queue and the
-    computation. Predictions for workers without measurements do not count. Most actual times are below `error` times
-    the predicted one; a request is refused for its objective when that would be late.
-    """
-    if shed is Shed.NONE:
-        return None
-    left_s = request.ttft_slo_s - request.waited_s if shed is Shed.SLO else math.inf
-    ttft_s = _late_ttft_s(request, plan, view, left_s=min(left_s / error, request.time_left_s))
-    if ttft_s is None:
-        return None
-    if ttft_s > request.time_left_s:
-        return _refusal(ttft_s, request.time_left_s, RefusalCause.DEADLINE, "the caller's deadline")
-    return _refusal(ttft_s, left_s, RefusalCause.SLO, f"the objective of {request.ttft_slo_s:g} s")
-
-
-def _late_ttft_s(request: PlacementRequest, plan: Plan | Refused, view: FleetView, *, left_s: float) -> float | None:
-    """Return the predicted time to the first token; None when it is in time or not known."""
-    if isinstance(plan, Plan) and plan.predicted_ttft_s is not None:
-        computes = (view.decode if plan.prefill is None else view.prefill).find(plan.computes)
-        is_late = plan.predicted_ttft_s > left_s and computes is not None and _is_measured(computes)
-        return plan.predicted_ttft_s if is_late else None
-    least_s = math.inf
-    for worker in _quickest(request, view):
-        ttft_s = _least_ttft_s(request, worker)
-        if ttft_s <= left_s or not _is_measured(worker):
-            return None
-        least_s = min(least_s, ttft_s)
-    return least_s if least_s != math.inf else None
-
-
-def _quickest(request: PlacementRequest, view: FleetView) -> Iterator[WorkerLoad]:
-    """Yield workers of which one is the first to compute the prompt: those free soonest and those that hold most of it.
-
-    Any other waits longer and computes more; among many workers it is not worth a look.
-    """
-    for pool in (view.prefill, view.decode):
-        yield from pool.soonest(NUM_SOONEST)
-        yield from filter(None, (pool.find(worker_id) for _blocks, worker_id in request.best_holders(NUM_HOLDERS)))
-
-
-def _is_measured(worker: WorkerLoad) -> bool:
-    return worker.timing.prefill != GUESSED_TIMING.prefill
-
-
-def _least_ttft_s(request: PlacementRequest, worker: WorkerLoad) -> float:
-    cached = request.cached_tokens(worker.worker_id)
-    return worker.prefill_wait_s(request.now_s) + worker.timing.prefill_s(request.num_tokens - cached, cached)
-
-
-def _refusal(ttft_s: float, left_s: float, cause: RefusalCause, what: str) -> Refused:
-    reason = f"the first token is predicted in {ttft_s:.2f} s; {what} leaves {max(left_s, 0.0):.2f} s"
-    # The excess has to be worked off first.
-    return Refused(reason=reason, retry_after_s=retry_after(ttft_s - left_s), cause=cause)
-
 
 EXPECTED_TTL_S = 30.0
 """How long blocks that a plan will produce count as cached without an event from the worker."""
