@@ -24,7 +24,7 @@ from common.lifecycle import LifeCycle, State
 from common.structured import TaskCensus
 from common.token_batches import runs_of
 from kvrelay.v1 import decode_pb2, inference_pb2, prefill_pb2, sequence_pb2
-from router.member import Hold
+from router.hold import Hold
 from router.metrics import RouterMetrics
 from router.placement.decisions import Booking, plan_to_proto
 from router.record import RunningRequest

@@ -7,7 +7,8 @@ from dataclasses import replace
 from common.clock import Clock
 from common.ids import WorkerId
 from kvrelay.v1 import sequence_pb2
-from router.member import Hold, Member, WorkerState
+from router.hold import Hold
+from router.member import Member, WorkerState
 from router.placement.decisions import Booking, Decision
 from router.placement.plans import PlacementRequest, Plan, Pull
 

@@ -20,7 +20,7 @@ from common.errors import CrashSuspected
 from router.lives import Life
 
 if TYPE_CHECKING:
-    from router.member import Hold
+    from router.hold import Hold
     from router.record import Job, RunningRequest
 
 logger = logging.getLogger(__name__)

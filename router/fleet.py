@@ -20,10 +20,11 @@ from common.wire_names import ROLE_NAMES
 from kvrelay.v1 import worker_pb2
 from router.bookings import Bookings
 from router.facts import Endpoint, ModelFacts, WorkerFacts, check_report, find_mismatch, summarize
+from router.hold import Hold
 from router.index import PrefixIndex
 from router.link import WorkerLink
 from router.lives import Lives
-from router.member import Hold, Member, WorkerState
+from router.member import Member, WorkerState
 from router.placement.decisions import Booking
 from router.placement.plans import FleetView
 from router.pool_timing import PoolTiming

@@ -1,12 +1,14 @@
-"""Lives of workers: from the start of a process to its end. Which of them are over, and when they were last seen."""
+"""Lives of workers, from the start of a process to its end: how each has done lately, and which of them are over."""
 
 import asyncio
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from common.clock import Clock
+from common.errors import TransferError, WorkerError
 from common.ids import Epoch, WorkerId
 
 if TYPE_CHECKING:
@@ -17,9 +19,41 @@ Life = tuple[WorkerId, Epoch]
 
 T = TypeVar("T")
 
+HALF_LIFE_S = 60.0
+"""Time in which the counts of a life's attempts halve."""
 NEWS_TIMEOUT_S = 5.0
 """So long a worker that lost a request is given to answer."""
 _MAX_REMEMBERED = 4096
+
+
+def is_failure(error: BaseException) -> bool:
+    """Return whether an error that ended an attempt counts against its worker; refusals and cancellations do not."""
+    return isinstance(error, WorkerError | TransferError)
+
+
+@dataclass(slots=True)
+class Conduct:
+    """Attempts on one life of a worker that ended, and those that it failed.
+
+    Both counts halve every minute, so that they tell of the last minutes without a list of them. The controller adds up
+    the counts of all routers, and puts a worker that fails more than its peers on trial (cluster/health/).
+    """
+
+    _num_attempts: float = 0.0
+    _num_failed: float = 0.0
+    _noted_s: float = 0.0
+
+    def note(self, *, now_s: float, num_failed: int = 0) -> None:
+        """Count an attempt that ended now; `num_failed` is 1 if the worker failed it."""
+        self._num_attempts, self._num_failed = self.counts(now_s)
+        self._num_attempts += 1
+        self._num_failed += num_failed
+        self._noted_s = now_s
+
+    def counts(self, now_s: float) -> tuple[float, float]:
+        """Return attempts and failed ones, as of now."""
+        decay = 0.5 ** (max(0.0, now_s - self._noted_s) / HALF_LIFE_S)
+        return self._num_attempts * decay, self._num_failed * decay
 
 
 class Lives:

@@ -6,13 +6,12 @@ from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from common.ids import Epoch, RequestId
 from common.ports import with_port
 from common.timing import GUESSED_TIMING, TimingModel
 from kvrelay.v1 import worker_pb2
-from router.conduct import Conduct
 from router.facts import Endpoint, WorkerFacts
-from router.lives import Life
+from router.hold import Hold, HoldSums
+from router.lives import Conduct, Life
 from router.placement.loads import WorkerLoad
 from router.worker_client import WorkerClient
 
@@ -30,88 +29,6 @@ class WorkerState(enum.Enum):
     READY = "ready"
     LOST = "lost"
     REFUSED = "refused"
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class Hold:
-    """One request's share of one life of one worker."""
-
-    member: "Member"
-    epoch: Epoch
-    request_id: RequestId
-    booked_s: float
-    num_blocks: int
-    """Pages that the request will occupy."""
-    num_prompt_tokens: int = 0
-    """Prompt tokens if the worker computes the prompt; else 0."""
-    num_missing_tokens: int = 0
-    """Prompt tokens that the worker is expected to compute."""
-    prefill_s: float = 0.0
-    """Predicted time of that computation."""
-    num_decodes: int = 0
-    """Sequences that the request adds to the worker's decode batch."""
-    num_context_tokens: int = 0
-    """KV tokens of these sequences."""
-    num_growth_blocks: float = 0.0
-    """Pages that their answers are expected to fill."""
-    tpot_slo_s: float = math.inf
-    """Objective for the mean gap of these sequences; infinite when the worker cannot keep it."""
-    bounds_prompts: bool = False
-    """Whether the worker holds prompts back for this objective: there is no prefill worker to compute them instead."""
-    is_quarantined: bool = False
-    """The request may be the one that ends the workers that compute it."""
-    is_prefilled: bool = False
-    """The first token has arrived."""
-    has_answered: bool = False
-    """Whether the worker has answered the call: it lived when that came."""
-    has_left: bool = False
-    """The worker has nothing more to do for the request."""
-
-    @property
-    def life(self) -> Life:
-        """The worker, and which of its lives."""
-        return self.member.endpoint.worker_id, self.epoch
-
-
-@dataclass(slots=True, eq=False)
-class _Active:
-    """Sums over holds."""
-
-    num_blocks: int = 0
-    num_prefills: int = 0
-    """Prompts to be computed whose first token has not arrived."""
-    num_prompt_tokens: int = 0
-    """Tokens of these prompts."""
-    num_missing_tokens: int = 0
-    """Tokens of these prompts that are expected to be computed."""
-    num_decodes: int = 0
-    num_growth_blocks: float = 0.0
-    num_by_tpot_slo: Counter[float] = field(default_factory=Counter)
-    """Decoding holds by their objective, if they have one."""
-
-    def num_kept_blocks(self, num_decodes: int) -> float:
-        """Return the free pages to keep for `num_decodes` answers that grow as the active ones do.
-
-        While answers come and go, the pages of those that end pay for the growth of the others, in the mean. The number
-        that ends in a time scatters by its square root, so that many answers need no more than that share.
-        """
-        if not self.num_decodes:
-            return 0.0
-        return math.sqrt(num_decodes) * self.num_growth_blocks / self.num_decodes
-
-    def count(self, hold: Hold, sign: int) -> None:
-        """Add a hold, or take it out."""
-        self.num_blocks += sign * hold.num_blocks
-        self.num_decodes += sign * hold.num_decodes
-        self.num_growth_blocks += sign * hold.num_growth_blocks
-        if not hold.is_prefilled and hold.num_prompt_tokens:
-            self.num_prefills += sign
-            self.num_prompt_tokens += sign * hold.num_prompt_tokens
-            self.num_missing_tokens += sign * hold.num_missing_tokens
-        if hold.tpot_slo_s != math.inf:
-            self.num_by_tpot_slo[hold.tpot_slo_s] += sign
-            if not self.num_by_tpot_slo[hold.tpot_slo_s]:
-                del self.num_by_tpot_slo[hold.tpot_slo_s]
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -156,7 +73,7 @@ class Member:
     """Bookings on any life for which the worker still has work; their calls use the channel."""
     changed: "set[Member]" = field(default_factory=set)
     """Members whose load has changed since the last look; the fleet's members share one set."""
-    _active: _Active = field(default_factory=_Active)
+    _active: HoldSums = field(default_factory=HoldSums)
     """Sums over `holds`, so that computing a load costs only the unreported ones."""
     _load: WorkerLoad | None = None
     """Load as of the last change."""
@@ -231,7 +148,7 @@ class Member:
         if self.facts is None or self.facts.epoch != facts.epoch:
             self.holds.clear()
             self.unreported.clear()
-            self._active = _Active()
+            self._active = HoldSums()
             self.reported_timing = None
             self.conduct = Conduct()
             self.is_leaving = False

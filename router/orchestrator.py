@@ -39,7 +39,6 @@ from kvrelay.v1 import inference_pb2
 from router.admission.line import Line
 from router.admission.ticket import Ticket
 from router.attempt import Attempt, AttemptFailed, AttemptOutcome
-from router.conduct import is_failure
 from router.crash_budget import CrashBudget
 from router.demand import DemandMeter
 from router.diagnosis.recent_requests import RecentRequests
@@ -47,6 +46,7 @@ from router.embedding_attempt import EmbeddingAttempt
 from router.fleet import Fleet
 from router.in_flight import InFlight
 from router.lengths import AnswerLengths
+from router.lives import is_failure
 from router.metrics import RouterMetrics
 from router.outbox import Outbox
 from router.placement.chooser import Chooser

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from common.ids import Epoch, HandoffId, WorkerId
 from common.trust.tickets import IssueTicket, PullRight, of_blocks, of_handoff
 from kvrelay.v1 import decode_pb2, prefill_pb2, sequence_pb2
-from router.member import Hold
+from router.hold import Hold
 from router.placement.decisions import Booking
 from router.placement.plans import Keeper, Plan, PlanKind
 from router.record import Delivery, RunningRequest

@@ -17,7 +17,7 @@ from common.ids import RequestId
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import sequence_pb2
 from router.calibration import Forecast
-from router.member import Hold
+from router.hold import Hold
 from router.placement.plans import Candidate, Plan, PlanKind, kind_of
 
 CAPACITY = 1000

@@ -23,8 +23,9 @@ from router.admission.ticket import QueuedRequest, Ticket
 from router.calibration import Forecast
 from router.facts import Endpoint
 from router.fleet import Fleet
+from router.hold import Hold
 from router.index import PrefixIndex
-from router.member import Hold, Member
+from router.member import Member
 from router.metrics import MAX_LABELS, OTHERS, TenantMetrics
 from router.placement.chooser import Chooser, Search
 from router.placement.decisions import Booking, Decision

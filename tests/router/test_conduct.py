@@ -4,7 +4,7 @@ import pytest
 
 from common.errors import EngineFault, Overloaded
 from kvrelay.v1 import router_admin_pb2
-from router.conduct import HALF_LIFE_S, Conduct
+from router.lives import HALF_LIFE_S, Conduct
 from tests.router.fakes import TestCluster, answer, make_request, pair, prompt_of, running_cluster, trio
 
 

@@ -15,7 +15,8 @@ from common.ids import Epoch, RequestId, WorkerId
 from common.timing import GUESSED_TIMING, LinkModel, StepModel, TimingModel
 from kvrelay.v1 import worker_pb2
 from router.facts import Endpoint, WorkerFacts
-from router.member import SETTLE_S, Hold, Member
+from router.hold import Hold
+from router.member import SETTLE_S, Member
 from router.pool_timing import MIN_SAMPLES, PoolTiming
 from router.worker_client import WorkerClient
 from tests.router.fakes import BLOCK_SIZE, DECODE, PREFILL
