@@ -22,13 +22,12 @@ from router.bookings import Bookings
 from router.facts import Endpoint, ModelFacts, WorkerFacts, check_report, find_mismatch, summarize
 from router.hold import Hold
 from router.index import PrefixIndex
-from router.link import WorkerLink
+from router.link import RetiredMembers, WorkerLink
 from router.lives import Lives
 from router.member import Member, WorkerState
 from router.placement.decisions import Booking
 from router.placement.plans import FleetView
 from router.pool_timing import PoolTiming
-from router.retired import RetiredMembers
 from router.roster import Roster
 from router.worker_client import WorkerClient
 
@@ -100,11 +99,6 @@ class Fleet:
         """Return name, role and state of each worker. Any thread."""
         members = list(self._members.values())
         return [(m.endpoint.worker_id, ROLE_NAMES[m.endpoint.role], m.state_name) for m in members]
-
-    @property
-    def has_ready_decode(self) -> bool:
-        """Whether any worker could write an answer."""
-        return self.count_ready(worker_pb2.WORKER_ROLE_DECODE) > 0
 
     def can_answer(self, *, is_prefill_only: bool) -> bool:
         """Whether a worker of the pool that answers such requests is ready."""
@@ -212,7 +206,7 @@ class Fleet:
         unless no other worker could take its place.
         """
         worker_id = member.endpoint.worker_id
-        if update.overdue and self._has_another(member):
+        if update.overdue and self.roster.has_another(member):
             error = WorkerLost(f"{worker_id}: an engine step takes far longer than predicted")
             member.client.break_off(error)
             raise error
@@ -254,20 +248,12 @@ class Fleet:
     def on_silent(self, member: Member, silent_s: float) -> None:
         """Take a silent worker out of use, and have its requests planned again, if another can take its place."""
         worker_id = member.endpoint.worker_id
-        if self._members.get(worker_id) is not member or not self._has_another(member):
+        if self._members.get(worker_id) is not member or not self.roster.has_another(member):
             return
         error = WorkerLost(f"{worker_id} has been silent for {silent_s:.1f} s")
         self.on_lost(member, error.message, is_silent=True)
         member.client.break_off(error)
         self._links[worker_id].restart()
-
-    def _has_another(self, member: Member) -> bool:
-        """Return whether another ready worker could do what this one does: decode workers also compute prompts."""
-        roster = self.roster
-        pools = [roster.decode]
-        if member.endpoint.role == worker_pb2.WORKER_ROLE_PREFILL:
-            pools.append(roster.prefill)
-        return any(len(pool) > (roster.pools.get(member) is pool) for pool in pools)
 
     def _leave(self, member: Member, state: WorkerState, why: str) -> None:
         self._enter(member, state, why)

@@ -90,7 +90,7 @@ class FrontDoor:
         """Why no request could be served now; None when requests can be served."""
         if self._is_closed or self.is_leaving:
             return Unreachable("this router is stopping; ask another one")
-        if not self.parts.fleet.has_ready_decode:
+        if not self.parts.fleet.can_answer(is_prefill_only=False):
             return WorkerLost("no decode worker is ready")
         return None
 

@@ -1,9 +1,10 @@
-"""The connection to one worker: describe, subscribe, follow; start again whenever something is wrong.
+"""The connection to one worker, from its first description to the end of the last request on it.
 
 1. Connect and ask for the worker's facts. A worker that does not fit is refused and asked again later.
 2. Subscribe. The first update brings a snapshot of its blocks and makes the worker ready.
 3. Follow. A gap in the sequence, another epoch or the end of the stream leads back to 1; a failure also takes the
    worker out of use until it answers again.
+4. A worker that leaves the membership is followed no longer; its channel closes with its last request.
 """
 
 import asyncio
@@ -87,3 +88,42 @@ class WorkerLink:
                     return
                 self._fleet.on_update(self._member, update)
                 expected_seq += 1
+
+
+class RetiredMembers:
+    """Members that have left the membership: their channels close with their last request.
+
+    Event loop only. Close with `aclose`.
+    """
+
+    def __init__(self) -> None:
+        self._links: dict[Member, WorkerLink] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+
+    def add(self, member: Member, link: WorkerLink) -> None:
+        """Take over a removed member, whose link has been told to stop."""
+        self._links[member] = link
+        self.close_unused(member)
+
+    def close_unused(self, member: Member) -> None:
+        """Close the channel of a member if it has been removed and no request uses it. Harmless when repeated."""
+        if member in self._links and not member.num_users:
+            self._close(member)
+
+    async def aclose(self) -> None:
+        """Close all channels; running calls are cancelled."""
+        for member in list(self._links):
+            self._close(member)
+        while self._closing:
+            await asyncio.wait(self._closing)
+
+    def _close(self, member: Member) -> None:
+        link = self._links.pop(member)
+
+        async def close() -> None:
+            await link.wait_stopped()
+            await member.client.close()
+
+        task = asyncio.create_task(close(), name=f"close {member.endpoint.worker_id}")
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)

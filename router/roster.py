@@ -69,6 +69,13 @@ class Roster:
             sources=self.ready,
         )
 
+    def has_another(self, member: Member) -> bool:
+        """Return whether another ready worker could do what this one does: decode workers also compute prompts."""
+        pools = [self.decode]
+        if member.endpoint.role == worker_pb2.WORKER_ROLE_PREFILL:
+            pools.append(self.prefill)
+        return any(len(pool) > (self.pools.get(member) is pool) for pool in pools)
+
     def load(self, worker_id: WorkerId) -> WorkerLoad | None:
         """Return the load of a worker that may be chosen; None for any other."""
         return self.prefill.find(worker_id) or self.decode.find(worker_id)
