@@ -9,10 +9,9 @@ import numpy as np
 from common.errors import EngineFault
 from common.lifecycle import State
 from common.wire import unpack_floats
-from kvrelay.v1 import inference_pb2, prefill_pb2
+from kvrelay.v1 import prefill_pb2
 from router.attempt import Attempt, AttemptFailed, AttemptOutcome, receive
 from router.embedding import Floats
-from router.placement.decisions import plan_to_proto
 
 
 class EmbeddingAttempt(Attempt):
@@ -24,18 +23,13 @@ class EmbeddingAttempt(Attempt):
         with worker.member.client.prefill(self.requests.embedding(), timeout_s=self._time_left_s()) as answer:
             while (response := await receive(answer, worker)) is not None:
                 if response.HasField("started"):
-                    self._note_plan()
+                    self._tell_plan()
                     self._note_started(response.started)
                 elif response.HasField("finished"):
                     self._take(response.finished)
         if self._unfinished():
             raise AttemptFailed(worker, EngineFault("the prefill ended without an embedding"))
         return AttemptOutcome.COMPLETED
-
-    def _note_plan(self) -> None:
-        self.record.num_attempts = max(self.record.num_attempts, self.number)
-        plan = plan_to_proto(self.booking.decision, attempt=self.number)
-        self.record.outbox.put(inference_pb2.GenerateResponse(plan=plan))
 
     def _take(self, finished: prefill_pb2.PrefillFinished) -> None:
         """Deliver the embedding. Raises AttemptFailed for one that cannot be."""

@@ -38,12 +38,13 @@ from common.structured import TaskCensus, all_or_first_failure
 from kvrelay.v1 import inference_pb2
 from router.admission.line import Line
 from router.admission.ticket import Ticket
-from router.attempt import Attempt, AttemptFailed, AttemptOutcome
+from router.attempt import AttemptFailed, AttemptOutcome
 from router.crash_budget import CrashBudget
 from router.demand import DemandMeter
 from router.diagnosis.recent_requests import RecentRequests
 from router.embedding_attempt import EmbeddingAttempt
 from router.fleet import Fleet
+from router.generation_attempt import GenerationAttempt
 from router.in_flight import InFlight
 from router.lengths import AnswerLengths
 from router.lives import is_failure
@@ -287,7 +288,7 @@ class Orchestrator:
                 if leg.num_attempts == 1:
                     evicted_tokens = booking.decision.num_evicted_blocks * leg.record.job.model.block_size
                     leg.record.num_evicted_tokens = evicted_tokens
-                kind = Attempt if leg.record.job.embedding is None else EmbeddingAttempt
+                kind = GenerationAttempt if leg.record.job.embedding is None else EmbeddingAttempt
                 attempt = kind(
                     requests=WorkerRequests(
                         record=leg.record,
