@@ -100,7 +100,7 @@ class FrontDoor:
 
     def account(self, life: LifeCycle, *, time_left_s: TimeLeft) -> AbstractContextManager[None]:
         """Count a request and how it ends, whatever happens inside."""
-        return self.parts.orchestrator.account(life, time_left_s=time_left_s)
+        return self.parts.orchestrator.calls.account(life, time_left_s=time_left_s)
 
     def identify(self, metadata: Iterable[tuple[str, str | bytes]] | None) -> Tenant:
         """Return the tenant that metadata or headers name. Raises Unauthenticated."""

@@ -16,9 +16,8 @@ A client that goes away, or whose deadline passes, cancels the task that runs th
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from functools import partial
 
 from common.clock import Clock
@@ -39,6 +38,7 @@ from kvrelay.v1 import inference_pb2
 from router.admission.line import Line
 from router.admission.ticket import Ticket
 from router.attempt import AttemptFailed, AttemptOutcome
+from router.call_accounts import CallAccounts
 from router.crash_budget import CrashBudget
 from router.demand import DemandMeter
 from router.diagnosis.recent_requests import RecentRequests
@@ -59,17 +59,6 @@ from router.traffic import TrafficRecordings
 from router.worker_requests import WorkerRequests
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class Totals:
-    """Counts since process start."""
-
-    num_completed: int = 0
-    num_cancelled: int = 0
-    num_failed: int = 0
-    num_replans: int = 0
-    num_moves: int = 0
 
 
 class Orchestrator:
@@ -94,62 +83,20 @@ class Orchestrator:
         self.has_coupled_drafts = True
         """Whether drafts, if there are any, change no sampled token."""
         self._census = TaskCensus()
-        self._num_calls = 0
         self._lengths = AnswerLengths()
         self._queued_requests = QueuedRequestBuilder(fleet=fleet, lengths=self._lengths, clock=clock, config=config)
         self._crash_budget = CrashBudget(config.max_lost_workers, fleet.lives.find_ended, clock)
-        self.totals = Totals()
         self.recordings = TrafficRecordings(clock)
         self.traces = RequestTraces(clock)
         self.demand = DemandMeter(clock)
+        self.calls = CallAccounts(metrics=metrics, traces=self.traces, demand=self.demand)
         self.recent = RecentRequests(clock)
         self.in_flight = InFlight(clock)
 
     @property
     def num_request_tasks(self) -> int:
         """Tasks that serve requests: the clients' calls and the tasks that these started."""
-        return self._num_calls + self._census.num_tasks
-
-    @contextmanager
-    def account(self, life: LifeCycle, *, time_left_s: Callable[[], float | None]) -> Iterator[None]:
-        """Count a client's call and how it ends.
-
-        The call is not demand yet, because strangers must not scale the pools: the door notes an arrival when it admits
-        the request. gRPC cancels a call whose client went away and one whose deadline passed alike;
-        `time_left_s` tells them apart.
-        """
-        self._num_calls += 1
-        try:
-            yield
-        except asyncio.CancelledError:
-            left_s = time_left_s()
-            if left_s is not None and left_s <= 0:
-                self.totals.num_failed += 1
-                self._end(life, State.FAILED, DeadlineExceeded.__name__)
-            else:
-                self.totals.num_cancelled += 1
-                self._end(life, State.CANCELLED, "cancelled")
-            raise
-        except BaseException as error:
-            if isinstance(error, Overloaded):
-                self.demand.note_refusal()
-            self.totals.num_failed += 1
-            self._end(life, State.FAILED, type(error).__name__ if isinstance(error, KvrelayError) else "bug")
-            raise
-        else:
-            self.totals.num_completed += 1
-            self._end(life, State.FINISHED, "completed")
-        finally:
-            self._num_calls -= 1
-
-    def _end(self, life: LifeCycle, state: State, outcome: str) -> None:
-        if not life.is_over:
-            life.advance(state)
-        self._metrics.count_request(outcome)
-        self.traces.end(life, outcome)
-        duration_s = round(life.stamps[-1][1] - life.received_s, 6)
-        extra = {"request_id": life.request_id, "outcome": outcome, "duration_s": duration_s}
-        logger.info("request ended", extra=extra)
+        return self.calls.num_open + self._census.num_tasks
 
     def _draws_again_the_same(self, job: Job) -> bool:
         """Return whether a worker that continues the answer draws the tokens that the one before would have drawn."""
@@ -225,7 +172,7 @@ class Orchestrator:
                 if await self._attempt(leg) is AttemptOutcome.COMPLETED:
                     return
                 leg.num_moves += 1
-                self.totals.num_moves += 1
+                self.calls.totals.num_moves += 1
             except AttemptFailed as failure:
                 if not ledger.unfinished(leg.samples):
                     return
@@ -242,17 +189,11 @@ class Orchestrator:
             raise error
         if leg.num_attempts - leg.num_moves >= self._config.max_attempts:
             raise error
-        logger.warning(
-            "planning again: %s",
-            failure,
-            extra={
-                "request_id": leg.record.job.request_id,
-                "attempt": leg.num_attempts,
-                "reason": type(error).__name__,
-            },
-        )
-        self.totals.num_replans += 1
-        self._metrics.count_replan(type(error).__name__)
+        reason = type(error).__name__
+        extra = {"request_id": leg.record.job.request_id, "attempt": leg.num_attempts, "reason": reason}
+        logger.warning("planning again: %s", failure, extra=extra)
+        self.calls.totals.num_replans += 1
+        self._metrics.count_replan(reason)
 
     async def _serve_apart(self, leg: Leg, remaining: list[int]) -> None:
         """Serve samples that have begun separately: each continues from its own tokens."""

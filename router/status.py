@@ -31,7 +31,7 @@ class StatusReporter:
         parts = self._parts
         return message_of(
             pb.RouterStatus,
-            *(parts.orchestrator.totals, parts.orchestrator, parts.admission, parts.line, parts.config),
+            *(parts.orchestrator.calls.totals, parts.orchestrator, parts.admission, parts.line, parts.config),
             num_bookings=len(parts.fleet.bookings),
             num_index_blocks=parts.index.num_blocks,
             http_port=self.http_port,

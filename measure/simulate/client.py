@@ -61,7 +61,7 @@ class SimClient:
         failure: KvrelayError | None = None
         try:
             with (
-                router.orchestrator.account(life, time_left_s=lambda: deadline_s - self._loop.time()),
+                router.orchestrator.calls.account(life, time_left_s=lambda: deadline_s - self._loop.time()),
                 self._admit(arrival) as ticket,
             ):
                 job = self._job(arrival, request_id)

@@ -137,7 +137,7 @@ class SimCluster:
             samples=self.samples,
             stays=self.pools.stays,
             plans=self.plans,
-            num_moves=sum(router.orchestrator.totals.num_moves for router in self.routers),
+            num_moves=sum(router.orchestrator.calls.totals.num_moves for router in self.routers),
             end_s=self._loop.time() - self._begin_s,
             wall_s=0.0,
             choice_s=self.choice_s,

@@ -161,7 +161,7 @@ class Clients:
         """Ask for what the client has not got yet. Raises KvrelayError, and TailLost to be asked again."""
         clock, question = router.clock, check.question
         with (
-            router.orchestrator.account(life, time_left_s=lambda: ends_s - clock.monotonic()),
+            router.orchestrator.calls.account(life, time_left_s=lambda: ends_s - clock.monotonic()),
             admit(router, tenant) as ticket,
             self._audit.following(router, life.request_id, check, ticket, is_direct=delivery is Delivery.DIRECT),
         ):

@@ -36,7 +36,9 @@ class Routers:
     @property
     def num_replans(self) -> int:
         """Replans of all routers, also of those that have died."""
-        return self._num_replans_of_dead + sum(router.orchestrator.totals.num_replans for router in self.alive.values())
+        return self._num_replans_of_dead + sum(
+            router.orchestrator.calls.totals.num_replans for router in self.alive.values()
+        )
 
     def start(self) -> None:
         """Begin to watch for workers that fall silent."""
@@ -71,7 +73,7 @@ class Routers:
     def die(self, address: str, *, down_s: float) -> None:
         """End a router with all that it does, and bring a new one up after some seconds."""
         router = self.alive.pop(address)
-        self._num_replans_of_dead += router.orchestrator.totals.num_replans
+        self._num_replans_of_dead += router.orchestrator.calls.totals.num_replans
         self._network.crash(address)
         for task, its_router in self._attempts.items():
             if its_router is router:
