@@ -12,9 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-import numpy as np
-
-from common.slo import Slo
 from common.wire_names import TRANSPORT_NAMES
 from router.diagnosis import changes
 from router.diagnosis.changes import Change, Prediction, PromptTimes, short_time
@@ -288,23 +285,6 @@ def _walls(pool: Pool) -> str:
         f"; of the time in steps, memory traffic needs at least {pool.memory_share:.0%}, arithmetic"
         f" {pool.compute_share:.0%}, and {pool.overhead_share:.0%} is neither"
     )
-
-
-def headline(requests: Sequence[RecentRequest], *, window_s: float, slo: Slo | None, num_running: int = 0) -> str:
-    """Return how the requests of a window did; `num_running` are not answered yet."""
-    if not requests:
-        under_way = f"; {num_running} under way" if num_running else ""
-        return f"no request was answered in the last {window_s:g} s{under_way}"
-    ttft_p50, ttft_p99 = np.percentile([each.ttft_s for each in requests], (50, 99))
-    count = "1 request" if len(requests) == 1 else f"{len(requests)} requests"
-    text = f"{count} answered in {window_s:g} s: TTFT p50 {ttft_p50:.3g} s, p99 {ttft_p99:.3g} s"
-    gaps = [each.tpot_s for each in requests if each.tpot_s is not None]
-    if gaps:
-        tpot_p50, tpot_p99 = np.percentile(gaps, (50, 99))
-        text += f", TPOT p50 {short_time(tpot_p50)}, p99 {short_time(tpot_p99)}"
-    if slo is not None:
-        text += f"; {fmean(map(slo.is_good, requests)):.0%} within their objectives"
-    return text
 
 
 def _whole_s(requests: Sequence[RecentRequest]) -> float:

@@ -9,7 +9,7 @@ from common.wire import message_of
 from common.wire_names import ROLE_NAMES
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import worker_pb2
-from router.diagnosis import findings, one_request
+from router.diagnosis import answer_times, findings
 from router.diagnosis.pool import Pool, Worker
 from router.diagnosis.recent_requests import REMEMBERED_S, RecentRequest
 from router.parts import RouterParts
@@ -43,7 +43,7 @@ class Diagnosis:
             why = f"this router has answered no request {request.request_id} in the last hour"
             raise InvalidRequest(why, field="request_id")
         others = [each for each in recent.over(window_s) if each is not found]
-        headline, sentences = one_request.describe(found, others)
+        headline, sentences = answer_times.describe(found, others)
         return pb.DiagnoseResponse(headline=headline, findings=[pb.Finding(text=text) for text in sentences])
 
     def judge(self, status: pb.GetClusterStatusResponse, *, window_s: float) -> pb.DiagnoseResponse:
@@ -56,7 +56,7 @@ class Diagnosis:
         )
         causes = _causes(requests, prefill, decode, self._parts.chooser)
         return pb.DiagnoseResponse(
-            headline=findings.headline(
+            headline=answer_times.headline(
                 requests,
                 window_s=window_s,
                 slo=orchestrator.demand.slo,

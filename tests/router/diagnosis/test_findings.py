@@ -10,8 +10,8 @@ from common.slo import Slo
 from common.timing import StepModel, TimingModel
 from kvrelay.v1 import worker_pb2
 from router.diagnosis import changes
-from router.diagnosis.findings import Cause, View, find, headline
-from router.diagnosis.one_request import describe
+from router.diagnosis.answer_times import describe, headline
+from router.diagnosis.findings import Cause, View, find
 from router.diagnosis.pool import Pool, Worker
 from router.diagnosis.recent_requests import RecentRequest
 from router.hot_prefixes import HotPrefix, PrefixHolder

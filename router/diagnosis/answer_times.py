@@ -1,8 +1,12 @@
-"""Explains the time that one request took by its parts, beside the usual ones."""
+"""The times of answers in words: those of a window, and one request's by its parts beside the usual ones."""
 
 from collections.abc import Callable, Sequence
-from statistics import median
+from statistics import fmean, median
 
+import numpy as np
+
+from common.slo import Slo
+from router.diagnosis.changes import short_time
 from router.diagnosis.recent_requests import RecentRequest
 
 _PARTS: Sequence[tuple[str, Callable[[RecentRequest], float]]] = (
@@ -13,6 +17,23 @@ _PARTS: Sequence[tuple[str, Callable[[RecentRequest], float]]] = (
     ("elsewhere until the first token", lambda each: _rest_s(each)),
     ("first to last token", lambda each: each.decode_s),
 )
+
+
+def headline(requests: Sequence[RecentRequest], *, window_s: float, slo: Slo | None, num_running: int = 0) -> str:
+    """Return how the requests of a window did; `num_running` are not answered yet."""
+    if not requests:
+        under_way = f"; {num_running} under way" if num_running else ""
+        return f"no request was answered in the last {window_s:g} s{under_way}"
+    ttft_p50, ttft_p99 = np.percentile([each.ttft_s for each in requests], (50, 99))
+    count = "1 request" if len(requests) == 1 else f"{len(requests)} requests"
+    text = f"{count} answered in {window_s:g} s: TTFT p50 {ttft_p50:.3g} s, p99 {ttft_p99:.3g} s"
+    gaps = [each.tpot_s for each in requests if each.tpot_s is not None]
+    if gaps:
+        tpot_p50, tpot_p99 = np.percentile(gaps, (50, 99))
+        text += f", TPOT p50 {short_time(tpot_p50)}, p99 {short_time(tpot_p99)}"
+    if slo is not None:
+        text += f"; {fmean(map(slo.is_good, requests)):.0%} within their objectives"
+    return text
 
 
 def describe(request: RecentRequest, others: Sequence[RecentRequest]) -> tuple[str, list[str]]:
