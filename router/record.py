@@ -23,6 +23,7 @@ from router.ledger import TokenLedger
 from router.outbox import Outbox
 from router.placement.decisions import forecast_to_proto
 from router.placement.plans import Plan
+from router.resumption import Begun
 
 
 class Delivery(enum.Enum):
@@ -31,16 +32,6 @@ class Delivery(enum.Enum):
     ROUTER = "router"
     DIRECT = "direct"
     """The decode worker; the router keeps checkpoints."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Begun:
-    """Tokens of a sample that another router has delivered, as the client claims; checked to be tokens, no more."""
-
-    token_ids: TokenArray
-    is_finished: bool
-    text: str = ""
-    """The text that came with them, where the answer is parsed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,11 +7,11 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from common.chat_template import Conversation
-from common.errors import InvalidRequest, PromptTooLong, UnknownModel, WorkerLost
+from common.errors import InvalidRequest, PromptTooLong, UnknownModel
 from common.ids import RequestId
 from common.sampling import SamplingParams
 from common.tokens import TOKEN_BYTES, TokenArray
-from common.wire import check_bounds, sampling_from_proto, token_ids_from_proto, unpack_tokens
+from common.wire import check_bounds, sampling_from_proto, token_ids_from_proto
 from kvrelay.v1 import inference_pb2, sampling_pb2
 from router.codec import Codec
 from router.conversation import (
@@ -24,7 +24,8 @@ from router.conversation import (
 )
 from router.embedding import read_form
 from router.facts import ModelFacts
-from router.record import Begun, Delivery, Job
+from router.record import Delivery, Job
+from router.resumption import read_begun, render_time
 from router.tenants import Tenant
 from router.token_cache import Encoded
 
@@ -32,8 +33,6 @@ MAX_CHARS_PER_TOKEN = 64
 """Text with more characters than this for each token of the context is refused before it is tokenized."""
 MAX_TOKEN_CHARS = 1024
 """Longest text of a single token of an answer that is resumed."""
-MAX_RENDER_AGE_S = 86_400
-"""Most seconds between the rendering of a resumed chat and now; covers an answer and two clocks."""
 DEFAULT_MAX_CHARS = 4 << 20
 """The same bound before a worker has reported the context length."""
 MAX_PROMPT_LOGPROBS_BYTES = 48 << 20
@@ -77,7 +76,8 @@ class RequestReader:
         _check_model(message.model, model)
         conversation = rendered_unix_s = None
         if message.HasField("chat"):
-            conversation, rendered_unix_s = _conversation(message.chat, model), self._render_time(message)
+            conversation = _conversation(message.chat, model)
+            rendered_unix_s = render_time(message.resume, now_unix_s=int(self._unix_s()))
             encoded = await self.codec.encode_chat(
                 conversation,
                 rendered_unix_s=rendered_unix_s,
@@ -97,7 +97,7 @@ class RequestReader:
             answer = self._answer_format(message, encoded.prompt_end)
             sampling = shaped(sampling, message.chat, conversation.tools, answer, self._formats)
             sampling.validate(vocab_size=model.vocab_size)
-        begun = _begun(message, sampling, model) if message.HasField("resume") else ()
+        begun = read_begun(message, sampling, model) if message.HasField("resume") else ()
         _check_pages(len(prompt), sampling, model)
         return Job(
             delivery=Delivery.DIRECT if message.direct else Delivery.ROUTER,
@@ -149,24 +149,6 @@ class RequestReader:
         """Render a conversation as of now and tokenize it. Raises RequestError."""
         conversation, now_unix_s = _conversation(chat, model), int(self._unix_s())
         return await self.codec.encode_chat(conversation, rendered_unix_s=now_unix_s, tenant=tenant)
-
-    def _render_time(self, message: inference_pb2.GenerateRequest) -> int:
-        """Return the time, in seconds, as of which a request's chat is rendered, here and wherever it is resumed.
-
-        Raises InvalidRequest.
-        """
-        now_unix_s, resume = int(self._unix_s()), message.resume
-        given_unix_s = resume.rendered_unix_s
-        if not given_unix_s:
-            if any(sample.tokens for sample in resume.samples):
-                raise InvalidRequest("a chat is resumed with the time from Accepted", field="resume.rendered_unix_s")
-            return now_unix_s
-        if abs(given_unix_s - now_unix_s) > MAX_RENDER_AGE_S:
-            raise InvalidRequest(
-                f"{given_unix_s} is more than {MAX_RENDER_AGE_S} s away from {now_unix_s}, the time here",
-                field="resume.rendered_unix_s",
-            )
-        return given_unix_s
 
     async def _prompt(
         self,
@@ -232,31 +214,6 @@ def _conversation(chat: inference_pb2.ChatPrompt, model: ModelFacts | None) -> C
     # A template adds some text to each message, so empty messages count as well.
     _check_chars(sum(num_chars_of(message) + 1 for message in chat.messages), model, field="chat.messages")
     return read_conversation(chat)
-
-
-def _begun(message: inference_pb2.GenerateRequest, sampling: SamplingParams, model: ModelFacts) -> tuple[Begun, ...]:
-    """Return the samples that another router began. Raises InvalidRequest, or WorkerLost if it had another model."""
-    resume = message.resume
-    if resume.fingerprint and resume.fingerprint != model.fingerprint:
-        raise WorkerLost(f"the workers of the model that began this answer ({resume.fingerprint[:64]}) are gone")
-    if len(resume.samples) > sampling.n:
-        raise InvalidRequest(f"{len(resume.samples)} samples; sampling.n is {sampling.n}", field="resume.samples")
-    samples = []
-    for position, sample in enumerate(resume.samples):
-        field = f"resume.samples[{position}]"
-        num_tokens = len(sample.tokens) // TOKEN_BYTES
-        if num_tokens > sampling.max_tokens or (num_tokens == sampling.max_tokens and not sample.is_finished):
-            raise InvalidRequest(
-                f"{num_tokens} tokens leave none of the {sampling.max_tokens} of max_tokens", field=f"{field}.tokens"
-            )
-        tokens = unpack_tokens(sample.tokens, vocab_size=model.vocab_size, field=f"{field}.tokens")
-        if sample.is_finished and not tokens:
-            raise InvalidRequest("the sample has an end but no token", field=f"{field}.is_finished")
-        text = sample.text if message.chat.parse_answer else ""
-        samples.append(Begun(token_ids=tokens, is_finished=sample.is_finished, text=text))
-    if any(sample.token_ids for sample in samples) and not message.sampling.HasField("seed"):
-        raise InvalidRequest("an answer is resumed with the seed from Accepted", field="sampling.seed")
-    return tuple(samples)
 
 
 def _check_parsing(message: inference_pb2.GenerateRequest, sampling: SamplingParams) -> None:

@@ -17,9 +17,10 @@ from common.wire import pack_tokens
 from kvrelay.v1 import inference_pb2, router_admin_pb2, sampling_pb2
 from router.codec import ByteCodec
 from router.record import Job
+from router.resumption import MAX_RENDER_AGE_S
 from router.tenants import ANYBODY, Tenant
 from router.token_cache import Encoded
-from router.validation import MAX_RENDER_AGE_S, RequestReader
+from router.validation import RequestReader
 from tests.router.fakes import (
     DECODE,
     FINGERPRINT,

@@ -20,7 +20,8 @@ from measure.simulate.chaos.settings import MIN_QUIET_S, ChaosReport, ChaosSetti
 from measure.simulate.client import admit
 from router.parts import RouterParts
 from router.placement.decisions import CAPACITY
-from router.record import Begun, Delivery, Job
+from router.record import Delivery, Job
+from router.resumption import Begun
 from router.tenants import ANYBODY as HOUSE
 from router.tenants import Tenant
 
