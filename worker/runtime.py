@@ -6,82 +6,45 @@ import os
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import tokenizers
 
 from common.chat_template import LineTemplate
-from common.clock import Clock, SystemClock
 from common.config import PoolConfig, ServingConfig
 from common.errors import InvalidRequest, Overloaded, Refused, StaleEpoch, WorkerLost
 from common.ids import Epoch, WorkerId, mint_epoch
 from common.kv_events import KvEvents
-from common.otlp import make_tracer
 from common.parity import Template, TextProbes, text_probes
-from common.rpc import Connect
 from common.timing import GUESSED_TIMING
 from common.tracing import NO_TRACER, Stages, tracing_call
-from common.trust.channels import connect_to
-from common.trust.credentials import Credentials
-from common.trust.identity import Role
 from common.wire_names import ROLE_NAMES
 from engine.core import EngineCore
 from engine.events import EngineLoad, StepReport
 from engine.executor import Executor
 from engine.group import Group
 from engine.sequence import EngineRequest
-from engine.speculation.speculator import Speculator
-from engine.thread import DriverFactory, EngineDriver, EngineThread
+from engine.thread import EngineDriver
 from kv_transfer.handoff import HandoffTable
-from kv_transfer.link_rates import measure_link_rates
 from kv_transfer.pull import KvPuller
-from kv_transfer.serve import CheckPull, KvTransferService, ServeSettings, check_by
+from kv_transfer.serve import KvTransferService, ServeSettings
 from kv_transfer.transports.registry import WorkerTransports
 from kvrelay.v1 import sequence_pb2, worker_pb2
-from worker.factory import limits_for, load_executor_for, load_template_for, speculator_for
-from worker.grammar_compiler import GrammarCompiler
-from worker.host_cores import HostCores
+from worker.environment import Environment
+from worker.factory import limits_for
 from worker.kv_event_hub import KvEventHub
 from worker.open_calls import OpenCalls
 from worker.peers import PeerChannels
 from worker.prefill_gate import PrefillGate, Quarantine
 from worker.prefix_pull import PrefixPuller
 from worker.recent_steps import RecentSteps
-from worker.request import engine_request
+from worker.request import GrammarCompiler, engine_request
 from worker.timing import WorkerTiming
 
 logger = logging.getLogger(__name__)
 
 _EXIT_SOFTWARE = 70  # sysexits.h: internal software error
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Environment:
-    """Dependencies of a worker that a simulation replaces."""
-
-    clock: Clock
-    connect: Connect
-    """Channels to other workers."""
-    drive: DriverFactory
-    """Runs the engine's core."""
-    check_pull: CheckPull
-    """Checks another worker's right to a pull."""
-    speculator: Speculator | None = None
-    """Drafts for the engine."""
-    host_cores: HostCores | None = None
-    """The host's idle cores; None where there is no real host."""
-
-    @classmethod
-    def real(cls, credentials: Credentials) -> "Environment":
-        """Return the dependencies of a real worker with these credentials."""
-        return cls(
-            clock=SystemClock(),
-            connect=connect_to(Role.WORKER, credentials),
-            drive=EngineThread,
-            check_pull=check_by(credentials),
-            host_cores=HostCores(),
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,40 +128,6 @@ class WorkerRuntime:
         """Called when the worker stops: endless streams must end with their last request."""
         self.on_close: list[Callable[[], Awaitable[None]]] = [self.peers.aclose, self._grammars.aclose]
         self._sweeper: asyncio.Task[None] | None = None
-
-    @classmethod
-    async def load_from(
-        cls,
-        config: ServingConfig,
-        *,
-        role: worker_pb2.WorkerRole.ValueType,
-        worker_id: str,
-        credentials: Credentials,
-    ) -> "WorkerRuntime":
-        """Load the model off the event loop; return a runtime that is not started."""
-        pool = pool_of(config, role)
-        loop = asyncio.get_running_loop()
-        executor, tokenizer = await loop.run_in_executor(None, load_executor_for, config, pool)
-        speculator = await loop.run_in_executor(None, speculator_for, config, pool, executor)
-        chat_template = await loop.run_in_executor(None, load_template_for, config)
-        runtime = cls(
-            config=config,
-            role=role,
-            worker_id=WorkerId(worker_id),
-            executor=executor,
-            tokenizer=tokenizer,
-            environment=replace(Environment.real(credentials), speculator=speculator),
-        )
-        runtime.chat_template = chat_template
-        runtime.tracer = make_tracer(config.tracing, service="kvrelay-worker", instance=worker_id)
-        if executor.floors is not None:  # the device was measured, too
-            runtime.link_rates = await measure_link_rates(
-                config.transfer.transports,
-                executor.kv,
-                chunk_bytes=config.transfer.chunk_bytes,
-                engine=runtime.engine,
-            )
-        return runtime
 
     @cached_property
     def probes(self) -> TextProbes:

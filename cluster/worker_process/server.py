@@ -1,14 +1,22 @@
-"""Starts a worker that can change its role: the services of both pools on one runtime.
+"""Loads and starts a worker that can change its role: the services of both pools on one runtime.
 
 Routers choose the service to call by the runtime's role.
 """
 
+import asyncio
+from dataclasses import replace
+
 from common.config import ServingConfig
+from common.ids import WorkerId
+from common.otlp import make_tracer
 from common.trust.credentials import Credentials
 from decode_worker.service import decode_services
+from kv_transfer.link_rates import measure_link_rates
 from kvrelay.v1 import worker_pb2
 from prefill_worker.service import prefill_services
-from worker.runtime import WorkerRuntime
+from worker.environment import Environment
+from worker.factory import load_executor_for, load_template_for, speculator_for
+from worker.runtime import WorkerRuntime, pool_of
 from worker.serving import PlaneService, RunningWorker, start_worker
 from worker.watchdog import watch_over
 
@@ -30,8 +38,37 @@ async def start_pool_worker(
 
     Raises OSError if the port is taken.
     """
-    worker_id = credentials.identity.name
-    runtime = await WorkerRuntime.load_from(config, role=role, worker_id=worker_id, credentials=credentials)
+    runtime = await _load(config, credentials, role=role)
     worker = await start_worker(runtime, pool_services, credentials, host=host, port=port)
     watch_over(runtime)
     return worker
+
+
+async def _load(
+    config: ServingConfig, credentials: Credentials, *, role: worker_pb2.WorkerRole.ValueType
+) -> WorkerRuntime:
+    """Load the model off the event loop; return a runtime that is not started."""
+    pool = pool_of(config, role)
+    worker_id = credentials.identity.name
+    loop = asyncio.get_running_loop()
+    executor, tokenizer = await loop.run_in_executor(None, load_executor_for, config, pool)
+    speculator = await loop.run_in_executor(None, speculator_for, config, pool, executor)
+    chat_template = await loop.run_in_executor(None, load_template_for, config)
+    runtime = WorkerRuntime(
+        config=config,
+        role=role,
+        worker_id=WorkerId(worker_id),
+        executor=executor,
+        tokenizer=tokenizer,
+        environment=replace(Environment.real(credentials), speculator=speculator),
+    )
+    runtime.chat_template = chat_template
+    runtime.tracer = make_tracer(config.tracing, service="kvrelay-worker", instance=worker_id)
+    if executor.floors is not None:  # the device was measured, too
+        runtime.link_rates = await measure_link_rates(
+            config.transfer.transports,
+            executor.kv,
+            chunk_bytes=config.transfer.chunk_bytes,
+            engine=runtime.engine,
+        )
+    return runtime

@@ -26,7 +26,8 @@ from measure.simulate.network import SimNetwork, SimServer
 from measure.simulate.timing import WorkerSpeed
 from measure.simulate.tokens import TokenLog
 from router.facts import Endpoint
-from worker.runtime import Environment, ServedPorts, WorkerRuntime
+from worker.environment import Environment
+from worker.runtime import ServedPorts, WorkerRuntime
 from worker.serving import common_services
 from worker.timing import WorkerTiming
 

@@ -55,7 +55,7 @@ from router.tenants import Terms
 from router.validation import RequestReader
 from tests.fuzz.loop import MeteredLoop
 from tests.fuzz.members import DENIED, as_member, credentials_of, make_guard, reach_of
-from worker.runtime import Environment
+from worker.environment import Environment
 from worker.service import WorkerService
 from worker.serving import Plane, common_services
 

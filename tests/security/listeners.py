@@ -17,7 +17,7 @@ from kvrelay.v1 import worker_pb2
 from router.codec import ByteCodec
 from router.server import RunningRouter, serve_router
 from tests.worker.cluster import make_runtime
-from worker.runtime import Environment
+from worker.environment import Environment
 from worker.serving import RunningWorker, start_worker
 
 HOSTS = ("127.0.0.1", "localhost")

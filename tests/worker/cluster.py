@@ -24,7 +24,8 @@ from router.decode_stream import DecodeStream
 from tests.builders import BLOCK_SIZE, expected_tokens
 from tests.engine.beam_oracle import expected_beams
 from tests.trust import ROUTER, as_router, credentials_of
-from worker.runtime import Environment, WorkerRuntime
+from worker.environment import Environment
+from worker.runtime import WorkerRuntime
 from worker.serving import RunningWorker, start_worker
 
 Source = sequence_pb2.KvSource | None

@@ -5,7 +5,7 @@ import time
 import psutil
 import pytest
 
-from worker.host_cores import HostCores
+from worker.environment import HostCores
 
 
 class Host:
