@@ -42,48 +42,36 @@ from kvrelay.client.chat import (
     ToolCall,
 )
 from kvrelay.client.collect import AsyncGenerationStream, GenerationStream
-from kvrelay.client.records import (
+from kvrelay.client.events import (
     Accepted,
     Completed,
-    Embedding,
     Event,
     FinishReason,
     Forecast,
-    Generation,
-    ModelInfo,
     PlanChosen,
     PlanKind,
     PositionLogprobs,
-    Prompt,
     PromptLogprobs,
     Queued,
     RequestTimings,
-    Sample,
-    ServiceTerms,
     Token,
-    Tokenization,
     TokenLogprob,
     TokenRun,
     TransferStats,
     Usage,
 )
-from kvrelay.client.requests import EmbedOptions, GenerateOptions
+from kvrelay.client.explanations import Candidate, Decision, DecisionOutcome, Diagnosis, Finding, PoolWalls, Prediction
+from kvrelay.client.requests import EmbedOptions, GenerateOptions, Prompt, ServiceTerms
+from kvrelay.client.results import Embedding, Generation, ModelInfo, Sample, Tokenization
 from kvrelay.client.status import (
-    Candidate,
     ClusterStatus,
-    Decision,
-    DecisionOutcome,
     DeviceReport,
-    Diagnosis,
-    Finding,
     HotPrefix,
     LinkRate,
     PlannerStatus,
     PlanRecord,
     PlanTerm,
     PoolPlan,
-    PoolWalls,
-    Prediction,
     PrefixHolder,
     RouterStatus,
     StepModel,

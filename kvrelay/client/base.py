@@ -6,9 +6,16 @@ from typing import Any, Generic, TypeVar, Unpack
 
 from kvrelay.client.chat import ChatTurn
 from kvrelay.client.collect import EventBuffer
+from kvrelay.client.events import SampleSoFar
 from kvrelay.client.failover import RouterList, countdown
-from kvrelay.client.records import Prompt, SampleSoFar
-from kvrelay.client.requests import GenerateOptions, as_conversation, credentials, generate_request, trace_context
+from kvrelay.client.requests import (
+    GenerateOptions,
+    Prompt,
+    as_conversation,
+    credentials,
+    generate_request,
+    trace_context,
+)
 from kvrelay.client.traffic import TrafficBuffer
 from kvrelay.v1 import inference_pb2
 

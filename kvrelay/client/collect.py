@@ -6,21 +6,20 @@ from common.chat.parsing import has_markup
 from common.errors import Cancelled, EngineFault
 from kvrelay.client.chat import Message, MessageDelta, MessageReader
 from kvrelay.client.convert import events_from_proto
-from kvrelay.client.records import (
+from kvrelay.client.events import (
     Accepted,
     Completed,
     Event,
     FinishReason,
-    Generation,
     PlanChosen,
     PositionLogprobs,
     PromptLogprobs,
-    Sample,
     SampleSoFar,
     Token,
     TokenRun,
 )
 from kvrelay.client.requests import resumed_request
+from kvrelay.client.results import Generation, Sample
 from kvrelay.client.streams import AsyncStream, BlockingStream, Buffer
 from kvrelay.v1 import inference_pb2
 

@@ -11,10 +11,9 @@ import grpc
 
 from common.errors import EngineFault, InvalidRequest, KvrelayError, Unreachable, from_rpc_error
 from common.wire_names import FINISH_REASON_NAMES, PLAN_KIND_NAMES, ROLE_NAMES, TRANSPORT_NAMES
-from kvrelay.client.records import (
+from kvrelay.client.events import (
     Accepted,
     Completed,
-    Embedding,
     Event,
     FinishReason,
     PlanChosen,
@@ -28,6 +27,7 @@ from kvrelay.client.records import (
     TransferStats,
     Usage,
 )
+from kvrelay.client.results import Embedding
 from kvrelay.client.status import LinkRate, WorkerView
 from kvrelay.v1 import inference_pb2
 

@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 
 from common.errors import Cancelled, EngineFault
-from kvrelay.client.records import SampleSoFar
+from kvrelay.client.events import SampleSoFar
 from kvrelay.v1 import decode_pb2, inference_pb2, sampling_pb2
 
 _FIRST_PAUSE_S = 0.05

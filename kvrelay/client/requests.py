@@ -4,8 +4,8 @@ import struct
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
-from typing import Any, Literal, TypedDict
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, TypeAlias, TypedDict
 
 from common.errors import InvalidRequest
 from common.pooling import Pooling, pooling_to_proto
@@ -13,11 +13,27 @@ from common.sampling import PARAMETERS, SamplingOptions
 from common.structured_outputs import structure_text
 from common.tracing import TRACEPARENT, SpanContext
 from kvrelay.client.chat import CHAT_OPTIONS, ChatMessage, ChatOptions, ChatTurn, set_chat_options, turn_of
-from kvrelay.client.records import Accepted, Prompt, SampleSoFar, ServiceTerms
+from kvrelay.client.events import Accepted, SampleSoFar
 from kvrelay.v1 import inference_pb2, sampling_pb2
 
 _OPTIONS = tuple(each.option for each in PARAMETERS)
 _OTHER_OPTIONS = frozenset(("model", "label", "timeout_s", "terms", *CHAT_OPTIONS))
+
+
+Prompt: TypeAlias = str | Sequence[int] | Sequence[ChatTurn]
+"""Text, continued as it is; ready token ids; or a conversation for the model's chat template."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceTerms:
+    """How soon an answer is needed. The cluster may refuse at once what it cannot meet."""
+
+    priority: int = 0
+    """Requests of a tenant with a larger one go first, up to the tenant's maximum."""
+    ttft_s: float | None = None
+    """Objective for the time to the first token; default: serving.yaml's `slo`."""
+    itl_s: float | None = None
+    """Objective for the mean gap between tokens."""
 
 
 class GenerateOptions(SamplingOptions, ChatOptions, total=False):

@@ -12,8 +12,8 @@ from common.errors import Cancelled, EngineFault
 from common.rpc import is_cancelled
 from kvrelay.client.convert import error_from_rpc
 from kvrelay.client.direct import TailLost
+from kvrelay.client.events import SampleSoFar
 from kvrelay.client.failover import Attempts, RouterList
-from kvrelay.client.records import SampleSoFar
 
 _MAX_LOST_TAILS = 3
 """Times that one stream asks for tokens that were lost with a worker after its answer was complete."""

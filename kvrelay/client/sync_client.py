@@ -11,10 +11,11 @@ from kvrelay.client.base import DEFAULT_ADDRESS, BaseClient
 from kvrelay.client.chat import ChatTurn
 from kvrelay.client.collect import GenerationStream
 from kvrelay.client.convert import error_from_rpc, record
+from kvrelay.client.explanations import Decision, Diagnosis
 from kvrelay.client.failover import Attempts, ping_timeout_ms
-from kvrelay.client.records import Embedding, Generation, ModelInfo, Prompt, Tokenization
-from kvrelay.client.requests import EmbedOptions, GenerateOptions, embed_request, tokenize_request
-from kvrelay.client.status import ClusterStatus, Decision, Diagnosis
+from kvrelay.client.requests import EmbedOptions, GenerateOptions, Prompt, embed_request, tokenize_request
+from kvrelay.client.results import Embedding, Generation, ModelInfo, Tokenization
+from kvrelay.client.status import ClusterStatus
 from kvrelay.client.tls import Tls, channel_credentials
 from kvrelay.client.traffic import TrafficStream
 from kvrelay.v1 import inference_pb2, inference_pb2_grpc

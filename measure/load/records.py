@@ -14,7 +14,7 @@ from typing import Any
 
 from common.errors import DeadlineExceeded, KvrelayError, Overloaded
 from common.slo import Slo
-from kvrelay.client.records import Forecast
+from kvrelay.client.events import Forecast
 
 
 class Outcome(enum.StrEnum):

@@ -14,7 +14,7 @@ from common.ids import RequestId, mint_request_id
 from common.lifecycle import LifeCycle
 from common.sampling import SamplingParams
 from kvrelay.client.convert import record
-from kvrelay.client.records import PlanChosen
+from kvrelay.client.events import PlanChosen
 from kvrelay.v1 import inference_pb2
 from measure.load.records import Outcome, RequestRecord, ServerReport
 from measure.simulate.executor import KnownAnswer

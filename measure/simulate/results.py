@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from common.slo import Slo
-from kvrelay.client.records import Forecast
+from kvrelay.client.events import Forecast
 from measure.figures import Figures, Percentiles, percentiles, summarize
 from measure.load.records import RequestRecord
 from measure.simulate.records import SimRun, WorkerResult

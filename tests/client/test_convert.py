@@ -6,12 +6,11 @@ from common.errors import EngineFault
 from common.wire import pack_tokens
 from kvrelay.client.collect import EventBuffer
 from kvrelay.client.convert import events_from_proto
-from kvrelay.client.records import (
+from kvrelay.client.events import (
     Accepted,
     Completed,
     FinishReason,
     Forecast,
-    ModelInfo,
     PlanChosen,
     PromptLogprobs,
     Queued,
@@ -21,16 +20,9 @@ from kvrelay.client.records import (
     TransferStats,
     Usage,
 )
-from kvrelay.client.status import (
-    Candidate,
-    ClusterStatus,
-    Decision,
-    DecisionOutcome,
-    RouterStatus,
-    WorkerLoad,
-    WorkerStatus,
-    WorkerView,
-)
+from kvrelay.client.explanations import Candidate, Decision, DecisionOutcome
+from kvrelay.client.results import ModelInfo
+from kvrelay.client.status import ClusterStatus, RouterStatus, WorkerLoad, WorkerStatus, WorkerView
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import sampling_pb2, worker_pb2
 from tests.client.fake_server import accepted, completed, local_plan

@@ -4,8 +4,7 @@ import pytest
 
 from common.errors import InvalidRequest
 from kvrelay.client.chat import ChatMessage
-from kvrelay.client.records import ServiceTerms
-from kvrelay.client.requests import credentials, generate_request
+from kvrelay.client.requests import ServiceTerms, credentials, generate_request
 from kvrelay.v1 import inference_pb2, sampling_pb2
 
 

@@ -6,15 +6,8 @@ from dataclasses import asdict
 from common.errors import AccessDenied, EngineFault, UnknownModel
 from kvrelay.client import AsyncClient, AsyncGenerationStream, SamplingOptions
 from kvrelay.client.chat import ChatMessage
-from kvrelay.client.records import (
-    Accepted,
-    Completed,
-    PlanChosen,
-    Prompt,
-    ServiceTerms,
-    Token,
-    TokenRun,
-)
+from kvrelay.client.events import Accepted, Completed, PlanChosen, Token, TokenRun
+from kvrelay.client.requests import Prompt, ServiceTerms
 from kvrelay.client.status import WorkerView
 from measure.load.records import PoolSample, ServerReport, WorkerSample
 from measure.load.targets.interface import ChunkSink, PreparedCall, TargetAnswer, TargetInfo, TargetRequest, TargetSpec

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from common.tokens import tokens_from_bytes
-from kvrelay.client.records import SampleSoFar
+from kvrelay.client.events import SampleSoFar
 from kvrelay.v1 import inference_pb2, sampling_pb2
 from measure.simulate.chaos.questions import Question
 from measure.simulate.worker import SimWorker

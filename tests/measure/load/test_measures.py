@@ -1,7 +1,7 @@
 import pytest
 
 from common.slo import Slo
-from kvrelay.client.records import Forecast
+from kvrelay.client.events import Forecast
 from measure.load.measures import summarize
 from measure.load.records import Outcome, PoolSample, ServerReport
 from measure.load.summary import Summary

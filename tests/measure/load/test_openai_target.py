@@ -20,7 +20,7 @@ from common.errors import (
     Unreachable,
 )
 from kvrelay.client.chat import ChatMessage
-from kvrelay.client.records import Forecast
+from kvrelay.client.events import Forecast
 from measure.load.records import ServerReport
 from measure.load.targets.completion import CompletionReader, SseReader
 from measure.load.targets.interface import Feature, Target, TargetAnswer, TargetRequest, TargetSpec, make_target

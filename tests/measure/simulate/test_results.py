@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from common.slo import Slo
-from kvrelay.client.records import Forecast
+from kvrelay.client.events import Forecast
 from measure.figures import Percentiles
 from measure.load.records import Outcome, RequestRecord, ServerReport
 from measure.simulate.records import SimRun, WorkerResult

@@ -1,14 +1,14 @@
-"""The records that the clients return: frozen, without protobuf.
+"""The events of a stream, and the records in them: frozen, without protobuf.
 
 Durations are in seconds, sizes in bytes. A value that does not exist is None, never 0 or "".
 """
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from kvrelay.client.chat import AnswerFormat, ChatTurn, Message, MessageDelta
+from kvrelay.client.chat import AnswerFormat, MessageDelta
 
 
 class FinishReason(enum.StrEnum):
@@ -29,22 +29,6 @@ class PlanKind(enum.StrEnum):
     """The decode worker reads the short uncached rest of the prompt itself."""
     PREFILL = "prefill"
     """A prefill worker reads the prompt and answers with an embedding."""
-
-
-Prompt: TypeAlias = str | Sequence[int] | Sequence[ChatTurn]
-"""Text, continued as it is; ready token ids; or a conversation for the model's chat template."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServiceTerms:
-    """How soon an answer is needed. The cluster may refuse at once what it cannot meet."""
-
-    priority: int = 0
-    """Requests of a tenant with a larger one go first, up to the tenant's maximum."""
-    ttft_s: float | None = None
-    """Objective for the time to the first token; default: serving.yaml's `slo`."""
-    itl_s: float | None = None
-    """Objective for the mean gap between tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,98 +233,3 @@ Event: TypeAlias = Accepted | Queued | PlanChosen | PromptLogprobs | Token | Mes
 
 Where the text of a chat's answer has markup, of tool calls or thoughts, a MessageDelta follows each Token that tells
 something of it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
-    """One of the n answers to a prompt."""
-
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: FinishReason
-    logprobs: tuple[PositionLogprobs, ...] | None
-    """One entry for each token, when `logprobs` is given."""
-    message: Message | None = None
-    """The text without its markup; None without a conversation."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Generation:
-    """A complete answer."""
-
-    request_id: str
-    samples: tuple[Sample, ...]
-    plans: tuple[PlanChosen, ...]
-    """One plan; more when a worker was lost."""
-    prompt_logprobs: tuple[PositionLogprobs, ...] | None
-    usage: Usage
-    timings: RequestTimings
-    transfer: TransferStats
-    seed: int
-
-    @property
-    def text(self) -> str:
-        """The first sample's text."""
-        return self.samples[0].text
-
-    @property
-    def token_ids(self) -> tuple[int, ...]:
-        """The first sample's tokens."""
-        return self.samples[0].token_ids
-
-    @property
-    def message(self) -> Message | None:
-        """The first sample's message."""
-        return self.samples[0].message
-
-    @property
-    def finish_reason(self) -> FinishReason:
-        """Why the first sample ended."""
-        return self.samples[0].finish_reason
-
-    @property
-    def plan(self) -> PlanChosen:
-        """The plan that brought the answer to its end."""
-        return self.plans[-1]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Embedding:
-    """The embedding of one text."""
-
-    request_id: str
-    vector: tuple[float, ...]
-    """float32 values."""
-    model: str
-    """Name of the model."""
-    fingerprint: str
-    """Hash of weights, dtype and KV layout of the model that computed it."""
-    plans: tuple[PlanChosen, ...]
-    """One plan; more when a worker was lost."""
-    usage: Usage
-    timings: RequestTimings
-    """`ttft_s` and `e2e_s` are the time to the answer."""
-    num_attempts: int
-    """1 when no worker was lost."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tokenization:
-    """Token ids, and the text of each."""
-
-    token_ids: tuple[int, ...]
-    pieces: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelInfo:
-    """A served model."""
-
-    name: str
-    max_model_len: int
-    """Longest prompt plus answer, in tokens."""
-    vocab_size: int
-    fingerprint: str
-    """Hash of weights, dtype and KV layout."""
-    exact_resume: bool
-    """Whether an answer goes on with the tokens that would have come when its worker is lost; else up to near ties."""
