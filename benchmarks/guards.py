@@ -125,7 +125,7 @@ GUARDS = (
     ),
     _guard(
         "missing blocks fail a transfer",
-        "kv_transfer/pull.py",
+        "kv_transfer/wanted.py",
         '        if missing:\n            raise KvIncomplete(f"{len(missing)} blocks of {self} are missing")',
         "        del missing",
     ),

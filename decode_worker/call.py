@@ -25,7 +25,8 @@ from engine.events import BeamsAdvanced, EngineEvent, Failed, Started, Tokens
 from engine.group import Group
 from engine.sequence import EngineRequest
 from kv_transfer.handoff import HandoffManifest
-from kv_transfer.pull import Pulled, PullPlan, WantedHandoff
+from kv_transfer.pull import Pulled, PullPlan
+from kv_transfer.wanted import WantedHandoff
 from kvrelay.v1 import decode_pb2 as pb
 from kvrelay.v1 import sampling_pb2, worker_pb2
 from worker.output import OutputStreams, beams_to_proto, prompt_logprobs_to_proto, repeat_output

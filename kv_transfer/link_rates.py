@@ -19,9 +19,10 @@ from common.rpc import channel_options
 from engine.executor import KvStore
 from engine.thread import EngineDriver
 from kv_transfer.handoff import HandoffManifest, HandoffTable
-from kv_transfer.pull import KvPuller, PullPlan, WantedHandoff
+from kv_transfer.pull import KvPuller, PullPlan
 from kv_transfer.serve import KvTransferService, ServeSettings
 from kv_transfer.transports.registry import TRANSPORTS, WorkerTransports
+from kv_transfer.wanted import WantedHandoff
 from kvrelay.v1 import kv_transfer_pb2_grpc
 
 logger = logging.getLogger(__name__)

@@ -31,7 +31,8 @@ from engine.core import EngineCore
 from engine.landing import Landing
 from engine.sequence import EngineRequest
 from engine.thread import EngineDriver
-from kv_transfer.pull import KvPuller, PullPlan, WantedBlocks
+from kv_transfer.pull import KvPuller, PullPlan
+from kv_transfer.wanted import WantedBlocks
 from kvrelay.v1 import sequence_pb2
 from worker.peers import PeerChannels
 

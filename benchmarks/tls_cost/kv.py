@@ -19,8 +19,9 @@ from common.trust.channels import Reach
 from common.trust.credentials import Credentials
 from common.trust.identity import Role
 from common.trust.tickets import IssueTicket, PullRight, of_handoff
-from kv_transfer.pull import KvPuller, PullPlan, WantedHandoff
+from kv_transfer.pull import KvPuller, PullPlan
 from kv_transfer.transports.registry import WorkerTransports
+from kv_transfer.wanted import WantedHandoff
 
 NUM_BLOCKS = 512
 _SOURCE, _SINK = WorkerId("source"), WorkerId("sink")

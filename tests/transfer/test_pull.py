@@ -17,8 +17,9 @@ from common.errors import HandoffGone, KvIncomplete, WorkerLost
 from common.ids import BlockId, Epoch, HandoffId, WorkerId
 from common.rpc import abort
 from engine.fake import FakeKvStore
-from kv_transfer.pull import KvPuller, PullPlan, WantedBlocks, WantedHandoff
+from kv_transfer.pull import KvPuller, PullPlan
 from kv_transfer.transports.registry import WorkerTransports
+from kv_transfer.wanted import WantedBlocks, WantedHandoff
 from kvrelay.v1 import kv_transfer_pb2 as pb
 from kvrelay.v1 import kv_transfer_pb2_grpc, worker_pb2
 from tests.trust import as_worker
