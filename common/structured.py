@@ -8,7 +8,9 @@ Here the owner waits itself, so that its own cancellation and a child's failure 
 import asyncio
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 class TaskCensus:
@@ -60,3 +62,21 @@ async def until_ended(tasks: Sequence["asyncio.Task[Any]"]) -> None:
             interruption = error
     if interruption is not None:
         raise interruption
+
+
+async def completed(step: Coroutine[Any, Any, T]) -> T:
+    """Take a step to its end and return its result, even if the caller is cancelled meanwhile.
+
+    The cancellation is raised when the step has succeeded.
+    """
+    task = asyncio.ensure_future(step)
+    interruption: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait((task,))
+        except asyncio.CancelledError as error:
+            interruption = error
+    result = task.result()
+    if interruption is not None:
+        raise interruption
+    return result

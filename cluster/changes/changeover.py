@@ -22,9 +22,10 @@ from typing import Any, NoReturn
 from cluster.changes.scaling import Report, Scaler, cannot_start
 from cluster.processes.launcher import StartFailed
 from cluster.processes.plan import POOLS, ProcessRole, ProcessSpec
-from cluster.processes.workforce import Workforce, completed
+from cluster.processes.workforce import Workforce
 from common.config import ServingConfig
 from common.errors import EngineFault
+from common.structured import completed
 
 
 @dataclass(slots=True, kw_only=True)

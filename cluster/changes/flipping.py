@@ -16,9 +16,10 @@ from enum import Enum
 
 from cluster.processes.managed_process import ManagedProcess
 from cluster.processes.plan import ProcessRole, ProcessSpec
-from cluster.processes.workforce import Workforce, completed
+from cluster.processes.workforce import Workforce
 from common.config import ServingConfig
 from common.errors import EngineFault, KvrelayError
+from common.structured import completed
 
 _SETTLE_S = 5.0
 """Time for the calls and pulls that end after the last answer has moved."""

@@ -35,9 +35,10 @@ from cluster.processes.diff import (
     roles_to_renew,
 )
 from cluster.processes.plan import ProcessRole, ProcessSpec, sizes_of, with_sizes
-from cluster.processes.workforce import Workforce, completed
+from cluster.processes.workforce import Workforce
 from common.config import ServingConfig
 from common.errors import EngineFault, InvalidRequest
+from common.structured import completed
 
 _ONE_ROUTER = (
     "Clients would lose the only router: start the cluster with router.count: 2 and give clients both addresses"

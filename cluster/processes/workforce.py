@@ -8,10 +8,10 @@ is told the workers of its own generation only.
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn, TypeVar
+from typing import NoReturn
 
 from cluster.processes.diff import generation_of
 from cluster.processes.evacuation import Evacuation, Peer
@@ -24,6 +24,7 @@ from cluster.processes.state import ClusterPhase
 from common.clock import SystemClock
 from common.config import PoolConfig, ServingConfig
 from common.errors import EngineFault
+from common.structured import completed
 from common.trust.channels import Reach
 from common.wire_names import ROLE_NUMBERS
 from kvrelay.v1 import router_admin_pb2
@@ -32,22 +33,6 @@ logger = logging.getLogger(__name__)
 
 ACCEPT_TIMEOUT_S = 30.0
 """Time for the routers to use a worker that serves."""
-T = TypeVar("T")
-
-
-async def completed(step: Coroutine[Any, Any, T]) -> T:
-    """Take a step to its end, even if the caller is cancelled meanwhile; that is raised when the step has succeeded."""
-    task = asyncio.ensure_future(step)
-    interruption: asyncio.CancelledError | None = None
-    while not task.done():
-        try:
-            await asyncio.wait((task,))
-        except asyncio.CancelledError as error:
-            interruption = error
-    result = task.result()
-    if interruption is not None:
-        raise interruption
-    return result
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ from cluster.processes.life import Life, ProcessPhase, Standing, restart_delay_s
 from cluster.processes.plan import HostResources, ProcessRole, make_plan
 from cluster.processes.state import ClusterPhase, ClusterState, ProcessState, StateFile
 from cluster.processes.supervisor import Ground, Supervisor
-from cluster.processes.workforce import StopGrace, completed
+from cluster.processes.workforce import StopGrace
 from cluster.trust import Trust
 from common.lifecycle import IllegalTransition
 from kvrelay.v1.worker_pb2 import WORKER_ROLE_DECODE, WORKER_ROLE_PREFILL
@@ -203,23 +203,6 @@ async def test_changes_end_before_any_process_is_stopped(tmp_path: Path) -> None
         tasks.create_task(run)
 
     assert alive == [True]
-
-
-async def test_step_that_must_be_completed_is_so_before_its_cancellation_is_raised() -> None:
-    may_end, done = asyncio.Event(), list[str]()
-
-    async def step() -> None:
-        await may_end.wait()
-        done.append("step")
-
-    caller = asyncio.create_task(completed(step()))
-    for _ in range(3):
-        await asyncio.sleep(0)
-        caller.cancel()
-    may_end.set()
-    with pytest.raises(asyncio.CancelledError):
-        await caller
-    assert done == ["step"]
 
 
 async def test_no_process_is_started_once_the_cluster_stops(tmp_path: Path) -> None:

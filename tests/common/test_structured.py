@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from common.errors import EngineFault
-from common.structured import TaskCensus, all_or_first_failure
+from common.structured import TaskCensus, all_or_first_failure, completed
 
 
 async def forever() -> None:
@@ -81,3 +81,20 @@ async def test_failing_task_does_not_hide_the_cancellation_of_its_owner() -> Non
     owner.cancel()
     with pytest.raises(asyncio.CancelledError):
         await owner
+
+
+async def test_step_that_must_be_completed_is_so_before_its_cancellation_is_raised() -> None:
+    may_end, done = asyncio.Event(), list[str]()
+
+    async def step() -> None:
+        await may_end.wait()
+        done.append("step")
+
+    caller = asyncio.create_task(completed(step()))
+    for _ in range(3):
+        await asyncio.sleep(0)
+        caller.cancel()
+    may_end.set()
+    with pytest.raises(asyncio.CancelledError):
+        await caller
+    assert done == ["step"]
