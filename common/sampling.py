@@ -8,12 +8,12 @@ options of the Python clients, and the tables in docs/client.md and docs/openai.
 A new parameter is one field here, its type in `SamplingOptions` and its field in proto/kvrelay/v1/sampling.proto.
 """
 
-import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any, TypedDict
 
 from common.errors import InvalidRequest
+from common.parameter import Parameter, declare
 from common.structured_outputs import FIELD, read_structure
 
 MAX_N = 64
@@ -22,148 +22,64 @@ MAX_LOGPROBS = 20
 _INT32_MAX = 2**31 - 1
 
 
-# Types of parameters.
-Texts = tuple[str, ...]
-Tokens = frozenset[int]
-"""A set: looked up for every token of every sample."""
-Biases = tuple[tuple[int, float], ...]
-"""A number for each of some tokens."""
-Json = str
-"""The text of a JSON object."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Parameter:
-    """Declaration of one sampling parameter."""
-
-    name: str
-    """Field of `SamplingParams`."""
-    option: str
-    """Name on the wire, in both APIs and in errors."""
-    type: Any
-    """Type of the value: float, int, bool, `Texts`, `Tokens`, `Biases` or `Json`."""
-    default: Any
-    told_default: str | None = None
-    """The default in words, where it is no value."""
-    meaning: str
-    least: float | None = None
-    """Smallest number, bias, or length of a string."""
-    most: float | None = None
-    is_open: bool = False
-    """`least` itself is not allowed."""
-    max_entries: int | None = None
-
-    @property
-    def allowed(self) -> str:
-        """The allowed values in words; empty when every value is allowed."""
-        entries = "" if self.max_entries is None else f"at most {self.max_entries}"
-        if self.least is None or self.most is None:
-            return entries
-        values = f"{self.least} to {self.most}"
-        if self.is_open:
-            values = f"more than {self.least}, at most {self.most}"
-        if self.type in (Texts, Json):
-            values += " characters"
-        return f"{entries}, each {values}" if entries else values
-
-    def check(self, value: Any, *, vocab_size: int) -> None:
-        """Raise InvalidRequest, naming the option, unless the value is allowed."""
-        if self.type in (float, int):
-            if value is not None:
-                self._check_number(value)
-        elif self.type == Json:
-            self._check_number(len(value), fault=f"has {len(value)} characters")
-        elif self.max_entries is not None:
-            if len(value) > self.max_entries:
-                raise self._refusal(f"has {len(value)} entries")
-            for entry in value:
-                self._check_entry(entry, vocab_size)
-
-    def _check_entry(self, entry: Any, vocab_size: int) -> None:
-        if self.type == Texts:
-            self._check_number(len(entry), fault=f"has an entry of {len(entry)} characters")
-            return
-        token_id, bias = entry if self.type == Biases else (entry, None)
-        if not 0 <= token_id < vocab_size:
-            message = f"{self.option}: token {token_id} is not in the vocabulary of {vocab_size}"
-            raise InvalidRequest(message, field=f"sampling.{self.option}")
-        if bias is not None:
-            self._check_number(bias)
-
-    def _check_number(self, value: float, *, fault: str | None = None) -> None:
-        assert self.least is not None
-        assert self.most is not None
-        is_enough = value > self.least if self.is_open else value >= self.least
-        if not math.isfinite(value) or not is_enough or value > self.most:
-            raise self._refusal(fault or f"is {value}")
-
-    def _refusal(self, fault: str) -> InvalidRequest:
-        return InvalidRequest(f"{self.option} {fault}; allowed: {self.allowed}", field=f"sampling.{self.option}")
-
-
-def _declare(meaning: str, *, default: Any, **declared: Any) -> Any:
-    """Return a field of `SamplingParams`; `declared` are further fields of its `Parameter`."""
-    return field(default=default, metadata={"meaning": meaning, **declared})
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """Sampling of one request. Immutable; `validate` has passed wherever an engine sees one."""
 
-    temperature: float = _declare(
+    temperature: float = declare(
         "Divides the logits; 0 always takes the most probable token.", default=1.0, least=0, most=10
     )
-    top_k: int = _declare("Keep only the k most probable tokens; 0 keeps all.", default=0, least=0, most=_INT32_MAX)
-    top_p: float = _declare(
+    top_k: int = declare("Keep only the k most probable tokens; 0 keeps all.", default=0, least=0, most=_INT32_MAX)
+    top_p: float = declare(
         "Keep the smallest set of tokens whose probability reaches it.", default=1.0, least=0, most=1, is_open=True
     )
-    min_p: float = _declare(
+    min_p: float = declare(
         "Drop tokens less probable than `min_p` times the most probable one.", default=0.0, least=0, most=1
     )
-    repetition_penalty: float = _declare(
+    repetition_penalty: float = declare(
         "Divides (positive) or multiplies (negative) the logits of tokens seen in prompt or output.",
         default=1.0,
         least=0,
         most=10,
         is_open=True,
     )
-    presence_penalty: float = _declare(
+    presence_penalty: float = declare(
         "Subtracted once from the logits of tokens seen in the output.", default=0.0, least=-2, most=2
     )
-    frequency_penalty: float = _declare(
+    frequency_penalty: float = declare(
         "Subtracted per occurrence from the logits of tokens seen in the output.", default=0.0, least=-2, most=2
     )
-    logit_bias: tuple[tuple[int, float], ...] = _declare(
+    logit_bias: tuple[tuple[int, float], ...] = declare(
         "Added to the logits of single tokens.", default=(), least=-100, most=100, max_entries=1024
     )
-    seed: int = _declare(
+    seed: int = declare(
         "Equal seeds give equal answers, on any worker.",
         default=0,
         told_default="drawn by the router, returned in the answer",
         least=0,
         most=2**64 - 1,
     )
-    n: int = _declare(
+    n: int = declare(
         "Number of independent samples of the prompt, or beams; they share its KV.", default=1, least=1, most=MAX_N
     )
-    stop: tuple[str, ...] = _declare(
+    stop: tuple[str, ...] = declare(
         "Strings that end a sample; their text is not returned.", default=(), least=1, most=256, max_entries=16
     )
-    stop_token_ids: frozenset[int] = _declare(
+    stop_token_ids: frozenset[int] = declare(
         "Tokens that end a sample; their text is not returned.", default=frozenset(), max_entries=256
     )
-    max_tokens: int = _declare(
+    max_tokens: int = declare(
         "Largest number of generated tokens per sample; at most what the prompt leaves of `max_model_len` is used.",
         default=256,
         told_default="`router.default_max_tokens`",
         least=1,
         most=_INT32_MAX,
     )
-    min_tokens: int = _declare(
+    min_tokens: int = declare(
         "Smallest number of generated tokens before a stop can end a sample.", default=0, least=0, most=_INT32_MAX
     )
-    ignore_eos: bool = _declare("Go on after the model's end-of-sequence token.", default=False)
-    num_logprobs: int | None = _declare(
+    ignore_eos: bool = declare("Go on after the model's end-of-sequence token.", default=False)
+    num_logprobs: int | None = declare(
         "Report the log-probability of each generated token and of this many most probable ones.",
         default=None,
         option="logprobs",
@@ -171,7 +87,7 @@ class SamplingParams:
         least=0,
         most=MAX_LOGPROBS,
     )
-    num_prompt_logprobs: int | None = _declare(
+    num_prompt_logprobs: int | None = declare(
         "The same for every prompt token; no cached prefix is used.",
         default=None,
         option="prompt_logprobs",
@@ -179,11 +95,11 @@ class SamplingParams:
         least=0,
         most=MAX_LOGPROBS,
     )
-    include_special_tokens: bool = _declare("Keep special tokens in the text.", default=False)
-    detokenize: bool = _declare(
+    include_special_tokens: bool = declare("Keep special tokens in the text.", default=False)
+    detokenize: bool = declare(
         "Return text; without it tokens come as runs of ids, without stop strings and `logprobs`.", default=True
     )
-    structured_outputs: str = _declare(
+    structured_outputs: str = declare(
         "What the answer has to look like: an object with one of the keys `json` (a schema), `json_object`, `regex`,"
         " `choice`, `grammar` (Lark) or `structural_tag`; [see below](#structured-outputs).",
         default="",
@@ -191,18 +107,18 @@ class SamplingParams:
         least=0,
         most=1 << 18,
     )
-    use_beam_search: bool = _declare(
+    use_beam_search: bool = declare(
         "Return the `n` best answers that beam search of width `n` finds, best first, all at its end;"
         " [see below](#beam-search).",
         default=False,
     )
-    length_penalty: float = _declare(
+    length_penalty: float = declare(
         "Beam search divides an answer's log-probability by its length to this power: more prefers longer answers.",
         default=1.0,
         least=-10,
         most=10,
     )
-    early_stopping: bool = _declare(
+    early_stopping: bool = declare(
         "Beam search ends with the `n`-th complete answer, even if a better one may follow.", default=False
     )
 

@@ -11,7 +11,8 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 
 from common.errors import InvalidRequest
-from common.sampling import MAX_N, PARAMETERS, Biases, SamplingParams, Texts, Tokens
+from common.parameter import Biases, Texts, Tokens
+from common.sampling import MAX_N, PARAMETERS, SamplingParams
 from common.tokens import TOKEN_BYTES, TokenArray, as_tokens, token_view, tokens_from_bytes
 from kvrelay.v1 import sampling_pb2
 

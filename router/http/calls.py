@@ -6,7 +6,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from common.errors import InvalidRequest
-from common.sampling import MAX_LOGPROBS, MAX_N, Biases, Json, Parameter, Tokens
+from common.parameter import Biases, Json, Parameter, Tokens
+from common.sampling import MAX_LOGPROBS, MAX_N
 from common.structured_outputs import structure_text
 from common.wire import MAX_PROMPT_TOKENS, MAX_PROMPTS, check_length
 from kvrelay.v1 import inference_pb2 as pb

@@ -12,7 +12,8 @@ from pydantic import (
     create_model,
 )
 
-from common.sampling import PARAMETERS, Biases, Json, Parameter, Texts, Tokens
+from common.parameter import Biases, Json, Parameter, Texts, Tokens
+from common.sampling import PARAMETERS
 from common.structured_outputs import MAX_CHOICES
 from common.wire import MAX_PROMPT_TOKENS, MAX_TOOLS
 from router.http.strict import TEXT, TEXT_OR_NULL, Strict, const_schema, list_schema, nullable, object_schema

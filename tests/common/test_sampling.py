@@ -10,7 +10,8 @@ import pytest
 from google.protobuf.descriptor import FieldDescriptor
 
 from common.errors import InvalidRequest
-from common.sampling import PARAMETERS, Biases, Json, Parameter, SamplingOptions, SamplingParams, Texts, Tokens
+from common.parameter import Biases, Json, Parameter, Texts, Tokens
+from common.sampling import PARAMETERS, SamplingOptions, SamplingParams
 from common.wire import sampling_from_proto, sampling_to_proto
 from kvrelay.v1 import sampling_pb2
 from router.http.schema import SAMPLING_FIELDS
