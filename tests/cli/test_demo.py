@@ -3,7 +3,8 @@ from typing import Any
 
 import pytest
 
-from cli.demo import ANSWER_TOKENS, LONG_PROMPT_TOKENS, TaggedLines, ask_everything, long_prompt
+from cli.demo import TaggedLines, ask_everything
+from cli.demo_prompts import ANSWER_TOKENS, LONG_PROMPT_TOKENS, long_prompt
 from common.errors import EngineFault
 from kvrelay.v1 import inference_pb2
 from tests.cli.conftest import FakeLifecycle, Run
