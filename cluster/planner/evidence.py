@@ -4,8 +4,10 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cluster.planner.capacity import DecodeCapacity, DecodeRoom, Objectives, PrefillCapacity
+from cluster.planner.capacity import Objectives
+from cluster.planner.decode_capacity import DecodeCapacity, DecodeRoom
 from cluster.planner.plan import Observation, ObservedWorker, Pool
+from cluster.planner.prefill_capacity import PrefillCapacity
 from common.demand import Demand, RequestShape
 from common.slo import Slo
 from common.timing import TYPICAL_BATCH, TYPICAL_CHUNK, TimingModel, median_model

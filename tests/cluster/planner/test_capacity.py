@@ -6,16 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.planner.capacity import (
-    DecodeCapacity,
-    DecodeRoom,
-    Objectives,
-    PrefillCapacity,
-    best_split,
-    rate_of,
-    workers_for,
-)
-from cluster.planner.queueing import erlang_c, mean_wait_of_waiting_s
+from cluster.planner.capacity import Objectives, best_split, rate_of, workers_for
+from cluster.planner.decode_capacity import DecodeCapacity, DecodeRoom
+from cluster.planner.prefill_capacity import PrefillCapacity, erlang_c, mean_wait_of_waiting_s
 from common.demand import RequestShape
 from common.slo import Slo
 from common.timing import StepModel, TimingModel
