@@ -13,10 +13,11 @@ from typing import Any
 import grpc
 
 from measure.simulate.client_call import ClientCall
+from measure.simulate.faults import Fate
 from measure.simulate.loop import VirtualLoop
 from measure.simulate.records import NetworkShape
 from measure.simulate.server_call import ServerCall
-from measure.simulate.wire import CallTerms, Carried, Fate, Status, Wire
+from measure.simulate.wire import CallTerms, Carried, Status, Wire
 
 
 @dataclass(slots=True, eq=False)

@@ -5,8 +5,6 @@ worker that sends it and that of the worker that receives it; transfers that sha
 """
 
 import asyncio
-import enum
-import random
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextvars import copy_context
@@ -17,7 +15,7 @@ from typing import Any, Protocol
 import grpc
 
 from kvrelay.v1 import kv_transfer_pb2
-from measure.simulate.cuts import Cuts, Direction
+from measure.simulate.faults import Cuts, Direction, Fate, FaultInjector
 from measure.simulate.loop import VirtualLoop
 from measure.simulate.records import NetworkShape
 
@@ -94,128 +92,6 @@ class Inbox:
         """Wait for the next `wake`."""
         self._waiter = self._loop.create_future()
         await self._waiter
-
-
-class Fate(enum.Enum):
-    """Fate of a message."""
-
-    ARRIVE = "arrive"
-    LOSE = "lose"
-    """The message vanishes. The connection breaks when the keepalive notices: TCP loses nothing and goes on."""
-    REPEAT = "repeat"
-    """The message arrives twice."""
-
-
-class FaultInjector(Protocol):
-    """Decides the fate of every message, in the order of sending."""
-
-    def fate(self, source: str, target: str) -> tuple[Fate, float]:
-        """Return the fate of a message between two hosts, and its delay in seconds."""
-        ...
-
-    def damaged(self, message: kv_transfer_pb2.FetchBlocksResponse) -> kv_transfer_pb2.FetchBlocksResponse:
-        """Return a message with a piece of KV as it arrives."""
-        ...
-
-    @property
-    def hear_apart(self) -> bool:
-        """Whether the calls of a connection that is lost hear of it one by one."""
-        ...
-
-    def notice_s(self) -> float:
-        """Return the time after which one end of such a call does."""
-        ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FaultRates:
-    """Probabilities per message."""
-
-    lose: float = 0.0
-    repeat: float = 0.0
-    delay: float = 0.0
-    max_delay_s: float = 0.0
-    """Upper bound of the uniform delay of a late message."""
-    stall: float = 0.0
-    """Probability that the sending host stalls: all its messages wait."""
-    stall_s: float = 0.0
-    corrupt: float = 0.0
-    """Probability that a byte of a message with KV is another one."""
-    tear: float = 0.0
-    """Probability that such a message arrives without its end."""
-    max_notice_s: float = 0.0
-    """Longest time until every end of every call of a lost connection has heard of it, in any order; 0: all at once."""
-
-
-class SeededFaults:
-    """Faults drawn from a seed."""
-
-    def __init__(self, rates: FaultRates, *, seed: int, now_s: Callable[[], float]) -> None:
-        self._rates = rates
-        self._random = random.Random(seed)
-        # Apart, so that they change no other draw.
-        self._damage = random.Random(f"damage {seed}")
-        self._notice = random.Random(f"notice {seed}")
-        self._now_s = now_s
-        self._silent_until_s: dict[str, float] = {}
-        self.is_quiet = False
-        """Whether faults are switched off."""
-        self.num_lost = 0
-        self.num_repeated = 0
-        self.num_late = 0
-        self.num_stalls = 0
-        self.num_corrupted = 0
-        self.num_torn = 0
-
-    def damaged(self, message: kv_transfer_pb2.FetchBlocksResponse) -> kv_transfer_pb2.FetchBlocksResponse:
-        """See `FaultInjector`."""
-        rates, draw = self._rates, self._damage
-        if self.is_quiet or not (rates.corrupt or rates.tear):
-            return message
-        which, data = draw.random(), bytearray(message.chunk.data)
-        if which < rates.corrupt:
-            self.num_corrupted += 1
-            data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
-        elif which < rates.corrupt + rates.tear:
-            self.num_torn += 1
-            del data[draw.randrange(len(data)) :]
-        else:
-            return message
-        arrives = kv_transfer_pb2.FetchBlocksResponse()
-        arrives.CopyFrom(message)
-        arrives.chunk.data = bytes(data)
-        return arrives
-
-    @property
-    def hear_apart(self) -> bool:
-        """See `FaultInjector`."""
-        return self._rates.max_notice_s > 0.0
-
-    def notice_s(self) -> float:
-        """See `FaultInjector`."""
-        return self._notice.uniform(0.0, self._rates.max_notice_s)
-
-    def fate(self, source: str, target: str) -> tuple[Fate, float]:
-        """See `FaultInjector`."""
-        rates, draw, now_s = self._rates, self._random.random, self._now_s()
-        if self.is_quiet:
-            return Fate.ARRIVE, 0.0
-        late_s = 0.0
-        if draw() < rates.stall:
-            self.num_stalls += 1
-            self._silent_until_s[source] = now_s + rates.stall_s
-        if draw() < rates.delay:
-            self.num_late += 1
-            late_s = draw() * rates.max_delay_s
-        late_s = max(late_s, self._silent_until_s.get(source, 0.0) - now_s)
-        which = draw()
-        if which < rates.lose:
-            self.num_lost += 1
-            return Fate.LOSE, late_s
-        if which < rates.lose + rates.repeat:
-            self.num_repeated += 1
-            return Fate.REPEAT, late_s
-        return Fate.ARRIVE, late_s
 
 
 class Carried(Protocol):

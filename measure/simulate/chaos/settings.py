@@ -5,7 +5,7 @@ import random
 from collections import Counter
 from dataclasses import dataclass, field, replace
 
-from measure.simulate.wire import FaultRates
+from measure.simulate.faults import FaultRates
 
 
 class Fault(enum.StrEnum):

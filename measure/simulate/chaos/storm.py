@@ -16,7 +16,7 @@ from measure.simulate.chaos.host import Host
 from measure.simulate.chaos.members import Members
 from measure.simulate.chaos.routers import Routers
 from measure.simulate.chaos.settings import CUT_FAULTS, PROCESS_FAULTS, ChaosSettings, Fault
-from measure.simulate.cuts import Direction
+from measure.simulate.faults import Direction
 from measure.simulate.network import SimNetwork
 from measure.simulate.wire import KEEPALIVE_S
 

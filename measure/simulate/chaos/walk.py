@@ -19,11 +19,11 @@ from measure.simulate.chaos.reading import Readers
 from measure.simulate.chaos.routers import Routers
 from measure.simulate.chaos.settings import NETWORK_FAULTS, ChaosReport, ChaosSettings, Fault
 from measure.simulate.chaos.storm import Storm
+from measure.simulate.faults import SeededFaults
 from measure.simulate.loop import VirtualClock, VirtualLoop, collecting_rarely, ending_on_faults
 from measure.simulate.network import SimNetwork
 from measure.simulate.records import NetworkShape
 from measure.simulate.tokens import TokenLog
-from measure.simulate.wire import SeededFaults
 from measure.simulate.worker import SharedWorld, endpoints, simulated_reach
 from router.member import WorkerState
 from router.parts import RouterParts, build_router

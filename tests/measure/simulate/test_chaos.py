@@ -22,7 +22,7 @@ from measure.simulate.chaos.oracles import AnswerCheck, Violation
 from measure.simulate.chaos.questions import Question, QuestionBook
 from measure.simulate.chaos.settings import MESSAGE_FAULTS, ChaosSettings, Fault, draw_first_settings, draw_settings
 from measure.simulate.chaos.walk import BLOCK_SIZE, DRAIN_BOUND_S, run_walk
-from measure.simulate.wire import FaultRates
+from measure.simulate.faults import FaultRates
 
 BAD_WEEK = FaultRates(
     lose=0.01, repeat=0.01, delay=0.1, max_delay_s=1.0, stall=0.001, stall_s=6.0, corrupt=0.02, tear=0.02

@@ -13,10 +13,11 @@ import pytest
 from common.errors import HandoffGone, WorkerLost, from_rpc_error
 from common.rpc import abort, error_boundary
 from kvrelay.v1 import kv_transfer_pb2
+from measure.simulate.faults import Fate, FaultRates, SeededFaults
 from measure.simulate.loop import PROCESS, VirtualLoop
 from measure.simulate.network import SimChannel, SimNetwork, SimServer
 from measure.simulate.records import NetworkShape
-from measure.simulate.wire import KEEPALIVE_S, Fate, FaultRates, SeededFaults
+from measure.simulate.wire import KEEPALIVE_S
 from tests.measure.simulate.builders import current_loop, on_virtual_loop
 
 LATENCY_S = 0.25
