@@ -7,7 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.executor import DoneStep, Executor, KvStore, ScheduledSequence, StepResult
+from engine.executor import DoneStep, Executor, ScheduledSequence, StepResult
+from engine.kv_store import KvStore
 from engine.model.eagle import EagleLayer
 from engine.ops.interface import Ops
 from engine.ops.metadata import AttentionMetadata, SequenceSpan

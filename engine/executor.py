@@ -13,10 +13,9 @@ from typing import Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from common.errors import LayoutMismatch
-from common.ids import BlockId
 from common.pooling import Pooling
 from common.tokens import TokenArray, as_tokens
+from engine.kv_store import KvStore
 from engine.sequence import Sequence
 from engine.work import StepFloors
 
@@ -25,138 +24,6 @@ Hidden: TypeAlias = npt.NDArray[np.float32]
 
 States: TypeAlias = npt.NDArray[np.float32]
 """What a model has computed at some consecutive tokens, from which drafts are made, float32 [num_tokens, size]."""
-
-NONCE_BYTES = 16
-"""Random bytes at the end of a shared region, by which a peer verifies that it mapped the right one."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KvShape:
-    """Shape of one block; equal fingerprints mean exchangeable blocks."""
-
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    block_size: int
-    dtype: str
-    """Name of the pages' format, such as "bfloat16" or "int8"."""
-    row_bytes: int
-    """Bytes of one token's key, or value, of one head, with its scales."""
-    fingerprint: str
-    """Hash of the model weights, the dtype and all fields above."""
-
-    @property
-    def bytes_per_token(self) -> int:
-        """Keys and values of one token, all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.row_bytes
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of a block on the wire, contiguous: [num_layers, 2], each [block_size, num_kv_heads] rows."""
-        return self.bytes_per_token * self.block_size
-
-    def check_data(self, data: memoryview, num_blocks: int) -> None:
-        """Raise LayoutMismatch unless `data` holds exactly `num_blocks` blocks."""
-        if data.nbytes != num_blocks * self.block_bytes:
-            raise LayoutMismatch(f"{num_blocks} blocks take {num_blocks * self.block_bytes} bytes, not {data.nbytes}")
-
-    def check_region(self, size_bytes: int, num_blocks: int) -> None:
-        """Raise LayoutMismatch unless a region has room for exactly `num_blocks` blocks and a nonce."""
-        expected = num_blocks * self.block_bytes + NONCE_BYTES
-        if size_bytes != expected:
-            raise LayoutMismatch(f"a region of {num_blocks} blocks has {size_bytes} bytes, expected {expected}")
-
-
-def check_ids(block_ids: Seq[int], num_blocks: int) -> None:
-    """Raise LayoutMismatch for an id outside: on a device it would end the process, or read memory of another user."""
-    if block_ids and not (min(block_ids) >= 0 and max(block_ids) < num_blocks):
-        bad = next(block_id for block_id in block_ids if not 0 <= block_id < num_blocks)
-        raise LayoutMismatch(f"there is no block {bad} among {num_blocks}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SharedRegion:
-    """Address of the pages for other processes of this host: an anonymous memory file, freed with its last user."""
-
-    fd: int
-    size_bytes: int
-    nonce: bytes
-    """Content of the last NONCE_BYTES of the region."""
-    num_pieces: int = 1
-    """Contiguous pieces of a block: the region is [num_pieces, num_blocks, bytes of a piece] and the nonce."""
-    page_order: str = ""
-    """Name of the order of the elements in a page; empty when it follows from the fingerprint."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceRegion:
-    """Address of the pages for other processes on the same card."""
-
-    handle: bytes
-    """Handle of the device allocation that holds the pages (cudaIpcMemHandle_t)."""
-    offset_bytes: int
-    """Offset of the pages in that allocation."""
-    size_bytes: int
-    device_uuid: str
-    nonce: bytes
-    """Content of the last NONCE_BYTES of the region."""
-
-
-class DevicePeerPages(Protocol):
-    """Pages of another process in the memory of our own device. Any thread."""
-
-    def copy_blocks(self, sources: Seq[int], targets: Seq[BlockId]) -> None:
-        """Copy the peer's pages into ours and wait for the copy. Raises LayoutMismatch for a bad id."""
-        ...
-
-    def close(self) -> None:
-        """Unmap the pages. No copy may be running."""
-        ...
-
-
-class DeviceSharing(Protocol):
-    """Pages in device memory that processes on the same card may map."""
-
-    region: DeviceRegion
-
-    def map_peer(self, region: DeviceRegion, num_blocks: int) -> DevicePeerPages:
-        """Map another process's region of equally shaped pages. Takes milliseconds. Raises TransferError."""
-        ...
-
-
-class KvStore(Protocol):
-    """The pages' bytes. Reads and writes of blocks that the caller holds are safe from any thread."""
-
-    shape: KvShape
-    num_blocks: int
-    shared_region: SharedRegion | None
-    """Region of the pages; None when they are not in shareable host memory."""
-    device_sharing: DeviceSharing | None
-    """Sharing of the pages; None when they are not in device memory, or the device cannot share it."""
-
-    def read_blocks(self, block_ids: Seq[BlockId]) -> memoryview:
-        """Return a copy of the blocks' bytes, [len(block_ids) * block_bytes]."""
-        ...
-
-    def write_blocks(self, block_ids: Seq[BlockId], data: memoryview) -> None:
-        """Fill blocks from bytes laid out as `read_blocks` returns them."""
-        ...
-
-    def copy_block(self, source: BlockId, target: BlockId) -> None:
-        """Copy one block inside the pool, in order with the steps. Engine thread only."""
-        ...
-
-    def map_peer(self, region: memoryview, num_blocks: int) -> "PeerPages":
-        """Interpret another process's region (same shape) as pages. Raises LayoutMismatch when its size is wrong."""
-        ...
-
-
-class PeerPages(Protocol):
-    """Pages of another process, mapped read-only."""
-
-    def read_blocks(self, block_ids: Seq[int]) -> memoryview:
-        """Return a copy of the blocks' bytes. Raises LayoutMismatch for a bad id."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

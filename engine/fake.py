@@ -26,19 +26,9 @@ from common.ids import BlockId
 from common.sampling import SamplingParams
 from common.tokens import TokenArray
 from engine.beams import num_candidates
-from engine.executor import (
-    NONCE_BYTES,
-    DeviceSharing,
-    Hidden,
-    KvShape,
-    KvStore,
-    Logprobs,
-    Sampled,
-    ScheduledSequence,
-    StepResult,
-    check_ids,
-)
+from engine.executor import Hidden, Logprobs, Sampled, ScheduledSequence, StepResult
 from engine.grammar import Allowed
+from engine.kv_store import NONCE_BYTES, DeviceSharing, KvShape, KvStore, check_ids
 from engine.noise import noise_key
 from engine.shared_memory import allocate_region
 from engine.work import StepFloors

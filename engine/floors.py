@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-from engine.executor import KvShape
+from engine.kv_store import KvShape
 from engine.model.config import DecoderConfig
 from engine.work import DeviceRates, ModelShape, StepFloors
 

@@ -22,8 +22,8 @@ from torch import Tensor
 from common.ids import BlockId
 from engine.cuda.ipc import share_pages
 from engine.cuda.kv_copy import DevicePages
-from engine.executor import NONCE_BYTES, DeviceSharing, KvShape, SharedRegion, check_ids
 from engine.kv_format import KvDtype, format_named, kv_format
+from engine.kv_store import NONCE_BYTES, DeviceSharing, KvShape, SharedRegion, check_ids
 from engine.model.config import DecoderConfig, TransformersConfig
 from engine.shared_memory import allocate_region
 

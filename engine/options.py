@@ -6,9 +6,9 @@ from typing import Any, Literal
 
 import torch
 
-from engine.executor import KvShape
 from engine.kv_cache import kv_shape
 from engine.kv_format import KvDtype, check_kv_format, kv_format
+from engine.kv_store import KvShape
 from engine.memory import MemoryShare
 from engine.model.checkpoints.checkpoint import is_gguf, quantized_by, read_config
 from engine.model.checkpoints.formats import WeightFormat, read_weight_format

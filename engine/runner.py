@@ -11,8 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.executor import DoneStep, Hidden, KvStore, Logprobs, ScheduledSequence, StepResult, Walk
+from engine.executor import DoneStep, Hidden, Logprobs, ScheduledSequence, StepResult, Walk
 from engine.kv_cache import TorchKvStore
+from engine.kv_store import KvStore
 from engine.ops.metadata import AttentionMetadata, SequenceSpan
 from engine.options import CheckpointInfo
 from engine.sampler import Sampler, position_logprobs, sampling_rows

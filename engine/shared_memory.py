@@ -14,7 +14,7 @@ import secrets
 import weakref
 from pathlib import Path
 
-from engine.executor import NONCE_BYTES, SharedRegion
+from engine.kv_store import NONCE_BYTES, SharedRegion
 
 
 def allocate_region(num_bytes: int, *, num_pieces: int = 1) -> tuple[mmap.mmap, SharedRegion | None]:

@@ -16,7 +16,7 @@ from common.clock import SystemClock
 from common.errors import KvrelayError
 from common.ids import BlockId, WorkerId, mint_epoch, mint_handoff_id
 from common.rpc import channel_options
-from engine.executor import KvStore
+from engine.kv_store import KvStore
 from engine.thread import EngineDriver
 from kv_transfer.handoff import HandoffManifest, HandoffTable
 from kv_transfer.pull import KvPuller, PullPlan

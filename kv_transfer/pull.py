@@ -16,7 +16,7 @@ from common.clock import Clock
 from common.errors import KvIncomplete, WorkerLost, from_rpc_error
 from common.ids import BlockId, Epoch, WorkerId
 from common.rpc import is_cancelled
-from engine.executor import KvStore
+from engine.kv_store import KvStore
 from engine.shared_memory import host_id
 from kv_transfer.handoff import HandoffManifest
 from kv_transfer.transports.registry import WorkerTransports

@@ -24,7 +24,7 @@ from common.trust.guard import caller
 from common.trust.tickets import PullRight, check_ticket, of_blocks, of_handoff
 from common.wire import message_of
 from engine.core import EngineCore
-from engine.executor import KvShape, KvStore
+from engine.kv_store import KvShape, KvStore
 from engine.thread import EngineDriver
 from kv_transfer.handoff import Handoff, HandoffManifest, HandoffTable
 from kv_transfer.transports.registry import WorkerTransports

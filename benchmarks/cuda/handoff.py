@@ -30,8 +30,8 @@ from benchmarks.cuda.card import load_rates
 from benchmarks.cuda.part import Part, part_parser, run_part
 from benchmarks.cuda.report import Reading
 from common.ids import BlockId
-from engine.executor import DeviceRegion, KvShape
 from engine.kv_cache import TorchKvStore
+from engine.kv_store import DeviceRegion, KvShape
 from engine.shared_memory import map_peer_region
 
 _GOAL = 0.5

@@ -22,7 +22,7 @@ from common.process import Ready, die_with_parent, ready_line
 from common.rpc_server import start_server
 from common.trust.access import Audience
 from common.trust.guard import Guard
-from engine.executor import DeviceSharing, KvShape, PeerPages, SharedRegion
+from engine.kv_store import DeviceSharing, KvShape, PeerPages, SharedRegion
 from engine.thread import EngineDriver
 from kv_transfer.handoff import FirstToken, Handoff, HandoffManifest, HandoffTable
 from kv_transfer.serve import KvTransferService, ServeSettings, check_by

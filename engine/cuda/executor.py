@@ -25,8 +25,9 @@ from engine.cuda.columns import Column, Columns
 from engine.cuda.device import Fetch, device_for
 from engine.cuda.graphs import DecodeGraphs, DeviceOps, decode_sizes
 from engine.draw import RaceColumns, first_best
-from engine.executor import DoneStep, Hidden, KvStore, ScheduledSequence, StepHandle, StepResult
+from engine.executor import DoneStep, Hidden, ScheduledSequence, StepHandle, StepResult
 from engine.kv_cache import TorchKvStore
+from engine.kv_store import KvStore
 from engine.logits import LogprobsFetch, fetch_logprobs
 from engine.model.decoder import Decoder
 from engine.ops.metadata import AttentionMetadata, SequenceSpan

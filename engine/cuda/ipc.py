@@ -18,7 +18,7 @@ from torch import Tensor
 from common.errors import LayoutMismatch, TransferError
 from common.ids import BlockId
 from engine.cuda.kv_copy import DevicePages
-from engine.executor import NONCE_BYTES, DeviceRegion
+from engine.kv_store import NONCE_BYTES, DeviceRegion
 
 logger = logging.getLogger(__name__)
 

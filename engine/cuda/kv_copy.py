@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from common.errors import LayoutMismatch
-from engine.executor import KvShape, check_ids
+from engine.kv_store import KvShape, check_ids
 
 logger = logging.getLogger(__name__)
 

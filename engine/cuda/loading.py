@@ -12,9 +12,9 @@ from engine.cuda.device import MeasuredMemory, device_for
 from engine.cuda.executor import CudaExecutor, StepLimits
 from engine.cuda.graphs import DeviceOps, decode_sizes
 from engine.cuda.portable import PortableOps
-from engine.executor import KvShape
 from engine.floors import measure_floors
 from engine.kv_cache import TorchKvStore, num_blocks_for_budget
+from engine.kv_store import KvShape
 from engine.memory import MemoryShare, device_free_bytes
 from engine.model.config import DecoderConfig
 from engine.model.decoder import Decoder

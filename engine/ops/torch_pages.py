@@ -6,9 +6,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine.executor import KvShape
 from engine.kv_cache import TorchKvStore
 from engine.kv_format import SCALE_DTYPE, TOKEN_GROUP, KvFormat
+from engine.kv_store import KvShape
 
 
 class Pages(Protocol):

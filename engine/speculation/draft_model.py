@@ -21,7 +21,8 @@ from common.block_hash import NO_HASHES
 from common.timing import StepShape
 from common.tokens import TokenArray, as_tokens
 from engine.block_pool import BlockPool
-from engine.executor import KvStore, Sampled, ScheduledSequence, StepHandle, StepResult
+from engine.executor import Sampled, ScheduledSequence, StepHandle, StepResult
+from engine.kv_store import KvStore
 from engine.sequence import EngineRequest, Sequence
 from engine.speculation.costs import StepCosts
 from engine.speculation.drafter import common_len

@@ -4,7 +4,8 @@ from collections.abc import Sequence as Seq
 from typing import Any, Protocol
 
 from common.errors import EngineFault
-from engine.executor import DoneStep, KvStore, ScheduledSequence, StepResult
+from engine.executor import DoneStep, ScheduledSequence, StepResult
+from engine.kv_store import KvStore
 from engine.options import CheckpointInfo
 from engine.vllm.order import OrderBook, StepOrder
 from engine.vllm.rank import RankFailed

@@ -19,8 +19,8 @@ from common.errors import EngineFault
 from common.model_files import cache_dir
 from common.random_models import SEED_FILE
 from common.sampling import MAX_N
-from engine.executor import KvShape
 from engine.kv_cache import num_blocks_for_budget
+from engine.kv_store import KvShape
 from engine.memory import host_kv_bytes, measure_host
 from engine.model.checkpoints.checkpoint import is_gguf, read_config
 from engine.model.config import UnsupportedModel

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from common.ids import BlockId
-from engine.executor import NONCE_BYTES, DeviceSharing, KvShape, SharedRegion, check_ids
+from engine.kv_store import NONCE_BYTES, DeviceSharing, KvShape, SharedRegion, check_ids
 from engine.shared_memory import allocate_region
 
 Places = npt.NDArray[np.intp]

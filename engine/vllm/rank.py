@@ -22,7 +22,8 @@ from torch import Tensor
 
 from common.sampling import SamplingParams
 from common.tokens import TokenArray
-from engine.executor import KvShape, StepResult
+from engine.executor import StepResult
+from engine.kv_store import KvShape
 from engine.logits import SamplingRow
 from engine.runner import pooled_sum, prompt_logprobs
 from engine.sampler import Sampler

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from common.errors import TransferError
 from common.ids import BlockId
-from engine.executor import DevicePeerPages, DeviceRegion, KvStore
+from engine.kv_store import DevicePeerPages, DeviceRegion, KvStore
 from kv_transfer.transports.transport import (
     PeerLife,
     PullTarget,

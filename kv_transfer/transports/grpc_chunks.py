@@ -8,7 +8,7 @@ import xxhash
 
 from common.errors import KvIncomplete
 from common.ids import BlockId
-from engine.executor import KvStore
+from engine.kv_store import KvStore
 from kv_transfer.transports.transport import PeerLife, PullTarget, Transport
 from kvrelay.v1 import kv_transfer_pb2 as pb
 

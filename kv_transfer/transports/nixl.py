@@ -28,7 +28,7 @@ import numpy.typing as npt
 from common.engines import NIXL_VERSION
 from common.errors import KvIncomplete, TransferError
 from common.ids import BlockId, WorkerId
-from engine.executor import NONCE_BYTES, KvStore, SharedRegion, check_ids
+from engine.kv_store import NONCE_BYTES, KvStore, SharedRegion, check_ids
 from kv_transfer.transports.transport import (
     PeerLife,
     PullTarget,

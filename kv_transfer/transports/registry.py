@@ -5,7 +5,7 @@ from contextlib import asynccontextmanager
 
 from common.errors import KvIncomplete, LayoutMismatch
 from common.ids import Epoch
-from engine.executor import KvStore
+from engine.kv_store import KvStore
 from kv_transfer.transports.cuda_ipc import CudaIpc
 from kv_transfer.transports.grpc_chunks import GrpcChunks
 from kv_transfer.transports.nixl import Nixl

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 
 from common.errors import KvIncomplete, TransferError
 from common.ids import BlockId
-from engine.executor import KvStore, PeerPages
+from engine.kv_store import KvStore, PeerPages
 from engine.shared_memory import map_peer_region
 from kv_transfer.transports.transport import (
     PeerLife,

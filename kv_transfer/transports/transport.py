@@ -21,7 +21,7 @@ import xxhash
 from common.errors import KvIncomplete, TransferError
 from common.ids import BlockId, Epoch, WorkerId
 from common.wire_names import TRANSPORT_NUMBERS
-from engine.executor import KvStore
+from engine.kv_store import KvStore
 from engine.shared_memory import host_id
 from kvrelay.v1 import kv_transfer_pb2 as pb
 

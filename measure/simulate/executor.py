@@ -10,19 +10,8 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from common.ids import BlockId, RequestId
-from engine.executor import (
-    DevicePeerPages,
-    DeviceRegion,
-    DeviceSharing,
-    DoneStep,
-    KvShape,
-    KvStore,
-    PeerPages,
-    Sampled,
-    ScheduledSequence,
-    SharedRegion,
-    StepResult,
-)
+from engine.executor import DoneStep, Sampled, ScheduledSequence, StepResult
+from engine.kv_store import DevicePeerPages, DeviceRegion, DeviceSharing, KvShape, KvStore, PeerPages, SharedRegion
 from engine.sequence import Sequence
 from engine.work import StepFloors
 

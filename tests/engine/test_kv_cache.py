@@ -13,8 +13,8 @@ import torch
 
 from common.errors import LayoutMismatch
 from common.ids import BlockId
-from engine.executor import NONCE_BYTES
 from engine.kv_cache import TorchKvStore, num_blocks_for_budget
+from engine.kv_store import NONCE_BYTES
 from engine.shared_memory import allocate_region, map_peer_region
 from tests.engine.cuda_kv.support import make_shape
 

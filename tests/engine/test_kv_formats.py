@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from common.ids import BlockId
 from common.model_files import default_model_dir, is_checkpoint
-from engine.executor import KvShape
 from engine.kv_cache import TorchKvStore
 from engine.kv_format import KvDtype, kv_format
+from engine.kv_store import KvShape
 from engine.model.config import UnsupportedModel
 from engine.model.quantize import FP8
 from engine.ops.select import load_cpu_kernels

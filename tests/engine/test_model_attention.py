@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from common.ids import BlockId
-from engine.executor import KvShape
 from engine.kv_cache import TorchKvStore, kv_shape
+from engine.kv_store import KvShape
 from engine.model.config import parse_config, read_json
 from engine.model.decoder import Decoder
 from engine.model.loader import load_weights, weight_files

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 from common.errors import TransferError
 from common.ids import BlockId
-from engine.executor import DevicePeerPages, DeviceRegion
 from engine.fake import FakeKvStore
+from engine.kv_store import DevicePeerPages, DeviceRegion
 from worker.serving import RunningWorker
 
 

@@ -10,7 +10,7 @@ import pytest
 from common.config import TransferConfig
 from common.ids import BlockId
 from common.wire_names import TRANSPORT_NAMES, TRANSPORT_NUMBERS
-from engine.executor import KvStore
+from engine.kv_store import KvStore
 from kv_transfer.transports.registry import TRANSPORTS
 from kv_transfer.transports.transport import PeerLife, PullTarget, SealedReceiver, Transport, Unreachable, sealed
 from kvrelay.v1 import kv_transfer_pb2 as pb

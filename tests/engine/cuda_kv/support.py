@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from engine.cuda.kv_copy import DevicePages
-from engine.executor import NONCE_BYTES, KvShape
 from engine.kv_format import format_named
+from engine.kv_store import NONCE_BYTES, KvShape
 
 DEVICE = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
 

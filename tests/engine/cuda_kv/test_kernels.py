@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.cuda.kv_copy import block_view, move_blocks_in_torch
-from engine.executor import NONCE_BYTES
+from engine.kv_store import NONCE_BYTES
 from engine.model.quantize import FP8_MAX, quantize_rows_in_torch
 from tests.engine.cuda_kv.support import DEVICE, make_shape, make_storage
 

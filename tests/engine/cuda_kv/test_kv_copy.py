@@ -13,8 +13,8 @@ from common.errors import LayoutMismatch, TransferError
 from common.ids import BlockId
 from engine.cuda.ipc import SharedDevicePages, share_pages
 from engine.cuda.kv_copy import DevicePages, block_view
-from engine.executor import KvShape
 from engine.kv_cache import HostPages
+from engine.kv_store import KvShape
 from tests.engine.cuda_kv.support import Card, CardDriver, make_shape, make_storage, pages_in, wire_bytes
 
 Open = Callable[..., tuple[Tensor, HostPages | DevicePages]]

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from engine.cuda.kernels import quantize_rows
-from engine.executor import KvShape
 from engine.kv_cache import TorchKvStore, kv_shape
+from engine.kv_store import KvShape
 from engine.model.config import DecoderConfig, parse_config, read_json
 from engine.model.decoder import Decoder
 from engine.model.loader import load_weights, weight_files

@@ -5,7 +5,7 @@ import pytest
 
 from common.errors import LayoutMismatch
 from common.ids import BlockId
-from engine.executor import KvShape
+from engine.kv_store import KvShape
 from engine.vllm.pages import HeadOrder, VllmKvStore
 
 NUM_BLOCKS = 5
