@@ -19,30 +19,21 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 
 from common.fake_tokenizer import EOS_TOKEN_ID, VOCAB_SIZE
 from common.ids import BlockId
 from common.sampling import SamplingParams
 from common.tokens import TokenArray
-from engine.beams import num_candidates
-from engine.executor import Hidden, Logprobs, Sampled, ScheduledSequence, StepResult
+from engine.executor import Sampled, ScheduledSequence, StepResult
+from engine.fake_model import HIDDEN_SIZE, U64, choose, context_state, hidden_state, made_up_logprobs, token_kv
 from engine.grammar import Allowed
 from engine.kv_store import NONCE_BYTES, DeviceSharing, KvShape, KvStore, check_ids
-from engine.noise import noise_key
 from engine.shared_memory import allocate_region
 from engine.work import StepFloors
 
-U64 = npt.NDArray[np.uint64]
-_MASK = (1 << 64) - 1
 FAULTS_ENV = "KVRELAY_FAKE_FAULTS"
 """Set to 1 in the environment of a worker, it makes the tokens of `Fault` in a prompt do what they say: for tests."""
 _HAS_FAULTS = os.environ.get(FAULTS_ENV) == "1"
-_LETTERS = b"etaoin shrdlu cmfwyp vbgkj qxz .\n"
-_EOS_PER_1000 = 8
-HIDDEN_SIZE = 16
-_HIDDEN_STEPS = 1 << 10
-"""Values of hidden states are multiples of 1 / this, so that sums over thousands of them are exact in float32."""
 
 
 class Fault(enum.IntEnum):
@@ -217,7 +208,7 @@ class FakeStep:
         if num_top is not None:
             for position in range(chunk.start, min(end, item.sequence.num_prompt_tokens - 1)):
                 state = context_state(self._store.gather(chunk.block_table, position + 1))
-                result.prompt_logprobs.append(_logprobs(state, token_ids[position + 1 - chunk.start], num_top))
+                result.prompt_logprobs.append(made_up_logprobs(state, token_ids[position + 1 - chunk.start], num_top))
         if chunk.first_pooled is not None:
             ends = range(chunk.start + chunk.first_pooled + 1, end + 1)
             rows = [hidden_state(self._store.gather(chunk.block_table, each)) for each in ends]
@@ -290,93 +281,10 @@ class FakeExecutor:
 
 def _sample(chunk: _Chunk, state: int, *, sample: int = 0, num_drafted: int = 0) -> Sampled:
     """Return the token that one of the samples, or the only one behind some drafted tokens, gets in a state."""
-    sampling = chunk.sampling
-    token_index = chunk.token_index + num_drafted
-    state = sampled_state(sampling, state, sample_index=chunk.item.sequence.sample_index + sample, index=token_index)
-    if chunk.allowed is None:
-        token_id = token_of(sampling, state, index=token_index)
-    else:
-        choices = np.flatnonzero(chunk.allowed[num_drafted])
-        token_id = int(choices[state % len(choices)])
-    if sampling.has_beams:
-        return Sampled(token_id=token_id, logprobs=_candidates(sampling, state))
-    if sampling.num_logprobs is None:
-        return Sampled(token_id=token_id)
-    return Sampled(token_id=token_id, logprobs=_logprobs(state, token_id, sampling.num_logprobs))
-
-
-def sampled_state(sampling: SamplingParams, state: int, *, sample_index: int, index: int) -> int:
-    """Return the state of a context with the noise of one sample's token."""
-    if sampling.is_greedy:
-        return state
-    return _mix(state ^ noise_key(sampling.seed, sample_index, index))
-
-
-def token_of(sampling: SamplingParams, state: int, *, index: int) -> int:
-    """Return the token of an index in a state; without a grammar, any letter, or the end."""
-    may_end = not sampling.ignore_eos and index >= sampling.min_tokens
-    if may_end and (state >> 20) % 1000 < _EOS_PER_1000:
-        return EOS_TOKEN_ID
-    return _LETTERS[state % len(_LETTERS)]
-
-
-def token_kv(token_id: int, position: int) -> int:
-    """Return the 64-bit KV of a token at a position."""
-    return _mix(token_id * 0x9E3779B97F4A7C15 + position * 0xC2B2AE3D27D4EB4F + 1)
-
-
-def context_state(kv: U64) -> int:
-    """Return a 64-bit state that depends on every value and its place."""
-    mixed = (kv ^ (kv >> _29)) * _weights(len(kv))
-    return _mix(int(mixed.sum(dtype=np.uint64)))
-
-
-def _weights(num_tokens: int) -> U64:
-    """Return an odd weight for each place of a context."""
-    if num_tokens > _MAX_WEIGHTS:
-        return _make_weights(num_tokens)
-    return _WEIGHTS[:num_tokens]
-
-
-def _make_weights(num_tokens: int) -> U64:
-    odd = np.arange(num_tokens, dtype=np.uint64) * np.uint64(2) + np.uint64(1)
-    return (odd * np.uint64(0x9E3779B97F4A7C15)) | np.uint64(1)
-
-
-_29 = np.uint64(29)
-_MAX_WEIGHTS = 4096
-_WEIGHTS = _make_weights(_MAX_WEIGHTS)
-
-
-def hidden_state(kv: U64) -> Hidden:
-    """Return the hidden state of the last of some tokens, made up from the KV of all of them."""
-    state, size = context_state(kv), 2 * _HIDDEN_STEPS
-    values = [(_mix(state + i) % size - _HIDDEN_STEPS) / _HIDDEN_STEPS for i in range(HIDDEN_SIZE)]
-    return np.array(values, np.float32)
-
-
-def _logprobs(state: int, token_id: int, num_top: int) -> Logprobs:
-    """Return made-up but deterministic log-probabilities that follow the pages' content."""
-    top = tuple((int(_mix(state + rank) % VOCAB_SIZE), -1.0 - rank - (state % 997) / 997) for rank in range(num_top))
-    return Logprobs(token_id=token_id, logprob=-0.5 - (state % 997) / 997, top=top)
-
-
-def _candidates(sampling: SamplingParams, state: int) -> Logprobs:
-    """Return distinct next tokens of a beam, letters and the end among them, in an order that follows the pages."""
-    num_top = num_candidates(sampling, (EOS_TOKEN_ID,), VOCAB_SIZE)
-    ends = () if sampling.ignore_eos else (EOS_TOKEN_ID,)
-    letters = sorted({*_LETTERS, *ends}, key=lambda token_id: _mix(state ^ token_id))
-    others = [token_id for token_id in range(VOCAB_SIZE) if token_id not in letters]
-    top = tuple(
-        (token_id, -0.2 * (rank + 1) - (_mix(state + rank) % 997) / 9970)
-        for rank, token_id in enumerate((letters + others)[:num_top])
+    return choose(
+        chunk.sampling,
+        state,
+        sample_index=chunk.item.sequence.sample_index + sample,
+        index=chunk.token_index + num_drafted,
+        allowed=None if chunk.allowed is None else chunk.allowed[num_drafted],
     )
-    return Logprobs(token_id=top[0][0], logprob=top[0][1], top=top)
-
-
-def _mix(value: int) -> int:
-    """SplitMix64's finalizer (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, 2014)."""
-    value &= _MASK
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
-    return value ^ (value >> 31)

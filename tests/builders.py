@@ -18,7 +18,8 @@ from common.tokens import as_tokens
 from engine.core import EngineCore
 from engine.events import EngineEvent, Failed, TokenOutput, Tokens
 from engine.executor import ScheduledSequence
-from engine.fake import FakeExecutor, hidden_state, token_kv
+from engine.fake import FakeExecutor
+from engine.fake_model import hidden_state, token_kv
 from engine.grammar import Grammars
 from engine.group import Group
 from engine.scheduler import SchedulerLimits

@@ -19,7 +19,7 @@ from common.errors import PromptTooLong, Refused
 from common.ids import BlockHash, BlockId
 from common.pooling import Pooling
 from engine.events import Embedded, Tokens
-from engine.fake import token_kv
+from engine.fake_model import token_kv
 from engine.group import Group
 from engine.landing import Landing
 from engine.sequence import EngineRequest, Retention, SequenceState

@@ -5,7 +5,7 @@ import pytest
 
 from common.errors import Refused
 from engine.events import EngineEvent, Progress, Started
-from engine.fake import token_kv
+from engine.fake_model import token_kv
 from engine.sequence import SequenceState
 from tests.builders import (
     BLOCK_SIZE,

@@ -10,7 +10,7 @@ import numpy as np
 import xxhash
 
 from common.rpc_server import Server, start_server
-from engine.fake import token_kv
+from engine.fake_model import token_kv
 from engine.sequence import EngineRequest
 from kvrelay.v1 import kv_transfer_pb2 as pb
 from kvrelay.v1 import kv_transfer_pb2_grpc, sequence_pb2, worker_pb2

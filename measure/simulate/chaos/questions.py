@@ -9,7 +9,7 @@ from common.fake_tokenizer import EOS_TOKEN_ID
 from common.sampling import SamplingParams
 from common.tokens import TokenArray, as_tokens
 from engine.events import FinishReason
-from engine.fake import context_state, sampled_state, token_kv, token_of
+from engine.fake_model import choose, context_state, token_kv
 
 _NUM_QUESTIONS = 60
 _NUM_PREFIXES = 6
@@ -80,8 +80,8 @@ def ask(prompt: TokenArray, sampling: SamplingParams) -> tuple[tuple[tuple[int, 
         kv, answer = np.array(prompt_kv + [0] * sampling.max_tokens, np.uint64), list[int]()
         while len(answer) < sampling.max_tokens and EOS_TOKEN_ID not in answer[-1:]:
             end, index = len(prompt) + len(answer), len(answer)
-            state = sampled_state(sampling, context_state(kv[:end]), sample_index=sample_index, index=index)
-            answer.append(token_of(sampling, state, index=index))
+            state = context_state(kv[:end])
+            answer.append(choose(sampling, state, sample_index=sample_index, index=index).token_id)
             kv[end] = token_kv(answer[-1], end)
         answers.append(tuple(answer))
         reasons.append(FinishReason.STOP if answer[-1] == EOS_TOKEN_ID else FinishReason.LENGTH)

@@ -15,7 +15,7 @@ from google.protobuf.message import DecodeError, Message
 from common.block_hash import hash_blocks
 from common.ids import BlockId
 from common.tokens import tokens_from_bytes
-from engine.fake import token_kv
+from engine.fake_model import token_kv
 from kv_transfer.serve import layout_to_proto
 from kvrelay.v1 import decode_pb2, kv_transfer_pb2_grpc, prefix_pb2, sequence_pb2, worker_pb2
 from kvrelay.v1 import kv_transfer_pb2 as pb
