@@ -35,7 +35,7 @@ from engine.core import EngineCore
 from engine.events import Failed, Tokens
 from engine.executor import Executor
 from engine.group import Group
-from engine.sequence import EngineRequest
+from engine.request import EngineRequest
 from worker.factory import limits_for, load_executor_for
 
 MAX_MODEL_LEN = 1024

@@ -36,8 +36,8 @@ from common.text_files import load_chat_template
 from common.tokens import as_tokens
 from engine.executor import ScheduledSequence
 from engine.model.eagle_checkpoint import SAFETENSORS, tapped_layers
+from engine.request import EngineRequest
 from engine.runner import KeptStates, ModelExecutor
-from engine.sequence import EngineRequest
 from engine.sequence import Sequence as EngineSequence
 
 NUM_PROMPT_TOKENS = 24

@@ -66,8 +66,8 @@ def _kvrelay(batch: int, *, is_eager: bool) -> tuple[Step, Any]:
     from engine.core import EngineCore
     from engine.loading import load_executor
     from engine.options import EngineOptions
+    from engine.request import EngineRequest
     from engine.scheduler import SchedulerLimits
-    from engine.sequence import EngineRequest
 
     executor: Any = load_executor(
         EngineOptions(

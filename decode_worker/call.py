@@ -23,7 +23,7 @@ from decode_worker.shared_stream import Outlet
 from engine.core import EngineCore
 from engine.events import BeamsAdvanced, EngineEvent, Failed, Started, Tokens
 from engine.group import Group
-from engine.sequence import EngineRequest
+from engine.request import EngineRequest
 from kv_transfer.handoff import HandoffManifest
 from kv_transfer.pull import Pulled, PullPlan
 from kv_transfer.wanted import WantedHandoff

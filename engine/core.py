@@ -39,8 +39,9 @@ from engine.landing import Landing, Landings
 from engine.load import measure_load
 from engine.pipeline import Pipeline, StepTimer
 from engine.plan import StepPlan
+from engine.request import EngineRequest
 from engine.scheduler import Scheduler, SchedulerLimits
-from engine.sequence import MAX_FORCED_TOKENS, EngineRequest, Sequence, SequenceState
+from engine.sequence import MAX_FORCED_TOKENS, Sequence, SequenceState
 from engine.speculation.speculator import Speculator
 from engine.unplanned import UnplannedDecodes
 

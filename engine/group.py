@@ -23,7 +23,8 @@ from engine.events import (
     Tokens,
 )
 from engine.executor import Hidden, Logprobs
-from engine.sequence import EngineRequest, Sequence, SequenceState
+from engine.request import EngineRequest
+from engine.sequence import Sequence, SequenceState
 
 Sink = Callable[[EngineEvent], None]
 

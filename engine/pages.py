@@ -8,7 +8,8 @@ from common.eviction import num_admitted
 from common.ids import BlockHash, BlockId
 from engine.block_pool import KEEP_BRIEFLY, BlockPool, Keeping
 from engine.executor import Branch
-from engine.sequence import Retention, Sequence
+from engine.request import Retention
+from engine.sequence import Sequence
 
 
 class Pages:

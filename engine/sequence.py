@@ -1,57 +1,22 @@
-"""A request inside the engine, and each of its samples."""
+"""One sample of a request inside an engine: its tokens, its pages, and how far both are."""
 
 import enum
-import math
 from array import array
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import overload
 
-from common.block_hash import BlockHashes, extend_hash
-from common.ids import BlockHash, BlockId, HashRoot, RequestId
+from common.block_hash import extend_hash
+from common.ids import BlockHash, BlockId
 from common.pooling import Pooling
-from common.sampling import SamplingParams
-from common.tokens import TokenArray, as_tokens
-from engine.beams import BeamSnapshot, Candidates
-from engine.grammar import Allowed, Grammar, GrammarState
+from common.tokens import TokenArray
+from engine.beams import Candidates
+from engine.grammar import Allowed, GrammarState
+from engine.request import EngineRequest
 
 MAX_FORCED_TOKENS = 64
 """Most tokens, of all sequences together, that are appended behind one step because grammars leave no choice. Looking
 for them takes up to 0.1 ms a token, and the next step computes them beside the answers of others."""
-
-
-class Retention(enum.Enum):
-    """Time that the pages of a finished sequence stay cached."""
-
-    KEEP = "keep"
-    """Until their turn in the usual order (`common/eviction.py`)."""
-    BRIEF = "brief"
-    """Evicted before all others, unless they were reused: another worker keeps these blocks."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineRequest:
-    """A request as a worker receives it. With `output_token_ids` it resumes another worker's answer (then n is 1)."""
-
-    request_id: RequestId
-    prompt_token_ids: TokenArray
-    sampling: SamplingParams
-    hash_root: HashRoot
-    block_hashes: BlockHashes
-    """Hashes of the full blocks of prompt + output tokens."""
-    output_token_ids: TokenArray = field(default_factory=lambda: as_tokens(()))
-    first_sample_index: int = 0
-    tpot_slo_s: float = math.inf
-    """Objective for the mean gap between the tokens of its answer."""
-    retention: Retention = Retention.KEEP
-    grammar: Grammar | None = None
-    """Grammar that its answers follow."""
-    pooling: Pooling | None = None
-    """Set when it is answered by an embedding of its prompt, and samples nothing."""
-    beams: BeamSnapshot | None = None
-    """Beam search that it continues."""
-    must_repeat: bool = False
-    """Whether another engine that continues it has to draw tokens again which its client may have already."""
 
 
 class SequenceState(enum.Enum):

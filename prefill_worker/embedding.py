@@ -19,7 +19,7 @@ from common.tracing import Stages
 from common.wire import pack_floats
 from engine.core import EngineCore
 from engine.events import Embedded, EngineEvent, Failed, Started
-from engine.sequence import EngineRequest
+from engine.request import EngineRequest
 from kvrelay.v1 import prefill_pb2 as pb
 from kvrelay.v1 import sequence_pb2
 from worker.runtime import WorkerRuntime

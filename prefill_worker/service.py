@@ -26,7 +26,7 @@ from common.tracing import Stages
 from engine.core import EngineCore
 from engine.events import EngineEvent, Failed, Progress, Started, Tokens
 from engine.group import Group
-from engine.sequence import EngineRequest
+from engine.request import EngineRequest
 from kv_transfer.handoff import FirstToken, Handoff, HandoffManifest
 from kvrelay.v1 import prefill_pb2 as pb
 from kvrelay.v1 import prefill_pb2_grpc, sequence_pb2

@@ -22,8 +22,8 @@ from engine.fake import FakeExecutor
 from engine.fake_model import hidden_state, token_kv
 from engine.grammar import Grammars
 from engine.group import Group
+from engine.request import EngineRequest
 from engine.scheduler import SchedulerLimits
-from engine.sequence import EngineRequest
 from engine.sequence import Sequence as EngineSequence
 from engine.speculation.speculator import Speculator
 

@@ -23,7 +23,7 @@ from engine.events import EngineEvent, EngineLoad, Failed, Tokens
 from engine.executor import Executor
 from engine.grammar import Grammars
 from engine.group import Group
-from engine.sequence import EngineRequest
+from engine.request import EngineRequest
 from worker.factory import limits_for, load_executor_for, speculator_for
 from worker.output import OutputStreams
 

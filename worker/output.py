@@ -11,7 +11,7 @@ from common.wire import pack_tokens
 from engine.beams import BeamSnapshot
 from engine.events import FinishReason, TokenOutput, Tokens
 from engine.executor import Logprobs
-from engine.sequence import EngineRequest
+from engine.request import EngineRequest
 from engine.text import TextStream
 from kvrelay.v1 import decode_pb2, sequence_pb2
 from kvrelay.v1 import sampling_pb2 as pb

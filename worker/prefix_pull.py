@@ -29,7 +29,7 @@ from common.prefix_chains import PrefixChain
 from common.tracing import Stages
 from engine.core import EngineCore
 from engine.landing import Landing
-from engine.sequence import EngineRequest
+from engine.request import EngineRequest
 from engine.thread import EngineDriver
 from kv_transfer.pull import KvPuller, PullPlan
 from kv_transfer.wanted import WantedBlocks

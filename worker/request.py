@@ -21,7 +21,7 @@ from engine.beams import BeamSnapshot, Hypothesis, LiveBeam
 from engine.executor import Executor
 from engine.grammar import Grammar, Grammars
 from engine.grammar_trial import GrammarTrial
-from engine.sequence import EngineRequest, Retention
+from engine.request import EngineRequest, Retention
 from kvrelay.v1 import sequence_pb2
 
 _NUM_GRAMMAR_THREADS = 4

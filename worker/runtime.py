@@ -24,7 +24,7 @@ from engine.core import EngineCore
 from engine.events import EngineLoad, StepReport
 from engine.executor import Executor
 from engine.group import Group
-from engine.sequence import EngineRequest
+from engine.request import EngineRequest
 from engine.thread import EngineDriver
 from kv_transfer.handoff import HandoffTable
 from kv_transfer.pull import KvPuller

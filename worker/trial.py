@@ -15,7 +15,7 @@ from common.sampling import SamplingParams
 from common.tokens import TokenArray, as_tokens
 from engine.core import EngineCore
 from engine.events import EngineEvent, Failed, Tokens
-from engine.sequence import EngineRequest, Retention
+from engine.request import EngineRequest, Retention
 from worker.runtime import WorkerRuntime
 
 PROMPTS = (

@@ -27,7 +27,7 @@ from engine.kv_cache import TorchKvStore
 from engine.model.config import DecoderConfig
 from engine.model.config import parse_config as parse_model
 from engine.model.random_weights import fill_random, initializer_range
-from engine.sequence import EngineRequest
+from engine.request import EngineRequest
 from worker.factory import limits_for, load_executor_for
 
 BLOCK_SIZE = 16

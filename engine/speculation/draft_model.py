@@ -23,7 +23,8 @@ from common.tokens import TokenArray, as_tokens
 from engine.block_pool import BlockPool
 from engine.executor import Sampled, ScheduledSequence, StepHandle, StepResult
 from engine.kv_store import KvStore
-from engine.sequence import EngineRequest, Sequence
+from engine.request import EngineRequest
+from engine.sequence import Sequence
 from engine.speculation.costs import StepCosts
 from engine.speculation.drafter import common_len
 from engine.speculation.rates import BranchRates, DepthRates

@@ -9,7 +9,7 @@ from common.fake_tokenizer import EOS_TOKEN_ID, VOCAB_SIZE
 from common.tokens import as_tokens
 from engine.executor import ScheduledSequence
 from engine.fake import FakeExecutor
-from engine.sequence import EngineRequest
+from engine.request import EngineRequest
 from engine.sequence import Sequence as EngineSequence
 from tests.builders import BLOCK_SIZE, executor_blocks
 

@@ -18,8 +18,9 @@ from engine.cuda.loading import load_cuda_executor
 from engine.executor import Executor, ScheduledSequence, StepHandle, StepResult
 from engine.loading import load_executor
 from engine.options import EngineOptions, ModelDescription
+from engine.request import EngineRequest
 from engine.runner import ModelExecutor
-from engine.sequence import EngineRequest, Sequence
+from engine.sequence import Sequence
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=64)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

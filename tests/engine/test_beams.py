@@ -16,7 +16,8 @@ from engine import beams
 from engine.beams import BeamSnapshot
 from engine.core import EngineCore
 from engine.events import BeamsAdvanced, FinishReason, Started, Tokens
-from engine.sequence import EngineRequest, SequenceState
+from engine.request import EngineRequest
+from engine.sequence import SequenceState
 from tests import builders
 from tests.builders import (
     BLOCK_SIZE,

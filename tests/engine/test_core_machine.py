@@ -22,8 +22,9 @@ from engine.events import Embedded, Tokens
 from engine.fake_model import token_kv
 from engine.group import Group
 from engine.landing import Landing
-from engine.sequence import EngineRequest, Retention, SequenceState
+from engine.request import EngineRequest, Retention
 from engine.sequence import Sequence as EngineSequence
+from engine.sequence import SequenceState
 from tests.builders import (
     BLOCK_SIZE,
     Collector,

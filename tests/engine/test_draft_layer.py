@@ -21,9 +21,9 @@ from engine.model.config import UnsupportedModel
 from engine.model.eagle_checkpoint import DraftedModel, read_eagle, read_mtp
 from engine.ops.metadata import AttentionMetadata, SequenceSpan
 from engine.ops.torch_ops import TorchOps
+from engine.request import EngineRequest
 from engine.runner import KeptStates, ModelExecutor
 from engine.scheduler import SchedulerLimits
-from engine.sequence import EngineRequest
 from engine.speculation.eagle import MAX_STATES, EagleDrafter, KnownStates
 from tests.builders import Collector, assert_empty, make_request, run_until_idle
 from tests.engine.draft_layers import (

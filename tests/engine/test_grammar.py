@@ -12,7 +12,7 @@ from common.errors import InvalidRequest
 from common.fake_tokenizer import EOS_TOKEN_ID
 from common.structured_outputs import MAX_DEPTH, read_structure, structure_text
 from engine.core import EngineCore
-from engine.sequence import EngineRequest
+from engine.request import EngineRequest
 from tests import builders
 from tests.builders import FAKE_GRAMMARS, assert_empty, expected_tokens, make_request, run_until_idle, served, submit
 

@@ -15,8 +15,8 @@ from common.sampling import SamplingParams
 from common.tokens import as_tokens
 from engine.executor import ScheduledSequence
 from engine.logits import SamplingRow
+from engine.request import EngineRequest
 from engine.sampler import Sampler, sampling_rows
-from engine.sequence import EngineRequest
 from engine.sequence import Sequence as EngineSequence
 from engine.speculation.ngram import NgramDrafter
 from engine.speculation.speculator import Rule, Speculator

@@ -15,7 +15,7 @@ from common.tokens import TokenArray, as_tokens
 from engine.core import EngineCore
 from engine.events import DraftCounts, TokenOutput, Tokens
 from engine.executor import ScheduledSequence, StepResult
-from engine.sequence import EngineRequest
+from engine.request import EngineRequest
 from engine.sequence import Sequence as EngineSequence
 from engine.speculation.costs import MAX_AGE, StepCosts
 from engine.speculation.drafter import Draft

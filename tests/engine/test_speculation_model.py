@@ -19,9 +19,9 @@ from engine.core import EngineCore
 from engine.events import EngineLoad, TokenOutput
 from engine.executor import Branch, ScheduledSequence
 from engine.grammar import Grammars
+from engine.request import EngineRequest
 from engine.runner import ModelExecutor
 from engine.scheduler import SchedulerLimits
-from engine.sequence import EngineRequest
 from engine.sequence import Sequence as EngineSequence
 from engine.speculation.ngram import NgramDrafter
 from engine.speculation.speculator import Rule, Speculator

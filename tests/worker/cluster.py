@@ -18,7 +18,7 @@ from common.trust.tickets import PullRight, of_blocks, of_handoff
 from common.wire import pack_tokens, sampling_to_proto
 from engine.executor import Executor
 from engine.fake import FakeExecutor
-from engine.sequence import EngineRequest
+from engine.request import EngineRequest
 from kvrelay.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, sequence_pb2, worker_pb2
 from router.decode_stream import DecodeStream
 from tests.builders import BLOCK_SIZE, expected_tokens

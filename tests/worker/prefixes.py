@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from engine.sequence import EngineRequest
+from engine.request import EngineRequest
 from kvrelay.v1 import sequence_pb2
 from tests.builders import BLOCK_SIZE, make_request
 from tests.worker.cluster import Pool, running_pool

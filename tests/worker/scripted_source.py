@@ -11,7 +11,7 @@ import xxhash
 
 from common.rpc_server import Server, start_server
 from engine.fake_model import token_kv
-from engine.sequence import EngineRequest
+from engine.request import EngineRequest
 from kvrelay.v1 import kv_transfer_pb2 as pb
 from kvrelay.v1 import kv_transfer_pb2_grpc, sequence_pb2, worker_pb2
 from tests.builders import BLOCK_SIZE

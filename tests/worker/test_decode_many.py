@@ -20,7 +20,7 @@ from common.errors import (
 from common.structured import TaskCensus
 from decode_worker.service import DecodeService
 from decode_worker.shared_stream import Outlet, SharedStream
-from engine.sequence import EngineRequest
+from engine.request import EngineRequest
 from kvrelay.v1 import decode_pb2 as pb
 from kvrelay.v1 import sampling_pb2, sequence_pb2
 from tests.builders import expected_tokens, make_request

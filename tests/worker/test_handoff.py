@@ -8,7 +8,7 @@ from common.errors import EngineFault, HandoffGone, InvalidRequest, Overloaded, 
 from common.ids import Epoch, mint_handoff_id
 from common.wire import pack_tokens
 from engine.core import EngineCore
-from engine.sequence import EngineRequest
+from engine.request import EngineRequest
 from kvrelay.v1 import prefill_pb2, worker_pb2
 from tests.builders import BLOCK_SIZE, make_request
 from tests.worker.cluster import Answer, error_of, messages, running_pair, spec_of, until_empty

@@ -7,7 +7,7 @@ import pytest
 from common.errors import InvalidRequest, PromptTooLong
 from common.prefix_chains import MAX_BLOCKS, chains_from_proto
 from engine.fake import FakeExecutor
-from engine.sequence import EngineRequest
+from engine.request import EngineRequest
 from kvrelay.v1 import prefill_pb2, prefix_pb2, sequence_pb2
 from tests.builders import BLOCK_SIZE, make_request
 from tests.trust import as_router, as_worker

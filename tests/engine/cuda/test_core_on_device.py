@@ -9,8 +9,8 @@ import pytest
 from common.clock import ManualClock
 from engine.core import EngineCore
 from engine.executor import Executor
+from engine.request import EngineRequest
 from engine.scheduler import SchedulerLimits
-from engine.sequence import EngineRequest
 from tests.builders import assert_empty, make_request, run_until_idle, submit
 from tests.engine.driver import load, load_device
 from tests.engine.overlap import step

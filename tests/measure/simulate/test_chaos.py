@@ -15,8 +15,8 @@ from engine.core import EngineCore
 from engine.events import EngineEvent, FinishReason, Tokens
 from engine.fake import FakeExecutor
 from engine.group import Group
+from engine.request import EngineRequest
 from engine.scheduler import SchedulerLimits
-from engine.sequence import EngineRequest
 from kvrelay.v1 import inference_pb2, sampling_pb2
 from measure.simulate.chaos.oracles import AnswerCheck, Violation
 from measure.simulate.chaos.questions import Question, QuestionBook
