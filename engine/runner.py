@@ -14,9 +14,10 @@ from torch import Tensor
 from engine.executor import DoneStep, Hidden, Logprobs, ScheduledSequence, StepResult, Walk
 from engine.kv_cache import TorchKvStore
 from engine.kv_store import KvStore
+from engine.logits import position_logprobs
 from engine.ops.metadata import AttentionMetadata, SequenceSpan
 from engine.options import CheckpointInfo
-from engine.sampler import Sampler, position_logprobs, sampling_rows
+from engine.sampler import Sampler, sampling_rows
 from engine.work import StepFloors
 
 StepT = TypeVar("StepT")

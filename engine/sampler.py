@@ -29,23 +29,19 @@ A beam's row is a greedy one that reports its best tokens; `engine.beams` choose
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from common.errors import EngineFault
 from common.sampling import SamplingParams
 from engine.beams import num_candidates
-from engine.cuda.columns import Column, Columns
-from engine.cuda.device import Fetch, device_for
-from engine.draw import Draw, DrawPlan, first_best, races, round_up_width
-from engine.executor import Logprobs, Sampled, ScheduledSequence
-from engine.logits import LogitEdits, LogprobsFetch, SamplingRow, fetch_logprobs, position_logprobs
-from engine.penalties import Penalties, PenaltyPlan
+from engine.cuda.columns import Columns
+from engine.draw import DrawPlan, races, round_up_width
+from engine.executor import Sampled, ScheduledSequence
+from engine.logits import LogitEdits, SamplingRow
+from engine.penalties import Penalties
+from engine.sampling_plan import ChoiceMethod, Chosen, SamplingPlan, ShapedGroup, ShapedPlan
 from engine.sequence import OutputTokens
-
-__all__ = ["Nucleus", "Sampler", "SamplingRow", "position_logprobs", "sampling_rows"]
 
 
 class Nucleus(enum.Enum):
@@ -74,7 +70,7 @@ class Sampler:
         """Choose tokens and wait for them; see `choose` and `Chosen.materialize`."""
         return self.choose(logits, rows).materialize()
 
-    def choose(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> "Chosen":
+    def choose(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> Chosen:
         """Choose a token for each row of logits [len(rows), vocab_size], any float dtype; does not mutate them.
 
         Does not wait for the device, except with `Nucleus.WIDEN`.
@@ -83,15 +79,15 @@ class Sampler:
         plan = self.plan(rows, columns)
         return plan.choose(logits, columns.upload(logits.device))
 
-    def plan(self, rows: Sequence[SamplingRow], columns: Columns) -> "SamplingPlan":
+    def plan(self, rows: Sequence[SamplingRow], columns: Columns) -> SamplingPlan:
         """Do the host's part of the choice, and add the device's inputs to `columns`."""
         return self._plan(rows, [_is_plain(row) for row in rows], columns)
 
-    def plan_rest(self, rows: Sequence[SamplingRow], columns: Columns) -> "SamplingPlan":
+    def plan_rest(self, rows: Sequence[SamplingRow], columns: Columns) -> SamplingPlan:
         """As `plan`, where `RaceColumns` choose for the rows that race; they count as plain ones."""
         return self._plan(rows, [_is_plain(row) or races(row) for row in rows], columns)
 
-    def _plan(self, rows: Sequence[SamplingRow], is_plain: Sequence[bool], columns: Columns) -> "SamplingPlan":
+    def _plan(self, rows: Sequence[SamplingRow], is_plain: Sequence[bool], columns: Columns) -> SamplingPlan:
         plain: list[int] = []
         shaped: list[int] = []
         logprobs: list[tuple[int, int]] = []
@@ -110,13 +106,13 @@ class Sampler:
             logprob_rows=columns.ints([i for i, _ in logprobs]) if 0 < len(logprobs) < len(rows) else None,
         )
 
-    def _plan_shaped(self, rows: Sequence[SamplingRow], columns: Columns) -> "_ShapedPlan":
+    def _plan_shaped(self, rows: Sequence[SamplingRow], columns: Columns) -> ShapedPlan:
         penalized = [i for i, row in enumerate(rows) if row.params.has_penalties]
-        groups: dict[_Way, list[int]] = {}
+        groups: dict[ChoiceMethod, list[int]] = {}
         for i, row in enumerate(rows):
-            groups.setdefault(self._way(row.params), []).append(i)
+            groups.setdefault(self._method(row.params), []).append(i)
         allowed = {i: mask for i, row in enumerate(rows) if (mask := row.allowed) is not None}
-        return _ShapedPlan(
+        return ShapedPlan(
             structured=tuple(allowed),
             allowed=torch.from_numpy(np.stack(list(allowed.values()))) if allowed else None,
             edits=LogitEdits.plan(rows, self._eos_token_ids, columns),
@@ -124,12 +120,14 @@ class Sampler:
             penalty_plan=self._penalties.plan([rows[i] for i in penalized], columns) if penalized else None,
             penalized=columns.ints(penalized) if len(penalized) < len(rows) else None,
             groups=tuple(
-                _Group(
+                ShapedGroup(
                     rows=columns.ints(members) if len(groups) > 1 else None,
-                    way=way,
-                    draw=None if way.is_greedy else DrawPlan.of([rows[i] for i in members], self._vocab_size, columns),
+                    method=method,
+                    draw=None
+                    if method.is_greedy
+                    else DrawPlan.of([rows[i] for i in members], self._vocab_size, columns),
                 )
-                for way, members in groups.items()
+                for method, members in groups.items()
             ),
         )
 
@@ -139,17 +137,17 @@ class Sampler:
             return num_candidates(params, self._eos_token_ids, self._vocab_size)
         return params.num_logprobs
 
-    def _way(self, params: SamplingParams) -> "_Way":
+    def _method(self, params: SamplingParams) -> ChoiceMethod:
         vocab_size = self._vocab_size
         if params.is_greedy:
-            return _Way(is_greedy=True)
+            return ChoiceMethod(is_greedy=True)
         if 0 < params.top_k < vocab_size:
-            return _Way(width=round_up_width(params.top_k, vocab_size))
+            return ChoiceMethod(width=round_up_width(params.top_k, vocab_size))
         if params.top_p == 1.0:
-            return _Way()
+            return ChoiceMethod()
         if self._nucleus is Nucleus.SORT:
-            return _Way(width=vocab_size)
-        return _Way(width=round_up_width(_NUCLEUS_TOKENS, vocab_size), may_widen=True)
+            return ChoiceMethod(width=vocab_size)
+        return ChoiceMethod(width=round_up_width(_NUCLEUS_TOKENS, vocab_size), may_widen=True)
 
 
 def sampling_rows(item: ScheduledSequence) -> list[SamplingRow]:
@@ -183,157 +181,3 @@ def sampling_rows(item: ScheduledSequence) -> list[SamplingRow]:
 def _is_plain(row: SamplingRow) -> bool:
     """Whether a row takes the best token of its logits as they are."""
     return row.params.is_greedy and row.has_plain_logits
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Way:
-    """Method of choosing a row's token; rows with equal ones are chosen together."""
-
-    is_greedy: bool = False
-    width: int | None = None
-    """Number of best tokens to rank; None: no ranking is needed."""
-    may_widen: bool = False
-    """Whether more tokens may have to be ranked."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingPlan:
-    """One batch, ready to choose from its logits. A column of row numbers is None for all rows, or for none."""
-
-    num_rows: int
-    vocab_size: int
-    plain_rows: Column | None
-    shaped_rows: Column | None
-    shaped: "_ShapedPlan | None"
-    """Plan of the rows that are not plain; None when all are."""
-    logprobs: tuple[tuple[int, int], ...]
-    """(row, number of best tokens) of the rows that ask for log-probabilities."""
-    logprob_rows: Column | None
-
-    def choose(self, logits: torch.Tensor, words: torch.Tensor, plain_ids: torch.Tensor | None = None) -> "Chosen":
-        """Choose from logits [num_rows, vocab_size], given the uploaded columns.
-
-        `plain_ids`, int64 [num_rows], are the tokens of plain rows; None: each takes its `first_best`.
-        """
-        expected = (self.num_rows, self.vocab_size)
-        if logits.shape != expected:
-            raise EngineFault(
-                f"the model returned logits of shape {tuple(logits.shape)}; its config.json says {expected}"
-            )
-        if self.shaped is None:
-            return self.deliver(first_best(logits) if plain_ids is None else plain_ids, logits, words)
-        if self.plain_rows is None or self.shaped_rows is None:
-            return self.deliver(self.shaped.choose(logits, words), logits, words)
-        shaped = self.shaped_rows.of(words)
-        if plain_ids is None:
-            plain = self.plain_rows.of(words)
-            token_ids = torch.empty(self.num_rows, dtype=torch.int64, device=logits.device)
-            token_ids.index_copy_(0, plain, first_best(logits.index_select(0, plain)))
-        else:
-            token_ids = plain_ids.clone()  # a graph's own memory
-        token_ids.index_copy_(0, shaped, self.shaped.choose(logits.index_select(0, shaped), words))
-        return self.deliver(token_ids, logits, words)
-
-    def deliver(self, token_ids: torch.Tensor, logits: torch.Tensor, words: torch.Tensor) -> "Chosen":
-        """Start copying the choice (int64 [num_rows]) and the requested log-probabilities to the host."""
-        logprobs = None
-        if self.logprobs:
-            known = token_ids.clamp(min=0)
-            if self.logprob_rows is not None:
-                rows = self.logprob_rows.of(words)
-                logits, known = logits.index_select(0, rows), known.index_select(0, rows)
-            logprobs = fetch_logprobs(logits, known, max(num_top for _, num_top in self.logprobs))
-        # Last, so that nothing of the step runs any more when the tokens arrive.
-        fetch = device_for(token_ids.device).fetch(token_ids)
-        return Chosen(token_ids=token_ids, fetch=fetch, logprobs_fetch=logprobs, logprobs=self.logprobs)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chosen:
-    """One token per row, on the device, and its copy to the host that is in progress."""
-
-    token_ids: torch.Tensor
-    """int64 [rows]; negative where a row's logits have no finite maximum."""
-    fetch: Fetch
-    logprobs_fetch: LogprobsFetch | None
-    logprobs: tuple[tuple[int, int], ...]
-    """(row, number of best tokens) of the rows in `logprobs_fetch`."""
-
-    def materialize(self) -> list[Sampled]:
-        """Wait for the copy. Raises EngineFault when a row's logits have no finite maximum."""
-        token_ids: list[int] = self.fetch().tolist()
-        if token_ids and min(token_ids) < 0:
-            bad_row = next(row for row, token_id in enumerate(token_ids) if token_id < 0)
-            raise EngineFault(f"logits of row {bad_row} have no finite maximum")
-        sampled = [Sampled(token_id=token_id) for token_id in token_ids]
-        if self.logprobs_fetch is not None:
-            for (row, num_top), found in zip(self.logprobs, self.logprobs_fetch.wait(), strict=True):
-                logprobs = Logprobs(token_id=found.token_id, logprob=found.logprob, top=found.top[:num_top])
-                sampled[row] = Sampled(token_id=token_ids[row], logprobs=logprobs)
-        return sampled
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _ShapedPlan:
-    """Rows that are not plain: their logits are shaped, then chosen from in groups of one `_Way`."""
-
-    structured: tuple[int, ...]
-    """Rows with a grammar."""
-    allowed: torch.Tensor | None
-    """bool [len(structured), vocab], on the host: the tokens that their grammars allow."""
-    edits: LogitEdits | None
-    penalties: Penalties
-    penalty_plan: PenaltyPlan | None
-    penalized: Column | None
-    """Rows with penalties; None: all."""
-    groups: "tuple[_Group, ...]"
-
-    def choose(self, logits: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
-        """Return token ids, int64 [rows], for logits [rows, vocab]."""
-        shaped = self._shape(logits, words)
-        if len(self.groups) == 1:
-            return self.groups[0].choose(shaped, words)
-        chosen = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
-        for group in self.groups:
-            assert group.rows is not None, "one of several groups has all rows"
-            rows = group.rows.of(words)
-            chosen.index_copy_(0, rows, group.choose(shaped.index_select(0, rows), words))
-        return chosen
-
-    def _shape(self, logits: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
-        if self.edits is None and self.penalty_plan is None and self.allowed is None:
-            return logits.float()
-        shaped = logits.to(torch.float32, copy=True)
-        if self.allowed is not None:
-            rows = torch.tensor(self.structured, device=shaped.device)
-            forbidden = self.allowed.logical_not().to(shaped.device)
-            shaped[rows] = shaped[rows].masked_fill_(forbidden, -torch.inf)
-        if self.edits is not None:
-            self.edits.apply(shaped, words)
-        if self.penalty_plan is None:
-            return shaped
-        if self.penalized is None:
-            return self.penalties.apply(self.penalty_plan, shaped, words)
-        rows = self.penalized.of(words)
-        return shaped.index_copy_(0, rows, self.penalties.apply(self.penalty_plan, shaped.index_select(0, rows), words))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Group:
-    """Rows of one `_Way`."""
-
-    rows: Column | None
-    way: _Way
-    draw: DrawPlan | None
-    """None: greedy."""
-
-    def choose(self, logits: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
-        """Return token ids, int64 [rows], for shaped logits [rows, vocab]."""
-        if self.draw is None:
-            return first_best(logits)
-        return torch.cat([self._choose_part(part) for part in self.draw.on_device(logits, words).split()])
-
-    def _choose_part(self, draw: Draw) -> torch.Tensor:
-        if self.way.width is None:
-            return draw.from_all()
-        return draw.from_nucleus(self.way.width) if self.way.may_widen else draw.from_best(self.way.width)

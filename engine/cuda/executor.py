@@ -32,7 +32,8 @@ from engine.logits import LogprobsFetch, fetch_logprobs
 from engine.model.decoder import Decoder
 from engine.ops.metadata import AttentionMetadata, SequenceSpan
 from engine.options import CheckpointInfo
-from engine.sampler import Chosen, Nucleus, Sampler, SamplingPlan, sampling_rows
+from engine.sampler import Nucleus, Sampler, sampling_rows
+from engine.sampling_plan import Chosen, SamplingPlan
 from engine.work import StepFloors
 
 # Prompt log-probabilities need float32 logits of every position; they are computed for this many rows at a time.

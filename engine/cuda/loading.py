@@ -15,6 +15,7 @@ from engine.cuda.portable import PortableOps
 from engine.floors import measure_floors
 from engine.kv_cache import TorchKvStore, num_blocks_for_budget
 from engine.kv_store import KvShape
+from engine.logits import SamplingRow
 from engine.memory import MemoryShare, device_free_bytes
 from engine.model.config import DecoderConfig
 from engine.model.decoder import Decoder
@@ -25,7 +26,7 @@ from engine.ops.metadata import AttentionMetadata, SequenceSpan
 from engine.ops.torch_ops import TorchOps
 from engine.ops.triton_kernels.step import DeviceStep
 from engine.options import CheckpointInfo, EngineOptions, ModelDescription
-from engine.sampler import Nucleus, Sampler, SamplingRow
+from engine.sampler import Nucleus, Sampler
 from engine.work import StepFloors
 
 logger = logging.getLogger(__name__)

@@ -16,8 +16,8 @@ from common.sampling import SamplingParams
 from engine.cuda.columns import Columns
 from engine.cuda.device import HostDevice
 from engine.draw import waiting_times
-from engine.logits import LogitEdits
-from engine.sampler import Nucleus, Sampler, SamplingRow, position_logprobs
+from engine.logits import LogitEdits, SamplingRow, position_logprobs
+from engine.sampler import Nucleus, Sampler
 from engine.sequence import OutputTokens
 from engine.sequence import Sequence as EngineSequence
 from tests.engine.driver import make_sequence

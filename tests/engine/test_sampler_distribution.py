@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
+from engine.logits import SamplingRow
 from engine.noise import noise_key, noise_keys, philox_4x32
-from engine.sampler import Sampler, SamplingRow
+from engine.sampler import Sampler
 from tests.engine.sampling_reference import distribution
 from tests.engine.test_sampler import make_row
 
