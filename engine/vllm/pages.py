@@ -4,23 +4,28 @@ In memory the region is [num_layers, num_blocks, num_kv_heads, head page]; a ran
 heads, so the bytes are the same at any tensor-parallel size. A head page holds keys and values of one head of a block,
 2 * block_size * head_dim elements in an order of the backend's own: a CPU's kernels keep keys transposed. The order is
 not written down here but learned at start: a rank writes numbered elements with the backend's own operation and looks
-where they land (`engine.vllm.rank`).
+where they land.
 
 On the wire a block is [num_layers, 2, block_size, num_kv_heads, head_dim], as our own engine has it.
 """
 
 import hashlib
+import mmap
+import os
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from common.ids import BlockId
 from engine.kv_store import NONCE_BYTES, DeviceSharing, KvShape, SharedRegion, check_ids
 from engine.shared_memory import allocate_region
 
 Places = npt.NDArray[np.intp]
+_DIGIT = 256  # integers below it are exact in every dtype of pages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +53,33 @@ class HeadOrder:
     def digest(self) -> str:
         """Return a name that equal orders share."""
         return hashlib.blake2b(np.array(self.elements, dtype="<u4").tobytes(), digest_size=8).hexdigest()
+
+
+def learn_head_order(layer: Any, *, block_size: int, head_dim: int) -> HeadOrder:
+    """Return the order of a head page's elements, by writing numbered ones with the backend's own operation."""
+    num_heads = layer.impl.num_kv_heads
+    half = block_size * head_dim
+    found = torch.zeros(2 * half, dtype=torch.int64)
+    scale = 1
+    while scale < 2 * half:
+        pages = torch.zeros(2, num_heads, block_size, 2 * head_dim, dtype=layer.kv_cache.dtype)
+        numbered = (torch.arange(2 * half) // scale % _DIGIT).to(pages.dtype).view(2, block_size, 1, head_dim)
+        keys, values = (each.expand(-1, num_heads, -1).contiguous() for each in numbered)
+        layer.impl.do_kv_cache_update(layer, keys, values, pages, torch.arange(block_size, 2 * block_size))
+        found += pages[1, 0].reshape(-1).to(torch.int64) * scale
+        scale *= _DIGIT
+    return HeadOrder(elements=tuple(found.tolist()))
+
+
+def map_region(path: str, shape: KvShape, num_blocks: int, dtype: torch.dtype) -> torch.Tensor:
+    """Map the file of a region; returns its pages, [num_layers, num_blocks, num_kv_heads, elements of a head page]."""
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        memory = mmap.mmap(fd, os.fstat(fd).st_size)
+    finally:
+        os.close(fd)
+    pages = torch.frombuffer(memory, dtype=torch.uint8)[: num_blocks * shape.block_bytes].view(dtype)
+    return pages.view(shape.num_layers, num_blocks, shape.num_kv_heads, -1)
 
 
 class VllmPages:

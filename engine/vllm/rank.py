@@ -8,7 +8,6 @@ Written against the V1 model runner of vLLM's CPU build (`engine.vllm.signatures
 
 import glob
 import logging
-import mmap
 import os
 import select
 import threading
@@ -29,7 +28,7 @@ from engine.runner import pooled_sum, prompt_logprobs
 from engine.sampler import Sampler
 from engine.vllm.kernels import use_fused_norms
 from engine.vllm.order import SequenceOrder, StepOrder
-from engine.vllm.pages import HeadOrder
+from engine.vllm.pages import HeadOrder, learn_head_order, map_region
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +36,6 @@ _SHARED_MEMORY = Path("/dev/shm")
 _PYTHON_NAMES = ("psm_", "sem.mp-")
 """Beginnings of the names that Python gives to shared memory and to locks."""
 _EXIT_ORPHANED = 70  # sysexits.h: internal software error
-_DIGIT = 256  # integers below it are exact in every dtype of pages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,16 +247,10 @@ class Rank:
     def _bind(self, layers: list[Any], setup: RankSetup) -> None:
         """Let the layers compute on this rank's heads in the region of all ranks; vLLM's own pages are freed."""
         shape = setup.shape
-        fd = os.open(setup.region_path, os.O_RDWR | os.O_CLOEXEC)
-        try:
-            memory = mmap.mmap(fd, os.fstat(fd).st_size)
-        finally:
-            os.close(fd)
         own = self._runner.kv_caches[0]
         num_own_heads = own.shape[1]
-        kv_bytes = setup.num_blocks * shape.block_bytes
-        pages = torch.frombuffer(memory, dtype=torch.uint8)[:kv_bytes].view(own.dtype)
-        pages = pages.view(shape.num_layers, setup.num_blocks, shape.num_kv_heads, *own.shape[2:])
+        pages = map_region(setup.region_path, shape, setup.num_blocks, own.dtype)
+        pages = pages.view(*pages.shape[:3], *own.shape[2:])
         # With more ranks than heads, vLLM gives neighbours the same head, and they write the same values.
         first_head = self._worker.rank * shape.num_kv_heads // self._worker.parallel_config.tensor_parallel_size
         for i, layer in enumerate(layers):
@@ -304,19 +296,3 @@ def _attention_layers(runner: Any) -> list[Any]:
     context = runner.compilation_config.static_forward_context
     (group,) = runner.kv_cache_config.kv_cache_groups
     return [context[name] for name in sorted(group.layer_names, key=extract_layer_index)]
-
-
-def learn_head_order(layer: Any, *, block_size: int, head_dim: int) -> HeadOrder:
-    """Return the order of a head page's elements, by writing numbered ones with the backend's own operation."""
-    num_heads = layer.impl.num_kv_heads
-    half = block_size * head_dim
-    found = torch.zeros(2 * half, dtype=torch.int64)
-    scale = 1
-    while scale < 2 * half:
-        pages = torch.zeros(2, num_heads, block_size, 2 * head_dim, dtype=layer.kv_cache.dtype)
-        numbered = (torch.arange(2 * half) // scale % _DIGIT).to(pages.dtype).view(2, block_size, 1, head_dim)
-        keys, values = (each.expand(-1, num_heads, -1).contiguous() for each in numbered)
-        layer.impl.do_kv_cache_update(layer, keys, values, pages, torch.arange(block_size, 2 * block_size))
-        found += pages[1, 0].reshape(-1).to(torch.int64) * scale
-        scale *= _DIGIT
-    return HeadOrder(elements=tuple(found.tolist()))
