@@ -15,9 +15,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from engine.model.checkpoints.calibration_text import cut_windows
 from engine.model.checkpoints.formats import read_weight_format
-from engine.model.checkpoints.quantizing import Rounding, quantize_checkpoint
+from engine.model.checkpoints.quantizing import Rounding, cut_windows, quantize_checkpoint
 from engine.model.config import DecoderConfig, read_json
 from engine.model.loader import load_weights, weight_files
 from engine.model.weights import DecoderWeights, Linear, checkpoint_views, plain

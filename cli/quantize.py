@@ -40,8 +40,7 @@ def quantize(
     if group_size != -1 and (group_size < 32 or group_size % 32):
         raise typer.BadParameter(f"{group_size} is neither -1 nor a multiple of 32", param_hint="--group-size")
     from common.model_files import resolve_model
-    from engine.model.checkpoints.calibration_text import read_windows
-    from engine.model.checkpoints.quantizing import Rounding, quantize_checkpoint
+    from engine.model.checkpoints.quantizing import Rounding, quantize_checkpoint, read_windows
 
     assert format_name == "compressed-tensors", f"{format_name} has no writer"
     folder = resolve_model(model, local_files_only=False)

@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from common.random_models import SEED_FILE
+from common.text_files import load_tokenizer
 from engine.model.calibration import round_for_windows
 from engine.model.checkpoints.checkpoint import Checkpoint, open_checkpoint, quantized_by, read_config
 from engine.model.checkpoints.formats import read_weight_format
@@ -34,6 +35,7 @@ from engine.model.weights import HEAD_MODULE, fused_projections, layer_modules
 _INDEX_FILE = "model.safetensors.index.json"
 _COPIED = ("*.json", "*.jinja", "*.txt", "tokenizer.model")
 _FILE_BYTES = 2 << 30
+_WINDOW_TOKENS = 512
 
 
 class QuantizeFailed(Exception):
@@ -216,3 +218,30 @@ class _Writer:
             file.chmod(mode)
             self._weight_map.update(dict.fromkeys(self._pending, name))
             self._pending = {}
+
+
+def read_windows(files: Sequence[Path], model_dir: Path, *, num_tokens: int) -> list[list[int]]:
+    """Return windows of equal lengths, evenly spaced over the texts: `num_tokens` in all, or what is there.
+
+    Raises QuantizeFailed when a file cannot be read or the texts are shorter than one window, ModelNotFound without a
+    tokenizer.
+    """
+    texts = []
+    for file in files:
+        try:
+            texts.append(file.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            raise QuantizeFailed(f"--calibration: cannot read {file} as text: {error}") from error
+    return cut_windows("\n\n".join(texts), model_dir, num_tokens=num_tokens)
+
+
+def cut_windows(text: str, model_dir: Path, *, num_tokens: int) -> list[list[int]]:
+    """Return windows of a text; see `read_windows`."""
+    token_ids = load_tokenizer(model_dir).encode(text, add_special_tokens=False).ids
+    num_windows = min(max(1, num_tokens // _WINDOW_TOKENS), len(token_ids) // _WINDOW_TOKENS)
+    if num_windows == 0:
+        raise QuantizeFailed(
+            f"--calibration: the text has {len(token_ids)} tokens; give at least {_WINDOW_TOKENS}, better thousands"
+        )
+    stride = len(token_ids) // num_windows
+    return [token_ids[begin : begin + _WINDOW_TOKENS] for begin in range(0, num_windows * stride, stride)]
