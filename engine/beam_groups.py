@@ -8,13 +8,13 @@ No beam runs on a pending token (`Sequence.waits_for_tokens`): the candidates of
 one step brings all of them; when the step has no room for all, those that are known wait.
 """
 
-from collections.abc import Collection, Iterator, MutableMapping
+from collections.abc import Collection, Iterator
 
 from common.clock import Clock
 from engine.beams import BeamSearch
 from engine.events import BeamsAdvanced, EngineEvent
 from engine.executor import Sampled
-from engine.group import Group
+from engine.group import Group, Groups
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence
 
@@ -22,15 +22,7 @@ from engine.sequence import Sequence
 class BeamGroups:
     """The groups of one core whose sequences are beams. Engine thread only."""
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        groups: MutableMapping[Sequence, Group],
-        clock: Clock,
-        *,
-        eos_token_ids: Collection[int],
-    ) -> None:
-        """`groups`: the group of each sequence that has not ended; this class keeps it for beams."""
+    def __init__(self, scheduler: Scheduler, groups: Groups, clock: Clock, *, eos_token_ids: Collection[int]) -> None:
         self._scheduler = scheduler
         self._groups = groups
         self._clock = clock
@@ -76,14 +68,14 @@ class BeamGroups:
         parents = {child.parent for child in children}
         for rank, beam in enumerate(beams):
             if rank not in parents:
-                self._finish(beam)
+                self._groups.finish(beam)
         if not children:
             return [*group.answer_events(search, self._clock.monotonic())]
         free = self._free_indices(group, {beams[rank].sample_index for rank in parents})
         successors: list[Sequence] = []
         for child in children:  # all forks first: a sequence is copied as it was before the step
             parent = beams[child.parent]
-            successors.append(self._fork(group, parent, next(free)) if parent in successors else parent)
+            successors.append(self._groups.fork(parent, next(free)) if parent in successors else parent)
         for child, successor in zip(children, successors, strict=True):
             successor.append_token(child.token_id)
             successor.candidates = None
@@ -95,11 +87,6 @@ class BeamGroups:
         first = group.request.first_sample_index
         return (index for index in range(first, first + group.request.sampling.n) if index not in taken)
 
-    def _fork(self, group: Group, parent: Sequence, sample_index: int) -> Sequence:
-        child = self._scheduler.fork(parent, sample_index)
-        self._groups[child] = group
-        return child
-
     def _progress(self, group: Group, search: BeamSearch) -> list[EngineEvent]:
         events: list[EngineEvent] = []
         snapshot = search.due_snapshot([beam.output_token_ids for beam in group.sequences])
@@ -109,7 +96,3 @@ class BeamGroups:
         if prefilled.prefill_s is not None:
             events.append(prefilled)
         return events
-
-    def _finish(self, sequence: Sequence) -> None:
-        self._scheduler.finish(sequence)
-        self._groups.pop(sequence, None)

@@ -12,7 +12,7 @@ So plans are made before the tokens of one step are known; these are *pending*. 
 1. A sequence runs on its pending token, by its place (`Sequence.pending_row`), unless the host needs the value; then
    it skips the step.
 2. A sequence may have ended (end token, stop string, cancelled) while a step with it is in flight. That step's result
-   for it is dropped (`_take_oldest`), and its pages stay held until then (`Scheduler.finish`).
+   for it is dropped (`OutputProcessor`), and its pages stay held until then (`Scheduler.finish`).
 3. Pages are published in the prefix cache once their step is taken and their tokens are known (`Pages.publish`).
 4. Nothing is preempted while a step is in flight: when pages run out, all steps are taken before the next plan
    (`StepPlan.is_short`).
@@ -31,17 +31,18 @@ from common.ids import RequestId
 from common.prefix_chains import PrefixChain
 from engine.beam_groups import BeamGroups
 from engine.block_pool import BlockPool
-from engine.events import DraftCounts, EngineEvent, EngineLoad, Failed, FinishReason, Progress, StepReport, TokenOutput
-from engine.executor import Executor, Sampled, ScheduledSequence, StepResult
-from engine.group import Group, Sink
+from engine.events import EngineLoad, Failed, StepReport
+from engine.executor import Executor
+from engine.group import Emitted, Group, Groups, Sink
 from engine.hot_prefixes import hot_prefixes
 from engine.landing import Landing, Landings
 from engine.load import measure_load
+from engine.output_processor import OutputProcessor
 from engine.pipeline import Pipeline, StepTimer
 from engine.plan import StepPlan
 from engine.request import EngineRequest
 from engine.scheduler import Scheduler, SchedulerLimits
-from engine.sequence import MAX_FORCED_TOKENS, Sequence, SequenceState
+from engine.sequence import Sequence, SequenceState
 from engine.speculation.speculator import Speculator
 from engine.unplanned import UnplannedDecodes
 
@@ -51,8 +52,6 @@ _MAX_ACCEPTED = 4096  # a bound for drivers that never call `report`
 
 MAX_FAILED_STEPS = 3
 """Failed steps in a row, of different requests, after which the device counts as broken: errors of CUDA are sticky."""
-
-Emitted = list[tuple[Group, EngineEvent]]
 
 
 class DeviceBroken(Exception):
@@ -76,12 +75,12 @@ class EngineCore:
         self._clock = clock
         self._timer = StepTimer(clock)
         self._accepted: deque[RequestId] = deque(maxlen=_MAX_ACCEPTED)
-        self._groups: dict[Sequence, Group] = {}
-        self._beams = BeamGroups(self.scheduler, self._groups, clock, eos_token_ids=executor.eos_token_ids)
-        self.unplanned = UnplannedDecodes(self.pool, self.scheduler.pages, self._groups)
+        self.groups = Groups(self.scheduler)
+        ends = executor.eos_token_ids
+        self._beams = BeamGroups(self.scheduler, self.groups, clock, eos_token_ids=ends)
+        self._outputs = OutputProcessor(self.scheduler, self.groups, self._beams, clock, eos_token_ids=ends)
+        self.unplanned = UnplannedDecodes(self.pool, self.scheduler.pages)
         self._next_order = 0
-        self._num_forced_left = 0
-        """Tokens that may still be forced behind the step whose results are taken."""
         self._is_stalled = False
         self._num_failed_steps = 0
         self._failed_requests: set[RequestId] = set()
@@ -109,27 +108,18 @@ class EngineCore:
         return Landing(order=self._next_order - 1, queued_s=self._clock.monotonic(), hashes=hashes)
 
     def add(self, request: EngineRequest, sink: Sink, landing: Landing | None = None) -> Group | Refused:
-        """Put a request in line: prefill here, then decode. Raises PromptTooLong when it can never fit."""
-        self._check_fits(request, num_new_tokens=request.sampling.max_tokens)
+        """Put a request in line: prefill here, then decode, or embed it if it has `pooling`. Raises PromptTooLong."""
         landing = landing or self.arrive(NO_HASHES)
         return self._enter(Group(request, sink, landing.queued_s), self.scheduler.add, landing)
 
     def add_prefill_only(self, request: EngineRequest, sink: Sink, landing: Landing | None = None) -> Group | Refused:
         """Put a request in line for prompt and first tokens; its pages stay until `cancel`. Raises PromptTooLong."""
-        self._check_fits(request, num_new_tokens=0)
         landing = landing or self.arrive(NO_HASHES)
         group = Group(request, sink, landing.queued_s, holds_after_prefill=True)
         return self._enter(group, self.scheduler.add, landing)
 
-    def add_embedding(self, request: EngineRequest, sink: Sink, landing: Landing | None = None) -> Group | Refused:
-        """Put a request with `pooling` in line, which ends with its embedding. Raises PromptTooLong."""
-        self._check_fits(request, num_new_tokens=0)
-        landing = landing or self.arrive(NO_HASHES)
-        return self._enter(Group(request, sink, landing.queued_s), self.scheduler.add, landing)
-
     def reserve(self, request: EngineRequest, sink: Sink) -> Group | Refused:
         """Grant pages for a request whose KV will be pulled. Raises PromptTooLong."""
-        self._check_fits(request, num_new_tokens=request.sampling.max_tokens)
         landing = self.arrive(NO_HASHES)
         return self._enter(Group(request, sink, landing.queued_s), self.scheduler.reserve, landing)
 
@@ -156,22 +146,22 @@ class EngineCore:
         self.scheduler.start(leader)
         if group.beams:
             return
-        self._fork(group, len(first_tokens) - 1)
-        for sequence, (token_id, finished) in zip(list(group.sequences), first_tokens, strict=True):
+        samples = self.groups.samples(leader, len(first_tokens))
+        for sequence, (token_id, finished) in zip(samples, first_tokens, strict=True):
             sequence.append_token(token_id)
             if finished:
-                self._finish(sequence)
+                self.groups.finish(sequence)
 
     def finish_sample(self, group: Group, sample_index: int) -> None:
         """End one sample whose text reached a stop string."""
         for sequence in group.sequences:
             if sequence.sample_index == sample_index:
-                self._finish(sequence)
+                self.groups.finish(sequence)
 
     def cancel(self, group: Group) -> None:
         """Free everything that a request holds, in any state. Harmless when it is over."""
         for sequence in group.sequences:
-            self._finish(sequence)
+            self.groups.finish(sequence)
 
     # ── stepping ────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -187,7 +177,7 @@ class EngineCore:
         self._is_stalled = not plan.batch and self._pipeline.num_steps == 0
         emitted: Emitted = []
         for sequence in plan.admitted:
-            group = self._groups[sequence]
+            group = self.groups[sequence]
             started = group.admitted(sequence, self._clock.monotonic())
             if started is not None:
                 emitted.append((group, started))
@@ -219,7 +209,7 @@ class EngineCore:
 
     def hot_prefixes(self, max_blocks: int) -> list[PrefixChain]:
         """Return the most valuable `max_blocks` blocks of the cache."""
-        held = (sequence.block_table or sequence.landed_blocks for sequence in self._groups)
+        held = (sequence.block_table or sequence.landed_blocks for sequence in self.groups)
         return hot_prefixes(self.pool, held, max_blocks)
 
     def load(self) -> EngineLoad:
@@ -237,6 +227,7 @@ class EngineCore:
     # ── inside ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _enter(self, group: Group, enter: Callable[[Sequence], Refused | None], landing: Landing) -> Group | Refused:
+        self._check_fits(group)
         leader = Sequence.from_request(group.request, block_size=self.scheduler.limits.block_size, order=landing.order)
         leader.max_num_tokens = min(leader.max_num_tokens, self.executor.max_model_len)
         leader.is_pinned = group.holds_after_prefill
@@ -247,19 +238,22 @@ class EngineCore:
             self.scheduler.pages.release(leader)
             return refused
         group.sequences.append(leader)
-        self._groups[leader] = group
+        self.groups[leader] = group
         self._accepted.append(group.request.request_id)
         if leader.state is SequenceState.WAITING:
             self._beams.resume(group)
         return group
 
-    def _check_fits(self, request: EngineRequest, *, num_new_tokens: int) -> None:
+    def _check_fits(self, group: Group) -> None:
+        request = group.request
         num_known = len(request.prompt_token_ids) + len(request.output_token_ids)
         if num_known >= self.executor.max_model_len:
             raise PromptTooLong(
                 f"prompt has {num_known} tokens; this model takes {self.executor.max_model_len - 1}", field="prompt"
             )
-        # The last token is never computed: nothing follows it. A prefill-only request computes just its prompt.
+        is_prompt_only = group.holds_after_prefill or request.pooling is not None
+        num_new_tokens = 0 if is_prompt_only else request.sampling.max_tokens
+        # The last token is never computed: nothing follows it.
         num_tokens = min(len(request.prompt_token_ids) + num_new_tokens, self.executor.max_model_len)
         num_computed = max(num_known, num_tokens - 1)
         num_blocks = self.scheduler.pages.num_blocks_for(num_computed)
@@ -289,122 +283,12 @@ class EngineCore:
         if self.scheduler.speculator is not None and seconds is not None:
             self.scheduler.speculator.observe(plan, results, seconds)
         self.scheduler.complete(plan, results)
-        self._num_forced_left = MAX_FORCED_TOKENS
-        tokens: dict[Group, list[TokenOutput]] = {}
-        for item, result in zip(plan.batch.values(), results, strict=True):
-            if item.sequence.state is SequenceState.RUNNING:  # else it ended in the meantime
-                self._take(item, result, tokens, emitted)
-        now_s = self._clock.monotonic()
-        emitted.extend((group, group.tokens_event(outputs, now_s)) for group, outputs in tokens.items())
-
-    def _take(
-        self, item: ScheduledSequence, result: StepResult, tokens: dict[Group, list[TokenOutput]], emitted: Emitted
-    ) -> None:
-        """Turn one running sequence's result into events and follow-up state."""
-        sequence = item.sequence
-        group = self._groups[sequence]
-        if sequence.num_output_tokens == 0:  # else they were sent before a preemption, or by another worker
-            group.prompt_logprobs.extend(result.prompt_logprobs)
-        if group.request.pooling is not None:
-            group.add_pooled(result.pooled)
-            if sequence.num_ready == sequence.num_tokens:
-                emitted.append((group, group.embedded_event(self._clock.monotonic())))
-                self._finish(sequence)
-            return
-        if group.holds_after_prefill:
-            emitted.append((group, Progress(num_computed_tokens=sequence.num_ready, block_table=sequence.block_ids())))
-        if item.num_samples == 0:
-            return
-        if group.holds_after_prefill:
-            # The worker that decodes has its own look at the last token before beams.
-            first = () if sequence.request.sampling.has_beams else result.sampled
-            tokens[group] = [self._output(sequence, sequence.sample_index + j, each) for j, each in enumerate(first)]
-            self.scheduler.hold(sequence)
-            return
-        if group.beams is not None:
-            emitted.extend((group, event) for event in self._beams.take(group, group.beams, sequence, *result.sampled))
-            return
-        outputs = tokens.setdefault(group, [])
-        if item.draft:
-            group.drafts += DraftCounts(item.num_drafted, result.num_accepted)
-            outputs += self._append(sequence, result.sampled)
-            return
-        samples = [sequence, *self._fork(group, item.num_samples - 1)]
-        for sample, sampled in zip(samples, result.sampled, strict=True):
-            outputs += self._append(sample, [sampled])
-
-    def _append(self, sequence: Sequence, sampled: Seq[Sampled]) -> list[TokenOutput]:
-        """Append sampled tokens, up to one that ends the sample, and those that a grammar forces behind them.
-
-        Returns their outputs.
-        """
-        outputs: list[TokenOutput] = []
-        for each in sampled:
-            outputs.append(self._output(sequence, sequence.sample_index, each))
-            sequence.append_token(each.token_id)
-            if outputs[-1].finish_reason is not None:
-                self._finish(sequence)
-                return outputs
-        if sequence.request.grammar is not None:
-            outputs += self._fast_forward(sequence)
-        return outputs
-
-    def _fast_forward(self, sequence: Sequence) -> list[TokenOutput]:
-        """Append the tokens that a grammar forces, which need no step of their own; returns their outputs.
-
-        They are the tokens that steps would sample. Log-probabilities need the model's look at each position.
-        """
-        outputs: list[TokenOutput] = []
-        if sequence.request.sampling.num_logprobs is not None:
-            return outputs
-        while self._num_forced_left and (token_id := sequence.forced_token()) is not None:
-            self._num_forced_left -= 1
-            outputs.append(self._output(sequence, sequence.sample_index, Sampled(token_id=token_id)))
-            sequence.append_token(token_id)
-            if outputs[-1].finish_reason is not None:
-                self._finish(sequence)
-                break
-        return outputs
-
-    def _output(self, sequence: Sequence, sample_index: int, sampled: Sampled) -> TokenOutput:
-        """Return the output for a token that is about to be appended to `sequence`."""
-        return TokenOutput(
-            sample_index=sample_index,
-            token_index=sequence.num_output_tokens,
-            token_id=sampled.token_id,
-            logprobs=sampled.logprobs,
-            finish_reason=self._finish_reason(sequence, sampled.token_id),
-        )
-
-    def _finish_reason(self, sequence: Sequence, token_id: int) -> FinishReason | None:
-        sampling = sequence.request.sampling
-        if token_id in sampling.stop_token_ids:
-            return FinishReason.STOP
-        if token_id in self.executor.eos_token_ids and not sampling.ignore_eos:
-            # A grammar that exceeds its limits cuts the answer, which must not look finished.
-            return FinishReason.LENGTH if sequence.is_cut else FinishReason.STOP
-        if sequence.num_tokens + 1 >= sequence.max_num_tokens:
-            return FinishReason.LENGTH
-        return None
-
-    def _fork(self, group: Group, num_children: int) -> list[Sequence]:
-        leader = group.leader
-        children = [self.scheduler.fork(leader, leader.sample_index + 1 + i) for i in range(num_children)]
-        for child in children:
-            group.sequences.append(child)
-            self._groups[child] = group
-        return children
-
-    def _finish(self, sequence: Sequence) -> None:
-        if sequence.state is SequenceState.RUNNING:
-            self.scheduler.pages.publish(sequence)  # blocks that the last tokens of a draft have filled
-        self.scheduler.finish(sequence)
-        self._groups.pop(sequence, None)
+        emitted += self._outputs.process(plan, results)
 
     def _fail(self, plans: Seq[StepPlan], error: Exception) -> Emitted:
         """End every request of these steps. Raises DeviceBroken."""
         self._timer.pause()
-        groups = {self._groups[sequence]: None for plan in plans for sequence in plan.batch if sequence in self._groups}
+        groups = {self.groups[sequence]: None for plan in plans for sequence in plan.batch if sequence in self.groups}
         self._num_failed_steps += 1
         self._failed_requests.update(group.request.request_id for group in groups)
         if self._num_failed_steps >= MAX_FAILED_STEPS and len(self._failed_requests) > 1:

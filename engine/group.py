@@ -1,4 +1,4 @@
-"""A request inside one engine: its samples and the sink of its events."""
+"""Requests inside one engine: their samples and the sinks of their events."""
 
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
@@ -24,6 +24,7 @@ from engine.events import (
 )
 from engine.executor import Hidden, Logprobs
 from engine.request import EngineRequest
+from engine.scheduler import Scheduler
 from engine.sequence import Sequence, SequenceState
 
 Sink = Callable[[EngineEvent], None]
@@ -140,3 +141,31 @@ class Group:
             for i, token_id in enumerate(run.token_ids)
         ]
         return self.tokens_event(outputs, now_s)
+
+
+Emitted = list[tuple[Group, EngineEvent]]
+
+
+class Groups(dict[Sequence, Group]):
+    """The group of each sequence that has not ended. Engine thread only."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        super().__init__()
+        self._scheduler = scheduler
+
+    def fork(self, parent: Sequence, sample_index: int) -> Sequence:
+        """Return another sample of a running sequence; see `Scheduler.fork`."""
+        child = self._scheduler.fork(parent, sample_index)
+        self[child] = self[parent]
+        return child
+
+    def samples(self, leader: Sequence, num_samples: int) -> list[Sequence]:
+        """Return the samples of a computed prompt: its leader and those that are forked from it."""
+        children = [self.fork(leader, leader.sample_index + 1 + i) for i in range(num_samples - 1)]
+        self[leader].sequences.extend(children)
+        return [leader, *children]
+
+    def finish(self, sequence: Sequence) -> None:
+        """End a sequence, in any state; see `Scheduler.finish`."""
+        self._scheduler.finish(sequence)
+        self.pop(sequence, None)

@@ -187,6 +187,7 @@ class Scheduler:
             case SequenceState.WAITING:
                 self._dequeue(sequence)
             case SequenceState.RUNNING:
+                self.pages.publish(sequence)  # blocks that the last tokens of a draft have filled
                 self.running.remove(sequence)
             case SequenceState.RESERVED:
                 self.reserved.remove(sequence)

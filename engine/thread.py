@@ -19,8 +19,9 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from common.timing import StepShape
-from engine.core import Emitted, EngineCore
+from engine.core import EngineCore
 from engine.events import StepReport
+from engine.group import Emitted
 
 logger = logging.getLogger(__name__)
 

@@ -6,11 +6,10 @@ pass over steps in which they need nothing from the host, and then brings them u
 blocks are the same as after planning each of these steps (tests/measure/simulate/test_leap.py).
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 
 from common.tokens import TokenArray
 from engine.block_pool import BlockPool
-from engine.group import Group
 from engine.pages import Pages
 from engine.sequence import Sequence
 
@@ -22,17 +21,12 @@ class UnplannedDecodes:
     to date and empties the set before the next plan: nothing is preempted while it is not empty.
     """
 
-    def __init__(self, pool: BlockPool, pages: Pages, groups: Mapping[Sequence, Group]) -> None:
+    def __init__(self, pool: BlockPool, pages: Pages) -> None:
         self._pool = pool
         self._pages = pages
-        self._groups = groups
         self.sequences: Collection[Sequence] = ()
         self.num_context_tokens = 0
         """Tokens that the sequences read in the next step, together."""
-
-    def group_of(self, sequence: Sequence) -> Group:
-        """Return the request of a sequence that has not ended."""
-        return self._groups[sequence]
 
     def take_page(self, sequence: Sequence) -> bool:
         """Take the page for the next token of a sequence whose pages are full. False when none is free."""

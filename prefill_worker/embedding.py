@@ -43,7 +43,7 @@ async def embed(
         if source is not None:
             await runtime.prefixes.pull(arrival, spec, source, stages)
         stages.enter("queue")
-        group = await runtime.admit(lambda core: core.add_embedding(spec, events.put_nowait, arrival.landing))
+        group = await runtime.admit(lambda core: core.add(spec, events.put_nowait, arrival.landing))
     entering.close()
     try:
         await _follow(spec, events, context, stages)

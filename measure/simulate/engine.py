@@ -13,8 +13,9 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from common.timing import StepShape
-from engine.core import Emitted, EngineCore
+from engine.core import EngineCore
 from engine.events import EngineLoad, StepReport, Tokens
+from engine.group import Emitted
 from engine.plan import StepPlan
 from engine.thread import EngineDriver, RunningStep
 from measure.simulate.executor import SimExecutor

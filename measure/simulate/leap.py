@@ -20,9 +20,9 @@ from array import array
 from dataclasses import dataclass
 
 from common.timing import StepShape
-from engine.core import Emitted, EngineCore
+from engine.core import EngineCore
 from engine.events import FinishReason, StepSample
-from engine.group import Group
+from engine.group import Emitted, Group
 from engine.sequence import Sequence, SequenceState
 from measure.simulate.executor import EOS_TOKEN_ID, KnownAnswer, SimExecutor
 from measure.simulate.timing import StepSegment, StepTimes
@@ -245,7 +245,7 @@ class DecodeLeap:
     def _join(self, sequence: Sequence) -> None:
         member = _Member(
             sequence=sequence,
-            group=self._unplanned.group_of(sequence),
+            group=self._core.groups[sequence],
             answer=self._executor.answer(sequence),
             since=self._boundary,
             num_context_tokens=sequence.num_tokens,

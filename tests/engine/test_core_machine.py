@@ -164,7 +164,7 @@ class CoreMachine(RuleBasedStateMachine):
     def embed(self, prompt: list[int], pooling: Pooling) -> None:
         request, collector = replace(make_request(prompt), pooling=pooling), Collector()
         try:
-            group = self.core.add_embedding(request, collector)
+            group = self.core.add(request, collector)
         except PromptTooLong:
             return
         if not isinstance(group, Refused):

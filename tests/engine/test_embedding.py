@@ -37,7 +37,7 @@ POOLINGS = list(Pooling)
 
 def begin(core: EngineCore, prompt: Sequence[int], pooling: Pooling, block_size: int = 4) -> Collector:
     collector = Collector()
-    granted(core.add_embedding(replace(make_request(prompt, block_size=block_size), pooling=pooling), collector))
+    granted(core.add(replace(make_request(prompt, block_size=block_size), pooling=pooling), collector))
     return collector
 
 
@@ -116,7 +116,7 @@ def test_cancelled_embedding_holds_nothing_in_any_state() -> None:
         core = make_core(max_step_tokens=4)
         collector = Collector()
         request = replace(make_request(range(40, 56)), pooling=Pooling.MEAN)
-        group = granted(core.add_embedding(request, collector))
+        group = granted(core.add(request, collector))
         for _ in range(num_steps):
             if core.has_work:
                 core.step()

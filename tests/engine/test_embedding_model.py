@@ -78,7 +78,7 @@ def make_core(executor: Any, max_step_tokens: int) -> EngineCore:
 def begin(core: EngineCore, prompt: Sequence[int], pooling: Pooling) -> Collector:
     request = make_request(prompt, block_size=BLOCK_SIZE)
     collector = Collector()
-    granted(core.add_embedding(replace(request, pooling=pooling), collector))
+    granted(core.add(replace(request, pooling=pooling), collector))
     return collector
 
 

@@ -8,10 +8,10 @@ from contextlib import asynccontextmanager
 import pytest
 
 from common.errors import PromptTooLong, Refused
-from engine.core import Emitted, EngineCore
+from engine.core import EngineCore
 from engine.events import EngineEvent, Failed, Started, Tokens
 from engine.executor import ScheduledSequence, StepHandle, StepResult
-from engine.group import Group
+from engine.group import Emitted, Group
 from engine.plan import StepPlan
 from engine.thread import EngineThread, RunningStep
 from tests.builders import Collector, assert_empty, expected_tokens, make_core, make_request

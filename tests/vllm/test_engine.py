@@ -175,7 +175,7 @@ def test_beams_embeddings_and_logprobs_are_those_of_our_own_engine(
         search = served(core, request_of(prompts[4], n=3, use_beam_search=True, max_tokens=8))
         beams.append([search.token_ids(i) for i in range(3)])
         collector = Collector()
-        granted(core.add_embedding(dataclasses.replace(request_of(prompts[5]), pooling=Pooling.MEAN), collector))
+        granted(core.add(dataclasses.replace(request_of(prompts[5]), pooling=Pooling.MEAN), collector))
         run_until_idle(core)
         vectors += [event.vector for event in collector.events if isinstance(event, Embedded)]
         told = served(core, request_of(prompts[6], num_prompt_logprobs=1, num_logprobs=1, max_tokens=4))

@@ -7,10 +7,9 @@ from typing import Any
 
 from common.ids import Epoch, RequestId
 from common.timing import StepModel, StepShape, TimingModel
-from engine.core import Emitted
 from engine.events import Tokens
 from engine.fake import FakeExecutor
-from engine.group import Group
+from engine.group import Emitted, Group
 from engine.plan import StepPlan
 from kvrelay.v1 import worker_pb2
 from measure.simulate.chaos.poison import PoisonBook
