@@ -44,6 +44,7 @@ from engine.request import EngineRequest
 from engine.scheduler import Scheduler, SchedulerLimits
 from engine.sequence import Sequence, SequenceState
 from engine.speculation.speculator import Speculator
+from engine.step_planner import StepPlanner
 from engine.unplanned import UnplannedDecodes
 
 logger = logging.getLogger(__name__)
@@ -80,6 +81,7 @@ class EngineCore:
         self._beams = BeamGroups(self.scheduler, self.groups, clock, eos_token_ids=ends)
         self._outputs = OutputProcessor(self.scheduler, self.groups, self._beams, clock, eos_token_ids=ends)
         self.unplanned = UnplannedDecodes(self.pool, self.scheduler.pages)
+        self._planner = StepPlanner(self.scheduler, self.unplanned)
         self._next_order = 0
         self._is_stalled = False
         self._num_failed_steps = 0
@@ -173,7 +175,7 @@ class EngineCore:
     def begin_step(self) -> tuple[StepPlan, Emitted]:
         """Plan the next step. Returns it, and events of the requests it starts, which may go out before it computes."""
         self._timer.begin()
-        plan = self.scheduler.schedule(self.unplanned, now_s=self._clock.monotonic())
+        plan = self._planner.plan(now_s=self._clock.monotonic())
         self._is_stalled = not plan.batch and self._pipeline.num_steps == 0
         emitted: Emitted = []
         for sequence in plan.admitted:

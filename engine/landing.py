@@ -4,7 +4,7 @@ A request whose prefix is pulled takes its place in line when it arrives (`Landi
 of a landing are private until their content is verified; then they are published after their parents, which the
 landing holds, and the request finds them like any cached block. It holds them until it is admitted: in a long line
 they would be the oldest ones, and the next pull would evict them. A growing sequence, and the first in line, may take
-them back from the latest arrival (`Scheduler`).
+them back from the latest arrival (`StepPlanner`).
 """
 
 from array import array

@@ -19,6 +19,8 @@ class StepPlan:
     batch: dict[Sequence, ScheduledSequence] = field(default_factory=dict)
     copies: list[tuple[BlockId, BlockId]] = field(default_factory=list)
     admitted: list[Sequence] = field(default_factory=list)
+    max_tokens: int = 0
+    """Tokens that the step may hold."""
     num_tokens: int = 0
     num_decodes: int = 0
     num_context_tokens: int = 0
