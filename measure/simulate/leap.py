@@ -19,7 +19,6 @@ import heapq
 from array import array
 from dataclasses import dataclass
 
-from common.timing import StepShape
 from engine.core import EngineCore
 from engine.events import FinishReason, StepSample
 from engine.group import Emitted, Group
@@ -212,14 +211,9 @@ class DecodeLeap:
         segment, self._segment = self._segment, None
         if segment is None or segment.start == self._boundary or not segment.is_pure:
             return  # the engine counts steps with other work
-        num_steps = self._boundary - segment.start
-        self.num_steps += num_steps
+        self.num_steps += self._boundary - segment.start
         self.busy_s += self._now_s - segment.start_s
-        shape = StepShape(
-            num_decodes=segment.num_sequences,
-            num_context_tokens=(segment.context_at(segment.start) + segment.context_at(self._boundary - 1)) // 2,
-        )
-        self._samples.append(StepSample(shape=shape, seconds=(self._now_s - segment.start_s) / num_steps))
+        self._samples.append(segment.mean_step(self._boundary, self._now_s))
 
     # ── members ─────────────────────────────────────────────────────────────────────────────────────────────────────
 

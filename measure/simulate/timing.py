@@ -12,6 +12,7 @@ from typing import Protocol
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from common.timing import LinkModel, StepModel, StepShape, TimingModel
+from engine.events import StepSample
 from router.pool_timing import MIN_SAMPLES
 
 
@@ -147,15 +148,18 @@ class StepSegment:
     is_pure: bool
     """Whether the steps hold nothing but decodes."""
 
-    def context_at(self, boundary: int) -> int:
-        """Return the context tokens of the step after a boundary."""
-        return self.num_context_tokens + self.num_sequences * (boundary - self.start)
-
     def end_s(self, boundary: int) -> float:
         """Return the time of a boundary."""
         n = boundary - self.start
         context = n * self.num_context_tokens + self.num_sequences * (n * (n - 1) // 2)
         return self.start_s + n * self.constant_s + context * self.per_context_token_s
+
+    def mean_step(self, boundary: int, boundary_s: float) -> StepSample:
+        """Return the mean of the steps up to a boundary, which came at `boundary_s`."""
+        num_steps = boundary - self.start
+        context = self.num_context_tokens + self.num_sequences * (num_steps - 1) // 2
+        shape = StepShape(num_decodes=self.num_sequences, num_context_tokens=context)
+        return StepSample(shape=shape, seconds=(boundary_s - self.start_s) / num_steps)
 
     def first_boundary_at(self, time_s: float) -> int:
         """Return the first boundary at or after a time."""
