@@ -44,8 +44,7 @@ from engine.request import EngineRequest
 from engine.scheduler import Scheduler, SchedulerLimits
 from engine.sequence import Sequence, SequenceState
 from engine.speculation.speculator import Speculator
-from engine.step_planner import StepPlanner
-from engine.unplanned import UnplannedDecodes
+from engine.step_planner import StepPlanner, UnplannedDecodes
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +79,7 @@ class EngineCore:
         ends = executor.eos_token_ids
         self._beams = BeamGroups(self.scheduler, self.groups, clock, eos_token_ids=ends)
         self._outputs = OutputProcessor(self.scheduler, self.groups, self._beams, clock, eos_token_ids=ends)
-        self.unplanned = UnplannedDecodes(self.pool, self.scheduler.pages)
+        self.unplanned = UnplannedDecodes(self.scheduler)
         self._planner = StepPlanner(self.scheduler, self.unplanned)
         self._next_order = 0
         self._is_stalled = False

@@ -9,12 +9,49 @@ sequences without one skip the step and the plan `is_short`. The next plan is th
 preempt.
 """
 
+from collections.abc import Collection
+
+from common.tokens import TokenArray
 from engine.executor import Branch
 from engine.plan import StepPlan
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence, SequenceState
 from engine.speculation.drafter import Draft
-from engine.unplanned import UnplannedDecodes
+
+
+class UnplannedDecodes:
+    """Running sequences that decode without a plan for every step. Engine thread only, between two steps.
+
+    The set is for a driver that knows the tokens of its answers beforehand (`measure/simulate/leap.py`): it lets time
+    pass over steps in which they need nothing from the host, and then brings them up to date here, to the same tokens,
+    pages and cached blocks as after planning each step. Plans count them and hold none of them. When pages run out, the
+    driver brings all up to date and empties the set before the next plan: nothing is preempted while it is not empty.
+    """
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._pool = scheduler.pool
+        self._pages = scheduler.pages
+        self.sequences: Collection[Sequence] = ()
+        self.num_context_tokens = 0
+        """Tokens that the sequences read in the next step, together."""
+
+    def take_page(self, sequence: Sequence) -> bool:
+        """Take the page for the next token of a sequence whose pages are full. False when none is free."""
+        if self._pool.num_free == 0:
+            return False
+        copy = self._pages.make_writable(sequence, 1)
+        assert copy is None, f"page {copy} is shared; only full pages may be left behind"
+        return True
+
+    def advance(self, sequence: Sequence, token_ids: TokenArray) -> None:
+        """Apply steps that each computed one token and sampled the next of `token_ids`.
+
+        `take_page` was called before each step that needed a page.
+        """
+        sequence.num_computed += len(token_ids)
+        sequence.num_ready += len(token_ids)
+        sequence.append_tokens(token_ids)
+        self._pages.publish(sequence)
 
 
 def _awaits_beam(sequence: Sequence) -> bool:

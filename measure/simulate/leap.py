@@ -3,7 +3,7 @@
 The tokens of a simulated sequence are known beforehand, so its decoding is, too: every step computes one token and
 samples the next one, until the sequence ends, has filled a block, or needs a new page. Sequences that decode are left
 alone until the first of these events, and then only the sequences with an event are brought up to date. The scheduler
-plans all other work, prompts above all, beside them (`engine.unplanned`).
+plans all other work, prompts above all, beside them (`engine.step_planner`).
 
     boundary     0 ──── 1 ──── 2 ──── 3 ──── 4 ──── …      numbered by completed steps
     sequence A   joined ──────────────────▶ ends           due at 4
