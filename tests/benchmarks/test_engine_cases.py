@@ -42,7 +42,7 @@ def test_decode_rate_when_prompts_were_read_in_two_steps_counts_only_full_steps(
     assert decode_rate([early, late]) == pytest.approx(2 / 0.5)
 
 
-def test_decode_rate_when_tokens_of_a_step_are_told_one_after_the_other_still_counts_every_step() -> None:
+def test_decode_rate_counts_every_step_when_its_tokens_come_one_by_one() -> None:
     first = make_output(*(step + 0.000 for step in range(5)))
     second = make_output(*(step + 0.002 for step in range(5)))
 

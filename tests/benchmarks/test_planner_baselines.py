@@ -53,7 +53,7 @@ def make_queue_length(target: float = 4.0, **changes: float) -> QueueLength:
     return QueueLength(settings, settings)
 
 
-def test_queue_length_grows_to_ongoing_by_target_once_that_was_wished_for_the_upscale_delay() -> None:
+def test_queue_length_rule_grows_only_after_the_upscale_delay() -> None:
     busy = pools(2, 2, prefill_running=10, decode_running=4)
 
     sizes = sizes_over_time(make_queue_length(), [observe(*busy, now_s=now_s) for now_s in (0.0, 15.0, 30.0)])

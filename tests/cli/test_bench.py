@@ -80,7 +80,7 @@ def test_bench_run_prints_the_summary_and_keeps_everything(run: Run, load: FakeL
     assert len(read_run(folder / "here").requests) == 40
 
 
-def test_bench_run_by_default_is_a_minute_of_one_request_a_second_at_the_running_cluster(
+def test_bench_run_by_default_sends_a_minute_of_one_request_a_second(
     run: Run, load: FakeLoad, lifecycle: FakeLifecycle, folder: Path
 ) -> None:
     lifecycle.running.add(lifecycle.default_run_dir("kvrelay"))

@@ -47,9 +47,7 @@ def test_write_text_on_a_terminal_drops_control_characters(
 
 
 @pytest.mark.parametrize(("width", "num_parts"), [(80, 1), (27, 2), (18, 4)])
-def test_split_table_on_any_width_shows_every_cell_whole_and_names_the_row_in_each_part(
-    width: int, num_parts: int
-) -> None:
+def test_split_table_shows_whole_cells_and_names_the_row_in_each_part(width: int, num_parts: int) -> None:
     console = Console(width=width)
     table = SplitTable(("worker", "state", "pages", "KV in", "up"), [("w-0", "ready", "12345", "1 MiB")], num_left=2)
     with console.capture() as capture:

@@ -95,7 +95,7 @@ def test_head_that_is_killed_is_started_again_and_one_that_ends_in_order_is_not(
 
 
 @pytest.mark.usefixtures("_no_ray_stop_of_other_tests")
-def test_life_whose_raylet_dies_before_it_is_up_is_ended_at_once_and_another_one_begun(tmp_path: Path) -> None:
+def test_life_whose_raylet_dies_at_its_start_is_ended_and_another_one_begun(tmp_path: Path) -> None:
     with kept(tmp_path) as (ups, statuses):
         (tmp_path / "raylet_dies").touch()
         os.kill(gcs_pid(tmp_path), signal.SIGKILL)

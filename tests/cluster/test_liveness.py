@@ -54,7 +54,7 @@ async def test_late_answers_now_and_then_do_not_end_a_service() -> None:
     assert len(health.answers) == 1, "every earlier check was made"
 
 
-async def test_process_of_this_host_that_has_closed_its_door_has_as_long_to_end_as_one_that_answers_nothing() -> None:
+async def test_process_with_a_closed_door_has_as_long_to_end_as_a_silent_one() -> None:
     loop = asyncio.get_running_loop()
     begun_s = loop.time()
     why = await service_gone("127.0.0.1:1", grpc.aio.insecure_channel, is_here=True)

@@ -190,7 +190,7 @@ def test_free_ports_are_in_a_row_and_none_that_is_taken() -> None:
 
 
 @pytest.mark.skipif(not _EPHEMERAL.exists(), reason="only Linux tells its range of ephemeral ports")
-def test_free_port_is_none_that_an_outgoing_connection_may_take_before_the_router_listens() -> None:
+def test_free_port_is_none_that_an_outgoing_connection_may_take() -> None:
     lowest = int(_EPHEMERAL.read_text().split()[0])
 
     assert free_ports("127.0.0.1", 3) + 2 < lowest

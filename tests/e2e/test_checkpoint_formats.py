@@ -53,7 +53,7 @@ def save_awq(folder: Path) -> Any:
 
 
 @pytest.mark.parametrize("save", [save_compressed, save_gptq, save_awq, save_gguf])
-async def test_checkpoint_served_over_two_pools_gives_the_answers_of_one_engine_and_of_its_values(
+async def test_checkpoint_over_two_pools_answers_like_one_engine_and_its_values(
     tmp_path: Path, save: Callable[[Path], Any]
 ) -> None:
     model = save(tmp_path)

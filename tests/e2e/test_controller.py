@@ -272,7 +272,7 @@ async def test_workers_of_a_lost_controller_are_taken_over_by_up_and_removed_by_
     assert StateFile(tmp_path / "run").read() is None
 
 
-async def test_certificates_of_a_joined_cluster_outlive_its_processes_and_their_own_lifetime(tmp_path: Path) -> None:
+async def test_certificates_of_a_joined_cluster_outlive_its_processes(tmp_path: Path) -> None:
     """A worker and the controller die; clients keep their ca.pem, and hear of nothing."""
     async with running(tmp_path, tls={"lifetime_s": _LIFETIME_S}) as (client, info):
         ca = _ca(info)

@@ -252,7 +252,7 @@ async def test_a_second_stream_takes_the_first_ones_place() -> None:
         await client.aclose()
 
 
-async def test_a_wrong_capability_is_refused_and_another_requests_one_opens_no_other_answer() -> None:
+async def test_wrong_capability_is_refused_and_another_requests_opens_nothing() -> None:
     async with running_system(router=LOCAL, step_s=0.002, **ENGINE) as system:
         client = Manual(system)
         grant = await client.open()

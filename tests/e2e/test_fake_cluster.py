@@ -118,7 +118,7 @@ async def test_kill_worker_in_the_middle_of_8_streams_leaves_every_answer_comple
     await until_idle(client)
 
 
-async def test_kill_decode_worker_in_the_middle_of_n_samples_resumes_each_from_its_own_tokens(
+async def test_n_samples_resume_from_their_own_tokens_after_a_decode_workers_kill(
     client: AsyncClient,
 ) -> None:
     prompt = prompt_of(150, salt=60)

@@ -26,7 +26,7 @@ async def pools(client: AsyncClient) -> dict[str, set[str]]:
     return members
 
 
-async def test_workers_change_their_pools_under_sixteen_streams_without_a_trace_in_the_answers(tmp_path: Path) -> None:
+async def test_workers_change_their_pools_under_sixteen_streams_unnoticed(tmp_path: Path) -> None:
     pool_sections = {
         role: {**FAKE_POOL, "count": 2, "max_running": room} for role, room in (("prefill", 64), ("decode", 48))
     }

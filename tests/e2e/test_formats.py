@@ -40,7 +40,7 @@ def prompts() -> list[list[int]]:
     return [[(7 * i + 13 * j) % 40_000 + 100 for j in range(length)] for i, length in enumerate((5, 33, 200, 64))]
 
 
-async def test_answers_in_4_bits_are_those_of_one_engine_handed_over_and_cached_and_outlive_a_kill(
+async def test_answers_in_4_bits_handed_over_cached_or_resumed_are_one_engines(
     tmp_path: Path, model_dir: Path, prompts: list[list[int]]
 ) -> None:
     if load_cpu_kernels(torch.float32) is None:

@@ -37,7 +37,7 @@ async def until_state(client: AsyncClient, worker_id: str, state: str) -> None:
 
 
 @pytest.mark.parametrize("worker_id", ["d0", "p0"])
-async def test_worker_that_leaves_under_sixteen_streams_changes_no_text_and_fails_no_request(worker_id: str) -> None:
+async def test_worker_that_leaves_under_streams_changes_no_text_and_fails_none(worker_id: str) -> None:
     policy = {"policy": "round_robin", "local_prefill_max_tokens": 0}
     async with running_system(num_prefill=2, num_decode=2, router=policy, **SHAPE) as system:
         expected = await undisturbed(system)

@@ -166,7 +166,7 @@ async def test_second_turn_reports_its_cached_tokens() -> None:
 
 
 @pytest.mark.e2e
-async def test_cluster_of_processes_serves_where_it_says_also_after_a_restart_of_the_router(tmp_path: Path) -> None:
+async def test_cluster_serves_where_it_says_also_after_a_restart_of_the_router(tmp_path: Path) -> None:
     async with running_cluster(tmp_path, fake_config()) as grpc:
         info = read_info(tmp_path / "run")
         assert info is not None

@@ -208,7 +208,7 @@ async def _check_kill(client: AsyncClient, prompts: list[list[int]]) -> None:
     assert len(killed.plans) > 1, "the kill must have hit the stream"
 
 
-async def test_answers_that_come_by_drafts_are_those_without_after_their_decode_worker_was_killed(
+async def test_drafted_answers_are_those_without_after_a_decode_workers_kill(
     tmp_path: Path, prompts: list[list[int]], short_model_dir: Path, short_oracle: Oracle
 ) -> None:
     if not cpu_has("avx512f") or isinstance(build_kernels(), NotBuilt):

@@ -100,7 +100,7 @@ async def assert_nothing_was_lost(client: AsyncClient) -> None:
     assert status.num_failed == status.num_replans == 0
 
 
-async def test_new_configuration_under_sixteen_streams_fails_no_request_and_changes_no_text(tmp_path: Path) -> None:
+async def test_new_configuration_under_streams_fails_no_request_and_changes_no_text(tmp_path: Path) -> None:
     config = fake_config(launcher="ray", step_ms=30.0)
     async with running_cluster(tmp_path, config) as client:
         before = await pids(client)
@@ -150,7 +150,7 @@ async def test_routers_with_another_policy_lose_no_request_of_clients_that_know_
         assert policies == ["least_load", "least_load"]
 
 
-async def test_another_block_size_under_sixteen_streams_fails_no_request_of_clients_that_know_both_routers(
+async def test_another_block_size_fails_no_request_of_clients_that_know_both_routers(
     tmp_path: Path,
 ) -> None:
     config = fake_config(step_ms=30.0, router={"port": 0, "count": 2, "local_prefill_max_tokens": 32})
@@ -175,7 +175,7 @@ async def test_another_block_size_under_sixteen_streams_fails_no_request_of_clie
         await assert_nothing_was_lost(client)
 
 
-async def test_preview_and_refusals_change_nothing_and_a_second_rollout_goes_on_from_the_first(tmp_path: Path) -> None:
+async def test_preview_and_refusals_change_nothing_and_a_second_rollout_goes_on(tmp_path: Path) -> None:
     config = fake_config()
     async with running_cluster(tmp_path, config) as client:
         before = await pids(client)

@@ -42,7 +42,7 @@ def events() -> list[asyncio.Event]:
     return [asyncio.Event() for _ in range(NUM_STREAMS)]
 
 
-async def test_router_killed_under_sixteen_streams_then_all_end_with_the_same_texts_and_it_comes_back(
+async def test_streams_of_a_killed_router_end_with_the_same_texts_and_it_comes_back(
     tmp_path: Path,
 ) -> None:
     config = fake_config(step_ms=20.0)

@@ -65,7 +65,7 @@ async def test_streams_go_on_over_renewals_of_every_certificate(encrypted: Path)
 
 
 @pytest.mark.e2e
-async def test_doors_are_known_by_the_clusters_certificate_and_plain_clients_are_turned_away(encrypted: Path) -> None:
+async def test_doors_show_the_clusters_certificate_and_refuse_plain_clients(encrypted: Path) -> None:
     info = where(encrypted)
     assert isinstance(info.tls, str)
     async with AsyncClient(info.address, tls=info.tls, timeout_s=60) as client:

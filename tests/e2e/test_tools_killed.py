@@ -45,7 +45,7 @@ async def call(client: AsyncClient, seed: int, begun: asyncio.Event) -> Generati
         return await stream.result()
 
 
-async def test_call_goes_on_with_the_same_arguments_after_its_worker_and_its_router_were_killed(tmp_path: Path) -> None:
+async def test_call_keeps_its_arguments_after_its_worker_and_router_were_killed(tmp_path: Path) -> None:
     pools = {"prefill": FAKE_POOL, "decode": {**FAKE_POOL, "count": 2}}
     config = fake_config(pools=pools, step_ms=5.0)
     config["router"] |= {"count": 2}

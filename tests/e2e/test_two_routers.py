@@ -119,7 +119,7 @@ async def test_router_dies_then_its_requests_hold_nothing_at_either_pool(phase: 
             await stream.aclose()
 
 
-async def test_router_told_to_leave_ends_what_it_has_while_new_requests_go_to_the_other_and_may_come_back() -> None:
+async def test_router_told_to_leave_ends_what_it_has_and_may_come_back() -> None:
     async with (
         two_routers(step_s=0.01) as (first, second),
         first.client() as only,

@@ -297,7 +297,7 @@ def test_a_layer_that_knows_the_model_is_nearly_always_right_and_changes_no_answ
 
 
 @pytest.mark.parametrize("kind", ["eagle", "mtp"])
-def test_answer_whose_prompt_another_worker_has_read_is_drafted_from_its_second_step_on(
+def test_answer_to_a_prompt_read_elsewhere_is_drafted_from_its_second_step(
     model_dir: Path, layer_dir: Path, kind: Literal["eagle", "mtp"]
 ) -> None:
     executor, other = (load_tiny(model_dir, block_size=16) for _ in range(2))

@@ -161,7 +161,7 @@ def test_drafts_take_no_page_that_a_running_answer_may_need() -> None:
     assert core.load().num_preemptions == plain.load().num_preemptions == 0
 
 
-def test_nothing_is_drafted_before_steps_are_measured_or_for_an_executor_that_cannot_verify() -> None:
+def test_nothing_is_drafted_before_steps_are_measured_or_without_verification() -> None:
     request = make_request([*range(10, 20)] * 3, max_tokens=20, ignore_eos=True)
     unmeasured = make_core(max_steps_in_flight=1, speculator=Speculator(NgramDrafter(), num_tokens=8))
     served(unmeasured, request)
@@ -209,7 +209,7 @@ class Planted:
 
 @pytest.mark.parametrize("depth", [0, 1, 3])
 @pytest.mark.parametrize("num_prompt_tokens", [BLOCK_SIZE * 2 + d for d in (-1, 0, 1)])
-def test_right_branch_saves_the_steps_that_a_right_draft_does_and_publishes_the_same_blocks(
+def test_right_branch_saves_steps_like_a_right_draft_and_publishes_its_blocks(
     num_prompt_tokens: int, depth: int
 ) -> None:
     request = make_request(range(10, 10 + num_prompt_tokens), max_tokens=21, ignore_eos=True)
@@ -436,7 +436,7 @@ def test_source_of_a_draft_is_the_latest_place_with_the_longest_match(text: list
     assert index.find(known) == index.find(known, 3)[:1]
 
 
-def test_other_continuations_of_the_same_words_are_branches_that_count_for_themselves() -> None:
+def test_other_continuations_of_the_same_words_are_branches_of_their_own() -> None:
     drafter, sequence = NgramDrafter(num_branches=2), a_sequence(0)
     sequence.token_ids = as_tokens([1, 2, 8, 1, 2, 9])
     found = []

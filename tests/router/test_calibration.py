@@ -98,7 +98,7 @@ def decision(forecaster: Forecaster, plan: Plan = REMOTE, *, ttft_s: float) -> D
     )
 
 
-def test_whole_ttft_counts_the_wait_in_line_and_learns_the_errors_of_each_kind_of_plan() -> None:
+def test_whole_ttft_counts_the_wait_in_line_and_learns_errors_by_kind_of_plan() -> None:
     forecaster = Forecaster()
     for _ in range(MIN_OUTCOMES):
         forecaster.learn(decision(forecaster, ttft_s=1.5))

@@ -78,7 +78,7 @@ def test_worker_that_ends_after_an_attempt_counts_for_the_one_that_it_ended() ->
     assert losses.count(ready_at_start(1, 2)) == 2
 
 
-def test_worker_that_answered_after_an_attempt_had_failed_has_ended_of_something_else() -> None:
+def test_worker_that_answered_after_a_failed_attempt_did_not_end_by_it() -> None:
     losses = Losses()
     note(losses, 1, 2, now_s=1.0)
     note(losses, 3, now_s=3.0)

@@ -93,7 +93,7 @@ def test_late_request_has_all_others_and_the_late_ones_that_came_earlier_before_
     assert queue.work_before_s(late, now_s=2.0) == 2.0 + 5.0
 
 
-def test_other_tenants_get_their_share_before_a_request_and_no_more_than_they_wait_for() -> None:
+def test_other_tenants_get_their_share_first_and_no_more_than_they_wait_for() -> None:
     queue = make_queue(a=1, b=1, heavy=3)
     push(queue, 0, work_s=1.0)
     mine = push(queue, 1, work_s=1.0)

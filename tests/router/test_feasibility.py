@@ -95,7 +95,7 @@ def test_time_waited_counts_against_the_objective_and_only_slo_sheds_for_it() ->
     assert find_hopeless(replace(asked, received_s=49.1), plan(1.0), view(worker(P)), shed=Shed.SLO) is None
 
 
-def test_objective_is_missed_when_it_leaves_no_time_for_the_usual_error_of_predictions() -> None:
+def test_objective_without_time_for_the_usual_error_of_predictions_is_missed() -> None:
     asked = request(ttft_slo_s=2.0, time_left_s=1.9)
     assert find_hopeless(asked, plan(1.85), view(worker(P)), shed=Shed.SLO) is None
     refused = find_hopeless(asked, plan(1.85), view(worker(P)), shed=Shed.SLO, error=1.1)

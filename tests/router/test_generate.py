@@ -70,7 +70,7 @@ async def test_generate_without_prefill_worker_plans_local() -> None:
 
 
 @pytest.mark.parametrize("has_prefill", [False, True])
-async def test_decode_worker_holds_prompts_back_for_an_objective_only_without_prefill_workers(
+async def test_decode_worker_holds_prompts_back_only_without_prefill_workers(
     has_prefill: bool,
 ) -> None:
     prefill, decode = pair()

@@ -149,7 +149,7 @@ async def test_prefill_dies_then_another_one_takes_over() -> None:
 @pytest.mark.parametrize(
     ("failed", "chosen"), [([], "p0"), (["p0"], "p1"), (["p1"], "p0"), (["p1", "p0"], "p0"), (["p0 before"], "p0")]
 )
-async def test_pair_that_failed_in_the_handoff_is_chosen_again_only_when_there_is_no_other(
+async def test_pair_that_failed_in_the_handoff_is_chosen_again_only_as_the_last(
     failed: list[str], chosen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The network between the two may be cut, while each of them answers the router."""

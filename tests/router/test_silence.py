@@ -110,7 +110,7 @@ async def test_silent_decode_worker_loses_its_answers_to_another() -> None:
         await cluster.until_state("d0", "ready")
 
 
-async def test_request_whose_workers_fall_silent_one_after_the_other_is_not_suspected_of_ending_them() -> None:
+async def test_request_whose_workers_fall_silent_in_turn_is_not_suspected() -> None:
     awake = [FakeWorker(f"d{number}", DECODE) for number in range(3)]
     for worker in awake:
         worker.gates.close("token 3")
@@ -141,7 +141,7 @@ async def test_silent_prefill_worker_loses_its_prompts_to_another() -> None:
         assert [plan.prefill_worker_id for plan in reply.plans] == [stuck.worker_id, other.worker_id]
 
 
-async def test_prefill_worker_that_falls_silent_behind_its_first_token_ends_the_pull_from_it() -> None:
+async def test_prefill_worker_silent_after_its_first_token_ends_the_pull_from_it() -> None:
     first, second, decode = FakeWorker("p0", PREFILL), FakeWorker("p1", PREFILL), FakeWorker("d0", DECODE)
     decode.gates.close("fetch")
     async with running_cluster(first, second, decode, config=config_with(silence_s=0.5)) as cluster:

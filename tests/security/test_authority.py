@@ -25,7 +25,7 @@ def mode_of(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
-def test_keys_are_for_their_owner_alone_and_the_next_controller_is_the_same_authority(tmp_path: Path) -> None:
+def test_keys_are_private_and_the_next_controller_is_the_same_authority(tmp_path: Path) -> None:
     config = ServingConfig.model_validate({"name": "test"})
     first = Trust.open(config, tmp_path, is_spread=True)
     second = Trust.open(config, tmp_path, is_spread=True)

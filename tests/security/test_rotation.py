@@ -62,7 +62,7 @@ async def serving(own: Authority, talker: Talker) -> tuple[Any, Credentials]:
 
 
 @pytest.mark.parametrize("is_encrypted", [False, True])
-async def test_stream_goes_on_over_renewals_of_both_ends_and_new_calls_show_the_new_certificate(
+async def test_stream_survives_renewals_and_new_calls_show_the_new_certificate(
     is_encrypted: bool,
 ) -> None:
     own, talker = authority(is_encrypted=is_encrypted), Talker()  # type: ignore[abstract]

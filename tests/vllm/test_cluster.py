@@ -67,7 +67,7 @@ async def _check_twice(client: AsyncClient, prompts: list[list[int]], oracle: Or
 
 
 @pytest.mark.parametrize("kernels", ["auto", "compile"])
-async def test_answers_are_those_of_transformers_and_go_on_after_their_decode_worker_was_killed(
+async def test_answers_are_those_of_transformers_also_after_a_decode_workers_kill(
     tmp_path: Path, kernels: str, prompts: list[list[int]], short_model_dir: Path, oracle: Oracle
 ) -> None:
     """Greedy ones, handed over and cached; then a sampled one that loses its worker."""

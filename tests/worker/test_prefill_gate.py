@@ -14,7 +14,7 @@ def prompt(*, max_wait_s: float, prefill_s: float = 1.0) -> sequence_pb2.Sequenc
     return sequence_pb2.SequenceSpec(prefill_booking=booking)
 
 
-def test_prompt_behind_one_that_its_router_has_not_heard_of_is_refused_until_the_engine_has_that() -> None:
+def test_prompt_behind_an_unreported_one_is_refused_until_the_engine_has_that() -> None:
     gate = PrefillGate(lambda: 0.0)
     with gate.entering(prompt(max_wait_s=0.2, prefill_s=1.5)):
         with pytest.raises(Overloaded) as caught, gate.entering(prompt(max_wait_s=0.2)):

@@ -60,7 +60,7 @@ def kept_out() -> Pool:
     return here
 
 
-def test_worker_that_stays_slow_is_kept_out_and_one_that_was_slow_for_a_moment_is_not() -> None:
+def test_worker_that_stays_slow_is_kept_out_and_a_briefly_slow_one_is_not() -> None:
     here = pool(d0=SLOW, d1=WELL)
     assert here.run(SLOW_S) == []
     here.set("d0", WELL)

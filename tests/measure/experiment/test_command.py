@@ -64,7 +64,7 @@ def test_option_that_makes_no_sense_is_explained(run: Run, file: Path, options: 
     assert not Path("out").exists()
 
 
-def test_session_that_does_not_fit_a_workers_pages_is_refused_before_anything_starts(run: Run, file: Path) -> None:
+def test_session_too_large_for_a_workers_pages_is_refused_before_the_start(run: Run, file: Path) -> None:
     raw = yaml.safe_load(file.read_text(encoding="utf-8"))
     raw["serving"]["pools"] = {"decode": {"num_blocks": 10}}
     file.write_text(yaml.safe_dump(raw), encoding="utf-8")

@@ -148,9 +148,7 @@ def test_without_load_every_request_can_be_good() -> None:
 
 
 @pytest.mark.parametrize(("num_prefill", "num_decode"), [(0, 2), (1, 1)])
-def test_prompts_that_come_together_are_good_as_far_as_the_workers_get_by_their_deadline(
-    num_prefill: int, num_decode: int
-) -> None:
+def test_prompts_that_come_together_are_good_as_far_as_workers_get_in_time(num_prefill: int, num_decode: int) -> None:
     fleet = make_fleet(num_prefill, num_decode, times_of(PRODUCTS))
     # A prompt takes 1.01 s and two workers have 2.02 s each.
     assert goodput_bound(prompts(7), fleet, Slo(ttft_s=2.02, tpot_s=1.0)) == Bound(num_requests=7, num_good=4)

@@ -104,7 +104,7 @@ def test_requests_whose_workers_only_fell_silent_are_never_refused() -> None:
 
 
 @pytest.mark.parametrize("seed", [1, 5])
-def test_calls_that_reach_the_successor_of_the_worker_they_were_meant_for_are_refused(seed: int) -> None:
+def test_calls_that_reach_the_successor_of_their_worker_are_refused(seed: int) -> None:
     settings = ChaosSettings(
         num_requests=60,
         seed=seed,

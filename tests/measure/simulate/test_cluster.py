@@ -49,7 +49,7 @@ def test_run_a_lone_requests_times_are_those_of_the_model() -> None:
     assert sum(result.gaps_s) == pytest.approx(decode_s)
 
 
-def test_routers_that_choose_the_same_free_worker_at_once_do_not_queue_prompts_there() -> None:
+def test_routers_that_choose_the_same_free_worker_queue_no_prompts_there() -> None:
     router = RouterConfig.model_validate(
         {"metrics_port": None, "local_prefill_max_tokens": 0, "max_prefill_wait_s": 0.005}
     )

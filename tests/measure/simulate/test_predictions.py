@@ -83,7 +83,7 @@ def test_wait_for_another_prefill_worker_is_predicted_under_an_open_load() -> No
     assert fmean(waits_of(two)) == pytest.approx(predicted.expected, rel=0.5)
 
 
-def test_wait_for_another_prefill_worker_is_predicted_while_as_many_clients_keep_asking() -> None:
+def test_wait_with_another_prefill_worker_is_predicted_for_the_same_clients() -> None:
     def again(record: RequestRecord) -> Arrival | None:
         return ask(record.end_s) if record.end_s < 3.0 else None
 

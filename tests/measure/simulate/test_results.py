@@ -156,7 +156,7 @@ def test_requests_in_a_file_keep_their_latencies_and_reports(tmp_path: Path) -> 
             assert getattr(after, name) == getattr(before, name)
 
 
-def test_forecasts_are_compared_with_outcomes_and_their_intervals_where_they_have_one() -> None:
+def test_forecasts_and_their_intervals_are_compared_with_outcomes() -> None:
     forecasts = (
         Forecast(expected_s=1.5),
         Forecast(expected_s=1.1, low_s=0.5, high_s=1.5),

@@ -104,7 +104,7 @@ def test_saturated_pool_with_few_requests_tells_that_a_wait_cannot_be_predicted(
     assert change.predicted is None
 
 
-def test_saturated_pool_serves_as_many_clients_at_twice_the_rate_with_twice_the_workers() -> None:
+def test_saturated_pool_serves_at_twice_the_rate_with_twice_the_workers() -> None:
     pool = make_pool("prefill", make_worker("p0", busy=1.0))
     predicted = changes.one_more_reader(pool, times_of([4.0, 6.0] * 8)).predicted
     assert predicted is not None
@@ -143,7 +143,7 @@ def test_prefill_worker_that_would_find_no_idle_cores_may_leave_the_wait_as_it_i
     assert changes.one_more_reader(on_shared_cores(pool, num_idle=2.0), times).predicted == whole
 
 
-def test_decode_worker_that_would_find_no_idle_cores_leaves_a_step_between_its_bounds() -> None:
+def test_decode_worker_without_idle_cores_leaves_a_step_between_its_bounds() -> None:
     pool = make_pool("decode", make_worker("d0", busy=0.5, batch=20.0))  # steps of 30 ms, 15 ms by reading weights
     alone = changes.one_more_decoder(replace(pool, workers=(replace(pool.workers[0], timing=OF_30_MS),))).predicted
     shared = replace(pool, workers=(replace(pool.workers[0], timing=OF_30_MS),))
@@ -200,7 +200,7 @@ def test_evicted_prefixes_that_are_asked_for_most_often_are_named() -> None:
     assert find(view)[0].text.endswith("asked for most often and not held now: bb (0 of 8 blocks held)")
 
 
-def test_tenant_that_asks_for_most_of_the_work_is_named_before_the_pool_that_it_fills() -> None:
+def test_tenant_with_most_of_the_work_is_named_before_the_pool_that_it_fills() -> None:
     hot = [replace(USUAL, tenant="hot", num_computed_tokens=2000, worker_queue_s=3.0, ttft_s=3.6)] * 4
     others = [replace(USUAL, tenant="b", worker_queue_s=1.0, ttft_s=1.6)] * 4
     first, second, *_ = find(make_view(*hot, *others))
@@ -272,7 +272,7 @@ def test_transfer_that_is_slower_than_its_host_allows_names_the_peer() -> None:
     )
 
 
-def test_tail_names_whose_requests_wait_for_what_and_the_term_that_their_plans_cost_most() -> None:
+def test_tail_names_whose_requests_wait_for_what_and_their_plans_largest_cost() -> None:
     usual = [replace(USUAL, request_id=RequestId(f"req-{i}")) for i in range(38)]
     late = [
         replace(USUAL, request_id=RequestId(name), tenant="b", line_s=line_s, ttft_s=line_s + 0.52)
@@ -321,7 +321,7 @@ def test_wait_in_an_idle_pool_is_predicted_like_any_other() -> None:
     assert "wait 2 s → about" in changes.one_more_reader(pool, times_of([2.0])).text
 
 
-def test_worker_whose_steps_take_longer_than_others_predict_is_slow_before_the_router_has_noticed() -> None:
+def test_worker_slower_than_others_predict_is_named_before_the_router_notices() -> None:
     slow = make_worker("d1", busy=5 / 6, batch=20.0)  # steps of 50 ms
     model = StepModel(constant_s=0.0055, per_decode_s=0.0005, num_samples=100)
     fast = replace(make_worker("d0", busy=0.175, batch=10.0), timing=replace(TIMING, decode=model))
