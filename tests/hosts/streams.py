@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from kvrelay.client import AsyncClient, Generation
 
 NUM_STREAMS = 16
-NUM_TOKENS = 400
+NUM_TOKENS = 300
 _NUM_BEGUN = 20
 
 

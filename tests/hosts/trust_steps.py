@@ -1,15 +1,16 @@
 """Steps on a cluster that serves: strangers try everything, and certificates change, while clients stream."""
 
 import asyncio
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
 from common.trust.identity import Role
 from kvrelay.client import AsyncClient
 from tests.hosts import strangers
 from tests.hosts.certificates import watched
-from tests.hosts.network import Host, Journal
+from tests.hosts.network import Host
 from tests.hosts.ports import documented_ports
 from tests.hosts.ray_cluster import NAME, RayCluster
+from tests.hosts.site import Site
 from tests.hosts.strangers import (
     INSIDE_METHODS,
     Attempt,
@@ -43,30 +44,26 @@ class Listeners:
         return dict.fromkeys(self.router.values(), Role.ROUTER) | dict.fromkeys(self.workers, Role.WORKER)
 
 
-async def refuse_strangers_in_mid_stream(
-    cluster: RayCluster, hosts: Collection[Host], client: AsyncClient, journal: Journal, texts: Sequence[str]
-) -> None:
-    """Call every method from a stranger host while streams run: each is refused, and no stream is disturbed.
-
-    `texts` are those of undisturbed streams.
-    """
-    at = await asyncio.to_thread(Listeners, cluster, hosts)
+async def refuse_strangers_in_mid_stream(site: Site, client: AsyncClient) -> None:
+    """Call every method from a stranger host while streams run: each is refused, and no stream is disturbed."""
+    ca = site.cluster.ca
+    at = await asyncio.to_thread(Listeners, site.cluster, site.others)
     before = await client.status()
     attempts: list[Attempt] = []
 
     async def attack() -> None:
-        attempts.extend(await call_everything(at.owners, ca=cluster.ca, cluster=NAME))
-        attempts.extend(await stream_with_made_up_capability(at.workers, ca=cluster.ca, cluster=NAME))
+        attempts.extend(await call_everything(at.owners, ca=ca, cluster=NAME))
+        attempts.extend(await stream_with_made_up_capability(at.workers, ca=ca, cluster=NAME))
         attempts.extend(await knock_without_trust(at.router["port"], at.router["http_port"]))
 
     seen = await stream_all(client, attack)
-    journal.note(
+    site.journal.note(
         f"{len(attempts)} attempts by a host that is no member, of {len(INSIDE_METHODS)} methods on"
         f" {len(at.owners)} listeners\n{strangers.describe(attempts)}"
     )
-    journal.note(f"meanwhile {describe(seen)}")
+    site.journal.note(f"meanwhile {describe(seen)}")
     assert not [each for each in attempts if each.was_let_in]
-    assert [each.answer.text for each in seen] == list(texts)
+    assert [each.answer.text for each in seen] == site.texts
     after = await client.status()
     assert after.router.num_failed == 0
     assert [(each.worker_id, each.role, each.state) for each in after.workers] == [
@@ -74,24 +71,19 @@ async def refuse_strangers_in_mid_stream(
     ]
 
 
-async def renew_certificates_in_mid_stream(
-    cluster: RayCluster, hosts: Collection[Host], client: AsyncClient, journal: Journal, texts: Sequence[str]
-) -> None:
-    """Stream until every listener has shown three certificates: texts stay the same, and newcomers get in.
-
-    `texts` are those of undisturbed streams.
-    """
-    at = await asyncio.to_thread(Listeners, cluster, hosts)
+async def renew_certificates_in_mid_stream(site: Site, client: AsyncClient) -> None:
+    """Stream until every listener has shown three certificates: texts stay the same, and newcomers get in."""
+    at = await asyncio.to_thread(Listeners, site.cluster, site.others)
     num_streams = 0
     num_failed = (await client.status()).router.num_failed
     async with watched(at.owners) as serials, asyncio.timeout(_WAIT_S):
         while min(len(each) for each in serials.values()) < _NUM_CERTIFICATES:
-            async with cluster.client() as newcomer:
+            async with site.cluster.client() as newcomer:
                 old, new = await asyncio.gather(stream_all(client), stream_all(newcomer))
-            assert [each.answer.text for each in (*old, *new)] == [*texts, *texts]
+            assert [each.answer.text for each in (*old, *new)] == [*site.texts, *site.texts]
             num_streams += 2 * NUM_STREAMS
     assert (await client.status()).router.num_failed == num_failed
-    journal.note(
+    site.journal.note(
         f"{len(at.owners)} listeners showed {_NUM_CERTIFICATES} certificates or more each; {num_streams} streams"
         " meanwhile, 0 failed, 0 texts differ"
     )

@@ -1,0 +1,143 @@
+"""`ray up cluster.yaml` on four hosts: strangers, a power cut, the controller's death and the head's disturb no stream.
+
+The tests share one cluster. `pytest tests/hosts -s` prints what they saw.
+"""
+
+import asyncio
+import json
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+import pytest
+
+from kvrelay.client import AsyncClient
+from tests.hosts.network import Host, Journal, why_not
+from tests.hosts.ray_cluster import NAME
+from tests.hosts.site import Site, site_on, workers_at
+from tests.hosts.streams import describe, stream_all
+from tests.hosts.trust_steps import refuse_strangers_in_mid_stream
+
+_REASON = why_not()
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.skipif(_REASON is not None, reason=f"hosts out of namespaces: {_REASON}"),
+    pytest.mark.timeout(500),
+]
+
+_STATE = f"cat ~/.cache/kvrelay/run/{NAME}/state.json"
+_LOGS = (
+    f"cat ~/kvrelay-up.log; tail -n 40 ~/.cache/kvrelay/run/{NAME}/logs/supervisor.log ~/kvrelay-head.log; "
+    "cd /tmp/ray/session_latest/logs && tail -n 25 $(ls -t raylet*.out gcs_server*.out *agent*.log | head -n 6); "
+    "ps -eo pid,ppid,etimes,stat,args | cut -c1-200"
+)
+_WAIT_S = 400
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    folder = tmp_path_factory.mktemp("site")
+    with site_on("cluster.yaml", folder, num_decode=2, router={"count": 2}) as made:
+        yield made
+
+
+async def test_strangers_get_nowhere_and_disturb_no_stream(site: Site) -> None:
+    async with site.client() as client:
+        await refuse_strangers_in_mid_stream(site, client)
+
+
+async def test_power_cut_of_a_decode_host_loses_no_answer(site: Site) -> None:
+    async with site.client() as client:
+        await site.cut_power_in_mid_stream(client)
+
+
+async def test_streams_of_another_hosts_router_survive_controller_and_head(site: Site) -> None:
+    head = site.head
+    await until_controlled(head)
+    state = read_state(head)
+    (elsewhere,) = (each["address"] for each in state["processes"] if each["name"] == "router-1")
+    assert elsewhere.rpartition(":")[0] not in (head.address, "0.0.0.0")
+    async with site.cluster.client(elsewhere) as client:
+        await workers_at(client, count=site.num_workers)
+        before = await pids(client)
+        undisturbed = await stream_all(client)
+        site.journal.note(f"through the other router, undisturbed; {describe(undisturbed)}")
+        clients = Clients(client, [each.answer.text for each in undisturbed], site.journal)
+
+        first = state["supervisor"]["pid"]
+        took_s = await clients.stream_until(
+            lambda: until_controlled(head, not_by=first), lambda: head.run(f"kill -9 {first}")
+        )
+        site.journal.note(f"the controller was killed in mid-stream; back and in charge {took_s:.1f} s later")
+        assert await pids(client) == before
+
+        second = read_state(head)["supervisor"]["pid"]
+        took_s = await clients.stream_until(
+            lambda: until_controlled(head, not_by=second),
+            lambda: head.run("kill -9 $(pgrep -x gcs_server) $(pgrep -x raylet)"),
+        )
+        site.journal.note(
+            f"the head's Ray was killed in mid-stream; it and its controller were back {took_s:.1f} s later"
+        )
+        assert await pids(client) == before, "workers of other hosts do not depend on the head"
+        assert (await client.status()).router.num_failed == 0
+
+        async with site.cluster.client() as at_head:
+            await workers_at(at_head, count=site.num_workers)
+            site.journal.note("the head's own router, which died with its Ray, serves again with every worker")
+        await asyncio.to_thread(site.cluster.kvrelay, "scale decode=1")
+        assert await pids(client) == {name: pid for name, pid in before.items() if name != "decode-1"}
+        site.journal.note("the controller that came back owns the pools: kvrelay scale decode=1")
+
+
+def test_ray_down_leaves_no_process(site: Site) -> None:
+    site.ray_down()
+
+
+def read_state(head: Host) -> dict[str, Any]:
+    """Return the cluster's state.json; {} while there is none."""
+    told = head.run(_STATE, check=False).stdout
+    state: dict[str, Any] = json.loads(told) if told else {}
+    return state
+
+
+async def until_controlled(head: Host, *, not_by: int = 0) -> float:
+    """Wait until a new controller says that it looks after everything; return how long it took, seconds."""
+    started_s = time.monotonic()
+    while time.monotonic() - started_s < _WAIT_S:
+        state = await asyncio.to_thread(read_state, head)
+        if state and state["supervisor"]["pid"] != not_by and state["phase"] == "ready":
+            return time.monotonic() - started_s
+        await asyncio.sleep(0.1)  # there is no event to wait for
+    raise AssertionError(f"no controller after {_WAIT_S} s\n{head.run(_LOGS, check=False).stdout}")
+
+
+async def pids(client: AsyncClient) -> dict[str, int]:
+    return {view.worker_id: view.status.pid for view in (await client.status()).workers if view.status}
+
+
+class Clients:
+    """Streams through one router, whose texts must not change."""
+
+    def __init__(self, client: AsyncClient, texts: list[str], journal: Journal) -> None:
+        self._client = client
+        self._texts = texts
+        self._journal = journal
+
+    async def stream_until(self, is_over: Callable[[], Awaitable[float]], strike: Callable[[], object]) -> float:
+        """Strike in mid-stream, then stream on, again and again, until it is over; returns how long that took."""
+        over: asyncio.Future[float] | None = None
+
+        async def strike_and_watch() -> None:
+            nonlocal over
+            await asyncio.to_thread(strike)
+            over = asyncio.ensure_future(is_over())
+
+        seen = await stream_all(self._client, strike_and_watch)
+        assert over is not None, "every stream has had tokens"
+        while not over.done():
+            seen += await stream_all(self._client)
+        texts = [each.answer.text for each in seen]
+        assert texts == self._texts * (len(texts) // len(self._texts))
+        self._journal.note(describe(seen))
+        return await over
