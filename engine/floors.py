@@ -13,12 +13,12 @@ from engine.kv_store import KvShape
 from engine.model.config import DecoderConfig
 from engine.work import DeviceRates, ModelShape, StepFloors
 
-_MATMUL_SIZES = (1024, 2048)
+_MATMUL_SIZES = (256, 1024, 2048)
 _NUM_RUNS = 4
 _CUDA_REPEATS = 32
 """Operations of a run on a GPU: one alone takes no longer than its launch."""
 _LONG_S = 0.25
-"""Time of a product behind which no larger one is tried: a processor without bfloat16 would take minutes."""
+"""Longest product that is tried, as the smaller ones predict it: some processors take seconds for bfloat16."""
 _READ_BYTES_AT_START = 1 << 27
 
 
@@ -35,21 +35,33 @@ def model_shape(config: DecoderConfig) -> ModelShape:
     )
 
 
-def measure_floors(config: DecoderConfig, kv: KvShape, *, weight_bytes: int, device: torch.device) -> StepFloors:
-    """Measure the device, in some tenths of a second, and return the least times of the model's steps on it."""
+def measure_floors(
+    config: DecoderConfig, kv: KvShape, *, weight_bytes: int, dtype: torch.dtype, device: torch.device
+) -> StepFloors:
+    """Measure the device, in some tenths of a second, and return the least times of the model's steps on it.
+
+    `dtype` is that of the model's products.
+    """
     return StepFloors(
         model=model_shape(config),
         weight_bytes=weight_bytes,
         kv_bytes_per_token=kv.bytes_per_token,
-        rates=RateMeter(device=device, read_bytes=_READ_BYTES_AT_START).measure(),
+        rates=RateMeter(dtype=dtype, device=device, read_bytes=_READ_BYTES_AT_START).measure(),
     )
 
 
 class RateMeter:
     """Measures a device; one instance keeps the large tensor."""
 
-    def __init__(self, *, device: torch.device | None = None, read_bytes: int = 1 << 30) -> None:
-        """Allocate `read_bytes` on the device, by default the CPU: many times its caches."""
+    def __init__(
+        self,
+        *,
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | None = None,
+        read_bytes: int = 1 << 30,
+    ) -> None:
+        """Allocate `read_bytes` on the device, by default the CPU: many times its caches. Products are of `dtype`."""
+        self._dtype = dtype
         self._device = device or torch.device("cpu")
         self._read_bytes = read_bytes
         self._numbers = torch.ones(read_bytes // 4, device=self._device)
@@ -58,10 +70,10 @@ class RateMeter:
         """Return what the device does at this moment with this process's threads: some tenths of a second."""
         flops_per_s = 0.0
         for size in _MATMUL_SIZES:
-            seconds = self._matmul_s(size)
-            flops_per_s = max(flops_per_s, 2 * size**3 / seconds)
-            if seconds > _LONG_S:
+            flops = 2 * size**3
+            if flops > _LONG_S * flops_per_s > 0:
                 break
+            flops_per_s = max(flops_per_s, flops / self._matmul_s(size))
         return DeviceRates(
             read_bytes_per_s=self._read_bytes / self._least_s(self._numbers.sum),
             flops_per_s=flops_per_s,
@@ -69,7 +81,7 @@ class RateMeter:
         )
 
     def _matmul_s(self, size: int) -> float:
-        matrix = torch.randn(size, size, device=self._device).bfloat16()
+        matrix = torch.randn(size, size, device=self._device).to(self._dtype)
         return self._least_s(lambda: matrix @ matrix)
 
     def _least_s(self, run: Callable[[], object]) -> float:

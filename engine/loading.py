@@ -122,7 +122,7 @@ def _load_native(model: ModelDescription, config: DecoderConfig, options: Engine
     choice = choose_cpu_kernels(weights, kernels)
     store = _make_store(model, options)
     ops = choice.bind(config, store)
-    floors = measure_floors(config, model.shape, weight_bytes=weight_bytes, device=model.device)
+    floors = measure_floors(config, model.shape, weight_bytes=weight_bytes, dtype=model.dtype, device=model.device)
     if isinstance(ops, CpuOps) and can_run(weights):
         return ModelExecutor(CpuDecoder(config, weights, ops.kernels), store, ops, model.info, floors)
     return ModelExecutor[StepOps](Decoder(config, weights), store, ops, model.info, floors)

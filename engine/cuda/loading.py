@@ -90,7 +90,9 @@ def load_cuda_executor(model: ModelDescription, options: EngineOptions) -> CudaE
         device=model.device,
         dtype=model.dtype,
         kv_scales=scales,
-        floors=measure_floors(model.config, model.shape, weight_bytes=weights.num_bytes, device=model.device),
+        floors=measure_floors(
+            model.config, model.shape, weight_bytes=weights.num_bytes, dtype=model.dtype, device=model.device
+        ),
         uses_cudnn=options.kernels == "cudnn",
     )
     bounds = StepBounds(max_step_tokens=options.max_step_tokens, max_running=options.max_running)

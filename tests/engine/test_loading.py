@@ -12,6 +12,7 @@ import torch
 import transformers
 
 from common.model_files import default_model_dir, is_checkpoint
+from engine.floors import RateMeter
 from engine.memory import HostMemory, MemoryShare
 from tests.engine.driver import Driver, load, make_sequence
 from tests.engine.tiny_models import MAX_MODEL_LEN, VOCAB_SIZE, reference_tokens
@@ -109,3 +110,28 @@ def test_generate_when_default_model_is_greedy_in_float32_equals_transformers() 
     sequences = [make_sequence(prompt, block_size=16) for prompt in prompts]
     assert driver.generate(sequences, num_tokens=24, chunk_size=50) == expected
     assert tokenizer.decode(expected[0]).startswith("The capital of France is Paris.")
+
+
+@pytest.mark.parametrize(
+    ("flops_per_s", "sizes"),
+    [
+        pytest.param(7e8, [256], id="a processor that emulates bfloat16"),
+        pytest.param(2e10, [256, 1024], id="a slow core"),
+        pytest.param(1e12, [256, 1024, 2048], id="AMX"),
+    ],
+)
+def test_start_is_not_held_up_by_measuring_a_slow_processor(
+    monkeypatch: pytest.MonkeyPatch, flops_per_s: float, sizes: list[int]
+) -> None:
+    tried: list[int] = []
+
+    def matmul_s(_meter: RateMeter, size: int) -> float:
+        tried.append(size)
+        return 2 * size**3 / flops_per_s
+
+    monkeypatch.setattr(RateMeter, "_matmul_s", matmul_s)
+
+    rates = RateMeter(read_bytes=1 << 12).measure()
+
+    assert tried == sizes
+    assert rates.flops_per_s == pytest.approx(flops_per_s)
