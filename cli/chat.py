@@ -1,5 +1,6 @@
 """`kvrelay chat`: a conversation in the terminal."""
 
+import dataclasses
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -9,21 +10,20 @@ import typer
 
 from cli.console import err, write_text
 from cli.errors import explain
-from cli.options import (
-    MaxNewTokensOption,
-    ModelOption,
-    SeedOption,
-    TemperatureOption,
-    TopKOption,
-    TopPOption,
-    options_from_dataclasses,
-    sampling_options,
-)
+from cli.options import ModelOption, Sampling, TemperatureOption, TopPOption, options_from_dataclasses
 from cli.render import stats_lines
 from cli.target import Connection
 from kvrelay.client import ChatMessage, Client, Generation, KvrelayError, SamplingOptions, Token
 
 _HELP = "/reset forgets the conversation · /exit or Ctrl-D leaves · Ctrl-C stops an answer"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ChatSampling(Sampling):
+    """Options for how an answer is sampled, with the defaults of a conversation."""
+
+    temperature: TemperatureOption = 0.7
+    top_p: TopPOption = 0.95
 
 
 @options_from_dataclasses
@@ -35,11 +35,7 @@ def chat(
     ] = False,
     *,
     connection: Connection,
-    max_new_tokens: MaxNewTokensOption = None,
-    temperature: TemperatureOption = 0.7,
-    top_k: TopKOption = None,
-    top_p: TopPOption = 0.95,
-    seed: SeedOption = None,
+    sampling: ChatSampling,
 ) -> None:
     """Talk to the model.
 
@@ -51,13 +47,10 @@ def chat(
     kvrelay chat
     kvrelay chat --system "Answer in one sentence." --temperature 0
     """  # noqa: D301 - \b marks a preformatted block
-    sampling = sampling_options(
-        max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
-    )
     with connection.client() as client:
         name = model or client.models()[0].name
         err.print(f"{name} at {client.address} · {_HELP}", soft_wrap=True)
-        conversation = Conversation(client, sampling, model=model or "", system=system)
+        conversation = Conversation(client, sampling.options(), model=model or "", system=system)
         _converse(conversation, after_answer=_print_stats if show_stats else _print_nothing)
 
 

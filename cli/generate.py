@@ -1,6 +1,7 @@
 """`kvrelay generate`: one answer, from the cluster or from an engine in this very process."""
 
 import asyncio
+import dataclasses
 import secrets
 import sys
 import time
@@ -12,18 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from cli.console import Progress, err, write_text
-from cli.options import (
-    DEFAULT_CONFIG,
-    MaxNewTokensOption,
-    ModelOption,
-    SeedOption,
-    TemperatureOption,
-    TimeoutOption,
-    TopKOption,
-    TopPOption,
-    options_from_dataclasses,
-    sampling_options,
-)
+from cli.options import DEFAULT_CONFIG, ModelOption, Sampling, TimeoutOption, options_from_dataclasses
 from cli.render import seconds, stats_lines, throughput
 from cli.target import Connection
 from kvrelay.client import ChatMessage, Client, Prompt, SamplingOptions, Token
@@ -39,6 +29,25 @@ _overrides = partial(typer.Option, help="Overrides the file.", rich_help_panel=_
 _STDIN = "-"
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class InProcess:
+    """Options for an engine in this process."""
+
+    in_process: Annotated[
+        bool, typer.Option("--in-process", help="Load the model here, without a cluster.", rich_help_panel=_IN_PROCESS)
+    ] = False
+    device: Annotated[Literal["auto", "cpu", "cuda"] | None, _overrides("--device")] = None
+    dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"] | None, _overrides("--dtype")] = None
+    local_files_only: Annotated[
+        bool, typer.Option("--local-files-only", help="Never download a model.", rich_help_panel=_IN_PROCESS)
+    ] = False
+
+    def overrides(self, model: str | None) -> dict[str, Any]:
+        """Return the `model` keys of the command line; None is no override."""
+        only_local = self.local_files_only or None
+        return {"id": model, "device": self.device, "dtype": self.dtype, "local_files_only": only_local}
+
+
 @options_from_dataclasses
 def generate(
     prompt: Annotated[str, typer.Option("--prompt", "-p", help="The prompt; '-' reads standard input.")],
@@ -52,19 +61,8 @@ def generate(
     *,
     connection: Connection,
     timeout_s: TimeoutOption = None,
-    max_new_tokens: MaxNewTokensOption = None,
-    temperature: TemperatureOption = 0.0,
-    top_k: TopKOption = None,
-    top_p: TopPOption = None,
-    seed: SeedOption = None,
-    in_process: Annotated[
-        bool, typer.Option("--in-process", help="Load the model here, without a cluster.", rich_help_panel=_IN_PROCESS)
-    ] = False,
-    device: Annotated[Literal["auto", "cpu", "cuda"] | None, _overrides("--device")] = None,
-    dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"] | None, _overrides("--dtype")] = None,
-    local_files_only: Annotated[
-        bool, typer.Option("--local-files-only", help="Never download a model.", rich_help_panel=_IN_PROCESS)
-    ] = False,
+    sampling: Sampling,
+    local: InProcess,
 ) -> None:
     """Send one prompt and stream the answer to the terminal.
 
@@ -77,21 +75,18 @@ def generate(
     """  # noqa: D301 - \b marks a preformatted block
     text = sys.stdin.read() if prompt == _STDIN else prompt
     source: str | list[ChatMessage] = [ChatMessage(role="user", content=text)] if chat else text
-    sampling = sampling_options(
-        max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
-    )
-    if in_process:
+    if local.in_process:
         if connection.address is not None or timeout_s is not None:
             raise typer.BadParameter(
                 "cannot take --address or --timeout with --in-process: no server is asked; leave them out"
             )
-        overrides = {"id": model, "device": device, "dtype": dtype, "local_files_only": local_files_only or None}
-        stats = run_in_process(local_config(connection.config_path, overrides), source, sampling)
+        config = local_config(connection.config_path, local.overrides(model))
+        stats = run_in_process(config, source, sampling.options())
     else:
-        if device or dtype or local_files_only:
+        if local.device or local.dtype or local.local_files_only:
             raise typer.BadParameter("--device, --dtype and --local-files-only need --in-process")
         with connection.client(timeout_s=timeout_s) as client:
-            stats = _run_on_cluster(client, source, sampling, model=model or "")
+            stats = _run_on_cluster(client, source, sampling.options(), model=model or "")
     if show_stats:
         for line in stats:
             err.print(line, soft_wrap=True)

@@ -90,21 +90,42 @@ def _sampling(option: str, *flags: str, help: str) -> Any:
     return typer.Option(*flags, min=declared.least, max=declared.most, help=help, rich_help_panel="Sampling")
 
 
-MaxNewTokensOption = Annotated[
-    int | None, _sampling("max_tokens", "--max-new-tokens", "-n", help="Longest answer; default: the server's.")
-]
 TemperatureOption = Annotated[
     float, _sampling("temperature", "--temperature", "-t", help="0 always takes the most probable token.")
-]
-TopKOption = Annotated[
-    int | None, _sampling("top_k", "--top-k", help="Keep only the k most probable tokens; 0 keeps all.")
 ]
 TopPOption = Annotated[
     float | None, _sampling("top_p", "--top-p", help="Keep the smallest set of tokens whose probability reaches this.")
 ]
-SeedOption = Annotated[
-    int | None, _sampling("seed", "--seed", help="Equal seeds give equal answers; default: drawn anew.")
-]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """Options for how an answer is sampled."""
+
+    max_new_tokens: Annotated[
+        int | None, _sampling("max_tokens", "--max-new-tokens", "-n", help="Longest answer; default: the server's.")
+    ] = None
+    temperature: TemperatureOption = 0.0
+    top_k: Annotated[
+        int | None, _sampling("top_k", "--top-k", help="Keep only the k most probable tokens; 0 keeps all.")
+    ] = None
+    top_p: TopPOption = None
+    seed: Annotated[
+        int | None, _sampling("seed", "--seed", help="Equal seeds give equal answers; default: drawn anew.")
+    ] = None
+
+    def options(self) -> SamplingOptions:
+        """Return the options that were given; the defaults of the others are the server's."""
+        options = SamplingOptions(temperature=self.temperature)
+        if self.max_new_tokens is not None:
+            options["max_tokens"] = self.max_new_tokens
+        if self.top_k is not None:
+            options["top_k"] = self.top_k
+        if self.top_p is not None:
+            options["top_p"] = self.top_p
+        if self.seed is not None:
+            options["seed"] = self.seed
+        return options
 
 
 def options_from_dataclasses(command: Callable[..., None]) -> Callable[..., None]:
@@ -126,22 +147,6 @@ def options_from_dataclasses(command: Callable[..., None]) -> Callable[..., None
     with_options.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     with_options.__annotations__ = {each.name: each.annotation for each in parameters}
     return with_options
-
-
-def sampling_options(
-    *, max_new_tokens: int | None, temperature: float, top_k: int | None, top_p: float | None, seed: int | None
-) -> SamplingOptions:
-    """Return the options that were given; the defaults of the others are the server's."""
-    options = SamplingOptions(temperature=temperature)
-    if max_new_tokens is not None:
-        options["max_tokens"] = max_new_tokens
-    if top_k is not None:
-        options["top_k"] = top_k
-    if top_p is not None:
-        options["top_p"] = top_p
-    if seed is not None:
-        options["seed"] = seed
-    return options
 
 
 def positive_numbers(text: str, *, option: str) -> tuple[float, ...]:

@@ -1,5 +1,6 @@
 """`kvrelay simulate`: replays a trace under placement policies, in virtual time."""
 
+import dataclasses
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -8,7 +9,7 @@ import typer
 
 from cli.console import Progress, err, print_wide
 from cli.errors import CliError
-from cli.options import positive_numbers
+from cli.options import options_from_dataclasses, positive_numbers
 
 if TYPE_CHECKING:
     from measure.simulate.bound import Bound
@@ -23,25 +24,32 @@ _workload, _cluster, _signals, _run = (
 )
 
 
-def simulate(
-    trace: Annotated[Path, _workload("--trace", "-t", help="Mooncake or a recording (.jsonl), Azure (.csv).")],
-    out: Annotated[Path, _run("--out", "-o", metavar="DIR", help="Results.")],
-    policy: Annotated[str, _run("--policy", "-p", metavar="A,B,…|all", help="Policies to compare.")] = "all",
-    speed: Annotated[str, _workload("--speed", "-s", metavar="X,Y,…", help="Speed-up of the arrivals.")] = "1",
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Replay:
+    """Options for the requests that are replayed."""
+
+    trace: Annotated[Path, _workload("--trace", "-t", help="Mooncake or a recording (.jsonl), Azure (.csv).")]
+    speed: Annotated[str, _workload("--speed", "-s", metavar="X,Y,…", help="Speed-up of the arrivals.")] = "1"
     limit: Annotated[
         int | None, _workload("--limit", "-n", min=1, help="Number of requests from the beginning; default: all.")
-    ] = None,
-    shrink: Annotated[int, _workload("--shrink", min=1, help="Divide all lengths by this.")] = 1,
-    ttft: Annotated[
-        float, _workload("--ttft", min=0, metavar="SECONDS", help="Objective per 8192 prompt tokens.")
-    ] = 2.0,
+    ] = None
+    shrink: Annotated[int, _workload("--shrink", min=1, help="Divide all lengths by this.")] = 1
+    ttft: Annotated[float, _workload("--ttft", min=0, metavar="SECONDS", help="Objective per 8192 prompt tokens.")] = (
+        2.0
+    )
     tpot: Annotated[
         float, _workload("--tpot", "--itl", min=0, metavar="SECONDS", help="Objective for the mean gap of tokens.")
-    ] = 0.05,
-    workers: Annotated[str, _cluster("--workers", "-w", metavar="4P4D|8", help="Both pools, or one.")] = "4P4D",
-    aggregated: Annotated[bool, _cluster("--aggregated", help="Put as many workers into one pool.")] = False,
-    blocks: Annotated[int, _cluster("--blocks", "-b", min=1, help="KV pages of a worker.")] = 3000,
-    block_size: Annotated[int, _cluster("--block-size", min=2, metavar="TOKENS", help="Tokens per page.")] = 512,
+    ] = 0.05
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedCluster:
+    """Options for the simulated workers."""
+
+    workers: Annotated[str, _cluster("--workers", "-w", metavar="4P4D|8", help="Both pools, or one.")] = "4P4D"
+    aggregated: Annotated[bool, _cluster("--aggregated", help="Put as many workers into one pool.")] = False
+    blocks: Annotated[int, _cluster("--blocks", "-b", min=1, help="KV pages of a worker.")] = 3000
+    block_size: Annotated[int, _cluster("--block-size", min=2, metavar="TOKENS", help="Tokens per page.")] = 512
     step_tokens: Annotated[
         int | None,
         _cluster(
@@ -50,29 +58,76 @@ def simulate(
             help=f"Budget of a step; default: {_STEP_TOKENS_DISAGGREGATED}, aggregated {_STEP_TOKENS_AGGREGATED}.",
             show_default=False,
         ),
-    ] = None,
-    model: Annotated[str, _cluster("--model", "-m", help="llama-70b or qwen3-8b.")] = "llama-70b",
-    device: Annotated[str, _cluster("--device", help="h100, h100-tp4 or h200-tp4.")] = "h100-tp4",
+    ] = None
+    model: Annotated[str, _cluster("--model", "-m", help="llama-70b or qwen3-8b.")] = "llama-70b"
+    device: Annotated[str, _cluster("--device", help="h100, h100-tp4 or h200-tp4.")] = "h100-tp4"
     timing: Annotated[
         Path | None,
         _cluster("--timing", metavar="FILE", help="Timings fitted on real workers, in place of --model and --device."),
-    ] = None,
-    routers: Annotated[int, _signals("--routers", min=1, help="Number of routers.")] = 1,
-    event_lag: Annotated[
-        float, _signals("--event-lag", min=0, metavar="SECONDS", help="Extra latency of reports.")
-    ] = 0.02,
+    ] = None
+
+    def pools(self) -> tuple[int, int]:
+        """Return the sizes of the prefill and the decode pool. Raises CliError."""
+        from measure.simulate.records import ClusterShape
+
+        try:
+            num_prefill, num_decode = ClusterShape.parse_workers(self.workers)
+        except ValueError as error:
+            raise CliError(f"--workers: {error}") from None
+        return (0, num_prefill + num_decode) if self.aggregated else (num_prefill, num_decode)
+
+    def max_step_tokens(self, *, num_prefill: int) -> int:
+        """Return the budget of a step: as given, as in the timings, or the usual one of the pools."""
+        from measure.simulate.timing import read_timing
+
+        if self.step_tokens is not None:
+            return self.step_tokens
+        if self.timing is not None:
+            return read_timing(self.timing)[0].max_step_tokens
+        return _STEP_TOKENS_DISAGGREGATED if num_prefill else _STEP_TOKENS_AGGREGATED
+
+    def hardware(self) -> "Hardware":
+        """Return what the times of steps follow from. Raises CliError."""
+        from measure.simulate.roofline import Hardware, Roofline, UnknownHardware
+
+        try:
+            Roofline.preset(self.model, self.device)
+        except UnknownHardware as error:
+            raise CliError(f"--{error}, or give --timing FILE") from None
+        return Hardware(model=self.model, device=self.device, timing_file=self.timing)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Signals:
+    """Options for the routers, and what they know when."""
+
+    routers: Annotated[int, _signals("--routers", min=1, help="Number of routers.")] = 1
+    event_lag: Annotated[float, _signals("--event-lag", min=0, metavar="SECONDS", help="Extra latency of reports.")] = (
+        0.02
+    )
     report_interval: Annotated[
         float, _signals("--report-interval", min=0, metavar="SECONDS", help="Time between two reports.")
-    ] = 0.1,
+    ] = 0.1
     shed: Annotated[
         Literal["none", "deadline", "slo"],
         _signals("--shed", help="Refuse requests at once that will miss this."),
-    ] = "deadline",
-    seed: Annotated[int, _run("--seed", min=0, help="Equal seeds give equal results.")] = 0,
-    jobs: Annotated[int, _run("--jobs", "-j", min=1, help="Number of runs at a time.")] = 1,
-    bound: Annotated[bool, _run("--bound", help="Show how much any policy could reach.")] = False,
-    again: Annotated[bool, _run("--again", help="Replace earlier results in the folder.")] = False,
-) -> None:
+    ] = "deadline"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Runs:
+    """Options for what is run, and where its results go."""
+
+    out: Annotated[Path, _run("--out", "-o", metavar="DIR", help="Results.")]
+    policy: Annotated[str, _run("--policy", "-p", metavar="A,B,…|all", help="Policies to compare.")] = "all"
+    seed: Annotated[int, _run("--seed", min=0, help="Equal seeds give equal results.")] = 0
+    jobs: Annotated[int, _run("--jobs", "-j", min=1, help="Number of runs at a time.")] = 1
+    bound: Annotated[bool, _run("--bound", help="Show how much any policy could reach.")] = False
+    again: Annotated[bool, _run("--again", help="Replace earlier results in the folder.")] = False
+
+
+@options_from_dataclasses
+def simulate(*, replay: Replay, workers: SimulatedCluster, signals: Signals, runs: Runs) -> None:
     """Replay a trace in virtual time, with real routers and workers and simulated work.
 
     \b
@@ -92,34 +147,34 @@ def simulate(
     from measure.simulate.comparison import Comparison, ReplaySettings
     from measure.simulate.report import FORECASTS_NOTE, comparison_table, forecast_table, write_report
 
-    num_prefill, num_decode = _workers(workers, aggregated=aggregated)
+    num_prefill, num_decode = workers.pools()
     comparison = Comparison(
         settings=ReplaySettings(
-            trace=trace,
-            num_requests=limit,
-            shrink=shrink,
+            trace=replay.trace,
+            num_requests=replay.limit,
+            shrink=replay.shrink,
             num_prefill=num_prefill,
             num_decode=num_decode,
-            num_routers=routers,
-            num_blocks=blocks,
-            block_size=block_size,
-            max_step_tokens=step_tokens or _default_step_tokens(timing, num_prefill=num_prefill),
-            hardware=_hardware(model, device, timing),
-            slo=Slo(ttft_s=ttft, tpot_s=tpot),
-            shed=shed,
-            event_lag_s=event_lag,
-            report_interval_s=report_interval,
-            seed=seed,
+            num_routers=signals.routers,
+            num_blocks=workers.blocks,
+            block_size=workers.block_size,
+            max_step_tokens=workers.max_step_tokens(num_prefill=num_prefill),
+            hardware=workers.hardware(),
+            slo=Slo(ttft_s=replay.ttft, tpot_s=replay.tpot),
+            shed=signals.shed,
+            event_lag_s=signals.event_lag,
+            report_interval_s=signals.report_interval,
+            seed=runs.seed,
         ),
-        policies=_policies(policy),
-        speeds=positive_numbers(speed, option="--speed"),
-        out=out,
+        policies=_policies(runs.policy),
+        speeds=positive_numbers(replay.speed, option="--speed"),
+        out=runs.out,
     )
-    if again:
+    if runs.again:
         comparison.results.forget()
     comparison.prepare()
-    results = _run_all(comparison, num_jobs=jobs)
-    bounds = _bounds(comparison) if bound else {}
+    results = _run_all(comparison, num_jobs=runs.jobs)
+    bounds = _bounds(comparison) if runs.bound else {}
     page = write_report(comparison, results, bounds)
     print_wide(comparison_table(results, bounds))
     if (forecasts := forecast_table(results)) is not None:
@@ -155,34 +210,6 @@ def _bounds(comparison: "Comparison") -> "dict[float, Bound]":
             report(f"bound at speed {speed:g}")
             bounds[speed] = replay_bound(comparison.settings, speed)
     return bounds
-
-
-def _workers(text: str, *, aggregated: bool) -> tuple[int, int]:
-    from measure.simulate.records import ClusterShape
-
-    try:
-        num_prefill, num_decode = ClusterShape.parse_workers(text)
-    except ValueError as error:
-        raise CliError(f"--workers: {error}") from None
-    return (0, num_prefill + num_decode) if aggregated else (num_prefill, num_decode)
-
-
-def _default_step_tokens(timing: Path | None, *, num_prefill: int) -> int:
-    from measure.simulate.timing import read_timing
-
-    if timing is not None:
-        return read_timing(timing)[0].max_step_tokens
-    return _STEP_TOKENS_DISAGGREGATED if num_prefill else _STEP_TOKENS_AGGREGATED
-
-
-def _hardware(model: str, device: str, timing: Path | None) -> "Hardware":
-    from measure.simulate.roofline import Hardware, Roofline, UnknownHardware
-
-    try:
-        Roofline.preset(model, device)
-    except UnknownHardware as error:
-        raise CliError(f"--{error}, or give --timing FILE") from None
-    return Hardware(model=model, device=device, timing_file=timing)
 
 
 def _policies(text: str) -> tuple[str, ...]:
