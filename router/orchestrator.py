@@ -38,7 +38,7 @@ from kvrelay.v1 import inference_pb2
 from router.admission.line import Line
 from router.admission.ticket import Ticket
 from router.attempt import AttemptFailed, AttemptOutcome
-from router.call_accounts import CallAccounts
+from router.call_outcomes import CallOutcomes
 from router.crash_budget import CrashBudget
 from router.demand import DemandMeter
 from router.diagnosis.recent_requests import RecentRequests
@@ -89,7 +89,7 @@ class Orchestrator:
         self.recordings = TrafficRecordings(clock)
         self.traces = RequestTraces(clock)
         self.demand = DemandMeter(clock)
-        self.calls = CallAccounts(metrics=metrics, traces=self.traces, demand=self.demand)
+        self.calls = CallOutcomes(metrics=metrics, traces=self.traces, demand=self.demand)
         self.recent = RecentRequests(clock)
         self.in_flight = InFlight(clock)
 

@@ -26,8 +26,8 @@ class Totals:
     num_moves: int = 0
 
 
-class CallAccounts:
-    """Accounts for every call, whatever happens in it. Event loop only."""
+class CallOutcomes:
+    """Counts every call, whatever happens in it. Event loop only."""
 
     def __init__(self, *, metrics: RouterMetrics, traces: RequestTraces, demand: DemandMeter) -> None:
         self._metrics = metrics
