@@ -90,7 +90,7 @@ def test_map_peer_when_region_has_another_size_reports_layout_mismatch() -> None
 
 _PEER = """
     import sys, torch
-    from engine.executor import KvShape
+    from engine.kv_store import KvShape
     from engine.kv_cache import TorchKvStore
     from engine.shared_memory import map_peer_region
     pid, fd, size_bytes, nonce = sys.argv[1:]
