@@ -338,7 +338,7 @@ class LocalPrefillStarted(_message.Message):
     num_cached_tokens: _builtins.int
     """Prompt tokens found in the cache."""
     num_pulled_tokens: _builtins.int
-    """Of the cached tokens: those that were pulled from the source for this request."""
+    """Cached tokens that were pulled from the source for this request."""
     def __init__(
         self,
         *,

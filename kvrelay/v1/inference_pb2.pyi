@@ -742,7 +742,7 @@ class Usage(_message.Message):
     num_decode_cached_tokens: _builtins.int
     """Prompt tokens whose KV the decode worker already held, so that they were not transferred."""
     num_pulled_tokens: _builtins.int
-    """Of num_cached_tokens: those that were pulled from another worker for this request."""
+    """Tokens of num_cached_tokens that were pulled from another worker for this request."""
     num_drafted_tokens: _builtins.int
     """Draft tokens that were verified for the answer (speculation). Those that were wrong are in no other count."""
     num_accepted_tokens: _builtins.int
@@ -1921,7 +1921,7 @@ class RecordTrafficRequest(_message.Message):
 
     DURATION_S_FIELD_NUMBER: _builtins.int
     duration_s: _builtins.float
-    """Of those, the ones that come within so many seconds; the stream ends when the last of them has ended.
+    """Only requests that come within so many seconds are recorded; the stream ends when the last of them has ended.
     0: until the call is closed.
     """
     def __init__(

@@ -21,7 +21,7 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class DescribePagesRequest(_message.Message):
-    """Nothing to say."""
+    """Empty."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -38,7 +38,7 @@ Global___DescribePagesRequest: _TypeAlias = DescribePagesRequest  # noqa: Y015
 
 @_typing.final
 class DescribePagesResponse(_message.Message):
-    """Whose pages these are."""
+    """The owner of the pages, and their shape."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

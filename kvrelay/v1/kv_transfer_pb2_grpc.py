@@ -52,7 +52,7 @@ class KvTransferServiceServicer(object):
     """
 
     def DescribePages(self, request, context):
-        """Whose pages these are, and of which shape. For a worker that tries whether it reaches another one.
+        """Returns the owner of the pages and their shape. A worker calls it to check whether it reaches another one.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -34,7 +34,7 @@ class KvTransferServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> KvTransferServiceAsyncStub: ...
     DescribePages: _grpc.UnaryUnaryMultiCallable[_kv_transfer_pb2.DescribePagesRequest, _kv_transfer_pb2.DescribePagesResponse]
-    """Whose pages these are, and of which shape. For a worker that tries whether it reaches another one."""
+    """Returns the owner of the pages and their shape. A worker calls it to check whether it reaches another one."""
     FetchBlocks: _grpc.StreamStreamMultiCallable[_kv_transfer_pb2.FetchBlocksRequest, _kv_transfer_pb2.FetchBlocksResponse]
     """Streams the blocks of a handoff as they seal. The puller's last message acknowledges the
     manifest; the end of the stream, for whatever reason, releases the lease.
@@ -46,7 +46,7 @@ class KvTransferServiceAsyncStub(KvTransferServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     DescribePages: _aio.UnaryUnaryMultiCallable[_kv_transfer_pb2.DescribePagesRequest, _kv_transfer_pb2.DescribePagesResponse]  # type: ignore[assignment]
-    """Whose pages these are, and of which shape. For a worker that tries whether it reaches another one."""
+    """Returns the owner of the pages and their shape. A worker calls it to check whether it reaches another one."""
     FetchBlocks: _aio.StreamStreamMultiCallable[_kv_transfer_pb2.FetchBlocksRequest, _kv_transfer_pb2.FetchBlocksResponse]  # type: ignore[assignment]
     """Streams the blocks of a handoff as they seal. The puller's last message acknowledges the
     manifest; the end of the stream, for whatever reason, releases the lease.
@@ -61,7 +61,7 @@ class KvTransferServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _kv_transfer_pb2.DescribePagesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_kv_transfer_pb2.DescribePagesResponse, _abc.Awaitable[_kv_transfer_pb2.DescribePagesResponse]]:
-        """Whose pages these are, and of which shape. For a worker that tries whether it reaches another one."""
+        """Returns the owner of the pages and their shape. A worker calls it to check whether it reaches another one."""
 
     @_abc_1.abstractmethod
     def FetchBlocks(

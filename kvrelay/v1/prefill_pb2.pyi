@@ -72,7 +72,7 @@ class PrefillStarted(_message.Message):
     queue_s: _builtins.float
     """Time in the worker's queue, a pull included."""
     num_pulled_tokens: _builtins.int
-    """Of the cached tokens: those that were pulled from the source for this request."""
+    """Cached tokens that were pulled from the source for this request."""
     def __init__(
         self,
         *,

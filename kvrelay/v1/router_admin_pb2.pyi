@@ -168,15 +168,15 @@ class SetWorkersResponse(_message.Message):
     """Requests that this router serves."""
     @_builtins.property
     def num_users(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
-        """Of each draining worker: requests that still run there."""
+        """Requests that still run on each draining worker."""
 
     @_builtins.property
     def ready_worker_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Those that are ready."""
+        """Workers that are ready."""
 
     @_builtins.property
     def leaving_worker_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Those that have said themselves that they are about to go."""
+        """Workers that have announced themselves that they are about to leave."""
 
     @_builtins.property
     def conduct(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerConduct]:
@@ -284,9 +284,9 @@ class Demand(_message.Message):
     num_queued_tokens: _builtins.int
     """Prompt tokens of those."""
     ttft_p90_s: _builtins.float
-    """Of the finished ones: 90 % had their first token within this time. Absent: none finished."""
+    """Time within which 90 % of the finished ones had their first token. Absent: none finished."""
     itl_p90_s: _builtins.float
-    """The same of the mean gap between tokens."""
+    """The same for the mean gap between tokens."""
     burstiness: _builtins.float
     """Variance over mean of the numbers that came in each second, over as long as the router remembers; 1: by chance."""
     @_builtins.property

@@ -50,9 +50,9 @@ class _Pooling:
 class _PoolingEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Pooling.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     POOLING_UNSPECIFIED: _Pooling.ValueType  # 0
-    """None: an answer is generated. Where an embedding is asked for: that of the last token."""
+    """None: an answer is generated. For an embedding: the state of the last token."""
     POOLING_LAST: _Pooling.ValueType  # 1
-    """That of the last token."""
+    """The state of the last token."""
     POOLING_MEAN: _Pooling.ValueType  # 2
     """The mean over all tokens; every one of them is computed, those in the cache as well."""
 
@@ -60,9 +60,9 @@ class Pooling(_Pooling, metaclass=_PoolingEnumTypeWrapper):
     """Hidden states, after the model's last norm, that an embedding is made of."""
 
 POOLING_UNSPECIFIED: Pooling.ValueType  # 0
-"""None: an answer is generated. Where an embedding is asked for: that of the last token."""
+"""None: an answer is generated. For an embedding: the state of the last token."""
 POOLING_LAST: Pooling.ValueType  # 1
-"""That of the last token."""
+"""The state of the last token."""
 POOLING_MEAN: Pooling.ValueType  # 2
 """The mean over all tokens; every one of them is computed, those in the cache as well."""
 Global___Pooling: _TypeAlias = Pooling  # noqa: Y015

@@ -134,7 +134,7 @@ class StepModel(_message.Message):
     PER_CONTEXT_TOKEN_S_FIELD_NUMBER: _builtins.int
     NUM_SAMPLES_FIELD_NUMBER: _builtins.int
     constant_s: _builtins.float
-    """Of any step."""
+    """Per step, whatever is in it."""
     per_prefill_token_s: _builtins.float
     """Per prompt token computed."""
     per_prefill_pair_s: _builtins.float
@@ -179,9 +179,9 @@ class LinkModel(_message.Message):
     transport: Global___KvTransport.ValueType
     """How the bytes travel."""
     latency_s: _builtins.float
-    """Of any pull."""
+    """Fixed time of any pull."""
     bytes_per_s: _builtins.float
-    """Beyond that."""
+    """Rate of the bytes after that time."""
     num_samples: _builtins.int
     """Pulls that it was fitted to; 0: a guess."""
     def __init__(
