@@ -92,7 +92,7 @@ class Attempt(ABC):
         """Make the calls and deliver what they bring. Raises AttemptFailed."""
 
     def _tell_plan(self) -> None:
-        """Tell the client the plan, now that a worker has taken it."""
+        """Send the client the plan, now that a worker has accepted it."""
         self.record.num_attempts = max(self.record.num_attempts, self.number)
         chosen = plan_to_proto(self.booking.decision, attempt=self.number)
         chosen.shortened_max_tokens = self.record.shortened_max_tokens or 0

@@ -24,7 +24,7 @@ class Bookings:
         has_prefill: Callable[[], bool],
         on_released: Callable[[Booking], None],
     ) -> None:
-        """`members` is the membership, which changes; `has_prefill` tells whether a prefill worker is ready."""
+        """`members` is the membership, which changes; `has_prefill` returns whether a prefill worker is ready."""
         self._members = members
         self._clock = clock
         self._has_prefill = has_prefill

@@ -61,7 +61,7 @@ class ErrorBand:
         )
 
     def learn(self, forecast: Forecast, actual_s: float) -> None:
-        """Learn what came of a forecast."""
+        """Adjust later forecasts by the actual time of one."""
         rest_s = actual_s - forecast.passed_s
         if rest_s <= 0 or forecast.predicted_s <= 0:
             return

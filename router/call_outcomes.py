@@ -41,8 +41,8 @@ class CallOutcomes:
     def account(self, life: LifeCycle, *, time_left_s: Callable[[], float | None]) -> Iterator[None]:
         """Count a client's call and how it ends.
 
-        The call is not demand yet, because strangers must not scale the pools: the door notes an arrival when it admits
-        the request. gRPC cancels a call whose client went away and one whose deadline passed alike;
+        The call is not demand yet, because unidentified callers must not scale the pools: the door notes an arrival
+        when it admits the request. gRPC cancels a call whose client went away and one whose deadline passed alike;
         `time_left_s` tells them apart.
         """
         self.num_open += 1

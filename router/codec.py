@@ -53,7 +53,7 @@ class Codec(Protocol):
         ...
 
     def token_id(self, token: str) -> int | None:
-        """Return the id of a token that is spelled so; None for no token."""
+        """Return the id of the token with this spelling; None if there is no such token."""
         ...
 
     def decode_pieces(self, token_ids: Sequence[int]) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 """Reads conversations: messages, tools, what has to be called, and how the answer will be written.
 
-Whatever a tool choice or a thinking budget demands of the answer becomes a grammar, a sampling parameter: so an answer
-that goes on elsewhere is bound by the same rules.
+What a tool choice or a thinking budget demands of the answer becomes a grammar, which is a sampling parameter: an
+answer that another worker continues is bound by the same rules.
 """
 
 import json
@@ -110,10 +110,10 @@ def answer_format(chat: pb.ChatPrompt, formats: ChatFormats, *, prompt_end: str)
 def checked_format(given: pb.AnswerFormat) -> pb.AnswerFormat:
     """Return the format in which another router began an answer. Raises InvalidRequest."""
     if given.tools and given.tools not in TOOL_FORMATS:
-        raise InvalidRequest(f"{given.tools[:40]!r} is no format of tool calls", field="resume.answer_format.tools")
+        raise InvalidRequest(f"{given.tools[:40]!r} is not a format of tool calls", field="resume.answer_format.tools")
     if given.reasoning and given.reasoning not in REASONING_FORMATS:
         raise InvalidRequest(
-            f"{given.reasoning[:40]!r} is no format of thoughts", field="resume.answer_format.reasoning"
+            f"{given.reasoning[:40]!r} is not a format of thoughts", field="resume.answer_format.reasoning"
         )
     return given
 
@@ -154,7 +154,7 @@ def _grammar(
     answer: pb.AnswerFormat,
     formats: ChatFormats,
 ) -> str | None:
-    """Return the Lark grammar that the answer has to follow, None if the sampling says all.
+    """Return the Lark grammar that the answer has to follow, None if the sampling parameters suffice.
 
     Raises InvalidRequest, and ValueError for what the model has no tokens for.
     """

@@ -1,6 +1,6 @@
 """Workers that were lost while they computed one request: a request that crashes them must not take all of them.
 
-A crash fails every request on the worker, and nothing tells which one caused it. A request that loses one worker after
+A crash fails every request on the worker, and nothing shows which one caused it. A request that loses one worker after
 the other with hardly a new token in between is suspected: before the last worker that `router.max_lost_workers` grants,
 it is quarantined, so that no other quarantined request runs on the same worker; the worker refuses those of other
 routers (worker/prefill_gate.py). Innocent ones are separated from the guilty one this way and get their answers; a
@@ -69,8 +69,8 @@ class Losses:
     def count(self, ended: Mapping[Life, float]) -> int:
         """Return how many losses the lives in `ended` make up: at most one for an attempt, one for a life.
 
-        `ended`: when each of them was last ready. One that was ready again after an attempt had failed has ended of
-        something else. This is the size of a maximum matching of attempts and lives (augmenting paths).
+        `ended`: when each of them was last ready. One that was ready again after an attempt had failed has ended for
+        another reason. This is the size of a maximum matching of attempts and lives (augmenting paths).
         """
         claimed: dict[Life, FailedAttempt] = {}
         """Attempt that each life accounts for."""

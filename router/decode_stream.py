@@ -4,7 +4,7 @@ The worker sends one message per engine step (decode.proto, DecodeMany). Its par
 the event loop; a call whose messages are followed (`SharedCall.follow`) handles them right there, without a task in
 between. Calls never wait for each other: handlers must not block, and the tokens of a slow client gather in its outbox.
 
-A call ends with its status. Closing a call tells the worker, which frees everything within one step and one network
+A call ends with its status. Closing a call notifies the worker, which frees everything within one step and one network
 delay. When the stream breaks, every call on it fails as if its own connection had broken; the next call opens a new
 stream.
 """
@@ -72,7 +72,7 @@ class SharedCall:
             raise self._error
 
     def take(self, update: decode_pb2.CallUpdate) -> None:
-        """Take this call's part of a step. For the stream alone."""
+        """Take this call's part of a step. Called by the stream only."""
         for message in update.responses:
             if self._handle is None:
                 self._messages.append(message)
@@ -89,7 +89,7 @@ class SharedCall:
             self.end(from_status_bytes(update.status) if update.status_code else None)
 
     def end(self, error: KvrelayError | None) -> None:
-        """End the call. For the stream alone."""
+        """End the call. Called by the stream only."""
         self._is_over = True
         self._error = error
         self._wake()

@@ -15,7 +15,7 @@ Floats = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddingForm:
-    """What becomes of a prompt's hidden states."""
+    """How a prompt's hidden states become the vector for the client."""
 
     pooling: Pooling
     is_normalized: bool = True

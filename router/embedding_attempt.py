@@ -32,7 +32,7 @@ class EmbeddingAttempt(Attempt):
         return AttemptOutcome.COMPLETED
 
     def _take(self, finished: prefill_pb2.PrefillFinished) -> None:
-        """Deliver the embedding. Raises AttemptFailed for one that cannot be."""
+        """Deliver the embedding. Raises AttemptFailed for a wrong length or numbers that are not finite."""
         worker = self.booking.decode
         worker.member.note_prefilled(worker)
         self.record.prefill_s = finished.prefill_s

@@ -54,7 +54,7 @@ class WorkerFacts:
     hidden_size: int = 0
     """Length of the embeddings that it computes; 0: it computes none."""
     exact_resume: bool = True
-    """Whether it goes on with another one's answer as that one would have, also at near ties."""
+    """Whether it continues another worker's answer exactly as that worker would have, also at near ties."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +78,7 @@ class ModelFacts:
     hidden_size: int = 0
     """Length of an embedding; 0 when not every prefill worker computes them."""
     exact_resume: bool = True
-    """Whether every worker goes on with another one's answer as that one would have, also at near ties."""
+    """Whether every worker continues another one's answer exactly as that one would have, also at near ties."""
 
     def has_pool(self, *, is_prefill_only: bool) -> bool:
         """Whether a worker of the pool that answers such requests has been known."""

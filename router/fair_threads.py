@@ -30,7 +30,7 @@ _Turn = asyncio.Future[None]
 
 
 class _Lane:
-    """Waiting work of one kind, and the number of threads that it may still take."""
+    """Waiting calls of one length class, and the number of threads that it may still take."""
 
     def __init__(self, num_threads: int) -> None:
         self.num_free = num_threads

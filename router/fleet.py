@@ -155,7 +155,7 @@ class Fleet:
         yield
         if member.is_draining is not was_draining:
             extra = {"worker_id": member.endpoint.worker_id, "num_users": member.num_users}
-            logger.info("worker drains no more" if was_draining else "worker drains", extra=extra)
+            logger.info("worker no longer drains" if was_draining else "worker drains", extra=extra)
             self._roster = None
 
     def is_leaving(self, member: Member) -> bool:
@@ -163,7 +163,7 @@ class Fleet:
         return member.is_draining and member.endpoint.worker_id in self.roster.leaving
 
     async def aclose(self) -> None:
-        """Leave every worker; running calls are cancelled."""
+        """Disconnect from every worker; running calls are cancelled."""
         for worker_id in list(self._members):
             self._retire(worker_id)
         await self._retired.aclose()
@@ -202,8 +202,8 @@ class Fleet:
     def on_update(self, member: Member, update: worker_pb2.WatchWorkerResponse) -> None:
         """Apply load, events and timing; the first update of a stream makes the worker ready.
 
-        Raises ValueError for an update that cannot be, and WorkerLost for one that says that the engine is overdue,
-        unless no other worker could take its place.
+        Raises ValueError for an invalid update, and WorkerLost for one that reports the engine overdue, unless no
+        other worker could take its place.
         """
         worker_id = member.endpoint.worker_id
         if update.overdue and self.roster.has_another(member):

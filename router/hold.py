@@ -39,11 +39,11 @@ class Hold:
     bounds_prompts: bool = False
     """Whether the worker holds prompts back for this objective: there is no prefill worker to compute them instead."""
     is_quarantined: bool = False
-    """The request may be the one that ends the workers that compute it."""
+    """The request may be the one that crashes the workers that compute it."""
     is_prefilled: bool = False
     """The first token has arrived."""
     has_answered: bool = False
-    """Whether the worker has answered the call: it lived when that came."""
+    """Whether the worker has answered the call, so that it was alive when the call came."""
     has_left: bool = False
     """The worker has nothing more to do for the request."""
 

@@ -1,9 +1,9 @@
-"""The prefixes that requests ask for again most often, by digest, for operators who watch.
+"""The prefixes that requests repeat most often, by digest, for operators.
 
 A *prefix* here is what a request found cached, with the blocks behind it that caches had held and have evicted. What
-all prompts begin with is one prefix, however they go on. Each request counts half after a minute. Of the prefixes on
-record the coldest goes when another one comes; memory is bounded by `CAPACITY` and the longest prompt. Neither tokens
-nor text are kept, and digests are keyed with the cluster's secret.
+all prompts begin with is one prefix, however they go on. Each request counts half after a minute. When the record is
+full, a new prefix replaces the coldest one; memory is bounded by `CAPACITY` and the longest prompt. Neither tokens nor
+text are kept, and digests are keyed with the cluster's secret.
 """
 
 import math
@@ -62,7 +62,7 @@ class HotPrefixes:
     """Prefixes by the key of their last block. Event loop only."""
 
     def __init__(self, clock: Clock, match: Callable[[BlockHashes], PrefixMatches]) -> None:
-        """`match` tells which workers hold a prefix."""
+        """`match` returns which workers hold a prefix."""
         self._clock = clock
         self._match = match
         self._asked: dict[int, _Asked] = {}

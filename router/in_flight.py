@@ -1,4 +1,4 @@
-"""The requests that run at this router, and those that ended a moment ago, for operators who watch."""
+"""The requests that run at this router, and those that ended a moment ago, for operators."""
 
 from collections import deque
 from collections.abc import Iterator

@@ -1,7 +1,7 @@
 """The prefix index: one dictionary from block key to a bit mask of the workers that hold the block.
 
 A key is the first 60 bits of a block hash; a wrong match by collision costs a recomputation, never a wrong answer,
-because workers compare whole hashes. Each worker owns a bit (its *slot*), above the low bits of a value, which tell
+because workers compare whole hashes. Each worker owns a bit (its *slot*), above the low bits of a value, which say
 when the block was last used:
 
     value = workers' bits << STAMP_BITS | number of the chunk (router.block_ages) that the key was last used in

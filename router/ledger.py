@@ -17,7 +17,7 @@ class Sample:
     token_ids: TokenArray = field(default_factory=lambda: as_tokens(()))
     is_finished: bool = False
     finish_reason: int = 0
-    """As told with its last token, a sampling_pb2.FinishReason; 0 before, and where it ended without one."""
+    """The sampling_pb2.FinishReason that came with its last token; 0 before, and where it ended without one."""
 
 
 class TokenLedger:

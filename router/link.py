@@ -101,7 +101,7 @@ class RetiredMembers:
         self._closing: set[asyncio.Task[None]] = set()
 
     def add(self, member: Member, link: WorkerLink) -> None:
-        """Take over a removed member, whose link has been told to stop."""
+        """Take over a removed member, whose link has been stopped."""
         self._links[member] = link
         self.close_unused(member)
 

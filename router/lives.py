@@ -22,7 +22,7 @@ T = TypeVar("T")
 HALF_LIFE_S = 60.0
 """Time in which the counts of a life's attempts halve."""
 NEWS_TIMEOUT_S = 5.0
-"""So long a worker that lost a request is given to answer."""
+"""Time that a worker that lost a request is given to answer."""
 _MAX_REMEMBERED = 4096
 
 
@@ -35,8 +35,8 @@ def is_failure(error: BaseException) -> bool:
 class Conduct:
     """Attempts on one life of a worker that ended, and those that it failed.
 
-    Both counts halve every minute, so that they tell of the last minutes without a list of them. The controller adds up
-    the counts of all routers, and puts a worker that fails more than its peers on trial (cluster/health/).
+    Both counts halve every minute, so that they describe the last minutes without a list of them. The controller adds
+    up the counts of all routers, and puts a worker that fails more than its peers on trial (cluster/health/).
     """
 
     _num_attempts: float = 0.0
@@ -57,7 +57,7 @@ class Conduct:
 
 
 class Lives:
-    """Tells the requests that lost workers whether these have ended. Event loop only."""
+    """Finds out, for requests that lost workers, whether these have ended. Event loop only."""
 
     def __init__(
         self, members: Mapping[WorkerId, "Member"], until_changed: Callable[[], Awaitable[object]], clock: Clock
@@ -87,9 +87,9 @@ class Lives:
     async def find_ended(self, lives: Collection[Life]) -> dict[Life, float]:
         """Return those of these lives that are over, or lost, and when each last became ready.
 
-        The answer comes once every worker concerned has answered or has not. A worker that fell silent counts only when
-        a new life has begun: it may be stopped or cut off, and that is not the fault of a request. One that has left
-        the membership in order, as to change its pool, does not count either.
+        The answer comes once every worker concerned has answered or its time is up. A worker that fell silent counts
+        only when a new life has begun: it may be stopped or cut off, and that is not the fault of a request. One that
+        has left the membership in order, as to change its pool, does not count either.
         """
         with suppress(TimeoutError):
             async with asyncio.timeout(NEWS_TIMEOUT_S):

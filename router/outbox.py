@@ -68,7 +68,7 @@ class Outbox:
         self._wake()
 
     async def get(self) -> inference_pb2.GenerateResponse | None:
-        """Return the next message, or None at the end; then `error` tells how the request ended."""
+        """Return the next message, or None at the end; then `error` says how the request ended."""
         while not self._messages:
             if self._is_closed:
                 return None

@@ -1,7 +1,7 @@
 """Message deltas for clients that do not parse an answer's text themselves.
 
 They come in the same message as the tokens whose text they are made of, whatever is merged. An answer that another
-router began goes on in the middle of its markup: its parsers read the text that the client has, and say nothing of it.
+router began goes on in the middle of its markup: its parsers read the text that the client has, and report none of it.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ from kvrelay.v1 import sampling_pb2
 from router.record import Job
 
 _CHARS_A_TURN = 1024
-"""Text that is parsed without a pause for other requests: some milliseconds of the worst."""
+"""Text that is parsed without a pause for other requests: some milliseconds at worst."""
 
 
 class ParsedAnswer:

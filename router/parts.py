@@ -25,7 +25,7 @@ from router.silence import HEARTBEAT_S, SilenceWatch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterParts:
-    """A router behind its doors."""
+    """A router without its doors."""
 
     fleet: Fleet
     index: PrefixIndex

@@ -1,11 +1,11 @@
-"""What a cluster's controller has told this router of its planner, for operators who watch."""
+"""The planner's latest report, which the cluster's controller sends this router, for operators."""
 
 from common.clock import Clock
 from kvrelay.v1 import controller_pb2
 
 
 class PlannerNews:
-    """The latest word of the planner. Event loop only."""
+    """The latest report of the planner. Event loop only."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -13,11 +13,11 @@ class PlannerNews:
         self._told_s = 0.0
 
     def take(self, told: controller_pb2.GetPlanResponse) -> None:
-        """Remember what the controller tells."""
+        """Remember the controller's report."""
         self._told, self._told_s = told, self._clock.monotonic()
 
     def latest(self) -> controller_pb2.GetPlanResponse | None:
-        """Return it with the ages of this moment; None before the controller has told anything."""
+        """Return it with the ages of this moment; None before the controller has sent anything."""
         if self._told is None:
             return None
         found = controller_pb2.GetPlanResponse()

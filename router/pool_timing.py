@@ -28,7 +28,7 @@ TOLERANCE = 0.02
 again and again, and a change concerns all of its pool."""
 
 PACE_FACTOR = 3.0
-"""Multiple of the gap of a lone answer that takes the place of an objective that is shorter than this gap."""
+"""Multiple of the gap of a lone answer that replaces an objective which is shorter than this gap."""
 
 _TRANSFER_BYTES = 64 << 20
 _Kind = tuple[int, str]

@@ -105,12 +105,12 @@ class RunningRequest:
                 self.ledger.finish(index)
 
     def tell_queued(self, ttft_forecast: Forecast | None) -> None:
-        """Tell the client that the request waits in line."""
+        """Report to the client that the request waits in line."""
         queued = inference_pb2.Queued(ttft_forecast=forecast_to_proto(ttft_forecast))
         self.outbox.put(inference_pb2.GenerateResponse(queued=queued))
 
     def shorten(self, max_tokens: int) -> None:
-        """Lower the longest answer, before any token; the client is told with the plan."""
+        """Lower the limit of the answer's length, before any token; the client learns it with the plan."""
         sampling = self.job.sampling
         max_tokens = max(max_tokens, sampling.min_tokens)
         if max_tokens < sampling.max_tokens:
@@ -120,7 +120,7 @@ class RunningRequest:
     def output_of(self, samples: range) -> TokenArray:
         """Return the tokens that a worker continues from; none when several samples begin together.
 
-        The client of a direct answer may lack tokens that the router knows. The next worker repeats them, but cannot
+        The client of a direct answer may miss tokens that the router knows. The next worker repeats them, but cannot
         repeat their log-probabilities without computing the tokens again.
         """
         if len(samples) > 1:

@@ -18,7 +18,7 @@ TICK_S = 0.1
 MAX_LAG_S = 0.5
 """Longest pause of this router itself; after a longer one, silence counts from its end."""
 GAP_FACTOR = 4.0
-"""Multiple of the longest recent gap between two updates of a worker that is still no silence."""
+"""Multiple of a worker's longest recent gap between two updates that does not yet count as silence."""
 MAX_FACTOR = 5.0
 """Multiple of the shortest silence after which a worker with late updates counts as silent, too."""
 

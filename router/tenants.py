@@ -9,12 +9,12 @@ from kvrelay.v1 import inference_pb2
 
 
 class Overload(enum.Enum):
-    """Fate of requests that miss their objective for the first token, or will."""
+    """How requests are treated that have missed their objective for the first token, or are predicted to."""
 
     REFUSE = "refuse"
     """Refused at once."""
     WAIT = "wait"
-    """Served whenever it may be, until their own deadline."""
+    """Served as soon as there is room, until their own deadline."""
     SHORTEN = "shorten"
     """Served with a shorter answer."""
     YIELD = "yield"

@@ -112,7 +112,7 @@ class TextCodec:
         return await self._threads.run(encode, tenant=tenant, num_chars=num_chars)
 
     def token_id(self, token: str) -> int | None:
-        """Return the id of a token that is spelled so; None for no token."""
+        """Return the id of the token with this spelling; None if there is no such token."""
         return self.tokenizer.token_to_id(token)
 
     def decode_pieces(self, token_ids: Sequence[int]) -> tuple[str, ...]:

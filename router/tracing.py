@@ -119,7 +119,7 @@ class RequestTraces:
             trace.record = record
 
     def exemplar(self, request_id: RequestId) -> dict[str, str] | None:
-        """Return what a metric says of the trace of a request; None for one that is not sampled."""
+        """Return the labels by which a metric names a request's trace; None if the request is not sampled."""
         trace = self._open.get(request_id)
         return None if trace is None else {"trace_id": f"{trace.context.trace_id:032x}"}
 
@@ -251,7 +251,7 @@ def _operation(record: RunningRequest) -> str:
 
 
 def _request_attributes(record: RunningRequest) -> Attributes:
-    """Return what the conventions for generative AI say of a request, and our own durations. No text."""
+    """Return the attributes that the conventions for generative AI define, and our own durations. No text."""
     job, sampling, timings = record.job, record.job.sampling, record.timings
     found: dict[str, Value] = {
         "gen_ai.operation.name": _operation(record),

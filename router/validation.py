@@ -156,7 +156,7 @@ class RequestReader:
         model: ModelFacts,
         tenant: Tenant,
     ) -> Encoded:
-        """Return a prompt that is no conversation. Raises RequestError."""
+        """Return a prompt that is not a conversation. Raises RequestError."""
         match message.WhichOneof("prompt"):
             case "text":
                 encoded = Encoded(await self.encode_text(message.text, model, tenant=tenant))
@@ -171,7 +171,7 @@ class RequestReader:
         return encoded
 
     def _answer_format(self, message: inference_pb2.GenerateRequest, prompt_end: str) -> inference_pb2.AnswerFormat:
-        """Return how the answer to a chat is written: as the router told that began it, or as this one has it."""
+        """Return how the answer to a chat is written: as the router that began it wrote, or in this one's way."""
         if message.resume.HasField("answer_format"):
             return checked_format(message.resume.answer_format)
         return answer_format(message.chat, self._formats, prompt_end=prompt_end)
@@ -179,7 +179,7 @@ class RequestReader:
     def _defaults_for(self, message: inference_pb2.GenerateRequest) -> sampling_pb2.SamplingParams:
         """Return this server's values of the fields that are left out.
 
-        An answer that another router began goes on with the defaults that it told; beams take none of the model's.
+        An answer that another router began goes on with that router's defaults; beams take none of the model's.
         """
         chosen = sampling_pb2.SamplingParams()
         is_begun = any(sample.tokens for sample in message.resume.samples)

@@ -140,7 +140,7 @@ class WorkerClient:
 
     @contextmanager
     def loss(self) -> Iterator["asyncio.Future[KvrelayError]"]:
-        """Yield the error with which this worker will be broken off, if it is: for who needs it without a call."""
+        """Yield a future of the error that breaks off this worker's calls; for code that has no call open there."""
         future: asyncio.Future[KvrelayError] = asyncio.get_running_loop().create_future()
         self._awaited[future] = None
         try:
@@ -150,7 +150,7 @@ class WorkerClient:
             future.cancel()
 
     def break_off(self, error: KvrelayError) -> None:
-        """Fail all calls that compute or decode with `error`. The worker cancels them when it hears of it."""
+        """Fail all calls that compute or decode with `error`. The worker cancels them when it learns of it."""
         for future in self._awaited:
             if not future.done():
                 future.set_result(error)

@@ -10,7 +10,7 @@ _MEMORY_S = 10.0
 
 
 def retry_after(seconds: float) -> float:
-    """Return a wait that is worth telling a client."""
+    """Return the wait that a client is advised, from MIN_RETRY_S to MAX_RETRY_S."""
     return min(max(seconds, MIN_RETRY_S), MAX_RETRY_S)
 
 

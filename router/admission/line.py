@@ -140,7 +140,7 @@ class Line:
         )
 
     def _forecast(self, place: Place[QueuedRequest]) -> None:
-        """Forecast the first token of a newcomer that begins to wait, and tell it."""
+        """Forecast the first token of a newcomer that begins to wait, and report the forecast to it."""
         queued, search = place.item, place.item.search
         if queued.ticket.has_plan or queued.ticket.is_returned or search.request.has_begun:
             return

@@ -1,1 +1,1 @@
-"""Tells what costs the answers of the last minutes time, and which changes would help."""
+"""Finds what has cost answers time in the last minutes, and which changes would help."""

@@ -1,4 +1,4 @@
-"""Predicts from fitted timing models and measured shares what a change would bring, or says why it cannot be told."""
+"""Predicts from fitted timing models and measured shares what a change would bring, or says why it cannot."""
 
 import math
 from collections.abc import Sequence
@@ -43,7 +43,7 @@ class Change:
 
     text: str
     predicted: Prediction | None = None
-    """None where it cannot be told."""
+    """None where it cannot be predicted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,8 +82,8 @@ def one_more_reader(pool: Pool, times: PromptTimes) -> Change:
     where = ", if its host has room" if pool.spare is None else _cores(pool)
     more = f"{name}: {pool.spare_share / num_workers:.0%} more prompts per second{where}"
     if len(times.waits_s) < _MIN_REQUESTS:
-        why = "a pool that hardly pauses has a queue without a mean, and few requests tell of its clients"
-        return Change(text=f"{more}; what it does to the wait cannot be told: {why}")
+        why = "a pool that hardly pauses has a queue without a mean, and too few requests show how its clients behave"
+        return Change(text=f"{more}; what it does to the wait cannot be predicted: {why}")
     low, expected, high = closed
     predicted = _prediction(pool, wait_s, expected, min([low, *opened]), high)
     return Change(text=f"{more}; {_from_to(predicted)}", predicted=predicted)
@@ -139,13 +139,13 @@ def one_more_decoder(pool: Pool) -> Change:
     name = f"a {pool.name} worker more: batch {batch:.1f} → {after:.1f}"
     now, then = pool.decode_step_s(batch, context), pool.decode_step_s(after, context)
     if now is None or then is None:
-        return Change(text=f"{name}; what a step takes then cannot be told yet: no worker has measured enough steps")
+        return Change(text=f"{name}; its step time cannot be predicted yet: no worker has measured enough steps")
     # The fitted model says how a step grows with its batch; what is measured, how long it takes now.
     measured_s = pool.mean_decode_step_s
     error = abs(measured_s - now[0]) / now[0]
     if error > _POOR_FIT:
         why = f"steps take {short_time(measured_s)} and their model says {short_time(now[0])}"
-        return Change(text=f"{name}; what a step takes then cannot be told: {why}")
+        return Change(text=f"{name}; its step time cannot be predicted: {why}")
     expected, low, high = (measured_s * max(0.0, each) / now[0] for each in then)
     doubt_s = max(_FIT_ERROR, error) * expected
     low, high = max(0.0, low - doubt_s), high + doubt_s

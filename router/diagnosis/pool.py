@@ -194,7 +194,7 @@ class Pool:
         return {worker_id: times for worker_id, times in found.items() if times >= CLEAR_SLOW}
 
     def _measured_slowness(self, worker: Worker) -> float:
-        """Return the multiple; 0 for a worker that is not slow, or where too few steps tell.
+        """Return the multiple; 0 for a worker that is not slow, or one with too few steps to judge.
 
         The others' models count only where they have run batches of at least half the size: what a model says of much
         larger ones than it has seen is half a guess.

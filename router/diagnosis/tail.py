@@ -1,4 +1,4 @@
-"""Whose requests wait longest for their first token while most do not, and what their plans cost most."""
+"""The slowest first tokens: which requests have them, and which part of their plans costs most."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -50,7 +50,7 @@ MakeAnswer = Callable[[Call, TokenTexts, Exchange, RequestId], Answer]
 
 
 def in_style(style: Callable[[TokenTexts], Style]) -> MakeAnswer:
-    """Return what makes the answers of OpenAI's generating endpoints, as events or as one document."""
+    """Return the factory of answers in OpenAI's style, as events or as one document."""
 
     def make(call: Call, texts: TokenTexts, exchange: Exchange, answer_id: RequestId) -> Answer:
         kind = StreamedAnswer if call.is_streamed else GatheredAnswer
@@ -84,7 +84,7 @@ class StreamedAnswer(_StyledAnswer):
         self._created = int(time.time())
         self._head = ""
         self._is_bare = not (call.wants_logprobs or call.wants_token_ids or call.wants_running_usage)
-        """An event tells nothing but text of a token."""
+        """Events carry nothing but the text of tokens."""
         self._is_plain = self._is_bare
         """The text of an event goes out as it is."""
         self._usage = ',"usage":null' if call.wants_usage else ""
@@ -196,7 +196,7 @@ class GatheredAnswer(_StyledAnswer):
         self._exchange.finish_json(answer | self._report())
 
     def _best(self) -> Iterator[tuple[int, int, Sequence[sampling_pb2.SampleToken]]]:
-        """Yield request, choice and tokens of the samples that are answered: of each request the most probable ones."""
+        """Yield request, choice and tokens of the samples that are answered: the most probable ones of each request."""
         num_best = self._call.num_best
         for position in sorted({position for position, _index in self._tokens}):
             samples = [tokens for (of, _index), tokens in sorted(self._tokens.items()) if of == position]

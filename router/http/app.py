@@ -85,7 +85,7 @@ class HttpApp:
         self.asgi: ASGIApp = self._router(door, self._page)
 
     async def stop(self, grace_s: float) -> None:
-        """Refuse new calls, let running ones end for `grace_s` seconds, then cancel them and tell their clients."""
+        """Refuse new calls, let running ones end for `grace_s` seconds, then cancel them with an error."""
         self._is_stopping = True
         self._page.stop()
         if self._running and grace_s > 0:

@@ -83,7 +83,7 @@ def kind_of(error: KvrelayError) -> ErrorKind:
 
 
 def error_of(error: KvrelayError) -> dict[str, Any]:
-    """Return what is told of an error."""
+    """Return the members of an error's JSON object."""
     kind = kind_of(error)
     return {"message": error.message, "type": kind.type, "param": error.field or None, "code": kind.code}
 

@@ -4,8 +4,8 @@
 - Requests that arrive before earlier ones are answered (pipelining) wait. uvicorn takes any number of them. Here at
   most `MAX_PIPELINED` wait; the following ones are not read, and the connection ends with the last answer, so that the
   client sends the rest again.
-- uvicorn tells the last request of a connection that its client has left, and notices nothing while others wait. Here
-  the running request is told; those behind it have not begun.
+- uvicorn reports a client's departure to the last request of a connection, and notices nothing while others wait. Here
+  the running request gets the report; those behind it have not begun.
 - A client that is silent, or sends a head byte by byte, holds its connection for the times of `Patience`: only a
   complete request ends the wait, not any byte. The time of a body is limited where it is read (exchange.py).
 - Malformed HTTP is answered in the form of all errors, and never in the middle of an earlier request's answer.
@@ -136,7 +136,7 @@ class DoorProtocol(HttpToolsProtocol):
         self._note_turn()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Tell the running request that its client has left; those behind it never begin."""
+        """Notify the running request that its client has left; those behind it never begin."""
         if self._running is not None and not self._running.response_complete:
             self._running.disconnected = True
             self._running.message_event.set()

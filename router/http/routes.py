@@ -99,7 +99,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
 _MEANINGS = {
     400: "not HTTP/1.1, not JSON, or a value is not allowed; `param` names the field",
     401: "no API key, or an unknown one (`router.auth: api_key`)",
-    403: "the tenant of the API key is no operator",
+    403: "the tenant of the API key is not an operator",
     404: "no such model, or nothing at this path",
     405: "another method",
     408: "the body did not come in time",

@@ -96,7 +96,7 @@ def _sampling_field(parameter: Parameter) -> Any:
     annotation: Any = Annotated[json_type, Field(max_length=parameter.max_entries)] | None
     if parameter.type == Texts:
         annotation = Annotated[annotation, BeforeValidator(_as_list, json_schema_input_type=str | annotation)]
-    # Told in the document only: numbers are checked with the request.
+    # The document alone states the limits: numbers are checked with the request.
     told: dict[str, Any] = {}
     if parameter.type in (float, int):
         told["exclusiveMinimum" if parameter.is_open else "minimum"] = _LOWEST.get(parameter.option, parameter.least)

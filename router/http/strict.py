@@ -1,4 +1,4 @@
-"""Checks JSON bodies: what is no field is refused, unless it is known to change no answer.
+"""Checks JSON bodies: a member that is not a field is refused, unless it is known to change no answer.
 
 Options that official clients send and that change no answer are ignored. Unsupported options that would change the
 answer are refused, unless their value is the default; so are unknown ones, which may be misspelt.

@@ -35,9 +35,9 @@ class Style(ABC):
     text_open: str
     """JSON of an event's choice from its index up to its text."""
     text_close: str
-    """JSON of an event's choice behind its text."""
+    """JSON of an event's choice after its text."""
     opening: str
-    """JSON of a choice, behind its index, in an event before its first text; empty for no such event."""
+    """JSON that follows a choice's index in the event before its first text; empty: the style has no such event."""
     prompt_ids_with_choice: bool
     """Whether each choice, rather than the answer, holds the prompt's ids."""
 
@@ -136,7 +136,7 @@ class ChatStyle(Style):
         self._request_id = ""
         self._parsers: dict[int, MessageParser] = {}
         self._deltas: dict[int, list[MessageDelta]] = {}
-        """What the pieces of whole choices have said, by choice."""
+        """Deltas of the pieces of whole choices, by choice."""
 
     def open(self, job: Job) -> None:
         """Begin the answer; its text is parsed where it may hold calls of tools or reasoning."""
@@ -217,7 +217,7 @@ class ChatStyle(Style):
 
 
 def logprob_entries(tokens: Sequence[sampling_pb2.SampleToken], texts: TokenTexts) -> list[dict[str, Any]]:
-    """Return the log-probabilities of each token, as chats tell them."""
+    """Return the log-probabilities of each token in the form of chats."""
 
     def entry_of(entry: sampling_pb2.TokenLogprob) -> dict[str, Any]:
         (text,) = texts([entry.token_id])

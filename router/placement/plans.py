@@ -128,7 +128,7 @@ class PlacementRequest:
     is_prefill_only: bool = False
     """Whether a worker of the prefill pool answers it: nothing is decoded."""
     is_quarantined: bool = False
-    """Whether it may be what ends its workers, so that it needs workers without another quarantined request."""
+    """Whether it may be what crashes its workers, so that it needs workers without another quarantined request."""
     now_s: float = 0.0
     """Time of the choice. The chooser sets this field and the following ones."""
     gap_error: float = 1.0

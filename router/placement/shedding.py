@@ -23,7 +23,7 @@ class Shed(enum.Enum):
     DEADLINE = "deadline"
     """Requests whose first token would come after the caller's own deadline."""
     SLO = "slo"
-    """Those, and requests that would miss their objective for the time to first token."""
+    """Requests of `DEADLINE`, and those that would miss their objective for the time to first token."""
 
 
 def find_hopeless(

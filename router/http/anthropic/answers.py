@@ -21,7 +21,7 @@ ID_PREFIX = "msg_"
 SIGNATURE = "unsigned"
 """Signature of all thoughts. Not empty, since some clients drop thoughts without one; nothing reads it."""
 INVALID_INPUT = "INVALID_JSON"
-"""The one member of a call's input that is no JSON object: the text as the model wrote it."""
+"""The one member of a call's input that is not a JSON object: the text as the model wrote it."""
 
 _DELTAS: Mapping[BlockKind, tuple[str, str]] = {
     BlockKind.THINKING: ("thinking_delta", "thinking"),
@@ -32,7 +32,7 @@ _DELTAS: Mapping[BlockKind, tuple[str, str]] = {
 
 
 def message_answers(door: FrontDoor) -> MakeAnswer:
-    """Return what makes the answers, as events or as one document."""
+    """Return the factory of answers, as events or as one document."""
 
     def make(call: Call, texts: TokenTexts, exchange: Exchange, answer_id: RequestId) -> Answer:
         kind = StreamedMessage if call.is_streamed else GatheredMessage

@@ -1,6 +1,6 @@
 """The bodies of Anthropic's endpoints, and the JSON schemas of their answers.
 
-What changes no answer is ignored; everything else that is not a field here is refused.
+Anthropic's fields that change no answer are ignored; any other field that is not defined here is refused.
 """
 
 from typing import Annotated, Any, Literal

@@ -1,7 +1,7 @@
-"""Tells which stop sequence ended an answer.
+"""Finds the stop sequence that ended an answer.
 
-Workers report only that a stop did: the end-of-sequence token or a string. The text that they sent ends right before a
-string, so the string is what follows that text in the decoded tokens.
+Workers report only that some stop did: the end-of-sequence token or a string. The text that they sent ends right before
+a string, so the string is what follows that text in the decoded tokens.
 """
 
 from collections import deque
@@ -44,7 +44,7 @@ class StopFinder:
 def matched_stop(stops: Sequence[str], *, text: str, decoded: str) -> str | None:
     """Return the stop that follows `text` in `decoded`, the text of the last tokens with what was not sent.
 
-    Of several it is the one that was complete first, the longest of these: what a worker stops at.
+    If several match, it is the one that was complete first, and the longest of those: the one that a worker stops at.
     """
     found: list[tuple[int, int, str]] = []
     for stop in stops:

@@ -105,7 +105,7 @@ def _answered(blocks: Iterable[_Block], called: dict[str, str]) -> list[dict[str
             case "thinking":
                 thoughts.append(_member(block, "thinking", where))
             case "redacted_thinking":
-                _member(block, "data", where)  # nobody here can read it
+                _member(block, "data", where)  # encrypted: cannot be read here
             case "tool_use":
                 call = _call(block, where)
                 calls.append(call)

@@ -81,7 +81,7 @@ class ResponseAnswer(Answer):
         return Output(self._events, request_id=self._id, answer=answer, texts=self._texts)
 
     def _begin(self) -> None:
-        """Tell the beginning, once."""
+        """Add the events of the beginning, once."""
         if not self._has_begun:
             self._has_begun = True
             for kind in ("response.created", "response.in_progress"):

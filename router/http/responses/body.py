@@ -61,7 +61,7 @@ class ReasoningOptions(Strict):
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     """`none` switches the thinking off where the chat template can; others are its variable `reasoning_effort`."""
     summary: Literal["auto", "concise", "detailed"] | None = None
-    """Ignored: reasoning is told in full."""
+    """Ignored: reasoning is returned in full."""
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
     """Ignored, like `summary`."""
 

@@ -106,7 +106,7 @@ def _content(content: Any, where: str) -> str:
 
 
 def _joined(parts: Any, where: str, kinds: tuple[str, ...]) -> str:
-    """Return the text of all parts. Raises InvalidRequest for parts that are no text."""
+    """Return the text of all parts. Raises InvalidRequest for parts that are not text."""
     if not isinstance(parts, list):
         raise InvalidRequest(f"{where} must be text or a list of text parts", field=where)
     check_length(len(parts), MAX_CONTENT_PARTS, field=where)

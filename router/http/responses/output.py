@@ -1,4 +1,4 @@
-"""The output of a response: tokens become items, and the events that tell of them.
+"""The output of a response: tokens become items, and the events that report them.
 
 An answer with reasoning or calls is parsed token by token, so that its items do not depend on how tokens were gathered
 on their way.
@@ -52,7 +52,7 @@ class Output:
             self._add(self._parse(token))
 
     def close(self) -> None:
-        """End the output: an answer without anything is a message without text."""
+        """End the output: an empty answer is a message without text."""
         if self._item is None and not self.documents:
             self._message()
         if self._texts is not None and self._undecided and isinstance(self._item, MessageItem):

@@ -66,7 +66,7 @@ class Item(ABC):
         return "".join(self._texts)
 
     def open(self) -> None:
-        """Tell the beginning."""
+        """Add the events of the beginning."""
         self._events.tell("response.output_item.added", output_index=self.index, item=self.document("in_progress"))
 
     def push(self, text: str) -> None:
@@ -75,7 +75,7 @@ class Item(ABC):
         self._events.tell_json(self.delta, f'{self._delta_head},"delta":{quote(text)}')
 
     def close(self, status: str) -> Document:
-        """Tell the end; returns the complete item."""
+        """Add the events of the end; returns the complete item."""
         document = self.document(status)
         self._events.tell("response.output_item.done", output_index=self.index, item=document)
         return document
@@ -99,13 +99,13 @@ class _PartedItem(Item):
         self._has_part = False
 
     def open(self) -> None:
-        """Tell the beginning, and that of the part."""
+        """Add the events of the beginning, and of the part's."""
         super().open()
         self._events.tell("response.content_part.added", **self._place, part=self.part())
         self._has_part = True
 
     def close(self, status: str) -> Document:
-        """Tell the end of the text, the part and the item; returns the complete item."""
+        """Add the events of the ends of the text, the part and the item; returns the complete item."""
         part = self.part()
         self._events.tell(self.text_done, **self._place, **{name: part[name] for name in self.told})
         self._events.tell("response.content_part.done", **self._place, part=part)
@@ -174,7 +174,7 @@ class CallItem(Item):
         self._call_id = call_id
 
     def close(self, status: str) -> Document:
-        """Tell the end of the arguments and of the item; returns the complete item."""
+        """Add the events of the ends of the arguments and the item; returns the complete item."""
         told = {"name": self._name, "arguments": self.text}
         self._events.tell("response.function_call_arguments.done", **self._place, **told)
         return super().close(status)

@@ -116,7 +116,7 @@ def _least_busy(workers: Sequence[WorkerLoad], count: Count) -> list[WorkerLoad]
 
 
 def _match_percent(request: PlacementRequest, worker: WorkerLoad) -> int:
-    """Return the match as its indexer tells it: whole percents of the prompt's full blocks."""
+    """Return the match as AIBrix's indexer reports it: whole percents of the prompt's full blocks."""
     full = request.num_tokens // request.block_size
     return min(100, 100 * request.cached_blocks.get(worker.worker_id, 0) // full) if full else 0
 

@@ -100,7 +100,7 @@ def test_saturated_pool_with_few_requests_tells_that_a_wait_cannot_be_predicted(
     pool = make_pool("prefill", make_worker("p0", busy=1.0))
     change = changes.one_more_reader(pool, times_of([3.0]))
     assert "100% more prompts per second" in change.text
-    assert "cannot be told" in change.text
+    assert "cannot be predicted" in change.text
     assert change.predicted is None
 
 
@@ -341,13 +341,13 @@ def test_steps_are_not_compared_with_a_guess() -> None:
     workers = [replace(make_worker(name, busy=5 / 6, batch=20.0), timing=guess) for name in ("d0", "d1")]
     found = causes(make_view(replace(USUAL, tpot_s=0.05), decode=make_pool("decode", *workers)))
     assert Cause.DECODE not in found
-    assert "cannot be told yet" in changes.one_more_decoder(make_pool("decode", *workers)).text
+    assert "cannot be predicted yet" in changes.one_more_decoder(make_pool("decode", *workers)).text
 
 
 def test_model_that_is_far_off_predicts_no_step() -> None:
     change = changes.one_more_decoder(make_pool("decode", make_worker("d0", busy=5 / 6, batch=1.0)))
     assert change.predicted is None
-    assert change.text.endswith("cannot be told: steps take 50 ms and their model says 12 ms")
+    assert change.text.endswith("cannot be predicted: steps take 50 ms and their model says 12 ms")
 
 
 def test_walls_divide_the_time_of_a_pool() -> None:

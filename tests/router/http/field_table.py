@@ -200,9 +200,9 @@ class Asked:
         )
 
     async def _send(self, body: Mapping[str, Any]) -> tuple[int, Any]:
-        """Send a request; return its status, and what can be seen of it that is the same at every call.
+        """Send a request; return its status, and its visible effects that are the same at every call.
 
-        That is the error; or the answer, beside what the workers were asked for.
+        These are the error; or the answer, and what the workers were asked for.
         """
         for worker in self.workers:
             worker.requests.clear()
