@@ -178,7 +178,7 @@ class DecodeCall:
             self._try_to_tell(event)
 
     def _tell_answers(self) -> None:
-        """Send a piece of the beams' answers, which come all at once, and the rest later: other calls go on between."""
+        """Send a part of the beams' answers, which come all at once, and the rest later, so that other calls go on."""
         self._try_to_tell(self._answers.popleft())
         if self._answers:
             asyncio.get_running_loop().call_soon(self._tell_answers)

@@ -8,7 +8,7 @@
    is sent when the client has everything, so that an answer whose worker dies earlier is continued elsewhere. The next
    worker has the tokens before the checkpoint too, for a client that they did not reach. A client that does not get
    what was sent last asks a router for it, with the tokens that it has (kvrelay/client/direct.py).
-4. A client that does not connect, or does not reconnect, is waited for during a grace period. Then the call ends with
+4. If the client does not connect, or does not reconnect, the worker waits for a grace period. Then the call ends with
    ClientGone, which the router sees.
 
 A token is a pure function of seed and index: another worker generates the same tokens after a checkpoint.
@@ -86,7 +86,7 @@ class DirectAnswer:
             self._tell_unfinished()
 
     async def delivered(self) -> None:
-        """Wait, after every sample has ended, until the client has all tokens; tell the router. Raises ClientGone."""
+        """Wait until the client has all tokens, once every sample has ended; notify the router. Raises ClientGone."""
         self._is_complete = True
         self._wake()
         if not self._batches and not self._delivered.done():
@@ -189,7 +189,7 @@ class DirectTable:
     def claim(self, capability: bytes) -> DirectAnswer:
         """Return the answer of a capability. Raises AccessDenied.
 
-        The lookup by digest and the comparison in constant time reveal nothing of the capabilities that exist.
+        The lookup by digest and the comparison in constant time reveal nothing about the capabilities that exist.
         """
         answer = self._answers.get(_key(capability))
         if answer is None or not hmac.compare_digest(answer.capability, capability):

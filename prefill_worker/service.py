@@ -57,7 +57,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
                 runtime.check_epoch(request.epoch)
                 spec = await runtime.engine_request(request.sequence)
                 source = request.source if request.HasField("source") else None
-                # Before the handoff begins: the puller hears of a refusal from the router alone.
+                # Before the handoff begins: the puller learns of a refusal from the router alone.
                 entering.enter_context(runtime.prefill_gate.entering(request.sequence))
                 if spec.pooling is not None:
                     await embed(runtime, spec, source, entering, context, stages)

@@ -1,4 +1,4 @@
-"""What a worker finds around it and a simulation replaces: clock, peers, the driver of its engine, the host's cores."""
+"""What a worker depends on and a simulation replaces: clock, peers, the driver of its engine, the host's cores."""
 
 import time
 from collections import deque
@@ -27,7 +27,7 @@ class _Reading(NamedTuple):
 
 
 class HostCores:
-    """How many cores of its host a worker has found idle lately: whether another worker beside it would have any.
+    """Cores of its host that a worker has found idle lately, and that another worker beside it could use.
 
     Reads the host's idle time now and then. Event loop only.
     """

@@ -45,7 +45,7 @@ def limits_for(pool: PoolConfig) -> SchedulerLimits:
 
 
 def speculator_for(config: ServingConfig, pool: PoolConfig, executor: Executor) -> Speculator | None:
-    """Return what drafts for the engine of a worker of `pool`; None when that is off, or nothing verifies drafts.
+    """Return the speculator for a worker of `pool`; None when speculation is off, or the executor cannot verify drafts.
 
     Loads a draft model, which takes seconds. Raises DifferentVocabulary, ModelNotFound, UnsupportedModel.
     """
@@ -62,7 +62,7 @@ def speculator_for(config: ServingConfig, pool: PoolConfig, executor: Executor) 
     num_others = speculation.num_branches - 1
     if speculation.method == "ngram":
         return Speculator(NgramDrafter(num_branches=num_others), num_tokens=speculation.num_tokens, rule=rule)
-    if pool is not config.pools.decode:  # a worker that begins with prompts would keep it for nothing
+    if pool is not config.pools.decode:  # a prefill worker would keep a drafter for nothing
         return None
     drafter: Drafter
     is_coupled = rule is Rule.COUPLED
@@ -163,7 +163,7 @@ def _load_torch(config: ServingConfig, pool: PoolConfig, model_dir: Path) -> Exe
     if threads:
         torch.set_num_threads(int(threads))
     model = config.model
-    # The device memory of steps is sized once, for either role that the worker may have.
+    # The device memory of steps is sized once, for both roles that the worker may have.
     pools = (config.pools.prefill, config.pools.decode) if config.pools.flip_obstacle is None else (pool,)
     share = memory_share(config, pool, os.environ, cores=os.cpu_count() or 1)
     return load_executor(
@@ -205,7 +205,7 @@ def memory_share(config: ServingConfig, pool: PoolConfig, environ: Mapping[str, 
 
 
 def drafting_bytes(config: ServingConfig, pool: PoolConfig) -> int:
-    """Return about how much memory what drafts will take in a worker of `pool`. Raises ModelNotFound."""
+    """Return about how many bytes drafting takes in a worker of `pool`. Raises ModelNotFound."""
     speculation = config.model.speculation
     if pool is not config.pools.decode or lacks(config.model.engine, "speculation"):
         return 0

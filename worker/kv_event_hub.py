@@ -15,7 +15,7 @@ MAX_PENDING_REQUESTS = 1 << 16
 
 
 class Watcher:
-    """Changes that one subscriber has not been sent yet: the last one of each hash.
+    """Changes that have not been sent to one subscriber yet: the last one of each hash.
 
     The subscription ends when there are too many: a subscriber that stops reading would collect every removed hash.
     """
@@ -114,6 +114,6 @@ class KvEventHub:
                 self._unwatched.set()
 
     def publish(self, events: KvEvents, accepted: Sequence[RequestId] = ()) -> None:
-        """Give events (possibly none) and accepted requests to every watcher."""
+        """Hand events (possibly none) and accepted requests to every watcher."""
         for watcher in self._watchers:
             watcher.add(events, accepted)

@@ -11,7 +11,7 @@ class OpenCalls:
     """Counts calls of routers and of other workers. Event loop only."""
 
     def __init__(self, handoffs: HandoffTable) -> None:
-        """`handoffs`: a worker that still holds some is not idle."""
+        """`handoffs`: while the worker holds any, it is not idle."""
         self._handoffs = handoffs
         self._none_open = asyncio.Event()
         self._none_open.set()
@@ -19,7 +19,7 @@ class OpenCalls:
         self.num_requests = 0
         """Calls that served a request, since process start."""
         self.num_cancelled = 0
-        """Those of them that were cancelled."""
+        """Calls of `num_requests` that were cancelled."""
 
     @contextmanager
     def request(self) -> Iterator[None]:

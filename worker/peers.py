@@ -79,8 +79,8 @@ _MAX_ID_CHARS = 128
 class PeerProbe:
     """Probes peers, a few at a time: pulls need a connection between two workers, which a third host cannot see.
 
-    A caller must not learn what else listens at an address. The only answers are "that worker, with blocks like mine,
-    answered" and "it did not", and the second always takes the whole time limit. Event loop only.
+    A caller must not learn what else listens at an address. The only results are that the named worker answered, with
+    blocks like ours, and that it did not; the second always takes the whole time limit. Event loop only.
     """
 
     def __init__(self, connect: Connect, *, bound_s: float = BOUND_S) -> None:

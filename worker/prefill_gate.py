@@ -54,7 +54,7 @@ RETRY_AFTER_S = 1.0
 
 
 class Quarantine:
-    """Requests that may be what ends the workers which compute them, one at a time. Event loop only.
+    """Requests that may be what crashes the workers which compute them, one at a time. Event loop only.
 
     A router puts no two of them on one worker, but it knows only its own; the worker knows those of all routers.
     """

@@ -6,7 +6,7 @@
 3. Verified blocks are published in the prefix cache. The request enters at its place and finds them there.
 
 A pull never fails its request: when it fails, or takes longer than computing would, it is counted by reason, the source
-is told, and the prompt is computed. Other requests are computed meanwhile.
+is notified, and the prompt is computed. Other requests are computed meanwhile.
 
 A request's hashes are computed here, from its tokens. Hashes from a list of prefixes (`prefix_service.py`) come without
 tokens: the source looks them up in its own cache. Only computing KV can show that it is right, so a worker trusts its

@@ -1,7 +1,7 @@
 """Totals of a worker's steps in the last minutes, and the least time that its device needs for them.
 
 Totals are kept in buckets of some seconds, for an hour: a step costs a few additions, and a window is added up only
-when somebody asks for it.
+when it is read.
 """
 
 import math
@@ -114,7 +114,7 @@ class RecentSteps:
         """Least times of all steps and pulls since the start."""
 
     def observe(self, samples: Iterable[StepSample], *, has_work: bool = False) -> None:
-        """Count steps that have ended; `has_work` tells whether another one follows at once."""
+        """Count steps that have ended; `has_work` says whether another one follows at once."""
         totals, steps_s = self._latest().totals, 0.0
         for sample in samples:
             floors = _floors_of(sample, self._floors)

@@ -123,7 +123,7 @@ class WorkerRuntime:
         self._grammars = GrammarCompiler(tokenizer, executor)
         self.quarantine = Quarantine()
         self.is_leaving = False
-        """Whether the routers were told that it will end."""
+        """Whether the worker has announced to the routers that it will end."""
         self.on_drain: list[Callable[[], None]] = []
         """Called when the worker stops: endless streams must end with their last request."""
         self.on_close: list[Callable[[], Awaitable[None]]] = [self.peers.aclose, self._grammars.aclose]
@@ -217,7 +217,7 @@ class WorkerRuntime:
             self.engine.post(lambda core: core.scheduler.budget.take_timing(model))
 
     def announce_leaving(self) -> None:
-        """Tell the routers that this worker will end."""
+        """Announce to the routers that this worker will end."""
         self.is_leaving = True
         self.hub.publish(KvEvents())
 
@@ -237,7 +237,7 @@ class WorkerRuntime:
         return self.timing.backlog_s(self.load, now_s=self.clock.monotonic())
 
     def check_epoch(self, epoch: int) -> None:
-        """Raise StaleEpoch when the caller means another life of this worker."""
+        """Raise StaleEpoch when the epoch is that of another life of this worker."""
         if epoch != self.epoch:
             raise StaleEpoch(f"{self.worker_id} was restarted, or has changed its role; its epoch is a new one")
 

@@ -175,5 +175,5 @@ def _device_report(floors: StepFloors | None) -> pb.DeviceReport | None:
 
 
 def load_report(runtime: WorkerRuntime) -> pb.LoadReport:
-    """Return what routers are told of a worker's load."""
+    """Return a worker's load as it is reported to routers."""
     return message_of(pb.LoadReport, runtime.load, prefill_backlog_s=runtime.backlog_s())

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 _DIRECT_MESSAGE_BYTES = 64 << 10
 """Largest request at the direct door, which any client may send: a capability and a few numbers."""
 _CALLS_GRACE_S = 5.0
-"""Time for calls that still run when the worker has taken leave."""
+"""Time for calls that still run after `take_leave`."""
 
 
 class Plane(Enum):
@@ -75,8 +75,8 @@ def common_services(runtime: WorkerRuntime, *, update_gap_s: float = UPDATE_GAP_
 
 
 SETTLE_S = 1.5
-"""Idle time after which a leaving worker may end. Requests that routers sent before they heard of it arrive within it,
-and the controller, which asks routers every second, begins to move prefixes."""
+"""Idle time after which a leaving worker may end. Requests that routers sent before they learned of it arrive within
+it, and the controller, which asks routers every second, begins to move prefixes."""
 
 
 async def take_leave(runtime: WorkerRuntime, *, grace_s: float) -> None:
@@ -147,7 +147,7 @@ class RunningWorker:
     async def stop(self, grace_s: float) -> None:
         """Take leave, refuse new work and let running calls end, all within `grace_s` seconds; free everything.
 
-        With 0 it ends at once, unannounced.
+        With 0 it ends at once, without an announcement.
         """
         loop = asyncio.get_running_loop()
         end_s = loop.time() + grace_s
@@ -166,7 +166,7 @@ class RunningWorker:
 async def start_worker(
     runtime: WorkerRuntime, make_services: MakeServices, credentials: Credentials, *, host: str, port: int
 ) -> RunningWorker:
-    """Start a runtime and serve it; `port` is the control port, 0 takes one of its pool's. Raises OSError if taken."""
+    """Start a runtime and serve it; `port` is the control port; 0: one of its pool's ports. Raises OSError if taken."""
     services = [*common_services(runtime), *make_services(runtime)]
     ports = runtime.pool_config.port_range
     servers: dict[Plane, Server] = {}

@@ -10,7 +10,7 @@ from worker.timing_fit import RobustFit
 NUM_WARM_UP_STEPS = 2
 """First steps of each kind that are left out: caches are cold, kernels may still be compiled."""
 MIN_CHANGE = 0.05
-"""Relative change of a prediction that routers are told of."""
+"""Relative change of a prediction from which on routers get the new model."""
 MAX_PEERS = 256
 GAP_STEPS = 32
 """Steps whose tokens together are a sample of the gap between tokens."""

@@ -1,4 +1,5 @@
-"""A trial: fixed prompts that a worker computes like a request, for its controller to compare with its peers' answers.
+"""A trial: fixed prompts that a worker computes like a request, so that its controller can compare the answers with
+those of its peers.
 
 Their blocks are named under a root that nothing else has, so that no cached block is used and none is found later: what
 the worker computes, stores and reads back now is what the answers show. They are greedy, and equal on every worker of

@@ -93,7 +93,7 @@ class Watchdog:
 
 
 class OverdueWatch:
-    """Tells whether the running step is overdue, to one reader of updates. Event loop only."""
+    """Reports, to one reader of updates, whether the running step is overdue. Event loop only."""
 
     def __init__(
         self,
