@@ -4,7 +4,7 @@
         └──────────────┴──────────────────────┴──── abort by either side, or expiry ────▶ ABORTED
 
 Either side may come first: the decode worker opens its fetch as soon as its pages are reserved, usually before the
-prefill request has arrived. Both ends are told of an abort at once; the time to live is the net under crashes. Entering
+prefill request has arrived. Both ends learn of an abort at once; the time to live covers crashes. Entering
 RELEASED or ABORTED runs `on_end` exactly once, which unpins the pages. Cached blocks that a puller asks for by their
 hashes are a handoff that is COMPLETE from the start and has its puller (`grant`).
 
@@ -187,7 +187,7 @@ class HandoffTable:
         self._end(handoff, HandoffState.RELEASED)
 
     def abort(self, handoff: Handoff, error: KvrelayError) -> None:
-        """End a handoff because one side gave up; the other side is told at once. A no-op when it has ended."""
+        """End a handoff because one side gave up; the other side is notified at once. A no-op when it has ended."""
         if not handoff.is_over:
             if handoff.state is HandoffState.EXPECTED:
                 self._remember(handoff.handoff_id, error)

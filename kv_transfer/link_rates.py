@@ -31,7 +31,7 @@ _MEASURED = ("shm", "grpc")
 """Transports that can pull from their own process."""
 _MAX_BYTES = 32 << 20
 _MIN_BYTES = 1 << 20
-"""Bytes below which latency is most of a pull: nothing is told then."""
+"""Bytes below which latency is most of a pull: no rate is reported then."""
 _NUM_PULLS = 3
 _LEASE_TTL_S = 10.0
 

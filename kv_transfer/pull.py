@@ -85,8 +85,8 @@ class _Times:
 class KvPuller:
     """Pulls KV from peers over one stub per call. Event loop only; bytes are moved in the default executor.
 
-    `on_bytes(transport, n)` counts bytes. `on_pull(peer, transport, n, seconds)` hears of pulls that waited for bytes
-    only: a handoff that a prefill was still filling says nothing about the link.
+    `on_bytes(transport, n)` counts bytes. `on_pull(peer, transport, n, seconds)` is called for pulls that waited for
+    bytes only: a handoff that a prefill was still filling says nothing about the link.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class KvPuller:
             call.cancel()
 
     def _watch(self, peer: PeerLife, channel: grpc.aio.Channel) -> None:
-        """Have the transports forget a peer when its connection ends, as by the death of its process."""
+        """Have the transports forget a peer when its connection ends, for instance because its process died."""
         if peer not in self._watches:
             for life, watch in self._watches.items():
                 if life.worker_id == peer.worker_id:  # an earlier one

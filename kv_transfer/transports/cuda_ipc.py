@@ -1,6 +1,6 @@
 """Pages in the memory of one card that both workers use: the puller copies inside the card.
 
-There are no checksums: they would cost as much as the copy, on both sides. Instead, the nonce shows that the memory is
+There are no checksums: they would cost as much as the copy, on both sides. Instead, the nonce proves that the memory is
 the right one, nothing writes to the pages while they are pinned, and they are pinned until the acknowledgement, which
 the server refuses when it has unpinned them before.
 """

@@ -1,13 +1,13 @@
-"""Pages in host memory that the puller reads with NIXL: RDMA where UCX finds some, TCP or memory of one host elsewhere.
+"""Pages in host memory that the puller reads with NIXL: by RDMA where UCX finds it, else by TCP or shared memory.
 
 The server registers its pages once; with a transfer it sends the metadata of its agent, and for blocks that are final
 their pages and checksums. The puller reads into memory of its own that no engine uses, verifies the checksums there,
-and fills its pages. So a read that comes too late, behind the end of the lease, finds other bytes and fails; and one
-that is given up, because the peer has died, cannot write into pages with a new owner.
+and fills its pages. A read that comes too late, after the end of the lease, finds other bytes and fails; and one that
+is given up, because the peer has died, cannot write into pages with a new owner.
 
 A process that has the metadata may read all pages of that worker for as long as the worker runs, and UCX does not
-encrypt: for networks that are trusted. Pages in device memory are refused at start: NIXL reads those, too, but that has
-not been run.
+encrypt, so this transport is for trusted networks only. Pages in device memory are refused at start: NIXL reads those,
+too, but this code was never run with them.
 """
 
 import asyncio
@@ -104,7 +104,7 @@ class Nixl(Transport):
 
 
 class _Reader(SealedReceiver):
-    """Reads a peer's pages by way of memory of its own, where the checksums are verified."""
+    """Reads a peer's pages into scratch memory, where the checksums are verified, and copies them from there."""
 
     def __init__(
         self,
@@ -124,7 +124,7 @@ class _Reader(SealedReceiver):
         self._scratch: Registered | None = None
 
     def connect(self) -> None:
-        """Find the peer's memory. Raises TransferError unless it is what the peer says, and read as our own."""
+        """Find the peer's memory. Raises TransferError unless it is the peer's KV memory, in our page order."""
         memory = self._memory
         self._store.shape.check_region(memory.size_bytes, memory.num_blocks)
         if memory.page_order != self._region.page_order:
@@ -189,7 +189,7 @@ class Registered:
 
 
 class ReadGivenUp(TransferError):
-    """A read that has not ended in time and cannot be ended: it may write into its target for ever."""
+    """A read missed its time limit and cannot be aborted: it may still write into its target at any time."""
 
 
 class Agent:
@@ -218,16 +218,16 @@ class Agent:
             return bytes(self._agent.get_agent_metadata())
 
     def register(self, memory: Registered) -> None:
-        """Let memory be read and written. Raises TransferError."""
+        """Register memory, so that the agent and its peers may read and write it. Raises TransferError."""
         spans = [(memory.address, len(memory.memory), 0, "")]
         memory.handle = self._call(self._agent.register_memory, spans, _MEMORY)
 
     def unregister(self, memory: Registered) -> None:
-        """Take back what `register` allowed. Raises TransferError."""
+        """Revoke the access that `register` gave. Raises TransferError."""
         self._call(self._agent.deregister_memory, memory.handle)
 
     def add(self, peer: WorkerId, metadata: bytes) -> None:
-        """Learn how to reach a peer, instead of what was known. Raises TransferError."""
+        """Connect to a peer by its metadata, replacing an older connection. Raises TransferError."""
         with self._lock:
             known = self._peers.get(peer)
             if known is not None and known[0] == metadata:
@@ -269,7 +269,7 @@ class Agent:
             raise TransferError("the read failed" if state == "ERR" else f"the read took {self._read_timeout_s} s")
 
     def _release(self, handle: Any) -> None:
-        """Free a read; one that is under way is ended. Raises ReadGivenUp when that cannot be done."""
+        """Free a read; one that is under way is ended. Raises ReadGivenUp when it cannot be ended."""
         try:
             self._call(self._agent.release_xfer_handle, handle)
         except TransferError as error:

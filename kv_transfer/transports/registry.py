@@ -36,7 +36,7 @@ class WorkerTransports:
         return cls(TRANSPORTS[name](store, chunk_bytes) for name in names)
 
     def offer(self, peer: PeerLife, opened: pb.OpenFetch) -> tuple[Transport, ...]:
-        """Return the transports that a pull from a peer may use, and tell the peer of them in `opened`."""
+        """Return the transports that a pull from a peer may use, and name them to the peer in `opened`."""
         offered = tuple(
             transport
             for transport in self._transports
@@ -72,6 +72,6 @@ class WorkerTransports:
             raise KvIncomplete(f"the memory of {peer.worker_id} cannot be mapped: {error}") from error
 
     def forget(self, peer: PeerLife) -> None:
-        """Let go of what the transports keep of a peer: the connection to it has ended."""
+        """Release what the transports keep for a peer: the connection to it has ended."""
         for transport in self._transports:
             transport.forget(peer)

@@ -58,7 +58,7 @@ class SharedMemory(Transport):
 
 
 class _Copier(SealedReceiver):
-    """Copies by way of our own memory, where the checksums are verified."""
+    """Copies blocks into host memory of our own, verifies their checksums there, and fills the pages."""
 
     def __init__(self, pages: PeerPages, store: KvStore, target: PullTarget) -> None:
         super().__init__(target)

@@ -38,7 +38,7 @@ class Unreachable(Exception):
 
 
 class TransportUnusable(Exception):
-    """A worker cannot use a transport that it is told to use; the message says why, and what to do."""
+    """A worker cannot use a transport that is configured; the message says why, and what to do."""
 
 
 @dataclass(slots=True)
@@ -131,7 +131,7 @@ class Transport(ABC):
         """Hold what one transfer needs. Entering it raises Unreachable when the peer's memory cannot be mapped."""
 
     def forget(self, peer: PeerLife) -> None:  # noqa: B027 - most keep nothing
-        """Let go of what is kept of a peer: the connection to it has ended."""
+        """Release what is kept for a peer: the connection to it has ended."""
 
 
 def is_same_host(opened: pb.OpenFetch) -> bool:
