@@ -140,7 +140,7 @@ class ControllerService(controller_pb2_grpc.ControllerServiceServicer):
 
 
 async def _follow(change: ClusterChange, context: Context, response: Callable[..., Any]) -> None:
-    """Write a change's steps to a caller, who may leave, until it has ended. Raises what it failed with."""
+    """Write a change's steps to a caller, which may leave, until it has ended. Raises what it failed with."""
     async for step in change.follow():
         await context.write(response(text=step, change_id=change.id))
     await change.result()

@@ -56,7 +56,7 @@ def down(run_dir: Path, *, report: Report) -> bool:
 
 
 def _ask_to_stop(state: ClusterState, run_dir: Path, report: Report) -> bool:
-    """Tell the supervisor to stop the cluster; False if it does not answer.
+    """Ask the supervisor to stop the cluster; False if it does not answer.
 
     Ray would restart an actor that is ended by a signal.
     """

@@ -1,7 +1,7 @@
 """Tries again and again to take over the processes of an earlier controller, which serve meanwhile without one.
 
 A controller that left instead would not be restarted, and its processes would go on unsupervised. So any failure before
-it supervises (a port that is taken, a Ray that does not answer yet, a full disk) is told in state.json, which
+it supervises (a port that is taken, a Ray that does not answer yet, a full disk) is noted in state.json, which
 `kvrelay status` shows, and in the log, and the next attempt follows after 1, 2, 4, … 30 s, until one succeeds. The same
 holds for processes that are to be stopped but cannot be, since Ray does not answer.
 """
@@ -47,7 +47,7 @@ async def until_taken_over(
     stopping: asyncio.Event,
     pause: Pause = pause_unless,
 ) -> None:
-    """Repeat an attempt until it returns; after `stopping` is set, state.json tells it to end the processes.
+    """Repeat an attempt until it returns; after `stopping` is set, state.json says that the processes are to end.
 
     A failure that does not concern processes of an earlier life is raised.
     """

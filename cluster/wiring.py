@@ -33,7 +33,7 @@ from common.trust.doors import scrape_tls
 from engine.memory import measure_host
 
 _NUM_TOLD_CHANGES = 8
-"""Latest changes of the planner that routers are told of."""
+"""Latest changes of the planner that are sent to routers."""
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ async def supervise(
     stopping: asyncio.Event,
     confirm_end: Callable[[], Awaitable[None]] | None = None,
 ) -> int:
-    """Run the cluster of one run folder, whose lock is held, until told to stop. Returns the exit status.
+    """Run the cluster of one run folder, whose lock is held, until asked to stop. Returns the exit status.
 
     No process that it started outlives it, except in a joined Ray cluster when it is killed. `confirm_end` is awaited
     once all of them were stopped; if it raises, state.json stays. Raises TakeoverFailed when the processes of an
@@ -126,7 +126,7 @@ async def supervise(
 
 
 def _check_tracing(config: ServingConfig) -> None:
-    """Raise StartFailed when no process could trace as it is told to."""
+    """Raise StartFailed when no process could trace as configured."""
     try:
         check_installed(config.tracing)
     except ConfigError as error:

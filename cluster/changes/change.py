@@ -46,7 +46,7 @@ class ChangeState(StrEnum):
     """Earlier changes of the same pools have to end first."""
     RUNNING = "running"
     CANCELLING = "cancelling"
-    """Told to end: it removes what it has half started, or goes back."""
+    """The change was asked to end: it removes what it has half started, or goes back."""
     DONE = "done"
     FAILED = "failed"
     CANCELLED = "cancelled"
@@ -88,7 +88,7 @@ class ClusterChange:
         """Set, and replaced, with every step and at the end."""
 
     def __str__(self) -> str:
-        """Return it for people."""
+        """Return the change for messages: its id, kind and description."""
         return f"change {self.id} ({self.kind} {self.description})"
 
     def advance(self, to: ChangeState) -> None:
@@ -99,7 +99,7 @@ class ClusterChange:
         self._notify()
 
     def report(self, step: str) -> None:
-        """Note a step, for the log and for those who follow."""
+        """Note a step, for the log and for `follow`."""
         logger.info("change: %s", step, extra={"change": self.id})
         self.steps.append(step)
         self._notify()
@@ -164,7 +164,7 @@ class Changes:
         pools: Collection[ProcessRole],
         work: Callable[[Callable[[str], None]], Awaitable[None]],
     ) -> ClusterChange:
-        """Have `work` done once no earlier change touches these pools; it is called with a function that notes steps.
+        """Run `work` once no earlier change touches these pools; it is called with a function that notes steps.
 
         Raises Cancelled when the cluster is being stopped.
         """
@@ -181,7 +181,7 @@ class Changes:
         return change
 
     def cancel(self, change: ClusterChange) -> None:
-        """Have a change end; returns at once. Raises InvalidRequest if it has ended."""
+        """Begin to cancel a change; returns at once. Raises InvalidRequest if it has ended."""
         if change.state.is_end:
             raise InvalidRequest(f"{change} has ended: {change.state}", field="id")
         if change.state is not ChangeState.CANCELLING:  # a second cancellation must not disturb the way back

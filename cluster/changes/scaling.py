@@ -65,7 +65,7 @@ class Times:
 class Scaler:
     """Brings pools to their wanted sizes. Event loop only.
 
-    Callers see to it that no two changes of a pool run at the same time (`change.Changes`).
+    Callers ensure that no two changes of a pool run at the same time (`change.Changes`).
     """
 
     def __init__(self, config: ServingConfig, workforce: Workforce, plan_for: PlanFor) -> None:

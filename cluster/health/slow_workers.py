@@ -24,7 +24,7 @@ RETURN_S = 5.0
 UNMEASURED_S = 60.0
 """Time without any measurement after which a worker is used again."""
 REPLACE_S, MAX_REPLACE_S = 60.0, 960.0
-"""Time as slow after which a worker gets a new process: first, and at most after it was doubled."""
+"""Time of slowness after which a worker gets a new process: at first, and at most, since it doubles each time."""
 
 
 class Order(Enum):

@@ -1,7 +1,7 @@
 """Puts workers on trial: each computes the same fixed prompts, whose answers must be the same on all of a model.
 
-A trial is inconclusive when the worker has no room for it now, cannot be reached (its supervisor notices what that
-means) or does not know trials yet.
+A trial is inconclusive when the worker has no room for it now, cannot be reached (its supervisor notices a loss by
+itself) or does not know trials yet.
 """
 
 from collections import Counter
@@ -45,7 +45,7 @@ async def try_worker(address: str, connect: Connect, *, timeout_s: float = TIMEO
 
 
 def compare(answers: Answers, peers: Collection[Answers]) -> None:
-    """Raise TrialFailed if the answers differ from those that most peers gave. Without peers, any are right."""
+    """Raise TrialFailed if the answers differ from those that most peers gave. Without peers, any answers pass."""
     if not peers:
         return
     usual, num_usual = Counter(peers).most_common(1)[0]

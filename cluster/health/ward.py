@@ -1,4 +1,4 @@
-"""Looks after the workers of a running cluster, every second, by what the routers tell of them.
+"""Looks after the workers of a running cluster, every second, by the reports of the routers.
 
 - One that stays slow is kept out of use until it has recovered (slow_workers.py).
 - One that fails attempts which its peers do not fail is put on trial, as are two of its peers. If it fails that, its

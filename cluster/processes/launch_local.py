@@ -59,7 +59,7 @@ class LocalLauncher:
     ) -> None:
         """`authority` signs the processes' certificates; requests and answers travel over their standard streams.
 
-        `credentials`: those with which processes are asked whether they still answer; None: they are not asked.
+        `credentials` are for checks whether processes still answer; None: there are no checks.
         """
         self._authority = authority
         self._credentials = credentials

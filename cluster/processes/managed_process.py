@@ -2,7 +2,7 @@
 
 1. Start it and wait until it serves. A first start that fails is fatal: the configuration is wrong, and retrying
    would only hide the message.
-2. Tell the supervisor, wait for the process to die, tell the supervisor again.
+2. Notify the supervisor, wait for the process to die, notify the supervisor again.
 3. Start it again, without end: at once if it had served for a while, else after a growing delay.
 
 `life` has the states and their tables.

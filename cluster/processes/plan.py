@@ -153,7 +153,7 @@ def with_living_names(
 
 
 def _worker_env(pool: PoolConfig, host: HostResources | None, *, num_workers: int) -> dict[str, str]:
-    """Return the variables that tell a worker its threads, and its memory or CPUs."""
+    """Return the environment variables that set a worker's threads, and its memory or CPUs."""
     num_cpus = max(1, int(pool.num_cpus * pool.tensor_parallel))
     num_threads = pool.threads
     if num_threads == "auto":

@@ -1,4 +1,4 @@
-"""Tells every router its workers, and waits for what the routers answer.
+"""Sends every router its workers, and waits for the routers' answers.
 
 Each router has a pusher, which repeats the workers of its generation: at once on every change, every 0.1 s while the
 router does not use all of them or one gives requests away, else every second. So a restarted router knows them within
@@ -34,7 +34,7 @@ _TIMEOUT_S = 2.0
 _SILENT_S = 5.0
 
 MembershipOf = Callable[[str], Sequence[router_admin_pb2.WorkerEndpoint]]
-"""Returns the workers that the router of a name is told."""
+"""Returns the workers that are sent to the router of that name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +52,7 @@ class _Answer:
     conduct: Sequence[router_admin_pb2.WorkerConduct] = ()
     """How its workers have done lately."""
     is_idle: bool = False
-    """Whether, told to leave, it serves no request any more."""
+    """Whether it serves no request any more, after it was asked to leave."""
 
 
 class _Pusher:
@@ -67,7 +67,7 @@ class _Pusher:
         pushed: Callable[[], None],
         plan: Callable[[], controller_pb2.GetPlanResponse | None],
     ) -> None:
-        """`pushed` is called after every attempt; `plan` returns what to tell of the planner."""
+        """`pushed` is called after every attempt; `plan` returns the planner's report to send."""
         self.address: str | None = None
         """Where the router is administered; None while it is down."""
         self.answer = _Answer()
@@ -128,7 +128,7 @@ class _Pusher:
                 await channel.close()
 
     async def _push(self, channel: grpc.aio.Channel) -> bool:
-        """Return whether the router uses every worker that it was told, drains none with requests, and stays."""
+        """Return whether the router uses every worker that it was sent, drains none with requests, and stays."""
         stub = router_admin_pb2_grpc.RouterAdminServiceStub(channel)
         request = router_admin_pb2.SetWorkersRequest(
             workers=self._membership(), leaving=self._is_leaving, planner=self._plan()
@@ -136,8 +136,8 @@ class _Pusher:
         try:
             response = await stub.SetWorkers(request, timeout=_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
-            # Normal while the router starts; it is told again within a second.
-            logger.debug("router not told: %s", error.code())
+            # Normal while the router starts; the next attempt follows within a second.
+            logger.debug("cannot send the router its workers: %s", error.code())
             self._pushed()
             return False
         if not self._reconnect:  # else the answer is from a router that is dead by now
@@ -175,7 +175,7 @@ class Routers:
         self._config = config
         self._pushed = asyncio.Event()
         self.plan: Callable[[], controller_pb2.GetPlanResponse | None] = lambda: None
-        """Returns what the routers are told of the planner; set once there is one."""
+        """Returns the planner's report for the routers; set once there is a planner."""
         self._pushers = {
             spec.name: _Pusher(
                 partial(membership_of, spec.name),
@@ -244,12 +244,12 @@ class Routers:
         self._pushed.set()
 
     def worker_changed(self) -> None:
-        """Tell every router its workers at once."""
+        """Send every router its workers at once."""
         for pusher in self._pushers.values():
             pusher.push_soon()
 
     async def run(self) -> NoReturn:
-        """Tell every router until cancelled."""
+        """Send every router its workers, again and again, until cancelled."""
         await asyncio.gather(*(pusher.run() for pusher in self._pushers.values()))
         raise AssertionError("a pusher ends only when it is cancelled")
 

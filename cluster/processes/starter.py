@@ -168,7 +168,7 @@ def start_supervisor(config_path: Path, run_dir: Path, report: Report) -> Up | S
 
 
 def _follow(events: Iterable[str], report: Report) -> Up | StartFailure | None:
-    """Report progress until the supervisor tells the outcome. None: it is gone."""
+    """Report progress until the supervisor reports the outcome. None: it is gone."""
     for line in events:
         match parse_event(line):
             case Progress(text=text):

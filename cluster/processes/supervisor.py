@@ -1,7 +1,8 @@
-"""Runs one cluster: starts its processes, restarts those that die, tells the routers, stops everything.
+"""Runs one cluster: starts its processes, restarts those that die, keeps the routers informed, stops everything.
 
 1. Start everything. When every process serves and every router uses every worker: phase READY.
-2. Until told to stop: keep the processes running and state.json current. Changes are made through the `workforce`.
+2. Until it is asked to stop: keep the processes running and state.json current. Changes are made through the
+   `workforce`.
 3. Have the changes under way end. Stop the routers first, since their last requests need the workers; then the workers.
 """
 
@@ -137,7 +138,7 @@ class Supervisor:
         except* StartFailed as failures:
             reasons += map(str, failures.exceptions)
         if reasons:
-            # What is raised in the clause itself, some releases of Python 3.11 put into another group.
+            # Some releases of Python 3.11 put an exception that is raised in the clause itself into another group.
             raise StartFailed(reasons[0])
 
     async def _until_known(self) -> None:

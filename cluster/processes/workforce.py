@@ -2,7 +2,7 @@
 
 Processes of one *generation* agree in the model, its formats, the block size and the longest sequence: their workers
 can exchange KV and continue each other's answers. There are two generations during a `changeover`, else one. A router
-is told the workers of its own generation only.
+gets the workers of its own generation only.
 """
 
 import asyncio
@@ -135,7 +135,7 @@ class Workforce:
         return 0
 
     def keep_out_worker(self, process: ManagedProcess) -> None:
-        """Have a worker get no new requests, and its own moved away."""
+        """Give a worker no new requests, and have its own moved away."""
         if process.life.standing is Standing.MEMBER:
             process.life.stand(Standing.DRAINING)
         self.routers.worker_changed()
@@ -201,7 +201,7 @@ class Workforce:
     async def save_leaving_caches(self) -> NoReturn:
         """Evacuate, until cancelled, every worker that announces its own end.
 
-        A worker does so on SIGTERM, from its host or its operator: it tells the routers, which move its answers and
+        A worker does so on SIGTERM, from its host or its operator: it notifies the routers, which move its answers and
         name it in their next reply.
         """
         known: frozenset[str] = frozenset()
@@ -266,7 +266,7 @@ class Workforce:
         return [_peer(each) for each in members if each.address is not None and each.name not in leaving]
 
     def _members_of(self, router: str) -> list[router_admin_pb2.WorkerEndpoint]:
-        """Return the workers that a router is told; none once it has been removed."""
+        """Return the workers that are sent to a router; none once it has been removed."""
         return [
             router_admin_pb2.WorkerEndpoint(
                 worker_id=process.name,

@@ -40,12 +40,12 @@ class RayActor(ServiceActor):
         try:
             is_heard = await asyncio.to_thread(has_agent)
         except (RayError, RuntimeError, OSError) as error:  # Ray's head does not answer
-            logger.warning("Ray is not told the metrics", extra={"reason": str(error)})
+            logger.warning("cannot report metrics to Ray", extra={"reason": str(error)})
             return
         if is_heard:
             await RayMetrics(service.registry, self._tags).update_forever()
         else:
-            logger.info("Ray is not told the metrics", extra={"reason": "its agent needs ray[default]"})
+            logger.info("cannot report metrics to Ray", extra={"reason": "its agent needs ray[default]"})
 
     async def stop(self, grace_s: float) -> None:
         """See `ServiceActor.stop`."""

@@ -34,7 +34,7 @@ _LEAVE_TIMEOUT_S = 10.0
 
 
 def connect(cluster: str) -> None:
-    """For a cluster, connect to the Ray cluster that RAY_ADDRESS names. Raises ConnectionError."""
+    """Connect to the Ray cluster that RAY_ADDRESS names, on behalf of a cluster of ours. Raises ConnectionError."""
     address = os.environ["RAY_ADDRESS"]
     try:
         with driver_of(cluster) as job:
@@ -119,7 +119,7 @@ async def _until_gone(cluster: str) -> None:
 
 
 async def _stop(controller: Any) -> None:
-    """Tell the controller to stop its cluster, again and again, until its end raises RayActorError."""
+    """Ask the controller to stop its cluster, again and again, until its end raises RayActorError."""
     while True:
         with contextlib.suppress(ActorUnavailableError):
             await controller.stop.remote()

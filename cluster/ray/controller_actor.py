@@ -2,7 +2,7 @@
 
 It is named, detached and restarted by Ray, so that no process of ours has to stay for the cluster to be supervised. Its
 next life finds again all that it needs: Ray knows the processes by name, their configuration is what the actor was
-created with, and the routers are told everything again. Routers and workers continue meanwhile. A life that cannot take
+created with, and the routers are sent everything again. Routers and workers continue meanwhile. A life that cannot take
 them over tries again (`cluster.takeover`): Ray restarts a controller that dies, but not one that leaves.
 """
 

@@ -53,7 +53,7 @@ def named_actors(cluster: str) -> frozenset[str]:
 
 
 class ActorsLeft(Exception):
-    """Ray was told to end actors, but still has them."""
+    """Ray was asked to end actors, but still has them."""
 
 
 def remove_actors(cluster: str) -> frozenset[str]:

@@ -1,7 +1,8 @@
 """Ray from outside: its environment variables, and a cluster's actors. Does not import Ray.
 
 Ray reads its variables when it is imported. It restarts a controller that dies, so a dead supervisor's pid proves
-nothing: only Ray knows the actors. Neither does a Ray that does not answer: its head may come back and know them.
+nothing: only Ray knows the actors. A Ray that does not answer proves nothing either: its head may come back and know
+them.
 """
 
 import json
@@ -37,7 +38,7 @@ _OF_A_DRIVER = (_ADDRESS, "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH")
 
 
 class RayDoesNotAnswer(Exception):
-    """Ray did not tell, or not do, what it was asked for; the message gives the reason."""
+    """Ray did not answer a question, or did not carry out a request; the message gives the reason."""
 
 
 def _ignore(text: str) -> None:

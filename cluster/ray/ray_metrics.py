@@ -25,7 +25,7 @@ Make = Callable[[str, str, str, tuple[str, ...]], Any]
 
 
 def has_agent() -> bool:
-    """Return whether Ray's agent on this host takes metrics; it tells its port as it starts."""
+    """Return whether Ray's agent on this host takes metrics; it publishes its port when it starts."""
     here = ray.get_runtime_context().get_node_id()
     nodes = ray.nodes()  # type: ignore[no-untyped-call]
     return any(node["NodeID"] == here and node["MetricsExportPort"] > 0 for node in nodes)
@@ -49,7 +49,7 @@ class RayMetrics:
         """Last value of each series, by the metric's name."""
 
     def update(self) -> None:
-        """Tell Ray the present values. A gauge's series that has ended becomes 0: Ray would show its last value."""
+        """Send Ray the present values. A gauge's series that has ended becomes 0: Ray would show its last value."""
         for family in self._registry.collect():
             suffix = _SUFFIXES.get(family.type)
             if suffix is None:
@@ -82,5 +82,5 @@ class RayMetrics:
             try:
                 self.update()
             except (RuntimeError, ValueError, TypeError) as error:
-                logger.warning("Ray was not told the metrics", extra={"reason": str(error)})
+                logger.warning("cannot report metrics to Ray", extra={"reason": str(error)})
             await asyncio.sleep(PERIOD_S)
