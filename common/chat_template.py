@@ -125,7 +125,7 @@ def check_unicode(text: str, *, field: str) -> None:
 
 
 def _as_object(arguments: str) -> Any:
-    """Return the arguments of a call that the model wrote as JSON; the text itself if it is none."""
+    """Return the arguments of a call that the model wrote as JSON; the text itself if it is not JSON."""
     try:
         return json.loads(arguments)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""Proves that no value fits two JSON schemas, from types, values, ranges, and properties that tell objects apart.
+"""Proves that no value fits two JSON schemas, from types, values, ranges, and properties that distinguish objects.
 
 The proof depends on the schemas alone, and its work is bounded.
 """
@@ -44,7 +44,7 @@ class _Facts:
     """Lists of schemas; an instance fits one of each."""
 
     def add(self, schema: dict[str, Any]) -> None:
-        """Add what a schema itself says, apart from its constants."""
+        """Add the constraints of a schema itself, apart from its constants."""
         if "type" in schema:
             given = {name for name in list_in(schema, "type") or [schema["type"]] if isinstance(name, str)}
             self.kinds &= given | ({"integer"} if "number" in given else set())
@@ -82,7 +82,7 @@ class DisjointnessProver:
     """Proves that branches of one schema are disjoint."""
 
     def __init__(self, whole: Schema, *, has_resources: bool) -> None:
-        """With `has_resources`, "#" does not always mean the whole; references then say nothing."""
+        """With `has_resources`, "#" does not always mean the whole; references then constrain nothing."""
         self._whole = None if has_resources else whole
         self._facts: dict[_Key, _Facts] = {}
         self._constants: dict[tuple[int, str], tuple[Set[str], Set[str]]] = {}
@@ -174,7 +174,7 @@ class DisjointnessProver:
             raise TooMuchWorkError
 
     def _gather(self, facts: _Facts, schemas: list[Schema]) -> None:
-        """Add what the schemas say, and all that they refer to."""
+        """Add the constraints of the schemas, and of all that they refer to."""
         seen = set[int]()
         while schemas:
             schema = schemas.pop()
@@ -202,7 +202,7 @@ class DisjointnessProver:
         return self._constants[key]
 
     def _referred(self, reference: str) -> Schema:
-        """Return the schema that a pointer within the whole names; true, which says nothing, for other references."""
+        """Return the schema that a pointer within the whole names; true, which allows all, for other references."""
         path, *names = reference.split("/")
         if path != "#" or "%" in reference:
             return True

@@ -13,7 +13,7 @@ from common.disjoint_schemas import DisjointnessProver, Schema, TooMuchWorkError
 _OLD_DRAFTS = re.compile(r"draft-0[34]")
 """Drafts with `id` instead of `$id`."""
 _DATA = frozenset(("const", "enum", "default", "examples"))
-"""Keywords whose values are no schemas."""
+"""Keywords whose values are not schemas."""
 _BY_NAME = frozenset(("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"))
 """Keywords whose values map names to schemas."""
 

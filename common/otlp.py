@@ -1,4 +1,4 @@
-"""Exports spans to an OpenTelemetry collector. The only module that imports OpenTelemetry, and only when told to.
+"""Exports spans to an OpenTelemetry collector. The only module that imports OpenTelemetry, and only when configured.
 
 The SDK's batch processor queues spans and sends them on a thread of its own; when the collector is slow or gone, spans
 are dropped, and nothing that serves waits. Its environment variables hold: `OTEL_EXPORTER_OTLP_HEADERS` for the key of

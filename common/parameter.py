@@ -28,7 +28,7 @@ class Parameter:
     """Type of the value: float, int, bool, `Texts`, `Tokens`, `Biases` or `Json`."""
     default: Any
     told_default: str | None = None
-    """The default in words, where it is no value."""
+    """The default in words, where it is not a value."""
     meaning: str
     least: float | None = None
     """Smallest number, bias, or length of a string."""

@@ -151,7 +151,7 @@ class RunningService(Protocol):
 
 
 def ready_of(service: RunningService) -> Ready:
-    """Return what a service of this process tells when it serves."""
+    """Return the announcement of a service of this process that serves."""
     return Ready(
         address=service.address,
         admin_address=service.admin_address,

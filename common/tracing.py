@@ -58,7 +58,7 @@ class SpanContext:
 
 
 def parse_traceparent(text: str) -> SpanContext | None:
-    """Return the place that a `traceparent` names; None for a text that is none, which is ignored by the standard."""
+    """Return the place that a `traceparent` names; None for an invalid text, which the standard says to ignore."""
     found = _FORM.fullmatch(text.strip())
     if found is None or (found[1] == "00" and found[5] is not None):
         return None

@@ -63,7 +63,7 @@ def check_bounds(message: Message, *, field: str = "") -> None:
 
 
 def check_length(num_entries: int, most: int, *, field: str) -> None:
-    """Raise InvalidRequest when there are more than `most`."""
+    """Raise InvalidRequest when there are more than `most` entries."""
     if num_entries > most:
         raise InvalidRequest(f"{field} has {num_entries} entries; at most {most} are taken", field=field)
 

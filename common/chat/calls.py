@@ -70,7 +70,7 @@ class CallReader(Reader, ABC):
         return True
 
     def _attempt(self, calls: Steps[None]) -> Steps[None]:
-        """Read calls; text that is none becomes content, space after a call remains held."""
+        """Read calls; text that is not a call becomes content, space after a call remains held."""
         try:
             yield from calls
         except Malformed:
@@ -92,7 +92,7 @@ class CallReader(Reader, ABC):
         self.drop_held()
 
     def complete(self) -> None:
-        """Say that a call has been read. What is held is its markup."""
+        """Note that a call has been read. What is held is its markup."""
         self.drop_held()
         self._follows_call = True
 

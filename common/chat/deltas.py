@@ -26,7 +26,7 @@ class MessageDelta:
 
 
 def joined(deltas: Sequence[MessageDelta]) -> MessageDelta:
-    """Return what the deltas of an answer say together."""
+    """Return the deltas of an answer as one."""
     return MessageDelta(
         content="".join(delta.content for delta in deltas),
         reasoning="".join(delta.reasoning for delta in deltas),
@@ -35,7 +35,7 @@ def joined(deltas: Sequence[MessageDelta]) -> MessageDelta:
 
 
 def whole_calls(deltas: Iterable[ToolCallDelta]) -> list[tuple[str, str]]:
-    """Return name and arguments of each call that the deltas of an answer begin and go on with."""
+    """Return name and arguments of each call in the deltas of an answer."""
     names: dict[int, str] = {}
     arguments: dict[int, list[str]] = {}
     for delta in deltas:
@@ -45,7 +45,7 @@ def whole_calls(deltas: Iterable[ToolCallDelta]) -> list[tuple[str, str]]:
 
 
 def call_id(sample_index: int, index: int) -> str:
-    """Return the id of a call; nine letters and digits, which every template takes."""
+    """Return the id of a call; nine letters and digits, which every template accepts."""
     return f"call{sample_index:02}{index:03}"
 
 

@@ -39,7 +39,7 @@ def tool_grammar(
     parallel: bool,
     token_ids: TokenIds = NO_TOKENS,
 ) -> str:
-    """Return the grammar of an answer that is tool calls, one or (`parallel`) more, with arguments as their tools ask.
+    """Return the grammar of an answer that is tool calls, one or (`parallel`) more, whose arguments fit their tools.
 
     Calls are of any of the tools (OpenAI's `{"type": "function", "function": {…}}`), or of the one that `name` names.
     Without a format, the answer is the bare arguments of the named tool. Raises KeyError for an unknown format and
@@ -64,11 +64,11 @@ def tool_grammar(
 def after_reasoning(
     lark: str, reasoning: str, *, in_reasoning: bool, max_tokens: int | None, token_ids: TokenIds = NO_TOKENS
 ) -> str:
-    """Return the grammar of thinking, of `max_tokens` at most, and of an answer that follows the grammar `lark`.
+    """Return the grammar of thinking followed by an answer that follows the grammar `lark`.
 
-    `in_reasoning` says that the answer begins within the thinking; otherwise thinking may be left out. After
-    `max_tokens` tokens of thinking only its closing tag may follow. Raises ValueError for a limit where the closing
-    tag is not a token.
+    Thinking has at most `max_tokens` tokens; after these only its closing tag may follow. With `in_reasoning` the
+    prompt has opened the thinking; otherwise the answer may leave it out. Raises ValueError if there is a limit and
+    the closing tag is not a token.
     """
     rules = _Rules(token_ids)
     rules.add("start", "thinking newlines? answer" if in_reasoning else "(thinking newlines?)? answer")
@@ -79,7 +79,7 @@ def after_reasoning(
 
 
 def limited_reasoning(reasoning: str, *, in_reasoning: bool, max_tokens: int, token_ids: TokenIds) -> str:
-    """Return the grammar of thinking, of `max_tokens` at most, and of any answer. Raises ValueError.
+    """Return the grammar of at most `max_tokens` tokens of thinking, followed by any answer. Raises ValueError.
 
     The answer may hold every token but the one that opens thinking.
     """
@@ -155,7 +155,7 @@ class _Rules:
         if max_tokens == 0:
             body = self.marker(markup.close)
         elif markup.close in self.token_ids:
-            # Nor may text spell the closing tag.
+            # Text must not spell the closing tag either.
             self.add("THOUGHTS", f"/(?s:.*)/ & ~/(?s:.*){close}(?s:.*)/")
             self.add(f"thoughts{limit}", "THOUGHTS")
             body = f"thoughts {self.marker(markup.close)}"
@@ -237,7 +237,7 @@ def _parameters(function: Function) -> dict[str, Any]:
 def _keywords(function: Function, rules: _Rules) -> str:
     """Return the expression of keyword arguments, in the order of the schema's properties, and the end of the call.
 
-    Of the schema, only properties, `required` and definitions count.
+    The expression depends only on the schema's properties, `required` and definitions.
     """
     schema = _parameters(function)
     properties, required = schema.get("properties", {}), schema.get("required", [])

@@ -1,7 +1,7 @@
 """Splits a model's answer into content, reasoning and tool calls while it is written.
 
 Any split of an answer into pushes gives the same message. Text that may begin markup is held back only as long as it
-is ambiguous; what turns out to be no markup is content, so that nothing is lost.
+is ambiguous; what turns out not to be markup is content, so that nothing is lost.
 """
 
 import re

@@ -41,7 +41,7 @@ class Reader:
         self._text, self._pos = self._text[self._pos :] + text, 0
 
     def end(self) -> None:
-        """Say that no text follows."""
+        """Mark the end of the text."""
         self._has_ended = True
 
     def on_wait(self) -> None:

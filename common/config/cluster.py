@@ -31,7 +31,7 @@ class TlsConfig(Section):
     """Further DNS names and addresses in the doors' certificates, such as those of a load balancer; at most 32, and
     1,400 characters together."""
     lifetime_s: Annotated[float, Field(ge=5, le=30 * 86_400), Need.RESTART] = 86_400.0
-    """Seconds for which certificates of processes are good, 5 or more; they are renewed at two thirds of it."""
+    """Seconds for which certificates of processes are valid, 5 or more; they are renewed after two thirds of it."""
 
     @model_validator(mode="after")
     def _files(self) -> "TlsConfig":
@@ -58,7 +58,8 @@ class PlannerConfig(Section):
     window_s: Annotated[float, Field(ge=1, le=120), Need.RESTART] = 10.0
     """Seconds of past requests that each plan counts."""
     attainment: Annotated[float, Field(gt=0, lt=1), Need.RESTART] = 0.9
-    """Share of the requests that are to meet both objectives of `slo`, of those that could on an idle cluster."""
+    """Target for the share of requests that meet both objectives of `slo`, among those that would on an idle
+    cluster."""
     min_prefill: Annotated[int, Field(ge=1, le=1024), Need.RESTART] = 1
     """Fewest prefill workers."""
     max_prefill: Annotated[int, Field(ge=1, le=1024), Need.RESTART] = 16
@@ -68,10 +69,9 @@ class PlannerConfig(Section):
     max_decode: Annotated[int, Field(ge=1, le=1024), Need.RESTART] = 16
     """Most decode workers."""
     max_workers: Annotated[int, Field(ge=2, le=2048), Need.RESTART] = 32
-    """Most workers of both pools together; where that is too few, they are split so that the most requests are
-    carried."""
+    """Most workers of both pools together; if the load needs more, they are split so as to carry the most requests."""
     max_utilization: Annotated[float, Field(gt=0, lt=1), Need.RESTART] = 0.85
-    """Largest share of a prefill worker's time that is planned for."""
+    """Largest share of a prefill worker's time that plans fill."""
     stable_s: Annotated[float, Field(ge=0), Need.RESTART] = 60.0
     """Seconds for which a smaller pool must have been enough before it shrinks; at least what a start and a drain took
     together."""

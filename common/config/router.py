@@ -30,10 +30,10 @@ class RouterConfig(Section):
     `kvrelay up`, which prints it; `null`: none."""
     max_http_connections: Annotated[int | None, Field(ge=16), Need.ROUTERS] = None
     """Most connections of the HTTP door, at least 16; [openai.md](openai.md#connections) describes what happens beyond
-    it. `null`: as many as [open files](operations.md#open-files) allow; more than those allow stop the start."""
+    it. `null`: as many as [open files](operations.md#open-files) allow; a larger number stops the start."""
     live_page: Annotated[bool, Need.ROUTERS] = True
     """The HTTP door serves a [page of the running cluster](operations.md#live-page) at `/`. What it shows is for
-    operators; with `auth: none` anybody is one."""
+    operators; with `auth: none` every client may see it."""
     metrics_port: Annotated[Port | None, Need.RESTART] = 0
     """Prometheus port. `0`: a free one; `null`: none."""
     admin_port: Annotated[Port, Need.RESTART] = 0
@@ -79,7 +79,7 @@ class RouterConfig(Section):
     shed: Annotated[Literal["none", "deadline", "slo"], Need.ROUTERS] = "deadline"
     """Requests that are refused at once because no worker can serve them in time. `deadline`: those whose first token
     would come after the client's own deadline; `slo`: also those that would miss their objective for the time to first
-    token; `none`. Only measured times refuse."""
+    token; `none`. Predictions without measurements refuse nothing."""
     late_share: Annotated[float, Field(ge=0, le=1), Need.ROUTERS] = 0.016
     """Largest share of a tenant's work, in tokens, that goes to requests which have missed their objective for the
     first token while others of it could still meet theirs; [see below](#overload)."""
@@ -95,9 +95,9 @@ class RouterConfig(Section):
     """Plans per request, the first one included."""
     max_lost_workers: Annotated[int, Field(ge=2), Need.ROUTERS] = 3
     """Workers that may be lost, one after the other, while they compute a request with fewer than eight new tokens in
-    between; then it is refused, since it may be what ends them. One more is granted when the last has never answered:
-    it may have been dead before. Before the last one the request is quarantined: no other such request runs beside
-    it."""
+    between; then it is refused, since it may be what crashes them. One more is granted when the last has never
+    answered: it may have been dead before. Before the last one the request is quarantined: no other such request runs
+    beside it."""
     default_max_tokens: Annotated[int, Field(ge=1), Need.ROUTERS] = 256
     """Longest answer, in tokens, to a request that sets no limit."""
     max_message_mib: Annotated[int, Field(ge=1, le=64), Need.ROUTERS] = 4
@@ -136,17 +136,18 @@ class TenantConfig(Section):
     max_priority: Annotated[int, Field(ge=0, le=1000)] = 0
     """Largest priority that its requests may claim; a larger claim gets this."""
     overload: Literal["refuse", "wait", "shorten", "yield"] | None = None
-    """Fate of its requests that miss their objective for the first token, or will. `refuse`: refused at once; `wait`:
-    served whenever it may be, until their own deadline; `shorten`: served with at most `shortened_max_tokens`; `yield`:
-    served after the requests of all tenants. `null`: as `router.shed` says. [More](#overload)."""
+    """What happens to its requests that have missed their objective for the first token, or are predicted to.
+    `refuse`: refused at once; `wait`: served as soon as there is room, until their own deadline; `shorten`: served with
+    at most `shortened_max_tokens`; `yield`: served after the requests of all tenants. `null`: as `router.shed` says.
+    [More](#overload)."""
     shortened_max_tokens: Annotated[int, Field(ge=1)] = 128
     """With `overload: shorten`, longest answer in tokens to such a request."""
     operator: bool = False
     """Its keys may ask for the status of the whole cluster. Commands on the host of the run folder need no key for
     that."""
     share_cache: bool = False
-    """Share cached prefixes with the other tenants that set this. Otherwise neither cached tokens nor times tell a
-    tenant what another has sent."""
+    """Share cached prefixes with the other tenants that set this. Otherwise neither cached tokens nor times reveal to
+    a tenant what another has sent."""
 
 
 class SloConfig(Section):

@@ -31,7 +31,7 @@ class ServingConfig(Section):
     """All of serving.yaml."""
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,40}$"), Need.RESTART] = "kvrelay"
-    """Names the cluster: its run folder, its Ray actors. Lower-case letters, digits and dashes."""
+    """Name of the cluster, its run folder and its Ray actors. Lower-case letters, digits and dashes."""
     launcher: Annotated[Literal["ray", "local"], Need.RESTART] = "ray"
     """`ray`: supervised actors, in the Ray cluster of `RAY_ADDRESS` or in a private Ray. `local`: plain subprocesses,
     without Ray."""

@@ -21,10 +21,10 @@ class SpeculationConfig(Section):
     """Drafting tokens that a step verifies beside the ones that it has to compute."""
 
     method: Annotated[Literal["off", "ngram", "draft", "heads", "eagle", "mtp"], Words, Need.WORKERS] = "off"
-    """`ngram` drafts what followed the last tokens when they stood in the prompt or the answer before: answers that
-    copy come several times as fast, and none has other tokens. `draft` asks a small model, `heads` reads Medusa heads,
-    `eagle` a draft layer of EAGLE or EAGLE-3, `mtp` the one in the model's own checkpoint (MiMo). On a CPU with
-    compiled kernels; elsewhere it is off, and the log says so. [Speculation](speculation.md)."""
+    """`ngram` drafts the tokens that followed an earlier occurrence of the last ones in the prompt or the answer:
+    answers that copy come several times as fast, and no answer changes. `draft` asks a small model, `heads` reads
+    Medusa heads, `eagle` a draft layer of EAGLE or EAGLE-3, `mtp` the one in the model's own checkpoint (MiMo). On a
+    CPU with compiled kernels; elsewhere it is off, and the log says so. [Speculation](speculation.md)."""
     model: Annotated[str | None, Need.WORKERS] = None
     """The draft model, heads or draft layer: a checkpoint folder or hub id, with the vocabulary of the model. None with
     `ngram` and `mtp`."""
@@ -132,7 +132,7 @@ class PoolConfig(Section):
     """CPU threads of one worker. `auto`: the machine's cores shared among all workers on it; in a Ray cluster of
     several hosts, the CPUs it reserves."""
     drain_grace_s: Annotated[float, Field(ge=0), Need.POOL] = 30.0
-    """Seconds in which a worker that is told to end (SIGTERM, a stopped host) may
+    """Seconds in which a worker that is asked to end (SIGTERM, a stopped host) may
     [give away its running requests](operations.md#drain)."""
     slow_drain_s: Annotated[Annotated[float, Field(ge=0)] | None, Need.NOTHING] = 30.0
     """Seconds for which a worker may be several times slower than the rest of its pool before it is
@@ -196,4 +196,4 @@ class TransferConfig(Section):
     chunk_bytes: Annotated[int, Field(ge=4096, le=1 << 20), Need.WORKERS] = 1 << 20
     """Bytes in one message of a transfer by gRPC, at most 1 MiB."""
     lease_ttl_s: Annotated[float, Field(gt=0), Need.WORKERS] = 10.0
-    """Seconds after which a handoff that no worker fetches is dropped: the net under crashes."""
+    """Seconds after which a handoff that no worker fetches is dropped; this covers crashes."""

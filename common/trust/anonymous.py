@@ -1,6 +1,6 @@
 """Bounds calls at doors that are admitted before the caller is known: health, reflection, and direct streams.
 
-Such a call costs memory while it waits for its request, which may arrive byte by byte, or for news, as `Watch` does.
+Such a call costs memory while it waits for its request, which may arrive byte by byte, or for updates, as `Watch` does.
 Therefore the number of open ones is bounded over all connections: a further one ends the one that has waited longest.
 """
 
