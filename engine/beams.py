@@ -4,7 +4,7 @@ The rules are those of `generate(num_beams=n, do_sample=False)` of transformers 
 
 1. Each beam has as candidates its best next tokens with their log-probabilities. All candidates of a step are ranked by
    the sum of log-probabilities of all their tokens.
-2. Of the n best, those that end (end token, stop token, or longest answer) are complete. An answer's score is its sum /
+2. Those of the n best that end (end token, stop token, or longest answer) are complete. An answer's score is its sum /
    length ** length_penalty, where the length counts the end token. The n best complete answers are kept.
 3. The n best that do not end are the beams of the next step.
 4. The search is over at the longest answer; or when there are n complete answers and either `early_stopping` is set or

@@ -111,7 +111,7 @@ def _plan_cells(rows: Sequence[int], token_ids: Sequence[npt.NDArray[Any]], colu
 def rank_logits(logits: torch.Tensor, num_top: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the values (float32) and token ids (int64) of the best tokens, [rows, num_top], best first.
 
-    Of equal logits the smaller token id comes first. `torch.topk` alone does not guarantee that, so it ranks one
+    Among equal logits the smaller token id comes first. `torch.topk` alone does not guarantee that, so it ranks one
     integer per token: the value's bits, mapped so that integers order as floats do, above the reversed id.
     """
     vocab_size = logits.shape[-1]

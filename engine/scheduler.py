@@ -127,7 +127,7 @@ class Scheduler:
         self.pages.publish(sequence)
 
     def start(self, sequence: Sequence) -> None:
-        """Let a completely filled reservation run; of beams, without the last token."""
+        """Let a completely filled reservation run; one for beam search is filled without the last token."""
         num_filled = sequence.num_tokens - sequence.is_beam
         assert sequence.num_computed == num_filled, f"{sequence.num_computed} of {num_filled} tokens"
         self.reserved.remove(sequence)

@@ -41,7 +41,7 @@ def map_peer_region(*, pid: int, fd: int, size_bytes: int, nonce: bytes) -> mmap
     peer_fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a named pipe would wait for a writer
     try:
         if size_bytes <= NONCE_BYTES or not fcntl.fcntl(peer_fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
-            raise OSError(f"cannot map {path}: it is no memory sealed against shrinking, or has no room for pages")
+            raise OSError(f"cannot map {path}: it is not sealed against shrinking, or has no room for pages")
         actual = os.fstat(peer_fd).st_size
         if actual != size_bytes:
             raise OSError(f"cannot map {path}: it has {actual} bytes, not {size_bytes}")

@@ -56,7 +56,7 @@ class Fp8Rows:
 
 @runtime_checkable
 class Fp8StepOps(Protocol):
-    """Operations that also round their results to 8 bits, as `Fp8Linear` would do with them: a launch less for each."""
+    """Operations that also round their results to 8 bits, as `Fp8Linear` would; each saves one kernel launch."""
 
     def rms_norm_fp8(self, x: Tensor, weight: Tensor) -> Fp8Rows:
         """Return `StepOps.rms_norm` in 8 bits."""

@@ -272,7 +272,7 @@ def _fingerprint(
 ) -> str:
     """Return a hash of everything that KV and tokens depend on.
 
-    Left out are the number of ranks and whether the model is compiled: they change only roundings.
+    The number of ranks and whether the model is compiled are not part of it: they change only roundings.
     """
     essentials = (
         *("vllm", VLLM_VERSION, _ARITHMETIC_VERSION, spec.backend, dtype_name(dtype), options.block_size),

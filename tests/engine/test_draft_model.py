@@ -1,4 +1,4 @@
-"""Drafts of a model: whoever drafts, answers are the same; a good one is nearly always right, a bad one is left."""
+"""Drafts of a model: answers are the same with any drafter; a good one is nearly always right, a bad one is left."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -135,9 +135,9 @@ class Generated:
     """Answers of vLLM's own `LLM.generate` to `prompts`."""
 
     by_dtype: dict[str, list[list[int]]]
-    """Of the short model."""
+    """Answers of the short model."""
     int4: list[list[int]]
-    """Of its 4-bit checkpoint, in bfloat16: vLLM computes such in no other dtype."""
+    """Answers of its 4-bit checkpoint, in bfloat16: vLLM computes such a checkpoint in no other dtype."""
 
 
 @pytest.fixture(scope="session")

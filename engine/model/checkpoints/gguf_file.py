@@ -120,7 +120,7 @@ class GgufCheckpoint:
             raise UnsupportedModel(f"{name} is missing in the checkpoint") from None
 
     def _in_order(self, name: str, rows: Tensor) -> Tensor:
-        """Return rows in the order of Hugging Face."""
+        """Return a weight's rows in Hugging Face's order; GGUF files of some models interleave the rotated ones."""
         if not self._is_permuted or not any(module in name for module in _ROTATED_MODULES):
             return rows
         if rows.shape[0] % self._head_dim:

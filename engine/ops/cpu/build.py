@@ -35,7 +35,7 @@ class NotBuilt:
 def build_kernels(folder: Path | None = None) -> Path | NotBuilt:
     """Return the shared library, compiling it into `folder` (default: the cache folder) if it is missing.
 
-    Takes some seconds the first time. Of several processes that call it at once, one compiles and the others wait.
+    Takes some seconds the first time. When several processes call it at once, one compiles and the others wait.
     """
     try:
         compiler = find_compiler()

@@ -137,7 +137,7 @@ def test_quantized_hidden_states_are_near_those_of_the_checkpoint(
         span = SequenceSpan(num_computed=0, num_new_tokens=21, block_table=array("i", range(16)))
         step = CpuOps(config, store, float32_kernels).plan(AttentionMetadata.from_spans([span], block_size=4))
         hidden.append(CpuDecoder(config, weights, float32_kernels).forward(torch.arange(21), step))
-    # Of the first token: later ones have a softmax between, which in random models turns small errors into large ones.
+    # The first token only: later ones pass a softmax, which in random models turns small errors into large ones.
     distance = torch.linalg.vector_norm(hidden[1][0] - hidden[0][0]) / torch.linalg.vector_norm(hidden[0][0])
     assert 0 < float(distance) < error
 
