@@ -189,7 +189,7 @@ def _told_dispersion(findings: Sequence[Findings]) -> str:
 
 
 def _loads(findings: Sequence[Findings], slo: Slo | None) -> Section:
-    thinned = "Of each number of workers the best split and the best aggregated arm; the table has all. "
+    thinned = "For each number of workers the best split and the best aggregated arm are shown; the table has all. "
     return Section(
         title="As the load grows",
         intro=thinned if is_thinned(findings) else "",

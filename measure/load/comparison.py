@@ -36,7 +36,7 @@ class Unit(enum.StrEnum):
     SECONDS = "seconds"
     PER_S = "per second"
     SHARE = "share"
-    """Compared by difference; the others by ratio."""
+    """Shares are compared by difference, the other units by ratio."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

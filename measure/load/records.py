@@ -177,9 +177,9 @@ class WorkerSample:
     num_waiting: int
     num_blocks: int
     num_used_blocks: int
-    """Referenced or reserved."""
+    """Blocks that are referenced or reserved."""
     num_cached_blocks: int = 0
-    """Kept for their prefixes, not referenced."""
+    """Blocks that are kept for their prefixes, not referenced."""
     num_computed_tokens: int = 0
     """Prompt tokens computed since the worker started."""
     num_cached_tokens: int = 0

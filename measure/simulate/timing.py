@@ -84,7 +84,7 @@ class _Step(BaseModel):
     per_decode_s: float = Field(default=0, ge=0)
     per_context_token_s: float = Field(default=0, ge=0)
     num_samples: int = Field(default=MIN_SAMPLES, ge=0)
-    """Steps of the fit. Left out: as many as a router asks for, since it would predict by guesses otherwise."""
+    """Steps of the fit. The default is as many as a router needs: with fewer it would predict by guesses."""
 
 
 class _Link(BaseModel):

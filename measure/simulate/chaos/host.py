@@ -46,9 +46,9 @@ class _Engine(SimEngine):
     """An engine whose step may end the process, or never end."""
 
     may_end: Callable[[StepPlan], bool]
-    """Asked at the end of each step; after False nothing happens any more."""
+    """Returns, at the end of each step, whether the engine goes on; after False nothing happens any more."""
     on_tokens: Callable[[Group, Tokens], None]
-    """Called with all tokens."""
+    """Receives all tokens."""
 
     def _end(self, leap: DecodeLeap | None, plan: StepPlan) -> None:
         if self.may_end(plan):

@@ -79,7 +79,7 @@ class Members:
         return sum(router.fleet.members_by_id[worker_id].num_users for router in self._routers.alive.values())
 
     def tell(self) -> None:
-        """Tell all routers who is a member, and who leaves."""
+        """Send all routers the members, and those that leave."""
         present = [host.endpoint for host in self._hosts if host.endpoint.worker_id not in self._away]
         for router in self._routers.alive.values():
             router.fleet.set_workers(present, draining=self._draining)

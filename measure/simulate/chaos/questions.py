@@ -15,7 +15,7 @@ _NUM_QUESTIONS = 60
 _NUM_PREFIXES = 6
 _MAX_OUTPUT = 24
 _LONG_OUTPUT = 60
-"""Tokens of a long answer: it goes on for a quarter of a second when nobody reads it any more."""
+"""Tokens of a long answer: it goes on for a quarter of a second after its client has left."""
 _LONG_EVERY = 10
 
 

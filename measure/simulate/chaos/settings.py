@@ -149,10 +149,10 @@ def draw_settings(seed: int, *, num_requests: int) -> ChaosSettings:
         rate_per_s=first.rate_per_s * haste,
         mean_gap_s=first.mean_gap_s / haste,
     )
-    # Of the third edition, drawn last.
+    # The third edition added these: they are drawn after everything older, which thus stays the same.
     flips = {Fault.FLIP} if later.random() < share else set()
     settings = replace(settings, faults=faults | flips, direct_share=later.choice((0.0, 0.3)))
-    # Of the fourth edition.
+    # The fourth edition added this one.
     has_crashes = seed >= FOURTH_EDITION and later.random() < share
     return replace(settings, faults=settings.faults | {Fault.ROUTER_CRASH}) if has_crashes else settings
 

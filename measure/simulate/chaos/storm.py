@@ -1,4 +1,4 @@
-"""The faults of one walk: when they happen, to whom, and for how long.
+"""The faults of one walk: when they happen, what they hit, and how long they last.
 
 Each kind of worker or network fault that is on has a task of its own, which waits, draws a victim and lets the fault
 run its time. One healthy decode worker, which could serve alone, stays in reach of every router: without one, requests
