@@ -1,7 +1,7 @@
-"""Faults of real processes: killed, stopped, throttled, cut off; for the benchmarks and the torture of whole clusters.
+"""Faults of real processes (kill, stop, throttle, cut off), for benchmarks and for stress tests of whole clusters.
 
 Cuts need a network of their own, in which nothing else runs: `PrivateNetwork` moves this process, and all that it
-starts afterwards, into one. That takes root, `ip`, and a kernel with routing rules by port.
+starts afterwards, into one. It needs root, `ip`, and a kernel with routing rules by port.
 """
 
 import ctypes

@@ -35,7 +35,7 @@ async def _answers(ask: Ask, hurt_s: float) -> dict[str, float]:
 
 
 async def hurt_stranger(begun: Sequence[asyncio.Event], pid: int, fault: Fault) -> Recovery:
-    """Kill or stop a process of somebody else's cluster, and wait for nothing."""
+    """Kill or stop a process of a cluster that this benchmark did not start, and wait for nothing."""
     await _all(begun)
     send(pid, signal.SIGSTOP if fault is Fault.STOP else signal.SIGKILL)
     return asyncio.create_task(_nothing())

@@ -65,11 +65,11 @@ class Target:
 
     plan: Plan
     addresses: tuple[str, ...]
-    """Routers; the first one is hurt when a router is the victim."""
+    """Routers; the first one is the target when a router is to fail."""
     tls: bool | str | None = None
     """How clients connect, as `kvrelay.client.tls.Tls`."""
     pid: int | None = None
-    """The process to hurt in somebody else's cluster."""
+    """The process to kill or stop in a cluster that this benchmark did not start."""
     run_dir: Path | None = None
     """Run folder of a cluster that was started for the benchmark."""
     network: PrivateNetwork | None = None

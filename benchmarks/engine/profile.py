@@ -128,7 +128,7 @@ def _clock_around_the_step(clocks: Clocks, steps: list[StepTimes]) -> Iterator[N
 
 @contextmanager
 def _clocks_in_the_model(clocks: Clocks) -> Iterator[None]:
-    """Put clocks into the classes, so that whatever is built meanwhile has them."""
+    """Put clocks into the classes of the model: models built inside the `with` block have them."""
     init, forward, logits, sample = Decoder.__init__, Decoder.forward, Decoder.logits, Sampler.sample
 
     def timed_init(self: Decoder, config: Any, weights: Any) -> None:
