@@ -268,7 +268,7 @@ def test_bench_report_of_a_folder_with_a_broken_summary_names_it(run: Run, folde
     (folder / "there" / "summary.json").write_text("{}")
     result = run("bench", "report", "there")
     assert result.exit_code == 1
-    assert "there/summary.json: is no summary of a run" in result.stderr
+    assert "there/summary.json: is not a summary of a run" in result.stderr
 
 
 def test_bench_report_that_counts_nothing_says_when_requests_were_due(run: Run, folder: Path) -> None:
