@@ -10,7 +10,7 @@ from typing import Any
 import hypothesis
 import pytest
 
-# Without a GPU Triton's kernels run in its interpreter. That has to be said before anybody imports triton, as
+# Without a GPU Triton's kernels run in its interpreter. The variable must be set before anything imports triton, as
 # transformers does.
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -43,7 +43,7 @@ _FIRST = (
 )
 """The longest tests begin first, so that no process ends alone with one of them."""
 _NICENESS = 5
-"""Of all tests but those on hosts (tests/hosts/conftest.py)."""
+"""Niceness of all tests except those on hosts (tests/hosts/conftest.py)."""
 
 
 def pytest_configure(config: pytest.Config) -> None:

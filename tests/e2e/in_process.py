@@ -40,11 +40,11 @@ class System:
             await server.grpc_server.stop(None)
 
     async def kill_router(self) -> None:
-        """Break every connection of its clients, and so end what it runs at the workers: as its death would."""
+        """Break every connection of its clients, and so end what it runs at the workers, as a crash would."""
         await self.router.server.grpc_server.stop(None)
 
     async def drain(self, *worker_ids: str) -> dict[str, int]:
-        """Tell the router who is about to go, and who not; returns how many requests run on those that are."""
+        """Send the router the workers and which of them drain; returns how many requests run on each that drains."""
         request = router_admin_pb2.SetWorkersRequest(workers=self.endpoints)
         for endpoint in request.workers:
             endpoint.draining = endpoint.worker_id in worker_ids

@@ -1,4 +1,4 @@
-"""Embeddings by real workers: the fake engine's own, whatever runs beside them and whoever is lost."""
+"""Embeddings by real workers: those of the fake engine, whatever runs beside them and whichever worker is lost."""
 
 import asyncio
 from pathlib import Path

@@ -1,7 +1,7 @@
 """Bytes on a connection: requests behind one another, cut into packets anywhere, and damaged ones.
 
-Undamaged requests are each answered once, in their order. Of damaged ones it is only known that every answer is a
-complete one, and documented; the connection may end at any answer.
+Undamaged requests are each answered once, in their order. Damaged ones only have to get complete, documented answers;
+the connection may end at any answer.
 """
 
 import json
