@@ -158,7 +158,7 @@ class RolloutRequest(_message.Message):
     grace_s: _builtins.float
     """As in ScaleRequest."""
     dry_run: _builtins.bool
-    """Only tell what differs and what each difference needs."""
+    """Only report what differs and what each difference needs."""
     force: _builtins.bool
     """Even when pools become smaller than their present load needs."""
     def __init__(

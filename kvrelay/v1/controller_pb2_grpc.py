@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class ControllerServiceStub(object):
-    """Calls from a person to the process that owns a cluster. Served on a socket in its run folder: who may write there may ask.
+    """Calls from an operator to the process that owns a cluster, on a socket in its run folder: write access to it is the
+    right to call.
     """
 
     def __init__(self, channel):
@@ -73,27 +74,28 @@ class ControllerServiceStub(object):
 
 
 class ControllerServiceServicer(object):
-    """Calls from a person to the process that owns a cluster. Served on a socket in its run folder: who may write there may ask.
+    """Calls from an operator to the process that owns a cluster, on a socket in its run folder: write access to it is the
+    right to call.
     """
 
     def Scale(self, request, context):
-        """Makes the pools this large and tells each step; the stream ends when it is done. Like the two below it is a change:
-        it goes on without its caller, and waits for earlier changes of the same pools.
+        """Makes the pools this large and reports each step; the stream ends when it is done. Like the two below it is a
+        change: it goes on without its caller, and waits for earlier changes of the same pools.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RestartWorkers(self, request, context):
-        """Replaces every worker by a new process, one after the other, and tells each step. Capacity never falls.
+        """Replaces every worker by a new process, one after the other, and reports each step. Capacity never falls.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Rollout(self, request, context):
-        """Brings the running cluster to another configuration and tells each step: a canary first, then one process after the
-        other. What cannot be is refused by key before anything changes; what goes wrong is undone.
+        """Brings the running cluster to another configuration and reports each step: a canary first, then one process after
+        the other. Impossible changes are refused by key before anything changes; a change that fails is undone.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -114,7 +116,7 @@ class ControllerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def CancelChange(self, request, context):
-        """Cancels a change that runs or waits, and tells each step until it has ended.
+        """Cancels a change that runs or waits, and reports each step until it has ended.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -174,7 +176,8 @@ def add_ControllerServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ControllerService(object):
-    """Calls from a person to the process that owns a cluster. Served on a socket in its run folder: who may write there may ask.
+    """Calls from an operator to the process that owns a cluster, on a socket in its run folder: write access to it is the
+    right to call.
     """
 
     @staticmethod

@@ -27,57 +27,63 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class ControllerServiceStub:
-    """Calls from a person to the process that owns a cluster. Served on a socket in its run folder: who may write there may ask."""
+    """Calls from an operator to the process that owns a cluster, on a socket in its run folder: write access to it is the
+    right to call.
+    """
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> ControllerServiceAsyncStub: ...
     Scale: _grpc.UnaryStreamMultiCallable[_controller_pb2.ScaleRequest, _controller_pb2.ScaleResponse]
-    """Makes the pools this large and tells each step; the stream ends when it is done. Like the two below it is a change:
-    it goes on without its caller, and waits for earlier changes of the same pools.
+    """Makes the pools this large and reports each step; the stream ends when it is done. Like the two below it is a
+    change: it goes on without its caller, and waits for earlier changes of the same pools.
     """
     RestartWorkers: _grpc.UnaryStreamMultiCallable[_controller_pb2.RestartWorkersRequest, _controller_pb2.RestartWorkersResponse]
-    """Replaces every worker by a new process, one after the other, and tells each step. Capacity never falls."""
+    """Replaces every worker by a new process, one after the other, and reports each step. Capacity never falls."""
     Rollout: _grpc.UnaryStreamMultiCallable[_controller_pb2.RolloutRequest, _controller_pb2.RolloutResponse]
-    """Brings the running cluster to another configuration and tells each step: a canary first, then one process after the
-    other. What cannot be is refused by key before anything changes; what goes wrong is undone.
+    """Brings the running cluster to another configuration and reports each step: a canary first, then one process after
+    the other. Impossible changes are refused by key before anything changes; a change that fails is undone.
     """
     Stop: _grpc.UnaryUnaryMultiCallable[_controller_pb2.StopRequest, _controller_pb2.StopResponse]
     """Ends the cluster: the router drains, then the workers go. Answers at once."""
     ListChanges: _grpc.UnaryUnaryMultiCallable[_controller_pb2.ListChangesRequest, _controller_pb2.ListChangesResponse]
     """The changes that run and wait, and the latest that have ended."""
     CancelChange: _grpc.UnaryStreamMultiCallable[_controller_pb2.CancelChangeRequest, _controller_pb2.CancelChangeResponse]
-    """Cancels a change that runs or waits, and tells each step until it has ended."""
+    """Cancels a change that runs or waits, and reports each step until it has ended."""
     GetPlan: _grpc.UnaryUnaryMultiCallable[_controller_pb2.GetPlanRequest, _controller_pb2.GetPlanResponse]
     """Returns the planner's opinion of the pools' sizes."""
 
 @_typing.type_check_only
 class ControllerServiceAsyncStub(ControllerServiceStub):
-    """Calls from a person to the process that owns a cluster. Served on a socket in its run folder: who may write there may ask."""
+    """Calls from an operator to the process that owns a cluster, on a socket in its run folder: write access to it is the
+    right to call.
+    """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Scale: _aio.UnaryStreamMultiCallable[_controller_pb2.ScaleRequest, _controller_pb2.ScaleResponse]  # type: ignore[assignment]
-    """Makes the pools this large and tells each step; the stream ends when it is done. Like the two below it is a change:
-    it goes on without its caller, and waits for earlier changes of the same pools.
+    """Makes the pools this large and reports each step; the stream ends when it is done. Like the two below it is a
+    change: it goes on without its caller, and waits for earlier changes of the same pools.
     """
     RestartWorkers: _aio.UnaryStreamMultiCallable[_controller_pb2.RestartWorkersRequest, _controller_pb2.RestartWorkersResponse]  # type: ignore[assignment]
-    """Replaces every worker by a new process, one after the other, and tells each step. Capacity never falls."""
+    """Replaces every worker by a new process, one after the other, and reports each step. Capacity never falls."""
     Rollout: _aio.UnaryStreamMultiCallable[_controller_pb2.RolloutRequest, _controller_pb2.RolloutResponse]  # type: ignore[assignment]
-    """Brings the running cluster to another configuration and tells each step: a canary first, then one process after the
-    other. What cannot be is refused by key before anything changes; what goes wrong is undone.
+    """Brings the running cluster to another configuration and reports each step: a canary first, then one process after
+    the other. Impossible changes are refused by key before anything changes; a change that fails is undone.
     """
     Stop: _aio.UnaryUnaryMultiCallable[_controller_pb2.StopRequest, _controller_pb2.StopResponse]  # type: ignore[assignment]
     """Ends the cluster: the router drains, then the workers go. Answers at once."""
     ListChanges: _aio.UnaryUnaryMultiCallable[_controller_pb2.ListChangesRequest, _controller_pb2.ListChangesResponse]  # type: ignore[assignment]
     """The changes that run and wait, and the latest that have ended."""
     CancelChange: _aio.UnaryStreamMultiCallable[_controller_pb2.CancelChangeRequest, _controller_pb2.CancelChangeResponse]  # type: ignore[assignment]
-    """Cancels a change that runs or waits, and tells each step until it has ended."""
+    """Cancels a change that runs or waits, and reports each step until it has ended."""
     GetPlan: _aio.UnaryUnaryMultiCallable[_controller_pb2.GetPlanRequest, _controller_pb2.GetPlanResponse]  # type: ignore[assignment]
     """Returns the planner's opinion of the pools' sizes."""
 
 class ControllerServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Calls from a person to the process that owns a cluster. Served on a socket in its run folder: who may write there may ask."""
+    """Calls from an operator to the process that owns a cluster, on a socket in its run folder: write access to it is the
+    right to call.
+    """
 
     @_abc_1.abstractmethod
     def Scale(
@@ -85,8 +91,8 @@ class ControllerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _controller_pb2.ScaleRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_controller_pb2.ScaleResponse], _abc.AsyncIterator[_controller_pb2.ScaleResponse]]:
-        """Makes the pools this large and tells each step; the stream ends when it is done. Like the two below it is a change:
-        it goes on without its caller, and waits for earlier changes of the same pools.
+        """Makes the pools this large and reports each step; the stream ends when it is done. Like the two below it is a
+        change: it goes on without its caller, and waits for earlier changes of the same pools.
         """
 
     @_abc_1.abstractmethod
@@ -95,7 +101,7 @@ class ControllerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _controller_pb2.RestartWorkersRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_controller_pb2.RestartWorkersResponse], _abc.AsyncIterator[_controller_pb2.RestartWorkersResponse]]:
-        """Replaces every worker by a new process, one after the other, and tells each step. Capacity never falls."""
+        """Replaces every worker by a new process, one after the other, and reports each step. Capacity never falls."""
 
     @_abc_1.abstractmethod
     def Rollout(
@@ -103,8 +109,8 @@ class ControllerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _controller_pb2.RolloutRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_controller_pb2.RolloutResponse], _abc.AsyncIterator[_controller_pb2.RolloutResponse]]:
-        """Brings the running cluster to another configuration and tells each step: a canary first, then one process after the
-        other. What cannot be is refused by key before anything changes; what goes wrong is undone.
+        """Brings the running cluster to another configuration and reports each step: a canary first, then one process after
+        the other. Impossible changes are refused by key before anything changes; a change that fails is undone.
         """
 
     @_abc_1.abstractmethod
@@ -129,7 +135,7 @@ class ControllerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _controller_pb2.CancelChangeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_controller_pb2.CancelChangeResponse], _abc.AsyncIterator[_controller_pb2.CancelChangeResponse]]:
-        """Cancels a change that runs or waits, and tells each step until it has ended."""
+        """Cancels a change that runs or waits, and reports each step until it has ended."""
 
     @_abc_1.abstractmethod
     def GetPlan(

@@ -341,7 +341,7 @@ class GenerateRequest(_message.Message):
     @_builtins.property
     def resume(self) -> Global___Resume:
         """The answer was begun by another router, which is gone: go on behind these tokens. Needs the same prompt and sampling,
-        the seed and the defaults included, which that router told in Accepted; a chat also the time that it was rendered at.
+        the seed and the defaults included, which that router sent in Accepted; a chat also the time that it was rendered at.
         """
 
     def __init__(
@@ -1453,7 +1453,7 @@ class GetClusterStatusResponse(_message.Message):
 
     @_builtins.property
     def planner(self) -> _controller_pb2.GetPlanResponse:
-        """What the planner has told this router last; absent without a controller."""
+        """The planner's last report to this router; absent without a controller."""
 
     def __init__(
         self,

@@ -64,14 +64,14 @@ class SetWorkersRequest(_message.Message):
     LEAVING_FIELD_NUMBER: _builtins.int
     PLANNER_FIELD_NUMBER: _builtins.int
     leaving: _builtins.bool
-    """This router is about to go: while it is told so it refuses new requests as if it were not there."""
+    """This router is about to leave: while this is set, it refuses new requests as if it were not there."""
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerEndpoint]:
         """Every worker that should be used."""
 
     @_builtins.property
     def planner(self) -> _controller_pb2.GetPlanResponse:
-        """The planner's opinion of the pools' sizes, for those who watch this router; absent: nothing new is told."""
+        """The planner's opinion of the pools' sizes, for clients that watch this router; absent: nothing is new."""
 
     def __init__(
         self,

@@ -479,7 +479,7 @@ class WatchWorkerResponse(_message.Message):
     kv_events: _builtins.bytes
     """msgpack batch of KV events (common/kv_events.py); empty when nothing changed."""
     leaving: _builtins.bool
-    """It was told to end: routers give it nothing new, and move to others what runs on it."""
+    """It was asked to end: routers give it nothing new, and move to others what runs on it."""
     overdue: _builtins.bool
     """The running engine step takes far longer than predicted, and may never end."""
     @_builtins.property
@@ -904,7 +904,7 @@ class ProbePeerResponse(_message.Message):
     REACHED_FIELD_NUMBER: _builtins.int
     ROUND_TRIP_S_FIELD_NUMBER: _builtins.int
     reached: _builtins.bool
-    """That worker answered, with blocks of the same layout."""
+    """The named worker answered, with blocks of the same layout."""
     round_trip_s: _builtins.float
     """Seconds until it did."""
     def __init__(
