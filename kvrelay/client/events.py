@@ -231,5 +231,5 @@ class Completed:
 Event: TypeAlias = Accepted | Queued | PlanChosen | PromptLogprobs | Token | MessageDelta | TokenRun | Completed
 """Events of a stream, in this order: Accepted, perhaps Queued, PlanChosen, …, Token or TokenRun, …, Completed.
 
-Where the text of a chat's answer has markup, of tool calls or thoughts, a MessageDelta follows each Token that tells
-something of it."""
+Where the text of a chat's answer has markup, of tool calls or thoughts, a MessageDelta follows each Token that
+adds to it."""

@@ -1,4 +1,4 @@
-"""What the calls of the clients return, apart from streams: frozen records, without protobuf."""
+"""Results of the clients' calls, apart from streams: frozen records, without protobuf."""
 
 from dataclasses import dataclass
 

@@ -86,7 +86,7 @@ class WorkerLoad:
     num_cold_blocks: int = 0
     num_cached_blocks: int = 0
     num_free_slots: int = 0
-    """Sequences that may still join its batch; 0 also where it does not tell."""
+    """Sequences that may still join its batch; 0 also where it does not report them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -253,7 +253,7 @@ class PlanRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannerStatus:
-    """The planner's opinion of the pools' sizes, as a router was told last."""
+    """The planner's opinion of the pools' sizes, as a router received it last."""
 
     mode: str
     """"off", "advise" or "act"."""
