@@ -10,8 +10,8 @@ The rules are those of `generate(num_beams=n, do_sample=False)` of transformers 
 4. The search is over at the longest answer; or when there are n complete answers and either `early_stopping` is set or
    the best beam, scored at its present length, is no better than the worst of them.
 
-Sums are double; transformers' are float32. Of equal sums, the better beam of the step before comes first, then the
-token that `rank_logits` ranks first (the smaller id); of equal scores, the earlier answer. So the outcome is a pure
+Sums are double; transformers' are float32. Among equal sums, the better beam of the step before comes first, then the
+token that `rank_logits` ranks first (the smaller id); among equal scores, the earlier answer. So the outcome is a pure
 function of the candidates.
 """
 

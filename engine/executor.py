@@ -23,7 +23,7 @@ Hidden: TypeAlias = npt.NDArray[np.float32]
 """Hidden state of a token after the model's last norm, or a sum of some, float32 [hidden_size]."""
 
 States: TypeAlias = npt.NDArray[np.float32]
-"""What a model has computed at some consecutive tokens, from which drafts are made, float32 [num_tokens, size]."""
+"""States of a model at some consecutive tokens, from which drafts are made, float32 [num_tokens, size]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,6 @@
 """Measures what memory and matrix products of a device give to one process, for the floors of a model's steps.
 
-On a shared host both change from minute to minute, memory by a factor of two: a rate tells of the moment in which it
+On a shared host both change from minute to minute, memory by a factor of two: a rate holds for the moment in which it
 was measured.
 """
 

@@ -84,7 +84,7 @@ class Group:
         )
 
     def prefilled_elsewhere(self, now_s: float) -> None:
-        """Note that another engine computed the prompt: nothing is told of what is computed again here."""
+        """Note that another engine computed the prompt: nothing is reported about what is computed again here."""
         self.prefill_started_s, self.reported_prefill = now_s, True
 
     def tokens_event(self, outputs: Seq[TokenOutput], now_s: float) -> Tokens:

@@ -44,7 +44,7 @@ class EngineOptions:
     """"torch": no compiled kernels on a CPU, even where they are available. "cudnn": attends to prompts on a GPU.
     "compile": vLLM's runner under `torch.compile`."""
     runner: Literal["torch", "vllm"] = "torch"
-    """What computes: our own decoder and transformers', or vLLM's model runner."""
+    """The engine that computes: our own decoder and transformers', or vLLM's model runner."""
     tensor_parallel: int = 1
     """Ranks of vLLM's process group."""
 

@@ -28,7 +28,7 @@ class StepPlan:
     undrafted: StepShape | None = None
     """Counts of the step without its drafts; None: it has none."""
     expected: Expected | None = None
-    """What a speculator has predicted for the step."""
+    """The speculator's prediction for the step."""
     drafting_s: float = 0.0
     """Time that its drafts have taken."""
     max_s: float = math.inf

@@ -101,7 +101,7 @@ class ModelExecutor(Generic[StepT]):
         self.exact_resume = not info.has_codes
         self.floors = floors
         self.kept_states: KeptStates | None = None
-        """What `StepResult.states` holds; None: nothing."""
+        """Content of `StepResult.states`; None: nothing."""
         self._hidden_dtype = torch.float32
         self.model = model
         self._store = store

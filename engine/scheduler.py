@@ -109,7 +109,7 @@ class Scheduler:
             return Refused(reason=f"{slots} sequences are running or about to run", retry_after_s=0.5)
         if self.waiting:
             return Refused(reason="sequences are waiting for pages", retry_after_s=0.5)
-        # Of beams, the last token is computed here: its candidates are needed.
+        # The last token of beams is computed here: its candidates are needed.
         hashes = sequence.block_hashes[: sequence.num_reusable_blocks] if sequence.is_beam else sequence.block_hashes
         cached = self.pool.match_prefix(hashes)
         # Every sample writes its next token soon.

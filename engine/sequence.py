@@ -86,7 +86,7 @@ class Sequence:
     grammar_state: GrammarState | None = None
     """State of its grammar after the tokens that were looked at; None before the first look."""
     beams: "list[Sequence] | None" = None
-    """The beams that compete with it, best first, itself included; one list for all of them. None: it is no beam."""
+    """The beams that compete with it, best first, itself included; one list for all of them. None: it is not a beam."""
     candidates: Candidates | None = None
     """Its best next tokens, once its known tokens are computed; it then waits for the other beams."""
 

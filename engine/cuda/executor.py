@@ -166,7 +166,7 @@ class CudaExecutor:
         )
 
     def _keep_sampled(self, chosen: Chosen) -> None:
-        """Leave the tokens where the next step may read them; the negative token of a failed row is no index."""
+        """Leave the tokens where the next step may read them; the negative token of a failed row is not an index."""
         num_rows = len(chosen.token_ids)
         torch.clamp(chosen.token_ids, min=0, out=self._decode.last_sampled[:num_rows])
 

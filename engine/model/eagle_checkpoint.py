@@ -9,7 +9,7 @@ EAGLE, EAGLE-3 and conversions with the same names: a folder holds `config.json`
 and beside them "fc.weight" [hidden, 2 * hidden], in EAGLE-3 [hidden, 3 * hidden of the model], in EAGLE perhaps
 "fc.bias"; perhaps "embed_tokens.weight", which is mostly a copy of the model's; in EAGLE-3 "norm.weight", perhaps
 "lm_head.weight" [draft vocabulary, hidden], and where that vocabulary is a part of the model's, "d2t": what to add to
-the index of each of its tokens. A `hidden_norm` is what tells EAGLE-3. Names and shapes are those of the EAGLE authors'
+the index of each of its tokens. A `hidden_norm` identifies EAGLE-3. Names and shapes are those of the EAGLE authors'
 `eagle/model/cnets.py` and `cnets1.py`, and of vLLM's `llama_eagle.py` and `llama_eagle3.py`.
 
 MTP: the checkpoint of a MiMo model holds, below "model.mtp_layers.0.", the tensors of one of its layers,

@@ -55,7 +55,7 @@ def round_for_text(weight: Tensor, sums: TextSums, *, bits: int, group_size: int
     """Return the weight [out_features, in_features] on grids of `fit_grid` whose results on the text are close."""
     fitted = _fitted(weight, sums)
     damped, _ = _damped(sums.moments, _DAMPING)
-    # Row i tells how the inputs behind input i make up for a change of it, once those before it are fixed.
+    # Row i says how the inputs behind input i compensate for a change of it, once those before it are fixed.
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
     chain = torch.linalg.cholesky(inverse, upper=True).float()
     moments = damped.float()

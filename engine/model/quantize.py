@@ -86,7 +86,7 @@ def check_fp8(device: torch.device) -> None:
 
 
 def check_finite(weights: DecoderWeights, config: DecoderConfig) -> None:
-    """Raise UnsupportedModel, naming the tensor, when a weight to be rounded is no number. All weights are plain."""
+    """Raise UnsupportedModel, naming the tensor, when a weight to be rounded is not a number. All weights are plain."""
     for name, view in checkpoint_views(weights, config).items():
         if view.ndim == 2:
             refuse_unless_finite(name, view)
@@ -102,14 +102,14 @@ def refuse_unless_finite(name: str, weight: Tensor) -> None:
 def quantize_weights(weights: DecoderWeights, config: DecoderConfig, method: QuantizationMethod) -> None:
     """Replace the plain projections by those of a method, one by one. Mutates `weights`.
 
-    Tells the log now and then how far it is. Raises UnsupportedModel for weights that are no numbers.
+    Logs its progress now and then. Raises UnsupportedModel for weights that are not numbers.
     """
     check_finite(weights, config)
     weights.convert_projections(quantizer(config, method, device=weights.embedding.device))
 
 
 def quantizer(config: DecoderConfig, method: QuantizationMethod, *, device: torch.device) -> Convert:
-    """Return the conversion of plain projections by a method, for one model: it tells the log how far it is."""
+    """Return the conversion of plain projections by a method, for one model: it logs its progress."""
     is_cpu = device.type == "cpu"
     told_s, num_rounded = time.monotonic(), 0
     num_projections = config.num_layers * len(fused_projections(config)) + 1

@@ -212,7 +212,7 @@ class ModelDrafter:
         return drawn
 
     def _took(self, shadow: Shadow, result: StepResult) -> None:
-        """Take what else a step has told of a shadow, before its tokens are appended."""
+        """Take a step's further results for a shadow, before its tokens are appended."""
 
     def _make_room(self, shadow: Shadow, num_tokens: int) -> bool:
         """Give a shadow pages for its first `num_tokens` tokens; one that gets none loses those that it has."""

@@ -1,6 +1,6 @@
 """The seam between a method of drafting and the decision how much of its drafts to verify.
 
-A method first tells how likely it is to be right (`prospects`) and how long it takes (`costs_s`); what is worth
+A method first reports how likely it is to be right (`prospects`) and how long it takes (`costs_s`); what is worth
 verifying is then drafted. So a method that has to compute its drafts computes none in vain.
 """
 

@@ -1,6 +1,6 @@
 """Drafts from a draft layer: EAGLE and EAGLE-3 (`engine/model/eagle.py`).
 
-The layer reads a token together with the model's state at the token before it. States are no part of KV, and are not
+The layer reads a token together with the model's state at the token before it. States are not part of KV, and are not
 handed over; so the layer knows a sequence from the first token behind a state that this worker has computed: from the
 beginning of a prompt that was computed here in one step, else from its last chunk, from the end of what a cache or
 another worker brought. Its KV has pages of its own, and lies in none of the model's blocks: a prompt's would have to be
@@ -59,7 +59,7 @@ class KnownStates:
 
 @dataclass(slots=True, eq=False)
 class LayerShadow(Shadow):
-    """What a draft layer knows of a sequence."""
+    """A draft layer's record of a sequence."""
 
     known: KnownStates = field(default_factory=KnownStates)
     outputs: "list[States]" = field(default_factory=list)

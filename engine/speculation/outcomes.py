@@ -2,7 +2,7 @@
 
 Chances and times are estimates, each with errors of its own, and the choice prefers the rows whose errors flatter them.
 So tokens per second are summed as predicted and as they came, for steps with drafts and for those without, by classes
-of answers in a batch. Steps without drafts tell what the machine does to every prediction; the rest is optimism. A
+of answers in a batch. Steps without drafts show what the machine does to every prediction; the rest is optimism. A
 class that has stopped drafting forgets with the steps that pass, and tries again: some steps in hundreds.
 """
 

@@ -75,7 +75,7 @@ class StepOrder:
 
 @dataclass(slots=True)
 class _Known:
-    """What the ranks know of an open sequence."""
+    """The ranks' record of an open sequence."""
 
     key: str
     num_tokens: int

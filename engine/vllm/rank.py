@@ -1,7 +1,8 @@
 """Runs on each rank of a vLLM process group: turns orders into vLLM's steps, and samples as every other engine does.
 
-vLLM computes hidden states and logits; the next token is chosen by `engine.sampler`, on rank 0. Which tokens a sequence
-has is told by the order of the next step, never by what vLLM sampled: the rank writes them where vLLM's runner looks.
+vLLM computes hidden states and logits; the next token is chosen by `engine.sampler`, on rank 0. The tokens of a
+sequence come with the order of the next step, never from what vLLM sampled: the rank writes them where vLLM's runner
+looks.
 
 Written against the V1 model runner of vLLM's CPU build (`engine.vllm.signatures` checks it).
 """
@@ -178,7 +179,7 @@ class Rank:
         return prompt_logprobs(self._runner.model.compute_logits, hidden, order.targets, order.num_top)
 
     def _scheduler_output(self, order: StepOrder) -> Any:
-        """Return vLLM's record of a step, and write what vLLM's scheduler would not tell: tokens chosen elsewhere."""
+        """Return vLLM's record of a step, and write what vLLM's scheduler would not: tokens chosen elsewhere."""
         from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 
         for key in order.closed:

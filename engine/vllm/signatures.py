@@ -1,7 +1,7 @@
 """Checks at start that the installed vLLM has the insides that this package uses.
 
-They are no public interface, so one version is pinned exactly; a vLLM of that version with other insides, a fork or a
-build from source, is refused as well, in a sentence, before a model is loaded.
+They are not a public interface, so one version is pinned exactly; a vLLM of that version with other insides, a fork or
+a build from source, is refused as well, in a sentence, before a model is loaded.
 """
 
 import importlib

@@ -33,7 +33,7 @@ class Checkpoint(Protocol):
         ...
 
     def weight(self, module: str, shape: tuple[int, int]) -> GroupedWeight | Tensor:
-        """Return a quantized module's weight; a plain float32 tensor where its grid is no grouped one.
+        """Return a quantized module's weight; a plain float32 tensor where its grid is not a grouped one.
 
         `shape` is (out_features, in_features) as in config.json. Raises UnsupportedModel.
         """
