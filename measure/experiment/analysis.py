@@ -27,7 +27,7 @@ class Limit(enum.StrEnum):
 
     A prefill pool that is too small shows in late first tokens, and in requests that are refused because of them. A
     decode pool that is too small shows in long gaps between tokens, or in full pages: then answers wait for a place,
-    and their first tokens are late. Utilization tells less: a decode worker steps whenever it has one answer to write,
+    and their first tokens are late. Utilization says less: a decode worker steps whenever it has one answer to write,
     so it is busy long before it is full.
     """
 

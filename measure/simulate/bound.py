@@ -36,8 +36,8 @@ Every argument below holds for every floor. Take any schedule, and the requests 
    maximum whatever the solver's tolerances (weak duality).
 
 The program is solved once per *charge*: even with the first floor, by work with the last one. Each value is a bound, so
-the least is. The proof needs answers that are no part of later prompts, as in a replayed trace, and different block ids
-with different tokens.
+the least is. The proof needs answers that are not part of later prompts, as in a replayed trace, and different block
+ids with different tokens.
 """
 
 import math

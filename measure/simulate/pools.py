@@ -1,6 +1,6 @@
 """The workers of a simulated cluster as they start, change their pool, and leave.
 
-    STARTING ──startup_s──▶ SERVING ──told to leave──▶ DRAINING ──empty, or grace_s over──▶ gone
+    STARTING ──startup_s──▶ SERVING ──asked to go────▶ DRAINING ──empty, or grace_s over──▶ gone
 
 As in a real cluster (`cluster/changes/scaling.py`), routers learn of changes by their membership alone, and their own
 code moves requests off a draining worker. Growing and shrinking go on side by side.

@@ -43,7 +43,7 @@ class Stay:
     """Time from which it is paid for."""
     serving_s: float | None = None
     leaving_s: float | None = None
-    """Time at which it was told to leave; None: never."""
+    """Time at which it was asked to leave; None: never."""
     gone_s: float | None = None
     is_flipped: bool = False
     """Whether it served the other pool before; its time there ended when this one began."""

@@ -115,7 +115,7 @@ class SimWorker:
         self._surroundings.network.listen(self.endpoint.address, server)
 
     async def change_role(self, role: worker_pb2.WorkerRole.ValueType, *, grace_s: float) -> None:
-        """Move to the other pool as `WorkerRuntime.change_role` does. The caller tells the routers."""
+        """Move to the other pool as `WorkerRuntime.change_role` does. The caller notifies the routers."""
         await self.runtime.change_role(role, epoch=self.runtime.epoch, grace_s=grace_s)
         self.endpoint = replace(self.endpoint, role=role)
 

@@ -160,7 +160,7 @@ class TrafficTrace:
     def write(self, path: Path) -> None:
         """Write the requests, with block keys as small numbers in order of first appearance. Raises OSError.
 
-        An answer without tokens is written as one token long, the least that the format allows; `outcome` tells why.
+        An answer without tokens is written as one token long, the least that the format allows; `outcome` says why.
         """
         ids: dict[int, int] = {}
         with path.open("w", encoding="utf-8") as file:

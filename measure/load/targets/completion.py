@@ -108,7 +108,7 @@ class CompletionReader:
         self._id: str | None = None
         self._num_tokens = 0
         self._ends_silently = False
-        """Whether the last event had neither text nor ids; only the total tells whether it was a token."""
+        """Whether the last event had neither text nor ids; only the total shows whether it was a token."""
         self._is_over = False
 
     def take(self, data: bytes) -> int:

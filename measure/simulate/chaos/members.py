@@ -1,4 +1,4 @@
-"""Membership of the workers, as a controller tells it to routers: drains, and moves to the other pool."""
+"""Membership of the workers, as a controller sends it to routers: drains, and moves to the other pool."""
 
 import asyncio
 from collections.abc import Sequence

@@ -74,7 +74,7 @@ class PoisonBook:
         """Return whether an innocent request has lost so many workers in these attempts that it may be refused.
 
         An attempt is lost when one of its workers has ended since; it may have been stopped or cut off before. Those
-        that one poison request alone has ended are no excuse: quarantine keeps others from them.
+        that one poison request alone has ended do not excuse it: quarantine keeps others from them.
         """
         lost = [causes for attempt in attempts if (causes := self._causes(attempt))]
         is_by_one = any(all(causes == {cause} for causes in lost) for cause in set().union(*lost) - {None})

@@ -40,7 +40,7 @@ class Fault(enum.StrEnum):
     HOST_CRASH = "host crash"
     """A host dies with both of its workers, one of each pool."""
     DRAIN = "drain"
-    """A worker is told to leave, and is kept after all."""
+    """A worker is asked to leave, and is kept after all."""
     FLIP = "flip"
     """A worker moves to the other pool, with its cache."""
     FLOOD = "flooding tenant"
@@ -87,8 +87,8 @@ class ChaosSettings:
     max_fault_s: float = 30.0
     """Longest time that a worker is stopped or slow, or the network cut."""
     poison_gap_s: float = 10.0
-    """Mean time between two poison requests. One comes when the last has ended MIN_QUIET_S ago: no budget could tell
-    the innocent from two of them."""
+    """Mean time between two poison requests. One comes when the last has ended MIN_QUIET_S ago: no budget could
+    distinguish the innocent from two of them."""
     cancelled_share: float = 0.03
     """Share of clients that cancel."""
     max_notice_s: float = MAX_NOTICE_S
