@@ -33,7 +33,7 @@ def command_line(
 
 
 def terminal(*, stderr: bool = False) -> Console:
-    """Return a console; it is wide enough for every table where the output is no terminal."""
+    """Return a console; it is wide enough for every table where the output is not a terminal."""
     console = Console(stderr=stderr, highlight=False)
     return console if console.is_terminal else Console(stderr=stderr, highlight=False, width=200, soft_wrap=stderr)
 
@@ -65,7 +65,7 @@ def machine() -> dict[str, Any]:
 
 
 def _cpuinfo() -> dict[str, str]:
-    """Return the fields of the first processor; empty where the kernel does not tell them."""
+    """Return the fields of the first processor; empty where the kernel does not report them."""
     try:
         first = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").split("\n\n")[0]
     except OSError:

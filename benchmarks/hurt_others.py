@@ -1,4 +1,4 @@
-"""Hurts what is no worker, in the middle of streams: a router, the controller of a Ray cluster, the head of Ray."""
+"""Kills or stops processes other than workers in mid-stream: a router, a Ray cluster's controller, the head of Ray."""
 
 import asyncio
 import signal

@@ -1,4 +1,4 @@
-"""What `benchmarks.kill` hurts: processes, the fault, and a cluster that is started for it."""
+"""The targets of `benchmarks.kill`: processes, the fault, and a cluster that is started for it."""
 
 import os
 from collections import Counter

@@ -55,7 +55,7 @@ class MemorySample:
     device_bytes: int
     """Memory that the CUDA allocator holds; 0 without a device."""
     python_blocks: int
-    """Allocations of the Python interpreter: tells a leak of objects from one below Python."""
+    """Allocations of the Python interpreter: distinguishes a leak of objects from one below Python."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 `python -m benchmarks.token_worker --itl-ms 5` gets its certificate on stdin and prints a ready line (common.process).
 Its cost is not the router's: it exists so that a router can be loaded without an engine on the same two cores.
-Routers reach it at its control, as a real worker; clients at its direct door, whose port it tells routers.
+Routers reach it at its control, as a real worker; clients at its direct door, whose port it reports to routers.
 """
 
 import argparse

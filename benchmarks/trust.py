@@ -46,7 +46,7 @@ class Child:
         """Content of its ready line. Raises RuntimeError when the line is none."""
         ready = parse_ready(self.line)
         if ready is None:
-            raise RuntimeError(f"{self.line!r} is no ready line")
+            raise RuntimeError(f"{self.line!r} is not a ready line")
         return ready
 
 

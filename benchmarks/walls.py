@@ -6,7 +6,7 @@ Method. For each situation a cluster of the default model (local launcher, one t
 for some seconds with requests of random token ids (seeded) from as many clients as the situation says, each of which
 sends its next request when the last one is answered. Then the router is asked for its diagnosis of the last minute.
 Where it predicts a figure for another worker or for more pages, the same load runs again on a cluster that was changed
-so. The report tells which cause was named first, and in a table each predicted figure with its interval beside what was
+so. The report says which cause was named first, and in a table each predicted figure with its interval beside what was
 found: waits and times of requests by their own reports, steps by the workers' totals. Exit code 1 when a situation is
 not named rightly. Workers share the cores of the machine: with fewer idle cores than a change uses, its interval is
 wide, and says so.

@@ -2,11 +2,11 @@
 
     python -m benchmarks.cuda.handoff [--device cuda] [--out DIR] [--smoke]
 
-Method. A second process holds pages of the shape of Qwen3-8B, full of noise, and tells over a pipe where they are, as a
-prefill worker tells over gRPC. This process maps them once (CUDA IPC) and copies blocks out of them into pages of its
-own, scattered on both sides, as a decode worker does; each copy has ended when the call returns. The bytes are
-compared with what the other process read for itself. Bound: the same bytes at the measured rate of a large copy, which
-counts a byte twice, read and written. On a CPU, shared memory takes the place of CUDA IPC.
+Method. A second process holds pages of the shape of Qwen3-8B, full of noise, and reports over a pipe where they are, as
+a prefill worker does over gRPC. This process maps them once (CUDA IPC) and copies blocks out of them into pages of its
+own, scattered on both sides, as a decode worker does; each copy has ended when the call returns. The bytes are compared
+with what the other process read for itself. Bound: the same bytes at the measured rate of a large copy, which counts a
+byte twice, read and written. On a CPU, shared memory takes the place of CUDA IPC.
 """
 
 import argparse
@@ -105,7 +105,7 @@ def _checksum(store: TorchKvStore, block_id: BlockId) -> int:
 
 @contextmanager
 def _peer(part: Part) -> Iterator[dict[str, Any]]:
-    """Run the second process; yields what it tells."""
+    """Run the second process; yields its description of its pages."""
     command = [sys.executable, "-m", "benchmarks.cuda.handoff", "--serve", "--device", part.device.type]
     command += ["--smoke"] if part.is_smoke else []
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)

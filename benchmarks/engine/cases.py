@@ -59,7 +59,7 @@ def decode_rate(outputs: Sequence[Output]) -> float:
     Every step gives each sequence one token, so the last sequence to start counts the steps until the first one ends.
     """
     last_started = max(outputs, key=lambda output: output.times_s[0])
-    # Tokens of one step are told one after the other: less than half of a step later still is the same step.
+    # Tokens of one step arrive one after the other: less than half of a step later still is the same step.
     step_s = min(later - earlier for earlier, later in pairwise(last_started.times_s))
     ends_s = min(output.times_s[-1] for output in outputs) + step_s / 2
     steps_s = [time_s for time_s in last_started.times_s if time_s <= ends_s]

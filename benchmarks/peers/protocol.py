@@ -42,7 +42,7 @@ def claim_stdout() -> TextIO:
 
 
 def serve(replies: TextIO, generate: Generate, about: dict[str, Any]) -> None:
-    """Answer requests until the input ends. `about` is told once: versions, threads, what computes."""
+    """Answer requests until the input ends. `about` is sent once: versions, threads, what computes."""
     _reply(replies, {"ready": about})
     for line in sys.stdin:
         started_s = time.perf_counter()

@@ -51,7 +51,7 @@ def parse_arm(text: str, *, slo: Slo, interval_s: float) -> Arm:
         elif match := re.fullmatch(r"startup=(\d+(?:\.\d+)?)", change):
             arm = replace(arm, startup_s=float(match[1]))
         else:
-            raise ArmError(f"{text}: {change!r} is no change of an arm; say noflip or startup=SECONDS")
+            raise ArmError(f"{text}: {change!r} is not a change of an arm; say noflip or startup=SECONDS")
     return arm
 
 
@@ -80,5 +80,5 @@ def _base(text: str, *, slo: Slo, interval_s: float) -> Arm:
                 ours = replace(ours, attainment=numbers[0])
             return Arm(name=text, kind="ours", make_planner=lambda: SloPlanner(ours), flip_s=_FLIP_S)
     raise ArmError(
-        f"{text!r} is no arm; say 5P2D, ray:2:16, dynamo:0.8 or ours, with the suffixes +noflip or +startup=240"
+        f"{text!r} is not an arm; say 5P2D, ray:2:16, dynamo:0.8 or ours, with the suffixes +noflip or +startup=240"
     )

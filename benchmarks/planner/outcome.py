@@ -41,7 +41,7 @@ class Outcome(BaseModel):
     num_starts: int
     num_flips: int
     num_leaves: int
-    """Workers that were told to leave, without flips."""
+    """Workers that were asked to leave, without flips."""
     num_moves: int
     """Answers that moved to another worker because theirs was leaving."""
     hit: float

@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     parts = [part for part in args.parts.split(",") if part]
     if unknown := [part for part in parts if part not in PARTS]:
-        parser.error(f"--parts: {unknown[0]!r} is no part; known are {', '.join(PARTS)}")
+        parser.error(f"--parts: {unknown[0]!r} is not a part; known are {', '.join(PARTS)}")
     if args.requests < _FEWEST_REQUESTS:
         parser.error(f"--requests: {args.requests} are too few for two tenants; say at least {_FEWEST_REQUESTS}")
     bench = Bench(

@@ -79,7 +79,7 @@ class HttpBench(RealBench):
 
     @contextmanager
     def serve(self, plan: ArmPlan) -> Iterator[Measure]:
-        """See `RealBench`; tells the CPU time that servers of other arms used meanwhile."""
+        """See `RealBench`; reports the CPU time that servers of other arms used meanwhile."""
         arm = plan.arm.name
         with self._serving(arm) as url, super().serve(replace(plan, url=url)) as measure:
             before_s, started_s = self._idle_cpu_s(arm), time.monotonic()
