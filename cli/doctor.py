@@ -82,7 +82,7 @@ def _collect(connection: Connection, *, host_only: bool) -> "list[Finding]":
         return findings
     compared = config if has_file and address is None else None
     cluster = connection.cluster()
-    # A cluster that was named by its address may have been started elsewhere; its workers tell operators only.
+    # A cluster that was named by its address may have been started elsewhere; its workers answer operators only.
     operator = operator_credentials(run_dir_of(config_path))
     client = partial(AsyncClient, cluster.address, **cluster.client_options(connection.api_key))
     return findings + asyncio.run(check_service(client, compared, operator=operator))

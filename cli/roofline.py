@@ -34,7 +34,7 @@ def roofline(*, connection: Connection) -> None:
 
     A step is bound by memory while reading weights and KV takes longer than its arithmetic; the batch at which that
     changes is the ridge. Times are those of the worker's fitted timing model; the last row is what it really ran in the
-    last hour. The line above the table tells how fast KV comes: what each transport moved between pages of this host as
+    last hour. The line above the table says how fast KV comes: what each transport moved between pages of this host as
     the worker started, and what its pulls have reached since.
     """
     with connection.client(timeout_s=_TIMEOUT_S) as client:

@@ -62,7 +62,7 @@ def _ask(clients: Sequence[Client]) -> list[AskedRouter]:
 
 
 def _record(routers: Sequence[AskedRouter]) -> dict[str, object]:
-    """Return what the first router that answers tells, and every router by itself."""
+    """Return the status from the first router that answers, and every router by itself."""
     told = next(asked.status for asked in routers if asked.status is not None)
     each = [
         {

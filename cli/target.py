@@ -1,4 +1,4 @@
-"""Which cluster a command means: the file names it, its run folder tells where it is and how to connect."""
+"""The cluster that a command means: the file names it, its run folder says where it is and how to connect."""
 
 from dataclasses import dataclass
 from pathlib import Path
