@@ -74,7 +74,7 @@ class TokenLedger:
         self._finish(self._samples[sample_index])
 
     def end_without_tokens(self) -> None:
-        """Mark the only sample as ended now: its answer, which is no token, counts as the first and the last one."""
+        """Mark the only sample as ended now: its answer, which is not a token, counts as the first and the last one."""
         self.finish(0)
         self.first_token_s = self.last_token_s = self._clock.monotonic()
 

@@ -81,7 +81,7 @@ class Lives:
         _remember(self._seen_s, life, self._clock.monotonic())
 
     def note_departure(self, life: Life) -> None:
-        """Note that a worker leaves the membership while it is ready: this is no end."""
+        """Note that a worker leaves the membership while it is ready: this does not count as an end."""
         _remember(self._departed, life, None)
 
     async def find_ended(self, lives: Collection[Life]) -> dict[Life, float]:

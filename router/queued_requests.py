@@ -1,4 +1,4 @@
-"""What a request asks of the line: its size and objectives, how long it waits, and what happens when it is late."""
+"""The demands of a request on the line: its size and objectives, its longest wait, and its treatment when late."""
 
 import math
 from dataclasses import dataclass, field, replace

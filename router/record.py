@@ -45,7 +45,7 @@ class Job:
     sampling: SamplingParams
     model: ModelFacts
     defaults: sampling_pb2.SamplingParams = field(default_factory=sampling_pb2.SamplingParams)
-    """What the router chose of `sampling`, for fields that the request left out."""
+    """Values in `sampling` that the router chose, for fields that the request left out."""
     delivery: Delivery = Delivery.ROUTER
     rendered_unix_s: int = 0
     """Time that the chat template was given; 0: no chat."""

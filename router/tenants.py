@@ -14,7 +14,7 @@ class Overload(enum.Enum):
     REFUSE = "refuse"
     """Refused at once."""
     WAIT = "wait"
-    """Served as soon as there is room, until their own deadline."""
+    """Served when their turn comes, until their own deadline."""
     SHORTEN = "shorten"
     """Served with a shorter answer."""
     YIELD = "yield"
@@ -38,7 +38,7 @@ class Tenant:
     max_priority: int = 0
     """Highest priority; a request that claims more gets this one."""
     overload: Overload | None = None
-    """What happens to late requests; None: what the router's `shed` says."""
+    """Treatment of late requests; None: as the router's `shed` says."""
     shortened_max_tokens: int = 128
     """Longest answer of a request that SHORTEN concerns."""
     is_operator: bool = False

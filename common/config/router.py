@@ -137,7 +137,7 @@ class TenantConfig(Section):
     """Largest priority that its requests may claim; a larger claim gets this."""
     overload: Literal["refuse", "wait", "shorten", "yield"] | None = None
     """What happens to its requests that have missed their objective for the first token, or are predicted to.
-    `refuse`: refused at once; `wait`: served as soon as there is room, until their own deadline; `shorten`: served with
+    `refuse`: refused at once; `wait`: served when their turn comes, until their own deadline; `shorten`: served with
     at most `shortened_max_tokens`; `yield`: served after the requests of all tenants. `null`: as `router.shed` says.
     [More](#overload)."""
     shortened_max_tokens: Annotated[int, Field(ge=1)] = 128

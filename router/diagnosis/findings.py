@@ -233,7 +233,7 @@ def _decode_steps(view: View) -> list[Finding]:
     alone = pool.decode_step_s(1.0, pool.mean_context)
     alone_s = pool.mean_decode_step_s if alone is None else alone[0]
     step_s = min(tpot_s, max(alone_s, pool.mean_decode_step_s))
-    lone = "cannot be told yet" if alone is None else short_time(alone_s)
+    lone = "not known yet" if alone is None else short_time(alone_s)
     decode_s = _mean(view.requests, lambda each: each.decode_s)
     preempted = sum(worker.status.num_preemptions for worker in pool.workers)
     return [

@@ -95,12 +95,12 @@ def error_body(error: KvrelayError) -> bytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialect:
-    """What all endpoints of one API write alike."""
+    """Details that all endpoints of one API write alike."""
 
     error_body: Callable[[KvrelayError], bytes]
     """Returns the JSON of an error."""
     event_open: bytes = b"data: "
-    """What comes before that JSON in the event that ends a stream."""
+    """Bytes before that JSON in the event that ends a stream."""
     request_id_header: bytes = b"x-request-id"
     error_schema: str = "Error"
     """Name of the error's schema in the OpenAPI document."""

@@ -83,7 +83,7 @@ class Booking:
 
     @property
     def holds(self) -> tuple[Hold, ...]:
-        """What it holds, on one worker or two."""
+        """Its holds, on one worker or two."""
         return (self.decode,) if self.prefill is None else (self.decode, self.prefill)
 
     def __enter__(self) -> "Booking":

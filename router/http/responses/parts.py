@@ -117,7 +117,7 @@ class _PartedItem(Item):
 
 
 class ReasoningItem(_PartedItem):
-    """What the model thought."""
+    """The model's reasoning."""
 
     prefix = "rs"
     delta = "response.reasoning_text.delta"
