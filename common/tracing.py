@@ -26,7 +26,7 @@ MAX_STAGES = 128
 Value: TypeAlias = str | bool | int | float | Sequence[str] | Sequence[float]
 Attributes: TypeAlias = Mapping[str, Value]
 
-# Versions after 00 may append fields; ff is no version. Ids of zeros are invalid.
+# Versions after 00 may append fields; ff is not a version. Ids of zeros are invalid.
 _FORM = re.compile(r"(?!ff)([0-9a-f]{2})-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 _SAMPLED = 1
 _random = random.Random()  # ids need to differ, not to be secret

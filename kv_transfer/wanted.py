@@ -1,4 +1,4 @@
-"""What a pull asks for, and whether the manifest and the blocks that arrived are that."""
+"""The request of a pull, and the check that the manifest and the blocks that arrived satisfy it."""
 
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What a worker depends on and a simulation replaces: clock, peers, the driver of its engine, the host's cores."""
+"""Dependencies of a worker that a simulation replaces: clock, peers, the driver of its engine, the host's cores."""
 
 import time
 from collections import deque

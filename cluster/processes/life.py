@@ -12,7 +12,7 @@ The *standing* says what the rest of the cluster may do with it, whether it is u
        │         │  ▼          │          one that changes its role is APART meanwhile, then a MEMBER again;
        └───────▶ APART ◀───────┘          a process that is being removed stays APART
 
-             routers are told of it   other workers exchange prefixes with it
+             routers know of it       other workers exchange prefixes with it
     JOINING            no                              no
     MEMBER             yes                             yes
     DRAINING           yes, as draining                no
@@ -83,7 +83,7 @@ class Life:
 
     @property
     def is_known_to_routers(self) -> bool:
-        """Whether routers are told of it while it is up."""
+        """Whether routers know of it while it is up."""
         return self.standing in (Standing.MEMBER, Standing.DRAINING)
 
     def enter(self, phase: ProcessPhase) -> None:

@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class RayActor(ServiceActor):
-    """What Ray needs of a service: its address, its name, its metrics."""
+    """A service with what Ray needs: its address, its name, its metrics."""
 
     def __init__(self, params: ServiceParams) -> None:
         super().__init__(params)
