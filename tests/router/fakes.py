@@ -143,7 +143,7 @@ class FakeWorker:
     num_refusals: int = 0
     """Requests to refuse before the first is accepted."""
     retry_after_s: float = 30.0
-    """Named in a refusal; longer than a test may take."""
+    """Time to retry that a refusal names; longer than a test may take."""
     num_duplicates: int = 0
     """Extra copies of each decoded token."""
     beams: sequence_pb2.BeamState | None = None
