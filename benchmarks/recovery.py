@@ -4,7 +4,7 @@
 
 Method: that of benchmarks/kill.py, fake engine, a cluster for each group of rows. Slow workers get three rounds in ten
 and Ray's head two, as theirs are long. The file is written after each group, so an interrupted run keeps what it has,
-and the next one, with the same file and --resume, goes on behind it. Rows that this machine cannot measure are left
+and the next one, with the same file and --resume, goes on after it. Rows that this machine cannot measure are left
 out, with the reason.
 """
 

@@ -60,7 +60,7 @@ class Example:
     states: Tensor
     """States before the tokens, bfloat16 [n, 3 * hidden]."""
     last: Tensor
-    """Residual stream of the model at the tokens, behind its last layer, bfloat16 [n, hidden]."""
+    """Residual stream of the model at the tokens, after its last layer, bfloat16 [n, hidden]."""
 
 
 def read_examples(executor: ModelExecutor[Any], texts: Sequence[tuple[list[int], list[int]]]) -> Iterator[Example]:

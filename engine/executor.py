@@ -120,7 +120,7 @@ class ScheduledSequence:
         return Walk(places)
 
     def _turn_off(self, depth: int, sampled: "Seq[Sampled]") -> "Walk":
-        """Return the walk that leaves the draft behind its first `depth` tokens."""
+        """Return the walk that leaves the draft after its first `depth` tokens."""
         begin = 1 + len(self.draft)
         places = [*range(depth + 1)]
         for branch in self.branches:

@@ -179,7 +179,7 @@ class Sequence:
 
     @property
     def is_decoding(self) -> bool:
-        """Whether the rest to run is an answer's: one token, and those that its grammar forced behind it."""
+        """Whether the rest to run is an answer's: one token, and those that its grammar forced after it."""
         num_to_run = self.num_to_run
         return num_to_run == 1 or (num_to_run <= 1 + MAX_FORCED_TOKENS and self.num_computed >= self.num_prompt_tokens)
 

@@ -59,7 +59,7 @@ class Attempt(ABC):
     on_transferred: Callable[[], None]
     """Called when the decode worker holds the blocks of all known tokens."""
     must_move: Callable[[], bool]
-    """Returns whether the decode worker is leaving; the attempt then ends behind the next token."""
+    """Returns whether the decode worker is leaving; the attempt then ends after the next token."""
     _num_gaps_before: int = 0
     """Gaps between tokens up to the first token of this attempt."""
 

@@ -1,6 +1,6 @@
 """The prefixes that requests repeat most often, by digest, for operators.
 
-A *prefix* here is what a request found cached, with the blocks behind it that caches had held and have evicted. What
+A *prefix* here is what a request found cached, with the blocks after it that caches had held and have evicted. What
 all prompts begin with is one prefix, however they go on. Each request counts half after a minute. When the record is
 full, a new prefix replaces the coldest one; memory is bounded by `CAPACITY` and the longest prompt. Neither tokens nor
 text are kept, and digests are keyed with the cluster's secret.

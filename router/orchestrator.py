@@ -5,9 +5,9 @@
    come, each index of each sample once and in order (ledger.py).
 3. A worker refuses (Overloaded): the booking is released and the request goes back to its place in line.
 4. A worker is lost, restarted or faulty, or the transfer breaks: the workers concerned are out of use until they answer
-   again, and the request gets another plan, at most `max_attempts` in all. A single sample continues behind its last
+   again, and the request gets another plan, at most `max_attempts` in all. A single sample continues after its last
    delivered token; several samples that have begun continue separately, side by side.
-   A draining decode worker hands its requests over in the same way, behind the next token, as often as needed:
+   A draining decode worker hands its requests over in the same way, after the next token, as often as needed:
    nothing has failed, and the next worker pulls the KV from it.
 5. FINISHED, FAILED or CANCELLED: calls, bookings, tasks and the ticket are gone before the client's call ends.
 

@@ -1,11 +1,11 @@
 """A cache of tokenized beginnings of conversations, so that the next turn tokenizes and hashes only what is new.
 
-A rendered conversation is cut right behind special tokens of the chat template: a tokenizer takes these out of the text
+A rendered conversation is cut right after special tokens of the chat template: a tokenizer takes these out of the text
 before anything else and treats the pieces between them separately, so nothing is ever merged across such a cut, and
 
     ids(text) = ids(text[:cut]) + ids(text[start of the special token:])[1:]
 
-(The second part begins with the special token, not behind it, because some tokenizers treat the first piece of a text
+(The second part begins with the special token, not after it, because some tokenizers treat the first piece of a text
 differently.) The ids up to the last cut are kept under a keyed hash of the text before it; the next turn is looked up
 from its last cut backwards. Callers in different *scopes* share nothing, neither ids nor times.
 """

@@ -38,7 +38,7 @@ def with_tables(page: str, tables: Mapping[str, str]) -> str:
         begin = f"<!-- table {name} -->"
         place = re.compile(rf"{re.escape(begin)}\n.*?^{re.escape(_END)}$", re.DOTALL | re.MULTILINE)
         if len(place.findall(page)) != 1:
-            raise PageError(f"cannot write table {name!r}: the page needs one line {begin!r} and {_END!r} behind it")
+            raise PageError(f"cannot write table {name!r}: the page needs one line {begin!r} and {_END!r} after it")
         page = place.sub(lambda _found, text=f"{begin}\n{table}{_END}": text, page)  # type: ignore[misc]
     return page
 

@@ -114,7 +114,7 @@ class _ThinkingReader(Reader):
         self._rest: list[str] = []
 
     def take_rest(self) -> str:
-        """Return what has been read behind the thinking."""
+        """Return the text that has been read after the thinking."""
         rest = "".join(self._rest)
         self._rest.clear()
         return rest

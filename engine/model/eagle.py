@@ -8,7 +8,7 @@ at token i - 1, its *state*:
     EAGLE-3   x = fc state         attention reads               state: the residual stream before three layers
               [norm(e), norm(x)], the residual stream is x
               logits = own output head (norm(layer(x))), of a part of the vocabulary
-    MTP       x = fc [norm(state), norm(e)]                      state: the residual stream behind the last layer
+    MTP       x = fc [norm(state), norm(e)]                      state: the residual stream after the last layer
               logits = the model's output head (norm(layer(x)))
 
 At a token that is drafted itself, the layer's own output stands for the state, in EAGLE-3 for x.

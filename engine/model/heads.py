@@ -67,7 +67,7 @@ class DraftHeads:
     ) -> tuple[list[list[int]], list[list[int]]]:
         """Return for hidden states [rows, hidden] the likeliest tokens of the first `num_tokens` heads.
 
-        And the `num_others` tokens that the first head finds likeliest behind its first one.
+        And the `num_others` tokens that the first head finds likeliest after its first one.
         """
         states = torch.from_numpy(hidden).expand(num_tokens, -1, -1)
         for layer in self._layers:

@@ -121,7 +121,7 @@ class EagleDrafter(ModelDrafter):
         return shadow
 
     def _shadow(self, sequence: Sequence) -> Shadow:
-        """See `ModelDrafter`. What lies behind the tokens that were read with the model's states is void."""
+        """See `ModelDrafter`. Everything after the tokens that were read with the model's states is void."""
         before = self._shadows.get(sequence)
         if isinstance(before, LayerShadow):
             before.num_computed = min(before.num_computed, before.num_read)

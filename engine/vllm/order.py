@@ -30,7 +30,7 @@ class Opened:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleOrder:
-    """Tokens to choose behind the last new token of a sequence."""
+    """Tokens to choose after the last new token of a sequence."""
 
     num_samples: int
     sample_index: int

@@ -340,7 +340,7 @@ class GenerateRequest(_message.Message):
 
     @_builtins.property
     def resume(self) -> Global___Resume:
-        """The answer was begun by another router, which is gone: go on behind these tokens. Needs the same prompt and sampling,
+        """The answer was begun by another router, which is gone: go on after these tokens. Needs the same prompt and sampling,
         the seed and the defaults included, which that router sent in Accepted; a chat also the time that it was rendered at.
         """
 
@@ -420,7 +420,7 @@ class ResumedSample(_message.Message):
     is_finished: _builtins.bool
     """Whether its last token had a finish reason."""
     text: _builtins.str
-    """The text of those tokens, as it came with them; needed with ChatPrompt.parse_answer, which goes on behind it."""
+    """The text of those tokens, as it came with them; needed with ChatPrompt.parse_answer, which goes on after it."""
     def __init__(
         self,
         *,

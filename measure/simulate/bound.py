@@ -9,7 +9,7 @@ budget. A *floor* of the step times is F + a P + b pairs + c D + d context <= T 
 Every argument below holds for every floor. Take any schedule, and the requests that are good in it.
 
 1. Prompt work has an owner. A page of a prompt is owned by the first request of the trace that contains it with all
-   tokens before it; tokens behind the last full page are owned by their request, since only full pages are shared. If
+   tokens before it; tokens after the last full page are owned by their request, since only full pages are shared. If
    the owner is good, some worker has computed the page between the owner's arrival, when it became known, and the
    owner's deadline for the first token. So an owned token is computed in this window by a step that no other request is
    charged for, whether or not its pages are cached and whatever else is served. A token that ends a prompt may be
@@ -18,7 +18,7 @@ Every argument below holds for every floor. Take any schedule, and the requests 
    owner's first token come from steps that follow each other, wherever they ran. Those are the ones charged, and their
    time is a lower bound of TTFT.
 2. Answer work. Every later token needs a step that reads the request's context, after the step of the token before it.
-   The one exception: after preemption or a move a sequence starts again behind its last full page, and k >= 2 tokens
+   The one exception: after preemption or a move a sequence starts again after its last full page, and k >= 2 tokens
    are computed as a prompt; the charge is the cheaper of the two. The mean gap bounds the time from the first token to
    the last, so all this happens between the arrival and (TTFT objective + TPOT objective x gaps) later.
 3. Fixed times. The charges of a step's tokens add up to at most T under each of two rules. *Even*: each token has its

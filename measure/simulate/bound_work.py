@@ -159,7 +159,7 @@ class _Answer:
         self._contexts = np.arange(1, num_gaps + 1, dtype=np.float64) + request.num_prompt_tokens
         """[num_gaps]: tokens that each step reads."""
         self._again = (self._contexts - 1) % limits.block_size + 1
-        """[num_gaps]: tokens to compute when the sequence starts again behind its last full page."""
+        """[num_gaps]: tokens to compute when the sequence starts again after its last full page."""
         self._step_s = np.max([floor.constant_s + self._marginal_s(floor) for floor in floors], axis=0)
         """[num_gaps]: least time of each step."""
 

@@ -130,7 +130,7 @@ class ClientCall:
         return arrives_s
 
     def deliver(self, message: object) -> None:
-        """Take a response, or the status behind the last one."""
+        """Take a response, or the status after the last one."""
         if isinstance(message, Status):
             self.finish(message)
         elif self._status is None:

@@ -39,7 +39,7 @@ class ServerCall:
     # Called by handlers.
 
     async def read(self) -> Any:
-        """Return the next request, or EOF behind the last one."""
+        """Return the next request, or EOF after the last one."""
         inbox = self._inbox
         while not inbox:
             await inbox.wait()

@@ -71,7 +71,7 @@ async def test_last_worker_of_its_pool_serves_what_comes_until_it_goes() -> None
 
 
 async def test_answer_that_cannot_move_is_resumed_elsewhere_when_the_grace_is_over() -> None:
-    # An answer moves behind its next token; while its long prompt is computed there is none.
+    # An answer moves after its next token; while its long prompt is computed there is none.
     slow: dict[str, Any] = {"num_blocks": 2048, "max_step_tokens": 16, "step_s": 0.01}
     policy = {"policy": "round_robin", "local_prefill_max_tokens": 2000}
     async with running_system(num_prefill=0, num_decode=2, router=policy, **slow) as system, system.client() as client:

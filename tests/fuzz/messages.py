@@ -46,7 +46,7 @@ class Source:
         return values[self.below(len(values))]
 
     def take(self, num_bytes: int) -> bytes:
-        """Return the next bytes, with zeros behind the end."""
+        """Return the next bytes, with zeros after the end."""
         taken = self._data[self._position : self._position + num_bytes]
         self._position += num_bytes
         return taken.ljust(num_bytes, b"\0")

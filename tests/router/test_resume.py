@@ -1,4 +1,4 @@
-"""Answers that another router began: they continue behind their tokens, and no token is repeated."""
+"""Answers that another router began: they continue after their tokens, and no token is repeated."""
 
 from collections.abc import Mapping
 

@@ -122,7 +122,7 @@ class Output:
             self._item = None
 
     def _logprobs(self) -> list[dict[str, Any]]:
-        """Return the log-probabilities of the tokens behind a text; unknown bytes are none in this API's types."""
+        """Return the log-probabilities of the tokens that make a text; unknown bytes are none in this API's types."""
         if self._texts is None:
             return []
         entries = logprob_entries(self._undecided, self._texts)

@@ -42,7 +42,7 @@ class _Plan:
     gap_s: float
     status: grpc.StatusCode
     stays: bool
-    """Whether the source keeps the stream open behind its last message."""
+    """Whether the source keeps the stream open after its last message."""
     steps: Sequence[Step]
 
 
