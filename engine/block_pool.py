@@ -3,7 +3,7 @@
 A page is *held* (reference count > 0) or *free*. A free page may still be *cached*: its KV is reachable by block hash
 until the page is allocated again. Allocation takes empty pages first, then cached ones in the order of
 `common/eviction.py`. A page is *reused* when a request found it here, or computed the same block in parallel. Pulling
-a block, from here or to here, is no reuse.
+a block, from here or to here, does not count as reuse.
 
 Leaf before parent: the cached blocks always form prefix trees without holes, because
 

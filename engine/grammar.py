@@ -167,7 +167,7 @@ class Grammars:
     def compile(self, text: str) -> Grammar:
         """Return the grammar of a structure's JSON text: usually within 5 ms. Raises InvalidRequest.
 
-        Its first mask is computed, too, which is where most grammars fail that cannot be had.
+        Its first mask is computed, too, which is where most unusable grammars fail.
         """
         with self._lock:
             grammar = self._cache.pop(text, None) or self._compile(read_structure(text))

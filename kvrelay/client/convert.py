@@ -56,7 +56,7 @@ _FIELDS: Mapping[tuple[type, str], _Read] = {
 def record(cls: type[_R], message: Any) -> _R:
     """Return a record with the message's fields of the same names, nested records included.
 
-    A field that may be None is None when the message's is not set, or zero or empty where that cannot be told.
+    A field that may be None is None when the message's is not set, or zero or empty where it cannot be unset.
     Raises EngineFault for an enum value that this client does not know.
     """
     return cls(**{name: read(message) for name, read in _readers(cls)})  # type: ignore[arg-type]  # it is hashable

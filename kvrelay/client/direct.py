@@ -3,7 +3,7 @@
 The router's call still brings plans, the end, and the first tokens of a remote plan. A DirectGrant names the worker
 that has the other tokens; after the loss of a worker another grant follows. Every token is taken once and in order,
 from any stream: repeated tokens are dropped, early ones wait, and the end waits for the last token. A worker takes what
-it has written for delivered; what is lost with it after that, the stream asks a router for (TailLost).
+it has written for delivered; tokens that are lost with it after that are requested from a router (TailLost).
 """
 
 import asyncio

@@ -12,7 +12,7 @@ from kvrelay.client.chat import AnswerFormat, MessageDelta
 
 
 class FinishReason(enum.StrEnum):
-    """Why a sample ended."""
+    """Reason why a sample ended."""
 
     STOP = "stop"
     """End-of-sequence token, stop token or stop string."""
