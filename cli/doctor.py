@@ -17,7 +17,7 @@ from cli.options import DEFAULT_CONFIG, options_from_dataclasses
 from cli.target import Connection, run_dir_of
 
 if TYPE_CHECKING:
-    from cluster.doctor.finding import Finding
+    from cluster.doctor.finding import DoctorFinding
 
 _MARKS = {"ok": ("ok", "green"), "warning": ("warning", "yellow"), "failure": ("FAILURE", "bold red")}
 
@@ -56,13 +56,13 @@ def doctor(
         raise typer.Exit(EXIT_FAILURE)
 
 
-def _ask_hosts(path: Path) -> "list[Finding]":
+def _ask_hosts(path: Path) -> "list[DoctorFinding]":
     from cluster.doctor.hosts import check_hosts, read_hosts, run_command
 
     return asyncio.run(check_hosts(read_hosts(path), run_command))
 
 
-def _collect(connection: Connection, *, host_only: bool) -> "list[Finding]":
+def _collect(connection: Connection, *, host_only: bool) -> "list[DoctorFinding]":
     from cluster.doctor.host import check_host, this_host
     from cluster.doctor.service import check_service
     from cluster.lifecycle import read_info
@@ -88,7 +88,7 @@ def _collect(connection: Connection, *, host_only: bool) -> "list[Finding]":
     return findings + asyncio.run(check_service(client, compared, operator=operator))
 
 
-def _table(findings: "list[Finding]") -> Table:
+def _table(findings: "list[DoctorFinding]") -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("", "what", "seen", "what to do"):
         table.add_column(column, overflow="fold")
