@@ -19,7 +19,7 @@ from common.wire_names import ROLE_NAMES
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import inference_pb2_grpc, router_admin_pb2, router_admin_pb2_grpc, worker_pb2
 from router.demand import REMEMBERED_S
-from router.diagnosis.service import Diagnosis
+from router.diagnosis.service import DiagnosisService
 from router.facts import Endpoint
 from router.front_door import Caller, FrontDoor
 from router.member import Member, WorkerState
@@ -48,7 +48,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self._parts = door.parts
         self._reader = door.reader
         self._reporter = reporter or StatusReporter(door.parts)
-        self._diagnosis = Diagnosis(door.parts, self._reporter)
+        self._diagnosis = DiagnosisService(door.parts, self._reporter)
 
     # A coroutine that writes, not a generator: a generator that is cancelled while gRPC sends is closed only later.
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:  # type: ignore[override]  # noqa: D102

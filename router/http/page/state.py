@@ -10,7 +10,7 @@ from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 
 from common.version import installed_version
-from router.diagnosis.service import Diagnosis
+from router.diagnosis.service import DiagnosisService
 from router.parts import RouterParts
 from router.placement.decisions import explain
 from router.status import StatusReporter
@@ -28,7 +28,7 @@ class ClusterState:
     def __init__(self, parts: RouterParts, reporter: StatusReporter) -> None:
         self._parts = parts
         self._reporter = reporter
-        self._diagnosis = Diagnosis(parts, reporter)
+        self._diagnosis = DiagnosisService(parts, reporter)
         self._lock = asyncio.Lock()
         self._made_s = -INTERVAL_S
         self._latest: bytes = b""
