@@ -11,7 +11,7 @@ from common.timing import GUESSED_TIMING, TimingModel
 from kvrelay.v1 import worker_pb2
 from router.facts import Endpoint, WorkerFacts
 from router.hold import Hold, HoldSums
-from router.lives import Conduct, Life
+from router.lives import AttemptCounts, Life
 from router.placement.loads import WorkerLoad
 from router.worker_client import WorkerClient
 
@@ -44,8 +44,8 @@ class Member:
     """Reason of a refused or lost state."""
     is_silent: bool = False
     """It was lost, and nothing came from it before: its process may still live."""
-    conduct: Conduct = field(default_factory=Conduct)
-    """Outcomes of the attempts on the present life."""
+    attempts: AttemptCounts = field(default_factory=AttemptCounts)
+    """Counts of the attempts on the present life."""
     is_set_to_drain: bool = False
     """The membership says that the worker is leaving."""
     is_leaving: bool = False
@@ -150,7 +150,7 @@ class Member:
             self.unreported.clear()
             self._active = HoldSums()
             self.reported_timing = None
-            self.conduct = Conduct()
+            self.attempts = AttemptCounts()
             self.is_leaving = False
         self.facts = facts
         self.state = WorkerState.CONNECTING

@@ -176,7 +176,7 @@ class RouterAdminService(router_admin_pb2_grpc.RouterAdminServiceServicer):
                 ready_worker_ids=sorted(self._fleet.roster.ready),
                 leaving_worker_ids=sorted(name for name, member in members.items() if member.is_leaving),
                 num_requests=self._parts.orchestrator.num_request_tasks,
-                conduct=_conduct(self._parts),
+                worker_health=_worker_health(self._parts),
             )
 
 
@@ -216,15 +216,15 @@ def _demand_report(parts: RouterParts, *, window_s: float) -> router_admin_pb2.G
     )
 
 
-def _conduct(parts: RouterParts) -> list[router_admin_pb2.WorkerConduct]:
+def _worker_health(parts: RouterParts) -> list[router_admin_pb2.WorkerHealth]:
     """Return how the workers whose life is known have done lately."""
     now_s, pace = parts.clock.monotonic(), parts.alarms.pace
-    conduct = []
+    found = []
     for worker_id, member in parts.fleet.members_by_id.items():
         if member.facts is not None:
-            num_attempts, num_failed = member.conduct.counts(now_s)
-            conduct.append(
-                router_admin_pb2.WorkerConduct(
+            num_attempts, num_failed = member.attempts.counts(now_s)
+            found.append(
+                router_admin_pb2.WorkerHealth(
                     worker_id=worker_id,
                     epoch=member.facts.epoch,
                     num_attempts=num_attempts,
@@ -233,7 +233,7 @@ def _conduct(parts: RouterParts) -> list[router_admin_pb2.WorkerConduct]:
                     is_slow=worker_id in pace.slow,
                 )
             )
-    return conduct
+    return found
 
 
 def _condition(member: Member) -> router_admin_pb2.WorkerCondition:
