@@ -212,7 +212,7 @@ async def controlled(run_dir: Path, workforce: FakeWorkforce) -> AsyncIterator[C
         await changes.close()
 
 
-def scale(run_dir: Path, **wanted: int) -> list[control.Step]:
+def scale(run_dir: Path, **wanted: int) -> list[control.ChangeStep]:
     return list(control.scale(run_dir, wanted, grace_s=1.0, force=True))
 
 
