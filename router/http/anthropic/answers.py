@@ -10,7 +10,7 @@ from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1.sampling_pb2 import FINISH_REASON_STOP, FINISH_REASON_UNSPECIFIED, FinishReason
 from router.front_door import FrontDoor
 from router.http.answers import Answer, MakeAnswer
-from router.http.anthropic.blocks import Begun, Block, BlockKind, Blocks, Change, Ended, Grown
+from router.http.anthropic.blocks import Block, BlockChange, BlockDelta, BlockKind, Blocks, BlockStart, BlockStop
 from router.http.anthropic.stops import Decode, StopFinder
 from router.http.calls import Call
 from router.http.exchange import Exchange
@@ -74,7 +74,7 @@ class _MessageAnswer(Answer):
         await self._tell(self._blocks.take())
 
     @abstractmethod
-    async def _tell(self, changes: Sequence[Change]) -> None:
+    async def _tell(self, changes: Sequence[BlockChange]) -> None:
         """Take changes of the blocks."""
 
     def _message(self, **members: Any) -> dict[str, Any]:
@@ -105,7 +105,7 @@ class StreamedMessage(_MessageAnswer):
         super().__init__(call, exchange, decode=decode, answer_id=answer_id)
         self._has_begun = False
 
-    async def _tell(self, changes: Sequence[Change]) -> None:
+    async def _tell(self, changes: Sequence[BlockChange]) -> None:
         """Write the changes as events, in one write."""
         events = [_change_event(change) for change in changes]
         if not self._has_begun:
@@ -134,12 +134,12 @@ class GatheredMessage(_MessageAnswer):
         self._texts: list[tuple[Block, list[str]]] = []
         """The blocks so far, each with the pieces of its text."""
 
-    async def _tell(self, changes: Sequence[Change]) -> None:
+    async def _tell(self, changes: Sequence[BlockChange]) -> None:
         """Keep the changes."""
         for change in changes:
-            if isinstance(change, Begun):
+            if isinstance(change, BlockStart):
                 self._texts.append((change.block, []))
-            elif isinstance(change, Grown):
+            elif isinstance(change, BlockDelta):
                 self._texts[-1][1].append(change.text)
 
     def finish(self) -> None:
@@ -148,15 +148,15 @@ class GatheredMessage(_MessageAnswer):
         self._exchange.finish_json(self._message(content=content, **self._end(), usage=self._usage(), **self._report()))
 
 
-def _change_event(change: Change) -> str:
+def _change_event(change: BlockChange) -> str:
     index = change.block.index
     match change:
-        case Begun(block=block):
+        case BlockStart(block=block):
             return _event("content_block_start", index=index, content_block=_opened(block))
-        case Grown(block=block, text=text):
+        case BlockDelta(block=block, text=text):
             kind, member = _DELTAS[block.kind]
             return _event("content_block_delta", index=index, delta={"type": kind, member: text})
-        case Ended(block=block):
+        case BlockStop(block=block):
             stop = _event("content_block_stop", index=index)
             if block.kind is not BlockKind.THINKING:
                 return stop

@@ -22,7 +22,7 @@ _NUM_DECISIONS = 12
 _SHOWN_AFTER_END_S = 30.0
 
 
-class ClusterState:
+class StateFeed:
     """Makes states, at most one each `INTERVAL_S` however many clients ask. Event loop only."""
 
     def __init__(self, parts: RouterParts, reporter: StatusReporter) -> None:

@@ -18,7 +18,7 @@ from router.http.styles import TokenTexts, call_id, logprob_entries
 AnyItem = TypeVar("AnyItem", bound=Item)
 
 
-class Output:
+class ResponseOutput:
     """The output of one request. Event loop only."""
 
     def __init__(self, events: Events, *, request_id: str, answer: pb.AnswerFormat, texts: TokenTexts | None) -> None:
