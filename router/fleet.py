@@ -19,7 +19,7 @@ from common.trust.channels import Reach
 from common.wire_names import ROLE_NAMES
 from kvrelay.v1 import worker_pb2
 from router.bookings import Bookings
-from router.facts import Endpoint, ModelFacts, WorkerFacts, check_report, find_mismatch, summarize
+from router.facts import ModelFacts, WorkerEndpoint, WorkerFacts, check_report, find_mismatch, summarize
 from router.hold import Hold
 from router.index import PrefixIndex
 from router.link import RetiredMembers, WorkerLink
@@ -122,7 +122,7 @@ class Fleet:
 
     # Membership.
 
-    def set_workers(self, endpoints: Sequence[Endpoint], *, draining: Collection[WorkerId] = ()) -> int:
+    def set_workers(self, endpoints: Sequence[WorkerEndpoint], *, draining: Collection[WorkerId] = ()) -> int:
         """Make these workers the membership and return how many are ready. Idempotent.
 
         Draining workers get no new requests, and their running ones should move (`is_leaving`).

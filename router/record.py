@@ -14,7 +14,7 @@ from common.tokens import TOKEN_BYTES, TokenArray, as_tokens
 from common.wire import message_of, pack_tokens, sampling_to_proto
 from kvrelay.v1 import decode_pb2, inference_pb2, sampling_pb2, sequence_pb2, worker_pb2
 from router.admission.account import Service
-from router.calibration import Forecast
+from router.calibration import DurationForecast
 from router.crash_budget import Losses
 from router.demand import Answered
 from router.embedding import EmbeddingForm, Floats
@@ -104,7 +104,7 @@ class RunningRequest:
             if sample.is_finished:
                 self.ledger.finish(index)
 
-    def tell_queued(self, ttft_forecast: Forecast | None) -> None:
+    def tell_queued(self, ttft_forecast: DurationForecast | None) -> None:
         """Tell the client that the request waits in line."""
         queued = inference_pb2.Queued(ttft_forecast=forecast_to_proto(ttft_forecast))
         self.outbox.put(inference_pb2.GenerateResponse(queued=queued))

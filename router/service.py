@@ -20,7 +20,7 @@ from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import inference_pb2_grpc, router_admin_pb2, router_admin_pb2_grpc, worker_pb2
 from router.demand import REMEMBERED_S
 from router.diagnosis.service import DiagnosisService
-from router.facts import Endpoint
+from router.facts import WorkerEndpoint
 from router.front_door import Caller, FrontDoor
 from router.member import Member, WorkerState
 from router.parsed_answers import ParsedAnswer
@@ -180,11 +180,11 @@ class RouterAdminService(router_admin_pb2_grpc.RouterAdminServiceServicer):
             )
 
 
-def _endpoints(workers: Sequence[router_admin_pb2.WorkerEndpoint]) -> list[Endpoint]:
+def _endpoints(workers: Sequence[router_admin_pb2.WorkerEndpoint]) -> list[WorkerEndpoint]:
     """Return the checked membership. Raises InvalidRequest."""
     if len(workers) > MAX_WORKERS:
         raise InvalidRequest(f"{len(workers)} workers; at most {MAX_WORKERS}", field="workers")
-    endpoints: dict[WorkerId, Endpoint] = {}
+    endpoints: dict[WorkerId, WorkerEndpoint] = {}
     for position, worker in enumerate(workers):
         field = f"workers[{position}]"
         worker_id = WorkerId(worker.worker_id)
@@ -201,7 +201,7 @@ def _endpoints(workers: Sequence[router_admin_pb2.WorkerEndpoint]) -> list[Endpo
         host, _, port = worker.address.rpartition(":")
         if not host or not port.isdecimal():
             raise InvalidRequest(f"address {worker.address!r} is not host:port", field=f"{field}.address")
-        endpoints[worker_id] = Endpoint(worker_id=worker_id, role=worker.role, address=worker.address)
+        endpoints[worker_id] = WorkerEndpoint(worker_id=worker_id, role=worker.role, address=worker.address)
     return list(endpoints.values())
 
 

@@ -27,7 +27,7 @@ from measure.simulate.pools import SimPools
 from measure.simulate.records import Arrival, ClusterShape, PlanNote, SimRun, SimSettings, WorkerResult
 from measure.simulate.tokens import TokenLog
 from measure.simulate.worker import POOLS, SharedWorld, SimWorker, simulated_reach
-from router.facts import Endpoint
+from router.facts import WorkerEndpoint
 from router.parts import RouterParts, build_router
 from router.placement.chooser import Search
 from router.placement.decisions import Booking
@@ -149,7 +149,7 @@ class SimCluster:
             await router.fleet.aclose()
         await self.pools.aclose()
 
-    def _worker(self, endpoint: Endpoint) -> SimWorker:
+    def _worker(self, endpoint: WorkerEndpoint) -> SimWorker:
         shape, settings = self.shape, self.settings
         executor = SimExecutor(
             shape=sim_shape(block_size=shape.block_size, block_bytes=shape.block_bytes),

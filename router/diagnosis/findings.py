@@ -18,7 +18,7 @@ from router.diagnosis.changes import PredictedFigure, PromptTimes, SuggestedChan
 from router.diagnosis.pool import DiagnosedPool
 from router.diagnosis.recent_requests import RecentRequest
 from router.diagnosis.tail import Terms, tail_of
-from router.hot_prefixes import HotPrefix
+from router.hot_prefixes import ReportedPrefix
 
 _HOT_SHARE = 0.6
 """Share of the computed tokens from which a tenant counts as the cause of a wait."""
@@ -82,7 +82,7 @@ class DiagnosisInput:
     """The pool that computes prompts."""
     decoder: DiagnosedPool
     """The pool that decodes; the same one where a single pool does both."""
-    prefixes: Sequence[HotPrefix] = ()
+    prefixes: Sequence[ReportedPrefix] = ()
     """Prefixes that are asked for most often, hottest first."""
     terms: Terms = lambda _requests: {}
 
@@ -155,7 +155,7 @@ def _waits(view: DiagnosisInput) -> list[DiagnosisFinding]:
     return found
 
 
-def _lost_prefixes(prefixes: Sequence[HotPrefix]) -> str:
+def _lost_prefixes(prefixes: Sequence[ReportedPrefix]) -> str:
     """Return which of the prefixes that are asked for most often no worker holds wholly; empty when none is missing."""
     lost = [each for each in prefixes if each.num_held < each.num_blocks][:_NUM_LOST]
     named = ", ".join(f"{each.digest} ({each.num_held} of {each.num_blocks} blocks held)" for each in lost)

@@ -43,7 +43,7 @@ class Pull:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
+class PlanCandidate:
     """An option that was compared, for `Explain`."""
 
     prefill: WorkerId | None
@@ -80,7 +80,7 @@ class Plan:
     is_prefill_only: bool = False
     max_wait_s: float = math.inf
     """Longest wait for other prompts at the worker that computes this one; beyond it, the worker refuses."""
-    candidates: Callable[[], tuple[Candidate, ...]] = tuple
+    candidates: Callable[[], tuple[PlanCandidate, ...]] = tuple
     """Returns the best options, the chosen one first. Called on demand, by `Explain`."""
     num_candidates: int = 1
 

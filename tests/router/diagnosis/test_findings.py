@@ -14,7 +14,7 @@ from router.diagnosis.answer_times import describe, headline
 from router.diagnosis.findings import Cause, DiagnosisInput, find
 from router.diagnosis.pool import DiagnosedPool, DiagnosedWorker
 from router.diagnosis.recent_requests import RecentRequest
-from router.hot_prefixes import HotPrefix, PrefixHolder
+from router.hot_prefixes import ReportedHolder, ReportedPrefix
 
 TIMING = TimingModel(
     prefill=StepModel(constant_s=0.01, per_prefill_token_s=0.001),
@@ -195,9 +195,9 @@ def test_prefixes_that_were_evicted_before_their_use_are_named_with_what_they_co
 
 
 def test_evicted_prefixes_that_are_asked_for_most_often_are_named() -> None:
-    holder = PrefixHolder(worker_id=WorkerId("p0"), num_blocks=8)
+    holder = ReportedHolder(worker_id=WorkerId("p0"), num_blocks=8)
     prefixes = [
-        HotPrefix(digest=digest, num_blocks=8, num_requests=3.0, age_s=1.0, holders=holders)
+        ReportedPrefix(digest=digest, num_blocks=8, num_requests=3.0, age_s=1.0, holders=holders)
         for digest, holders in (("aa", (holder,)), ("bb", ()))
     ]
     view = replace(make_view(replace(USUAL, num_evicted_tokens=400, worker_queue_s=0.5, ttft_s=1.1)), prefixes=prefixes)
