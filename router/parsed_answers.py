@@ -29,9 +29,9 @@ class ParsedAnswer:
         if not job.is_parsed or job.answer_format is None:
             return None
         parsed = cls(job.answer_format)
-        for index, begun in enumerate(job.begun):
-            if not begun.is_finished:
-                await parsed._read(index, begun.text, is_last=False)
+        for index, sample in enumerate(job.resumed):
+            if not sample.is_finished:
+                await parsed._read(index, sample.text, is_last=False)
         return parsed
 
     async def add_to(self, delta: pb.TokenDelta) -> None:

@@ -21,7 +21,7 @@ from measure.simulate.client import admit
 from router.parts import RouterParts
 from router.placement.decisions import CAPACITY
 from router.record import Delivery, Job
-from router.resumption import Begun
+from router.resumption import ResumedSample
 from router.tenants import ANYBODY as HOUSE
 from router.tenants import Tenant
 
@@ -174,8 +174,8 @@ class Clients:
                 sampling=question.sampling,
                 model=model,
                 delivery=delivery,
-                begun=tuple(
-                    Begun(token_ids=as_tokens(sample.token_ids), is_finished=sample.is_finished)
+                resumed=tuple(
+                    ResumedSample(token_ids=as_tokens(sample.token_ids), is_finished=sample.is_finished)
                     for sample in check.so_far()
                 ),
             )
