@@ -14,7 +14,7 @@ from rich.text import Text
 from cli.console import err, print_wide
 from cli.errors import EXIT_FAILURE
 from cli.options import DEFAULT_CONFIG, options_from_dataclasses
-from cli.target import Connection, run_dir_of
+from cli.target import ConnectionOptions, run_dir_of
 
 if TYPE_CHECKING:
     from cluster.doctor.finding import DoctorFinding
@@ -25,7 +25,7 @@ _MARKS = {"ok": ("ok", "green"), "warning": ("warning", "yellow"), "failure": ("
 @options_from_dataclasses
 def doctor(
     *,
-    connection: Connection,
+    connection: ConnectionOptions,
     host_only: Annotated[bool, typer.Option("--host-only", help="Check only this host, not the cluster.")] = False,
     hosts: Annotated[
         Path | None,
@@ -62,7 +62,7 @@ def _ask_hosts(path: Path) -> "list[DoctorFinding]":
     return asyncio.run(check_hosts(read_hosts(path), run_command))
 
 
-def _collect(connection: Connection, *, host_only: bool) -> "list[DoctorFinding]":
+def _collect(connection: ConnectionOptions, *, host_only: bool) -> "list[DoctorFinding]":
     from cluster.doctor.host import check_host, this_host
     from cluster.doctor.service import check_service
     from cluster.lifecycle import read_info

@@ -25,7 +25,7 @@ from cli.options import (
     sampling_options,
 )
 from cli.render import seconds, stats_lines, throughput
-from cli.target import Connection
+from cli.target import ConnectionOptions
 from kvrelay.client import ChatMessage, Client, Prompt, SamplingOptions, Token
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def generate(
         bool, typer.Option("--show-stats", "-s", help="Show the cost of the answer, on stderr.")
     ] = False,
     *,
-    connection: Connection,
+    connection: ConnectionOptions,
     timeout_s: TimeoutOption = None,
     max_new_tokens: MaxNewTokensOption = None,
     temperature: TemperatureOption = 0.0,
