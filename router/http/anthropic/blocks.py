@@ -7,7 +7,7 @@ the same however tokens are merged on their way, streamed or not.
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from common.chat.deltas import MessageDelta
+from common.chat.deltas import ParsedDelta
 from common.chat.parsing import MessageParser
 from kvrelay.v1 import inference_pb2 as pb
 from router.http.styles import call_id
@@ -92,7 +92,7 @@ class Blocks:
         changes, self._changes = self._changes, []
         return changes
 
-    def _read(self, delta: MessageDelta) -> None:
+    def _read(self, delta: ParsedDelta) -> None:
         if delta.reasoning:
             self._grow(BlockKind.THINKING, delta.reasoning)
         calls = delta.tool_calls
