@@ -30,7 +30,7 @@ class Started:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
+class PrefillProgress:
     """KV exists for the first `num_computed_tokens` tokens of a prompt that is held for a puller."""
 
     num_computed_tokens: int
@@ -49,7 +49,7 @@ class TokenOutput:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TokenRun:
+class GeneratedRun:
     """Consecutive generated tokens of one sample, of several steps that were computed as one."""
 
     sample_index: int
@@ -81,7 +81,7 @@ class Tokens:
     """
 
     tokens: tuple[TokenOutput, ...] = ()
-    runs: tuple[TokenRun, ...] = ()
+    runs: tuple[GeneratedRun, ...] = ()
     """Runs that follow `tokens`; only for requests without text."""
     prompt_logprobs: tuple[Logprobs, ...] = ()
     prefill_s: float | None = None
@@ -112,7 +112,7 @@ class Failed:
     error: KvrelayError
 
 
-EngineEvent = Started | Progress | Tokens | Embedded | BeamsAdvanced | Failed
+EngineEvent = Started | PrefillProgress | Tokens | Embedded | BeamsAdvanced | Failed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
