@@ -9,7 +9,7 @@ from benchmarks.planner.arms import Arm
 from cluster.planner.plan import Pool
 from common.slo import Slo
 from measure.figures import summarize
-from measure.simulate.records import PlanNote, SimRun, Stay
+from measure.simulate.records import SimRun, SimulatedPlan, Stay
 from measure.simulate.results import num_cached
 
 GPUS_PER_WORKER = 4
@@ -47,7 +47,7 @@ class Outcome(BaseModel):
     hit: float
     """Cached tokens of all prompt tokens."""
     wall_s: float
-    changes: list[PlanNote]
+    changes: list[SimulatedPlan]
     stays: list[Stay]
     arrived: list[int]
     """Requests by part of the day."""

@@ -10,7 +10,7 @@ from benchmarks.routing.rows import PartResults, Row, summary_fields
 from benchmarks.routing.tenants import TenantCell, TenantReplay, tenant_cells
 from common.slo import Slo
 from measure.simulate.bound import Bound, replay_bound
-from measure.simulate.comparison import CellResult, Comparison, ReplaySettings
+from measure.simulate.comparison import CellResult, PolicyComparison, ReplaySettings
 from measure.simulate.report import write_report
 from measure.simulate.store import ResultFolder, write_json
 from measure.workload.waves import Stage, Stages
@@ -97,7 +97,7 @@ class Bench:
             stages=stages,
         )
 
-    def compare(self, name: str, fleet: Workers, comparison: Comparison) -> Iterator[Row]:
+    def compare(self, name: str, fleet: Workers, comparison: PolicyComparison) -> Iterator[Row]:
         """Run the cells that are not finished, write their page, and yield the rows of all."""
         stages = comparison.settings.stages
         load = "" if stages is None else stages.name
@@ -142,7 +142,7 @@ def base(bench: Bench) -> PartResults:
         name = f"base-{fleet.name}"
         policies: tuple[str, ...] = POLICIES
         for speed in fleet.base_speeds:
-            comparison = Comparison(
+            comparison = PolicyComparison(
                 settings=settings[fleet.name], policies=policies, speeds=(speed,), out=bench.out / name
             )
             found = list(bench.compare(name, fleet, comparison))
@@ -162,7 +162,7 @@ def overload(bench: Bench) -> PartResults:
     rows: list[Row] = []
     for fleet in FLEETS:
         name = f"overload-{fleet.name}"
-        comparison = Comparison(
+        comparison = PolicyComparison(
             settings=settings[fleet.name], policies=OVERLOAD_POLICIES, speeds=OVERLOAD_SPEEDS, out=bench.out / name
         )
         rows += bench.compare(name, fleet, comparison)
@@ -177,7 +177,9 @@ def waves(bench: Bench) -> PartResults:
         for fleet in FLEETS:
             name = f"waves-{stages.name.replace(' ', '-')}-{fleet.name}"
             replayed = settings[f"{fleet.name} {stages.name}"] = bench.settings(fleet, shed="slo", stages=stages)
-            comparison = Comparison(settings=replayed, policies=SHEDDING_POLICIES, speeds=(1.0,), out=bench.out / name)
+            comparison = PolicyComparison(
+                settings=replayed, policies=SHEDDING_POLICIES, speeds=(1.0,), out=bench.out / name
+            )
             rows += bench.compare(name, fleet, comparison)
     return _part(settings, rows)
 

@@ -25,7 +25,7 @@ class ForecastCheck:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Summary:
+class SimulationSummary:
     """Figures of a run. A cached token is a prompt token that the computing worker did not compute, or pulled."""
 
     figures: Figures
@@ -57,7 +57,7 @@ class Summary:
     """Forecasts of the gap between tokens, made at the choice of a plan; None as above."""
 
 
-def summarize_run(run: SimRun, *, slo: Slo, num_prefill: int) -> Summary:
+def summarize_run(run: SimRun, *, slo: Slo, num_prefill: int) -> SimulationSummary:
     """Return the figures of a run. The hot spot is that of the prefill workers, if there are any, else of all."""
     requests = run.requests
     complete = [request for request in requests if request.is_complete]
@@ -67,7 +67,7 @@ def summarize_run(run: SimRun, *, slo: Slo, num_prefill: int) -> Summary:
     transfers = [moved for request in requests if (moved := request.server.transfer_bytes)]
     prefill = [worker for worker in run.workers if worker.is_prefill]
     decode = [worker for worker in run.workers if not worker.is_prefill]
-    return Summary(
+    return SimulationSummary(
         figures=figures,
         goodput_per_s=figures.num_good / duration_s if duration_s else 0.0,
         token_hit=_share(sum(map(num_cached, complete)), num_prompt_tokens),

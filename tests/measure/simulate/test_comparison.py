@@ -7,9 +7,9 @@ import pytest
 from common.slo import Slo
 from measure.simulate.comparison import (
     REQUESTS_FILE,
-    Cell,
     CellResult,
-    Comparison,
+    PolicyComparison,
+    ReplayCell,
     ReplayError,
     ReplaySettings,
     replayed_trace,
@@ -36,8 +36,8 @@ def make_settings(*, num_requests: int = NUM_REQUESTS, block_size: int = 512, nu
     )
 
 
-def make_comparison(out: Path, *policies: str, settings: ReplaySettings | None = None) -> Comparison:
-    return Comparison(
+def make_comparison(out: Path, *policies: str, settings: ReplaySettings | None = None) -> PolicyComparison:
+    return PolicyComparison(
         settings=settings or make_settings(),
         policies=policies or ("round_robin", "predictive"),
         speeds=(1.0,),
@@ -45,9 +45,9 @@ def make_comparison(out: Path, *policies: str, settings: ReplaySettings | None =
     )
 
 
-def run(comparison: Comparison, *, num_jobs: int = 1) -> tuple[list[CellResult], list[Cell]]:
+def run(comparison: PolicyComparison, *, num_jobs: int = 1) -> tuple[list[CellResult], list[ReplayCell]]:
     """Return all results, and the cells in the order in which they were reported."""
-    reported: list[Cell] = []
+    reported: list[ReplayCell] = []
     comparison.prepare()
     results = comparison.run(num_jobs=num_jobs, report=lambda result: reported.append(result.cell))
     return results, reported
