@@ -17,7 +17,7 @@ from common.rpc import Connect
 from common.trust.authority import RENEW_SHARE
 from common.trust.channels import connect_to
 from common.trust.credentials import Credentials
-from common.trust.doors import Onlooker
+from common.trust.doors import CertificateInspector
 from common.trust.identity import Role
 from common.version import installed_version
 from kvrelay.client import AsyncClient, ClusterStatus, WorkerView
@@ -174,8 +174,8 @@ async def check_certificates(addresses: Mapping[str, str], operator: Credentials
     left_s = {"the operator": operator.held.expires_unix_s - now_s}
     late = [*_late("the operator", left_s["the operator"], _LATE_SHARE * lifetime_s)]
     if operator.is_encrypted:
-        onlooker = Onlooker(operator)
-        shown = await asyncio.gather(*(onlooker.look_at(address) for address in addresses.values()))
+        inspector = CertificateInspector(operator)
+        shown = await asyncio.gather(*(inspector.inspect(address) for address in addresses.values()))
         for name, certificate in zip(addresses, shown, strict=True):
             if certificate is not None:  # else it is unreachable, which other checks report
                 left_s[name] = certificate.expires_unix_s - now_s
