@@ -28,7 +28,7 @@ from measure.simulate.roofline import Hardware
 from measure.simulate.store import ResultFolder, in_processes, write_json, write_requests
 from measure.workload.content import ContentWriter
 from measure.workload.traces import Trace, read_trace
-from measure.workload.waves import Stages, in_stages
+from measure.workload.waves import SpeedStages, in_stages
 from router.placement.policies.registry import GREEDY_PERFECT_SIGNALS, POLICIES, SIMULATED_POLICIES
 
 MAX_TOKENS = 2048
@@ -54,7 +54,7 @@ class ReplaySettings:
     """Number of requests from the beginning of the trace; None: all."""
     shrink: int = 1
     """Divisor of all lengths, and of the trace's blocks."""
-    stages: Stages | None = None
+    stages: SpeedStages | None = None
     """Speeds over time, on top of a cell's speed; None: the trace's own clock."""
     num_prefill: int
     """0: aggregated."""

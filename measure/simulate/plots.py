@@ -9,7 +9,7 @@ import numpy as np
 
 from measure.load.records import RequestRecord
 from measure.pages.axes import Axis, Scale, Unit
-from measure.pages.distributions import Sample, ecdf_figure
+from measure.pages.distributions import ValueSample, ecdf_figure
 from measure.pages.figures import (
     Curve,
     Frame,
@@ -169,7 +169,7 @@ def _curves(values: Sequence[tuple[str, np.ndarray]], title: str, slo_s: float) 
     looks = _looks(policy for policy, _ in values)
     return ecdf_figure(
         [
-            Sample(name=policy, values=times, color=looks[policy].color, dash=looks[policy].dash)
+            ValueSample(name=policy, values=times, color=looks[policy].color, dash=looks[policy].dash)
             for policy, times in values
         ],
         Frame(

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from measure.figures import Percentiles
 from measure.load.tables import plain_table
-from measure.pages.page import Listing, Page, Panel, Section, Width, write_page
+from measure.pages.page import Listing, Page, PageSection, Panel, Width, write_page
 from measure.simulate import plots
 from measure.simulate.bound import Bound
 from measure.simulate.comparison import REQUESTS_FILE, CellResult, PolicyComparison
@@ -117,7 +117,7 @@ def write_report(comparison: PolicyComparison, results: Sequence[CellResult], bo
     if bounds:
         write_json(comparison.out / "bounds.json", {f"{speed:g}": asdict(bound) for speed, bound in bounds.items()})
     (comparison.out / "table.txt").write_text(table, encoding="utf-8")
-    overview = Section(
+    overview = PageSection(
         title="Overview",
         panels=(
             Panel(title="What was run", content=Listing(text=_settings_text(comparison))),
@@ -131,11 +131,11 @@ def write_report(comparison: PolicyComparison, results: Sequence[CellResult], bo
     return path
 
 
-def _sections(comparison: PolicyComparison, results: Sequence[CellResult]) -> Iterator[Section]:
+def _sections(comparison: PolicyComparison, results: Sequence[CellResult]) -> Iterator[PageSection]:
     plotted = [
         plots.plotted_cell(result, read_requests(comparison.folder(result.cell) / REQUESTS_FILE)) for result in results
     ]
-    yield Section(
+    yield PageSection(
         title="Goodput and load",
         panels=(
             Panel(
@@ -152,7 +152,7 @@ def _sections(comparison: PolicyComparison, results: Sequence[CellResult]) -> It
             ),
         ),
     )
-    yield Section(
+    yield PageSection(
         title="Hits and balance",
         panels=(
             Panel(
@@ -167,9 +167,9 @@ def _sections(comparison: PolicyComparison, results: Sequence[CellResult]) -> It
         yield _speed_section(comparison, speed, list(group))
 
 
-def _speed_section(comparison: PolicyComparison, speed: float, cells: Sequence[plots.PlottedCell]) -> Section:
+def _speed_section(comparison: PolicyComparison, speed: float, cells: Sequence[plots.PlottedCell]) -> PageSection:
     slo = comparison.settings.slo
-    return Section(
+    return PageSection(
         title=f"Speed {speed:g}",
         panels=(
             Panel(

@@ -16,7 +16,7 @@ from measure.simulate.comparison import (
 )
 from measure.simulate.report import write_report
 from measure.simulate.store import OtherSettings, read_requests
-from measure.workload.waves import Stage, Stages
+from measure.workload.waves import SpeedStage, SpeedStages
 from tests.measure.pages.test_page import check
 
 SMALL = Path(__file__).parents[2] / "data" / "small.jsonl"
@@ -148,7 +148,9 @@ def test_perfect_signals_come_at_once_however_late_the_others_are(tmp_path: Path
 
 
 def test_stages_warp_the_clock_on_top_of_a_cells_speed(tmp_path: Path) -> None:
-    stages = Stages(name="slow, then fast", stages=(Stage(length_s=2, speed=0.5), Stage(length_s=1e6, speed=2)))
+    stages = SpeedStages(
+        name="slow, then fast", stages=(SpeedStage(length_s=2, speed=0.5), SpeedStage(length_s=1e6, speed=2))
+    )
     settings = replace(make_settings(), stages=stages)
     plain = replayed_trace(make_settings(), 2.0).requests
     assert plain[-1].arrival_s > 1.0
