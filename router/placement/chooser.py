@@ -172,8 +172,9 @@ class Chooser:
 
     def work_s(self, request: PlacementRequest) -> float:
         """Return how long a typical worker computes the prompt with the longest prefix that any worker holds."""
-        num_cached = min(self._index.match(request.hashes).longest, request.num_usable_blocks) * request.block_size
-        return self._fleet.roster.typical_timing.prefill_s(request.num_tokens - num_cached, num_cached)
+        num_cached_blocks = min(self._index.match(request.hashes).longest, request.num_usable_blocks)
+        num_cached_tokens = num_cached_blocks * request.block_size
+        return self._fleet.roster.typical_timing.prefill_s(request.num_tokens - num_cached_tokens, num_cached_tokens)
 
     def forecast_in_line(self, request: PlacementRequest, *, work_s: float, before_s: float) -> DurationForecast | None:
         """Return the time to first token of a request that waits behind `before_s` of work; None without any worker.

@@ -94,8 +94,12 @@ class _MessageAnswer(Answer):
     def _usage(self) -> dict[str, int]:
         """Return the token counts of the complete answer."""
         counted = self.facts[0].completed.usage
-        num_cached = counted.num_cached_tokens
-        return _usage(counted.num_prompt_tokens - num_cached, counted.num_output_tokens, num_cached=num_cached)
+        num_cached_tokens = counted.num_cached_tokens
+        return _usage(
+            counted.num_prompt_tokens - num_cached_tokens,
+            counted.num_output_tokens,
+            num_cached_tokens=num_cached_tokens,
+        )
 
 
 class StreamedMessage(_MessageAnswer):
@@ -121,7 +125,7 @@ class StreamedMessage(_MessageAnswer):
 
     def _start(self) -> str:
         """Return the first event; how much of the prompt was cached is not known yet."""
-        usage = _usage(self._num_prompt_tokens, 0, num_cached=0)
+        usage = _usage(self._num_prompt_tokens, 0, num_cached_tokens=0)
         message = self._message(content=[], stop_reason=None, stop_sequence=None, usage=usage)
         return _event("message_start", message=message)
 
@@ -193,10 +197,10 @@ def input_of(arguments: str) -> dict[str, Any]:
     return given if isinstance(given, dict) else {INVALID_INPUT: arguments}
 
 
-def _usage(num_input_tokens: int, num_output_tokens: int, *, num_cached: int) -> dict[str, int]:
+def _usage(num_input_tokens: int, num_output_tokens: int, *, num_cached_tokens: int) -> dict[str, int]:
     return {
         "input_tokens": num_input_tokens,
         "output_tokens": num_output_tokens,
-        "cache_read_input_tokens": num_cached,
+        "cache_read_input_tokens": num_cached_tokens,
         "cache_creation_input_tokens": 0,
     }

@@ -37,17 +37,17 @@ def compute_on(
     decodes = {"num_decodes": worker.num_decodes, "num_context_tokens": worker.num_context_tokens}
     compute_s, pull_s, pull = timing.prefill_s(num_tokens - cached, cached, **decodes), 0.0, None
     cost = wait_s + (1 + work_price) * compute_s
-    num_cached, rest_s = cached, compute_s
+    num_cached_tokens, rest_s = cached, compute_s
     for num_blocks, source in sources:
         usable = min(num_blocks, most_usable)
         if source == worker.worker_id or usable < own_blocks + MIN_PULLED_BLOCKS:
             continue
         pulling_s = timing.pull_s(source, (usable - own_blocks) * fleet.block_bytes)
-        if num_cached != usable * request.block_size:  # the next source often holds as much
-            num_cached = usable * request.block_size
-            rest_s = timing.prefill_s(num_tokens - num_cached, num_cached, **decodes)
+        if num_cached_tokens != usable * request.block_size:  # the next source often holds as much
+            num_cached_tokens = usable * request.block_size
+            rest_s = timing.prefill_s(num_tokens - num_cached_tokens, num_cached_tokens, **decodes)
         if (other := max(wait_s, pulling_s) + (1 + work_price) * rest_s) < cost:
-            cost, cached, compute_s, pull_s = other, num_cached, rest_s, pulling_s
+            cost, cached, compute_s, pull_s = other, num_cached_tokens, rest_s, pulling_s
             pull = Pull(source=source, num_blocks=usable)
     forecast = PromptForecast(
         worker=worker, pull=pull, num_cached_tokens=cached, wait_s=wait_s, pull_s=pull_s, prefill_s=compute_s
