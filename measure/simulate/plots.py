@@ -23,7 +23,7 @@ from measure.pages.figures import (
 )
 from measure.pages.theme import colors_of, dash_of, symbol_of
 from measure.simulate.comparison import CellResult
-from measure.simulate.results import num_cached
+from measure.simulate.results import count_cached_tokens
 
 _LOAD_BINS = 60
 _SPEED = Axis(title="speed of the trace", unit=Unit.PLAIN)
@@ -67,9 +67,9 @@ def plotted_cell(result: CellResult, requests: Iterable[RequestRecord]) -> Plott
     tokens: dict[str, list[int]] = defaultdict(list)
     for row in rows:
         worker = row.server.prefill_worker or row.server.decode_worker
-        if worker and num_cached(row) < row.num_prompt_tokens:
+        if worker and count_cached_tokens(row) < row.num_prompt_tokens:
             arrivals[worker].append(row.due_s)
-            tokens[worker].append(row.num_prompt_tokens - num_cached(row))
+            tokens[worker].append(row.num_prompt_tokens - count_cached_tokens(row))
     return PlottedCell(
         result=result,
         ttft_s=np.array([row.ttft_s for row in complete if row.ttft_s is not None]),
