@@ -13,8 +13,8 @@ from cluster.changes.change import ChangeKind, Changes, ChangeState, ClusterChan
 from cluster.changes.scaling import Report
 from cluster.control_service import Controls, serving_control
 from cluster.processes.plan import POOLS, ProcessRole
-from common.clock import ManualClock
 from common.errors import Cancelled, EngineFault, InvalidRequest
+from tests.clock import ManualClock
 from tests.cluster.rollout_bench import DECODE, PREFILL, Bench, FakeWorkforce, pools
 from tests.cluster.support import make_config
 

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from prometheus_client import CollectorRegistry
 
-from common.clock import ManualClock
 from common.errors import Overloaded, RefusalCause, Refused, WorkerLost
 from common.ids import RequestId, WorkerId
 from kvrelay.v1 import worker_pb2
@@ -32,6 +31,7 @@ from router.placement.decisions import Booking, DecisionRecord
 from router.placement.plans import Busy, PlacementRequest, Plan, PolicySettings
 from router.placement.policies.registry import make_policy
 from router.tenants import Tenant, Terms
+from tests.clock import ManualClock
 from tests.trust import ROUTER
 
 A, B = Tenant(name="a"), Tenant(name="b")

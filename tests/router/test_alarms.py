@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 
-from common.clock import ManualClock
 from common.ids import RequestId, WorkerId
 from common.timing import GUESSED_TIMING, StepModel
 from kvrelay.v1 import worker_pb2
@@ -24,6 +23,7 @@ from router.member import Member, WorkerState
 from router.placement.decisions import DecisionRecord
 from router.placement.plans import Plan
 from router.pool_timing import MIN_SAMPLES
+from tests.clock import ManualClock
 from tests.router.fakes import BLOCK_SIZE
 from tests.router.test_member import make_facts, make_member
 

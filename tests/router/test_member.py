@@ -10,7 +10,6 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from common.clock import ManualClock
 from common.ids import Epoch, RequestId, WorkerId
 from common.timing import GUESSED_TIMING, LinkModel, StepModel, TimingModel
 from kvrelay.v1 import worker_pb2
@@ -19,6 +18,7 @@ from router.hold import Hold
 from router.member import SETTLE_S, Member
 from router.pool_timing import MIN_SAMPLES, PoolTiming
 from router.worker_client import WorkerClient
+from tests.clock import ManualClock
 from tests.router.fakes import BLOCK_SIZE, DECODE, PREFILL
 
 

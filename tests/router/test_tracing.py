@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from common.clock import ManualClock
 from common.config import TracingConfig
 from common.errors import PromptTooLong, WorkerLost
 from common.ids import RequestId, WorkerId
@@ -17,6 +16,7 @@ from router.placement.decisions import DecisionRecord
 from router.placement.plans import Plan
 from router.tenants import ANYBODY
 from router.tracing import RequestTraces
+from tests.clock import ManualClock
 from tests.common.test_tracing import HEADER, PLACE, Kept
 from tests.router.fakes import MODEL, Reply, TestCluster, make_request, pair, prompt_of, running_cluster, trio
 from tests.router.http.clients import COMPLETIONS, body_of, fetch, http_cluster

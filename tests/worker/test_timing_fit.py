@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.clock import ManualClock
 from common.ids import WorkerId
 from common.timing import GUESSED_TIMING, StepModel, StepShape, TimingModel, timing_from_proto, timing_to_proto
 from engine.events import StepSample
 from tests.builders import make_core, make_request, submit
+from tests.clock import ManualClock
 from worker.timing import MIN_CHANGE, NUM_WARM_UP_STEPS, WorkerTiming, reference_shapes
 from worker.timing_fit import BUCKET_SAMPLES, MAX_BUCKETS, RobustFit, solve_non_negative
 

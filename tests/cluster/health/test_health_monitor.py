@@ -14,8 +14,8 @@ from cluster.health.trial import Answers, TrialFailed, compare
 from cluster.processes.life import Life, Standing
 from cluster.processes.plan import ProcessRole
 from cluster.processes.workforce import Workforce
-from common.clock import ManualClock
 from kvrelay.v1 import router_admin_pb2
+from tests.clock import ManualClock
 from tests.cluster.support import make_config
 
 DECODE, PREFILL = ProcessRole.DECODE, ProcessRole.PREFILL

@@ -14,7 +14,7 @@ from cluster.health.slow_workers import (
     WorkerObservation,
 )
 from cluster.health.worker_health import WorkerHealth
-from common.clock import ManualClock
+from tests.clock import ManualClock
 
 SLOW_S = 30.0
 SLOW = WorkerHealth(slowness=5.0, is_slow=True)

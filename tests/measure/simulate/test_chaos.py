@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 
 from common.block_hash import hash_blocks, hash_root
-from common.clock import ManualClock
 from common.ids import RequestId
 from common.sampling import SamplingParams
 from common.tokens import as_tokens
@@ -23,6 +22,7 @@ from measure.simulate.chaos.questions import Question, QuestionBook
 from measure.simulate.chaos.settings import MESSAGE_FAULTS, ChaosSettings, FaultKind, draw_first_settings, draw_settings
 from measure.simulate.chaos.walk import BLOCK_SIZE, DRAIN_BOUND_S, run_walk
 from measure.simulate.faults import FaultRates
+from tests.clock import ManualClock
 
 BAD_WEEK = FaultRates(
     lose=0.01, repeat=0.01, delay=0.1, max_delay_s=1.0, stall=0.001, stall_s=6.0, corrupt=0.02, tear=0.02
