@@ -1,6 +1,5 @@
 """Events of a request, and reports, that an engine emits."""
 
-import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -8,15 +7,9 @@ from common.errors import KvrelayError
 from common.ids import BlockId, RequestId
 from common.kv_events import KvEvents
 from common.timing import StepShape
+from common.wire_names import FinishReason
 from engine.beams import BeamSnapshot
 from engine.executor import Hidden, Logprobs
-
-
-class FinishReason(enum.Enum):
-    """Why a sample ended inside the engine."""
-
-    STOP = "stop"
-    LENGTH = "length"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from common.errors import EngineFault
 from common.pooling import Pooling
+from common.wire_names import FinishReason
 from engine.beams import BeamSearch
 from engine.events import (
     NO_DRAFTS,
@@ -16,7 +17,6 @@ from engine.events import (
     Embedded,
     EngineEvent,
     Failed,
-    FinishReason,
     GeneratedRun,
     Started,
     TokenOutput,

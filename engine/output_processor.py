@@ -4,8 +4,9 @@ from collections.abc import Collection
 from collections.abc import Sequence as Seq
 
 from common.clock import Clock
+from common.wire_names import FinishReason
 from engine.beam_groups import BeamGroups
-from engine.events import DraftCounts, FinishReason, PrefillProgress, TokenOutput
+from engine.events import DraftCounts, PrefillProgress, TokenOutput
 from engine.executor import Sampled, ScheduledSequence, StepResult
 from engine.group import Emitted, Group, Groups
 from engine.plan import StepPlan

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 
 from common.ids import RequestId
 from common.tokens import TokenArray
-from engine.events import EngineEvent, Failed, FinishReason, GeneratedRun, Tokens
+from common.wire_names import FinishReason
+from engine.events import EngineEvent, Failed, GeneratedRun, Tokens
 from engine.group import Group
 
 _NUM_SWEPT = 256

@@ -14,11 +14,12 @@ from itertools import islice
 
 from common.errors import Cancelled
 from common.ids import RequestId
+from common.wire_names import PlanKind
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import sequence_pb2
 from router.calibration import DurationForecast
 from router.hold import Hold
-from router.placement.plans import Plan, PlanCandidate, PlanKind, kind_of
+from router.placement.plans import Plan, PlanCandidate, kind_of
 
 CAPACITY = 1000
 COMPLETED = "completed"

@@ -10,8 +10,9 @@ the raw predictions; a refusal for an objective (`router.shed: slo`) and the bou
 from typing import TYPE_CHECKING
 
 from common.errors import Refused
+from common.wire_names import PlanKind
 from router.calibration import DurationForecast, ErrorBand
-from router.placement.plans import PlacementRequest, Plan, PlanKind
+from router.placement.plans import PlacementRequest, Plan
 
 if TYPE_CHECKING:
     from router.placement.decisions import DecisionRecord

@@ -11,18 +11,8 @@ from typing import Protocol
 from common.block_hash import NO_HASHES, BlockHashes
 from common.errors import RefusalCause, Refused
 from common.ids import RequestId, WorkerId
+from common.wire_names import PlanKind
 from router.placement.loads import PoolLoads
-
-
-class PlanKind(enum.Enum):
-    """How a request is served."""
-
-    REMOTE = "remote"
-    """A prefill worker computes the prompt and hands its KV to the decode worker."""
-    LOCAL = "local"
-    """The decode worker computes the uncached suffix itself."""
-    PREFILL = "prefill"
-    """A prefill worker computes the prompt, and nothing is decoded."""
 
 
 class Keeper(enum.Enum):

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from common.config import RouterConfig
 from common.errors import Refused
 from common.timing import LinkModel
+from common.wire_names import PlanKind
 from router.placement.loads import ProjectedLoad
-from router.placement.plans import FleetView, PlacementRequest, Plan, PlanKind
+from router.placement.plans import FleetView, PlacementRequest, Plan
 from router.placement.policies.registry import POLICIES, SIMULATED_POLICIES
 from tests.router.fleets import TIMING, choose, fleet, policy, request, worker
 

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 import pytest
 
 from common.errors import Refused
+from common.wire_names import PlanKind
 from router.placement.loads import ProjectedLoad
-from router.placement.plans import PlanKind
 from tests.router.fleets import choose, costs, fleet, policy, request, worker
 
 

@@ -9,8 +9,9 @@ from common.ids import BlockHash
 from common.kv_events import KvEvents
 from common.sampling import SamplingParams
 from common.wire import sampling_from_proto, sampling_to_proto, unpack_tokens
+from common.wire_names import FinishReason
 from decode_worker.direct import CAPABILITY_BYTES, DirectAnswer
-from engine.events import FinishReason, GeneratedRun, TokenOutput, Tokens
+from engine.events import GeneratedRun, TokenOutput, Tokens
 from kvrelay.v1 import decode_pb2
 from kvrelay.v1 import sampling_pb2 as pb
 from tests.builders import expected_tokens, make_request

@@ -10,8 +10,9 @@ from common.ids import RequestId
 from common.sampling import SamplingParams
 from common.tokens import as_tokens
 from common.wire import pack_tokens
+from common.wire_names import FinishReason
 from engine.core import EngineCore
-from engine.events import EngineEvent, FinishReason, Tokens
+from engine.events import EngineEvent, Tokens
 from engine.fake import FakeExecutor
 from engine.group import Group
 from engine.request import EngineRequest
