@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 from benchmarks.answers import closed_loop
 from benchmarks.faults import Fault, PrivateNetwork, listening_ports, send, throttled
-from engine.fake import Fault as Poison
+from engine.fake import FaultToken
 from kvrelay.client import AsyncClient, PlanChosen, WorkerView
 
 WORKERS = ("decode", "prefill")
@@ -92,7 +92,7 @@ class WorkerHurt:
 
     async def _hang(self) -> Recovery:
         before = {view.worker_id: view.status.pid for view in await self._views() if view.status}
-        prompt = [40] * POISON_LENGTHS[self._pool] + [Poison.HANG.value]
+        prompt = [40] * POISON_LENGTHS[self._pool] + [FaultToken.HANG.value]
         async with self._client.stream(prompt, max_tokens=1) as events:
             async for event in events:
                 if isinstance(event, PlanChosen):

@@ -12,7 +12,7 @@ import typer
 from cli.bench_options import (
     CheckOption,
     Criteria,
-    Output,
+    OutputOptions,
     counted,
     objective,
     output,
@@ -20,7 +20,7 @@ from cli.bench_options import (
 )
 from cli.bench_record import record
 from cli.bench_results import compare, measure, report, show
-from cli.bench_workload import Limits, Replay, Shape, TraceOption, WorkloadOption, workload_spec
+from cli.bench_workload import Limits, ReplayOptions, SessionOptions, TraceOption, WorkloadOption, workload_spec
 from cli.console import err
 from cli.errors import EXIT_INTERRUPTED, CliError
 from cli.options import DEFAULT_CONFIG, ApiKeyOption, CaOption, ConfigOption, options_from_dataclasses
@@ -47,7 +47,7 @@ def bench() -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Server:
+class ServerOptions:
     """Options for the server under load."""
 
     target: Annotated[
@@ -131,16 +131,16 @@ class Sending:
 @options_from_dataclasses
 def run(
     *,
-    server: Server,
+    server: ServerOptions,
     workload: WorkloadOption = None,
-    shape: Shape,
+    shape: SessionOptions,
     limits: Limits,
     trace: TraceOption = None,
-    replay: Replay,
+    replay: ReplayOptions,
     criteria: Criteria,
     check: CheckOption = None,
     sending: Sending,
-    shown: Output,
+    shown: OutputOptions,
 ) -> None:
     """Put a server under load and measure the latencies of its users.
 

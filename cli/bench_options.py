@@ -18,7 +18,7 @@ REQUIRED_SHARE = 0.99
 
 objective = functools.partial(typer.Option, show_default=False, rich_help_panel="Objectives")
 counted = functools.partial(typer.Option, rich_help_panel="What is counted")
-output = functools.partial(typer.Option, rich_help_panel="Output")
+output = functools.partial(typer.Option, rich_help_panel="OutputOptions")
 
 CheckOption = Annotated[
     float | None,
@@ -104,7 +104,7 @@ class Criteria:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Output:
+class OutputOptions:
     """Options for what is shown and written."""
 
     as_json: Annotated[bool, output("--json", help="Print the summary as JSON, not as a table.")] = False

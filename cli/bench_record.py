@@ -9,7 +9,7 @@ import typer
 from cli.console import Progress, err
 from cli.errors import CliError
 from cli.options import options_from_dataclasses
-from cli.target import Connection
+from cli.target import ConnectionOptions
 from common.signals import sigterm_interrupts, uninterrupted
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def record(
         int | None, typer.Option("--limit", "-n", min=1, help="Stop after this many requests.", show_default=False)
     ] = None,
     *,
-    connection: Connection,
+    connection: ConnectionOptions,
 ) -> None:
     """Record live traffic as a trace: arrivals, lengths, and the prefixes that prompts share.
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from cli.bench_options import EXIT_BELOW_BOUND, REQUIRED_SHARE, Judgement, Output
+from cli.bench_options import EXIT_BELOW_BOUND, REQUIRED_SHARE, Judgement, OutputOptions
 from cli.console import err, print_wide
 from cli.errors import CliError
 
@@ -67,7 +67,7 @@ def judge(measured: "Run", judgement: Judgement) -> "Summary":
     return summarize(measured, slo=judgement.slo, warm_up_s=judgement.warm_up_s, cool_down_s=judgement.cool_down_s)
 
 
-def show(measured: "Run", judgement: Judgement, folder: Path, output: Output) -> None:
+def show(measured: "Run", judgement: Judgement, folder: Path, output: OutputOptions) -> None:
     """Judge a run, write summary and page to `folder`, print it. Exits when fewer requests than required are good."""
     summary = judge(measured, judgement)
     text = json.dumps(dataclasses.asdict(summary), ensure_ascii=False, indent=1)
@@ -133,7 +133,7 @@ def report(
     config_path: ConfigOption = DEFAULT_CONFIG,
     criteria: Criteria,
     check: CheckOption = None,
-    shown: Output,
+    shown: OutputOptions,
 ) -> None:
     """Judge a finished run again, by other objectives or another warm-up.
 
@@ -168,7 +168,7 @@ def compare(
             show_default=False,
         ),
     ] = None,
-    shown: Output,
+    shown: OutputOptions,
 ) -> None:
     """Compare runs and separate differences from chance.
 

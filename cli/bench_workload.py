@@ -42,7 +42,7 @@ class _Options:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape(_Options):
+class SessionOptions(_Options):
     """Options that describe sessions."""
 
     rate: Annotated[
@@ -131,7 +131,7 @@ class Limits(_Options):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Replay(_Options):
+class ReplayOptions(_Options):
     """Options that replay a trace."""
 
     speed: Annotated[float | None, _replay("--speed", "-s", min=0.0001, help="Factor on the rate of arrivals.")] = None
@@ -160,7 +160,7 @@ TraceOption = Annotated[
 
 
 def workload_spec(
-    file: Path | None, trace: Path | None, shape: Shape, replay: Replay, limits: Limits
+    file: Path | None, trace: Path | None, shape: SessionOptions, replay: ReplayOptions, limits: Limits
 ) -> "WorkloadSpec":
     """Return the workload that a file, a trace or options describe. Raises CliError, WorkloadError."""
     if file is not None and trace is not None:
@@ -182,7 +182,7 @@ def workload_spec(
     return _parsed(name, _session_stream(shape), limits)
 
 
-def _session_stream(shape: Shape) -> dict[str, Any]:
+def _session_stream(shape: SessionOptions) -> dict[str, Any]:
     if shape.concurrency is not None:
         for name in ("rate", "arrivals", "burstiness"):
             if getattr(shape, name) is not None:

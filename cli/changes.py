@@ -14,7 +14,7 @@ from cli.options import DEFAULT_CONFIG, ConfigOption, IntervalOption, JsonOption
 from cli.target import running_cluster
 
 if TYPE_CHECKING:
-    from cluster.control import Step
+    from cluster.control import ChangeStep
     from kvrelay.v1.controller_pb2 import ChangeRecord, ListChangesResponse
 
 _NUM_SHOWN = 20
@@ -71,7 +71,7 @@ def cancel(
     out.print(last, soft_wrap=True)
 
 
-def show_steps(steps: "Iterable[Step]", report: Progress) -> None:
+def show_steps(steps: "Iterable[ChangeStep]", report: Progress) -> None:
     """Report the steps of a change. Ctrl-C ends that, not the change, and says so."""
     change_id = 0
     try:

@@ -12,7 +12,7 @@ from cli.console import err, write_text
 from cli.errors import explain
 from cli.options import ModelOption, Sampling, TemperatureOption, TopPOption, options_from_dataclasses
 from cli.render import stats_lines
-from cli.target import Connection
+from cli.target import ConnectionOptions
 from kvrelay.client import ChatMessage, Client, Generation, KvrelayError, SamplingOptions, Token
 
 _HELP = "/reset forgets the conversation · /exit or Ctrl-D leaves · Ctrl-C stops an answer"
@@ -34,7 +34,7 @@ def chat(
         bool, typer.Option("--show-stats", "-s", help="Show the cost of each answer, on stderr.")
     ] = False,
     *,
-    connection: Connection,
+    connection: ConnectionOptions,
     sampling: ChatSampling,
 ) -> None:
     """Talk to the model.
@@ -50,11 +50,11 @@ def chat(
     with connection.client() as client:
         name = model or client.models()[0].name
         err.print(f"{name} at {client.address} · {_HELP}", soft_wrap=True)
-        conversation = Conversation(client, sampling.options(), model=model or "", system=system)
+        conversation = ChatSession(client, sampling.options(), model=model or "", system=system)
         _converse(conversation, after_answer=_print_stats if show_stats else _print_nothing)
 
 
-class Conversation:
+class ChatSession:
     """The turns so far. A turn that got no answer at all is forgotten."""
 
     def __init__(self, client: Client, sampling: SamplingOptions, *, model: str, system: str | None) -> None:
@@ -89,7 +89,7 @@ class Conversation:
         return generation
 
 
-def _converse(conversation: Conversation, *, after_answer: Callable[[Generation], None]) -> None:
+def _converse(conversation: ChatSession, *, after_answer: Callable[[Generation], None]) -> None:
     while (question := _read_question()) is not None:
         command = question.strip()
         if command in ("/exit", "/quit"):

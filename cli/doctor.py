@@ -14,10 +14,10 @@ from rich.text import Text
 from cli.console import err, print_wide
 from cli.errors import EXIT_FAILURE
 from cli.options import DEFAULT_CONFIG, options_from_dataclasses
-from cli.target import Connection, run_dir_of
+from cli.target import ConnectionOptions, run_dir_of
 
 if TYPE_CHECKING:
-    from cluster.doctor.finding import Finding
+    from cluster.doctor.finding import DoctorFinding
 
 _MARKS = {"ok": ("ok", "green"), "warning": ("warning", "yellow"), "failure": ("FAILURE", "bold red")}
 
@@ -25,7 +25,7 @@ _MARKS = {"ok": ("ok", "green"), "warning": ("warning", "yellow"), "failure": ("
 @options_from_dataclasses
 def doctor(
     *,
-    connection: Connection,
+    connection: ConnectionOptions,
     host_only: Annotated[bool, typer.Option("--host-only", help="Check only this host, not the cluster.")] = False,
     hosts: Annotated[
         Path | None,
@@ -56,13 +56,13 @@ def doctor(
         raise typer.Exit(EXIT_FAILURE)
 
 
-def _ask_hosts(path: Path) -> "list[Finding]":
+def _ask_hosts(path: Path) -> "list[DoctorFinding]":
     from cluster.doctor.hosts import check_hosts, read_hosts, run_command
 
     return asyncio.run(check_hosts(read_hosts(path), run_command))
 
 
-def _collect(connection: Connection, *, host_only: bool) -> "list[Finding]":
+def _collect(connection: ConnectionOptions, *, host_only: bool) -> "list[DoctorFinding]":
     from cluster.doctor.host import check_host, this_host
     from cluster.doctor.service import check_service
     from cluster.lifecycle import read_info
@@ -88,7 +88,7 @@ def _collect(connection: Connection, *, host_only: bool) -> "list[Finding]":
     return findings + asyncio.run(check_service(client, compared, operator=operator))
 
 
-def _table(findings: "list[Finding]") -> Table:
+def _table(findings: "list[DoctorFinding]") -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("", "what", "seen", "what to do"):
         table.add_column(column, overflow="fold")

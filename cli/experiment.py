@@ -13,7 +13,7 @@ from common.signals import sigterm_interrupts
 if TYPE_CHECKING:
     from measure.experiment.prepare import Experiment
     from measure.experiment.runner import Bench, Report
-    from measure.experiment.search import Errand
+    from measure.experiment.search import ExperimentInput
     from measure.experiment.store import Store
 
 experiment_app = typer.Typer(no_args_is_help=True, rich_markup_mode="rich")
@@ -80,10 +80,10 @@ def run(
     prepared.claim(store)
     with sigterm_interrupts(), Progress() as report:
         if jobs > 1:
-            from measure.experiment.search import Errand
+            from measure.experiment.search import ExperimentInput
 
             _run_side_by_side(
-                prepared, Errand(path=path, choices=choices, out=out, is_search=find_capacity), jobs, report
+                prepared, ExperimentInput(path=path, choices=choices, out=out, is_search=find_capacity), jobs, report
             )
         is_complete = _run(prepared, store, report, find_capacity=find_capacity)
     _show(store)
@@ -111,12 +111,12 @@ def _run(prepared: "Experiment", store: "Store", report: "Report", *, find_capac
     return not keeper.failures
 
 
-def _run_side_by_side(prepared: "Experiment", errand: "Errand", jobs: int, report: "Report") -> None:
+def _run_side_by_side(prepared: "Experiment", inputs: "ExperimentInput", jobs: int, report: "Report") -> None:
     """Measure every arm in a process of its own, the largest ones first: they take longest."""
     from measure.experiment.search import measure_side_by_side
 
     arms = sorted((plan.arm for plan in prepared.arms.plans), key=lambda arm: -arm.num_workers)
-    measure_side_by_side(errand, [arm.name for arm in arms], num_jobs=jobs, report=report)
+    measure_side_by_side(inputs, [arm.name for arm in arms], num_jobs=jobs, report=report)
 
 
 def _bench(prepared: "Experiment", store: "Store", report: "Report") -> "Bench":

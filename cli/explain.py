@@ -11,7 +11,7 @@ from rich.console import Group, RenderableType
 from cli.console import err, print_wide
 from cli.options import JsonOption, options_from_dataclasses
 from cli.render import SplitTable, forecast_text, plan_text, seconds
-from cli.target import Connection
+from cli.target import ConnectionOptions
 from kvrelay.client import Candidate, Decision, PlanChosen
 
 _TIMEOUT_S = 10.0
@@ -23,7 +23,7 @@ def explain(
         str | None, typer.Argument(metavar="[REQUEST_ID]", help="The id in `generate --show-stats` and in the logs.")
     ] = None,
     *,
-    connection: Connection,
+    connection: ConnectionOptions,
     last: Annotated[int, typer.Option("--last", "-n", metavar="N", min=1, help="Largest number of decisions.")] = 3,
     as_json: JsonOption = False,
 ) -> None:

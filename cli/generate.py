@@ -15,7 +15,7 @@ import typer
 from cli.console import Progress, err, write_text
 from cli.options import DEFAULT_CONFIG, ModelOption, Sampling, TimeoutOption, options_from_dataclasses
 from cli.render import seconds, stats_lines, throughput
-from cli.target import Connection
+from cli.target import ConnectionOptions
 from kvrelay.client import ChatMessage, Client, Prompt, SamplingOptions, Token
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def generate(
         bool, typer.Option("--show-stats", "-s", help="Show the cost of the answer, on stderr.")
     ] = False,
     *,
-    connection: Connection,
+    connection: ConnectionOptions,
     timeout_s: TimeoutOption = None,
     sampling: Sampling,
     local: InProcess,

@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from cli.console import err, out, print_wide
 from cli.options import options_from_dataclasses
 from cli.render import SplitTable, seconds
-from cli.target import Connection
+from cli.target import ConnectionOptions
 from kvrelay.client import DeviceReport, LinkRate, StepTotals, TimingReport, WorkerView
 
 _TIMEOUT_S = 10.0
@@ -29,7 +29,7 @@ class _Step:
 
 
 @options_from_dataclasses
-def roofline(*, connection: Connection) -> None:
+def roofline(*, connection: ConnectionOptions) -> None:
     """Show how near the steps of each worker are to the bounds of its memory and its arithmetic.
 
     A step is bound by memory while reading weights and KV takes longer than its arithmetic; the batch at which that

@@ -13,7 +13,7 @@ from cli.options import options_from_dataclasses, positive_numbers
 
 if TYPE_CHECKING:
     from measure.simulate.bound import Bound
-    from measure.simulate.comparison import CellResult, Comparison
+    from measure.simulate.comparison import CellResult, PolicyComparison
     from measure.simulate.roofline import Hardware
 
 _STEP_TOKENS_DISAGGREGATED = 8192
@@ -144,11 +144,11 @@ def simulate(*, replay: Replay, workers: SimulatedCluster, signals: Signals, run
     under any policy that knows the whole trace, and adds the share reached of it.
     """  # noqa: D301 - \b marks a preformatted block
     from common.slo import Slo
-    from measure.simulate.comparison import Comparison, ReplaySettings
+    from measure.simulate.comparison import PolicyComparison, ReplaySettings
     from measure.simulate.report import FORECASTS_NOTE, comparison_table, forecast_table, write_report
 
     num_prefill, num_decode = workers.pools()
-    comparison = Comparison(
+    comparison = PolicyComparison(
         settings=ReplaySettings(
             trace=replay.trace,
             num_requests=replay.limit,
@@ -183,7 +183,7 @@ def simulate(*, replay: Replay, workers: SimulatedCluster, signals: Signals, run
     err.print(f"The page is {page}", soft_wrap=True)
 
 
-def _run_all(comparison: "Comparison", *, num_jobs: int) -> "list[CellResult]":
+def _run_all(comparison: "PolicyComparison", *, num_jobs: int) -> "list[CellResult]":
     num_cells, num_done = len(comparison.cells), 0
     with Progress() as report:
         report(f"{num_cells} runs of {comparison.settings.trace.name}, {num_jobs} at a time")
@@ -201,7 +201,7 @@ def _run_all(comparison: "Comparison", *, num_jobs: int) -> "list[CellResult]":
         return comparison.run(num_jobs=num_jobs, report=tell)
 
 
-def _bounds(comparison: "Comparison") -> "dict[float, Bound]":
+def _bounds(comparison: "PolicyComparison") -> "dict[float, Bound]":
     from measure.simulate.bound import replay_bound
 
     bounds: dict[float, Bound] = {}

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from cli.console import err, show
 from cli.options import IntervalOption, JsonOption, WatchOption, check_form, options_from_dataclasses
 from cli.render import AskedRouter, status_view
-from cli.target import Connection
+from cli.target import ConnectionOptions
 from kvrelay.client import Client, KvrelayError
 from kvrelay.client.failover import RouterList
 
@@ -17,7 +17,7 @@ _TIMEOUT_S = 10.0
 @options_from_dataclasses
 def status(
     *,
-    connection: Connection,
+    connection: ConnectionOptions,
     watch: WatchOption = False,
     interval_s: IntervalOption = 1.0,
     as_json: JsonOption = False,

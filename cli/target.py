@@ -83,7 +83,7 @@ def find_cluster(address: str | None, ca: Path | None, config_path: Path) -> Clu
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Connection:
+class ConnectionOptions:
     """Options that name a cluster, and its caller."""
 
     address: AddressOption = None

@@ -10,7 +10,7 @@ import typer
 from cli.console import out, print_wide
 from cli.options import JsonOption, options_from_dataclasses
 from cli.render import SplitTable
-from cli.target import Connection
+from cli.target import ConnectionOptions
 from kvrelay.client import Diagnosis, PoolWalls
 
 _TIMEOUT_S = 10.0
@@ -20,7 +20,7 @@ _SHARES = ("busy", "memory", "compute", "link", "overhead", "waiting")
 @options_from_dataclasses
 def why(
     *,
-    connection: Connection,
+    connection: ConnectionOptions,
     request_id: Annotated[
         str | None, typer.Option("--request", metavar="ID", help="One request of the last hour, instead of all.")
     ] = None,

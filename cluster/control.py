@@ -25,7 +25,7 @@ class SupervisorAway(WorkerLost):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class ChangeStep:
     """A step of a change."""
 
     text: str
@@ -40,7 +40,7 @@ def socket_path(run_dir: Path) -> Path:
 
 def scale(
     run_dir: Path, wanted: Mapping[str, int], *, grace_s: float, force: bool = False, flips: Flips = Flips.FIRST
-) -> Iterator[Step]:
+) -> Iterator[ChangeStep]:
     """Ask the supervisor of a run folder for other pool sizes; yields its steps. Raises KvrelayError.
 
     Without `force` it refuses sizes that would not carry the present load.
@@ -50,13 +50,13 @@ def scale(
     return _steps(run_dir, lambda stub: stub.Scale(request))
 
 
-def restart(run_dir: Path, *, grace_s: float) -> Iterator[Step]:
+def restart(run_dir: Path, *, grace_s: float) -> Iterator[ChangeStep]:
     """Ask the supervisor of a run folder to replace its workers one by one; yields its steps. Raises KvrelayError."""
     request = controller_pb2.RestartWorkersRequest(grace_s=grace_s)
     return _steps(run_dir, lambda stub: stub.RestartWorkers(request))
 
 
-def rollout(run_dir: Path, config: ServingConfig, terms: RolloutTerms) -> Iterator[Step]:
+def rollout(run_dir: Path, config: ServingConfig, terms: RolloutTerms) -> Iterator[ChangeStep]:
     """Ask the supervisor of a run folder for another configuration; yields its steps. Raises KvrelayError."""
     request = controller_pb2.RolloutRequest(
         config=config_text(config),
@@ -68,13 +68,13 @@ def rollout(run_dir: Path, config: ServingConfig, terms: RolloutTerms) -> Iterat
     return _steps(run_dir, lambda stub: stub.Rollout(request))
 
 
-def preview_rollout(run_dir: Path, config: ServingConfig) -> Iterator[Step]:
+def preview_rollout(run_dir: Path, config: ServingConfig) -> Iterator[ChangeStep]:
     """Ask what `rollout` would change and what that needs; yields its steps. Raises KvrelayError."""
     request = controller_pb2.RolloutRequest(config=config_text(config), max_slowdown=1.0, dry_run=True)
     return _steps(run_dir, lambda stub: stub.Rollout(request))
 
 
-def cancel(run_dir: Path, change_id: int) -> Iterator[Step]:
+def cancel(run_dir: Path, change_id: int) -> Iterator[ChangeStep]:
     """Cancel a change and yield its steps until it has ended, and then how. Raises KvrelayError."""
     request = controller_pb2.CancelChangeRequest(id=change_id)
     return _steps(run_dir, lambda stub: stub.CancelChange(request))
@@ -100,10 +100,10 @@ def read_plan(run_dir: Path) -> controller_pb2.GetPlanResponse:
 
 def _steps(
     run_dir: Path, call: "Callable[[controller_pb2_grpc.ControllerServiceStub], Iterable[Any]]"
-) -> Iterator[Step]:
+) -> Iterator[ChangeStep]:
     with _stub(run_dir) as stub:
         for step in call(stub):
-            yield Step(text=step.text, change_id=getattr(step, "change_id", 0))
+            yield ChangeStep(text=step.text, change_id=getattr(step, "change_id", 0))
 
 
 @contextmanager

@@ -12,13 +12,13 @@ from cluster.changes.planning import make_planning
 from cluster.changes.rollout import Rollouts, Surroundings
 from cluster.changes.scaling import PlanFor, Scaler
 from cluster.control_service import Controls, serving_control
+from cluster.health.health_monitor import HealthMonitor
 from cluster.health.trial import try_worker
-from cluster.health.ward import Ward
 from cluster.processes.launch_local import LocalLauncher, service_command
 from cluster.processes.launcher import Launcher, StartFailed
 from cluster.processes.plan import HostResources, PlanError, ProcessSpec, make_plan
 from cluster.processes.run_dir import write_config
-from cluster.processes.starter import Progress, StartFailure, StartListener
+from cluster.processes.starter import StartFailure, StartListener, StartStep
 from cluster.processes.state import ClusterPhase, StateFile, has_served, wanted_processes
 from cluster.processes.supervisor import Ground, Supervisor
 from cluster.processes.worker_calls import inspect_worker
@@ -57,7 +57,7 @@ async def supervise(
     """
 
     def report(text: str) -> None:
-        audience.tell(Progress(text=text))
+        audience.tell(StartStep(text=text))
 
     state_file = StateFile(run_dir)
     last = state_file.read()
@@ -92,7 +92,7 @@ async def supervise(
                 inspect=partial(inspect_worker, connect=trust.reach.worker),
             )
             rollouts = Rollouts(scaler, workforce, surroundings)
-            ward = Ward(
+            monitor = HealthMonitor(
                 workforce,
                 changes,
                 config=lambda: scaler.config,
@@ -104,7 +104,7 @@ async def supervise(
                 trust.renewing(),
                 serving_control(controls, run_dir),
                 planning.running(stopping),
-                ward.watching(),
+                monitor.watching(),
             ):
                 has_begun = True
                 await supervisor.run(stopping, on_ready=lambda: audience.tell(supervisor.up), end_changes=changes.close)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 _PARTS = ("memory", "compute", "link", "overhead", "waiting")
 
 Total = Callable[[str], float]
-"""Returns a field of the totals of steps (`worker.recent_steps.StepTotals`), in seconds."""
+"""Returns a field of the totals of steps (`worker.recent_steps.StepSums`), in seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

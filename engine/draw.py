@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.cuda.columns import Column, Columns
+from engine.cuda.columns import Column, PackedColumns
 from engine.logits import SamplingRow, rank_logits
 from engine.noise import noise_keys
 
@@ -58,7 +58,7 @@ class RaceColumns:
     """Keys of each row's noise, int64."""
 
     @classmethod
-    def add(cls, rows: Sequence[SamplingRow], size: int, columns: Columns) -> "RaceColumns":
+    def add(cls, rows: Sequence[SamplingRow], size: int, columns: PackedColumns) -> "RaceColumns":
         """Add the columns, padded to `size`. Rows that `races` refuses get temperature 0."""
         temperature, min_p, keys = np.zeros(size), np.zeros(size), np.zeros(size, dtype=np.uint64)
         racing = [i for i, row in enumerate(rows) if races(row)]
@@ -142,7 +142,7 @@ class DrawPlan:
     """Token that the rejection rule accepts or not, int64; -1: the race chooses alone. None: it does in every row."""
 
     @classmethod
-    def of(cls, rows: Sequence[SamplingRow], vocab_size: int, columns: Columns) -> "DrawPlan":
+    def of(cls, rows: Sequence[SamplingRow], vocab_size: int, columns: PackedColumns) -> "DrawPlan":
         """Add the columns of these rows."""
         params = [row.params for row in rows]
         has_top_k = [0 < p.top_k < vocab_size for p in params]

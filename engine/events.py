@@ -1,6 +1,5 @@
 """Events of a request, and reports, that an engine emits."""
 
-import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -8,15 +7,9 @@ from common.errors import KvrelayError
 from common.ids import BlockId, RequestId
 from common.kv_events import KvEvents
 from common.timing import StepShape
+from common.wire_names import FinishReason
 from engine.beams import BeamSnapshot
 from engine.executor import Hidden, Logprobs
-
-
-class FinishReason(enum.Enum):
-    """Why a sample ended inside the engine."""
-
-    STOP = "stop"
-    LENGTH = "length"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +23,7 @@ class Started:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
+class PrefillProgress:
     """KV exists for the first `num_computed_tokens` tokens of a prompt that is held for a puller."""
 
     num_computed_tokens: int
@@ -49,7 +42,7 @@ class TokenOutput:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TokenRun:
+class GeneratedRun:
     """Consecutive generated tokens of one sample, of several steps that were computed as one."""
 
     sample_index: int
@@ -81,7 +74,7 @@ class Tokens:
     """
 
     tokens: tuple[TokenOutput, ...] = ()
-    runs: tuple[TokenRun, ...] = ()
+    runs: tuple[GeneratedRun, ...] = ()
     """Runs that follow `tokens`; only for requests without text."""
     prompt_logprobs: tuple[Logprobs, ...] = ()
     prefill_s: float | None = None
@@ -112,7 +105,7 @@ class Failed:
     error: KvrelayError
 
 
-EngineEvent = Started | Progress | Tokens | Embedded | BeamsAdvanced | Failed
+EngineEvent = Started | PrefillProgress | Tokens | Embedded | BeamsAdvanced | Failed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

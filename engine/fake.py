@@ -32,11 +32,11 @@ from engine.shared_memory import allocate_region
 from engine.work import StepFloors
 
 FAULTS_ENV = "KVRELAY_FAKE_FAULTS"
-"""Set to 1 in the environment of a worker, it makes the tokens of `Fault` in a prompt do what they say: for tests."""
+"""Set to 1 in a worker's environment, it makes the tokens of `FaultToken` in a prompt do what they say: for tests."""
 _HAS_FAULTS = os.environ.get(FAULTS_ENV) == "1"
 
 
-class Fault(enum.IntEnum):
+class FaultToken(enum.IntEnum):
     """Tokens that break the engine that computes them."""
 
     CRASH = 1
@@ -236,11 +236,11 @@ def _commit(token_ids: Iterable[int]) -> None:
     """Commit the faults among some tokens."""
     for token_id in token_ids:
         match token_id:
-            case Fault.CRASH:
+            case FaultToken.CRASH:
                 os.abort()
-            case Fault.HANG:
+            case FaultToken.HANG:
                 threading.Event().wait()
-            case Fault.RAISE:
+            case FaultToken.RAISE:
                 raise RuntimeError("a fault of the fake engine, as asked for")
 
 

@@ -14,7 +14,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -41,14 +41,6 @@ Allowed = npt.NDArray[np.bool_]
 """For each token of the vocabulary, whether it may come next."""
 
 
-class OutputTokens(Protocol):
-    """The tokens of an answer so far."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: slice, /) -> Sequence[int]: ...
-
-
 class GrammarState:
     """The state of one sample's grammar. Engine thread only, once its sequence has entered."""
 
@@ -66,7 +58,7 @@ class GrammarState:
         """Reason why the grammar cannot go on; empty while it can."""
         return str(self._matcher.get_error()).partition("\n")[0]
 
-    def allowed(self, output: OutputTokens) -> Allowed:
+    def allowed(self, output: Sequence[int]) -> Allowed:
         """Return the tokens that may follow an output that begins with the tokens read before. Do not change it.
 
         Where the answer is complete, and where the grammar exceeds its limits, only the end may follow.
@@ -80,7 +72,7 @@ class GrammarState:
         self._allowed = self._compute()
         return self._allowed
 
-    def allowed_along(self, output: OutputTokens, draft: Sequence[int]) -> list[Allowed]:
+    def allowed_along(self, output: Sequence[int], draft: Sequence[int]) -> list[Allowed]:
         """Return `allowed` behind an output, then behind each token of a draft that may follow it."""
         masks = [self.allowed(output)]
         if draft:
@@ -88,14 +80,14 @@ class GrammarState:
             masks += [ahead.allowed(draft[: i + 1]) for i in range(len(draft))]
         return masks
 
-    def num_following(self, output: OutputTokens, draft: Sequence[int]) -> int:
+    def num_following(self, output: Sequence[int], draft: Sequence[int]) -> int:
         """Return how many leading tokens of a draft may follow an output, one after the other."""
         self.allowed(output)
         if self._matcher.is_stopped() or self._matcher.is_error():
             return 0
         return int(self._matcher.validate_tokens([int(token_id) for token_id in draft]))
 
-    def forced(self, output: OutputTokens) -> int | None:
+    def forced(self, output: Sequence[int]) -> int | None:
         """Return the only token that may follow an output, which every way of sampling chooses; None if several may."""
         allowed = self.allowed(output)
         return int(allowed.argmax()) if np.count_nonzero(allowed) == 1 else None

@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from common.errors import EngineFault
 from common.pooling import Pooling
+from common.wire_names import FinishReason
 from engine.beams import BeamSearch
 from engine.events import (
     NO_DRAFTS,
@@ -16,10 +17,9 @@ from engine.events import (
     Embedded,
     EngineEvent,
     Failed,
-    FinishReason,
+    GeneratedRun,
     Started,
     TokenOutput,
-    TokenRun,
     Tokens,
 )
 from engine.executor import Hidden, Logprobs
@@ -121,12 +121,12 @@ class Group:
                 reason = None
                 if begin + len(token_ids) == len(answer.token_ids):
                     reason = FinishReason.STOP if answer.has_end else FinishReason.LENGTH
-                run = TokenRun(
+                run = GeneratedRun(
                     sample_index=sample_index, first_token_index=begin, token_ids=token_ids, finish_reason=reason
                 )
                 yield self._answer_event(run, now_s)
 
-    def _answer_event(self, run: TokenRun, now_s: float) -> Tokens:
+    def _answer_event(self, run: GeneratedRun, now_s: float) -> Tokens:
         if not self.request.sampling.detokenize:
             return replace(self.tokens_event((), now_s), runs=(run,))
         last = len(run.token_ids) - 1

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from common.sampling import SamplingParams
-from engine.cuda.columns import Column, Columns
+from engine.cuda.columns import Column, PackedColumns
 from engine.cuda.device import Fetch, device_for
 from engine.executor import Logprobs
 from engine.grammar import Allowed
@@ -70,7 +70,9 @@ class LogitEdits:
     forbidden: Cells | None
 
     @classmethod
-    def plan(cls, rows: Sequence[SamplingRow], eos_token_ids: Collection[int], columns: Columns) -> "LogitEdits | None":
+    def plan(
+        cls, rows: Sequence[SamplingRow], eos_token_ids: Collection[int], columns: PackedColumns
+    ) -> "LogitEdits | None":
         """Add the columns that `apply` needs. Returns None when there is nothing to edit."""
         # The samples of a request share its parameters, which are packed only once.
         biases = {id(row.params): row.params for row in rows if row.params.logit_bias}
@@ -98,7 +100,7 @@ class LogitEdits:
             logits.index_put_(cells, torch.full((), -torch.inf, device=logits.device))
 
 
-def _plan_cells(rows: Sequence[int], token_ids: Sequence[npt.NDArray[Any]], columns: Columns) -> Cells | None:
+def _plan_cells(rows: Sequence[int], token_ids: Sequence[npt.NDArray[Any]], columns: PackedColumns) -> Cells | None:
     """Add the columns of the cells of each row's tokens."""
     if not any(map(len, token_ids)):
         return None
@@ -165,6 +167,6 @@ def fetch_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) 
 
 def position_logprobs(logits: torch.Tensor, token_ids: Sequence[int], num_top: int) -> list[Logprobs]:
     """Return the log-probabilities of `fetch_logprobs`, for token ids on the host. Waits for the device."""
-    columns = Columns()
+    columns = PackedColumns()
     ids = columns.ints(token_ids)
     return fetch_logprobs(logits, ids.of(columns.upload(logits.device)), num_top).wait()

@@ -4,8 +4,9 @@ from collections.abc import Collection
 from collections.abc import Sequence as Seq
 
 from common.clock import Clock
+from common.wire_names import FinishReason
 from engine.beam_groups import BeamGroups
-from engine.events import DraftCounts, FinishReason, Progress, TokenOutput
+from engine.events import DraftCounts, PrefillProgress, TokenOutput
 from engine.executor import Sampled, ScheduledSequence, StepResult
 from engine.group import Emitted, Group, Groups
 from engine.plan import StepPlan
@@ -54,7 +55,9 @@ class OutputProcessor:
                 self._groups.finish(sequence)
             return
         if group.holds_after_prefill:
-            emitted.append((group, Progress(num_computed_tokens=sequence.num_ready, block_table=sequence.block_ids())))
+            emitted.append(
+                (group, PrefillProgress(num_computed_tokens=sequence.num_ready, block_table=sequence.block_ids()))
+            )
         if item.num_samples == 0:
             return
         if group.holds_after_prefill:

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.cuda.columns import Column, Columns, RowMap
+from engine.cuda.columns import Column, PackedColumns, RowMap
 from engine.logits import SamplingRow
 
 Cells = npt.NDArray[np.int64]
@@ -60,7 +60,7 @@ class Penalties:
         self._in_prompt: torch.Tensor | None = None
         """bool [places, vocab_size]."""
 
-    def plan(self, rows: Sequence[SamplingRow], columns: Columns) -> PenaltyPlan:
+    def plan(self, rows: Sequence[SamplingRow], columns: PackedColumns) -> PenaltyPlan:
         """Add the columns that `apply` needs. Changes no counts: a step may fail before `apply`."""
         keys = [object() if row.owner is None else row.owner for row in rows]
         if len(keys) > self._places.num_rows:

@@ -35,7 +35,7 @@ import torch
 
 from common.sampling import SamplingParams
 from engine.beams import num_candidates
-from engine.cuda.columns import Columns
+from engine.cuda.columns import PackedColumns
 from engine.draw import DrawPlan, races, round_up_width
 from engine.executor import Sampled, ScheduledSequence
 from engine.logits import LogitEdits, SamplingRow
@@ -75,19 +75,19 @@ class Sampler:
 
         Does not wait for the device, except with `Nucleus.WIDEN`.
         """
-        columns = Columns()
+        columns = PackedColumns()
         plan = self.plan(rows, columns)
         return plan.choose(logits, columns.upload(logits.device))
 
-    def plan(self, rows: Sequence[SamplingRow], columns: Columns) -> SamplingPlan:
+    def plan(self, rows: Sequence[SamplingRow], columns: PackedColumns) -> SamplingPlan:
         """Do the host's part of the choice, and add the device's inputs to `columns`."""
         return self._plan(rows, [_is_plain(row) for row in rows], columns)
 
-    def plan_rest(self, rows: Sequence[SamplingRow], columns: Columns) -> SamplingPlan:
+    def plan_rest(self, rows: Sequence[SamplingRow], columns: PackedColumns) -> SamplingPlan:
         """As `plan`, where `RaceColumns` choose for the rows that race; they count as plain ones."""
         return self._plan(rows, [_is_plain(row) or races(row) for row in rows], columns)
 
-    def _plan(self, rows: Sequence[SamplingRow], is_plain: Sequence[bool], columns: Columns) -> SamplingPlan:
+    def _plan(self, rows: Sequence[SamplingRow], is_plain: Sequence[bool], columns: PackedColumns) -> SamplingPlan:
         plain: list[int] = []
         shaped: list[int] = []
         logprobs: list[tuple[int, int]] = []
@@ -106,7 +106,7 @@ class Sampler:
             logprob_rows=columns.ints([i for i, _ in logprobs]) if 0 < len(logprobs) < len(rows) else None,
         )
 
-    def _plan_shaped(self, rows: Sequence[SamplingRow], columns: Columns) -> ShapedPlan:
+    def _plan_shaped(self, rows: Sequence[SamplingRow], columns: PackedColumns) -> ShapedPlan:
         penalized = [i for i, row in enumerate(rows) if row.params.has_penalties]
         groups: dict[ChoiceMethod, list[int]] = {}
         for i, row in enumerate(rows):

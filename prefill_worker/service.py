@@ -24,7 +24,7 @@ from common.ids import HandoffId
 from common.rpc import error_boundary
 from common.tracing import Stages
 from engine.core import EngineCore
-from engine.events import EngineEvent, Failed, Progress, Started, Tokens
+from engine.events import EngineEvent, Failed, PrefillProgress, Started, Tokens
 from engine.group import Group
 from engine.request import EngineRequest
 from kv_transfer.handoff import FirstToken, Handoff, HandoffManifest
@@ -118,7 +118,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
                 case Started() as started:
                     stages.enter("chunk", after_s=started.queue_s, num_cached_tokens=started.num_cached_tokens)
                     await context.write(pb.PrefillResponse(started=started_to_proto(started)))
-                case Progress() as progress:
+                case PrefillProgress() as progress:
                     handoffs.progress(handoff, progress.block_table, progress.num_computed_tokens)
                     stages.note(num_computed_tokens=progress.num_computed_tokens)
                     if progress.num_computed_tokens < num_tokens:

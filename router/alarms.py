@@ -23,7 +23,7 @@ from common.ids import Epoch, WorkerId
 from common.timing import TYPICAL_BATCH, TYPICAL_CHUNK
 from kvrelay.v1 import worker_pb2
 from router.member import Member, WorkerState
-from router.placement.decisions import Decision
+from router.placement.decisions import DecisionRecord
 from router.pool_timing import MIN_SAMPLES
 
 logger = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ class PromiseWatch:
         self._window: deque[_Promise] = deque(maxlen=WINDOW_DECISIONS)
         self._is_raised = False
 
-    def note(self, decision: Decision) -> None:
+    def note(self, decision: DecisionRecord) -> None:
         """Count a decision whose worker has reported what it found."""
         predicted, found = decision.plan.predicted_cached_tokens, decision.num_cached_tokens
         if found is not None and predicted > 0:
@@ -112,7 +112,7 @@ class EventWatch:
     def __init__(self) -> None:
         self._unreported: dict[WorkerId, _Unreported] = {}
 
-    def note(self, decision: Decision, member: Member | None, *, block_size: int) -> None:
+    def note(self, decision: DecisionRecord, member: Member | None, *, block_size: int) -> None:
         """Count a decision that led to a first token."""
         found = decision.num_cached_tokens
         if member is None or member.facts is None or found is None or decision.ttft_s is None:
@@ -235,7 +235,7 @@ class Alarms:
         """Whether an alarm is raised. Any thread."""
         return kind in self._raised
 
-    def note(self, decision: Decision) -> None:
+    def note(self, decision: DecisionRecord) -> None:
         """Count a decision whose attempt has ended."""
         self._promises.note(decision)
         member = self._members().get(decision.plan.computes)

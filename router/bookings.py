@@ -9,7 +9,7 @@ from common.ids import WorkerId
 from kvrelay.v1 import sequence_pb2
 from router.hold import Hold
 from router.member import Member, WorkerState
-from router.placement.decisions import Booking, Decision
+from router.placement.decisions import Booking, DecisionRecord
 from router.placement.plans import PlacementRequest, Plan, Pull
 
 
@@ -71,7 +71,7 @@ class Bookings:
         source = None if plan.pull is None else self._source(plan.pull)
         if source is None and plan.pull is not None:
             plan = replace(plan, pull=None)
-        decision = Decision(
+        decision = DecisionRecord(
             request_id=request.request_id,
             num_tokens=request.num_tokens,
             plan=plan,

@@ -26,7 +26,7 @@ _LEVELS = (0.01, 0.3)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Forecast:
+class DurationForecast:
     """A predicted duration; most outcomes lie in its interval."""
 
     expected_s: float
@@ -48,11 +48,11 @@ class ErrorBand:
         self._sorted: list[float] = []
         self._below = self._above = _MISS
 
-    def forecast(self, predicted_s: float, *, passed_s: float = 0.0) -> Forecast:
+    def forecast(self, predicted_s: float, *, passed_s: float = 0.0) -> DurationForecast:
         """Return a duration of which `passed_s` has passed and `predicted_s` is predicted, corrected and bounded."""
         if len(self._latest) < MIN_OUTCOMES:
-            return Forecast(expected_s=passed_s + predicted_s, passed_s=passed_s, predicted_s=predicted_s)
-        return Forecast(
+            return DurationForecast(expected_s=passed_s + predicted_s, passed_s=passed_s, predicted_s=predicted_s)
+        return DurationForecast(
             expected_s=passed_s + predicted_s * self.factor(0.5),
             low_s=passed_s + predicted_s * self.factor(self._below),
             high_s=passed_s + predicted_s * self.factor(1 - self._above),
@@ -60,7 +60,7 @@ class ErrorBand:
             predicted_s=predicted_s,
         )
 
-    def learn(self, forecast: Forecast, actual_s: float) -> None:
+    def learn(self, forecast: DurationForecast, actual_s: float) -> None:
         """Adjust later forecasts by the actual time of one."""
         rest_s = actual_s - forecast.passed_s
         if rest_s <= 0 or forecast.predicted_s <= 0:

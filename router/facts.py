@@ -19,7 +19,7 @@ MAX_BLOCK_SIZE = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Endpoint:
+class WorkerEndpoint:
     """A worker as the controller names it."""
 
     worker_id: WorkerId
@@ -130,7 +130,7 @@ def check_report(report: worker_pb2.LoadReport) -> None:
 
 
 def find_mismatch(
-    facts: WorkerFacts, *, endpoint: Endpoint, reference: WorkerFacts | None, probes: TextProbes | None
+    facts: WorkerFacts, *, endpoint: WorkerEndpoint, reference: WorkerFacts | None, probes: TextProbes | None
 ) -> str | None:
     """Return why the worker cannot be used, or None.
 
@@ -177,5 +177,5 @@ def summarize(workers: Sequence[WorkerFacts]) -> ModelFacts:
     )
 
 
-def _role_name(named: Endpoint | WorkerFacts) -> str:
+def _role_name(named: WorkerEndpoint | WorkerFacts) -> str:
     return ROLE_NAMES.get(named.role, f"unknown ({int(named.role)})")

@@ -19,11 +19,11 @@ from common.trust.channels import Reach
 from common.wire_names import ROLE_NAMES
 from kvrelay.v1 import worker_pb2
 from router.bookings import Bookings
-from router.facts import Endpoint, ModelFacts, WorkerFacts, check_report, find_mismatch, summarize
+from router.facts import ModelFacts, WorkerEndpoint, WorkerFacts, check_report, find_mismatch, summarize
 from router.hold import Hold
 from router.index import PrefixIndex
 from router.link import RetiredMembers, WorkerLink
-from router.lives import Lives
+from router.lives import LifeTracker
 from router.member import Member, WorkerState
 from router.placement.decisions import Booking
 from router.placement.plans import FleetView
@@ -74,7 +74,7 @@ class Fleet:
         self._changed_loads: set[Member] = set()
         self._changed = asyncio.Event()
         self._listeners: list[Callable[[], None]] = []
-        self.lives = Lives(self._members, self._until_changed, clock)
+        self.lives = LifeTracker(self._members, self._until_changed, clock)
 
     @property
     def members(self) -> tuple[Member, ...]:
@@ -122,7 +122,7 @@ class Fleet:
 
     # Membership.
 
-    def set_workers(self, endpoints: Sequence[Endpoint], *, draining: Collection[WorkerId] = ()) -> int:
+    def set_workers(self, endpoints: Sequence[WorkerEndpoint], *, draining: Collection[WorkerId] = ()) -> int:
         """Make these workers the membership and return how many are ready. Idempotent.
 
         Draining workers get no new requests, and their running ones should move (`is_leaving`).
@@ -280,7 +280,7 @@ class Fleet:
     def note_ended(self, hold: Hold, *, num_failed: int = 0) -> None:
         """Count an attempt on one life of a worker that ended, and whether the worker failed it."""
         if hold.member.life == hold.life:
-            hold.member.conduct.note(now_s=self._clock.monotonic(), num_failed=num_failed)
+            hold.member.attempts.note(now_s=self._clock.monotonic(), num_failed=num_failed)
 
     # Placement.
 

@@ -35,7 +35,7 @@ class _Asked:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PrefixHolder:
+class ReportedHolder:
     """Part of a prefix that a worker holds."""
 
     worker_id: WorkerId
@@ -43,14 +43,14 @@ class PrefixHolder:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HotPrefix:
+class ReportedPrefix:
     """A prefix as it is reported."""
 
     digest: str
     num_blocks: int
     num_requests: float
     age_s: float
-    holders: tuple[PrefixHolder, ...]
+    holders: tuple[ReportedHolder, ...]
 
     @property
     def num_held(self) -> int:
@@ -80,12 +80,12 @@ class HotPrefixes:
             del self._asked[min(self._asked, key=lambda each: self._asked[each].heat(now_s))]
         self._asked[key] = _Asked(hashes[:num_known], 1.0, now_s)
 
-    def hottest(self) -> list[HotPrefix]:
+    def hottest(self) -> list[ReportedPrefix]:
         """Return the hottest ones, hottest first, with the workers that hold them now."""
         now_s = self._clock.monotonic()
         hottest = sorted(self._asked.values(), key=lambda each: -each.heat(now_s))[:SHOWN]
         return [
-            HotPrefix(
+            ReportedPrefix(
                 digest=each.hashes[-1].hex()[:_DIGEST_CHARS],
                 num_blocks=len(each.hashes),
                 num_requests=each.heat(now_s),
@@ -95,6 +95,6 @@ class HotPrefixes:
             for each in hottest
         ]
 
-    def _holders(self, hashes: BlockHashes) -> Iterator[PrefixHolder]:
+    def _holders(self, hashes: BlockHashes) -> Iterator[ReportedHolder]:
         for num_blocks, worker_id in self._match(hashes).longest_holders():
-            yield PrefixHolder(worker_id=worker_id, num_blocks=num_blocks)
+            yield ReportedHolder(worker_id=worker_id, num_blocks=num_blocks)

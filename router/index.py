@@ -72,11 +72,6 @@ class PrefixIndex:
         """Expected entries that no worker has confirmed."""
         return len(self._expectations)
 
-    @property
-    def num_age_entries(self) -> int:
-        """Entries of the order of use, including stale ones."""
-        return self._ages.num_entries
-
     # Changes.
 
     def apply(self, worker_id: WorkerId, events: KvEvents) -> None:

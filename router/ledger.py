@@ -11,7 +11,7 @@ from kvrelay.v1 import sampling_pb2
 
 
 @dataclass(slots=True)
-class Sample:
+class SampleTokens:
     """One of the n answers."""
 
     token_ids: TokenArray = field(default_factory=lambda: as_tokens(()))
@@ -24,7 +24,7 @@ class TokenLedger:
     """The answers so far and the times of their tokens. Event loop only."""
 
     def __init__(self, *, num_samples: int, clock: Clock) -> None:
-        self._samples = [Sample() for _ in range(num_samples)]
+        self._samples = [SampleTokens() for _ in range(num_samples)]
         self._clock = clock
         self.has_prompt_logprobs = False
         self.num_finished = 0
@@ -115,7 +115,7 @@ class TokenLedger:
             self._take(token, self._samples[token.sample_index])
         return new
 
-    def _take(self, token: sampling_pb2.SampleToken, sample: Sample) -> None:
+    def _take(self, token: sampling_pb2.SampleToken, sample: SampleTokens) -> None:
         sample.token_ids.append(token.token_id)
         if token.finish_reason:
             sample.finish_reason = token.finish_reason
@@ -160,7 +160,7 @@ class TokenLedger:
             self._stamp(run.sample_index, len(run.tokens) // 4)
         return new
 
-    def _finish(self, sample: Sample) -> None:
+    def _finish(self, sample: SampleTokens) -> None:
         sample.is_finished = True
         self.num_finished += 1
 

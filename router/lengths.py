@@ -97,9 +97,6 @@ class _Table:
         self._entries: OrderedDict[Hashable, _Distribution] = OrderedDict()
         self._max_entries = max_entries
 
-    def __len__(self) -> int:
-        return len(self._entries)
-
     def find(self, *keys: Hashable) -> _Distribution | None:
         """Return the distribution of the first key that has one."""
         return next((found for key in keys if (found := self._entries.get(key)) is not None), None)
@@ -127,11 +124,6 @@ class AnswerLengths:
         """Length that stands for each bin: the mean of its answers."""
         self._num_sized = np.ones(NUM_BINS)
         self._guess = _exponential(GUESSED_TOKENS)
-
-    @property
-    def num_distributions(self) -> int:
-        """Distributions kept of kinds, tenants and prefixes."""
-        return len(self._kinds) + len(self._prefixes)
 
     @property
     def typical_tokens(self) -> int:

@@ -32,7 +32,7 @@ def is_failure(error: BaseException) -> bool:
 
 
 @dataclass(slots=True)
-class Conduct:
+class AttemptCounts:
     """Attempts on one life of a worker that ended, and those that it failed.
 
     Both counts halve every minute, so that they describe the last minutes without a list of them. The controller adds
@@ -56,7 +56,7 @@ class Conduct:
         return self._num_attempts * decay, self._num_failed * decay
 
 
-class Lives:
+class LifeTracker:
     """Finds out, for requests that lost workers, whether these have ended. Event loop only."""
 
     def __init__(

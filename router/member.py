@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from common.ports import with_port
 from common.timing import GUESSED_TIMING, TimingModel
 from kvrelay.v1 import worker_pb2
-from router.facts import Endpoint, WorkerFacts
+from router.facts import WorkerEndpoint, WorkerFacts
 from router.hold import Hold, HoldSums
-from router.lives import Conduct, Life
-from router.placement.loads import WorkerLoad
+from router.lives import AttemptCounts, Life
+from router.placement.loads import ProjectedLoad
 from router.worker_client import WorkerClient
 
 SETTLE_S = 1.0
@@ -35,7 +35,7 @@ class WorkerState(enum.Enum):
 class Member:
     """A worker of the membership. Only the fleet changes it."""
 
-    endpoint: Endpoint
+    endpoint: WorkerEndpoint
     client: WorkerClient
     direct_name: str = ""
     """DNS name in the certificate of its direct door; empty: the host of its address."""
@@ -44,8 +44,8 @@ class Member:
     """Reason of a refused or lost state."""
     is_silent: bool = False
     """It was lost, and nothing came from it before: its process may still live."""
-    conduct: Conduct = field(default_factory=Conduct)
-    """Outcomes of the attempts on the present life."""
+    attempts: AttemptCounts = field(default_factory=AttemptCounts)
+    """Counts of the attempts on the present life."""
     is_set_to_drain: bool = False
     """The membership says that the worker is leaving."""
     is_leaving: bool = False
@@ -75,7 +75,7 @@ class Member:
     """Members whose load has changed since the last look; the fleet's members share one set."""
     _active: HoldSums = field(default_factory=HoldSums)
     """Sums over `holds`, so that computing a load costs only the unreported ones."""
-    _load: WorkerLoad | None = None
+    _load: ProjectedLoad | None = None
     """Load as of the last change."""
 
     @property
@@ -150,7 +150,7 @@ class Member:
             self.unreported.clear()
             self._active = HoldSums()
             self.reported_timing = None
-            self.conduct = Conduct()
+            self.attempts = AttemptCounts()
             self.is_leaving = False
         self.facts = facts
         self.state = WorkerState.CONNECTING
@@ -206,13 +206,13 @@ class Member:
         self._load = None
         self.changed.add(self)
 
-    def load(self) -> WorkerLoad:
+    def load(self) -> ProjectedLoad:
         """Return the last report plus the bookings that it does not include."""
         if self._load is None:
             self._load = self._add_up()
         return self._load
 
-    def _add_up(self) -> WorkerLoad:
+    def _add_up(self) -> ProjectedLoad:
         assert self.facts is not None, f"{self.endpoint.worker_id}: no facts in state {self.state}"
         report = self.report
         num_free_blocks = report.num_free_blocks
@@ -233,7 +233,7 @@ class Member:
                 num_pending_tokens += hold.num_missing_tokens
                 free_at_s = max(free_at_s, hold.booked_s) + hold.prefill_s
         active = self._active
-        return WorkerLoad(
+        return ProjectedLoad(
             worker_id=self.endpoint.worker_id,
             num_blocks=self.facts.num_blocks,
             num_free_blocks=max(num_free_blocks, 0),

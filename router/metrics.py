@@ -18,7 +18,7 @@ from common.wire_names import ROLE_NAMES
 from kvrelay.v1 import worker_pb2
 from router.admission.account import Account, Service
 from router.alarms import AlarmKind, Alarms
-from router.placement.decisions import Decision
+from router.placement.decisions import DecisionRecord
 from router.record import RunningRequest
 
 _LATENCY_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0)
@@ -150,7 +150,7 @@ class RouterMetrics:
         self._predicted.inc(predicted)
         self._actual.inc(actual)
 
-    def compare_outcome(self, decision: Decision) -> None:
+    def compare_outcome(self, decision: DecisionRecord) -> None:
         """Compare the predictions of an ended decision with its outcome."""
         plan = decision.plan
         if decision.num_cached_tokens is not None:

@@ -6,7 +6,7 @@ router began goes on in the middle of its markup: its parsers read the text that
 
 import asyncio
 
-from common.chat.deltas import MessageDelta, call_id
+from common.chat.deltas import ParsedDelta, call_id
 from common.chat.parsing import MessageParser
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import sampling_pb2
@@ -29,9 +29,9 @@ class ParsedAnswer:
         if not job.is_parsed or job.answer_format is None:
             return None
         parsed = cls(job.answer_format)
-        for index, begun in enumerate(job.begun):
-            if not begun.is_finished:
-                await parsed._read(index, begun.text, is_last=False)
+        for index, sample in enumerate(job.resumed):
+            if not sample.is_finished:
+                await parsed._read(index, sample.text, is_last=False)
         return parsed
 
     async def add_to(self, delta: pb.TokenDelta) -> None:
@@ -42,9 +42,9 @@ class ParsedAnswer:
         for index, tokens in pending.items():
             text, is_last = "".join(token.text for token in tokens), bool(tokens[-1].finish_reason)
             said = await self._read(index, text, is_last=is_last)
-            delta.messages.extend(_to_proto(index, each) for each in said if each != MessageDelta())
+            delta.messages.extend(_to_proto(index, each) for each in said if each != ParsedDelta())
 
-    async def _read(self, index: int, text: str, *, is_last: bool) -> list[MessageDelta]:
+    async def _read(self, index: int, text: str, *, is_last: bool) -> list[ParsedDelta]:
         """Parse the next text of a sample."""
         if index not in self._parsers:
             self._parsers[index] = MessageParser.of(self._answer)
@@ -57,7 +57,7 @@ class ParsedAnswer:
         return said
 
 
-def _to_proto(index: int, said: MessageDelta) -> pb.MessageDelta:
+def _to_proto(index: int, said: ParsedDelta) -> pb.MessageDelta:
     message = pb.MessageDelta(sample_index=index, content=said.content, reasoning=said.reasoning)
     for call in said.tool_calls:
         begun = {} if call.name is None else {"id": call_id(index, call.index), "name": call.name}

@@ -19,7 +19,7 @@ from router.orchestrator import Orchestrator
 from router.placement.chooser import Chooser
 from router.placement.plans import PolicySettings
 from router.placement.policies.registry import make_policy
-from router.planner_news import PlannerNews
+from router.planner_report import PlannerReport
 from router.silence import HEARTBEAT_S, SilenceWatch
 
 
@@ -37,7 +37,7 @@ class RouterParts:
     alarms: Alarms
     silence: SilenceWatch | None
     """None when the configuration turns it off."""
-    planner: PlannerNews
+    planner: PlannerReport
     clock: Clock
     config: RouterConfig
 
@@ -134,7 +134,7 @@ def build_router(
         metrics=metrics,
         alarms=alarms,
         silence=silence,
-        planner=PlannerNews(clock),
+        planner=PlannerReport(clock),
         clock=clock,
         config=config,
     )

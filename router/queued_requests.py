@@ -110,7 +110,7 @@ def _set_overload(queued: QueuedRequest, record: RunningRequest, configured: She
     def relax(max_tokens: int | None = None) -> None:
         search.shed = Shed.DEADLINE if configured is Shed.SLO else configured
         # A resumed answer keeps the limit that its client was sent.
-        if max_tokens is not None and not record.job.begun:
+        if max_tokens is not None and not record.job.resumed:
             record.shorten(max_tokens)
             num_output_tokens = min(search.request.num_output_tokens, record.job.sampling.max_tokens)
             search.request = replace(search.request, num_output_tokens=num_output_tokens)

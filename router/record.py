@@ -14,7 +14,7 @@ from common.tokens import TOKEN_BYTES, TokenArray, as_tokens
 from common.wire import message_of, pack_tokens, sampling_to_proto
 from kvrelay.v1 import decode_pb2, inference_pb2, sampling_pb2, sequence_pb2, worker_pb2
 from router.admission.account import Service
-from router.calibration import Forecast
+from router.calibration import DurationForecast
 from router.crash_budget import Losses
 from router.demand import Answered
 from router.embedding import EmbeddingForm, Floats
@@ -23,7 +23,7 @@ from router.ledger import TokenLedger
 from router.outbox import Outbox
 from router.placement.decisions import forecast_to_proto
 from router.placement.plans import Plan
-from router.resumption import Begun
+from router.resumption import ResumedSample
 
 
 class Delivery(enum.Enum):
@@ -55,7 +55,7 @@ class Job:
     """Whether the client wants message deltas beside the text."""
     embedding: EmbeddingForm | None = None
     """Set when the answer is an embedding of the prompt; nothing is sampled then."""
-    begun: tuple[Begun, ...] = ()
+    resumed: tuple[ResumedSample, ...] = ()
     """The first samples as another router has delivered them; empty for a new request."""
 
     def hashes(self, output: TokenArray) -> BlockHashes:
@@ -99,12 +99,12 @@ class RunningRequest:
 
     def __post_init__(self) -> None:
         self.ledger = TokenLedger(num_samples=self.job.sampling.n, clock=self.clock)
-        for index, sample in enumerate(self.job.begun):
+        for index, sample in enumerate(self.job.resumed):
             self.ledger.resume(index, sample.token_ids)
             if sample.is_finished:
                 self.ledger.finish(index)
 
-    def tell_queued(self, ttft_forecast: Forecast | None) -> None:
+    def tell_queued(self, ttft_forecast: DurationForecast | None) -> None:
         """Report to the client that the request waits in line."""
         queued = inference_pb2.Queued(ttft_forecast=forecast_to_proto(ttft_forecast))
         self.outbox.put(inference_pb2.GenerateResponse(queued=queued))
@@ -127,7 +127,7 @@ class RunningRequest:
             return as_tokens(())
         index, job = samples[0], self.job
         if job.delivery is Delivery.DIRECT and job.sampling.num_logprobs is not None:
-            return job.begun[index].token_ids[:] if index < len(job.begun) else as_tokens(())
+            return job.resumed[index].token_ids[:] if index < len(job.resumed) else as_tokens(())
         return self.ledger.output(index)
 
     def sequence(

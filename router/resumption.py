@@ -14,7 +14,7 @@ MAX_RENDER_AGE_S = 86_400
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Begun:
+class ResumedSample:
     """Tokens of a sample that another router has delivered, as the client claims; checked to be tokens, no more."""
 
     token_ids: TokenArray
@@ -23,9 +23,9 @@ class Begun:
     """The text that came with them, where the answer is parsed."""
 
 
-def read_begun(
+def read_resumed(
     message: inference_pb2.GenerateRequest, sampling: SamplingParams, model: ModelFacts
-) -> tuple[Begun, ...]:
+) -> tuple[ResumedSample, ...]:
     """Return the samples that another router began. Raises InvalidRequest, or WorkerLost if it had another model."""
     resume = message.resume
     if resume.fingerprint and resume.fingerprint != model.fingerprint:
@@ -44,7 +44,7 @@ def read_begun(
         if sample.is_finished and not tokens:
             raise InvalidRequest("the sample has an end but no token", field=f"{field}.is_finished")
         text = sample.text if message.chat.parse_answer else ""
-        samples.append(Begun(token_ids=tokens, is_finished=sample.is_finished, text=text))
+        samples.append(ResumedSample(token_ids=tokens, is_finished=sample.is_finished, text=text))
     if any(sample.token_ids for sample in samples) and not message.sampling.HasField("seed"):
         raise InvalidRequest("an answer is resumed with the seed from Accepted", field="sampling.seed")
     return tuple(samples)

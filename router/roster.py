@@ -7,7 +7,7 @@ from common.ids import WorkerId
 from common.timing import GUESSED_TIMING, TimingModel
 from kvrelay.v1 import worker_pb2
 from router.member import Member, WorkerState
-from router.placement.loads import PoolLoads, WorkerLoad
+from router.placement.loads import PoolLoads, ProjectedLoad
 from router.placement.plans import FleetView
 
 
@@ -76,7 +76,7 @@ class Roster:
             pools.append(self.prefill)
         return any(len(pool) > (self.pools.get(member) is pool) for pool in pools)
 
-    def load(self, worker_id: WorkerId) -> WorkerLoad | None:
+    def load(self, worker_id: WorkerId) -> ProjectedLoad | None:
         """Return the load of a worker that may be chosen; None for any other."""
         return self.prefill.find(worker_id) or self.decode.find(worker_id)
 

@@ -19,8 +19,8 @@ from common.wire_names import ROLE_NAMES
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import inference_pb2_grpc, router_admin_pb2, router_admin_pb2_grpc, worker_pb2
 from router.demand import REMEMBERED_S
-from router.diagnosis.service import Diagnosis
-from router.facts import Endpoint
+from router.diagnosis.service import DiagnosisService
+from router.facts import WorkerEndpoint
 from router.front_door import Caller, FrontDoor
 from router.member import Member, WorkerState
 from router.parsed_answers import ParsedAnswer
@@ -48,7 +48,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self._parts = door.parts
         self._reader = door.reader
         self._reporter = reporter or StatusReporter(door.parts)
-        self._diagnosis = Diagnosis(door.parts, self._reporter)
+        self._diagnosis = DiagnosisService(door.parts, self._reporter)
 
     # A coroutine that writes, not a generator: a generator that is cancelled while gRPC sends is closed only later.
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:  # type: ignore[override]  # noqa: D102
@@ -176,15 +176,15 @@ class RouterAdminService(router_admin_pb2_grpc.RouterAdminServiceServicer):
                 ready_worker_ids=sorted(self._fleet.roster.ready),
                 leaving_worker_ids=sorted(name for name, member in members.items() if member.is_leaving),
                 num_requests=self._parts.orchestrator.num_request_tasks,
-                conduct=_conduct(self._parts),
+                worker_health=_worker_health(self._parts),
             )
 
 
-def _endpoints(workers: Sequence[router_admin_pb2.WorkerEndpoint]) -> list[Endpoint]:
+def _endpoints(workers: Sequence[router_admin_pb2.WorkerEndpoint]) -> list[WorkerEndpoint]:
     """Return the checked membership. Raises InvalidRequest."""
     if len(workers) > MAX_WORKERS:
         raise InvalidRequest(f"{len(workers)} workers; at most {MAX_WORKERS}", field="workers")
-    endpoints: dict[WorkerId, Endpoint] = {}
+    endpoints: dict[WorkerId, WorkerEndpoint] = {}
     for position, worker in enumerate(workers):
         field = f"workers[{position}]"
         worker_id = WorkerId(worker.worker_id)
@@ -201,7 +201,7 @@ def _endpoints(workers: Sequence[router_admin_pb2.WorkerEndpoint]) -> list[Endpo
         host, _, port = worker.address.rpartition(":")
         if not host or not port.isdecimal():
             raise InvalidRequest(f"address {worker.address!r} is not host:port", field=f"{field}.address")
-        endpoints[worker_id] = Endpoint(worker_id=worker_id, role=worker.role, address=worker.address)
+        endpoints[worker_id] = WorkerEndpoint(worker_id=worker_id, role=worker.role, address=worker.address)
     return list(endpoints.values())
 
 
@@ -216,15 +216,15 @@ def _demand_report(parts: RouterParts, *, window_s: float) -> router_admin_pb2.G
     )
 
 
-def _conduct(parts: RouterParts) -> list[router_admin_pb2.WorkerConduct]:
+def _worker_health(parts: RouterParts) -> list[router_admin_pb2.WorkerHealth]:
     """Return how the workers whose life is known have done lately."""
     now_s, pace = parts.clock.monotonic(), parts.alarms.pace
-    conduct = []
+    found = []
     for worker_id, member in parts.fleet.members_by_id.items():
         if member.facts is not None:
-            num_attempts, num_failed = member.conduct.counts(now_s)
-            conduct.append(
-                router_admin_pb2.WorkerConduct(
+            num_attempts, num_failed = member.attempts.counts(now_s)
+            found.append(
+                router_admin_pb2.WorkerHealth(
                     worker_id=worker_id,
                     epoch=member.facts.epoch,
                     num_attempts=num_attempts,
@@ -233,7 +233,7 @@ def _conduct(parts: RouterParts) -> list[router_admin_pb2.WorkerConduct]:
                     is_slow=worker_id in pace.slow,
                 )
             )
-    return conduct
+    return found
 
 
 def _condition(member: Member) -> router_admin_pb2.WorkerCondition:

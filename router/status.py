@@ -45,7 +45,7 @@ class StatusReporter:
 
     async def _view(self, member: Member, timeout_s: float) -> pb.WorkerView:
         endpoint, parts = member.endpoint, self._parts
-        _num_attempts, num_failed = member.conduct.counts(parts.clock.monotonic())
+        _num_attempts, num_failed = member.attempts.counts(parts.clock.monotonic())
         view = pb.WorkerView(
             worker_id=endpoint.worker_id,
             address=endpoint.address,

@@ -75,7 +75,7 @@ class Cut:
     token_id: int
 
 
-class Cuts:
+class CutFinder:
     """Finds the places where a tokenizer's texts may be cut. Thread-safe."""
 
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:

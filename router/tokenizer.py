@@ -20,7 +20,7 @@ from common.tokens import TokenArray, as_tokens
 from router.codec import PROMPT_END_CHARS
 from router.fair_threads import FairThreads
 from router.tenants import ANYBODY, Tenant
-from router.token_cache import MIN_CACHED_TOKENS, Cuts, Encoded, KnownPrefix, TokenCache
+from router.token_cache import MIN_CACHED_TOKENS, CutFinder, Encoded, KnownPrefix, TokenCache
 
 _NUM_THREADS = 2
 _CHARS_PER_MESSAGE = 128
@@ -50,7 +50,7 @@ class TextCodec:
         self.tokenizer = tokenizer
         self._chat_template = chat_template
         self._threads = FairThreads(_NUM_THREADS, name="tokenize")
-        self._cuts = Cuts(tokenizer)
+        self._cuts = CutFinder(tokenizer)
         self._cache = TokenCache(max_bytes=cache_mib << 20)
         self._pieces: dict[int, str] = {}
 

@@ -37,8 +37,8 @@ from common.tracing import (
     parse_traceparent,
 )
 from router.admission.limits import TokenBucket
-from router.placement.decisions import Decision, shown_workers
-from router.placement.plans import Candidate
+from router.placement.decisions import DecisionRecord, shown_workers
+from router.placement.plans import PlanCandidate
 from router.record import RunningRequest
 from router.tenants import Tenant
 
@@ -124,7 +124,7 @@ class RequestTraces:
         return None if trace is None else {"trace_id": f"{trace.context.trace_id:032x}"}
 
     @contextmanager
-    def attempt(self, life: LifeCycle, decision: Decision) -> Iterator[str]:
+    def attempt(self, life: LifeCycle, decision: DecisionRecord) -> Iterator[str]:
         """Trace an attempt inside the block, which ends with `decision.ended` set; yields its `traceparent` or ""."""
         trace = self._open.get(life.request_id)
         if trace is None or trace.num_attempts == MAX_ATTEMPTS:
@@ -195,7 +195,7 @@ def _line(trace: _RequestTrace, start_s: float, end_s: float) -> Span:
     return Span(name="line", context=trace.context.child(), parent=trace.context, start_s=start_s, end_s=end_s)
 
 
-def _choice(trace: _RequestTrace, decision: Decision, chosen_s: float) -> Span:
+def _choice(trace: _RequestTrace, decision: DecisionRecord, chosen_s: float) -> Span:
     plan = decision.plan
     return Span(
         name="choice",
@@ -208,7 +208,7 @@ def _choice(trace: _RequestTrace, decision: Decision, chosen_s: float) -> Span:
     )
 
 
-def _option(candidate: Candidate, decision: Decision) -> Event:
+def _option(candidate: PlanCandidate, decision: DecisionRecord) -> Event:
     prefill, decode = shown_workers(candidate, decision.plan)
     attributes: dict[str, Value] = {"prefill": prefill, "decode": decode, "source": candidate.source or ""}
     attributes |= {"cost": candidate.cost} | {f"cost.{term}": cost for term, cost in candidate.terms.items()}
@@ -223,7 +223,7 @@ def _states(parent: SpanContext, stamps: Sequence[tuple[State, float]], end_s: f
             yield Span(name=state.value, context=parent.child(), parent=parent, start_s=start_s, end_s=until_s)
 
 
-def _attempt_attributes(decision: Decision) -> Attributes:
+def _attempt_attributes(decision: DecisionRecord) -> Attributes:
     plan = decision.plan
     prefill, decode = shown_workers(plan, plan)
     found: dict[str, Value | None] = {

@@ -25,7 +25,7 @@ from router.conversation import (
 from router.embedding import read_form
 from router.facts import ModelFacts
 from router.record import Delivery, Job
-from router.resumption import read_begun, render_time
+from router.resumption import read_resumed, render_time
 from router.tenants import Tenant
 from router.token_cache import Encoded
 
@@ -97,7 +97,7 @@ class RequestReader:
             answer = self._answer_format(message, encoded.prompt_end)
             sampling = shaped(sampling, message.chat, conversation.tools, answer, self._formats)
             sampling.validate(vocab_size=model.vocab_size)
-        begun = read_begun(message, sampling, model) if message.HasField("resume") else ()
+        resumed = read_resumed(message, sampling, model) if message.HasField("resume") else ()
         _check_pages(len(prompt), sampling, model)
         return Job(
             delivery=Delivery.DIRECT if message.direct else Delivery.ROUTER,
@@ -110,7 +110,7 @@ class RequestReader:
             rendered_unix_s=rendered_unix_s or 0,
             answer_format=answer,
             is_parsed=message.chat.parse_answer,
-            begun=begun,
+            resumed=resumed,
         )
 
     async def read_embedding(

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 from common.ids import Epoch, HandoffId, WorkerId
 from common.trust.tickets import IssueTicket, PullRight, of_blocks, of_handoff
+from common.wire_names import PlanKind
 from kvrelay.v1 import decode_pb2, prefill_pb2, sequence_pb2
 from router.hold import Hold
 from router.placement.decisions import Booking
-from router.placement.plans import Keeper, Plan, PlanKind
+from router.placement.plans import Keeper, Plan
 from router.record import Delivery, RunningRequest
 
 CAPABILITY_BYTES = 32

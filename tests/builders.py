@@ -8,7 +8,6 @@ import numpy as np
 import numpy.typing as npt
 
 from common.block_hash import hash_blocks, hash_root
-from common.clock import ManualClock
 from common.errors import Refused
 from common.fake_tokenizer import EOS_TOKEN_ID, VOCAB_SIZE, byte_tokenizer
 from common.ids import RequestId
@@ -26,6 +25,7 @@ from engine.request import EngineRequest
 from engine.scheduler import SchedulerLimits
 from engine.sequence import Sequence as EngineSequence
 from engine.speculation.speculator import Speculator
+from tests.clock import ManualClock
 
 BLOCK_SIZE = 4
 FAKE_GRAMMARS = Grammars(byte_tokenizer(), vocab_size=VOCAB_SIZE, eos_token_ids=frozenset({EOS_TOKEN_ID}))

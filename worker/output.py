@@ -8,8 +8,9 @@ import tokenizers
 from common.token_batches import MAX_GATHERED_TOKENS
 from common.tokens import as_tokens
 from common.wire import pack_tokens
+from common.wire_names import FinishReason
 from engine.beams import BeamSnapshot
-from engine.events import FinishReason, TokenOutput, Tokens
+from engine.events import TokenOutput, Tokens
 from engine.executor import Logprobs
 from engine.request import EngineRequest
 from engine.text import TextStream

@@ -69,13 +69,13 @@ class PullOutcome(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Brought:
+class PullResult:
     """Result of a pull without a request."""
 
     outcome: PullOutcome
-    num_cached: int
+    num_cached_blocks: int
     """Leading blocks that were here before."""
-    num_here: int
+    num_blocks: int
     """Leading blocks that are here now."""
 
 
@@ -162,7 +162,7 @@ class PrefixPuller:
             logger.info("prefix pull", extra=extra)
             stages.note(outcome=outcome.value)
 
-    async def bring(self, chain: PrefixChain, source: sequence_pb2.KvSource, *, max_blocks: int) -> Brought:
+    async def pull_chain(self, chain: PrefixChain, source: sequence_pb2.KvSource, *, max_blocks: int) -> PullResult:
         """Pull up to `max_blocks` of a whole chain, in exchange for less valuable blocks. Raises KvrelayError."""
 
         def reserve(core: EngineCore, landing: Landing) -> Refused | None:
@@ -173,8 +173,8 @@ class PrefixPuller:
             landing = arrival.landing
             assert landing is not None, "a pull that ended has a landing"
             # After the commit, and before the release.
-            num_here = await self._engine.call(lambda core: core.landings.mark_reused(landing, chain.num_reused))
-            return Brought(outcome=outcome, num_cached=landing.num_cached_blocks, num_here=num_here)
+            num_blocks = await self._engine.call(lambda core: core.landings.mark_reused(landing, chain.num_reused))
+            return PullResult(outcome=outcome, num_cached_blocks=landing.num_cached_blocks, num_blocks=num_blocks)
 
     async def _pull(
         self,

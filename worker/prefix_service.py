@@ -79,16 +79,16 @@ class PrefixIntake:
     async def _take_chain(
         self, whole: PrefixChain, num_shared: int, source: sequence_pb2.KvSource, num_at_most: int, intake: Intake
     ) -> None:
-        num_here = 0
+        num_blocks = 0
         num_piece = max(1, PIECE_BYTES // self._block_bytes)
-        while num_here < len(whole.hashes) and intake.num_pulled < num_at_most:
+        while num_blocks < len(whole.hashes) and intake.num_pulled < num_at_most:
             max_blocks = min(num_piece, num_at_most - intake.num_pulled)
-            brought = await self._puller.bring(whole, source, max_blocks=max_blocks)
-            intake.num_present += max(0, brought.num_cached - max(num_here, num_shared))
-            intake.num_pulled += brought.num_here - brought.num_cached
-            if brought.outcome not in _GOES_ON or brought.num_here <= num_here:
+            result = await self._puller.pull_chain(whole, source, max_blocks=max_blocks)
+            intake.num_present += max(0, result.num_cached_blocks - max(num_blocks, num_shared))
+            intake.num_pulled += result.num_blocks - result.num_cached_blocks
+            if result.outcome not in _GOES_ON or result.num_blocks <= num_blocks:
                 return
-            num_here = brought.num_here
+            num_blocks = result.num_blocks
 
 
 MAX_TIME_S = 600.0

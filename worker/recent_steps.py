@@ -18,7 +18,7 @@ _BUCKET_S = 10.0
 
 
 @dataclass(slots=True, kw_only=True)
-class StepTotals:
+class StepSums:
     """Sums over steps. A prefill step has prompt tokens in it, a decode step none."""
 
     num_prefill_steps: int = 0
@@ -62,7 +62,7 @@ class StepTotals:
             self.decode_compute_s += compute_s
             self.decode_weights_s += floors.weights_s
 
-    def merge(self, other: "StepTotals") -> None:
+    def merge(self, other: "StepSums") -> None:
         """Add the sums of other steps."""
         for name in _NAMES:
             setattr(self, name, getattr(self, name) + getattr(other, name))
@@ -91,13 +91,13 @@ def _floors_of(sample: StepSample, floors: StepFloors | None) -> _Floors:
     return _Floors(floors.memory_s(shape), floors.compute_s(sample.shape), floors.weights_s)
 
 
-_NAMES = tuple(field.name for field in fields(StepTotals))
+_NAMES = tuple(field.name for field in fields(StepSums))
 
 
 @dataclass(slots=True)
 class _Bucket:
     number: int
-    totals: StepTotals
+    totals: StepSums
 
 
 class RecentSteps:
@@ -135,11 +135,11 @@ class RecentSteps:
             totals.link_s += num_bytes / bytes_per_s
             self.link_s += num_bytes / bytes_per_s
 
-    def over(self, window_s: float) -> tuple[float, StepTotals]:
+    def over(self, window_s: float) -> tuple[float, StepSums]:
         """Return the totals of about the last `window_s`, at most an hour, and the seconds that they cover."""
         now_s = self._clock.monotonic()
         first = max(math.floor((now_s - window_s) / _BUCKET_S) + 1, 0)
-        totals = StepTotals()
+        totals = StepSums()
         for bucket in reversed(tuple(self._buckets)):  # another thread may add one
             if bucket.number < first:
                 break
@@ -150,7 +150,7 @@ class RecentSteps:
         """Return the bucket of this moment; drop those that are too old for any window."""
         number = math.floor(self._clock.monotonic() / _BUCKET_S)
         if not self._buckets or self._buckets[-1].number < number:
-            self._buckets.append(_Bucket(number, StepTotals()))
+            self._buckets.append(_Bucket(number, StepSums()))
             while self._buckets[0].number < number - WINDOWS_S[-1] / _BUCKET_S:
                 self._buckets.popleft()
         return self._buckets[-1]

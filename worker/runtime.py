@@ -117,7 +117,9 @@ class WorkerRuntime:
             puller=self.puller,
             peers=self.peers,
             block_size=executor.kv.shape.block_size,
-            prefill_s=lambda num_new, num_cached: self.timing.model.prefill_s(num_new, num_cached),
+            prefill_s=lambda num_new_tokens, num_cached_tokens: self.timing.model.prefill_s(
+                num_new_tokens, num_cached_tokens
+            ),
         )
         self.prefill_gate = PrefillGate(self.backlog_s)
         self._grammars = GrammarCompiler(tokenizer, executor)

@@ -42,11 +42,6 @@ class RobustFit:
         self._num_fitted = 0
         self.num_samples = 0
 
-    @property
-    def num_remembered(self) -> int:
-        """Number of samples that the next fit uses."""
-        return sum(map(len, self._buckets.values()))
-
     def add(self, features: tuple[int, ...], seconds: float) -> None:
         """Remember a sample for the next `fit`. Features are not negative."""
         self.num_samples += 1

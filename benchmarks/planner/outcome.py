@@ -9,8 +9,8 @@ from benchmarks.planner.arms import Arm
 from cluster.planner.plan import Pool
 from common.slo import Slo
 from measure.figures import summarize
-from measure.simulate.records import PlanNote, SimRun, Stay
-from measure.simulate.results import num_cached
+from measure.simulate.records import SimRun, SimulatedPlan, Stay
+from measure.simulate.results import count_cached_tokens
 
 GPUS_PER_WORKER = 4
 NUM_BINS = 72
@@ -47,7 +47,7 @@ class Outcome(BaseModel):
     hit: float
     """Cached tokens of all prompt tokens."""
     wall_s: float
-    changes: list[PlanNote]
+    changes: list[SimulatedPlan]
     stays: list[Stay]
     arrived: list[int]
     """Requests by part of the day."""
@@ -108,7 +108,7 @@ def outcome_of(finished: SimRun, *, arm: Arm, slo: Slo, day_s: float) -> Outcome
         num_flips=num_flips,
         num_leaves=sum(stay.leaving_s is not None for stay in stays) - num_flips,
         num_moves=finished.num_moves,
-        hit=sum(map(num_cached, requests)) / max(1, num_tokens),
+        hit=sum(map(count_cached_tokens, requests)) / max(1, num_tokens),
         wall_s=finished.wall_s,
         changes=[note for note in finished.plans if note.is_change],
         stays=list(stays),

@@ -10,7 +10,7 @@ from benchmarks.planner.outcome import NUM_BINS, Outcome
 from cluster.planner.plan import Pool
 from measure.pages.axes import Axis, Unit
 from measure.pages.figures import Curve, Frame, LimitLine, compact, line_figure, new_figure, plain
-from measure.pages.page import Page, Panel, Section, Table, Width, write_page
+from measure.pages.page import Page, PageSection, Panel, Table, Width, write_page
 from measure.pages.theme import BLUE, GREY, ORANGE, PALETTE, TEAL
 from measure.workload.traces import Trace
 
@@ -50,7 +50,7 @@ def write_report(out: Path, outcomes: Sequence[Outcome], *, trace: Trace, goal: 
     shown = [best for kind in _KIND_NAMES if (best := _best([o for o in outcomes if o.kind == kind], goal))]
     max_size = max((max(outcome.size(pool, _times(outcome))) for outcome in shown for pool in Pool), default=0)
     sections = (
-        Section(
+        PageSection(
             title="What it costs to hold the objectives",
             panels=(
                 Panel(
@@ -61,7 +61,7 @@ def write_report(out: Path, outcomes: Sequence[Outcome], *, trace: Trace, goal: 
                 Panel(title="All arms", content=_table(outcomes, goal)),
             ),
         ),
-        Section(
+        PageSection(
             title="The day",
             intro="For each kind the cheapest arm that reaches the goal, or the closest one.",
             panels=(

@@ -26,7 +26,7 @@ from common.trust.channels import Reach
 from common.trust.credentials import Credentials
 from common.trust.identity import Role
 from kvrelay.v1 import worker_pb2
-from router.facts import Endpoint, WorkerFacts
+from router.facts import WorkerEndpoint, WorkerFacts
 from router.index import PrefixIndex
 from router.parts import RouterParts, build_router
 from router.placement.chooser import Search
@@ -207,7 +207,7 @@ def _join(router: RouterParts, num_workers: int) -> list[WorkerId]:
     roles = (worker_pb2.WORKER_ROLE_PREFILL, worker_pb2.WORKER_ROLE_DECODE)
     router.fleet.set_workers(
         [
-            Endpoint(worker_id=WorkerId(f"worker-{number}"), role=roles[number % 2], address="127.0.0.1:1")
+            WorkerEndpoint(worker_id=WorkerId(f"worker-{number}"), role=roles[number % 2], address="127.0.0.1:1")
             for number in range(num_workers)
         ]
     )
@@ -220,7 +220,7 @@ def _join(router: RouterParts, num_workers: int) -> list[WorkerId]:
     return [member.endpoint.worker_id for member in router.fleet.members]
 
 
-def _facts(endpoint: Endpoint) -> WorkerFacts:
+def _facts(endpoint: WorkerEndpoint) -> WorkerFacts:
     return WorkerFacts(
         worker_id=endpoint.worker_id,
         epoch=Epoch(1),

@@ -10,10 +10,10 @@ from benchmarks.routing.rows import PartResults, Row, summary_fields
 from benchmarks.routing.tenants import TenantCell, TenantReplay, tenant_cells
 from common.slo import Slo
 from measure.simulate.bound import Bound, replay_bound
-from measure.simulate.comparison import CellResult, Comparison, ReplaySettings
+from measure.simulate.comparison import CellResult, PolicyComparison, ReplaySettings
 from measure.simulate.report import write_report
 from measure.simulate.store import ResultFolder, write_json
-from measure.workload.waves import Stage, Stages
+from measure.workload.waves import SpeedStage, SpeedStages
 from router.placement.policies.registry import GREEDY_PERFECT_SIGNALS
 
 OURS = "predictive"
@@ -42,11 +42,13 @@ CAPACITY_SPEED = 2.0
 TENANT_SPEEDS = (4.0, 8.0)
 MIN_GOOD_SHARE = 0.03
 """Share of good requests below which a policy is not replayed at the next speed."""
-SQUARE_WAVE = Stages(name="square wave", stages=(Stage(length_s=60, speed=0.5), Stage(length_s=60, speed=3)))
-BURST = Stages(
+SQUARE_WAVE = SpeedStages(
+    name="square wave", stages=(SpeedStage(length_s=60, speed=0.5), SpeedStage(length_s=60, speed=3))
+)
+BURST = SpeedStages(
     name="burst",
     # The last stage is longer than the rest of 1,500 requests, so that they have one burst.
-    stages=(Stage(length_s=60, speed=1), Stage(length_s=20, speed=8), Stage(length_s=300, speed=1)),
+    stages=(SpeedStage(length_s=60, speed=1), SpeedStage(length_s=20, speed=8), SpeedStage(length_s=300, speed=1)),
 )
 _SLO = Slo(ttft_s=2.0, tpot_s=0.05)
 
@@ -84,7 +86,7 @@ class Bench:
         values = self.settings(FLEETS[0], shed="none").fingerprint()
         ResultFolder(self.out).claim({name: values[name] for name in ("trace", "num_requests")})
 
-    def settings(self, fleet: Workers, *, shed: str, stages: Stages | None = None) -> ReplaySettings:
+    def settings(self, fleet: Workers, *, shed: str, stages: SpeedStages | None = None) -> ReplaySettings:
         """Return the settings of a fleet's cells."""
         return ReplaySettings(
             trace=self.trace,
@@ -97,7 +99,7 @@ class Bench:
             stages=stages,
         )
 
-    def compare(self, name: str, fleet: Workers, comparison: Comparison) -> Iterator[Row]:
+    def compare(self, name: str, fleet: Workers, comparison: PolicyComparison) -> Iterator[Row]:
         """Run the cells that are not finished, write their page, and yield the rows of all."""
         stages = comparison.settings.stages
         load = "" if stages is None else stages.name
@@ -142,7 +144,7 @@ def base(bench: Bench) -> PartResults:
         name = f"base-{fleet.name}"
         policies: tuple[str, ...] = POLICIES
         for speed in fleet.base_speeds:
-            comparison = Comparison(
+            comparison = PolicyComparison(
                 settings=settings[fleet.name], policies=policies, speeds=(speed,), out=bench.out / name
             )
             found = list(bench.compare(name, fleet, comparison))
@@ -162,7 +164,7 @@ def overload(bench: Bench) -> PartResults:
     rows: list[Row] = []
     for fleet in FLEETS:
         name = f"overload-{fleet.name}"
-        comparison = Comparison(
+        comparison = PolicyComparison(
             settings=settings[fleet.name], policies=OVERLOAD_POLICIES, speeds=OVERLOAD_SPEEDS, out=bench.out / name
         )
         rows += bench.compare(name, fleet, comparison)
@@ -177,7 +179,9 @@ def waves(bench: Bench) -> PartResults:
         for fleet in FLEETS:
             name = f"waves-{stages.name.replace(' ', '-')}-{fleet.name}"
             replayed = settings[f"{fleet.name} {stages.name}"] = bench.settings(fleet, shed="slo", stages=stages)
-            comparison = Comparison(settings=replayed, policies=SHEDDING_POLICIES, speeds=(1.0,), out=bench.out / name)
+            comparison = PolicyComparison(
+                settings=replayed, policies=SHEDDING_POLICIES, speeds=(1.0,), out=bench.out / name
+            )
             rows += bench.compare(name, fleet, comparison)
     return _part(settings, rows)
 

@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from measure.figures import Figures, Percentiles
-from measure.simulate.results import Summary
+from measure.simulate.results import SimulationSummary
 
 _DIGITS = 4
 """Significant digits of what is kept."""
@@ -92,7 +92,7 @@ def counts(figures: Figures) -> dict[str, Any]:
     }
 
 
-def summary_fields(summary: Summary) -> dict[str, Any]:
+def summary_fields(summary: SimulationSummary) -> dict[str, Any]:
     """Return the fields of a row that a whole run has."""
     return counts(summary.figures) | {
         "goodput_per_s": rounded(summary.goodput_per_s),

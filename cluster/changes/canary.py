@@ -37,7 +37,7 @@ class DecodeLoad:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Conduct:
+class CanaryObservation:
     """One worker's record while the canary served."""
 
     name: str
@@ -56,7 +56,7 @@ class Conduct:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class CanaryVerdict:
     """Whether the other workers may follow a canary."""
 
     is_good: bool
@@ -65,27 +65,32 @@ class Verdict:
 
 
 def judge(
-    role: ProcessRole, canary: Conduct, others: Sequence[Conduct], *, load: DecodeLoad, max_slowdown: float
-) -> Verdict:
+    role: ProcessRole,
+    canary: CanaryObservation,
+    others: Sequence[CanaryObservation],
+    *,
+    load: DecodeLoad,
+    max_slowdown: float,
+) -> CanaryVerdict:
     """Return whether the other workers of a pool should follow the canary."""
     name = canary.name
     if canary.num_deaths > max((each.num_deaths for each in others), default=0):
-        return Verdict(is_good=False, reason=f"{name} died {canary.num_deaths} times")
+        return CanaryVerdict(is_good=False, reason=f"{name} died {canary.num_deaths} times")
     if canary.snapshot is None or canary.snapshot.busy_s <= 0:
-        return Verdict(is_good=True, reason=f"{name} runs, but no request came its way: no load to judge it by")
+        return CanaryVerdict(is_good=True, reason=f"{name} runs, but no request came its way: no load to judge it by")
     pace_s = canary.pace_s(role, load)
     if pace_s is None:
-        return Verdict(is_good=True, reason=f"{name} served, but too little to judge its pace")
+        return CanaryVerdict(is_good=True, reason=f"{name} served, but too little to judge its pace")
     what = f"{_PROMPT_TOKENS} prompt tokens take" if role is ProcessRole.PREFILL else "a gap between tokens is"
     text = f"{name} served: {what} {pace_s * 1000:.1f} ms"
     known = [pace for each in others if (pace := each.pace_s(role, load)) is not None]
     if not known:
-        return Verdict(is_good=True, reason=f"{text}; no other worker has measured its pace")
+        return CanaryVerdict(is_good=True, reason=f"{text}; no other worker has measured its pace")
     usual_s = median(known)
     text += f", the others {usual_s * 1000:.1f} ms"
     if pace_s > max_slowdown * usual_s + MARGIN_S:
-        return Verdict(is_good=False, reason=f"{text}; allowed is {max_slowdown:g} times as much")
-    return Verdict(is_good=True, reason=text)
+        return CanaryVerdict(is_good=False, reason=f"{text}; allowed is {max_slowdown:g} times as much")
+    return CanaryVerdict(is_good=True, reason=text)
 
 
 class CanaryWatch:
@@ -113,10 +118,10 @@ class CanaryWatch:
                 DecodeLoad(num_decodes=snapshot.num_decodes, num_context_tokens=snapshot.num_context_tokens)
             )
 
-    async def verdict(self, max_slowdown: float) -> Verdict:
+    async def verdict(self, max_slowdown: float) -> CanaryVerdict:
         """Judge the canary at its mean load."""
-        canary = await self._conduct(self._canary)
-        others = await asyncio.gather(*map(self._conduct, self._others))
+        canary = await self._observe(self._canary)
+        others = await asyncio.gather(*map(self._observe, self._others))
         load = DecodeLoad()
         if self._loads:
             load = DecodeLoad(
@@ -125,9 +130,9 @@ class CanaryWatch:
             )
         return judge(self._role, canary, others, load=load, max_slowdown=max_slowdown)
 
-    async def _conduct(self, process: ManagedProcess) -> Conduct:
+    async def _observe(self, process: ManagedProcess) -> CanaryObservation:
         snapshot = await self._ask(process)
-        return Conduct(name=process.spec.name, num_deaths=self._num_deaths(process), snapshot=snapshot)
+        return CanaryObservation(name=process.spec.name, num_deaths=self._num_deaths(process), snapshot=snapshot)
 
     async def _ask(self, process: ManagedProcess) -> WorkerSnapshot | None:
         return None if process.address is None else await self._inspect(process.address)

@@ -27,7 +27,7 @@ from cluster.changes.canary import CanaryWatch, Inspect, observe
 from cluster.changes.changeover import Changeover, go_back, renew_router, undo_all
 from cluster.changes.scaling import Report, Scaler
 from cluster.processes.diff import (
-    Change,
+    KeyChange,
     find_changes,
     is_new_generation,
     keep_free_ports,
@@ -126,7 +126,7 @@ class Rollouts:
     def _renewal(self, terms: RolloutTerms, report: Report) -> "_Renewal":
         return _Renewal(self.scaler, self.workforce, surroundings=self.surroundings, terms=terms, report=report)
 
-    def _compare(self, wanted: ServingConfig, report: Report) -> tuple[ServingConfig, Sequence[Change]]:
+    def _compare(self, wanted: ServingConfig, report: Report) -> tuple[ServingConfig, Sequence[KeyChange]]:
         """Return the configuration with definite ports, and its differences from the running one."""
         sizes = self.scaler.sizes()
         before = with_sizes(self.scaler.config, sizes)

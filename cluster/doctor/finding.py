@@ -15,7 +15,7 @@ class Health(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class DoctorFinding:
     """The result of one check."""
 
     subject: str
@@ -26,16 +26,16 @@ class Finding:
     """Advice for an operator; empty if all is well."""
 
 
-def ok(subject: str, detail: str) -> Finding:
+def ok(subject: str, detail: str) -> DoctorFinding:
     """Return a finding without a problem."""
-    return Finding(subject=subject, verdict=Health.OK, detail=detail)
+    return DoctorFinding(subject=subject, verdict=Health.OK, detail=detail)
 
 
-def warning(subject: str, detail: str, advice: str) -> Finding:
+def warning(subject: str, detail: str, advice: str) -> DoctorFinding:
     """Return a finding that should be improved."""
-    return Finding(subject=subject, verdict=Health.WARNING, detail=detail, advice=advice)
+    return DoctorFinding(subject=subject, verdict=Health.WARNING, detail=detail, advice=advice)
 
 
-def failure(subject: str, detail: str, advice: str) -> Finding:
+def failure(subject: str, detail: str, advice: str) -> DoctorFinding:
     """Return a finding that must be fixed."""
-    return Finding(subject=subject, verdict=Health.FAILURE, detail=detail, advice=advice)
+    return DoctorFinding(subject=subject, verdict=Health.FAILURE, detail=detail, advice=advice)

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 from packaging.requirements import Requirement
 
-from cluster.doctor.finding import Finding, failure, ok, warning
+from cluster.doctor.finding import DoctorFinding, failure, ok, warning
 from common.config import PoolConfig, ServingConfig
 from common.engines import NIXL_VERSION, VLLM_VERSION, installed_package, vllm_version
 from common.model_files import DEFAULT_MODEL_ID, ModelNotFound, cache_dir, resolve_model
@@ -61,7 +61,7 @@ def this_host() -> HostFacts:
     )
 
 
-def check_host(config: ServingConfig, host: HostFacts, *, is_up: bool) -> Iterator[Finding]:
+def check_host(config: ServingConfig, host: HostFacts, *, is_up: bool) -> Iterator[DoctorFinding]:
     """Yield findings. `is_up`: the cluster of this configuration runs and holds its own ports."""
     yield ok("python", f"{sys.version.split()[0]} at {sys.executable}")
     yield _packages(config, host)
@@ -81,7 +81,7 @@ def check_host(config: ServingConfig, host: HostFacts, *, is_up: bool) -> Iterat
         yield _ray(host, is_up=is_up)
 
 
-def _packages(config: ServingConfig, host: HostFacts) -> Finding:
+def _packages(config: ServingConfig, host: HostFacts) -> DoctorFinding:
     try:
         wanted = [Requirement(text) for text in requires("kvrelay") or ()]
     except PackageNotFoundError:  # a checkout that nothing installed, as beside vLLM
@@ -102,7 +102,7 @@ def _packages(config: ServingConfig, host: HostFacts) -> Finding:
     return ok("packages", f"kvrelay {host.installed('kvrelay')}, {len(needed)} packages as required")
 
 
-def _vllm(host: HostFacts) -> Finding:
+def _vllm(host: HostFacts) -> DoctorFinding:
     found = vllm_version(host.installed)
     if found != VLLM_VERSION:
         detail = f"vLLM {VLLM_VERSION} is needed, " + (
@@ -112,7 +112,7 @@ def _vllm(host: HostFacts) -> Finding:
     return ok("vLLM", found)
 
 
-def _nixl(host: HostFacts) -> Finding:
+def _nixl(host: HostFacts) -> DoctorFinding:
     found = host.installed("nixl")
     if found is None:
         advice = f"`pip install nixl=={NIXL_VERSION}`, or remove nixl from transfer.transports"
@@ -122,7 +122,7 @@ def _nixl(host: HostFacts) -> Finding:
     return ok("NIXL", found)
 
 
-def _model(config: ServingConfig) -> Finding:
+def _model(config: ServingConfig) -> DoctorFinding:
     model = config.model
     if model.engine == "fake":
         return ok("model files", "the fake engine needs none")
@@ -156,7 +156,7 @@ def _weight_files(folder: Path) -> list[str]:
     return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
 
 
-def _memory(config: ServingConfig, host: HostFacts) -> Finding:
+def _memory(config: ServingConfig, host: HostFacts) -> DoctorFinding:
     pages = sum(_page_gib(pool) for pool in (config.pools.prefill, config.pools.decode))
     free = host.available_bytes / _GIB
     if config.launcher == "local" and config.model.device == "cpu" and pages > free:
@@ -174,7 +174,7 @@ def _page_gib(pool: PoolConfig) -> float:
     return 0.0 if pool.kv_memory_gib == "auto" or pool.num_blocks is not None else pool.count * pool.kv_memory_gib
 
 
-def _disks(host: HostFacts) -> Iterator[Finding]:
+def _disks(host: HostFacts) -> Iterator[DoctorFinding]:
     for what, folder in (("disk of the cache", cache_dir()), ("disk of temporary files", Path(tempfile.gettempdir()))):
         free = host.free_disk(folder) / _GIB
         advice = f"make room: {folder} takes models, compiled kernels, logs and Ray's sessions"
@@ -186,7 +186,7 @@ def _disks(host: HostFacts) -> Iterator[Finding]:
             yield ok(what, f"{free:.0f} GiB free")
 
 
-def _limits(config: ServingConfig, host: HostFacts) -> Iterator[Finding]:
+def _limits(config: ServingConfig, host: HostFacts) -> Iterator[DoctorFinding]:
     if host.max_open_files < _MIN_OPEN_FILES:
         yield warning(
             "open files",
@@ -203,7 +203,7 @@ def _limits(config: ServingConfig, host: HostFacts) -> Iterator[Finding]:
         )
 
 
-def _gpus(config: ServingConfig, host: HostFacts) -> Finding:
+def _gpus(config: ServingConfig, host: HostFacts) -> DoctorFinding:
     pools = config.pools
     wanted = pools.prefill.count * pools.prefill.num_gpus + pools.decode.count * pools.decode.num_gpus
     if config.model.device == "cuda" and not host.num_gpus:
@@ -215,7 +215,7 @@ def _gpus(config: ServingConfig, host: HostFacts) -> Finding:
     return ok("GPUs", f"{host.num_gpus}")
 
 
-def _kernels(config: ServingConfig, host: HostFacts) -> Finding:
+def _kernels(config: ServingConfig, host: HostFacts) -> DoctorFinding:
     model = config.model
     is_cpu = model.device == "cpu" or (model.device == "auto" and not host.num_gpus)
     is_compiled_by_torch = model.kernels == "compile"
@@ -228,7 +228,7 @@ def _kernels(config: ServingConfig, host: HostFacts) -> Finding:
     return ok("compiled kernels", f"compiler {host.compiler}")
 
 
-def _ports(config: ServingConfig) -> Iterator[Finding]:
+def _ports(config: ServingConfig) -> Iterator[DoctorFinding]:
     router = config.router
     for index, name in product(range(router.count), ("port", "http_port")):
         key, port = f"router.{name}", getattr(router.replica(index), name)
@@ -246,7 +246,7 @@ def _ports(config: ServingConfig) -> Iterator[Finding]:
             yield failure(key, f"{at} is taken by another program", f"stop it, or set {key}: 0 for a free port")
 
 
-def _ray(host: HostFacts, *, is_up: bool) -> Finding:
+def _ray(host: HostFacts, *, is_up: bool) -> DoctorFinding:
     mode = os.environ.get("RAY_AUTH_MODE")
     address = os.environ.get("RAY_ADDRESS")
     if is_up:

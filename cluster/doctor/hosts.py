@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from cluster.doctor.finding import Finding, Health, failure, ok, warning
+from cluster.doctor.finding import DoctorFinding, Health, failure, ok, warning
 from common.config import ConfigError
 
 _CONNECT_TIMEOUT_S = 5
@@ -64,7 +64,7 @@ class _Report:
     """The report of one host."""
 
     address: str
-    findings: tuple[Finding, ...]
+    findings: tuple[DoctorFinding, ...]
     versions: tuple[tuple[str, str], ...] = ()
     """Versions of Python, Ray and kvrelay; empty if kvrelay is not installed."""
 
@@ -95,7 +95,7 @@ Which = Callable[[str], str | None]
 """Finds a program on this machine, like `shutil.which`."""
 
 
-async def check_hosts(hosts: Hosts, run: Run, *, which: Which = shutil.which) -> list[Finding]:
+async def check_hosts(hosts: Hosts, run: Run, *, which: Which = shutil.which) -> list[DoctorFinding]:
     """Check all hosts concurrently; return findings about each and about their differences.
 
     Without ssh on this machine no host is checked.
@@ -125,7 +125,7 @@ async def run_command(command: Sequence[str]) -> tuple[int, str, str]:
     return process.returncode or 0, stdout.decode(errors="replace"), stderr.decode(errors="replace")
 
 
-def _here(which: Which) -> Iterator[Finding]:
+def _here(which: Which) -> Iterator[DoctorFinding]:
     missing = [tool for tool in ("ssh", "rsync") if which(tool) is None]
     if missing:
         advice = "`ray up` uses ssh and rsync: install what is missing"
@@ -155,7 +155,7 @@ async def _ask(address: str, hosts: Hosts, run: Run) -> _Report:
 
 def _evaluate(address: str, stdout: str, *, asked_s: float, slack_s: float) -> _Report:
     facts, _, own = stdout.partition("findings\n")
-    findings: list[Finding] = []
+    findings: list[DoctorFinding] = []
     versions: list[tuple[str, str]] = []
     for line in facts.splitlines():
         kind, _, value = line.partition(" ")
@@ -190,8 +190,8 @@ def _parse(own: str) -> list[dict[str, Any]]:
     return parsed if isinstance(parsed, list) else []
 
 
-def _at(address: str, finding: dict[str, Any]) -> Finding:
-    return Finding(
+def _at(address: str, finding: dict[str, Any]) -> DoctorFinding:
+    return DoctorFinding(
         subject=f"{address}: {finding['subject']}",
         verdict=Health(finding["verdict"]),
         detail=str(finding["detail"]),
@@ -199,7 +199,7 @@ def _at(address: str, finding: dict[str, Any]) -> Finding:
     )
 
 
-def _differences(reports: Sequence[_Report]) -> Iterator[Finding]:
+def _differences(reports: Sequence[_Report]) -> Iterator[DoctorFinding]:
     """Yield the hosts whose versions differ from those of most hosts."""
     installed = [each for each in reports if each.versions]
     for name, why in (

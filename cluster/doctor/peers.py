@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import grpc
 
-from cluster.doctor.finding import Finding, failure, ok, warning
+from cluster.doctor.finding import DoctorFinding, failure, ok, warning
 from common.rpc import Connect
 from kvrelay.v1 import worker_pb2 as pb
 from kvrelay.v1 import worker_pb2_grpc
@@ -18,7 +18,7 @@ _NUM_NAMED = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reached:
+class ReachableWorker:
     """A worker that this host reaches, so that it can probe the others."""
 
     worker_id: str
@@ -26,11 +26,13 @@ class Reached:
     layout: pb.KvLayout
 
 
-async def check_peers(asked: Sequence[Reached], addresses: Mapping[str, str], connect: Connect) -> list[Finding]:
+async def check_peers(
+    asked: Sequence[ReachableWorker], addresses: Mapping[str, str], connect: Connect
+) -> list[DoctorFinding]:
     """Have each worker of `asked` probe `addresses`, the KV planes by worker id; return findings on the connections."""
     layouts = {each.worker_id: each.layout for each in asked}
 
-    def is_target(source: Reached, name: str) -> bool:
+    def is_target(source: ReachableWorker, name: str) -> bool:
         # Workers of different layouts never exchange blocks; the finding `agreement` names them.
         return name != source.worker_id and layouts.get(name, source.layout) == source.layout
 
@@ -60,7 +62,7 @@ async def check_peers(asked: Sequence[Reached], addresses: Mapping[str, str], co
     return findings
 
 
-def _cut_off(name: str, address: str, sources: Sequence[str]) -> Finding:
+def _cut_off(name: str, address: str, sources: Sequence[str]) -> DoctorFinding:
     port = address.rpartition(":")[2]
     return failure(
         f"to {name}",
@@ -75,7 +77,7 @@ def _named(names: Sequence[str]) -> str:
     return ", ".join(names[:_NUM_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
-async def _try(source: Reached, connect: Connect, targets: Mapping[str, str]) -> dict[str, bool | None]:
+async def _try(source: ReachableWorker, connect: Connect, targets: Mapping[str, str]) -> dict[str, bool | None]:
     """Return for each target whether the source reaches it; None if the probe failed."""
     places = asyncio.Semaphore(_AT_A_TIME)
 

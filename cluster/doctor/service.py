@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import grpc
 
-from cluster.doctor.finding import Finding, failure, ok, warning
-from cluster.doctor.peers import Reached, check_peers
+from cluster.doctor.finding import DoctorFinding, failure, ok, warning
+from cluster.doctor.peers import ReachableWorker, check_peers
 from common.config import ServingConfig
 from common.errors import KvrelayError, Unreachable
 from common.ports import with_port
@@ -17,7 +17,7 @@ from common.rpc import Connect
 from common.trust.authority import RENEW_SHARE
 from common.trust.channels import connect_to
 from common.trust.credentials import Credentials
-from common.trust.doors import Onlooker
+from common.trust.doors import CertificateInspector
 from common.trust.identity import Role
 from common.version import installed_version
 from kvrelay.client import AsyncClient, ClusterStatus, WorkerView
@@ -45,7 +45,7 @@ class _Peer:
 
 async def check_service(
     make_client: Callable[..., AsyncClient], config: ServingConfig | None, *, operator: Credentials | None
-) -> list[Finding]:
+) -> list[DoctorFinding]:
     """Return findings about the cluster behind a client's router.
 
     Without `config` the pools are not compared with it; without the credentials of an operator no worker is asked.
@@ -74,7 +74,7 @@ async def check_service(
     connect = connect_to(Role.WORKER, operator)
     peers = await asyncio.gather(*(_ask(view, connect) for view in status.workers))
     reached = [
-        Reached(worker_id=peer.view.worker_id, address=peer.view.address, layout=peer.described.layout)
+        ReachableWorker(worker_id=peer.view.worker_id, address=peer.view.address, layout=peer.described.layout)
         for peer in peers
         if peer.described is not None
     ]
@@ -88,7 +88,7 @@ async def check_service(
     return [answered, *alarms, *pools, *certificates, *asked]
 
 
-def _pools(status: ClusterStatus, config: ServingConfig) -> list[Finding]:
+def _pools(status: ClusterStatus, config: ServingConfig) -> list[DoctorFinding]:
     findings = []
     for role, pool in (("prefill", config.pools.prefill), ("decode", config.pools.decode)):
         num_ready = sum(view.role == role and view.state == "ready" for view in status.workers)
@@ -118,7 +118,7 @@ async def _ask(view: WorkerView, connect: Connect) -> _Peer:
     return _Peer(view=view, described=described, error=error, round_trip_s=round_trip_s, skew_s=skew_s)
 
 
-def _worker(peer: _Peer) -> Finding:
+def _worker(peer: _Peer) -> DoctorFinding:
     view, described = peer.view, peer.described
     name = view.worker_id
     if described is None:
@@ -145,7 +145,7 @@ def _worker(peer: _Peer) -> Finding:
     return ok(name, f"{view.address} answers in {_ms(peer.round_trip_s)}, kvrelay {described.version}")
 
 
-def _agreement(peers: Sequence[_Peer]) -> list[Finding]:
+def _agreement(peers: Sequence[_Peer]) -> list[DoctorFinding]:
     """Compare the weights and block shapes of all workers."""
     layouts = {peer.view.worker_id: peer.described.layout for peer in peers if peer.described is not None}
     prints = Counter(f"{layout.fingerprint}/{layout.block_size}/{layout.dtype}" for layout in layouts.values())
@@ -168,14 +168,14 @@ def _ms(seconds: float) -> str:
     return f"{1000 * seconds:.1f} ms"
 
 
-async def check_certificates(addresses: Mapping[str, str], operator: Credentials) -> list[Finding]:
+async def check_certificates(addresses: Mapping[str, str], operator: Credentials) -> list[DoctorFinding]:
     """Return the processes, by name in `addresses`, whose certificates will soon expire or have expired."""
     lifetime_s, now_s = operator.held.enrolment.lifetime_s, time.time()
     left_s = {"the operator": operator.held.expires_unix_s - now_s}
     late = [*_late("the operator", left_s["the operator"], _LATE_SHARE * lifetime_s)]
     if operator.is_encrypted:
-        onlooker = Onlooker(operator)
-        shown = await asyncio.gather(*(onlooker.look_at(address) for address in addresses.values()))
+        inspector = CertificateInspector(operator)
+        shown = await asyncio.gather(*(inspector.inspect(address) for address in addresses.values()))
         for name, certificate in zip(addresses, shown, strict=True):
             if certificate is not None:  # else it is unreachable, which other checks report
                 left_s[name] = certificate.expires_unix_s - now_s
@@ -184,7 +184,7 @@ async def check_certificates(addresses: Mapping[str, str], operator: Credentials
     return late or [ok("certificates", f"{len(left_s)} are good for {_span(min(left_s.values()))} or longer")]
 
 
-def _late(name: str, left_s: float, allowed_s: float) -> list[Finding]:
+def _late(name: str, left_s: float, allowed_s: float) -> list[DoctorFinding]:
     if left_s >= allowed_s:
         return []
     advice = "the controller renews it while it runs: see `kvrelay logs supervisor`; own files: replace them"

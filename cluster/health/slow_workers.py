@@ -16,7 +16,7 @@ from collections.abc import Collection, Hashable
 from dataclasses import dataclass
 from enum import Enum
 
-from cluster.health.conduct import Conduct
+from cluster.health.worker_health import WorkerHealth
 from common.clock import Clock
 
 RETURN_S = 5.0
@@ -27,7 +27,7 @@ REPLACE_S, MAX_REPLACE_S = 60.0, 960.0
 """Time of slowness after which a worker gets a new process: at first, and at most, since it doubles each time."""
 
 
-class Order(Enum):
+class SlowWorkerAction(Enum):
     """A step for one worker."""
 
     KEEP_OUT = "keep out"
@@ -36,7 +36,7 @@ class Order(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Worker:
+class WorkerObservation:
     """One worker at one look."""
 
     name: str
@@ -49,13 +49,13 @@ class Worker:
     is_kept_out: bool
     is_empty: bool = True
     """Whether it serves no request; only asked of a worker that is kept out."""
-    conduct: Conduct | None
+    health: WorkerHealth | None
     """Outcomes of its attempts, of all routers; None: no router knows it now."""
 
     @property
     def is_well(self) -> bool:
         """Whether it takes requests and is not slow."""
-        return self.is_in_use and self.conduct is not None and not self.conduct.is_slow
+        return self.is_in_use and self.health is not None and not self.health.is_slow
 
 
 @dataclass(slots=True)
@@ -76,17 +76,17 @@ class SlowWorkers:
         self._slow_since_s: dict[str, float] = {}
         self._stays: dict[str, _Stay] = {}
 
-    def look(self, workers: Collection[Worker]) -> dict[str, Order]:
+    def look(self, workers: Collection[WorkerObservation]) -> dict[str, SlowWorkerAction]:
         """Return what to do now. The caller carries it out before the next look."""
         now_s = self._clock.monotonic()
         for name in self._stays.keys() - {worker.name for worker in workers if worker.is_kept_out}:
             del self._stays[name]
-        slow = {worker.name for worker in workers if worker.conduct is not None and worker.conduct.is_slow}
+        slow = {worker.name for worker in workers if worker.health is not None and worker.health.is_slow}
         self._slow_since_s = {name: self._slow_since_s.get(name, now_s) for name in slow}
-        orders: dict[str, Order] = {}
+        actions: dict[str, SlowWorkerAction] = {}
         for worker in workers:
-            if worker.is_kept_out and (order := self._judge(worker, now_s)) is not None:
-                orders[worker.name] = order
+            if worker.is_kept_out and (action := self._judge(worker, now_s)) is not None:
+                actions[worker.name] = action
         num_well = Counter(worker.pool for worker in workers if worker.is_well)
         for worker in workers:
             is_due = (
@@ -97,21 +97,21 @@ class SlowWorkers:
             )
             if is_due and num_well[worker.pool]:
                 self._stays[worker.name] = _Stay(now_s)
-                orders[worker.name] = Order.KEEP_OUT
-        return orders
+                actions[worker.name] = SlowWorkerAction.KEEP_OUT
+        return actions
 
-    def _judge(self, worker: Worker, now_s: float) -> Order | None:
+    def _judge(self, worker: WorkerObservation, now_s: float) -> SlowWorkerAction | None:
         stay = self._stays.setdefault(worker.name, _Stay(now_s))
-        conduct = worker.conduct or Conduct()
-        if conduct.is_slow:
+        health = worker.health or WorkerHealth()
+        if health.is_slow:
             stay.well_since_s = None
             if worker.is_empty and now_s - stay.since_s >= stay.patience_s:
                 stay.since_s, stay.patience_s = now_s, min(2 * stay.patience_s, MAX_REPLACE_S)
-                return Order.REPLACE
+                return SlowWorkerAction.REPLACE
             return None
-        if conduct.slowness is None:
+        if health.slowness is None:
             stay.well_since_s = None
-            return Order.TAKE_BACK if now_s - stay.since_s >= UNMEASURED_S else None
+            return SlowWorkerAction.TAKE_BACK if now_s - stay.since_s >= UNMEASURED_S else None
         if stay.well_since_s is None:
             stay.well_since_s = now_s
-        return Order.TAKE_BACK if now_s - stay.well_since_s >= RETURN_S else None
+        return SlowWorkerAction.TAKE_BACK if now_s - stay.well_since_s >= RETURN_S else None

@@ -29,7 +29,7 @@ class Objectives:
     """Limit for a prefill worker's time even with short waits; for a decode step's if its objective is unreachable."""
 
 
-class Capacity(Protocol):
+class PoolCapacity(Protocol):
     """The load that one pool carries."""
 
     def holds(self, num_workers: int, rate: float) -> bool:
@@ -37,12 +37,12 @@ class Capacity(Protocol):
         ...
 
 
-def workers_for(capacity: Capacity, rate: float) -> int:
+def workers_for(capacity: PoolCapacity, rate: float) -> int:
     """Return the smallest pool that carries `rate` requests a second, from 1 to MAX_WORKERS."""
     return _first(lambda num_workers: capacity.holds(num_workers, rate), at_most=MAX_WORKERS)
 
 
-def rate_of(capacity: Capacity, num_workers: int) -> float:
+def rate_of(capacity: PoolCapacity, num_workers: int) -> float:
     """Return the requests a second that a pool carries within the objectives."""
     if not capacity.holds(num_workers, 0.0):
         return 0.0
@@ -59,7 +59,9 @@ def rate_of(capacity: Capacity, num_workers: int) -> float:
     return low
 
 
-def best_split(prefill: Capacity, decode: Capacity, num_workers: int, *, least: tuple[int, int]) -> tuple[int, int]:
+def best_split(
+    prefill: PoolCapacity, decode: PoolCapacity, num_workers: int, *, least: tuple[int, int]
+) -> tuple[int, int]:
     """Return the (prefill, decode) sizes, together `num_workers`, that carry the most requests a second.
 
     `least` are the smallest sizes allowed; their sum is at most `num_workers`. A request needs both pools, so more

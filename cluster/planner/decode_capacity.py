@@ -129,7 +129,7 @@ class DecodeCapacity:
         return self._high(self._pages, num_workers, rate) / max(1, num_workers * self._room.num_blocks)
 
     def holds(self, num_workers: int, rate: float) -> bool:
-        """See Capacity."""
+        """See PoolCapacity."""
         if num_workers == 0 or self.kv_share(num_workers, rate) > _KV_SHARE:
             return False
         limit = self._room.max_running

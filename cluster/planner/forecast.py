@@ -27,8 +27,8 @@ class _Point:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
-    """Requests a second as a straight line over time."""
+class RateTrend:
+    """Trend of the arrivals: requests a second as a straight line over time."""
 
     rate: float
     """Present rate."""
@@ -44,7 +44,7 @@ class Line:
         return min(max(self.rate, self.rate + self.slope * horizon_s), 2.0 * self.rate)
 
 
-class Forecast:
+class ArrivalForecast:
     """Remembers arrival rates."""
 
     def __init__(self, *, memory_s: float) -> None:
@@ -59,7 +59,7 @@ class Forecast:
         while self._points[-1].time_s - self._points[0].time_s > self._memory_s:
             self._points.popleft()
 
-    def line(self, now_s: float) -> Line:
+    def trend(self, now_s: float) -> RateTrend:
         """Return the longest line that the newest observations agree with. Call after `add`."""
         points = list(self._points)
         best = _fit(points[-1:], now_s)
@@ -71,7 +71,7 @@ class Forecast:
         return best
 
 
-def _fit(points: Sequence[_Point], now_s: float) -> Line | None:
+def _fit(points: Sequence[_Point], now_s: float) -> RateTrend | None:
     """Return the least-squares line; None if a point does not agree with it.
 
     All points have equal weight: weights by count would bias the line towards counts that are small by chance.
@@ -91,4 +91,4 @@ def _fit(points: Sequence[_Point], now_s: float) -> Line | None:
         if abs(point.rate - expected) > _NUM_SIGMAS * math.sqrt(max(variance, point.variance)):
             return None
     rate_now = mean_rate + slope * (now_s - mean_time)
-    return Line(rate=max(0.0, rate_now), slope=slope, num_points=num_points)
+    return RateTrend(rate=max(0.0, rate_now), slope=slope, num_points=num_points)

@@ -78,7 +78,7 @@ class PrefillCapacity:
         return 1.0 - erlang_c(num_workers, load) * mean_late
 
     def holds(self, num_workers: int, rate: float) -> bool:
-        """See Capacity."""
+        """See PoolCapacity."""
         if num_workers == 0 or self.utilization(num_workers, rate) > self._max_utilization:
             return False
         return not self._slacks_s or self.attainment(num_workers, rate) >= self._attainment

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from cluster.planner.evidence import Capacities
-from cluster.planner.forecast import Line
+from cluster.planner.forecast import RateTrend
 from cluster.planner.patience import PoolNeed
 from cluster.planner.plan import Observation, PlannerSettings, Pool, PoolSizes, ScalingPlan
 
@@ -18,7 +18,7 @@ class Numbers:
     observed: Observation
     present: PoolSizes
     capacities: Capacities
-    line: Line
+    trend: RateTrend
     rates: Mapping[Pool, float]
     """Requests a second that each pool is planned for."""
     needs: Mapping[Pool, PoolNeed]
@@ -33,9 +33,9 @@ def hold(sizes: PoolSizes, why: str) -> ScalingPlan:
 def tell(wanted: PoolSizes, numbers: Numbers, *, settings: PlannerSettings) -> ScalingPlan:
     """Return the plan with its reason and terms."""
     prefill, decode = numbers.capacities.prefill, numbers.capacities.decode
-    present, line, needs = numbers.present, numbers.line, numbers.needs
-    busy = prefill.utilization(present.prefill, line.rate)
-    itl_s = decode.high_itl_s(present.decode, line.rate)
+    present, trend, needs = numbers.present, numbers.trend, numbers.needs
+    busy = prefill.utilization(present.prefill, trend.rate)
+    itl_s = decode.high_itl_s(present.decode, trend.rate)
     parts = [
         _load(numbers),
         f"prefill needs {needs[Pool.PREFILL].to_grow} (has {present.prefill}, {busy:.0%} busy), "
@@ -52,16 +52,16 @@ def tell(wanted: PoolSizes, numbers: Numbers, *, settings: PlannerSettings) -> S
             parts.append(f"{pool} would need more than the {largest} workers that are allowed")
     parts.append(_change(wanted, numbers, settings))
     terms = (
-        ("requests_per_s", line.rate),
-        ("trend_per_min", line.slope * _PER_MINUTE),
+        ("requests_per_s", trend.rate),
+        ("trend_per_min", trend.slope * _PER_MINUTE),
         *((f"{pool}_planned_per_s", numbers.rates[pool]) for pool in Pool),
         ("prefill_s_per_request", prefill.mean_work_s),
         ("prefill_utilization", busy),
-        ("prefill_attainment", prefill.attainment(present.prefill, line.rate)),
+        ("prefill_attainment", prefill.attainment(present.prefill, trend.rate)),
         *_needs(numbers, Pool.PREFILL),
-        ("decode_sequences", decode.num_sequences(present.decode, line.rate)),
+        ("decode_sequences", decode.num_sequences(present.decode, trend.rate)),
         ("decode_itl_s", itl_s),
-        ("decode_kv_share", decode.kv_share(present.decode, line.rate)),
+        ("decode_kv_share", decode.kv_share(present.decode, trend.rate)),
         *_needs(numbers, Pool.DECODE),
         *((f"{pool}_startup_s", numbers.observed.startup_s.get(pool, 0.0)) for pool in Pool),
     )
@@ -78,13 +78,13 @@ def _needs(numbers: Numbers, pool: Pool) -> tuple[tuple[str, float], ...]:
 
 
 def _load(numbers: Numbers) -> str:
-    line, expected = numbers.line, max(numbers.rates.values())
-    text = f"{line.rate:.2f} requests/s come"
-    if line.slope > 0.0:
-        text += f", {line.slope * _PER_MINUTE:.2f} more each minute"
+    trend, expected = numbers.trend, max(numbers.rates.values())
+    text = f"{trend.rate:.2f} requests/s come"
+    if trend.slope > 0.0:
+        text += f", {trend.slope * _PER_MINUTE:.2f} more each minute"
     if numbers.observed.demand.num_queued:
         text += f", {numbers.observed.demand.num_queued} wait"
-    if expected > line.rate * 1.01:
+    if expected > trend.rate * 1.01:
         text += f", so {expected:.2f} are planned for"
     return text
 

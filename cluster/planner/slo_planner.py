@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from cluster.planner.capacity import best_split, rate_of, workers_for
 from cluster.planner.correction import Correction
 from cluster.planner.evidence import Capacities, ShapeMemory, measure, objectives_of
-from cluster.planner.forecast import Forecast, Line
+from cluster.planner.forecast import ArrivalForecast, RateTrend
 from cluster.planner.patience import NeedHistory, PoolNeed
 from cluster.planner.plan import Observation, PlannerSettings, Pool, PoolSizes, ScalingPlan, WorkerPhase
 from cluster.planner.reasons import Numbers, hold, tell
@@ -47,7 +47,7 @@ class SloPlanner:
         self._objectives = objectives_of(
             settings.slo, attainment=settings.attainment, max_utilization=settings.max_utilization
         )
-        self._forecast = Forecast(memory_s=settings.memory_s)
+        self._forecast = ArrivalForecast(memory_s=settings.memory_s)
         self._memory = ShapeMemory(memory_s=settings.memory_s)
         self._correction = Correction()
         self._patience = {pool: NeedHistory() for pool in Pool}
@@ -73,17 +73,17 @@ class SloPlanner:
         capacities = measure(observed, shapes, objectives=self._objectives)
         if isinstance(capacities, str):
             return hold(self._limited(present), capacities)
-        line = self._forecast.line(now_s)
-        capacities = self._helped(observed, capacities, line, present)
-        self._correct(observed, capacities, line)
-        rates = {pool: self._rates(observed, capacities, line, pool) for pool in Pool}
+        trend = self._forecast.trend(now_s)
+        capacities = self._helped(observed, capacities, trend, present)
+        self._correct(observed, capacities, trend)
+        rates = {pool: self._rates(observed, capacities, trend, pool) for pool in Pool}
         needs = {pool: self._need(capacities, rates[pool], observed, pool) for pool in Pool}
         wanted = self._bounded(self._wanted(observed, present, needs, rates), present, capacities)
         numbers = Numbers(
             observed=observed,
             present=present,
             capacities=capacities,
-            line=line,
+            trend=trend,
             rates={pool: rates[pool].expected + rates[pool].backlog for pool in Pool},
             needs=needs,
             corrections=self._correction.factors,
@@ -100,14 +100,16 @@ class SloPlanner:
 
     # The need.
 
-    def _helped(self, observed: Observation, capacities: Capacities, line: Line, present: PoolSizes) -> Capacities:
+    def _helped(
+        self, observed: Observation, capacities: Capacities, trend: RateTrend, present: PoolSizes
+    ) -> Capacities:
         """Add the help of the decode workers that will remain: those needed, but at most those present."""
-        rate = self._rates(observed, capacities, line, Pool.DECODE).expected
+        rate = self._rates(observed, capacities, trend, Pool.DECODE).expected
         num_decode = min(present.decode, workers_for(capacities.decode, rate))
         num_helpers = self._settings.decode_help * capacities.decode.num_spare(num_decode, rate)
         return replace(capacities, prefill=capacities.prefill.helped_by(num_helpers))
 
-    def _correct(self, observed: Observation, capacities: Capacities, line: Line) -> None:
+    def _correct(self, observed: Observation, capacities: Capacities, trend: RateTrend) -> None:
         """Learn from a window without changes in which the model predicted no misses."""
         self._correction.forget(observed.now_s)
         if observed.now_s - self._changed_s < observed.demand.window_s + self._settings.interval_s:
@@ -116,24 +118,24 @@ class SloPlanner:
             return
         factors = self._correction.factors
         prefill, decode = (observed.count(pool, WorkerPhase.SERVING) for pool in Pool)
-        if not capacities.prefill.holds(prefill, line.rate * factors[Pool.PREFILL]):
+        if not capacities.prefill.holds(prefill, trend.rate * factors[Pool.PREFILL]):
             return
-        if not capacities.decode.holds(decode, line.rate * factors[Pool.DECODE]):
+        if not capacities.decode.holds(decode, trend.rate * factors[Pool.DECODE]):
             return
         reachable = capacities.prefill.reachable if capacities.decode.is_reachable else 0.0
         self._correction.learn(observed.demand, slo=self._settings.slo, predicted=self._settings.attainment * reachable)
 
-    def _rates(self, observed: Observation, capacities: Capacities, line: Line, pool: Pool) -> _Rates:
+    def _rates(self, observed: Observation, capacities: Capacities, trend: RateTrend, pool: Pool) -> _Rates:
         settings = self._settings
         # Two more plans confirm the need before a worker is requested.
         horizon_s = observed.startup_s.get(pool, 0.0) + 2 * settings.interval_s
-        expected = line.ahead(horizon_s) * self._correction.factors[pool]
+        expected = trend.ahead(horizon_s) * self._correction.factors[pool]
         num_waiting = self._num_waiting(observed, capacities, pool)
         num_serving = max(1, observed.count(pool, WorkerPhase.SERVING))
         if pool is Pool.PREFILL:
             num_usual = num_serving * settings.slo.ttft_s / max(capacities.prefill.mean_work_s, 1e-9)
         else:
-            num_usual = line.rate * settings.slo.ttft_s
+            num_usual = trend.rate * settings.slo.ttft_s
         excess = max(0.0, num_waiting - num_usual)
         return _Rates(
             expected=expected,

@@ -20,7 +20,7 @@ Generation = tuple[object, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
+class KeyChange:
     """One key that differs."""
 
     key: str
@@ -45,26 +45,26 @@ class Change:
         return f"{self.key}: {in_yaml(self.before)} → {in_yaml(self.after)}: {self.need}"
 
 
-def find_changes(before: ServingConfig, after: ServingConfig) -> tuple[Change, ...]:
+def find_changes(before: ServingConfig, after: ServingConfig) -> tuple[KeyChange, ...]:
     """Return every key that differs, in the order of the file."""
     new = leaves(after)
     return tuple(
-        Change(key=key, before=value, after=new[key]) for key, value in leaves(before).items() if new[key] != value
+        KeyChange(key=key, before=value, after=new[key]) for key, value in leaves(before).items() if new[key] != value
     )
 
 
-def roles_to_renew(changes: Sequence[Change]) -> tuple[ProcessRole, ...]:
+def roles_to_renew(changes: Sequence[KeyChange]) -> tuple[ProcessRole, ...]:
     """Return the pools that need new workers, prefill first."""
     wanted = {role for change in changes for role in _POOL_NEEDS.get(change.need, ())}
     return tuple(role for role in POOLS if role in wanted)
 
 
-def needs_routers(changes: Sequence[Change]) -> bool:
+def needs_routers(changes: Sequence[KeyChange]) -> bool:
     """Return whether the routers must be replaced."""
     return any(change.need in (Need.ROUTERS, Need.GENERATION) for change in changes)
 
 
-def is_new_generation(changes: Sequence[Change]) -> bool:
+def is_new_generation(changes: Sequence[KeyChange]) -> bool:
     """Return whether old and new workers cannot exchange KV or answers."""
     return any(change.need is Need.GENERATION for change in changes)
 

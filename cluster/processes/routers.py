@@ -49,7 +49,7 @@ class _Answer:
     """Its requests on each draining worker."""
     leaving: frozenset[str] = frozenset()
     """Workers that announced their end to it."""
-    conduct: Sequence[router_admin_pb2.WorkerConduct] = ()
+    worker_health: Sequence[router_admin_pb2.WorkerHealth] = ()
     """How its workers have done lately."""
     is_idle: bool = False
     """Whether it serves no request any more, after it was asked to leave."""
@@ -148,7 +148,7 @@ class _Pusher:
                 used=frozenset((each.worker_id, each.role) for each in request.workers if each.worker_id in ready),
                 num_users=dict(response.num_users),
                 leaving=frozenset(response.leaving_worker_ids),
-                conduct=tuple(response.conduct),
+                worker_health=tuple(response.worker_health),
                 is_idle=request.leaving and not response.num_requests,
             )
         self._pushed()
@@ -224,9 +224,9 @@ class Routers:
         return frozenset().union(*(pusher.answer.leaving for pusher in self._serving(self.names)))
 
     @property
-    def conduct(self) -> list[Sequence[router_admin_pb2.WorkerConduct]]:
-        """Conduct of its workers as each serving router reports it."""
-        return [pusher.answer.conduct for pusher in self._serving(self.names)]
+    def worker_health(self) -> list[Sequence[router_admin_pb2.WorkerHealth]]:
+        """Health of its workers as each serving router reports it."""
+        return [pusher.answer.worker_health for pusher in self._serving(self.names)]
 
     def num_ready_at(self, among: Collection[str]) -> int | None:
         """Return how many workers each of these routers uses; None if none of them serves."""

@@ -28,7 +28,7 @@ Report = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
+class StartStep:
     """A step was made."""
 
     text: str
@@ -55,8 +55,8 @@ class StartFailure:
     reason: str
 
 
-Event = Progress | Up | StartFailure
-_EVENTS: dict[str, type[Event]] = {"progress": Progress, "ready": Up, "failed": StartFailure}
+Event = StartStep | Up | StartFailure
+_EVENTS: dict[str, type[Event]] = {"progress": StartStep, "ready": Up, "failed": StartFailure}
 _NAMES = {kind: name for name, kind in _EVENTS.items()}
 
 
@@ -171,7 +171,7 @@ def _follow(events: Iterable[str], report: Report) -> Up | StartFailure | None:
     """Report progress until the supervisor reports the outcome. None: it is gone."""
     for line in events:
         match parse_event(line):
-            case Progress(text=text):
+            case StartStep(text=text):
                 report(text)
             case Up() | StartFailure() as outcome:
                 return outcome

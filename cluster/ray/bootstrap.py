@@ -22,7 +22,7 @@ outside.prepare_to_join()
 import ray  # noqa: E402 - reads its settings when it is imported
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError  # noqa: E402
 
-from cluster.processes.starter import Progress, Starter, StartFailure, Up  # noqa: E402
+from cluster.processes.starter import Starter, StartFailure, StartStep, Up  # noqa: E402
 from cluster.ray.controller_actor import StartProgress, create_controller  # noqa: E402
 from cluster.ray.joined_ray import CONTROLLER, ActorsLeft, named_actors, remove_actors  # noqa: E402
 from cluster.ray.private_ray import NAMESPACE, driver_of  # noqa: E402
@@ -58,7 +58,7 @@ async def bring_up_controller(
     try:
         there_before = named_actors(config.name)
         if CONTROLLER in there_before:
-            starter.tell(Progress(text="a controller is there already"))
+            starter.tell(StartStep(text="a controller is there already"))
         controller = create_controller(config, run_dir)
         outcome = await _outcome(controller, starter, stopping, is_new=not there_before)
         if isinstance(outcome, StartFailure):
@@ -104,7 +104,7 @@ async def _follow(controller: Any, starter: Starter) -> Up | StartFailure:
             await asyncio.sleep(_RETRY_S)  # Ray restarts it
             continue
         for step in progress.steps:
-            starter.tell(Progress(text=step))
+            starter.tell(StartStep(text=step))
         num_seen = progress.num_steps
         if progress.outcome is not None:
             return progress.outcome

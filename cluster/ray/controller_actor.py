@@ -20,7 +20,7 @@ from typing import Any
 import ray
 
 from cluster.processes.run_dir import FILE_NAME, RunDirTaken, lock_run_dir, log_path, make_run_dir
-from cluster.processes.starter import Event, Progress, StartFailure, Up
+from cluster.processes.starter import Event, StartFailure, StartStep, Up
 from cluster.processes.state import StateFile
 from cluster.ray import outside
 from cluster.ray.joined_ray import CONTROLLER, pinned_to, remove_workers, this_host
@@ -105,7 +105,7 @@ class ControllerActor:
 
     def tell(self, event: Event) -> None:
         """Note a step of `supervise`, or its outcome."""
-        if isinstance(event, Progress):
+        if isinstance(event, StartStep):
             self._steps.append(event.text)
         else:
             self._outcome = event
@@ -146,7 +146,7 @@ class ControllerActor:
         state_file = StateFile(params.run_dir)
 
         def report(text: str) -> None:
-            self.tell(Progress(text=text))
+            self.tell(StartStep(text=text))
 
         attempt = partial(self._attempt, params, state_file)
         await until_taken_over(attempt, state_file=state_file, report=report, stopping=self._stopping)

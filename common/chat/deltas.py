@@ -17,7 +17,7 @@ class ToolCallDelta:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MessageDelta:
+class ParsedDelta:
     """The next part of a message."""
 
     content: str = ""
@@ -25,9 +25,9 @@ class MessageDelta:
     tool_calls: tuple[ToolCallDelta, ...] = ()
 
 
-def joined(deltas: Sequence[MessageDelta]) -> MessageDelta:
+def joined(deltas: Sequence[ParsedDelta]) -> ParsedDelta:
     """Return the deltas of an answer as one."""
-    return MessageDelta(
+    return ParsedDelta(
         content="".join(delta.content for delta in deltas),
         reasoning="".join(delta.reasoning for delta in deltas),
         tool_calls=tuple(call for delta in deltas for call in delta.tool_calls),
@@ -77,11 +77,11 @@ class Collector:
             self._calls.append((self.num_tool_calls - 1, None, []))
         self._calls[-1][2].append(text)
 
-    def take(self) -> MessageDelta:
+    def take(self) -> ParsedDelta:
         """Return the delta and begin the next one."""
         calls = tuple(
             ToolCallDelta(index=index, name=name, arguments="".join(pieces)) for index, name, pieces in self._calls
         )
-        delta = MessageDelta(content="".join(self._content), reasoning="".join(self._reasoning), tool_calls=calls)
+        delta = ParsedDelta(content="".join(self._content), reasoning="".join(self._reasoning), tool_calls=calls)
         self._content, self._reasoning, self._calls = [], [], []
         return delta

@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from common.chat.calls import ArgumentsReader, CallReader, DeepSeekReader, HermesReader, Llama3JsonReader, MistralReader
-from common.chat.deltas import Collector, MessageDelta, ToolCallDelta
+from common.chat.deltas import Collector, ParsedDelta, ToolCallDelta
 from common.chat.formats import REASONING_FORMATS, ReasoningFormat
 from common.chat.pythonic import PythonicReader
 from common.chat.reader import Malformed, Reader, Steps
 
-__all__ = ["MessageDelta", "MessageParser", "ToolCallDelta"]
+__all__ = ["ParsedDelta", "MessageParser", "ToolCallDelta"]
 
 _READERS: Mapping[str, type[CallReader]] = {
     reader.format.name: reader
@@ -25,7 +25,7 @@ _NEWLINES = re.compile(r"\n+")
 _ANY = re.compile(r"(?s:.+)")
 
 
-class AnswerFormat(Protocol):
+class AnswerFormatLike(Protocol):
     """How an answer is written, on the wire or as a record; empty names stand for none."""
 
     @property
@@ -38,7 +38,7 @@ class AnswerFormat(Protocol):
     def forced_name(self) -> str: ...
 
 
-def has_markup(answer: AnswerFormat) -> bool:
+def has_markup(answer: AnswerFormatLike) -> bool:
     """Return whether answers in a format may hold more than content."""
     return bool(answer.tools or answer.reasoning or answer.forced_name)
 
@@ -67,7 +67,7 @@ class MessageParser:
         self._steps = [(reader, reader.read()) for reader in (self._thinking, self._calls) if reader is not None]
 
     @classmethod
-    def of(cls, answer: AnswerFormat) -> "MessageParser":
+    def of(cls, answer: AnswerFormatLike) -> "MessageParser":
         """Return a parser of answers in a format."""
         return cls(
             tools=answer.tools or None,
@@ -81,12 +81,12 @@ class MessageParser:
         """Calls that have begun."""
         return self._out.num_tool_calls
 
-    def push(self, text: str, *, is_last: bool = False) -> MessageDelta:
+    def push(self, text: str, *, is_last: bool = False) -> ParsedDelta:
         """Return what the next piece of the answer adds; with the last piece also what was held back."""
         self._push(text)
         return self.finish() if is_last else self._out.take()
 
-    def finish(self) -> MessageDelta:
+    def finish(self) -> ParsedDelta:
         """Return what was held back. Nothing may be pushed afterwards."""
         for reader, _steps in self._steps:
             reader.end()

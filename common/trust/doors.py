@@ -1,7 +1,7 @@
 """The certificate of a door, for gRPC and for HTTP: the one that the cluster issues, or the operator's own files.
 
-A renewed or replaced certificate takes effect from the next handshake on, without a restart. `Onlooker` sees what a
-listener shows, without verifying it.
+A renewed or replaced certificate takes effect from the next handshake on, without a restart. `CertificateInspector`
+returns the one that a listener shows, without verifying it.
 """
 
 import asyncio
@@ -215,8 +215,8 @@ class ShownCertificate:
     """Whether a kvrelay cluster's authority issued it; otherwise it is the operator's own."""
 
 
-class Onlooker:
-    """Connects to listeners without sending data. Event loop only."""
+class CertificateInspector:
+    """Reads the certificates of listeners: connects without sending data. Event loop only."""
 
     def __init__(self, credentials: Credentials) -> None:
         """Take `credentials` to show to inside listeners, so that they log no failure."""
@@ -226,7 +226,7 @@ class Onlooker:
         self._context.set_alpn_protocols(["h2"])
         show(self._context, credentials)
 
-    async def look_at(self, address: str) -> ShownCertificate | None:
+    async def inspect(self, address: str) -> ShownCertificate | None:
         """Return the certificate of a listener (host:port), or None without TLS."""
         host, _, port = address.rpartition(":")
         try:

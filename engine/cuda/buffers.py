@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from common.tokens import TokenArray
-from engine.cuda.columns import Column, Columns, RowMap
+from engine.cuda.columns import Column, PackedColumns, RowMap
 from engine.draw import RaceColumns
 from engine.executor import ScheduledSequence
 from engine.logits import SamplingRow
@@ -56,7 +56,7 @@ class BlockTables:
         """Return the rows of one step's sequences."""
         return self._rows.assign(sequences)
 
-    def plan(self, sequences: Seq[Sequence], rows: Seq[int], columns: Columns) -> TableUpdate:
+    def plan(self, sequences: Seq[Sequence], rows: Seq[int], columns: PackedColumns) -> TableUpdate:
         """Add the columns that `apply` needs. Changes nothing: a step may fail before `apply`."""
         max_blocks = self.tables.shape[1]
         contents: dict[int, bytes] = {}
@@ -124,7 +124,7 @@ class DecodeColumns:
         rows: Seq[int],
         samples: Seq[SamplingRow],
         layout: "DecodeLayout",
-        columns: Columns,
+        columns: PackedColumns,
     ) -> "DecodeColumns":
         """Add the columns of a batch of at most `layout.size` sequences, or of none, for a trial.
 
@@ -198,7 +198,7 @@ class RaggedColumns:
         metadata: AttentionMetadata,
         rows: Seq[int],
         tile_tokens: int,
-        columns: Columns,
+        columns: PackedColumns,
     ) -> "RaggedColumns":
         """Add the columns of a batch."""
         unknown = [i for i, item in enumerate(batch) if item.input_row is not None]

@@ -35,7 +35,7 @@ class Column:
         return items[: math.prod(self.shape)].view(self.shape)
 
 
-class Columns:
+class PackedColumns:
     """Collects columns, then uploads them. Used once."""
 
     def __init__(self) -> None:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from engine.cuda.buffers import BlockTables, RaggedColumns
-from engine.cuda.columns import Column, Columns
+from engine.cuda.columns import Column, PackedColumns
 from engine.cuda.device import Fetch, device_for
 from engine.cuda.graphs import DecodeGraphs, DeviceOps, decode_sizes
 from engine.draw import RaceColumns, first_best
@@ -123,7 +123,7 @@ class CudaExecutor:
         """Launch a step that a graph may compute: one token and one sample of every sequence."""
         sequences = [item.sequence for item in batch]
         rows = self._tables.assign(sequences)
-        columns = Columns()
+        columns = PackedColumns()
         samples = [row for item in batch for row in sampling_rows(item)]
         step = self._decode.add(batch, rows, size, columns, samples=samples)
         update = self._tables.plan(sequences, rows, columns)
@@ -140,7 +140,7 @@ class CudaExecutor:
         sequences = [item.sequence for item in batch]
         metadata = AttentionMetadata.from_spans([SequenceSpan.of(item) for item in batch], block_size=self._block_size)
         rows = self._tables.assign(sequences)
-        columns = Columns()
+        columns = PackedColumns()
         step = RaggedColumns.add(batch, metadata, rows, self._ops.tile_tokens, columns)
         update = self._tables.plan(sequences, rows, columns)
         samples = _SamplesPlan.of(batch, metadata, self._sampler, columns)
@@ -217,7 +217,7 @@ class _SamplesPlan:
 
     @classmethod
     def of(
-        cls, batch: Seq[ScheduledSequence], metadata: AttentionMetadata, sampler: Sampler, columns: Columns
+        cls, batch: Seq[ScheduledSequence], metadata: AttentionMetadata, sampler: Sampler, columns: PackedColumns
     ) -> "_SamplesPlan | None":
         """Add the columns; None when nothing is sampled."""
         due = [i for i, item in enumerate(batch) if item.num_samples]
@@ -283,7 +283,7 @@ def _wants_prompt_logprobs(item: ScheduledSequence) -> bool:
 
 
 def _prompt_logprobs(
-    item_idx: int, item: ScheduledSequence, metadata: AttentionMetadata, columns: Columns
+    item_idx: int, item: ScheduledSequence, metadata: AttentionMetadata, columns: PackedColumns
 ) -> Iterator[_PromptLogprobs]:
     """Yield a sequence's prompt positions in this step whose next prompt tokens get log-probabilities."""
     sequence = item.sequence

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from engine.cuda.buffers import DecodeColumns, DecodeLayout
-from engine.cuda.columns import Columns
+from engine.cuda.columns import PackedColumns
 from engine.cuda.device import device_for
 from engine.draw import first_best
 from engine.executor import ScheduledSequence
@@ -85,7 +85,7 @@ class DecodeGraphs:
         self._sizes = sizes
         self._block_size = block_size
         self._head_words = -(-len(tables) // 2) * 2
-        largest = Columns()
+        largest = PackedColumns()
         self.add((), (), sizes[-1], largest)
         device = tables.device
         self._arena = torch.zeros(self._head_words + largest.num_words + _ROOM_WORDS, dtype=torch.int64, device=device)
@@ -106,7 +106,7 @@ class DecodeGraphs:
         """Capture a graph for every size. When that fails, steps run kernel by kernel, and the log gives the reason."""
         started_s = time.monotonic()
         for size in reversed(self._sizes):  # the largest first: the others fit into its memory
-            columns = Columns()
+            columns = PackedColumns()
             step = self.add((), (), size, columns)
             self.upload(step, columns)
             try:
@@ -127,7 +127,7 @@ class DecodeGraphs:
         batch: Seq[ScheduledSequence],
         rows: Seq[int],
         size: int,
-        columns: Columns,
+        columns: PackedColumns,
         *,
         samples: Seq[SamplingRow] = (),
     ) -> DecodeColumns:
@@ -138,7 +138,7 @@ class DecodeGraphs:
         layout = DecodeLayout(size=size, head_words=self._head_words, block_size=self._block_size)
         return DecodeColumns.add(batch, rows, samples, layout, columns)
 
-    def upload(self, step: DecodeColumns, columns: Columns) -> Tensor:
+    def upload(self, step: DecodeColumns, columns: PackedColumns) -> Tensor:
         """Start copying a step's columns to where `run` reads them; return the packed words."""
         return columns.upload_into(self._arena[self._head_words :], num_fixed=step.num_words)
 

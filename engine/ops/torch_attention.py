@@ -19,7 +19,7 @@ from engine.kv_cache import TorchKvStore
 from engine.kv_format import KvFormat
 from engine.model.config import ScoreFunction
 from engine.ops.metadata import AttentionMetadata, Ints
-from engine.ops.torch_pages import Pages, layer_pages
+from engine.ops.torch_pages import PagedRows, layer_pages
 
 # A decode group accepts a shorter sequence while its padded keys stay below the larger of these: another group costs
 # about as much, in every layer, as reading some hundred keys.
@@ -123,7 +123,7 @@ class TorchStepAttention:
 
     def __init__(
         self,
-        pages: tuple[tuple[Pages, Pages], ...],
+        pages: tuple[tuple[PagedRows, PagedRows], ...],
         kv_format: KvFormat,
         slot_mapping: Tensor,
         layer_plans: tuple[_Plan, ...],
@@ -151,7 +151,7 @@ class TorchStepAttention:
 
 
 def _attend_chunk(
-    chunk: _Chunk, query: Tensor, key: Tensor, value: Tensor, pages: tuple[Pages, Pages], score: ScoreFunction
+    chunk: _Chunk, query: Tensor, key: Tensor, value: Tensor, pages: tuple[PagedRows, PagedRows], score: ScoreFunction
 ) -> Tensor:
     """Return [num_tokens, num_heads, head_dim] for the chunk's tokens."""
     if chunk.blocks is None:
@@ -175,7 +175,9 @@ def _attend_chunk(
     return attended[0].transpose(0, 1)
 
 
-def _attend_group(group: _DecodeGroup, query: Tensor, pages: tuple[Pages, Pages], score: ScoreFunction) -> Tensor:
+def _attend_group(
+    group: _DecodeGroup, query: Tensor, pages: tuple[PagedRows, PagedRows], score: ScoreFunction
+) -> Tensor:
     """Return [num_seqs, num_heads, head_dim] for one query token per sequence."""
     num_seqs, num_heads, head_dim = query.shape
     keys, values = (each.gather(group.blocks, num_seqs, group.num_keys) for each in pages)

@@ -11,7 +11,7 @@ from engine.kv_format import SCALE_DTYPE, TOKEN_GROUP, KvFormat
 from engine.kv_store import KvShape
 
 
-class Pages(Protocol):
+class PagedRows(Protocol):
     """Keys, or values, of one layer."""
 
     def write(self, slots: Tensor, rows: Tensor) -> Tensor:
@@ -26,7 +26,7 @@ class Pages(Protocol):
         ...
 
 
-def layer_pages(store: TorchKvStore, layer_idx: int, dtype: torch.dtype) -> tuple[Pages, Pages]:
+def layer_pages(store: TorchKvStore, layer_idx: int, dtype: torch.dtype) -> tuple[PagedRows, PagedRows]:
     """Return a layer's keys and values, as rows of `dtype`."""
     keys, values = store.layers[layer_idx]
     if not store.kv_format.has_codes:
@@ -75,7 +75,7 @@ def place(slots: Tensor, block_size: int) -> tuple[Tensor, ...]:
 
 
 class _PlainPages:
-    """Pages of values, in the activations' dtype; `Pages`."""
+    """Pages of values, in the activations' dtype. A `PagedRows`."""
 
     def __init__(self, cache: Tensor) -> None:
         self._cache = cache
@@ -90,7 +90,7 @@ class _PlainPages:
 
 
 class _CodedPages:
-    """Pages of codes and scales; `Pages`. Rows read back are mixed, see `KvFormat.mix`."""
+    """Pages of codes and scales. A `PagedRows`. Rows read back are mixed, see `KvFormat.mix`."""
 
     def __init__(self, codes: Tensor, scales: Tensor, kv_format: KvFormat, dtype: torch.dtype) -> None:
         self._codes = codes

@@ -16,10 +16,10 @@ from common.ids import BlockId
 from engine.kv_store import DevicePeerPages, DeviceRegion, KvStore
 from kv_transfer.transports.transport import (
     PeerLife,
+    PeerMemoryUnreachable,
     PullTarget,
     SealedReceiver,
     Transport,
-    Unreachable,
     is_same_host,
     sealed,
 )
@@ -76,7 +76,7 @@ class CudaIpc(Transport):
             try:
                 pages = await asyncio.shield(mapping.pages)
             except TransferError as error:
-                raise Unreachable(str(error)) from error
+                raise PeerMemoryUnreachable(str(error)) from error
             yield _Copier(pages, target)
         finally:
             mapping.num_users -= 1
@@ -92,7 +92,7 @@ class CudaIpc(Transport):
     def _map(self, memory: pb.DeviceMemory) -> "asyncio.Future[DevicePeerPages]":
         sharing = self._store.device_sharing
         if sharing is None:
-            raise Unreachable("our own pages are not in device memory")
+            raise PeerMemoryUnreachable("our own pages are not in device memory")
         region = DeviceRegion(
             handle=memory.handle,
             offset_bytes=memory.offset_bytes,

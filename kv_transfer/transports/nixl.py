@@ -31,11 +31,11 @@ from common.ids import BlockId, WorkerId
 from engine.kv_store import NONCE_BYTES, KvStore, SharedRegion, check_ids
 from kv_transfer.transports.transport import (
     PeerLife,
+    PeerMemoryUnreachable,
     PullTarget,
     SealedReceiver,
     Transport,
     TransportUnusable,
-    Unreachable,
     checksums_of,
     sealed,
 )
@@ -97,7 +97,7 @@ class Nixl(Transport):
             try:
                 await loop.run_in_executor(None, reader.connect)
             except TransferError as error:
-                raise Unreachable(str(error)) from error
+                raise PeerMemoryUnreachable(str(error)) from error
             yield reader
         finally:
             reader.close()

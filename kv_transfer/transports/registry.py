@@ -10,7 +10,7 @@ from kv_transfer.transports.cuda_ipc import CudaIpc
 from kv_transfer.transports.grpc_chunks import GrpcChunks
 from kv_transfer.transports.nixl import Nixl
 from kv_transfer.transports.shared_memory import SharedMemory
-from kv_transfer.transports.transport import PeerLife, PullTarget, Receiver, Transport, Unreachable
+from kv_transfer.transports.transport import PeerLife, PeerMemoryUnreachable, PullTarget, Receiver, Transport
 from kvrelay.v1 import kv_transfer_pb2 as pb
 from kvrelay.v1 import worker_pb2
 
@@ -67,7 +67,7 @@ class WorkerTransports:
         try:
             async with transport.fetch(peer, opened, target) as receiver:
                 yield transport, receiver
-        except Unreachable as error:
+        except PeerMemoryUnreachable as error:
             self._unreachable[peer.worker_id, transport.name] = peer.epoch
             raise KvIncomplete(f"the memory of {peer.worker_id} cannot be mapped: {error}") from error
 

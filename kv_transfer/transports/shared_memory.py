@@ -11,10 +11,10 @@ from engine.kv_store import KvStore, PeerPages
 from engine.shared_memory import map_peer_region
 from kv_transfer.transports.transport import (
     PeerLife,
+    PeerMemoryUnreachable,
     PullTarget,
     SealedReceiver,
     Transport,
-    Unreachable,
     checksums_of,
     is_same_host,
     sealed,
@@ -53,7 +53,7 @@ class SharedMemory(Transport):
             region = map_peer_region(pid=shared.pid, fd=shared.fd, size_bytes=shared.size_bytes, nonce=shared.nonce)
             pages = self._store.map_peer(memoryview(region), shared.num_blocks)
         except (OSError, TransferError) as error:
-            raise Unreachable(str(error)) from error
+            raise PeerMemoryUnreachable(str(error)) from error
         yield _Copier(pages, self._store, target)
 
 

@@ -33,7 +33,7 @@ class PeerLife(NamedTuple):
     epoch: Epoch
 
 
-class Unreachable(Exception):
+class PeerMemoryUnreachable(Exception):
     """A peer's memory cannot be mapped; the message says why."""
 
 
@@ -128,7 +128,7 @@ class Transport(ABC):
     def fetch(
         self, peer: PeerLife, opened: pb.FetchOpened, target: PullTarget
     ) -> AbstractAsyncContextManager[Receiver]:
-        """Hold what one transfer needs. Entering it raises Unreachable when the peer's memory cannot be mapped."""
+        """Hold what one transfer needs. Entering it raises PeerMemoryUnreachable when that memory cannot be mapped."""
 
     def forget(self, peer: PeerLife) -> None:  # noqa: B027 - most keep nothing
         """Release what is kept for a peer: the connection to it has ended."""

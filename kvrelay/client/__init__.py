@@ -31,6 +31,7 @@ from common.errors import (
     WorkerLost,
 )
 from common.sampling import SamplingOptions
+from common.wire_names import FinishReason, PlanKind
 from kvrelay.client.async_client import AsyncClient
 from kvrelay.client.base import DEFAULT_ADDRESS
 from kvrelay.client.chat import (
@@ -46,10 +47,8 @@ from kvrelay.client.events import (
     Accepted,
     Completed,
     Event,
-    FinishReason,
     Forecast,
     PlanChosen,
-    PlanKind,
     PositionLogprobs,
     PromptLogprobs,
     Queued,

@@ -5,8 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypedDict
 
-from common.chat.deltas import MessageDelta as TextDelta
-from common.chat.deltas import ToolCallDelta, call_id, joined, whole_calls
+from common.chat.deltas import ParsedDelta, ToolCallDelta, call_id, joined, whole_calls
 from common.chat.parsing import MessageParser
 from common.wire_names import TOOL_CHOICE_NUMBERS
 from kvrelay.v1 import inference_pb2 as pb
@@ -104,12 +103,12 @@ class MessageReader:
     def __init__(self, answer: AnswerFormat, sample_index: int) -> None:
         self._parser = MessageParser.of(answer)
         self._sample_index = sample_index
-        self._deltas: list[TextDelta] = []
+        self._deltas: list[ParsedDelta] = []
 
     def read(self, text: str, *, is_last: bool) -> MessageDelta | None:
         """Take the next text and return what it adds; None for nothing."""
         delta = self._parser.push(text, is_last=is_last)
-        if delta == TextDelta():
+        if delta == ParsedDelta():
             return None
         self._deltas.append(delta)
         return MessageDelta(

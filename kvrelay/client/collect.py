@@ -4,13 +4,13 @@ from dataclasses import dataclass, field
 
 from common.chat.parsing import has_markup
 from common.errors import Cancelled, EngineFault
+from common.wire_names import FinishReason
 from kvrelay.client.chat import Message, MessageDelta, MessageReader
 from kvrelay.client.convert import events_from_proto
 from kvrelay.client.events import (
     Accepted,
     Completed,
     Event,
-    FinishReason,
     PlanChosen,
     PositionLogprobs,
     PromptLogprobs,

@@ -10,14 +10,12 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 import grpc
 
 from common.errors import EngineFault, InvalidRequest, KvrelayError, Unreachable, from_rpc_error
-from common.wire_names import FINISH_REASON_NAMES, PLAN_KIND_NAMES, ROLE_NAMES, TRANSPORT_NAMES
+from common.wire_names import FINISH_REASON_NAMES, PLAN_KIND_NAMES, ROLE_NAMES, TRANSPORT_NAMES, FinishReason, PlanKind
 from kvrelay.client.events import (
     Accepted,
     Completed,
     Event,
-    FinishReason,
     PlanChosen,
-    PlanKind,
     PositionLogprobs,
     PromptLogprobs,
     Queued,

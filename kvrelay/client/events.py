@@ -3,32 +3,12 @@
 Durations are in seconds, sizes in bytes. A value that does not exist is None, never 0 or "".
 """
 
-import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from common.wire_names import FinishReason, PlanKind
 from kvrelay.client.chat import AnswerFormat, MessageDelta
-
-
-class FinishReason(enum.StrEnum):
-    """Reason why a sample ended."""
-
-    STOP = "stop"
-    """End-of-sequence token, stop token or stop string."""
-    LENGTH = "length"
-    """max_tokens or the model's context length."""
-
-
-class PlanKind(enum.StrEnum):
-    """How a request is served."""
-
-    REMOTE = "remote"
-    """A prefill worker reads the prompt and hands its KV to a decode worker."""
-    LOCAL = "local"
-    """The decode worker reads the short uncached rest of the prompt itself."""
-    PREFILL = "prefill"
-    """A prefill worker reads the prompt and answers with an embedding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

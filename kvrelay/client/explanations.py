@@ -6,7 +6,8 @@ Field names are those of the wire messages (proto/kvrelay/v1/inference.proto), w
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from kvrelay.client.events import PlanChosen, PlanKind
+from common.wire_names import PlanKind
+from kvrelay.client.events import PlanChosen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

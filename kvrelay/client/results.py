@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 
+from common.wire_names import FinishReason
 from kvrelay.client.chat import Message
-from kvrelay.client.events import FinishReason, PlanChosen, PositionLogprobs, RequestTimings, TransferStats, Usage
+from kvrelay.client.events import PlanChosen, PositionLogprobs, RequestTimings, TransferStats, Usage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -89,7 +89,7 @@ class SetWorkersRequest(_message.Message):
 Global___SetWorkersRequest: _TypeAlias = SetWorkersRequest  # noqa: Y015
 
 @_typing.final
-class WorkerConduct(_message.Message):
+class WorkerHealth(_message.Message):
     """How one worker has done lately, as a router saw it."""
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -128,7 +128,7 @@ class WorkerConduct(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___WorkerConduct: _TypeAlias = WorkerConduct  # noqa: Y015
+Global___WorkerHealth: _TypeAlias = WorkerHealth  # noqa: Y015
 
 @_typing.final
 class SetWorkersResponse(_message.Message):
@@ -161,7 +161,7 @@ class SetWorkersResponse(_message.Message):
     READY_WORKER_IDS_FIELD_NUMBER: _builtins.int
     LEAVING_WORKER_IDS_FIELD_NUMBER: _builtins.int
     NUM_REQUESTS_FIELD_NUMBER: _builtins.int
-    CONDUCT_FIELD_NUMBER: _builtins.int
+    WORKER_HEALTH_FIELD_NUMBER: _builtins.int
     num_ready: _builtins.int
     """Connected, described and accepted, draining ones included."""
     num_requests: _builtins.int
@@ -179,8 +179,8 @@ class SetWorkersResponse(_message.Message):
         """Workers that have announced themselves that they are about to leave."""
 
     @_builtins.property
-    def conduct(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerConduct]:
-        """Conduct of each worker whose life is known."""
+    def worker_health(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerHealth]:
+        """Health of each worker whose life is known."""
 
     def __init__(
         self,
@@ -190,11 +190,11 @@ class SetWorkersResponse(_message.Message):
         ready_worker_ids: _abc.Iterable[_builtins.str] | None = ...,
         leaving_worker_ids: _abc.Iterable[_builtins.str] | None = ...,
         num_requests: _builtins.int = ...,
-        conduct: _abc.Iterable[Global___WorkerConduct] | None = ...,
+        worker_health: _abc.Iterable[Global___WorkerHealth] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["conduct", b"conduct", "leaving_worker_ids", b"leaving_worker_ids", "num_ready", b"num_ready", "num_requests", b"num_requests", "num_users", b"num_users", "ready_worker_ids", b"ready_worker_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["leaving_worker_ids", b"leaving_worker_ids", "num_ready", b"num_ready", "num_requests", b"num_requests", "num_users", b"num_users", "ready_worker_ids", b"ready_worker_ids", "worker_health", b"worker_health"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from measure.experiment.capacity import ArmCapacity
-from measure.experiment.curves import Curve, Reading, curves_of
-from measure.experiment.payoff import Payoff, Reached, Verdict, gain_draws, knee_of, payoffs_of, rank_key, reach_of
+from measure.experiment.curves import ArmCurve, Reading, curves_of
+from measure.experiment.payoff import ArmReach, Payoff, Verdict, gain_draws, knee_of, payoffs_of, rank_key, reach_of
 from measure.experiment.points import MeanUnit, Point, Source
 from measure.load.estimates import Estimate
 
@@ -40,7 +40,7 @@ class Limit(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Diagnosis:
+class LoadDiagnosis:
     """Limit of an arm at one load."""
 
     limit: Limit
@@ -49,12 +49,12 @@ class Diagnosis:
     """Reason, with numbers."""
 
 
-def diagnose(reading: Reading, curve: Curve, *, share: float) -> Diagnosis:
+def diagnose(reading: Reading, curve: ArmCurve, *, share: float) -> LoadDiagnosis:
     """Return the resource that keeps `share` of the requests at a load from being good."""
     bad = 1 - reading.good_share.value
     if bad <= 1 - share:
         why = f"{reading.good_share.value:.1%} of the requests were good"
-        return Diagnosis(limit=Limit.NOTHING, load=reading.load, why=why)
+        return LoadDiagnosis(limit=Limit.NOTHING, load=reading.load, why=why)
     late = reading.share_of(lambda figures: figures.num_ttft_misses)
     slow = reading.share_of(lambda figures: figures.num_itl_misses)
     refused = reading.share_of(lambda figures: figures.num_not_complete)
@@ -66,10 +66,10 @@ def diagnose(reading: Reading, curve: Curve, *, share: float) -> Diagnosis:
         why += f"; the prefill pool computed {busy:.0%} of the time"
     if kv_peak is not None:
         why += f", at most {kv_peak:.0%} of a worker's pages were in use"
-    return Diagnosis(limit=_limit(curve, late + refused, slow, busy, is_full=is_full), load=reading.load, why=why)
+    return LoadDiagnosis(limit=_limit(curve, late + refused, slow, busy, is_full=is_full), load=reading.load, why=why)
 
 
-def _limit(curve: Curve, late: float, slow: float, busy: float | None, *, is_full: bool) -> Limit:
+def _limit(curve: ArmCurve, late: float, slow: float, busy: float | None, *, is_full: bool) -> Limit:
     if curve.arm.num_prefill == 0:
         return Limit.MEMORY if is_full else Limit.WORKERS
     if slow > late:
@@ -78,7 +78,7 @@ def _limit(curve: Curve, late: float, slow: float, busy: float | None, *, is_ful
     return Limit.MEMORY if is_full and has_time_left else Limit.PREFILL
 
 
-def first_limit(curve: Curve, *, share: float) -> Diagnosis:
+def first_limit(curve: ArmCurve, *, share: float) -> LoadDiagnosis:
     """Return the diagnosis of the lowest load that was not served; of the highest one when all were."""
     diagnoses = [diagnose(reading, curve, share=share) for reading in curve.readings]
     return next((each for each in diagnoses if each.limit is not Limit.NOTHING), diagnoses[-1])
@@ -96,12 +96,12 @@ class NextWorker:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ArmFinding(Reached):
+class ArmFinding(ArmReach):
     """Findings on one arm."""
 
     knee: float | None
     """Load from which goodput stays below the load."""
-    limit: Diagnosis
+    limit: LoadDiagnosis
     next_worker: NextWorker | None
     """None for an aggregated arm, or when nothing limits the arm yet."""
 
@@ -175,7 +175,7 @@ def analyze(
         ours = [curve for curve in curves if curve.source is source]
         unit = MeanUnit.of(curve.arm for curve in ours)
         arms = [
-            Reached(
+            ArmReach(
                 curve=curve,
                 reach=reach_of(
                     curve,
@@ -205,13 +205,13 @@ def analyze(
     return tuple(found)
 
 
-def _place(curve: Curve) -> tuple[bool, int, bool, int, str]:
+def _place(curve: ArmCurve) -> tuple[bool, int, bool, int, str]:
     """Return the sort key of an arm."""
     arm = curve.arm
     return arm.is_external, arm.num_workers, arm.num_prefill == 0, arm.num_prefill, arm.name
 
 
-def _finding(arm: Reached, others: Sequence[Reached], *, share: float) -> ArmFinding:
+def _finding(arm: ArmReach, others: Sequence[ArmReach], *, share: float) -> ArmFinding:
     limit = first_limit(arm.curve, share=share)
     return ArmFinding(
         curve=arm.curve,
@@ -222,7 +222,7 @@ def _finding(arm: Reached, others: Sequence[Reached], *, share: float) -> ArmFin
     )
 
 
-def _next_worker(arm: Reached, others: Sequence[Reached], limit: Diagnosis) -> NextWorker | None:
+def _next_worker(arm: ArmReach, others: Sequence[ArmReach], limit: LoadDiagnosis) -> NextWorker | None:
     num_prefill, num_decode = arm.arm.num_prefill, arm.arm.num_decode
     if num_prefill == 0:
         return None
@@ -242,7 +242,7 @@ def _next_worker(arm: Reached, others: Sequence[Reached], limit: Diagnosis) -> N
     )
 
 
-def _measured_next(prefill: Reached, decode: Reached) -> NextWorker:
+def _measured_next(prefill: ArmReach, decode: ArmReach) -> NextWorker:
     why = f"{prefill.arm.name} serves {prefill.reach.load:.3g}/s, {decode.arm.name} {decode.reach.load:.3g}/s"
     pools = {Verdict.MORE: "prefill", Verdict.LESS: "decode", Verdict.UNCLEAR: ""}
     verdict = Verdict.of(gain_draws(prefill.reach, decode.reach))

@@ -6,7 +6,7 @@ from operator import attrgetter
 
 from measure.experiment.analysis import ArmFinding, Balance, Findings, Limit, Ranking
 from measure.experiment.curves import Reading
-from measure.experiment.payoff import KNEE_SHARE, Payoff, Reached, Verdict, reach_text
+from measure.experiment.payoff import KNEE_SHARE, ArmReach, Payoff, Verdict, reach_text
 from measure.experiment.points import Source
 from measure.figures import ALL
 from measure.load.estimates import Estimate
@@ -229,13 +229,13 @@ def _telling_load(payoff: Payoff) -> float | None:
     return max(served) if served else min(loads, default=None)
 
 
-def _at(arm: Reached, load: float) -> Reading:
+def _at(arm: ArmReach, load: float) -> Reading:
     reading = arm.curve.at(load)
     assert reading is not None, "both were measured at this load"
     return reading
 
 
-def _kinds(arm: Reached, load: float) -> tuple[str, ...]:
+def _kinds(arm: ArmReach, load: float) -> tuple[str, ...]:
     kinds = _at(arm, load).kinds
     return kinds[1:] or kinds
 

@@ -60,7 +60,7 @@ class Reading:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Curve:
+class ArmCurve:
     """An arm at all its loads."""
 
     arm: Arm
@@ -85,7 +85,7 @@ class Curve:
         return max(self.readings, key=lambda reading: reading.goodput.value)
 
 
-def curves_of(points: Iterable[Point]) -> tuple[Curve, ...]:
+def curves_of(points: Iterable[Point]) -> tuple[ArmCurve, ...]:
     """Return a curve for each arm and source, in the order of their first points."""
     groups: dict[tuple[Source, str], list[Point]] = {}
     for point in points:
@@ -144,9 +144,9 @@ def _by_load(points: Iterable[Point]) -> Iterable[list[Point]]:
     return (list(group) for _, group in itertools.groupby(ordered, key=lambda point: point.load))
 
 
-def _curve(points: Sequence[Point], dispersion: float) -> Curve:
+def _curve(points: Sequence[Point], dispersion: float) -> ArmCurve:
     readings = tuple(_reading(group, dispersion) for group in _by_load(points))
-    return Curve(arm=points[0].arm, source=points[0].source, readings=readings, dispersion=dispersion)
+    return ArmCurve(arm=points[0].arm, source=points[0].source, readings=readings, dispersion=dispersion)
 
 
 def _reading(points: Sequence[Point], dispersion: float) -> Reading:

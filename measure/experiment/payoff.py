@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from measure.experiment.capacity import ArmCapacity, ProbedLoad, crossing, crossing_draws, tally
-from measure.experiment.curves import Curve, Draws, Reading, goodput_draws
+from measure.experiment.curves import ArmCurve, Draws, Reading, goodput_draws
 from measure.experiment.points import Arm
 from measure.experiment.spec import CapacitySpec
 from measure.load.estimates import CONFIDENCE, Estimate
@@ -60,7 +60,7 @@ def reach_text(reach: LoadReach) -> str:
 
 
 def reach_of(
-    curve: Curve,
+    curve: ArmCurve,
     *,
     share: float,
     num_units: int,
@@ -87,13 +87,13 @@ def reach_of(
     )
 
 
-def knee_of(curve: Curve) -> float | None:
+def knee_of(curve: ArmCurve) -> float | None:
     """Return the load from which less than `KNEE_SHARE` of the requests are good; None if unknown."""
     knee = crossing(_probes(curve, CapacitySpec()), KNEE_SHARE)
     return knee if 0 < knee < math.inf else None
 
 
-def _probes(curve: Curve, spec: CapacitySpec) -> tuple[ProbedLoad, ...]:
+def _probes(curve: ArmCurve, spec: CapacitySpec) -> tuple[ProbedLoad, ...]:
     return tuple(tally(reading.load, reading.points, spec) for reading in curve.readings)
 
 
@@ -127,10 +127,10 @@ class Verdict(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reached:
+class ArmReach:
     """An arm and its reach."""
 
-    curve: Curve
+    curve: ArmCurve
     reach: LoadReach
 
     @property
@@ -155,9 +155,9 @@ class Payoff:
 
     num_workers: int
     """Workers of the split arm."""
-    split: Reached
+    split: ArmReach
     """Best split arm of that size."""
-    whole: Reached
+    whole: ArmReach
     """Best aggregated arm."""
     ratio: Estimate | None
     """Reach of the split arm by that of the aggregated one; None if either is unknown."""
@@ -172,7 +172,7 @@ class Payoff:
         return tuple((before, after) for before, after in itertools.pairwise(told) if before.verdict != after.verdict)
 
 
-def payoffs_of(arms: Iterable[Reached]) -> tuple[Payoff, ...]:
+def payoffs_of(arms: Iterable[ArmReach]) -> tuple[Payoff, ...]:
     """Return a comparison for each number of workers with both kinds of arms, ascending."""
     ours = [each for each in arms if not each.arm.is_external]
     splits = [each for each in ours if each.arm.num_prefill]
@@ -186,12 +186,12 @@ def payoffs_of(arms: Iterable[Reached]) -> tuple[Payoff, ...]:
     return tuple(found)
 
 
-def rank_key(arm: Reached) -> tuple[float, float]:
+def rank_key(arm: ArmReach) -> tuple[float, float]:
     """Return the reach of an arm and, to break ties, its peak goodput."""
     return arm.reach.load, arm.curve.peak.goodput.value
 
 
-def _payoff(num_workers: int, split: Reached, whole: Reached) -> Payoff:
+def _payoff(num_workers: int, split: ArmReach, whole: ArmReach) -> Payoff:
     draws = gain_draws(split.reach, whole.reach)
     ratio = None
     if split.reach.is_bracketed and whole.reach.is_bracketed:
@@ -207,7 +207,7 @@ def _payoff(num_workers: int, split: Reached, whole: Reached) -> Payoff:
     )
 
 
-def _at_loads(split: Curve, whole: Curve) -> Iterable[AtLoad]:
+def _at_loads(split: ArmCurve, whole: ArmCurve) -> Iterable[AtLoad]:
     for reading in split.readings:
         other = whole.at(reading.load)
         if other is not None:
@@ -216,5 +216,5 @@ def _at_loads(split: Curve, whole: Curve) -> Iterable[AtLoad]:
             yield AtLoad(load=reading.load, difference=Estimate.around(difference, draws), verdict=Verdict.of(draws))
 
 
-def _goodput_draws(curve: Curve, reading: Reading) -> Draws:
+def _goodput_draws(curve: ArmCurve, reading: Reading) -> Draws:
     return goodput_draws(reading.points, seed=curve.seed, dispersion=curve.dispersion)

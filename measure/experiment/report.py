@@ -13,13 +13,13 @@ from measure.experiment.analysis import Findings, analyze
 from measure.experiment.answers import agreement, answers_of
 from measure.experiment.load_figures import busy_panels, goodput_panel, handoff_panels, latency_panels, share_panel
 from measure.experiment.looks import is_thinned
-from measure.experiment.payoff import Payoff, Reached, Verdict
+from measure.experiment.payoff import ArmReach, Payoff, Verdict
 from measure.experiment.points import Point
 from measure.experiment.shape_figures import grid_panel, limit_panel, ratio_panel, reach_panel
 from measure.experiment.spec import CapacitySpec
 from measure.experiment.store import Store
 from measure.experiment.tables import tables_section
-from measure.pages.page import Answers, Card, Page, Panel, Section, Tone, write_page
+from measure.pages.page import Answers, Card, Page, PageSection, Panel, Tone, write_page
 from measure.pages.wording import change, count, duration, number, percent
 
 
@@ -47,8 +47,8 @@ def write_report(store: Store) -> Path:
             _words(findings),
             _loads(findings, slo),
             *(_shapes(each) for each in findings),
-            Section(title="Workers", panels=busy_panels(findings)),
-            Section(title="Cost of the handoff", panels=handoff_panels(findings)),
+            PageSection(title="Workers", panels=busy_panels(findings)),
+            PageSection(title="Cost of the handoff", panels=handoff_panels(findings)),
             tables_section(findings, store),
         ),
         settings={"experiment": file, "settings": settings},
@@ -132,7 +132,7 @@ def _cards(findings: Sequence[Findings]) -> tuple[Card, ...]:
     return tuple(cards)
 
 
-def _reach_card(arm: Reached) -> Card:
+def _reach_card(arm: ArmReach) -> Card:
     reach = arm.reach
     if not reach.load:
         return Card(label=f"{arm.arm.name} serves", value="no load that was tried")
@@ -157,7 +157,7 @@ def _payoff_card(payoff: Payoff) -> Card:
 # ── sections ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _words(findings: Sequence[Findings]) -> Section:
+def _words(findings: Sequence[Findings]) -> PageSection:
     panels = [
         Panel(
             title=f"What the {each.source.value} arms say" if len(findings) > 1 else "",
@@ -168,7 +168,7 @@ def _words(findings: Sequence[Findings]) -> Section:
     compared = tuple(agreement(findings))
     if compared:
         panels.append(Panel(title="Both together", content=Answers(pairs=compared)))
-    return Section(
+    return PageSection(
         title="Findings",
         intro="An arm serves a load when enough of its requests are good. One arm is called better than another when"
         f" 95 % of the random draws agree. {_told_dispersion(findings)}",
@@ -188,18 +188,18 @@ def _told_dispersion(findings: Sequence[Findings]) -> str:
     return "Intervals assume independent requests: the true uncertainty is larger."
 
 
-def _loads(findings: Sequence[Findings], slo: Slo | None) -> Section:
+def _loads(findings: Sequence[Findings], slo: Slo | None) -> PageSection:
     thinned = "For each number of workers the best split and the best aggregated arm are shown; the table has all. "
-    return Section(
+    return PageSection(
         title="As the load grows",
         intro=thinned if is_thinned(findings) else "",
         panels=(goodput_panel(findings), share_panel(findings), *latency_panels(findings, slo)),
     )
 
 
-def _shapes(findings: Findings) -> Section:
+def _shapes(findings: Findings) -> PageSection:
     source = findings.source.value
     panels = [reach_panel(findings), limit_panel(findings)]
     if sum(arm.arm.num_prefill > 0 for arm in findings.arms) > 1:
         panels[1:1] = [ratio_panel(findings), grid_panel(findings)]
-    return Section(title=f"Shapes, {source}", panels=tuple(panels))
+    return PageSection(title=f"Shapes, {source}", panels=tuple(panels))

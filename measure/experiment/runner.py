@@ -15,7 +15,7 @@ from typing import Protocol
 
 from measure.experiment.arms import ArmPlan
 from measure.experiment.points import Cell, Point, Source
-from measure.experiment.spec import Order
+from measure.experiment.spec import CellOrder
 from measure.experiment.store import Store
 
 Report = Callable[[str], None]
@@ -53,13 +53,13 @@ class Failure:
     reason: str
 
 
-def cell_order(arms: Sequence[str], loads: Sequence[float], *, repeats: int, order: Order) -> tuple[Cell, ...]:
+def cell_order(arms: Sequence[str], loads: Sequence[float], *, repeats: int, order: CellOrder) -> tuple[Cell, ...]:
     """Return all cells; neighbours share a cluster where possible.
 
     Alternating: every repeat runs each arm with all its loads, every other one in the opposite order of arms and loads,
     so that a drift of the machine affects all arms alike on average.
     """
-    if order is Order.BY_ARM:
+    if order is CellOrder.BY_ARM:
         return tuple(Cell(arm=arm, load=load, repeat=n) for arm in arms for n in range(repeats) for load in loads)
     cells = []
     for repeat in range(repeats):

@@ -90,8 +90,8 @@ class _Arm:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Errand:
-    """Input of all processes."""
+class ExperimentInput:
+    """What every process is given."""
 
     path: Path
     """The experiment's file."""
@@ -101,24 +101,24 @@ class Errand:
     """Whether capacities are searched in place of the grid."""
 
 
-def measure_side_by_side(errand: Errand, arms: Sequence[str], *, num_jobs: int, report: Report) -> None:
+def measure_side_by_side(inputs: ExperimentInput, arms: Sequence[str], *, num_jobs: int, report: Report) -> None:
     """Measure arms in order, `num_jobs` at a time; returns when all are done.
 
     `report` gets the lines of an arm's process when it has ended. The first error, which is raised, or an interrupt
     ends all processes; finished cells stay.
     """
-    for lines in in_processes(_measure_arm, [(errand, arm) for arm in arms], num_jobs=num_jobs):
+    for lines in in_processes(_measure_arm, [(inputs, arm) for arm in arms], num_jobs=num_jobs):
         for line in lines:
             report(line)
 
 
-def _measure_arm(errand: Errand, arm: str) -> Sequence[str]:
+def _measure_arm(inputs: ExperimentInput, arm: str) -> Sequence[str]:
     """Measure one arm and return its report."""
-    prepared = prepare(errand.path, errand.choices)
+    prepared = prepare(inputs.path, inputs.choices)
     plans = tuple(plan for plan in prepared.arms.plans if plan.arm.name == arm)
     prepared = replace(prepared, arms=replace(prepared.arms, plans=plans))
     lines: list[str] = []
-    keeper = ResultKeeper(Store(errand.out), prepared.source, lines.append)
+    keeper = ResultKeeper(Store(inputs.out), prepared.source, lines.append)
     bench = SimulatedBench(prepared.spec, prepared.workloads)
-    measure(prepared, keeper, bench, is_search=errand.is_search)
+    measure(prepared, keeper, bench, is_search=inputs.is_search)
     return [line if arm in line else f"{arm}: {line}" for line in lines]

@@ -27,7 +27,7 @@ class ExperimentError(Exception):
     """An experiment cannot be run as it is described; the message names file, key and reason."""
 
 
-class Order(enum.StrEnum):
+class CellOrder(enum.StrEnum):
     """Order in which cells are run."""
 
     ALTERNATING = "alternating"
@@ -190,7 +190,7 @@ class ExperimentSpec(_Section):
     """Time of load before the measured time; the same time again, discarded, after each start of a cluster."""
     drain_s: PositiveFloat = 30.0
     """Time for answers after the last session has begun; requests that still run then are cancelled, and not good."""
-    order: Order = Order.ALTERNATING
+    order: CellOrder = CellOrder.ALTERNATING
     seed: Annotated[int, Field(ge=0)] = 0
     slo: SloConfig = SloConfig()
     """Objectives that every request states and a good one meets."""

@@ -11,19 +11,19 @@ from rich.table import Table as TerminalTable
 
 from measure.experiment.analysis import ArmFinding, Findings
 from measure.experiment.capacity import ArmCapacity
-from measure.experiment.curves import Curve, Reading, curves_of
+from measure.experiment.curves import ArmCurve, Reading, curves_of
 from measure.experiment.points import Cell, Point, Source
 from measure.experiment.store import Store
 from measure.figures import Percentiles
 from measure.load.tables import UNKNOWN, filled_table, or_unknown, whole_percent
-from measure.pages.page import Panel, Section, table_of
+from measure.pages.page import PageSection, Panel, table_of
 from measure.pages.wording import duration, number, percent, rate
 
 
 def points_table(points: Iterable[Point]) -> TerminalTable:
     """Return a row for each arm and load: means of the repeats, and medians of percentiles with their range."""
     readings = [(curve, reading) for curve in curves_of(points) for reading in curve.readings]
-    columns: dict[str, Callable[[tuple[Curve, Reading]], str]] = {
+    columns: dict[str, Callable[[tuple[ArmCurve, Reading]], str]] = {
         "arm": lambda row: row[0].arm.name + (" (simulated)" if row[0].source is Source.SIMULATED else ""),
         "load /s": lambda row: f"{row[1].load:g}",
         "runs": lambda row: str(len(row[1].points)),
@@ -65,10 +65,10 @@ def _range(reading: Reading, name: str, form: str, *, factor: float = 1) -> str:
     return middle if low == high else f"{middle} ({low}–{high})"
 
 
-def tables_section(findings: Sequence[Findings], store: Store) -> Section:
+def tables_section(findings: Sequence[Findings], store: Store) -> PageSection:
     """Return the tables; runs link to their own pages, if the store has them."""
     panels = [_arms_table(each) for each in findings]
-    return Section(title="All numbers", panels=(*panels, _points_table(findings, store)))
+    return PageSection(title="All numbers", panels=(*panels, _points_table(findings, store)))
 
 
 def _arms_table(findings: Findings) -> Panel:

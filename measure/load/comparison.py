@@ -18,7 +18,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from measure.figures import ALL
-from measure.load.estimates import Distribution, Estimate, Floats, Resampler
+from measure.load.estimates import Estimate, Floats, MeasuredDistribution, Resampler
 from measure.load.measures import latency_values
 from measure.load.records import RequestRecord, Run
 from measure.load.summary import Summary
@@ -30,7 +30,7 @@ _TIMES = {"ttft": (0.5, 0.9, 0.99), "itl": (0.5, 0.99), "tpot": (0.5, 0.99), "e2
 """Percentiles that are compared, by field of `Latencies`."""
 
 
-class Unit(enum.StrEnum):
+class MeasureUnit(enum.StrEnum):
     """Unit of a measure, which decides how it is written and compared."""
 
     SECONDS = "seconds"
@@ -40,7 +40,7 @@ class Unit(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cell:
+class ComparedValue:
     """A measure of one run."""
 
     value: Estimate
@@ -56,9 +56,9 @@ class Row:
 
     kind: str
     name: str
-    unit: Unit
+    unit: MeasureUnit
     more_is_better: bool
-    cells: tuple[Cell | None, ...]
+    cells: tuple[ComparedValue | None, ...]
     """One per run; None where the run has no value."""
 
     def is_significant(self, place: int) -> bool:
@@ -77,11 +77,11 @@ class Row:
 
     @property
     def _same(self) -> float:
-        return 0.0 if self.unit is Unit.SHARE else 1.0
+        return 0.0 if self.unit is MeasureUnit.SHARE else 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
+class RunComparison:
     """Runs side by side."""
 
     summaries: tuple[Summary, ...]
@@ -108,7 +108,7 @@ class _Sample:
 _GOOD, _GOODPUT = "good", "goodput"
 
 
-def compare(runs: Sequence[Run], summaries: Sequence[Summary]) -> Comparison:
+def compare(runs: Sequence[Run], summaries: Sequence[Summary]) -> RunComparison:
     """Compare runs with the first of them. `summaries` belong to the runs and define which requests count."""
     samples = [counted(run.requests, summary.window) for run, summary in zip(runs, summaries, strict=True)]
     matched = [_matched(requests, samples[0]) for requests in samples]
@@ -120,7 +120,7 @@ def compare(runs: Sequence[Run], summaries: Sequence[Summary]) -> Comparison:
             for place, (partners, requests, summary) in enumerate(zip(matched, samples, summaries, strict=True))
         ]
         rows += _rows(kind, of_kind)
-    return Comparison(summaries=tuple(summaries), rows=tuple(rows), is_paired=is_paired)
+    return RunComparison(summaries=tuple(summaries), rows=tuple(rows), is_paired=is_paired)
 
 
 def _matched(requests: Sequence[RequestRecord], first: Sequence[RequestRecord]) -> Sequence[RequestRecord] | None:
@@ -154,7 +154,7 @@ def _sample(kind: str, requests: Sequence[RequestRecord], summary: Summary, *, s
         _GOODPUT: resampler.ratios(is_good, _shares_of_time(own, summary.window)),
     }
     for name, shares in _TIMES.items():
-        distribution: Distribution | None = getattr(found.latencies, name)
+        distribution: MeasuredDistribution | None = getattr(found.latencies, name)
         if distribution is None:
             continue
         columns = resampler.quantiles(*latency_values(name, own), shares)
@@ -185,24 +185,28 @@ def _label(name: str, share: float) -> str:
 
 def _rows(kind: str, samples: Sequence[_Sample | None]) -> Iterator[Row]:
     labels = [_label(name, share) for name, shares in _TIMES.items() for share in shares]
-    for name, unit in ((_GOOD, Unit.SHARE), (_GOODPUT, Unit.PER_S), *((label, Unit.SECONDS) for label in labels)):
+    for name, unit in (
+        (_GOOD, MeasureUnit.SHARE),
+        (_GOODPUT, MeasureUnit.PER_S),
+        *((label, MeasureUnit.SECONDS) for label in labels),
+    ):
         cells = tuple(_cell(name, unit, sample, samples[0] if place else None) for place, sample in enumerate(samples))
         if any(cells):
-            yield Row(kind=kind, name=name, unit=unit, more_is_better=unit is not Unit.SECONDS, cells=cells)
+            yield Row(kind=kind, name=name, unit=unit, more_is_better=unit is not MeasureUnit.SECONDS, cells=cells)
 
 
-def _cell(name: str, unit: Unit, sample: _Sample | None, first: _Sample | None) -> Cell | None:
+def _cell(name: str, unit: MeasureUnit, sample: _Sample | None, first: _Sample | None) -> ComparedValue | None:
     if sample is None or name not in sample.quoted:
         return None
     change = None
     if first is not None and name in first.quoted:
         change = _change(unit, sample.resamples[name], first.resamples[name])
     value, is_sufficient = sample.quoted[name]
-    return Cell(value=value, change=change, is_sufficient=is_sufficient)
+    return ComparedValue(value=value, change=change, is_sufficient=is_sufficient)
 
 
-def _change(unit: Unit, own: Floats, first: Floats) -> Estimate | None:
-    if unit is Unit.SHARE:
+def _change(unit: MeasureUnit, own: Floats, first: Floats) -> Estimate | None:
+    if unit is MeasureUnit.SHARE:
         return Estimate.of(own - first)
     if not np.all(first > 0):  # no ratio in some resamples
         return None
@@ -212,7 +216,7 @@ def _change(unit: Unit, own: Floats, first: Floats) -> Estimate | None:
 _BETTER, _WORSE, _CAUTION = "bold green", "bold red", "bold yellow"
 
 
-def comparison_view(comparison: Comparison, names: Sequence[str]) -> RenderableType:
+def comparison_view(comparison: RunComparison, names: Sequence[str]) -> RenderableType:
     """Return runs side by side, each but the first with its change; coloured changes exceed chance."""
     letters = [ascii_uppercase[place % len(ascii_uppercase)] for place in range(len(names))]
     table = plain_table("", "", num_left=2)
@@ -229,7 +233,7 @@ def comparison_view(comparison: Comparison, names: Sequence[str]) -> RenderableT
     return Group(*_legend(comparison, letters, names), "", table, "", *_notes(comparison, letters))
 
 
-def _legend(comparison: Comparison, letters: Sequence[str], names: Sequence[str]) -> Iterator[Text]:
+def _legend(comparison: RunComparison, letters: Sequence[str], names: Sequence[str]) -> Iterator[Text]:
     for letter, name, summary in zip(letters, names, comparison.summaries, strict=True):
         facts = (
             f" {name} · {summary.info.system} · {summary.info.target} · {count(summary.window.num_counted, 'request')}"
@@ -237,7 +241,7 @@ def _legend(comparison: Comparison, letters: Sequence[str], names: Sequence[str]
         yield Text.assemble((letter, "bold"), facts)
 
 
-def _notes(comparison: Comparison, letters: Sequence[str]) -> Iterator[Text]:
+def _notes(comparison: RunComparison, letters: Sequence[str]) -> Iterator[Text]:
     """Yield how to read the figures, and the warnings of every run."""
     yield Text(
         "×1.2 [1.1 – 1.3]: the ratio and its 95 % interval (pt: difference in points). Coloured: equal runs would"
@@ -259,19 +263,19 @@ def _comparison_cells(row: Row) -> Iterator[Text]:
             yield Text(change_text(row, cell, "[{} – {}]"), style={None: "", True: _BETTER, False: _WORSE}[how])
 
 
-def value_text(row: Row, cell: Cell | None) -> str:
+def value_text(row: Row, cell: ComparedValue | None) -> str:
     """Return the value of a run in words, marked where too few requests lie beyond it."""
     if cell is None:
         return UNKNOWN
-    write = {Unit.SECONDS: duration, Unit.PER_S: number, Unit.SHARE: percent}[row.unit]
+    write = {MeasureUnit.SECONDS: duration, MeasureUnit.PER_S: number, MeasureUnit.SHARE: percent}[row.unit]
     return f"{'' if cell.is_sufficient else UNSURE}{write(cell.value.value)}"
 
 
-def change_text(row: Row, cell: Cell | None, bounds: str) -> str:
+def change_text(row: Row, cell: ComparedValue | None, bounds: str) -> str:
     """Return a change in words: a ratio, or a difference in points, with its interval in the form of `bounds`."""
     if cell is None or cell.change is None:
         return UNKNOWN
-    if row.unit is Unit.SHARE:
+    if row.unit is MeasureUnit.SHARE:
         points = cell.change.scaled(100)
         return f"{points.value:+.1f} {bounds.format(f'{points.low:+.1f}', f'{points.high:+.1f}')} pt"
     change = cell.change

@@ -80,7 +80,7 @@ class Percentile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Distribution:
+class MeasuredDistribution:
     """Distribution of a measure over requests, or over events within them, such as gaps."""
 
     num_requests: int
@@ -151,7 +151,7 @@ class Resampler:
         with np.errstate(invalid="ignore", divide="ignore"):
             return np.asarray(np.where(below > 0, above / below, np.nan))
 
-    def distribution(self, values: Floats, owners: Ints) -> Distribution | None:
+    def distribution(self, values: Floats, owners: Ints) -> MeasuredDistribution | None:
         """Return the distribution of `values`, of which the i-th belongs to request `owners[i]`; None without any."""
         if not values.size:
             return None
@@ -173,7 +173,7 @@ class Resampler:
                     is_sufficient=num_owners >= needed,
                 )
             )
-        return Distribution(
+        return MeasuredDistribution(
             num_requests=num_owners,
             num_values=values.size,
             mean=Estimate.of(self.ratios(sums, numbers), bounds),

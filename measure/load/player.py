@@ -15,7 +15,7 @@ from common.errors import KvrelayError
 from common.slo import Slo
 from measure.load.alarm import Alarm
 from measure.load.records import RequestRecord
-from measure.load.sending import Cancellation, Conversation, PreparedRequest, Writer, send
+from measure.load.sending import Cancellation, PreparedRequest, SessionHistory, Writer, send
 from measure.load.targets.interface import ChunkSink, Target, TargetAnswer, TargetRequest
 from measure.workload.sessions import Content, Session
 
@@ -68,7 +68,7 @@ class Reporter(Protocol):
 class _Play:
     """A session in play."""
 
-    conversation: Conversation
+    history: SessionHistory
     request: PreparedRequest
 
 
@@ -161,24 +161,24 @@ class Player:
             next_idx = record.turn + 1
             if ended.answer is None or next_idx == len(turns):
                 return record.end_s
-            play.conversation.hear(ended.answer, record.num_output_tokens)
-            play.request = self._prepared(play.request.session, play.conversation, next_idx)
+            play.history.hear(ended.answer, record.num_output_tokens)
+            play.request = self._prepared(play.request.session, play.history, next_idx)
             due_s = record.end_s + turns[next_idx].think_s
 
     def _written(self, session: Session) -> _Play:
-        conversation = Conversation(session, self._terms.content, self._writer)
-        return _Play(conversation=conversation, request=self._prepared(session, conversation, turn_idx=0))
+        history = SessionHistory(session, self._terms.content, self._writer)
+        return _Play(history=history, request=self._prepared(session, history, turn_idx=0))
 
-    def _prepared(self, session: Session, conversation: Conversation, turn_idx: int) -> PreparedRequest:
+    def _prepared(self, session: Session, history: SessionHistory, turn_idx: int) -> PreparedRequest:
         turn, slo = session.turns[turn_idx], self._terms.slo
-        prompt = conversation.ask(turn)
+        prompt = history.ask(turn)
         request = TargetRequest(
             prompt=prompt,
-            num_prompt_tokens=conversation.num_tokens,
+            num_prompt_tokens=history.num_tokens,
             num_output_tokens=turn.num_output_tokens,
             seed=_seed(self._terms.seed, session.index, turn_idx),
             timeout_s=self._terms.timeout_s,
-            ttft_slo_s=slo.ttft_of(conversation.num_tokens) if slo is not None else None,
+            ttft_slo_s=slo.ttft_of(history.num_tokens) if slo is not None else None,
             itl_slo_s=slo.tpot_s if slo is not None else None,
             wants_token_ids=self._terms.content is Content.TOKENS and turn_idx + 1 < len(session.turns),
         )

@@ -29,7 +29,7 @@ class Writer(Protocol):
         """Return the words of the segments."""
 
 
-class Conversation:
+class SessionHistory:
     """The history of one session.
 
     It holds the server's real answers, as token ids or text, so that later turns find them in a cache. With
@@ -96,7 +96,7 @@ class PreparedRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ended:
+class EndedRequest:
     """An ended request."""
 
     record: RequestRecord
@@ -127,7 +127,7 @@ class Cancellation(Exception):
         self.record = record
 
 
-async def send(request: PreparedRequest, *, due_s: float, clock: Clock, origin_s: float) -> Ended:
+async def send(request: PreparedRequest, *, due_s: float, clock: Clock, origin_s: float) -> EndedRequest:
     """Send a request now and read its answer. Raises Cancellation when the calling task is cancelled."""
     log = ChunkLog(clock, origin_s)
     sent_s = clock.monotonic() - origin_s
@@ -162,7 +162,7 @@ async def send(request: PreparedRequest, *, due_s: float, clock: Clock, origin_s
     )
     if outcome is Outcome.CANCELLED:
         raise Cancellation(record)
-    return Ended(record=record, answer=answer)
+    return EndedRequest(record=record, answer=answer)
 
 
 def settled(counts: list[int], num_counted: int | None) -> tuple[int, ...]:

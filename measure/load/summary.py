@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from common.slo import Slo
 from measure.figures import Counts
-from measure.load.estimates import Distribution, Estimate
+from measure.load.estimates import Estimate, MeasuredDistribution
 from measure.load.records import RunInfo
 from measure.load.window import Steadiness, Window
 
@@ -17,20 +17,20 @@ from measure.load.window import Steadiness, Window
 class Latencies:
     """Distributions over the complete requests of a kind; None where there are no values."""
 
-    ttft: Distribution | None
+    ttft: MeasuredDistribution | None
     """From due to first token."""
-    itl: Distribution | None
+    itl: MeasuredDistribution | None
     """Gaps between pieces of the answer; a piece may hold several tokens."""
-    tpot: Distribution | None
-    e2e: Distribution | None
+    tpot: MeasuredDistribution | None
+    e2e: MeasuredDistribution | None
     """From due to end."""
-    queue: Distribution | None
+    queue: MeasuredDistribution | None
     """Queue times by the server's own stamps, like the three figures below."""
-    prefill: Distribution | None
-    transfer: Distribution | None
+    prefill: MeasuredDistribution | None
+    transfer: MeasuredDistribution | None
     """Over requests whose KV moved; the next one, too."""
-    transfer_exposed: Distribution | None
-    lag: Distribution | None
+    transfer_exposed: MeasuredDistribution | None
+    lag: MeasuredDistribution | None
     """From due to sent: the generator's own delay, which the latencies above contain."""
 
 

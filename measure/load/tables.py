@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from common.slo import Slo
-from measure.load.estimates import PERCENTILES, Distribution, Estimate, Percentile
+from measure.load.estimates import PERCENTILES, Estimate, MeasuredDistribution, Percentile
 from measure.load.summary import KindSummary, Latencies, Summary, WorkerSummary
 from measure.pages.wording import count, duration, number, percent, scaled
 
@@ -160,14 +160,14 @@ def _latency_table(summary: Summary) -> RenderableType | None:
     return _spaced(table) if table.row_count else None
 
 
-def _measured(latencies: Latencies, measures: Iterable[tuple[str, str]]) -> Iterator[tuple[str, Distribution]]:
+def _measured(latencies: Latencies, measures: Iterable[tuple[str, str]]) -> Iterator[tuple[str, MeasuredDistribution]]:
     for name, attribute in measures:
-        distribution: Distribution | None = getattr(latencies, attribute)
+        distribution: MeasuredDistribution | None = getattr(latencies, attribute)
         if distribution is not None:
             yield name, distribution
 
 
-def _cells(distribution: Distribution) -> Iterator[str]:
+def _cells(distribution: MeasuredDistribution) -> Iterator[str]:
     for p in PERCENTILES:
         yield quoted(distribution.at(p))
     yield between(distribution.at(0.99).estimate)

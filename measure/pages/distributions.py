@@ -1,4 +1,4 @@
-"""Distributions as curves, with an even view and one of the tail, from data thinned without visible change."""
+"""Distributions as curves, on an even scale and on one of the tail, from data thinned without visible change."""
 
 import enum
 from collections.abc import Sequence
@@ -69,7 +69,7 @@ def rolling(at_s: Floats, values: Floats, *, percentiles: tuple[float, ...], num
     )
 
 
-class View(enum.StrEnum):
+class ShareScale(enum.StrEnum):
     """Scale of shares."""
 
     EVEN = "even"
@@ -78,7 +78,7 @@ class View(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
+class ValueSample:
     """Values of one distribution."""
 
     name: str
@@ -87,14 +87,14 @@ class Sample:
     dash: str = "solid"
 
 
-def ecdf_figure(samples: Sequence[Sample], frame: Frame, view: View = View.EVEN) -> Any:
+def ecdf_figure(samples: Sequence[ValueSample], frame: Frame, scale: ShareScale = ShareScale.EVEN) -> Any:
     """Return empirical distribution functions as curves. `frame.y` is replaced.
 
-    Buttons change the view. Hovering shows the percentile. Empty samples are left out.
+    Buttons change the scale. Hovering shows the percentile. Empty samples are left out.
     """
     figure = new_figure(replace(frame, y=Axis(title="share of values up to x", unit=Unit.SHARE)))
     figure.update_xaxes(ticks_of(frame.x, [sample.values for sample in samples], frame.x_limits))
-    heights: dict[View, list[Floats]] = {each: [] for each in View}
+    heights: dict[ShareScale, list[Floats]] = {each: [] for each in ShareScale}
     most = 1
     for sample in samples:
         values = np.asarray(sample.values, dtype=np.float64)
@@ -102,12 +102,12 @@ def ecdf_figure(samples: Sequence[Sample], frame: Frame, view: View = View.EVEN)
             continue
         x, shares = ecdf(values)
         most = max(most, values.size)
-        heights[View.EVEN].append(shares)
-        heights[View.TAIL].append(-np.log10(np.maximum(1 - shares, 0.5 / values.size)))
+        heights[ShareScale.EVEN].append(shares)
+        heights[ShareScale.TAIL].append(-np.log10(np.maximum(1 - shares, 0.5 / values.size)))
         name = plain(sample.name)
         figure.add_scatter(
             x=compact(np.maximum(x, 1e-6) if frame.x.scale is Scale.LOG else x),
-            y=compact(heights[view][-1]),
+            y=compact(heights[scale][-1]),
             customdata=compact(shares),
             name=name,
             legendgroup=name,
@@ -115,10 +115,10 @@ def ecdf_figure(samples: Sequence[Sample], frame: Frame, view: View = View.EVEN)
             line={"color": sample.color, "dash": sample.dash, "width": 2, "shape": "hv"},
             hovertemplate=f"<b>{name}</b><br>%{{customdata:.4~p}} at most {frame.x.unit.shows('x')}<extra></extra>",
         )
-    axes = {View.EVEN: _even_axis(), View.TAIL: _tail_axis(most)}
-    figure.update_yaxes(axes[view])
+    axes = {ShareScale.EVEN: _even_axis(), ShareScale.TAIL: _tail_axis(most)}
+    figure.update_yaxes(axes[scale])
     if any(heights.values()):
-        figure.update_layout(updatemenus=[_buttons(heights, axes, view)], margin={"b": 70})
+        figure.update_layout(updatemenus=[_buttons(heights, axes, scale)], margin={"b": 70})
     return figure
 
 
@@ -138,8 +138,10 @@ def _tail_axis(num_values: int) -> dict[str, Any]:
     }
 
 
-def _buttons(heights: dict[View, list[Floats]], axes: dict[View, dict[str, Any]], view: View) -> dict[str, Any]:
-    labels = {View.EVEN: "all", View.TAIL: "tail"}
+def _buttons(
+    heights: dict[ShareScale, list[Floats]], axes: dict[ShareScale, dict[str, Any]], scale: ShareScale
+) -> dict[str, Any]:
+    labels = {ShareScale.EVEN: "all", ShareScale.TAIL: "tail"}
     buttons = [
         {
             "label": labels[each],
@@ -149,7 +151,7 @@ def _buttons(heights: dict[View, list[Floats]], axes: dict[View, dict[str, Any]]
                 {f"yaxis.{key}": value for key, value in axes[each].items()},
             ],
         }
-        for each in View
+        for each in ShareScale
     ]
     place = {"x": 1, "xanchor": "right", "y": 0, "yanchor": "top", "pad": {"t": 34}}
-    return buttons_menu(buttons, active=list(View).index(view), **place)
+    return buttons_menu(buttons, active=list(ShareScale).index(scale), **place)

@@ -123,7 +123,7 @@ class Panel:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Section:
+class PageSection:
     """A heading in the table of contents, and its panels."""
 
     title: str
@@ -136,7 +136,7 @@ class Page:
     """Everything on a page."""
 
     title: str
-    sections: tuple[Section, ...]
+    sections: tuple[PageSection, ...]
     subtitle: str = ""
     verdict: tuple[str, ...] = ()
     """Conclusions, of a sentence or two each; at the top."""
@@ -173,7 +173,7 @@ def render_page(page: Page) -> str:
     )
 
 
-def _section(section: Section, index: int, figures: list[str]) -> Mapping[str, Any]:
+def _section(section: PageSection, index: int, figures: list[str]) -> Mapping[str, Any]:
     panels = [_panel(panel, figures) for panel in section.panels]
     return {"id": f"section-{index}", "title": section.title, "intro": section.intro, "panels": panels}
 

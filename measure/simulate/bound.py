@@ -43,9 +43,10 @@ ids with different tokens.
 import math
 from dataclasses import dataclass
 
+from cluster.planner.plan import PoolSizes
 from common.slo import Slo
-from measure.simulate.bound_program import Capacity, most_good
-from measure.simulate.bound_work import Charge, StepLimits, demands
+from measure.simulate.bound_program import most_good
+from measure.simulate.bound_work import Charge, WorkerLimits, demands
 from measure.simulate.comparison import ReplaySettings, replayed_trace
 from measure.simulate.timing import StepTimes
 from measure.workload.traces import Trace
@@ -57,7 +58,7 @@ _ROUNDING = 1e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fleet:
+class BoundFleet:
     """Workers that serve a trace."""
 
     num_prefill: int
@@ -88,7 +89,7 @@ class Bound:
         return num_good / self.num_good if self.num_good else 1.0
 
 
-def goodput_bound(trace: Trace, fleet: Fleet, slo: Slo) -> Bound:
+def goodput_bound(trace: Trace, fleet: BoundFleet, slo: Slo) -> Bound:
     """Return the bound for a trace under objectives. Takes 5 to 10 s per thousand requests.
 
     Without a finite objective for the first token or the mean gap the bound is trivial: every request.
@@ -96,20 +97,20 @@ def goodput_bound(trace: Trace, fleet: Fleet, slo: Slo) -> Bound:
     if not (math.isfinite(slo.ttft_s) and math.isfinite(slo.tpot_s)):
         return Bound(num_requests=len(trace.requests), num_good=len(trace.requests))
     floors = fleet.times.floors()
-    limits = StepLimits(max_step_tokens=fleet.max_step_tokens, block_size=fleet.block_size)
-    capacity = Capacity(num_prefill=fleet.num_prefill, num_decode=fleet.num_decode)
+    limits = WorkerLimits(max_step_tokens=fleet.max_step_tokens, block_size=fleet.block_size)
+    sizes = PoolSizes(prefill=fleet.num_prefill, decode=fleet.num_decode)
     charges = (Charge.EVEN, floors[0]), (Charge.BY_WORK, floors[-1])
     most = float(len(trace.requests))
     for charge, floor in charges:
         wanted = demands(trace, slo, limits, charge=charge, floor=floor, floors=floors)
-        most = min(most, most_good(wanted, capacity, bin_s=slo.ttft_s / _BINS_PER_TTFT))
+        most = min(most, most_good(wanted, sizes, bin_s=slo.ttft_s / _BINS_PER_TTFT))
     return Bound(num_requests=len(trace.requests), num_good=math.floor(most + _ROUNDING))
 
 
 def replay_bound(settings: ReplaySettings, speed: float) -> Bound:
     """Return the bound for the cells of a comparison at one speed. Raises as `replayed_trace` and `Hardware.pace`."""
     workers, _link, _kv_bytes_per_token = settings.hardware.pace(settings.max_step_tokens)
-    fleet = Fleet(
+    fleet = BoundFleet(
         num_prefill=settings.num_prefill,
         num_decode=settings.num_decode,
         block_size=settings.block_size,

@@ -21,6 +21,7 @@ import numpy.typing as npt
 from scipy.optimize import OptimizeResult, linprog
 from scipy.sparse import csr_array
 
+from cluster.planner.plan import PoolSizes
 from measure.simulate.bound_work import Demands, Floats
 
 _NARROW_PER_WIDE = 8
@@ -29,14 +30,6 @@ _MAX_VARIABLES = 1_000_000
 _ROUNDING = 1e-9
 """Allowance in limits of shares for rounded times."""
 Ints = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Capacity:
-    """Workers of both pools."""
-
-    num_prefill: int
-    num_decode: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +54,7 @@ class _Shares:
         return cls(chosen[row], bins, limit)
 
 
-def most_good(wanted: Demands, capacity: Capacity, *, bin_s: float) -> float:
+def most_good(wanted: Demands, sizes: PoolSizes, *, bin_s: float) -> float:
     """Return the most requests whose work fits. `bin_s`: width of the narrow bins; doubled while there are too many."""
     num_requests = len(wanted.arrival_s)
     if num_requests == 0:
@@ -75,7 +68,7 @@ def most_good(wanted: Demands, capacity: Capacity, *, bin_s: float) -> float:
     horizon_s = float(wanted.last_due_s.max())
     while (prompts_s + answers_s / _NARROW_PER_WIDE + horizon_s) / bin_s > _MAX_VARIABLES:
         bin_s *= 2
-    program = _Program.of(wanted, capacity, bin_s)
+    program = _Program.of(wanted, sizes, bin_s)
     return num_free + min(float(num_requests - num_free), program.bound())
 
 
@@ -90,7 +83,7 @@ class _Program:
     upper: Floats
 
     @classmethod
-    def of(cls, wanted: Demands, capacity: Capacity, bin_s: float) -> "_Program":
+    def of(cls, wanted: Demands, sizes: PoolSizes, bin_s: float) -> "_Program":
         """Return the program; variables are y, z and s in this order, rows narrow bins, wide bins and requests."""
         has_prompt, has_answer = wanted.prefill_s > 0, wanted.decode_s > 0
         y = _Shares.of(np.flatnonzero(has_prompt), (wanted.arrival_s, wanted.first_due_s), wanted.prefill_s, bin_s)
@@ -127,13 +120,13 @@ class _Program:
             rows=_matrix(entries, (num_narrow + num_wide + num_requests, num_columns)),
             limits=np.concatenate(
                 [
-                    np.full(num_narrow, capacity.num_prefill * bin_s),
-                    np.full(num_wide, capacity.num_decode * wide_s),
+                    np.full(num_narrow, sizes.prefill * bin_s),
+                    np.full(num_wide, sizes.decode * wide_s),
                     np.ones(num_requests),
                 ]
             ),
             linked=_matrix(links, (num_requests, num_columns)),
-            upper=np.concatenate([y.limit, z.limit, np.full(num_narrow, capacity.num_decode * bin_s)]),
+            upper=np.concatenate([y.limit, z.limit, np.full(num_narrow, sizes.decode * bin_s)]),
         )
 
     def bound(self) -> float:

@@ -28,7 +28,7 @@ class Charge(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepLimits:
+class WorkerLimits:
     """Limits of a worker's steps and caches."""
 
     max_step_tokens: int
@@ -85,7 +85,7 @@ def _insert(root: _Block, trace: Trace, request: TraceRequest) -> int:
 
 
 def demands(
-    trace: Trace, slo: Slo, limits: StepLimits, *, charge: Charge, floor: StepModel, floors: Sequence[StepModel]
+    trace: Trace, slo: Slo, limits: WorkerLimits, *, charge: Charge, floor: StepModel, floors: Sequence[StepModel]
 ) -> Demands:
     """Return the work under one charge. All `floors` bound the time that a request's own steps take."""
     rows = np.array(list(_rows(trace, slo, limits, charge=charge, floor=floor, floors=floors)), dtype=np.float64)
@@ -102,7 +102,7 @@ def demands(
 
 
 def _rows(
-    trace: Trace, slo: Slo, limits: StepLimits, *, charge: Charge, floor: StepModel, floors: Sequence[StepModel]
+    trace: Trace, slo: Slo, limits: WorkerLimits, *, charge: Charge, floor: StepModel, floors: Sequence[StepModel]
 ) -> Iterator[tuple[float, ...]]:
     for request, start in zip(trace.requests, owned_from(trace, limits.block_size), strict=True):
         ttft_s = slo.ttft_of(request.num_prompt_tokens)
@@ -140,12 +140,12 @@ class _Prompt:
         all_s = floor.per_prefill_token_s * self._num_tokens + floor.per_prefill_pair_s * self._num_pairs
         return float(max(0.0, all_s - saved_s))
 
-    def least_s(self, floor: StepModel, limits: StepLimits) -> float:
+    def least_s(self, floor: StepModel, limits: WorkerLimits) -> float:
         """Return the least time of the steps up to the first token, at least one."""
         num_steps = max(1, -(-self._num_tokens // limits.max_step_tokens))
         return floor.constant_s * num_steps + self._marginal_s(floor)
 
-    def charged(self, charge: Charge, floor: StepModel, limits: StepLimits) -> float:
+    def charged(self, charge: Charge, floor: StepModel, limits: WorkerLimits) -> float:
         """Return the charge."""
         share_s = floor.constant_s * self._num_tokens / limits.max_step_tokens if charge is Charge.EVEN else 0.0
         return self._marginal_s(floor) + share_s
@@ -154,7 +154,7 @@ class _Prompt:
 class _Answer:
     """Tokens of an answer but the first."""
 
-    def __init__(self, request: TraceRequest, limits: StepLimits, floors: Sequence[StepModel]) -> None:
+    def __init__(self, request: TraceRequest, limits: WorkerLimits, floors: Sequence[StepModel]) -> None:
         num_gaps = request.num_output_tokens - 1
         self._contexts = np.arange(1, num_gaps + 1, dtype=np.float64) + request.num_prompt_tokens
         """[num_gaps]: tokens that each step reads."""
@@ -175,7 +175,7 @@ class _Answer:
         computed_s = floor.per_prefill_token_s * again + floor.per_prefill_pair_s * pairs
         return np.where(again > 1, np.minimum(decoded_s, computed_s), decoded_s)
 
-    def charged(self, charge: Charge, floor: StepModel, limits: StepLimits, *, tpot_s: float) -> tuple[float, float]:
+    def charged(self, charge: Charge, floor: StepModel, limits: WorkerLimits, *, tpot_s: float) -> tuple[float, float]:
         """Return the charge, and the most of it in a second. There is at least one gap, and its floor allows it."""
         marginal_s, fixed_s = self._marginal_s(floor), floor.constant_s
         if charge is Charge.EVEN:

@@ -24,10 +24,10 @@ from measure.simulate.loop import VirtualClock, VirtualLoop, collecting_rarely, 
 from measure.simulate.network import SimNetwork
 from measure.simulate.planning import PlanningLoop
 from measure.simulate.pools import SimPools
-from measure.simulate.records import Arrival, ClusterShape, PlanNote, SimRun, SimSettings, WorkerResult
+from measure.simulate.records import Arrival, ClusterShape, SimRun, SimSettings, SimulatedPlan, WorkerResult
 from measure.simulate.tokens import TokenLog
 from measure.simulate.worker import POOLS, SharedWorld, SimWorker, simulated_reach
-from router.facts import Endpoint
+from router.facts import WorkerEndpoint
 from router.parts import RouterParts, build_router
 from router.placement.chooser import Search
 from router.placement.decisions import Booking
@@ -90,7 +90,7 @@ class SimCluster:
         self.pools = SimPools(loop, self._worker, self.routers)
         self.clients = [SimClient(router, loop, settings, self._answers, self.log) for router in self.routers]
         self.samples: tuple[PoolSample, ...] = ()
-        self.plans: Sequence[PlanNote] = ()
+        self.plans: Sequence[SimulatedPlan] = ()
         self._begin_s = 0.0
 
     async def start(self) -> None:
@@ -123,7 +123,7 @@ class SimCluster:
             await planning.stop()
             self.plans = planning.notes
             return requests
-        sampler = Sampler(self._loop, self.pools.workers, self.routers, self.settings.sample_interval_s)
+        sampler = LoadSampler(self._loop, self.pools.workers, self.routers, self.settings.sample_interval_s)
         sampler.start()
         requests = await crowd.serve(arrivals)
         self.samples = sampler.stop()
@@ -149,7 +149,7 @@ class SimCluster:
             await router.fleet.aclose()
         await self.pools.aclose()
 
-    def _worker(self, endpoint: Endpoint) -> SimWorker:
+    def _worker(self, endpoint: WorkerEndpoint) -> SimWorker:
         shape, settings = self.shape, self.settings
         executor = SimExecutor(
             shape=sim_shape(block_size=shape.block_size, block_bytes=shape.block_bytes),
@@ -217,7 +217,7 @@ def _worker_result(worker: SimWorker) -> WorkerResult:
     )
 
 
-class Sampler:
+class LoadSampler:
     """Notes every worker's load at equal intervals. Changes nothing. Event loop only."""
 
     def __init__(

@@ -4,7 +4,7 @@
     OUT/cells/POLICY@SPEED/           a cell; complete once it has a summary
         requests.jsonl                every request, see `measure.simulate.store.write_requests`
         workers.json                  the workers' counters
-        summary.json                  `measure.simulate.results.Summary`
+        summary.json                  `measure.simulate.results.SimulationSummary`
         clock.json                    real time of the run, and of the router's choices
 
 All files but `clock.json` are functions of the settings: two runs are equal byte for byte.
@@ -23,12 +23,12 @@ from pydantic import TypeAdapter
 from common.config import RouterConfig
 from common.slo import Slo
 from measure.simulate.records import Arrival, ClusterShape, NetworkShape, SimRun, SimSettings
-from measure.simulate.results import Summary, summarize_run
+from measure.simulate.results import SimulationSummary, summarize_run
 from measure.simulate.roofline import Hardware
 from measure.simulate.store import ResultFolder, in_processes, write_json, write_requests
 from measure.workload.content import ContentWriter
 from measure.workload.traces import Trace, read_trace
-from measure.workload.waves import Stages, in_stages
+from measure.workload.waves import SpeedStages, in_stages
 from router.placement.policies.registry import GREEDY_PERFECT_SIGNALS, POLICIES, SIMULATED_POLICIES
 
 MAX_TOKENS = 2048
@@ -36,7 +36,7 @@ MAX_TOKENS = 2048
 PERFECT_REPORT_INTERVAL_S = 1e-3
 """Report interval for the policy with perfect signals, which also knows the lengths of the answers."""
 REQUESTS_FILE = "requests.jsonl"
-_SUMMARY = TypeAdapter(Summary)
+_SUMMARY = TypeAdapter(SimulationSummary)
 
 
 class ReplayError(Exception):
@@ -54,7 +54,7 @@ class ReplaySettings:
     """Number of requests from the beginning of the trace; None: all."""
     shrink: int = 1
     """Divisor of all lengths, and of the trace's blocks."""
-    stages: Stages | None = None
+    stages: SpeedStages | None = None
     """Speeds over time, on top of a cell's speed; None: the trace's own clock."""
     num_prefill: int
     """0: aggregated."""
@@ -83,7 +83,7 @@ class ReplaySettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cell:
+class ReplayCell:
     """One run of a comparison."""
 
     policy: str
@@ -109,8 +109,8 @@ class WallClock:
 class CellResult:
     """A finished cell."""
 
-    cell: Cell
-    summary: Summary
+    cell: ReplayCell
+    summary: SimulationSummary
     clock: WallClock
 
 
@@ -145,7 +145,7 @@ def replayed_trace(settings: ReplaySettings, speed: float) -> Trace:
     return trace if settings.stages is None else in_stages(trace, settings.stages)
 
 
-def run_cell(settings: ReplaySettings, cell: Cell, folder: Path) -> CellResult:
+def run_cell(settings: ReplaySettings, cell: ReplayCell, folder: Path) -> CellResult:
     """Replay the trace and write the cell's files, over those of an earlier try. Takes seconds to minutes."""
     from measure.simulate.cluster import run
 
@@ -160,7 +160,7 @@ def run_cell(settings: ReplaySettings, cell: Cell, folder: Path) -> CellResult:
     return result
 
 
-def read_cell(cell: Cell, folder: Path) -> CellResult | None:
+def read_cell(cell: ReplayCell, folder: Path) -> CellResult | None:
     """Return a cell that is finished; None for any other. Raises OSError."""
     if not (folder / "summary.json").exists():
         return None
@@ -235,7 +235,7 @@ def _digest(path: Path) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
+class PolicyComparison:
     """Cells to run, and the folder of their results."""
 
     settings: ReplaySettings
@@ -244,11 +244,11 @@ class Comparison:
     out: Path
 
     @property
-    def cells(self) -> tuple[Cell, ...]:
+    def cells(self) -> tuple[ReplayCell, ...]:
         """All cells, by speed, then by policy."""
-        return tuple(Cell(policy=policy, speed=speed) for speed in self.speeds for policy in self.policies)
+        return tuple(ReplayCell(policy=policy, speed=speed) for speed in self.speeds for policy in self.policies)
 
-    def folder(self, cell: Cell) -> Path:
+    def folder(self, cell: ReplayCell) -> Path:
         """Return the folder of a cell's files."""
         return self.out / "cells" / cell.name
 
@@ -268,14 +268,14 @@ class Comparison:
         `report` is called with each result. With several jobs each cell runs in a process of its own; all end at the
         first error, which is raised, or the first interrupt. Finished cells stay.
         """
-        done: dict[Cell, CellResult] = {}
+        done: dict[ReplayCell, CellResult] = {}
         for result in self._finished(num_jobs):
             done[result.cell] = result
             report(result)
         return [done[cell] for cell in self.cells]
 
     def _finished(self, num_jobs: int) -> Iterator[CellResult]:
-        missing: list[Cell] = []
+        missing: list[ReplayCell] = []
         for cell in self.cells:
             earlier = read_cell(cell, self.folder(cell))
             if earlier is None:

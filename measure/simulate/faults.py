@@ -19,21 +19,21 @@ Direction = tuple[str, str]
 """Addresses of sender and receiver."""
 
 
-class Fate(enum.Enum):
-    """Fate of a message."""
+class Transmission(enum.Enum):
+    """How often a message arrives."""
 
-    ARRIVE = "arrive"
-    LOSE = "lose"
+    ONCE = "once"
+    LOST = "lost"
     """The message vanishes. The connection breaks when the keepalive notices: TCP loses nothing and goes on."""
-    REPEAT = "repeat"
+    DUPLICATED = "duplicated"
     """The message arrives twice."""
 
 
 class FaultInjector(Protocol):
-    """Decides the fate of every message, in the order of sending."""
+    """Decides how every message arrives, in the order of sending."""
 
-    def fate(self, source: str, target: str) -> tuple[Fate, float]:
-        """Return the fate of a message between two hosts, and its delay in seconds."""
+    def transmission(self, source: str, target: str) -> tuple[Transmission, float]:
+        """Return how often a message between two hosts arrives, and its delay in seconds."""
         ...
 
     def damaged(self, message: kv_transfer_pb2.FetchBlocksResponse) -> kv_transfer_pb2.FetchBlocksResponse:
@@ -118,11 +118,11 @@ class SeededFaults:
         """See `FaultInjector`."""
         return self._notice.uniform(0.0, self._rates.max_notice_s)
 
-    def fate(self, source: str, target: str) -> tuple[Fate, float]:
+    def transmission(self, source: str, target: str) -> tuple[Transmission, float]:
         """See `FaultInjector`."""
         rates, draw, now_s = self._rates, self._random.random, self._now_s()
         if self.is_quiet:
-            return Fate.ARRIVE, 0.0
+            return Transmission.ONCE, 0.0
         late_s = 0.0
         if draw() < rates.stall:
             self.num_stalls += 1
@@ -134,14 +134,14 @@ class SeededFaults:
         which = draw()
         if which < rates.lose:
             self.num_lost += 1
-            return Fate.LOSE, late_s
+            return Transmission.LOST, late_s
         if which < rates.lose + rates.repeat:
             self.num_repeated += 1
-            return Fate.REPEAT, late_s
-        return Fate.ARRIVE, late_s
+            return Transmission.DUPLICATED, late_s
+        return Transmission.ONCE, late_s
 
 
-class Cuts:
+class NetworkCuts:
     """Directions that are cut, and what waits there. Event loop only."""
 
     def __init__(self, loop: VirtualLoop, context: Context) -> None:

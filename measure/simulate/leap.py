@@ -19,8 +19,9 @@ import heapq
 from array import array
 from dataclasses import dataclass
 
+from common.wire_names import FinishReason
 from engine.core import EngineCore
-from engine.events import FinishReason, StepSample
+from engine.events import StepSample
 from engine.group import Emitted, Group
 from engine.sequence import Sequence, SequenceState
 from measure.simulate.executor import EOS_TOKEN_ID, KnownAnswer, SimExecutor

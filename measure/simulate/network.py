@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 
 from measure.simulate.client_call import ClientCall
-from measure.simulate.faults import Fate
+from measure.simulate.faults import Transmission
 from measure.simulate.loop import VirtualLoop
 from measure.simulate.records import NetworkShape
 from measure.simulate.server_call import ServerCall
@@ -97,8 +97,8 @@ class SimNetwork(Wire):
         self._calls[call] = None
         delay_s = self.latency_s
         if self.faults is not None:
-            fate, late_s = self.faults.fate(call.terms.source, call.terms.target)
-            if fate is Fate.LOSE:
+            transmission, late_s = self.faults.transmission(call.terms.source, call.terms.target)
+            if transmission is Transmission.LOST:
                 self.break_off_later(call, call.terms.target)
                 return
             delay_s += late_s

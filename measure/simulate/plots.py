@@ -9,7 +9,7 @@ import numpy as np
 
 from measure.load.records import RequestRecord
 from measure.pages.axes import Axis, Scale, Unit
-from measure.pages.distributions import Sample, ecdf_figure
+from measure.pages.distributions import ValueSample, ecdf_figure
 from measure.pages.figures import (
     Curve,
     Frame,
@@ -23,14 +23,14 @@ from measure.pages.figures import (
 )
 from measure.pages.theme import colors_of, dash_of, symbol_of
 from measure.simulate.comparison import CellResult
-from measure.simulate.results import num_cached
+from measure.simulate.results import count_cached_tokens
 
 _LOAD_BINS = 60
 _SPEED = Axis(title="speed of the trace", unit=Unit.PLAIN)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class PlottedCell:
     """A cell and the data of its plots."""
 
     result: CellResult
@@ -58,7 +58,7 @@ class _Look(NamedTuple):
     symbol: str
 
 
-def outcome(result: CellResult, requests: Iterable[RequestRecord]) -> Outcome:
+def plotted_cell(result: CellResult, requests: Iterable[RequestRecord]) -> PlottedCell:
     """Return a cell with the data of its plots."""
     rows = list(requests)
     complete = [row for row in rows if row.is_complete]
@@ -67,10 +67,10 @@ def outcome(result: CellResult, requests: Iterable[RequestRecord]) -> Outcome:
     tokens: dict[str, list[int]] = defaultdict(list)
     for row in rows:
         worker = row.server.prefill_worker or row.server.decode_worker
-        if worker and num_cached(row) < row.num_prompt_tokens:
+        if worker and count_cached_tokens(row) < row.num_prompt_tokens:
             arrivals[worker].append(row.due_s)
-            tokens[worker].append(row.num_prompt_tokens - num_cached(row))
-    return Outcome(
+            tokens[worker].append(row.num_prompt_tokens - count_cached_tokens(row))
+    return PlottedCell(
         result=result,
         ttft_s=np.array([row.ttft_s for row in complete if row.ttft_s is not None]),
         itl_s=np.array([row.tpot_s for row in complete if row.tpot_s is not None]),
@@ -80,33 +80,33 @@ def outcome(result: CellResult, requests: Iterable[RequestRecord]) -> Outcome:
     )
 
 
-def good_share_by_speed(outcomes: Sequence[Outcome]) -> Any:
+def good_share_by_speed(plotted: Sequence[PlottedCell]) -> Any:
     """Return the share of good requests against the trace's speed."""
     figure = line_figure(
-        _by_speed(outcomes, lambda cell: cell.result.summary.figures.good_share),
+        _by_speed(plotted, lambda cell: cell.result.summary.figures.good_share),
         Frame(x=_SPEED, y=Axis(title="good requests of all", unit=Unit.SHARE)),
     )
     figure.update_yaxes(range=[0, 1.01])
     return figure
 
 
-def goodput_by_speed(outcomes: Sequence[Outcome]) -> Any:
+def goodput_by_speed(plotted: Sequence[PlottedCell]) -> Any:
     """Return the rate of good requests against the trace's speed."""
     axis = Axis(title="goodput, requests", unit=Unit.RATE, starts_at_zero=True)
-    return line_figure(_by_speed(outcomes, lambda cell: cell.result.summary.goodput_per_s), Frame(x=_SPEED, y=axis))
+    return line_figure(_by_speed(plotted, lambda cell: cell.result.summary.goodput_per_s), Frame(x=_SPEED, y=axis))
 
 
-def ttft_curves(outcomes: Sequence[Outcome], slo_s: float) -> Any:
+def ttft_curves(plotted: Sequence[PlottedCell], slo_s: float) -> Any:
     """Return the distributions of TTFT, for cells of one speed; answered requests only."""
-    return _curves([(cell.policy, cell.ttft_s) for cell in outcomes], "TTFT", slo_s)
+    return _curves([(cell.policy, cell.ttft_s) for cell in plotted], "TTFT", slo_s)
 
 
-def itl_curves(outcomes: Sequence[Outcome], slo_s: float) -> Any:
+def itl_curves(plotted: Sequence[PlottedCell], slo_s: float) -> Any:
     """Return the distributions of mean gaps, for cells of one speed; answered requests only."""
-    return _curves([(cell.policy, cell.itl_s) for cell in outcomes], "mean gap between tokens", slo_s)
+    return _curves([(cell.policy, cell.itl_s) for cell in plotted], "mean gap between tokens", slo_s)
 
 
-def hits_and_balance(outcomes: Sequence[Outcome]) -> Any:
+def hits_and_balance(plotted: Sequence[PlottedCell]) -> Any:
     """Return hit rate against hot spot, a point per cell, larger at higher speeds."""
     frame = Frame(
         x=Axis(title="hot spot: workers × largest share of computed tokens"),
@@ -114,8 +114,8 @@ def hits_and_balance(outcomes: Sequence[Outcome]) -> Any:
         height=420,
     )
     figure = new_figure(frame)
-    speeds = sorted({cell.speed for cell in outcomes})
-    for policy, cells, look in _by_policy(outcomes):
+    speeds = sorted({cell.speed for cell in plotted})
+    for policy, cells, look in _by_policy(plotted):
         figure.add_scatter(
             x=compact([cell.result.summary.hot_spot for cell in cells]),
             y=compact([cell.result.summary.token_hit for cell in cells]),
@@ -134,12 +134,12 @@ def hits_and_balance(outcomes: Sequence[Outcome]) -> Any:
     return figure
 
 
-def load_over_time(outcomes: Sequence[Outcome]) -> Any:
+def load_over_time(plotted: Sequence[PlottedCell]) -> Any:
     """Return the tokens to compute that each worker got, for cells of one speed, a small plot per policy."""
-    figure = small_plots([cell.policy for cell in outcomes], num_columns=3, row_height=170)
-    colors = colors_of(worker for cell in outcomes for worker in sorted(cell.load))
+    figure = small_plots([cell.policy for cell in plotted], num_columns=3, row_height=170)
+    colors = colors_of(worker for cell in plotted for worker in sorted(cell.load))
     drawn: set[str] = set()
-    for index, cell in enumerate(outcomes):
+    for index, cell in enumerate(plotted):
         for worker, tokens in cell.load.items():
             figure.add_scatter(
                 x=compact(np.arange(len(tokens)) / _LOAD_BINS),
@@ -150,7 +150,7 @@ def load_over_time(outcomes: Sequence[Outcome]) -> Any:
                 mode="lines",
                 line={"color": colors[worker], "width": 1.2},
                 hovertemplate=f"{plain(worker)}: %{{y:,.0f}} tokens<extra>{plain(cell.policy)}</extra>",
-                **row_column(index, len(outcomes), num_columns=3),
+                **row_column(index, len(plotted), num_columns=3),
             )
             drawn.add(worker)
     figure.update_xaxes(tickformat=".0%")
@@ -158,10 +158,10 @@ def load_over_time(outcomes: Sequence[Outcome]) -> Any:
     return figure
 
 
-def _by_speed(outcomes: Sequence[Outcome], of: Callable[[Outcome], float]) -> list[Curve]:
+def _by_speed(plotted: Sequence[PlottedCell], of: Callable[[PlottedCell], float]) -> list[Curve]:
     return [
         Curve(name=policy, x=[cell.speed for cell in cells], y=[of(cell) for cell in cells], **look._asdict())
-        for policy, cells, look in _by_policy(outcomes)
+        for policy, cells, look in _by_policy(plotted)
     ]
 
 
@@ -169,7 +169,7 @@ def _curves(values: Sequence[tuple[str, np.ndarray]], title: str, slo_s: float) 
     looks = _looks(policy for policy, _ in values)
     return ecdf_figure(
         [
-            Sample(name=policy, values=times, color=looks[policy].color, dash=looks[policy].dash)
+            ValueSample(name=policy, values=times, color=looks[policy].color, dash=looks[policy].dash)
             for policy, times in values
         ],
         Frame(
@@ -179,9 +179,9 @@ def _curves(values: Sequence[tuple[str, np.ndarray]], title: str, slo_s: float) 
     )
 
 
-def _by_policy(outcomes: Sequence[Outcome]) -> Iterator[tuple[str, list[Outcome], _Look]]:
-    groups: dict[str, list[Outcome]] = defaultdict(list)
-    for cell in outcomes:
+def _by_policy(plotted: Sequence[PlottedCell]) -> Iterator[tuple[str, list[PlottedCell], _Look]]:
+    groups: dict[str, list[PlottedCell]] = defaultdict(list)
+    for cell in plotted:
         groups[cell.policy].append(cell)
     looks = _looks(groups)
     for policy, cells in groups.items():

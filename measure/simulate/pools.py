@@ -19,7 +19,7 @@ from common.ids import WorkerId
 from measure.simulate.loop import VirtualLoop
 from measure.simulate.records import Elasticity, Stay
 from measure.simulate.worker import ROLES, SimWorker, pool_endpoint
-from router.facts import Endpoint
+from router.facts import WorkerEndpoint
 from router.parts import RouterParts
 
 _LOOK_S = 0.25
@@ -33,7 +33,7 @@ _OTHER = {Pool.PREFILL: Pool.DECODE, Pool.DECODE: Pool.PREFILL}
 class PoolSlot:
     """A worker's place in a pool."""
 
-    endpoint: Endpoint
+    endpoint: WorkerEndpoint
     phase: WorkerPhase
     stay: Stay
     worker: SimWorker | None = None
@@ -49,7 +49,7 @@ class SimPools:
     """The workers and their changes. Event loop only."""
 
     def __init__(
-        self, loop: VirtualLoop, make_worker: Callable[[Endpoint], SimWorker], routers: Sequence[RouterParts]
+        self, loop: VirtualLoop, make_worker: Callable[[WorkerEndpoint], SimWorker], routers: Sequence[RouterParts]
     ) -> None:
         self._loop = loop
         self._make_worker = make_worker
@@ -184,18 +184,18 @@ class SimPools:
 
     # Bookkeeping.
 
-    def _add(self, pool: Pool, endpoint: Endpoint) -> PoolSlot:
+    def _add(self, pool: Pool, endpoint: WorkerEndpoint) -> PoolSlot:
         stay = Stay(worker_id=endpoint.worker_id, pool=pool, asked_s=self._now_s())
         self.stays.append(stay)
         place = PoolSlot(endpoint, WorkerPhase.STARTING, stay)
         self._places[place] = None
         return place
 
-    def _new_endpoint(self, pool: Pool) -> Endpoint:
+    def _new_endpoint(self, pool: Pool) -> WorkerEndpoint:
         self._num_named[pool] += 1
         return pool_endpoint(pool, self._num_named[pool] - 1)
 
-    def _made(self, endpoint: Endpoint) -> SimWorker:
+    def _made(self, endpoint: WorkerEndpoint) -> SimWorker:
         worker = self._make_worker(endpoint)
         self.workers.append(worker)
         worker.start()

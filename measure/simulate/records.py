@@ -55,7 +55,7 @@ class Stay:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlanNote:
+class SimulatedPlan:
     """A plan of the planner."""
 
     at_s: float
@@ -205,7 +205,7 @@ class SimRun:
     samples: tuple[PoolSample, ...] = ()
     stays: Sequence[Stay] = ()
     """Every worker's time in a pool, in the order in which workers were asked for."""
-    plans: Sequence[PlanNote] = ()
+    plans: Sequence[SimulatedPlan] = ()
     """Plans of the planner, if there was one."""
     num_moves: int = 0
     """Answers that moved to another worker because theirs was leaving."""

@@ -10,11 +10,11 @@ from rich.table import Table
 
 from measure.figures import Percentiles
 from measure.load.tables import plain_table
-from measure.pages.page import Listing, Page, Panel, Section, Width, write_page
+from measure.pages.page import Listing, Page, PageSection, Panel, Width, write_page
 from measure.simulate import plots
 from measure.simulate.bound import Bound
-from measure.simulate.comparison import REQUESTS_FILE, CellResult, Comparison
-from measure.simulate.results import ForecastCheck, Summary
+from measure.simulate.comparison import REQUESTS_FILE, CellResult, PolicyComparison
+from measure.simulate.results import ForecastCheck, SimulationSummary
 from measure.simulate.store import read_requests, write_json
 
 _COLUMNS: dict[str, Callable[[CellResult], str]] = {
@@ -59,13 +59,13 @@ def comparison_table(results: Sequence[CellResult], bounds: Bounds = _NO_BOUNDS)
     return table
 
 
-_FORECASTS: dict[str, Callable[[Summary], ForecastCheck | None]] = {
+_FORECASTS: dict[str, Callable[[SimulationSummary], ForecastCheck | None]] = {
     "TTFT, entering the line": lambda summary: summary.line_ttft_forecast,
     "TTFT, at the choice": lambda summary: summary.ttft_forecast,
     "mean gap": lambda summary: summary.itl_forecast,
 }
 FORECASTS_NOTE = (
-    "off: median relative error of the routers' forecasts; held: outcomes within their intervals, which should be 80 %"
+    "off: median relative error of the routers' forecasts; held: plotted within their intervals, which should be 80 %"
 )
 
 
@@ -108,7 +108,7 @@ def _bound_columns(bounds: Bounds) -> dict[str, Callable[[CellResult], str]]:
     }
 
 
-def write_report(comparison: Comparison, results: Sequence[CellResult], bounds: Bounds = _NO_BOUNDS) -> Path:
+def write_report(comparison: PolicyComparison, results: Sequence[CellResult], bounds: Bounds = _NO_BOUNDS) -> Path:
     """Write `table.txt` and `report.html` to the comparison's folder, `bounds.json` too if there are bounds.
 
     Returns the page. Raises OSError.
@@ -117,7 +117,7 @@ def write_report(comparison: Comparison, results: Sequence[CellResult], bounds: 
     if bounds:
         write_json(comparison.out / "bounds.json", {f"{speed:g}": asdict(bound) for speed, bound in bounds.items()})
     (comparison.out / "table.txt").write_text(table, encoding="utf-8")
-    overview = Section(
+    overview = PageSection(
         title="Overview",
         panels=(
             Panel(title="What was run", content=Listing(text=_settings_text(comparison))),
@@ -131,45 +131,45 @@ def write_report(comparison: Comparison, results: Sequence[CellResult], bounds: 
     return path
 
 
-def _sections(comparison: Comparison, results: Sequence[CellResult]) -> Iterator[Section]:
-    outcomes = [
-        plots.outcome(result, read_requests(comparison.folder(result.cell) / REQUESTS_FILE)) for result in results
+def _sections(comparison: PolicyComparison, results: Sequence[CellResult]) -> Iterator[PageSection]:
+    plotted = [
+        plots.plotted_cell(result, read_requests(comparison.folder(result.cell) / REQUESTS_FILE)) for result in results
     ]
-    yield Section(
+    yield PageSection(
         title="Goodput and load",
         panels=(
             Panel(
                 title="Good requests of all",
                 look_for="The further a policy stays near 100 %, the more load it holds.",
-                content=plots.good_share_by_speed(outcomes),
+                content=plots.good_share_by_speed(plotted),
                 width=Width.HALF,
             ),
             Panel(
                 title="Goodput",
                 look_for="A curve that bends down serves fewer requests the more arrive.",
-                content=plots.goodput_by_speed(outcomes),
+                content=plots.goodput_by_speed(plotted),
                 width=Width.HALF,
             ),
         ),
     )
-    yield Section(
+    yield PageSection(
         title="Hits and balance",
         panels=(
             Panel(
                 title="Token hit against hot spot",
                 look_for="Up and to the left is best: many hits, and no worker computes more than its share.",
-                content=plots.hits_and_balance(outcomes),
+                content=plots.hits_and_balance(plotted),
                 note="A point for each policy and speed; larger at higher speeds.",
             ),
         ),
     )
-    for speed, group in groupby(outcomes, key=lambda outcome: outcome.speed):
+    for speed, group in groupby(plotted, key=lambda cell: cell.speed):
         yield _speed_section(comparison, speed, list(group))
 
 
-def _speed_section(comparison: Comparison, speed: float, cells: Sequence[plots.Outcome]) -> Section:
+def _speed_section(comparison: PolicyComparison, speed: float, cells: Sequence[plots.PlottedCell]) -> PageSection:
     slo = comparison.settings.slo
-    return Section(
+    return PageSection(
         title=f"Speed {speed:g}",
         panels=(
             Panel(
@@ -195,7 +195,7 @@ def _speed_section(comparison: Comparison, speed: float, cells: Sequence[plots.O
     )
 
 
-def _settings_text(comparison: Comparison) -> str:
+def _settings_text(comparison: PolicyComparison) -> str:
     settings = comparison.settings
     hardware, slo = settings.hardware, settings.slo
     workers = f"{settings.num_prefill}P{settings.num_decode}D" if settings.num_prefill else f"{settings.num_decode}"

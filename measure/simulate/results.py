@@ -25,7 +25,7 @@ class ForecastCheck:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Summary:
+class SimulationSummary:
     """Figures of a run. A cached token is a prompt token that the computing worker did not compute, or pulled."""
 
     figures: Figures
@@ -57,7 +57,7 @@ class Summary:
     """Forecasts of the gap between tokens, made at the choice of a plan; None as above."""
 
 
-def summarize_run(run: SimRun, *, slo: Slo, num_prefill: int) -> Summary:
+def summarize_run(run: SimRun, *, slo: Slo, num_prefill: int) -> SimulationSummary:
     """Return the figures of a run. The hot spot is that of the prefill workers, if there are any, else of all."""
     requests = run.requests
     complete = [request for request in requests if request.is_complete]
@@ -67,10 +67,10 @@ def summarize_run(run: SimRun, *, slo: Slo, num_prefill: int) -> Summary:
     transfers = [moved for request in requests if (moved := request.server.transfer_bytes)]
     prefill = [worker for worker in run.workers if worker.is_prefill]
     decode = [worker for worker in run.workers if not worker.is_prefill]
-    return Summary(
+    return SimulationSummary(
         figures=figures,
         goodput_per_s=figures.num_good / duration_s if duration_s else 0.0,
-        token_hit=_share(sum(map(num_cached, complete)), num_prompt_tokens),
+        token_hit=_share(sum(map(count_cached_tokens, complete)), num_prompt_tokens),
         pulled_share=_share(sum(request.server.num_pulled_tokens or 0 for request in complete), num_prompt_tokens),
         hot_spot=hot_spot(requests, num_workers=num_prefill or len(run.workers)),
         num_transfers=len(transfers),
@@ -79,7 +79,10 @@ def summarize_run(run: SimRun, *, slo: Slo, num_prefill: int) -> Summary:
         decode_busy=_busy(decode, run.end_s),
         num_preemptions=sum(worker.num_preemptions for worker in run.workers),
         predicted_hit_error=_share(
-            sum(abs((request.server.predicted_cached_tokens or 0) - num_cached(request)) for request in complete),
+            sum(
+                abs((request.server.predicted_cached_tokens or 0) - count_cached_tokens(request))
+                for request in complete
+            ),
             num_prompt_tokens,
         ),
         end_s=run.end_s,
@@ -116,7 +119,7 @@ def gap_percentiles(requests: Iterable[RequestRecord]) -> Percentiles | None:
     return percentiles(values.tolist(), counts.tolist())
 
 
-def num_cached(request: RequestRecord) -> int:
+def count_cached_tokens(request: RequestRecord) -> int:
     """Return the cached tokens of a prompt; 0 where none are reported."""
     return request.server.num_cached_tokens or 0
 
@@ -132,7 +135,7 @@ def hot_spot(requests: Sequence[RequestRecord], *, num_workers: int) -> float:
     for request in requests:
         worker = request.server.prefill_worker if is_remote else request.server.decode_worker
         if worker:
-            computed[worker] += request.num_prompt_tokens - num_cached(request)
+            computed[worker] += request.num_prompt_tokens - count_cached_tokens(request)
     total = computed.total()
     return num_workers * max(computed.values()) / total if total else 1.0
 

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 
 from common.ids import RequestId
 from common.tokens import TokenArray
-from engine.events import EngineEvent, Failed, FinishReason, TokenRun, Tokens
+from common.wire_names import FinishReason
+from engine.events import EngineEvent, Failed, GeneratedRun, Tokens
 from engine.group import Group
 
 _NUM_SWEPT = 256
@@ -67,7 +68,7 @@ class KeptTokens:
     def flush(self, group: Group, finish_reason: FinishReason | None) -> Tokens:
         """Return a request's run and keep it no longer."""
         first_token_index, token_ids = self._runs.pop(group)
-        run = TokenRun(
+        run = GeneratedRun(
             sample_index=group.leader.sample_index,
             first_token_index=first_token_index,
             token_ids=token_ids,

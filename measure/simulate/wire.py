@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import grpc
 
 from kvrelay.v1 import kv_transfer_pb2
-from measure.simulate.faults import Cuts, Direction, Fate, FaultInjector
+from measure.simulate.faults import Direction, FaultInjector, NetworkCuts, Transmission
 from measure.simulate.loop import VirtualLoop
 from measure.simulate.records import NetworkShape
 
@@ -147,7 +147,7 @@ class Wire:
         self._extra_latency_s = dict(extra_latency_s or {})
         self.context = copy_context()
         """Context of deliveries: what has been sent arrives even if the sender is stopped."""
-        self.cuts = Cuts(loop, self.context)
+        self.cuts = NetworkCuts(loop, self.context)
         self._links: dict[str, _Link] = {}
         self._calls: dict[Carried, None] = {}
 
@@ -176,12 +176,12 @@ class Wire:
         if self.faults is not None:
             if is_kv and message.HasField("chunk"):
                 message = self.faults.damaged(message)
-            fate, late_s = self.faults.fate(source, target)
+            transmission, late_s = self.faults.transmission(source, target)
             arrives_s += late_s
-            if fate is Fate.LOSE:
+            if transmission is Transmission.LOST:
                 self.break_off_later(call, source)
                 return left_s
-            if fate is Fate.REPEAT and not isinstance(message, Status):
+            if transmission is Transmission.DUPLICATED and not isinstance(message, Status):
                 copies = 2
         arrives_s = call.in_order(arrives_s, is_request=is_request)
         for _ in range(copies):

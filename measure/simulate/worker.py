@@ -25,7 +25,7 @@ from measure.simulate.loop import VirtualClock, VirtualLoop
 from measure.simulate.network import SimNetwork, SimServer
 from measure.simulate.timing import WorkerSpeed
 from measure.simulate.tokens import TokenLog
-from router.facts import Endpoint
+from router.facts import WorkerEndpoint
 from worker.environment import Environment
 from worker.runtime import ServedPorts, WorkerRuntime
 from worker.serving import common_services
@@ -72,7 +72,7 @@ class SimWorker:
 
     def __init__(
         self,
-        endpoint: Endpoint,
+        endpoint: WorkerEndpoint,
         surroundings: SharedWorld,
         executor: Executor,
         pace: WorkerSpeed,
@@ -159,13 +159,13 @@ def simulated_reach(connect: Connect) -> Reach:
     return Reach(worker=connect, router=connect, issue=lambda _right: "")
 
 
-def pool_endpoint(pool: Pool, number: int) -> Endpoint:
+def pool_endpoint(pool: Pool, number: int) -> WorkerEndpoint:
     """Return the endpoint of a worker of a pool: "prefill-0" at prefill-0:1."""
     name = f"{pool}-{number}"
-    return Endpoint(worker_id=WorkerId(name), role=ROLES[pool], address=f"{name}:{_PORT}")
+    return WorkerEndpoint(worker_id=WorkerId(name), role=ROLES[pool], address=f"{name}:{_PORT}")
 
 
-def endpoints(num_prefill: int, num_decode: int) -> list[Endpoint]:
+def endpoints(num_prefill: int, num_decode: int) -> list[WorkerEndpoint]:
     """Return the endpoints of a cluster."""
     return [
         pool_endpoint(pool, number)

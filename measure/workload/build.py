@@ -223,15 +223,6 @@ def build_workload(spec: WorkloadSpec, *, load: float | None = None, seed: int |
     )
 
 
-def mean_request_rate(spec: WorkloadSpec) -> float:
-    """Return the requests per second of all open-loop streams together, later turns counted; 0 without any.
-
-    A changing rate counts with its mean over the run's duration or, without one, until it is constant; a trace counts
-    with its mean, infinite when all requests come at once. Reads traces: raises TraceError, OSError.
-    """
-    return _request_rate(spec, [_source(stream) for stream in spec.streams])
-
-
 @dataclass(frozen=True, slots=True)
 class _Sessions:
     """Draws the sessions of a source again for each iteration."""
@@ -248,6 +239,11 @@ def _source(stream: StreamSpec) -> SessionSource:
 
 
 def _request_rate(spec: WorkloadSpec, sources: list[SessionSource]) -> float:
+    """Return the requests per second of all open-loop streams together, later turns counted; 0 without any.
+
+    A changing rate counts with its mean over the run's duration or, without one, until it is constant; a trace counts
+    with its mean, infinite when all requests come at once. Reads traces: raises TraceError, OSError.
+    """
     return math.fsum(source.request_rate(spec.duration_s) for source in sources)
 
 

@@ -36,7 +36,7 @@ class Day:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stage:
+class SpeedStage:
     """A time of constant speed."""
 
     length_s: float
@@ -45,11 +45,11 @@ class Stage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stages:
+class SpeedStages:
     """Speeds that follow each other, from the first one again after the last."""
 
     name: str
-    stages: tuple[Stage, ...]
+    stages: tuple[SpeedStage, ...]
 
     def warp(self, times_s: npt.ArrayLike) -> npt.NDArray[np.float64]:
         """Return the times at which the moments `times_s` of a trace come."""
@@ -87,7 +87,7 @@ def over_a_day(trace: Trace, day: Day) -> Trace:
     return _arriving_at(trace, day.warp([request.arrival_s / trace.duration_s for request in trace.requests]))
 
 
-def in_stages(trace: Trace, stages: Stages) -> Trace:
+def in_stages(trace: Trace, stages: SpeedStages) -> Trace:
     """Return the trace with its arrivals sped up by stages. Raises TraceError."""
     if not stages.stages or any(not (stage.length_s > 0 and stage.speed > 0) for stage in stages.stages):
         raise TraceError(f"{stages.name}: every stage needs a length and a speed above 0")

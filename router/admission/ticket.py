@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from common.errors import Refused
 from router.admission.account import Account, Service
-from router.calibration import Forecast
+from router.calibration import DurationForecast
 from router.placement.chooser import Search
 from router.placement.decisions import Booking
 from router.tenants import Terms
@@ -88,7 +88,7 @@ class QueuedRequest:
     """Time on the router's clock at which it gives up."""
     goes_first: bool | None = None
     """Whether it goes before all newcomers, because its request has lost a worker; None before it is in line."""
-    on_waiting: "Callable[[Forecast | None], None]" = lambda _forecast: None
+    on_waiting: "Callable[[DurationForecast | None], None]" = lambda _forecast: None
     """Called when a newcomer begins to wait, with the forecast of its first token; None while there is no worker."""
     on_late: Callable[[], None] | None = None
     """Adapts the search of a request that is late, or would be refused for its objective; None: nothing to adapt."""

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 
-from router.diagnosis.pool import Pool
+from router.diagnosis.pool import DiagnosedPool
 
 _SATURATED = 0.8
 """Busy share from which clients that wait for their answers are more likely than a load that comes regardless."""
@@ -26,7 +26,7 @@ _MIN_REQUESTS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prediction:
+class PredictedFigure:
     """A figure as it is, and as it would be after a change."""
 
     change: str
@@ -38,11 +38,11 @@ class Prediction:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
+class SuggestedChange:
     """A change that would help."""
 
     text: str
-    predicted: Prediction | None = None
+    predicted: PredictedFigure | None = None
     """None where it cannot be predicted."""
 
 
@@ -58,7 +58,7 @@ class PromptTimes:
     """Time in steps that a prompt takes, in the mean: less than a prefill where several share steps."""
 
 
-def one_more_reader(pool: Pool, times: PromptTimes) -> Change:
+def one_more_reader(pool: DiagnosedPool, times: PromptTimes) -> SuggestedChange:
     """Return what another worker would do to the mean wait for prefill.
 
     It depends on the clients. Where requests come regardless of answers, the pool is a queue with the same load on more
@@ -78,15 +78,15 @@ def one_more_reader(pool: Pool, times: PromptTimes) -> Change:
     if busy < _SATURATED:
         low, high = (1 - _FORMULA_ERROR) * min(opened), (1 + _FORMULA_ERROR) * max(opened)
         predicted = _prediction(pool, wait_s, opened[0], low, max(high, min(wait_s, closed[2])))
-        return Change(text=f"{name}: {_from_to(predicted)}{_cores(pool)}", predicted=predicted)
+        return SuggestedChange(text=f"{name}: {_from_to(predicted)}{_cores(pool)}", predicted=predicted)
     where = ", if its host has room" if pool.spare is None else _cores(pool)
     more = f"{name}: {pool.spare_share / num_workers:.0%} more prompts per second{where}"
     if len(times.waits_s) < _MIN_REQUESTS:
         why = "a pool that hardly pauses has a queue without a mean, and too few requests show how its clients behave"
-        return Change(text=f"{more}; what it does to the wait cannot be predicted: {why}")
+        return SuggestedChange(text=f"{more}; what it does to the wait cannot be predicted: {why}")
     low, expected, high = closed
     predicted = _prediction(pool, wait_s, expected, min([low, *opened]), high)
-    return Change(text=f"{more}; {_from_to(predicted)}", predicted=predicted)
+    return SuggestedChange(text=f"{more}; {_from_to(predicted)}", predicted=predicted)
 
 
 def _closed_waits_s(num_workers: int, times: PromptTimes) -> tuple[float, float, float]:
@@ -102,9 +102,9 @@ def _closed_waits_s(num_workers: int, times: PromptTimes) -> tuple[float, float,
     return low, expected, high
 
 
-def _prediction(pool: Pool, now: float, expected: float, low: float, high: float) -> Prediction:
+def _prediction(pool: DiagnosedPool, now: float, expected: float, low: float, high: float) -> PredictedFigure:
     share = pool.spare_share
-    return Prediction(
+    return PredictedFigure(
         change=f"{pool.name}_worker",
         figure="prefill_wait_s",
         now=now,
@@ -114,14 +114,14 @@ def _prediction(pool: Pool, now: float, expected: float, low: float, high: float
     )
 
 
-def _cores(pool: Pool) -> str:
+def _cores(pool: DiagnosedPool) -> str:
     """Return a remark on a host without idle cores for another worker; empty where it has them, or needs none."""
     if (spare := pool.spare) is None or spare.share == 1:
         return ""
     return f"; its host has {spare.num_idle:.1f} idle cores of the {spare.num_wanted:.1f} that it would use"
 
 
-def _from_to(predicted: Prediction) -> str:
+def _from_to(predicted: PredictedFigure) -> str:
     return (
         f"wait {predicted.now:.2g} s → about {predicted.expected:.2g} s ({predicted.low:.2g} to {predicted.high:.2g})"
     )
@@ -132,20 +132,22 @@ def _wait(busy_share: float, num_workers: int) -> float:
     return float(busy_share ** (math.sqrt(2 * (num_workers + 1)) - 1) / (num_workers * (1 - busy_share)))
 
 
-def one_more_decoder(pool: Pool) -> Change:
+def one_more_decoder(pool: DiagnosedPool) -> SuggestedChange:
     """Return what another decode worker would do to a step."""
     num_workers, batch, context = len(pool.workers), pool.mean_batch, pool.mean_context
     after = batch * num_workers / (num_workers + 1)
     name = f"a {pool.name} worker more: batch {batch:.1f} → {after:.1f}"
     now, then = pool.decode_step_s(batch, context), pool.decode_step_s(after, context)
     if now is None or then is None:
-        return Change(text=f"{name}; its step time cannot be predicted yet: no worker has measured enough steps")
+        return SuggestedChange(
+            text=f"{name}; its step time cannot be predicted yet: no worker has measured enough steps"
+        )
     # The fitted model says how a step grows with its batch; what is measured, how long it takes now.
     measured_s = pool.mean_decode_step_s
     error = abs(measured_s - now[0]) / now[0]
     if error > _POOR_FIT:
         why = f"steps take {short_time(measured_s)} and their model says {short_time(now[0])}"
-        return Change(text=f"{name}; its step time cannot be predicted: {why}")
+        return SuggestedChange(text=f"{name}; its step time cannot be predicted: {why}")
     expected, low, high = (measured_s * max(0.0, each) / now[0] for each in then)
     doubt_s = max(_FIT_ERROR, error) * expected
     low, high = max(0.0, low - doubt_s), high + doubt_s
@@ -156,7 +158,7 @@ def one_more_decoder(pool: Pool) -> Change:
         beyond_s = max(0.0, measured_s - pool.decode_memory_s(1.0))
         low = min(low, ratio * beyond_s + min(measured_s, pool.decode_memory_s(ratio)))
         high = max(high, measured_s, expected * (num_workers + 1) / (num_workers + share))
-    predicted = Prediction(
+    predicted = PredictedFigure(
         change=f"{pool.name}_worker",
         figure="decode_step_s",
         now=measured_s,
@@ -164,7 +166,7 @@ def one_more_decoder(pool: Pool) -> Change:
         low=low,
         high=high,
     )
-    return Change(
+    return SuggestedChange(
         text=(
             f"{name}, a step {short_time(predicted.now)} → {short_time(expected)}"
             f" ({short_time(predicted.low)} to {short_time(predicted.high)} by worker and fit{_cores(pool)})"
@@ -173,34 +175,36 @@ def one_more_decoder(pool: Pool) -> Change:
     )
 
 
-def fewer_weight_bits(pool: Pool) -> Change:
+def fewer_weight_bits(pool: DiagnosedPool) -> SuggestedChange:
     """Return the most that int8 and int4 weights could save of a decode step."""
     decode_s, weights_s = pool.total("decode_s"), pool.total("decode_weights_s")
     if not weights_s or not decode_s:
-        return Change(text="int8 or int4 weights: cannot tell, the workers have not measured their memory")
+        return SuggestedChange(text="int8 or int4 weights: cannot tell, the workers have not measured their memory")
     share = min(1.0, weights_s / decode_s)
     savings = " and ".join(f"{name} at most {share * (1 - part):.0%}" for name, part in _WEIGHT_BYTES.items())
-    return Change(text=f"int8 or int4 weights: reading weights takes {share:.0%} of a decode step; {savings} less time")
+    return SuggestedChange(
+        text=f"int8 or int4 weights: reading weights takes {share:.0%} of a decode step; {savings} less time"
+    )
 
 
-def speculation(pool: Pool) -> Change:
+def speculation(pool: DiagnosedPool) -> SuggestedChange:
     """Return what drafts have brought."""
     num_drafted = sum(worker.status.num_drafted_tokens for worker in pool.workers)
     num_accepted = sum(worker.status.num_accepted_tokens for worker in pool.workers)
     if not num_drafted:
-        return Change(text="speculation: cannot tell, no token was drafted; model.speculation turns it on")
+        return SuggestedChange(text="speculation: cannot tell, no token was drafted; model.speculation turns it on")
     right = num_accepted / num_drafted
-    return Change(text=f"speculation: {right:.0%} of {num_drafted} drafted tokens were right so far")
+    return SuggestedChange(text=f"speculation: {right:.0%} of {num_drafted} drafted tokens were right so far")
 
 
-def larger_cache(evicted_share: float, saved_s: float, *, request_s: float) -> Change:
+def larger_cache(evicted_share: float, saved_s: float, *, request_s: float) -> SuggestedChange:
     """Return what caches of about twice the size would save of the mean time of a request."""
-    return Change(
+    return SuggestedChange(
         text=(
             f"twice the pages (num_blocks, or kv_dtype int8 in the same memory): up to {evicted_share:.0%} of the"
             f" computed tokens found, up to {saved_s:.2g} s less for a request"
         ),
-        predicted=Prediction(
+        predicted=PredictedFigure(
             change="pages",
             figure="request_s",
             now=request_s,
@@ -211,11 +215,11 @@ def larger_cache(evicted_share: float, saved_s: float, *, request_s: float) -> C
     )
 
 
-def other_split(reader: Pool, decoder: Pool) -> Change | None:
+def other_split(reader: DiagnosedPool, decoder: DiagnosedPool) -> SuggestedChange | None:
     """Return which pool could give a worker to the other; None while both are about as busy."""
     for giver, taker in ((decoder, reader), (reader, decoder)):
         if len(giver.workers) > 1 and giver.busy_share < 0.5 * taker.busy_share:
-            return Change(
+            return SuggestedChange(
                 text=(
                     f"another split: {giver.name} workers are busy {giver.busy_share:.0%} of the time,"
                     f" {taker.name} workers {taker.busy_share:.0%}; `kvrelay scale` or a flip moves one"

@@ -14,11 +14,11 @@ from statistics import fmean
 
 from common.wire_names import TRANSPORT_NAMES
 from router.diagnosis import changes
-from router.diagnosis.changes import Change, Prediction, PromptTimes, short_time
-from router.diagnosis.pool import Pool
+from router.diagnosis.changes import PredictedFigure, PromptTimes, SuggestedChange, short_time
+from router.diagnosis.pool import DiagnosedPool
 from router.diagnosis.recent_requests import RecentRequest
 from router.diagnosis.tail import Terms, tail_of
-from router.hot_prefixes import HotPrefix
+from router.hot_prefixes import ReportedPrefix
 
 _HOT_SHARE = 0.6
 """Share of the computed tokens from which a tenant counts as the cause of a wait."""
@@ -50,7 +50,7 @@ _FAULTS = frozenset({Cause.SLOW_WORKER})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class DiagnosisFinding:
     """One cause of lost time."""
 
     cause: Cause
@@ -59,7 +59,7 @@ class Finding:
     lost_s: float
     """Time that a request loses by it, in the mean."""
     text: str
-    options: tuple[Change, ...] = ()
+    options: tuple[SuggestedChange, ...] = ()
     """Changes that would help, with what each would bring."""
 
     @property
@@ -68,26 +68,26 @@ class Finding:
         return tuple(each.text for each in self.options)
 
     @property
-    def predictions(self) -> tuple[Prediction, ...]:
+    def predictions(self) -> tuple[PredictedFigure, ...]:
         """The figures in those sentences."""
         return tuple(each.predicted for each in self.options if each.predicted is not None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class View:
+class DiagnosisInput:
     """A router's knowledge of the last minutes."""
 
     requests: Sequence[RecentRequest]
-    reader: Pool
+    reader: DiagnosedPool
     """The pool that computes prompts."""
-    decoder: Pool
+    decoder: DiagnosedPool
     """The pool that decodes; the same one where a single pool does both."""
-    prefixes: Sequence[HotPrefix] = ()
+    prefixes: Sequence[ReportedPrefix] = ()
     """Prefixes that are asked for most often, hottest first."""
     terms: Terms = lambda _requests: {}
 
 
-def find(view: View) -> list[Finding]:
+def find(view: DiagnosisInput) -> list[DiagnosisFinding]:
     """Return the causes, the most important one first; none when nothing costs much."""
     if not view.requests:
         return []
@@ -97,7 +97,7 @@ def find(view: View) -> list[Finding]:
     return sorted(worth, key=lambda each: (each.cause not in _FAULTS, -each.lost_s))
 
 
-def _waits(view: View) -> list[Finding]:
+def _waits(view: DiagnosisInput) -> list[DiagnosisFinding]:
     """Return the causes of waits for prefill, and of prefills that a cache should have saved."""
     requests, reader = view.requests, view.reader
     wait_s, prefill_s = _mean(requests, lambda each: each.queue_s), _mean(requests, lambda each: each.prefill_s)
@@ -106,7 +106,7 @@ def _waits(view: View) -> list[Finding]:
     evicted = num_evicted / num_computed if num_computed else 0.0
     saved_s = evicted * (wait_s + prefill_s)
     found = [
-        Finding(
+        DiagnosisFinding(
             cause=Cause.CACHE_EVICTIONS,
             pool=reader.name,
             lost_s=saved_s,
@@ -125,8 +125,11 @@ def _waits(view: View) -> list[Finding]:
     pages = sum(worker.status.load.num_blocks for worker in view.decoder.workers)
     if view.reader is not view.decoder and reader.busy_share < _IDLE and pages and used >= _FULL * pages:
         text = f"decode workers hold {used} of {pages} pages: prompts wait {wait_s:.2g} s for answers to end"
-        more = (Change(text="more pages for decode (num_blocks, kv_dtype int8), or a decode worker more"),)
-        return [*found, Finding(cause=Cause.DECODE_PAGES, pool="decode", lost_s=rest_s, text=text, options=more)]
+        more = (SuggestedChange(text="more pages for decode (num_blocks, kv_dtype int8), or a decode worker more"),)
+        return [
+            *found,
+            DiagnosisFinding(cause=Cause.DECODE_PAGES, pool="decode", lost_s=rest_s, text=text, options=more),
+        ]
     times = PromptTimes(
         waits_s=[each.queue_s for each in requests],
         prefills_s=[each.prefill_s for each in requests],
@@ -137,7 +140,7 @@ def _waits(view: View) -> list[Finding]:
         changes.other_split(reader, view.decoder),
     ]
     found.append(
-        Finding(
+        DiagnosisFinding(
             cause=Cause.PREFILL,
             pool=reader.name,
             lost_s=rest_s,
@@ -152,14 +155,14 @@ def _waits(view: View) -> list[Finding]:
     return found
 
 
-def _lost_prefixes(prefixes: Sequence[HotPrefix]) -> str:
+def _lost_prefixes(prefixes: Sequence[ReportedPrefix]) -> str:
     """Return which of the prefixes that are asked for most often no worker holds wholly; empty when none is missing."""
     lost = [each for each in prefixes if each.num_held < each.num_blocks][:_NUM_LOST]
     named = ", ".join(f"{each.digest} ({each.num_held} of {each.num_blocks} blocks held)" for each in lost)
     return f"; asked for most often and not held now: {named}" if lost else ""
 
 
-def _hot_tenant(view: View, wait_s: float) -> Finding | None:
+def _hot_tenant(view: DiagnosisInput, wait_s: float) -> DiagnosisFinding | None:
     """Return the tenant that asks for most of the work while others ask for some; None without one."""
     computed: Counter[str] = Counter()
     for each in view.requests:
@@ -171,7 +174,7 @@ def _hot_tenant(view: View, wait_s: float) -> Finding | None:
         return None
     own_s = _mean([each for each in view.requests if each.tenant == tenant], lambda each: each.queue_s)
     others_s = _mean(others, lambda each: each.queue_s)
-    return Finding(
+    return DiagnosisFinding(
         cause=Cause.HOT_TENANT,
         pool=view.reader.name,
         lost_s=share * wait_s,
@@ -179,11 +182,13 @@ def _hot_tenant(view: View, wait_s: float) -> Finding | None:
             f"tenant {tenant} asks for {share:.0%} of the computed tokens; its requests wait {own_s:.2g} s for prefill,"
             f" those of others {others_s:.2g} s"
         ),
-        options=(Change(text=f"a smaller weight, a lower max_concurrent or tokens_per_min for tenant {tenant}"),),
+        options=(
+            SuggestedChange(text=f"a smaller weight, a lower max_concurrent or tokens_per_min for tenant {tenant}"),
+        ),
     )
 
 
-def _slow_workers(view: View) -> list[Finding]:
+def _slow_workers(view: DiagnosisInput) -> list[DiagnosisFinding]:
     """Return a finding for each worker that is several times slower than its pool."""
     prefill_s = _mean(view.requests, lambda each: each.prefill_s)
     decode_s = _mean(view.requests, lambda each: each.decode_s)
@@ -192,27 +197,31 @@ def _slow_workers(view: View) -> list[Finding]:
     else:
         times = [(view.reader, prefill_s), (view.decoder, decode_s)]
     return [
-        Finding(
+        DiagnosisFinding(
             cause=Cause.SLOW_WORKER,
             pool=pool.name,
             lost_s=time_s * (1 - 1 / slowness) / len(pool.workers),
             text=f"steps of {worker_id} take {slowness:.1f} times as long as those of the other {pool.name} workers",
-            options=(Change(text=_LOOK_AT_HOST),),
+            options=(SuggestedChange(text=_LOOK_AT_HOST),),
         )
         for pool, time_s in times
         for worker_id, slowness in pool.slow_workers.items()
     ]
 
 
-def _transfers(view: View) -> list[Finding]:
+def _transfers(view: DiagnosisInput) -> list[DiagnosisFinding]:
     """Return the time that first tokens wait for KV after their prefill."""
     exposed_s = _mean(view.requests, lambda each: each.transfer_exposed_s)
     text = f"decode waits {exposed_s:.2g} s for KV blocks after the prefill has ended{_links(view.decoder)}"
-    more = (Change(text="transfer.transports: shm where both workers share a host; kv_dtype int8 halves the bytes"),)
-    return [Finding(cause=Cause.TRANSFER, pool="decode", lost_s=exposed_s, text=text, options=more)]
+    more = (
+        SuggestedChange(
+            text="transfer.transports: shm where both workers share a host; kv_dtype int8 halves the bytes"
+        ),
+    )
+    return [DiagnosisFinding(cause=Cause.TRANSFER, pool="decode", lost_s=exposed_s, text=text, options=more)]
 
 
-def _links(pool: Pool) -> str:
+def _links(pool: DiagnosedPool) -> str:
     """Return what its slowest pulls reach, beside the most that their transport moves; empty where not known."""
     if (link := pool.slowest_link) is None:
         return ""
@@ -223,7 +232,7 @@ def _links(pool: Pool) -> str:
     )
 
 
-def _decode_steps(view: View) -> list[Finding]:
+def _decode_steps(view: DiagnosisInput) -> list[DiagnosisFinding]:
     """Return the part of each gap between tokens that other sequences of a step add, and the part outside steps."""
     pool = view.decoder
     gaps = [each for each in view.requests if each.tpot_s is not None]
@@ -237,7 +246,7 @@ def _decode_steps(view: View) -> list[Finding]:
     decode_s = _mean(view.requests, lambda each: each.decode_s)
     preempted = sum(worker.status.num_preemptions for worker in pool.workers)
     return [
-        Finding(
+        DiagnosisFinding(
             cause=Cause.DECODE,
             pool=pool.name,
             lost_s=max(0.0, (step_s - alone_s) / tpot_s) * decode_s,
@@ -247,7 +256,7 @@ def _decode_steps(view: View) -> list[Finding]:
             ),
             options=(changes.one_more_decoder(pool), changes.fewer_weight_bits(pool), changes.speculation(pool)),
         ),
-        Finding(
+        DiagnosisFinding(
             cause=Cause.DECODE_STALLS,
             pool=pool.name,
             lost_s=(tpot_s - step_s) / tpot_s * decode_s,
@@ -256,28 +265,28 @@ def _decode_steps(view: View) -> list[Finding]:
                 f" between steps, for prompts that are computed in between, for their KV, or for the host"
                 + (f"; {preempted} preemptions since the start" if preempted else "")
             ),
-            options=(Change(text=_FEWER_PROMPTS),),
+            options=(SuggestedChange(text=_FEWER_PROMPTS),),
         ),
     ]
 
 
-def _tail(view: View) -> list[Finding]:
+def _tail(view: DiagnosisInput) -> list[DiagnosisFinding]:
     """Return the time that the slowest requests lose beyond what most lose."""
     if (tail := tail_of(view.requests, view.terms)) is None:
         return []
     more = f"`kvrelay why --request {tail.slowest}` has the parts of the slowest one, `kvrelay explain` its plan"
     return [
-        Finding(
+        DiagnosisFinding(
             cause=Cause.TAIL,
             pool=view.reader.name,
             lost_s=tail.lost_s,
             text=tail.text,
-            options=(Change(text=more),),
+            options=(SuggestedChange(text=more),),
         )
     ]
 
 
-def _walls(pool: Pool) -> str:
+def _walls(pool: DiagnosedPool) -> str:
     """Return a pool's shares of its floors; empty where the device was not measured."""
     if not pool.memory_share and not pool.compute_share:
         return ""

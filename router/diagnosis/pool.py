@@ -17,7 +17,7 @@ _MIN_STEPS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Worker:
+class DiagnosedWorker:
     """A worker of the pool that answers."""
 
     worker_id: WorkerId
@@ -57,12 +57,12 @@ class SpareCores:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pool:
+class DiagnosedPool:
     """The workers of a role."""
 
     name: str
     """"prefill" or "decode"."""
-    workers: tuple[Worker, ...]
+    workers: tuple[DiagnosedWorker, ...]
     window_s: float
 
     def total(self, name: str) -> float:
@@ -193,7 +193,7 @@ class Pool:
         found = {worker.worker_id: worker.slowness or self._measured_slowness(worker) for worker in self.workers}
         return {worker_id: times for worker_id, times in found.items() if times >= CLEAR_SLOW}
 
-    def _measured_slowness(self, worker: Worker) -> float:
+    def _measured_slowness(self, worker: DiagnosedWorker) -> float:
         """Return the multiple; 0 for a worker that is not slow, or one with too few steps to judge.
 
         The others' models count only where they have run batches of at least half the size: what a model says of much
@@ -213,7 +213,7 @@ class Pool:
         return times if times >= RAISE_SLOW else 0.0
 
 
-def _would_take_s(worker: Worker, steps: StepTotals, own: StepTotals) -> float:
+def _would_take_s(worker: DiagnosedWorker, steps: StepTotals, own: StepTotals) -> float:
     """Return the mean time that another worker's decode steps would take on this one.
 
     Its model is scaled to what `own`, its own steps, have really taken: models lag behind a host that has become slow.

@@ -10,7 +10,7 @@ from common.wire_names import ROLE_NAMES
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import worker_pb2
 from router.diagnosis import answer_times, findings
-from router.diagnosis.pool import Pool, Worker
+from router.diagnosis.pool import DiagnosedPool, DiagnosedWorker
 from router.diagnosis.recent_requests import REMEMBERED_S, RecentRequest
 from router.parts import RouterParts
 from router.placement.chooser import Chooser
@@ -22,7 +22,7 @@ WALL_WINDOWS_S = (60.0, 300.0, 3600.0)
 """The windows of WorkerStatus.recent_steps."""
 
 
-class Diagnosis:
+class DiagnosisService:
     """Judges the last minutes of one router."""
 
     def __init__(self, parts: RouterParts, reporter: StatusReporter) -> None:
@@ -79,10 +79,12 @@ class Diagnosis:
             ],
         )
 
-    def _pool(self, role: "worker_pb2.WorkerRole.ValueType", views: Sequence[pb.WorkerView], window_s: float) -> Pool:
+    def _pool(
+        self, role: "worker_pb2.WorkerRole.ValueType", views: Sequence[pb.WorkerView], window_s: float
+    ) -> DiagnosedPool:
         members = self._parts.fleet.members_by_id
         workers = tuple(
-            Worker(
+            DiagnosedWorker(
                 worker_id=WorkerId(view.worker_id),
                 status=view.status,
                 timing=members[WorkerId(view.worker_id)].timing,
@@ -91,14 +93,16 @@ class Diagnosis:
             for view in views
             if view.role == role and view.HasField("status") and view.worker_id in members
         )
-        return Pool(name=ROLE_NAMES[role], workers=workers, window_s=window_s)
+        return DiagnosedPool(name=ROLE_NAMES[role], workers=workers, window_s=window_s)
 
 
-def _causes(requests: Sequence[RecentRequest], prefill: Pool, decode: Pool, chooser: Chooser) -> list[findings.Finding]:
+def _causes(
+    requests: Sequence[RecentRequest], prefill: DiagnosedPool, decode: DiagnosedPool, chooser: Chooser
+) -> list[findings.DiagnosisFinding]:
     """Return the causes; none when no worker answers."""
     if not prefill.workers and not decode.workers:
         return []
-    view = findings.View(
+    view = findings.DiagnosisInput(
         requests=requests,
         reader=prefill if prefill.workers else decode,
         decoder=decode if decode.workers else prefill,

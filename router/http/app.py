@@ -39,9 +39,9 @@ from router.http.errors import (
     HttpError,
 )
 from router.http.exchange import Exchange
-from router.http.generation import Generation, read_chat, read_completion
+from router.http.generation import GenerationEndpoint, read_chat, read_completion
 from router.http.inquiries import Inquiries
-from router.http.page.handlers import Page
+from router.http.page.handlers import PageHandlers
 from router.http.responses.answer import response_answer
 from router.http.responses.call import read_response
 from router.http.routes import ENDPOINTS
@@ -81,7 +81,7 @@ class HttpApp:
         self._running: dict[Exchange, asyncio.Task[None]] = {}
         self._all_ended = asyncio.Event()
         self._is_stopping = False
-        self._page = Page(door, reporter)
+        self._page = PageHandlers(door, reporter)
         self.asgi: ASGIApp = self._router(door, self._page)
 
     async def stop(self, grace_s: float) -> None:
@@ -96,12 +96,14 @@ class HttpApp:
         for handling in self._running.values():
             handling.cancel()
 
-    def _router(self, door: FrontDoor, page: Page) -> Router:
+    def _router(self, door: FrontDoor, page: PageHandlers) -> Router:
         max_body_bytes = door.parts.config.max_message_mib * _MIB
         inquiries = Inquiries(door)
-        completions = Generation(door, read=read_completion, answer=in_style(CompletionStyle), prompt_field="prompt")
-        chat = Generation(door, read=read_chat, answer=in_style(ChatStyle), prompt_field="messages")
-        messages = Generation(
+        completions = GenerationEndpoint(
+            door, read=read_completion, answer=in_style(CompletionStyle), prompt_field="prompt"
+        )
+        chat = GenerationEndpoint(door, read=read_chat, answer=in_style(ChatStyle), prompt_field="messages")
+        messages = GenerationEndpoint(
             door,
             read=read_messages_body,
             answer=message_answers(door),
@@ -112,7 +114,7 @@ class HttpApp:
             "completions": completions,
             "chat": chat,
             "embeddings": Embeddings(door),
-            "responses": Generation(door, read=read_response, answer=response_answer, prompt_field="input"),
+            "responses": GenerationEndpoint(door, read=read_response, answer=response_answer, prompt_field="input"),
             "messages": messages,
             "count_tokens": inquiries.count_tokens,
             "models": inquiries.models,

@@ -21,7 +21,7 @@ class Patience:
     """Limit from an answer to the next request; no shorter than connection pools of clients keep connections."""
 
 
-class Connection(Protocol):
+class DroppableConnection(Protocol):
     """Interface of a connection for `Connections`."""
 
     def drop(self) -> None:
@@ -38,8 +38,8 @@ class Connections:
         self.on_room = on_room
         self.num_dropped = 0
         """Connections dropped to make room."""
-        self._open: set[Connection] = set()
-        self._waiting: OrderedDict[Connection, None] = OrderedDict()
+        self._open: set[DroppableConnection] = set()
+        self._waiting: OrderedDict[DroppableConnection, None] = OrderedDict()
         """Connections that wait for their clients, the one that has waited longest first."""
 
     @property
@@ -47,26 +47,26 @@ class Connections:
         """Number of open connections, including those that are being dropped."""
         return len(self._open)
 
-    def add(self, connection: Connection) -> None:
+    def add(self, connection: DroppableConnection) -> None:
         """Count a new connection, which waits for its client."""
         self._open.add(connection)
         self._waiting[connection] = None
 
-    def discard(self, connection: Connection) -> None:
+    def discard(self, connection: DroppableConnection) -> None:
         """Forget a connection that is gone."""
         self._waiting.pop(connection, None)
         if connection in self._open:
             self._open.remove(connection)
             self.on_room()
 
-    def waits(self, connection: Connection) -> None:
+    def waits(self, connection: DroppableConnection) -> None:
         """Note that a connection waits for its client; one that already waits keeps its place."""
         if connection in self._open and connection not in self._waiting:
             self._waiting[connection] = None
             if len(self._open) >= self.most:
                 self.on_room()
 
-    def works(self, connection: Connection) -> None:
+    def works(self, connection: DroppableConnection) -> None:
         """Note that a connection waits for the server."""
         self._waiting.pop(connection, None)
 

@@ -77,7 +77,7 @@ async def serve_all(
         await all_or_first_failure(tasks)
 
 
-class Generation:
+class GenerationEndpoint:
     """One generating endpoint."""
 
     def __init__(

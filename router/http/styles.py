@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from common.chat.deltas import MessageDelta, ToolCallDelta, joined, whole_calls
+from common.chat.deltas import ParsedDelta, ToolCallDelta, joined, whole_calls
 from common.chat.parsing import MessageParser, has_markup
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import sampling_pb2
@@ -135,7 +135,7 @@ class ChatStyle(Style):
         self._format = pb.AnswerFormat()
         self._request_id = ""
         self._parsers: dict[int, MessageParser] = {}
-        self._deltas: dict[int, list[MessageDelta]] = {}
+        self._deltas: dict[int, list[ParsedDelta]] = {}
         """Deltas of the pieces of whole choices, by choice."""
 
     def open(self, job: Job) -> None:
@@ -186,7 +186,7 @@ class ChatStyle(Style):
                 message["tool_calls"] = self._calls(piece.index, delta.tool_calls)
         return {"message": message}
 
-    def _parse(self, piece: Piece) -> MessageDelta:
+    def _parse(self, piece: Piece) -> ParsedDelta:
         """Return what the piece adds to the message of its choice."""
         parser = self._parsers.get(piece.index)
         if parser is None:

@@ -18,14 +18,14 @@ from common.block_hash import BlockHashes
 from common.clock import Clock
 from common.errors import Refused
 from common.ids import WorkerId
-from router.calibration import Forecast
+from router.calibration import DurationForecast
 from router.fleet import Fleet
 from router.hot_prefixes import HotPrefixes
 from router.index import PrefixIndex
 from router.lives import Life
 from router.placement.decisions import Booking, DecisionLog
 from router.placement.forecasts import Forecaster
-from router.placement.loads import WorkerLoad
+from router.placement.loads import ProjectedLoad
 from router.placement.plans import Busy, FleetView, PlacementRequest, Plan, Policy
 from router.placement.shedding import Shed, find_hopeless
 from router.prefix_match import PrefixMatches
@@ -55,9 +55,9 @@ class Search:
     """Prefill and decode workers that lost the request together and live on: the network between them may be cut. They
     are chosen again only when no other plan is possible."""
     version_when_booked: dict[WorkerId, int] = field(default_factory=dict)
-    line_forecast: Forecast | None = None
+    line_forecast: DurationForecast | None = None
     """Forecast of the time to first token made when the request entered the line."""
-    awaited: WorkerLoad | None = None
+    awaited: ProjectedLoad | None = None
     """The busy worker for which the last refusal was made, as it was then."""
 
     @property
@@ -172,10 +172,11 @@ class Chooser:
 
     def work_s(self, request: PlacementRequest) -> float:
         """Return how long a typical worker computes the prompt with the longest prefix that any worker holds."""
-        num_cached = min(self._index.match(request.hashes).longest, request.num_usable_blocks) * request.block_size
-        return self._fleet.roster.typical_timing.prefill_s(request.num_tokens - num_cached, num_cached)
+        num_cached_blocks = min(self._index.match(request.hashes).longest, request.num_usable_blocks)
+        num_cached_tokens = num_cached_blocks * request.block_size
+        return self._fleet.roster.typical_timing.prefill_s(request.num_tokens - num_cached_tokens, num_cached_tokens)
 
-    def forecast_in_line(self, request: PlacementRequest, *, work_s: float, before_s: float) -> Forecast | None:
+    def forecast_in_line(self, request: PlacementRequest, *, work_s: float, before_s: float) -> DurationForecast | None:
         """Return the time to first token of a request that waits behind `before_s` of work; None without any worker.
 
         The workers share the work before it, and, of the requests that come meanwhile, as much as its own: shorter ones

@@ -14,18 +14,19 @@ from itertools import islice
 
 from common.errors import Cancelled
 from common.ids import RequestId
+from common.wire_names import PlanKind
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import sequence_pb2
-from router.calibration import Forecast
+from router.calibration import DurationForecast
 from router.hold import Hold
-from router.placement.plans import Candidate, Plan, PlanKind, kind_of
+from router.placement.plans import Plan, PlanCandidate, kind_of
 
 CAPACITY = 1000
 COMPLETED = "completed"
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Decision:
+class DecisionRecord:
     """One booked plan and its outcome; None means not known (yet). Event loop only."""
 
     request_id: RequestId
@@ -38,11 +39,11 @@ class Decision:
     """Duration of the choice."""
     waited_s: float = 0.0
     """Time from the receipt of the request to the choice."""
-    line_forecast: Forecast | None = None
+    line_forecast: DurationForecast | None = None
     """Time from receipt to the first token, as forecast when the request entered the line; None: it never waited."""
-    ttft_forecast: Forecast | None = None
+    ttft_forecast: DurationForecast | None = None
     """Time from receipt to the first token, as forecast at the choice."""
-    itl_forecast: Forecast | None = None
+    itl_forecast: DurationForecast | None = None
     """Mean gap between tokens, as forecast at the choice."""
     tenant: str = ""
     """Owner of the request; no other tenant may see the decision."""
@@ -68,7 +69,7 @@ class Decision:
 class Booking:
     """A booked plan with what it holds on its workers. Leaving its `with` block releases everything, exactly once."""
 
-    decision: Decision
+    decision: DecisionRecord
     decode: Hold
     prefill: Hold | None = None
     """Set exactly when the plan is remote."""
@@ -101,22 +102,22 @@ class DecisionLog:
     """A ring of decisions. Event loop only."""
 
     def __init__(self, *, capacity: int = CAPACITY) -> None:
-        self._decisions: deque[Decision] = deque(maxlen=capacity)
-        self._listeners: list[Callable[[Decision], None]] = []
+        self._decisions: deque[DecisionRecord] = deque(maxlen=capacity)
+        self._listeners: list[Callable[[DecisionRecord], None]] = []
 
     def __len__(self) -> int:
         return len(self._decisions)
 
-    def add(self, decision: Decision) -> None:
+    def add(self, decision: DecisionRecord) -> None:
         """Log a decision; the oldest one is dropped."""
         self._decisions.append(decision)
 
-    def subscribe(self, listener: Callable[[Decision], None]) -> None:
+    def subscribe(self, listener: Callable[[DecisionRecord], None]) -> None:
         """Call `listener` with every decision whose attempt has ended."""
         self._listeners.append(listener)
 
     @contextmanager
-    def following(self, decision: Decision, *, tenant: str, attempt: int) -> Iterator[None]:
+    def following(self, decision: DecisionRecord, *, tenant: str, attempt: int) -> Iterator[None]:
         """Run an attempt inside the block and note how it ends, unless the attempt has noted that itself."""
         decision.tenant, decision.attempt = tenant, attempt
         ended = COMPLETED
@@ -133,13 +134,13 @@ class DecisionLog:
             for listener in self._listeners:
                 listener(decision)
 
-    def newest(self, limit: int) -> list[Decision]:
+    def newest(self, limit: int) -> list[DecisionRecord]:
         """Return the latest decisions of all tenants, newest first; for operators."""
         return list(islice(reversed(self._decisions), limit))
 
-    def latest(self, *, tenant: str, limit: int, request_id: RequestId | None = None) -> list[Decision]:
+    def latest(self, *, tenant: str, limit: int, request_id: RequestId | None = None) -> list[DecisionRecord]:
         """Return the tenant's latest decisions, of one request or of all, newest first."""
-        found: list[Decision] = []
+        found: list[DecisionRecord] = []
         for decision in reversed(self._decisions):
             if len(found) == limit:
                 break
@@ -155,14 +156,14 @@ _KINDS = {
 }
 
 
-def forecast_to_proto(forecast: Forecast | None) -> pb.Forecast | None:
+def forecast_to_proto(forecast: DurationForecast | None) -> pb.Forecast | None:
     """Return the message of a forecast."""
     if forecast is None:
         return None
     return pb.Forecast(expected_s=forecast.expected_s, low_s=forecast.low_s, high_s=forecast.high_s)
 
 
-def plan_to_proto(decision: Decision, *, attempt: int) -> pb.PlanChosen:
+def plan_to_proto(decision: DecisionRecord, *, attempt: int) -> pb.PlanChosen:
     """Return the part of a decision that its client sees."""
     plan = decision.plan
     prefill, decode = shown_workers(plan, plan)
@@ -183,12 +184,12 @@ def plan_to_proto(decision: Decision, *, attempt: int) -> pb.PlanChosen:
     )
 
 
-def explain(decisions: Iterable[Decision], *, policy: str, now_s: float) -> pb.ExplainResponse:
+def explain(decisions: Iterable[DecisionRecord], *, policy: str, now_s: float) -> pb.ExplainResponse:
     """Return the decisions with all options that were compared."""
     return pb.ExplainResponse(decisions=[_decision(decision, policy, now_s) for decision in decisions])
 
 
-def _decision(decision: Decision, policy: str, now_s: float) -> pb.Decision:
+def _decision(decision: DecisionRecord, policy: str, now_s: float) -> pb.Decision:
     plan = decision.plan
     return pb.Decision(
         request_id=decision.request_id,
@@ -212,12 +213,12 @@ def _decision(decision: Decision, policy: str, now_s: float) -> pb.Decision:
     )
 
 
-def shown_workers(option: Plan | Candidate, plan: Plan) -> tuple[str, str]:
+def shown_workers(option: Plan | PlanCandidate, plan: Plan) -> tuple[str, str]:
     """Return the prefill and the decode worker of a plan, or of an option beside it, as clients see them."""
     return (option.decode, "") if plan.is_prefill_only else (option.prefill or "", option.decode)
 
 
-def _candidate(candidate: Candidate, plan: Plan) -> pb.Candidate:
+def _candidate(candidate: PlanCandidate, plan: Plan) -> pb.Candidate:
     prefill, decode = shown_workers(candidate, plan)
     return pb.Candidate(
         kind=_KINDS[plan.kind if plan.is_prefill_only else kind_of(candidate.prefill)],

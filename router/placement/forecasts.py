@@ -10,11 +10,12 @@ the raw predictions; a refusal for an objective (`router.shed: slo`) and the bou
 from typing import TYPE_CHECKING
 
 from common.errors import Refused
-from router.calibration import ErrorBand, Forecast
-from router.placement.plans import PlacementRequest, Plan, PlanKind
+from common.wire_names import PlanKind
+from router.calibration import DurationForecast, ErrorBand
+from router.placement.plans import PlacementRequest, Plan
 
 if TYPE_CHECKING:
-    from router.placement.decisions import Decision
+    from router.placement.decisions import DecisionRecord
 
 
 MOST = 0.8
@@ -33,11 +34,11 @@ class Forecaster:
         """Errors by kind of plan: a decode worker computes a prompt beside its answers, so its times vary more."""
         self._itl = ErrorBand()
 
-    def in_line(self, predicted_s: float, *, passed_s: float) -> Forecast:
+    def in_line(self, predicted_s: float, *, passed_s: float) -> DurationForecast:
         """Return the time to first token of a request that waits in line, `passed_s` after it was received."""
         return self._in_line.forecast(predicted_s, passed_s=passed_s)
 
-    def ttft(self, request: PlacementRequest, plan: Plan) -> Forecast | None:
+    def ttft(self, request: PlacementRequest, plan: Plan) -> DurationForecast | None:
         """Return the time to first token with a plan that is chosen now; None when the policy predicts none.
 
         None also when the client has had its first token, through an earlier plan.
@@ -55,11 +56,11 @@ class Forecaster:
         """Return by which factor most mean gaps are longer than predicted."""
         return min(max(self._itl.factor(MOST), 1.0), MAX_ERROR)
 
-    def itl(self, plan: Plan) -> Forecast | None:
+    def itl(self, plan: Plan) -> DurationForecast | None:
         """Return the mean gap between tokens with a plan; None when the policy predicts none."""
         return None if plan.predicted_itl_s is None else self._itl.forecast(plan.predicted_itl_s)
 
-    def learn(self, decision: "Decision") -> None:
+    def learn(self, decision: "DecisionRecord") -> None:
         """Learn from a decision whose attempt has ended."""
         if decision.ttft_s is not None:
             whole_s = decision.waited_s + decision.ttft_s

@@ -19,7 +19,7 @@ Positions = npt.NDArray[np.intp]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerLoad:
+class ProjectedLoad:
     """A ready worker: its last report plus what this router has booked on it since."""
 
     worker_id: WorkerId
@@ -67,7 +67,7 @@ class WorkerLoad:
 class PoolLoads:
     """The loads of one pool, in a fixed order of its workers. Event loop only."""
 
-    def __init__(self, loads: Iterable[WorkerLoad]) -> None:
+    def __init__(self, loads: Iterable[ProjectedLoad]) -> None:
         self.loads = list(loads)
         self._numbers = np.array([_numbers(load) for load in self.loads], dtype=np.float64).reshape(-1, 7).T.copy()
         self._positions: dict[WorkerId, int] | None = None
@@ -75,12 +75,12 @@ class PoolLoads:
     def __len__(self) -> int:
         return len(self.loads)
 
-    def __iter__(self) -> Iterator[WorkerLoad]:
+    def __iter__(self) -> Iterator[ProjectedLoad]:
         return iter(self.loads)
 
     @property
     def prefill_free_at_s(self) -> Floats:
-        """As in `WorkerLoad`, like the columns below."""
+        """As in `ProjectedLoad`, like the columns below."""
         return self._column(0)
 
     @property
@@ -113,16 +113,16 @@ class PoolLoads:
         """Free pages kept for running answers."""
         return self._column(6)
 
-    def soonest(self, num_workers: int) -> list[WorkerLoad]:
+    def soonest(self, num_workers: int) -> list[ProjectedLoad]:
         """Return the workers that are free soonest for another prompt."""
         return [self.loads[position] for position in lowest(self.prefill_free_at_s, num_workers, tied=lambda at: at)]
 
-    def find(self, worker_id: WorkerId) -> WorkerLoad | None:
+    def find(self, worker_id: WorkerId) -> ProjectedLoad | None:
         """Return the load of a worker; None for one that is not here."""
         position = self._by_id.get(worker_id)
         return None if position is None else self.loads[position]
 
-    def replace(self, load: WorkerLoad) -> None:
+    def replace(self, load: ProjectedLoad) -> None:
         """Replace the load of a worker that is here."""
         position = self._by_id[load.worker_id]
         self.loads[position] = load
@@ -155,7 +155,7 @@ class PoolLoads:
         return self._positions
 
 
-def _numbers(load: WorkerLoad) -> tuple[float, ...]:
+def _numbers(load: ProjectedLoad) -> tuple[float, ...]:
     return (
         load.prefill_free_at_s,
         load.num_free_blocks,

@@ -11,18 +11,8 @@ from typing import Protocol
 from common.block_hash import NO_HASHES, BlockHashes
 from common.errors import RefusalCause, Refused
 from common.ids import RequestId, WorkerId
+from common.wire_names import PlanKind
 from router.placement.loads import PoolLoads
-
-
-class PlanKind(enum.Enum):
-    """How a request is served."""
-
-    REMOTE = "remote"
-    """A prefill worker computes the prompt and hands its KV to the decode worker."""
-    LOCAL = "local"
-    """The decode worker computes the uncached suffix itself."""
-    PREFILL = "prefill"
-    """A prefill worker computes the prompt, and nothing is decoded."""
 
 
 class Keeper(enum.Enum):
@@ -43,7 +33,7 @@ class Pull:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
+class PlanCandidate:
     """An option that was compared, for `Explain`."""
 
     prefill: WorkerId | None
@@ -80,7 +70,7 @@ class Plan:
     is_prefill_only: bool = False
     max_wait_s: float = math.inf
     """Longest wait for other prompts at the worker that computes this one; beyond it, the worker refuses."""
-    candidates: Callable[[], tuple[Candidate, ...]] = tuple
+    candidates: Callable[[], tuple[PlanCandidate, ...]] = tuple
     """Returns the best options, the chosen one first. Called on demand, by `Explain`."""
     num_candidates: int = 1
 

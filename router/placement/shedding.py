@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from common.errors import RefusalCause, Refused
 from common.timing import GUESSED_TIMING
 from router.admission.limits import retry_after
-from router.placement.loads import WorkerLoad
+from router.placement.loads import ProjectedLoad
 from router.placement.plans import FleetView, PlacementRequest, Plan
 
 NUM_SOONEST = 4
@@ -61,7 +61,7 @@ def _late_ttft_s(request: PlacementRequest, plan: Plan | Refused, view: FleetVie
     return least_s if least_s != math.inf else None
 
 
-def _quickest(request: PlacementRequest, view: FleetView) -> Iterator[WorkerLoad]:
+def _quickest(request: PlacementRequest, view: FleetView) -> Iterator[ProjectedLoad]:
     """Yield workers of which one is the first to compute the prompt: those free soonest and those that hold most of it.
 
     Any other waits longer and computes more; among many workers it is not worth a look.
@@ -71,11 +71,11 @@ def _quickest(request: PlacementRequest, view: FleetView) -> Iterator[WorkerLoad
         yield from filter(None, (pool.find(worker_id) for _blocks, worker_id in request.best_holders(NUM_HOLDERS)))
 
 
-def _is_measured(worker: WorkerLoad) -> bool:
+def _is_measured(worker: ProjectedLoad) -> bool:
     return worker.timing.prefill != GUESSED_TIMING.prefill
 
 
-def _least_ttft_s(request: PlacementRequest, worker: WorkerLoad) -> float:
+def _least_ttft_s(request: PlacementRequest, worker: ProjectedLoad) -> float:
     cached = request.cached_tokens(worker.worker_id)
     return worker.prefill_wait_s(request.now_s) + worker.timing.prefill_s(request.num_tokens - cached, cached)
 

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from cli.plan import plan_view
 from cluster import control
-from cluster.control import Step
+from cluster.control import ChangeStep
 from kvrelay.v1 import controller_pb2
 from kvrelay.v1.controller_pb2 import ChangeRecord, ListChangesResponse
 from tests.cli.conftest import FakeLifecycle, Run
@@ -67,10 +67,10 @@ def test_cancel_shows_the_steps_back_and_prints_how_it_ended(
 ) -> None:
     asked: list[tuple[Path, int]] = []
 
-    def cancel(run_dir: Path, change_id: int) -> Iterator[Step]:
+    def cancel(run_dir: Path, change_id: int) -> Iterator[ChangeStep]:
         asked.append((run_dir, change_id))
-        yield Step(text="stays at decode=1")
-        yield Step(text="change 3 (scale decode=2) is cancelled")
+        yield ChangeStep(text="stays at decode=1")
+        yield ChangeStep(text="change 3 (scale decode=2) is cancelled")
 
     monkeypatch.setattr(control, "cancel", cancel)
     result = run("cancel", "3")
@@ -87,9 +87,9 @@ def test_cancel_shows_the_steps_back_and_prints_how_it_ended(
 def test_ctrl_c_in_scale_ends_the_display_and_tells_how_to_cancel(
     run: Run, monkeypatch: pytest.MonkeyPatch, num_steps: int, message: str
 ) -> None:
-    def scale(*_: Any, **__: Any) -> Iterator[Step]:
+    def scale(*_: Any, **__: Any) -> Iterator[ChangeStep]:
         for _step in range(num_steps):
-            yield Step(text="starting decode-1", change_id=7)
+            yield ChangeStep(text="starting decode-1", change_id=7)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(control, "scale", scale)

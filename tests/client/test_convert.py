@@ -4,12 +4,12 @@ import pytest
 
 from common.errors import EngineFault
 from common.wire import pack_tokens
+from common.wire_names import FinishReason
 from kvrelay.client.collect import EventBuffer
 from kvrelay.client.convert import events_from_proto
 from kvrelay.client.events import (
     Accepted,
     Completed,
-    FinishReason,
     Forecast,
     PlanChosen,
     PromptLogprobs,

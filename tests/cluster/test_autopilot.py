@@ -12,11 +12,11 @@ from cluster.changes.planning import LoadGuard
 from cluster.changes.scaling import Report, Scaler
 from cluster.planner.plan import Observation, Pool, PoolSizes, ScalingPlan
 from cluster.processes.plan import ProcessRole, make_plan
-from common.clock import ManualClock
 from common.config import ServingConfig
 from common.errors import InvalidRequest
 from common.timing import timing_to_proto
 from kvrelay.v1 import router_admin_pb2, worker_pb2
+from tests.clock import ManualClock
 from tests.cluster.planner.support import TIMING, make_demand
 from tests.cluster.rollout_bench import HOST, FakeWorkforce
 from tests.cluster.support import make_config

@@ -13,8 +13,8 @@ from cluster.changes.change import ChangeKind, Changes, ChangeState, ClusterChan
 from cluster.changes.scaling import Report
 from cluster.control_service import Controls, serving_control
 from cluster.processes.plan import POOLS, ProcessRole
-from common.clock import ManualClock
 from common.errors import Cancelled, EngineFault, InvalidRequest
+from tests.clock import ManualClock
 from tests.cluster.rollout_bench import DECODE, PREFILL, Bench, FakeWorkforce, pools
 from tests.cluster.support import make_config
 
@@ -212,7 +212,7 @@ async def controlled(run_dir: Path, workforce: FakeWorkforce) -> AsyncIterator[C
         await changes.close()
 
 
-def scale(run_dir: Path, **wanted: int) -> list[control.Step]:
+def scale(run_dir: Path, **wanted: int) -> list[control.ChangeStep]:
     return list(control.scale(run_dir, wanted, grace_s=1.0, force=True))
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 import pytest
 
-from cluster.doctor.finding import Finding, Health
+from cluster.doctor.finding import DoctorFinding, Health
 from cluster.doctor.host import HostFacts, check_host
 from cluster.doctor.service import check_service
 from common.config import ServingConfig, parse_config
@@ -54,7 +54,7 @@ def host(**changes: Any) -> HostFacts:
     return dataclasses.replace(facts, **changes)
 
 
-def bad(findings: Iterator[Finding] | list[Finding]) -> dict[str, Finding]:
+def bad(findings: Iterator[DoctorFinding] | list[DoctorFinding]) -> dict[str, DoctorFinding]:
     return {finding.subject: finding for finding in findings if finding.verdict is not Health.OK}
 
 
@@ -206,7 +206,7 @@ async def serving(add: Any, servicer: Any) -> AsyncIterator[str]:
         await server.grpc_server.stop(None)
 
 
-def asked(address: str) -> Coroutine[Any, Any, list[Finding]]:
+def asked(address: str) -> Coroutine[Any, Any, list[DoctorFinding]]:
     """Return the check of the service behind a router by an operator."""
     operator = credentials_of(Role.OPERATOR, "operator")
     return check_service(partial(AsyncClient, address), config(), operator=operator)
@@ -214,7 +214,7 @@ def asked(address: str) -> Coroutine[Any, Any, list[Finding]]:
 
 async def checked(
     *, version: str | None = None, fingerprint: str = "f", clock_s: float = 0.0, reaches: bool = True
-) -> dict[str, Finding]:
+) -> dict[str, DoctorFinding]:
     """Return the problems of 1P1D with such a decode worker."""
     ours = installed_version()
     add = worker_pb2_grpc.add_WorkerServiceServicer_to_server

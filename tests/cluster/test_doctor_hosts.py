@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cluster.doctor.finding import Finding, Health
+from cluster.doctor.finding import DoctorFinding, Health
 from cluster.doctor.hosts import Hosts, check_hosts, read_hosts, run_command
 from common.config import ConfigError
 
@@ -26,7 +26,7 @@ def has_everything(tool: str) -> str | None:
     return f"/usr/bin/{tool}"
 
 
-async def asked(sick: str, *, status: int = 0, stderr: str = "", clock_s: float = 0.0) -> dict[str, Finding]:
+async def asked(sick: str, *, status: int = 0, stderr: str = "", clock_s: float = 0.0) -> dict[str, DoctorFinding]:
     """Return the problems of three hosts, the last of which gives this answer."""
 
     async def run(command: Sequence[str]) -> tuple[int, str, str]:

@@ -10,11 +10,11 @@ import pytest
 
 from cluster.processes.plan import ProcessRole, ProcessSpec
 from cluster.processes.routers import Routers
-from common.clock import ManualClock
 from common.config import RouterConfig
 from common.ports import free_ports, is_port_free
 from kvrelay.v1 import router_admin_pb2, worker_pb2
 from kvrelay.v1.controller_pb2 import GetPlanResponse
+from tests.clock import ManualClock
 from tests.cluster.support import RecordingRouter, recording_router
 from tests.trust import CONTROLLER
 

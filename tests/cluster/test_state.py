@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from cluster.processes.life import ProcessPhase
 from cluster.processes.plan import make_plan
 from cluster.processes.run_dir import RunDirTaken, lock_run_dir
-from cluster.processes.starter import Progress, StartFailure, Up, parse_event
+from cluster.processes.starter import StartFailure, StartStep, Up, parse_event
 from cluster.processes.state import (
     ClusterPhase,
     ClusterState,
@@ -90,7 +90,7 @@ def test_lock_held_by_another_process_is_refused_and_ends_with_it(tmp_path: Path
 @pytest.mark.parametrize(
     ("line", "event"),
     [
-        ('{"event": "progress", "text": "t"}\n', Progress(text="t")),
+        ('{"event": "progress", "text": "t"}\n', StartStep(text="t")),
         (
             '{"event": "ready", "addresses": ["a:1", "b:1"], "http_addresses": ["a:2"], "pid": 3, "tls": false}',
             Up(addresses=("a:1", "b:1"), http_addresses=("a:2",), pid=3, tls=False),

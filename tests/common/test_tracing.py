@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.clock import ManualClock, SystemClock
+from common.clock import SystemClock
 from common.config import ConfigError, TracingConfig, parse_config
 from common.errors import Overloaded
 from common.otlp import SdkTracer, make_tracer
@@ -28,6 +28,7 @@ from common.tracing import (
     tracing_call,
 )
 from kvrelay.client.requests import trace_context
+from tests.clock import ManualClock
 
 PLACE = SpanContext(trace_id=0x0AF7651916CD43DD8448EB211C80319C, span_id=0xB7AD6B7169203331)
 HEADER = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"  # the example of the standard

@@ -10,7 +10,7 @@ import pytest
 import pytest_asyncio
 
 from common.errors import CrashSuspected
-from engine.fake import FAULTS_ENV, Fault
+from engine.fake import FAULTS_ENV, FaultToken
 from kvrelay.client import AsyncClient, Token
 from tests.builders import expected_tokens, make_request
 from tests.e2e.harness import FAKE_POOL, fake_config, generate_all, mixed_sampling, running_cluster, until, until_idle
@@ -93,7 +93,7 @@ async def test_answers_of_a_stopped_worker_go_on_elsewhere_and_it_is_replaced(cl
 async def test_prompt_that_crashes_its_workers_is_refused_and_no_other_is_lost(client: AsyncClient) -> None:
     async def poison() -> None:
         with pytest.raises(CrashSuspected):
-            await client.generate([*prompt_of(50), Fault.CRASH], max_tokens=5, timeout_s=TIMEOUT_S)
+            await client.generate([*prompt_of(50), FaultToken.CRASH], max_tokens=5, timeout_s=TIMEOUT_S)
 
     others = [client.generate(prompt_of(number), max_tokens=100, seed=number, **LENGTH) for number in range(8)]
     answers = await asyncio.gather(*others, poison())
@@ -107,7 +107,7 @@ async def test_prompt_that_crashes_its_workers_is_refused_and_no_other_is_lost(c
 async def test_engine_that_hangs_gets_nothing_more_and_ends_itself(client: AsyncClient) -> None:
     await warm_up(client)
     before = await pids(client)
-    poison = asyncio.create_task(client.generate([*prompt_of(60), Fault.HANG], max_tokens=5))
+    poison = asyncio.create_task(client.generate([*prompt_of(60), FaultToken.HANG], max_tokens=5))
 
     async def is_noticed() -> bool:
         return any(view.state == "lost" for view in (await client.status()).workers)

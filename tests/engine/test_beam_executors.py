@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from common.clock import ManualClock
 from engine.core import EngineCore
 from engine.scheduler import SchedulerLimits
 from tests.builders import assert_empty, make_request, run_until_idle, submit
+from tests.clock import ManualClock
 from tests.engine.beam_oracle import reference_beams
 from tests.engine.driver import load, load_device
 from tests.engine.tiny_models import make_model, make_prompt, reference_tokens

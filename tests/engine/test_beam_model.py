@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from common.clock import ManualClock
 from common.model_files import default_model_dir
 from engine import beams
 from engine.core import EngineCore
@@ -15,6 +14,7 @@ from engine.events import BeamsAdvanced
 from engine.runner import ModelExecutor
 from engine.scheduler import SchedulerLimits
 from tests.builders import Collector, assert_empty, make_request, run_until_idle, served, submit
+from tests.clock import ManualClock
 from tests.engine.beam_oracle import reference_beams
 from tests.engine.driver import load
 

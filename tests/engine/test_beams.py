@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 
 from common.errors import InvalidRequest, PromptTooLong
 from common.sampling import SamplingParams
+from common.wire_names import FinishReason
 from engine import beams
 from engine.beams import BeamSnapshot
 from engine.core import EngineCore
-from engine.events import BeamsAdvanced, FinishReason, Started, Tokens
+from engine.events import BeamsAdvanced, Started, Tokens
 from engine.request import EngineRequest
 from engine.sequence import SequenceState
 from tests import builders

@@ -11,8 +11,9 @@ import pytest
 from common.errors import EngineFault, PromptTooLong, Refused
 from common.fake_tokenizer import EOS_TOKEN_ID
 from common.ids import RequestId
+from common.wire_names import FinishReason
 from engine.core import MAX_FAILED_STEPS, DeviceBroken, EngineCore
-from engine.events import FinishReason, Started, Tokens
+from engine.events import Started, Tokens
 from engine.group import Group
 from tests import builders
 from tests.builders import (

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from common.clock import ManualClock
 from common.ids import BlockId
 from common.tokens import as_tokens
 from engine.core import EngineCore
@@ -26,6 +25,7 @@ from engine.runner import KeptStates, ModelExecutor
 from engine.scheduler import SchedulerLimits
 from engine.speculation.eagle import MAX_STATES, EagleDrafter, KnownStates
 from tests.builders import Collector, assert_empty, make_request, run_until_idle
+from tests.clock import ManualClock
 from tests.engine.draft_layers import (
     CONFIG,
     EAGLE,

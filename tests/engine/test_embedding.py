@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from common.clock import ManualClock
 from common.errors import EngineFault, PromptTooLong
 from common.pooling import Pooling
 from engine.core import EngineCore
@@ -29,6 +28,7 @@ from tests.builders import (
     served,
     submit,
 )
+from tests.clock import ManualClock
 from tests.engine.driver import Driver, load, load_device, make_sequence
 from tests.engine.tiny_models import make_model, make_prompt
 

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from common.clock import ManualClock
 from common.model_files import default_model_dir
 from common.pooling import Pooling
 from engine.core import EngineCore
@@ -18,6 +17,7 @@ from engine.loading import load_executor
 from engine.options import EngineOptions
 from engine.scheduler import SchedulerLimits
 from tests.builders import Collector, Floats, granted, make_request, run_until_idle, submit
+from tests.clock import ManualClock
 from tests.short_model import write_short_model
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(300)]

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-from common.clock import ManualClock
 from common.errors import Refused
 from engine.core import EngineCore
 from engine.events import Started
@@ -18,6 +17,7 @@ from tests.builders import (
     served,
     submit,
 )
+from tests.clock import ManualClock
 
 
 def test_request_that_pulled_enters_in_order_of_arrival_and_reports_its_whole_wait() -> None:

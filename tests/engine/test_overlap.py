@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 from common.errors import EngineFault
-from engine.events import FinishReason, Started, Tokens
+from common.wire_names import FinishReason
+from engine.events import Started, Tokens
 from tests.builders import (
     assert_empty,
     expected_tokens,

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from common.errors import Refused
-from engine.events import EngineEvent, Progress, Started
+from engine.events import EngineEvent, PrefillProgress, Started
 from engine.fake_model import token_kv
 from engine.sequence import SequenceState
 from tests.builders import (
@@ -108,7 +108,7 @@ def test_progress_of_a_prompt_covers_only_kv_that_exists() -> None:
     seen: list[int] = []
 
     def sink(event: EngineEvent) -> None:
-        if isinstance(event, Progress):
+        if isinstance(event, PrefillProgress):
             seen.append(event.num_computed_tokens)
             pages = core.executor.kv.read_blocks(event.block_table)
             found = np.frombuffer(pages, dtype="<u8")[: event.num_computed_tokens]

@@ -13,7 +13,7 @@ from scipy import stats
 
 from common.errors import EngineFault
 from common.sampling import SamplingParams
-from engine.cuda.columns import Columns
+from engine.cuda.columns import PackedColumns
 from engine.cuda.device import HostDevice
 from engine.draw import waiting_times
 from engine.logits import LogitEdits, SamplingRow, position_logprobs
@@ -221,7 +221,7 @@ def test_samples_of_one_request_share_the_packing_of_logit_bias_and_stop_tokens(
     shared = make_row(logit_bias=bias, stop_token_ids=stops, min_tokens=3)
     others = [make_row(), make_row(logit_bias=((1, 2.5),)), make_row(stop_token_ids=stops, min_tokens=3)]
     rows = [shared, others[0], *[dataclasses.replace(shared, sample_index=i) for i in range(1, 9)], *others[1:]]
-    columns = Columns()
+    columns = PackedColumns()
     edits = LogitEdits.plan(rows, EOS, columns)
     assert CountingTuple.num_passes <= 1
     assert edits is not None
@@ -378,7 +378,7 @@ def test_penalties_of_sequences_that_come_and_go_equal_those_counted_anew() -> N
         batch = rng.sample(sequences, rng.randrange(1, 4 + step // 10))
         rows = [sequence_row(sequence, seed=i, **kinds[i % 3]) for i, sequence in enumerate(batch)]
         if step % 7 == 0:
-            kept.plan(rows, Columns())  # and never launched
+            kept.plan(rows, PackedColumns())  # and never launched
             continue
         logits = make_logits(len(rows), vocab_size, seed=step)
         found = [sampled.token_id for sampled in kept.sample(torch.from_numpy(logits), rows)]
@@ -393,7 +393,7 @@ def test_penalties_in_later_steps_bring_only_new_tokens_to_the_device() -> None:
     sequence = generated([3] * 5000, [4] * 3000)
     num_words = []
     for _ in range(3):
-        columns = Columns()
+        columns = PackedColumns()
         plan = sampler.plan([sequence_row(sequence, repetition_penalty=1.2)], columns)
         num_words.append(columns.num_words)
         plan.choose(torch.from_numpy(make_logits(1, 50)), columns.upload(torch.device("cpu")))

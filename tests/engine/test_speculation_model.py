@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from common.clock import ManualClock
 from common.config import ServingConfig
 from common.ids import BlockId
 from common.sampling import SamplingParams
@@ -26,6 +25,7 @@ from engine.sequence import Sequence as EngineSequence
 from engine.speculation.ngram import NgramDrafter
 from engine.speculation.speculator import Rule, Speculator
 from tests.builders import assert_empty, make_request, run_until_idle, submit
+from tests.clock import ManualClock
 from tests.engine.drafting import GuessingDrafter, eager
 from tests.engine.driver import Driver, load, make_sequence
 from tests.short_model import write_short_model

@@ -8,12 +8,12 @@ from dataclasses import replace
 
 import pytest
 
-from common.clock import ManualClock
 from common.timing import StepModel, StepShape, TimingModel
 from engine.core import EngineCore
 from engine.sequence import Sequence
 from engine.step_budget import MAX_CHUNKS, MAX_FIXED_SHARE, SPARED_SHARE, STEP_SHARE, StepBudget
 from tests.builders import make_core, make_request, submit
+from tests.clock import ManualClock
 
 STEP_TOKENS = 64
 TIMING = TimingModel(

@@ -4,12 +4,12 @@ from collections.abc import Sequence
 
 import pytest
 
-from common.clock import ManualClock
 from common.timing import StepShape
 from engine.core import EngineCore
 from engine.events import StepSample
 from engine.executor import ScheduledSequence, StepHandle, StepResult
 from tests.builders import Collector, make_core, make_request, run_until_idle, served, submit
+from tests.clock import ManualClock
 from tests.engine.overlap import Handle, Spy
 
 STEP_S, HOST_S = 0.5, 0.125

@@ -12,7 +12,6 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from common.clock import ManualClock
 from common.ids import BlockId
 from engine.core import EngineCore
 from engine.events import Started
@@ -24,6 +23,7 @@ from engine.model.transformers_trial import read_transformers_config
 from engine.ops.metadata import AttentionMetadata, SequenceSpan
 from engine.scheduler import SchedulerLimits
 from tests.builders import BLOCK_SIZE, assert_empty, make_request, served
+from tests.clock import ManualClock
 from tests.engine.driver import Driver, load, make_sequence
 from tests.engine.tiny_models import MAX_MODEL_LEN, TRANSFORMERS_MODELS, make_model, make_prompt, reference_tokens
 

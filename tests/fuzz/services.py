@@ -42,7 +42,7 @@ from measure.simulate.tokens import TokenLog
 from measure.simulate.worker import SharedWorld, SimWorker
 from router.codec import ByteCodec
 from router.doorkeeper import make_doorkeeper
-from router.facts import Endpoint
+from router.facts import WorkerEndpoint
 from router.front_door import FrontDoor
 from router.http.app import HttpApp
 from router.http.connections import Connections, Patience
@@ -265,7 +265,9 @@ def make_network(loop: MeteredLoop) -> SimNetwork:
     return SimNetwork(loop, NetworkShape(kv_bytes_per_s=1e9), block_bytes=0)
 
 
-def make_worker(endpoint: Endpoint, loop: MeteredLoop, network: SimNetwork, *, steps_in_flight: int) -> FuzzWorker:
+def make_worker(
+    endpoint: WorkerEndpoint, loop: MeteredLoop, network: SimNetwork, *, steps_in_flight: int
+) -> FuzzWorker:
     """Return a worker that is not started."""
     surroundings = SharedWorld(
         loop=loop, network=network, config=serving_config(), log=TokenLog(), report_interval_s=0.02

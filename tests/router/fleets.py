@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from common.ids import RequestId, WorkerId
 from common.timing import StepModel, TimingModel
-from router.placement.loads import PoolLoads, WorkerLoad
+from router.placement.loads import PoolLoads, ProjectedLoad
 from router.placement.plans import FleetView, PlacementRequest, Plan, Policy, PolicySettings
 from router.placement.policies.registry import make_policy
 
@@ -16,13 +16,13 @@ TIMING = TimingModel(
 """A millisecond per prompt token, and 10 ms plus a millisecond per sequence between tokens."""
 
 
-def worker(name: str, *, free: int = 1000, blocks: int = 1000, **fields: object) -> WorkerLoad:
+def worker(name: str, *, free: int = 1000, blocks: int = 1000, **fields: object) -> ProjectedLoad:
     """Return a worker with 1000 free pages; the first letter of its name is its pool."""
     values = {"worker_id": WorkerId(name), "num_blocks": blocks, "num_free_blocks": free, "timing": TIMING, **fields}
-    return WorkerLoad(**values)  # type: ignore[arg-type]
+    return ProjectedLoad(**values)  # type: ignore[arg-type]
 
 
-def fleet(*workers: WorkerLoad, num_prefill: int | None = None, block_bytes: int = 0) -> FleetView:
+def fleet(*workers: ProjectedLoad, num_prefill: int | None = None, block_bytes: int = 0) -> FleetView:
     """Return a view of workers named p… and d…, all of which are sources."""
     prefill = tuple(each for each in workers if each.worker_id.startswith("p"))
     return FleetView(

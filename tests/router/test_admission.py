@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from prometheus_client import CollectorRegistry
 
-from common.clock import ManualClock
 from common.errors import Overloaded, RefusalCause, Refused, WorkerLost
 from common.ids import RequestId, WorkerId
 from kvrelay.v1 import worker_pb2
@@ -20,18 +19,19 @@ from router.admission.fair_queue import FairQueue
 from router.admission.line import MAX_CANDIDATES, MAX_OVERTAKEN
 from router.admission.line import Line as RealLine
 from router.admission.ticket import QueuedRequest, Ticket
-from router.calibration import Forecast
-from router.facts import Endpoint
+from router.calibration import DurationForecast
+from router.facts import WorkerEndpoint
 from router.fleet import Fleet
 from router.hold import Hold
 from router.index import PrefixIndex
 from router.member import Member
 from router.metrics import MAX_LABELS, OTHERS, TenantMetrics
 from router.placement.chooser import Chooser, Search
-from router.placement.decisions import Booking, Decision
+from router.placement.decisions import Booking, DecisionRecord
 from router.placement.plans import Busy, PlacementRequest, Plan, PolicySettings
 from router.placement.policies.registry import make_policy
 from router.tenants import Tenant, Terms
+from tests.clock import ManualClock
 from tests.trust import ROUTER
 
 A, B = Tenant(name="a"), Tenant(name="b")
@@ -53,7 +53,7 @@ class PageChooser(Chooser):
         self.differs = False
         self.opens_s = 0.0
         self._fleet = fleet
-        endpoint = Endpoint(worker_id=WORKER, role=worker_pb2.WORKER_ROLE_DECODE, address="nowhere:1")
+        endpoint = WorkerEndpoint(worker_id=WORKER, role=worker_pb2.WORKER_ROLE_DECODE, address="nowhere:1")
         self._member = Member(endpoint=endpoint, client=cast(Any, None))
 
     def choose(self, search: Search) -> Booking | Refused:
@@ -82,11 +82,13 @@ class PageChooser(Chooser):
             booking.decode.num_blocks = 0
             self.change()
 
-        decision = Decision(request_id=request.request_id, num_tokens=request.num_tokens, plan=plan, decided_s=0.0)
+        decision = DecisionRecord(
+            request_id=request.request_id, num_tokens=request.num_tokens, plan=plan, decided_s=0.0
+        )
         return Booking(decision=decision, decode=hold, on_release=free)
 
-    def forecast_in_line(self, request: PlacementRequest, *, work_s: float, before_s: float) -> Forecast:
-        return Forecast(expected_s=before_s + work_s, predicted_s=before_s + work_s)
+    def forecast_in_line(self, request: PlacementRequest, *, work_s: float, before_s: float) -> DurationForecast:
+        return DurationForecast(expected_s=before_s + work_s, predicted_s=before_s + work_s)
 
     def may_differ(self, search: Search) -> bool:
         return self.differs
@@ -239,7 +241,7 @@ async def test_line_of_a_large_fleet_has_places_for_each_worker_unless_configure
     assert line.admission.max_queued == MIN_QUEUED
     line.fleet.set_workers(
         [
-            Endpoint(worker_id=WorkerId(f"d{idx}"), role=worker_pb2.WORKER_ROLE_DECODE, address="127.0.0.1:1")
+            WorkerEndpoint(worker_id=WorkerId(f"d{idx}"), role=worker_pb2.WORKER_ROLE_DECODE, address="127.0.0.1:1")
             for idx in range(MIN_QUEUED)
         ]
     )

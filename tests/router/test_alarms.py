@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 
-from common.clock import ManualClock
 from common.ids import RequestId, WorkerId
 from common.timing import GUESSED_TIMING, StepModel
 from kvrelay.v1 import worker_pb2
@@ -21,9 +20,10 @@ from router.alarms import (
     PaceWatch,
 )
 from router.member import Member, WorkerState
-from router.placement.decisions import Decision
+from router.placement.decisions import DecisionRecord
 from router.placement.plans import Plan
 from router.pool_timing import MIN_SAMPLES
+from tests.clock import ManualClock
 from tests.router.fakes import BLOCK_SIZE
 from tests.router.test_member import make_facts, make_member
 
@@ -43,10 +43,10 @@ class Router:
 
     def decide(
         self, *, predicted: int = 0, found: int | None = 0, worker_id: WorkerId = P0, num_hashed_blocks: int = 10
-    ) -> Decision:
+    ) -> DecisionRecord:
         """Decide a request and end it; the alarms see the decision."""
         plan = Plan(decode=worker_id, predicted_cached_tokens=predicted, reason="test")
-        decision = Decision(
+        decision = DecisionRecord(
             request_id=RequestId("r"),
             num_tokens=10 * BLOCK_SIZE,
             plan=plan,

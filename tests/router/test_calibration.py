@@ -8,7 +8,7 @@ import pytest
 
 from common.ids import RequestId, WorkerId
 from router.calibration import MIN_OUTCOMES, WINDOW, ErrorBand
-from router.placement.decisions import Decision
+from router.placement.decisions import DecisionRecord
 from router.placement.forecasts import MAX_ERROR, Forecaster
 from router.placement.plans import PlacementRequest, Plan
 
@@ -82,9 +82,9 @@ def test_outcome_that_came_at_once_is_no_error_of_any_size() -> None:
     assert band.forecast(1.0).low_s is None
 
 
-def decision(forecaster: Forecaster, plan: Plan = REMOTE, *, ttft_s: float) -> Decision:
+def decision(forecaster: Forecaster, plan: Plan = REMOTE, *, ttft_s: float) -> DecisionRecord:
     """Return an ended decision on a request that waited 3 s, whose line forecast was 2 s."""
-    return Decision(
+    return DecisionRecord(
         request_id=REQUEST.request_id,
         num_tokens=REQUEST.num_tokens,
         plan=plan,

@@ -5,13 +5,13 @@ from collections.abc import Collection
 
 import pytest
 
-from common.clock import ManualClock
 from common.errors import CrashSuspected
 from common.ids import Epoch, WorkerId
 from common.lifecycle import LifeCycle
 from router.crash_budget import NUM_CLEARING_TOKENS, CrashBudget, Losses
 from router.lives import Life
 from router.record import RunningRequest
+from tests.clock import ManualClock
 from tests.router.fakes import (
     DECODE,
     FakeWorker,

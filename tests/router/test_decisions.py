@@ -12,7 +12,7 @@ from common.errors import Cancelled, Unauthenticated, WorkerLost, from_rpc_error
 from common.ids import RequestId, WorkerId
 from kvrelay.v1 import inference_pb2
 from router.metrics import RouterMetrics, WeightedHistogram
-from router.placement.decisions import Decision, DecisionLog
+from router.placement.decisions import DecisionLog, DecisionRecord
 from router.placement.plans import Plan
 from tests.router.fakes import (
     DECODE,
@@ -30,17 +30,17 @@ from tests.router.fakes import (
 from tests.router.test_tenants import KEYS, serving
 
 
-def decision(request_id: str = "r0", *, tenant: str = "a", **predicted: float) -> Decision:
+def decision(request_id: str = "r0", *, tenant: str = "a", **predicted: float) -> DecisionRecord:
     plan = Plan(
         decode=WorkerId("d0"),
         predicted_cached_tokens=64,
         reason="",
         **predicted,  # type: ignore[arg-type]
     )
-    return Decision(request_id=RequestId(request_id), num_tokens=100, plan=plan, decided_s=0.0, tenant=tenant)
+    return DecisionRecord(request_id=RequestId(request_id), num_tokens=100, plan=plan, decided_s=0.0, tenant=tenant)
 
 
-def ids(decisions: list[Decision]) -> list[str]:
+def ids(decisions: list[DecisionRecord]) -> list[str]:
     return [each.request_id for each in decisions]
 
 

@@ -1,10 +1,10 @@
 import pytest
 
-from common.clock import ManualClock
 from common.errors import Unauthenticated
 from common.slo import Slo
 from kvrelay.client import AsyncClient
 from router.demand import NUM_SAMPLED, REMEMBERED_S, Answered, DemandMeter
+from tests.clock import ManualClock
 from tests.router.fakes import DECODE, FakeWorker, make_request, running_cluster
 from tests.router.http.clients import fetch
 from tests.router.test_tenants import KEYS, serving

@@ -7,7 +7,7 @@ import pytest
 from common.errors import RefusalCause, Refused
 from common.ids import WorkerId
 from common.timing import GUESSED_TIMING, StepModel, TimingModel
-from router.placement.loads import WorkerLoad
+from router.placement.loads import ProjectedLoad
 from router.placement.plans import FleetView, PlacementRequest, Plan
 from router.placement.shedding import Shed, find_hopeless
 from tests.router import fleets
@@ -22,11 +22,11 @@ NO_PLAN = Refused(reason="full", retry_after_s=1.0)
 P, D = WorkerId("p0"), WorkerId("d0")
 
 
-def worker(name: str, *, queue_s: float = 0.0, timing: TimingModel = TIMING) -> WorkerLoad:
+def worker(name: str, *, queue_s: float = 0.0, timing: TimingModel = TIMING) -> ProjectedLoad:
     return fleets.worker(name, prefill_free_at_s=50.0 + queue_s, timing=timing)
 
 
-def view(prefill: WorkerLoad) -> FleetView:
+def view(prefill: ProjectedLoad) -> FleetView:
     return fleet(prefill, worker(D, queue_s=100.0))
 
 

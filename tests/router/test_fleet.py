@@ -9,7 +9,7 @@ import pytest
 from common.block_hash import hash_blocks
 from common.ids import WorkerId
 from router.codec import ByteCodec
-from router.facts import Endpoint, find_mismatch
+from router.facts import WorkerEndpoint, find_mismatch
 from tests.router.fakes import (
     BLOCK_SIZE,
     DECODE,
@@ -71,7 +71,7 @@ async def test_worker_of_another_name_or_role_is_refused() -> None:
         other.worker_id = "d9"
         for endpoint, why in ((as_prefill, "role is decode, wanted prefill"), (other, "is worker 'd0', not 'd9'")):
             cluster.router.fleet.set_workers(
-                [Endpoint(worker_id=WorkerId(endpoint.worker_id), role=endpoint.role, address=endpoint.address)]
+                [WorkerEndpoint(worker_id=WorkerId(endpoint.worker_id), role=endpoint.role, address=endpoint.address)]
             )
             assert why in (await cluster.until_state(endpoint.worker_id, "refused")).state
         await worker.die()
@@ -144,7 +144,7 @@ async def test_life_that_ended_was_last_ready_when_it_answered_after_a_failure()
 def test_worker_with_absurd_blocks_is_refused_before_its_hashes_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     probed: list[int] = []
     monkeypatch.setattr("router.facts.hash_probe", lambda _root, block_size: probed.append(block_size))
-    endpoint = Endpoint(worker_id=WorkerId("d0"), role=DECODE, address="127.0.0.1:1")
+    endpoint = WorkerEndpoint(worker_id=WorkerId("d0"), role=DECODE, address="127.0.0.1:1")
     facts = replace(make_facts(num_blocks=64), block_size=2**32 - 1)
     why = find_mismatch(facts, endpoint=endpoint, reference=None, probes=None)
     assert why == "block_size is 4294967295; at most 4096 is accepted"

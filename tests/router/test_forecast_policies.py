@@ -10,7 +10,8 @@ import pytest
 
 from common.errors import Refused
 from common.timing import LinkModel
-from router.placement.plans import FleetView, Plan, PlanKind
+from common.wire_names import PlanKind
+from router.placement.plans import FleetView, Plan
 from tests.router.fleets import TIMING, choose, costs, fleet, policy, request, worker
 
 # mooncake

@@ -192,7 +192,7 @@ def test_entries_of_removed_and_used_again_blocks_do_not_pile_up() -> None:
     for turn in range(400):
         store(index, A, *range(turn % 7, turn % 7 + 20))
         index.apply(A, KvEvents(removed=blocks(*range(turn % 3, 10))))
-    assert index.num_age_entries <= 2 * 30 + 6 * 16
+    assert index._ages.num_entries <= 2 * 30 + 6 * 16  # noqa: SLF001
 
 
 def test_matches_have_groups_of_workers() -> None:

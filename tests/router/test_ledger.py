@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.clock import ManualClock
 from common.errors import EngineFault
 from common.wire import pack_tokens, unpack_tokens
 from kvrelay.v1 import inference_pb2, sampling_pb2
 from router.ledger import TokenLedger
 from router.outbox import BUSY, CALM, MAX_WINDOW_S, MIN_WINDOW_S, MergeWindow, Outbox
+from tests.clock import ManualClock
 
 
 def token(index: int, sample: int = 0, *, ends: bool = False) -> sampling_pb2.SampleToken:

@@ -148,4 +148,5 @@ def test_memory_is_bounded() -> None:
     lengths = AnswerLengths()
     for number in range(MAX_PREFIXES + 10):
         learn(lengths, make_job(num_blocks=2, first=3 * BLOCK * number), 5, tenant=str(number))
-    assert lengths.num_distributions == MAX_KINDS + MAX_PREFIXES
+    tables = lengths._kinds, lengths._prefixes  # noqa: SLF001
+    assert [len(table._entries) for table in tables] == [MAX_KINDS, MAX_PREFIXES]  # noqa: SLF001

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from common.ids import WorkerId
 from kvrelay.v1 import worker_pb2
 from router.member import Member, WorkerState
-from router.placement.loads import PoolLoads, WorkerLoad, lowest
+from router.placement.loads import PoolLoads, ProjectedLoad, lowest
 from router.placement.policies import predictive
 from router.roster import Roster
 from tests.router.fakes import DECODE, PREFILL
@@ -21,7 +21,7 @@ NAMES = [f"d{number}" for number in range(6)]
 loads = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), max_size=30)
 
 
-def pool(numbers: Sequence[tuple[int, int]]) -> list[WorkerLoad]:
+def pool(numbers: Sequence[tuple[int, int]]) -> list[ProjectedLoad]:
     return [worker(f"d{i}", free=free, num_decodes=num) for i, (free, num) in enumerate(numbers)]
 
 

@@ -10,15 +10,15 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from common.clock import ManualClock
 from common.ids import Epoch, RequestId, WorkerId
 from common.timing import GUESSED_TIMING, LinkModel, StepModel, TimingModel
 from kvrelay.v1 import worker_pb2
-from router.facts import Endpoint, WorkerFacts
+from router.facts import WorkerEndpoint, WorkerFacts
 from router.hold import Hold
 from router.member import SETTLE_S, Member
 from router.pool_timing import MIN_SAMPLES, PoolTiming
 from router.worker_client import WorkerClient
+from tests.clock import ManualClock
 from tests.router.fakes import BLOCK_SIZE, DECODE, PREFILL
 
 
@@ -40,7 +40,7 @@ def make_facts(*, num_blocks: int, epoch: int = 1) -> WorkerFacts:
 def make_member(
     *, num_blocks: int = 10, worker_id: str = "d0", role: "worker_pb2.WorkerRole.ValueType" = DECODE
 ) -> Member:
-    endpoint = Endpoint(worker_id=WorkerId(worker_id), role=role, address="127.0.0.1:1")
+    endpoint = WorkerEndpoint(worker_id=WorkerId(worker_id), role=role, address="127.0.0.1:1")
     member = Member(endpoint=endpoint, client=cast("WorkerClient", None))  # a load is reckoned without the worker
     member.begin_life(make_facts(num_blocks=num_blocks))
     return member

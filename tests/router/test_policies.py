@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from common.config import RouterConfig
 from common.errors import Refused
 from common.timing import LinkModel
-from router.placement.loads import WorkerLoad
-from router.placement.plans import FleetView, PlacementRequest, Plan, PlanKind
+from common.wire_names import PlanKind
+from router.placement.loads import ProjectedLoad
+from router.placement.plans import FleetView, PlacementRequest, Plan
 from router.placement.policies.registry import POLICIES, SIMULATED_POLICIES
 from tests.router.fleets import TIMING, choose, fleet, policy, request, worker
 
@@ -175,7 +176,7 @@ def test_policy_chooses_workers_of_the_view_with_room_or_refuses(
             assert plan.pull.source in view.sources - {plan.computes}
 
 
-def _fits(wanted: PlacementRequest, worker: WorkerLoad) -> bool:
+def _fits(wanted: PlacementRequest, worker: ProjectedLoad) -> bool:
     num_grown = wanted.num_growth_blocks + worker.num_growth_blocks if worker.num_decodes else 0
     return worker.num_free_blocks >= wanted.num_decode_blocks + num_grown
 

@@ -12,7 +12,8 @@ import pytest
 from common.errors import Refused
 from common.ids import WorkerId
 from common.timing import LinkModel, StepModel, TimingModel
-from router.placement.plans import FleetView, Keeper, PlacementRequest, Plan, PlanKind, Policy, Pull
+from common.wire_names import PlanKind
+from router.placement.plans import FleetView, Keeper, PlacementRequest, Plan, Policy, Pull
 from tests.router import fleets
 from tests.router.fleets import worker
 

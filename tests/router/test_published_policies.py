@@ -9,12 +9,12 @@ from collections.abc import Mapping
 import pytest
 
 from common.errors import Refused
-from router.placement.loads import WorkerLoad
-from router.placement.plans import PlanKind
+from common.wire_names import PlanKind
+from router.placement.loads import ProjectedLoad
 from tests.router.fleets import choose, costs, fleet, policy, request, worker
 
 
-def decode_chosen(name: str, *workers: WorkerLoad, cached: Mapping[str, int] | None = None, times: int = 1) -> str:
+def decode_chosen(name: str, *workers: ProjectedLoad, cached: Mapping[str, int] | None = None, times: int = 1) -> str:
     """Return the last of several choices among decode workers without a prefill pool."""
     chosen = policy(name)
     return [choose(chosen, request(cached=cached), fleet(*workers)).decode for _ in range(times)][-1]
@@ -135,7 +135,7 @@ def test_sglang_disaggregated_pairs_affinity_with_power_of_two() -> None:
 # dynamo
 
 
-def dynamo_workers(pool: str) -> tuple[WorkerLoad, WorkerLoad]:
+def dynamo_workers(pool: str) -> tuple[ProjectedLoad, ProjectedLoad]:
     return (
         worker(f"{pool}0", num_active_missing_tokens=80, num_active_blocks=3),
         worker(f"{pool}1", num_active_missing_tokens=160, num_active_blocks=4),

@@ -4,10 +4,10 @@ import asyncio
 
 import pytest
 
-from common.clock import ManualClock
 from kvrelay.v1 import router_admin_pb2, worker_pb2
 from router.member import Member, WorkerState
 from router.silence import MAX_FACTOR, TICK_S, SilenceWatch
+from tests.clock import ManualClock
 from tests.router.cut_wire import CutWire
 from tests.router.fakes import (
     DECODE,

@@ -12,7 +12,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 from common.block_hash import hash_blocks, hash_root
 from common.chat_template import ChatTemplate, Conversation
 from common.tokens import as_tokens
-from router.token_cache import Cuts, Encoded, KnownPrefix, TokenCache
+from router.token_cache import CutFinder, Encoded, KnownPrefix, TokenCache
 from router.tokenizer import TextCodec
 
 TEMPLATE = (
@@ -150,7 +150,7 @@ def test_cached_hashes_of_another_root_are_not_used() -> None:
 
 
 def test_cuts_lie_behind_special_tokens_that_stand_by_themselves() -> None:
-    cuts = Cuts(TOKENIZERS["byte level"])
+    cuts = CutFinder(TOKENIZERS["byte level"])
     text = "<|start|>a<|end|> <|trim|> <|en b d><|end|> the"
     assert [text[: cut.end] for cut in cuts.find(text)] == ["<|start|>", "<|start|>a<|end|>"]
 

@@ -6,17 +6,17 @@ from dataclasses import replace
 
 import pytest
 
-from common.clock import ManualClock
 from common.config import TracingConfig
 from common.errors import PromptTooLong, WorkerLost
 from common.ids import RequestId, WorkerId
 from common.lifecycle import LifeCycle, State
 from common.tracing import NO_STAGES, Span, SpanContext, parse_traceparent
 from kvrelay.v1 import inference_pb2 as pb
-from router.placement.decisions import Decision
+from router.placement.decisions import DecisionRecord
 from router.placement.plans import Plan
 from router.tenants import ANYBODY
 from router.tracing import RequestTraces
+from tests.clock import ManualClock
 from tests.common.test_tracing import HEADER, PLACE, Kept
 from tests.router.fakes import MODEL, Reply, TestCluster, make_request, pair, prompt_of, running_cluster, trio
 from tests.router.http.clients import COMPLETIONS, body_of, fetch, http_cluster
@@ -131,7 +131,7 @@ async def test_attempt_that_fails_before_its_first_call_keeps_its_error(
     orchestrator = cluster.router.door.parts.orchestrator
     booked, fleet = orchestrator.traces.attempt, cluster.router.door.parts.fleet
 
-    def roll_out(life: LifeCycle, decision: Decision) -> AbstractContextManager[str]:
+    def roll_out(life: LifeCycle, decision: DecisionRecord) -> AbstractContextManager[str]:
         """Change the model between the check of a request and its plan."""
         fleet.model = replace(MODEL, fingerprint="another model")
         return booked(life, decision)
@@ -165,7 +165,7 @@ def test_request_that_finds_no_second_worker_shows_its_last_wait() -> None:
     traces.begin(life, ANYBODY, "").enter("line")
     clock.advance(1.0)
     plan = Plan(decode=WorkerId("d0"), predicted_cached_tokens=0, reason="")
-    decision = Decision(request_id=life.request_id, num_tokens=8, plan=plan, decided_s=1.0, decision_s=0.25)
+    decision = DecisionRecord(request_id=life.request_id, num_tokens=8, plan=plan, decided_s=1.0, decision_s=0.25)
     with traces.attempt(life, decision):
         life.advance(State.RESERVING)
         clock.advance(2.0)
@@ -195,7 +195,7 @@ def test_samples_that_go_on_separately_link_to_their_own_attempts() -> None:
     @contextmanager
     def attempt(life: LifeCycle, number: int, ended: str) -> Iterator[None]:
         plan = Plan(decode=WorkerId("d0"), predicted_cached_tokens=0, reason="")
-        decision = Decision(
+        decision = DecisionRecord(
             request_id=life.request_id, num_tokens=8, plan=plan, decided_s=clock.monotonic(), attempt=number
         )
         with traces.attempt(life, decision):
@@ -232,11 +232,11 @@ def test_first_line_ends_with_the_first_choice_when_another_sample_ends_before()
     second = LifeCycle(RequestId("r"), clock)
     plan = Plan(decode=WorkerId("d0"), predicted_cached_tokens=0, reason="")
     clock.advance(1.0)
-    one = Decision(request_id=first.request_id, num_tokens=8, plan=plan, decided_s=1.0, ended="completed")
+    one = DecisionRecord(request_id=first.request_id, num_tokens=8, plan=plan, decided_s=1.0, ended="completed")
     with traces.attempt(first, one):
         first.advance(State.RESERVING)
         clock.advance(1.0)
-        two = Decision(request_id=first.request_id, num_tokens=8, plan=plan, decided_s=2.0, ended="completed")
+        two = DecisionRecord(request_id=first.request_id, num_tokens=8, plan=plan, decided_s=2.0, ended="completed")
         with traces.attempt(second, two):
             clock.advance(1.0)
     first.advance(State.FAILED)

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import pytest
 
 from common.block_hash import hash_blocks
-from common.clock import ManualClock
 from common.errors import EngineFault, InvalidRequest, Overloaded, Unauthenticated
 from common.ids import RequestId
 from common.lifecycle import LifeCycle
@@ -18,6 +17,7 @@ from kvrelay.client.traffic import AsyncTrafficStream
 from router import traffic
 from router.record import Job, RunningRequest
 from router.traffic import MAX_RECORDINGS, TrafficRecordings
+from tests.clock import ManualClock
 from tests.router.fakes import (
     BLOCK_SIZE,
     MODEL,

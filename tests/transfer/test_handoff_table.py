@@ -4,10 +4,10 @@ import asyncio
 
 import pytest
 
-from common.clock import ManualClock
 from common.errors import HandoffGone, InvalidRequest
 from common.ids import BlockId, HandoffId
 from kv_transfer.handoff import FirstToken, HandoffManifest, HandoffState, HandoffTable
+from tests.clock import ManualClock
 
 MANIFEST = HandoffManifest(
     num_tokens=6,

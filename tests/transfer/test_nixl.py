@@ -15,7 +15,7 @@ from engine.fake import FakeKvStore
 from engine.vllm.pages import VllmKvStore
 from kv_transfer.transports.nixl import Nixl
 from kv_transfer.transports.registry import WorkerTransports
-from kv_transfer.transports.transport import PeerLife, PullTarget, TransportUnusable, Unreachable
+from kv_transfer.transports.transport import PeerLife, PeerMemoryUnreachable, PullTarget, TransportUnusable
 from kvrelay.v1 import kv_transfer_pb2 as pb
 from kvrelay.v1 import worker_pb2
 from tests.builders import BLOCK_SIZE, make_request
@@ -216,7 +216,7 @@ async def test_peer_that_is_killed_is_an_error_and_its_blocks_stay_missing(serve
     target = PullTarget((BlockId(6), BlockId(1)), {0, 1})
     if not is_known:
         kill()
-        with pytest.raises(Unreachable):
+        with pytest.raises(PeerMemoryUnreachable):
             async with puller.fetch(PEER, opened, target):
                 pass
     else:

@@ -12,7 +12,14 @@ from common.ids import BlockId
 from common.wire_names import TRANSPORT_NAMES, TRANSPORT_NUMBERS
 from engine.kv_store import KvStore
 from kv_transfer.transports.registry import TRANSPORTS
-from kv_transfer.transports.transport import PeerLife, PullTarget, SealedReceiver, Transport, Unreachable, sealed
+from kv_transfer.transports.transport import (
+    PeerLife,
+    PeerMemoryUnreachable,
+    PullTarget,
+    SealedReceiver,
+    Transport,
+    sealed,
+)
 from kvrelay.v1 import kv_transfer_pb2 as pb
 from tests.builders import make_request
 from tests.worker.cluster import running_pair
@@ -41,7 +48,7 @@ class InMemory(Transport):
     async def fetch(self, peer: PeerLife, opened: pb.FetchOpened, target: PullTarget) -> "AsyncIterator[_Copier]":
         source = self.stores.pop(opened.shared_memory.nonce, None)
         if source is None:
-            raise Unreachable("no such store")
+            raise PeerMemoryUnreachable("no such store")
         yield _Copier(source, self._store, target)
 
 

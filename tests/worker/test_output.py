@@ -9,8 +9,9 @@ from common.ids import BlockHash
 from common.kv_events import KvEvents
 from common.sampling import SamplingParams
 from common.wire import sampling_from_proto, sampling_to_proto, unpack_tokens
+from common.wire_names import FinishReason
 from decode_worker.direct import CAPABILITY_BYTES, DirectAnswer
-from engine.events import FinishReason, TokenOutput, TokenRun, Tokens
+from engine.events import GeneratedRun, TokenOutput, Tokens
 from kvrelay.v1 import decode_pb2
 from kvrelay.v1 import sampling_pb2 as pb
 from tests.builders import expected_tokens, make_request
@@ -23,13 +24,13 @@ from worker.output import OutputStreams
 def test_take_runs_packs_tokens_and_runs_in_order_and_ends_with_the_last_sample() -> None:
     streams = OutputStreams(make_request([1], n=2, detokenize=False), byte_tokenizer())
     token = TokenOutput(sample_index=0, token_index=0, token_id=7, logprobs=None, finish_reason=FinishReason.STOP)
-    run = TokenRun(sample_index=1, first_token_index=1, token_ids=(8, 9), finish_reason=None)
+    run = GeneratedRun(sample_index=1, first_token_index=1, token_ids=(8, 9), finish_reason=None)
     assert streams.take_runs(Tokens(tokens=(token,), runs=(run,))) == [
         pb.TokenRun(tokens=b"\7\0\0\0", finish_reason=pb.FINISH_REASON_STOP),
         pb.TokenRun(sample_index=1, first_token_index=1, tokens=b"\x08\0\0\0\x09\0\0\0"),
     ]
     assert not streams.is_over
-    end = TokenRun(sample_index=1, first_token_index=3, token_ids=(1,), finish_reason=FinishReason.LENGTH)
+    end = GeneratedRun(sample_index=1, first_token_index=3, token_ids=(1,), finish_reason=FinishReason.LENGTH)
     assert [run.finish_reason for run in streams.take_runs(Tokens(runs=(end,)))] == [pb.FINISH_REASON_LENGTH]
     assert streams.is_over
 

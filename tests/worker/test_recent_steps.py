@@ -2,10 +2,10 @@
 
 import pytest
 
-from common.clock import ManualClock
 from common.timing import StepShape
 from engine.events import StepSample
 from engine.work import DeviceRates, ModelShape, StepFloors
+from tests.clock import ManualClock
 from worker.recent_steps import RecentSteps
 
 MODEL = ModelShape(

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from common.clock import ManualClock
 from common.timing import GUESSED_TIMING, StepModel, StepShape, TimingModel
 from engine.thread import RunningStep
+from tests.clock import ManualClock
 from worker.watchdog import LOOP_HUNG_S, OVERDUE_S, TICK_S, OverdueWatch, Watchdog, predict_s
 
 LIMIT_S = 10.0

@@ -7,7 +7,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from engine.cuda.columns import Column, Columns
+from engine.cuda.columns import Column, PackedColumns
 from engine.ops.metadata import AttentionMetadata
 
 # Kernel parameters that point into a step. By default Triton compiles a kernel once for pointers to multiples of 16
@@ -71,7 +71,7 @@ class DeviceStep:
 
         `tile_tokens` is the number of consecutive queries that share a program of the prefill kernel.
         """
-        columns = Columns()
+        columns = PackedColumns()
         step = StepColumns.add(metadata, tile_tokens=tile_tokens, columns=columns)
         block_tables = columns.add(_pad_block_tables(metadata))
         words = columns.upload(device)
@@ -91,7 +91,7 @@ class StepColumns:
     chunks: tuple[Chunk, ...]
 
     @classmethod
-    def add(cls, metadata: AttentionMetadata, *, tile_tokens: int, columns: Columns) -> "StepColumns":
+    def add(cls, metadata: AttentionMetadata, *, tile_tokens: int, columns: PackedColumns) -> "StepColumns":
         """Add the columns of a step."""
         is_decode = np.diff(metadata.query_start_loc) == 1
         has_chunks = not is_decode.all()

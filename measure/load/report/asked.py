@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from measure.load.report.columns import Columns, Mask
+from measure.load.report.columns import Mask, RequestColumns
 from measure.load.summary import Summary
 from measure.pages.axes import RUN_TIME, Axis, Scale, Unit
 from measure.pages.figures import Bars, Curve, Frame, bar_figure, compact, line_figure, new_figure, plain
@@ -18,7 +18,7 @@ _WIDE = 5
 _UNKNOWN = "the target does not report cached tokens"
 
 
-def cache_panels(columns: Columns) -> tuple[Panel, ...]:
+def cache_panels(columns: RequestColumns) -> tuple[Panel, ...]:
     """Return cache hits by turn and over time."""
     cached = columns.server("num_cached_tokens")
     reported = columns.is_complete & ~np.isnan(cached)
@@ -27,7 +27,7 @@ def cache_panels(columns: Columns) -> tuple[Panel, ...]:
     return (_by_turn(columns, cached, reported), _over_time(columns, cached, reported))
 
 
-def asked_panels(columns: Columns) -> tuple[Panel, ...]:
+def asked_panels(columns: RequestColumns) -> tuple[Panel, ...]:
     """Return the lengths of prompts and answers."""
     wanted = np.array([request.num_wanted_tokens for request in columns.requests])
     return (
@@ -52,7 +52,7 @@ def failures_panel(summary: Summary) -> Panel:
     )
 
 
-def _by_turn(columns: Columns, cached: np.ndarray, reported: Mask) -> Panel:
+def _by_turn(columns: RequestColumns, cached: np.ndarray, reported: Mask) -> Panel:
     turns = np.minimum([request.turn for request in columns.requests], _MAX_TURNS - 1)
     present = sorted(set(turns[reported].tolist()))
     series = []
@@ -75,7 +75,7 @@ def _by_turn(columns: Columns, cached: np.ndarray, reported: Mask) -> Panel:
     )
 
 
-def _over_time(columns: Columns, cached: np.ndarray, reported: Mask) -> Panel:
+def _over_time(columns: RequestColumns, cached: np.ndarray, reported: Mask) -> Panel:
     edges = np.linspace(0, max(1e-3, float(columns.due_s.max(initial=0.0))), 41)
     curves = []
     for name, values, color in (
@@ -96,7 +96,7 @@ def _over_time(columns: Columns, cached: np.ndarray, reported: Mask) -> Panel:
     )
 
 
-def _lengths(columns: Columns, lengths: np.ndarray, title: str, look_for: str) -> Panel:
+def _lengths(columns: RequestColumns, lengths: np.ndarray, title: str, look_for: str) -> Panel:
     if not lengths.size:
         return Panel(title=title, content=Absent(why="no request was sent"), width=Width.HALF)
     is_wide = lengths.max() > _WIDE * max(1, lengths.min())
@@ -111,7 +111,7 @@ def _lengths(columns: Columns, lengths: np.ndarray, title: str, look_for: str) -
     )
 
 
-def _histogram(columns: Columns, lengths: np.ndarray, frame: Frame) -> Any:
+def _histogram(columns: RequestColumns, lengths: np.ndarray, frame: Frame) -> Any:
     edges = _edges(lengths, frame.x.scale)
     figure = new_figure(frame)
     for kind, color in colors_of(columns.kinds).items():

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from common.slo import Slo
 from measure.load.records import RequestRecord, Run
 from measure.load.window import Window
-from measure.pages.distributions import View, rolling
+from measure.pages.distributions import ShareScale, rolling
 from measure.pages.figures import Curve, LimitLine
 from measure.pages.wording import duration
 
@@ -28,9 +28,9 @@ class Measure(enum.Enum):
     E2E = "End to end (E2E)"
 
     @property
-    def view(self) -> View:
-        """View that shows the distribution first: the tail of single gaps."""
-        return View.TAIL if self is Measure.ITL else View.EVEN
+    def scale(self) -> ShareScale:
+        """Scale on which the distribution is shown first: the tail of single gaps."""
+        return ShareScale.TAIL if self is Measure.ITL else ShareScale.EVEN
 
     def limits(self, slo: Slo) -> tuple[LimitLine, ...]:
         """Return the objective as a line across the figure; nothing where there is none."""
@@ -50,7 +50,7 @@ class Gaps:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Columns:
+class RequestColumns:
     """Requests of a run, one per row, in the order in which they were due."""
 
     requests: tuple[RequestRecord, ...]
@@ -89,13 +89,13 @@ class Columns:
         return _floats([getattr(request.server, name) for request in self.requests])
 
 
-def columns_of(run: Run, window: Window) -> Columns:
+def columns_of(run: Run, window: Window) -> RequestColumns:
     """Return a run's requests as columns."""
     requests = tuple(sorted(run.requests, key=lambda request: request.index))
     due_s = _floats([request.due_s for request in requests])
     is_complete = np.array([request.is_complete for request in requests], dtype=np.bool_)
     kind = np.array([request.kind for request in requests], dtype=np.str_)
-    return Columns(
+    return RequestColumns(
         requests=requests,
         kinds=tuple(sorted(set(kind.tolist()))),
         kind=kind,
@@ -130,7 +130,7 @@ def rolling_curves(prefix: str, at_s: Floats, values: Floats, *, color: str) -> 
     ]
 
 
-def open_requests(columns: Columns) -> tuple[Floats, Floats]:
+def open_requests(columns: RequestColumns) -> tuple[Floats, Floats]:
     """Return (moments, open requests (due, not ended) at each), evenly over the run."""
     at_s = np.linspace(0, float(columns.end_s.max(initial=0.0)), _NUM_MOMENTS)
     due, ended = np.sort(columns.due_s), np.sort(columns.end_s)

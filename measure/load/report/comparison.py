@@ -8,17 +8,17 @@ from typing import Any
 import numpy as np
 
 from measure.figures import ALL
-from measure.load.comparison import Comparison, Row, change_text, compare, value_text
+from measure.load.comparison import Row, RunComparison, change_text, compare, value_text
 from measure.load.estimates import Estimate
 from measure.load.records import Run
-from measure.load.report.columns import Columns, Measure, columns_of, open_requests, rolling_curves
+from measure.load.report.columns import Measure, RequestColumns, columns_of, open_requests, rolling_curves
 from measure.load.report.handoff import phases_figure
 from measure.load.summary import Summary
 from measure.pages import axes
 from measure.pages.axes import RUN_TIME, Axis, Scale
-from measure.pages.distributions import Sample, ecdf_figure
+from measure.pages.distributions import ValueSample, ecdf_figure
 from measure.pages.figures import Bars, Curve, Frame, bar_figure, line_figure
-from measure.pages.page import Absent, Page, Panel, Section, Table, Width, write_page
+from measure.pages.page import Absent, Page, PageSection, Panel, Table, Width, write_page
 from measure.pages.theme import DASHES, Phase, colors_of
 
 MAX_KINDS = 3
@@ -33,7 +33,7 @@ class _Arm:
 
     name: str
     color: str
-    columns: Columns
+    columns: RequestColumns
     summary: Summary
 
 
@@ -57,10 +57,10 @@ def comparison_page(runs: Sequence[tuple[Run, Summary]]) -> Page:
         verdict=tuple(_verdicts(comparison, names)),
         warnings=tuple(f"{arm.name}: {warning}" for arm in arms for warning in _warnings(arm)),
         sections=(
-            Section(title="Overview", panels=(*_bar_panels(arms), _table_panel(comparison, names))),
-            Section(title="Latency", panels=tuple(_distributions(arms))),
-            Section(title="Over time", panels=tuple(_over_time(arms))),
-            Section(title="Where the time goes", panels=(_phases_panel(arms),)),
+            PageSection(title="Overview", panels=(*_bar_panels(arms), _table_panel(comparison, names))),
+            PageSection(title="Latency", panels=tuple(_distributions(arms))),
+            PageSection(title="Over time", panels=tuple(_over_time(arms))),
+            PageSection(title="Where the time goes", panels=(_phases_panel(arms),)),
         ),
         settings={arm.name: asdict(arm.summary.info) for arm in arms},
     )
@@ -79,7 +79,7 @@ def _warnings(arm: _Arm) -> tuple[str, ...]:
     return tuple(dict.fromkeys((*arm.summary.warnings, *arm.summary.info.generator.warnings)))
 
 
-def _verdicts(comparison: Comparison, names: Sequence[str]) -> Iterator[str]:
+def _verdicts(comparison: RunComparison, names: Sequence[str]) -> Iterator[str]:
     """Yield a sentence for each run but the first on figures that differ by more than chance."""
     for place, name in enumerate(names[1:], 1):
         changed = []
@@ -90,7 +90,7 @@ def _verdicts(comparison: Comparison, names: Sequence[str]) -> Iterator[str]:
         yield f"{name} against {names[0]}: {found}."
 
 
-def _table_panel(comparison: Comparison, names: Sequence[str]) -> Panel:
+def _table_panel(comparison: RunComparison, names: Sequence[str]) -> Panel:
     columns = ["measure", "kind", names[0]]
     for name in names[1:]:
         columns += [name, f"{name} against {names[0]}"]
@@ -171,14 +171,14 @@ def _distributions(arms: Sequence[_Arm]) -> Iterator[Panel]:
         yield Panel(
             title=measure.value,
             look_for="The curve further left is faster; where curves cross, one is better for most, one in the tail.",
-            content=ecdf_figure(samples, frame, measure.view)
+            content=ecdf_figure(samples, frame, measure.scale)
             if samples
             else Absent(why="no request was answered completely"),
             width=Width.HALF,
         )
 
 
-def _samples(arms: Sequence[_Arm], measure: Measure) -> Iterator[Sample]:
+def _samples(arms: Sequence[_Arm], measure: Measure) -> Iterator[ValueSample]:
     """Yield a sample per run and kind; runs differ by colour, kinds by dash. Empty samples are left out."""
     kinds = sorted({kind for arm in arms for kind in arm.columns.kinds})
     shown: list[str | None] = [*kinds] if 1 < len(kinds) <= MAX_KINDS else [None]
@@ -187,7 +187,7 @@ def _samples(arms: Sequence[_Arm], measure: Measure) -> Iterator[Sample]:
             values = arm.columns.measured(measure, kind)
             if values.size:
                 name = arm.name if kind is None else f"{arm.name}, {kind}"
-                yield Sample(name=name, values=values, color=arm.color, dash=dash)
+                yield ValueSample(name=name, values=values, color=arm.color, dash=dash)
 
 
 def _over_time(arms: Sequence[_Arm]) -> Iterator[Panel]:

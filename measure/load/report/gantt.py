@@ -8,8 +8,8 @@ import numpy as np
 
 from common.slo import Slo
 from measure.load.records import RequestRecord
-from measure.load.report.columns import Columns, Floats
-from measure.load.report.handoff import Span, hover_text, spans_of
+from measure.load.report.columns import Floats, RequestColumns
+from measure.load.report.handoff import PhaseSpan, hover_text, spans_of
 from measure.pages.axes import RUN_TIME, Axis
 from measure.pages.figures import Frame, buttons_menu, compact, new_figure
 from measure.pages.page import Absent, Panel
@@ -53,7 +53,7 @@ class _Arrangement:
     """Origin of the times of each request."""
 
 
-def gantt_panel(columns: Columns, slo: Slo) -> Panel:
+def gantt_panel(columns: RequestColumns, slo: Slo) -> Panel:
     """Return the chart of at most `MAX_ROWS` consecutive requests around the one that waited longest."""
     title = "Requests through queue, prefill, transfer and decode"
     if not columns.requests:
@@ -70,7 +70,7 @@ def gantt_panel(columns: Columns, slo: Slo) -> Panel:
     )
 
 
-def _selection(columns: Columns) -> tuple[tuple[RequestRecord, ...], str]:
+def _selection(columns: RequestColumns) -> tuple[tuple[RequestRecord, ...], str]:
     """Return the requests to draw, few enough for visible bars, and a sentence that names them."""
     requests = columns.requests
     waits = np.where(columns.is_counted & ~np.isnan(columns.ttft_s), columns.ttft_s, -1.0)
@@ -107,7 +107,7 @@ def _figure(requests: Sequence[RequestRecord], slo: Slo) -> Any:
 
 
 def _tracks(requests: Sequence[RequestRecord], texts: Sequence[str], slo: Slo) -> Iterator[_Track]:
-    spans: dict[Phase, list[tuple[int, Span]]] = {phase: [] for phase in _PHASE_NAMES}
+    spans: dict[Phase, list[tuple[int, PhaseSpan]]] = {phase: [] for phase in _PHASE_NAMES}
     for place, request in enumerate(requests):
         for span in spans_of(request):
             spans[span.phase].append((place, span))

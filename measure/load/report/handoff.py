@@ -13,7 +13,7 @@ import numpy as np
 
 from measure.figures import ALL, by_kind
 from measure.load.records import RequestRecord
-from measure.load.report.columns import Columns, Floats, Mask
+from measure.load.report.columns import Floats, Mask, RequestColumns
 from measure.pages.axes import Axis, Scale, Unit
 from measure.pages.distributions import scatter_indices
 from measure.pages.figures import Bars, Frame, bar_figure, compact, dots, new_figure, plain
@@ -28,7 +28,7 @@ _NO_TRANSFERS = "no KV moved between workers"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
+class PhaseSpan:
     """A phase of one request. Seconds since the run began."""
 
     phase: Phase
@@ -36,14 +36,14 @@ class Span:
     end_s: float
 
 
-def spans_of(request: RequestRecord) -> tuple[Span, ...]:
+def spans_of(request: RequestRecord) -> tuple[PhaseSpan, ...]:
     """Return the phases of a request in order, without gaps, from its sending to its end; empty ones are left out.
 
     Without time stamps of the server everything before the first token is `OTHER`.
     """
     server = request.server
     first_s = request.first_token_s if request.first_token_s is not None else request.end_s
-    spans: list[Span] = []
+    spans: list[PhaseSpan] = []
     at_s = request.sent_s
     for phase, length_s, limit_s in (
         (Phase.QUEUE, server.queue_s or 0.0, first_s),
@@ -54,7 +54,7 @@ def spans_of(request: RequestRecord) -> tuple[Span, ...]:
     ):
         end_s = min(at_s + max(0.0, length_s), limit_s)
         if end_s > at_s:
-            spans.append(Span(phase=phase, start_s=at_s, end_s=end_s))
+            spans.append(PhaseSpan(phase=phase, start_s=at_s, end_s=end_s))
             at_s = end_s
     return tuple(spans)
 
@@ -117,12 +117,12 @@ def phases_figure(groups: Mapping[str, Sequence[RequestRecord]], phases: Sequenc
     return figure
 
 
-def handoff_panels(columns: Columns) -> tuple[Panel, ...]:
+def handoff_panels(columns: RequestColumns) -> tuple[Panel, ...]:
     """Return TTFT and total time by phase, and transfers by size."""
     return (_ttft_panel(columns), _whole_panel(columns), *_transfer_panels(columns))
 
 
-def _ttft_panel(columns: Columns) -> Panel:
+def _ttft_panel(columns: RequestColumns) -> Panel:
     title = "TTFT by phase"
     rows = np.flatnonzero(columns.is_measured & ~np.isnan(columns.server("queue_s")))
     if not rows.size:
@@ -143,7 +143,7 @@ def _ttft_panel(columns: Columns) -> Panel:
     )
 
 
-def _whole_panel(columns: Columns) -> Panel:
+def _whole_panel(columns: RequestColumns) -> Panel:
     title = "Total time by phase"
     has = columns.is_measured & ~np.isnan(columns.server("queue_s"))
     if not has.any():
@@ -160,7 +160,7 @@ def _whole_panel(columns: Columns) -> Panel:
     )
 
 
-def _transfer_panels(columns: Columns) -> tuple[Panel, ...]:
+def _transfer_panels(columns: RequestColumns) -> tuple[Panel, ...]:
     exposed_s, transfer_s = columns.server("transfer_exposed_s"), columns.server("transfer_s")
     num_bytes = columns.server("transfer_bytes")
     moved = columns.is_measured & (num_bytes > 0)
@@ -214,7 +214,7 @@ def _transfer_panels(columns: Columns) -> tuple[Panel, ...]:
     return tuple(panels)
 
 
-def _cloud(columns: Columns, mask: Mask, values: tuple[Floats, Floats], frame: Frame) -> Any:
+def _cloud(columns: RequestColumns, mask: Mask, values: tuple[Floats, Floats], frame: Frame) -> Any:
     """Return a scatter plot, coloured by transport."""
     figure = new_figure(frame)
     x, y = values

@@ -8,10 +8,10 @@ from plotly.subplots import make_subplots
 
 from common.slo import Slo
 from measure.load.records import PoolSample
-from measure.load.report.columns import Columns, Measure, known, objective, open_requests, rolling_curves
+from measure.load.report.columns import Measure, RequestColumns, known, objective, open_requests, rolling_curves
 from measure.load.window import Window
 from measure.pages.axes import RUN_TIME, Axis, Scale, Unit
-from measure.pages.distributions import Sample, ecdf_figure, scatter_indices
+from measure.pages.distributions import ValueSample, ecdf_figure, scatter_indices
 from measure.pages.figures import Curve, Frame, add_curve, compact, dots, line_figure, new_figure, plain
 from measure.pages.page import Absent, Panel, Width
 from measure.pages.theme import BLUE, GREY, LIMIT, PURPLE, colors_of, translucent
@@ -25,12 +25,12 @@ _LOOK_FOR = {
 }
 
 
-def distribution_panels(columns: Columns, slo: Slo) -> tuple[Panel, ...]:
+def distribution_panels(columns: RequestColumns, slo: Slo) -> tuple[Panel, ...]:
     """Return a panel per measure, over the counted complete requests."""
     return tuple(_distribution(columns, measure, slo) for measure in Measure)
 
 
-def prompt_length_panel(columns: Columns, slo: Slo) -> Panel:
+def prompt_length_panel(columns: RequestColumns, slo: Slo) -> Panel:
     """Return TTFT against prompt length."""
     rows = np.flatnonzero(columns.is_measured & ~np.isnan(columns.ttft_s))
     title = "TTFT by prompt length"
@@ -68,7 +68,9 @@ def prompt_length_panel(columns: Columns, slo: Slo) -> Panel:
     )
 
 
-def over_time_panels(columns: Columns, slo: Slo, window: Window, samples: Sequence[PoolSample]) -> tuple[Panel, ...]:
+def over_time_panels(
+    columns: RequestColumns, slo: Slo, window: Window, samples: Sequence[PoolSample]
+) -> tuple[Panel, ...]:
     """Return latencies over time, then arrivals and queues."""
     return (
         _ttft_over_time(columns, slo, window),
@@ -84,7 +86,7 @@ def shade_uncounted(figure: Any, window: Window, end_s: float) -> None:
             figure.add_vrect(x0=start_s, x1=stop_s, fillcolor=translucent(GREY, 0.13), line_width=0, layer="below")
 
 
-def _ttft_over_time(columns: Columns, slo: Slo, window: Window) -> Panel:
+def _ttft_over_time(columns: RequestColumns, slo: Slo, window: Window) -> Panel:
     frame = Frame(
         x=RUN_TIME,
         y=_log_time("TTFT"),
@@ -124,7 +126,7 @@ def _ttft_over_time(columns: Columns, slo: Slo, window: Window) -> Panel:
     )
 
 
-def _itl_over_time(columns: Columns, slo: Slo, window: Window) -> Panel:
+def _itl_over_time(columns: RequestColumns, slo: Slo, window: Window) -> Panel:
     gaps = columns.gaps
     if not gaps.gap_s.size:
         return Panel(title="ITL over time", content=Absent(why="every answer came in one piece"))
@@ -148,7 +150,7 @@ def _itl_over_time(columns: Columns, slo: Slo, window: Window) -> Panel:
     )
 
 
-def _traffic_over_time(columns: Columns, window: Window, samples: Sequence[PoolSample]) -> Panel:
+def _traffic_over_time(columns: RequestColumns, window: Window, samples: Sequence[PoolSample]) -> Panel:
     end_s = max(1e-3, float(columns.end_s.max(initial=0.0)))
     edges = np.linspace(0, end_s, 61)
     figure = make_subplots(rows=2, cols=1, shared_xaxes=True, vertical_spacing=0.08)
@@ -193,7 +195,7 @@ def _traffic_over_time(columns: Columns, window: Window, samples: Sequence[PoolS
     )
 
 
-def _add_failures(figure: Any, columns: Columns) -> None:
+def _add_failures(figure: Any, columns: RequestColumns) -> None:
     """Mark incomplete requests along the lower edge: they have no latency."""
     height = 0.7 * float(known(columns.ttft_s).min(initial=1.0))
     rows = np.flatnonzero(~columns.is_complete)
@@ -211,7 +213,7 @@ def _add_failures(figure: Any, columns: Columns) -> None:
     )
 
 
-def _finish(figure: Any, columns: Columns, window: Window) -> None:
+def _finish(figure: Any, columns: RequestColumns, window: Window) -> None:
     end_s = float(columns.end_s.max(initial=0.0))
     figure.update_xaxes(range=[0, 1.005 * end_s])
     shade_uncounted(figure, window, end_s)
@@ -221,9 +223,9 @@ def _log_time(title: str) -> Axis:
     return Axis(title=title, unit=Unit.SECONDS, scale=Scale.LOG)
 
 
-def _distribution(columns: Columns, measure: Measure, slo: Slo) -> Panel:
+def _distribution(columns: RequestColumns, measure: Measure, slo: Slo) -> Panel:
     samples = [
-        Sample(name=kind, values=columns.measured(measure, kind), color=color)
+        ValueSample(name=kind, values=columns.measured(measure, kind), color=color)
         for kind, color in colors_of(columns.kinds).items()
     ]
     if not any(len(sample.values) for sample in samples):
@@ -233,7 +235,7 @@ def _distribution(columns: Columns, measure: Measure, slo: Slo) -> Panel:
     return Panel(
         title=measure.value,
         look_for=_LOOK_FOR[measure],
-        content=ecdf_figure(samples, frame, measure.view),
+        content=ecdf_figure(samples, frame, measure.scale),
         note=f"The objective grows with prompts above {slo.ttft_tokens:,} tokens." if is_longer else "",
         width=Width.HALF,
     )

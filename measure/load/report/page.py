@@ -4,13 +4,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
 
-from measure.load.estimates import Distribution, Estimate
+from measure.load.estimates import Estimate, MeasuredDistribution
 from measure.load.records import Run
 from measure.load.report import asked, gantt, handoff, latency, pools
 from measure.load.report.columns import columns_of
 from measure.load.summary import KindSummary, Summary
 from measure.load.tables import UNKNOWN, Writer, objectives, quoted
-from measure.pages.page import Card, Page, Panel, Section, Tone, table_of, write_page
+from measure.pages.page import Card, Page, PageSection, Panel, Tone, table_of, write_page
 from measure.pages.wording import count, duration, number, percent, scaled
 
 
@@ -87,7 +87,7 @@ def _interval(estimate: Estimate, write: Writer) -> str:
     return f"95 %: {write(estimate.low)} to {write(estimate.high)}"
 
 
-def _latency_cards(name: str, times: Distribution | None, objective_s: float | None) -> Iterable[Card]:
+def _latency_cards(name: str, times: MeasuredDistribution | None, objective_s: float | None) -> Iterable[Card]:
     if times is None:
         return
     p99 = times.at(0.99)
@@ -131,7 +131,7 @@ def _generator_card(summary: Summary) -> Card:
     )
 
 
-def _both(times: Distribution | None) -> str:
+def _both(times: MeasuredDistribution | None) -> str:
     return UNKNOWN if times is None else f"{quoted(times.at(0.5))} / {quoted(times.at(0.99))}"
 
 
@@ -150,8 +150,8 @@ def report_page(run: Run, summary: Summary) -> Page:
         warnings=tuple(dict.fromkeys((*summary.warnings, *run.info.generator.warnings))),
         cards=cards(summary),
         sections=(
-            Section(title="Overview", panels=(kinds_panel(summary), asked.failures_panel(summary))),
-            Section(
+            PageSection(title="Overview", panels=(kinds_panel(summary), asked.failures_panel(summary))),
+            PageSection(
                 title="Latency",
                 intro="From the due time of a request, so that a late generator hides no wait.",
                 panels=(
@@ -159,15 +159,15 @@ def report_page(run: Run, summary: Summary) -> Page:
                     latency.prompt_length_panel(columns, summary.slo),
                 ),
             ),
-            Section(
+            PageSection(
                 title="Over time",
                 panels=latency.over_time_panels(columns, summary.slo, summary.window, run.samples),
             ),
-            Section(title="Requests", panels=(gantt.gantt_panel(columns, summary.slo),)),
-            Section(title="Handoff", panels=handoff.handoff_panels(columns)),
-            Section(title="Pools", panels=pools.pool_panels(workers, summary)),
-            Section(title="Caches", panels=asked.cache_panels(columns)),
-            Section(title="Requests sent", panels=asked.asked_panels(columns)),
+            PageSection(title="Requests", panels=(gantt.gantt_panel(columns, summary.slo),)),
+            PageSection(title="Handoff", panels=handoff.handoff_panels(columns)),
+            PageSection(title="Pools", panels=pools.pool_panels(workers, summary)),
+            PageSection(title="Caches", panels=asked.cache_panels(columns)),
+            PageSection(title="Requests sent", panels=asked.asked_panels(columns)),
         ),
         settings=asdict(run.info),
     )

@@ -52,7 +52,7 @@ def _read(text: str) -> tuple[_Values, Mapping[str, int]]:
 
 
 def _worker(engine: str, values: _Values, num_blocks: int) -> WorkerSample:
-    num_cached = int(values.get((_HIT_TOKENS, engine), 0))
+    num_cached_tokens = int(values.get((_HIT_TOKENS, engine), 0))
     return WorkerSample(
         worker_id=f"engine-{engine}",
         role="engine",
@@ -60,8 +60,8 @@ def _worker(engine: str, values: _Values, num_blocks: int) -> WorkerSample:
         num_waiting=int(values.get((_WAITING, engine), 0)),
         num_blocks=num_blocks,
         num_used_blocks=round(num_blocks * _first(values.get((name, engine)) for name in _KV_USAGE)),
-        num_computed_tokens=max(0, int(values.get((_PROMPT_TOKENS, engine), 0)) - num_cached),
-        num_cached_tokens=num_cached,
+        num_computed_tokens=max(0, int(values.get((_PROMPT_TOKENS, engine), 0)) - num_cached_tokens),
+        num_cached_tokens=num_cached_tokens,
     )
 
 

@@ -11,7 +11,7 @@ from itertools import takewhile
 from pathlib import Path
 
 from measure.simulate.chaos.many import walk_all
-from measure.simulate.chaos.settings import ChaosReport, ChaosSettings, Fault, draw_settings
+from measure.simulate.chaos.settings import ChaosReport, ChaosSettings, FaultKind, draw_settings
 
 _SAVED_EVERY = 20
 """Walks after which the figures are written."""
@@ -111,7 +111,7 @@ def save(path: Path, swarm: Swarm) -> None:
 
 def _sketch(settings: ChaosSettings, report: ChaosReport) -> str:
     shape = f"{settings.num_prefill}P{settings.num_decode}D, {settings.num_routers} routers"
-    faults = ", ".join(f"{report.faults[fault]} x {fault}" for fault in Fault if fault in settings.faults)
+    faults = ", ".join(f"{report.faults[fault]} x {fault}" for fault in FaultKind if fault in settings.faults)
     outcomes = ", ".join(f"{count} {outcome}" for outcome, count in report.outcomes.most_common())
     return f"{shape}; {faults}; {outcomes}; drained in {report.drain_s:.1f} s, whole in {report.whole_s:.1f} s"
 

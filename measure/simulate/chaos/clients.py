@@ -15,13 +15,13 @@ from measure.simulate.chaos.oracles import AnswerCheck, Violation
 from measure.simulate.chaos.poison import PoisonBook
 from measure.simulate.chaos.questions import Question, QuestionBook
 from measure.simulate.chaos.reading import Readers
-from measure.simulate.chaos.routers import RouterGone, Routers
-from measure.simulate.chaos.settings import MIN_QUIET_S, ChaosReport, ChaosSettings, Fault
+from measure.simulate.chaos.routers import ChaosRouters, RouterGone
+from measure.simulate.chaos.settings import MIN_QUIET_S, ChaosReport, ChaosSettings, FaultKind
 from measure.simulate.client import admit
 from router.parts import RouterParts
 from router.placement.decisions import CAPACITY
 from router.record import Delivery, Job
-from router.resumption import Begun
+from router.resumption import ResumedSample
 from router.tenants import ANYBODY as HOUSE
 from router.tenants import Tenant
 
@@ -38,7 +38,7 @@ class Clients:
         settings: ChaosSettings,
         book: QuestionBook,
         poisons: PoisonBook,
-        routers: Routers,
+        routers: ChaosRouters,
         readers: Readers,
     ) -> None:
         """Outcomes and broken invariants go into the report of the readers' audit."""
@@ -108,7 +108,7 @@ class Clients:
 
     def _draws_poison(self) -> bool:
         settings = self._settings
-        if Fault.POISON not in settings.faults or self._poisons.quiet_s < MIN_QUIET_S:
+        if FaultKind.POISON not in settings.faults or self._poisons.quiet_s < MIN_QUIET_S:
             return False
         return self._draw.random() < 1 / (settings.poison_gap_s * settings.rate_per_s)
 
@@ -174,8 +174,8 @@ class Clients:
                 sampling=question.sampling,
                 model=model,
                 delivery=delivery,
-                begun=tuple(
-                    Begun(token_ids=as_tokens(sample.token_ids), is_finished=sample.is_finished)
+                resumed=tuple(
+                    ResumedSample(token_ids=as_tokens(sample.token_ids), is_finished=sample.is_finished)
                     for sample in check.so_far()
                 ),
             )
@@ -190,7 +190,7 @@ class Clients:
         if error is None or self._settings.may_fail:
             return ""
         # A call that is opened twice is refused; HTTP/2 never repeats a message, so no router sends it again.
-        if isinstance(error, InvalidRequest) and Fault.REPEATED in self._settings.faults:
+        if isinstance(error, InvalidRequest) and FaultKind.REPEATED in self._settings.faults:
             return ""
         if isinstance(error, CrashSuspected):
             max_lost, prompt = router.config.max_lost_workers, bytes(question.prompt)
@@ -201,8 +201,8 @@ class Clients:
         return f"is innocent and has failed: {error!r}"
 
     def _wrong_end_of_poison(self, request_id: RequestId, error: KvrelayError | None, router: RouterParts) -> str:
-        others = self._settings.faults - {Fault.POISON}
-        if isinstance(error, InvalidRequest) and Fault.REPEATED in others:
+        others = self._settings.faults - {FaultKind.POISON}
+        if isinstance(error, InvalidRequest) and FaultKind.REPEATED in others:
             return ""  # as an innocent one
         if isinstance(error, WorkerLost) and others:
             return ""  # with workers that it lost otherwise, it had `max_attempts` first

@@ -19,7 +19,7 @@ from measure.simulate.loop import PROCESS, VirtualClock
 from measure.simulate.timing import FittedTimes, WorkerSpeed
 from measure.simulate.wire import KEEPALIVE_S
 from measure.simulate.worker import SharedWorld, SimWorker
-from router.facts import Endpoint
+from router.facts import WorkerEndpoint
 from worker.watchdog import TICK_S, predict_s, watchdog_of
 
 TIMES = TimingModel(
@@ -69,7 +69,7 @@ class Host:
 
     def __init__(
         self,
-        endpoint: Endpoint,
+        endpoint: WorkerEndpoint,
         world: SharedWorld,
         make_executor: Callable[[], FakeExecutor],
         poisons: PoisonBook,

@@ -9,7 +9,7 @@ from common.errors import KvrelayError
 from common.ids import WorkerId
 from kvrelay.v1 import worker_pb2
 from measure.simulate.chaos.host import Host
-from measure.simulate.chaos.routers import Routers
+from measure.simulate.chaos.routers import ChaosRouters
 
 _GRACE_S = 10.0
 """Time in which the requests of a worker that changes its pool should have moved."""
@@ -25,7 +25,7 @@ _OTHER_ROLE = {
 class Members:
     """The members of all routers. Event loop only."""
 
-    def __init__(self, hosts: Sequence[Host], routers: Routers) -> None:
+    def __init__(self, hosts: Sequence[Host], routers: ChaosRouters) -> None:
         self._hosts = hosts
         self._routers = routers
         self._draining: set[WorkerId] = set()

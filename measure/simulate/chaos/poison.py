@@ -9,7 +9,7 @@ from common.clock import Clock
 from common.ids import RequestId
 from engine.executor import ScheduledSequence
 from measure.simulate.chaos.settings import MAX_ANSWER_S, MAX_NOTICE_S
-from router.placement.decisions import Decision
+from router.placement.decisions import DecisionRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class PoisonBook:
         """Note the end of a process, or of its ability to answer, and the request that has ended it."""
         self._all_deaths.append(Death(worker_id, self._clock.monotonic(), cause))
 
-    def may_be_bad_luck(self, attempts: Iterable[Decision], *, max_lost: int) -> bool:
+    def may_be_bad_luck(self, attempts: Iterable[DecisionRecord], *, max_lost: int) -> bool:
         """Return whether an innocent request has lost so many workers in these attempts that it may be refused.
 
         An attempt is lost when one of its workers has ended since; it may have been stopped or cut off before. Those
@@ -80,12 +80,12 @@ class PoisonBook:
         is_by_one = any(all(causes == {cause} for causes in lost) for cause in set().union(*lost) - {None})
         return len(lost) >= max_lost and not is_by_one
 
-    def _causes(self, attempt: Decision) -> set[RequestId | None]:
+    def _causes(self, attempt: DecisionRecord) -> set[RequestId | None]:
         """Return what has ended workers of an attempt since it began, or so shortly before that no router knew."""
         workers, since_s = (attempt.plan.decode, attempt.plan.prefill), attempt.decided_s - MAX_NOTICE_S
         return {each.cause for each in self._all_deaths if each.worker_id in workers and each.at_s >= since_s}
 
-    def ended_at_once(self, request_id: RequestId, attempts: Iterable[Decision]) -> bool:
+    def ended_at_once(self, request_id: RequestId, attempts: Iterable[DecisionRecord]) -> bool:
         """Return whether a poison request may have ended a worker before its router had an answer to the call."""
         return any(
             death.cause == request_id and death.at_s - attempt.decided_s <= MAX_ANSWER_S

@@ -8,7 +8,7 @@ import numpy as np
 from common.fake_tokenizer import EOS_TOKEN_ID
 from common.sampling import SamplingParams
 from common.tokens import TokenArray, as_tokens
-from engine.events import FinishReason
+from common.wire_names import FinishReason
 from engine.fake_model import choose, context_state, token_kv
 
 _NUM_QUESTIONS = 60

@@ -12,7 +12,7 @@ class RouterGone(Exception):
     """The router of a request has died."""
 
 
-class Routers:
+class ChaosRouters:
     """Routers at fixed addresses, of which at least one lives. Event loop only. Close with `aclose`."""
 
     def __init__(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from measure.simulate.faults import FaultRates
 
 
-class Fault(enum.StrEnum):
+class FaultKind(enum.StrEnum):
     """Kinds of faults, each of which is on or off for a whole walk."""
 
     CRASH = "crash"
@@ -49,13 +49,17 @@ class Fault(enum.StrEnum):
     """A router dies and is started again; its clients go on at another one."""
 
 
-PROCESS_FAULTS = frozenset({Fault.CRASH, Fault.HOST_CRASH, Fault.STOP, Fault.HUNG_STEP, Fault.HUNG_LOOP, Fault.SLOW})
-CUT_FAULTS = frozenset({Fault.CUT, Fault.ONE_WAY_CUT, Fault.FLAPPING_CUT})
-MESSAGE_FAULTS = frozenset({Fault.LOST, Fault.REPEATED, Fault.LATE, Fault.STALL})
+PROCESS_FAULTS = frozenset(
+    {FaultKind.CRASH, FaultKind.HOST_CRASH, FaultKind.STOP, FaultKind.HUNG_STEP, FaultKind.HUNG_LOOP, FaultKind.SLOW}
+)
+CUT_FAULTS = frozenset({FaultKind.CUT, FaultKind.ONE_WAY_CUT, FaultKind.FLAPPING_CUT})
+MESSAGE_FAULTS = frozenset({FaultKind.LOST, FaultKind.REPEATED, FaultKind.LATE, FaultKind.STALL})
 NETWORK_FAULTS = CUT_FAULTS | MESSAGE_FAULTS
 """Faults by which a worker may hear late, or not at all, that a client has gone."""
-_SECOND_FAULTS = frozenset({Fault.CORRUPTED, Fault.TORN, Fault.HOST_CRASH, Fault.DRAIN, Fault.FLOOD})
-LATER_FAULTS = _SECOND_FAULTS | {Fault.FLIP, Fault.ROUTER_CRASH}
+_SECOND_FAULTS = frozenset(
+    {FaultKind.CORRUPTED, FaultKind.TORN, FaultKind.HOST_CRASH, FaultKind.DRAIN, FaultKind.FLOOD}
+)
+LATER_FAULTS = _SECOND_FAULTS | {FaultKind.FLIP, FaultKind.ROUTER_CRASH}
 """Kinds that are drawn apart, so that the seeds from before them are the same walks without them."""
 MAX_NOTICE_S = 0.05
 MIN_QUIET_S = 5.0
@@ -73,7 +77,7 @@ class ChaosSettings:
 
     num_requests: int
     seed: int
-    faults: frozenset[Fault] = frozenset(Fault)
+    faults: frozenset[FaultKind] = frozenset(FaultKind)
     num_prefill: int = 2
     num_decode: int = 3
     num_routers: int = 2
@@ -111,14 +115,14 @@ class ChaosSettings:
         """Probabilities per message."""
         rates, on = self.message_rates, self.faults
         return FaultRates(
-            lose=rates.lose * (Fault.LOST in on),
-            repeat=rates.repeat * (Fault.REPEATED in on),
-            delay=rates.delay * (Fault.LATE in on),
+            lose=rates.lose * (FaultKind.LOST in on),
+            repeat=rates.repeat * (FaultKind.REPEATED in on),
+            delay=rates.delay * (FaultKind.LATE in on),
             max_delay_s=rates.max_delay_s,
-            stall=rates.stall * (Fault.STALL in on),
+            stall=rates.stall * (FaultKind.STALL in on),
             stall_s=rates.stall_s,
-            corrupt=rates.corrupt * (Fault.CORRUPTED in on),
-            tear=rates.tear * (Fault.TORN in on),
+            corrupt=rates.corrupt * (FaultKind.CORRUPTED in on),
+            tear=rates.tear * (FaultKind.TORN in on),
             max_notice_s=self.max_notice_s,
         )
 
@@ -150,21 +154,21 @@ def draw_settings(seed: int, *, num_requests: int) -> ChaosSettings:
         mean_gap_s=first.mean_gap_s / haste,
     )
     # The third edition added these: they are drawn after everything older, which thus stays the same.
-    flips = {Fault.FLIP} if later.random() < share else set()
+    flips = {FaultKind.FLIP} if later.random() < share else set()
     settings = replace(settings, faults=faults | flips, direct_share=later.choice((0.0, 0.3)))
     # The fourth edition added this one.
     has_crashes = seed >= FOURTH_EDITION and later.random() < share
-    return replace(settings, faults=settings.faults | {Fault.ROUTER_CRASH}) if has_crashes else settings
+    return replace(settings, faults=settings.faults | {FaultKind.ROUTER_CRASH}) if has_crashes else settings
 
 
 def draw_first_settings(seed: int, *, num_requests: int) -> ChaosSettings:
     """Return the walk of a seed as it was in the first edition, for seeds that found something there."""
     draw = random.Random(f"walk {seed}")
     share = draw.choice(_SHARES)
-    first = [fault for fault in Fault if fault not in LATER_FAULTS]
+    first = [fault for fault in FaultKind if fault not in LATER_FAULTS]
     faults = frozenset(fault for fault in first if draw.random() < share) or frozenset({draw.choice(first)})
     later = random.Random(f"walk {seed}, later faults")
-    faults |= {fault for fault in (Fault.CORRUPTED, Fault.TORN) if later.random() < share}
+    faults |= {fault for fault in (FaultKind.CORRUPTED, FaultKind.TORN) if later.random() < share}
     return ChaosSettings(
         num_requests=num_requests,
         seed=seed,
@@ -186,7 +190,7 @@ class ChaosReport:
 
     outcomes: Counter[str] = field(default_factory=Counter)
     """Requests by outcome: "complete", "cancelled", or an error class."""
-    faults: Counter[Fault] = field(default_factory=Counter)
+    faults: Counter[FaultKind] = field(default_factory=Counter)
     """Faults that happened; of messages, those concerned."""
     num_flooding: int = 0
     """Requests of floods, which are in no outcome."""

@@ -14,8 +14,8 @@ from typing import Any
 from measure.simulate.chaos.clients import Clients
 from measure.simulate.chaos.host import Host
 from measure.simulate.chaos.members import Members
-from measure.simulate.chaos.routers import Routers
-from measure.simulate.chaos.settings import CUT_FAULTS, PROCESS_FAULTS, ChaosSettings, Fault
+from measure.simulate.chaos.routers import ChaosRouters
+from measure.simulate.chaos.settings import CUT_FAULTS, PROCESS_FAULTS, ChaosSettings, FaultKind
 from measure.simulate.faults import Direction
 from measure.simulate.network import SimNetwork
 from measure.simulate.wire import KEEPALIVE_S
@@ -37,7 +37,7 @@ class Storm:
         network: SimNetwork,
         *,
         hosts: Sequence[Host],
-        routers: Routers,
+        routers: ChaosRouters,
         clients: Clients,
     ) -> None:
         self._loop = network.loop
@@ -56,7 +56,7 @@ class Storm:
         """Begin."""
         for fault in sorted(
             self._settings.faults
-            & (PROCESS_FAULTS | CUT_FAULTS | {Fault.DRAIN, Fault.FLIP, Fault.FLOOD, Fault.ROUTER_CRASH})
+            & (PROCESS_FAULTS | CUT_FAULTS | {FaultKind.DRAIN, FaultKind.FLIP, FaultKind.FLOOD, FaultKind.ROUTER_CRASH})
         ):
             self._drawing.append(self._loop.create_task(self._repeat(fault)))
 
@@ -73,7 +73,7 @@ class Storm:
                 if not task.cancelled():
                     task.result()
 
-    async def _repeat(self, fault: Fault) -> None:
+    async def _repeat(self, fault: FaultKind) -> None:
         make = self._kill_or_cut(fault)
         while True:
             await asyncio.sleep(self._draw.expovariate(1 / self._settings.mean_gap_s))
@@ -90,14 +90,14 @@ class Storm:
         if not task.cancelled():
             task.result()
 
-    def _kill_or_cut(self, fault: Fault) -> Callable[[], Coroutine[Any, Any, None] | None]:
+    def _kill_or_cut(self, fault: FaultKind) -> Callable[[], Coroutine[Any, Any, None] | None]:
         if fault in CUT_FAULTS:
             return lambda: self._draw_cut(fault)
-        if fault is Fault.FLOOD:
+        if fault is FaultKind.FLOOD:
             return lambda: self._clients.flood(self._draw.choice([*self._routers.alive.values()]))
-        if fault is Fault.HOST_CRASH:
+        if fault is FaultKind.HOST_CRASH:
             return self._draw_pair
-        if fault is Fault.ROUTER_CRASH:
+        if fault is FaultKind.ROUTER_CRASH:
             return self._draw_router
         return lambda: self._draw_victim(fault)
 
@@ -107,11 +107,11 @@ class Storm:
 
     # Faults of processes.
 
-    def _draw_victim(self, fault: Fault) -> Coroutine[Any, Any, None] | None:
+    def _draw_victim(self, fault: FaultKind) -> Coroutine[Any, Any, None] | None:
         host = self._draw.choice(self._hosts)
         if not host.is_well or not self._is_bearable(victims=(host,)):
             return None
-        if fault is Fault.FLIP and (self._members.is_leaving(host) or not self._members.may_flip(host)):
+        if fault is FaultKind.FLIP and (self._members.is_leaving(host) or not self._members.may_flip(host)):
             return None
         return self._befall(fault, host)
 
@@ -136,41 +136,41 @@ class Storm:
     async def _lose_router(self, address: str) -> None:
         self._routers.die(address, down_s=self._draw.uniform(0.0, self._settings.max_down_s))
 
-    async def _befall(self, fault: Fault, host: Host) -> None:
+    async def _befall(self, fault: FaultKind, host: Host) -> None:
         match fault:
-            case Fault.CRASH:
+            case FaultKind.CRASH:
                 host.die()
-            case Fault.STOP:
+            case FaultKind.STOP:
                 await host.stop_for(self._seconds())
                 if self._draw.random() < _KILLED_SHARE:
                     host.die()
-            case Fault.HUNG_STEP:
+            case FaultKind.HUNG_STEP:
                 host.hang_step()
-            case Fault.HUNG_LOOP:
+            case FaultKind.HUNG_LOOP:
                 host.hang_loop()
-            case Fault.SLOW:
+            case FaultKind.SLOW:
                 await host.slow_for(self._seconds(), factor=_SLOW_FACTOR)
-            case Fault.DRAIN:
+            case FaultKind.DRAIN:
                 await self._members.drain(host, self._seconds())
-            case Fault.FLIP:
+            case FaultKind.FLIP:
                 await self._members.flip(host)
 
     # Cuts.
 
-    def _draw_cut(self, fault: Fault) -> Coroutine[Any, Any, None] | None:
+    def _draw_cut(self, fault: FaultKind) -> Coroutine[Any, Any, None] | None:
         one = self._draw.choice(self._hosts)
         others = [*self._routers.alive, *(host.address for host in self._hosts if host is not one)]
         other = self._draw.choice(others)
         if not self._is_bearable(cut=(one.address, other)):
             return None
         directions = [(one.address, other), (other, one.address)]
-        if fault is not Fault.CUT:
+        if fault is not FaultKind.CUT:
             self._draw.shuffle(directions)
-        return self._cut(fault, directions if fault is Fault.CUT else directions[:1])
+        return self._cut(fault, directions if fault is FaultKind.CUT else directions[:1])
 
-    async def _cut(self, fault: Fault, directions: Sequence[Direction]) -> None:
+    async def _cut(self, fault: FaultKind, directions: Sequence[Direction]) -> None:
         seconds = self._seconds()
-        if fault is not Fault.FLAPPING_CUT:
+        if fault is not FaultKind.FLAPPING_CUT:
             await self._cut_for(seconds, directions)
             return
         ends_s = self._loop.time() + seconds

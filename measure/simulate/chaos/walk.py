@@ -16,8 +16,8 @@ from measure.simulate.chaos.oracles import leftovers
 from measure.simulate.chaos.poison import PoisonBook
 from measure.simulate.chaos.questions import QuestionBook
 from measure.simulate.chaos.reading import Readers
-from measure.simulate.chaos.routers import Routers
-from measure.simulate.chaos.settings import NETWORK_FAULTS, ChaosReport, ChaosSettings, Fault
+from measure.simulate.chaos.routers import ChaosRouters
+from measure.simulate.chaos.settings import NETWORK_FAULTS, ChaosReport, ChaosSettings, FaultKind
 from measure.simulate.chaos.storm import Storm
 from measure.simulate.faults import SeededFaults
 from measure.simulate.loop import VirtualClock, VirtualLoop, collecting_rarely, ending_on_faults
@@ -74,8 +74,8 @@ class _Walk:
         self._audit = Audit(self._report)
         self._hosts = self._make_hosts()
         addresses = [f"router-{number}:1" for number in range(settings.num_routers)]
-        may_die = Fault.ROUTER_CRASH in settings.faults
-        self._routers = Routers(addresses, self._make_router, self._network, may_die=may_die)
+        may_die = FaultKind.ROUTER_CRASH in settings.faults
+        self._routers = ChaosRouters(addresses, self._make_router, self._network, may_die=may_die)
         self._looks_at_s = 0.0
         self._running: dict[asyncio.Task[None], None] = {}
         book = QuestionBook(self._draw, block_size=BLOCK_SIZE, has_long_answers=settings.has_long_answers)
@@ -178,13 +178,13 @@ class _Walk:
         report, faults = self._report, self._faults
         report.faults.update(
             {
-                Fault.LOST: faults.num_lost,
-                Fault.REPEATED: faults.num_repeated,
-                Fault.LATE: faults.num_late,
-                Fault.STALL: faults.num_stalls,
-                Fault.CORRUPTED: faults.num_corrupted,
-                Fault.TORN: faults.num_torn,
-                Fault.POISON: self._poisons.num_all_deaths,
+                FaultKind.LOST: faults.num_lost,
+                FaultKind.REPEATED: faults.num_repeated,
+                FaultKind.LATE: faults.num_late,
+                FaultKind.STALL: faults.num_stalls,
+                FaultKind.CORRUPTED: faults.num_corrupted,
+                FaultKind.TORN: faults.num_torn,
+                FaultKind.POISON: self._poisons.num_all_deaths,
             }
         )
         report.faults += Counter()  # drops the kinds that never happened

@@ -10,7 +10,7 @@ from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1.sampling_pb2 import FINISH_REASON_STOP, FINISH_REASON_UNSPECIFIED, FinishReason
 from router.front_door import FrontDoor
 from router.http.answers import Answer, MakeAnswer
-from router.http.anthropic.blocks import Begun, Block, BlockKind, Blocks, Change, Ended, Grown
+from router.http.anthropic.blocks import Block, BlockChange, BlockDelta, BlockKind, Blocks, BlockStart, BlockStop
 from router.http.anthropic.stops import Decode, StopFinder
 from router.http.calls import Call
 from router.http.exchange import Exchange
@@ -74,7 +74,7 @@ class _MessageAnswer(Answer):
         await self._tell(self._blocks.take())
 
     @abstractmethod
-    async def _tell(self, changes: Sequence[Change]) -> None:
+    async def _tell(self, changes: Sequence[BlockChange]) -> None:
         """Take changes of the blocks."""
 
     def _message(self, **members: Any) -> dict[str, Any]:
@@ -94,8 +94,12 @@ class _MessageAnswer(Answer):
     def _usage(self) -> dict[str, int]:
         """Return the token counts of the complete answer."""
         counted = self.facts[0].completed.usage
-        num_cached = counted.num_cached_tokens
-        return _usage(counted.num_prompt_tokens - num_cached, counted.num_output_tokens, num_cached=num_cached)
+        num_cached_tokens = counted.num_cached_tokens
+        return _usage(
+            counted.num_prompt_tokens - num_cached_tokens,
+            counted.num_output_tokens,
+            num_cached_tokens=num_cached_tokens,
+        )
 
 
 class StreamedMessage(_MessageAnswer):
@@ -105,7 +109,7 @@ class StreamedMessage(_MessageAnswer):
         super().__init__(call, exchange, decode=decode, answer_id=answer_id)
         self._has_begun = False
 
-    async def _tell(self, changes: Sequence[Change]) -> None:
+    async def _tell(self, changes: Sequence[BlockChange]) -> None:
         """Write the changes as events, in one write."""
         events = [_change_event(change) for change in changes]
         if not self._has_begun:
@@ -121,7 +125,7 @@ class StreamedMessage(_MessageAnswer):
 
     def _start(self) -> str:
         """Return the first event; how much of the prompt was cached is not known yet."""
-        usage = _usage(self._num_prompt_tokens, 0, num_cached=0)
+        usage = _usage(self._num_prompt_tokens, 0, num_cached_tokens=0)
         message = self._message(content=[], stop_reason=None, stop_sequence=None, usage=usage)
         return _event("message_start", message=message)
 
@@ -134,12 +138,12 @@ class GatheredMessage(_MessageAnswer):
         self._texts: list[tuple[Block, list[str]]] = []
         """The blocks so far, each with the pieces of its text."""
 
-    async def _tell(self, changes: Sequence[Change]) -> None:
+    async def _tell(self, changes: Sequence[BlockChange]) -> None:
         """Keep the changes."""
         for change in changes:
-            if isinstance(change, Begun):
+            if isinstance(change, BlockStart):
                 self._texts.append((change.block, []))
-            elif isinstance(change, Grown):
+            elif isinstance(change, BlockDelta):
                 self._texts[-1][1].append(change.text)
 
     def finish(self) -> None:
@@ -148,15 +152,15 @@ class GatheredMessage(_MessageAnswer):
         self._exchange.finish_json(self._message(content=content, **self._end(), usage=self._usage(), **self._report()))
 
 
-def _change_event(change: Change) -> str:
+def _change_event(change: BlockChange) -> str:
     index = change.block.index
     match change:
-        case Begun(block=block):
+        case BlockStart(block=block):
             return _event("content_block_start", index=index, content_block=_opened(block))
-        case Grown(block=block, text=text):
+        case BlockDelta(block=block, text=text):
             kind, member = _DELTAS[block.kind]
             return _event("content_block_delta", index=index, delta={"type": kind, member: text})
-        case Ended(block=block):
+        case BlockStop(block=block):
             stop = _event("content_block_stop", index=index)
             if block.kind is not BlockKind.THINKING:
                 return stop
@@ -193,10 +197,10 @@ def input_of(arguments: str) -> dict[str, Any]:
     return given if isinstance(given, dict) else {INVALID_INPUT: arguments}
 
 
-def _usage(num_input_tokens: int, num_output_tokens: int, *, num_cached: int) -> dict[str, int]:
+def _usage(num_input_tokens: int, num_output_tokens: int, *, num_cached_tokens: int) -> dict[str, int]:
     return {
         "input_tokens": num_input_tokens,
         "output_tokens": num_output_tokens,
-        "cache_read_input_tokens": num_cached,
+        "cache_read_input_tokens": num_cached_tokens,
         "cache_creation_input_tokens": 0,
     }

@@ -7,7 +7,7 @@ the same however tokens are merged on their way, streamed or not.
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from common.chat.deltas import MessageDelta
+from common.chat.deltas import ParsedDelta
 from common.chat.parsing import MessageParser
 from kvrelay.v1 import inference_pb2 as pb
 from router.http.styles import call_id
@@ -33,14 +33,14 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Begun:
+class BlockStart:
     """A block begins."""
 
     block: Block
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Grown:
+class BlockDelta:
     """More text of the block that began last; of a call it is the next piece of the arguments' JSON."""
 
     block: Block
@@ -48,13 +48,13 @@ class Grown:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ended:
-    """The block that began last has ended."""
+class BlockStop:
+    """The block that began last ends."""
 
     block: Block
 
 
-Change = Begun | Grown | Ended
+BlockChange = BlockStart | BlockDelta | BlockStop
 
 
 class Blocks:
@@ -71,7 +71,7 @@ class Blocks:
         )
         self._open: Block | None = None
         self._num_blocks = 0
-        self._changes: list[Change] = []
+        self._changes: list[BlockChange] = []
 
     @property
     def num_tool_calls(self) -> int:
@@ -87,12 +87,12 @@ class Blocks:
         self._read(self._parser.finish())
         self._end()
 
-    def take(self) -> list[Change]:
+    def take(self) -> list[BlockChange]:
         """Return the changes since the last call."""
         changes, self._changes = self._changes, []
         return changes
 
-    def _read(self, delta: MessageDelta) -> None:
+    def _read(self, delta: ParsedDelta) -> None:
         if delta.reasoning:
             self._grow(BlockKind.THINKING, delta.reasoning)
         calls = delta.tool_calls
@@ -114,19 +114,19 @@ class Blocks:
         if not text:
             return
         last = self._changes[-1] if self._changes else None
-        if isinstance(last, Grown):
+        if isinstance(last, BlockDelta):
             self._changes[-1] = replace(last, text=last.text + text)
         else:
-            self._changes.append(Grown(block=block, text=text))
+            self._changes.append(BlockDelta(block=block, text=text))
 
     def _begin(self, kind: BlockKind, *, call_id: str = "", name: str = "") -> Block:
         self._end()
         block = self._open = Block(index=self._num_blocks, kind=kind, call_id=call_id, name=name)
         self._num_blocks += 1
-        self._changes.append(Begun(block=block))
+        self._changes.append(BlockStart(block=block))
         return block
 
     def _end(self) -> None:
         if self._open is not None:
-            self._changes.append(Ended(block=self._open))
+            self._changes.append(BlockStop(block=self._open))
             self._open = None

@@ -6,7 +6,7 @@ from importlib.resources import files
 from router.front_door import FrontDoor
 from router.http.errors import FULL, NOT_FOUND, STOPPING, HttpError
 from router.http.exchange import Exchange
-from router.http.page.state import ClusterState
+from router.http.page.state import StateFeed
 from router.status import StatusReporter
 
 MAX_WATCHERS = 16
@@ -14,12 +14,12 @@ _RETRY_S = 10.0
 _TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
 
 
-class Page:
+class PageHandlers:
     """The handlers; each sends a whole response or a stream, or raises KvrelayError."""
 
     def __init__(self, door: FrontDoor, reporter: StatusReporter) -> None:
         self._door = door
-        self._state = ClusterState(door.parts, reporter)
+        self._state = StateFeed(door.parts, reporter)
         self._watching: set[asyncio.Task[object]] = set()
         self._is_stopping = False
         folder = files(__package__) / "static"

@@ -10,7 +10,7 @@ from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 
 from common.version import installed_version
-from router.diagnosis.service import Diagnosis
+from router.diagnosis.service import DiagnosisService
 from router.parts import RouterParts
 from router.placement.decisions import explain
 from router.status import StatusReporter
@@ -22,13 +22,13 @@ _NUM_DECISIONS = 12
 _SHOWN_AFTER_END_S = 30.0
 
 
-class ClusterState:
+class StateFeed:
     """Makes states, at most one each `INTERVAL_S` however many clients ask. Event loop only."""
 
     def __init__(self, parts: RouterParts, reporter: StatusReporter) -> None:
         self._parts = parts
         self._reporter = reporter
-        self._diagnosis = Diagnosis(parts, reporter)
+        self._diagnosis = DiagnosisService(parts, reporter)
         self._lock = asyncio.Lock()
         self._made_s = -INTERVAL_S
         self._latest: bytes = b""

@@ -12,7 +12,7 @@ from router.http.calls import Call
 from router.http.errors import error_of, kind_of
 from router.http.exchange import Exchange
 from router.http.pieces import usage_of
-from router.http.responses.output import Output
+from router.http.responses.output import ResponseOutput
 from router.http.responses.parts import Events
 from router.http.styles import TokenTexts
 from router.record import Job
@@ -77,8 +77,8 @@ class ResponseAnswer(Answer):
         self._events.tell(f"response.{status}", response=response)
         self._exchange.finish(self._events.take())
 
-    def _output_in(self, answer: pb.AnswerFormat) -> Output:
-        return Output(self._events, request_id=self._id, answer=answer, texts=self._texts)
+    def _output_in(self, answer: pb.AnswerFormat) -> ResponseOutput:
+        return ResponseOutput(self._events, request_id=self._id, answer=answer, texts=self._texts)
 
     def _begin(self) -> None:
         """Add the events of the beginning, once."""

@@ -7,7 +7,7 @@ on their way.
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
-from common.chat.deltas import MessageDelta, ToolCallDelta
+from common.chat.deltas import ParsedDelta, ToolCallDelta
 from common.chat.parsing import MessageParser, has_markup
 from common.wire_names import FINISH_REASON_NAMES
 from kvrelay.v1 import inference_pb2 as pb
@@ -18,7 +18,7 @@ from router.http.styles import TokenTexts, call_id, logprob_entries
 AnyItem = TypeVar("AnyItem", bound=Item)
 
 
-class Output:
+class ResponseOutput:
     """The output of one request. Event loop only."""
 
     def __init__(self, events: Events, *, request_id: str, answer: pb.AnswerFormat, texts: TokenTexts | None) -> None:
@@ -64,12 +64,12 @@ class Output:
         going = [] if self._item is None else [self._item.document("incomplete")]
         return [*self.documents, *going]
 
-    def _parse(self, token: sampling_pb2.SampleToken) -> MessageDelta:
+    def _parse(self, token: sampling_pb2.SampleToken) -> ParsedDelta:
         if self._parser is None:
-            return MessageDelta(content=token.text)
+            return ParsedDelta(content=token.text)
         return self._parser.push(token.text, is_last=bool(token.finish_reason))
 
-    def _add(self, delta: MessageDelta) -> None:
+    def _add(self, delta: ParsedDelta) -> None:
         calls = list(delta.tool_calls)
         while calls and calls[0].index == self._call_idx:  # before text that follows the call
             self._continue_call(calls.pop(0))

@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from router.placement.loads import WorkerLoad
+from router.placement.loads import ProjectedLoad
 from router.placement.plans import PlacementRequest
 from router.placement.policies.pooled import Score, Selector
 from router.placement.policies.simple import kv_usage
@@ -38,13 +38,13 @@ DECODE_MIN_SPREAD = 16
 THROUGHPUT_MIN_SPREAD = 2048.0
 MIN_FREE_PERCENT = 0.1
 
-Count = Callable[[WorkerLoad], int]
+Count = Callable[[ProjectedLoad], int]
 
 
 class AibrixWhole(Selector):
     """Rule `prefix-cache`, for whole requests."""
 
-    def score(self, request: PlacementRequest, workers: Sequence[WorkerLoad]) -> list[Score]:
+    def score(self, request: PlacementRequest, workers: Sequence[ProjectedLoad]) -> list[Score]:
         """Return scores by match among workers that are not overloaded, else by requests."""
         counts = [worker.num_active_requests for worker in workers]
         may_match = _least_busy(workers, _active) if _is_imbalanced(counts) else workers
@@ -60,7 +60,7 @@ class AibrixWhole(Selector):
 class AibrixPrefill(Selector):
     """Score `prefix_cache`, for a prefill pool."""
 
-    def score(self, request: PlacementRequest, workers: Sequence[WorkerLoad]) -> list[Score]:
+    def score(self, request: PlacementRequest, workers: Sequence[ProjectedLoad]) -> list[Score]:
         """Return scores by match and by requests whose prompts are not computed yet."""
         counts = [worker.num_active_prefills for worker in workers]
         if max(counts) - min(counts) > PREFILL_MIN_SPREAD:
@@ -73,7 +73,7 @@ class AibrixPrefill(Selector):
 class AibrixDecode(Selector):
     """Score `load_balancing`, for a decode pool."""
 
-    def score(self, request: PlacementRequest, workers: Sequence[WorkerLoad]) -> list[Score]:
+    def score(self, request: PlacementRequest, workers: Sequence[ProjectedLoad]) -> list[Score]:
         """Return scores by requests, throughput and free KV."""
         counts = [worker.num_active_requests for worker in workers]
         if max(counts) - min(counts) >= DECODE_MIN_SPREAD:
@@ -92,11 +92,11 @@ class AibrixDecode(Selector):
         ]
 
 
-def _active(worker: WorkerLoad) -> int:
+def _active(worker: ProjectedLoad) -> int:
     return worker.num_active_requests
 
 
-def _prefills(worker: WorkerLoad) -> int:
+def _prefills(worker: ProjectedLoad) -> int:
     return worker.num_active_prefills
 
 
@@ -110,35 +110,35 @@ def _usual(counts: Sequence[int]) -> float:
     return float(np.mean(counts) + STANDARD_DEVIATION_FACTOR * np.std(counts))
 
 
-def _least_busy(workers: Sequence[WorkerLoad], count: Count) -> list[WorkerLoad]:
+def _least_busy(workers: Sequence[ProjectedLoad], count: Count) -> list[ProjectedLoad]:
     low = min(count(worker) for worker in workers)
     return [worker for worker in workers if count(worker) == low]
 
 
-def _match_percent(request: PlacementRequest, worker: WorkerLoad) -> int:
+def _match_percent(request: PlacementRequest, worker: ProjectedLoad) -> int:
     """Return the match as AIBrix's indexer reports it: whole percents of the prompt's full blocks."""
     full = request.num_tokens // request.block_size
     return min(100, 100 * request.cached_blocks.get(worker.worker_id, 0) // full) if full else 0
 
 
-def _throughput(worker: WorkerLoad) -> float:
+def _throughput(worker: ProjectedLoad) -> float:
     """Return tokens per second."""
     step_s = worker.timing.itl_s(worker.num_decodes, worker.num_context_tokens)
     return worker.num_decodes / step_s if step_s > 0.0 else 0.0
 
 
-def _by_count(worker: WorkerLoad, count: Count) -> Score:
+def _by_count(worker: ProjectedLoad, count: Count) -> Score:
     requests = float(count(worker))
     return Score(worker=worker, cost=requests, terms={"requests": requests})
 
 
-def _by_match(request: PlacementRequest, worker: WorkerLoad) -> Score:
+def _by_match(request: PlacementRequest, worker: ProjectedLoad) -> Score:
     percent = float(_match_percent(request, worker))
     terms = {"match_percent": percent, "requests": float(worker.num_active_requests)}
     return Score(worker=worker, cost=-percent, then=(worker.num_active_requests,), terms=terms)
 
 
-def _by_match_and_load(request: PlacementRequest, worker: WorkerLoad, most: int) -> Score:
+def _by_match_and_load(request: PlacementRequest, worker: ProjectedLoad, most: int) -> Score:
     terms = {
         "miss_score": (100 - _match_percent(request, worker)) * 0.1,
         "request_score": worker.num_active_prefills / most,
@@ -146,6 +146,6 @@ def _by_match_and_load(request: PlacementRequest, worker: WorkerLoad, most: int)
     return Score(worker=worker, cost=sum(terms.values()), terms=terms)
 
 
-def _by_balance(worker: WorkerLoad, *, busy: float, slow: float, free: float) -> Score:
+def _by_balance(worker: ProjectedLoad, *, busy: float, slow: float, free: float) -> Score:
     terms = {"busy_score": busy, "slow_score": slow, "free_share": free}
     return Score(worker=worker, cost=(busy + slow) / free, terms=terms)

@@ -21,7 +21,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from router.placement.loads import WorkerLoad
+from router.placement.loads import ProjectedLoad
 from router.placement.plans import PlacementRequest
 from router.placement.policies.pooled import Score, Selector
 
@@ -46,11 +46,11 @@ class DynamoLinear(Selector):
         super().__init__(rng=rng)
         self._stage = stage
 
-    def score(self, request: PlacementRequest, workers: Sequence[WorkerLoad]) -> list[Score]:
+    def score(self, request: PlacementRequest, workers: Sequence[ProjectedLoad]) -> list[Score]:
         """Return the costs in blocks."""
         return [self._score(request, worker) for worker in workers]
 
-    def _score(self, request: PlacementRequest, worker: WorkerLoad) -> Score:
+    def _score(self, request: PlacementRequest, worker: ProjectedLoad) -> Score:
         tokens = worker.num_active_missing_tokens + request.num_tokens
         hit = request.cached_blocks.get(worker.worker_id, 0)
         prefill = self._stage.prefill * max(tokens / request.block_size - hit, 0.0)

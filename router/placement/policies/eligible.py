@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from common.errors import RefusalCause, Refused
 from common.ids import WorkerId
-from router.placement.loads import PoolLoads, WorkerLoad
+from router.placement.loads import PoolLoads, ProjectedLoad
 from router.placement.plans import Busy, FleetView, PlacementRequest
 
 RETRY_AFTER_S = 1.0
@@ -82,7 +82,7 @@ class Turns:
         self._now = 0
         self._last: dict[WorkerId, int] = {}
 
-    def last_turns(self, workers: Iterable[WorkerLoad]) -> list[int]:
+    def last_turns(self, workers: Iterable[ProjectedLoad]) -> list[int]:
         """Return the last turn of each of some workers."""
         last = self._last
         return [last.get(worker.worker_id, 0) for worker in workers]

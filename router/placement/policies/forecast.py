@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from common.ids import WorkerId
-from router.placement.loads import WorkerLoad
-from router.placement.plans import Candidate, Keeper, PlacementRequest, Plan, Pull
+from router.placement.loads import ProjectedLoad
+from router.placement.plans import Keeper, PlacementRequest, Plan, PlanCandidate, Pull
 from router.placement.policies.pooled import NUM_EXPLAINED
 
 
@@ -14,7 +14,7 @@ from router.placement.policies.pooled import NUM_EXPLAINED
 class PromptForecast:
     """Computing the prompt on one worker."""
 
-    worker: WorkerLoad
+    worker: ProjectedLoad
     pull: Pull | None
     num_cached_tokens: int
     """Cached tokens, pulled ones included."""
@@ -36,7 +36,7 @@ class PromptForecast:
 
 def forecast_prompt(
     request: PlacementRequest,
-    worker: WorkerLoad,
+    worker: ProjectedLoad,
     *,
     pull: Pull | None = None,
     block_bytes: int = 0,
@@ -66,7 +66,7 @@ def forecast_prompt(
     )
 
 
-def forecast_itl_s(request: PlacementRequest, worker: WorkerLoad, *, num_output_tokens: int = 0) -> float:
+def forecast_itl_s(request: PlacementRequest, worker: ProjectedLoad, *, num_output_tokens: int = 0) -> float:
     """Predict the gap between tokens on a worker when half of the request's answer is written there."""
     num_context_tokens = worker.num_context_tokens + request.num_tokens + num_output_tokens // 2
     return worker.timing.itl_s(worker.num_decodes + request.num_samples, num_context_tokens)
@@ -77,7 +77,7 @@ class PlanForecast:
     """A whole plan and its cost; local when the decode worker computes the prompt."""
 
     prompt: PromptForecast
-    decode: WorkerLoad
+    decode: ProjectedLoad
     itl_s: float
     """Gap between tokens on the decode worker, this request included."""
     cost: float
@@ -89,10 +89,10 @@ class PlanForecast:
         """The prefill worker; None for a local plan."""
         return None if self.prompt.worker is self.decode else self.prompt.worker.worker_id
 
-    def candidate(self) -> Candidate:
+    def candidate(self) -> PlanCandidate:
         """Return the option for `Explain`."""
         pull = self.prompt.pull
-        return Candidate(
+        return PlanCandidate(
             prefill=self.prefill_id,
             decode=self.decode.worker_id,
             source=None if pull is None else pull.source,
@@ -101,7 +101,7 @@ class PlanForecast:
         )
 
 
-def forecast_plan(prompt: PromptForecast, decode: WorkerLoad, itl_s: float) -> PlanForecast:
+def forecast_plan(prompt: PromptForecast, decode: ProjectedLoad, itl_s: float) -> PlanForecast:
     """Return a plan whose cost is the time to the first token."""
     terms = {"queue": prompt.wait_s, "pull": prompt.pull_s, "prefill": prompt.prefill_s, "itl": itl_s}
     return PlanForecast(prompt=prompt, decode=decode, itl_s=itl_s, cost=prompt.ttft_s, terms=terms)

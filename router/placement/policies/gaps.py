@@ -2,7 +2,7 @@
 
 A decode worker is *closed* to a request when gaps in the larger batch would be longer than
 
-- the objective of running answers that keep it now (`WorkerLoad.tpot_slos`), or
+- the objective of running answers that keep it now (`ProjectedLoad.tpot_slos`), or
 - an objective of the request that it could keep alone.
 
 The gap in the larger batch is what the timing model of the worker predicts, times the factor by which most gaps have
@@ -17,12 +17,12 @@ from collections.abc import Sequence
 
 from common.errors import RefusalCause, Refused
 from common.timing import GUESSED_TIMING
-from router.placement.loads import WorkerLoad
+from router.placement.loads import ProjectedLoad
 from router.placement.plans import PlacementRequest
 from router.placement.policies.eligible import RETRY_AFTER_S
 
 
-def keep_gaps(request: PlacementRequest, workers: Sequence[WorkerLoad]) -> Sequence[WorkerLoad] | Refused:
+def keep_gaps(request: PlacementRequest, workers: Sequence[ProjectedLoad]) -> Sequence[ProjectedLoad] | Refused:
     """Return the workers, at least one, that are open to the request, or a refusal when all are closed."""
     spared = [worker for worker in workers if _spares_others(request, worker)]
     open_workers = [worker for worker in spared if _suits(request, worker)]
@@ -37,7 +37,7 @@ def keep_gaps(request: PlacementRequest, workers: Sequence[WorkerLoad]) -> Seque
     )
 
 
-def _spares_others(request: PlacementRequest, worker: WorkerLoad) -> bool:
+def _spares_others(request: PlacementRequest, worker: ProjectedLoad) -> bool:
     if not _is_known(worker):
         return True
     before_s = worker.timing.itl_s(worker.num_decodes, worker.num_context_tokens)
@@ -45,18 +45,18 @@ def _spares_others(request: PlacementRequest, worker: WorkerLoad) -> bool:
     return not any(before_s <= slo_s < after_s for slo_s in worker.tpot_slos)
 
 
-def _suits(request: PlacementRequest, worker: WorkerLoad) -> bool:
+def _suits(request: PlacementRequest, worker: ProjectedLoad) -> bool:
     if not _is_known(worker) or request.gap_error * _gap_s(request, worker) <= request.tpot_slo_s:
         return True
     alone_s = worker.timing.itl_s(request.num_samples, request.num_samples * request.num_tokens)
     return alone_s > request.tpot_slo_s
 
 
-def _is_known(worker: WorkerLoad) -> bool:
+def _is_known(worker: ProjectedLoad) -> bool:
     return worker.num_decodes > 0 and worker.timing.decode != GUESSED_TIMING.decode
 
 
-def _gap_s(request: PlacementRequest, worker: WorkerLoad) -> float:
+def _gap_s(request: PlacementRequest, worker: ProjectedLoad) -> float:
     """Return the gap between tokens on the worker with the request."""
     num_context_tokens = worker.num_context_tokens + request.num_samples * request.num_tokens
     return worker.timing.itl_s(worker.num_decodes + request.num_samples, num_context_tokens)

@@ -13,7 +13,7 @@ The policy is greedy, one request at a time: it bounds what better signals can g
 from collections.abc import Iterator
 
 from common.errors import Refused
-from router.placement.loads import WorkerLoad
+from router.placement.loads import ProjectedLoad
 from router.placement.plans import FleetView, PlacementRequest, Plan, PolicySettings, Pull
 from router.placement.policies.eligible import Eligible, find_eligible, refuse_busy, refuse_without_prefill
 from router.placement.policies.forecast import (
@@ -74,7 +74,7 @@ def _remote_options(request: PlacementRequest, eligible: Eligible, fleet: FleetV
 
 
 def _forecast_with_pull(
-    request: PlacementRequest, worker: WorkerLoad, fleet: FleetView, *, num_decodes: int
+    request: PlacementRequest, worker: ProjectedLoad, fleet: FleetView, *, num_decodes: int
 ) -> Iterator[PromptForecast]:
     yield forecast_prompt(request, worker, num_decodes=num_decodes)
     holders = [worker_id for worker_id in request.cached_blocks if worker_id in fleet.sources]
@@ -86,7 +86,7 @@ def _forecast_with_pull(
         yield forecast_prompt(request, worker, pull=pull, block_bytes=fleet.block_bytes, num_decodes=num_decodes)
 
 
-def _itl_s(request: PlacementRequest, worker: WorkerLoad, *, prefill_s: float = 0.0) -> float:
+def _itl_s(request: PlacementRequest, worker: ProjectedLoad, *, prefill_s: float = 0.0) -> float:
     """Predict the mean gap between tokens, with the prompts that the worker computes meanwhile."""
     stall_s = worker.prefill_wait_s(request.now_s) + prefill_s
     gap_s = forecast_itl_s(request, worker, num_output_tokens=request.num_output_tokens)

@@ -17,7 +17,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from router.placement.loads import WorkerLoad
+from router.placement.loads import ProjectedLoad
 from router.placement.plans import PlacementRequest
 from router.placement.policies.pooled import Score, Selector
 from router.placement.policies.simple import kv_usage
@@ -46,7 +46,7 @@ class LlmD(Selector):
         super().__init__(rng=rng)
         self._weights = weights
 
-    def score(self, request: PlacementRequest, workers: Sequence[WorkerLoad]) -> list[Score]:
+    def score(self, request: PlacementRequest, workers: Sequence[ProjectedLoad]) -> list[Score]:
         """Return the negated sums."""
         waiting = [worker.num_waiting for worker in workers]
         most, spread = max(waiting), max(waiting) - min(waiting)
@@ -55,7 +55,7 @@ class LlmD(Selector):
             for worker in workers
         ]
 
-    def _score(self, request: PlacementRequest, worker: WorkerLoad, *, queue: float) -> Score:
+    def _score(self, request: PlacementRequest, worker: ProjectedLoad, *, queue: float) -> Score:
         total = request.num_prefill_blocks
         prefix = min(request.cached_blocks.get(worker.worker_id, 0) / total, 1.0) if total else 0.0
         terms = {

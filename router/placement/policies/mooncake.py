@@ -18,7 +18,7 @@ replicated by these pulls. Without a prefill pool the decode workers take both p
 from collections.abc import Sequence
 
 from common.errors import Refused
-from router.placement.loads import WorkerLoad
+from router.placement.loads import ProjectedLoad
 from router.placement.plans import FleetView, PlacementRequest, Plan, PolicySettings, Pull
 from router.placement.policies.eligible import find_eligible, refuse, refuse_without_prefill
 from router.placement.policies.forecast import (
@@ -60,15 +60,15 @@ class Mooncake:
 
 
 def _options(
-    request: PlacementRequest, pool: Sequence[WorkerLoad], fleet: FleetView, *, decode: WorkerLoad | None = None
+    request: PlacementRequest, pool: Sequence[ProjectedLoad], fleet: FleetView, *, decode: ProjectedLoad | None = None
 ) -> list[PlanForecast]:
     """Return a plan for each worker of the pool; without `decode` the worker also decodes."""
     pairs = [(prompt, decode or prompt.worker) for prompt in _forecast_all(request, pool, fleet)]
     return [forecast_plan(prompt, worker, forecast_itl_s(request, worker)) for prompt, worker in pairs]
 
 
-def _forecast_all(request: PlacementRequest, pool: Sequence[WorkerLoad], fleet: FleetView) -> list[PromptForecast]:
-    def hit(worker: WorkerLoad) -> int:
+def _forecast_all(request: PlacementRequest, pool: Sequence[ProjectedLoad], fleet: FleetView) -> list[PromptForecast]:
+    def hit(worker: ProjectedLoad) -> int:
         return min(request.cached_blocks.get(worker.worker_id, 0), request.num_usable_blocks)
 
     best = max((worker for worker in pool if worker.worker_id in fleet.sources), key=hit, default=None)

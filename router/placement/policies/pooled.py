@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from common.errors import Refused
-from router.placement.loads import WorkerLoad
-from router.placement.plans import Candidate, FleetView, PlacementRequest, Plan
+from router.placement.loads import ProjectedLoad
+from router.placement.plans import FleetView, PlacementRequest, Plan, PlanCandidate
 from router.placement.policies.eligible import find_eligible, refuse_without_prefill
 
 NUM_EXPLAINED = 8
@@ -24,7 +24,7 @@ NUM_EXPLAINED = 8
 class Score:
     """How one worker compares with the others of its pool."""
 
-    worker: WorkerLoad
+    worker: ProjectedLoad
     cost: float
     """Cost that the selector minimizes."""
     then: tuple[float, ...] = ()
@@ -48,7 +48,7 @@ class Selection:
     num_scored: int
 
     @property
-    def worker(self) -> WorkerLoad:
+    def worker(self) -> ProjectedLoad:
         """The chosen worker."""
         return self.chosen.worker
 
@@ -60,10 +60,10 @@ class Selector(ABC):
         self._rng = rng
 
     @abstractmethod
-    def score(self, request: PlacementRequest, workers: Sequence[WorkerLoad]) -> list[Score]:
+    def score(self, request: PlacementRequest, workers: Sequence[ProjectedLoad]) -> list[Score]:
         """Return the scores of the workers that are compared, at least one."""
 
-    def select(self, request: PlacementRequest, workers: Sequence[WorkerLoad]) -> Selection:
+    def select(self, request: PlacementRequest, workers: Sequence[ProjectedLoad]) -> Selection:
         """Choose among the workers, at least one."""
         scores = self.score(request, workers)
         lowest = min(score.key for score in scores)
@@ -72,7 +72,7 @@ class Selector(ABC):
         others = heapq.nsmallest(NUM_EXPLAINED, (s for s in scores if s is not chosen), key=lambda score: score.key)
         return Selection(chosen=chosen, best=(chosen, *others[: NUM_EXPLAINED - 1]), num_scored=len(scores))
 
-    def note(self, request: PlacementRequest, worker: WorkerLoad) -> None:  # noqa: B027
+    def note(self, request: PlacementRequest, worker: ProjectedLoad) -> None:  # noqa: B027
         """Remember that a plan was made with the worker. Selectors with a memory override it."""
 
 
@@ -111,7 +111,7 @@ class PooledPolicy:
 def _plan(request: PlacementRequest, prefill: Selection | None, decode: Selection) -> Plan:
     """Return the plan of the selections; it is local without a prefill worker, and predicts no times."""
 
-    def candidates() -> tuple[Candidate, ...]:
+    def candidates() -> tuple[PlanCandidate, ...]:
         if prefill is None:
             return tuple(_candidate(None, score) for score in decode.best)
         # The pools are chosen independently, so a pair differs from the chosen one in one worker at a time.
@@ -131,12 +131,12 @@ def _plan(request: PlacementRequest, prefill: Selection | None, decode: Selectio
     )
 
 
-def _candidate(prefill: Score | None, decode: Score) -> Candidate:
+def _candidate(prefill: Score | None, decode: Score) -> PlanCandidate:
     if prefill is None:
-        return Candidate(prefill=None, decode=decode.worker.worker_id, cost=decode.cost, terms=decode.terms)
+        return PlanCandidate(prefill=None, decode=decode.worker.worker_id, cost=decode.cost, terms=decode.terms)
     terms = {f"prefill.{name}": value for name, value in prefill.terms.items()}
     terms |= {f"decode.{name}": value for name, value in decode.terms.items()}
-    return Candidate(
+    return PlanCandidate(
         prefill=prefill.worker.worker_id,
         decode=decode.worker.worker_id,
         cost=prefill.cost + decode.cost,

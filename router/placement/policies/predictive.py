@@ -37,7 +37,7 @@ import numpy as np
 
 from common.errors import Refused
 from common.ids import WorkerId
-from router.placement.loads import PoolLoads, Positions, WorkerLoad, lowest
+from router.placement.loads import PoolLoads, Positions, ProjectedLoad, lowest
 from router.placement.plans import FleetView, Keeper, PlacementRequest, Plan, PolicySettings
 from router.placement.policies.eligible import Turns, find_eligible, refuse_busy, refuse_without_prefill
 from router.placement.policies.forecast import PlanForecast, PromptForecast, make_plan
@@ -103,17 +103,17 @@ class Predictive:
         request: PlacementRequest,
         fleet: FleetView,
         sources: Sequence[tuple[int, WorkerId]],
-        prefills: Iterable[WorkerLoad],
-        decodes: Sequence[WorkerLoad],
+        prefills: Iterable[ProjectedLoad],
+        decodes: Sequence[ProjectedLoad],
         local_prices: Mapping[WorkerId, float],
     ) -> Iterator[PlanForecast]:
         """Yield the plans of the best workers of each pool: remote ones in pairs, then local ones."""
 
-        def shortlist(work_prices: Iterable[tuple[WorkerLoad, float]]) -> list[PromptForecast]:
+        def shortlist(work_prices: Iterable[tuple[ProjectedLoad, float]]) -> list[PromptForecast]:
             priced = (compute_on(request, fleet, sources, worker, work_price=price) for worker, price in work_prices)
             return [prompt for _cost, prompt in heapq.nsmallest(SHORTLIST, priced, key=self._prompt_rank)]
 
-        def decode_rank(priced: tuple[float, WorkerLoad]) -> tuple[float, int, int]:
+        def decode_rank(priced: tuple[float, ProjectedLoad]) -> tuple[float, int, int]:
             price, worker = priced
             return price, -request.cached_tokens(worker.worker_id), self._turns.last_turn(worker.worker_id)
 
@@ -128,7 +128,7 @@ class Predictive:
 
     def _preselect(
         self, request: PlacementRequest, pool: PoolLoads, holders: Iterable[tuple[int, WorkerId]]
-    ) -> list[WorkerLoad]:
+    ) -> list[ProjectedLoad]:
         """Return the workers of a pool that are worth pricing: all of a small one.
 
         In a large one, these are the workers that are free soonest (among equals the ones chosen longest ago), that
@@ -150,7 +150,7 @@ class Predictive:
         return list({worker.worker_id: worker for worker in chosen}.values())
 
     def _local_prices(
-        self, request: PlacementRequest, decodes: Iterable[WorkerLoad], *, must_be_local: bool
+        self, request: PlacementRequest, decodes: Iterable[ProjectedLoad], *, must_be_local: bool
     ) -> dict[WorkerId, float]:
         """Return the work price of each decode worker that may compute the prompt itself."""
         at_most = math.inf if must_be_local else self._settings.local_prefill_max_tokens
@@ -183,7 +183,7 @@ class Predictive:
         return turn(option.prompt.worker.worker_id), turn(option.decode.worker_id)
 
     def _keeper(
-        self, request: PlacementRequest, fleet: FleetView, prompt: PromptForecast, decode: WorkerLoad
+        self, request: PlacementRequest, fleet: FleetView, prompt: PromptForecast, decode: ProjectedLoad
     ) -> Keeper:
         """Return which side keeps the prompt's blocks."""
         held_by_decode = request.cached_blocks.get(decode.worker_id, 0)

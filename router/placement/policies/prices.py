@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 
 from common.ids import WorkerId
-from router.placement.loads import WorkerLoad
+from router.placement.loads import ProjectedLoad
 from router.placement.plans import FleetView, PlacementRequest, Pull
 from router.placement.policies.forecast import PlanForecast, PromptForecast
 
@@ -25,7 +25,7 @@ def compute_on(
     request: PlacementRequest,
     fleet: FleetView,
     sources: Iterable[tuple[int, WorkerId]],
-    worker: WorkerLoad,
+    worker: ProjectedLoad,
     *,
     work_price: float,
 ) -> tuple[float, PromptForecast]:
@@ -37,17 +37,17 @@ def compute_on(
     decodes = {"num_decodes": worker.num_decodes, "num_context_tokens": worker.num_context_tokens}
     compute_s, pull_s, pull = timing.prefill_s(num_tokens - cached, cached, **decodes), 0.0, None
     cost = wait_s + (1 + work_price) * compute_s
-    num_cached, rest_s = cached, compute_s
+    num_cached_tokens, rest_s = cached, compute_s
     for num_blocks, source in sources:
         usable = min(num_blocks, most_usable)
         if source == worker.worker_id or usable < own_blocks + MIN_PULLED_BLOCKS:
             continue
         pulling_s = timing.pull_s(source, (usable - own_blocks) * fleet.block_bytes)
-        if num_cached != usable * request.block_size:  # the next source often holds as much
-            num_cached = usable * request.block_size
-            rest_s = timing.prefill_s(num_tokens - num_cached, num_cached, **decodes)
+        if num_cached_tokens != usable * request.block_size:  # the next source often holds as much
+            num_cached_tokens = usable * request.block_size
+            rest_s = timing.prefill_s(num_tokens - num_cached_tokens, num_cached_tokens, **decodes)
         if (other := max(wait_s, pulling_s) + (1 + work_price) * rest_s) < cost:
-            cost, cached, compute_s, pull_s = other, num_cached, rest_s, pulling_s
+            cost, cached, compute_s, pull_s = other, num_cached_tokens, rest_s, pulling_s
             pull = Pull(source=source, num_blocks=usable)
     forecast = PromptForecast(
         worker=worker, pull=pull, num_cached_tokens=cached, wait_s=wait_s, pull_s=pull_s, prefill_s=compute_s
@@ -55,14 +55,14 @@ def compute_on(
     return cost, forecast
 
 
-def token_price(request: PlacementRequest, decode: WorkerLoad, *, held_up_s: float = 0.0) -> float:
+def token_price(request: PlacementRequest, decode: ProjectedLoad, *, held_up_s: float = 0.0) -> float:
     """Return the cost of the answer on a decode worker: its own tokens and the delay of all others."""
     before, after = _gaps(request, decode)
     others = (after - before) * decode.num_decodes / 2  # on average, half of each answer is still to come
     return (after + others) * request.num_output_tokens + _missed_gaps(request, decode, before, after + held_up_s)
 
 
-def _gaps(request: PlacementRequest, decode: WorkerLoad) -> tuple[float, float]:
+def _gaps(request: PlacementRequest, decode: ProjectedLoad) -> tuple[float, float]:
     """Return the gap between tokens without and with this request."""
     timing, num, context = decode.timing, decode.num_decodes, decode.num_context_tokens
     before = timing.itl_s(num, context) if num else 0.0
@@ -70,7 +70,7 @@ def _gaps(request: PlacementRequest, decode: WorkerLoad) -> tuple[float, float]:
     return before, after
 
 
-def _missed_gaps(request: PlacementRequest, decode: WorkerLoad, before: float, after: float) -> float:
+def _missed_gaps(request: PlacementRequest, decode: ProjectedLoad, before: float, after: float) -> float:
     newly_missed = _probably(after, request.tpot_slo_s) - _probably(before, request.tpot_slo_s)
     num_missed = _probably(after, request.tpot_slo_s) + max(0.0, newly_missed) * decode.num_decodes
     return MISS_PRICE * _miss_unit(request) * num_missed
@@ -92,7 +92,7 @@ def _probably(predicted_s: float, objective_s: float) -> float:
 
 
 def remote_option(
-    request: PlacementRequest, fleet: FleetView, prompt: PromptForecast, decode: WorkerLoad, tokens_s: float
+    request: PlacementRequest, fleet: FleetView, prompt: PromptForecast, decode: ProjectedLoad, tokens_s: float
 ) -> PlanForecast:
     """Return the plan that computes here and decodes there; `tokens_s` is the decode worker's `token_price`."""
     present = request.cached_blocks.get(decode.worker_id, 0)
@@ -116,7 +116,7 @@ def local_option(request: PlacementRequest, prompt: PromptForecast, *, work_pric
 def _priced(
     request: PlacementRequest,
     prompt: PromptForecast,
-    decode: WorkerLoad,
+    decode: ProjectedLoad,
     work_price: float,
     own_terms: Mapping[str, float],
 ) -> PlanForecast:

@@ -19,7 +19,7 @@ size of its tree. The conditions on token usage are off by default and left out.
 
 from collections.abc import Sequence
 
-from router.placement.loads import WorkerLoad
+from router.placement.loads import ProjectedLoad
 from router.placement.plans import PlacementRequest
 from router.placement.policies.pooled import Score, Selector
 
@@ -31,7 +31,7 @@ CACHE_THRESHOLD = 0.3
 class CacheAware(Selector):
     """The longest match if it is a large enough part of the prompt."""
 
-    def score(self, request: PlacementRequest, workers: Sequence[WorkerLoad]) -> list[Score]:
+    def score(self, request: PlacementRequest, workers: Sequence[ProjectedLoad]) -> list[Score]:
         """Return scores by match, or by load."""
         matches = [request.cached_blocks.get(worker.worker_id, 0) for worker in workers]
         if _is_imbalanced(workers) or not self._is_enough(request, max(matches)):
@@ -42,7 +42,7 @@ class CacheAware(Selector):
     def _is_enough(self, request: PlacementRequest, match: int) -> bool:
         return match * request.block_size > CACHE_THRESHOLD * request.num_tokens
 
-    def _by_match(self, worker: WorkerLoad, match: int, place: int) -> Score:
+    def _by_match(self, worker: ProjectedLoad, match: int, place: int) -> Score:
         return Score(worker=worker, cost=-float(match), terms={"matched_blocks": float(match)})
 
 
@@ -52,18 +52,18 @@ class CacheAwareEvents(CacheAware):
     def _is_enough(self, request: PlacementRequest, match: int) -> bool:
         return match > 0
 
-    def _by_match(self, worker: WorkerLoad, match: int, place: int) -> Score:
+    def _by_match(self, worker: ProjectedLoad, match: int, place: int) -> Score:
         then = (worker.num_active_requests, worker.num_cached_blocks, -place)
         terms = {"matched_blocks": float(match), "requests": float(worker.num_active_requests)}
         return Score(worker=worker, cost=-float(match), then=then, terms=terms)
 
 
-def _is_imbalanced(workers: Sequence[WorkerLoad]) -> bool:
+def _is_imbalanced(workers: Sequence[ProjectedLoad]) -> bool:
     loads = [worker.num_active_requests for worker in workers]
     high, low = max(loads), min(loads)
     return high - low > BALANCE_ABS_THRESHOLD and high > BALANCE_REL_THRESHOLD * low
 
 
-def _by_load(worker: WorkerLoad) -> Score:
+def _by_load(worker: ProjectedLoad) -> Score:
     load = float(worker.num_active_requests)
     return Score(worker=worker, cost=load, terms={"requests": load})

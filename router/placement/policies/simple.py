@@ -20,7 +20,7 @@ sends everything to one worker.
 import random
 from collections.abc import Sequence
 
-from router.placement.loads import WorkerLoad
+from router.placement.loads import ProjectedLoad
 from router.placement.plans import PlacementRequest
 from router.placement.policies.eligible import Turns
 from router.placement.policies.pooled import Score, Selector
@@ -31,7 +31,7 @@ MAX_KV_USAGE = 0.999
 MAX_NOISE_BLOCKS = 1
 
 
-def kv_usage(worker: WorkerLoad) -> float:
+def kv_usage(worker: ProjectedLoad) -> float:
     """Return the share of a worker's pages that are in use; cached ones that may be evicted are free."""
     return 1.0 - worker.num_free_blocks / worker.num_blocks if worker.num_blocks else 1.0
 
@@ -39,7 +39,7 @@ def kv_usage(worker: WorkerLoad) -> float:
 class Random(Selector):
     """All workers score the same; the generator decides."""
 
-    def score(self, request: PlacementRequest, workers: Sequence[WorkerLoad]) -> list[Score]:
+    def score(self, request: PlacementRequest, workers: Sequence[ProjectedLoad]) -> list[Score]:
         """Return equal scores."""
         return [Score(worker=worker, cost=0.0) for worker in workers]
 
@@ -51,7 +51,7 @@ class TurnSelector(Selector):
         super().__init__()
         self._turns = Turns()
 
-    def note(self, request: PlacementRequest, worker: WorkerLoad) -> None:
+    def note(self, request: PlacementRequest, worker: ProjectedLoad) -> None:
         """End the worker's turn."""
         self._turns.take(worker.worker_id)
 
@@ -59,7 +59,7 @@ class TurnSelector(Selector):
 class RoundRobin(TurnSelector):
     """The worker chosen longest ago."""
 
-    def score(self, request: PlacementRequest, workers: Sequence[WorkerLoad]) -> list[Score]:
+    def score(self, request: PlacementRequest, workers: Sequence[ProjectedLoad]) -> list[Score]:
         """Return scores by the turn of the last choice."""
         return [Score(worker=worker, cost=float(self._turns.last_turn(worker.worker_id))) for worker in workers]
 
@@ -67,11 +67,11 @@ class RoundRobin(TurnSelector):
 class LongestPrefix(TurnSelector):
     """The worker with the longest match; among equals the one chosen longest ago."""
 
-    def score(self, request: PlacementRequest, workers: Sequence[WorkerLoad]) -> list[Score]:
+    def score(self, request: PlacementRequest, workers: Sequence[ProjectedLoad]) -> list[Score]:
         """Return scores by match, then by turn."""
         return [self._score(request, worker) for worker in workers]
 
-    def _score(self, request: PlacementRequest, worker: WorkerLoad) -> Score:
+    def _score(self, request: PlacementRequest, worker: ProjectedLoad) -> Score:
         match = request.cached_blocks.get(worker.worker_id, 0)
         counted = float(match) if match > MAX_NOISE_BLOCKS else 0.0
         turn = self._turns.last_turn(worker.worker_id)
@@ -85,7 +85,7 @@ class PowerOfTwo(Selector):
         super().__init__()
         self._draws = rng
 
-    def score(self, request: PlacementRequest, workers: Sequence[WorkerLoad]) -> list[Score]:
+    def score(self, request: PlacementRequest, workers: Sequence[ProjectedLoad]) -> list[Score]:
         """Return the pages in use of the two that were drawn."""
         drawn = self._draws.sample(workers, min(2, len(workers)))
         return [_by_used_blocks(worker) for worker in drawn]
@@ -94,17 +94,17 @@ class PowerOfTwo(Selector):
 class LeastLoad(Selector):
     """Least time to drain."""
 
-    def score(self, request: PlacementRequest, workers: Sequence[WorkerLoad]) -> list[Score]:
+    def score(self, request: PlacementRequest, workers: Sequence[ProjectedLoad]) -> list[Score]:
         """Return seconds of queued work plus the KV pressure in seconds."""
         return [_by_drain_time(worker) for worker in workers]
 
 
-def _by_used_blocks(worker: WorkerLoad) -> Score:
+def _by_used_blocks(worker: ProjectedLoad) -> Score:
     used = float(worker.num_blocks - worker.num_free_blocks)
     return Score(worker=worker, cost=used, terms={"used_blocks": used})
 
 
-def _by_drain_time(worker: WorkerLoad) -> Score:
+def _by_drain_time(worker: ProjectedLoad) -> Score:
     drain_s = worker.num_pending_prefill_tokens / THROUGHPUT_TOKENS_PER_S
     usage = min(kv_usage(worker), MAX_KV_USAGE)
     pressure_s = KV_PRESSURE_S * usage / (1.0 - usage)

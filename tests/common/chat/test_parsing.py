@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from common.chat.deltas import ParsedDelta, ToolCallDelta
 from common.chat.formats import MARKERS, TOOL_FORMATS
-from common.chat.parsing import MessageDelta, MessageParser, ToolCallDelta
+from common.chat.parsing import MessageParser
 from common.chat.reader import MAX_DEPTH
 from tests.common.chat.parsed import MARKS, parse, split
 
@@ -148,15 +149,15 @@ def test_call_that_has_begun_stays_one_and_the_rest_is_content(text: str, conten
 def test_arguments_and_text_stream_as_soon_as_they_are_certain() -> None:
     parser = MessageParser(tools="hermes", reasoning="qwen3")
     assert parser.push("<think>a <b").reasoning == "a <b"
-    assert parser.push(" </thin") == MessageDelta(reasoning=" ")
+    assert parser.push(" </thin") == ParsedDelta(reasoning=" ")
     assert parser.push("k>\n").reasoning == ""
     assert parser.push("\nOne <").content == "One"
     assert parser.push("two ").content == " <two"
-    assert parser.push('<tool_call>\n{"name": "f", "argu') == MessageDelta()
+    assert parser.push('<tool_call>\n{"name": "f", "argu') == ParsedDelta()
     assert parser.push('ments": {"a": "b').tool_calls == (ToolCallDelta(index=0, name="f", arguments='{"a": "b'),)
     assert parser.push('c"').tool_calls == (ToolCallDelta(index=0, name=None, arguments='c"'),)
     assert parser.push("}}\n</tool_call>").tool_calls == (ToolCallDelta(index=0, name=None, arguments="}"),)
-    assert parser.finish() == MessageDelta()
+    assert parser.finish() == ParsedDelta()
 
 
 @pytest.mark.parametrize("reasoning", ["qwen3", "deepseek_r1"])

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.cuda.buffers import BlockTables, DecodeColumns, DecodeLayout, RaggedColumns
-from engine.cuda.columns import Column, Columns, RowMap
+from engine.cuda.columns import Column, PackedColumns, RowMap
 from engine.executor import ScheduledSequence
 from engine.ops.metadata import AttentionMetadata, SequenceSpan
 from engine.ops.triton_kernels.step import DeviceStep
@@ -31,8 +31,8 @@ def sequence_with(table: list[int], *, num_computed: int = 0, num_tokens: int = 
     return sequence
 
 
-def make_columns() -> tuple[Columns, list[tuple[Column, Array]]]:
-    columns = Columns()
+def make_columns() -> tuple[PackedColumns, list[tuple[Column, Array]]]:
+    columns = PackedColumns()
     arrays: list[Array] = [
         np.arange(5, dtype=np.int64),
         np.array([7], dtype=np.int32),
@@ -68,7 +68,7 @@ def test_upload_into_an_arena_keeps_the_fixed_columns_there_when_the_rest_overfl
 
 def apply(tables: BlockTables, sequences: list[Sequence]) -> tuple[list[int], int]:
     """Update tables; return the rows, and the number of words sent to the device."""
-    columns = Columns()
+    columns = PackedColumns()
     rows = tables.assign(sequences)
     update = tables.plan(sequences, rows, columns)
     tables.apply(update, columns.upload(device))
@@ -93,7 +93,7 @@ def test_block_tables_under_any_change_equal_the_sequences_tables() -> None:
                 case 3 if table:
                     del table[rng.randrange(len(table)) :]
         if rng.randrange(10) == 0:  # a step that fails between its plan and its launch
-            tables.plan(batch, tables.assign(batch), Columns())
+            tables.plan(batch, tables.assign(batch), PackedColumns())
             continue
         rows, _ = apply(tables, batch)
         for row, sequence in zip(rows, batch, strict=True):
@@ -118,7 +118,7 @@ def decode_batch() -> list[ScheduledSequence]:
 @pytest.mark.parametrize("size", [2, 3, 8])
 def test_decode_columns_at_any_size_describe_the_batch_and_inert_padding(size: int) -> None:
     batch = decode_batch()
-    columns = Columns()
+    columns = PackedColumns()
     layout = DecodeLayout(size=size, head_words=10, block_size=4)
     step = DecodeColumns.add(batch, [5, 6], (), layout, columns)
     arena = torch.arange(100, 100 + 10 + columns.num_words, dtype=torch.int64, device=device)
@@ -136,8 +136,8 @@ def test_decode_columns_at_any_size_describe_the_batch_and_inert_padding(size: i
 
 def test_decode_columns_of_any_batch_lie_where_those_of_an_empty_one_do() -> None:
     layout = DecodeLayout(size=4, head_words=10, block_size=4)
-    assert DecodeColumns.add((), (), (), layout, Columns()) == DecodeColumns.add(
-        decode_batch(), [5, 6], (), layout, Columns()
+    assert DecodeColumns.add((), (), (), layout, PackedColumns()) == DecodeColumns.add(
+        decode_batch(), [5, 6], (), layout, PackedColumns()
     )
 
 
@@ -146,7 +146,7 @@ def test_ragged_columns_equal_the_kernels_own_description_of_the_step() -> None:
     batch = [*decode_batch(), ScheduledSequence(chunk, 11, 1)]
     metadata = AttentionMetadata.from_spans([SequenceSpan.of(item) for item in batch], block_size=4)
     tables = BlockTables(num_rows=4, max_blocks=9, device=device)
-    columns = Columns()
+    columns = PackedColumns()
     sequences = [item.sequence for item in batch]
     rows = tables.assign(sequences)
     step = RaggedColumns.add(batch, metadata, rows, 4, columns)

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from common.clock import ManualClock
 from engine.core import EngineCore
 from engine.executor import Executor
 from engine.request import EngineRequest
 from engine.scheduler import SchedulerLimits
 from tests.builders import assert_empty, make_request, run_until_idle, submit
+from tests.clock import ManualClock
 from tests.engine.driver import load, load_device
 from tests.engine.overlap import step
 from tests.engine.tiny_models import VOCAB_SIZE

@@ -88,7 +88,7 @@ def test_launch_when_a_step_fails_half_way_the_next_ones_answer_the_same(
         sequence.block_table.extend(range(30))
     batch = [ScheduledSequence(sequence, sequence.num_tokens, 1) for sequence in sequences]
     for broken in (
-        "engine.cuda.columns.Columns.upload",
+        "engine.cuda.columns.PackedColumns.upload",
         "engine.cuda.executor.RaggedColumns.input_ids",
         "engine.model.decoder.Decoder.logits",
     ):

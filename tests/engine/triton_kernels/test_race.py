@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from common.sampling import SamplingParams
-from engine.cuda.columns import Columns
+from engine.cuda.columns import PackedColumns
 from engine.draw import INVALID, RaceColumns, first_best, race
 from engine.logits import SamplingRow
 from engine.ops.triton_kernels import race as kernels
@@ -72,7 +72,7 @@ def test_race_columns_choose_the_sampler_s_tokens_for_rows_that_race(device: tor
         for i, params in enumerate(sampling)
     ]
     logits = _logits(4, 640)
-    columns = Columns()
+    columns = PackedColumns()
     planned = RaceColumns.add(rows, 4, columns)
     words = columns.upload(torch.device("cpu"))
     chosen = planned.choose(logits, first_best(logits), words).tolist()

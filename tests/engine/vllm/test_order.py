@@ -5,7 +5,6 @@ from collections.abc import Sequence as Seq
 
 import pytest
 
-from common.clock import ManualClock
 from common.tokens import TokenArray
 from engine.core import EngineCore
 from engine.executor import ScheduledSequence
@@ -13,6 +12,7 @@ from engine.fake import FakeExecutor, FakeStep
 from engine.scheduler import SchedulerLimits
 from engine.vllm.order import OrderBook, SequenceOrder, StepOrder
 from tests.builders import BLOCK_SIZE, Collector, expected_tokens, granted, make_request, run_until_idle
+from tests.clock import ManualClock
 
 
 class Ranks:

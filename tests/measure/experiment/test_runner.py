@@ -7,7 +7,7 @@ import pytest
 from measure.experiment.points import Cell, Point, Source, slug
 from measure.experiment.runner import CellFailed, Countdown, ResultKeeper, cell_order, run_cells, span
 from measure.experiment.search import find_capacities
-from measure.experiment.spec import CapacitySpec, ExperimentError, Order
+from measure.experiment.spec import CapacitySpec, CellOrder, ExperimentError
 from measure.experiment.store import Store
 from measure.simulate.store import OtherSettings
 from tests.measure.experiment.builders import FakeBench, make_arm, make_plan, make_point
@@ -25,7 +25,7 @@ def run(
     notes: ResultKeeper | None = None,
 ) -> tuple[Point, ...]:
     """Run a grid of two arms."""
-    cells = cell_order(ARMS, loads, repeats=repeats, order=Order.ALTERNATING)
+    cells = cell_order(ARMS, loads, repeats=repeats, order=CellOrder.ALTERNATING)
     return run_cells(cells, PLANS, notes or keeper(tmp_path), bench)
 
 
@@ -40,7 +40,7 @@ def files(tmp_path: Path) -> set[str]:
 
 
 def test_alternating_order_turns_around_in_every_other_repeat() -> None:
-    order = cell_order(ARMS, (1.0, 2.0), repeats=3, order=Order.ALTERNATING)
+    order = cell_order(ARMS, (1.0, 2.0), repeats=3, order=CellOrder.ALTERNATING)
     assert [(cell.arm, cell.load, cell.repeat) for cell in order] == [
         *[("one", 1.0, 0), ("one", 2.0, 0), ("two", 1.0, 0), ("two", 2.0, 0)],
         *[("two", 2.0, 1), ("two", 1.0, 1), ("one", 2.0, 1), ("one", 1.0, 1)],
@@ -50,7 +50,7 @@ def test_alternating_order_turns_around_in_every_other_repeat() -> None:
 
 def test_order_by_arm_starts_each_arm_once(tmp_path: Path) -> None:
     bench = FakeBench()
-    cells = cell_order(ARMS, (1.0,), repeats=2, order=Order.BY_ARM)
+    cells = cell_order(ARMS, (1.0,), repeats=2, order=CellOrder.BY_ARM)
     run_cells(cells, PLANS, keeper(tmp_path), bench)
     assert bench.log == ["up one", "one@1-r0", "one@1-r1", "down one", "up two", "two@1-r0", "two@1-r1", "down two"]
 
@@ -132,7 +132,7 @@ def test_more_loads_add_to_what_is_there(tmp_path: Path) -> None:
 
 def test_run_says_beforehand_how_long_it_takes(tmp_path: Path) -> None:
     lines: list[str] = []
-    cells = cell_order(ARMS, (1.0,), repeats=1, order=Order.ALTERNATING)
+    cells = cell_order(ARMS, (1.0,), repeats=1, order=CellOrder.ALTERNATING)
     run_cells(cells[:1], PLANS, keeper(tmp_path), FakeBench())
     run_cells(cells, PLANS, keeper(tmp_path, lines), FakeBench())
     assert lines[0] == "1 runs, about 2 s; 1 are kept from earlier"

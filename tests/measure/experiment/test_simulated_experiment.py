@@ -11,7 +11,7 @@ from cli.experiment import experiment_app
 from measure.experiment.points import Cell, Source
 from measure.experiment.prepare import Choices
 from measure.experiment.report import write_report
-from measure.experiment.search import Errand, measure_side_by_side
+from measure.experiment.search import ExperimentInput, measure_side_by_side
 from measure.experiment.spec import ExperimentError
 from measure.experiment.store import Store
 from tests.measure.experiment.builders import make_arm, served_up_to
@@ -100,9 +100,9 @@ def test_error_of_one_arm_is_raised_at_once_and_ends_the_others(file: Path, tmp_
             "min_requests: 40", "min_requests: 40000"
         )
     )
-    errand = Errand(path=file, choices=Choices(source=Source.SIMULATED), out=tmp_path / "out", is_search=False)
+    inputs = ExperimentInput(path=file, choices=Choices(source=Source.SIMULATED), out=tmp_path / "out", is_search=False)
     with pytest.raises(ExperimentError, match=r"1P1D: pools.prefill.num_blocks must be as in pools.decode"):
-        measure_side_by_side(errand, ["1P1D", "2 aggregated"], num_jobs=2, report=print)
+        measure_side_by_side(inputs, ["1P1D", "2 aggregated"], num_jobs=2, report=print)
     for process in multiprocessing.active_children():
         process.join()
     assert not list(Store(tmp_path / "out").points())

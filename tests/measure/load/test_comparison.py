@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from common.slo import Slo
-from measure.load.comparison import Comparison, Row, compare
+from measure.load.comparison import Row, RunComparison, compare
 from measure.load.measures import summarize
 from measure.load.records import Run
 from tests.measure.load.made_runs import make_request, make_run
@@ -26,11 +26,11 @@ def drawn(*, seed: int = 0, factor: float = 1.0, noise: int | None = None, num_r
     )
 
 
-def compared(*runs: Run) -> Comparison:
+def compared(*runs: Run) -> RunComparison:
     return compare(runs, [summarize(run, slo=SLO, warm_up_s=0) for run in runs])
 
 
-def row(comparison: Comparison, name: str, kind: str = "all") -> Row:
+def row(comparison: RunComparison, name: str, kind: str = "all") -> Row:
     return next(row for row in comparison.rows if (row.kind, row.name) == (kind, name))
 
 

@@ -5,12 +5,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from measure.load.estimates import PERCENTILES, Distribution, Resampler
+from measure.load.estimates import PERCENTILES, MeasuredDistribution, Resampler
 
 TIMES = st.lists(st.floats(min_value=0, max_value=1e3, allow_nan=False), min_size=1, max_size=80)
 
 
-def distribution(values: list[float]) -> Distribution:
+def distribution(values: list[float]) -> MeasuredDistribution:
     found = Resampler(len(values)).distribution(np.array(values), np.arange(len(values)))
     assert found is not None
     return found

@@ -2,12 +2,12 @@ import io
 
 from rich.console import Console
 
-from common.clock import ManualClock
 from measure.load.live import LiveView
 from measure.load.records import Outcome, PoolSample
 from measure.load.spec import LoadSpec
 from measure.load.targets.interface import TargetInfo, TargetSpec
 from measure.workload.sessions import Content, Workload
+from tests.clock import ManualClock
 from tests.measure.load.made_runs import make_failure, make_request, make_worker
 
 SPEC = LoadSpec(

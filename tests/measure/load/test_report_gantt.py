@@ -7,14 +7,14 @@ import pytest
 
 from common.slo import Slo
 from measure.load.measures import summarize
-from measure.load.report.columns import Columns, columns_of
+from measure.load.report.columns import RequestColumns, columns_of
 from measure.load.report.gantt import MAX_ROWS, MIN_ROWS, gantt_panel
 from tests.measure.load.synthetic import Shape, make_run
 
 SLO = Slo(ttft_s=1.0, tpot_s=0.05)
 
 
-def make_columns(shape: Shape) -> Columns:
+def make_columns(shape: Shape) -> RequestColumns:
     run = make_run(shape)
     return columns_of(run, summarize(run, slo=SLO).window)
 

@@ -9,8 +9,8 @@ from measure.pages.axes import Axis, Scale, Unit
 from measure.pages.distributions import (
     EXACT_TAIL_POINTS,
     MAX_CURVE_POINTS,
-    Sample,
-    View,
+    ShareScale,
+    ValueSample,
     ecdf,
     ecdf_figure,
     rolling,
@@ -24,14 +24,14 @@ FRAME = Frame(
 
 
 def test_curve_rises_by_one_value_at_a_time() -> None:
-    figure = ecdf_figure([Sample(name="a", values=[3.0, 1.0, 2.0, 4.0])], FRAME)
+    figure = ecdf_figure([ValueSample(name="a", values=[3.0, 1.0, 2.0, 4.0])], FRAME)
     (curve,) = figure.data
     np.testing.assert_allclose(curve.x, [1, 2, 3, 4])
     np.testing.assert_allclose(curve.y, [0.25, 0.5, 0.75, 1.0])
 
 
 def test_tail_view_has_nines_at_equal_distances() -> None:
-    figure = ecdf_figure([Sample(name="a", values=np.arange(1.0, 10_001.0))], FRAME, View.TAIL)
+    figure = ecdf_figure([ValueSample(name="a", values=np.arange(1.0, 10_001.0))], FRAME, ShareScale.TAIL)
     axis = figure.layout.yaxis
     assert axis.ticktext == ("0%", "50%", "90%", "99%", "99.9%", "99.99%")
     np.testing.assert_allclose(axis.tickvals[2:], [1, 2, 3, 4], atol=1e-9)
@@ -44,7 +44,7 @@ def test_tail_view_has_nines_at_equal_distances() -> None:
 
 
 def test_buttons_give_both_views_of_every_curve() -> None:
-    figure = ecdf_figure([Sample(name="a", values=[1.0, 2.0]), Sample(name="b", values=[5.0])], FRAME)
+    figure = ecdf_figure([ValueSample(name="a", values=[1.0, 2.0]), ValueSample(name="b", values=[5.0])], FRAME)
     even, tail = figure.layout.updatemenus[0].buttons
     assert even.args[0]["y"] == [[0.5, 1.0], [1.0]]
     assert tail.args[0]["y"] == pytest.approx([pytest.approx([0.30103, 0.60206]), pytest.approx([0.30103])])
@@ -52,12 +52,12 @@ def test_buttons_give_both_views_of_every_curve() -> None:
 
 
 def test_zeros_stay_on_a_logarithmic_axis() -> None:
-    (curve,) = ecdf_figure([Sample(name="a", values=[0.0, 1.0])], FRAME).data
+    (curve,) = ecdf_figure([ValueSample(name="a", values=[0.0, 1.0])], FRAME).data
     assert min(curve.x) > 0
 
 
 def test_nothing_at_all_is_an_empty_figure() -> None:
-    figure = ecdf_figure([Sample(name="a", values=[])], FRAME)
+    figure = ecdf_figure([ValueSample(name="a", values=[])], FRAME)
     assert figure.data == ()
     assert figure.layout.updatemenus == ()
 

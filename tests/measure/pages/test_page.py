@@ -13,7 +13,19 @@ import plotly.graph_objects as go
 import plotly.offline
 
 from measure.pages.figures import Curve, Frame, line_figure
-from measure.pages.page import Absent, Card, Listing, Page, Panel, Prose, Section, Table, Width, render_page, write_page
+from measure.pages.page import (
+    Absent,
+    Card,
+    Listing,
+    Page,
+    PageSection,
+    Panel,
+    Prose,
+    Table,
+    Width,
+    render_page,
+    write_page,
+)
 
 HOSTILE = "<script>alert('&')</script>"
 VOID = {"meta", "br", "link", "img", "input", "hr"}
@@ -79,8 +91,8 @@ def make_page(text: str = "plain") -> Page:
         warnings=(text,),
         cards=(Card(label=text, value=text, note=text),),
         sections=(
-            Section(title=text, intro=text, panels=tuple(Panel(title=text, content=it) for it in contents)),
-            Section(
+            PageSection(title=text, intro=text, panels=tuple(Panel(title=text, content=it) for it in contents)),
+            PageSection(
                 title="rest",
                 panels=(
                     Panel(title="", content=Listing(text=text), look_for=text, note=text),
@@ -111,7 +123,9 @@ def test_page_uploads_no_figure() -> None:
 
 
 def test_page_without_figures_has_no_scripts() -> None:
-    page = Page(title="t", sections=(Section(title="s", panels=(Panel(title="p", content=Prose(paragraphs=("x",))),)),))
+    page = Page(
+        title="t", sections=(PageSection(title="s", panels=(Panel(title="p", content=Prose(paragraphs=("x",))),)),)
+    )
     assert check(render_page(page)).scripts == {}
 
 
@@ -135,7 +149,7 @@ def test_equal_pages_are_equal_bytes(tmp_path: Path) -> None:
 
 def test_figures_carry_no_template_of_their_own() -> None:
     figure = go.Figure(go.Scatter(x=[1], y=[1]))
-    page = Page(title="t", sections=(Section(title="s", panels=(Panel(title="p", content=figure),)),))
+    page = Page(title="t", sections=(PageSection(title="s", panels=(Panel(title="p", content=figure),)),))
     scripts = check(render_page(page)).scripts
     assert "template" not in json.loads(scripts["data-0"])["layout"]
     assert set(json.loads(scripts["templates"])) == {"light", "dark"}
@@ -145,7 +159,7 @@ def test_figure_with_many_names_is_higher() -> None:
     def height(num_curves: int) -> int:
         curves = [Curve(name=f"policy number {index}", x=[0, 1], y=[0, 1]) for index in range(num_curves)]
         panel = Panel(title="p", content=line_figure(curves, Frame(height=300)), width=Width.HALF)
-        scripts = check(render_page(Page(title="t", sections=(Section(title="s", panels=(panel,)),)))).scripts
+        scripts = check(render_page(Page(title="t", sections=(PageSection(title="s", panels=(panel,)),)))).scripts
         return int(json.loads(scripts["data-0"])["layout"]["height"])
 
     assert height(2) == 300

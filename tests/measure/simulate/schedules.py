@@ -9,7 +9,7 @@ from itertools import product
 
 from common.slo import Slo
 from common.timing import StepShape
-from measure.simulate.bound import Fleet
+from measure.simulate.bound import BoundFleet
 from measure.workload.traces import Trace
 
 _LATE = -1
@@ -40,7 +40,7 @@ class _State:
 class Search:
     """Finds the most good requests of any schedule of a trace with one-token blocks."""
 
-    def __init__(self, trace: Trace, fleet: Fleet, slo: Slo) -> None:
+    def __init__(self, trace: Trace, fleet: BoundFleet, slo: Slo) -> None:
         assert trace.block_size == 1, "tokens are block ids"
         self._trace, self._fleet, self._slo = trace, fleet, slo
         self._seen: set[_State] = set()

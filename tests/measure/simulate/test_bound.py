@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from common.slo import Slo
 from common.timing import StepModel, StepShape, TimingModel
 from measure.figures import summarize
-from measure.simulate.bound import Bound, Fleet, goodput_bound
-from measure.simulate.bound_work import Charge, Demands, StepLimits, demands, owned_from
+from measure.simulate.bound import Bound, BoundFleet, goodput_bound
+from measure.simulate.bound_work import Charge, Demands, WorkerLimits, demands, owned_from
 from measure.simulate.cluster import run
 from measure.simulate.comparison import trace_arrivals
 from measure.simulate.roofline import Roofline
@@ -42,8 +42,8 @@ def make_trace(*requests: TraceRequest, block_size: int = 1) -> Trace:
     return Trace(name="small", block_size=block_size, requests=requests)
 
 
-def make_fleet(num_prefill: int, num_decode: int, times: StepTimes, *, max_step_tokens: int = 1000) -> Fleet:
-    return Fleet(
+def make_fleet(num_prefill: int, num_decode: int, times: StepTimes, *, max_step_tokens: int = 1000) -> BoundFleet:
+    return BoundFleet(
         num_prefill=num_prefill, num_decode=num_decode, block_size=1, max_step_tokens=max_step_tokens, times=times
     )
 
@@ -53,7 +53,7 @@ def prompts(count: int, *, num_tokens: int = 101) -> Trace:
     return make_trace(*(make_request(number, num_tokens=num_tokens) for number in range(count)), block_size=num_tokens)
 
 
-def tiny_case(seed: int) -> tuple[Trace, Fleet, Slo]:
+def tiny_case(seed: int) -> tuple[Trace, BoundFleet, Slo]:
     """Return two to four requests for one or two workers, with prefixes that some share."""
     draw = random.Random(seed)
     model = StepModel(
@@ -72,7 +72,7 @@ def tiny_case(seed: int) -> tuple[Trace, Fleet, Slo]:
         requests.append(make_request(*range(num_shared), *own, at_s=at_s, num_output_tokens=draw.choice([1, 1, 2, 3])))
         at_s += draw.choice([0, 0, 0.5, 1, 2])
     num_prefill, num_decode = draw.choice([(0, 1), (0, 1), (1, 1), (0, 2)]) if len(requests) < 4 else (0, 1)
-    fleet = Fleet(
+    fleet = BoundFleet(
         num_prefill=num_prefill,
         num_decode=num_decode,
         block_size=draw.choice([1, 2]),
@@ -116,7 +116,7 @@ def test_no_policy_is_better(
         trace_arrivals(trace, slo=slo, max_tokens=1),
     )
     times = FittedTimes(MODEL)
-    fleet = Fleet(num_prefill=shape[0], num_decode=shape[1], block_size=16, max_step_tokens=512, times=times)
+    fleet = BoundFleet(num_prefill=shape[0], num_decode=shape[1], block_size=16, max_step_tokens=512, times=times)
     assert summarize(done.requests, slo=slo).num_good <= goodput_bound(trace, fleet, slo).num_good
 
 
@@ -210,7 +210,7 @@ def test_a_prompt_owns_what_no_earlier_prompt_holds_in_full_pages() -> None:
 
 def work_of(floor: StepModel, *, num_tokens: int, block_size: int) -> Demands:
     """Return the work of one prompt in steps of five tokens."""
-    limits = StepLimits(max_step_tokens=5, block_size=block_size)
+    limits = WorkerLimits(max_step_tokens=5, block_size=block_size)
     slo = Slo(ttft_s=100.0, tpot_s=1.0)
     return demands(prompts(1, num_tokens=num_tokens), slo, limits, charge=Charge.EVEN, floor=floor, floors=(floor,))
 
@@ -233,7 +233,7 @@ def test_gap_limits_the_batch_that_shares_the_fixed_time() -> None:
     work = demands(
         make_trace(make_request(1, num_output_tokens=11)),
         Slo(ttft_s=1.0, tpot_s=1.0),
-        StepLimits(max_step_tokens=100, block_size=1),
+        WorkerLimits(max_step_tokens=100, block_size=1),
         charge=Charge.BY_WORK,
         floor=floor,
         floors=(floor,),

@@ -6,13 +6,13 @@ from dataclasses import replace
 import pytest
 
 from common.block_hash import hash_blocks, hash_root
-from common.clock import ManualClock
 from common.ids import RequestId
 from common.sampling import SamplingParams
 from common.tokens import as_tokens
 from common.wire import pack_tokens
+from common.wire_names import FinishReason
 from engine.core import EngineCore
-from engine.events import EngineEvent, FinishReason, Tokens
+from engine.events import EngineEvent, Tokens
 from engine.fake import FakeExecutor
 from engine.group import Group
 from engine.request import EngineRequest
@@ -20,9 +20,10 @@ from engine.scheduler import SchedulerLimits
 from kvrelay.v1 import inference_pb2, sampling_pb2
 from measure.simulate.chaos.oracles import AnswerCheck, Violation
 from measure.simulate.chaos.questions import Question, QuestionBook
-from measure.simulate.chaos.settings import MESSAGE_FAULTS, ChaosSettings, Fault, draw_first_settings, draw_settings
+from measure.simulate.chaos.settings import MESSAGE_FAULTS, ChaosSettings, FaultKind, draw_first_settings, draw_settings
 from measure.simulate.chaos.walk import BLOCK_SIZE, DRAIN_BOUND_S, run_walk
 from measure.simulate.faults import FaultRates
+from tests.clock import ManualClock
 
 BAD_WEEK = FaultRates(
     lose=0.01, repeat=0.01, delay=0.1, max_delay_s=1.0, stall=0.001, stall_s=6.0, corrupt=0.02, tear=0.02
@@ -33,13 +34,15 @@ a new plan. The next thing to notice it would be the keepalive, after 5 s. (A wo
 before may cost more: it is given up to five times as long.)"""
 MAX_WAIT_S = 1.0
 """Most that a worker which leaves, or another tenant's flood, may add to a first token."""
-NOTICED_SOON = frozenset({Fault.CRASH, Fault.STOP, Fault.HUNG_STEP, Fault.HUNG_LOOP, Fault.CUT, Fault.ONE_WAY_CUT})
+NOTICED_SOON = frozenset(
+    {FaultKind.CRASH, FaultKind.STOP, FaultKind.HUNG_STEP, FaultKind.HUNG_LOOP, FaultKind.CUT, FaultKind.ONE_WAY_CUT}
+)
 
 
 FEW_PAGES = ChaosSettings(
     num_requests=150,
     seed=3,
-    faults=frozenset({Fault.SLOW, Fault.FLOOD, Fault.DRAIN}),
+    faults=frozenset({FaultKind.SLOW, FaultKind.FLOOD, FaultKind.DRAIN}),
     num_prefill=1,
     num_decode=2,
     rate_per_s=40.0,
@@ -90,7 +93,7 @@ def test_requests_whose_workers_only_fell_silent_are_never_refused() -> None:
     settings = ChaosSettings(
         num_requests=80,
         seed=12,
-        faults=frozenset({Fault.STOP, Fault.CUT}),
+        faults=frozenset({FaultKind.STOP, FaultKind.CUT}),
         num_prefill=0,
         num_decode=4,
         rate_per_s=8.0,
@@ -108,7 +111,7 @@ def test_calls_that_reach_the_successor_of_their_worker_are_refused(seed: int) -
     settings = ChaosSettings(
         num_requests=60,
         seed=seed,
-        faults=frozenset({Fault.CRASH, Fault.LATE}),
+        faults=frozenset({FaultKind.CRASH, FaultKind.LATE}),
         num_prefill=2,
         num_decode=2,
         rate_per_s=20.0,
@@ -119,11 +122,11 @@ def test_calls_that_reach_the_successor_of_their_worker_are_refused(seed: int) -
     )
     report = run_walk(settings)
     assert report.violations == []
-    assert report.faults[Fault.CRASH]
+    assert report.faults[FaultKind.CRASH]
 
 
-@pytest.mark.parametrize("fault", sorted(Fault))
-def test_each_fault_alone_happens_and_breaks_no_invariant(fault: Fault) -> None:
+@pytest.mark.parametrize("fault", sorted(FaultKind))
+def test_each_fault_alone_happens_and_breaks_no_invariant(fault: FaultKind) -> None:
     settings = ChaosSettings(
         num_requests=60, seed=2, faults=frozenset({fault}), mean_gap_s=1.0, message_rates=BAD_WEEK, poison_gap_s=2.0
     )
@@ -133,15 +136,15 @@ def test_each_fault_alone_happens_and_breaks_no_invariant(fault: Fault) -> None:
     assert set(report.faults) == {fault}
     assert report.drain_s < DRAIN_BOUND_S
     assert report.longest_pause_s < (MAX_PAUSE_S if fault in NOTICED_SOON else DRAIN_BOUND_S)
-    assert report.longest_wait_s < MAX_WAIT_S or fault not in {Fault.DRAIN, Fault.FLOOD}
+    assert report.longest_wait_s < MAX_WAIT_S or fault not in {FaultKind.DRAIN, FaultKind.FLOOD}
 
 
 def test_clients_that_stream_from_workers_get_every_token_through_faults() -> None:
-    faults = frozenset({Fault.LATE, Fault.REPEATED, Fault.CRASH, Fault.STOP, Fault.FLIP})
+    faults = frozenset({FaultKind.LATE, FaultKind.REPEATED, FaultKind.CRASH, FaultKind.STOP, FaultKind.FLIP})
     report = run_walk(ChaosSettings(num_requests=100, seed=5, faults=faults, direct_share=1.0, mean_gap_s=2.0))
     assert report.violations == []
     assert report.num_direct >= 95
-    assert min(report.faults[fault] for fault in (Fault.STOP, Fault.CRASH, Fault.FLIP)) > 0
+    assert min(report.faults[fault] for fault in (FaultKind.STOP, FaultKind.CRASH, FaultKind.FLIP)) > 0
 
 
 @pytest.mark.parametrize("direct_share", [0.0, 1.0])
@@ -150,7 +153,7 @@ def test_clients_of_a_router_that_died_go_on_at_another_one(direct_share: float)
         ChaosSettings(
             num_requests=60,
             seed=1,
-            faults=frozenset({Fault.ROUTER_CRASH}),
+            faults=frozenset({FaultKind.ROUTER_CRASH}),
             direct_share=direct_share,
             mean_gap_s=0.3,
             rate_per_s=30.0,
@@ -169,8 +172,8 @@ def test_client_that_streams_asks_again_for_a_token_that_was_lost(seed: int) -> 
     assert not report.outcomes["EngineFault"]
 
 
-@pytest.mark.parametrize(("fault", "seed"), [(Fault.CUT, 7), (Fault.ONE_WAY_CUT, 2), (Fault.HUNG_STEP, 2)])
-def test_stream_in_the_middle_of_a_fault_goes_on_before_the_keepalive_would_notice(fault: Fault, seed: int) -> None:
+@pytest.mark.parametrize(("fault", "seed"), [(FaultKind.CUT, 7), (FaultKind.ONE_WAY_CUT, 2), (FaultKind.HUNG_STEP, 2)])
+def test_stream_in_the_middle_of_a_fault_goes_on_before_the_keepalive_would_notice(fault: FaultKind, seed: int) -> None:
     settings = ChaosSettings(
         num_requests=80, seed=seed, faults=frozenset({fault}), num_prefill=1, rate_per_s=8.0, mean_gap_s=2.0
     )
@@ -178,14 +181,14 @@ def test_stream_in_the_middle_of_a_fault_goes_on_before_the_keepalive_would_noti
 
 
 def test_many_bad_messages_and_crashes_break_no_invariant() -> None:
-    faults = MESSAGE_FAULTS | {Fault.CRASH}
+    faults = MESSAGE_FAULTS | {FaultKind.CRASH}
     settings = ChaosSettings(
         num_requests=200, seed=3, faults=faults, message_rates=BAD_WEEK, mean_gap_s=1.0, rate_per_s=25.0, may_fail=True
     )
     report = run_walk(settings)
     assert report.violations == []
     assert report.outcomes["complete"] > 100
-    assert min(report.faults[Fault.CRASH], report.faults[Fault.LOST], report.num_replans) > 0
+    assert min(report.faults[FaultKind.CRASH], report.faults[FaultKind.LOST], report.num_replans) > 0
 
 
 def test_calm_walk_on_aggregated_workers_completes_everything() -> None:

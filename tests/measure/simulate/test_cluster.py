@@ -6,7 +6,7 @@ from common.config import RouterConfig
 from common.timing import StepShape
 from measure.simulate.cluster import run
 from measure.simulate.records import Arrival, ClusterShape
-from measure.simulate.results import num_cached
+from measure.simulate.results import count_cached_tokens
 from router.tenants import Tenant
 from tests.measure.simulate.builders import MODEL, make_arrivals, make_settings, make_shape, printed_twice
 
@@ -23,7 +23,7 @@ def test_run_every_request_gets_all_of_its_tokens_and_plausible_times(shape: Clu
     for result, arrival in zip(finished.requests, arrivals, strict=True):
         assert result.is_complete, result
         assert result.num_output_tokens == arrival.num_output_tokens
-        num_cached_tokens = num_cached(result)
+        num_cached_tokens = count_cached_tokens(result)
         num_new_tokens = len(arrival.prompt) - num_cached_tokens
         assert num_new_tokens > 0
         assert result.ttft_s is not None
@@ -33,7 +33,7 @@ def test_run_every_request_gets_all_of_its_tokens_and_plausible_times(shape: Clu
             assert result.tpot_s >= MODEL.itl_s(1, 0)
             assert max(result.gaps_s) >= result.tpot_s
             assert sum(result.gaps_s) == pytest.approx(result.e2e_s - result.ttft_s, abs=0.01)
-    assert sum(map(num_cached, finished.requests)) > 0
+    assert sum(map(count_cached_tokens, finished.requests)) > 0
 
 
 def test_run_a_lone_requests_times_are_those_of_the_model() -> None:
@@ -69,7 +69,7 @@ def test_tenant_finds_what_it_sent_before_and_nothing_of_another_tenant() -> Non
 
     finished = run(make_shape(0, 1), make_settings(), arrivals)
 
-    assert [num_cached(result) for result in finished.requests] == [0, 0, 96]
+    assert [count_cached_tokens(result) for result in finished.requests] == [0, 0, 96]
 
 
 def test_tenants_limits_apply_to_its_requests_alone() -> None:

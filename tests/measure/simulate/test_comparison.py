@@ -7,16 +7,16 @@ import pytest
 from common.slo import Slo
 from measure.simulate.comparison import (
     REQUESTS_FILE,
-    Cell,
     CellResult,
-    Comparison,
+    PolicyComparison,
+    ReplayCell,
     ReplayError,
     ReplaySettings,
     replayed_trace,
 )
 from measure.simulate.report import write_report
 from measure.simulate.store import OtherSettings, read_requests
-from measure.workload.waves import Stage, Stages
+from measure.workload.waves import SpeedStage, SpeedStages
 from tests.measure.pages.test_page import check
 
 SMALL = Path(__file__).parents[2] / "data" / "small.jsonl"
@@ -36,8 +36,8 @@ def make_settings(*, num_requests: int = NUM_REQUESTS, block_size: int = 512, nu
     )
 
 
-def make_comparison(out: Path, *policies: str, settings: ReplaySettings | None = None) -> Comparison:
-    return Comparison(
+def make_comparison(out: Path, *policies: str, settings: ReplaySettings | None = None) -> PolicyComparison:
+    return PolicyComparison(
         settings=settings or make_settings(),
         policies=policies or ("round_robin", "predictive"),
         speeds=(1.0,),
@@ -45,9 +45,9 @@ def make_comparison(out: Path, *policies: str, settings: ReplaySettings | None =
     )
 
 
-def run(comparison: Comparison, *, num_jobs: int = 1) -> tuple[list[CellResult], list[Cell]]:
+def run(comparison: PolicyComparison, *, num_jobs: int = 1) -> tuple[list[CellResult], list[ReplayCell]]:
     """Return all results, and the cells in the order in which they were reported."""
-    reported: list[Cell] = []
+    reported: list[ReplayCell] = []
     comparison.prepare()
     results = comparison.run(num_jobs=num_jobs, report=lambda result: reported.append(result.cell))
     return results, reported
@@ -148,7 +148,9 @@ def test_perfect_signals_come_at_once_however_late_the_others_are(tmp_path: Path
 
 
 def test_stages_warp_the_clock_on_top_of_a_cells_speed(tmp_path: Path) -> None:
-    stages = Stages(name="slow, then fast", stages=(Stage(length_s=2, speed=0.5), Stage(length_s=1e6, speed=2)))
+    stages = SpeedStages(
+        name="slow, then fast", stages=(SpeedStage(length_s=2, speed=0.5), SpeedStage(length_s=1e6, speed=2))
+    )
     settings = replace(make_settings(), stages=stages)
     plain = replayed_trace(make_settings(), 2.0).requests
     assert plain[-1].arrival_s > 1.0

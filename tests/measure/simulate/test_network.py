@@ -13,7 +13,7 @@ import pytest
 from common.errors import HandoffGone, WorkerLost, from_rpc_error
 from common.rpc import abort, error_boundary
 from kvrelay.v1 import kv_transfer_pb2
-from measure.simulate.faults import Fate, FaultRates, SeededFaults
+from measure.simulate.faults import FaultRates, SeededFaults, Transmission
 from measure.simulate.loop import PROCESS, VirtualLoop
 from measure.simulate.network import SimChannel, SimNetwork, SimServer
 from measure.simulate.records import NetworkShape
@@ -22,7 +22,7 @@ from tests.measure.simulate.builders import current_loop, on_virtual_loop
 
 LATENCY_S = 0.25
 SHAPE = NetworkShape(latency_s=LATENCY_S, kv_bytes_per_s=1000.0)
-WELL = (Fate.ARRIVE, 0.0)
+WELL = (Transmission.ONCE, 0.0)
 Test = Callable[..., Awaitable[None]]
 
 
@@ -56,8 +56,8 @@ class Scene:
 class Script:
     """Fates of messages in order; all later ones arrive."""
 
-    def __init__(self, *fates: tuple[Fate, float]) -> None:
-        self._fates = list(fates)
+    def __init__(self, *transmissions: tuple[Transmission, float]) -> None:
+        self._transmissions = list(transmissions)
 
     def damaged(self, message: kv_transfer_pb2.FetchBlocksResponse) -> kv_transfer_pb2.FetchBlocksResponse:
         return message
@@ -67,18 +67,18 @@ class Script:
     def notice_s(self) -> float:
         return 0.0
 
-    def fate(self, source: str, target: str) -> tuple[Fate, float]:
-        return self._fates.pop(0) if self._fates else (Fate.ARRIVE, 0.0)
+    def transmission(self, source: str, target: str) -> tuple[Transmission, float]:
+        return self._transmissions.pop(0) if self._transmissions else (Transmission.ONCE, 0.0)
 
 
-def on_virtual_time(*fates: tuple[Fate, float]) -> Callable[[Test], Callable[..., None]]:
-    """Run a test with a scene of its own, whose first messages have these fates. Nothing may be left behind."""
+def on_virtual_time(*transmissions: tuple[Transmission, float]) -> Callable[[Test], Callable[..., None]]:
+    """Run a test with a scene of its own, whose first messages have these transmissions. Nothing may be left behind."""
 
     def decorate(test: Test) -> Callable[..., None]:
         @on_virtual_loop
         @functools.wraps(test)
         async def run(**values: Any) -> None:
-            scene = Scene(current_loop(), Script(*fates))
+            scene = Scene(current_loop(), Script(*transmissions))
             await test(scene, **values)
             await asyncio.sleep(2 * KEEPALIVE_S)
             assert scene.network.num_calls == 0
@@ -290,7 +290,7 @@ async def test_kv_payload_waits_for_both_links(scene: Scene) -> None:
     }
 
 
-@on_virtual_time(WELL, (Fate.LOSE, 0.0), (Fate.REPEAT, 0.0), (Fate.ARRIVE, 3.0))
+@on_virtual_time(WELL, (Transmission.LOST, 0.0), (Transmission.DUPLICATED, 0.0), (Transmission.ONCE, 3.0))
 async def test_faults_lose_repeat_and_delay_single_messages_of_a_stream_in_order(scene: Scene) -> None:
     call = scene.stream(numbers)(4)
     assert [message async for message in call] == [1, 1, 2, 3]
@@ -305,12 +305,12 @@ async def assert_connection_breaks(scene: Scene) -> None:
     assert scene.loop.time() >= KEEPALIVE_S
 
 
-@on_virtual_time((Fate.LOSE, 0.0))
+@on_virtual_time((Transmission.LOST, 0.0))
 async def test_without_its_first_message_a_calls_connection_is_broken(scene: Scene) -> None:
     await assert_connection_breaks(scene)
 
 
-@on_virtual_time(WELL, (Fate.LOSE, 0.0))
+@on_virtual_time(WELL, (Transmission.LOST, 0.0))
 async def test_without_its_last_message_a_calls_connection_is_broken(scene: Scene) -> None:
     await assert_connection_breaks(scene)
 
@@ -318,24 +318,24 @@ async def test_without_its_last_message_a_calls_connection_is_broken(scene: Scen
 def test_seeded_faults_come_at_their_rates_and_are_the_same_for_the_same_seed() -> None:
     rates = FaultRates(lose=0.1, repeat=0.2, delay=0.3, max_delay_s=2.0)
 
-    def draws(seed: int) -> list[tuple[Fate, float]]:
+    def draws(seed: int) -> list[tuple[Transmission, float]]:
         faults = SeededFaults(rates, seed=seed, now_s=lambda: 0.0)
-        return [faults.fate("a", "b") for _ in range(4000)]
+        return [faults.transmission("a", "b") for _ in range(4000)]
 
-    fates = draws(1)
-    assert fates == draws(1) != draws(2)
-    assert 300 < sum(fate is Fate.LOSE for fate, _late_s in fates) < 500
-    assert 650 < sum(fate is Fate.REPEAT for fate, _late_s in fates) < 950
-    late = [late_s for _fate, late_s in fates if late_s]
+    transmissions = draws(1)
+    assert transmissions == draws(1) != draws(2)
+    assert 300 < sum(transmission is Transmission.LOST for transmission, _late_s in transmissions) < 500
+    assert 650 < sum(transmission is Transmission.DUPLICATED for transmission, _late_s in transmissions) < 950
+    late = [late_s for _transmission, late_s in transmissions if late_s]
     assert 1050 < len(late) < 1350 and max(late) <= 2.0
 
 
 def test_seeded_faults_a_host_that_stalls_delays_all_that_it_sends_until_it_goes_on() -> None:
     now_s = 0.0
     faults = SeededFaults(FaultRates(stall=1.0, stall_s=3.0), seed=1, now_s=lambda: now_s)
-    assert faults.fate("a", "b") == (Fate.ARRIVE, 3.0)
+    assert faults.transmission("a", "b") == (Transmission.ONCE, 3.0)
     faults.is_quiet = True
-    assert faults.fate("a", "b") == (Fate.ARRIVE, 0.0)
+    assert faults.transmission("a", "b") == (Transmission.ONCE, 0.0)
 
 
 @on_virtual_time()

@@ -16,7 +16,7 @@ from measure.load.records import RequestRecord
 from measure.simulate.cluster import run
 from measure.simulate.records import Arrival, SimRun
 from router.diagnosis.changes import PromptTimes, one_more_decoder, one_more_reader
-from router.diagnosis.pool import Pool, Worker
+from router.diagnosis.pool import DiagnosedPool, DiagnosedWorker
 from tests.measure.simulate.builders import MODEL, make_settings, make_shape
 
 NUM_TOKENS = 512
@@ -39,7 +39,7 @@ def simulate(arrivals: list[Arrival], *, num_prefill: int = 1, num_decode: int =
     return run(shape, make_settings(router=router), arrivals)
 
 
-def pool_of(finished: SimRun, name: str) -> Pool:
+def pool_of(finished: SimRun, name: str) -> DiagnosedPool:
     """Return a pool as a diagnosis of the whole run sees it."""
     num_tokens = sum(each.num_output_tokens - 1 for each in finished.requests)
     num_context = sum(
@@ -56,8 +56,8 @@ def pool_of(finished: SimRun, name: str) -> Pool:
                 steps.decode_s, steps.num_decode_steps = each.busy_s, each.num_steps
                 steps.num_decodes, steps.num_context_tokens = num_tokens, num_context
             status = worker_pb2.WorkerStatus(recent_steps=[steps])
-            workers.append(Worker(worker_id=WorkerId(each.worker_id), status=status, timing=TIMING))
-    return Pool(name=name, workers=tuple(workers), window_s=3600.0)
+            workers.append(DiagnosedWorker(worker_id=WorkerId(each.worker_id), status=status, timing=TIMING))
+    return DiagnosedPool(name=name, workers=tuple(workers), window_s=3600.0)
 
 
 def times_of(finished: SimRun) -> PromptTimes:

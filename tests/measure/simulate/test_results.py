@@ -10,7 +10,7 @@ from kvrelay.client.events import Forecast
 from measure.figures import Percentiles
 from measure.load.records import Outcome, RequestRecord, ServerReport
 from measure.simulate.records import SimRun, WorkerResult
-from measure.simulate.results import ForecastCheck, Summary, hot_spot, summarize_run
+from measure.simulate.results import ForecastCheck, SimulationSummary, hot_spot, summarize_run
 from measure.simulate.store import read_requests, write_requests
 from tests.measure.load.made_runs import make_failure, make_request
 
@@ -43,7 +43,7 @@ def make_worker(worker_id: str, *, busy_s: float = 0.0, num_preemptions: int = 0
     )
 
 
-def summary_of(*requests: RequestRecord, workers: tuple[WorkerResult, ...] = ()) -> Summary:
+def summary_of(*requests: RequestRecord, workers: tuple[WorkerResult, ...] = ()) -> SimulationSummary:
     run = SimRun(requests=requests, workers=list(workers), end_s=20.0, wall_s=1.0, choice_s=[])
     return summarize_run(run, slo=SLO, num_prefill=0)
 

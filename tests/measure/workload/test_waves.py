@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from measure.workload.traces import Trace, TraceError, TraceRequest
-from measure.workload.waves import Day, Stage, Stages, in_stages, over_a_day, repeated
+from measure.workload.waves import Day, SpeedStage, SpeedStages, in_stages, over_a_day, repeated
 
 
 def make_trace(count: int = 1000, gap_s: float = 1.0) -> Trace:
@@ -67,8 +67,10 @@ def test_trace_cannot_be_repeated_zero_times() -> None:
         repeated(make_trace(2), 0)
 
 
-def make_stages(*stages: tuple[float, float]) -> Stages:
-    return Stages(name="stages", stages=tuple(Stage(length_s=length_s, speed=speed) for length_s, speed in stages))
+def make_stages(*stages: tuple[float, float]) -> SpeedStages:
+    return SpeedStages(
+        name="stages", stages=tuple(SpeedStage(length_s=length_s, speed=speed) for length_s, speed in stages)
+    )
 
 
 def test_stages_play_the_trace_at_their_speeds_again_and_again() -> None:

@@ -11,10 +11,10 @@ from common.timing import StepModel, TimingModel
 from kvrelay.v1 import worker_pb2
 from router.diagnosis import changes
 from router.diagnosis.answer_times import describe, headline
-from router.diagnosis.findings import Cause, View, find
-from router.diagnosis.pool import Pool, Worker
+from router.diagnosis.findings import Cause, DiagnosisInput, find
+from router.diagnosis.pool import DiagnosedPool, DiagnosedWorker
 from router.diagnosis.recent_requests import RecentRequest
-from router.hot_prefixes import HotPrefix, PrefixHolder
+from router.hot_prefixes import ReportedHolder, ReportedPrefix
 
 TIMING = TimingModel(
     prefill=StepModel(constant_s=0.01, per_prefill_token_s=0.001),
@@ -40,7 +40,9 @@ USUAL = RecentRequest(
 )
 
 
-def make_worker(name: str, *, busy: float = 0.5, batch: float = 1.0, slowness: float = 0.0, used: int = 100) -> Worker:
+def make_worker(
+    name: str, *, busy: float = 0.5, batch: float = 1.0, slowness: float = 0.0, used: int = 100
+) -> DiagnosedWorker:
     """Return a worker that decoded 1,000 steps in its busy share of 60 s, half of them bound by reading weights."""
     steps = worker_pb2.StepTotals(
         window_s=60.0,
@@ -56,15 +58,17 @@ def make_worker(name: str, *, busy: float = 0.5, batch: float = 1.0, slowness: f
     status = worker_pb2.WorkerStatus(
         load=worker_pb2.LoadReport(num_blocks=1000), num_used_blocks=used, num_cached_blocks=300, recent_steps=[steps]
     )
-    return Worker(worker_id=WorkerId(name), status=status, timing=TIMING, slowness=slowness)
+    return DiagnosedWorker(worker_id=WorkerId(name), status=status, timing=TIMING, slowness=slowness)
 
 
-def make_pool(name: str, *workers: Worker) -> Pool:
-    return Pool(name=name, workers=workers, window_s=60.0)
+def make_pool(name: str, *workers: DiagnosedWorker) -> DiagnosedPool:
+    return DiagnosedPool(name=name, workers=workers, window_s=60.0)
 
 
-def make_view(*requests: RecentRequest, prefill: Pool | None = None, decode: Pool | None = None) -> View:
-    return View(
+def make_view(
+    *requests: RecentRequest, prefill: DiagnosedPool | None = None, decode: DiagnosedPool | None = None
+) -> DiagnosisInput:
+    return DiagnosisInput(
         requests=requests,
         reader=prefill or make_pool("prefill", make_worker("p0"), make_worker("p1")),
         decoder=decode or make_pool("decode", make_worker("d0"), make_worker("d1")),
@@ -75,7 +79,7 @@ def times_of(waits_s: list[float]) -> changes.PromptTimes:
     return changes.PromptTimes(waits_s=waits_s, prefills_s=[1.0] * len(waits_s), alone_s=1.0)
 
 
-def causes(view: View) -> list[Cause]:
+def causes(view: DiagnosisInput) -> list[Cause]:
     return [finding.cause for finding in find(view)]
 
 
@@ -119,7 +123,7 @@ def test_prompts_that_share_steps_leave_the_wait_uncertain() -> None:
     assert (predicted.low, predicted.expected, predicted.high) == pytest.approx((2.0, 2.25, 2.5))
 
 
-def on_shared_cores(pool: Pool, *, num_idle: float, num_cores: int = 2) -> Pool:
+def on_shared_cores(pool: DiagnosedPool, *, num_idle: float, num_cores: int = 2) -> DiagnosedPool:
     """Return the pool on a host with that many idle cores, whose workers compute on `num_cores` each."""
     workers = []
     for each in pool.workers:
@@ -191,9 +195,9 @@ def test_prefixes_that_were_evicted_before_their_use_are_named_with_what_they_co
 
 
 def test_evicted_prefixes_that_are_asked_for_most_often_are_named() -> None:
-    holder = PrefixHolder(worker_id=WorkerId("p0"), num_blocks=8)
+    holder = ReportedHolder(worker_id=WorkerId("p0"), num_blocks=8)
     prefixes = [
-        HotPrefix(digest=digest, num_blocks=8, num_requests=3.0, age_s=1.0, holders=holders)
+        ReportedPrefix(digest=digest, num_blocks=8, num_requests=3.0, age_s=1.0, holders=holders)
         for digest, holders in (("aa", (holder,)), ("bb", ()))
     ]
     view = replace(make_view(replace(USUAL, num_evicted_tokens=400, worker_queue_s=0.5, ttft_s=1.1)), prefixes=prefixes)
@@ -296,7 +300,7 @@ def test_requests_that_are_all_about_as_slow_have_no_tail() -> None:
 
 def test_worker_that_measured_no_floor_promises_nothing_of_fewer_bits() -> None:
     status = worker_pb2.WorkerStatus(recent_steps=[worker_pb2.StepTotals(window_s=60.0, decode_s=3.0)])
-    pool = make_pool("decode", Worker(worker_id=WorkerId("d0"), status=status, timing=TIMING))
+    pool = make_pool("decode", DiagnosedWorker(worker_id=WorkerId("d0"), status=status, timing=TIMING))
     assert "cannot tell" in changes.fewer_weight_bits(pool).text
 
 

@@ -18,7 +18,7 @@ from kvrelay.v1 import sampling_pb2
 from router.http.responses.body import ResponsesBody
 from router.http.responses.call import read_response
 from router.http.responses.items import read_input
-from router.http.responses.output import Output
+from router.http.responses.output import ResponseOutput
 from router.http.responses.parts import Events
 from router.http.routes import openapi_document
 from router.http.strict import parse_body
@@ -39,11 +39,11 @@ def body_of(**fields: Any) -> bytes:
     return json.dumps({"input": "hi", **fields}).encode()
 
 
-def output_of(text: str, cuts: set[int], *, is_cut: bool = False) -> tuple[Output, bytes]:
+def output_of(text: str, cuts: set[int], *, is_cut: bool = False) -> tuple[ResponseOutput, bytes]:
     """Return what an answer that comes in pieces becomes, and its events."""
     events = Events(is_streamed=True)
     answer = pb.AnswerFormat(tools="hermes", reasoning="qwen3")
-    output = Output(events, request_id="r", answer=answer, texts=None)
+    output = ResponseOutput(events, request_id="r", answer=answer, texts=None)
     edges = sorted({0, *cuts, len(text)})
     pieces = [text[start:end] for start, end in itertools.pairwise(edges)]
     *begin, end = [sampling_pb2.SampleToken(text=piece) for piece in pieces]
@@ -89,7 +89,9 @@ def test_last_item_of_an_answer_that_is_cut_is_incomplete() -> None:
 
 
 def test_answer_that_fails_has_what_has_come_so_far() -> None:
-    output = Output(Events(is_streamed=True), request_id="r", answer=pb.AnswerFormat(reasoning="qwen3"), texts=None)
+    output = ResponseOutput(
+        Events(is_streamed=True), request_id="r", answer=pb.AnswerFormat(reasoning="qwen3"), texts=None
+    )
     assert output.partial() == []
     output.take([sampling_pb2.SampleToken(text=text) for text in ("<think>", "so", "</think>", "It", " is")])
     assert [item["content"][0]["text"] for item in output.partial()] == ["so", "It is"]
@@ -99,7 +101,7 @@ def test_answer_that_fails_has_what_has_come_so_far() -> None:
 def test_answer_without_text_is_an_empty_message() -> None:
     output, _ = output_of("<", set())
     assert [item["content"][0]["text"] for item in output.documents] == ["<"]
-    empty = Output(Events(is_streamed=False), request_id="r", answer=pb.AnswerFormat(), texts=None)
+    empty = ResponseOutput(Events(is_streamed=False), request_id="r", answer=pb.AnswerFormat(), texts=None)
     empty.close()
     assert [item["content"][0]["text"] for item in empty.documents] == [""]
 

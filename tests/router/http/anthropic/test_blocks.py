@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from common.chat.parsing import MessageParser
 from kvrelay.v1 import inference_pb2 as pb
 from router.http.anthropic.answers import input_of
-from router.http.anthropic.blocks import Begun, BlockKind, Blocks, Change, Ended, Grown
+from router.http.anthropic.blocks import BlockChange, BlockDelta, BlockKind, Blocks, BlockStart, BlockStop
 
 BOTH = pb.AnswerFormat(tools="hermes", reasoning="qwen3")
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
@@ -20,9 +20,9 @@ TEXTS = st.lists(
 )
 
 
-def changes_of(pieces: list[str], answer_format: pb.AnswerFormat = BOTH) -> list[Change]:
+def changes_of(pieces: list[str], answer_format: pb.AnswerFormat = BOTH) -> list[BlockChange]:
     blocks = Blocks(answer_format, request_id="req-1")
-    changes: list[Change] = []
+    changes: list[BlockChange] = []
     for piece in pieces:
         blocks.push(piece)
         changes += blocks.take()
@@ -30,23 +30,23 @@ def changes_of(pieces: list[str], answer_format: pb.AnswerFormat = BOTH) -> list
     return changes + blocks.take()
 
 
-def whole(changes: list[Change]) -> list[tuple[str, str, str]]:
+def whole(changes: list[BlockChange]) -> list[tuple[str, str, str]]:
     """Return kind, tool and text of each block; changes must be in order."""
     found: list[tuple[str, str, str]] = []
     is_open = False
     for change in changes:
         match change:
-            case Begun(block=block):
+            case BlockStart(block=block):
                 assert not is_open
                 assert block.index == len(found)
                 found.append((block.kind.value, block.name, ""))
                 is_open = True
-            case Grown(block=block, text=text):
+            case BlockDelta(block=block, text=text):
                 assert is_open
                 assert block.index == len(found) - 1
                 assert text
                 found[-1] = (*found[-1][:2], found[-1][2] + text)
-            case Ended(block=block):
+            case BlockStop(block=block):
                 assert is_open
                 assert block.index == len(found) - 1
                 is_open = False
@@ -65,7 +65,7 @@ def test_thoughts_text_and_calls_are_blocks_in_order() -> None:
 
 
 def test_calls_have_ids_of_their_own() -> None:
-    begun = [change.block for change in changes_of(list(ANSWER)) if isinstance(change, Begun)]
+    begun = [change.block for change in changes_of(list(ANSWER)) if isinstance(change, BlockStart)]
     ids = [block.call_id for block in begun if block.kind is BlockKind.TOOL_USE]
     assert len(set(ids)) == len(ids) == 2
     assert all(block.call_id == "" for block in begun if block.kind is not BlockKind.TOOL_USE)
@@ -81,8 +81,8 @@ def test_pieces_that_come_together_are_one_change() -> None:
     for letter in "abc":
         blocks.push(letter)
     begun, grown = blocks.take()
-    assert isinstance(begun, Begun)
-    assert isinstance(grown, Grown)
+    assert isinstance(begun, BlockStart)
+    assert isinstance(grown, BlockDelta)
     assert grown.text == "abc"
 
 

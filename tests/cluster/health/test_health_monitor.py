@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from cluster.changes.change import ChangeKind, Changes
+from cluster.health.health_monitor import SUSPICION_PAUSE_S, TRIAL_PAUSE_S, HealthMonitor
 from cluster.health.trial import Answers, TrialFailed, compare
-from cluster.health.ward import SUSPICION_PAUSE_S, TRIAL_PAUSE_S, Ward
 from cluster.processes.life import Life, Standing
 from cluster.processes.plan import ProcessRole
 from cluster.processes.workforce import Workforce
-from common.clock import ManualClock
 from kvrelay.v1 import router_admin_pb2
+from tests.clock import ManualClock
 from tests.cluster.support import make_config
 
 DECODE, PREFILL = ProcessRole.DECODE, ProcessRole.PREFILL
@@ -37,7 +37,7 @@ class FakeWorkforce(Workforce):
         self.pool = [member("d0", DECODE), member("d1", DECODE), member("p0", PREFILL)]
         self.told: dict[str, dict[str, Any]] = {each.name: {"slowness": 1.0} for each in self.pool}
         self.replaced: list[str] = []
-        self.routers: Any = SimpleNamespace(worker_changed=lambda: None, num_users=lambda name: 0, conduct=[])
+        self.routers: Any = SimpleNamespace(worker_changed=lambda: None, num_users=lambda name: 0, worker_health=[])
 
     def workers(self, role: ProcessRole) -> list[Any]:
         return [each for each in self.pool if each.spec.role is role]
@@ -47,8 +47,8 @@ class FakeWorkforce(Workforce):
 
     def tell(self) -> None:
         """Have the routers report."""
-        conduct = [router_admin_pb2.WorkerConduct(worker_id=name, epoch=1, **of) for name, of in self.told.items()]
-        self.routers.conduct = [conduct]
+        health = [router_admin_pb2.WorkerHealth(worker_id=name, epoch=1, **of) for name, of in self.told.items()]
+        self.routers.worker_health = [health]
 
     def standing(self, name: str) -> Standing:
         return next(each.life.standing for each in self.pool if each.name == name)  # type: ignore[no-any-return]
@@ -56,7 +56,7 @@ class FakeWorkforce(Workforce):
 
 @dataclass
 class Bench:
-    """A ward over the fake workforce."""
+    """A health monitor over the fake workforce."""
 
     workforce: FakeWorkforce = field(default_factory=FakeWorkforce)
     changes: Changes = field(default_factory=Changes)
@@ -66,7 +66,9 @@ class Bench:
 
     def __post_init__(self) -> None:
         config = make_config()
-        self.ward = Ward(self.workforce, self.changes, config=lambda: config, try_=self._try, clock=self.clock)
+        self.monitor = HealthMonitor(
+            self.workforce, self.changes, config=lambda: config, try_=self._try, clock=self.clock
+        )
 
     async def _try(self, address: str) -> Answers | None:
         self.tried.append(address)
@@ -79,8 +81,8 @@ class Bench:
         for _ in range(round(seconds)):
             self.clock.advance(1.0)
             self.workforce.tell()
-            self.ward.look()
-            await self.ward.settled()
+            self.monitor.look()
+            await self.monitor.settled()
 
     def fail(self, name: str) -> None:
         """Have a worker stand out by failed attempts."""
@@ -189,11 +191,11 @@ async def test_ward_that_ends_leaves_no_trial_behind() -> None:
         await asyncio.Event().wait()
         return None
 
-    bench.ward = Ward(bench.workforce, bench.changes, config=make_config, try_=hang, clock=bench.clock)
+    bench.monitor = HealthMonitor(bench.workforce, bench.changes, config=make_config, try_=hang, clock=bench.clock)
     bench.fail("d0")
     before = asyncio.all_tasks()
-    async with bench.ward.watching():
+    async with bench.monitor.watching():
         bench.workforce.tell()
-        bench.ward.look()
+        bench.monitor.look()
         await hanging.wait()
     assert asyncio.all_tasks() == before

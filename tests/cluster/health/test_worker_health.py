@@ -5,19 +5,21 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.health.conduct import FACTOR, MIN_FAILED, MIN_SHARE, Conduct, find_failing, merge
+from cluster.health.worker_health import FACTOR, MIN_FAILED, MIN_SHARE, WorkerHealth, find_failing, merge
 from kvrelay.v1 import router_admin_pb2
 
 
 def told(*, epoch: int = 1, attempts: float = 0, failed: float = 0, slowness: float = 0) -> Any:
     """Return what a router tells of worker d0."""
-    return router_admin_pb2.WorkerConduct(
+    return router_admin_pb2.WorkerHealth(
         worker_id="d0", epoch=epoch, num_attempts=attempts, num_failed=failed, slowness=slowness, is_slow=slowness >= 3
     )
 
 
-def counts(**workers: tuple[float, float]) -> dict[str, Conduct]:
-    return {name: Conduct(num_attempts=attempts, num_failed=failed) for name, (attempts, failed) in workers.items()}
+def counts(**workers: tuple[float, float]) -> dict[str, WorkerHealth]:
+    return {
+        name: WorkerHealth(num_attempts=attempts, num_failed=failed) for name, (attempts, failed) in workers.items()
+    }
 
 
 def test_attempts_of_all_routers_count_together_and_most_of_them_decide_who_is_slow() -> None:
@@ -26,13 +28,13 @@ def test_attempts_of_all_routers_count_together_and_most_of_them_decide_who_is_s
         [told(attempts=5, failed=2, slowness=3)],
         [told(attempts=1, slowness=2.9)],
     ]
-    assert merge(reports) == {"d0": Conduct(num_attempts=9, num_failed=3, slowness=4, is_slow=True)}
+    assert merge(reports) == {"d0": WorkerHealth(num_attempts=9, num_failed=3, slowness=4, is_slow=True)}
     assert not merge([reports[0], reports[2]])["d0"].is_slow
 
 
 def test_router_that_still_knows_an_earlier_life_does_not_count() -> None:
     merged = merge([[told(epoch=2, attempts=3)], [told(epoch=2)], [told(attempts=9, failed=9)]])
-    assert merged == {"d0": Conduct(num_attempts=3)}
+    assert merged == {"d0": WorkerHealth(num_attempts=3)}
 
 
 def test_worker_that_fails_what_its_peers_do_not_is_found() -> None:

@@ -15,8 +15,8 @@ FACTOR = 3.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Conduct:
-    """One life of a worker."""
+class WorkerHealth:
+    """How one life of a worker has done lately, as all routers saw it."""
 
     num_attempts: float = 0.0
     num_failed: float = 0.0
@@ -25,21 +25,21 @@ class Conduct:
     is_slow: bool = False
 
 
-def merge(reports: Iterable[Sequence[router_admin_pb2.WorkerConduct]]) -> dict[str, Conduct]:
-    """Return the conduct of each worker: attempts of all routers added up, its speed as most of them see it.
+def merge(reports: Iterable[Sequence[router_admin_pb2.WorkerHealth]]) -> dict[str, WorkerHealth]:
+    """Return the health of each worker: attempts of all routers added up, its speed as most of them see it.
 
     When routers know different lives of a worker, the life that most of them know counts.
     """
-    lives: dict[str, dict[int, list[router_admin_pb2.WorkerConduct]]] = defaultdict(lambda: defaultdict(list))
+    lives: dict[str, dict[int, list[router_admin_pb2.WorkerHealth]]] = defaultdict(lambda: defaultdict(list))
     for report in reports:
         for each in report:
             lives[each.worker_id][each.epoch].append(each)
     return {name: _add_up(max(by_epoch.values(), key=len)) for name, by_epoch in lives.items()}
 
 
-def _add_up(seen: Sequence[router_admin_pb2.WorkerConduct]) -> Conduct:
+def _add_up(seen: Sequence[router_admin_pb2.WorkerHealth]) -> WorkerHealth:
     measured = [each for each in seen if each.slowness > 0]
-    return Conduct(
+    return WorkerHealth(
         num_attempts=sum(each.num_attempts for each in seen),
         num_failed=sum(each.num_failed for each in seen),
         slowness=max((each.slowness for each in measured), default=None),
@@ -47,7 +47,7 @@ def _add_up(seen: Sequence[router_admin_pb2.WorkerConduct]) -> Conduct:
     )
 
 
-def find_failing(pool: Mapping[str, Conduct]) -> list[str]:
+def find_failing(pool: Mapping[str, WorkerHealth]) -> list[str]:
     """Return the workers of a pool whose share of failed attempts stands out from that of the others."""
     attempts = sum(each.num_attempts for each in pool.values())
     failed = sum(each.num_failed for each in pool.values())

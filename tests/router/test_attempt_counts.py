@@ -4,7 +4,7 @@ import pytest
 
 from common.errors import EngineFault, Overloaded
 from kvrelay.v1 import router_admin_pb2
-from router.lives import HALF_LIFE_S, Conduct
+from router.lives import HALF_LIFE_S, AttemptCounts
 from tests.router.fakes import TestCluster, answer, make_request, pair, prompt_of, running_cluster, trio
 
 
@@ -12,19 +12,19 @@ async def told(cluster: TestCluster, *names: str) -> list[tuple[float, float]]:
     """Return the attempts and failed ones of these workers, as the controller is told them."""
     workers = [cluster.workers[name].endpoint for name in cluster.workers]
     response = await cluster.admin.SetWorkers(router_admin_pb2.SetWorkersRequest(workers=workers))
-    conduct = {each.worker_id: each for each in response.conduct}
-    assert all(conduct[name].epoch == cluster.workers[name].epoch for name in names)
-    return [(round(conduct[name].num_attempts), round(conduct[name].num_failed)) for name in names]
+    health = {each.worker_id: each for each in response.worker_health}
+    assert all(health[name].epoch == cluster.workers[name].epoch for name in names)
+    return [(round(health[name].num_attempts), round(health[name].num_failed)) for name in names]
 
 
 def test_counts_halve_every_minute() -> None:
-    conduct = Conduct()
+    counts = AttemptCounts()
     for failed in (1, 0, 1):
-        conduct.note(now_s=100.0, num_failed=failed)
-    assert conduct.counts(100.0) == (3.0, 2.0)
-    assert conduct.counts(100.0 + HALF_LIFE_S) == pytest.approx((1.5, 1.0))
-    conduct.note(now_s=100.0 + HALF_LIFE_S)
-    assert conduct.counts(100.0 + 2 * HALF_LIFE_S) == pytest.approx((1.25, 0.5))
+        counts.note(now_s=100.0, num_failed=failed)
+    assert counts.counts(100.0) == (3.0, 2.0)
+    assert counts.counts(100.0 + HALF_LIFE_S) == pytest.approx((1.5, 1.0))
+    counts.note(now_s=100.0 + HALF_LIFE_S)
+    assert counts.counts(100.0 + 2 * HALF_LIFE_S) == pytest.approx((1.25, 0.5))
 
 
 async def test_attempt_that_a_worker_fails_counts_against_it_alone() -> None:

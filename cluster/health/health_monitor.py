@@ -15,9 +15,9 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from cluster.changes.change import Changes
-from cluster.health.conduct import Conduct, find_failing, merge
-from cluster.health.slow_workers import Order, SlowWorkers, Worker
+from cluster.health.slow_workers import SlowWorkerAction, SlowWorkers, WorkerObservation
 from cluster.health.trial import Answers, TrialFailed, Try, compare
+from cluster.health.worker_health import WorkerHealth, find_failing, merge
 from cluster.processes.life import Standing
 from cluster.processes.managed_process import ManagedProcess
 from cluster.processes.plan import POOLS
@@ -41,8 +41,8 @@ class _Trial:
     begun_s: float
 
 
-class Ward:
-    """Event loop only."""
+class HealthMonitor:
+    """Looks every second, and begins what has to be done. Event loop only."""
 
     def __init__(
         self, workforce: Workforce, changes: Changes, *, config: Callable[[], ServingConfig], try_: Try, clock: Clock
@@ -60,7 +60,7 @@ class Ward:
     @asynccontextmanager
     async def watching(self) -> AsyncIterator[None]:
         """Look while the block runs."""
-        task = asyncio.create_task(self._watch(), name="ward")
+        task = asyncio.create_task(self._watch(), name="health monitor")
         try:
             yield
         finally:
@@ -79,19 +79,19 @@ class Ward:
 
     def look(self) -> None:
         """Look once, and begin what has to be done."""
-        conduct = merge(self._workforce.routers.conduct)
+        health = merge(self._workforce.routers.worker_health)
         for role in POOLS:
             processes = self._workforce.workers(role)
             self._kept_out -= {each.name for each in processes if each.life.standing is not Standing.DRAINING}
             if self._changes.touching([role]):
                 continue
-            workers = [self._worker(each, conduct.get(each.name)) for each in processes]
+            workers = [self._worker(each, health.get(each.name)) for each in processes]
             by_name = {each.name: each for each in processes}
-            for name, order in self._slow[role].look(workers).items():
-                self._carry_out(order, by_name[name], conduct.get(name))
+            for name, action in self._slow[role].look(workers).items():
+                self._carry_out(action, by_name[name], health.get(name))
             for name in self._kept_out & by_name.keys():
                 self._put_on_trial(by_name[name], pause_s=TRIAL_PAUSE_S)
-            present = {each.name: conduct[each.name] for each in processes if each.name in conduct}
+            present = {each.name: health[each.name] for each in processes if each.name in health}
             for name in find_failing(present):
                 self._put_on_trial(by_name[name], pause_s=SUSPICION_PAUSE_S, peers=self._peers(by_name[name]))
         names = {each.name for role in POOLS for each in self._workforce.workers(role)}
@@ -104,32 +104,32 @@ class Ward:
         if tasks:
             await asyncio.wait(tasks)
 
-    def _worker(self, process: ManagedProcess, conduct: Conduct | None) -> Worker:
+    def _worker(self, process: ManagedProcess, health: WorkerHealth | None) -> WorkerObservation:
         pool: PoolConfig = getattr(self._config().pools, process.spec.role)
         standing = process.life.standing
-        return Worker(
+        return WorkerObservation(
             name=process.name,
             pool=process.generation,
             slow_drain_s=pool.slow_drain_s,
             is_in_use=standing is Standing.MEMBER and process.address is not None,
             is_kept_out=process.name in self._kept_out,
             is_empty=not self._workforce.routers.num_users(process.name),
-            conduct=conduct if process.address is not None else None,
+            health=health if process.address is not None else None,
         )
 
-    def _carry_out(self, order: Order, process: ManagedProcess, conduct: Conduct | None) -> None:
-        slowness = conduct.slowness if conduct is not None else None
+    def _carry_out(self, action: SlowWorkerAction, process: ManagedProcess, health: WorkerHealth | None) -> None:
+        slowness = health.slowness if health is not None else None
         extra = {"worker_id": process.name, "slowness": slowness}
-        match order:
-            case Order.KEEP_OUT:
+        match action:
+            case SlowWorkerAction.KEEP_OUT:
                 logger.warning("worker stays slow: it is kept out of use until it recovers", extra=extra)
                 self._kept_out.add(process.name)
                 self._workforce.keep_out_worker(process)
-            case Order.TAKE_BACK:
+            case SlowWorkerAction.TAKE_BACK:
                 logger.info("worker is used again", extra=extra)
                 self._kept_out.discard(process.name)
                 self._workforce.keep_worker(process)
-            case Order.REPLACE:
+            case SlowWorkerAction.REPLACE:
                 logger.warning("worker stays slow: it gets a new process", extra=extra)
                 self._workforce.replace_process(process, "it stayed slow")
 
