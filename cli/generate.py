@@ -30,7 +30,7 @@ _STDIN = "-"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class InProcess:
+class InProcessOptions:
     """Options for an engine in this process."""
 
     in_process: Annotated[
@@ -62,7 +62,7 @@ def generate(
     connection: ConnectionOptions,
     timeout_s: TimeoutOption = None,
     sampling: Sampling,
-    local: InProcess,
+    local: InProcessOptions,
 ) -> None:
     """Send one prompt and stream the answer to the terminal.
 

@@ -25,7 +25,7 @@ _workload, _cluster, _signals, _run = (
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Replay:
+class ReplayOptions:
     """Options for the requests that are replayed."""
 
     trace: Annotated[Path, _workload("--trace", "-t", help="Mooncake or a recording (.jsonl), Azure (.csv).")]
@@ -43,7 +43,7 @@ class Replay:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class SimulatedCluster:
+class ClusterOptions:
     """Options for the simulated workers."""
 
     workers: Annotated[str, _cluster("--workers", "-w", metavar="4P4D|8", help="Both pools, or one.")] = "4P4D"
@@ -98,7 +98,7 @@ class SimulatedCluster:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Signals:
+class SignalOptions:
     """Options for the routers, and what they know when."""
 
     routers: Annotated[int, _signals("--routers", min=1, help="Number of routers.")] = 1
@@ -115,7 +115,7 @@ class Signals:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Runs:
+class RunOptions:
     """Options for what is run, and where its results go."""
 
     out: Annotated[Path, _run("--out", "-o", metavar="DIR", help="Results.")]
@@ -127,7 +127,7 @@ class Runs:
 
 
 @options_from_dataclasses
-def simulate(*, replay: Replay, workers: SimulatedCluster, signals: Signals, runs: Runs) -> None:
+def simulate(*, replay: ReplayOptions, workers: ClusterOptions, signals: SignalOptions, runs: RunOptions) -> None:
     """Replay a trace in virtual time, with real routers and workers and simulated work.
 
     \b
