@@ -53,15 +53,17 @@ class WorkerHurt:
             await self._measure_steps()
 
     async def _measure_steps(self) -> None:
-        """Have every worker that has not done so yet compute enough prompts, hardly two at a time."""
+        """Have every worker that has not done so yet compute enough prompts, at first hardly two at a time.
+
+        Later more at a time: two leave out a third worker that is predicted to be a little slower.
+        """
         before = await self._num_computed()
         wanted = _NUM_WARM_STEPS * POISON_LENGTHS[self._pool]
-        while any(
-            computed - before[pid] < wanted
-            for pid, computed in (await self._num_computed()).items()
-            if pid not in self._measured
-        ):
-            await closed_loop(self._warm, range(8), concurrency=2)
+        for number in itertools.count():
+            computed = await self._num_computed()
+            if all(computed[pid] - before[pid] >= wanted for pid in computed if pid not in self._measured):
+                break
+            await closed_loop(self._warm, range(8), concurrency=min(2 + number // 8, 8))
         self._measured |= before.keys()
 
     async def _num_computed(self) -> dict[int, int]:
