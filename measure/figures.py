@@ -7,10 +7,11 @@ Every percentile of a measurement interpolates linearly between the two nearest 
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Annotated, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+from pydantic import AliasChoices, Field
 
 from common.slo import ServedOutcome, Slo
 
@@ -52,7 +53,8 @@ class Counts:
     """Complete requests within both objectives."""
     num_ttft_misses: int
     """Complete requests whose first token was late."""
-    num_itl_misses: int
+    # Until version 0.2: files of 0.1 name it after ITL.
+    num_tpot_misses: Annotated[int, Field(validation_alias=AliasChoices("num_tpot_misses", "num_itl_misses"))]
     """Complete requests whose mean gap was too long. A request can miss both objectives."""
 
     @property
@@ -87,7 +89,7 @@ def summarize(requests: Sequence[Request], *, slo: Slo, itl: Percentiles | None 
         num_complete=len(complete),
         num_good=sum(map(slo.is_good, complete)),
         num_ttft_misses=sum(not slo.meets_ttft(request) for request in complete),
-        num_itl_misses=sum(not slo.meets_tpot(request) for request in complete),
+        num_tpot_misses=sum(not slo.meets_tpot(request) for request in complete),
         ttft=percentiles(request.ttft_s for request in complete),
         itl=itl,
         tpot=percentiles(request.tpot_s for request in complete),

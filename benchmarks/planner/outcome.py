@@ -31,11 +31,11 @@ class Outcome(BaseModel):
     good_share: float
     ttft_share: float
     """Share of all requests whose first token was in time."""
-    itl_share: float
-    """Share of all requests that are complete with gaps within the objective."""
+    tpot_share: float
+    """Share of all requests that are complete with a mean gap within the objective."""
     ttft_p50_s: float
     ttft_p99_s: float
-    itl_p99_s: float
+    tpot_p99_s: float
     worst_bin: float
     """Share of good requests in the worst part of the day."""
     num_starts: int
@@ -64,7 +64,7 @@ class Outcome(BaseModel):
         """Result in a line."""
         return (
             f"{self.name}: {self.gpu_hours:.1f} GPU-hours, {self.good_share:.2%} good, worst {self.worst_bin:.1%},"
-            f" TTFT {self.ttft_share:.2%} p99 {self.ttft_p99_s:.1f} s, gaps {self.itl_share:.2%},"
+            f" TTFT {self.ttft_share:.2%} p99 {self.ttft_p99_s:.1f} s, gaps {self.tpot_share:.2%},"
             f" {self.num_starts} starts, {self.num_flips} flips, {self.num_leaves} leave, {self.num_moves} moved"
         )
 
@@ -99,10 +99,10 @@ def outcome_of(finished: SimRun, *, arm: Arm, slo: Slo, day_s: float) -> Outcome
         num_refused=figures.num_not_complete,
         good_share=figures.good_share,
         ttft_share=sum(map(slo.meets_ttft, requests)) / len(requests),
-        itl_share=(figures.num_complete - figures.num_itl_misses) / len(requests),
+        tpot_share=(figures.num_complete - figures.num_tpot_misses) / len(requests),
         ttft_p50_s=figures.ttft.p50,
         ttft_p99_s=figures.ttft.p99,
-        itl_p99_s=figures.tpot.p99,
+        tpot_p99_s=figures.tpot.p99,
         worst_bin=min(num_good[part] / arrived[part] for part in arrived),
         num_starts=len(stays) - num_flips - arm.first.prefill - arm.first.decode,
         num_flips=num_flips,

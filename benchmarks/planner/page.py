@@ -120,7 +120,7 @@ def _row(outcome: Outcome) -> dict[str, str]:
         "good %": f"{100 * outcome.good_share:.2f}",
         "worst part of the day %": f"{100 * outcome.worst_bin:.1f}",
         "TTFT in time %": f"{100 * outcome.ttft_share:.2f}",
-        "gaps in time %": f"{100 * outcome.itl_share:.2f}",
+        "gaps in time %": f"{100 * outcome.tpot_share:.2f}",
         "TTFT p50/p99 s": f"{outcome.ttft_p50_s:.2f} / {outcome.ttft_p99_s:.1f}",
         "hit %": f"{100 * outcome.hit:.1f}",
         "started": str(outcome.num_starts),

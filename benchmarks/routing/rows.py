@@ -33,7 +33,7 @@ class Row(BaseModel):
     num_refused: int
     """Requests that were refused, failed or timed out."""
     num_ttft_misses: int
-    num_itl_misses: int
+    num_tpot_misses: int
     goodput_per_s: float
     """Good requests per second of arrivals."""
     token_hit: float | None = None
@@ -86,7 +86,7 @@ def counts(figures: Figures) -> dict[str, Any]:
         "num_good": figures.num_good,
         "num_refused": figures.num_not_complete,
         "num_ttft_misses": figures.num_ttft_misses,
-        "num_itl_misses": figures.num_itl_misses,
+        "num_tpot_misses": figures.num_tpot_misses,
         "ttft": _rounded_times(figures.ttft),
         "tpot": _rounded_times(figures.tpot),
     }

@@ -56,7 +56,7 @@ def diagnose(reading: Reading, curve: ArmCurve, *, share: float) -> LoadDiagnosi
         why = f"{reading.good_share.value:.1%} of the requests were good"
         return LoadDiagnosis(limit=Limit.NOTHING, load=reading.load, why=why)
     late = reading.share_of(lambda figures: figures.num_ttft_misses)
-    slow = reading.share_of(lambda figures: figures.num_itl_misses)
+    slow = reading.share_of(lambda figures: figures.num_tpot_misses)
     refused = reading.share_of(lambda figures: figures.num_not_complete)
     kv_peak = reading.mean_of(lambda point: point.kv_peak)
     busy = reading.mean_of(lambda point: point.prefill_busy)

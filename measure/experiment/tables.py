@@ -122,7 +122,7 @@ def _points_table(findings: Sequence[Findings], store: Store) -> Panel:
         "good": lambda point: percent(point.overall.good_share),
         "good /s": lambda point: number(point.goodput_per_s),
         "late": lambda point: str(point.overall.num_ttft_misses),
-        "slow": lambda point: str(point.overall.num_itl_misses),
+        "slow": lambda point: str(point.overall.num_tpot_misses),
         "refused": lambda point: str(point.overall.num_not_complete),
         "TTFT p50": lambda point: _time(point.overall.ttft, "p50"),
         "p99": lambda point: _time(point.overall.ttft, "p99"),

@@ -103,7 +103,7 @@ def _summarize_kind(requests: Sequence[RequestRecord], *, kind: str, slo: Slo, d
         num_cancelled=outcomes[Outcome.CANCELLED],
         num_good=counts.num_good,
         num_ttft_misses=counts.num_ttft_misses,
-        num_itl_misses=counts.num_itl_misses,
+        num_tpot_misses=counts.num_tpot_misses,
         good_share=good_share,
         goodput_per_s=good_share.scaled(len(requests) / duration_s if duration_s > 0 else 0.0),
         latencies=Latencies(**{name: resampler.distribution(*latency_values(name, requests)) for name in _LATENCIES}),

@@ -133,7 +133,7 @@ def _shares(summary: Summary) -> RenderableType:
         "requests": lambda kind: f"{kind.num_requests:,}",
         "good": lambda kind: f"{kind.num_good:,} ({percent(kind.good_share.value)})",
         "late TTFT": lambda kind: _some(kind.num_ttft_misses),
-        "slow TPOT": lambda kind: _some(kind.num_itl_misses),
+        "slow TPOT": lambda kind: _some(kind.num_tpot_misses),
         "refused": lambda kind: _some(kind.num_refused),
         "failed": lambda kind: _some(kind.num_failed),
         "timed out": lambda kind: _some(kind.num_timed_out),

@@ -37,7 +37,7 @@ def make_row(policy: str = OURS, speed: float = 1.0, num_good: int = 90, **chang
         "num_bound": 100,
         "num_refused": 0,
         "num_ttft_misses": 0,
-        "num_itl_misses": 0,
+        "num_tpot_misses": 0,
         "goodput_per_s": num_good * speed / 100,
         "token_hit": 0.25,
         "pulled_share": 0.125,

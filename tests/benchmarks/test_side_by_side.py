@@ -36,7 +36,7 @@ def make_figures(ttft_s: float) -> Figures:
         num_complete=20,
         num_good=15,
         num_ttft_misses=5,
-        num_itl_misses=0,
+        num_tpot_misses=0,
         ttft=Percentiles(p50=ttft_s, p90=ttft_s, p99=ttft_s),
         itl=None,
         tpot=None,

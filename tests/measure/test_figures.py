@@ -23,7 +23,7 @@ def test_figures_count_misses_of_complete_requests_and_failures_as_not_good() ->
         slo=SLO,
     )
     assert (found.num_requests, found.num_complete, found.num_not_complete, found.num_good) == (4, 3, 1, 2)
-    assert (found.num_ttft_misses, found.num_itl_misses, found.good_share) == (1, 1, 0.5)
+    assert (found.num_ttft_misses, found.num_tpot_misses, found.good_share) == (1, 1, 0.5)
     assert found.ttft is not None and found.tpot is not None
     assert (found.ttft.p50, found.tpot.p50) == pytest.approx((0.3, 0.05))
     assert found.itl is None

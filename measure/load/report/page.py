@@ -67,7 +67,7 @@ def kinds_panel(summary: Summary) -> Panel:
         "good": lambda kind: percent(kind.good_share.value),
         "not complete": lambda kind: f"{kind.num_not_complete:,}",
         "late first token": lambda kind: f"{kind.num_ttft_misses:,}",
-        "slow tokens": lambda kind: f"{kind.num_itl_misses:,}",
+        "slow tokens": lambda kind: f"{kind.num_tpot_misses:,}",
         "TTFT p50 / p99": lambda kind: _both(kind.latencies.ttft),
         "TPOT p50 / p99": lambda kind: _both(kind.latencies.tpot),
         "ITL p50 / p99": lambda kind: _both(kind.latencies.itl),

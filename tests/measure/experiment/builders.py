@@ -39,7 +39,7 @@ def make_point(
         num_complete=num_requests,
         num_good=num_requests - num_late - num_slow,
         num_ttft_misses=num_late,
-        num_itl_misses=num_slow,
+        num_tpot_misses=num_slow,
         ttft=ttft,
         itl=itl,
         tpot=itl,

@@ -31,7 +31,7 @@ def test_summary_counts_outcomes_and_misses() -> None:
     overall = mixed().overall
     assert (overall.kind, overall.num_requests, overall.num_complete, overall.num_not_complete) == ("all", 10, 7, 3)
     assert (overall.num_refused, overall.num_failed, overall.num_timed_out, overall.num_cancelled) == (2, 0, 1, 0)
-    assert (overall.num_good, overall.num_ttft_misses, overall.num_itl_misses) == (4, 2, 2)
+    assert (overall.num_good, overall.num_ttft_misses, overall.num_tpot_misses) == (4, 2, 2)
 
 
 def test_summary_counts_failures_as_not_good() -> None:
@@ -59,7 +59,7 @@ def test_summary_measures_latencies_of_complete_requests() -> None:
 def test_summary_separates_kinds() -> None:
     overall, batch, chat = mixed().kinds
     assert (overall.kind, batch.kind, chat.kind) == ("all", "batch", "chat")
-    assert (batch.num_requests, batch.num_good, batch.num_itl_misses, batch.num_timed_out) == (3, 1, 1, 1)
+    assert (batch.num_requests, batch.num_good, batch.num_tpot_misses, batch.num_timed_out) == (3, 1, 1, 1)
     assert (chat.num_requests, chat.num_good, chat.num_refused) == (7, 3, 2)
     assert overall.goodput_per_s.value == pytest.approx(batch.goodput_per_s.value + chat.goodput_per_s.value)
 

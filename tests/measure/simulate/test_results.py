@@ -87,7 +87,7 @@ def test_goodput_counts_refusals_and_misses_as_failures() -> None:
     summary = summary_of(make_result(0), late, make_result(2, gap_s=0.5), refused(3), make_result(4))
     figures = summary.figures
     assert (figures.num_requests, figures.num_complete, figures.num_not_complete) == (5, 4, 1)
-    assert (figures.num_ttft_misses, figures.num_itl_misses) == (1, 1)
+    assert (figures.num_ttft_misses, figures.num_tpot_misses) == (1, 1)
     assert figures.good_share == 2 / 5
     assert summary.goodput_per_s == 2 / 4.0  # arrivals span four seconds
 
