@@ -88,7 +88,7 @@ class DecodeCapacity:
             mean_square=sum(weight * value * value for weight, value in zip(weights, values, strict=True)) / total,
         )
 
-    def mean_itl_s(self, num_workers: int, rate: float) -> float:
+    def mean_tpot_s(self, num_workers: int, rate: float) -> float:
         """Return the predicted mean gap between tokens; infinite under overload."""
         if not num_workers:
             return math.inf
@@ -106,11 +106,11 @@ class DecodeCapacity:
 
     def num_sequences(self, num_workers: int, rate: float) -> float:
         """Return how many sequences run in the pool on average (Little's law)."""
-        itl_s = self.mean_itl_s(num_workers, rate)
-        return rate * self.mean_output_tokens * itl_s if rate else 0.0
+        tpot_s = self.mean_tpot_s(num_workers, rate)
+        return rate * self.mean_output_tokens * tpot_s if rate else 0.0
 
-    def high_itl_s(self, num_workers: int, rate: float) -> float:
-        """Return the gap between tokens that the required share of requests does not exceed."""
+    def high_tpot_s(self, num_workers: int, rate: float) -> float:
+        """Return the mean gap between tokens that the required share of requests does not exceed."""
         return self._step_s + self._high(self._cost_s, num_workers, rate) / max(1, num_workers)
 
     def _high(self, moments: _Moments, num_workers: int, rate: float) -> float:
@@ -122,7 +122,7 @@ class DecodeCapacity:
 
     def num_spare(self, num_workers: int, rate: float) -> float:
         """Return the spare time, in workers, until the mean gap reaches its objective."""
-        return num_workers * max(0.0, 1.0 - self.mean_itl_s(num_workers, rate) / self._objectives.slo.tpot_s)
+        return num_workers * max(0.0, 1.0 - self.mean_tpot_s(num_workers, rate) / self._objectives.slo.tpot_s)
 
     def kv_share(self, num_workers: int, rate: float) -> float:
         """Return the quantile of the share of pages in use."""
@@ -137,4 +137,4 @@ class DecodeCapacity:
             return False
         if not self.is_reachable:
             return self._busy(num_workers, rate) <= self._objectives.max_utilization
-        return self.high_itl_s(num_workers, rate) <= self._objectives.slo.tpot_s
+        return self.high_tpot_s(num_workers, rate) <= self._objectives.slo.tpot_s

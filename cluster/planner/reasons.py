@@ -35,12 +35,12 @@ def tell(wanted: PoolSizes, numbers: Numbers, *, settings: PlannerSettings) -> S
     prefill, decode = numbers.capacities.prefill, numbers.capacities.decode
     present, trend, needs = numbers.present, numbers.trend, numbers.needs
     busy = prefill.utilization(present.prefill, trend.rate)
-    itl_s = decode.high_itl_s(present.decode, trend.rate)
+    tpot_s = decode.high_tpot_s(present.decode, trend.rate)
     parts = [
         _load(numbers),
         f"prefill needs {needs[Pool.PREFILL].to_grow} (has {present.prefill}, {busy:.0%} busy), "
         f"decode needs {needs[Pool.DECODE].to_grow} (has {present.decode},"
-        f" gaps of {itl_s * 1e3:.0f} ms of {settings.slo.tpot_s * 1e3:.0f})",
+        f" gaps of {tpot_s * 1e3:.0f} ms of {settings.slo.tpot_s * 1e3:.0f})",
     ]
     if prefill.reachable < 1.0:
         parts.append(f"{1.0 - prefill.reachable:.0%} of the prompts are too long for their objective on any worker")
@@ -60,7 +60,7 @@ def tell(wanted: PoolSizes, numbers: Numbers, *, settings: PlannerSettings) -> S
         ("prefill_attainment", prefill.attainment(present.prefill, trend.rate)),
         *_needs(numbers, Pool.PREFILL),
         ("decode_sequences", decode.num_sequences(present.decode, trend.rate)),
-        ("decode_itl_s", itl_s),
+        ("decode_tpot_s", tpot_s),
         ("decode_kv_share", decode.kv_share(present.decode, trend.rate)),
         *_needs(numbers, Pool.DECODE),
         *((f"{pool}_startup_s", numbers.observed.startup_s.get(pool, 0.0)) for pool in Pool),

@@ -74,12 +74,12 @@ def test_prefill_of_prompts_beyond_their_objective_is_sized_by_utilization() -> 
     assert rate_of(hopeless, 2) == pytest.approx(2 * 0.85 / 0.25, rel=0.02)
 
 
-def test_decode_itl_is_where_littles_law_settles() -> None:
+def test_decode_tpot_is_where_littles_law_settles() -> None:
     capacity, rate = decode_of(SHAPE), 4.0
     running = capacity.num_sequences(1, rate)
-    itl_s = capacity.mean_itl_s(1, rate)
-    assert itl_s == pytest.approx(TIMING.itl_s(1, 0) - 2e-4 + running * (2e-4 + 1e-7 * (2048 + 64)))
-    assert running == pytest.approx(rate * 128 * itl_s)
+    tpot_s = capacity.mean_tpot_s(1, rate)
+    assert tpot_s == pytest.approx(TIMING.itl_s(1, 0) - 2e-4 + running * (2e-4 + 1e-7 * (2048 + 64)))
+    assert running == pytest.approx(rate * 128 * tpot_s)
 
 
 @pytest.mark.parametrize("rate", [2.0, 8.0, 14.0])
@@ -94,7 +94,7 @@ def test_decode_batch_varies_as_the_birth_death_chain_whose_steps_grow_with_it(r
     variance = sum((num - mean) ** 2 * each for num, each in enumerate(likely)) / total
     own = 1 + cost_s / step_s  # a sequence that runs alone takes a longer step than an empty one
     running = capacity.num_sequences(1, rate)
-    above_mean_s = capacity.high_itl_s(1, rate) - step_s - running * cost_s
+    above_mean_s = capacity.high_tpot_s(1, rate) - step_s - running * cost_s
     num_sigmas = NormalDist().inv_cdf(OBJECTIVES.attainment)
     assert running * own == pytest.approx(mean)
     assert (above_mean_s / num_sigmas / cost_s) ** 2 * own == pytest.approx(variance)
@@ -109,7 +109,7 @@ def test_decode_pool_carries_at_least_what_its_workers_do_alone(shapes: list[Req
 def test_decode_carries_what_meets_the_gap_and_no_more() -> None:
     capacity = decode_of(SHAPE)
     rate = rate_of(capacity, 3)
-    assert capacity.high_itl_s(3, rate) == pytest.approx(SLO.tpot_s, rel=0.01)
+    assert capacity.high_tpot_s(3, rate) == pytest.approx(SLO.tpot_s, rel=0.01)
 
 
 def test_decode_with_few_pages_is_bound_by_them() -> None:
@@ -181,7 +181,7 @@ def test_decode_spares_the_share_of_a_gap_that_is_left_of_the_objective() -> Non
     capacity = decode_of(SHAPE)
     assert capacity.num_spare(3, 0.0) == pytest.approx(3 * (1 - TIMING.decode.constant_s / SLO.tpot_s))
     rate = 12.0
-    assert capacity.num_spare(3, rate) == pytest.approx(3 * (1 - capacity.mean_itl_s(3, rate) / SLO.tpot_s))
+    assert capacity.num_spare(3, rate) == pytest.approx(3 * (1 - capacity.mean_tpot_s(3, rate) / SLO.tpot_s))
     assert capacity.num_spare(3, 1e6) == 0.0
 
 
