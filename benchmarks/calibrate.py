@@ -87,11 +87,11 @@ def _medians_ms(requests: Iterable[RequestRecord]) -> dict[str, float]:
     figures = summarize(list(requests), slo=Slo(ttft_s=math.inf, tpot_s=math.inf))
     assert figures.num_complete == figures.num_requests, f"{figures.num_not_complete} requests were not answered"
     assert figures.ttft is not None and figures.tpot is not None, "answers have more than one token"
-    return {"TTFT_ms": 1000 * figures.ttft.p50, "ITL_ms": 1000 * figures.tpot.p50}
+    return {"TTFT_ms": 1000 * figures.ttft.p50, "TPOT_ms": 1000 * figures.tpot.p50}
 
 
 def _times(requests: Iterable[RequestRecord]) -> list[dict[str, float | None]]:
-    return [{"ttft_s": request.ttft_s, "itl_s": request.tpot_s} for request in requests]
+    return [{"ttft_s": request.ttft_s, "tpot_s": request.tpot_s} for request in requests]
 
 
 # Real workers.

@@ -151,13 +151,13 @@ def latency_panels(findings: Sequence[Findings], slo: Slo | None) -> tuple[Panel
     kinds = list(dict.fromkeys(kind for reading in readings for kind in reading.kinds))
     kinds = kinds if len(kinds) > 2 else kinds[:1]  # a single kind equals all requests
     ttft_limit = () if slo is None else (LimitLine(value=slo.ttft_s, text="objective, short prompts"),)
-    itl_limit = () if slo is None else (LimitLine(value=slo.tpot_s, text="objective of the mean gap"),)
+    tpot_limit = () if slo is None else (LimitLine(value=slo.tpot_s, text="objective of the mean gap"),)
     panels = []
     for kind in kinds:
         whose = "all requests" if kind == ALL else kind
         panels += [
             _latency_panel(sheet, kind, attrgetter("ttft"), f"First token, {whose}: p99", ttft_limit),
-            _latency_panel(sheet, kind, attrgetter("itl"), f"Gap between tokens, {whose}: p99", itl_limit),
+            _latency_panel(sheet, kind, attrgetter("itl"), f"Gap between tokens, {whose}: p99", tpot_limit),
         ]
     return tuple(panels)
 

@@ -35,7 +35,7 @@ class PlottedCell:
 
     result: CellResult
     ttft_s: np.ndarray
-    itl_s: np.ndarray
+    tpot_s: np.ndarray
     load: Mapping[str, np.ndarray]
     """Prompt tokens to compute that each worker got, by equal parts of the run."""
 
@@ -73,7 +73,7 @@ def plotted_cell(result: CellResult, requests: Iterable[RequestRecord]) -> Plott
     return PlottedCell(
         result=result,
         ttft_s=np.array([row.ttft_s for row in complete if row.ttft_s is not None]),
-        itl_s=np.array([row.tpot_s for row in complete if row.tpot_s is not None]),
+        tpot_s=np.array([row.tpot_s for row in complete if row.tpot_s is not None]),
         load={
             worker: np.histogram(arrivals[worker], bins=edges, weights=tokens[worker])[0] for worker in sorted(arrivals)
         },
@@ -101,9 +101,9 @@ def ttft_curves(plotted: Sequence[PlottedCell], slo_s: float) -> Any:
     return _curves([(cell.policy, cell.ttft_s) for cell in plotted], "TTFT", slo_s)
 
 
-def itl_curves(plotted: Sequence[PlottedCell], slo_s: float) -> Any:
-    """Return the distributions of mean gaps, for cells of one speed; answered requests only."""
-    return _curves([(cell.policy, cell.itl_s) for cell in plotted], "mean gap between tokens", slo_s)
+def tpot_curves(plotted: Sequence[PlottedCell], slo_s: float) -> Any:
+    """Return the distributions of TPOT, for cells of one speed; answered requests only."""
+    return _curves([(cell.policy, cell.tpot_s) for cell in plotted], "mean gap between tokens", slo_s)
 
 
 def hits_and_balance(plotted: Sequence[PlottedCell]) -> Any:

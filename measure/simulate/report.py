@@ -25,7 +25,7 @@ _COLUMNS: dict[str, Callable[[CellResult], str]] = {
         f"{100 * cell.summary.figures.num_not_complete / max(1, cell.summary.figures.num_requests):.1f}"
     ),
     "TTFT p50/p90/p99 s": lambda cell: _times(cell.summary.figures.ttft, "{0.p50:.2f}/{0.p90:.2f}/{0.p99:.2f}"),
-    "ITL p50/p99 ms": lambda cell: _times(cell.summary.figures.tpot, "{0.p50:.0f}/{0.p99:.0f}", factor=1000),
+    "TPOT p50/p99 ms": lambda cell: _times(cell.summary.figures.tpot, "{0.p50:.0f}/{0.p99:.0f}", factor=1000),
     "E2E p50/p99 s": lambda cell: _times(cell.summary.figures.e2e, "{0.p50:.1f}/{0.p99:.1f}"),
     "hit %": lambda cell: f"{100 * cell.summary.token_hit:.1f}",
     "pulled %": lambda cell: f"{100 * cell.summary.pulled_share:.1f}",
@@ -182,7 +182,7 @@ def _speed_section(comparison: PolicyComparison, speed: float, cells: Sequence[p
             Panel(
                 title=f"Mean gap between tokens at speed {speed:g}",
                 look_for="Where a curve crosses the objective is its share of answers that were fast enough.",
-                content=plots.itl_curves(cells, slo.tpot_s),
+                content=plots.tpot_curves(cells, slo.tpot_s),
                 width=Width.HALF,
             ),
             Panel(
