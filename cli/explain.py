@@ -68,7 +68,7 @@ def _view(decision: Decision) -> RenderableType:
         ("choice to first token", seconds(plan.predicted_ttft_s or None), seconds(outcome.ttft_s)),
         ("receipt to first token", forecast_text(plan.ttft_forecast), seconds(whole_s)),
         ("… on entering the line", forecast_text(plan.line_ttft_forecast), seconds(whole_s)),
-        ("gap between tokens", _gap_text(plan), seconds(outcome.mean_itl_s)),
+        ("gap between tokens", _gap_text(plan), seconds(outcome.tpot_s)),
     ]
     if outcome.num_drafted_tokens:
         drafts = f"{outcome.num_accepted_tokens} of {outcome.num_drafted_tokens} right"
@@ -100,7 +100,7 @@ def _workers(candidate: Candidate) -> str:
 
 def _gap_text(plan: PlanChosen) -> str:
     """Return the forecast, or the bare prediction of a router without forecasts."""
-    return seconds(plan.predicted_itl_s or None) if plan.itl_forecast is None else forecast_text(plan.itl_forecast)
+    return seconds(plan.predicted_tpot_s or None) if plan.tpot_forecast is None else forecast_text(plan.tpot_forecast)
 
 
 def _count(value: int | None) -> str:

@@ -133,7 +133,7 @@ def run_in_process(config: "ServingConfig", source: str | Sequence[ChatMessage],
     write_text("\n")
     return [
         f"tokens    prompt {num_prompt_tokens} · output {stopwatch.num_tokens}",
-        f"time      TTFT {seconds(stopwatch.ttft_s)} · ITL mean {seconds(stopwatch.mean_itl_s)}",
+        f"time      TTFT {seconds(stopwatch.ttft_s)} · TPOT {seconds(stopwatch.tpot_s)}",
         f"total     {throughput(stopwatch.num_tokens, stopwatch.elapsed_s)}",
     ]
 
@@ -178,7 +178,7 @@ class Stopwatch:
         return None if self._first_s is None else self._first_s - self._started_s
 
     @property
-    def mean_itl_s(self) -> float | None:
+    def tpot_s(self) -> float | None:
         """Mean gap between tokens; None with fewer than two."""
         if self._first_s is None or self.num_tokens < 2:
             return None

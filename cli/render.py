@@ -123,7 +123,7 @@ def stats_lines(generation: Generation, *, elapsed_s: float) -> list[str]:
     lines.append(
         f"time      queue {seconds(timings.queue_s)} · prefill {seconds(timings.prefill_s)}"
         f" · transfer {seconds(timings.transfer_s)} · TTFT {seconds(timings.ttft_s)}"
-        f" · ITL mean {seconds(timings.mean_itl_s)}, max {seconds(timings.max_itl_s)}"
+        f" · TPOT {seconds(timings.tpot_s)}, largest gap {seconds(timings.max_itl_s)}"
     )
     lines.append(f"total     {throughput(usage.num_output_tokens, elapsed_s)} · seed {generation.seed}")
     return lines
@@ -139,7 +139,7 @@ class SummaryRow:
 
 def summary_table(rows: Sequence[SummaryRow]) -> RenderableType:
     """Return a table with one line per request."""
-    numbers = ("prompt", "cached", "output", "KV moved", "queue", "prefill", "transfer", "TTFT", "mean ITL")
+    numbers = ("prompt", "cached", "output", "KV moved", "queue", "prefill", "transfer", "TTFT", "TPOT")
     return SplitTable(
         ("request", "plan", *numbers), map(_summary_cells, rows), num_left=2, title="What each request cost"
     )
@@ -158,7 +158,7 @@ def _summary_cells(row: SummaryRow) -> list[str]:
         seconds(timings.prefill_s),
         seconds(timings.transfer_s),
         seconds(timings.ttft_s),
-        seconds(timings.mean_itl_s),
+        seconds(timings.tpot_s),
     ]
 
 

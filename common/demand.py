@@ -41,7 +41,7 @@ class Demand:
     """Prompt tokens of the waiting requests."""
     ttft_p90_s: float | None
     """90th percentile over the sampled requests that finished in the window; None without any."""
-    itl_p90_s: float | None
+    tpot_p90_s: float | None
     """90th percentile of the mean gap between their tokens."""
     burstiness: float = 1.0
     """Variance over mean of the arrivals per second; 1.0: independent arrivals (Poisson)."""
@@ -59,7 +59,7 @@ def demand_from_proto(message: router_admin_pb2.Demand) -> Demand:
         name: check_number(getattr(message, name), f"demand.{name}", highest=_LONGEST_S)
         if message.HasField(name)
         else None
-        for name in ("ttft_p90_s", "itl_p90_s")
+        for name in ("ttft_p90_s", "tpot_p90_s")
     }
     return Demand(
         **counts,
@@ -100,6 +100,6 @@ def merge_demands(demands: Sequence[Demand]) -> Demand:
         num_queued=sum(demand.num_queued for demand in demands),
         num_queued_tokens=sum(demand.num_queued_tokens for demand in demands),
         ttft_p90_s=max((d.ttft_p90_s for d in demands if d.ttft_p90_s is not None), default=None),
-        itl_p90_s=max((d.itl_p90_s for d in demands if d.itl_p90_s is not None), default=None),
+        tpot_p90_s=max((d.tpot_p90_s for d in demands if d.tpot_p90_s is not None), default=None),
         burstiness=weighted / num_arrived if num_arrived else 1.0,
     )

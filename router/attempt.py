@@ -85,7 +85,7 @@ class Attempt(ABC):
         finally:
             decision = self.booking.decision
             if decision.ttft_s is not None:
-                decision.mean_itl_s = self.record.ledger.mean_gap_s(skip=self._num_gaps_before)
+                decision.tpot_s = self.record.ledger.mean_gap_s(skip=self._num_gaps_before)
 
     @abstractmethod
     async def _run(self) -> AttemptOutcome:

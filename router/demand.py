@@ -107,7 +107,7 @@ class DemandMeter:
             num_queued=num_queued,
             num_queued_tokens=num_queued_tokens,
             ttft_p90_s=_p90([answered.ttft_s for answered in answers if answered.ttft_s is not None]),
-            itl_p90_s=_p90([answered.tpot_s for answered in answers if answered.tpot_s is not None]),
+            tpot_p90_s=_p90([answered.tpot_s for answered in answers if answered.tpot_s is not None]),
             burstiness=self._burstiness(num_known, now),
         )
 

@@ -93,7 +93,9 @@ class RouterMetrics:
         self._ttft_ratio = self._histogram(
             "kvrelay_prediction_ttft_ratio", "Predicted / actual time to first token", _RATIOS
         )
-        self._itl_ratio = self._histogram("kvrelay_prediction_itl_ratio", "Predicted / actual gap of tokens", _RATIOS)
+        self._tpot_ratio = self._histogram(
+            "kvrelay_prediction_tpot_ratio", "Predicted / actual mean gap between tokens", _RATIOS
+        )
         self._lag = self._histogram("kvrelay_event_loop_lag_seconds", "Lateness of the event loop", _GAP_S)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
@@ -127,7 +129,7 @@ class RouterMetrics:
         if record.transfer.num_blocks:
             self._transfer.observe(timings.transfer_s, exemplar)
         if gaps:
-            self._tpot.observe(timings.mean_itl_s, exemplar)
+            self._tpot.observe(timings.tpot_s, exemplar)
         for gap_s, count in gaps:
             self._itl.observe(gap_s, count)
 
@@ -158,7 +160,7 @@ class RouterMetrics:
             self._cache_error.observe(error / max(decision.num_tokens, 1))
         for ratio, predicted_s, actual_s in (
             (self._ttft_ratio, plan.predicted_ttft_s, decision.ttft_s),
-            (self._itl_ratio, plan.predicted_itl_s, decision.mean_itl_s),
+            (self._tpot_ratio, plan.predicted_tpot_s, decision.tpot_s),
         ):
             if predicted_s is not None and actual_s:
                 ratio.observe(predicted_s / actual_s)

@@ -231,7 +231,7 @@ class RunningRequest:
             transfer_s=self.transfer.transfer_s,
             transfer_exposed_s=self.transfer.exposed_s,
             ttft_s=0.0 if self.ledger.first_token_s is None else self.ledger.first_token_s - received_s,
-            mean_itl_s=self.ledger.mean_gap_s() or 0.0,
+            tpot_s=self.ledger.mean_gap_s() or 0.0,
             max_itl_s=max((gap_s for gap_s, _ in gaps), default=0.0),
             e2e_s=0.0 if self.ledger.last_token_s is None else self.ledger.last_token_s - received_s,
         )

@@ -79,7 +79,7 @@ def read_terms(
         priority=min(message.priority, tenant.max_priority),
         ttft_slo_s=_seconds(objective.ttft_s, "ttft_s") if has_own else default.ttft_slo_s,
         ttft_tokens=math.inf if has_own else default.ttft_tokens,
-        tpot_slo_s=_seconds(objective.itl_s, "itl_s") if objective.HasField("itl_s") else default.tpot_slo_s,
+        tpot_slo_s=_seconds(objective.tpot_s, "tpot_s") if objective.HasField("tpot_s") else default.tpot_slo_s,
     )
 
 

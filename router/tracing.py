@@ -237,8 +237,8 @@ def _attempt_attributes(decision: DecisionRecord) -> Attributes:
         "num_cached_tokens": decision.num_cached_tokens,
         "predicted_ttft_s": plan.predicted_ttft_s,
         "ttft_s": decision.ttft_s,
-        "predicted_itl_s": plan.predicted_itl_s,
-        "mean_itl_s": decision.mean_itl_s,
+        "predicted_tpot_s": plan.predicted_tpot_s,
+        "tpot_s": decision.tpot_s,
     }
     return {name: value for name, value in found.items() if value is not None}
 
@@ -278,7 +278,7 @@ def _request_attributes(record: RunningRequest) -> Attributes:
         "prefill_s": timings.prefill_s,
         "transfer_s": timings.transfer_s,
         "transfer_exposed_s": timings.transfer_exposed_s,
-        "mean_itl_s": timings.mean_itl_s,
+        "tpot_s": timings.tpot_s,
         "max_itl_s": timings.max_itl_s,
         "num_attempts": record.num_attempts,
         "num_pulled_tokens": record.num_pulled_tokens,

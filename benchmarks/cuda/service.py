@@ -120,7 +120,7 @@ def _report(part: Part, case: str, answers: Sequence[Generation]) -> None:
     prefill_ms = _median_ms([each.prefill_s for each in timings])
     add("first token", [each.ttft_s for each in timings], f"prefill {prefill_ms:.1f} ms")
     largest_ms = 1000 * max(each.max_itl_s or 0.0 for each in timings)
-    add("between tokens", [each.mean_itl_s or 0.0 for each in timings], f"largest gap {largest_ms:.1f} ms")
+    add("between tokens", [each.tpot_s or 0.0 for each in timings], f"largest gap {largest_ms:.1f} ms")
     if moved:
         exposed_ms = _median_ms([each.exposed_s for each in moved])
         note = f"{moved[0].kv_bytes / 1e6:.0f} MB by {moved[0].transport}, not hidden {exposed_ms:.1f} ms"

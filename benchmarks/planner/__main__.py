@@ -47,7 +47,7 @@ def simulate(trace: Trace, arm: Arm, *, day: Day) -> Outcome:
         decode=pace,
         network=NetworkShape(kv_bytes_per_s=link.bytes_per_s),
         event_lag_s=0.02,
-        itl_slo_s=SLO.tpot_s,
+        tpot_slo_s=SLO.tpot_s,
         elasticity=elasticity,
     )
     return outcome_of(run(shape, settings, trace_arrivals(trace, slo=SLO)), arm=arm, slo=SLO, day_s=day.length_s)

@@ -46,6 +46,6 @@ class Correction:
         by_chance = _NUM_SIGMAS * math.sqrt(predicted * (1.0 - predicted) / num_finished)
         if demand.num_good / num_finished >= predicted - by_chance:
             return
-        is_decode = demand.itl_p90_s is not None and demand.itl_p90_s > slo.tpot_s
+        is_decode = demand.tpot_p90_s is not None and demand.tpot_p90_s > slo.tpot_s
         pool = Pool.DECODE if is_decode else Pool.PREFILL
         self.factors[pool] = min(_LARGEST, self.factors[pool] * (1.0 + _STEP))

@@ -304,7 +304,7 @@ _PLANNER = Dashboard(
         ),
         Panel("Changes", "ops", _each("kvrelay_planner_changes_total", "outcome")),
         Panel("Predicted / actual time to first token", "short", quantiles("kvrelay_prediction_ttft_ratio")),
-        Panel("Predicted / actual gap between tokens", "short", quantiles("kvrelay_prediction_itl_ratio")),
+        Panel("Predicted / actual gap between tokens", "short", quantiles("kvrelay_prediction_tpot_ratio")),
         Panel(
             "Error of predicted cached tokens",
             "percentunit",

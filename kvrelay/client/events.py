@@ -95,14 +95,14 @@ class PlanChosen:
     num_source_blocks: int = 0
     predicted_ttft_s: float = 0.0
     """Time from the choice to the first token; 0 when the policy predicts none."""
-    predicted_itl_s: float = 0.0
-    """Gap between tokens; 0 when the policy predicts none."""
+    predicted_tpot_s: float = 0.0
+    """Mean gap between tokens; 0 when the policy predicts none."""
     ttft_forecast: Forecast | None = None
     """Time from the receipt of the request to the first token, the wait in line included; None when the policy
     predicts none, or after the first token."""
     line_ttft_forecast: Forecast | None = None
     """The same time as forecast when the request entered the line; None when it did not wait there."""
-    itl_forecast: Forecast | None = None
+    tpot_forecast: Forecast | None = None
     """Mean gap between tokens; None when the policy predicts none."""
     shortened_max_tokens: int = 0
     """Longest answer when overload has made it shorter than asked for; 0: as asked for."""
@@ -174,7 +174,7 @@ class RequestTimings:
     """The part of the transfer that prefill did not hide."""
     ttft_s: float
     """Request received to first token sent."""
-    mean_itl_s: float | None
+    tpot_s: float | None
     """Mean gap between consecutive tokens of the first sample; None with fewer than two."""
     max_itl_s: float | None
     """Largest gap, recovery pauses included."""

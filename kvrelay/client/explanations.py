@@ -96,7 +96,8 @@ class DecisionOutcome:
     """Prompt tokens found in the cache, pulled ones included."""
     ttft_s: float | None
     """Time from the choice to the first token."""
-    mean_itl_s: float | None
+    tpot_s: float | None
+    """Mean gap between tokens."""
     ended: str | None
     """None while the attempt runs; then "completed" or the name of an error class."""
     num_drafted_tokens: int = 0

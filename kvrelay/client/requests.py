@@ -2,9 +2,10 @@
 
 import struct
 import sys
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import InitVar, asdict, dataclass
 from typing import Any, Literal, TypeAlias, TypedDict
 
 from common.errors import InvalidRequest
@@ -32,8 +33,19 @@ class ServiceTerms:
     """Requests of a tenant with a larger one go first, up to the tenant's maximum."""
     ttft_s: float | None = None
     """Objective for the time to the first token; default: serving.yaml's `slo`."""
-    itl_s: float | None = None
+    tpot_s: float | None = None
     """Objective for the mean gap between tokens."""
+    itl_s: InitVar[float | None] = None
+    """Deprecated name of `tpot_s`, taken until version 0.2."""
+
+    def __post_init__(self, itl_s: float | None) -> None:
+        """Raises TypeError when an objective has both names."""
+        if itl_s is None:
+            return
+        if self.tpot_s is not None:
+            raise TypeError("itl_s is the old name of tpot_s; leave it out")
+        warnings.warn("ServiceTerms: itl_s is now called tpot_s", DeprecationWarning, stacklevel=3)
+        object.__setattr__(self, "tpot_s", itl_s)
 
 
 class GenerateOptions(SamplingOptions, ChatOptions, total=False):
@@ -65,7 +77,7 @@ class EmbedOptions(TypedDict, total=False):
     timeout_s: float | None
     """Deadline of the call; default: the client's."""
     terms: ServiceTerms | None
-    """How soon the answer is needed; `itl_s` has no meaning here."""
+    """How soon the answer is needed; `tpot_s` has no meaning here."""
 
 
 def generate_request(prompt: Prompt, options: GenerateOptions) -> inference_pb2.GenerateRequest:
@@ -149,7 +161,7 @@ def _pooling(name: str) -> "sampling_pb2.Pooling.ValueType":
 def _set_terms(message: inference_pb2.GenerateRequest | inference_pb2.EmbedRequest, terms: ServiceTerms) -> None:
     with _field("priority"):
         message.priority = terms.priority
-    for name, seconds in (("ttft_s", terms.ttft_s), ("itl_s", terms.itl_s)):
+    for name, seconds in (("ttft_s", terms.ttft_s), ("tpot_s", terms.tpot_s)):
         if seconds is not None:
             with _field(f"objective.{name}"):
                 setattr(message.objective, name, seconds)

@@ -445,27 +445,27 @@ class ServiceObjective(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     TTFT_S_FIELD_NUMBER: _builtins.int
-    ITL_S_FIELD_NUMBER: _builtins.int
+    TPOT_S_FIELD_NUMBER: _builtins.int
     ttft_s: _builtins.float
     """Request received to first token, seconds."""
-    itl_s: _builtins.float
+    tpot_s: _builtins.float
     """Mean gap between tokens, seconds."""
     def __init__(
         self,
         *,
         ttft_s: _builtins.float | None = ...,
-        itl_s: _builtins.float | None = ...,
+        tpot_s: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_itl_s", b"_itl_s", "_ttft_s", b"_ttft_s", "itl_s", b"itl_s", "ttft_s", b"ttft_s"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_tpot_s", b"_tpot_s", "_ttft_s", b"_ttft_s", "tpot_s", b"tpot_s", "ttft_s", b"ttft_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_itl_s", b"_itl_s", "_ttft_s", b"_ttft_s", "itl_s", b"itl_s", "ttft_s", b"ttft_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tpot_s", b"_tpot_s", "_ttft_s", b"_ttft_s", "tpot_s", b"tpot_s", "ttft_s", b"ttft_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__itl_s: _TypeAlias = _typing.Literal["itl_s"]  # noqa: Y015
-    _WhichOneofArgType__itl_s: _TypeAlias = _typing.Literal["_itl_s", b"_itl_s"]  # noqa: Y015
+    _WhichOneofReturnType__tpot_s: _TypeAlias = _typing.Literal["tpot_s"]  # noqa: Y015
+    _WhichOneofArgType__tpot_s: _TypeAlias = _typing.Literal["_tpot_s", b"_tpot_s"]  # noqa: Y015
     _WhichOneofReturnType__ttft_s: _TypeAlias = _typing.Literal["ttft_s"]  # noqa: Y015
     _WhichOneofArgType__ttft_s: _TypeAlias = _typing.Literal["_ttft_s", b"_ttft_s"]  # noqa: Y015
     @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__itl_s) -> _WhichOneofReturnType__itl_s | None: ...
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__tpot_s) -> _WhichOneofReturnType__tpot_s | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__ttft_s) -> _WhichOneofReturnType__ttft_s | None: ...
 
@@ -520,10 +520,10 @@ class PlanChosen(_message.Message):
     SOURCE_WORKER_ID_FIELD_NUMBER: _builtins.int
     NUM_SOURCE_BLOCKS_FIELD_NUMBER: _builtins.int
     PREDICTED_TTFT_S_FIELD_NUMBER: _builtins.int
-    PREDICTED_ITL_S_FIELD_NUMBER: _builtins.int
+    PREDICTED_TPOT_S_FIELD_NUMBER: _builtins.int
     TTFT_FORECAST_FIELD_NUMBER: _builtins.int
     LINE_TTFT_FORECAST_FIELD_NUMBER: _builtins.int
-    ITL_FORECAST_FIELD_NUMBER: _builtins.int
+    TPOT_FORECAST_FIELD_NUMBER: _builtins.int
     SHORTENED_MAX_TOKENS_FIELD_NUMBER: _builtins.int
     kind: Global___PlanKind.ValueType
     """Its kind."""
@@ -543,8 +543,8 @@ class PlanChosen(_message.Message):
     """Blocks to pull."""
     predicted_ttft_s: _builtins.float
     """Predicted seconds from the choice to the first token; 0 when the policy predicts none."""
-    predicted_itl_s: _builtins.float
-    """Predicted gap between tokens on the decode worker; 0 when the policy predicts none."""
+    predicted_tpot_s: _builtins.float
+    """Predicted mean gap between tokens on the decode worker; 0 when the policy predicts none."""
     shortened_max_tokens: _builtins.int
     """Longest answer, in tokens, when the tenant's overload terms have shortened it; 0: as asked for. A resumed request asks
     for this.
@@ -560,7 +560,7 @@ class PlanChosen(_message.Message):
         """The same time as forecast when the request entered the line; absent when it did not wait there."""
 
     @_builtins.property
-    def itl_forecast(self) -> Global___Forecast:
+    def tpot_forecast(self) -> Global___Forecast:
         """Mean gap between tokens as forecast at the choice; absent when the policy predicts none."""
 
     def __init__(
@@ -575,26 +575,26 @@ class PlanChosen(_message.Message):
         source_worker_id: _builtins.str = ...,
         num_source_blocks: _builtins.int = ...,
         predicted_ttft_s: _builtins.float = ...,
-        predicted_itl_s: _builtins.float = ...,
+        predicted_tpot_s: _builtins.float = ...,
         ttft_forecast: Global___Forecast | None = ...,
         line_ttft_forecast: Global___Forecast | None = ...,
-        itl_forecast: Global___Forecast | None = ...,
+        tpot_forecast: Global___Forecast | None = ...,
         shortened_max_tokens: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_itl_forecast", b"_itl_forecast", "_line_ttft_forecast", b"_line_ttft_forecast", "_ttft_forecast", b"_ttft_forecast", "itl_forecast", b"itl_forecast", "line_ttft_forecast", b"line_ttft_forecast", "ttft_forecast", b"ttft_forecast"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_line_ttft_forecast", b"_line_ttft_forecast", "_tpot_forecast", b"_tpot_forecast", "_ttft_forecast", b"_ttft_forecast", "line_ttft_forecast", b"line_ttft_forecast", "tpot_forecast", b"tpot_forecast", "ttft_forecast", b"ttft_forecast"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_itl_forecast", b"_itl_forecast", "_line_ttft_forecast", b"_line_ttft_forecast", "_ttft_forecast", b"_ttft_forecast", "attempt", b"attempt", "decode_worker_id", b"decode_worker_id", "itl_forecast", b"itl_forecast", "kind", b"kind", "line_ttft_forecast", b"line_ttft_forecast", "num_source_blocks", b"num_source_blocks", "predicted_cached_tokens", b"predicted_cached_tokens", "predicted_itl_s", b"predicted_itl_s", "predicted_ttft_s", b"predicted_ttft_s", "prefill_worker_id", b"prefill_worker_id", "reason", b"reason", "shortened_max_tokens", b"shortened_max_tokens", "source_worker_id", b"source_worker_id", "ttft_forecast", b"ttft_forecast"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_line_ttft_forecast", b"_line_ttft_forecast", "_tpot_forecast", b"_tpot_forecast", "_ttft_forecast", b"_ttft_forecast", "attempt", b"attempt", "decode_worker_id", b"decode_worker_id", "kind", b"kind", "line_ttft_forecast", b"line_ttft_forecast", "num_source_blocks", b"num_source_blocks", "predicted_cached_tokens", b"predicted_cached_tokens", "predicted_tpot_s", b"predicted_tpot_s", "predicted_ttft_s", b"predicted_ttft_s", "prefill_worker_id", b"prefill_worker_id", "reason", b"reason", "shortened_max_tokens", b"shortened_max_tokens", "source_worker_id", b"source_worker_id", "tpot_forecast", b"tpot_forecast", "ttft_forecast", b"ttft_forecast"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__itl_forecast: _TypeAlias = _typing.Literal["itl_forecast"]  # noqa: Y015
-    _WhichOneofArgType__itl_forecast: _TypeAlias = _typing.Literal["_itl_forecast", b"_itl_forecast"]  # noqa: Y015
     _WhichOneofReturnType__line_ttft_forecast: _TypeAlias = _typing.Literal["line_ttft_forecast"]  # noqa: Y015
     _WhichOneofArgType__line_ttft_forecast: _TypeAlias = _typing.Literal["_line_ttft_forecast", b"_line_ttft_forecast"]  # noqa: Y015
+    _WhichOneofReturnType__tpot_forecast: _TypeAlias = _typing.Literal["tpot_forecast"]  # noqa: Y015
+    _WhichOneofArgType__tpot_forecast: _TypeAlias = _typing.Literal["_tpot_forecast", b"_tpot_forecast"]  # noqa: Y015
     _WhichOneofReturnType__ttft_forecast: _TypeAlias = _typing.Literal["ttft_forecast"]  # noqa: Y015
     _WhichOneofArgType__ttft_forecast: _TypeAlias = _typing.Literal["_ttft_forecast", b"_ttft_forecast"]  # noqa: Y015
     @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__itl_forecast) -> _WhichOneofReturnType__itl_forecast | None: ...
-    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__line_ttft_forecast) -> _WhichOneofReturnType__line_ttft_forecast | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__tpot_forecast) -> _WhichOneofReturnType__tpot_forecast | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__ttft_forecast) -> _WhichOneofReturnType__ttft_forecast | None: ...
 
@@ -777,7 +777,7 @@ class RequestTimings(_message.Message):
     TRANSFER_S_FIELD_NUMBER: _builtins.int
     TRANSFER_EXPOSED_S_FIELD_NUMBER: _builtins.int
     TTFT_S_FIELD_NUMBER: _builtins.int
-    MEAN_ITL_S_FIELD_NUMBER: _builtins.int
+    TPOT_S_FIELD_NUMBER: _builtins.int
     MAX_ITL_S_FIELD_NUMBER: _builtins.int
     E2E_S_FIELD_NUMBER: _builtins.int
     queue_s: _builtins.float
@@ -790,7 +790,7 @@ class RequestTimings(_message.Message):
     """Part of the transfer that prefill did not hide."""
     ttft_s: _builtins.float
     """Request received to first token sent."""
-    mean_itl_s: _builtins.float
+    tpot_s: _builtins.float
     """Mean gap between consecutive tokens of the first sample; 0 with fewer than two."""
     max_itl_s: _builtins.float
     """Largest gap, recovery pauses included."""
@@ -804,13 +804,13 @@ class RequestTimings(_message.Message):
         transfer_s: _builtins.float = ...,
         transfer_exposed_s: _builtins.float = ...,
         ttft_s: _builtins.float = ...,
-        mean_itl_s: _builtins.float = ...,
+        tpot_s: _builtins.float = ...,
         max_itl_s: _builtins.float = ...,
         e2e_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["e2e_s", b"e2e_s", "max_itl_s", b"max_itl_s", "mean_itl_s", b"mean_itl_s", "prefill_s", b"prefill_s", "queue_s", b"queue_s", "transfer_exposed_s", b"transfer_exposed_s", "transfer_s", b"transfer_s", "ttft_s", b"ttft_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["e2e_s", b"e2e_s", "max_itl_s", b"max_itl_s", "prefill_s", b"prefill_s", "queue_s", b"queue_s", "tpot_s", b"tpot_s", "transfer_exposed_s", b"transfer_exposed_s", "transfer_s", b"transfer_s", "ttft_s", b"ttft_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1568,7 +1568,7 @@ class DecisionOutcome(_message.Message):
 
     NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     TTFT_S_FIELD_NUMBER: _builtins.int
-    MEAN_ITL_S_FIELD_NUMBER: _builtins.int
+    TPOT_S_FIELD_NUMBER: _builtins.int
     ENDED_FIELD_NUMBER: _builtins.int
     NUM_DRAFTED_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_ACCEPTED_TOKENS_FIELD_NUMBER: _builtins.int
@@ -1576,7 +1576,7 @@ class DecisionOutcome(_message.Message):
     """Prompt tokens found in the cache, pulled ones included."""
     ttft_s: _builtins.float
     """Seconds from the choice to the first token."""
-    mean_itl_s: _builtins.float
+    tpot_s: _builtins.float
     """Mean gap between tokens, seconds."""
     ended: _builtins.str
     """How the attempt ended: empty while it runs, "completed", "moved", or the name of an error class."""
@@ -1589,25 +1589,25 @@ class DecisionOutcome(_message.Message):
         *,
         num_cached_tokens: _builtins.int | None = ...,
         ttft_s: _builtins.float | None = ...,
-        mean_itl_s: _builtins.float | None = ...,
+        tpot_s: _builtins.float | None = ...,
         ended: _builtins.str = ...,
         num_drafted_tokens: _builtins.int = ...,
         num_accepted_tokens: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_mean_itl_s", b"_mean_itl_s", "_num_cached_tokens", b"_num_cached_tokens", "_ttft_s", b"_ttft_s", "mean_itl_s", b"mean_itl_s", "num_cached_tokens", b"num_cached_tokens", "ttft_s", b"ttft_s"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_num_cached_tokens", b"_num_cached_tokens", "_tpot_s", b"_tpot_s", "_ttft_s", b"_ttft_s", "num_cached_tokens", b"num_cached_tokens", "tpot_s", b"tpot_s", "ttft_s", b"ttft_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_mean_itl_s", b"_mean_itl_s", "_num_cached_tokens", b"_num_cached_tokens", "_ttft_s", b"_ttft_s", "ended", b"ended", "mean_itl_s", b"mean_itl_s", "num_accepted_tokens", b"num_accepted_tokens", "num_cached_tokens", b"num_cached_tokens", "num_drafted_tokens", b"num_drafted_tokens", "ttft_s", b"ttft_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_cached_tokens", b"_num_cached_tokens", "_tpot_s", b"_tpot_s", "_ttft_s", b"_ttft_s", "ended", b"ended", "num_accepted_tokens", b"num_accepted_tokens", "num_cached_tokens", b"num_cached_tokens", "num_drafted_tokens", b"num_drafted_tokens", "tpot_s", b"tpot_s", "ttft_s", b"ttft_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__mean_itl_s: _TypeAlias = _typing.Literal["mean_itl_s"]  # noqa: Y015
-    _WhichOneofArgType__mean_itl_s: _TypeAlias = _typing.Literal["_mean_itl_s", b"_mean_itl_s"]  # noqa: Y015
     _WhichOneofReturnType__num_cached_tokens: _TypeAlias = _typing.Literal["num_cached_tokens"]  # noqa: Y015
     _WhichOneofArgType__num_cached_tokens: _TypeAlias = _typing.Literal["_num_cached_tokens", b"_num_cached_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__tpot_s: _TypeAlias = _typing.Literal["tpot_s"]  # noqa: Y015
+    _WhichOneofArgType__tpot_s: _TypeAlias = _typing.Literal["_tpot_s", b"_tpot_s"]  # noqa: Y015
     _WhichOneofReturnType__ttft_s: _TypeAlias = _typing.Literal["ttft_s"]  # noqa: Y015
     _WhichOneofArgType__ttft_s: _TypeAlias = _typing.Literal["_ttft_s", b"_ttft_s"]  # noqa: Y015
     @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__mean_itl_s) -> _WhichOneofReturnType__mean_itl_s | None: ...
-    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__num_cached_tokens) -> _WhichOneofReturnType__num_cached_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__tpot_s) -> _WhichOneofReturnType__tpot_s | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__ttft_s) -> _WhichOneofReturnType__ttft_s | None: ...
 
@@ -2045,7 +2045,7 @@ class EmbedRequest(_message.Message):
 
     @_builtins.property
     def objective(self) -> Global___ServiceObjective:
-        """What this request needs: `ttft_s` counts to the answer, `itl_s` has no meaning here."""
+        """What this request needs: `ttft_s` counts to the answer, `tpot_s` has no meaning here."""
 
     def __init__(
         self,

@@ -267,7 +267,7 @@ class Demand(_message.Message):
     NUM_QUEUED_FIELD_NUMBER: _builtins.int
     NUM_QUEUED_TOKENS_FIELD_NUMBER: _builtins.int
     TTFT_P90_S_FIELD_NUMBER: _builtins.int
-    ITL_P90_S_FIELD_NUMBER: _builtins.int
+    TPOT_P90_S_FIELD_NUMBER: _builtins.int
     BURSTINESS_FIELD_NUMBER: _builtins.int
     window_s: _builtins.float
     """How many seconds; 0: it has not run for one yet."""
@@ -285,7 +285,7 @@ class Demand(_message.Message):
     """Prompt tokens of those."""
     ttft_p90_s: _builtins.float
     """Time within which 90 % of the finished ones had their first token. Absent: none finished."""
-    itl_p90_s: _builtins.float
+    tpot_p90_s: _builtins.float
     """The same for the mean gap between tokens."""
     burstiness: _builtins.float
     """Variance over mean of the numbers that came in each second, over as long as the router remembers; 1: by chance."""
@@ -305,19 +305,19 @@ class Demand(_message.Message):
         num_queued: _builtins.int = ...,
         num_queued_tokens: _builtins.int = ...,
         ttft_p90_s: _builtins.float | None = ...,
-        itl_p90_s: _builtins.float | None = ...,
+        tpot_p90_s: _builtins.float | None = ...,
         burstiness: _builtins.float = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_itl_p90_s", b"_itl_p90_s", "_ttft_p90_s", b"_ttft_p90_s", "itl_p90_s", b"itl_p90_s", "ttft_p90_s", b"ttft_p90_s"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_tpot_p90_s", b"_tpot_p90_s", "_ttft_p90_s", b"_ttft_p90_s", "tpot_p90_s", b"tpot_p90_s", "ttft_p90_s", b"ttft_p90_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_itl_p90_s", b"_itl_p90_s", "_ttft_p90_s", b"_ttft_p90_s", "burstiness", b"burstiness", "itl_p90_s", b"itl_p90_s", "num_arrived", b"num_arrived", "num_finished", b"num_finished", "num_good", b"num_good", "num_queued", b"num_queued", "num_queued_tokens", b"num_queued_tokens", "num_refused", b"num_refused", "shapes", b"shapes", "ttft_p90_s", b"ttft_p90_s", "window_s", b"window_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tpot_p90_s", b"_tpot_p90_s", "_ttft_p90_s", b"_ttft_p90_s", "burstiness", b"burstiness", "num_arrived", b"num_arrived", "num_finished", b"num_finished", "num_good", b"num_good", "num_queued", b"num_queued", "num_queued_tokens", b"num_queued_tokens", "num_refused", b"num_refused", "shapes", b"shapes", "tpot_p90_s", b"tpot_p90_s", "ttft_p90_s", b"ttft_p90_s", "window_s", b"window_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__itl_p90_s: _TypeAlias = _typing.Literal["itl_p90_s"]  # noqa: Y015
-    _WhichOneofArgType__itl_p90_s: _TypeAlias = _typing.Literal["_itl_p90_s", b"_itl_p90_s"]  # noqa: Y015
+    _WhichOneofReturnType__tpot_p90_s: _TypeAlias = _typing.Literal["tpot_p90_s"]  # noqa: Y015
+    _WhichOneofArgType__tpot_p90_s: _TypeAlias = _typing.Literal["_tpot_p90_s", b"_tpot_p90_s"]  # noqa: Y015
     _WhichOneofReturnType__ttft_p90_s: _TypeAlias = _typing.Literal["ttft_p90_s"]  # noqa: Y015
     _WhichOneofArgType__ttft_p90_s: _TypeAlias = _typing.Literal["_ttft_p90_s", b"_ttft_p90_s"]  # noqa: Y015
     @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__itl_p90_s) -> _WhichOneofReturnType__itl_p90_s | None: ...
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__tpot_p90_s) -> _WhichOneofReturnType__tpot_p90_s | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__ttft_p90_s) -> _WhichOneofReturnType__ttft_p90_s | None: ...
 

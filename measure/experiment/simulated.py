@@ -230,7 +230,7 @@ def _simulation(arm: Arm, serving: ServingConfig, simulation: Simulation) -> tup
         router=serving.router,
         report_interval_s=simulation.report_interval_s,
         event_lag_s=simulation.event_lag_s,
-        itl_slo_s=simulation.slo.tpot_s,
+        tpot_slo_s=simulation.slo.tpot_s,
     )
 
 

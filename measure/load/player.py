@@ -179,7 +179,7 @@ class Player:
             seed=_seed(self._terms.seed, session.index, turn_idx),
             timeout_s=self._terms.timeout_s,
             ttft_slo_s=slo.ttft_of(history.num_tokens) if slo is not None else None,
-            itl_slo_s=slo.tpot_s if slo is not None else None,
+            tpot_slo_s=slo.tpot_s if slo is not None else None,
             wants_token_ids=self._terms.content is Content.TOKENS and turn_idx + 1 < len(session.turns),
         )
         try:

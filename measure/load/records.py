@@ -10,7 +10,9 @@ Times are seconds since the run began, on the generator's clock; those that the 
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import AliasChoices, Field
 
 from common.errors import DeadlineExceeded, KvrelayError, Overloaded
 from common.slo import Slo
@@ -41,7 +43,7 @@ class Outcome(enum.StrEnum):
         return cls.FAILED
 
 
-_FORECASTS = ("ttft_forecast", "line_ttft_forecast", "itl_forecast")
+_FORECASTS = ("ttft_forecast", "line_ttft_forecast", "tpot_forecast")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +75,10 @@ class ServerReport:
     """Time from the receipt of the request to the first token, as forecast at the choice of its plan."""
     line_ttft_forecast: Forecast | None = None
     """The same as forecast when the request entered the line; None also when it did not wait there."""
-    itl_forecast: Forecast | None = None
+    # Until version 0.2: records of 0.1 name it after ITL.
+    tpot_forecast: Annotated[Forecast | None, Field(validation_alias=AliasChoices("tpot_forecast", "itl_forecast"))] = (
+        None
+    )
     """Mean gap between tokens."""
 
     @classmethod

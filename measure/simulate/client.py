@@ -98,7 +98,7 @@ class SimClient:
     def _admit(self, arrival: Arrival) -> Ticket:
         settings = self._settings
         ttft_slo_s = settings.ttft_slo_s if arrival.ttft_slo_s is None else arrival.ttft_slo_s
-        terms = Terms(ttft_slo_s=ttft_slo_s, tpot_slo_s=settings.itl_slo_s)
+        terms = Terms(ttft_slo_s=ttft_slo_s, tpot_slo_s=settings.tpot_slo_s)
         return admit(self._router, arrival.tenant, terms)
 
     def _job(self, arrival: Arrival, request_id: RequestId) -> Job:
@@ -165,7 +165,7 @@ class _Reply:
             predicted_cached_tokens=first.predicted_cached_tokens,
             ttft_forecast=first.ttft_forecast,
             line_ttft_forecast=first.line_ttft_forecast,
-            itl_forecast=first.itl_forecast,
+            tpot_forecast=first.tpot_forecast,
         )
         if self._completed is None:
             return told

@@ -192,7 +192,7 @@ def simulation(settings: ReplaySettings, policy: str) -> tuple[ClusterShape, Sim
         policy=policy,
         report_interval_s=PERFECT_REPORT_INTERVAL_S if is_perfect else settings.report_interval_s,
         event_lag_s=0.0 if is_perfect else settings.event_lag_s,
-        itl_slo_s=settings.slo.tpot_s,
+        tpot_slo_s=settings.slo.tpot_s,
         seed=settings.seed,
     )
 

@@ -133,7 +133,7 @@ class SimSettings:
     event_lag_s: float = 0.0
     """Extra latency of reports over other messages."""
     ttft_slo_s: float = float("inf")
-    itl_slo_s: float = float("inf")
+    tpot_slo_s: float = float("inf")
     timeout_s: float = 3600.0
     """Deadline of each request."""
     sample_interval_s: float | None = None

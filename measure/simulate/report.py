@@ -62,7 +62,7 @@ def comparison_table(results: Sequence[CellResult], bounds: Bounds = _NO_BOUNDS)
 _FORECASTS: dict[str, Callable[[SimulationSummary], ForecastCheck | None]] = {
     "TTFT, entering the line": lambda summary: summary.line_ttft_forecast,
     "TTFT, at the choice": lambda summary: summary.ttft_forecast,
-    "mean gap": lambda summary: summary.itl_forecast,
+    "TPOT": lambda summary: summary.tpot_forecast,
 }
 FORECASTS_NOTE = (
     "off: median relative error of the routers' forecasts; held: plotted within their intervals, which should be 80 %"

@@ -3,8 +3,10 @@
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
+from pydantic import AliasChoices, Field
 
 from common.slo import Slo
 from kvrelay.client.events import Forecast
@@ -53,8 +55,11 @@ class SimulationSummary:
     """TTFT forecasts made when requests entered the line; None when none waited, and for runs of earlier versions."""
     ttft_forecast: ForecastCheck | None = None
     """TTFT forecasts made at the choice of a plan; None for policies that predict no times."""
-    itl_forecast: ForecastCheck | None = None
-    """Forecasts of the gap between tokens, made at the choice of a plan; None as above."""
+    # Until version 0.2: summaries of 0.1 name it after ITL.
+    tpot_forecast: Annotated[
+        ForecastCheck | None, Field(validation_alias=AliasChoices("tpot_forecast", "itl_forecast"))
+    ] = None
+    """Forecasts of TPOT, made at the choice of a plan; None as above."""
 
 
 def summarize_run(run: SimRun, *, slo: Slo, num_prefill: int) -> SimulationSummary:
@@ -88,7 +93,7 @@ def summarize_run(run: SimRun, *, slo: Slo, num_prefill: int) -> SimulationSumma
         end_s=run.end_s,
         line_ttft_forecast=check_forecasts((each.server.line_ttft_forecast, each.server.ttft_s) for each in complete),
         ttft_forecast=check_forecasts((each.server.ttft_forecast, each.server.ttft_s) for each in complete),
-        itl_forecast=check_forecasts((each.server.itl_forecast, each.tpot_s) for each in complete),
+        tpot_forecast=check_forecasts((each.server.tpot_forecast, each.tpot_s) for each in complete),
     )
 
 

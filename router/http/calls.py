@@ -184,8 +184,8 @@ def set_terms(
     if extension is not None:
         if extension.ttft_s is not None:
             request.objective.ttft_s = extension.ttft_s
-        if extension.itl_s is not None:
-            request.objective.itl_s = extension.itl_s
+        if extension.tpot_s is not None:
+            request.objective.tpot_s = extension.tpot_s
 
 
 def read_timeout(extension: Extension | None) -> float | None:

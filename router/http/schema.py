@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import (
+    AliasChoices,
     BeforeValidator,
     ConfigDict,
     Field,
@@ -71,7 +72,8 @@ class Extension(Strict):
     """Report plan, timings and transfer with the answer."""
     timeout_s: float | None = None
     ttft_s: float | None = None
-    itl_s: float | None = None
+    # Until version 0.2: `itl_s`, the name of this key in 0.1.
+    tpot_s: float | None = Field(default=None, validation_alias=AliasChoices("tpot_s", "itl_s"))
 
 
 _JSON_TYPES: Mapping[Any, Any] = {

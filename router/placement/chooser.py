@@ -117,7 +117,7 @@ class Chooser:
         if isinstance(plan, Refused):
             return plan
         if request.is_prefill_only:
-            plan = replace(plan, is_prefill_only=True, predicted_itl_s=None)
+            plan = replace(plan, is_prefill_only=True, predicted_tpot_s=None)
         booking = self._book(search, request, plan)
         booking.decision.num_evicted_blocks = self._index.evicted.count_leading(
             request.hashes.keys, start=matches.longest
@@ -224,7 +224,7 @@ class Chooser:
         decision.num_hashed_blocks = len(request.hashes)
         decision.waited_s = decision.decided_s - request.received_s
         decision.line_forecast = search.line_forecast
-        decision.ttft_forecast, decision.itl_forecast = self.forecaster.ttft(request, plan), self.forecaster.itl(plan)
+        decision.ttft_forecast, decision.tpot_forecast = self.forecaster.ttft(request, plan), self.forecaster.tpot(plan)
         for worker_id in (plan.decode, plan.prefill):
             if worker_id is not None:
                 search.version_when_booked[worker_id] = self._fleet.load_version(worker_id)

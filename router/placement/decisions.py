@@ -43,7 +43,7 @@ class DecisionRecord:
     """Time from receipt to the first token, as forecast when the request entered the line; None: it never waited."""
     ttft_forecast: DurationForecast | None = None
     """Time from receipt to the first token, as forecast at the choice."""
-    itl_forecast: DurationForecast | None = None
+    tpot_forecast: DurationForecast | None = None
     """Mean gap between tokens, as forecast at the choice."""
     tenant: str = ""
     """Owner of the request; no other tenant may see the decision."""
@@ -56,7 +56,7 @@ class DecisionRecord:
     """Tokens found in the cache, pulled ones included."""
     ttft_s: float | None = None
     """Time from the choice to the first token."""
-    mean_itl_s: float | None = None
+    tpot_s: float | None = None
     """Mean gap between tokens of the first sample in this attempt."""
     num_drafted_tokens: int = 0
     """Draft tokens that its steps have verified."""
@@ -177,10 +177,10 @@ def plan_to_proto(decision: DecisionRecord, *, attempt: int) -> pb.PlanChosen:
         source_worker_id="" if plan.pull is None else plan.pull.source,
         num_source_blocks=0 if plan.pull is None else plan.pull.num_blocks,
         predicted_ttft_s=plan.predicted_ttft_s or 0.0,
-        predicted_itl_s=plan.predicted_itl_s or 0.0,
+        predicted_tpot_s=plan.predicted_tpot_s or 0.0,
         ttft_forecast=forecast_to_proto(decision.ttft_forecast),
         line_ttft_forecast=forecast_to_proto(decision.line_forecast),
-        itl_forecast=forecast_to_proto(decision.itl_forecast),
+        tpot_forecast=forecast_to_proto(decision.tpot_forecast),
     )
 
 
@@ -205,7 +205,7 @@ def _decision(decision: DecisionRecord, policy: str, now_s: float) -> pb.Decisio
         outcome=pb.DecisionOutcome(
             num_cached_tokens=decision.num_cached_tokens,
             ttft_s=decision.ttft_s,
-            mean_itl_s=decision.mean_itl_s,
+            tpot_s=decision.tpot_s,
             ended=decision.ended,
             num_drafted_tokens=decision.num_drafted_tokens,
             num_accepted_tokens=decision.num_accepted_tokens,

@@ -32,7 +32,7 @@ class Forecaster:
         self._in_line = ErrorBand()
         self._ttft = {kind: ErrorBand() for kind in PlanKind}
         """Errors by kind of plan: a decode worker computes a prompt beside its answers, so its times vary more."""
-        self._itl = ErrorBand()
+        self._tpot = ErrorBand()
 
     def in_line(self, predicted_s: float, *, passed_s: float) -> DurationForecast:
         """Return the time to first token of a request that waits in line, `passed_s` after it was received."""
@@ -54,11 +54,11 @@ class Forecaster:
 
     def gap_error(self) -> float:
         """Return by which factor most mean gaps are longer than predicted."""
-        return min(max(self._itl.factor(MOST), 1.0), MAX_ERROR)
+        return min(max(self._tpot.factor(MOST), 1.0), MAX_ERROR)
 
-    def itl(self, plan: Plan) -> DurationForecast | None:
+    def tpot(self, plan: Plan) -> DurationForecast | None:
         """Return the mean gap between tokens with a plan; None when the policy predicts none."""
-        return None if plan.predicted_itl_s is None else self._itl.forecast(plan.predicted_itl_s)
+        return None if plan.predicted_tpot_s is None else self._tpot.forecast(plan.predicted_tpot_s)
 
     def learn(self, decision: "DecisionRecord") -> None:
         """Learn from a decision whose attempt has ended."""
@@ -68,5 +68,5 @@ class Forecaster:
                 self._ttft[decision.plan.kind].learn(decision.ttft_forecast, whole_s)
             if decision.line_forecast is not None:
                 self._in_line.learn(decision.line_forecast, whole_s)
-        if decision.mean_itl_s is not None and decision.itl_forecast is not None:
-            self._itl.learn(decision.itl_forecast, decision.mean_itl_s)
+        if decision.tpot_s is not None and decision.tpot_forecast is not None:
+            self._tpot.learn(decision.tpot_forecast, decision.tpot_s)

@@ -65,7 +65,7 @@ class Plan:
     """Computation alone. None without a prediction: the booking then uses the worker's own timing model."""
     predicted_ttft_s: float | None = None
     """Time from the choice to the first token."""
-    predicted_itl_s: float | None = None
+    predicted_tpot_s: float | None = None
     """Gap between tokens on the decode worker, this request included."""
     is_prefill_only: bool = False
     max_wait_s: float = math.inf

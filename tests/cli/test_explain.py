@@ -47,7 +47,7 @@ def test_explain_as_json_has_every_field(run: Run, address: str) -> None:
     assert complete["outcome"] == {
         "num_cached_tokens": 608,
         "ttft_s": 0.625,
-        "mean_itl_s": 0.03,
+        "tpot_s": 0.03,
         "ended": "completed",
         "num_drafted_tokens": 50,
         "num_accepted_tokens": 40,

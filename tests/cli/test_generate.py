@@ -28,7 +28,7 @@ def test_generate_with_stats_tells_the_cost_on_stderr(run: Run, address: str) ->
     assert "remote prefill-0 → decode-0 (longest prefix)" in result.stderr
     assert "prompt 5 · cached 3 (on decode 2) · output 2" in result.stderr
     assert "3.0 MiB handed over in 2 blocks by shm · 2.0 ms not hidden" in result.stderr
-    assert "queue 1.0 ms · prefill 250 ms · transfer 4.0 ms · TTFT 300 ms · ITL mean 50.0 ms" in result.stderr
+    assert "queue 1.0 ms · prefill 250 ms · transfer 4.0 ms · TTFT 300 ms · TPOT 50.0 ms" in result.stderr
     assert "2 tokens in" in result.stderr
     assert "tokens/s · seed 7" in result.stderr
 
@@ -161,10 +161,10 @@ def test_local_config_overrides_the_file(folder: Path) -> None:
 
 def test_stopwatch_with_fewer_than_two_tokens_has_no_gap() -> None:
     stopwatch = Stopwatch()
-    assert (stopwatch.ttft_s, stopwatch.mean_itl_s, stopwatch.num_tokens) == (None, None, 0)
+    assert (stopwatch.ttft_s, stopwatch.tpot_s, stopwatch.num_tokens) == (None, None, 0)
     stopwatch.note_token()
     assert stopwatch.ttft_s == stopwatch.elapsed_s
-    assert stopwatch.mean_itl_s is None
+    assert stopwatch.tpot_s is None
     stopwatch.note_token()
     assert stopwatch.ttft_s is not None
-    assert stopwatch.mean_itl_s == stopwatch.elapsed_s - stopwatch.ttft_s
+    assert stopwatch.tpot_s == stopwatch.elapsed_s - stopwatch.ttft_s

@@ -82,7 +82,7 @@ def completed(num_output_tokens: int = 2, num_attempts: int = 1) -> pb.GenerateR
                 transfer_s=0.004,
                 transfer_exposed_s=0.002,
                 ttft_s=0.3,
-                mean_itl_s=0.05,
+                tpot_s=0.05,
                 max_itl_s=0.06,
                 e2e_s=0.4,
             ),
@@ -180,10 +180,10 @@ def remote_decision() -> pb.Decision:
             source_worker_id="decode-0",
             num_source_blocks=40,
             predicted_ttft_s=0.5,
-            predicted_itl_s=0.02,
+            predicted_tpot_s=0.02,
             ttft_forecast=pb.Forecast(expected_s=1.5, low_s=1.25, high_s=2.0),
             line_ttft_forecast=pb.Forecast(expected_s=3.0),
-            itl_forecast=pb.Forecast(expected_s=0.025, low_s=0.02, high_s=0.05),
+            tpot_forecast=pb.Forecast(expected_s=0.025, low_s=0.02, high_s=0.05),
         ),
         candidates=[
             pb.Candidate(
@@ -202,7 +202,7 @@ def remote_decision() -> pb.Decision:
         outcome=pb.DecisionOutcome(
             num_cached_tokens=608,
             ttft_s=0.625,
-            mean_itl_s=0.03,
+            tpot_s=0.03,
             ended="completed",
             num_drafted_tokens=50,
             num_accepted_tokens=40,

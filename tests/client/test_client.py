@@ -260,10 +260,10 @@ def test_explain_returns_decisions_with_none_for_unknown_values(fake: FakeInfere
     assert (remote.source_worker_id, remote.cost, remote.terms) == ("decode-0", 0.5, {"queue": 0.125, "prefill": 0.375})
     assert (local.kind, local.prefill_worker_id, local.source_worker_id) == ("local", None, None)
     outcome = complete.outcome
-    assert (outcome.num_cached_tokens, outcome.ttft_s, outcome.mean_itl_s) == (608, 0.625, 0.03)
+    assert (outcome.num_cached_tokens, outcome.ttft_s, outcome.tpot_s) == (608, 0.625, 0.03)
     assert outcome.ended == "completed"
     unknown = running.outcome
-    assert (unknown.num_cached_tokens, unknown.ttft_s, unknown.mean_itl_s, unknown.ended) == (None, None, None, None)
+    assert (unknown.num_cached_tokens, unknown.ttft_s, unknown.tpot_s, unknown.ended) == (None, None, None, None)
 
 
 def test_one_client_serves_many_threads(address: str) -> None:

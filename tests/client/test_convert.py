@@ -98,7 +98,7 @@ def test_values_that_do_not_exist_are_none() -> None:
     message.completed.SetInParent()
     (event,) = events_from_proto(message)
     assert isinstance(event, Completed)
-    assert (event.timings.mean_itl_s, event.timings.max_itl_s, event.transfer.transport) == (None, None, None)
+    assert (event.timings.tpot_s, event.timings.max_itl_s, event.transfer.transport) == (None, None, None)
 
 
 def test_unknown_enum_value_raises_engine_fault() -> None:

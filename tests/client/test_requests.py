@@ -75,8 +75,16 @@ def test_value_of_a_wrong_type_raises_type_error(prompt: object, sampling: dict[
 def test_terms_arrive_and_those_left_out_stay_unset() -> None:
     terms = ServiceTerms(priority=3, ttft_s=0.5)
     message = build("Hi", terms=terms)
-    assert (message.priority, message.objective.ttft_s, message.objective.HasField("itl_s")) == (3, 0.5, False)
+    assert (message.priority, message.objective.ttft_s, message.objective.HasField("tpot_s")) == (3, 0.5, False)
     assert not build("Hi").HasField("objective")
+
+
+def test_old_name_of_the_tpot_objective_is_taken_with_a_warning() -> None:
+    with pytest.warns(DeprecationWarning, match="itl_s is now called tpot_s"):
+        terms = ServiceTerms(itl_s=0.05)
+    assert terms == ServiceTerms(tpot_s=0.05)
+    with pytest.raises(TypeError, match="itl_s is the old name of tpot_s"):
+        ServiceTerms(itl_s=0.05, tpot_s=0.05)
 
 
 def test_priority_that_no_message_can_carry_is_named() -> None:

@@ -17,7 +17,7 @@ def make_demand(num_arrived: int, *, num_finished: int, num_shapes: int, size: i
         num_queued=2,
         num_queued_tokens=200,
         ttft_p90_s=size / 100,
-        itl_p90_s=None,
+        tpot_p90_s=None,
         burstiness=2.0,
     )
 
@@ -43,7 +43,7 @@ def test_merged_demand_adds_counts_and_keeps_the_sample_uniform() -> None:
     sizes = [shape.num_prompt_tokens for shape in both.shapes]
     assert sizes.count(100) == 128
     assert sizes.count(200) == 43
-    assert (both.ttft_p90_s, both.itl_p90_s) == (2.0, None)
+    assert (both.ttft_p90_s, both.tpot_p90_s) == (2.0, None)
 
 
 def test_router_younger_than_the_window_counts_at_its_pace() -> None:

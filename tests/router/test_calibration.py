@@ -13,7 +13,7 @@ from router.placement.forecasts import MAX_ERROR, Forecaster
 from router.placement.plans import PlacementRequest, Plan
 
 REQUEST = PlacementRequest(request_id=RequestId("r0"), num_tokens=100, block_size=16, received_s=10.0, now_s=13.0)
-LOCAL = Plan(decode=WorkerId("d0"), predicted_cached_tokens=0, reason="", predicted_ttft_s=1.0, predicted_itl_s=0.02)
+LOCAL = Plan(decode=WorkerId("d0"), predicted_cached_tokens=0, reason="", predicted_ttft_s=1.0, predicted_tpot_s=0.02)
 REMOTE = replace(LOCAL, prefill=WorkerId("p0"))
 
 
@@ -92,9 +92,9 @@ def decision(forecaster: Forecaster, plan: Plan = REMOTE, *, ttft_s: float) -> D
         waited_s=REQUEST.waited_s,
         line_forecast=forecaster.in_line(2.0, passed_s=0.0),
         ttft_forecast=forecaster.ttft(REQUEST, plan),
-        itl_forecast=forecaster.itl(plan),
+        tpot_forecast=forecaster.tpot(plan),
         ttft_s=ttft_s,
-        mean_itl_s=0.03,
+        tpot_s=0.03,
     )
 
 
@@ -114,23 +114,23 @@ def test_forecast_in_line_learns_from_the_whole_ttft_and_that_of_the_gap_from_ga
     for _ in range(MIN_OUTCOMES):
         forecaster.learn(decision(forecaster, ttft_s=3.0))
     assert forecaster.in_line(1.0, passed_s=0.0).expected_s == pytest.approx(3.0)
-    gap = forecaster.itl(REMOTE)
+    gap = forecaster.tpot(REMOTE)
     assert gap is not None
     assert gap.expected_s == pytest.approx(0.03)
 
 
 @pytest.mark.parametrize(("actual_s", "factor"), [(0.022, 1.1), (0.015, 1.0), (0.2, MAX_ERROR)])
 def test_batches_allow_for_gaps_that_are_longer_than_predicted_within_bounds(actual_s: float, factor: float) -> None:
-    forecaster, plan = Forecaster(), replace(REMOTE, predicted_itl_s=0.02)
+    forecaster, plan = Forecaster(), replace(REMOTE, predicted_tpot_s=0.02)
     assert forecaster.gap_error() == 1.0
     for _ in range(MIN_OUTCOMES):
-        forecaster.learn(replace(decision(forecaster, plan, ttft_s=1.0), mean_itl_s=actual_s))
+        forecaster.learn(replace(decision(forecaster, plan, ttft_s=1.0), tpot_s=actual_s))
     assert forecaster.gap_error() == pytest.approx(factor)
 
 
 def test_plan_without_predictions_or_after_the_first_token_has_no_ttft_forecast() -> None:
-    forecaster, bare = Forecaster(), replace(REMOTE, predicted_ttft_s=None, predicted_itl_s=None)
-    assert (forecaster.ttft(REQUEST, bare), forecaster.itl(bare)) == (None, None)
+    forecaster, bare = Forecaster(), replace(REMOTE, predicted_ttft_s=None, predicted_tpot_s=None)
+    assert (forecaster.ttft(REQUEST, bare), forecaster.tpot(bare)) == (None, None)
     assert forecaster.ttft(replace(REQUEST, has_begun=True), REMOTE) is None
 
 
@@ -138,6 +138,6 @@ def test_attempt_that_ended_without_a_token_teaches_nothing() -> None:
     forecaster = Forecaster()
     for _ in range(MIN_OUTCOMES):
         lost = decision(forecaster, ttft_s=9.0)
-        lost.ttft_s = lost.mean_itl_s = None
+        lost.ttft_s = lost.tpot_s = None
         forecaster.learn(lost)
     assert forecaster.in_line(1.0, passed_s=0.0).low_s is None

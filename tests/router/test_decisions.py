@@ -85,23 +85,23 @@ def test_following_keeps_the_end_that_the_attempt_named() -> None:
 
 
 def test_metrics_compare_predictions_with_outcomes() -> None:
-    metrics, one = RouterMetrics(), decision(predicted_ttft_s=1.0, predicted_itl_s=0.03)
-    one.num_cached_tokens, one.ttft_s, one.mean_itl_s = 44, 0.5, 0.02
+    metrics, one = RouterMetrics(), decision(predicted_ttft_s=1.0, predicted_tpot_s=0.03)
+    one.num_cached_tokens, one.ttft_s, one.tpot_s = 44, 0.5, 0.02
     metrics.compare_outcome(one)
     read = metrics.registry.get_sample_value
     error = "kvrelay_prediction_cached_tokens_error_bucket"  # 20 of 100 tokens
     assert (read(error, {"le": "0.1"}), read(error, {"le": "0.2"})) == (0, 1)
     assert read("kvrelay_prediction_ttft_ratio_sum") == pytest.approx(2.0)
-    assert read("kvrelay_prediction_itl_ratio_sum") == pytest.approx(1.5)
+    assert read("kvrelay_prediction_tpot_ratio_sum") == pytest.approx(1.5)
 
 
 def test_metrics_leave_out_what_was_not_predicted_or_is_not_known() -> None:
     metrics = RouterMetrics()
     measured = decision()
-    measured.ttft_s, measured.mean_itl_s = 0.5, 0.02
+    measured.ttft_s, measured.tpot_s = 0.5, 0.02
     metrics.compare_outcome(measured)
-    metrics.compare_outcome(decision(predicted_ttft_s=1.0, predicted_itl_s=0.03))
-    for name in ("cached_tokens_error", "ttft_ratio", "itl_ratio"):
+    metrics.compare_outcome(decision(predicted_ttft_s=1.0, predicted_tpot_s=0.03))
+    for name in ("cached_tokens_error", "ttft_ratio", "tpot_ratio"):
         assert metrics.registry.get_sample_value(f"kvrelay_prediction_{name}_count") == 0
 
 
@@ -155,7 +155,7 @@ async def test_explain_shows_candidates_choice_and_outcome_of_a_request() -> Non
         assert chosen.cost == 2.5 + 3.0
         assert decision.outcome.num_cached_tokens == (4 if chosen.prefill_worker_id == "p0" else 0)
         assert 0 < decision.outcome.ttft_s <= reply.completed.timings.ttft_s
-        assert decision.outcome.mean_itl_s == pytest.approx(reply.completed.timings.mean_itl_s)
+        assert decision.outcome.tpot_s == pytest.approx(reply.completed.timings.tpot_s)
         assert decision.outcome.ended == "completed"
 
 
@@ -199,7 +199,7 @@ async def test_explain_of_one_request_shows_each_attempt_and_why_it_ended() -> N
         again, before = decisions
         assert (before.num_tokens, again.num_tokens) == (10, 13)
         # The first attempt delivered tokens 0 to 2, the second 3 to 5: the pause between them belongs to neither.
-        assert before.outcome.mean_itl_s + again.outcome.mean_itl_s < reply.completed.timings.max_itl_s
+        assert before.outcome.tpot_s + again.outcome.tpot_s < reply.completed.timings.max_itl_s
         assert len(await explain(cluster)) == 3
         assert [each.num_tokens for each in await explain(cluster, limit=1)] == [9]
 

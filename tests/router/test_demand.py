@@ -69,7 +69,7 @@ def test_demand_counts_refusals_and_answers_within_the_objectives() -> None:
     harness.clock.advance(1.0)
     demand = harness.meter.demand(5.0, num_queued=0, num_queued_tokens=0)
     assert (demand.num_refused, demand.num_finished, demand.num_good) == (1, 5, 3)
-    assert (demand.ttft_p90_s, demand.itl_p90_s) == (1.5, 0.06)
+    assert (demand.ttft_p90_s, demand.tpot_p90_s) == (1.5, 0.06)
     assert (demand.shapes[0].num_computed_tokens, demand.shapes[0].num_output_tokens) in ((50, 7), (1000, 7))
 
 
@@ -77,7 +77,7 @@ def test_demand_without_answers_has_no_percentiles() -> None:
     harness = Harness()
     harness.arrive(3)
     demand = harness.meter.demand(5.0, num_queued=0, num_queued_tokens=0)
-    assert (demand.shapes, demand.ttft_p90_s, demand.itl_p90_s) == ((), None, None)
+    assert (demand.shapes, demand.ttft_p90_s, demand.tpot_p90_s) == ((), None, None)
 
 
 def test_demand_samples_busy_and_quiet_seconds_by_their_share() -> None:

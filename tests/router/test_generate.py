@@ -76,7 +76,7 @@ async def test_decode_worker_holds_prompts_back_only_without_prefill_workers(
     prefill, decode = pair()
     async with running_cluster(*([prefill] if has_prefill else []), decode) as cluster:
         request = make_request(10, max_tokens=3)
-        request.objective.itl_s = 0.5
+        request.objective.tpot_s = 0.5
         await cluster.generate(request)
         sequence = decode.requests[0].sequence
         assert (sequence.tpot_slo_s if sequence.HasField("tpot_slo_s") else None) == (None if has_prefill else 0.5)
@@ -104,7 +104,7 @@ async def test_gap_objective_that_the_model_cannot_keep_becomes_one_that_bounds_
     async with running_cluster(decode) as cluster:
         request = make_request(10, max_tokens=3)
         if objective_s is not None:
-            request.objective.itl_s = objective_s
+            request.objective.tpot_s = objective_s
         await cluster.generate(request)
         sequence = decode.requests[0].sequence
     assert (sequence.tpot_slo_s if sequence.HasField("tpot_slo_s") else None) == expected_s

@@ -84,7 +84,7 @@ def test_one_cached_block_is_not_worth_a_pull() -> None:
 def test_decode_worker_with_fewer_sequences_is_chosen() -> None:
     plan = choose(request(500), fleet(load("p0"), load("d0", num_decodes=5), load("d1", num_decodes=4)))
     assert plan.decode == "d1"
-    assert plan.predicted_itl_s == pytest.approx(0.025)
+    assert plan.predicted_tpot_s == pytest.approx(0.025)
 
 
 def test_newcomer_avoids_the_batch_whose_gap_objective_it_would_break() -> None:

@@ -64,8 +64,8 @@ class GrpcTarget:
             detokenize=wants_text,
         )
         terms = None
-        if request.ttft_slo_s is not None or request.itl_slo_s is not None:
-            terms = ServiceTerms(ttft_s=request.ttft_slo_s, itl_s=request.itl_slo_s)
+        if request.ttft_slo_s is not None or request.tpot_slo_s is not None:
+            terms = ServiceTerms(ttft_s=request.ttft_slo_s, tpot_s=request.tpot_slo_s)
 
         async def call(on_chunk: ChunkSink) -> TargetAnswer:
             return await self._call(prompt, sampling, terms, request.timeout_s, on_chunk)

@@ -71,7 +71,7 @@ class TargetRequest:
     seed: int
     timeout_s: float
     ttft_slo_s: float | None = None
-    itl_slo_s: float | None = None
+    tpot_slo_s: float | None = None
     wants_token_ids: bool = False
     """Whether a later request continues the answer by its token ids."""
 

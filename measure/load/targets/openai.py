@@ -205,7 +205,7 @@ class OpenAiTarget:
         if Feature.TOKEN_IDS in features and request.wants_token_ids:
             body["return_token_ids"] = True
         if Feature.REPORT in features:
-            wishes = {"timeout_s": request.timeout_s, "ttft_s": request.ttft_slo_s, "itl_s": request.itl_slo_s}
+            wishes = {"timeout_s": request.timeout_s, "ttft_s": request.ttft_slo_s, "tpot_s": request.tpot_slo_s}
             body["kvrelay"] = {"report": True, **{name: value for name, value in wishes.items() if value is not None}}
         if isinstance(prompt, str):
             return "/completions", body | {"prompt": prompt}

@@ -66,8 +66,8 @@ def forecast_prompt(
     )
 
 
-def forecast_itl_s(request: PlacementRequest, worker: ProjectedLoad, *, num_output_tokens: int = 0) -> float:
-    """Predict the gap between tokens on a worker when half of the request's answer is written there."""
+def forecast_tpot_s(request: PlacementRequest, worker: ProjectedLoad, *, num_output_tokens: int = 0) -> float:
+    """Predict the mean gap between tokens on a worker when half of the request's answer is written there."""
     num_context_tokens = worker.num_context_tokens + request.num_tokens + num_output_tokens // 2
     return worker.timing.itl_s(worker.num_decodes + request.num_samples, num_context_tokens)
 
@@ -78,8 +78,8 @@ class PlanForecast:
 
     prompt: PromptForecast
     decode: ProjectedLoad
-    itl_s: float
-    """Gap between tokens on the decode worker, this request included."""
+    tpot_s: float
+    """Mean gap between tokens on the decode worker, this request included."""
     cost: float
     """Cost that the policy minimizes."""
     terms: Mapping[str, float]
@@ -101,10 +101,10 @@ class PlanForecast:
         )
 
 
-def forecast_plan(prompt: PromptForecast, decode: ProjectedLoad, itl_s: float) -> PlanForecast:
+def forecast_plan(prompt: PromptForecast, decode: ProjectedLoad, tpot_s: float) -> PlanForecast:
     """Return a plan whose cost is the time to the first token."""
-    terms = {"queue": prompt.wait_s, "pull": prompt.pull_s, "prefill": prompt.prefill_s, "itl": itl_s}
-    return PlanForecast(prompt=prompt, decode=decode, itl_s=itl_s, cost=prompt.ttft_s, terms=terms)
+    terms = {"queue": prompt.wait_s, "pull": prompt.pull_s, "prefill": prompt.prefill_s, "tpot": tpot_s}
+    return PlanForecast(prompt=prompt, decode=decode, tpot_s=tpot_s, cost=prompt.ttft_s, terms=terms)
 
 
 def make_plan(
@@ -121,7 +121,7 @@ def make_plan(
         keeper=keeper,
         predicted_prefill_s=chosen.prompt.prefill_s,
         predicted_ttft_s=ttft_s,
-        predicted_itl_s=chosen.itl_s,
+        predicted_tpot_s=chosen.tpot_s,
         candidates=lambda: tuple(option.candidate() for option in best),
         num_candidates=num_options,
     )
@@ -131,5 +131,5 @@ def make_soonest_plan(chosen: PlanForecast, options: Sequence[PlanForecast]) -> 
     """Return the plan of the chosen option, with the best others for `Explain`."""
     others = (option for option in options if option is not chosen)
     best = (chosen, *heapq.nsmallest(NUM_EXPLAINED - 1, others, key=lambda option: option.cost))
-    reason = f"first token in {chosen.cost:.3f} s, then one every {chosen.itl_s:.4f} s"
+    reason = f"first token in {chosen.cost:.3f} s, then one every {chosen.tpot_s:.4f} s"
     return make_plan(best, ttft_s=chosen.cost, reason=reason, num_options=len(options))

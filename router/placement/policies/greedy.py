@@ -19,9 +19,9 @@ from router.placement.policies.eligible import Eligible, find_eligible, refuse_b
 from router.placement.policies.forecast import (
     PlanForecast,
     PromptForecast,
-    forecast_itl_s,
     forecast_plan,
     forecast_prompt,
+    forecast_tpot_s,
     make_soonest_plan,
 )
 from router.placement.policies.prices import DELAY_PRICE
@@ -50,27 +50,27 @@ class Greedy:
 def _key(request: PlacementRequest, option: PlanForecast) -> tuple[int, float, float]:
     """Return what is minimized: missed objectives, time to the first token with the delay it causes, gap of tokens."""
     prompt = option.prompt
-    missed = (option.itl_s > request.tpot_slo_s) + (request.waited_s + prompt.ttft_s > request.ttft_slo_s)
+    missed = (option.tpot_s > request.tpot_slo_s) + (request.waited_s + prompt.ttft_s > request.ttft_slo_s)
     delayed_s = prompt.prefill_s * option.decode.num_decodes if option.prefill_id is None else 0.0
-    return missed, prompt.ttft_s + DELAY_PRICE * delayed_s, option.itl_s
+    return missed, prompt.ttft_s + DELAY_PRICE * delayed_s, option.tpot_s
 
 
 def _local_options(request: PlacementRequest, eligible: Eligible, fleet: FleetView) -> Iterator[PlanForecast]:
     for worker in eligible.decode:
         for prompt in _forecast_with_pull(request, worker, fleet, num_decodes=worker.num_decodes):
-            itl_s = _itl_s(request, worker, prefill_s=prompt.prefill_s if worker.num_decodes else 0.0)
-            yield forecast_plan(prompt, worker, itl_s)
+            tpot_s = _tpot_s(request, worker, prefill_s=prompt.prefill_s if worker.num_decodes else 0.0)
+            yield forecast_plan(prompt, worker, tpot_s)
 
 
 def _remote_options(request: PlacementRequest, eligible: Eligible, fleet: FleetView) -> Iterator[PlanForecast]:
     # The first token does not depend on the decode worker, nor the others on the prefill worker.
     decode = min(
-        eligible.decode, key=lambda worker: (_itl_s(request, worker), request.missing_tokens(worker.worker_id))
+        eligible.decode, key=lambda worker: (_tpot_s(request, worker), request.missing_tokens(worker.worker_id))
     )
-    itl_s = _itl_s(request, decode)
+    tpot_s = _tpot_s(request, decode)
     for worker in eligible.prefill:
         for prompt in _forecast_with_pull(request, worker, fleet, num_decodes=0):
-            yield forecast_plan(prompt, decode, itl_s)
+            yield forecast_plan(prompt, decode, tpot_s)
 
 
 def _forecast_with_pull(
@@ -86,8 +86,8 @@ def _forecast_with_pull(
         yield forecast_prompt(request, worker, pull=pull, block_bytes=fleet.block_bytes, num_decodes=num_decodes)
 
 
-def _itl_s(request: PlacementRequest, worker: ProjectedLoad, *, prefill_s: float = 0.0) -> float:
+def _tpot_s(request: PlacementRequest, worker: ProjectedLoad, *, prefill_s: float = 0.0) -> float:
     """Predict the mean gap between tokens, with the prompts that the worker computes meanwhile."""
     stall_s = worker.prefill_wait_s(request.now_s) + prefill_s
-    gap_s = forecast_itl_s(request, worker, num_output_tokens=request.num_output_tokens)
+    gap_s = forecast_tpot_s(request, worker, num_output_tokens=request.num_output_tokens)
     return gap_s + stall_s / max(request.num_output_tokens, 1)

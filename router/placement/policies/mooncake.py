@@ -24,9 +24,9 @@ from router.placement.policies.eligible import find_eligible, refuse, refuse_wit
 from router.placement.policies.forecast import (
     PlanForecast,
     PromptForecast,
-    forecast_itl_s,
     forecast_plan,
     forecast_prompt,
+    forecast_tpot_s,
     make_soonest_plan,
 )
 
@@ -44,7 +44,7 @@ class Mooncake:
         eligible = find_eligible(request, fleet)
         if isinstance(eligible, Refused):
             return eligible
-        decode = min(eligible.decode, key=lambda worker: forecast_itl_s(request, worker))
+        decode = min(eligible.decode, key=lambda worker: forecast_tpot_s(request, worker))
         if eligible.must_be_local:
             options = _options(request, eligible.decode.loads, fleet)
         elif request.missing_tokens(decode.worker_id) <= self._settings.local_prefill_max_tokens:
@@ -64,7 +64,7 @@ def _options(
 ) -> list[PlanForecast]:
     """Return a plan for each worker of the pool; without `decode` the worker also decodes."""
     pairs = [(prompt, decode or prompt.worker) for prompt in _forecast_all(request, pool, fleet)]
-    return [forecast_plan(prompt, worker, forecast_itl_s(request, worker)) for prompt, worker in pairs]
+    return [forecast_plan(prompt, worker, forecast_tpot_s(request, worker)) for prompt, worker in pairs]
 
 
 def _forecast_all(request: PlacementRequest, pool: Sequence[ProjectedLoad], fleet: FleetView) -> list[PromptForecast]:
@@ -90,6 +90,6 @@ def _missed_objective(request: PlacementRequest, chosen: PlanForecast) -> Refuse
     ttft_s = request.waited_s + chosen.prompt.ttft_s
     if ttft_s > request.ttft_slo_s:
         return refuse(f"the first token would come after {ttft_s:.2f} s, not within {request.ttft_slo_s:g} s")
-    if chosen.itl_s > request.tpot_slo_s:
-        return refuse(f"tokens would come every {chosen.itl_s:.3f} s, not every {request.tpot_slo_s:g} s")
+    if chosen.tpot_s > request.tpot_slo_s:
+        return refuse(f"tokens would come every {chosen.tpot_s:.3f} s, not every {request.tpot_slo_s:g} s")
     return None

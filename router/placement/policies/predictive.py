@@ -213,7 +213,7 @@ def _sources(
 def _reason(request: PlacementRequest, option: PlanForecast) -> str:
     prompt = option.prompt
     pulled = "" if prompt.pull is None else f", {prompt.pull.num_blocks} blocks from {prompt.pull.source}"
-    gap = "" if request.is_prefill_only else f"; {option.itl_s * 1e3:.1f} ms between tokens"
+    gap = "" if request.is_prefill_only else f"; {option.tpot_s * 1e3:.1f} ms between tokens"
     return (
         f"{request.num_tokens - prompt.num_cached_tokens} tokens to compute in {prompt.prefill_s * 1e3:.0f} ms"
         f" after {max(prompt.wait_s, prompt.pull_s) * 1e3:.0f} ms{pulled}{gap}"

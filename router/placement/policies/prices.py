@@ -129,4 +129,4 @@ def _priced(
         "missed": _missed_first_token(request, prompt.ready_s),
     }
     cost = sum(terms.values())
-    return PlanForecast(prompt=prompt, decode=decode, itl_s=_gaps(request, decode)[1], cost=cost, terms=terms)
+    return PlanForecast(prompt=prompt, decode=decode, tpot_s=_gaps(request, decode)[1], cost=cost, terms=terms)

@@ -43,7 +43,7 @@ def make_demand(
         num_queued=num_queued,
         num_queued_tokens=num_queued * SHAPE.num_prompt_tokens,
         ttft_p90_s=0.4 if num_arrived else None,
-        itl_p90_s=0.012 if num_arrived else None,
+        tpot_p90_s=0.012 if num_arrived else None,
     )
 
 

@@ -269,22 +269,22 @@ def test_too_few_workers_for_both_are_split_so_that_neither_starves_and_stay_spl
 # What the model does not know.
 
 
-def missing(demand: Demand, *, itl_p90_s: float) -> Demand:
-    return replace(demand, num_good=demand.num_finished // 2, itl_p90_s=itl_p90_s)
+def missing(demand: Demand, *, tpot_p90_s: float) -> Demand:
+    return replace(demand, num_good=demand.num_finished // 2, tpot_p90_s=tpot_p90_s)
 
 
-@pytest.mark.parametrize(("itl_p90_s", "grows"), [(0.012, Pool.PREFILL), (0.05, Pool.DECODE)])
-def test_misses_that_the_model_did_not_foresee_make_the_guilty_pool_grow(itl_p90_s: float, grows: Pool) -> None:
+@pytest.mark.parametrize(("tpot_p90_s", "grows"), [(0.012, Pool.PREFILL), (0.05, Pool.DECODE)])
+def test_misses_that_the_model_did_not_foresee_make_the_guilty_pool_grow(tpot_p90_s: float, grows: Pool) -> None:
     planner, pools = SloPlanner(SETTINGS), FakePools(ONE_EACH)
     before = settle(planner, pools, 10.0)
-    run(planner, pools, lambda _now_s: missing(make_demand(rate=10.0), itl_p90_s=itl_p90_s), duration_s=900.0)
+    run(planner, pools, lambda _now_s: missing(make_demand(rate=10.0), tpot_p90_s=tpot_p90_s), duration_s=900.0)
     assert (pools.serving.prefill > before.prefill) is (grows is Pool.PREFILL)
     assert (pools.serving.decode > before.decode) is (grows is Pool.DECODE)
 
 
 def test_misses_never_ask_for_more_than_twice_the_load() -> None:
     planner, pools = SloPlanner(SETTINGS), FakePools(ONE_EACH)
-    run(planner, pools, lambda _now_s: missing(make_demand(rate=5.0), itl_p90_s=0.05), duration_s=2500.0)
+    run(planner, pools, lambda _now_s: missing(make_demand(rate=5.0), tpot_p90_s=0.05), duration_s=2500.0)
     assert pools.serving.decode <= settled(10.0).decode + 1
 
 

@@ -54,7 +54,7 @@ def _generate() -> list[Message]:
         pb.GenerateRequest(text="hello", sampling=few),
         pb.GenerateRequest(text="x" * 80, sampling=runs),
         pb.GenerateRequest(token_ids=pb.TokenIds(ids=list(range(50))), sampling=rich, label="l", priority=1),
-        pb.GenerateRequest(chat=chat, sampling=few, objective=pb.ServiceObjective(ttft_s=1.0, itl_s=0.1)),
+        pb.GenerateRequest(chat=chat, sampling=few, objective=pb.ServiceObjective(ttft_s=1.0, tpot_s=0.1)),
         pb.GenerateRequest(text="hello", sampling=runs, direct=True),
         pb.GenerateRequest(
             text="x" * 30,

@@ -70,13 +70,13 @@ async def test_token_prompt_is_answered_with_ids_and_the_servers_report() -> Non
 
 async def test_chat_is_answered_with_text_and_objectives_and_key_go_along() -> None:
     fake = FakeInference()
-    asked = request((ChatMessage(role="user", content="hi"),), ttft_slo_s=1.5, itl_slo_s=0.05)
+    asked = request((ChatMessage(role="user", content="hi"),), ttft_slo_s=1.5, tpot_slo_s=0.05)
     async with target_of(fake, api_key="secret") as target:
         answer = await target.prepare(asked)(lambda _num: None)
     assert answer.text == "Hello world"
     sent = fake.generate_requests[0]
     assert sent.sampling.detokenize
-    assert (sent.objective.ttft_s, sent.objective.itl_s) == pytest.approx((1.5, 0.05))
+    assert (sent.objective.ttft_s, sent.objective.tpot_s) == pytest.approx((1.5, 0.05))
     assert fake.authorization == "Bearer secret"
 
 

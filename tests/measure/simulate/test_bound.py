@@ -112,7 +112,7 @@ def test_no_policy_is_better(
     trace = random_trace(seed, rate_per_s=rate_per_s)
     done = run(
         make_shape(*shape),
-        replace(make_settings(itl_slo_s=tpot_s), policy=policy),
+        replace(make_settings(tpot_slo_s=tpot_s), policy=policy),
         trace_arrivals(trace, slo=slo, max_tokens=1),
     )
     times = FittedTimes(MODEL)

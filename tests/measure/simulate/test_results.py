@@ -169,4 +169,4 @@ def test_forecasts_and_their_intervals_are_compared_with_outcomes() -> None:
     assert (summary.ttft_forecast.num_requests, summary.ttft_forecast.held_share) == (3, 0.5)
     assert summary.ttft_forecast.median_error == pytest.approx(0.3)
     assert summary.line_ttft_forecast == ForecastCheck(num_requests=1, median_error=0.5, held_share=1.0)
-    assert summary.itl_forecast is None
+    assert summary.tpot_forecast is None

@@ -54,7 +54,7 @@ EXTENSION: dict[str, Values] = {
     "kvrelay.report": Values(True),
     "kvrelay.timeout_s": Values(30.0, (-1.0,)),
     "kvrelay.ttft_s": Values(1.0, (-1.0,)),
-    "kvrelay.itl_s": Values(0.1, (-1.0,)),
+    "kvrelay.tpot_s": Values(0.1, (-1.0,)),
 }
 SHARED: dict[str, Values] = {
     "model": Values("fake", ("no such model",)),
@@ -168,7 +168,7 @@ RESPONSES: dict[str, Values] = {
 EMBEDDINGS: dict[str, Values] = {
     **{name: Values(each.sensible) for name, each in GENERATION.items() if not name.startswith("kvrelay")},
     **EXTENSION,
-    "kvrelay.itl_s": Values(0.1),
+    "kvrelay.tpot_s": Values(0.1),
     "model": SHARED["model"],
     "priority": SHARED["priority"],
     "add_special_tokens": SHARED["add_special_tokens"],

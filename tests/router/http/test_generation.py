@@ -7,6 +7,9 @@ from typing import Any
 import openai
 import pytest
 
+from router.http.calls import completion_call
+from router.http.schema import CompletionBody
+from router.http.strict import parse_body
 from tests.router.fakes import DECODE, PREFILL, TIMEOUT_S, FakeWorker, answer, config_with, pair, prompt_of, sent_prompt
 from tests.router.http.clients import API_KEY, COMPLETIONS, HttpCluster, fetch, http_cluster
 
@@ -255,3 +258,10 @@ async def test_health_of_a_router_that_sends_clients_elsewhere_is_bad() -> None:
         http.cluster.router.door.is_leaving = True
         assert (await fetch(http.port, "GET", "/health"))[0] == 503
         assert (await fetch(http.port, "GET", "/live"))[0] == 200
+
+
+@pytest.mark.parametrize("name", ["tpot_s", "itl_s"])
+def test_objective_for_tpot_is_read_under_its_old_name_too(name: str) -> None:
+    body = parse_body(CompletionBody, json.dumps({"prompt": "hi", "kvrelay": {name: 0.25}}).encode())
+    (request,) = completion_call(body).requests
+    assert request.objective.tpot_s == 0.25

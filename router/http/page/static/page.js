@@ -361,7 +361,7 @@ function report({ request_id, plans, usage, timings, transfer }) {
     ["plan", `${plan.kind} ${workersOf(plan)} (${plan.reason})`],
     ["cached", `${usage.num_cached_tokens} of ${usage.num_prompt_tokens} tokens`],
     ["handoff", `${mib(transfer.kv_bytes)} in ${seconds(transfer.transfer_s)} by ${transfer.transport || "no transport"}`],
-    ["first token", `${seconds(timings.ttft_s)}, then one each ${seconds(timings.mean_itl_s)}`],
+    ["first token", `${seconds(timings.ttft_s)}, then one each ${seconds(timings.tpot_s)}`],
   ]));
 }
 
