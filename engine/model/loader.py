@@ -1,5 +1,6 @@
 """Reads checkpoints into fused weights, or makes random ones, and identifies models by fingerprints."""
 
+import dataclasses
 import hashlib
 import importlib.metadata
 import json
@@ -211,8 +212,14 @@ def kv_fingerprint(
     Covers weights, their quantization, decoder, dtypes, block layout, and the library of grammars, another version of
     which may allow other tokens. `kv_dtype` is the pages' dtype; None: that of the weights.
     """
+    # A field that a later version adds with a default changes nothing: workers of both versions exchange KV meanwhile.
+    told = [
+        (field.name, value)
+        for field in dataclasses.fields(config)
+        if (value := getattr(config, field.name)) != field.default
+    ]
     essentials = (
-        *(_KV_LAYOUT_VERSION, config, dtype, kv_dtype or dtype, quantization, block_size, content_digest(files)),
+        *(_KV_LAYOUT_VERSION, told, dtype, kv_dtype or dtype, quantization, block_size, content_digest(files)),
         grammar_library_version(),
     )
     return hashlib.blake2b(repr(essentials).encode(), digest_size=16).hexdigest()

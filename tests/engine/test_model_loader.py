@@ -1,5 +1,6 @@
 """Reading of checkpoints, and their fingerprints."""
 
+import dataclasses
 import json
 import shutil
 from collections.abc import Callable
@@ -150,3 +151,17 @@ def test_kv_fingerprint_when_anything_differs_that_shapes_kv_differs(single: Pat
     ]
     assert len(set(fingerprints)) == len(fingerprints)
     assert kv_fingerprint(read_config(single), files, dtype="float32", block_size=16) == fingerprints[0]
+
+
+def test_kv_fingerprint_survives_a_version_that_adds_a_field_with_a_default(single: Path) -> None:
+    config, files = read_config(single), weight_files(single)
+    later = dataclasses.make_dataclass(
+        "LaterConfig", [("residual_factor", float, 1.0)], bases=(type(config),), frozen=True, slots=True, kw_only=True
+    )
+    fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+
+    same, other = later(**fields), later(**fields, residual_factor=0.5)
+
+    now = kv_fingerprint(config, files, dtype="float32", block_size=16)
+    assert kv_fingerprint(same, files, dtype="float32", block_size=16) == now
+    assert kv_fingerprint(other, files, dtype="float32", block_size=16) != now

@@ -1,6 +1,8 @@
 """Properties of every routing policy."""
 
+import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
@@ -28,6 +30,13 @@ LINKED = replace(TIMING, links={None: LinkModel(latency_s=0.001, bytes_per_s=1e9
 def test_configuration_accepts_exactly_the_policies_that_need_no_simulation() -> None:
     assert sorted(get_args(RouterConfig.model_fields["policy"].annotation)) == sorted(POLICIES)
     assert not POLICIES.keys() & SIMULATED_POLICIES.keys()
+
+
+def test_docs_say_how_every_configurable_policy_chooses() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text("utf-8")
+    table = page.partition("| `router.policy` | chooses |")[2].partition("\n\n")[0]
+
+    assert {name for name in re.findall(r"`(\w+)`", table) if name in POLICIES} == {*POLICIES}
 
 
 @pytest.mark.parametrize("name", NAMES)
