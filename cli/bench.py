@@ -20,7 +20,7 @@ from cli.bench_options import (
 )
 from cli.bench_record import record
 from cli.bench_results import compare, measure, report, show
-from cli.bench_workload import Limits, ReplayOptions, SessionOptions, TraceOption, WorkloadOption, workload_spec
+from cli.bench_workload import Limits, SessionOptions, TraceOption, TraceReplayOptions, WorkloadOption, workload_spec
 from cli.console import err
 from cli.errors import EXIT_INTERRUPTED, CliError
 from cli.options import DEFAULT_CONFIG, ApiKeyOption, CaOption, ConfigOption, options_from_dataclasses
@@ -136,7 +136,7 @@ def run(
     shape: SessionOptions,
     limits: Limits,
     trace: TraceOption = None,
-    replay: ReplayOptions,
+    replay: TraceReplayOptions,
     criteria: Criteria,
     check: CheckOption = None,
     sending: Sending,

@@ -131,7 +131,7 @@ class Limits(_Options):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReplayOptions(_Options):
+class TraceReplayOptions(_Options):
     """Options that replay a trace."""
 
     speed: Annotated[float | None, _replay("--speed", "-s", min=0.0001, help="Factor on the rate of arrivals.")] = None
@@ -160,7 +160,7 @@ TraceOption = Annotated[
 
 
 def workload_spec(
-    file: Path | None, trace: Path | None, shape: SessionOptions, replay: ReplayOptions, limits: Limits
+    file: Path | None, trace: Path | None, shape: SessionOptions, replay: TraceReplayOptions, limits: Limits
 ) -> "WorkloadSpec":
     """Return the workload that a file, a trace or options describe. Raises CliError, WorkloadError."""
     if file is not None and trace is not None:
