@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from google.protobuf.message import Message
 
 T = TypeVar("T")
-_FILE_WIDTH = 180
+_FILE_WIDTH = 220
 out = Console(markup=False, highlight=False, emoji=False)
 err = Console(markup=False, highlight=False, emoji=False, stderr=True)
 

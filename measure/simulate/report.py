@@ -37,7 +37,7 @@ _COLUMNS: dict[str, Callable[[CellResult], str]] = {
     ),
     "choice µs": lambda cell: f"{cell.clock.choice_p50_us:.0f}",
 }
-_TABLE_WIDTH = 200
+_TABLE_WIDTH = 220
 
 
 Bounds = Mapping[float, Bound]
