@@ -49,7 +49,7 @@ def joined(deltas: Sequence[pb.MessageDelta], index: int = 0) -> list[tuple[str,
 
 
 async def test_messages_of_all_samples_are_those_that_the_python_client_parses() -> None:
-    async with running_system(num_blocks=400) as system, system.client() as client:
+    async with running_system(num_blocks=400, step_s=0.02) as system, system.client() as client:
         replies = await messages_of(system, asked(n=3))
         wanted = await client.chat(TURNS, tools=[WEATHER, CLOCK], tool_choice="required", **{**OPTIONS, "n": 3})
     deltas = [delta for reply in replies for delta in reply.tokens.messages]
