@@ -58,7 +58,7 @@ async def test_resumed_answer_goes_on_as_its_first_router_told_whatever_this_one
     assert job.answer_format == told
     assert job.sampling.include_special_tokens
     request.resume.answer_format.tools = "none such"
-    with pytest.raises(InvalidRequest, match="no format of tool calls"):
+    with pytest.raises(InvalidRequest, match="is not a format of tool calls"):
         await read(request, tools="hermes")
 
 
