@@ -72,7 +72,7 @@ def endless(seed: int) -> EngineRequest:
 
 
 async def test_calls_side_by_side_answer_like_the_oracle_with_one_message_a_step() -> None:
-    async with running_pair(decode={"step_s": 0.002}) as pair:
+    async with running_pair(decode={"step_s": 0.02}) as pair:  # all are open before the first one ends
         many = Many(pair)
         requests = {i: make_request([i % 5] * (3 + i), max_tokens=20, ignore_eos=True) for i in range(8)}
         for call_id, request in requests.items():
