@@ -136,7 +136,7 @@ class TenantConfig(Section):
     max_priority: Annotated[int, Field(ge=0, le=1000)] = 0
     """Largest priority that its requests may claim; a larger claim gets this."""
     overload: Literal["refuse", "wait", "shorten", "yield"] | None = None
-    """What happens to its requests that have missed their objective for the first token, or are predicted to.
+    """Treatment of its requests that have missed, or are predicted to miss, their objective for the first token.
     `refuse`: refused at once; `wait`: served when their turn comes, until their own deadline; `shorten`: served with
     at most `shortened_max_tokens`; `yield`: served after the requests of all tenants. `null`: as `router.shed` says.
     [More](#overload)."""

@@ -91,7 +91,7 @@ class _Arm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExperimentInput:
-    """What every process is given."""
+    """Input of each of the processes that share an experiment."""
 
     path: Path
     """The experiment's file."""
