@@ -59,7 +59,6 @@ class RayLauncher:
         """`authority` signs the actors' certificates; `credentials` are those of the controller."""
         self._authority = authority
         self._credentials = credentials
-        self._renewing: set[asyncio.Task[None]] = set()
         self._config = config
         self._run_dir = run_dir
         self._home = home
@@ -83,49 +82,37 @@ class RayLauncher:
 
     async def start(self, spec: ProcessSpec) -> RunningProcess:
         """Create the actor unless it exists, and wait until its service, or that of a restarted actor, serves."""
-        path = log_path(self._run_dir, spec.name)
-        offset = path.stat().st_size if path.exists() else 0
-        actor = self._actors.get(spec.name)
-        wait_s = (spec.config or self._config).host_wait_s
+        if (actor := self._actors.get(spec.name)) is None:
+            actor = self._actors[spec.name] = self._create(spec)
+        enrolment = ActorEnrolment(actor, self._authority, role=identity_role(spec.role), name=spec.name)
         try:
-            if actor is None:
-                actor = self._actors[spec.name] = self._create(spec)
-            enrol = partial(enrol_actor, actor, self._authority, role=identity_role(spec.role), name=spec.name)
-            ready, identity = await serving(actor, enrol, host_wait_s=wait_s)
-        except TimeoutError:
-            hosts = self._home.hosts_of(spec)
-            self._discard(spec.name)
-            raise StartFailed(f"{spec.name}: {_no_host(spec, hosts, wait_s)}") from None
-        except (RayTaskError, RayActorError, ValueError) as error:
-            # The service failed and its process is useless, or the process died.
-            self._discard(spec.name)
-            reason = error.cause if isinstance(error, RayTaskError) else error
-            raise StartFailed(f"{spec.name}: {reason}\n{log_tail(path, offset=offset)}".rstrip()) from error
-        except asyncio.CancelledError:
+            ready, identity = await self._served(spec, actor, enrolment)
+        except BaseException:  # its process is useless, or dead, or not wanted any more
+            enrolment.close()
             self._discard(spec.name)
             raise
         self._home.served(spec.name)
         # Not alive here if it is on another host: an identity contains the boot time of its host.
         here = identity if identity.is_alive() else None
-        renewing = asyncio.create_task(self._keep_renewed(enrol, spec.name))
-        self._renewing.add(renewing)
-        renewing.add_done_callback(self._renewing.discard)
         connect = connect_to(identity_role(spec.role), self._credentials)
         silent = partial(service_gone, ready.admin_address, connect, is_here=here is not None)
         kill = partial(self._discard, spec.name)
-        return _ActorProcess(actor=actor, ready=ready, identity=here, silent=silent, renewing=renewing, kill=kill)
+        return _ActorProcess(actor=actor, ready=ready, identity=here, silent=silent, enrolment=enrolment, kill=kill)
 
-    async def _keep_renewed(self, enrol: Callable[[], Awaitable[None]], name: str) -> None:
-        """Renew an actor's certificate at two thirds of its life, until cancelled."""
-        pause_s = self._authority.renewal_interval_s
-        while True:
-            await sleep_until(time.time() + pause_s)
-            try:
-                await enrol()
-                pause_s = self._authority.renewal_interval_s
-            except (RayError, ValueError) as error:
-                logger.error("certificate of %s not renewed: %s", name, error)
-                pause_s = min(_RENEW_RETRY_S, _RENEW_RETRY_SHARE * self._authority.renewal_interval_s)
+    async def _served(
+        self, spec: ProcessSpec, actor: Any, enrolment: "ActorEnrolment"
+    ) -> tuple[Ready, ProcessIdentity]:
+        """Wait until an actor serves. Raises StartFailed with the reason."""
+        path = log_path(self._run_dir, spec.name)
+        offset = path.stat().st_size if path.exists() else 0
+        wait_s = (spec.config or self._config).host_wait_s
+        try:
+            return await serving(actor, enrolment.enrol, host_wait_s=wait_s)
+        except TimeoutError:
+            raise StartFailed(f"{spec.name}: {_no_host(spec, self._home.hosts_of(spec), wait_s)}") from None
+        except (RayTaskError, RayActorError, ValueError) as error:
+            reason = error.cause if isinstance(error, RayTaskError) else error
+            raise StartFailed(f"{spec.name}: {reason}\n{log_tail(path, offset=offset)}".rstrip()) from error
 
     def _create(self, spec: ProcessSpec) -> Any:
         config = spec.config or self._config
@@ -170,14 +157,14 @@ class _ActorProcess:
     identity: ProcessIdentity | None
     silent: Callable[[], Coroutine[Any, Any, str]]
     """Waits until it no longer answers; returns the reason."""
-    renewing: "asyncio.Task[None]"
+    enrolment: "ActorEnrolment"
     kill: Callable[[], None]
 
     async def exited(self) -> str:
         try:
             return await until_over(self._died(), self.silent(), self._restart)
         finally:
-            self.renewing.cancel()
+            self.enrolment.close()
 
     async def _died(self) -> str:
         if self.identity is None:  # on another host: only its silence shows
@@ -194,7 +181,7 @@ class _ActorProcess:
             ray.kill(self.actor, no_restart=False)
 
     async def stop(self, grace_s: float) -> None:
-        self.renewing.cancel()
+        self.enrolment.close()
         with contextlib.suppress(RayError, TimeoutError):
             async with asyncio.timeout(grace_s + _STOP_MARGIN_S):
                 await self.actor.stop.remote(grace_s)
@@ -218,13 +205,45 @@ def _no_host(spec: ProcessSpec, hosts: str, wait_s: float) -> str:
     )
 
 
-async def enrol_actor(actor: Any, authority: Authority, *, role: Role, name: str) -> None:
-    """Give an actor a certificate, again if it dies meanwhile. Raises RayError, ValueError after too many attempts."""
-    for _ in range(_MAX_ENROLMENTS):
-        request = await actor.request_certificate.remote()
-        if await actor.accept_certificate.remote(authority.enrol(request, role=role, name=name)):
-            return
-    raise ValueError(f"cannot enrol {name}: it took none of {_MAX_ENROLMENTS} certificates")
+class ActorEnrolment:
+    """The certificates of an actor, each renewed at two thirds of its life, also while the actor still starts."""
+
+    def __init__(self, actor: Any, authority: Authority, *, role: Role, name: str) -> None:
+        self._actor = actor
+        self._authority = authority
+        self._role = role
+        self._name = name
+        self._renewing: asyncio.Task[None] | None = None
+
+    async def enrol(self) -> None:
+        """Give it a certificate, again if it dies meanwhile. Raises RayError, ValueError after too many attempts."""
+        await self._give_certificate()
+        if self._renewing is None:
+            self._renewing = asyncio.create_task(self._keep_renewed(), name=f"renew certificate of {self._name}")
+
+    def close(self) -> None:
+        """Renew no more."""
+        if self._renewing is not None:
+            self._renewing.cancel()
+
+    async def _give_certificate(self) -> None:
+        for _ in range(_MAX_ENROLMENTS):
+            request = await self._actor.request_certificate.remote()
+            enrolment = self._authority.enrol(request, role=self._role, name=self._name)
+            if await self._actor.accept_certificate.remote(enrolment):
+                return
+        raise ValueError(f"cannot enrol {self._name}: it took none of {_MAX_ENROLMENTS} certificates")
+
+    async def _keep_renewed(self) -> None:
+        pause_s = interval_s = self._authority.renewal_interval_s
+        while True:
+            await sleep_until(time.time() + pause_s)
+            try:
+                await self._give_certificate()
+                pause_s = interval_s
+            except (RayError, ValueError) as error:
+                logger.error("certificate of %s not renewed: %s", self._name, error)
+                pause_s = min(_RENEW_RETRY_S, _RENEW_RETRY_SHARE * interval_s)
 
 
 async def serving(

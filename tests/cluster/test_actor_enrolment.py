@@ -1,13 +1,14 @@
-"""An actor gets its certificate even if it dies during its enrolment."""
+"""An actor gets its certificates even if it dies during its enrolment, or takes long to start."""
 
 import asyncio
+import time
 from typing import Any
 
 import pytest
 
 pytest.importorskip("ray")
 
-from cluster.ray.launch_ray import enrol_actor
+from cluster.ray.launch_ray import ActorEnrolment
 from common.config import ServingConfig
 from common.process import RunningService
 from common.service_actor import ServiceActor, ServiceParams
@@ -18,6 +19,7 @@ from common.trust.identity import Role
 _PARAMS = ServiceParams(
     name="decode-0", config=ServingConfig(), host="127.0.0.1", port=0, env={}, role="decode", log_path=None
 )
+_LIFETIME_S = 86_400.0
 
 
 class Service(ServiceActor):
@@ -51,6 +53,7 @@ class Handle:
         self._num_deaths = num_deaths
         self.service = Service(_PARAMS)
         self.num_lives = 1
+        self.num_certificates = 0
 
     def __getattr__(self, name: str) -> _Method:
         return _Method(self, name)
@@ -60,24 +63,47 @@ class Handle:
             await self.service.stop(0)
             self.service = Service(_PARAMS)
             self.num_lives += 1
+        self.num_certificates += name == "accept_certificate"
         return await getattr(self.service, name)(*arguments)
 
 
-async def test_actor_that_dies_during_enrolment_is_enrolled_in_its_next_life() -> None:
-    authority = Authority.new(AuthoritySettings(cluster="test", is_encrypted=True))
-    handle = Handle(num_deaths=2)
+def enrolment_of(handle: Handle) -> ActorEnrolment:
+    authority = Authority.new(AuthoritySettings(cluster="test", is_encrypted=True, lifetime_s=_LIFETIME_S))
+    return ActorEnrolment(handle, authority, role=Role.WORKER, name="decode-0")
 
-    await enrol_actor(handle, authority, role=Role.WORKER, name="decode-0")
+
+async def test_actor_that_dies_during_enrolment_is_enrolled_in_its_next_life() -> None:
+    handle = Handle(num_deaths=2)
+    enrolment = enrolment_of(handle)
+
+    await enrolment.enrol()
 
     assert handle.num_lives == 3
     assert await handle.service.enrolled_as == "decode-0"
+    enrolment.close()
     await handle.service.stop(0)
 
 
 async def test_actor_that_never_takes_a_certificate_is_an_error() -> None:
-    authority = Authority.new(AuthoritySettings(cluster="test", is_encrypted=True))
     handle = Handle(num_deaths=1000)
 
     with pytest.raises(ValueError, match="cannot enrol decode-0"):
-        await enrol_actor(handle, authority, role=Role.WORKER, name="decode-0")
+        await enrolment_of(handle).enrol()
+    await handle.service.stop(0)
+
+
+async def test_certificate_is_renewed_while_the_actor_is_still_starting(monkeypatch: pytest.MonkeyPatch) -> None:
+    due: asyncio.Queue[float] = asyncio.Queue(maxsize=2)
+    monkeypatch.setattr("cluster.ray.launch_ray.sleep_until", due.put)
+    handle = Handle(num_deaths=0)
+    enrolment = enrolment_of(handle)
+    issued_s = time.time()
+
+    await enrolment.enrol()
+
+    async with asyncio.timeout(30):
+        assert await due.get() - issued_s == pytest.approx(_LIFETIME_S * 2 / 3, abs=30)
+        while handle.num_certificates < 3:
+            await due.get()
+    enrolment.close()
     await handle.service.stop(0)

@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.timeout(500),
 ]
 
-_LIFETIME_S = 12.0
+_LIFETIME_S = 24.0
 """Lifetime of certificates, which are renewed during the test."""
 
 
