@@ -4,6 +4,8 @@ import asyncio
 from itertools import cycle
 from typing import Any
 
+import pytest
+
 from kvrelay.client import AsyncClient, Generation, Token
 from tests.e2e.in_process import System, running_system
 
@@ -68,9 +70,10 @@ async def test_twenty_drains_under_sixteen_streams_change_no_text_and_fail_no_re
         await system.until_idle()
 
 
-async def test_moved_answer_pulls_its_kv_from_the_worker_that_it_left() -> None:
-    # A long prompt in small steps: fetching it is faster than computing it again.
-    slow = SHAPE | {"max_step_tokens": 16}
+async def test_moved_answer_pulls_its_kv_from_the_worker_that_it_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("worker.prefix_pull.MIN_PULL_S", 30.0)  # a busy machine may take long
+    # A long prompt in small, slow steps: fetching it is faster than computing it again.
+    slow = SHAPE | {"max_step_tokens": 16, "step_s": 0.01}
     async with running_system(num_prefill=0, num_decode=2, router={"policy": "predictive"}, **slow) as system:
         async with system.client() as client:
             begun = asyncio.Event()
