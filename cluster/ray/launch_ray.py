@@ -213,6 +213,8 @@ class ActorEnrolment:
         self._authority = authority
         self._role = role
         self._name = name
+        self._issued_unix_s = 0.0
+        """When the newest certificate was signed: an actor that is importing answers much later."""
         self._renewing: asyncio.Task[None] | None = None
 
     async def enrol(self) -> None:
@@ -230,20 +232,22 @@ class ActorEnrolment:
         for _ in range(_MAX_ENROLMENTS):
             request = await self._actor.request_certificate.remote()
             enrolment = self._authority.enrol(request, role=self._role, name=self._name)
+            self._issued_unix_s = time.time()
             if await self._actor.accept_certificate.remote(enrolment):
                 return
         raise ValueError(f"cannot enrol {self._name}: it took none of {_MAX_ENROLMENTS} certificates")
 
     async def _keep_renewed(self) -> None:
-        pause_s = interval_s = self._authority.renewal_interval_s
+        interval_s = self._authority.renewal_interval_s
+        due_unix_s = self._issued_unix_s + interval_s
         while True:
-            await sleep_until(time.time() + pause_s)
+            await sleep_until(due_unix_s)
             try:
                 await self._give_certificate()
-                pause_s = interval_s
+                due_unix_s = self._issued_unix_s + interval_s
             except (RayError, ValueError) as error:
                 logger.error("certificate of %s not renewed: %s", self._name, error)
-                pause_s = min(_RENEW_RETRY_S, _RENEW_RETRY_SHARE * interval_s)
+                due_unix_s = time.time() + min(_RENEW_RETRY_S, _RENEW_RETRY_SHARE * interval_s)
 
 
 async def serving(
