@@ -61,6 +61,7 @@ class System:
                         held += view.status.num_used_blocks + view.status.num_request_tasks + view.status.num_leases
                 if not held:
                     return
+                await asyncio.sleep(0.005)
 
 
 @asynccontextmanager
@@ -129,3 +130,4 @@ async def _until_used(
     async with asyncio.timeout(TIMEOUT_S):
         while running.fleet.count_ready() < len(endpoints):
             await admin.SetWorkers(router_admin_pb2.SetWorkersRequest(workers=endpoints))
+            await asyncio.sleep(0.005)

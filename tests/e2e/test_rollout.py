@@ -22,6 +22,8 @@ pytestmark = pytest.mark.e2e
 
 NUM_STREAMS = 16
 NUM_TOKENS = 10
+_PAUSE_S = 0.3
+"""Time between an answer and the next request of a stream; without it the load alone would fill the cores."""
 # Loose: what other tests do to the machine meanwhile must not look like a slow canary.
 TERMS = RolloutTerms(canary_s=2.0, max_slowdown=4.0, grace_s=30.0)
 
@@ -48,7 +50,7 @@ async def generate(client: AsyncClient, number: int) -> str:
 
 @dataclass
 class Load:
-    """Sixteen streams that ask again and again; a failure ends the test."""
+    """Sixteen clients that ask again and again; a failure ends the test."""
 
     expected: list[str]
     num_answers: int = 0
@@ -60,6 +62,7 @@ class Load:
             assert await generate(client, number) == self.expected[number]
             self.num_answers += 1
             self.answered.set()
+            await asyncio.sleep(_PAUSE_S)
 
     async def next_answer(self) -> None:
         self.answered.clear()

@@ -44,8 +44,8 @@ async def running_router(pair: Pair, **tenants: dict[str, Any]) -> AsyncIterator
     try:
         admin = router_admin_pb2_grpc.RouterAdminServiceStub(channel)
         async with asyncio.timeout(60):
-            while (await admin.SetWorkers(router_admin_pb2.SetWorkersRequest(workers=workers))).num_ready < 2:
-                pass
+            while (await admin.SetWorkers(router_admin_pb2.SetWorkersRequest(workers=workers))).num_ready < 2:  # noqa: ASYNC110 - no event tells it
+                await asyncio.sleep(0.01)
         yield router.address
     finally:
         await channel.close()

@@ -43,7 +43,7 @@ class Traced:
                 roots = [span for span in spans if span.parent is None]
                 if len(roots) == num_roots and not orphans:
                     return spans
-                await asyncio.sleep(0)
+                await asyncio.sleep(0.005)
 
 
 def trace(system: System, config: TracingConfig | None = None) -> Traced:

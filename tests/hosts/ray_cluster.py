@@ -28,6 +28,13 @@ _CA = f"~/.cache/kvrelay/run/{NAME}/tls/ca.pem"
 IDLE_TIMEOUT_S = 6.0
 """Idle time after which a typed host leaves."""
 _NODES = "import json, ray; ray.init('auto', log_to_driver=False); print('NODES', json.dumps(ray.nodes()))"
+_WATCH = """import ray, time
+ray.init('auto', log_to_driver=False)
+while any(node['Alive'] for node in ray.nodes() if node['NodeManagerAddress'] == '{address}') is not {is_alive}:
+    time.sleep(0.5)
+"""
+"""Ends as soon as Ray takes a host for alive, or for gone. A process for each look would take seconds of a core."""
+_WATCH_TIMEOUT_S = 120.0
 
 
 class RayCluster:
@@ -104,10 +111,15 @@ class RayCluster:
 
     def live_addresses(self) -> set[str]:
         """Return the hosts that Ray takes for alive."""
-        python = "cd ~ && RAY_AUTH_MODE=token ~/kvrelay/.venv/bin/python"
-        told = self.head.run(f'{python} -c "{_NODES}"').stdout
+        told = self._python(_NODES, timeout_s=60)
         nodes = json.loads(next(line for line in told.splitlines() if line.startswith("NODES"))[len("NODES") :])
         return {node["NodeManagerAddress"] for node in nodes if node["Alive"]}
+
+    def until_host(self, address: str, *, is_alive: bool) -> float:
+        """Wait until Ray takes a host for alive, or for gone; return how long it took, seconds."""
+        started_s = time.monotonic()
+        self._python(_WATCH.format(address=address, is_alive=is_alive), timeout_s=_WATCH_TIMEOUT_S)
+        return time.monotonic() - started_s
 
     def leftovers(self, host: Host) -> str:
         """Return the processes of a host that belong to Ray or to kvrelay, a line each."""
@@ -134,6 +146,11 @@ class RayCluster:
         install = f"bash ~/kvrelay/tests/hosts/install.sh {python} {packages} {_VENV / 'bin'}"
         config["setup_commands"] = [install, *others]
         return config
+
+    def _python(self, code: str, *, timeout_s: float) -> str:
+        """Run Python on the head, where it may join Ray, and return what it prints."""
+        command = f'cd ~ && RAY_AUTH_MODE=token ~/kvrelay/.venv/bin/python -c "{code}"'
+        return self.head.run(command, timeout_s=timeout_s).stdout
 
     def _ray(self, *arguments: str) -> float:
         """Run a command of Ray's, in the way that cluster.yaml's comments tell."""

@@ -2,8 +2,7 @@
 
 import asyncio
 import os
-import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -82,7 +81,7 @@ class Site:
         assert any(each.was_moved for each in disturbed), "no stream decoded on the host that lost its power"
         self.journal.note("every stream has the text that it had undisturbed")
         lost.boot()
-        took_s = await self.until(lambda alive: lost.address in alive)
+        took_s = await asyncio.to_thread(self.cluster.until_host, lost.address, is_alive=True)
         assert set(await workers_at(client, count=3)) == set(where)
         self.journal.note(f"{lost.name} has power again; Ray had it back after {took_s:.1f} s, and its worker serves")
 
@@ -92,15 +91,6 @@ class Site:
         left = {host.name: self.cluster.leftovers(host) for host in self.machines.values() if host.is_on}
         assert not any(left.values()), left
         self.journal.note(f"`ray down` took {took_s:.1f} s; no process is left")
-
-    async def until(self, is_so: Callable[[set[str]], bool]) -> float:
-        """Wait until Ray's live hosts are as told; return how long it took, seconds."""
-        started_s = time.monotonic()
-        async with asyncio.timeout(_WAIT_S):
-            while True:
-                if is_so(await asyncio.to_thread(self.cluster.live_addresses)):
-                    return time.monotonic() - started_s
-                await asyncio.sleep(0.5)  # there is no event to wait for
 
     def _names_of(self, where: dict[str, str]) -> dict[str, str]:
         """Return the hosts' names instead of their addresses."""

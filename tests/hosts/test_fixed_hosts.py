@@ -108,7 +108,7 @@ async def until_controlled(head: Host, *, not_by: int = 0) -> float:
         state = await asyncio.to_thread(read_state, head)
         if state and state["supervisor"]["pid"] != not_by and state["phase"] == "ready":
             return time.monotonic() - started_s
-        await asyncio.sleep(0.1)  # there is no event to wait for
+        await asyncio.sleep(0.5)  # there is no event to wait for, and each look is a connection by ssh
     raise AssertionError(f"no controller after {_WAIT_S} s\n{head.run(_LOGS, check=False).stdout}")
 
 

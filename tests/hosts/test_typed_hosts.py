@@ -39,7 +39,8 @@ async def test_typed_hosts_follow_their_pool_and_the_doctor_names_what_is_sick(t
             site.journal.note("no port is open that the documentation does not name")
             told = await asyncio.to_thread(site.cluster.kvrelay, "scale decode=1")
             site.journal.note(f"kvrelay scale decode=1\n{told}")
-            took_s = await site.until(lambda alive: site.machines[spare].address not in alive)
+            address = site.machines[spare].address
+            took_s = await asyncio.to_thread(site.cluster.until_host, address, is_alive=False)
             site.journal.note(f"{spare} was empty, and Ray let it go {took_s:.1f} s later")
             await workers_at(client, count=2)
         await asyncio.to_thread(site.ray_down)
