@@ -6,13 +6,14 @@ without encryption. A network between two hosts can only be slower.
 
 import logging
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import AsyncExitStack, nullcontext
 from pathlib import Path
 
 import grpc
 
 from common.clock import SystemClock
+from common.config import TransferConfig
 from common.errors import KvrelayError
 from common.ids import BlockId, WorkerId, mint_epoch, mint_handoff_id
 from common.rpc import channel_options
@@ -36,9 +37,7 @@ _NUM_PULLS = 3
 _LEASE_TTL_S = 10.0
 
 
-async def measure_link_rates(
-    names: Iterable[str], store: KvStore, *, chunk_bytes: int, engine: EngineDriver
-) -> Mapping[int, float]:
+async def measure_link_rates(config: TransferConfig, store: KvStore, *, engine: EngineDriver) -> Mapping[int, float]:
     """Return bytes per second by number of the transport, in some tenths of a second, before any page is in use.
 
     Overwrites pages. Transports that cannot be measured, or fail, are left out: best effort, never fails the worker.
@@ -47,11 +46,11 @@ async def measure_link_rates(
     rates: dict[int, float] = {}
     if num_blocks * store.shape.block_bytes < _MIN_BYTES:
         return rates
-    for name in names:
+    for name in config.transports:
         if name not in _MEASURED or (name == "shm" and store.shared_region is None):
             continue
         try:
-            transport = TRANSPORTS[name](store, chunk_bytes)
+            transport = TRANSPORTS[name](store, config)
             rates[transport.number] = await _measure(WorkerTransports([transport]), store, num_blocks, engine)
         except (KvrelayError, grpc.RpcError, OSError, RuntimeError) as error:
             logger.warning("cannot measure the link %s: %s; it is known after the first pulls", name, error)

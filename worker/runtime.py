@@ -102,9 +102,7 @@ class WorkerRuntime:
         )
         self.calls = OpenCalls(self.handoffs)
         self.peers = PeerChannels(environment.connect)
-        self._transports = WorkerTransports.named(
-            config.transfer.transports, executor.kv, chunk_bytes=config.transfer.chunk_bytes
-        )
+        self._transports = WorkerTransports.configured(config.transfer, executor.kv)
         self.puller = KvPuller(
             store=executor.kv,
             transports=self._transports,

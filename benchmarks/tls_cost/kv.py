@@ -41,7 +41,7 @@ async def measure_kv(figures: Figures, *, num_rounds: int, window_s: float) -> N
     pages = Pages(NUM_BLOCKS)
     puller = KvPuller(
         store=pages,
-        transports=WorkerTransports.named(["grpc"], pages, chunk_bytes=TransferConfig().chunk_bytes),
+        transports=WorkerTransports.configured(TransferConfig(transports=("grpc",)), pages),
         clock=SystemClock(),
         on_bytes=lambda _transport, _count: None,
         on_pull=lambda _peer, _transport, _count, _seconds: None,

@@ -106,7 +106,7 @@ async def _serve(num_blocks: int) -> None:
             worker_id=WorkerId(credentials.identity.name),
             check_pull=check_by(credentials),
             epoch=lambda: EPOCH,
-            transports=WorkerTransports.named(["grpc"], pages, chunk_bytes=TransferConfig().chunk_bytes),
+            transports=WorkerTransports.configured(TransferConfig(transports=("grpc",)), pages),
             lease_ttl_s=_LEASE_S,
         ),
         track=nullcontext,

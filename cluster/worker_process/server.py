@@ -65,10 +65,5 @@ async def _load(
     runtime.chat_template = chat_template
     runtime.tracer = make_tracer(config.tracing, service="kvrelay-worker", instance=worker_id)
     if executor.floors is not None:  # the device was measured, too
-        runtime.link_rates = await measure_link_rates(
-            config.transfer.transports,
-            executor.kv,
-            chunk_bytes=config.transfer.chunk_bytes,
-            engine=runtime.engine,
-        )
+        runtime.link_rates = await measure_link_rates(config.transfer, executor.kv, engine=runtime.engine)
     return runtime

@@ -11,6 +11,7 @@ from collections.abc import Sequence as Seq
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
+from common.config import TransferConfig
 from common.errors import TransferError
 from common.ids import BlockId
 from engine.kv_store import DevicePeerPages, DeviceRegion, KvStore
@@ -37,8 +38,8 @@ class CudaIpc(Transport):
     payload = "sealed"
     reads_pages = False
 
-    def __init__(self, store: KvStore, chunk_bytes: int) -> None:
-        super().__init__(store, chunk_bytes)
+    def __init__(self, store: KvStore, config: TransferConfig) -> None:
+        super().__init__(store, config)
         self._mappings: dict[PeerLife, _Mapping] = {}
 
     def offer(self, opened: pb.OpenFetch) -> bool:

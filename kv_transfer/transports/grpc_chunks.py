@@ -25,8 +25,8 @@ class GrpcChunks(Transport):
         size = self._store.shape.block_bytes
         messages: list[pb.FetchBlocksResponse] = []
         for i in range(len(block_ids)):
-            for offset in range(0, size, self._chunk_bytes):
-                piece = bytes(data[i * size + offset : i * size + min(offset + self._chunk_bytes, size)])
+            for offset in range(0, size, self._config.chunk_bytes):
+                piece = bytes(data[i * size + offset : i * size + min(offset + self._config.chunk_bytes, size)])
                 chunk = pb.BlockChunk(
                     block_index=first_block + i, offset=offset, data=piece, checksum=xxhash.xxh3_64_intdigest(piece)
                 )

@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from common.config import TransferConfig
 from common.engines import NIXL_VERSION
 from common.errors import KvIncomplete, TransferError
 from common.ids import BlockId, WorkerId
@@ -55,9 +56,9 @@ class Nixl(Transport):
     name = "nixl"
     payload = "sealed"
 
-    def __init__(self, store: KvStore, chunk_bytes: int, *, read_timeout_s: float = _READ_TIMEOUT_S) -> None:
+    def __init__(self, store: KvStore, config: TransferConfig, *, read_timeout_s: float = _READ_TIMEOUT_S) -> None:
         """Raises TransportUnusable."""
-        super().__init__(store, chunk_bytes)
+        super().__init__(store, config)
         region = store.shared_region
         if region is None:
             raise TransportUnusable(

@@ -3,6 +3,7 @@
 from collections.abc import AsyncIterator, Collection, Iterable
 from contextlib import asynccontextmanager
 
+from common.config import TransferConfig
 from common.errors import KvIncomplete, LayoutMismatch
 from common.ids import Epoch
 from engine.kv_store import KvStore
@@ -31,9 +32,9 @@ class WorkerTransports:
         """Epochs of peers whose memory a transport could not map."""
 
     @classmethod
-    def named(cls, names: Iterable[str], store: KvStore, *, chunk_bytes: int) -> "WorkerTransports":
-        """Return the transports with these names, for the worker with these pages. Raises TransportUnusable."""
-        return cls(TRANSPORTS[name](store, chunk_bytes) for name in names)
+    def configured(cls, config: TransferConfig, store: KvStore) -> "WorkerTransports":
+        """Return the transports of a configuration, for the worker with these pages. Raises TransportUnusable."""
+        return cls(TRANSPORTS[name](store, config) for name in config.transports)
 
     def offer(self, peer: PeerLife, opened: pb.OpenFetch) -> tuple[Transport, ...]:
         """Return the transports that a pull from a peer may use, and name them to the peer in `opened`."""

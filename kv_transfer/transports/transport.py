@@ -18,6 +18,7 @@ from typing import ClassVar, Literal, NamedTuple, Protocol
 
 import xxhash
 
+from common.config import TransferConfig
 from common.errors import KvIncomplete, TransferError
 from common.ids import BlockId, Epoch, WorkerId
 from common.wire_names import TRANSPORT_NUMBERS
@@ -99,10 +100,10 @@ class Transport(ABC):
     reads_pages: ClassVar[bool] = True
     """Whether `seal` copies pages: it then runs on an executor thread, for a few blocks at a time."""
 
-    def __init__(self, store: KvStore, chunk_bytes: int) -> None:
-        """`chunk_bytes`: largest piece of a block in one message. Raises TransportUnusable."""
+    def __init__(self, store: KvStore, config: TransferConfig) -> None:
+        """Raises TransportUnusable."""
         self._store = store
-        self._chunk_bytes = chunk_bytes
+        self._config = config
 
     @property
     def number(self) -> int:

@@ -6,6 +6,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 
 import pytest
 
+from common.config import TransferConfig
 from common.errors import HandoffGone, KvIncomplete, KvrelayError, TransferError
 from common.ids import BlockId, Epoch, WorkerId
 from common.rpc import abort
@@ -58,7 +59,8 @@ class Puller:
     """Pulls from peers by CUDA IPC, or by gRPC."""
 
     def __init__(self, sharing: FakeSharing) -> None:
-        self.transports = WorkerTransports([CudaIpc(sharing.store, 4096), GrpcChunks(sharing.store, 4096)])
+        config = TransferConfig(chunk_bytes=4096)
+        self.transports = WorkerTransports([CudaIpc(sharing.store, config), GrpcChunks(sharing.store, config)])
 
     def offers(self, peer: PeerLife = PEER) -> list[str]:
         return [transport.name for transport in self.transports.offer(peer, pb.OpenFetch())]

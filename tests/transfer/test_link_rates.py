@@ -5,6 +5,7 @@ from typing import Any, cast
 import pytest
 import torch
 
+from common.config import TransferConfig
 from common.wire_names import TRANSPORT_NUMBERS
 from engine.kv_cache import TorchKvStore
 from engine.thread import EngineDriver
@@ -22,7 +23,7 @@ def make_store() -> TorchKvStore:
 
 
 async def measure(store: TorchKvStore) -> Any:
-    return await measure_link_rates(["shm", "nixl", "grpc"], store, chunk_bytes=1 << 20, engine=NO_ENGINE)
+    return await measure_link_rates(TransferConfig(transports=("shm", "nixl", "grpc")), store, engine=NO_ENGINE)
 
 
 async def test_transports_that_a_worker_may_use_are_measured_by_pulls_of_its_own_pages(

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from common.config import TransferConfig
 from common.errors import KvIncomplete
 from common.ids import BlockId, Epoch, WorkerId
 from engine.fake import FakeKvStore
@@ -54,8 +55,8 @@ class Two:
     def __init__(self, *, read_timeout_s: float = 5.0) -> None:
         self.source, self.own = (FakeKvStore(num_blocks=8, block_size=4) for _ in range(2))
         self.source.write_blocks([BlockId(i) for i in range(8)], memoryview(bytes(range(256))))
-        self.server = Nixl(self.source, 4096)
-        self.puller = Nixl(self.own, 4096, read_timeout_s=read_timeout_s)
+        self.server = Nixl(self.source, TransferConfig())
+        self.puller = Nixl(self.own, TransferConfig(), read_timeout_s=read_timeout_s)
         self.target = PullTarget((BlockId(6), BlockId(1)), {0, 1})
         self.transports = WorkerTransports([self.puller])
         self.opened = pb.FetchOpened(transport=worker_pb2.KV_TRANSPORT_NIXL)
@@ -85,7 +86,7 @@ async def test_pages_of_several_pieces_arrive_in_their_own_places() -> None:
         store.learn(KEYS_TRANSPOSED)
     data = bytes(i % 251 for i in range(3 * source.shape.block_bytes))
     source.write_blocks([BlockId(i) for i in (4, 0, 2)], memoryview(data))
-    server, puller = Nixl(source, 4096), Nixl(own, 4096)
+    server, puller = Nixl(source, TransferConfig()), Nixl(own, TransferConfig())
     opened = pb.FetchOpened(transport=worker_pb2.KV_TRANSPORT_NIXL)
     server.describe(opened)
     target = PullTarget((BlockId(6), BlockId(3), BlockId(0)), {0, 1, 2})
@@ -169,20 +170,21 @@ def test_worker_without_the_package_or_with_pages_on_a_card_does_not_start(monke
         monkeypatch.setitem(sys.modules, name, None)
     store = FakeKvStore(num_blocks=8, block_size=4)
     with pytest.raises(TransportUnusable, match="pip install"):
-        Nixl(store, 4096)
+        Nixl(store, TransferConfig())
     store.shared_region = None
     with pytest.raises(TransportUnusable, match="device memory"):
-        Nixl(store, 4096)
+        Nixl(store, TransferConfig())
 
 
 _SERVER = """
 import sys
+from common.config import TransferConfig
 from common.ids import BlockId
 from engine.fake import FakeKvStore
 from kv_transfer.transports.nixl import Nixl
 from kvrelay.v1 import kv_transfer_pb2 as pb
 store = FakeKvStore(num_blocks=8, block_size=4)
-server = Nixl(store, 4096)
+server = Nixl(store, TransferConfig())
 opened = pb.FetchOpened(transport=4)
 server.describe(opened)
 (message,) = server.seal(0, [BlockId(3), BlockId(5)])
@@ -212,7 +214,7 @@ def server() -> Iterator[tuple[Callable[[], None], pb.FetchOpened, pb.FetchBlock
 @pytest.mark.parametrize("is_known", [False, True], ids=["before it was reached", "after it was reached"])
 async def test_peer_that_is_killed_is_an_error_and_its_blocks_stay_missing(server: Any, is_known: bool) -> None:
     kill, opened, message = server
-    puller = Nixl(FakeKvStore(num_blocks=8, block_size=4), 4096)
+    puller = Nixl(FakeKvStore(num_blocks=8, block_size=4), TransferConfig())
     target = PullTarget((BlockId(6), BlockId(1)), {0, 1})
     if not is_known:
         kill()

@@ -13,6 +13,7 @@ import xxhash
 
 from common.block_hash import BlockHashes
 from common.clock import SystemClock
+from common.config import TransferConfig
 from common.errors import HandoffGone, KvIncomplete, WorkerLost
 from common.ids import BlockId, Epoch, HandoffId, WorkerId
 from common.rpc import abort
@@ -110,7 +111,7 @@ async def pulling(peer: Peer) -> AsyncIterator[tuple[KvPuller, FakeKvStore, grpc
     store = FakeKvStore(num_blocks=8, block_size=4)
     puller = KvPuller(
         store=store,
-        transports=WorkerTransports.named(["cuda_ipc", "shm", "grpc"], store, chunk_bytes=4096),
+        transports=WorkerTransports.configured(TransferConfig(chunk_bytes=4096), store),
         clock=SystemClock(),
         on_bytes=lambda _transport, _count: None,
         on_pull=lambda *_timed: None,

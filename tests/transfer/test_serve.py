@@ -9,6 +9,7 @@ import grpc
 import pytest
 
 from common.clock import SystemClock
+from common.config import TransferConfig
 from common.ids import BlockId, Epoch, HandoffId, WorkerId
 from engine.fake import FakeKvStore
 from engine.thread import EngineDriver
@@ -54,7 +55,7 @@ async def test_fetch_when_the_puller_stops_reading_ends_after_the_time_to_live()
             worker_id=WorkerId("prefill-0"),
             check_pull=lambda _source, _opened: None,
             epoch=lambda: Epoch(1),
-            transports=WorkerTransports.named(["grpc"], store, chunk_bytes=4096),
+            transports=WorkerTransports.configured(TransferConfig(transports=("grpc",), chunk_bytes=4096), store),
             lease_ttl_s=0.05,
         ),
         track=nullcontext,
