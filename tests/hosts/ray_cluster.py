@@ -35,6 +35,11 @@ while any(node['Alive'] for node in ray.nodes() if node['NodeManagerAddress'] ==
 """
 """Ends as soon as Ray takes a host for alive, or for gone. A process for each look would take seconds of a core."""
 _WATCH_TIMEOUT_S = 120.0
+_LOGS = (
+    f"cat ~/kvrelay-up.log; tail -n 40 ~/.cache/kvrelay/run/{NAME}/logs/supervisor.log ~/kvrelay-head.log; "
+    "cd /tmp/ray/session_latest/logs && tail -n 25 $(ls -t raylet*.out gcs_server*.out *agent*.log | head -n 6); "
+    "ps -eo pid,ppid,etimes,stat,args | cut -c1-200"
+)
 
 
 class RayCluster:
@@ -177,3 +182,8 @@ class RayCluster:
         )
         assert done.returncode == 0, f"ray {' '.join(arguments)}: exit {done.returncode}\n{done.stdout}"
         return time.monotonic() - started_s
+
+
+def logs_of(head: Host) -> str:
+    """Return the ends of the logs of a cluster's head, and its processes."""
+    return head.run(_LOGS, check=False).stdout

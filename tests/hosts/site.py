@@ -10,7 +10,7 @@ from typing import Any
 from common.errors import KvrelayError
 from kvrelay.client import AsyncClient
 from tests.hosts.network import Host, Journal, hosts
-from tests.hosts.ray_cluster import NAME, ROUTER_PORT, WORKER_PORTS, RayCluster
+from tests.hosts.ray_cluster import NAME, ROUTER_PORT, WORKER_PORTS, RayCluster, logs_of
 from tests.hosts.streams import describe, stream_all
 
 _HOSTS = {"prefill": ("prefill-a",), "decode": ("decode-a", "decode-b")}
@@ -24,7 +24,7 @@ _POOL = {
     "max_running": 64,
     "ports": WORKER_PORTS,
 }
-_WAIT_S = 120
+_WAIT_S = 180
 
 
 class Site:
@@ -57,7 +57,10 @@ class Site:
     async def client(self) -> AsyncIterator[AsyncClient]:
         """Yield a client of the head's router, once it uses every worker and undisturbed streams have been seen."""
         async with self.cluster.client() as client:
-            where = await workers_at(client, count=self.num_workers)
+            try:
+                where = await workers_at(client, count=self.num_workers)
+            except TimeoutError:
+                raise AssertionError(f"no complete cluster after {_WAIT_S} s\n{logs_of(self.head)}") from None
             assert all(address in self.pools[name.partition("-")[0]] for name, address in where.items()), where
             if not self.texts:
                 names = ", ".join(f"{worker} on {name}" for worker, name in self._names_of(where).items())

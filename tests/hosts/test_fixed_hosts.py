@@ -13,7 +13,7 @@ import pytest
 
 from kvrelay.client import AsyncClient
 from tests.hosts.network import Host, Journal, why_not
-from tests.hosts.ray_cluster import NAME
+from tests.hosts.ray_cluster import NAME, logs_of
 from tests.hosts.site import Site, site_on, workers_at
 from tests.hosts.streams import describe, stream_all
 from tests.hosts.trust_steps import refuse_strangers_in_mid_stream
@@ -22,15 +22,10 @@ _REASON = why_not()
 pytestmark = [
     pytest.mark.e2e,
     pytest.mark.skipif(_REASON is not None, reason=f"hosts out of namespaces: {_REASON}"),
-    pytest.mark.timeout(500),
+    pytest.mark.timeout(900),
 ]
 
 _STATE = f"cat ~/.cache/kvrelay/run/{NAME}/state.json"
-_LOGS = (
-    f"cat ~/kvrelay-up.log; tail -n 40 ~/.cache/kvrelay/run/{NAME}/logs/supervisor.log ~/kvrelay-head.log; "
-    "cd /tmp/ray/session_latest/logs && tail -n 25 $(ls -t raylet*.out gcs_server*.out *agent*.log | head -n 6); "
-    "ps -eo pid,ppid,etimes,stat,args | cut -c1-200"
-)
 _WAIT_S = 400
 
 
@@ -109,7 +104,7 @@ async def until_controlled(head: Host, *, not_by: int = 0) -> float:
         if state and state["supervisor"]["pid"] != not_by and state["phase"] == "ready":
             return time.monotonic() - started_s
         await asyncio.sleep(0.5)  # there is no event to wait for, and each look is a connection by ssh
-    raise AssertionError(f"no controller after {_WAIT_S} s\n{head.run(_LOGS, check=False).stdout}")
+    raise AssertionError(f"no controller after {_WAIT_S} s\n{logs_of(head)}")
 
 
 async def pids(client: AsyncClient) -> dict[str, int]:

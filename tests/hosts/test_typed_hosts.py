@@ -18,7 +18,7 @@ _REASON = why_not()
 pytestmark = [
     pytest.mark.e2e,
     pytest.mark.skipif(_REASON is not None, reason=f"hosts out of namespaces: {_REASON}"),
-    pytest.mark.timeout(500),
+    pytest.mark.timeout(900),
 ]
 
 _LIFETIME_S = 24.0
