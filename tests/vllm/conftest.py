@@ -11,7 +11,6 @@ import random
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -130,19 +129,16 @@ def prompts() -> list[list[int]]:
     return [[chance.randrange(100, 40_000) for _ in range(length)] for length in _LENGTHS]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Generated:
-    """Answers of vLLM's own `LLM.generate` to `prompts`."""
-
-    by_dtype: dict[str, list[list[int]]]
-    """Answers of the short model."""
-    int4: list[list[int]]
-    """Answers of its 4-bit checkpoint, in bfloat16: vLLM computes such a checkpoint in no other dtype."""
-
-
 @pytest.fixture(scope="session")
-def generated(short_model_dir: Path, int4_model_dir: Path, prompts: list[list[int]]) -> Generated:
-    models = [(short_model_dir, "float32"), (short_model_dir, "bfloat16"), (int4_model_dir, "bfloat16")]
+def generated(short_model_dir: Path, prompts: list[list[int]]) -> dict[str, list[list[int]]]:
+    """Answers of vLLM's own `LLM.generate` of the short model to `prompts`, by dtype."""
+    dtypes = ("float32", "bfloat16")
+    answers = generate([(short_model_dir, dtype) for dtype in dtypes], prompts)
+    return dict(zip(dtypes, answers, strict=True))
+
+
+def generate(models: Sequence[tuple[Path, str]], prompts: Sequence[list[int]]) -> list[list[list[int]]]:
+    """Return the answers of vLLM's own `LLM.generate` to prompts, for each model and dtype."""
     jobs = [
         {"model": str(model_dir), "dtype": dtype, "prompts": prompts, "max_tokens": MAX_TOKENS}
         for model_dir, dtype in models
@@ -150,5 +146,5 @@ def generated(short_model_dir: Path, int4_model_dir: Path, prompts: list[list[in
     command = [sys.executable, "-m", "tests.vllm.generate"]
     done = subprocess.run(command, input=json.dumps(jobs), capture_output=True, text=True, check=False, env=os.environ)
     assert done.returncode == 0, done.stderr[-2000:]
-    float32, bfloat16, int4 = json.loads(done.stdout.splitlines()[-1])
-    return Generated(by_dtype={"float32": float32, "bfloat16": bfloat16}, int4=int4)
+    answers: list[list[list[int]]] = json.loads(done.stdout.splitlines()[-1])
+    return answers

@@ -20,7 +20,6 @@ from tests.builders import Collector, assert_empty, granted, run_until_idle, ser
 from tests.vllm.conftest import (
     BLOCK_SIZE,
     MAX_TOKENS,
-    Generated,
     answers_of,
     core_of,
     first_difference,
@@ -44,8 +43,8 @@ def executor(short_model_dir: Path, dtype: str) -> Executor:
 
 
 @pytest.fixture(scope="module")
-def expected(generated: Generated, dtype: str) -> list[list[int]]:
-    return generated.by_dtype[dtype]
+def expected(generated: dict[str, list[list[int]]], dtype: str) -> list[list[int]]:
+    return generated[dtype]
 
 
 def test_greedy_answers_are_those_of_vllm_alone_together_chunked_and_cached(
