@@ -18,7 +18,7 @@ from typing import Any, TextIO
 
 from benchmarks.faults import CannotInflict, PrivateNetwork
 from cluster.processes.state import StateFile
-from kvrelay.client import AsyncClient, KvrelayError, Token
+from kvrelay.client import AsyncClient, Event, KvrelayError, PlanChosen, Token
 from tests.builders import expected_tokens, make_request
 from tests.e2e.harness import FAKE_POOL, fake_config, held, running_cluster, until
 from tests.torture.faults import Inflict, draw_kind, draw_seconds, find_kinds
@@ -28,6 +28,8 @@ REQUEST_S = 240.0
 """Deadline of a request: longer than any pile of faults."""
 WHOLE_S = 120.0
 MEAN_PAUSE_S = 4.0
+NOTED_GAP_S = 3.0
+"""Gaps between two tokens of an answer from which on the log has a line."""
 NUM_WORKERS = {"prefill": 2, "decode": 3}
 SLOW_DRAIN_S = 10.0
 _DISK_BYTES = 96 << 20
@@ -60,6 +62,13 @@ class Torture:
         self.log.write(json.dumps(line) + "\n")
         self.log.flush()
 
+    def note_gap(self, lane: int, gap_s: float, plans: list[tuple[float, str]]) -> None:
+        """Write a long gap, with what was planned before and in it."""
+        self.longest_gap_s = max(self.longest_gap_s, gap_s)
+        if gap_s >= NOTED_GAP_S:
+            told = [(round(at_s - self.begun_s, 2), workers) for at_s, workers in plans[-8:]]
+            self.note("gap", lane=lane, gap_s=round(gap_s, 2), plans=told)
+
     async def stream(self, lane: int) -> None:
         """Send one request after the other and check every token."""
         draw = random.Random(f"{self.draw.random()} {lane}")
@@ -72,16 +81,13 @@ class Torture:
             }
             expected = tuple(expected_tokens(make_request(prompt, ignore_eos=True, **sampling)))
             got: list[int] = []
-            last_s: float | None = None
+            gaps = Gaps(self, lane)
             try:
                 stream = self.client.stream(prompt, timeout_s=REQUEST_S, ignore_eos=True, **sampling)
                 async with stream:
                     async for event in stream:
+                        gaps.see(event)
                         if isinstance(event, Token):
-                            now_s = time.monotonic()
-                            if last_s is not None:
-                                self.longest_gap_s = max(self.longest_gap_s, now_s - last_s)
-                            last_s = now_s
                             got.append(event.token_id)
             except KvrelayError as error:
                 self._violate(f"request failed after {len(got)} of {len(expected)} tokens: {error!r}")
@@ -171,6 +177,27 @@ class Torture:
             "longest_gap_s": round(self.longest_gap_s, 2),
             "violations": self.wrong,
         }
+
+
+@dataclass
+class Gaps:
+    """The gaps between the tokens of one answer."""
+
+    run: Torture
+    lane: int
+    last_s: float | None = None
+    plans: list[tuple[float, str]] = field(default_factory=list)
+
+    def see(self, event: Event) -> None:
+        """Take an event of the answer."""
+        now_s = time.monotonic()
+        match event:
+            case PlanChosen():
+                self.plans.append((now_s, f"{event.prefill_worker_id or 'local'} {event.decode_worker_id}"))
+            case Token():
+                if self.last_s is not None:
+                    self.run.note_gap(self.lane, now_s - self.last_s, self.plans)
+                self.last_s = now_s
 
 
 async def torture(args: argparse.Namespace, folder: Path, kinds: dict[str, Inflict], log: TextIO) -> dict[str, Any]:
