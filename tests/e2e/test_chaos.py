@@ -93,7 +93,7 @@ async def _one(client: AsyncClient, rng: random.Random, number: int) -> str:
                 return "cancelled"
         answer = await stream.result()
     except KvrelayError as error:
-        return type(error).__name__
+        return f"{type(error).__name__}: {error}"
     assert answer.token_ids == tuple(expected_tokens(make_request(prompt, **options)))
     return "completed"
 
