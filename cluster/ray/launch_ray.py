@@ -87,9 +87,10 @@ class RayLauncher:
         enrolment = ActorEnrolment(actor, self._authority, role=identity_role(spec.role), name=spec.name)
         try:
             ready, identity = await self._served(spec, actor, enrolment)
-        except BaseException:  # its process is useless, or dead, or not wanted any more
+        except BaseException as error:
             enrolment.close()
-            self._discard(spec.name)
+            if isinstance(error, StartFailed | asyncio.CancelledError):  # else Ray fails: the actor may well serve
+                self._discard(spec.name)
             raise
         self._home.served(spec.name)
         # Not alive here if it is on another host: an identity contains the boot time of its host.

@@ -22,11 +22,11 @@ class GrpcChunks(Transport):
     def seal(self, first_block: int, block_ids: Seq[BlockId]) -> list[pb.FetchBlocksResponse]:
         """See `Transport`."""
         data = self._store.read_blocks(block_ids)
-        size = self._store.shape.block_bytes
+        size, most = self._store.shape.block_bytes, self._config.chunk_bytes
         messages: list[pb.FetchBlocksResponse] = []
         for i in range(len(block_ids)):
-            for offset in range(0, size, self._config.chunk_bytes):
-                piece = bytes(data[i * size + offset : i * size + min(offset + self._config.chunk_bytes, size)])
+            for offset in range(0, size, most):
+                piece = bytes(data[i * size + offset : i * size + min(offset + most, size)])
                 chunk = pb.BlockChunk(
                     block_index=first_block + i, offset=offset, data=piece, checksum=xxhash.xxh3_64_intdigest(piece)
                 )

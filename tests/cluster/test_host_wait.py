@@ -8,6 +8,8 @@ import pytest
 
 ray = pytest.importorskip("ray")
 
+from ray.exceptions import RaySystemError  # noqa: E402
+
 from cluster.processes.launcher import StartFailed  # noqa: E402 - after the skip
 from cluster.processes.plan import ProcessRole, ProcessSpec  # noqa: E402
 from cluster.ray.launch_ray import RayLauncher, serving  # noqa: E402
@@ -54,6 +56,12 @@ def worker(**keys: Any) -> ProcessSpec:
     return ProcessSpec(name="decode-3", role=ProcessRole.DECODE, host=None, port=0, **keys)
 
 
+def launcher_in(folder: Path) -> RayLauncher:
+    config = make_config(launcher="ray", host_wait_s=0.01)
+    credentials = cast("Any", CONTROLLER)
+    return RayLauncher(config, run_dir=folder, home=Home(), authority=AUTHORITY, credentials=credentials)
+
+
 @pytest.mark.parametrize(
     ("resources", "message"),
     [
@@ -80,19 +88,31 @@ async def test_worker_without_a_host_is_given_up_with_what_was_missing(
     actor = Actor()
     monkeypatch.setattr(RayLauncher, "_create", lambda self, spec: actor)
     monkeypatch.setattr(ray, "kill", lambda actor, no_restart: killed.append(actor))
-    launcher = RayLauncher(
-        make_config(launcher="ray", host_wait_s=0.01),
-        run_dir=tmp_path,
-        home=Home(),
-        authority=AUTHORITY,
-        credentials=cast("Any", CONTROLLER),
-    )
+    launcher = launcher_in(tmp_path)
 
     with pytest.raises(StartFailed) as caught:
         await launcher.start(worker(**resources))
 
     assert str(caught.value) == message
     assert killed == [actor]
+
+
+async def test_ray_that_fails_while_a_worker_is_taken_over_does_not_end_the_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed: list[object] = []
+
+    async def fail(*_args: object, **_options: object) -> None:
+        raise RaySystemError("GCS does not answer")  # type: ignore[no-untyped-call]
+
+    monkeypatch.setattr(RayLauncher, "_create", lambda self, spec: Actor())
+    monkeypatch.setattr("cluster.ray.launch_ray.serving", fail)
+    monkeypatch.setattr(ray, "kill", lambda actor, no_restart: killed.append(actor))
+
+    with pytest.raises(RaySystemError):
+        await launcher_in(tmp_path).start(worker())
+
+    assert not killed
 
 
 async def test_worker_that_loads_its_model_for_long_is_not_given_up() -> None:
