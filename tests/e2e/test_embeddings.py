@@ -1,6 +1,8 @@
 """Embeddings by real workers: those of the fake engine, whatever runs beside them and whichever worker is lost."""
 
 import asyncio
+import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +11,12 @@ import pytest
 from openai import AsyncOpenAI
 
 from common.pooling import Pooling
+from engine.executor import ScheduledSequence
+from engine.fake import FakeExecutor, FakeStep
 from kvrelay.client import AsyncClient, Client, Embedding, InvalidRequest
-from tests.builders import expected_embedding, expected_tokens, make_request
+from tests.builders import BLOCK_SIZE, expected_embedding, expected_tokens, make_request
 from tests.e2e.harness import FAKE_POOL, fake_config, kill_worker, running_cluster, until_idle
-from tests.e2e.in_process import running_system
+from tests.e2e.in_process import TIMEOUT_S, running_system
 
 
 def expected(prompt: str, pooling: str = "last") -> Any:
@@ -42,19 +46,30 @@ async def test_embeddings_beside_answers_are_those_of_a_lone_prompt(pooling: str
         await system.until_idle()
 
 
-async def test_step_of_a_prefill_worker_computes_many_embeddings_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with running_system(num_decode=0, max_step_tokens=1024, step_s=0.02) as system, system.client() as client:
-        samples: list[Any] = []
-        worker = system.workers["p0"].runtime
-        observe = worker.timing.observe
+class HeldExecutor(FakeExecutor):
+    """A fake engine whose steps start when the test lets them."""
 
-        def remember(taken: Any) -> None:
-            samples.extend(taken)
-            observe(taken)
+    def __init__(self) -> None:
+        super().__init__(num_blocks=128, block_size=BLOCK_SIZE, max_model_len=1024)
+        self.released = threading.Event()
+        self.num_prefill_tokens: list[int] = []
 
-        monkeypatch.setattr(worker.timing, "observe", remember)
-        await embed_all(client, ["x" * 20 + str(number) for number in range(30)], "mean")
-        assert max(sample.shape.num_prefill_tokens for sample in samples) > 2 * 22
+    def launch(self, batch: Sequence[ScheduledSequence]) -> FakeStep:
+        self.released.wait(TIMEOUT_S)
+        self.num_prefill_tokens.append(sum(item.num_new_tokens for item in batch))
+        return super().launch(batch)
+
+
+async def test_step_of_a_prefill_worker_computes_many_embeddings_at_once() -> None:
+    executor = HeldExecutor()
+    starting = running_system(num_decode=0, max_step_tokens=1024, load=lambda: executor)
+    async with starting as system, system.client() as client:
+        running = asyncio.create_task(embed_all(client, ["x" * 20 + str(number) for number in range(30)], "mean"))
+        while system.workers["p0"].runtime.num_request_tasks < 10:  # noqa: ASYNC110 - no event tells it
+            await asyncio.sleep(0.01)
+        executor.released.set()
+        await running
+        assert max(executor.num_prefill_tokens) > 2 * 22
         await system.until_idle()
 
 
