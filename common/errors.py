@@ -241,7 +241,8 @@ def from_status_bytes(raw: bytes) -> KvrelayError:
 def from_rpc_error(error: grpc.RpcError, *, unavailable: type[KvrelayError] = WorkerLost) -> KvrelayError:
     """Return the error that a peer reported, or the nearest class for a bare gRPC status.
 
-    A bare UNAVAILABLE means that the peer is gone; `unavailable` is the class for a peer of this kind.
+    A bare UNAVAILABLE means that the peer is gone, and so does a bare CANCELLED: the caller's own cancellation is raised
+    as CancelledError, so the peer has dropped the call. `unavailable` is the class for a peer of this kind.
     """
     call: Any = error  # grpc.RpcError has code() and details() only on its concrete classes
     code = call.code() if hasattr(call, "code") else grpc.StatusCode.UNKNOWN
@@ -251,7 +252,7 @@ def from_rpc_error(error: grpc.RpcError, *, unavailable: type[KvrelayError] = Wo
             known = _from_details(value, message)
             if known is not None:
                 return known
-    if code is grpc.StatusCode.UNAVAILABLE:
+    if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
         return unavailable(message)
     return _BARE.get(code, WorkerError)(message)
 
@@ -262,7 +263,6 @@ _BARE: dict[grpc.StatusCode, type[KvrelayError]] = {
     grpc.StatusCode.UNAUTHENTICATED: Unauthenticated,
     grpc.StatusCode.RESOURCE_EXHAUSTED: Overloaded,
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
-    grpc.StatusCode.CANCELLED: Cancelled,
     grpc.StatusCode.INTERNAL: EngineFault,
 }
 

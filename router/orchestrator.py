@@ -23,7 +23,6 @@ from functools import partial
 from common.clock import Clock
 from common.config import RouterConfig
 from common.errors import (
-    Cancelled,
     DeadlineExceeded,
     EngineFault,
     KvrelayError,
@@ -184,8 +183,7 @@ class Orchestrator:
     def _raise_if_final(self, leg: Leg, failure: AttemptFailed) -> None:
         """Raise the failure's error unless the request may be planned again, which is then counted."""
         error = failure.error
-        # When no one here has cancelled the call, a worker that cancels it is shutting down.
-        if not isinstance(error, WorkerError | TransferError | Cancelled):
+        if not isinstance(error, WorkerError | TransferError):
             raise error
         if leg.num_attempts - leg.num_moves >= self._config.max_attempts:
             raise error
@@ -279,7 +277,7 @@ class Orchestrator:
         A prefill worker that dies makes the decode worker's call fail as well, possibly first. Until the handoff is
         complete, a failed decode call therefore suspects both, and the network between them.
         """
-        if not isinstance(failure.error, WorkerError | TransferError | Cancelled):
+        if not isinstance(failure.error, WorkerError | TransferError):
             return
         suspects = [failure.hold]
         prefill = booking.prefill

@@ -1,6 +1,7 @@
 """Chooses the router of a call, and the next one when it is gone.
 
-Only calls that fail with `Unreachable` are sent again: their router could not be reached, or the connection broke.
+Only calls that fail with `Unreachable` are sent again: their router could not be reached, the connection broke, or the
+router dropped the call.
 Reading calls change nothing. An answer that had begun is resumed after the tokens that have arrived
 (`GenerateRequest.resume`), so that each token comes once, from any router.
 """
@@ -9,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from common.errors import InvalidRequest, KvrelayError, Unreachable
+from common.errors import Cancelled, InvalidRequest, KvrelayError, Unreachable
 from common.rpc import PING_TIMEOUT_MS, REPLACEABLE_PING_TIMEOUT_MS
 
 _LEAST_TIMEOUT_S = 0.001
@@ -47,6 +48,8 @@ class RouterList:
         self.max_attempts = several if max_attempts is None else max_attempts
         self.current = self.addresses[0]
         """The router to call."""
+        self.is_closed = False
+        """Whether the client was closed, which cancels its calls."""
 
     def leave(self, address: str) -> None:
         """Switch to the next router, unless another call has done so already."""
@@ -65,8 +68,11 @@ class Attempts:
     def failed(self, error: KvrelayError, *, address: str) -> float:
         """Note a failed attempt; returns the seconds to wait before the next one.
 
-        0 while some router has not been tried, then growing. Raises the error when another attempt cannot help.
+        0 while some router has not been tried, then growing. Raises the error when another attempt cannot help, Cancelled
+        when the client was closed meanwhile.
         """
+        if self.routers.is_closed:
+            raise Cancelled("the client was closed during the call") from error
         if not isinstance(error, Unreachable):
             raise error
         self._num_failed += 1

@@ -62,7 +62,7 @@ _KINDS: dict[type[KvrelayError], ErrorKind] = {
     errors.ClientGone: ErrorKind(CLIENT_CLOSED_REQUEST, "server_error", "client_gone"),
     errors.Overloaded: ErrorKind(429, "rate_limit_error", "rate_limit_exceeded"),
     errors.DeadlineExceeded: ErrorKind(504, "server_error", "deadline_exceeded"),
-    errors.Cancelled: _UNAVAILABLE,  # by a worker: a client that cancels reads no answer
+    errors.Cancelled: _UNAVAILABLE,  # never seen: a client that cancels reads no answer
     errors.Unreachable: _UNAVAILABLE,
     errors.TransferError: _UNAVAILABLE,
     errors.KvIncomplete: _UNAVAILABLE,

@@ -22,7 +22,12 @@ class Hold:
     """A step of a script: say nothing until the client goes away."""
 
 
-Step = pb.GenerateResponse | KvrelayError | Hold
+@dataclass(frozen=True)
+class Drop:
+    """A step of a script: drop the call without a status of the router's own."""
+
+
+Step = pb.GenerateResponse | KvrelayError | Hold | Drop
 
 
 def accepted(num_prompt_tokens: int = 5) -> pb.GenerateResponse:
@@ -254,6 +259,9 @@ class FakeInference(inference_pb2_grpc.InferenceServiceServicer):
             match step:
                 case Hold():
                     assert call_is_over.wait(LIMIT_S), "the client never left"
+                    return
+                case Drop():
+                    context.cancel()
                     return
                 case KvrelayError():
                     played.append(step)

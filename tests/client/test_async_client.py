@@ -62,9 +62,12 @@ async def test_cancelled_task_stays_cancelled_and_cancels_on_the_server(fake: Fa
         assert await left(fake)
 
 
-async def test_close_of_the_client_ends_its_streams_with_cancelled(fake: FakeInference, address: str) -> None:
+@pytest.mark.parametrize("max_attempts", [None, 3])
+async def test_close_of_the_client_ends_its_streams_with_cancelled(
+    fake: FakeInference, address: str, max_attempts: int | None
+) -> None:
     fake.script = [accepted(), Hold()]
-    client = AsyncClient(address)
+    client = AsyncClient(address, max_attempts=max_attempts)
     stream = client.stream("Hi")
     await anext(stream)
     async with asyncio.timeout(LIMIT_S):

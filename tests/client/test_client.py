@@ -126,6 +126,22 @@ def test_close_of_a_stream_cancels_on_the_server(fake: FakeInference, client: An
         stream.result()
 
 
+@pytest.mark.parametrize("max_attempts", [None, 3])
+def test_close_of_the_client_by_another_thread_ends_its_streams_with_cancelled(
+    fake: FakeInference, address: str, max_attempts: int | None
+) -> None:
+    fake.script = [accepted(), Hold()]
+    client = Client(address, max_attempts=max_attempts)
+    stream = client.stream("Hi")
+    next(stream)
+    closing = threading.Thread(target=client.close)
+    closing.start()
+    with pytest.raises(Cancelled):
+        stream.result()
+    closing.join(LIMIT_S)
+    assert fake.client_left.wait(LIMIT_S)
+
+
 def test_break_out_of_a_stream_cancels_on_the_server(fake: FakeInference, address: str) -> None:
     fake.script = [accepted(), remote_plan(), tokens(["a"]), Hold()]
     with Client(address) as client:

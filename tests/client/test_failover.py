@@ -13,7 +13,17 @@ from kvrelay.client import AsyncClient, Client, Event, Generation, Token
 from kvrelay.client.failover import Attempts, RouterList
 from kvrelay.v1 import inference_pb2
 from tests.client.conftest import Connect
-from tests.client.fake_server import FakeInference, Step, accepted, completed, hello_world, remote_plan, serving, tokens
+from tests.client.fake_server import (
+    Drop,
+    FakeInference,
+    Step,
+    accepted,
+    completed,
+    hello_world,
+    remote_plan,
+    serving,
+    tokens,
+)
 
 NOBODY = "127.0.0.1:1"
 GONE = Unreachable("gone")
@@ -48,8 +58,9 @@ def test_first_router_is_unreachable_then_the_second_answers(ask: Ask, fake: Fak
     assert not fake.generate_requests[0].HasField("resume")
 
 
-def test_connection_that_breaks_midstream_resumes_after_the_received_tokens(ask: Ask) -> None:
-    first: list[Step] = [accepted(), remote_plan(), tokens(["a", "b"]), tokens(["c"], first_index=2), GONE]
+@pytest.mark.parametrize("end", [GONE, Drop()])
+def test_connection_or_call_that_breaks_midstream_resumes_after_the_received_tokens(ask: Ask, end: Step) -> None:
+    first: list[Step] = [accepted(), remote_plan(), tokens(["a", "b"]), tokens(["c"], first_index=2), end]
     second: list[Step] = [accepted(), remote_plan(), tokens(["d"], first_index=3, last="stop"), completed(4)]
     with two(first, second) as (addresses, _, other):
         events, generation = ask(addresses, temperature=0.7)
