@@ -241,8 +241,8 @@ def from_status_bytes(raw: bytes) -> KvrelayError:
 def from_rpc_error(error: grpc.RpcError, *, unavailable: type[KvrelayError] = WorkerLost) -> KvrelayError:
     """Return the error that a peer reported, or the nearest class for a bare gRPC status.
 
-    A bare UNAVAILABLE means that the peer is gone, and so does a bare CANCELLED: the caller's own cancellation is raised
-    as CancelledError, so the peer has dropped the call. `unavailable` is the class for a peer of this kind.
+    A bare UNAVAILABLE means that the peer is gone. So does a bare CANCELLED: the caller's own cancellation is raised as
+    CancelledError, so the peer has dropped the call. `unavailable` is the class for a peer of this kind.
     """
     call: Any = error  # grpc.RpcError has code() and details() only on its concrete classes
     code = call.code() if hasattr(call, "code") else grpc.StatusCode.UNKNOWN

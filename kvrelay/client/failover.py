@@ -68,8 +68,8 @@ class Attempts:
     def failed(self, error: KvrelayError, *, address: str) -> float:
         """Note a failed attempt; returns the seconds to wait before the next one.
 
-        0 while some router has not been tried, then growing. Raises the error when another attempt cannot help, Cancelled
-        when the client was closed meanwhile.
+        0 while some router has not been tried, then growing. Raises the error when another attempt cannot help, and
+        Cancelled when the client was closed meanwhile.
         """
         if self.routers.is_closed:
             raise Cancelled("the client was closed during the call") from error
