@@ -17,6 +17,7 @@ logger = logging.getLogger(__name__)
 _MAX_MESSAGE_BYTES = 64 << 20
 MIN_PING_INTERVAL_MS = 1_000
 """Shortest time between two pings that servers allow."""
+_PING_INTERVAL_MS = 2_000
 PING_TIMEOUT_MS = 3_000
 REPLACEABLE_PING_TIMEOUT_MS = 1_500
 """The same where another peer can take over at once. Three losses of a packet in a row take 1.4 s."""
@@ -28,7 +29,7 @@ def keepalive(ping_timeout_ms: int = PING_TIMEOUT_MS) -> list[tuple[str, int]]:
     Pings are answered without Python.
     """
     return [
-        ("grpc.keepalive_time_ms", 2_000),
+        ("grpc.keepalive_time_ms", _PING_INTERVAL_MS),
         ("grpc.keepalive_timeout_ms", ping_timeout_ms),
         # A ping that was sent for another reason than keepalive has a limit of its own: a minute.
         ("grpc.http2.ping_timeout_ms", ping_timeout_ms),
@@ -41,6 +42,9 @@ def channel_options(*, ping_timeout_ms: int = PING_TIMEOUT_MS) -> list[tuple[str
     """Return the options of every client channel. Reconnects within a second: processes restart fast."""
     return [
         *keepalive(ping_timeout_ms),
+        # Limits an attempt to connect. A process that stands still accepts connections, and never answers the handshake
+        # of TLS, during which nothing is pinged yet: calls would wait 20 s.
+        ("grpc.min_reconnect_backoff_ms", _PING_INTERVAL_MS + ping_timeout_ms),
         ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
         ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
         ("grpc.initial_reconnect_backoff_ms", 100),

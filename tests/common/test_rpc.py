@@ -1,13 +1,14 @@
-"""Ends of handlers, as callers and logs see them (common/rpc.py)."""
+"""Ends of handlers and of attempts to connect, as callers and logs see them (common/rpc.py)."""
 
 import asyncio
 import logging
+import socket
 from typing import Any
 
 import grpc
 import pytest
 
-from common.rpc import error_boundary
+from common.rpc import REPLACEABLE_PING_TIMEOUT_MS, client_channel, error_boundary
 
 
 async def test_write_to_a_caller_that_has_left_logs_no_error(caplog: pytest.LogCaptureFixture) -> None:
@@ -36,3 +37,13 @@ async def test_write_to_a_caller_that_has_left_logs_no_error(caplog: pytest.LogC
         await is_over.wait()
     await server.stop(None)
     assert [record.message for record in caplog.records if record.levelno >= logging.ERROR] == []
+
+
+async def test_call_to_a_peer_that_accepts_and_never_shakes_hands_fails_long_before_grpcs_20_seconds() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        credentials = grpc.ssl_channel_credentials()
+        async with client_channel(address, credentials, ping_timeout_ms=REPLACEABLE_PING_TIMEOUT_MS) as channel:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await channel.unary_unary("/test/Answer")(b"", timeout=15)
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
