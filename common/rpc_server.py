@@ -53,6 +53,9 @@ async def start_server(
         ("grpc.server_handshake_timeout_ms", 10_000),
         ("grpc.max_connection_idle_ms", 300_000),
         ("grpc.max_concurrent_streams", 4096),
+        # Python takes one call in each turn of the event loop, so calls wait while it is busy. gRPC would drop those that
+        # have waited for 30 s, with a bare CANCELLED; they have deadlines of their own.
+        ("grpc.server_max_unrequested_time_in_server", 3600),
         ("grpc.max_allowed_incoming_connections", connections_per_listener(claim_open_files())),
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
