@@ -17,6 +17,8 @@ from common.trust.guard import Guard
 
 MAX_MESSAGE_BYTES = 64 << 20
 """Size limit of messages inside a cluster."""
+MAX_UNTAKEN_CALLS = 16_384
+"""Calls of one server that may wait for its event loop; gRPC drops those beyond, with a bare CANCELLED."""
 
 
 @dataclass(slots=True)
@@ -53,9 +55,11 @@ async def start_server(
         ("grpc.server_handshake_timeout_ms", 10_000),
         ("grpc.max_connection_idle_ms", 300_000),
         ("grpc.max_concurrent_streams", 4096),
-        # Python takes one call in each turn of the event loop, so calls wait while it is busy. gRPC would drop those that
-        # have waited for 30 s, with a bare CANCELLED; they have deadlines of their own.
+        # Python takes one call in each turn of the event loop, so calls wait while it is busy. By default gRPC drops
+        # those that have waited for 30 s, and some of more than 1,000. Calls have deadlines, and admission gives reasons.
         ("grpc.server_max_unrequested_time_in_server", 3600),
+        ("grpc.server.max_pending_requests", MAX_UNTAKEN_CALLS),
+        ("grpc.server.max_pending_requests_hard_limit", MAX_UNTAKEN_CALLS),
         ("grpc.max_allowed_incoming_connections", connections_per_listener(claim_open_files())),
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
