@@ -56,7 +56,7 @@ async def start_server(
         ("grpc.max_connection_idle_ms", 300_000),
         ("grpc.max_concurrent_streams", 4096),
         # Python takes one call in each turn of the event loop, so calls wait while it is busy. By default gRPC drops
-        # those that have waited for 30 s, and some of more than 1,000. Calls have deadlines, and admission gives reasons.
+        # those that have waited for 30 s, and some of more than 1,000. They have deadlines, and admission a limit.
         ("grpc.server_max_unrequested_time_in_server", 3600),
         ("grpc.server.max_pending_requests", MAX_UNTAKEN_CALLS),
         ("grpc.server.max_pending_requests_hard_limit", MAX_UNTAKEN_CALLS),
