@@ -31,7 +31,7 @@ from kvrelay.v1 import router_admin_pb2
 
 logger = logging.getLogger(__name__)
 
-ACCEPT_TIMEOUT_S = 30.0
+ACCEPT_TIMEOUT_S = 60.0
 """Time for the routers to use a worker that serves."""
 
 
