@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any, NoReturn
 
 import grpc
@@ -112,6 +112,8 @@ async def error_boundary(context: grpc.aio.ServicerContext[Any, Any], what: str)
         raise
     except grpc.aio.InternalError as error:  # raised by gRPC for a write before the handler is cancelled
         logger.debug("%s: the caller has left", what, exc_info=error)
+        with suppress(grpc.aio.InternalError, grpc.aio.UsageError):  # if it has not, it would wait for a status
+            await abort(context, EngineFault(f"{what} failed: a message could not be sent"))
         raise asyncio.CancelledError from None
     except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - the top of a handler
         await abort(context, to_report(error, what))

@@ -82,8 +82,9 @@ DriverFactory = Callable[[EngineCore, Callable[[StepReport], None], Callable[[Ex
 class EngineThread(EngineDriver):
     """Owner of one core and its thread. Construct and use on the event loop; `start` before, `aclose` after.
 
-    `on_fault` is called on the event loop when the thread has died of an exception. Commands are no longer answered
-    then: the owner has to end the process, or every waiting caller.
+    `on_fault` is called on the event loop when the thread has died of an exception, or when events were lost because
+    one of them, or a report, could not be handed over. Some callers are no longer answered then: the owner has to end
+    the process, or every waiting caller.
     """
 
     def __init__(
@@ -179,9 +180,13 @@ class EngineThread(EngineDriver):
             logger.debug("the event loop is closed; %d events are dropped", len(emitted))
 
     def _dispatch(self, report: StepReport, emitted: Emitted) -> None:
-        self._on_report(report)
-        for group, event in emitted:
-            group.sink(event)
+        try:
+            self._on_report(report)
+            for group, event in emitted:
+                group.sink(event)
+        except Exception as error:  # events are lost, so requests would wait for ever
+            logger.critical("events of a step were lost", exc_info=True)
+            self._on_fault(error)
 
 
 def void(_result: object) -> None:

@@ -189,7 +189,7 @@ class HandoffTable:
     def abort(self, handoff: Handoff, error: KvrelayError) -> None:
         """End a handoff because one side gave up; the other side is notified at once. A no-op when it has ended."""
         if not handoff.is_over:
-            if handoff.state is HandoffState.EXPECTED:
+            if handoff.state is HandoffState.EXPECTED or not handoff.has_puller:  # the missing side may yet come
                 self._remember(handoff.handoff_id, error)
             handoff.error = error
             self._end(handoff, HandoffState.ABORTED)

@@ -183,3 +183,7 @@ class DecodeStream:
                 await self._call.write(request)
             except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
                 return  # the stream has ended; the reader reports why
+            except Exception as caught:  # top of a task: calls that cannot be sent must not wait
+                logger.exception("writing to a worker's stream failed")
+                self.break_off(EngineFault(f"a call to the worker cannot be sent: {type(caught).__name__}: {caught}"))
+                return

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from common.errors import EngineFault, KvrelayError
+from common.errors import EngineFault, KvrelayError, WorkerLost
 from common.ids import HandoffId, mint_handoff_id
 from common.lifecycle import State
 from common.token_batches import runs_of
@@ -24,6 +24,8 @@ from router.attempt import Attempt, AttemptFailed, AttemptOutcome, blaming, rece
 from router.hold import Hold
 from router.worker_client import Incoming
 
+RESERVATION_TIMEOUT_S = 10.0
+"""How long a decode worker that sends heartbeats may take to grant pages: prefixes are pulled before that."""
 END_OF_STREAM_TIMEOUT_S = 1.0
 """How long a worker may take to close a call after its last token."""
 Answer: TypeAlias = Incoming[decode_pb2.DecodeResponse]
@@ -60,7 +62,12 @@ class GenerationAttempt(Attempt):
 
     async def _reserve(self, answer: Answer) -> None:
         decode = self.booking.decode
-        response = await receive(answer, decode)
+        try:
+            async with asyncio.timeout(RESERVATION_TIMEOUT_S):
+                response = await receive(answer, decode)
+        except TimeoutError:
+            error = WorkerLost(f"it has granted no pages for {RESERVATION_TIMEOUT_S:g} s")
+            raise AttemptFailed(decode, error) from None
         if response is None or not response.HasField("reserved"):
             raise AttemptFailed(decode, EngineFault("the first message of a decode call is not a reservation"))
         if self.booking.prefill is not None and not self.record.ledger.has_tokens:

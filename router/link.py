@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING
 
 from common.clock import Clock
 from common.errors import DeadlineExceeded, KvrelayError
+from kvrelay.v1 import worker_pb2
 from router.facts import facts_from_proto
 from router.member import Member
+from router.worker_client import Incoming
 
 if TYPE_CHECKING:
     from router.fleet import Fleet
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 DESCRIBE_TIMEOUT_S = 5.0
+SNAPSHOT_TIMEOUT_S = 5.0
+"""How long the first update may take. From then on, silence is watched (silence.py)."""
 MIN_BACKOFF_S = 0.05
 MAX_BACKOFF_S = 1.0
 STABLE_S = 5.0
@@ -79,7 +83,8 @@ class WorkerLink:
             return
         with self._member.client.watch(heartbeat_s=self._fleet.heartbeat_s) as updates:
             expected_seq = 0
-            while (update := await updates.receive()) is not None:
+            update = await self._first(updates)
+            while update is not None:
                 if update.epoch != facts.epoch or update.seq != expected_seq:
                     logger.warning(
                         "update out of order, subscribing again",
@@ -88,6 +93,15 @@ class WorkerLink:
                     return
                 self._fleet.on_update(self._member, update)
                 expected_seq += 1
+                update = await updates.receive()
+
+    async def _first(self, updates: Incoming[worker_pb2.WatchWorkerResponse]) -> worker_pb2.WatchWorkerResponse | None:
+        """Return the first update. Raises KvrelayError, DeadlineExceeded when it takes too long."""
+        try:
+            async with asyncio.timeout(SNAPSHOT_TIMEOUT_S):
+                return await updates.receive()
+        except TimeoutError:
+            raise DeadlineExceeded(f"no snapshot of its blocks came within {SNAPSHOT_TIMEOUT_S:g} s") from None
 
 
 class RetiredMembers:

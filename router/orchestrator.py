@@ -24,7 +24,6 @@ from common.clock import Clock
 from common.config import RouterConfig
 from common.errors import (
     DeadlineExceeded,
-    EngineFault,
     KvrelayError,
     Overloaded,
     TransferError,
@@ -32,6 +31,7 @@ from common.errors import (
     WorkerLost,
 )
 from common.lifecycle import LifeCycle, State
+from common.rpc import to_report
 from common.structured import TaskCensus, all_or_first_failure
 from kvrelay.v1 import inference_pb2
 from router.admission.line import Line
@@ -146,14 +146,13 @@ class Orchestrator:
                 self._lengths.learn(record.job, ticket.account.tenant.name, record.ledger.lengths)
         except TimeoutError:
             error = DeadlineExceeded("the deadline passed before the answer was complete")
-        except KvrelayError as caught:
-            error = caught
-        except Exception as caught:  # top of a task: the client always gets a terminal status
-            logger.exception("request failed", extra={"request_id": record.job.request_id})
-            error = EngineFault(f"the router failed: {type(caught).__name__}: {caught}")
+        except (Exception, asyncio.CancelledError) as caught:  # noqa: BLE001 - the top of a task
+            error = to_report(caught, f"request {record.job.request_id}")
         finally:
-            self._admission.settle(ticket, record.service)
-        record.outbox.close(error)
+            try:
+                self._admission.settle(ticket, record.service)
+            finally:  # the client always gets a terminal status
+                record.outbox.close(error)
 
     async def _serve(self, leg: Leg) -> None:
         """Serve a leg until its samples have ended, with a new plan after every worker that is lost or leaves.

@@ -115,8 +115,8 @@ class MergeWindow:
         if not self.window_s:
             return
         if self._end is None:
-            self._end = asyncio.Event()
             asyncio.get_running_loop().call_later(self.window_s, self._finish)
+            self._end = asyncio.Event()
         await self._end.wait()
 
     def adapt(self, busy: float) -> None:

@@ -39,11 +39,30 @@ async def test_write_to_a_caller_that_has_left_logs_no_error(caplog: pytest.LogC
     assert [record.message for record in caplog.records if record.levelno >= logging.ERROR] == []
 
 
+async def test_message_that_cannot_be_sent_ends_the_call_of_a_caller_that_is_still_there() -> None:
+    async def answer(_request: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        async with error_boundary(context, "Answer"):
+            raise grpc.aio.InternalError
+
+    server = grpc.aio.server()
+    handlers: dict[str, Any] = {"Answer": grpc.unary_stream_rpc_method_handler(answer)}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test", handlers),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            call: Any = channel.unary_stream("/test/Answer")
+            await anext(aiter(call(b"", timeout=60)))
+    await server.stop(None)
+    assert caught.value.code() is grpc.StatusCode.INTERNAL
+
+
 async def test_call_to_a_peer_that_accepts_and_never_shakes_hands_fails_long_before_grpcs_20_seconds() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         credentials = grpc.ssl_channel_credentials()
         async with client_channel(address, credentials, ping_timeout_ms=REPLACEABLE_PING_TIMEOUT_MS) as channel:
             with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await channel.unary_unary("/test/Answer")(b"", timeout=15)
+                call: Any = channel.unary_unary("/test/Answer")
+                await call(b"", timeout=15)
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE

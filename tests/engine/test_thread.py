@@ -56,6 +56,18 @@ async def test_thread_when_bookkeeping_raises_ends_and_reports_the_fault() -> No
     assert str(fault) == "block 3: ref_cnt -1"
 
 
+async def test_event_that_cannot_be_handed_over_is_a_fault() -> None:
+    faults: asyncio.Queue[Exception] = asyncio.Queue()
+
+    def broken(_event: EngineEvent) -> None:
+        raise MemoryError
+
+    async with running(make_core(), faults.put_nowait) as thread:
+        await thread.call(lambda core: core.add(make_request([1], max_tokens=1), broken))
+        async with asyncio.timeout(60):
+            assert isinstance(await faults.get(), MemoryError)
+
+
 async def test_call_when_command_raises_raises_in_the_caller_and_the_thread_lives() -> None:
     async with running(make_core(), unexpected) as thread:
         with pytest.raises(PromptTooLong):

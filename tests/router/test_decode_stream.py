@@ -126,6 +126,23 @@ def wired() -> tuple[Wire, DecodeStream]:
     return wire, DecodeStream(wire)  # type: ignore[arg-type]
 
 
+async def test_call_that_cannot_be_sent_fails_with_all_of_the_stream_which_is_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    wire, stream = wired()
+
+    async def fail(_message: decode_pb2.DecodeManyRequest) -> None:
+        raise MemoryError
+
+    first = stream.open(decode_pb2.DecodeRequest())
+    await asyncio.sleep(0)
+    monkeypatch.setattr(wire, "write", fail)
+    for call in (first, stream.open(decode_pb2.DecodeRequest())):
+        with pytest.raises(EngineFault, match="cannot be sent"):
+            await call.receive()
+    assert stream.is_over
+
+
 async def test_follow_hands_over_what_came_before_and_what_comes_until_enough() -> None:
     wire, stream = wired()
     call = stream.open(decode_pb2.DecodeRequest())

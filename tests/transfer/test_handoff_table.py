@@ -110,3 +110,12 @@ def test_abort_before_the_prefill_is_forgotten_after_one_time_to_live(leases: Le
     leases.clock.advance(10.1)
     leases.table.sweep()
     assert leases.table.begin(ID, leases.ended).state is HandoffState.FILLING
+
+
+def test_puller_that_comes_after_its_handoff_has_expired_is_refused(leases: Leases) -> None:
+    handoff = leases.table.begin(ID, leases.ended)
+    leases.table.complete(handoff, MANIFEST)
+    leases.clock.advance(10.5)
+    leases.table.sweep()
+    with pytest.raises(HandoffGone, match="no puller came"):
+        leases.table.attach_puller(ID)
