@@ -33,8 +33,9 @@ def test_share_of_traced_requests_is_exact_and_evenly_spread(share: float, expec
     assert sum(traced[:200]) == expected // 2
 
 
-def test_collector_has_the_spans_of_a_process_with_their_errors_and_links() -> None:
+def test_collector_has_the_spans_of_a_process_with_their_errors_and_links(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("opentelemetry.sdk.trace", reason="the extra `otel` is not installed")
+    monkeypatch.setattr("common.otlp.CLOSE_S", 60.0)
     with running_collector() as collector:
         tracer = make_tracer(TracingConfig(endpoint=collector.url), service="kvrelay-router", instance="router-0")
         root = SpanContext.root()

@@ -341,11 +341,11 @@ def fake_cluster() -> Iterator[str]:
     thread = Thread(target=asyncio.run, args=(serve(),))
     thread.start()
     try:
-        assert is_up.wait(20)
+        assert is_up.wait(60)
         yield addresses[0]
     finally:
         is_over.set()
-        thread.join(20)
+        thread.join(60)
 
 
 def test_bench_run_against_a_whole_system_measures_it(run: Run, folder: Path) -> None:

@@ -3,7 +3,7 @@ import pytest
 from cli import console
 from common.errors import PromptTooLong
 from tests.cli.conftest import Run
-from tests.client.fake_server import FakeInference, Hold, accepted, hello_world, remote_plan, tokens
+from tests.client.fake_server import LIMIT_S, FakeInference, Hold, accepted, hello_world, remote_plan, tokens
 
 
 def turns(fake: FakeInference, idx: int) -> list[tuple[str, str]]:
@@ -51,5 +51,5 @@ def test_chat_interrupted_answer_is_cancelled_and_kept(
     result = run("chat", "-a", address, input="One\nTwo\n")
     assert result.exit_code == 0
     assert result.stdout == "part …\nHello world\n"
-    assert fake.client_left.wait(10)
+    assert fake.client_left.wait(LIMIT_S)
     assert turns(fake, 1) == [("user", "One\n"), ("assistant", "part"), ("user", "Two\n")]

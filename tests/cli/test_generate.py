@@ -6,7 +6,7 @@ from cli.generate import Stopwatch, local_config
 from common.errors import InvalidRequest
 from kvrelay.v1 import sampling_pb2
 from tests.cli.conftest import FakeLifecycle, Run
-from tests.client.fake_server import FakeInference, Hold, accepted, completed, remote_plan, tokens
+from tests.client.fake_server import LIMIT_S, FakeInference, Hold, accepted, completed, remote_plan, tokens
 
 
 def test_generate_prints_only_the_answer_on_stdout(run: Run, address: str) -> None:
@@ -88,7 +88,7 @@ def test_generate_interrupted_cancels_the_request_and_exits_130(
     fake.script = [accepted(), remote_plan(), tokens(["a"]), Hold()]
     monkeypatch.setattr("cli.generate.write_text", interrupt)
     assert run("generate", "-a", address, "-p", "Hi").exit_code == 130
-    assert fake.client_left.wait(10)
+    assert fake.client_left.wait(LIMIT_S)
 
 
 @pytest.mark.parametrize(

@@ -130,9 +130,12 @@ def test_two_clusters_run_side_by_side(tmp_path: Path) -> None:
 
 def test_starter_killed_before_the_cluster_is_ready_leaves_nothing(tmp_path: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from cluster.lifecycle import up\n"
+        "import signal, sys; from pathlib import Path; from cluster.lifecycle import up\n"
         "from tests.cluster.test_cluster_e2e import make_fake_config\n"
-        "up(make_fake_config('local'), config_path=Path('x'), run_dir=Path(sys.argv[1]), report=lambda _: print(_))"
+        "def report(text):\n"
+        "    print(text)\n"
+        "    if 'starting router-0' in text: signal.pause()  # so that it never hears that the cluster is ready\n"
+        "up(make_fake_config('local'), config_path=Path('x'), run_dir=Path(sys.argv[1]), report=report)"
     )
     root = Path(__file__).parents[2]
     with subprocess.Popen(

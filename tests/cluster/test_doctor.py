@@ -191,6 +191,14 @@ class Router(inference_pb2_grpc.InferenceServiceServicer):
         return inference_pb2.GetClusterStatusResponse(router=inference_pb2.RouterStatus(), workers=views)
 
 
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let answers take seconds, also for the comparison of clocks."""
+    monkeypatch.setattr("cluster.doctor.service._TIMEOUT_S", 60.0)
+    monkeypatch.setattr("cluster.doctor.service._MAX_SKEW_S", 15.0)
+    monkeypatch.setattr("cluster.doctor.peers._TIMEOUT_S", 60.0)
+
+
 @asynccontextmanager
 async def serving(add: Any, servicer: Any) -> AsyncIterator[str]:
     def add_service(server: grpc.aio.Server) -> list[str]:

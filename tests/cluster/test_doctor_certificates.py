@@ -3,6 +3,7 @@
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -43,10 +44,12 @@ async def worker(credentials: Credentials) -> AsyncIterator[str]:
     ],
 )
 async def test_certificate_of_a_worker_that_should_have_been_renewed_is_named(
-    tmp_path: Path, left_s: float, verdict: Health, told: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left_s: float, verdict: Health, told: str
 ) -> None:
     operator = Credentials.of(authority(tmp_path, lifetime_s=_DAY_S), Role.OPERATOR, "operator")
     credentials = Credentials.of(authority(tmp_path, lifetime_s=left_s), Role.WORKER, "decode-0")
+    issued_s = credentials.held.expires_unix_s - left_s
+    monkeypatch.setattr("cluster.doctor.service.time", SimpleNamespace(time=lambda: issued_s))
 
     async with worker(credentials) as address:
         (finding,) = await check_certificates({"decode-0": address}, operator)

@@ -2,9 +2,11 @@
 
 from collections import Counter
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cluster.processes import evacuation
 from cluster.processes.evacuation import Evacuation, Peer, Room, share_out
 from cluster.processes.plan import ProcessRole
 from common.block_hash import BlockHashes
@@ -85,6 +87,13 @@ def test_other_pool_gets_only_what_its_own_pool_has_no_room_for() -> None:
     assert (own.selection.chosen, other.selection.chosen) == (chains[:2], chains[2:])
 
 
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let workers take their time: what has not moved within its limit stays where it is."""
+    for limit in ("MAX_EVACUATION_S", "WARMING_S", "_ANSWER_S"):
+        monkeypatch.setattr(evacuation, limit, GRACE_S / 2)
+
+
 def peer(worker: RunningWorker) -> Peer:
     return Peer(worker_id=worker.runtime.worker_id, address=worker.address, role=ProcessRole(worker.role))
 
@@ -94,7 +103,7 @@ def chat(number: int, num_blocks: int = 10) -> list[int]:
 
 
 async def test_prefixes_of_a_worker_that_goes_are_found_on_those_that_stay() -> None:
-    async with running_pool({name: {} for name in NAMES}) as pool:
+    async with running_pool({name: {"lease_ttl_s": 60.0} for name in NAMES}) as pool:
         leaving, *staying = (pool.workers[name] for name in NAMES)
         for number in range(4):
             await pool.pair("prefill-0", "decode-0").generate(make_request(chat(number), max_tokens=1))
@@ -116,7 +125,7 @@ async def test_prefixes_of_a_worker_that_goes_are_found_on_those_that_stay() -> 
 
 
 async def test_peer_that_does_not_answer_holds_nothing_up_and_others_take_over() -> None:
-    async with running_pool({name: {} for name in NAMES}) as pool:
+    async with running_pool({name: {"lease_ttl_s": 60.0} for name in NAMES}) as pool:
         leaving, staying = pool.workers["prefill-0"], pool.workers["prefill-1"]
         await pool.pair("prefill-0", "decode-0").generate(make_request(chat(1), max_tokens=1))
         await until_empty(leaving)
@@ -134,7 +143,7 @@ async def test_worker_that_is_gone_is_evacuated_without_an_error() -> None:
 
 
 async def test_new_worker_begins_with_the_hottest_prefixes_of_its_pool() -> None:
-    async with running_pool({name: {} for name in NAMES}) as pool:
+    async with running_pool({name: {"lease_ttl_s": 60.0} for name in NAMES}) as pool:
         newcomer, *peers = (pool.workers[name] for name in NAMES)
         for name, number in (("prefill-1", 1), ("prefill-2", 2)):
             await pool.pair(name, "decode-0").generate(make_request(chat(number), max_tokens=1))

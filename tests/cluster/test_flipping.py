@@ -9,6 +9,7 @@ import pytest
 
 from cluster.changes.flipping import flip_obstacle, flip_workers
 from common.errors import EngineFault, Overloaded
+from tests.clock import ManualClock
 from tests.cluster.rollout_bench import DECODE, PREFILL, FakeWorkforce, process
 from tests.cluster.support import make_config, make_spec
 
@@ -35,15 +36,15 @@ async def flip(force: FakeWorkforce, *, prefill: int, decode: int, pools: Mappin
     return steps
 
 
-async def test_last_worker_of_the_shrinking_pool_drains_and_flips() -> None:
+async def test_last_worker_of_the_shrinking_pool_drains_and_flips(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cluster.changes.flipping.time", ManualClock())
     force = force_of(prefill=2, decode=2)
 
     steps = await flip(force, prefill=1, decode=3)
 
     assert force.done == ["drain prefill-1", "prefill-1 to decode"]
     assert shape(force) == {"prefill": ["prefill-0"], "decode": ["decode-0", "decode-1", "prefill-1"]}
-    assert steps[0] == "flipping prefill-1 to decode"
-    assert steps[1].startswith("prefill-1 serves decode after 0.0")
+    assert steps == ["flipping prefill-1 to decode", "prefill-1 serves decode after 0.00 s"]
 
 
 async def test_flipped_worker_returns_to_its_pool_first() -> None:

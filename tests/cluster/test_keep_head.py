@@ -7,7 +7,9 @@ import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import psutil
 import pytest
@@ -15,7 +17,6 @@ import pytest
 from cluster.ray import keep_head
 from cluster.ray.keep_head import RestartTiming, keep
 
-_PACE = RestartTiming(poll_s=0.02, stopped_after_s=2.0, pause_s=0.0)
 _HEAD = """
 {folder}/gcs_server 600 & gcs=$!
 {folder}/raylet 600 & raylet=$!
@@ -23,7 +24,7 @@ echo $gcs >>{folder}/pids
 if [ -e {folder}/raylet_dies ]; then
   rm {folder}/raylet_dies
   trap "kill $gcs; exit 1" TERM
-  sleep 2
+  until [ -e {folder}/raylet_may_die ]; do sleep 0.05; done
   kill $raylet
   wait $gcs
 fi
@@ -36,7 +37,43 @@ sleep 0.5
 exit 1
 """
 """Ends with status 1 after its first process was killed, and never if that ended in order. With a file `raylet_dies` it
-does not come up and waits for its second one, which is dead."""
+does not come up and waits for its second one, which is dead once there is a file `raylet_may_die`."""
+
+
+@dataclass
+class Pace:
+    """Stands for `RestartTiming`: a head has all the time that it needs to end, until the test ends one in order."""
+
+    poll_s: float = 0.02
+    stopped_after_s: float = 60.0
+    pause_s: float = 0.0
+
+
+class Kept:
+    """A head that is kept in a thread."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.ups = threading.Semaphore(0)
+        """Counts its lives."""
+        self.statuses: list[int] = []
+        self.keeper = threading.Thread(target=self._run)
+        self._pace = Pace()
+
+    def gcs_pids(self) -> list[int]:
+        """Return the first process of every life."""
+        return list(map(int, (self.folder / "pids").read_text(encoding="utf-8").split()))
+
+    def kill(self) -> None:
+        os.kill(self.gcs_pids()[-1], signal.SIGKILL)
+
+    def end_in_order(self) -> None:
+        self._pace.stopped_after_s = 2.0
+        os.kill(self.gcs_pids()[-1], signal.SIGTERM)
+
+    def _run(self) -> None:
+        command, pace = make_head(self.folder), cast("RestartTiming", self._pace)
+        self.statuses.append(keep(command, self.folder / "head.log", on_up=self.ups.release, pace=pace))
 
 
 def make_head(folder: Path) -> list[str]:
@@ -64,54 +101,59 @@ def ray_stop(folder: Path) -> Iterator[None]:
         process.communicate(b"\n")
 
 
-def gcs_pid(folder: Path) -> int:
-    return int((folder / "pids").read_text(encoding="utf-8").split()[-1])
-
-
 @contextmanager
-def kept(folder: Path) -> Iterator[tuple[threading.Semaphore, list[int]]]:
-    """Keep a head in a thread; yields a count of its lives, and a list for its exit status. It must end by itself."""
-    command, ups, statuses = make_head(folder), threading.Semaphore(0), list[int]()
-    log = folder / "head.log"
-    keeper = threading.Thread(target=lambda: statuses.append(keep(command, log, on_up=ups.release, pace=_PACE)))
-    keeper.start()
-    assert ups.acquire(timeout=60)
-    yield ups, statuses
-    keeper.join(timeout=60)
+def kept(folder: Path) -> Iterator[Kept]:
+    """Keep a head, which is up inside the block. It must end by itself."""
+    head = Kept(folder)
+    head.keeper.start()
+    assert head.ups.acquire(timeout=60)
+    yield head
+    head.keeper.join(timeout=60)
     left = [child.name() for child in psutil.Process().children(recursive=True)]
     assert not {"sleep", "gcs_server", "raylet"} & set(left)
 
 
 @pytest.mark.usefixtures("_no_ray_stop_of_other_tests")
 def test_head_that_is_killed_is_started_again_and_one_that_ends_in_order_is_not(tmp_path: Path) -> None:
-    with kept(tmp_path) as (ups, statuses):
-        first = gcs_pid(tmp_path)
-        os.kill(first, signal.SIGKILL)
-        assert ups.acquire(timeout=60)
-        second = gcs_pid(tmp_path)
-        os.kill(second, signal.SIGTERM)
+    with kept(tmp_path) as head:
+        head.kill()
+        assert head.ups.acquire(timeout=60)
+        head.end_in_order()
 
-    assert (second != first, statuses) == (True, [0])
+    first, second = head.gcs_pids()
+    assert (second != first, head.statuses) == (True, [0])
 
 
 @pytest.mark.usefixtures("_no_ray_stop_of_other_tests")
-def test_life_whose_raylet_dies_at_its_start_is_ended_and_another_one_begun(tmp_path: Path) -> None:
-    with kept(tmp_path) as (ups, statuses):
-        (tmp_path / "raylet_dies").touch()
-        os.kill(gcs_pid(tmp_path), signal.SIGKILL)
-        assert ups.acquire(timeout=60)
-        assert len((tmp_path / "pids").read_text(encoding="utf-8").split()) == 3
-        os.kill(gcs_pid(tmp_path), signal.SIGTERM)
+def test_life_whose_raylet_dies_at_its_start_is_ended_and_another_one_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    look = keep_head._main_processes  # noqa: SLF001 - a raylet that was never seen is not missed
 
-    assert statuses == [0]
+    def let_it_die_once_seen(pid: int) -> frozenset[str]:
+        alive = look(pid)
+        if len(alive) == 2 and len(head.gcs_pids()) == 2:
+            (tmp_path / "raylet_may_die").touch()
+        return alive
+
+    with kept(tmp_path) as head:
+        monkeypatch.setattr(keep_head, "_main_processes", let_it_die_once_seen)
+        (tmp_path / "raylet_dies").touch()
+        head.kill()
+        assert head.ups.acquire(timeout=60)
+        assert len(head.gcs_pids()) == 3
+        head.end_in_order()
+
+    assert head.statuses == [0]
 
 
 def test_head_that_ray_stop_has_killed_since_it_did_not_end_is_not_started_again(tmp_path: Path) -> None:
-    with kept(tmp_path) as (ups, statuses), ray_stop(tmp_path):
-        os.kill(gcs_pid(tmp_path), signal.SIGKILL)
-        assert not ups.acquire(timeout=1.0)
+    with kept(tmp_path) as head, ray_stop(tmp_path):
+        head.kill()
+        head.keeper.join(timeout=60)
 
-    assert statuses == [0]
+    assert head.statuses == [0]
+    assert not head.ups.acquire(blocking=False)
 
 
 def test_head_that_does_not_come_up_is_not_tried_again(tmp_path: Path) -> None:
@@ -119,6 +161,7 @@ def test_head_that_does_not_come_up_is_not_tried_again(tmp_path: Path) -> None:
         raise AssertionError("it was never up")
 
     on_up: Callable[[], None] = never
+    pace = RestartTiming(poll_s=0.02, pause_s=0.0)
 
-    assert keep(["bash", "-c", "echo port 6379 is taken; exit 3"], tmp_path / "log", on_up=on_up, pace=_PACE) == 3
+    assert keep(["bash", "-c", "echo port 6379 is taken; exit 3"], tmp_path / "log", on_up=on_up, pace=pace) == 3
     assert (tmp_path / "log").read_text(encoding="utf-8") == "port 6379 is taken\n"

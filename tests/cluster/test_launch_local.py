@@ -54,12 +54,10 @@ async def test_failed_start_reports_exit_code_and_log_tail(tmp_path: Path) -> No
 
 
 async def test_start_cancelled_leaves_no_process(tmp_path: Path) -> None:
-    launcher = make_launcher(tmp_path, decode_0=["--never-ready"])
+    launcher, before = make_launcher(tmp_path, decode_0=["--never-ready"]), set(psutil.Process().children())
     task = asyncio.create_task(launcher.start(make_spec("decode-0")))
-    children: list[psutil.Process] = []
-    while not children:
+    while not (children := set(psutil.Process().children()) - before):  # noqa: ASYNC110 - there is no event
         await asyncio.sleep(0)
-        children = psutil.Process().children()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task

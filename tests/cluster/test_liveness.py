@@ -22,8 +22,18 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
 
     async def Check(self, request: Any, context: Any) -> health_pb2.HealthCheckResponse:
         if not (self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]):
-            await asyncio.Event().wait()
+            await self.leave_unanswered(context)
         return health_pb2.HealthCheckResponse()
+
+    async def leave_unanswered(self, context: Any) -> None:
+        await asyncio.Event().wait()
+
+
+class Overdue(Health):
+    """Ends the checks that it does not answer as if their time were over, so that no answer can be late by chance."""
+
+    async def leave_unanswered(self, context: Any) -> None:
+        await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED)
 
 
 async def gone(health: Health) -> str:
@@ -32,7 +42,7 @@ async def gone(health: Health) -> str:
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             return await service_gone(f"127.0.0.1:{port}", grpc.aio.insecure_channel)
     finally:
         await server.stop(None)
@@ -48,8 +58,9 @@ async def test_service_that_stops_answering_is_gone() -> None:
     assert "left 4 health checks unanswered" in await gone(Health(True, True, False))
 
 
-async def test_late_answers_now_and_then_do_not_end_a_service() -> None:
-    health = Health(*[False, False, False, True] * 3, False)
+async def test_late_answers_now_and_then_do_not_end_a_service(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(liveness, "_PROBE_TIMEOUT_S", 60.0)
+    health = Overdue(*[False, False, False, True] * 3, False)
     assert "unanswered" in await gone(health)
     assert len(health.answers) == 1, "every earlier check was made"
 

@@ -24,6 +24,12 @@ _EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 BOTH = ("router-0", "router-1")
 
 
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a router take its time: a push that is given up was received, but its answer does not count."""
+    monkeypatch.setattr("cluster.processes.routers._TIMEOUT_S", _TIMEOUT_S)
+
+
 @dataclass
 class Pair:
     routers: Routers

@@ -25,6 +25,12 @@ from tests.cluster.test_supervisor import Cluster, make_cluster
 from tests.trust import as_controller_of_router
 
 
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no process count as down because it answers late."""
+    monkeypatch.setattr("cluster.processes.supervisor._ADOPT_TIMEOUT_S", 120.0)
+
+
 @dataclass
 class Running:
     """A process that never dies."""

@@ -90,7 +90,8 @@ async def kept(process: ManagedProcess) -> AsyncIterator[ManagedProcess]:
 
 @asynccontextmanager
 async def one_worker() -> AsyncIterator[tuple[Pool, OneWorker]]:
-    async with running_pool({"prefill-0": {"step_s": 0.01}}) as pool:
+    """Run a worker whose long answers last far beyond a test."""
+    async with running_pool({"prefill-0": {"step_s": 0.1}}) as pool:
         yield pool, OneWorker(pool.workers["prefill-0"])
 
 
@@ -128,7 +129,7 @@ async def test_role_change_of_a_busy_worker_is_refused() -> None:
     async with one_worker() as (pool, launcher), kept(managed(launcher, PREFILL)) as process, asyncio.timeout(60):
         await process.served.wait()
         running = pool.pair("prefill-0", "prefill-0").open_decode(
-            make_request(range(20), max_tokens=200, ignore_eos=True), None
+            make_request(range(20), max_tokens=450, ignore_eos=True), None
         )
         await running.read()
         with pytest.raises(Overloaded):

@@ -231,6 +231,7 @@ def test_collector_gets_the_spans_at_the_latest_when_the_process_ends(monkeypatc
     pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="the extra `otel` is not installed")
     from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
+    monkeypatch.setattr("common.otlp.CLOSE_S", 60.0)
     monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "deployment.environment=test")
     with collector() as (address, taken):
         tracer = make_tracer(TracingConfig(endpoint=address), service="kvrelay-worker", instance="decode-0")

@@ -34,8 +34,10 @@ class ScriptedServer:
     bodies: list[dict[str, Any]] = field(default_factory=list)
     authorizations: list[str | None] = field(default_factory=list)
     client_left: asyncio.Event = field(default_factory=asyncio.Event)
+    num_awaited: int = 1
+    """Number of answers to requests of a load test after whose beginnings `began` is set."""
     began: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when an answer to a request of a load test has begun."""
+    """Set when so many answers have begun."""
     url: str = ""
 
     async def models(self, _request: web.Request) -> web.Response:
@@ -110,7 +112,9 @@ class ScriptedServer:
                 choice["token_ids"] = [100 + number]
             await send({"choices": [choice]})
             if not _is_probe(body):
-                self.began.set()
+                self.num_awaited -= number == 0
+                if self.num_awaited <= 0:
+                    self.began.set()
                 if self.hold is not None:
                     await self.hold.wait()
         if self.tells_reason_apart:

@@ -4,6 +4,7 @@ import asyncio
 import itertools
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,7 +33,7 @@ ALL = (Feature.IGNORE_EOS, Feature.MIN_TOKENS, Feature.TOKEN_IDS)
 def request(
     prompt: str | Sequence[int] | Sequence[ChatMessage] = (1, 2, 3), *, num_output_tokens: int = 4, **fields: Any
 ) -> TargetRequest:
-    values: dict[str, Any] = {"seed": 5, "timeout_s": 10.0, **fields}
+    values: dict[str, Any] = {"seed": 5, "timeout_s": 60.0, **fields}
     return TargetRequest(prompt=prompt, num_prompt_tokens=3, num_output_tokens=num_output_tokens, **values)
 
 
@@ -137,7 +138,7 @@ async def test_report_of_our_own_server_is_requested_and_read() -> None:
     }
     server = ScriptedServer(report={"requests": [told]})
     answer, _ = await ask(server, request(ttft_slo_s=1.5), features=(*ALL, Feature.REPORT))
-    assert server.bodies[0]["kvrelay"] == {"report": True, "timeout_s": 10.0, "ttft_s": 1.5}
+    assert server.bodies[0]["kvrelay"] == {"report": True, "timeout_s": 60.0, "ttft_s": 1.5}
     assert answer.report == ServerReport(
         request_id="req-9",
         prefill_worker="p0",
@@ -199,9 +200,23 @@ async def test_closed_port_is_unreachable() -> None:
     await target.aclose()
 
 
-async def test_slow_answer_times_out_and_the_server_sees_the_disconnect() -> None:
+async def test_slow_answer_times_out_and_the_server_sees_the_disconnect(monkeypatch: pytest.MonkeyPatch) -> None:
     server = ScriptedServer(hold=asyncio.Event())
+
+    @asynccontextmanager
+    async def timeout_of_an_answer(limit_s: float) -> AsyncIterator[None]:
+        """Time that begins when the answer does: on a busy machine a request takes longer to arrive."""
+        async with asyncio.timeout(None) as limit, asyncio.TaskGroup() as tasks:
+
+            async def begin() -> None:
+                await server.began.wait()
+                limit.reschedule(asyncio.get_running_loop().time() + limit_s)
+
+            tasks.create_task(begin())
+            yield
+
     async with target_of(server, model="m") as target, asyncio.timeout(60):
+        monkeypatch.setattr("measure.load.targets.openai.asyncio", SimpleNamespace(timeout=timeout_of_an_answer))
         with pytest.raises(DeadlineExceeded):
             await target.prepare(request(timeout_s=0.05))(lambda _num: None)
         await server.client_left.wait()

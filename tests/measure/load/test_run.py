@@ -5,6 +5,7 @@ import contextlib
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -49,7 +50,8 @@ class Watching:
         self.samples.append(sample)
 
 
-async def test_run_against_our_grpc_api_measures_every_turn_of_both_loops() -> None:
+async def test_run_against_our_grpc_api_measures_every_turn_of_both_loops(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.service.STATUS_TIMEOUT_S", 60.0)  # a sample has every worker
     streams = (open_loop([0.0, 0.05, 0.1], turns=2), closed_loop(4, 2, first_index=10))
     observer = Watching()
     async with running_system() as system:
@@ -112,11 +114,13 @@ async def test_stop_cancels_running_requests_and_keeps_the_records() -> None:
     stop = asyncio.Event()
 
     async with serving(server):
-        spec = LoadSpec(name="stopped", target=target_of(server), workload=workload(open_loop([0.0, 5.0])))
+        spec = LoadSpec(
+            name="stopped", target=target_of(server), workload=workload(open_loop([0.0, 3600.0]), duration_s=7200.0)
+        )
         running = asyncio.ensure_future(run_load(spec, stop=stop))
         await server.began.wait()
         stop.set()
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             run = await running
             await server.client_left.wait()
     assert [(r.session, r.outcome) for r in run.requests] == [(0, Outcome.CANCELLED)]
@@ -131,7 +135,7 @@ async def test_cancelled_run_leaves_no_process_and_reports_cancelled_requests() 
         running = asyncio.ensure_future(run_load(spec, observer))
         await server.began.wait()
         running.cancel()
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             with pytest.raises(asyncio.CancelledError):
                 await running
             await server.client_left.wait()
@@ -140,23 +144,31 @@ async def test_cancelled_run_leaves_no_process_and_reports_cancelled_requests() 
 
 
 async def test_generator_process_that_dies_fails_the_run_and_keeps_the_records() -> None:
-    server = ScriptedServer(hold=asyncio.Event())
+    server = ScriptedServer(hold=asyncio.Event(), num_awaited=2)  # one of each process
     async with serving(server):
         spec = LoadSpec(name="dies", target=target_of(server), workload=workload(open_loop([0.0, 0.0])), processes=2)
         running = asyncio.ensure_future(run_load(spec))
         await server.began.wait()
         first, _second = generators()
         first.kill()
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             with pytest.raises(LoadTestFailed, match="generator process 0 was killed by signal 9") as caught:
                 await running
     assert [r.outcome for r in caught.value.run.requests] == [Outcome.CANCELLED]  # of the other process
     assert generators() == []
 
 
-async def test_session_that_outlasts_the_drain_is_cancelled_and_noted() -> None:
-    server = ScriptedServer(hold=asyncio.Event())
-    async with serving(server), asyncio.timeout(30):
+async def test_session_that_outlasts_the_drain_is_cancelled_and_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    server, called_s = ScriptedServer(hold=asyncio.Event()), time.monotonic()
+
+    class Patience:
+        """A clock that goes only once the session's answer has begun: until then the load does not end."""
+
+        def monotonic(self) -> float:
+            return time.monotonic() if server.began.is_set() else called_s
+
+    monkeypatch.setattr("measure.load.run.SystemClock", Patience)
+    async with serving(server), asyncio.timeout(120):
         load = workload(open_loop([0.0]), duration_s=0.05)
         run = await run_load(LoadSpec(name="long", target=target_of(server), workload=load, drain_s=0.1))
     assert [r.outcome for r in run.requests] == [Outcome.CANCELLED]
@@ -176,7 +188,7 @@ async def test_observer_that_fails_ends_the_run_with_its_error() -> None:
         def record(self, request: RequestRecord) -> None:
             raise OSError("disk full")
 
-    async with serving(ScriptedServer()) as server, asyncio.timeout(30):
+    async with serving(ScriptedServer()) as server, asyncio.timeout(120):
         spec = LoadSpec(name="full", target=target_of(server), workload=workload(open_loop([0.0, 9.0])))
         with pytest.raises(OSError, match="disk full"):
             await run_load(spec, Full())
@@ -184,34 +196,34 @@ async def test_observer_that_fails_ends_the_run_with_its_error() -> None:
 
 
 async def test_generator_that_is_kept_from_running_warns() -> None:
-    server = ScriptedServer()
-    load = workload(open_loop([0.1 * i for i in range(8)]))
-    async with serving(server), asyncio.timeout(60):
-        throttling = asyncio.ensure_future(throttle_children(server.began))
-        run = await run_load(LoadSpec(name="throttled", target=target_of(server), workload=load))
-        throttling.cancel()
+    server, stop = ScriptedServer(), asyncio.Event()
+    load = workload(open_loop([0.1 * i for i in range(600)]), duration_s=60.0)
+    async with serving(server), asyncio.timeout(120):
+        throttling = asyncio.ensure_future(throttle_children(server.began, stop))
+        run = await run_load(LoadSpec(name="throttled", target=target_of(server), workload=load), stop=stop)
+        await throttling
     assert any("late" in warning for warning in run.info.generator.warnings)
     assert run.info.generator.num_late > 0
 
 
-async def throttle_children(began: asyncio.Event) -> None:
-    """Stop the child for 150 ms out of 200, like an overloaded machine."""
+async def throttle_children(began: asyncio.Event, stop: asyncio.Event) -> None:
+    """Stop the child for 150 ms out of 200, like an overloaded machine; then end the run."""
     await began.wait()
     (child,) = generators()
     try:
-        while True:
+        for _ in range(4):
             child.suspend()
             await asyncio.sleep(0.15)
             child.resume()
             await asyncio.sleep(0.05)
     finally:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            child.resume()
+        child.resume()
+        stop.set()
 
 
 async def test_sigint_to_the_whole_group_ends_the_run_in_order(tmp_path: Path) -> None:
     server = ScriptedServer(hold=asyncio.Event())
-    async with serving(server), asyncio.timeout(60):
+    async with serving(server), asyncio.timeout(120):
         process = await asyncio.create_subprocess_exec(
             *[sys.executable, "-m", "tests.measure.load.one_run", server.url, str(tmp_path / "run")],
             stdout=asyncio.subprocess.PIPE,
