@@ -14,7 +14,7 @@ from typing import Any
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 """None where there is no such browser."""
-TIMEOUT_S = 30.0
+TIMEOUT_S = 60.0
 _OPTIONS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--remote-debugging-pipe")
 _QUIET = ("--no-first-run", "--disable-extensions", "--disable-background-networking", "--disable-component-update")
 

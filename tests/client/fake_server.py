@@ -238,6 +238,8 @@ class FakeInference(inference_pb2_grpc.InferenceServiceServicer):
         self.tokenize_requests: list[pb.TokenizeRequest] = []
         self.time_remaining_s: float | None = None
         self.authorization: str | None = None
+        self.asked = threading.Event()
+        """Set when a Generate call has come."""
         self.client_left = threading.Event()
         """Set when a call ended before its script did."""
 
@@ -254,7 +256,9 @@ class FakeInference(inference_pb2_grpc.InferenceServiceServicer):
                 self.client_left.set()
 
         script = list(self.script)
-        context.add_callback(on_end)
+        if not context.add_callback(on_end):  # the client has left already
+            on_end()
+        self.asked.set()
         for step in script:
             match step:
                 case Hold():

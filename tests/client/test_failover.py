@@ -172,6 +172,7 @@ async def test_stream_closed_between_two_attempts_starts_none(fake: FakeInferenc
         await asyncio.wait((reading,), timeout=0.2)  # somewhere in between: closing may come at any moment
         await stream.aclose()
         await reading
+        await client.models()  # the last attempt has come to the server by now
         seen = len(fake.generate_requests)
         await client.models()
         assert len(fake.generate_requests) == seen

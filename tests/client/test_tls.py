@@ -94,7 +94,7 @@ async def test_client_that_cannot_connect_hears_what_to_change(
     server = await start_server(lambda _server: [], host="127.0.0.1", port=0, guard=guard)
     try:
         tls = False if trusts == "no certificate" else ca
-        async with AsyncClient(f"127.0.0.1:{server.port}", tls=tls, timeout_s=10) as client:
+        async with AsyncClient(f"127.0.0.1:{server.port}", tls=tls, timeout_s=60) as client:
             with pytest.raises(Unreachable, match=advice):
                 await client.models()
     finally:

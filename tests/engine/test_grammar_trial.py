@@ -36,9 +36,11 @@ DEEP = "start: r0\n" + "\n".join(f"r{i}: r{i + 1}" for i in range(5000)) + '\nr5
 def test_hostile_grammar_is_refused(
     trial: GrammarTrial, structure: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(grammar_trial, "START_S", 120.0)
     monkeypatch.setattr(grammar_trial, "TRIAL_S", 0.5)
     with pytest.raises(InvalidRequest, match="cannot be compiled"):
         trial.pass_or_refuse(json.dumps(structure))
     with pytest.raises(InvalidRequest, match="cannot be compiled"):
         trial.pass_or_refuse(json.dumps(structure))
+    monkeypatch.setattr(grammar_trial, "TRIAL_S", 60.0)
     trial.pass_or_refuse('{"choice": ["yes", "no"]}')

@@ -109,7 +109,7 @@ def test_map_peer_in_another_process_reads_the_same_bytes_without_warnings() -> 
     assert region is not None
     arguments = [str(os.getpid()), str(region.fd), str(region.size_bytes), region.nonce.hex()]
     command = [sys.executable, "-W", "error", "-c", textwrap.dedent(_PEER), *arguments]
-    done = subprocess.run(command, capture_output=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, timeout=240, check=False)
     assert done.stderr.decode() == ""
     assert np.frombuffer(done.stdout, np.uint8).tobytes() == bytes(store.read_blocks(ids(4, 0, 2)))
 

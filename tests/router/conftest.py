@@ -2,8 +2,10 @@
 
 from collections.abc import AsyncIterator
 
+import pytest
 import pytest_asyncio
 
+from router.admission.limits import TokenBucket
 from tests.router.fakes import TestCluster, pair, running_cluster
 
 
@@ -12,3 +14,9 @@ async def cluster() -> AsyncIterator[TestCluster]:
     """A router in front of a prefill and a decode worker."""
     async with running_cluster(*pair()) as running:
         yield running
+
+
+@pytest.fixture
+def no_refill(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rates bring nothing back while a test runs, however long it takes."""
+    monkeypatch.setattr(TokenBucket, "_fill", lambda _bucket, _now_s: None)

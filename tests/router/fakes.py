@@ -12,9 +12,9 @@ from typing import Any
 import grpc
 
 from common.block_hash import BlockHashes, hash_blocks, hash_root
-from common.config import RouterConfig, ServingConfig
+from common.config import RouterConfig, ServingConfig, SloConfig
 from common.errors import KvrelayError, Overloaded, StaleEpoch, from_rpc_error
-from common.ids import BlockHash, HashRoot, mint_epoch
+from common.ids import BlockHash, HashRoot, WorkerId, mint_epoch
 from common.kv_events import KvEvents
 from common.parity import TextProbes
 from common.rpc import client_channel
@@ -44,6 +44,8 @@ FINGERPRINT = "fake-model"
 BLOCK_KEY = bytes.fromhex(credentials_of(Role.ROUTER, "router-0").held.enrolment.block_key)
 ROOT = hash_root(model_fingerprint=FINGERPRINT, key=BLOCK_KEY)
 TIMEOUT_S = 60.0
+PATIENT_SLO_S = 600.0
+"""Objective for the first token by default: no request is late because the machine is busy."""
 _PREFILL_GATES = ("prefill", "first_token")
 
 
@@ -161,6 +163,8 @@ class FakeWorker:
     """Prompt that ends the worker, which then comes back."""
     num_crashes: int = 0
     restarting: "asyncio.Task[None] | None" = None
+    router: RunningRouter | None = None
+    """The router that uses it; set by `running_cluster`."""
     is_overdue: bool = False
     """What it says of its running step."""
     num_streams: int = 0
@@ -246,11 +250,19 @@ class FakeWorker:
             self.calls["finished"] += 1
 
     async def swallow(self, sequence: sequence_pb2.SequenceSpec) -> None:
-        """End the worker if the prompt is its poison."""
+        """End the worker if the prompt is its poison, once the router knows that it has taken the request."""
         if self.poison and sent_prompt(sequence) == self.poison:
+            async with asyncio.timeout(TIMEOUT_S):
+                while not self._is_known_to_answer(sequence.request_id):  # noqa: ASYNC110 - no event tells it
+                    await asyncio.sleep(0.001)
             self.num_crashes += 1
             self.restarting = asyncio.create_task(self.restart())
             await asyncio.Event().wait()
+
+    def _is_known_to_answer(self, request_id: str) -> bool:
+        assert self.router is not None, "a router sent the request"
+        holds = self.router.fleet.members_by_id[WorkerId(self.worker_id)].holds
+        return any(hold.request_id == request_id and hold.has_answered for hold in holds)
 
     async def reach(self, gate: str) -> None:
         await self.gates.reach(gate)
@@ -365,14 +377,23 @@ class TestCluster:
     async def start(
         self, request: inference_pb2.GenerateRequest, worker: FakeWorker, gate: str
     ) -> "asyncio.Task[Reply]":
-        """Start a request and return its task once the worker has reached the gate, which must be closed."""
-        generating = asyncio.create_task(self.generate(request))
+        """Start a request and return its task once the worker has reached the gate, which must be closed.
+
+        At the gate of a token, all tokens before it have been delivered: some could be lost with a worker that dies.
+        """
+        reply = Reply()
+        generating = asyncio.create_task(self._generate(request, reply, timeout_s=TIMEOUT_S))
         await worker.gates.reached(gate)
+        if gate.startswith("token "):
+            num_before = int(gate.removeprefix("token "))
+            await self.until(lambda _router: len(reply.token_ids()) >= num_before or generating.done())
         return generating
 
     async def generate(self, request: inference_pb2.GenerateRequest, *, timeout_s: float = TIMEOUT_S) -> Reply:
         """Run a request to its end. Raises KvrelayError."""
-        reply = Reply()
+        return await self._generate(request, Reply(), timeout_s=timeout_s)
+
+    async def _generate(self, request: inference_pb2.GenerateRequest, reply: Reply, *, timeout_s: float) -> Reply:
         await self.read(self.inference.Generate(request, timeout=timeout_s), reply)
         return reply
 
@@ -399,7 +420,10 @@ async def running_cluster(
 ) -> AsyncIterator[TestCluster]:
     """Start workers and a router that uses them; all workers are ready inside the block."""
     config = config_with() if config is None else config
-    serving = ServingConfig(router=config) if isinstance(config, RouterConfig) else config
+    if isinstance(config, RouterConfig):
+        serving = ServingConfig(router=config, slo=SloConfig(ttft_s=PATIENT_SLO_S))
+    else:
+        serving = config
     router = await serve_router(
         serving, credentials_of(Role.ROUTER, "router-0"), codec=ByteCodec(), host="127.0.0.1", port=0
     )
@@ -413,6 +437,7 @@ async def running_cluster(
     )
     try:
         for worker in workers:
+            worker.router = router
             await worker.start()
         await cluster.set_workers(*workers)
         for worker in workers:
@@ -479,11 +504,11 @@ def prompt_of(num_tokens: int) -> list[int]:
 
 
 def config_with(**fields: Any) -> RouterConfig:
-    """Return a router configuration for tests: no local plans, short waits, gRPC alone."""
+    """Return a router configuration for tests: no local plans, gRPC alone."""
     values = {
         "local_prefill_max_tokens": 0,
-        "queue_timeout_s": 5.0,
-        "recovery_timeout_s": 5.0,
+        "queue_timeout_s": TIMEOUT_S,
+        "recovery_timeout_s": TIMEOUT_S,
         "http_port": None,
         **fields,
     }

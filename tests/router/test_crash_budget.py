@@ -14,6 +14,7 @@ from router.record import RunningRequest
 from tests.clock import ManualClock
 from tests.router.fakes import (
     DECODE,
+    TIMEOUT_S,
     FakeWorker,
     TestCluster,
     answer,
@@ -127,7 +128,10 @@ async def refused(cluster: TestCluster) -> CrashSuspected:
     return caught.value
 
 
-async def test_poison_is_refused_after_its_last_worker_and_the_others_get_their_answers() -> None:
+async def test_poison_is_refused_after_its_last_worker_and_the_others_get_their_answers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("router.lives.NEWS_TIMEOUT_S", TIMEOUT_S)
     workers = [FakeWorker(f"d{number}", DECODE, poison=POISON) for number in range(2)]
     for worker in workers:
         worker.gates.close("token 2")

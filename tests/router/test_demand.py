@@ -118,6 +118,7 @@ async def test_calls_without_a_key_are_no_demand_that_scales_the_pools(arrivals:
         assert (await cluster.status()).router.num_failed == 3
 
 
+@pytest.mark.usefixtures("no_refill")
 async def test_every_request_of_a_known_caller_is_demand_once_by_either_door(arrivals: list[DemandMeter]) -> None:
     config = serving(http_port=0, a={"requests_per_min": 3}, local_prefill_max_tokens=64)
     async with running_cluster(FakeWorker("d0", DECODE), config=config) as cluster:

@@ -160,7 +160,8 @@ async def test_worker_that_refuses_is_left_out_and_another_one_answers() -> None
         assert response.completed.num_attempts == 1
 
 
-async def test_prompt_that_ends_its_workers_is_refused() -> None:
+async def test_prompt_that_ends_its_workers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.lives.NEWS_TIMEOUT_S", TIMEOUT_S)
     workers = prefill_pool()
     for worker in workers:
         worker.poison = prompt_of(13)

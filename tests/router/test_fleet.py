@@ -15,6 +15,7 @@ from tests.router.fakes import (
     DECODE,
     PREFILL,
     ROOT,
+    TIMEOUT_S,
     FakeWorker,
     Shape,
     TestCluster,
@@ -151,7 +152,8 @@ def test_worker_with_absurd_blocks_is_refused_before_its_hashes_are_computed(mon
     assert not probed
 
 
-async def test_status_is_returned_although_a_worker_leaves_meanwhile() -> None:
+async def test_status_is_returned_although_a_worker_leaves_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.service.STATUS_TIMEOUT_S", TIMEOUT_S)
     stays, goes = FakeWorker("d0", DECODE), FakeWorker("d1", DECODE)
     async with running_cluster(stays, goes) as cluster:
         goes.gates.close("status")
@@ -163,7 +165,8 @@ async def test_status_is_returned_although_a_worker_leaves_meanwhile() -> None:
     assert not views["d1"].HasField("status")
 
 
-async def test_status_shows_every_worker_and_its_own_report() -> None:
+async def test_status_shows_every_worker_and_its_own_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.service.STATUS_TIMEOUT_S", TIMEOUT_S)
     prefill, decode = pair()
     decode.set_load(num_running=3)
     async with running_cluster(decode, prefill) as cluster:

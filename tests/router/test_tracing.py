@@ -148,7 +148,7 @@ async def test_attempt_that_fails_before_its_first_call_keeps_its_error(
 async def test_every_worker_that_refuses_is_an_attempt_of_its_own() -> None:
     workers = trio()
     workers[1].num_refusals = workers[2].num_refusals = 1
-    workers[1].retry_after_s = workers[2].retry_after_s = 0.01
+    workers[2].retry_after_s = 0.01
     async with running_cluster(*workers) as cluster:
         kept = traced(cluster)
         await cluster.generate(make_request())

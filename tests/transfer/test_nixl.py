@@ -148,6 +148,7 @@ async def test_dead_peer_ends_the_read_and_the_next_one_connects_anew(network: N
             receiver.take(message)
     assert two.target.missing == {0, 1}
     network.ending = Ending.LATER
+    two.puller._agent._read_timeout_s = 60.0  # noqa: SLF001
     async with two.fetch() as (_, receiver):
         receiver.take(message)
     assert not two.target.missing

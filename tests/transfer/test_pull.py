@@ -282,7 +282,7 @@ async def test_pull_cancelled_twice_ends_only_after_the_write_into_its_pages(mon
 
     def slow_write(_self: FakeKvStore, _block_ids: Any, _data: memoryview) -> None:
         loop.call_soon_threadsafe(writing.set)
-        assert may_end.wait(5)
+        assert may_end.wait(60)
         ended.set()
 
     monkeypatch.setattr(FakeKvStore, "write_blocks", slow_write)

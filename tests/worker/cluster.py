@@ -1,8 +1,9 @@
 """One prefill and one decode worker with fake engines in this process, driven over real gRPC on free ports."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+import threading
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,12 +17,13 @@ from common.ids import Epoch, HandoffId, WorkerId, mint_handoff_id
 from common.trust.identity import Role
 from common.trust.tickets import PullRight, of_blocks, of_handoff
 from common.wire import pack_tokens, sampling_to_proto
-from engine.executor import Executor
+from engine.executor import Executor, ScheduledSequence, StepHandle
 from engine.fake import FakeExecutor
 from engine.request import EngineRequest
 from kvrelay.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, sequence_pb2, worker_pb2
 from router.decode_stream import DecodeStream
 from tests.builders import BLOCK_SIZE, expected_tokens
+from tests.clock import ManualClock
 from tests.engine.beam_oracle import expected_beams
 from tests.trust import ROUTER, as_router, credentials_of
 from worker.environment import Environment
@@ -197,6 +199,58 @@ async def until_empty(worker: RunningWorker) -> None:
                 return
 
 
+class HeldSteps:
+    """Holds back the steps of a worker's engine, but those that a test lets go."""
+
+    def __init__(self, worker: RunningWorker) -> None:
+        executor = worker.runtime.executor
+        self._launch = executor.launch
+        self._may_go = threading.Semaphore(0)
+        self._is_over = False
+        executor.launch = self._held  # type: ignore[method-assign]
+
+    def let_go(self, num_steps: int = 1) -> None:
+        """Let some more steps begin."""
+        self._may_go.release(num_steps)
+
+    def end(self) -> None:
+        """Hold no step back any more."""
+        self._is_over = True
+        self._may_go.release()
+
+    def _held(self, batch: Sequence[ScheduledSequence]) -> StepHandle:
+        if not self._is_over:
+            assert self._may_go.acquire(timeout=60)
+        return self._launch(batch)
+
+
+@contextmanager
+def held_steps(worker: RunningWorker) -> Iterator[HeldSteps]:
+    """Hold back a worker's steps inside the block.
+
+    Its engine takes calls in until it is about to step; then they wait.
+    """
+    steps = HeldSteps(worker)
+    try:
+        yield steps
+    finally:
+        steps.end()
+
+
+async def until_taken_in(worker: RunningWorker, num_calls: int) -> None:
+    """Wait (bounded) until a worker has that many calls, all of which its engine knows at its next step."""
+    async with asyncio.timeout(60):
+        while worker.runtime.num_request_tasks < num_calls:  # noqa: ASYNC110 - no event tells it
+            await asyncio.sleep(0.001)
+
+
+def stop_lease_clock(worker: RunningWorker) -> ManualClock:
+    """Stop the clock by which a worker's leases run out; the test moves it."""
+    clock = ManualClock()
+    worker.runtime.handoffs._clock = clock  # noqa: SLF001
+    return clock
+
+
 def make_runtime(
     role: Any,
     worker_id: str,
@@ -288,7 +342,8 @@ async def running_pool(
         for name, fake in fakes.items():
             is_prefill = name.startswith("prefill")
             role = worker_pb2.WORKER_ROLE_PREFILL if is_prefill else worker_pb2.WORKER_ROLE_DECODE
-            runtime = make_runtime(role, name, transports=transports, **fake)
+            # A lease ends when a test says so, not because the machine is busy.
+            runtime = make_runtime(role, name, transports=transports, **({"lease_ttl_s": 60.0} | fake))
             worker = pool.workers[name] = await serve_runtime(runtime)
             pool.channels[name] = as_router(worker.address)
         yield pool

@@ -24,7 +24,7 @@ from engine.request import EngineRequest
 from kvrelay.v1 import decode_pb2 as pb
 from kvrelay.v1 import sampling_pb2, sequence_pb2
 from tests.builders import expected_tokens, make_request
-from tests.worker.cluster import Answer, Pair, error_of, running_pair, spec_of
+from tests.worker.cluster import Answer, Pair, error_of, held_steps, running_pair, spec_of, until_taken_in
 
 TIMEOUT_S = 60.0
 
@@ -72,11 +72,13 @@ def endless(seed: int) -> EngineRequest:
 
 
 async def test_calls_side_by_side_answer_like_the_oracle_with_one_message_a_step() -> None:
-    async with running_pair(decode={"step_s": 0.02}) as pair:  # all are open before the first one ends
+    async with running_pair(decode={"step_s": 0.02}) as pair:
         many = Many(pair)
         requests = {i: make_request([i % 5] * (3 + i), max_tokens=20, ignore_eos=True) for i in range(8)}
-        for call_id, request in requests.items():
-            await many.open(call_id, request)
+        with held_steps(pair.decode):
+            for call_id, request in requests.items():
+                await many.open(call_id, request)
+            await until_taken_in(pair.decode, len(requests))
         await many.until_ended(*requests)
         assert many.ends == dict.fromkeys(requests)
         for call_id, request in requests.items():
@@ -86,17 +88,21 @@ async def test_calls_side_by_side_answer_like_the_oracle_with_one_message_a_step
 
 
 async def test_close_of_one_call_frees_it_and_leaves_the_others() -> None:
-    async with running_pair(decode={"step_s": 0.001, "num_blocks": 1024}) as pair:
+    async with running_pair(decode={"num_blocks": 1024}) as pair:
         many = Many(pair)
         mine = make_request(range(7), max_tokens=40, ignore_eos=True)
-        for call_id in (1, 2):
-            await many.open(call_id, endless(call_id))
-        await many.open(3, mine)
-        while len(many.answers) < 3:
-            await many.read()
-        await many.close(1)
-        await many.close(2)
-        await many.close(77)  # never opened: harmless
+        with held_steps(pair.decode) as steps:
+            for call_id in (1, 2):
+                await many.open(call_id, endless(call_id))
+            await many.open(3, mine)
+            await until_taken_in(pair.decode, 3)
+            steps.let_go(8)
+            while len(many.answers) < 3:
+                await many.read()
+            await many.close(1)
+            await many.close(2)
+            await many.close(77)  # never opened: harmless
+            await until(lambda: pair.decode.runtime.calls.num_cancelled == 2)
         await many.until_ended(3)
         assert many.answers[3].tokens[0] == expected_tokens(mine)
         assert 1 not in many.ends
@@ -130,25 +136,29 @@ async def test_end_of_the_stream_cancels_every_call_on_it() -> None:
 async def test_call_id_that_is_in_use_ends_the_stream() -> None:
     async with running_pair() as pair:
         many = Many(pair)
-        await many.open(1, endless(1))
-        await many.open(1, endless(2))
-        assert isinstance(await error_of(many.call), InvalidRequest)
+        with held_steps(pair.decode):
+            await many.open(1, endless(1))
+            await many.open(1, endless(2))
+            assert isinstance(await error_of(many.call), InvalidRequest)
 
 
 async def test_stop_of_a_worker_waits_for_calls_but_not_for_streams() -> None:
-    async with running_pair(decode={"step_s": 0.001, "num_blocks": 1024}, ends_empty=False) as pair:
+    async with running_pair(decode={"num_blocks": 1024}, ends_empty=False) as pair:
         many, idle = Many(pair), Many(pair)
         request = make_request(range(5), max_tokens=60, ignore_eos=True)
         await idle.open(1, make_request([1], max_tokens=1))
         await idle.until_ended(1)
-        await many.open(1, request)
-        while not many.answers:
-            await many.read()
         async with asyncio.timeout(TIMEOUT_S):
-            stopping = asyncio.create_task(pair.decode.stop(2 * TIMEOUT_S))
-            assert await idle.call.read() is grpc.aio.EOF
-            await many.open(2, request)
-            await many.until_ended(1, 2)
+            with held_steps(pair.decode) as steps:
+                await many.open(1, request)
+                steps.let_go(8)
+                while not many.answers:
+                    await many.read()
+                stopping = asyncio.create_task(pair.decode.stop(2 * TIMEOUT_S))
+                assert await idle.call.read() is grpc.aio.EOF
+                await many.open(2, request)
+                await many.until_ended(2)
+            await many.until_ended(1)
             await stopping
         assert many.answers[1].tokens[0] == expected_tokens(request)
         assert isinstance(many.ends[2], WorkerLost)

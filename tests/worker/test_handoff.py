@@ -11,7 +11,16 @@ from engine.core import EngineCore
 from engine.request import EngineRequest
 from kvrelay.v1 import prefill_pb2, worker_pb2
 from tests.builders import BLOCK_SIZE, make_request
-from tests.worker.cluster import Answer, error_of, messages, running_pair, spec_of, until_empty
+from tests.worker.cluster import (
+    Answer,
+    error_of,
+    held_steps,
+    messages,
+    running_pair,
+    spec_of,
+    stop_lease_clock,
+    until_empty,
+)
 
 LENGTHS = sorted({1, *(BLOCK_SIZE * k + d for k in (1, 8, 16) for d in (-1, 0, 1)), 200})
 
@@ -88,16 +97,18 @@ async def test_takeover_in_the_middle_continues_with_the_same_tokens_and_text() 
 
 @pytest.mark.parametrize("closed", ["decode", "prefill"])
 async def test_end_of_one_call_of_a_handoff_ends_the_other_one_at_once(closed: str) -> None:
-    async with running_pair(prefill={"step_s": 0.05, "max_step_tokens": 16}) as pair:
-        request = make_request([i % 256 for i in range(480)], max_tokens=4)
-        handoff_id = mint_handoff_id()
-        decode = pair.open_decode(request, handoff_id)
-        await decode.read()
-        prefill = pair.open_prefill(request, handoff_id)
-        await prefill.read()
-        ended, other = (decode, prefill) if closed == "decode" else (prefill, decode)
-        ended.cancel()
-        assert isinstance(await error_of(other), HandoffGone)
+    async with running_pair(prefill={"max_step_tokens": 16}) as pair:
+        with held_steps(pair.prefill) as steps:
+            request = make_request([i % 256 for i in range(480)], max_tokens=4)
+            handoff_id = mint_handoff_id()
+            decode = pair.open_decode(request, handoff_id)
+            await decode.read()
+            prefill = pair.open_prefill(request, handoff_id)
+            steps.let_go(2)
+            await prefill.read()
+            ended, other = (decode, prefill) if closed == "decode" else (prefill, decode)
+            ended.cancel()
+            assert isinstance(await error_of(other), HandoffGone)
 
 
 async def test_decode_call_whose_prefill_worker_moves_ends_with_worker_lost() -> None:
@@ -114,11 +125,13 @@ async def test_decode_call_whose_prefill_worker_moves_ends_with_worker_lost() ->
 
 async def test_handoff_without_a_puller_expires_and_is_counted() -> None:
     async with running_pair(prefill={"lease_ttl_s": 0.2}) as pair:
+        clock = stop_lease_clock(pair.prefill)
         request = make_request(range(20))
         prefill = pair.open_prefill(request, mint_handoff_id())
         replies = [message async for message in prefill]
         assert replies[-1].finished.first_tokens
         assert pair.prefill.runtime.handoffs.num_leases == 1
+        clock.advance(0.3)
         await until_empty(pair.prefill)
         assert pair.prefill.runtime.handoffs.num_expired == 1
 

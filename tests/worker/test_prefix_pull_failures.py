@@ -15,7 +15,7 @@ from tests.trust import ROUTER, as_worker
 from tests.worker.cluster import Pool, error_of, messages, running_pool
 from tests.worker.prefixes import OTHERS, PREFIX_BLOCKS, outcomes, prompt, warm_pool, where
 from tests.worker.scripted_source import ScriptedSource, scripted_source
-from worker.prefix_pull import PullOutcome
+from worker.prefix_pull import PrefixPuller, PullOutcome
 from worker.serving import RunningWorker
 
 
@@ -70,10 +70,21 @@ async def test_pull_from_a_source_that_lies_computes_instead() -> None:
 
 
 async def test_pull_that_takes_too_long_is_given_up_and_the_source_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("worker.prefix_pull.MIN_PULL_S", 0.05)
+    limits: list[asyncio.Timeout] = []
+    pull = PrefixPuller._pull  # noqa: SLF001
+
+    async def noting(self: PrefixPuller, arrival: Any, hashes: Any, source: Any, limit: asyncio.Timeout) -> PullOutcome:
+        limits.append(limit)
+        return await pull(self, arrival, hashes, source, limit)
+
+    monkeypatch.setattr(PrefixPuller, "_pull", noting)
     async with running_pool(OTHERS) as pool, scripted_source(prompt(1), stall) as source:
-        await computes_instead(pool, source.where(PREFIX_BLOCKS), PullOutcome.TIMEOUT)
+        pulling = asyncio.create_task(computes_instead(pool, source.where(PREFIX_BLOCKS), PullOutcome.TIMEOUT))
         async with asyncio.timeout(60):
+            await source.asked.wait()
+            assert limits[0].when() is not None
+            limits[0].reschedule(0)
+            await pulling
             await source.ended.wait()
 
 
@@ -118,7 +129,7 @@ async def test_cancel_while_pulling_frees_everything_and_tells_the_source(cancel
 
 
 async def test_pull_without_room_computes_instead() -> None:
-    async with warm_pool(prefill_1={"num_blocks": 20, "lease_ttl_s": 60.0}) as pool:
+    async with warm_pool(prefill_1={"num_blocks": 20}) as pool:
         pair = pool.pair("prefill-1", "decode-0")
         handoff_id = mint_handoff_id()
         held = make_request(range(44), ignore_eos=True)
@@ -168,8 +179,9 @@ async def fetch_error(worker: RunningWorker, hashes: bytes) -> KvrelayError:
 
 
 async def test_lease_of_a_silent_puller_ends_with_the_time_to_live() -> None:
-    async with warm_pool(prefill_0={"lease_ttl_s": 0.1}) as pool:
-        error = await fetch_error(pool.workers["prefill-0"], prompt(1).block_hashes.packed)
+    async with running_pool({"prefill-0": {}, "decode-0": {"lease_ttl_s": 0.1}}) as pool:
+        await pool.pair("prefill-0", "decode-0").generate_locally(prompt(1, max_tokens=1))
+        error = await fetch_error(pool.workers["decode-0"], prompt(1).block_hashes.packed)
         assert isinstance(error, HandoffGone)
 
 

@@ -48,6 +48,8 @@ async def test_prefill_with_the_hashes_of_another_one_does_not_change_its_answer
         )
         async for _message in pair.prefill_stub.Prefill(forged):
             pass
+        async for _message in messages(pair.open_decode_of(forged_spec(OTHER), handoff=pair.handoff("forged"))):
+            pass  # so that the handoff ends
 
         answer = await pair.generate(VICTIM)
 

@@ -15,7 +15,7 @@ from common.wire_names import ROLE_NAMES
 from kvrelay.v1 import prefill_pb2, worker_pb2, worker_pb2_grpc
 from tests.builders import expected_tokens, make_request
 from tests.trust import as_controller, as_router
-from tests.worker.cluster import Pool, error_of, messages, running_pool, spec_of
+from tests.worker.cluster import Pool, error_of, held_steps, messages, running_pool, spec_of, stop_lease_clock
 from tests.worker.prefixes import PREFIX_BLOCKS, outcomes, prompt, warm_pool, where
 from worker.metrics import RuntimeCollector
 from worker.prefix_pull import PullOutcome
@@ -115,25 +115,30 @@ async def test_flip_adopts_the_limits_of_the_other_pool() -> None:
 
 
 async def test_flip_of_a_worker_with_a_running_answer_is_refused_and_changes_nothing() -> None:
-    async with running_pool({"prefill-0": {}, "decode-0": {"step_s": 0.02}}) as pool:
+    async with running_pool({"prefill-0": {}, "decode-0": {}}) as pool:
         pair, before = pool.pair("prefill-0", "decode-0"), pool.workers["decode-0"].runtime.epoch
         request = make_request(range(20), max_tokens=200, ignore_eos=True)
-        running = pair.open_decode(request, None)
-        await running.read()
-        with pytest.raises(Overloaded, match="decode-0 still has 1 calls"):
-            await set_role(pool, "decode-0", PREFILL)
-        assert (pool.workers["decode-0"].runtime.epoch, pool.workers["decode-0"].role) == (before, "decode")
-        running.cancel()
+        with held_steps(pair.decode):
+            running = pair.open_decode(request, None)
+            await running.read()
+            with pytest.raises(Overloaded, match="decode-0 still has 1 calls"):
+                await set_role(pool, "decode-0", PREFILL)
+            assert (pool.workers["decode-0"].runtime.epoch, pool.workers["decode-0"].role) == (before, "decode")
+            running.cancel()
 
 
 async def test_flip_waits_for_a_handoff_without_a_puller() -> None:
     async with running_pool({"prefill-0": {"lease_ttl_s": 0.2}}) as pool:
         pair, runtime = pool.pair("prefill-0", "prefill-0"), pool.workers["prefill-0"].runtime
+        clock = stop_lease_clock(pair.prefill)
         async for _message in pair.open_prefill(make_request(range(20)), mint_handoff_id()):
             pass
         with pytest.raises(Overloaded, match="1 handoffs"):
             await set_role(pool, "prefill-0", DECODE)
-        await set_role(pool, "prefill-0", DECODE, grace_s=60)  # the lease runs out meanwhile
+        flip = asyncio.create_task(set_role(pool, "prefill-0", DECODE, grace_s=60))
+        assert not (await asyncio.wait((flip,), timeout=0.1))[0]
+        clock.advance(0.3)
+        await flip
         assert (runtime.handoffs.num_expired, runtime.role) == (1, DECODE)
 
 

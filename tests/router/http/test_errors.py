@@ -8,7 +8,7 @@ import pytest
 
 from common.errors import EngineFault, KvrelayError, error_classes
 from router.http.errors import error_body, kind_of
-from tests.router.fakes import config_with, full_pair, pair, prompt_of
+from tests.router.fakes import TIMEOUT_S, config_with, full_pair, pair, prompt_of
 from tests.router.http.clients import CHAT, COMPLETIONS, HttpCluster, fetch, held_cluster, http_cluster
 from tests.router.test_tenants import KEYS, serving
 
@@ -161,8 +161,9 @@ async def test_deadline_of_the_extension_is_a_gateway_timeout() -> None:
 async def test_client_side_timeout_cancels_the_request() -> None:
     async with held_cluster("token 2") as (http, _):
         with pytest.raises(openai.APITimeoutError):
-            await http.complete(timeout=0.2)
-        assert (await http.cluster.until_idle()).num_cancelled == 1
+            await http.complete(timeout=openai.Timeout(TIMEOUT_S, read=0.2))  # it sends the request in any case
+        assert (await http.cluster.until(lambda router: router.num_cancelled)).num_cancelled == 1
+        await http.cluster.until_idle()
 
 
 async def test_no_worker_is_unavailable() -> None:
