@@ -4,7 +4,7 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -75,12 +75,26 @@ def _is_alive(pid: int) -> bool:
 
 
 async def worker(client: AsyncClient, role: str, index: int = 0) -> WorkerView:
-    """Return a worker as the router sees it, as soon as it does."""
-    while True:  # a dead worker is no member until its successor is up
+    """Return a worker as the router sees it, as soon as it does and the worker tells its status."""
+    while True:  # a dead worker is no member until its successor is up; a busy one may tell its status too late
         workers = [view for view in (await client.status()).workers if view.role == role]
-        if len(workers) > index:
+        if len(workers) > index and workers[index].status is not None:
             return workers[index]
         await asyncio.sleep(0.05)
+
+
+async def reporting_workers(client: AsyncClient) -> Sequence[WorkerView]:
+    """Return all workers as soon as each of them tells its status: a busy one may tell it too late."""
+    while True:
+        workers = (await client.status()).workers
+        if all(view.status is not None for view in workers):
+            return workers
+        await asyncio.sleep(0.05)
+
+
+async def pids(client: AsyncClient) -> dict[str, int]:
+    """Return the process of each worker."""
+    return {view.worker_id: view.status.pid for view in await reporting_workers(client) if view.status}
 
 
 def mixed_sampling(number: int, *, max_tokens: int) -> dict[str, Any]:

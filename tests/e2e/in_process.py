@@ -1,24 +1,79 @@
 """A router in front of real workers with fake engines, or given ones, over real gRPC, all in this process."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+import threading
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 from common.config import ServingConfig, parse_config
 from common.trust.identity import Role
-from engine.executor import Executor
+from engine.events import StepSample
+from engine.executor import Executor, ScheduledSequence
+from engine.fake import FakeExecutor, FakeStep
 from kvrelay.client import AsyncClient
 from kvrelay.v1 import router_admin_pb2, router_admin_pb2_grpc, worker_pb2
 from router.codec import ByteCodec
 from router.server import RunningRouter, serve_router
+from tests.builders import BLOCK_SIZE
 from tests.trust import as_controller_of_router, credentials_of
 from tests.worker.cluster import make_runtime, serve_runtime
 from worker.serving import RunningWorker
+from worker.timing import WorkerTiming
 
 PREFILL, DECODE = worker_pb2.WORKER_ROLE_PREFILL, worker_pb2.WORKER_ROLE_DECODE
 TIMEOUT_S = 60.0
+_SLOW_STEP_S = 0.4
+"""Duration of a slow step: a worker still tells its status in time, and no watchdog takes the step for overdue."""
+_MEASURED_S = 0.1
+"""Longer steps are not measured, as slow ones would count in plans."""
+
+
+class Pace:
+    """Slows engines down in the middle of answers, so that on a busy machine, too, none ends before a test is ready."""
+
+    def __init__(self) -> None:
+        self._slow_from: int | None = None
+        self._hurried = threading.Event()
+
+    def slow_down(self, *, at: int) -> None:
+        """Have every step that works on this token of an answer, or on a later one, take its time from now on."""
+        self._hurried.clear()
+        self._slow_from = at
+
+    def hurry(self) -> None:
+        """Have all steps be as fast as ever, the present ones included."""
+        self._slow_from = None
+        self._hurried.set()
+
+    def before_step(self, batch: Sequence[ScheduledSequence]) -> None:
+        """Wait as long as this step has to. Engine threads only."""
+        at = self._slow_from
+        if at is not None and any(item.token_index >= at for item in batch):
+            self._hurried.wait(_SLOW_STEP_S)
+
+    @staticmethod
+    def leave_out_of(timing: WorkerTiming) -> None:
+        """Keep what slow steps take out of a worker's measurements."""
+        observe = timing.observe
+
+        def observe_usual(samples: Iterable[StepSample]) -> None:
+            observe(sample for sample in samples if sample.seconds < _MEASURED_S)
+
+        timing.observe = observe_usual  # type: ignore[method-assign]
+
+
+class PacedExecutor(FakeExecutor):
+    """A fake engine at a test's pace."""
+
+    def __init__(self, pace: Pace, *, num_blocks: int = 128, step_s: float = 0.0) -> None:
+        super().__init__(num_blocks=num_blocks, block_size=BLOCK_SIZE, max_model_len=1024, step_s=step_s)
+        self._pace = pace
+
+    def launch(self, batch: Sequence[ScheduledSequence]) -> FakeStep:
+        self._pace.before_step(batch)
+        return super().launch(batch)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -30,9 +85,11 @@ class System:
     address: str
     admin: "router_admin_pb2_grpc.RouterAdminServiceAsyncStub"
     endpoints: list[router_admin_pb2.WorkerEndpoint]
+    pace: Pace
+    """Of the fake engines, unless the test has given others."""
 
     def client(self, **options: Any) -> AsyncClient:
-        return AsyncClient(self.address, timeout_s=30, **options)
+        return AsyncClient(self.address, timeout_s=TIMEOUT_S, **options)
 
     async def kill(self, worker_id: str) -> None:
         """Break every connection of a worker, as its death would."""
@@ -80,19 +137,23 @@ async def running_system(
     """
     async with AsyncExitStack() as stack:
         running, admin = await stack.enter_async_context(_serving_router(router, model))
-        endpoints, workers = [], {}
+        endpoints, workers, pace = [], {}, Pace()
+        shape = {name: fake.pop(name) for name in ("num_blocks", "step_s") if name in fake}
+        fake = {"lease_ttl_s": TIMEOUT_S / 2} | fake
         for role, name, count in ((PREFILL, "p", num_prefill), (DECODE, "d", num_decode)):
             for i in range(count):
-                runtime = make_runtime(
-                    role, f"{name}{i}", transports=("grpc",), executor=load() if load else None, **fake
-                )
+                executor = load() if load else PacedExecutor(pace, **shape)
+                runtime = make_runtime(role, f"{name}{i}", transports=("grpc",), executor=executor, **fake)
+                pace.leave_out_of(runtime.timing)
                 worker = workers[f"{name}{i}"] = await serve_runtime(runtime)
                 stack.push_async_callback(worker.stop, 0)
                 endpoints.append(
                     router_admin_pb2.WorkerEndpoint(worker_id=f"{name}{i}", role=role, address=worker.address)
                 )
         await _until_used(running, admin, endpoints)
-        yield System(router=running, workers=workers, address=running.address, admin=admin, endpoints=endpoints)
+        yield System(
+            router=running, workers=workers, address=running.address, admin=admin, endpoints=endpoints, pace=pace
+        )
 
 
 @asynccontextmanager
@@ -108,7 +169,7 @@ async def _serving_router(
     router: dict[str, Any] | None, model: dict[str, Any] | None = None
 ) -> "AsyncIterator[tuple[RunningRouter, router_admin_pb2_grpc.RouterAdminServiceAsyncStub]]":
     # The engines share this process: on a busy machine it is silent for seconds.
-    options = {"recovery_timeout_s": 5.0, "http_port": None, "silence_s": 10.0, **(router or {})}
+    options = {"recovery_timeout_s": TIMEOUT_S, "http_port": None, "silence_s": 10.0, **(router or {})}
     sections = {"model": {"engine": "fake", **(model or {})}, "router": options}
     config: ServingConfig = parse_config(sections, source="test")
     running = await serve_router(

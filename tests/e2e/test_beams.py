@@ -39,7 +39,8 @@ def known_states(monkeypatch: pytest.MonkeyPatch) -> "asyncio.Queue[int]":
 
 
 async def begun(system: System, client: AsyncClient, known: "asyncio.Queue[int]") -> "asyncio.Task[Generation]":
-    """Start the request; its search is known in part when this returns."""
+    """Start the request; its search is known in part when this returns, and gets slow before it ends."""
+    system.pace.slow_down(at=40)
     running = asyncio.create_task(client.generate(PROMPT, **OPTIONS))
     async with asyncio.timeout(TIMEOUT_S):
         assert await known.get() == 32
@@ -65,6 +66,7 @@ async def test_beams_whose_worker_dies_go_on_from_their_last_known_state(
     async with running_system(num_decode=2, router=router, **SLOW) as system, system.client(direct=direct) as client:
         running = await begun(system, client, known_states)
         await system.kill(await decoding_worker(client))
+        system.pace.hurry()
         answer = await running
         assert found(answer) == EXPECTED
         assert len(answer.plans) == 2
@@ -77,6 +79,7 @@ async def test_beams_move_from_a_worker_that_drains(known_states: "asyncio.Queue
     async with running_system(num_decode=2, router=REMOTE, **SLOW) as system, system.client() as client:
         running = await begun(system, client, known_states)
         await system.drain(await decoding_worker(client))
+        system.pace.hurry()
         answer = await running
         status = (await client.status()).router
         assert found(answer) == EXPECTED

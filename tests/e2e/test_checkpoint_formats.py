@@ -23,7 +23,7 @@ from tests.engine.checkpoints.packers import compressed_config, pack_awq, pack_c
 from tests.engine.driver import Driver, make_sequence
 from tests.engine.tiny_models import make_prompt
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 NUM_TOKENS = 16
 NEAR_TIE = 0.1

@@ -31,7 +31,7 @@ from common.ports import free_port
 from common.process import ProcessIdentity
 from kvrelay.client import AsyncClient, Generation
 from tests.cluster.ray_nodes import ray_nodes
-from tests.e2e.harness import FAKE_POOL, fake_config, until
+from tests.e2e.harness import FAKE_POOL, fake_config, pids, until
 from tests.hosts.certificates import shown_by
 
 logger = logging.getLogger(__name__)
@@ -91,7 +91,7 @@ def _ca(info: ClusterInfo) -> bytes:
 def ask_ray(expression: str) -> Any:
     """Return what an expression says about Ray, in a process of its own."""
     command = [sys.executable, "-c", _ASK.format(expression)]
-    told = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    told = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
     return json.loads(next(line for line in told.splitlines() if line.startswith("TOLD")).removeprefix("TOLD "))
 
 
@@ -112,10 +112,6 @@ async def running(folder: Path, **sections: Any) -> AsyncIterator[tuple[AsyncCli
             yield client, info
     finally:
         await asyncio.to_thread(partial(lifecycle.down, folder / "run", report=lambda _: None))
-
-
-async def pids(client: AsyncClient) -> dict[str, int]:
-    return {view.worker_id: view.status.pid for view in (await client.status()).workers if view.status}
 
 
 async def answers(client: AsyncClient, begun: Sequence[asyncio.Event], gaps_s: list[float]) -> list[Generation]:
@@ -144,7 +140,7 @@ async def kill_controller(run_dir: Path) -> float:
         state = state_file.read()
         return state is not None and state.supervisor != before.supervisor and state.phase is ClusterPhase.READY
 
-    return await until(is_back, timeout_s=60, what="the controller is back")
+    return await until(is_back, timeout_s=120, what="the controller is back")
 
 
 async def test_controller_killed_under_load_adopts_everything_and_no_client_notices(
@@ -206,11 +202,11 @@ async def _until_agents_show_every_process() -> None:
             )
         )
 
-    await until(is_shown, timeout_s=60, what="Ray's agents show the figures of every process")
+    await until(is_shown, timeout_s=120, what="Ray's agents show the figures of every process")
 
 
 def _page(url: str) -> str:
-    with urlopen(url, timeout=10) as answer:
+    with urlopen(url, timeout=60) as answer:
         return str(answer.read().decode())
 
 
@@ -227,13 +223,13 @@ async def test_controller_that_cannot_take_over_tries_again_until_it_can(tmp_pat
                 state = state_file.read()
                 return state is not None and "planner.metrics_port" in state.trouble
 
-            await until(says_why, timeout_s=60, what="the controller says that its port is taken")
+            await until(says_why, timeout_s=120, what="the controller says that its port is taken")
 
         async def supervises() -> bool:
             state = state_file.read()
             return state is not None and state.phase is ClusterPhase.READY
 
-        await until(supervises, timeout_s=60, what="the controller supervises again")
+        await until(supervises, timeout_s=120, what="the controller supervises again")
         assert await pids(client) == before
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from common.errors import AccessDenied, ClientGone, EngineFault, KvrelayError, from_rpc_error
 from common.rpc import client_channel
+from decode_worker.direct import DirectAnswer
 from kvrelay.client import AsyncClient, Completed, Generation, PlanChosen, Token
 from kvrelay.client.direct import DirectCall, InOrder
 from kvrelay.v1 import decode_pb2, decode_pb2_grpc, inference_pb2, inference_pb2_grpc
@@ -67,9 +68,11 @@ async def test_worker_death_in_the_middle_is_a_pause_with_the_same_tokens(monkey
         expected, _ = await both(system)
         with counting_direct(monkeypatch) as grants:
             async with system.client(direct=True) as client:
+                system.pace.slow_down(at=110)
                 stream = client.stream(PROMPT, **SAMPLING)
                 plan = await _until(stream, num_tokens=100)
                 await system.kill(plan.decode_worker_id)
+                system.pace.hurry()
                 got = await stream.result()
         assert got.samples == expected.samples
         assert len(got.plans) == 2
@@ -126,8 +129,11 @@ async def test_tokens_that_were_lost_with_their_worker_come_from_the_next_one(
     assert got.prompt_logprobs == expected.prompt_logprobs
 
 
-def lose_tails(monkeypatch: pytest.MonkeyPatch, *, num_tails: int) -> None:
-    """Lose the last token of the first streams on the network, though the worker takes it for delivered."""
+def lose_tails(monkeypatch: pytest.MonkeyPatch, *, num_tails: int, timeout_s: float) -> None:
+    """Lose the last token of the first streams on the network, though the worker takes it for delivered.
+
+    `timeout_s`: how long the client waits for it.
+    """
     take, num_lost = InOrder.take, 0
 
     def lossy(self: InOrder, tokens: Any) -> Iterator[inference_pb2.GenerateResponse]:
@@ -141,7 +147,7 @@ def lose_tails(monkeypatch: pytest.MonkeyPatch, *, num_tails: int) -> None:
             num_lost += 1
 
     monkeypatch.setattr(InOrder, "take", lossy)
-    monkeypatch.setattr("kvrelay.client.direct._TAIL_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("kvrelay.client.direct._TAIL_TIMEOUT_S", timeout_s)
 
 
 @pytest.mark.parametrize(
@@ -153,7 +159,7 @@ async def test_last_tokens_that_were_lost_with_their_worker_are_asked_for_again(
     async with running_system(router=LOCAL, **ENGINE) as system:
         async with system.client() as reference:
             expected = await reference.generate(PROMPT, **SAMPLING, **sampling)
-        lose_tails(monkeypatch, num_tails=1)
+        lose_tails(monkeypatch, num_tails=1, timeout_s=1.0)
         async with system.client(direct=True) as client:
             got = await client.generate(PROMPT, **SAMPLING, **sampling)
         assert got.samples == expected.samples
@@ -164,7 +170,7 @@ async def test_last_tokens_that_were_lost_with_their_worker_are_asked_for_again(
 
 async def test_last_tokens_that_are_lost_every_time_are_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     async with running_system(router=LOCAL, **ENGINE) as system:
-        lose_tails(monkeypatch, num_tails=100)
+        lose_tails(monkeypatch, num_tails=100, timeout_s=0.2)
         async with system.client(direct=True) as client:
             with pytest.raises(EngineFault, match="last tokens could not be fetched"):
                 await client.generate(PROMPT, **SAMPLING)
@@ -223,7 +229,9 @@ async def error_of(stream: Any) -> KvrelayError:
     return from_rpc_error(caught.value)
 
 
-async def test_a_stream_that_comes_back_goes_on_behind_what_the_client_has() -> None:
+async def test_a_stream_that_comes_back_goes_on_behind_what_the_client_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("call", "direct"):  # a busy client may come back late
+        monkeypatch.setattr(f"decode_worker.{module}.GRACE_S", TIMEOUT_S)
     async with running_system(router=LOCAL, step_s=0.002, **ENGINE) as system:
         client = Manual(system)
         grant = await client.open()
@@ -242,12 +250,14 @@ async def test_a_stream_that_comes_back_goes_on_behind_what_the_client_has() -> 
 async def test_a_second_stream_takes_the_first_ones_place() -> None:
     async with running_system(router=LOCAL, step_s=0.002, **ENGINE) as system:
         client = Manual(system)
+        system.pace.slow_down(at=10)
         grant = await client.open()
         first = client.stream(grant)
         await read_tokens(first, 1)
         second = client.stream(grant)
         await read_tokens(second, 1)
         assert isinstance(await error_of(first), AccessDenied)
+        system.pace.hurry()
         assert (await read_tokens(second, 1000))[-1][0] == 149
         await client.aclose()
 
@@ -289,11 +299,23 @@ async def test_a_client_that_leaves_its_stream_alone_ends_the_request(
     max_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("decode_worker.direct.GRACE_S", 0.05)
+    stream_of, has_left = DirectAnswer.stream, asyncio.Event()
+
+    async def until_left(self: DirectAnswer, *arguments: Any) -> None:
+        try:
+            await stream_of(self, *arguments)
+        finally:
+            has_left.set()
+
+    monkeypatch.setattr(DirectAnswer, "stream", until_left)
     async with running_system(router=LOCAL, step_s=0.01, **ENGINE) as system:
         client = Manual(system)
+        system.pace.slow_down(at=5)
         stream = client.stream(await client.open(max_tokens=max_tokens))
         await read_tokens(stream, 3)
         stream.cancel()
+        await asyncio.wait_for(has_left.wait(), TIMEOUT_S)
+        system.pace.hurry()
         assert isinstance(await error_of(client.call), ClientGone)
         await system.until_idle()
         await client.aclose()
@@ -325,9 +347,11 @@ async def test_events_of_a_direct_answer_come_in_the_same_order() -> None:
 async def test_closing_the_client_ends_its_direct_streams() -> None:
     async with running_system(router=LOCAL, step_s=0.002, **ENGINE) as system:
         client: AsyncClient = system.client(direct=True)
+        system.pace.slow_down(at=20)
         stream = client.stream(PROMPT, **SAMPLING)
         await _until(stream, num_tokens=5)
         await client.aclose()
+        system.pace.hurry()
         with pytest.raises(KvrelayError):
             await stream.result()
         await system.until_idle()

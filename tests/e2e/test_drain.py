@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvrelay.client import AsyncClient, Generation, Token
-from tests.e2e.in_process import System, running_system
+from tests.e2e.in_process import TIMEOUT_S, System, running_system
 
 NUM_STREAMS = 16
 NUM_TOKENS = 200
@@ -41,7 +41,7 @@ async def drained(system: System, worker_id: str) -> None:
 
 async def decoding_worker(client: AsyncClient) -> str:
     """Return the only worker that runs something, as soon as workers have told the router so."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(TIMEOUT_S):
         while True:
             views = (await client.status()).workers
             running = [view.worker_id for view in views if view.status is not None and view.status.load.num_running]
@@ -55,11 +55,14 @@ async def test_twenty_drains_under_sixteen_streams_change_no_text_and_fail_no_re
     async with running_system(num_decode=3, **SHAPE) as system:
         expected = await undisturbed(system)
         async with system.client() as client:
-            begun = asyncio.Event()
-            running = asyncio.gather(*(answer(client, n, begun=begun) for n in range(NUM_STREAMS)))
-            await begun.wait()
-            for worker_id, _ in zip(cycle(("d0", "d1", "d2")), range(20), strict=False):
+            system.pace.slow_down(at=NUM_TOKENS // 2)
+            begun = [asyncio.Event() for _ in range(NUM_STREAMS)]
+            running = asyncio.gather(*(answer(client, n, begun=event) for n, event in enumerate(begun)))
+            await asyncio.gather(*(event.wait() for event in begun))
+            for worker_id, number in zip(cycle(("d0", "d1", "d2")), range(20), strict=False):
                 await drained(system, worker_id)
+                if number == 2:  # everybody has moved
+                    system.pace.hurry()
             done = await running
             status = (await client.status()).router
         await system.drain()
@@ -76,11 +79,13 @@ async def test_moved_answer_pulls_its_kv_from_the_worker_that_it_left(monkeypatc
     slow = SHAPE | {"max_step_tokens": 16, "step_s": 0.01}
     async with running_system(num_prefill=0, num_decode=2, router={"policy": "predictive"}, **slow) as system:
         async with system.client() as client:
+            system.pace.slow_down(at=NUM_TOKENS // 2)
             begun = asyncio.Event()
             running = asyncio.create_task(answer(client, 1, begun=begun, num_phrases=14))
             await begun.wait()
             left = await decoding_worker(client)
             await drained(system, left)
+            system.pace.hurry()
             done = await running
             statuses = {view.worker_id: view.status for view in (await client.status()).workers}
 
@@ -107,11 +112,13 @@ async def test_prefill_worker_is_empty_as_soon_as_its_prompts_are_handed_over() 
     policy = {"policy": "round_robin", "local_prefill_max_tokens": 0}
     async with running_system(num_prefill=2, num_decode=1, router=policy, **SHAPE) as system:
         async with system.client() as client:
+            system.pace.slow_down(at=NUM_TOKENS // 2)
             begun = asyncio.Event()
             running = [asyncio.create_task(answer(client, n, begun=begun)) for n in range(4)]
             await begun.wait()
             await drained(system, "p0")
             assert not all(task.done() for task in running), "the answers were over before the worker was empty"
+            system.pace.hurry()
             done = await asyncio.gather(*running)
             assert {plan.prefill_worker_id for each in done for plan in each.plans} == {"p0", "p1"}
             assert (await client.status()).router.num_replans == 0
@@ -131,10 +138,14 @@ async def test_direct_stream_moves_too() -> None:
     async with running_system(num_decode=2, **SHAPE | {"step_s": 0.01}) as system:
         (expected, *_) = await undisturbed(system)
         async with system.client(direct=True) as client:
+            system.pace.slow_down(at=NUM_TOKENS // 2)
             begun = asyncio.Event()
             running = asyncio.create_task(answer(client, 0, begun=begun))
             await begun.wait()
-            await drained(system, await decoding_worker(client))
+            left = await decoding_worker(client)
+            await system.drain(left)
+            system.pace.hurry()
+            await drained(system, left)
             done = await running
 
         assert done.text == expected

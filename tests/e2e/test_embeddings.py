@@ -96,10 +96,12 @@ async def test_prompt_that_was_embedded_is_cached_for_an_answer() -> None:
 async def test_prefill_worker_killed_in_the_middle_costs_no_embedding(pooling: str) -> None:
     async with running_system(num_prefill=2, num_decode=0, step_s=0.005) as system, system.client() as client:
         texts = prompts(24)
+        system.pace.slow_down(at=0)
         running = asyncio.create_task(embed_all(client, texts, pooling))
-        while not (await client.status()).router.num_active:  # noqa: ASYNC110 - no event tells it
+        while not system.workers["p0"].runtime.num_request_tasks:  # noqa: ASYNC110 - no event tells it
             await asyncio.sleep(0.01)
         await system.kill("p0")
+        system.pace.hurry()
         embeddings = await running
         assert [list(each.vector) for each in embeddings] == [expected(text, pooling) for text in texts]
         assert max(each.num_attempts for each in embeddings) == 2
@@ -137,7 +139,7 @@ async def test_bad_options_of_the_client_raise_before_anything_is_sent() -> None
 @pytest.mark.timeout(180)
 async def test_process_that_is_killed_costs_no_embedding(tmp_path: Path) -> None:
     pools = {"prefill": FAKE_POOL | {"count": 2, "max_step_tokens": 64}, "decode": dict(FAKE_POOL)}
-    async with running_cluster(tmp_path, fake_config(step_ms=20.0, pools=pools)) as client:
+    async with running_cluster(tmp_path, fake_config(step_ms=80.0, pools=pools)) as client:
         texts = [text + "." * 200 for text in prompts(40)]
         running = asyncio.create_task(embed_all(client, texts, "last"))
         while not (await client.status()).router.num_active:  # noqa: ASYNC110 - no event tells it

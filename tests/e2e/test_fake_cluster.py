@@ -39,7 +39,8 @@ def oracle(prompt: list[int], **sampling: Any) -> tuple[int, ...]:
 async def client(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[AsyncClient]:
     # A policy that goes by the threshold alone: what is cheaper on a busy machine would differ from run to run.
     router = {"port": 0, "policy": "longest_prefix", "local_prefill_max_tokens": 32}
-    async with running_cluster(tmp_path_factory.mktemp("fake"), fake_config(router=router)) as client:
+    # Steps so long that answers which are looked at and hit in their middle last for seconds.
+    async with running_cluster(tmp_path_factory.mktemp("fake"), fake_config(step_ms=15.0, router=router)) as client:
         yield client
 
 
@@ -114,7 +115,7 @@ async def test_kill_worker_in_the_middle_of_8_streams_leaves_every_answer_comple
         view = await worker(client, role)
         return view.state == "ready" and view.status is not None and view.status.pid != pid
 
-    await until(is_back, timeout_s=30, what=f"the {role} worker is back")
+    await until(is_back, timeout_s=60, what=f"the {role} worker is back")
     await until_idle(client)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from kvrelay.client import AsyncClient, Generation
 from tests.e2e.in_process import TIMEOUT_S, System, running_system
-from tests.e2e.test_drain import NUM_STREAMS, SHAPE, answer, decoding_worker, undisturbed
+from tests.e2e.test_drain import NUM_STREAMS, NUM_TOKENS, SHAPE, answer, decoding_worker, undisturbed
 from tests.worker.cluster import running_pair
 
 GRACE_S = 60.0
@@ -41,9 +41,11 @@ async def test_worker_that_leaves_under_streams_changes_no_text_and_fails_none(w
     policy = {"policy": "round_robin", "local_prefill_max_tokens": 0}
     async with running_system(num_prefill=2, num_decode=2, router=policy, **SHAPE) as system:
         expected = await undisturbed(system)
+        system.pace.slow_down(at=NUM_TOKENS // 2)
         async with system.client() as client:
             async with streams_begun(client) as running:
                 await system.workers[worker_id].stop(GRACE_S)
+                system.pace.hurry()
             status = (await client.status()).router
 
         done = running.result()
@@ -55,13 +57,16 @@ async def test_worker_that_leaves_under_streams_changes_no_text_and_fails_none(w
 async def test_last_worker_of_its_pool_serves_what_comes_until_it_goes() -> None:
     async with running_system(num_decode=1, **SHAPE) as system, system.client() as client:
         (expected, second, *_) = await undisturbed(system)
-        begun = asyncio.Event()
+        system.pace.slow_down(at=NUM_TOKENS // 2)
+        begun, late_begun = asyncio.Event(), asyncio.Event()
         running = asyncio.create_task(answer(client, 0, begun=begun))
         await begun.wait()
         leaving = asyncio.create_task(system.workers["d0"].stop(GRACE_S))
         await until_state(client, "d0", "draining")
-        late = await answer(client, 1)
-        done = await running
+        coming_late = asyncio.create_task(answer(client, 1, begun=late_begun))
+        await late_begun.wait()
+        system.pace.hurry()
+        late, done = await coming_late, await running
         await leaving
         status = (await client.status()).router
 
@@ -75,9 +80,11 @@ async def test_answer_that_cannot_move_is_resumed_elsewhere_when_the_grace_is_ov
     slow: dict[str, Any] = {"num_blocks": 2048, "max_step_tokens": 16, "step_s": 0.01}
     policy = {"policy": "round_robin", "local_prefill_max_tokens": 2000}
     async with running_system(num_prefill=0, num_decode=2, router=policy, **slow) as system, system.client() as client:
+        system.pace.slow_down(at=0)
         running = asyncio.create_task(answer(client, 2, num_phrases=15))
         left = await busy_worker(system, client)
         await system.workers[left].stop(0.05)
+        system.pace.hurry()
         done = await running
         again = await answer(client, 2, num_phrases=15)
         status = (await client.status()).router
@@ -115,10 +122,13 @@ async def test_direct_stream_moves_too() -> None:
     async with running_system(num_decode=2, **SHAPE | {"step_s": 0.01}) as system:
         (expected, *_) = await undisturbed(system)
         async with system.client(direct=True) as client:
+            system.pace.slow_down(at=NUM_TOKENS // 2)
             begun = asyncio.Event()
             running = asyncio.create_task(answer(client, 0, begun=begun))
             await begun.wait()
-            await system.workers[await decoding_worker(client)].stop(GRACE_S)
+            left = await decoding_worker(client)
+            system.pace.hurry()
+            await system.workers[left].stop(GRACE_S)
             done = await running
             status = (await client.status()).router
 

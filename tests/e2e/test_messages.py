@@ -11,7 +11,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from router.http.anthropic.answers import SIGNATURE
-from tests.e2e.in_process import System
+from tests.e2e.in_process import Pace, System
 from tests.e2e.test_openai import both_doors
 
 TURNS: Any = [{"role": "user", "content": "What will the weather be?"}]
@@ -49,13 +49,17 @@ class Messages:
         response = await self._http.post("/v1/messages", json={"messages": TURNS, **SAMPLED, **fields})
         return response.status_code, response.json()["error"]
 
-    async def events(self, **fields: Any) -> list[dict[str, Any]]:
-        """Return the events of a stream."""
+    async def events(self, *, pace: Pace | None = None, **fields: Any) -> list[dict[str, Any]]:
+        """Return the events of a stream; the first delta that comes has the engines of `pace` hurry."""
         body = {"messages": TURNS, "stream": True, **SAMPLED, **fields}
-        response = await self._http.post("/v1/messages", json=body)
-        assert response.headers["content-type"].startswith("text/event-stream")
-        found = []
-        for event in response.text.removesuffix("\n\n").split("\n\n"):
+        text, found = "", []
+        async with self._http.stream("POST", "/v1/messages", json=body) as response:
+            assert response.headers["content-type"].startswith("text/event-stream")
+            async for part in response.aiter_text():
+                text += part
+                if pace is not None and "content_block_delta" in text:
+                    pace.hurry()
+        for event in text.removesuffix("\n\n").split("\n\n"):
             name, data = event.split("\n")
             found.append(json.loads(data.removeprefix("data: ")))
             assert name == f"event: {found[-1]['type']}"
@@ -188,9 +192,10 @@ async def test_loop_of_calls_and_results_has_the_prompts_of_a_chat() -> None:
 
 async def test_streamed_calls_add_up_to_the_whole_answer() -> None:
     tools: dict[str, Any] = {"tools": [WEATHER], "tool_choice": {"type": "any"}}
-    # Steps that take time: a busy router would else send the whole answer in one message.
-    async with three_doors(step_s=0.005) as (_system, _openai, anthropic):
-        reply, events = await anthropic.ask(**tools, max_tokens=300), await anthropic.events(**tools, max_tokens=300)
+    async with three_doors() as (system, _openai, anthropic):
+        reply = await anthropic.ask(**tools, max_tokens=300)
+        system.pace.slow_down(at=45)  # just before arguments: a busy router would else send the answer in one message
+        events = await anthropic.events(pace=system.pace, **tools, max_tokens=300)
     deltas = [event for event in events if event.get("delta", {}).get("type") == "input_json_delta"]
     assert len(deltas) > len(reply["content"]), "arguments are streamed while they are generated"
     if reply["stop_reason"] == "tool_use":

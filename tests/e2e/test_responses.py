@@ -10,8 +10,9 @@ from openai import AsyncOpenAI, BadRequestError
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
 
+from tests.e2e.in_process import Pace
 from tests.e2e.test_openai import both_doors
-from tests.e2e.test_tools import CLOCK, OPTIONS, TURNS, WEATHER
+from tests.e2e.test_tools import ARGUMENTS_AT, CLOCK, OPTIONS, TURNS, WEATHER
 
 TOOL: Any = {"type": "function", "strict": True, **WEATHER["function"]}
 TIME: Any = {"type": "function", **CLOCK["function"]}
@@ -20,10 +21,17 @@ EVENTS: TypeAdapter[Any] = TypeAdapter(get_args(ResponseStreamEvent)[0])
 SCHEMA = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
 
 
-async def events_of(openai: AsyncOpenAI, **asked: Any) -> list[Any]:
-    """Return the events of a stream, each valid in the client's own type and in its place."""
+async def events_of(openai: AsyncOpenAI, *, pace: Pace | None = None, **asked: Any) -> list[Any]:
+    """Return the events of a stream, each valid in the client's own type and in its place.
+
+    The first delta that comes has the engines of `pace` hurry.
+    """
     stream = await openai.responses.create(model="fake", stream=True, **asked)
-    events = [event async for event in stream]
+    events = []
+    async for event in stream:
+        events.append(event)
+        if pace is not None and event.type.endswith(".delta"):
+            pace.hurry()
     assert [event.sequence_number for event in events] == list(range(len(events)))
     for event in events:
         EVENTS.validate_python(event.to_dict())
@@ -146,10 +154,11 @@ async def test_function_that_is_called_comes_back_and_the_model_sees_the_result(
 
 
 async def test_streamed_calls_add_up_to_the_whole_answer() -> None:
-    async with both_doors(num_blocks=400) as (_system, openai):
+    async with both_doors(num_blocks=400) as (system, openai):
         asked: Any = {"input": TURNS, "tools": [TOOL, TIME], "tool_choice": "required", **SAMPLED}
         whole = await openai.responses.create(model="fake", **asked)
-        events = await events_of(openai, **asked)
+        system.pace.slow_down(at=ARGUMENTS_AT)  # a busy router would else send the whole answer in one message
+        events = await events_of(openai, pace=system.pace, **asked)
         asked["tool_choice"] = {"type": "function", "name": "now"}
         named = await openai.responses.create(model="fake", **asked)
     assert bare(items_of(events)) == bare(whole.output) == bare(events[-1].response.output)

@@ -16,7 +16,7 @@ from cluster.lifecycle import read_info
 from common.config import ServingConfig, load_config
 from common.errors import EngineFault, InvalidRequest
 from kvrelay.client import AsyncClient
-from tests.e2e.harness import FAKE_POOL, fake_config, running_cluster
+from tests.e2e.harness import FAKE_POOL, fake_config, pids, reporting_workers, running_cluster
 
 pytestmark = pytest.mark.e2e
 
@@ -25,7 +25,9 @@ NUM_TOKENS = 10
 _PAUSE_S = 0.3
 """Time between an answer and the next request of a stream; without it the load alone would fill the cores."""
 # Loose: what other tests do to the machine meanwhile must not look like a slow canary.
-TERMS = RolloutTerms(canary_s=2.0, max_slowdown=4.0, grace_s=30.0)
+TERMS = RolloutTerms(canary_s=2.0, max_slowdown=20.0, grace_s=30.0)
+# Strict, and with time to measure: a busy machine slows the old workers down, too.
+STRICT_TERMS = RolloutTerms(canary_s=5.0, max_slowdown=2.0, grace_s=30.0)
 
 
 def with_decode(config: dict[str, Any], **keys: Any) -> dict[str, Any]:
@@ -83,10 +85,6 @@ async def sixteen_streams(client: AsyncClient) -> AsyncIterator[Load]:
             load.over.set()
 
 
-async def pids(client: AsyncClient) -> dict[str, int]:
-    return {view.worker_id: view.status.pid for view in (await client.status()).workers if view.status}
-
-
 async def policy_of(address: str) -> str:
     async with AsyncClient(address, timeout_s=120) as client:
         return (await client.status()).router.policy
@@ -125,7 +123,8 @@ async def test_canary_ten_times_as_slow_is_rolled_back_under_sixteen_streams(tmp
         before = await pids(client)
         async with sixteen_streams(client):
             with pytest.raises(EngineFault, match="rolled back, the old configuration serves: the canary is bad"):
-                await roll_out(tmp_path, config | {"model": config["model"] | {"fake_step_ms": 150.0}})
+                slow = config | {"model": config["model"] | {"fake_step_ms": 150.0}}
+                await roll_out(tmp_path, slow, STRICT_TERMS)
 
         assert await pids(client) == before
         assert running_config(tmp_path).model.fake_step_ms == 15.0
@@ -195,7 +194,7 @@ async def test_preview_and_refusals_change_nothing_and_a_second_rollout_goes_on(
         terms = RolloutTerms(canary_s=0.0, max_slowdown=1.0, grace_s=30.0)
         await roll_out(tmp_path, with_decode(config, num_blocks=300), terms)
         steps = await roll_out(tmp_path, with_decode(config, num_blocks=200), terms)
-        (view,) = [each for each in (await client.status()).workers if each.worker_id == "decode-0"]
+        (view,) = [each for each in await reporting_workers(client) if each.worker_id == "decode-0"]
 
         assert steps[0].startswith("pools.decode.num_blocks: 300 → 200: ")
         assert view.status is not None and view.status.load.num_blocks == 200

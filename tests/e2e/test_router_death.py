@@ -8,12 +8,12 @@ import pytest
 
 from cluster.processes.state import ProcessState, StateFile
 from kvrelay.client import AsyncClient, Generation, Token
-from tests.e2e.harness import fake_config, running_cluster, until
+from tests.e2e.harness import fake_config, reporting_workers, running_cluster, until
 
 pytestmark = pytest.mark.e2e
 
 NUM_STREAMS = 16
-NUM_TOKENS = 75
+NUM_TOKENS = 250
 
 
 def router(folder: Path, index: int) -> ProcessState:
@@ -75,6 +75,7 @@ async def test_streams_of_a_killed_router_end_with_the_same_texts_and_it_comes_b
             assert workers <= {"prefill-0", "decode-0"}
             assert (await again.generate("again", max_tokens=4, ignore_eos=True)).usage.num_output_tokens == 4
         async with AsyncClient(second, timeout_s=60) as left:
-            status = await left.status()
-            assert status.router.num_failed == status.router.num_replans == 0
-            assert [view.status.num_leases for view in status.workers if view.status is not None] == [0, 0]
+            status = (await left.status()).router
+            assert status.num_failed == status.num_replans == 0
+            held = [view.status.num_leases for view in await reporting_workers(left) if view.status is not None]
+            assert held == [0, 0]

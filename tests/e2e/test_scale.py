@@ -10,7 +10,7 @@ from cluster.control import restart, scale
 from cluster.lifecycle import read_info
 from common.errors import EngineFault, InvalidRequest
 from kvrelay.client import AsyncClient, Generation, Token
-from tests.e2e.harness import fake_config, running_cluster, standing_cluster
+from tests.e2e.harness import fake_config, pids, running_cluster, standing_cluster
 
 pytestmark = pytest.mark.e2e
 
@@ -99,19 +99,18 @@ async def test_rolling_restart_replaces_every_worker_without_a_trace_in_the_answ
     folder: Path, client: AsyncClient
 ) -> None:
     expected = await undisturbed_texts(client)
-    before = {view.worker_id: view.status.pid for view in (await client.status()).workers if view.status}
+    before = await pids(client)
     begun = asyncio.Event()
     running = asyncio.create_task(answers(client, begun, num_tokens=NUM_TOKENS))
     await begun.wait()
     await asyncio.to_thread(lambda: list(restart(folder / "run", grace_s=30.0)))
     done = await running
-    status = await client.status()
-    after = {view.worker_id: view.status.pid for view in status.workers if view.status}
+    after, status = await pids(client), (await client.status()).router
 
     assert after.keys() == before.keys()
     assert not set(after.values()) & set(before.values())
     assert [each.text for each in done] == expected
-    assert status.router.num_failed == status.router.num_replans == 0
+    assert status.num_failed == status.num_replans == 0
 
 
 async def test_sizes_that_cannot_be_are_refused_by_field(folder: Path, client: AsyncClient) -> None:

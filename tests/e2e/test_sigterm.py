@@ -51,7 +51,7 @@ async def test_workers_told_to_end_under_sixteen_streams_leave_no_trace_in_the_a
         async def are_replaced() -> bool:
             return all(process(tmp_path, name).num_restarts == 1 for name in names)
 
-        await until(are_replaced, timeout_s=60, what="both are started again")
+        await until(are_replaced, timeout_s=120, what="both are started again")
         done = await running
         status = (await client.status()).router
 
@@ -63,7 +63,7 @@ async def test_workers_told_to_end_under_sixteen_streams_leave_no_trace_in_the_a
 async def test_second_signal_ends_a_worker_that_waits_at_once(tmp_path: Path) -> None:
     async with running_cluster(tmp_path, fake_config(step_ms=20.0)) as client:
         begun = asyncio.Event()
-        running = asyncio.create_task(answers(client, begun, num_tokens=150))
+        running = asyncio.create_task(answers(client, begun, num_tokens=400))
         await begun.wait()
         told_to_end(tmp_path, "decode-0")
         await until_draining(client, "decode")
@@ -100,7 +100,7 @@ async def test_worker_told_to_end_leaves_what_its_chats_had_cached_to_the_others
                 is_ready = name in workers and workers[name].state == "ready"  # while it is away it is no member
                 return is_ready and process(tmp_path, name).num_restarts == 1
 
-            await until(is_replaced, timeout_s=60, what=f"{name} is started again")
+            await until(is_replaced, timeout_s=120, what=f"{name} is started again")
         after = await cached_share(client)
 
         assert before > 0.9

@@ -22,7 +22,8 @@ from tests.builders import expected_tokens, make_request
 from tests.e2e.harness import fake_config, running_cluster, standing_cluster
 
 NUM_STREAMS, NUM_TOKENS = 16, 180
-LIFETIME_S = 5.0
+LIFETIME_S = 24.0
+"""A third of it, the time between renewal and end, has to be enough for a busy machine."""
 KEYS = {"a": "key-of-tenant-a-0001", "boss": "key-of-the-operators-01"}
 
 
@@ -54,12 +55,12 @@ async def test_streams_go_on_over_renewals_of_every_certificate(encrypted: Path)
     async with AsyncClient(info.address, tls=info.tls, timeout_s=120) as client:
         before = expires_unix_s(encrypted)
         prompts = [[number + 1] * 20 for number in range(NUM_STREAMS)]
-        streams = [client.generate(prompt, max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True) for prompt in prompts]
-        answers = await asyncio.gather(*streams)
-        for prompt, answer in zip(prompts, answers, strict=True):
-            request = make_request(prompt, max_tokens=NUM_TOKENS, ignore_eos=True, block_size=16)
-            assert list(answer.samples[0].token_ids) == expected_tokens(request)
-    assert expires_unix_s(encrypted) > before + LIFETIME_S, "renewed twice meanwhile"
+        options: dict[str, Any] = {"max_tokens": NUM_TOKENS, "ignore_eos": True}
+        expected = [expected_tokens(make_request(prompt, block_size=16, **options)) for prompt in prompts]
+        while expires_unix_s(encrypted) <= before + LIFETIME_S:  # until they have been renewed twice
+            streams = [client.generate(prompt, temperature=0, **options) for prompt in prompts]
+            answers = await asyncio.gather(*streams)
+            assert [list(answer.samples[0].token_ids) for answer in answers] == expected
     async with AsyncClient(info.address, tls=info.tls, timeout_s=60) as newcomer:
         assert (await newcomer.generate([1, 2, 3], max_tokens=4)).samples
 
@@ -142,7 +143,7 @@ async def test_another_user_of_the_machine_is_a_stranger_to_a_cluster_without_tl
         for port in listening - doors:
             async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
                 raw: Any = channel.unary_unary(method)
-                answers.add(await raw(b"", timeout=10).code())
+                answers.add(await raw(b"", timeout=60).code())
         # By a door for direct clients: no such service. By a metrics port: no gRPC.
         assert answers <= {
             grpc.StatusCode.UNAUTHENTICATED,

@@ -27,6 +27,8 @@ WEATHER: dict[str, Any] = {
 CLOCK: dict[str, Any] = {"type": "function", "function": {"name": "now", "parameters": {"type": "object"}}}
 TURNS: Any = [{"role": "user", "content": "What will the weather be?"}]
 OPTIONS: dict[str, Any] = {"temperature": 1.0, "seed": 3, "max_tokens": 150}
+ARGUMENTS_AT = 45
+"""Token shortly before the arguments of a call of `WEATHER`."""
 NAMED: Any = {"type": "function", "function": {"name": "get_weather"}}
 
 
@@ -55,11 +57,16 @@ async def test_named_tool_is_called_once_in_every_sample() -> None:
 
 
 async def test_streamed_calls_add_up_to_the_whole_answer() -> None:
-    async with both_doors(num_blocks=400, step_s=0.02) as (system, openai), system.client() as grpc:
+    async with both_doors(num_blocks=400) as (system, openai), system.client() as grpc:
         asked: Any = {"tools": [WEATHER], "tool_choice": "required"}
         whole = await openai.chat.completions.create(model="fake", messages=TURNS, **asked, **OPTIONS)
+        system.pace.slow_down(at=ARGUMENTS_AT)  # a busy router would else send the whole answer in one message
         stream = await openai.chat.completions.create(model="fake", messages=TURNS, stream=True, **asked, **OPTIONS)
-        chunks = [chunk.choices[0] async for chunk in stream]
+        chunks = []
+        async for chunk in stream:
+            chunks.append(chunk.choices[0])
+            if any(call.function.arguments for call in chunks[-1].delta.tool_calls or ()):
+                system.pace.hurry()
         events = [event async for event in grpc.stream_chat(TURNS, **asked, **OPTIONS)]
     deltas = [delta for chunk in chunks for delta in chunk.delta.tool_calls or ()]
     begun = [delta for delta in deltas if delta.id]

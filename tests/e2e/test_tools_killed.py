@@ -47,10 +47,10 @@ async def call(client: AsyncClient, seed: int, begun: asyncio.Event) -> Generati
 
 async def test_call_keeps_its_arguments_after_its_worker_and_router_were_killed(tmp_path: Path) -> None:
     pools = {"prefill": FAKE_POOL, "decode": {**FAKE_POOL, "count": 2}}
-    config = fake_config(pools=pools, step_ms=5.0)
+    config = fake_config(pools=pools, step_ms=20.0)
     config["router"] |= {"count": 2}
     async with running_cluster(tmp_path, config) as client:
-        expected = [await call(client, seed, asyncio.Event()) for seed in range(3)]
+        expected = await asyncio.gather(*(call(client, seed, asyncio.Event()) for seed in range(3)))
         begun = [asyncio.Event() for _ in expected]
         async with AsyncClient(client.addresses, timeout_s=120) as other:
             calling = [asyncio.create_task(call(other, seed, begun[seed])) for seed in range(3)]

@@ -35,7 +35,7 @@ class Traced:
 
     async def spans(self, num_roots: int = 1) -> list[ReadableSpan]:
         """Return all spans once so many requests, and the workers' calls for them, have ended."""
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while True:
                 spans = list(self.exporter.get_finished_spans())
                 ids = {span.context.span_id for span in spans}
@@ -77,12 +77,14 @@ def instance(span: ReadableSpan) -> str:
 
 async def answer_with_a_loss(system: System) -> Generation:
     """Return an answer whose decode worker dies in the middle."""
+    system.pace.slow_down(at=30)
     async with system.client() as client, client.stream(PROMPT, max_tokens=200, ignore_eos=True, seed=1) as events:
         async for event in events:
             if isinstance(event, PlanChosen):
                 decode = event.decode_worker_id
             if isinstance(event, Token) and event.token_index == 10:
                 await system.kill(decode)
+                system.pace.hurry()
         return await events.result()
 
 
@@ -121,6 +123,7 @@ async def test_answer_that_moves_shows_where_it_went_and_what_it_pulled(monkeypa
     slow = SHAPE | {"max_step_tokens": 16, "step_s": 0.03}
     async with running_system(num_prefill=0, num_decode=2, router={"policy": "predictive"}, **slow) as system:
         traced = trace(system)
+        system.pace.slow_down(at=13)
         async with (
             system.client() as client,
             client.stream(PROMPT * 3, max_tokens=24, ignore_eos=True, seed=1) as events,
@@ -130,6 +133,7 @@ async def test_answer_that_moves_shows_where_it_went_and_what_it_pulled(monkeypa
                     left = event.decode_worker_id
                 if isinstance(event, Token) and event.token_index == 10:
                     await drained(system, left)
+                    system.pace.hurry()
                     break
             answer = await events.result()
         spans = await traced.spans()

@@ -55,9 +55,11 @@ async def test_router_dies_midstream_then_the_other_one_finishes_the_same_answer
     sampling = SAMPLING | VARIANTS[variant]
     async with two_routers(router=router) as (first, second):
         async with AsyncClient([first.address, second.address], timeout_s=60, direct=direct) as client:
+            first.pace.slow_down(at=30)
             stream = client.stream(PROMPT, **sampling)
             await until_token(stream, 20)
             await first.kill_router()
+            first.pace.hurry()
             got = await stream.result()
             assert client.address == second.address
         async with second.client() as client:
@@ -78,9 +80,11 @@ async def test_stop_string_that_begins_before_the_death_and_ends_after_it_stops(
         cut = next(at for at in range(20, 50) if "".join(whole.text[at : at + 2]).isprintable())
         stop = whole.text[cut : cut + 12]
         async with AsyncClient([first.address, second.address], timeout_s=60) as client:
+            first.pace.slow_down(at=30)
             stream = client.stream(PROMPT, **SAMPLING, seed=5, stop=[stop])
             await until_token(stream, 20)
             await first.kill_router()
+            first.pace.hurry()
             got = await stream.result()
         assert got.text == whole.text[: whole.text.index(stop)]
         assert got.samples[0].finish_reason == "stop"
@@ -92,10 +96,12 @@ async def test_events_come_once_and_in_order_over_the_death() -> None:
         AsyncClient([first.address, second.address], timeout_s=60) as client,
     ):
         events = []
+        first.pace.slow_down(at=30)
         async for event in client.stream(PROMPT, **SAMPLING, prompt_logprobs=0):
             events.append(event)
             if isinstance(event, Token) and event.token_index == 20:
                 await first.kill_router()
+                first.pace.hurry()
         assert [event.token_index for event in events if isinstance(event, Token)] == list(range(60))
         assert sum(isinstance(event, PromptLogprobs) for event in events) == 1
         assert sum(isinstance(event, PlanChosen) for event in events) == 2
@@ -125,6 +131,7 @@ async def test_router_told_to_leave_ends_what_it_has_and_may_come_back() -> None
         first.client() as only,
         AsyncClient([first.address, second.address], timeout_s=60) as client,
     ):
+        first.pace.slow_down(at=200)
         stream = client.stream(PROMPT, **(SAMPLING | {"max_tokens": 300}))
         await until_token(stream, 5)
         leave = router_admin_pb2.SetWorkersRequest(workers=first.endpoints, leaving=True)
@@ -135,6 +142,7 @@ async def test_router_told_to_leave_ends_what_it_has_and_may_come_back() -> None
         with pytest.raises(Unreachable, match="this router is stopping"):
             await only.generate(PROMPT, **SAMPLING)
 
+        first.pace.hurry()
         got = await stream.result()
         assert (len(got.plans), got.usage.num_output_tokens) == (1, 300)
         await first.until_idle()
