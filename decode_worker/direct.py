@@ -166,9 +166,10 @@ class DirectAnswer:
         if self._delivered.done():
             return
         error = ClientGone("the client does not take its tokens")
-        if self._is_complete:
-            self._delivered.set_exception(error)
-        else:
+        # Also when the answer is not complete: its end may be on its way, and then `on_lost` comes too late.
+        self._delivered.set_exception(error)
+        self._delivered.exception()  # no one may wait for it
+        if not self._is_complete:
             self._on_lost(error)
 
 

@@ -1,7 +1,7 @@
 """Tries grammars in a process of their own, which may take long, run out of memory or crash in place of the worker.
 
-`python -m engine.grammar_trial` reads one line that describes the compiler, then a structure in each line, and answers
-each with a line: an error, or an empty one. It dies with its parent.
+`python -m engine.grammar_trial` reads one line that describes the compiler, then a structure in each line with the CPU
+time that it may take, and answers each with a line: an error, or an empty one. It dies with its parent.
 """
 
 import contextlib
@@ -9,19 +9,22 @@ import json
 import os
 import resource
 import select
+import signal
 import subprocess
 import sys
 import threading
 from pathlib import Path
 from typing import Any
 
-from common.errors import InvalidRequest
+from common.errors import InvalidRequest, Overloaded
 from common.process import PARENT_PID_ENV, die_with_parent
 from common.structured_outputs import FIELD
 from engine.grammar import Grammars
 
 TRIAL_S = 2.0
-"""Longest time that a grammar may take to compile and to compute its first mask."""
+"""CPU time that a grammar may take to compile and to compute its first mask."""
+WALL_S = 10.0
+"""Longest time until that is known, on a host with other work."""
 START_S = 30.0
 """Longest time until a new process is ready."""
 MEMORY_BYTES = 1 << 30
@@ -40,7 +43,10 @@ class GrammarTrial:
         """Reasons by structure."""
 
     def pass_or_refuse(self, text: str) -> None:
-        """Return when a structure has been compiled elsewhere. Raises InvalidRequest. Takes TRIAL_S at most."""
+        """Return when a structure has been compiled elsewhere. Takes WALL_S at most.
+
+        Raises InvalidRequest, and Overloaded when this host is too busy to find out.
+        """
         with self._lock:
             reason = self._refused.get(text)
             if reason is None and (reason := self._try(text)):
@@ -56,17 +62,17 @@ class GrammarTrial:
             self._end()
 
     def _try(self, text: str) -> str:
-        """Return why a structure is refused; empty when it is not."""
+        """Return why a structure is refused; empty when it is not. Raises Overloaded."""
         try:
             if self._process is None or self._process.poll() is not None:
                 self._start()
-            answer = self._ask(text, within_s=TRIAL_S)
+            return str(self._ask((TRIAL_S, text), within_s=WALL_S))
+        except TimeoutError:
+            self._end()
+            raise Overloaded("the host is too busy to compile structured_outputs", retry_after_s=1.0) from None
         except OSError:
-            answer = None
-        if answer is None:
             self._end()
             return f"structured_outputs cannot be compiled: it takes more than {TRIAL_S:g} s or too much memory"
-        return str(answer)
 
     def _start(self) -> None:
         environment = {**os.environ, PARENT_PID_ENV: str(os.getpid())}
@@ -77,12 +83,10 @@ class GrammarTrial:
             env=environment,
             start_new_session=True,
         )
-        if self._ask(self._grammars.description, within_s=START_S) is None:
-            self._end()
-            raise OSError("the process for grammars does not start")
+        self._ask(self._grammars.description, within_s=START_S)
 
     def _ask(self, value: Any, *, within_s: float) -> Any:
-        """Send a line and return the answer; None when there is none in time."""
+        """Send a line and return the answer. Raises TimeoutError, and another OSError when the process has ended."""
         process = self._process
         assert process is not None, "it was started"
         assert process.stdin is not None
@@ -90,8 +94,12 @@ class GrammarTrial:
         process.stdin.write(json.dumps(value).encode() + b"\n")
         process.stdin.flush()
         ready, _, _ = select.select([process.stdout], [], [], within_s)
-        line = process.stdout.readline() if ready else b""
-        return json.loads(line) if line else None
+        if not ready:
+            raise TimeoutError
+        line = process.stdout.readline()
+        if not line:
+            raise BrokenPipeError
+        return json.loads(line)
 
     def _end(self) -> None:
         process, self._process = self._process, None
@@ -114,12 +122,16 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY_BYTES, size + MEMORY_BYTES))
     _answer("")
     for line in sys.stdin.buffer:
+        cpu_s, structure = json.loads(line)
+        signal.setitimer(signal.ITIMER_PROF, cpu_s)  # its signal ends the process
         try:
-            grammars.compile(json.loads(line))
+            grammars.compile(structure)
         except InvalidRequest as error:
-            _answer(error.message)
+            reason = error.message
         else:
-            _answer("")
+            reason = ""
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
+        _answer(reason)
 
 
 def _answer(text: str) -> None:

@@ -24,8 +24,9 @@ from router.attempt import Attempt, AttemptFailed, AttemptOutcome, blaming, rece
 from router.hold import Hold
 from router.worker_client import Incoming
 
-RESERVATION_TIMEOUT_S = 10.0
-"""How long a decode worker that sends heartbeats may take to grant pages: prefixes are pulled before that."""
+RESERVATION_TIMEOUT_S = 20.0
+"""How long a decode worker that sends heartbeats may take to grant pages: before that, grammars are compiled and
+prefixes are pulled."""
 END_OF_STREAM_TIMEOUT_S = 1.0
 """How long a worker may take to close a call after its last token."""
 Answer: TypeAlias = Incoming[decode_pb2.DecodeResponse]

@@ -136,7 +136,7 @@ def _worker(peer: _Peer) -> DoctorFinding:
             f"{view.address} runs kvrelay {described.version or 'of an unknown version'}; this host has {ours}",
             "they may not understand each other: install the same version on every host and restart that worker",
         )
-    if abs(peer.skew_s) > _MAX_SKEW_S:
+    if abs(peer.skew_s) > _MAX_SKEW_S + peer.round_trip_s / 2:
         return warning(
             name,
             f"the clock of {view.address} is {abs(peer.skew_s):.1f} s {'ahead' if peer.skew_s > 0 else 'behind'}",

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from common.errors import InvalidRequest
+from common.errors import InvalidRequest, Overloaded
 from engine import grammar_trial
 from engine.grammar_trial import GrammarTrial
 from tests.builders import FAKE_GRAMMARS
@@ -37,6 +37,7 @@ def test_hostile_grammar_is_refused(
     trial: GrammarTrial, structure: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grammar_trial, "START_S", 120.0)
+    monkeypatch.setattr(grammar_trial, "WALL_S", 120.0)
     monkeypatch.setattr(grammar_trial, "TRIAL_S", 0.5)
     with pytest.raises(InvalidRequest, match="cannot be compiled"):
         trial.pass_or_refuse(json.dumps(structure))
@@ -44,3 +45,15 @@ def test_hostile_grammar_is_refused(
         trial.pass_or_refuse(json.dumps(structure))
     monkeypatch.setattr(grammar_trial, "TRIAL_S", 60.0)
     trial.pass_or_refuse('{"choice": ["yes", "no"]}')
+
+
+def test_grammar_on_a_host_that_is_too_busy_is_refused_for_now_only(
+    trial: GrammarTrial, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar_trial, "START_S", 120.0)
+    good = '{"choice": ["one", "two"]}'
+    with monkeypatch.context() as busy:
+        busy.setattr(grammar_trial, "WALL_S", 0.0)
+        with pytest.raises(Overloaded):
+            trial.pass_or_refuse(good)
+    trial.pass_or_refuse(good)

@@ -27,7 +27,7 @@ _NETWORK = f"kv{_NUMBER}"
 _BRIDGE = f"{_NETWORK}-bridge"
 _BOOT = Path(__file__).parent / "boot.sh"
 _REPO = Path(__file__).parents[2]
-_BOOT_TIMEOUT_S = 20.0
+_BOOT_TIMEOUT_S = 120.0
 
 
 def why_not() -> str | None:

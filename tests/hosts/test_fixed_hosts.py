@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from kvrelay.client import AsyncClient
+from tests.e2e.harness import pids
 from tests.hosts.network import Host, Journal, why_not
 from tests.hosts.ray_cluster import NAME, logs_of
 from tests.hosts.site import Site, site_on, workers_at
@@ -105,10 +106,6 @@ async def until_controlled(head: Host, *, not_by: int = 0) -> float:
             return time.monotonic() - started_s
         await asyncio.sleep(0.5)  # there is no event to wait for, and each look is a connection by ssh
     raise AssertionError(f"no controller after {_WAIT_S} s\n{logs_of(head)}")
-
-
-async def pids(client: AsyncClient) -> dict[str, int]:
-    return {view.worker_id: view.status.pid for view in (await client.status()).workers if view.status}
 
 
 class Clients:

@@ -1,9 +1,11 @@
 """Streams of a worker: tokens in messages, answers kept for direct clients, changes of cached blocks for watchers."""
 
+import asyncio
+
 import pytest
 
 from common.block_hash import BlockHashes
-from common.errors import InvalidRequest, KvrelayError, Overloaded
+from common.errors import ClientGone, InvalidRequest, KvrelayError, Overloaded
 from common.fake_tokenizer import byte_tokenizer
 from common.ids import BlockHash
 from common.kv_events import KvEvents
@@ -82,6 +84,18 @@ async def test_late_client_gets_everything_in_messages_below_the_size_limit() ->
     answer.close(KvrelayError("over"))
     assert [len(message.tokens.tokens) for message in messages] == [4096, 4096, 10_000 - 2 * 4096]
     assert [t.token_index for message in messages for t in message.tokens.tokens] == list(range(10_000))
+
+
+async def test_answer_that_ends_as_its_client_is_given_up_ends_its_call() -> None:
+    lost: list[KvrelayError] = []
+    access = decode_pb2.DirectAccess(capability=bytes(CAPABILITY_BYTES), ttl_s=0.01, checkpoint_tokens=64)
+    answer = DirectAnswer(access, range(1), [], lambda _batch: None, lost.append)
+    answer.put(decode_pb2.TokenBatch(tokens=[pb.SampleToken(token_index=0)]))
+    while not lost:  # noqa: ASYNC110 - no event tells it
+        await asyncio.sleep(0.001)
+    with pytest.raises(ClientGone):  # its call has ended well meanwhile, and has not heard of it
+        await answer.delivered()
+    answer.close(KvrelayError("over"))
 
 
 A, B = BlockHash(b"a" * 16), BlockHash(b"b" * 16)
