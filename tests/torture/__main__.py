@@ -28,8 +28,8 @@ REQUEST_S = 240.0
 """Deadline of a request: longer than any pile of faults."""
 WHOLE_S = 120.0
 MEAN_PAUSE_S = 4.0
-NOTED_GAP_S = 3.0
-"""Gaps between two tokens of an answer from which on the log has a line."""
+NOTED_WAIT_S = 3.0
+"""Waits for a token from which on the log has a line."""
 NUM_WORKERS = {"prefill": 2, "decode": 3}
 SLOW_DRAIN_S = 10.0
 _DISK_BYTES = 96 << 20
@@ -52,7 +52,10 @@ class Torture:
     """Processes that a fault concerns now."""
     num_requests: int = 0
     num_tokens: int = 0
+    longest_first_s: float = 0.0
+    """Longest wait for the first token of an answer."""
     longest_gap_s: float = 0.0
+    """Longest wait for any other."""
     wrong: list[str] = field(default_factory=list)
     """Broken invariants."""
 
@@ -62,12 +65,15 @@ class Torture:
         self.log.write(json.dumps(line) + "\n")
         self.log.flush()
 
-    def note_gap(self, lane: int, gap_s: float, plans: list[tuple[float, str]]) -> None:
-        """Write a long gap, with what was planned before and in it."""
-        self.longest_gap_s = max(self.longest_gap_s, gap_s)
-        if gap_s >= NOTED_GAP_S:
+    def note_wait(self, lane: int, wait_s: float, plans: list[tuple[float, str]], *, is_first: bool) -> None:
+        """Note how long a token took, and write a long wait with what was planned before and in it."""
+        if is_first:
+            self.longest_first_s = max(self.longest_first_s, wait_s)
+        else:
+            self.longest_gap_s = max(self.longest_gap_s, wait_s)
+        if wait_s >= NOTED_WAIT_S:
             told = [(round(at_s - self.begun_s, 2), workers) for at_s, workers in plans[-8:]]
-            self.note("gap", lane=lane, gap_s=round(gap_s, 2), plans=told)
+            self.note("first token" if is_first else "gap", lane=lane, wait_s=round(wait_s, 2), plans=told)
 
     async def stream(self, lane: int) -> None:
         """Send one request after the other and check every token."""
@@ -81,12 +87,12 @@ class Torture:
             }
             expected = tuple(expected_tokens(make_request(prompt, ignore_eos=True, **sampling)))
             got: list[int] = []
-            gaps = Gaps(self, lane)
+            waits = Waits(self, lane)
             try:
                 stream = self.client.stream(prompt, timeout_s=REQUEST_S, ignore_eos=True, **sampling)
                 async with stream:
                     async for event in stream:
-                        gaps.see(event)
+                        waits.see(event)
                         if isinstance(event, Token):
                             got.append(event.token_id)
             except KvrelayError as error:
@@ -174,18 +180,20 @@ class Torture:
             "requests": self.num_requests,
             "tokens": self.num_tokens,
             "faults": dict(self.faults.most_common()),
+            "longest_first_s": round(self.longest_first_s, 2),
             "longest_gap_s": round(self.longest_gap_s, 2),
             "violations": self.wrong,
         }
 
 
 @dataclass
-class Gaps:
-    """The gaps between the tokens of one answer."""
+class Waits:
+    """The waits for the tokens of one answer."""
 
     run: Torture
     lane: int
-    last_s: float | None = None
+    last_s: float = field(default_factory=time.monotonic)
+    has_token: bool = False
     plans: list[tuple[float, str]] = field(default_factory=list)
 
     def see(self, event: Event) -> None:
@@ -195,9 +203,8 @@ class Gaps:
             case PlanChosen():
                 self.plans.append((now_s, f"{event.prefill_worker_id or 'local'} {event.decode_worker_id}"))
             case Token():
-                if self.last_s is not None:
-                    self.run.note_gap(self.lane, now_s - self.last_s, self.plans)
-                self.last_s = now_s
+                self.run.note_wait(self.lane, now_s - self.last_s, self.plans, is_first=not self.has_token)
+                self.last_s, self.has_token = now_s, True
 
 
 async def torture(args: argparse.Namespace, folder: Path, kinds: dict[str, Inflict], log: TextIO) -> dict[str, Any]:
