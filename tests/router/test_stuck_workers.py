@@ -48,6 +48,22 @@ async def test_worker_that_sends_no_snapshot_of_its_blocks_is_lost_and_asked_aga
     await late.die()
 
 
+async def test_watch_for_silent_workers_that_fails_once_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[bool] = []
+
+    async with running_cluster(*pair()) as cluster:
+        silence = cluster.router.door.parts.silence
+        assert silence is not None
+
+        def look() -> None:
+            looks.append(True)
+            if len(looks) == 1:
+                raise MemoryError
+
+        monkeypatch.setattr(silence, "look", look)
+        await cluster.until(lambda _router: len(looks) > 2)
+
+
 async def test_request_whose_bookkeeping_fails_ends_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     async with running_cluster(*pair()) as cluster:
 
