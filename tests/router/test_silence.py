@@ -28,13 +28,13 @@ SILENCE_S = 1.0
 class Listener:
     """A watch on one ready worker that reports every 0.25 s until told otherwise."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, silence_s: float = SILENCE_S) -> None:
         self.clock = ManualClock(100.0)
         self.member = make_member()
         self.member.state = WorkerState.READY
         self.found: list[float] = []
         self.watch = SilenceWatch(
-            members=lambda: [self.member], on_silent=self._take, clock=self.clock, silence_s=SILENCE_S
+            members=lambda: [self.member], on_silent=self._take, clock=self.clock, silence_s=silence_s
         )
         self.hear(is_next=False)
 
@@ -85,6 +85,12 @@ def test_one_long_pause_does_not_make_a_worker_slow_for_good() -> None:
     listener.found.clear()
     listener.pass_time(2)
     assert listener.found[0] == pytest.approx(SILENCE_S, abs=2 * TICK_S)
+
+
+def test_worker_that_has_just_begun_to_report_has_time_for_its_second_report() -> None:
+    listener = Listener(silence_s=SILENCE_S / 2)
+    listener.pass_time(0.7)
+    assert not listener.found
 
 
 def test_router_that_was_stopped_itself_blames_nobody() -> None:
