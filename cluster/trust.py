@@ -88,7 +88,7 @@ class Trust:
                     self._renew_now()
                 self._keep_operator()
                 is_kept = True
-            except OSError as error:  # a full disk, say: commands and scrapes fail, but the cluster runs
+            except Exception as error:  # noqa: BLE001 - a full disk, say: commands and scrapes fail, but the cluster runs
                 logger.error("certificates not written: %s", error)
                 is_kept = False
 

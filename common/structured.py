@@ -6,11 +6,16 @@ Here the owner waits itself, so that its own cancellation and a child's failure 
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Sequence
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+_PAUSE_S = 0.5
+"""Pause before work that has failed begins again."""
 
 
 class TaskCensus:
@@ -80,3 +85,13 @@ async def completed(step: Coroutine[Any, Any, T]) -> T:
     if interruption is not None:
         raise interruption
     return result
+
+
+async def keep_going(what: str, work: Callable[[], Awaitable[object]]) -> NoReturn:
+    """Run endless work until cancelled. Work that fails is logged and begins again: nothing else notices its end."""
+    while True:
+        try:
+            await work()
+        except Exception:  # the top of a task
+            logger.exception("%s failed, and begins again", what)
+        await asyncio.sleep(_PAUSE_S)

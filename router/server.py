@@ -3,12 +3,11 @@
 import asyncio
 import logging
 import secrets
-from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 import grpc
 from prometheus_client import CollectorRegistry
@@ -19,6 +18,7 @@ from common.metrics_server import MetricsServer
 from common.otlp import make_tracer
 from common.rpc_server import Server, start_server
 from common.slo import Slo
+from common.structured import keep_going
 from common.tracing import Tracer
 from common.trust.access import Audience
 from common.trust.channels import Reach
@@ -46,8 +46,6 @@ logger = logging.getLogger(__name__)
 
 _LEAVE_S = 1.0
 """Longer than the pause before a client of several routers asks the next one."""
-_WATCH_PAUSE_S = 0.5
-"""Pause before a watch that has failed begins again."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -204,7 +202,7 @@ async def serve_router(
         door=door,
         leave_s=_LEAVE_S if config.count > 1 else 0.0,
         watches=tuple(
-            asyncio.create_task(_keep_watching(name, watch), name=name)
+            asyncio.create_task(keep_going(name, watch), name=name)
             for name, watch in (
                 ("event-loop lag", partial(metrics.watch_event_loop, clock)),
                 ("event-loop load", merging.watch),
@@ -216,16 +214,6 @@ async def serve_router(
     )
     logger.info("serving", extra={"port": server.port, "http_port": router.http_port, "policy": config.policy})
     return router
-
-
-async def _keep_watching(what: str, watch: Callable[[], Awaitable[object]]) -> NoReturn:
-    """Watch until cancelled. A watch that fails is logged and begins again: nothing else would notice its end."""
-    while True:
-        try:
-            await watch()
-        except Exception:  # top of a task
-            logger.exception("watching %s failed", what)
-        await asyncio.sleep(_WATCH_PAUSE_S)
 
 
 def _add_inference(service: InferenceService, server: grpc.aio.Server) -> list[str]:

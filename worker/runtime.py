@@ -17,6 +17,7 @@ from common.errors import InvalidRequest, Overloaded, Refused, StaleEpoch, Worke
 from common.ids import Epoch, WorkerId, mint_epoch
 from common.kv_events import KvEvents
 from common.parity import Template, TextProbes, text_probes
+from common.structured import keep_going
 from common.timing import GUESSED_TIMING
 from common.tracing import NO_TRACER, Stages, tracing_call
 from common.wire_names import ROLE_NAMES
@@ -160,7 +161,8 @@ class WorkerRuntime:
         """Start stepping and sweeping."""
         self.engine.start()
         self._share_timing()
-        self._sweeper = asyncio.get_running_loop().create_task(self.handoffs.sweep_forever())
+        sweeping = keep_going("sweeping of leases", self.handoffs.sweep_forever)
+        self._sweeper = asyncio.get_running_loop().create_task(sweeping)
 
     async def aclose(self) -> None:
         """Stop the sweeper, run `on_close`, and stop the engine thread."""

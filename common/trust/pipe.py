@@ -56,7 +56,7 @@ class EnrolmentPipe:
             await self._credentials.until_renewal()
             try:
                 await self._renew()
-            except (ValueError, OSError, TimeoutError) as error:
+            except Exception as error:  # noqa: BLE001 - the top of a task, which must not end
                 retry_s = min(_RETRY_S, _RETRY_SHARE * self._credentials.held.enrolment.lifetime_s)
                 logger.error("certificate not renewed", extra={"reason": str(error), "retry_s": retry_s})
                 await asyncio.sleep(retry_s)

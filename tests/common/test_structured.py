@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from common.errors import EngineFault
-from common.structured import TaskCensus, all_or_first_failure, completed
+from common.structured import TaskCensus, all_or_first_failure, completed, keep_going
 
 
 async def forever() -> None:
@@ -98,3 +98,26 @@ async def test_step_that_must_be_completed_is_so_before_its_cancellation_is_rais
     with pytest.raises(asyncio.CancelledError):
         await caller
     assert done == ["step"]
+
+
+async def test_endless_work_that_fails_is_logged_and_begins_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("common.structured._PAUSE_S", 0.0)
+    has_begun_again, num_begun = asyncio.Event(), 0
+
+    async def work() -> None:
+        nonlocal num_begun
+        num_begun += 1
+        if num_begun == 1:
+            raise MemoryError
+        has_begun_again.set()
+        await asyncio.Event().wait()
+
+    task = asyncio.create_task(keep_going("counting", work))
+    async with asyncio.timeout(60):
+        await has_begun_again.wait()
+    task.cancel()
+    await asyncio.wait([task])
+    assert task.cancelled()
+    assert [record.message for record in caplog.records] == ["counting failed, and begins again"]
