@@ -14,9 +14,7 @@ from tests.trust import credentials_of, worker_guard
 
 
 @pytest.mark.parametrize(("num_calls", "busy_s"), [(4, 31.0), (2000, 4.0)])
-async def test_calls_to_an_event_loop_that_is_busy_for_long_are_answered_not_dropped(
-    num_calls: int, busy_s: float
-) -> None:
+async def test_calls_to_a_busy_event_loop_are_answered_not_dropped(num_calls: int, busy_s: float) -> None:
     """By itself, gRPC drops calls that no one has taken for 30 s, and some of more than 1,000."""
     server = await start_server(lambda _server: [], host="127.0.0.1", port=0, guard=worker_guard())
     address = f"127.0.0.1:{server.port}"

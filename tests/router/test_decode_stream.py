@@ -126,7 +126,7 @@ def wired() -> tuple[Wire, DecodeStream]:
     return wire, DecodeStream(wire)  # type: ignore[arg-type]
 
 
-async def test_call_that_cannot_be_sent_fails_with_all_of_the_stream_which_is_over(
+async def test_call_that_cannot_be_sent_ends_the_stream_and_all_its_calls(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     wire, stream = wired()
