@@ -108,7 +108,7 @@ class Cancelled(KvrelayError):
 
 
 class Unreachable(KvrelayError):
-    """A client has no connection to the cluster's front door, or it broke in the middle of a call."""
+    """A client has no connection to the cluster's front door, or it broke, or the router dropped the call."""
 
     code = grpc.StatusCode.UNAVAILABLE
 

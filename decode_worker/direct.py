@@ -166,9 +166,9 @@ class DirectAnswer:
         if self._delivered.done():
             return
         error = ClientGone("the client does not take its tokens")
-        # Also when the answer is not complete: its end may be on its way, and then `on_lost` comes too late.
+        # `on_lost` comes too late for an answer whose end is on its way, so `delivered` raises the error as well.
         self._delivered.set_exception(error)
-        self._delivered.exception()  # no one may wait for it
+        self._delivered.exception()  # it may have no waiter
         if not self._is_complete:
             self._on_lost(error)
 

@@ -23,9 +23,9 @@ from engine.grammar import Grammars
 
 TRIAL_S = 2.0
 """CPU time that a grammar may take to compile and to compute its first mask."""
-WALL_S = 10.0
-"""Longest time until that is known, on a host with other work."""
-START_S = 30.0
+WALL_S = 6.0
+"""Longest time until that is known, on a host with other work; and longest wait for earlier trials."""
+START_S = 15.0
 """Longest time until a new process is ready."""
 MEMORY_BYTES = 1 << 30
 """Address space that a trial may take beyond that of the idle process."""
@@ -43,16 +43,20 @@ class GrammarTrial:
         """Reasons by structure."""
 
     def pass_or_refuse(self, text: str) -> None:
-        """Return when a structure has been compiled elsewhere. Takes WALL_S at most.
+        """Return when a structure has been compiled elsewhere: within 2 * WALL_S, and START_S for a new process.
 
-        Raises InvalidRequest, and Overloaded when this host is too busy to find out.
+        Raises InvalidRequest, and Overloaded when the host is too busy to find out.
         """
-        with self._lock:
+        if not self._lock.acquire(timeout=WALL_S):
+            raise _busy()
+        try:
             reason = self._refused.get(text)
             if reason is None and (reason := self._try(text)):
                 if len(self._refused) >= MAX_REFUSED:
                     self._refused.clear()
                 self._refused[text] = reason
+        finally:
+            self._lock.release()
         if reason:
             raise InvalidRequest(reason, field=FIELD)
 
@@ -69,7 +73,7 @@ class GrammarTrial:
             return str(self._ask((TRIAL_S, text), within_s=WALL_S))
         except TimeoutError:
             self._end()
-            raise Overloaded("the host is too busy to compile structured_outputs", retry_after_s=1.0) from None
+            raise _busy() from None
         except OSError:
             self._end()
             return f"structured_outputs cannot be compiled: it takes more than {TRIAL_S:g} s or too much memory"
@@ -93,8 +97,9 @@ class GrammarTrial:
         assert process.stdout is not None
         process.stdin.write(json.dumps(value).encode() + b"\n")
         process.stdin.flush()
-        ready, _, _ = select.select([process.stdout], [], [], within_s)
-        if not ready:
+        answers = select.poll()
+        answers.register(process.stdout, select.POLLIN)
+        if not answers.poll(1000 * within_s):
             raise TimeoutError
         line = process.stdout.readline()
         if not line:
@@ -110,6 +115,10 @@ class GrammarTrial:
                 if pipe is not None:
                     with contextlib.suppress(OSError):
                         pipe.close()
+
+
+def _busy() -> Overloaded:
+    return Overloaded("the host is too busy to compile structured_outputs", retry_after_s=1.0)
 
 
 def main() -> None:

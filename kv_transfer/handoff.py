@@ -8,7 +8,7 @@ prefill request has arrived. Both ends learn of an abort at once; the time to li
 RELEASED or ABORTED runs `on_end` exactly once, which unpins the pages. Cached blocks that a puller asks for by their
 hashes are a handoff that is COMPLETE from the start and has its puller (`grant`).
 
-An abort before the prefill request is remembered for one time to live, so that the request is refused when it comes.
+An abort before either side has come is remembered for one time to live, so that the side is refused when it comes.
 """
 
 import asyncio
@@ -120,7 +120,7 @@ class HandoffTable:
         self._clock = clock
         self._handoffs: dict[HandoffId, Handoff] = {}
         self._aborted: dict[HandoffId, tuple[float, KvrelayError]] = {}
-        """Handoffs that were aborted before their prefill came: time and reason, oldest first."""
+        """Handoffs that were aborted before both sides had come: time and reason, oldest first."""
         self.num_expired = 0
 
     @property

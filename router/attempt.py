@@ -58,6 +58,8 @@ class Attempt(ABC):
     """Called with the cached tokens of the prompt when its computation begins."""
     on_transferred: Callable[[], None]
     """Called when the decode worker holds the blocks of all known tokens."""
+    has_another: Callable[[], bool]
+    """Returns whether another worker could take the place of the decode worker."""
     must_move: Callable[[], bool]
     """Returns whether the decode worker is leaving; the attempt then ends after the next token."""
     _num_gaps_before: int = 0

@@ -158,6 +158,10 @@ class Fleet:
             logger.info("worker no longer drains" if was_draining else "worker drains", extra=extra)
             self._roster = None
 
+    def has_another(self, member: Member) -> bool:
+        """Return whether another ready worker could take the place of this one."""
+        return self.roster.has_another(member)
+
     def is_leaving(self, member: Member) -> bool:
         """Return whether requests should move from a worker: it drains, and another of its pool can take over."""
         return member.is_draining and member.endpoint.worker_id in self.roster.leaving
@@ -206,7 +210,7 @@ class Fleet:
         other worker could take its place.
         """
         worker_id = member.endpoint.worker_id
-        if update.overdue and self.roster.has_another(member):
+        if update.overdue and self.has_another(member):
             error = WorkerLost(f"{worker_id}: an engine step takes far longer than predicted")
             member.client.break_off(error)
             raise error
@@ -248,7 +252,7 @@ class Fleet:
     def on_silent(self, member: Member, silent_s: float) -> None:
         """Take a silent worker out of use, and have its requests planned again, if another can take its place."""
         worker_id = member.endpoint.worker_id
-        if self._members.get(worker_id) is not member or not self.roster.has_another(member):
+        if self._members.get(worker_id) is not member or not self.has_another(member):
             return
         error = WorkerLost(f"{worker_id} has been silent for {silent_s:.1f} s")
         self.on_lost(member, error.message, is_silent=True)

@@ -24,9 +24,9 @@ from router.attempt import Attempt, AttemptFailed, AttemptOutcome, blaming, rece
 from router.hold import Hold
 from router.worker_client import Incoming
 
-RESERVATION_TIMEOUT_S = 20.0
+RESERVATION_TIMEOUT_S = 30.0
 """How long a decode worker that sends heartbeats may take to grant pages: before that, grammars are compiled and
-prefixes are pulled."""
+prefixes are pulled. One that no other can replace may take longer."""
 END_OF_STREAM_TIMEOUT_S = 1.0
 """How long a worker may take to close a call after its last token."""
 Answer: TypeAlias = Incoming[decode_pb2.DecodeResponse]
@@ -63,12 +63,7 @@ class GenerationAttempt(Attempt):
 
     async def _reserve(self, answer: Answer) -> None:
         decode = self.booking.decode
-        try:
-            async with asyncio.timeout(RESERVATION_TIMEOUT_S):
-                response = await receive(answer, decode)
-        except TimeoutError:
-            error = WorkerLost(f"it has granted no pages for {RESERVATION_TIMEOUT_S:g} s")
-            raise AttemptFailed(decode, error) from None
+        response = await self._first_message(answer, decode)
         if response is None or not response.HasField("reserved"):
             raise AttemptFailed(decode, EngineFault("the first message of a decode call is not a reservation"))
         if self.booking.prefill is not None and not self.record.ledger.has_tokens:
@@ -83,6 +78,17 @@ class GenerationAttempt(Attempt):
                 server_name=decode.member.direct_name,
             )
             self.record.outbox.put(inference_pb2.GenerateResponse(direct=grant))
+
+    async def _first_message(self, answer: Answer, decode: Hold) -> decode_pb2.DecodeResponse | None:
+        """Return the first message; raises AttemptFailed when it takes too long and another worker could send it."""
+        while True:
+            try:
+                async with asyncio.timeout(RESERVATION_TIMEOUT_S):
+                    return await receive(answer, decode)
+            except TimeoutError:
+                if self.has_another():
+                    error = WorkerLost(f"it has granted no pages for {RESERVATION_TIMEOUT_S:g} s")
+                    raise AttemptFailed(decode, error) from None
 
     # Remote plan.
 

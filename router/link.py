@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 DESCRIBE_TIMEOUT_S = 5.0
-SNAPSHOT_TIMEOUT_S = 5.0
-"""How long the first update may take. From then on, silence is watched (silence.py)."""
+SNAPSHOT_TIMEOUT_S = 30.0
+"""How long the first update may take, which waits for the running step. Afterwards, silence is watched (silence.py)."""
 MIN_BACKOFF_S = 0.05
 MAX_BACKOFF_S = 1.0
 STABLE_S = 5.0

@@ -242,6 +242,7 @@ class Orchestrator:
                     census=self._census,
                     on_started=partial(self._admission.correct_cached, leg.ticket),
                     on_transferred=partial(self._chooser.expect, booking.plan.decode, hashes),
+                    has_another=partial(self._fleet.has_another, booking.decode.member),
                     must_move=partial(self._fleet.is_leaving, booking.decode.member),
                 )
                 try:

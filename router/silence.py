@@ -62,7 +62,7 @@ class SilenceWatch:
             if member.state is WorkerState.READY
             and (silent_s := now_s - max(member.reported_s, self._listens_s)) > self._silence_s
             # A worker whose second update has yet to come has shown no gap.
-            and silent_s > min(GAP_FACTOR * max(member.usual_gap_s, HEARTBEAT_S), MAX_FACTOR * self._silence_s)
+            and silent_s > min(GAP_FACTOR * (member.usual_gap_s or HEARTBEAT_S), MAX_FACTOR * self._silence_s)
         ]
         for member, silent_s in silent:
             self._on_silent(member, silent_s)

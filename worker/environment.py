@@ -2,6 +2,7 @@
 
 import time
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -38,7 +39,8 @@ class HostCores:
     def note(self) -> None:
         """Take a reading when the last one is some seconds old: cheap enough for every step."""
         if time.monotonic() - self._readings[-1].read_s >= _GAP_S:
-            self._readings.append(_read())
+            with suppress(OSError):  # no descriptor is free: the next step reads
+                self._readings.append(_read())
             while len(self._readings) > 1 and self._readings[-1].read_s - self._readings[1].read_s >= _WINDOW_S:
                 self._readings.popleft()
 

@@ -133,7 +133,8 @@ class GrammarCompiler:
     async def compile(self, structure: str, output: bytes) -> Grammar:
         """Return the grammar of a structure, which the packed tokens of an answer begun elsewhere follow.
 
-        Raises InvalidRequest. New grammars are tried in another process first: hostile ones take long, or crash.
+        Raises InvalidRequest, and Overloaded when the host is too busy. New grammars are tried in another process
+        first: hostile ones take long, or crash.
         """
         if self._threads is None:
             self._threads = ThreadPoolExecutor(_NUM_GRAMMAR_THREADS, thread_name_prefix="grammar")

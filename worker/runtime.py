@@ -136,7 +136,7 @@ class WorkerRuntime:
         return text_probes(self.tokenizer, self.chat_template)
 
     async def engine_request(self, spec: sequence_pb2.SequenceSpec) -> EngineRequest:
-        """Return the engine's record of a request. Raises InvalidRequest, PromptTooLong."""
+        """Return the engine's record of a request. Raises InvalidRequest, PromptTooLong, Overloaded."""
         grammar = None
         if structure := spec.sampling.structured_outputs:
             grammar = await self._grammars.compile(structure, spec.output_tokens)

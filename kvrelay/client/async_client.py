@@ -94,7 +94,6 @@ class AsyncClient(BaseClient[AsyncGenerationStream, AsyncTrafficStream, Coroutin
 
     async def aclose(self) -> None:
         """Close the channels; running calls are cancelled."""
-        self._routers.is_closed = True
         channels, self._channels = self._channels, {}
         for channel in channels.values():
             await channel.close()

@@ -90,7 +90,7 @@ class BaseClient(ABC, Generic[_Stream, _Recording, _Answer]):
             return self._stub(address).RecordTraffic(request, metadata=self._metadata)
 
         request = inference_pb2.RecordTrafficRequest(duration_s=duration_s or 0.0)
-        return self._open_recording(send, request, RouterList([self.address], max_attempts=1), TrafficBuffer())
+        return self._open_recording(send, request, self._routers.only_current(), TrafficBuffer())
 
     def _call_metadata(self) -> tuple[tuple[str, str], ...]:
         """Return the metadata of a call that begins now."""

@@ -6,6 +6,7 @@ Reading calls change nothing. An answer that had begun is resumed after the toke
 (`GenerateRequest.resume`), so that each token comes once, from any router.
 """
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -48,8 +49,22 @@ class RouterList:
         self.max_attempts = several if max_attempts is None else max_attempts
         self.current = self.addresses[0]
         """The router to call."""
-        self.is_closed = False
-        """Whether the client was closed, which cancels its calls."""
+        self._closing = threading.Event()
+
+    def only_current(self) -> "RouterList":
+        """Return a list of the present router alone, for calls that stay with it; it is closed with this one."""
+        alone = RouterList([self.current], max_attempts=1)
+        alone._closing = self._closing
+        return alone
+
+    def close(self) -> None:
+        """Note that the client was closed, which cancels its calls."""
+        self._closing.set()
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the client was closed."""
+        return self._closing.is_set()
 
     def leave(self, address: str) -> None:
         """Switch to the next router, unless another call has done so already."""

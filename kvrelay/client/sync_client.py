@@ -89,7 +89,7 @@ class Client(BaseClient[GenerationStream, TrafficStream, Generation]):
 
     def close(self) -> None:
         """Close the channels; running calls are cancelled."""
-        self._routers.is_closed = True
+        self._routers.close()
         for channel in self._channels.values():
             channel.close()
 

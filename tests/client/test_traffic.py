@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from common.errors import Overloaded, Unreachable
+from common.errors import Cancelled, Overloaded, Unreachable
 from kvrelay.client import AsyncClient, Client, RecordedRequest
 from kvrelay.v1 import inference_pb2
 from tests.client.conftest import Connect
@@ -58,6 +58,17 @@ def test_recording_that_another_thread_closes_ends(fake: FakeInference, address:
         closer.start()
         assert list(stream) == []
         closer.join(LIMIT_S)
+
+
+def test_recording_of_a_client_that_another_thread_closes_is_cancelled(fake: FakeInference, address: str) -> None:
+    fake.goes_on_recording = True
+    client = Client(address)
+    stream = client.record()
+    closer = threading.Thread(target=client.close)
+    closer.start()
+    with pytest.raises(Cancelled):
+        list(stream)
+    closer.join(LIMIT_S)
 
 
 async def test_async_recording_that_another_task_closes_ends(fake: FakeInference, address: str) -> None:

@@ -86,7 +86,7 @@ class System:
     admin: "router_admin_pb2_grpc.RouterAdminServiceAsyncStub"
     endpoints: list[router_admin_pb2.WorkerEndpoint]
     pace: Pace
-    """Of the fake engines, unless the test has given others."""
+    """Pace of the fake engines, unless the test has given others."""
 
     def client(self, **options: Any) -> AsyncClient:
         return AsyncClient(self.address, timeout_s=TIMEOUT_S, **options)

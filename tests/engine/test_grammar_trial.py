@@ -1,6 +1,7 @@
 """Hostile grammars end, at worst, the process in which they are tried."""
 
 import json
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -51,9 +52,13 @@ def test_grammar_on_a_host_that_is_too_busy_is_refused_for_now_only(
     trial: GrammarTrial, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grammar_trial, "START_S", 120.0)
+    monkeypatch.setattr(grammar_trial, "WALL_S", 60.0)
     good = '{"choice": ["one", "two"]}'
+    trial.pass_or_refuse('{"choice": ["yes", "no"]}')
+    assert trial._process is not None  # noqa: SLF001
+    trial._process.send_signal(signal.SIGSTOP)  # noqa: SLF001
     with monkeypatch.context() as busy:
-        busy.setattr(grammar_trial, "WALL_S", 0.0)
+        busy.setattr(grammar_trial, "WALL_S", 0.2)
         with pytest.raises(Overloaded):
             trial.pass_or_refuse(good)
     trial.pass_or_refuse(good)

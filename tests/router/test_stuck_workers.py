@@ -1,4 +1,4 @@
-"""Workers and parts of a router that are alive and do not go on: no request waits for them until its deadline."""
+"""Workers and parts of a router that are alive and do not go on: requests do not wait for them until their deadline."""
 
 import asyncio
 from typing import NoReturn
