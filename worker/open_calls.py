@@ -16,6 +16,8 @@ class OpenCalls:
         self._none_open = asyncio.Event()
         self._none_open.set()
         self.num_open = 0
+        self.num_begun = 0
+        """Calls since process start."""
         self.num_requests = 0
         """Calls that served a request, since process start."""
         self.num_cancelled = 0
@@ -35,6 +37,7 @@ class OpenCalls:
     @contextmanager
     def transfer(self) -> Iterator[None]:
         """Count a call that serves a transfer."""
+        self.num_begun += 1
         self.num_open += 1
         self._none_open.clear()
         try:

@@ -110,7 +110,8 @@ class PrefixService(prefix_pb2_grpc.PrefixServiceServicer):
             if not request.max_blocks:
                 raise InvalidRequest("must be at least 1", field="max_blocks")
             max_blocks = min(request.max_blocks, MAX_BLOCKS)
-            chains = await self._runtime.engine.call(lambda core: core.hot_prefixes(max_blocks))
+            with self._runtime.calls.transfer():
+                chains = await self._runtime.engine.call(lambda core: core.hot_prefixes(max_blocks))
             return pb.ListHotPrefixesResponse(
                 chains=chains_to_proto(chains),
                 block_bytes=self._runtime.executor.kv.shape.block_bytes,

@@ -74,7 +74,7 @@ def common_services(runtime: WorkerRuntime, *, update_gap_s: float = UPDATE_GAP_
     ]
 
 
-SETTLE_S = 1.5
+SETTLE_S = 2.5
 """Idle time after which a leaving worker may end. Requests that routers sent before they learned of it arrive within
 it, and the controller, which asks routers every second, begins to move prefixes."""
 
@@ -100,11 +100,13 @@ async def take_leave(runtime: WorkerRuntime, *, grace_s: float) -> None:
 
 
 async def _until_quiet(runtime: WorkerRuntime) -> None:
-    """Wait until the worker is idle, and still is after `SETTLE_S`."""
+    """Wait until the worker has been idle for `SETTLE_S`. Prefixes are pulled in pieces, with pauses between them."""
+    calls = runtime.calls
     while True:
-        await runtime.calls.until_idle()
+        await calls.until_idle()
+        num_begun = calls.num_begun
         await asyncio.sleep(SETTLE_S)
-        if runtime.calls.is_idle:
+        if calls.is_idle and calls.num_begun == num_begun:
             return
 
 

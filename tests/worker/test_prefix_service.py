@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -15,7 +16,7 @@ from tests.builders import BLOCK_SIZE, make_request
 from tests.trust import CONTROLLER, as_controller
 from tests.worker.cluster import Pool, running_pool, until_empty
 from tests.worker.prefixes import PREFIX, PREFIX_BLOCKS, prompt, warm_pool, where
-from worker.serving import RunningWorker
+from worker.serving import RunningWorker, _until_quiet
 
 MIB = 1 << 20
 
@@ -200,3 +201,22 @@ async def refusal(
 
 def blocks(chain: prefix_pb2.PrefixChain) -> list[bytes]:
     return [chain.block_hashes[i : i + 16] for i in range(0, len(chain.block_hashes), 16)]
+
+
+async def test_leaving_worker_waits_for_pulls_of_which_it_sees_pieces_with_pauses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with warm_pool() as pool:
+        worker = pool.workers["prefill-0"]
+        num_pauses = 0
+
+        async def sleep(_seconds: float) -> None:
+            nonlocal num_pauses
+            num_pauses += 1
+            if num_pauses < 4:
+                await hot(worker)  # begins and ends within the pause
+
+        with monkeypatch.context() as patched:
+            patched.setattr("worker.serving.asyncio", SimpleNamespace(sleep=sleep))
+            await _until_quiet(worker.runtime)
+        assert num_pauses == 4
