@@ -115,6 +115,7 @@ class MergeWindow:
         if not self.window_s:
             return
         if self._end is None:
+            # First: should this fail, no window may have begun, as nothing would end it.
             asyncio.get_running_loop().call_later(self.window_s, self._finish)
             self._end = asyncio.Event()
         await self._end.wait()

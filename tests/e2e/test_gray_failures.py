@@ -31,7 +31,7 @@ TIMEOUT_S = 50.0
 """Deadline of a request; without a watch for silence, its streams would stand still for a minute."""
 LENGTH: dict[str, Any] = {"temperature": 0.8, "ignore_eos": True}
 NUM_TOKENS = 300
-"""Of an answer whose worker is stopped in its middle: it lasts for seconds."""
+"""Tokens of an answer whose worker is stopped in its middle: enough for it to last for seconds."""
 
 
 def prompt_of(number: int) -> list[int]:
