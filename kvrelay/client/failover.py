@@ -18,7 +18,7 @@ _LEAST_TIMEOUT_S = 0.001
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 2.0
 _ROUNDS = 6
-"""Default number of attempts per router, when there are several."""
+"""Default number of attempts per router, when there are several or the answer has begun."""
 
 
 def countdown(timeout_s: float | None) -> Callable[[], float | None]:
@@ -45,8 +45,8 @@ class RouterList:
             raise InvalidRequest("no router address given", field="address")
         if max_attempts is not None and max_attempts < 1:
             raise InvalidRequest(f"max_attempts is {max_attempts}; it must be at least 1", field="max_attempts")
-        several = _ROUNDS * len(self.addresses) if len(self.addresses) > 1 else 1
-        self.max_attempts = several if max_attempts is None else max_attempts
+        self.max_attempts = max_attempts
+        """Bound for calls that fail in a row, where the client was given one."""
         self.current = self.addresses[0]
         """The router to call."""
         self._closing = threading.Event()
@@ -79,6 +79,8 @@ class Attempts:
     routers: RouterList
     _num_failed: int = 0
     """Consecutive failures."""
+    _was_answered: bool = False
+    """Whether a router has ever replied to this call."""
 
     def failed(self, error: KvrelayError, *, address: str) -> float:
         """Note a failed attempt; returns the seconds to wait before the next one.
@@ -91,12 +93,24 @@ class Attempts:
         if not isinstance(error, Unreachable):
             raise error
         self._num_failed += 1
-        if self._num_failed >= self.routers.max_attempts:
+        if self._num_failed >= self._max_attempts:
             raise error
         self.routers.leave(address)
         num_rounds, has_untried = divmod(self._num_failed, len(self.routers.addresses))
         return 0.0 if has_untried else min(_FIRST_PAUSE_S * 2.0 ** (num_rounds - 1), _LONGEST_PAUSE_S)
 
+    def answered(self) -> None:
+        """Note that a router has replied: even the only one is worth another attempt."""
+        self._was_answered = True
+
     def succeeded(self) -> None:
         """Note that tokens have come: the count of failures starts anew."""
         self._num_failed = 0
+
+    @property
+    def _max_attempts(self) -> int:
+        """A first call to the only address fails at once: most likely nothing serves there."""
+        if self.routers.max_attempts is not None:
+            return self.routers.max_attempts
+        num_routers = len(self.routers.addresses)
+        return _ROUNDS * num_routers if num_routers > 1 or self._was_answered else 1

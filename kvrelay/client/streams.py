@@ -81,6 +81,7 @@ class _Stream(Generic[_T]):
 
     def _receive(self, message: Any) -> None:
         """Take the next message, None at the regular end. Raises EngineFault."""
+        self._attempts.answered()
         if message is None:
             self._events.finish()
         elif self._events.feed(message):

@@ -226,6 +226,8 @@ class FakeInference(inference_pb2_grpc.InferenceServiceServicer):
 
     def __init__(self) -> None:
         self.script: list[Step] = hello_world()
+        self.first_script: list[Step] = []
+        """Played once, to the next call, unless it is empty."""
         self.unary_error: KvrelayError | None = None
         self.generate_requests: list[pb.GenerateRequest] = []
         self.explain_requests: list[pb.ExplainRequest] = []
@@ -255,7 +257,8 @@ class FakeInference(inference_pb2_grpc.InferenceServiceServicer):
             if len(played) < len(script):
                 self.client_left.set()
 
-        script = list(self.script)
+        script = list(self.first_script or self.script)
+        self.first_script = []
         if not context.add_callback(on_end):  # the client has left already
             on_end()
         self.asked.set()

@@ -131,11 +131,21 @@ def test_reading_calls_go_to_the_next_router_too(connect: Connect, address: str)
         assert client.embed("a b").vector == (0.5, -1.0)
 
 
+def test_answer_that_breaks_off_goes_on_at_the_only_router(ask: Ask, fake: FakeInference, address: str) -> None:
+    fake.script = [accepted(), remote_plan(), tokens(["a"], last="stop"), completed(1)]
+    fake.first_script = [accepted(), remote_plan(), Drop()]
+    assert ask(address)[1].text == "a"
+    fake.first_script = [accepted(), remote_plan(), tokens(["a"], last="stop"), GONE]
+    fake.script = [accepted(), completed(1)]
+    assert ask(address)[1].text == "a"
+    assert known(fake.generate_requests[-1]) == [([100], True)]
+
+
 @pytest.mark.parametrize(("terms", "num_attempts"), [({}, 1), ({"max_attempts": 3}, 3)])
-def test_single_address_is_tried_once_or_as_often_as_asked(
+def test_single_address_that_never_answers_is_tried_once_or_as_often_as_asked(
     connect: Connect, fake: FakeInference, address: str, terms: dict[str, int], num_attempts: int
 ) -> None:
-    fake.script = [accepted(), remote_plan(), GONE]
+    fake.script = [GONE]
     with connect(address, **terms) as client, pytest.raises(Unreachable):
         client.generate("Hi")
     assert len(fake.generate_requests) == num_attempts
@@ -151,6 +161,14 @@ def test_attempts_try_every_router_at_once_and_then_wait_ever_longer() -> None:
         attempts.failed(GONE, address="a")
     attempts.succeeded()
     assert attempts.failed(GONE, address="a") == 0.0
+
+
+def test_only_router_is_waited_for_about_three_seconds_once_it_has_answered() -> None:
+    attempts = Attempts(RouterList("a", max_attempts=None))
+    attempts.answered()
+    assert [attempts.failed(GONE, address="a") for _ in range(5)] == [0.1, 0.2, 0.4, 0.8, 1.6]
+    with pytest.raises(Unreachable):
+        attempts.failed(GONE, address="a")
 
 
 @pytest.mark.parametrize("addresses", ["", " , ", []])
