@@ -1,12 +1,15 @@
 """The project's central test: the cluster's answers are those of plain `transformers`, token for token.
 
-Real SmolLM2, fp32, greedy, real processes. 60 prompts around every block and chunk boundary, with shared prefixes and
-one of 1,900 tokens, in every mode that moves or recomputes KV differently: one mode with the whole model and every
-ninth prompt but the longest, the others with its first layers, which take a third of the time and every path of the
-whole: one of them with all prompts, the others with every third.
+Real SmolLM2, fp32, greedy. 60 prompts around every block and chunk boundary, with shared prefixes and one of 1,900
+tokens, in every mode that moves or recomputes KV differently. Two modes run in real processes: one with the whole model
+and every ninth prompt but the longest, one with all prompts. That one and those whose workers share this process, with
+every third prompt, have a model of its first layers and tokens, which takes a tenth of the time and every path of the
+whole.
 """
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +18,14 @@ import pytest
 from common.config import parse_config
 from common.model_files import default_model_dir
 from common.sampling import SamplingParams
+from engine.executor import Executor
+from engine.loading import load_executor
 from engine.model.precision import cpu_has
 from engine.ops.cpu.build import NotBuilt, build_kernels
+from engine.options import EngineOptions
 from kvrelay.client import AsyncClient, Generation
 from tests.e2e.harness import kill_worker, running_cluster, until, until_idle, worker
+from tests.e2e.in_process import running_system
 from tests.short_model import write_short_model
 from worker.inprocess import LocalEngine
 
@@ -27,17 +34,21 @@ pytestmark = [pytest.mark.e2e, pytest.mark.model, pytest.mark.timeout(900)]
 MAX_TOKENS = 12
 NUM_PROMPTS = 60
 LONG_PROMPT = 1900
+BLOCK_SIZE = 16
+VOCAB_SIZE = 16_384
+"""Tokens that the short model knows, of 49,152."""
 _BOUNDARIES = [1, 2, 3, *(base + d for base in (16, 32, 48, 64, 112, 128, 256) for d in (-1, 0, 1))]
 _CHUNKS = [511, 512, 513, 14, 21, 70]
 
 
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
-    """Token ids cut from the license text: 30 boundary lengths, 29 with one of three shared prefixes, one long."""
+    """Ids of frequent tokens of the license text: 30 boundary lengths, 29 with one of three prefixes, one long."""
     import tokenizers
 
     tokenizer = tokenizers.Tokenizer.from_file(str(default_model_dir() / "tokenizer.json"))
-    text = tokenizer.encode((Path(__file__).parents[2] / "LICENSE").read_text(encoding="utf-8")).ids
+    license_text = (Path(__file__).parents[2] / "LICENSE").read_text(encoding="utf-8")
+    text = [token_id for token_id in tokenizer.encode(license_text).ids if token_id < VOCAB_SIZE]
     cut = [text[11 * i : 11 * i + length] for i, length in enumerate([*_BOUNDARIES, *_CHUNKS])]
     prefixes = [text[300:396], text[700:763], text[900:916]]
     num_shared = NUM_PROMPTS - 1 - len(cut)
@@ -50,7 +61,7 @@ def prompts() -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def short_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_short_model(tmp_path_factory.mktemp("short-model"))
+    return write_short_model(tmp_path_factory.mktemp("short-model"), num_layers=2, vocab_size=VOCAB_SIZE)
 
 
 class Oracle:
@@ -107,25 +118,12 @@ def model_config(model_dir: Path, **changes: Any) -> dict[str, Any]:
 
 
 SPECULATION = {"speculation": {"method": "ngram", "num_branches": 3}}
-MODES: dict[str, dict[str, Any]] = {
-    "disaggregated over shm, then cached": {"transfer": {"transports": ["shm"]}},
-    "disaggregated over gRPC": {"transfer": {"transports": ["grpc"]}},
-    "local prefill on decode": {
-        "model": SPECULATION,
-        "router": {"policy": "round_robin", "local_prefill_max_tokens": 4096},
-    },
-    # 1,912 tokens need 120 pages. Without drafts, whose answers would end before they run out of pages.
-    "tiny page pool": {"decode": {"num_blocks": 124, "max_running": 24}, "router": {"local_prefill_max_tokens": 24}},
-    "chunk size 7": {
-        "prefill": {"max_step_tokens": 7, "max_running": 7},
-        "decode": {"max_step_tokens": 7, "max_running": 7},
-        "router": {"local_prefill_max_tokens": 40},
-    },
-}
-
-
 WHOLE_MODEL_MODE = "disaggregated over gRPC"
 ALL_PROMPTS_MODE = "disaggregated over shm, then cached"
+MODES: dict[str, dict[str, Any]] = {
+    ALL_PROMPTS_MODE: {"transfer": {"transports": ["shm"]}},
+    WHOLE_MODEL_MODE: {"transfer": {"transports": ["grpc"]}},
+}
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -136,53 +134,102 @@ async def test_cluster_equals_transformers(
     if mode == WHOLE_MODEL_MODE:
         model_dir = default_model_dir()
         oracle, prompts = Oracle(model_dir), prompts[-2::-9]
-    elif mode != ALL_PROMPTS_MODE:
-        prompts = prompts[2::3]
     async with running_cluster(tmp_path, model_config(model_dir, **MODES[mode]), timeout_s=600) as client:
         for attempt in ["cold", "cached"] if "cached" in mode else ["cold"]:
             answers = await _all(client, prompts)
-            judged = [(len(p), oracle.complaint(p, a.token_ids)) for p, a in zip(prompts, answers, strict=True)]
-            assert not [found for found in judged if found[1]], f"{mode}, {attempt}"
+            _assert_right(oracle, prompts, answers)
             _check_mode(mode, attempt, answers)
-        if mode == "tiny page pool":
-            await _check_growth(client, prompts[:14], oracle)
-            view = await worker(client, "decode")
-            assert view.status is not None
-            assert view.status.num_preemptions > 0
         if mode == ALL_PROMPTS_MODE:
             await _check_kill(client, prompts)
         await until_idle(client)
 
 
-async def _all(client: AsyncClient, prompts: list[list[int]]) -> list[Generation]:
+async def test_prompts_computed_on_decode_workers_get_transformers_answers(
+    prompts: list[list[int]], short_model_dir: Path, short_oracle: Oracle
+) -> None:
+    router = {"policy": "round_robin", "local_prefill_max_tokens": 4096}
+    async with short_system(short_model_dir, router, max_step_tokens=256) as client:
+        answers = await _all(client, prompts[2::3])
+    _assert_right(short_oracle, prompts[2::3], answers)
+    assert {answer.plan.kind for answer in answers} == {"local"}
+
+
+async def test_answers_that_lost_their_pages_are_those_of_transformers(
+    prompts: list[list[int]], short_model_dir: Path, short_oracle: Oracle
+) -> None:
+    prompts, router = prompts[2:-1:3], {"local_prefill_max_tokens": 24}
+    async with short_system(short_model_dir, router, num_blocks=40, max_step_tokens=256) as client:
+        _assert_right(short_oracle, prompts, await _all(client, prompts))
+        # Twelve short prompts are admitted together and grow to 72 pages and more, of which there are 40.
+        prompts = prompts[:4] * 3
+        answers = await _all(client, prompts, max_tokens=80)
+        _assert_right(short_oracle, prompts, answers, max_tokens=80)
+        view = await worker(client, "decode")
+    assert view.status is not None
+    assert view.status.num_preemptions > 0
+
+
+async def test_prompts_computed_seven_tokens_a_step_get_transformers_answers(
+    prompts: list[list[int]], short_model_dir: Path, short_oracle: Oracle
+) -> None:
+    prompts, router = prompts[2:-1:3], {"local_prefill_max_tokens": 40}
+    async with short_system(short_model_dir, router, max_step_tokens=7, max_running=7) as client:
+        answers = await _all(client, prompts)
+    _assert_right(short_oracle, prompts, answers)
+    assert {answer.plan.kind for answer in answers} == {"local", "remote"}
+
+
+@asynccontextmanager
+async def short_system(
+    model_dir: Path, router: dict[str, Any], *, num_blocks: int = 1024, **workers: Any
+) -> AsyncIterator[AsyncClient]:
+    """Run a prefill and a decode worker with the short model in this process; both end empty."""
+    options = EngineOptions(
+        model_dir=model_dir,
+        model_name="short",
+        dtype="float32",
+        device="cpu",
+        block_size=BLOCK_SIZE,
+        num_blocks=num_blocks,
+    )
+
+    def load() -> Executor:
+        return load_executor(options)
+
+    async with running_system(load=load, router=router, **workers) as system, system.client() as client:
+        yield client
+        await system.until_idle()
+
+
+def _assert_right(
+    oracle: Oracle, prompts: list[list[int]], answers: list[Generation], *, max_tokens: int = MAX_TOKENS
+) -> None:
+    """Fail unless every answer is the oracle's."""
+    judged = [
+        (len(prompt), oracle.complaint(prompt, answer.token_ids, max_tokens=max_tokens))
+        for prompt, answer in zip(prompts, answers, strict=True)
+    ]
+    assert not [found for found in judged if found[1]]
+
+
+async def _all(client: AsyncClient, prompts: list[list[int]], *, max_tokens: int = MAX_TOKENS) -> list[Generation]:
     limit = asyncio.Semaphore(12)
+    is_short = max_tokens == MAX_TOKENS
 
     async def one(prompt: list[int]) -> Generation:
         async with limit:
-            return await client.generate(prompt, temperature=0, max_tokens=MAX_TOKENS)
+            return await client.generate(prompt, temperature=0, max_tokens=max_tokens, ignore_eos=not is_short)
 
     return list(await asyncio.gather(*(one(prompt) for prompt in prompts)))
 
 
-async def _check_growth(client: AsyncClient, prompts: list[list[int]], oracle: Oracle) -> None:
-    """14 short prompts are admitted together and grow to 150 pages and more, of which there are 124."""
-    options: dict[str, Any] = {"temperature": 0, "max_tokens": 160, "ignore_eos": True}
-    answers = await asyncio.gather(*(client.generate(prompt, **options) for prompt in prompts))
-    judged = [oracle.complaint(p, a.token_ids, max_tokens=160) for p, a in zip(prompts, answers, strict=True)]
-    assert not [complaint for complaint in judged if complaint]
-
-
 def _check_mode(mode: str, attempt: str, answers: list[Generation]) -> None:
     """The mode was really exercised."""
-    kinds = {answer.plan.kind for answer in answers}
-    if "disaggregated" in mode:
-        assert kinds == {"remote"}
-        transport = "shm" if "shm" in mode else "grpc"
-        assert {answer.transfer.transport for answer in answers if answer.transfer.num_blocks} == {transport}
-    if mode == "local prefill on decode":
-        assert kinds == {"local"}
+    assert {answer.plan.kind for answer in answers} == {"remote"}
+    transport = "shm" if "shm" in mode else "grpc"
+    assert {answer.transfer.transport for answer in answers if answer.transfer.num_blocks} == {transport}
     if attempt == "cached":
-        assert answers[-1].usage.num_cached_tokens == LONG_PROMPT // 16 * 16
+        assert answers[-1].usage.num_cached_tokens == LONG_PROMPT // BLOCK_SIZE * BLOCK_SIZE
         assert answers[-1].transfer.num_blocks == 1
 
 

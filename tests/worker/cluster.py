@@ -262,9 +262,9 @@ def make_runtime(
 ) -> WorkerRuntime:
     """Return a runtime over a fake engine, unless another one is given."""
     pool = {
-        "block_size": BLOCK_SIZE,
+        "block_size": BLOCK_SIZE if executor is None else executor.kv.shape.block_size,
         "max_step_tokens": fake.pop("max_step_tokens", 32),
-        "max_running": 16,
+        "max_running": fake.pop("max_running", 16),
         "metrics": False,
     }
     transfer = {"transports": list(transports), "chunk_bytes": 4096, "lease_ttl_s": fake.pop("lease_ttl_s", 5.0)}
