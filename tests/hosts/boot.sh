@@ -29,7 +29,12 @@ done
 mkdir -p /run/sshd "$home/.ssh"
 chmod 700 "$home/.ssh"
 cp "$state/key.pub" "$home/.ssh/authorized_keys"
-[ -e /mnt/disk/was-on ] || rm -rf "$home/.ray" "$home/kvrelay" # the machine's own
+if [ ! -e /mnt/disk/was-on ]; then
+  rm -rf "$home/.ray" "$home/kvrelay" # the machine's own
+  # Its shells start a few hundred times; what the machine's own do at each start is not this host's.
+  rm -f "$home"/.bash_profile "$home"/.bash_login "$home"/.profile
+  echo '# A new host.' >"$home/.bashrc"
+fi
 touch /mnt/disk/was-on
 ip link set lo up
 # As its init, sshd reaps what daemons leave behind.

@@ -128,7 +128,7 @@ def _serving(num_decode: int) -> dict[str, Any]:
     return {
         "name": NAME,
         "launcher": "ray",
-        "model": {"engine": "fake", "fake_step_ms": 20.0, "max_model_len": 4096},
+        "model": {"engine": "fake", "fake_step_ms": 40.0, "max_model_len": 4096},
         "pools": {"prefill": {"count": 1, **_POOL}, "decode": {"count": num_decode, **_POOL}},
         "router": {
             "host": "0.0.0.0",

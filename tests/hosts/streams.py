@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from kvrelay.client import AsyncClient, Generation
 
-NUM_STREAMS = 16
-NUM_TOKENS = 300
-_NUM_BEGUN = 20
+NUM_STREAMS = 8
+NUM_TOKENS = 150
+_NUM_BEGUN = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
