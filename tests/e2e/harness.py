@@ -18,6 +18,8 @@ from common.config import load_config
 from common.structured_outputs import structure_text
 from kvrelay.client import AsyncClient, Generation, WorkerView
 
+POLL_S = 0.2
+"""Time between two looks at a cluster. Each asks every process of it, and keeps cores from what is awaited."""
 FAKE_POOL: dict[str, Any] = {"num_blocks": 512, "block_size": 16, "max_step_tokens": 256, "max_running": 64}
 
 
@@ -80,7 +82,7 @@ async def worker(client: AsyncClient, role: str, index: int = 0) -> WorkerView:
         workers = [view for view in (await client.status()).workers if view.role == role]
         if len(workers) > index and workers[index].status is not None:
             return workers[index]
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(POLL_S)
 
 
 async def reporting_workers(client: AsyncClient) -> Sequence[WorkerView]:
@@ -89,7 +91,7 @@ async def reporting_workers(client: AsyncClient) -> Sequence[WorkerView]:
         workers = (await client.status()).workers
         if all(view.status is not None for view in workers):
             return workers
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(POLL_S)
 
 
 async def pids(client: AsyncClient) -> dict[str, int]:
@@ -119,7 +121,7 @@ async def until(condition: Callable[[], Awaitable[bool]], *, timeout_s: float, w
     started_s = time.monotonic()
     while not await condition():
         assert time.monotonic() - started_s < timeout_s, f"timed out: {what}"
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(POLL_S)
     return time.monotonic() - started_s
 
 

@@ -37,7 +37,7 @@ from tests.hosts.certificates import shown_by
 logger = logging.getLogger(__name__)
 pytestmark = pytest.mark.e2e
 
-NUM_STREAMS = 8
+NUM_STREAMS = 4
 NAME = "e2e"
 POOL = FAKE_POOL | {"num_cpus": 1}
 GPU_POOL = POOL | {"num_gpus": 2, "placement": "spread"}

@@ -90,15 +90,21 @@ async def test_answers_of_a_stopped_worker_go_on_elsewhere_and_it_is_replaced(cl
 
     asking = [asyncio.create_task(ask(number)) for number in range(8)]
     await asyncio.gather(*(event.wait() for event in begun))
-    views = [view for view in await reporting_workers(client) if view.role == "decode"]
-    victim = max(views, key=lambda view: view.status.load.num_running if view.status is not None else 0)
-    assert victim.status is not None
-    os.kill(victim.status.pid, signal.SIGSTOP)
+    victim = 0
+
+    async def is_found() -> bool:
+        nonlocal victim
+        statuses = [view.status for view in await reporting_workers(client) if view.role == "decode"]
+        num_running, victim = max((status.load.num_running, status.pid) for status in statuses if status is not None)
+        return num_running > 0
+
+    await until(is_found, timeout_s=TIMEOUT_S, what="a worker says that it decodes")
+    os.kill(victim, signal.SIGSTOP)
     for number, answer in enumerate(await asyncio.gather(*asking)):
         assert answer == oracle(number, **mixed_sampling(number, max_tokens=NUM_TOKENS))
     assert (await client.status()).router.num_replans > 0
     await until_whole(client)
-    assert victim.status.pid not in (await pids(client)).values()
+    assert victim not in (await pids(client)).values()
     await until_idle(client)
 
 

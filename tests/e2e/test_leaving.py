@@ -17,7 +17,7 @@ GRACE_S = 60.0
 
 @asynccontextmanager
 async def streams_begun(client: AsyncClient) -> AsyncIterator["asyncio.Future[list[Generation]]"]:
-    """Run sixteen streams beside the block, which begins when the first of them has."""
+    """Run all streams beside the block, which begins when the first of them has."""
     begun = asyncio.Event()
     running = asyncio.gather(*(answer(client, n, begun=begun) for n in range(NUM_STREAMS)))
     await begun.wait()

@@ -1,7 +1,7 @@
 """`kvrelay rollout` on a real cluster under load: another configuration, a canary that is bad, nothing that fails."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,11 +16,11 @@ from cluster.lifecycle import read_info
 from common.config import ServingConfig, load_config
 from common.errors import EngineFault, InvalidRequest
 from kvrelay.client import AsyncClient
-from tests.e2e.harness import FAKE_POOL, fake_config, pids, reporting_workers, running_cluster
+from tests.e2e.harness import FAKE_POOL, fake_config, pids, reporting_workers, running_cluster, standing_cluster
 
 pytestmark = pytest.mark.e2e
 
-NUM_STREAMS = 16
+NUM_STREAMS = 8
 NUM_TOKENS = 10
 _PAUSE_S = 0.3
 """Time between an answer and the next request of a stream; without it the load alone would fill the cores."""
@@ -28,6 +28,32 @@ _PAUSE_S = 0.3
 TERMS = RolloutTerms(canary_s=2.0, max_slowdown=20.0, grace_s=30.0)
 # Strict, and with time to measure: a busy machine slows the old workers down, too.
 STRICT_TERMS = RolloutTerms(canary_s=5.0, max_slowdown=2.0, grace_s=30.0)
+
+
+ONE_ROUTER = fake_config(step_ms=15.0)
+TWO_ROUTERS = fake_config(step_ms=30.0, router={"port": 0, "count": 2, "local_prefill_max_tokens": 32})
+
+
+@pytest.fixture(scope="module")
+def one_router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Folder of a cluster that some tests use, in their order."""
+    folder = tmp_path_factory.mktemp("one-router")
+    with standing_cluster(folder, ONE_ROUTER):
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def two_routers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Folder of a cluster that some tests use, in their order."""
+    folder = tmp_path_factory.mktemp("two-routers")
+    with standing_cluster(folder, TWO_ROUTERS):
+        yield folder
+
+
+def client_of(folder: Path) -> AsyncClient:
+    info = read_info(folder / "run")
+    assert info is not None
+    return AsyncClient(info.address, timeout_s=120)
 
 
 def with_decode(config: dict[str, Any], **keys: Any) -> dict[str, Any]:
@@ -52,7 +78,7 @@ async def generate(client: AsyncClient, number: int) -> str:
 
 @dataclass
 class Load:
-    """Sixteen clients that ask again and again; a failure ends the test."""
+    """Clients that ask again and again; a failure ends the test."""
 
     expected: list[str]
     num_answers: int = 0
@@ -72,7 +98,7 @@ class Load:
 
 
 @asynccontextmanager
-async def sixteen_streams(client: AsyncClient) -> AsyncIterator[Load]:
+async def busy_streams(client: AsyncClient) -> AsyncIterator[Load]:
     """Keep the cluster busy inside the block; every answer has to be the one of an undisturbed cluster."""
     load = Load(expected=await asyncio.gather(*(generate(client, n) for n in range(NUM_STREAMS))))
     async with asyncio.TaskGroup() as tasks:
@@ -105,7 +131,7 @@ async def test_new_configuration_under_streams_fails_no_request_and_changes_no_t
     config = fake_config(launcher="ray", step_ms=30.0)
     async with running_cluster(tmp_path, config) as client:
         before = await pids(client)
-        async with sixteen_streams(client) as load:
+        async with busy_streams(client) as load:
             steps = await roll_out(tmp_path, with_decode(config, max_running=32))
         after = await pids(client)
 
@@ -117,50 +143,66 @@ async def test_new_configuration_under_streams_fails_no_request_and_changes_no_t
         await assert_nothing_was_lost(client)
 
 
-async def test_canary_ten_times_as_slow_is_rolled_back_under_sixteen_streams(tmp_path: Path) -> None:
-    config = fake_config(step_ms=15.0)
-    async with running_cluster(tmp_path, config) as client:
+async def test_canary_ten_times_as_slow_is_rolled_back_under_streams(one_router: Path) -> None:
+    async with client_of(one_router) as client:
         before = await pids(client)
-        async with sixteen_streams(client):
+        async with busy_streams(client):
             with pytest.raises(EngineFault, match="rolled back, the old configuration serves: the canary is bad"):
-                slow = config | {"model": config["model"] | {"fake_step_ms": 150.0}}
-                await roll_out(tmp_path, slow, STRICT_TERMS)
+                slow = ONE_ROUTER | {"model": ONE_ROUTER["model"] | {"fake_step_ms": 150.0}}
+                await roll_out(one_router, slow, STRICT_TERMS)
 
         assert await pids(client) == before
-        assert running_config(tmp_path).model.fake_step_ms == 15.0
+        assert running_config(one_router).model.fake_step_ms == 15.0
         await assert_nothing_was_lost(client)
 
 
-async def test_routers_with_another_policy_lose_no_request_of_clients_that_know_both(tmp_path: Path) -> None:
-    router = {"port": 0, "count": 2, "local_prefill_max_tokens": 32}
-    config = fake_config(step_ms=30.0, router=router)
-    async with running_cluster(tmp_path, config) as client:
-        info = read_info(tmp_path / "run")
-        assert info is not None
+async def test_preview_and_refusals_change_nothing_and_a_second_rollout_goes_on(one_router: Path) -> None:
+    async with client_of(one_router) as client:
+        before = await pids(client)
+        wanted = ServingConfig.model_validate(with_decode(ONE_ROUTER, num_blocks=300))
+        preview = await asyncio.to_thread(lambda: list(preview_rollout(one_router / "run", wanted)))
+        with pytest.raises(InvalidRequest) as refused:
+            await roll_out(one_router, ONE_ROUTER | {"model": ONE_ROUTER["model"] | {"max_model_len": 512}})
+
+        change = "pools.decode.num_blocks: 512 → 300: new decode workers, one after the other"
+        assert [step.text for step in preview] == [change]
+        assert refused.value.field == "model.max_model_len"
+        assert await pids(client) == before
+
+        terms = RolloutTerms(canary_s=0.0, max_slowdown=1.0, grace_s=30.0)
+        await roll_out(one_router, with_decode(ONE_ROUTER, num_blocks=300), terms)
+        steps = await roll_out(one_router, with_decode(ONE_ROUTER, num_blocks=200), terms)
+        (view,) = [each for each in await reporting_workers(client) if each.worker_id == "decode-0"]
+
+        assert steps[0].startswith("pools.decode.num_blocks: 300 → 200: ")
+        assert view.status is not None and view.status.load.num_blocks == 200
+
+
+async def test_routers_with_another_policy_lose_no_request_of_clients_that_know_both(two_routers: Path) -> None:
+    async with client_of(two_routers) as client:
 
         async def short_connections(load: Load) -> None:
             while not load.over.is_set():
-                async with AsyncClient(info.address, timeout_s=120) as fresh:
+                async with client_of(two_routers) as fresh:
                     assert await generate(fresh, 0) == load.expected[0]
+                await asyncio.sleep(_PAUSE_S)
 
-        async with asyncio.TaskGroup() as tasks, sixteen_streams(client) as load:
+        async with asyncio.TaskGroup() as tasks, busy_streams(client) as load:
             tasks.create_task(short_connections(load))
-            steps = await roll_out(tmp_path, config | {"router": config["router"] | {"policy": "least_load"}})
-        policies = [await policy_of(address) for address in info.addresses]
+            router = TWO_ROUTERS["router"] | {"policy": "least_load"}
+            steps = await roll_out(two_routers, TWO_ROUTERS | {"router": router})
+        policies = [await policy_of(address) for address in client.addresses]
 
         assert steps[1:3] == ["replacing router-0", "replacing router-1"]
         assert policies == ["least_load", "least_load"]
 
 
-async def test_another_block_size_fails_no_request_of_clients_that_know_both_routers(
-    tmp_path: Path,
-) -> None:
-    config = fake_config(step_ms=30.0, router={"port": 0, "count": 2, "local_prefill_max_tokens": 32})
-    other = config | {"pools": {pool: FAKE_POOL | {"block_size": 32} for pool in ("prefill", "decode")}}
-    async with running_cluster(tmp_path, config) as client:
+async def test_another_block_size_fails_no_request_of_clients_that_know_both_routers(two_routers: Path) -> None:
+    other = TWO_ROUTERS | {"pools": {pool: FAKE_POOL | {"block_size": 32} for pool in ("prefill", "decode")}}
+    async with client_of(two_routers) as client:
         old_model = await fingerprint_of(client.address)
-        async with sixteen_streams(client) as load:
-            steps = await roll_out(tmp_path, other)
+        async with busy_streams(client) as load:
+            steps = await roll_out(two_routers, other)
             num_answers = load.num_answers
             while load.num_answers < num_answers + NUM_STREAMS:
                 await load.next_answer()
@@ -173,28 +215,5 @@ async def test_another_block_size_fails_no_request_of_clients_that_know_both_rou
         ]
         assert len(models) == 1 and models != {old_model}
         assert set(workers) == {"prefill-1", "decode-1"}
-        assert running_config(tmp_path).pools.decode.block_size == 32
+        assert running_config(two_routers).pools.decode.block_size == 32
         await assert_nothing_was_lost(client)
-
-
-async def test_preview_and_refusals_change_nothing_and_a_second_rollout_goes_on(tmp_path: Path) -> None:
-    config = fake_config()
-    async with running_cluster(tmp_path, config) as client:
-        before = await pids(client)
-        wanted = ServingConfig.model_validate(with_decode(config, num_blocks=300))
-        preview = await asyncio.to_thread(lambda: list(preview_rollout(tmp_path / "run", wanted)))
-        with pytest.raises(InvalidRequest) as refused:
-            await roll_out(tmp_path, config | {"model": config["model"] | {"max_model_len": 512}})
-
-        change = "pools.decode.num_blocks: 512 → 300: new decode workers, one after the other"
-        assert [step.text for step in preview] == [change]
-        assert refused.value.field == "model.max_model_len"
-        assert await pids(client) == before
-
-        terms = RolloutTerms(canary_s=0.0, max_slowdown=1.0, grace_s=30.0)
-        await roll_out(tmp_path, with_decode(config, num_blocks=300), terms)
-        steps = await roll_out(tmp_path, with_decode(config, num_blocks=200), terms)
-        (view,) = [each for each in await reporting_workers(client) if each.worker_id == "decode-0"]
-
-        assert steps[0].startswith("pools.decode.num_blocks: 300 → 200: ")
-        assert view.status is not None and view.status.load.num_blocks == 200

@@ -1,4 +1,4 @@
-"""kill -9 of one of two routers under sixteen streams: a pause for half of them, and the same texts for all."""
+"""kill -9 of one of two routers under eight streams: a pause for half of them, and the same texts for all."""
 
 import asyncio
 import signal
@@ -12,8 +12,8 @@ from tests.e2e.harness import fake_config, reporting_workers, running_cluster, u
 
 pytestmark = pytest.mark.e2e
 
-NUM_STREAMS = 16
-NUM_TOKENS = 250
+NUM_STREAMS = 8
+NUM_TOKENS = 125
 
 
 def router(folder: Path, index: int) -> ProcessState:
@@ -45,7 +45,7 @@ def events() -> list[asyncio.Event]:
 async def test_streams_of_a_killed_router_end_with_the_same_texts_and_it_comes_back(
     tmp_path: Path,
 ) -> None:
-    config = fake_config(step_ms=20.0)
+    config = fake_config(step_ms=40.0)
     config["router"] |= {"count": 2}
     async with running_cluster(tmp_path, config) as client:
         first, second = client.addresses

@@ -36,14 +36,14 @@ async def until_draining(client: AsyncClient, role: str) -> None:
     await until(is_draining, timeout_s=60, what="it has announced that it leaves")
 
 
-async def test_workers_told_to_end_under_sixteen_streams_leave_no_trace_in_the_answers(tmp_path: Path) -> None:
+async def test_workers_told_to_end_under_streams_leave_no_trace_in_the_answers(tmp_path: Path) -> None:
     pools = {"prefill": FAKE_POOL | {"count": 2}, "decode": FAKE_POOL | {"count": 2}}
     router = {"port": 0, "local_prefill_max_tokens": 0}
     names = ("decode-0", "prefill-0")
-    async with running_cluster(tmp_path, fake_config(step_ms=20.0, pools=pools, router=router)) as client:
-        expected = [each.text for each in await answers(client, asyncio.Event(), num_tokens=150)]
+    async with running_cluster(tmp_path, fake_config(step_ms=40.0, pools=pools, router=router)) as client:
+        expected = [each.text for each in await answers(client, asyncio.Event(), num_tokens=75)]
         begun = asyncio.Event()
-        running = asyncio.create_task(answers(client, begun, num_tokens=150))
+        running = asyncio.create_task(answers(client, begun, num_tokens=75))
         await begun.wait()
         for name in names:
             told_to_end(tmp_path, name)
@@ -61,9 +61,9 @@ async def test_workers_told_to_end_under_sixteen_streams_leave_no_trace_in_the_a
 
 
 async def test_second_signal_ends_a_worker_that_waits_at_once(tmp_path: Path) -> None:
-    async with running_cluster(tmp_path, fake_config(step_ms=20.0)) as client:
+    async with running_cluster(tmp_path, fake_config(step_ms=40.0)) as client:
         begun = asyncio.Event()
-        running = asyncio.create_task(answers(client, begun, num_tokens=400))
+        running = asyncio.create_task(answers(client, begun, num_tokens=200))
         await begun.wait()
         told_to_end(tmp_path, "decode-0")
         await until_draining(client, "decode")

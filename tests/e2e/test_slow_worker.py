@@ -13,7 +13,7 @@ from tests.e2e.harness import FAKE_POOL, fake_config, reporting_workers, running
 
 pytestmark = pytest.mark.e2e
 
-NUM_TOKENS = 600
+NUM_TOKENS = 300
 SAMPLING: dict[str, Any] = {"temperature": 0.8, "ignore_eos": True, "max_tokens": NUM_TOKENS}
 
 
@@ -27,7 +27,7 @@ async def decode_workers(client: AsyncClient) -> list[WorkerView]:
 
 async def test_worker_that_stays_slow_gives_its_answers_away_and_is_kept_out(tmp_path: Path) -> None:
     pools = {"prefill": FAKE_POOL, "decode": {**FAKE_POOL, "count": 2, "slow_drain_s": 1.0}}
-    async with running_cluster(tmp_path, fake_config(pools=pools, step_ms=10)) as client:
+    async with running_cluster(tmp_path, fake_config(pools=pools, step_ms=20)) as client:
         begun = [asyncio.Event() for _ in range(6)]
 
         async def ask(number: int) -> tuple[int, ...]:

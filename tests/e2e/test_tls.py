@@ -21,7 +21,7 @@ from kvrelay.client import AsyncClient
 from tests.builders import expected_tokens, make_request
 from tests.e2e.harness import fake_config, running_cluster, standing_cluster
 
-NUM_STREAMS, NUM_TOKENS = 16, 180
+NUM_STREAMS, NUM_TOKENS = 6, 180
 LIFETIME_S = 24.0
 """A third of it, the time between renewal and end, has to be enough for a busy machine."""
 KEYS = {"a": "key-of-tenant-a-0001", "boss": "key-of-the-operators-01"}
