@@ -18,7 +18,9 @@ _LEAST_TIMEOUT_S = 0.001
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 2.0
 _ROUNDS = 6
-"""Default number of attempts per router, when there are several or the answer has begun."""
+"""Default number of attempts per router, when there are several."""
+_ROUNDS_ALONE = 9
+"""The same for an answer of the only router, once it has begun: nine seconds, in which a router that died is back."""
 
 
 def countdown(timeout_s: float | None) -> Callable[[], float | None]:
@@ -113,4 +115,6 @@ class Attempts:
         if self.routers.max_attempts is not None:
             return self.routers.max_attempts
         num_routers = len(self.routers.addresses)
-        return _ROUNDS * num_routers if num_routers > 1 or self._was_answered else 1
+        if num_routers > 1:
+            return _ROUNDS * num_routers
+        return _ROUNDS_ALONE if self._was_answered else 1

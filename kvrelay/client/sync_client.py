@@ -27,11 +27,11 @@ class Client(BaseClient[GenerationStream, TrafficStream, Generation]):
     """A blocking connection to a kvrelay cluster. Connects on first use; its channels are shared by all threads.
 
     `addresses` are those of the routers, as a list or with commas: while one cannot be reached the next one is called,
-    and an answer that had begun goes on there. `max_attempts` bounds the calls that may fail in a row; by default each
-    router is called six times within seconds, and the only one just once unless it has begun to answer. `timeout_s` is
-    the deadline of every call that does not name its own; None waits as long as the cluster does. A stream's deadline
-    covers all of it. `api_key` names the caller to a cluster that asks for it. `tls` chooses the connection
-    (kvrelay/client/tls.py); None leaves the choice to the environment. Raises InvalidRequest.
+    and an answer that had begun goes on there. `max_attempts` bounds the calls that may fail in a row; by default
+    several routers are called six times each within seconds, and a single one once, or nine times when it had begun to
+    answer. `timeout_s` is the deadline of every call that does not name its own; None waits as long as the cluster
+    does. A stream's deadline covers all of it. `api_key` names the caller to a cluster that asks for it. `tls` chooses
+    the connection (kvrelay/client/tls.py); None leaves the choice to the environment. Raises InvalidRequest.
     """
 
     def __init__(
