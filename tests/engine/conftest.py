@@ -1,16 +1,35 @@
 """Engine tests compute on one thread: parallel runs must not compete for cores, and sums keep their order."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+
+from engine import floors
+from engine.work import DeviceRates
 
 
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> None:
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _rates_measured_once() -> Iterator[None]:
+    """Measure the device once for each dtype: at every load that would take longer than most tests' models."""
+    meter = floors.RateMeter
+
+    @functools.cache
+    def rates(**options: Any) -> DeviceRates:
+        return meter(**options).measure()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(floors, "RateMeter", lambda **options: SimpleNamespace(measure=lambda: rates(**options)))
+        yield
 
 
 @pytest.fixture(scope="session")
