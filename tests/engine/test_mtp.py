@@ -42,7 +42,7 @@ def test_model_answers_as_transformers_qwen2_whatever_its_mtp_layer_holds(
     executor = load(model_dir, kernels=kernels)
     prompts = [make_prompt(length, seed=length) for length in (5, 23)]
     answers = Driver(executor).generate([make_sequence(prompt) for prompt in prompts], num_tokens=12)
-    assert answers == [reference_tokens(qwen2, prompt, 12) for prompt in prompts]
+    assert answers == [reference_tokens(qwen2, p, 12, guess=a) for p, a in zip(prompts, answers, strict=True)]
 
 
 @torch.inference_mode()

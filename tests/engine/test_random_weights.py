@@ -143,8 +143,8 @@ def test_executor_when_weights_are_random_answers_as_transformers_filled_with_th
     fill_random(dict(peer.named_parameters()), seed=0, std=CONFIGS[name]["initializer_range"])
     executor = load(folder, model_name=name, num_blocks=64)
     prompt = list(range(3, 300, 7))
-    answer = Driver(executor).generate([make_sequence(prompt)], num_tokens=24, chunk_size=11)
-    assert answer == [reference_tokens(peer, prompt, 24)]
+    [answer] = Driver(executor).generate([make_sequence(prompt)], num_tokens=24, chunk_size=11)
+    assert answer == reference_tokens(peer, prompt, 24, guess=answer)
     assert executor.eos_token_ids == {511}
 
 

@@ -199,8 +199,14 @@ def make_prompt(num_tokens: int, *, seed: int = 0) -> tuple[int, ...]:
     return tuple(rng.randrange(VOCAB_SIZE) for _ in range(num_tokens))
 
 
-def reference_tokens(model: Any, prompt: Seq[int], num_tokens: int) -> list[int]:
-    """Return transformers' greedy answer, which an end-of-sequence token does not end."""
+def reference_tokens(model: Any, prompt: Seq[int], num_tokens: int, *, guess: Seq[int] = ()) -> list[int]:
+    """Return transformers' greedy answer, which an end-of-sequence token does not end.
+
+    A right guess saves time. It is the greedy answer if each token is the likeliest one after those before it, and one
+    pass over all tokens shows that.
+    """
+    if len(guess) == num_tokens and _likeliest_tokens(model, [*prompt, *guess[:-1]])[-num_tokens:] == list(guess):
+        return list(guess)
     prompt_ids = torch.tensor([list(prompt)])
     model.generation_config.eos_token_id = None
     with torch.inference_mode():
@@ -212,3 +218,10 @@ def reference_tokens(model: Any, prompt: Seq[int], num_tokens: int) -> list[int]
             pad_token_id=0,
         )
     return list(output[0, len(prompt) :].tolist())
+
+
+def _likeliest_tokens(model: Any, token_ids: Seq[int]) -> list[int]:
+    """Return the likeliest next token behind each token."""
+    with torch.inference_mode():
+        logits = model(torch.tensor([list(token_ids)]), use_cache=False).logits[0]
+    return list(logits.argmax(-1).tolist())
