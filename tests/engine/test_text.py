@@ -19,6 +19,7 @@ CORPUS = [
     "naïve café – 东京都 こんにちは 😀😀 👩‍👩‍👧 Ω≈ç√ ﷽",
     "END. \n\nUser: stop stopping",
 ] * 3
+Make = Callable[[], tokenizers.Tokenizer]
 FALLBACK_PIECES = ["<unk>", "<s>", "</s>", "▁", "▁▁", "▁Hello", "▁a", "lo", "é", "stop", "▁st", "op", "s", "\n", "�"]
 
 
@@ -48,13 +49,18 @@ def byte_fallback(decoder: tokenizers.decoders.Decoder | None) -> tokenizers.Tok
 
 
 _GEMMA = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-gemma_like = functools.partial(byte_fallback, decoders.Sequence(_GEMMA))
-llama_like = functools.partial(byte_fallback, decoders.Sequence([*_GEMMA, decoders.Strip(" ", 1, 0)]))
-metaspace_with_fallback = functools.partial(
-    byte_fallback, decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])
-)
-metaspace = functools.partial(byte_fallback, decoders.Metaspace())
-undecorated = functools.partial(byte_fallback, None)
+
+
+def fallback_like(decoder: tokenizers.decoders.Decoder | None) -> Make:
+    """Return what makes the tokenizer once."""
+    return functools.cache(functools.partial(byte_fallback, decoder))
+
+
+gemma_like = fallback_like(decoders.Sequence(_GEMMA))
+llama_like = fallback_like(decoders.Sequence([*_GEMMA, decoders.Strip(" ", 1, 0)]))
+metaspace_with_fallback = fallback_like(decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()]))
+metaspace = fallback_like(decoders.Metaspace())
+undecorated = fallback_like(None)
 
 
 @functools.cache
@@ -89,8 +95,13 @@ BYTE_PIECES = [byte_tokenizer().id_to_token(byte) or "" for byte in range(NUM_BY
 # Bytes that could complete a character, and one that cannot.
 COMPLETIONS = [b"A", *(bytes([first, 0x80, 0x80])[:n] for first in (0x80, 0x90, 0xA0, 0xBF) for n in (1, 2, 3))]
 
-Make = Callable[[], tokenizers.Tokenizer]
 relaxed = settings(deadline=None, max_examples=120, suppress_health_check=[HealthCheck.too_slow])
+
+
+@functools.cache
+def vocab_size(tokenizer: tokenizers.Tokenizer) -> int:
+    """Return the number of its tokens, which it counts anew each time."""
+    return tokenizer.get_vocab_size()
 
 
 def open_stream(tokenizer: tokenizers.Tokenizer, stop: Sequence[str] = (), *, special: bool = False) -> TextStream:
@@ -151,7 +162,7 @@ def test_stream_of_any_byte_level_tokens_equals_the_decode_up_to_the_stop(
     make: Make, special: bool, data: st.DataObject
 ) -> None:
     tokenizer = make()
-    some_ids = st.integers(0, tokenizer.get_vocab_size() + 3) | st.sampled_from(tokenizer.encode(CORPUS[1]).ids)
+    some_ids = st.integers(0, vocab_size(tokenizer) + 3) | st.sampled_from(tokenizer.encode(CORPUS[1]).ids)
     token_ids = data.draw(st.lists(some_ids, max_size=40))
     stops = data.draw(st.sampled_from(STOPS))
     whole = tokenizer.decode(token_ids, skip_special_tokens=not special)
@@ -207,7 +218,7 @@ def test_stream_of_valid_byte_fallback_tokens_equals_the_decode_up_to_the_stop(
 @relaxed
 def test_stream_of_any_text_tokens_equals_the_decode_up_to_the_stop(make: Make, data: st.DataObject) -> None:
     tokenizer = make()
-    token_ids = data.draw(st.lists(st.integers(0, min(14, tokenizer.get_vocab_size() - 1)), max_size=30))
+    token_ids = data.draw(st.lists(st.integers(0, min(14, vocab_size(tokenizer) - 1)), max_size=30))
     stops = data.draw(st.sampled_from(STOPS))
     assert run(open_stream(tokenizer, stops), token_ids) == cut(tokenizer.decode(token_ids), stops)
 
@@ -217,7 +228,7 @@ def test_stream_of_any_text_tokens_equals_the_decode_up_to_the_stop(make: Make, 
 @relaxed
 def test_stream_primed_with_any_beginning_continues_with_the_same_deltas(make: Make, data: st.DataObject) -> None:
     tokenizer = make()
-    token_ids = data.draw(st.lists(st.integers(0, tokenizer.get_vocab_size() - 1), max_size=30))
+    token_ids = data.draw(st.lists(st.integers(0, vocab_size(tokenizer) - 1), max_size=30))
     num_before = data.draw(st.integers(0, len(token_ids)))
     stops = data.draw(st.sampled_from(STOPS))
     uninterrupted, resumed = open_stream(tokenizer, stops), open_stream(tokenizer, stops)
