@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 from unittest import mock
 
@@ -52,6 +52,16 @@ def answers(collector: Collector, n: int) -> list[list[int]]:
     return [collector.token_ids(i) for i in range(n)]
 
 
+@cache
+def request_and_beams(
+    num_prompt_tokens: int, length_penalty: float, early_stopping: bool
+) -> tuple[EngineRequest, list[list[int]]]:
+    request = beam_request(
+        range(num_prompt_tokens), 4, max_tokens=11, length_penalty=length_penalty, early_stopping=early_stopping
+    )
+    return request, expected_beams(request)
+
+
 @pytest.mark.parametrize("num_prompt_tokens", sorted({1, *(BLOCK_SIZE * k + d for k in (1, 3) for d in (-1, 0, 1))}))
 @pytest.mark.parametrize("length_penalty", [-1.0, 0.0, 1.0, 2.0])
 @pytest.mark.parametrize("early_stopping", [False, True])
@@ -59,11 +69,9 @@ def test_beams_equal_the_oracle_at_block_boundaries(
     make_core: MakeCore, num_prompt_tokens: int, length_penalty: float, early_stopping: bool
 ) -> None:
     core = make_core()
-    request = beam_request(
-        range(num_prompt_tokens), 4, max_tokens=11, length_penalty=length_penalty, early_stopping=early_stopping
-    )
+    request, expected = request_and_beams(num_prompt_tokens, length_penalty, early_stopping)
     for _ in range(2):  # the second time from the prefix cache
-        assert answers(served(core, request), 4) == expected_beams(request)
+        assert answers(served(core, request), 4) == expected
     assert_empty(core)
 
 
