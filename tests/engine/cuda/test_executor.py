@@ -2,6 +2,7 @@
 
 import logging
 from array import array
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from engine.sequence import Sequence
 from tests.engine.driver import DEVICE, Driver, load, load_device, make_sequence
 from tests.engine.test_executors import fill_with_nan
 from tests.engine.tiny_models import VOCAB_SIZE, make_prompt
+from tests.engine.triton_interpreter import patched_once
 
 NUM_TOKENS = 20
 
@@ -164,7 +166,7 @@ def test_launch_on_a_gpu_never_waits_for_it(qwen3: Path) -> None:
 
 
 @pytest.fixture
-def _kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def _kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Run the executor over Triton's kernels: on a GPU by graphs, else in the interpreter."""
     pytest.importorskip("triton")
     from engine.ops.triton_kernels.ops import TritonOps
@@ -173,6 +175,8 @@ def _kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         return TritonOps(model.decoder.config, store, max_positions=model.info.max_model_len)
 
     monkeypatch.setattr("engine.cuda.loading.make_device_ops", make_ops)
+    with patched_once():
+        yield
 
 
 @pytest.mark.usefixtures("_kernels")

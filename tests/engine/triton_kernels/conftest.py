@@ -1,9 +1,19 @@
 """Kernels run on a GPU where there is one, else in Triton's interpreter (see tests/conftest.py)."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
+from tests.engine.triton_interpreter import patched_once
+
 pytest.importorskip("triton")
+
+
+@pytest.fixture(autouse=True, scope="package")
+def _patched_once() -> Iterator[None]:
+    with patched_once():
+        yield
 
 
 @pytest.fixture(scope="session")

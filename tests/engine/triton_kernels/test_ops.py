@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +25,7 @@ from engine.ops.metadata import AttentionMetadata, SequenceSpan
 from engine.ops.torch_ops import TorchOps
 from engine.ops.triton_kernels.ops import TritonOps
 from engine.ops.triton_kernels.step import DeviceStep
-from tests.engine.tiny_models import make_prompt
+from tests.engine.tiny_models import make_model, make_prompt
 from tests.engine.triton_kernels.support import Case, bits, padded
 
 _BLOCK_SIZE = 4
@@ -32,6 +33,22 @@ _NUM_BLOCKS = 40
 _PROMPTS = (make_prompt(10, seed=1), make_prompt(4, seed=2), make_prompt(6, seed=3))
 # Tokens of each prompt per step: whole prompts and chunks, then decodes and chunks, then only decodes.
 _STEPS = ((5, 4, 0), (4, 0, 2), (1, 0, 3), (0, 0, 1))
+
+
+_FEW_STEPS = ((3, 0, 2), (1, 0, 1))
+
+
+@pytest.fixture(scope="module")
+def two_layers(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return a function from a tiny model's name to a checkpoint: a first layer, and one behind it."""
+
+    @cache
+    def save(name: str) -> Path:
+        folder = tmp_path_factory.mktemp(name)
+        make_model(name, num_hidden_layers=2).save_pretrained(folder)
+        return folder
+
+    return save
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,9 +97,9 @@ def _run_steps(model: _TinyModel, ops: Ops, steps: Seq[Seq[int]] = _STEPS) -> li
 )
 @torch.inference_mode()
 def test_triton_ops_in_decoder_equal_torch_ops(
-    name: str, uses_cudnn: bool, checkpoint: Callable[[str], Path], device: torch.device
+    name: str, uses_cudnn: bool, two_layers: Callable[[str], Path], device: torch.device
 ) -> None:
-    model = _load(checkpoint(name), device)
+    model = _load(two_layers(name), device)
     ours, theirs = model.store(), model.store()
     hidden = _run_steps(model, TritonOps(model.config, ours, uses_cudnn=uses_cudnn))
     expected = _run_steps(model, TorchOps(model.config, theirs))
@@ -108,9 +125,9 @@ class _WithoutFp8:
 
 @torch.inference_mode()
 def test_triton_ops_round_for_fp8_projections_as_these_do(
-    checkpoint: Callable[[str], Path], device: torch.device, monkeypatch: pytest.MonkeyPatch
+    two_layers: Callable[[str], Path], device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = checkpoint("qwen3")
+    folder = two_layers("qwen3")
     model = _load(folder, device)
     weights = load_weights(weight_files(folder), model.config, dtype=torch.float32, device=device)
     quantize_weights(weights, model.config, "fp8")
@@ -118,16 +135,16 @@ def test_triton_ops_round_for_fp8_projections_as_these_do(
         "engine.model.quantize.quantize_rows_in_torch", quantize_rows
     )  # the interpreter rounds as it does
     model = replace(model, decoder=Decoder(model.config, weights))
-    fused = _run_steps(model, TritonOps(model.config, model.store()))
-    plain = _run_steps(model, _WithoutFp8(TritonOps(model.config, model.store())))
+    fused = _run_steps(model, TritonOps(model.config, model.store()), _FEW_STEPS)
+    plain = _run_steps(model, _WithoutFp8(TritonOps(model.config, model.store())), _FEW_STEPS)
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(fused, plain, strict=True))
 
 
 @torch.inference_mode()
 def test_triton_ops_bound_to_padded_step_equal_planned_step(
-    checkpoint: Callable[[str], Path], device: torch.device
+    two_layers: Callable[[str], Path], device: torch.device
 ) -> None:
-    model = _load(checkpoint("qwen3"), device)
+    model = _load(two_layers("qwen3"), device)
     planned, bound = (
         TritonOps(model.config, model.store()),
         TritonOps(model.config, model.store()),
@@ -143,13 +160,12 @@ def test_triton_ops_bound_to_padded_step_equal_planned_step(
 
 @torch.inference_mode()
 def test_triton_ops_with_kv_scales_store_divided_and_read_alike(
-    checkpoint: Callable[[str], Path], device: torch.device
+    two_layers: Callable[[str], Path], device: torch.device
 ) -> None:
-    model = _load(checkpoint("llama"), device)
+    model = _load(two_layers("llama"), device)
     plain, scaled = model.store(), model.store()
-    steps = ((3, 0, 2), (1, 0, 1))
-    expected = _run_steps(model, TritonOps(model.config, plain), steps)
-    hidden = _run_steps(model, TritonOps(model.config, scaled, kv_scales=[(0.5, 4.0)] * 3), steps)
+    expected = _run_steps(model, TritonOps(model.config, plain), _FEW_STEPS)
+    hidden = _run_steps(model, TritonOps(model.config, scaled, kv_scales=[(0.5, 4.0)] * 2), _FEW_STEPS)
     torch.testing.assert_close(hidden, expected)
     torch.testing.assert_close(scaled.layers[0][0] * 0.5, plain.layers[0][0])
     torch.testing.assert_close(scaled.layers[0][1] * 4.0, plain.layers[0][1])
