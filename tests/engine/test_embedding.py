@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -146,10 +147,14 @@ def test_hidden_states_that_are_not_finite_fail_the_request_alone(monkeypatch: p
 Load = Callable[..., Any]
 
 
-def reference(name: str, prompt: Sequence[int]) -> dict[Pooling, Floats]:
+reference_model = cache(make_model)
+
+
+@cache
+def reference(name: str, prompt: tuple[int, ...]) -> dict[Pooling, Floats]:
     """Return the embeddings of transformers."""
     with torch.inference_mode():
-        body = make_model(name).base_model
+        body = reference_model(name).base_model
         hidden = body(torch.tensor([list(prompt)])).last_hidden_state[0].float().numpy()
     return {Pooling.LAST: hidden[-1], Pooling.MEAN: hidden.mean(axis=0)}
 
