@@ -43,24 +43,30 @@ def assert_follows(tokens: list[int], probabilities: np.ndarray[Any, np.dtype[np
     assert stats.chisquare(observed[kept], expected[kept]).pvalue > 1e-3
 
 
+PARAMS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.5},
+    {"temperature": 3.0},
+    {"top_k": 7},
+    {"top_p": 0.8},
+    {"min_p": 0.15},
+    {"repetition_penalty": 1.8},
+    {"presence_penalty": 1.1, "frequency_penalty": 0.6},
+    {"logit_bias": ((1, 2.0), (8, -3.0))},
+    {"min_tokens": 10**6},
+    {"temperature": 1.7, "top_k": 12, "top_p": 0.9, "min_p": 0.05, "repetition_penalty": 1.3},
+]
+
+
+# The index only chooses the noise, which no parameter sees: one index with all of them, the others with none and many.
 @pytest.mark.parametrize(
-    "params",
+    ("params", "vary"),
     [
-        {},
-        {"temperature": 0.5},
-        {"temperature": 3.0},
-        {"top_k": 7},
-        {"top_p": 0.8},
-        {"min_p": 0.15},
-        {"repetition_penalty": 1.8},
-        {"presence_penalty": 1.1, "frequency_penalty": 0.6},
-        {"logit_bias": ((1, 2.0), (8, -3.0))},
-        {"min_tokens": 10**6},
-        {"temperature": 1.7, "top_k": 12, "top_p": 0.9, "min_p": 0.05, "repetition_penalty": 1.3},
+        *((params, "token_index") for params in PARAMS),
+        *((params, vary) for vary in ("sample_index", "seed") for params in (PARAMS[0], PARAMS[-1])),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("vary", ["token_index", "sample_index", "seed"])
 def test_draws_over_one_index_follow_the_shaped_distribution(params: dict[str, Any], vary: str) -> None:
     logits = np.random.default_rng(1).normal(size=24, scale=1.5).astype(np.float32)
     rows = {
