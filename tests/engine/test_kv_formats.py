@@ -155,9 +155,10 @@ def test_default_model_keeps_its_greedy_answers_with_coded_pages() -> None:
         for text in texts
     ]
     answers = {}
-    for kv_dtype in ("auto", *CODED):
+    asked: dict[KvDtype, list[list[int]]] = {"auto": prompts, "int8": prompts, "int4": prompts[:1]}
+    for kv_dtype, its_prompts in asked.items():
         executor = load(folder, dtype="float32", kv_dtype=kv_dtype, block_size=16, num_blocks=32)
-        sequences = [make_sequence(prompt, block_size=16) for prompt in prompts]
+        sequences = [make_sequence(prompt, block_size=16) for prompt in its_prompts]
         answers[kv_dtype] = Driver(executor).generate(sequences, num_tokens=12)
     num_compared = 1 if load_cpu_kernels(torch.float32) is None else len(prompts)
     assert answers["int8"][:num_compared] == answers["auto"][:num_compared]
