@@ -105,9 +105,9 @@ def test_generate_when_default_model_is_greedy_in_float32_equals_transformers() 
     reference = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     driver = Driver(load(model_dir, block_size=16, num_blocks=64))
     sequences = [make_sequence(prompt, block_size=16) for prompt in prompts]
-    answers = driver.generate(sequences, num_tokens=24, chunk_size=50)
+    answers = driver.generate(sequences, num_tokens=16, chunk_size=50)  # into another page
     found = zip(prompts, answers, strict=True)
-    assert answers == [reference_tokens(reference, prompt, 24, guess=answer) for prompt, answer in found]
+    assert answers == [reference_tokens(reference, prompt, 16, guess=answer) for prompt, answer in found]
     assert tokenizer.decode(answers[0]).startswith("The capital of France is Paris.")
 
 

@@ -147,9 +147,15 @@ def byte_ids(tokenizer: tokenizers.Tokenizer, raw: bytes) -> list[int]:
     return [id_of(tokenizer, BYTE_PIECES[byte]) for byte in raw]
 
 
+@functools.cache
+def completions(tokenizer: tokenizers.Tokenizer) -> list[list[int]]:
+    """Return the tokens of COMPLETIONS."""
+    return [byte_ids(tokenizer, raw) for raw in COMPLETIONS]
+
+
 def certain_text(tokenizer: tokenizers.Tokenizer, token_ids: Sequence[int]) -> str:
     """Return the common beginning of all continuations of the tokens."""
-    decoded = [tokenizer.decode([*token_ids, *byte_ids(tokenizer, raw)]) for raw in COMPLETIONS]
+    decoded = [tokenizer.decode([*token_ids, *more]) for more in completions(tokenizer)]
     shared = takewhile(lambda chars: len(set(chars)) == 1, zip(*decoded, strict=False))
     return "".join(chars[0] for chars in shared)
 
