@@ -4,9 +4,9 @@ Parts, each measured in turns with its peers in one run; medians over the rounds
 
 - `hashing`: token ids to block hashes and the index's keys, in this process.
 - `index`: prefix match, expectation, updates, memory and the removal of a dead worker, in this process. 200,000
-  different blocks; the first eighth of a prompt is held by all workers, every prompt by one worker and half of it by
-  three. Updates count decoding their messages. Peer: the radix tree of ai-dynamo-runtime under its own interpreter,
-  given ready hashes, as its router is; its updates are the first store of each prompt.
+  different blocks (10,000 with --quick); the first eighth of a prompt is held by all workers, every prompt by one
+  worker and half of it by three. Updates count decoding their messages. Peer: the radix tree of ai-dynamo-runtime under
+  its own interpreter, given ready hashes, as its router is; its updates are the first store of each prompt.
 - `decision`: the whole choice (lapsed expectations, view of the fleet, match, policy, verification, booking, expected
   blocks) for prompts of which three quarters are known, half of the workers for prefill. The fleet has no network.
 - `requests`: a request's path through the router's own process: closed loop, 32 connections, a warm-up round first.

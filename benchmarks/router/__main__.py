@@ -18,7 +18,8 @@ from benchmarks.peers.venv import PeerPackages, VenvFailed, ensure_venv
 from benchmarks.router.arms import ArmMissing, RequestArm, kvrelay_arm, sglang_arm, vllm_arm
 from benchmarks.router.clients import Load
 from benchmarks.router.in_process import (
-    NUM_BLOCKS,
+    BLOCK_SIZE,
+    Filling,
     measure_decisions,
     measure_hashing,
     measure_lookups,
@@ -37,6 +38,10 @@ class Extent:
     """How much is measured."""
 
     num_rounds: int
+    hashed: tuple[int, ...]
+    """Tokens."""
+    total_blocks: int
+    """Different blocks in an index that is asked."""
     lookups: tuple[tuple[int, int], ...]
     """(workers, blocks)."""
     updates: tuple[tuple[int, int], ...]
@@ -44,24 +49,31 @@ class Extent:
     num_updated: int
     decisions: tuple[tuple[int, int], ...]
     """(workers, tokens)."""
+    num_decisions: int
     requests: tuple[tuple[int, int, int], ...]
     """(prompt tokens, chunks of the answer, requests in a round)."""
 
 
 FULL = Extent(
     num_rounds=5,
+    hashed=(1024, 16_384, 131_072),
+    total_blocks=200_000,
     lookups=tuple((workers, blocks) for blocks in (128, 1024, 8192) for workers in (8, 64, 512, 1000)),
     updates=((8, 1000), (512, 1000), (512, 64), (512, 1)),
     num_updated=1_000_000,
     decisions=tuple((workers, tokens) for tokens in (1024, 16_384, 131_072) for workers in (8, 64, 512, 1000)),
+    num_decisions=200,
     requests=((50, 1, 1000), (50, 32, 300), (2048, 1, 600), (16_384, 1, 200)),
 )
 QUICK = Extent(
     num_rounds=2,
+    hashed=(1024, 16_384),
+    total_blocks=10_000,
     lookups=((8, 128), (64, 1024)),
     updates=((8, 1000),),
     num_updated=20_000,
     decisions=((8, 1024), (64, 4096)),
+    num_decisions=20,
     requests=((50, 1, 50),),
 )
 
@@ -93,37 +105,41 @@ def _in_process(
     extent: Extent, figures: Figures, rng: random.Random, *, with_peers: bool
 ) -> list[tuple[str, Callable[[], None]]]:
     """Return one round of what runs in this process."""
-    steps: list[tuple[str, Callable[[], None]]] = [("hashing", partial(measure_hashing, figures, rng))]
+    steps: list[tuple[str, Callable[[], None]]] = [
+        ("hashing", partial(measure_hashing, figures, rng, lengths=extent.hashed))
+    ]
     for workers, blocks in extent.lookups:
-        steps.append(("index", partial(measure_lookups, figures, rng, num_workers=workers, num_blocks=blocks)))
+        filling = Filling(num_workers=workers, num_blocks=blocks, total_blocks=extent.total_blocks)
+        steps.append(("index", partial(measure_lookups, figures, rng, filling)))
         if with_peers:
-            steps.append(("index", partial(_measure_dynamo, figures, num_workers=workers, num_blocks=blocks)))
+            steps.append(("index", partial(_measure_dynamo, figures, filling)))
     for workers, batch in extent.updates:
         num_blocks = extent.num_updated // (1 if batch > 1 else 10)
         size = {"num_workers": workers, "batch": batch, "num_blocks": num_blocks}
         steps.append(("index", partial(measure_updates, figures, rng, **size)))
         steps.append(("index", partial(measure_memory, figures, **size)))
     for workers, tokens in extent.decisions:
+        filling = Filling(num_workers=workers, num_blocks=tokens // BLOCK_SIZE, total_blocks=extent.total_blocks)
         for policy in POLICIES:
-            size = {"num_workers": workers, "num_tokens": tokens}
-            steps.append(("decision", partial(measure_decisions, figures, rng, policy=policy, **size)))
+            measure = partial(measure_decisions, policy=policy, num_calls=extent.num_decisions)
+            steps.append(("decision", partial(measure, figures, rng, filling)))
     return steps
 
 
-def _measure_dynamo(figures: Figures, *, num_workers: int, num_blocks: int) -> None:
+def _measure_dynamo(figures: Figures, filling: Filling) -> None:
     """Let the peer's radix tree do the same, in its own process."""
     if DYNAMO.name in figures.missing:
         return
     try:
         python = ensure_venv(DYNAMO, print) / "bin" / "python"
-        arguments = [str(number) for number in (num_workers, num_blocks, NUM_BLOCKS)]
+        arguments = [str(number) for number in (filling.num_workers, filling.num_blocks, filling.total_blocks)]
         script = Path(__file__).with_name("dynamo_arm.py")
         done = subprocess.run([python, script, *arguments], check=True, capture_output=True, text=True)
     except (VenvFailed, subprocess.CalledProcessError) as error:
         figures.missing[DYNAMO.name] = str(getattr(error, "stderr", None) or error)
         return
     found = json.loads(done.stdout.splitlines()[-1])
-    case = f"{num_blocks} blocks × {num_workers} workers"
+    case = f"{filling.num_blocks} blocks × {filling.num_workers} workers"
     figures.add("index", f"match, {case}", "dynamo RadixTree", us_p50=found["match_us"])
     figures.add("index", f"match, all workers' numbers, {case}", "dynamo RadixTree", us_p50=found["match_all_us"])
     figures.add(

@@ -8,11 +8,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 
-import psutil
-
 from benchmarks.figures import Figures, quantile, times_us
+from benchmarks.router.memory import random_hashes
 from benchmarks.trust import PLAIN
 from common.block_hash import BlockHashes, hash_blocks, hash_probe, hash_root
 from common.clock import SystemClock
@@ -34,13 +34,14 @@ from router.placement.plans import PlacementRequest
 
 ROOT = hash_root(model_fingerprint="benchmark")
 BLOCK_SIZE = 16
-NUM_BLOCKS = 200_000
 TTL_S = 1e9
+_WARM_UP = 20
+"""Decisions before those that are counted."""
 
 
-def measure_hashing(figures: Figures, rng: random.Random) -> None:
-    """One round: tokens to hashes and the index's keys."""
-    for num_tokens in (1024, 16_384, 131_072):
+def measure_hashing(figures: Figures, rng: random.Random, *, lengths: Sequence[int]) -> None:
+    """One round: tokens to hashes and the index's keys, for prompts of these lengths."""
+    for num_tokens in lengths:
         tokens = as_tokens(rng.choices(range(50_000), k=num_tokens))
         samples = times_us(partial(_hash, tokens), num_calls=30)
         figures.add("hashing", f"{num_tokens} tokens", "kvrelay", us_p50=quantile(samples, 0.5))
@@ -50,18 +51,25 @@ def _hash(tokens: TokenArray) -> list[int]:
     return hash_blocks(tokens, root=ROOT, block_size=BLOCK_SIZE).keys
 
 
-def random_hashes(rng: random.Random, num_blocks: int) -> BlockHashes:
-    """Return hashes that nothing else has."""
-    return BlockHashes(rng.randbytes(16 * num_blocks))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Filling:
+    """What an index holds when it is asked."""
+
+    num_workers: int
+    num_blocks: int
+    """Blocks of a prompt."""
+    total_blocks: int
+    """Different blocks of all prompts, about."""
 
 
 def prompts_on(
-    index: PrefixIndex, workers: Sequence[WorkerId], rng: random.Random, *, num_blocks: int
+    index: PrefixIndex, workers: Sequence[WorkerId], rng: random.Random, filling: Filling
 ) -> list[BlockHashes]:
     """Fill an index as the benchmark's description says; returns the prompts."""
+    num_blocks = filling.num_blocks
     shared = random_hashes(rng, num_blocks // 8)
     prompts = []
-    for _ in range(max(4, NUM_BLOCKS // num_blocks)):
+    for _ in range(max(4, filling.total_blocks // num_blocks)):
         prompt = shared + random_hashes(rng, num_blocks - len(shared))
         prompts.append(prompt)
         index.apply(rng.choice(workers), KvEvents(stored=prompt))
@@ -72,15 +80,15 @@ def prompts_on(
     return prompts
 
 
-def measure_lookups(figures: Figures, rng: random.Random, *, num_workers: int, num_blocks: int) -> None:
+def measure_lookups(figures: Figures, rng: random.Random, filling: Filling) -> None:
     """One round: a match alone; a match with every worker's number; verifying the best; expecting the prompt."""
     index = PrefixIndex()
-    workers = [WorkerId(f"worker-{number}") for number in range(num_workers)]
-    prompts = prompts_on(index, workers, rng, num_blocks=num_blocks)
+    workers = [WorkerId(f"worker-{number}") for number in range(filling.num_workers)]
+    prompts = prompts_on(index, workers, rng, filling)
     for prompt in prompts:
         assert prompt.keys  # a request makes them once, when it is hashed
     turns = itertools.cycle(rng.choices(prompts, k=997))
-    case = f"{num_blocks} blocks × {num_workers} workers"
+    case = f"{filling.num_blocks} blocks × {filling.num_workers} workers"
     matching = times_us(lambda: index.match(next(turns)), num_calls=2000)
     listing = times_us(lambda: index.match(next(turns)).items(), num_calls=500)
     verifying = times_us(lambda: _verify_best(index, next(turns)), num_calls=200)
@@ -134,33 +142,19 @@ def _measure_removal(figures: Figures, index: PrefixIndex, workers: Sequence[Wor
 def measure_memory(figures: Figures, *, num_workers: int, batch: int, num_blocks: int) -> None:
     """One round, in a fresh process: resident memory of a filled index, its keys included."""
     arguments = [str(number) for number in (num_workers, batch, num_blocks)]
-    command = [sys.executable, "-m", "benchmarks.router.in_process", *arguments]
+    command = [sys.executable, "-m", "benchmarks.router.memory", *arguments]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     figures.add(
         "index", f"memory, batches of {batch} × {num_workers} workers", "kvrelay", bytes_per_block=float(done.stdout)
     )
 
 
-def _print_memory(num_workers: int, batch: int, num_blocks: int) -> None:
-    rng = random.Random(1)
-    index, process = PrefixIndex(), psutil.Process()
-    workers = [WorkerId(f"worker-{number}") for number in range(num_workers)]
-    gc.collect()
-    before = process.memory_info().rss
-    for number in range(num_blocks // batch):
-        part = encode_events(KvEvents(stored=random_hashes(rng, batch)))
-        for holder in (number, 7 * number + 1):  # two workers hold each block
-            index.apply(workers[holder % num_workers], decode_events(part))
-    gc.collect()
-    print((process.memory_info().rss - before) / index.num_blocks)
-
-
-def measure_decisions(figures: Figures, rng: random.Random, *, policy: str, num_workers: int, num_tokens: int) -> None:
-    """One round: choose, book and release, 200 times."""
-    walls, cpus = asyncio.run(_decide(rng, policy=policy, num_workers=num_workers, num_tokens=num_tokens))
+def measure_decisions(figures: Figures, rng: random.Random, filling: Filling, *, policy: str, num_calls: int) -> None:
+    """One round: choose, book and release, so many times."""
+    walls, cpus = asyncio.run(_decide(rng, filling, policy=policy, num_calls=num_calls))
     figures.add(
         "decision",
-        f"{num_tokens} tokens × {num_workers} workers",
+        f"{filling.num_blocks * BLOCK_SIZE} tokens × {filling.num_workers} workers",
         policy,
         us_p50=quantile(walls, 0.5),
         us_p99=quantile(walls, 0.99),
@@ -170,23 +164,23 @@ def measure_decisions(figures: Figures, rng: random.Random, *, policy: str, num_
 
 
 async def _decide(
-    rng: random.Random, *, policy: str, num_workers: int, num_tokens: int
+    rng: random.Random, filling: Filling, *, policy: str, num_calls: int
 ) -> tuple[list[float], list[float]]:
     # Nothing is awaited before the end, so the links to the workers, which do not exist, never begin to run.
     config = RouterConfig.model_validate({"policy": policy})
     reach = Reach.of(Credentials.of(Authority.new(PLAIN), Role.ROUTER, "router-0"))
     router = build_router(config, clock=SystemClock(), reach=reach, seed=1)
-    workers = _join(router, num_workers)
-    num_blocks = num_tokens // BLOCK_SIZE
-    prompts = prompts_on(router.index, workers, rng, num_blocks=num_blocks)
+    workers = _join(router, filling.num_workers)
+    num_blocks = filling.num_blocks
+    prompts = prompts_on(router.index, workers, rng, filling)
     walls: list[float] = []
     cpus: list[float] = []
-    for number in range(220):
+    for number in range(_WARM_UP + num_calls):
         known = rng.choice(prompts)[: num_blocks * 3 // 4]
         hashes = known + random_hashes(rng, num_blocks - len(known))
         request = PlacementRequest(
             request_id=RequestId(f"req-{number}"),
-            num_tokens=num_tokens,
+            num_tokens=num_blocks * BLOCK_SIZE,
             block_size=BLOCK_SIZE,
             hashes=hashes,
         )
@@ -195,7 +189,7 @@ async def _decide(
         cpu_s, wall_s = time.thread_time() - started_cpu_s, time.perf_counter() - started_s
         assert not isinstance(booking, Refused), booking
         booking.release()
-        if number >= 20:
+        if number >= _WARM_UP:
             walls.append(wall_s * 1e6)
             cpus.append(cpu_s * 1e6)
     await router.fleet.aclose()
@@ -233,7 +227,3 @@ def _facts(endpoint: WorkerEndpoint) -> WorkerFacts:
         max_model_len=1 << 20,
         hash_probe=hash_probe(ROOT, BLOCK_SIZE),
     )
-
-
-if __name__ == "__main__":
-    _print_memory(*map(int, sys.argv[1:]))

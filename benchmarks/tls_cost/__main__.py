@@ -19,8 +19,9 @@ from benchmarks.tls_cost.arms import OFF, ON
 from benchmarks.tls_cost.connections import measure_connections
 from benchmarks.tls_cost.kv import measure_kv
 from benchmarks.tls_cost.latency import FAKE, SMOLLM2, measure_latency
-from benchmarks.tls_cost.router_cpu import measure_grpc_requests, measure_http_requests, measure_tokens
+from benchmarks.tls_cost.router_cpu import Watch, measure_grpc_requests, measure_http_requests, measure_tokens
 from benchmarks.tls_cost.signatures import measure_signatures
+from benchmarks.token_streams import NUM_STREAMS
 
 PARTS = ("latency", "tokens", "requests", "kv", "parts")
 
@@ -37,6 +38,9 @@ class Extent:
     share: float
     """The share of requests and calls that a round makes; 1 is the full extent."""
     window_s: float
+    num_streams: int
+    num_pages: int
+    """Pages of each pull."""
     has_model: bool
     """Whether SmolLM2 is measured, too."""
 
@@ -45,8 +49,8 @@ class Extent:
         return max(8, int(self.share * count))
 
 
-FULL = Extent(num_rounds=7, share=1.0, window_s=4.0, has_model=True)
-QUICK = Extent(num_rounds=1, share=0.05, window_s=0.3, has_model=False)
+FULL = Extent(num_rounds=7, share=1.0, window_s=4.0, num_streams=NUM_STREAMS, num_pages=512, has_model=True)
+QUICK = Extent(num_rounds=1, share=0.05, window_s=0.3, num_streams=8, num_pages=32, has_model=False)
 
 
 def main() -> None:
@@ -84,9 +88,16 @@ def _parts(extent: Extent, figures: Figures, console: Console) -> Mapping[str, C
         for case in (FAKE, SMOLLM2) if extent.has_model else (FAKE,):
             measure_latency(figures, case, num_rounds=rounds * LATENCY_TURNS, console=console)
 
+    def tokens() -> None:
+        watched = Watch(num_streams=extent.num_streams, window_s=extent.window_s)
+        uvloop.run(measure_tokens(figures, watched, num_rounds=rounds))
+
     def requests() -> None:
         uvloop.run(measure_grpc_requests(figures, num_rounds=rounds, num_requests=extent.part(1500)))
         uvloop.run(measure_http_requests(figures, num_rounds=rounds, num_requests=extent.part(1500)))
+
+    def kv() -> None:
+        uvloop.run(measure_kv(figures, num_rounds=rounds, num_pages=extent.num_pages, window_s=extent.window_s))
 
     def parts() -> None:
         measure_signatures(figures, num_rounds=rounds, num_calls=extent.part(400))
@@ -94,9 +105,9 @@ def _parts(extent: Extent, figures: Figures, console: Console) -> Mapping[str, C
 
     return {
         "latency": latency,
-        "tokens": lambda: uvloop.run(measure_tokens(figures, num_rounds=rounds, window_s=extent.window_s)),
+        "tokens": tokens,
         "requests": requests,
-        "kv": lambda: uvloop.run(measure_kv(figures, num_rounds=rounds, window_s=extent.window_s)),
+        "kv": kv,
         "parts": parts,
     }
 

@@ -23,7 +23,6 @@ from kv_transfer.pull import KvPuller, PullPlan
 from kv_transfer.transports.registry import WorkerTransports
 from kv_transfer.wanted import WantedHandoff
 
-NUM_BLOCKS = 512
 _SOURCE, _SINK = WorkerId("source"), WorkerId("sink")
 
 
@@ -32,13 +31,14 @@ class _Pair:
     """The process that serves, and how this one pulls from it."""
 
     source_pid: int
+    num_pages: int
     channel: grpc.aio.Channel
     issue: IssueTicket
 
 
-async def measure_kv(figures: Figures, *, num_rounds: int, window_s: float) -> None:
+async def measure_kv(figures: Figures, *, num_rounds: int, num_pages: int, window_s: float) -> None:
     """Pull all pages again and again."""
-    pages = Pages(NUM_BLOCKS)
+    pages = Pages(num_pages)
     puller = KvPuller(
         store=pages,
         transports=WorkerTransports.configured(TransferConfig(transports=("grpc",)), pages),
@@ -47,21 +47,21 @@ async def measure_kv(figures: Figures, *, num_rounds: int, window_s: float) -> N
         on_pull=lambda _peer, _transport, _count, _seconds: None,
     )
     async with AsyncExitStack() as stack:
-        pairs = {arm: await _start(stack, arm) for arm in (OFF, ON)}
+        pairs = {arm: await _start(stack, arm, num_pages) for arm in (OFF, ON)}
         for number, arm in turns(num_rounds):
             measured = await _window(puller, pairs[arm], window_s)
             if number:
-                figures.add("kv", f"{NUM_BLOCKS} pages of {SHAPE.block_bytes >> 10} KiB", arm, **measured)
+                figures.add("kv", f"{num_pages} pages of {SHAPE.block_bytes >> 10} KiB", arm, **measured)
 
 
-async def _start(stack: AsyncExitStack, arm: str) -> _Pair:
+async def _start(stack: AsyncExitStack, arm: str, num_pages: int) -> _Pair:
     authority = Authority.new(SETTINGS[arm])
-    command = ("benchmarks.tls_cost.kv_source", str(NUM_BLOCKS))
+    command = ("benchmarks.tls_cost.kv_source", str(num_pages))
     source = await stack.enter_async_context(running_child(authority, *command, role=Role.WORKER, name=_SOURCE))
     connect = Reach.of(Credentials.of(authority, Role.WORKER, _SINK)).worker
     channel = await stack.enter_async_context(connect(source.ready.address))
     router = Reach.of(Credentials.of(authority, Role.ROUTER, "router-0"))
-    return _Pair(source_pid=source.pid, channel=channel, issue=router.issue)
+    return _Pair(source_pid=source.pid, num_pages=num_pages, channel=channel, issue=router.issue)
 
 
 async def _window(puller: KvPuller, pair: _Pair, window_s: float) -> dict[str, float]:
@@ -71,7 +71,7 @@ async def _window(puller: KvPuller, pair: _Pair, window_s: float) -> dict[str, f
         await _pull(puller, pair)
         num_pulls += 1
     wall_s, after_s = time.perf_counter() - started_s, [cpu_s(pid) for pid in pids]
-    gib = num_pulls * NUM_BLOCKS * SHAPE.block_bytes / (1 << 30)
+    gib = num_pulls * pair.num_pages * SHAPE.block_bytes / (1 << 30)
     source_s, sink_s = (after - before for after, before in zip(after_s, before_s, strict=True))
     return {
         "MiB_per_s": gib * 1024 / wall_s,
@@ -88,15 +88,15 @@ async def _pull(puller: KvPuller, pair: _Pair) -> None:
         epoch=EPOCH,
         wanted=WantedHandoff(
             handoff_id=handoff_id,
-            num_tokens=NUM_BLOCKS * SHAPE.block_size,
-            num_blocks=NUM_BLOCKS,
+            num_tokens=pair.num_pages * SHAPE.block_size,
+            num_blocks=pair.num_pages,
             last_block_hash=None,
             num_samples=1,
             first_sample_index=0,
         ),
-        block_table=tuple(map(BlockId, range(NUM_BLOCKS))),
+        block_table=tuple(map(BlockId, range(pair.num_pages))),
         first_block=0,
         ticket=ticket,
     )
     pulled = await puller.pull(plan, pair.channel)
-    assert pulled.num_blocks == NUM_BLOCKS, pulled
+    assert pulled.num_blocks == pair.num_pages, pulled

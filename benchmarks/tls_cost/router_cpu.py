@@ -3,6 +3,7 @@
 import asyncio
 import random
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 
 import aiohttp
 
@@ -12,7 +13,7 @@ from benchmarks.router.arms import RequestArm, kvrelay_arm
 from benchmarks.router.clients import Load
 from benchmarks.tls_cost.arms import OFF, ON, SETTINGS, cpu_s, running_arms, turns
 from benchmarks.token_router import TokenRouter, client_of, http_session_of
-from benchmarks.token_streams import ITL_MS, NUM_STREAMS, HttpStreams, Streams, watch
+from benchmarks.token_streams import ITL_MS, HttpStreams, Streams, watch
 from common.trust.authority import Authority
 
 _SETTLE_S = 0.4
@@ -20,16 +21,23 @@ _CONNECTIONS = 32
 _PROMPT_TOKENS = 50
 
 
-async def measure_tokens(figures: Figures, *, num_rounds: int, window_s: float) -> None:
-    """64 streams at the gRPC door, at the HTTP door, and from the worker itself."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Watch:
+    """How many streams are watched, and for how long."""
+
+    num_streams: int
+    window_s: float
+
+
+async def measure_tokens(figures: Figures, watched: Watch, *, num_rounds: int) -> None:
+    """Streams at the gRPC door, at the HTTP door, and from the worker itself."""
     async with AsyncExitStack() as stack:
         arms = await running_arms(stack, itl_ms=ITL_MS)
         for case in ("gRPC", "HTTP", "direct"):
             for number, arm in turns(num_rounds):
-                authority, router = arms[arm]
-                measured = await _stream(case, authority, router, window_s)
+                measured = await _stream(case, *arms[arm], watched)
                 if number:
-                    figures.add("tokens", f"{NUM_STREAMS} streams, {case}", arm, **measured)
+                    figures.add("tokens", f"{watched.num_streams} streams, {case}", arm, **measured)
 
 
 async def measure_http_requests(figures: Figures, *, num_rounds: int, num_requests: int) -> None:
@@ -67,16 +75,16 @@ async def _run(arm: RequestArm, load: Load) -> float:
     return cpu_s(arm.router_pid) - before_s[0]
 
 
-async def _stream(case: str, authority: Authority, router: TokenRouter, window_s: float) -> dict[str, float]:
+async def _stream(case: str, authority: Authority, router: TokenRouter, watched: Watch) -> dict[str, float]:
     async with http_session_of(authority) as session:
         streams = (
-            HttpStreams(session, router.http_url)
+            HttpStreams(session, router.http_url, num_streams=watched.num_streams)
             if case == "HTTP"
-            else Streams(router.address, client_of(authority), direct=case == "direct")
+            else Streams(router.address, client_of(authority), direct=case == "direct", num_streams=watched.num_streams)
         )
         await streams.start()
         await asyncio.sleep(_SETTLE_S)
-        window = await watch(streams, (router.router_pid, router.worker_pid), window_s)
+        window = await watch(streams, (router.router_pid, router.worker_pid), watched.window_s)
         await streams.stop()
     router_us, worker_us = (cpu.total_s / window.num_tokens * 1e6 for cpu in window.cpu)
     return {
