@@ -11,11 +11,10 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.cuda.report import Failure, Reading, Report
+from benchmarks.cuda.report import DEFAULT_OUT, Failure, Reading, Report
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_OUT = Path("benchmarks/results/cuda")
 _MAX_REASON_CHARS = 400
 
 

@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+DEFAULT_OUT = Path("benchmarks/results/cuda")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:

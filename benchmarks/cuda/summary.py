@@ -10,8 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.cuda.part import DEFAULT_OUT
-from benchmarks.cuda.report import Failure, Report, markdown_table
+from benchmarks.cuda.report import DEFAULT_OUT, Failure, Report, markdown_table
 
 _FILE = "summary.md"
 

@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -93,9 +94,13 @@ def test_script_when_one_part_fails_reports_it_and_goes_on(tmp_path: Path) -> No
 
 
 def test_script_when_no_time_is_left_fails_and_names_the_parts(tmp_path: Path) -> None:
+    # The other test of the script runs the preflight, which imports torch.
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\n[ "$2" = benchmarks.cuda.preflight ] || exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
     done = subprocess.run(
         [REPOSITORY / "benchmarks" / "cuda_all.sh", "--smoke"],
-        env={**os.environ, "OUT": str(tmp_path), "TOTAL_S": "0"},
+        env={**os.environ, "OUT": str(tmp_path / "out"), "TOTAL_S": "0", "PYTHON": str(python)},
         capture_output=True,
         text=True,
         check=False,

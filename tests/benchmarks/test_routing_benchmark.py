@@ -1,5 +1,6 @@
 import json
 import re
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,16 @@ def make_results(**rows: list[Row]) -> Results:
 
 def make_bench(out: Path, num_requests: int) -> Bench:
     return Bench(trace=SMALL, num_requests=num_requests, num_jobs=1, out=out, report=lambda _line: None)
+
+
+def write_short_trace(path: Path, num_requests: int) -> Path:
+    """Write the first requests of the small trace, cut to a few blocks and tokens: they take few steps to serve."""
+    with SMALL.open(encoding="utf-8") as lines:
+        requests = [json.loads(line) for line in islice(lines, num_requests)]
+    for request in requests:
+        request |= {"input_length": 1000, "output_length": 8, "hash_ids": request["hash_ids"][:2]}
+    path.write_text("".join(json.dumps(request) + "\n" for request in requests), encoding="utf-8")
+    return path
 
 
 def cells_of(table: str) -> list[list[str]]:
@@ -205,7 +216,8 @@ def test_command_writes_tables_and_rows_and_runs_no_cell_twice(
     monkeypatch.setattr("benchmarks.routing.cells.FLEETS", FLEETS[:1])
     (tmp_path / "routing.md").write_text(PAGE.read_text(encoding="utf-8"), encoding="utf-8")
     out = tmp_path / "out"
-    command = ["--trace", str(SMALL), "--requests", "33", "--out", str(out), "--results", str(tmp_path)]
+    trace = write_short_trace(tmp_path / "trace.jsonl", 44)
+    command = ["--trace", str(trace), "--requests", "33", "--out", str(out), "--results", str(tmp_path)]
 
     assert main([*command, "--parts", "waves,tenants"]) == 0
     first = (tmp_path / "routing.json").read_text(), (tmp_path / "routing.md").read_text()
