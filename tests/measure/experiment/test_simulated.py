@@ -176,7 +176,7 @@ def test_simulated_point_counts_all_requests_and_each_kind_of_the_window(num_pre
 
 
 def test_equal_cells_give_equal_points() -> None:
-    assert simulate(2.0, seed=3)[0] == simulate(2.0, seed=3)[0]
+    assert simulate(1.0, seed=3)[0] == simulate(1.0, seed=3)[0]
 
 
 def test_gaps_of_a_point_without_other_load_are_those_of_an_idle_model() -> None:
@@ -193,6 +193,6 @@ def test_point_warns_when_sessions_are_longer_than_the_warm_up() -> None:
             )
         }
     )
-    warned, calm = (simulate(4.0, num_prefill=0, num_decode=2, spec=spec)[0].warnings for spec in (slow, SPEC))
+    warned, calm = (simulate(2.0, num_prefill=0, num_decode=2, spec=spec)[0].warnings for spec in (slow, SPEC))
     assert warned == ("far fewer requests than the load came: the warm-up is too short for its sessions",)
     assert calm == ()
