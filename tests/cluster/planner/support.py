@@ -30,7 +30,7 @@ SETTINGS = PlannerSettings(
 
 
 def make_demand(
-    *, rate: float, window_s: float = INTERVAL_S, shapes: Sequence[RequestShape] = (SHAPE,) * 16, num_queued: int = 0
+    *, rate: float, window_s: float = INTERVAL_S, shapes: Sequence[RequestShape] = (SHAPE,) * 8, num_queued: int = 0
 ) -> Demand:
     num_arrived = round(rate * window_s)
     return Demand(

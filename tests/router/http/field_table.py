@@ -85,7 +85,7 @@ APIS: Mapping[str, Api] = {
             response_create_params.ResponseCreateParamsStreaming,
         ),
         body=ResponsesBody,
-        base={"input": "Tell me about rivers.", "max_output_tokens": 400, **_SAMPLED},
+        base={"input": "Tell me about rivers.", "max_output_tokens": 24, **_SAMPLED},
         values=field_values.RESPONSES,
     ),
     "embeddings": Api(
