@@ -87,45 +87,53 @@ def is_healthy(http_address: str) -> bool:
         return bool(response.status == 200)
 
 
-@pytest.mark.parametrize("launcher", ["local", "ray"])
-def test_every_process_killed_comes_back_and_all_go_when_down_finds_no_supervisor(
-    launcher: str, tmp_path: Path
-) -> None:
-    with running(tmp_path, launcher) as info:
-        first = answer(info.address)
-        assert len(first) == 8
-        assert is_healthy(info.http_address)
+def kill_every_process(info: ClusterInfo, run_dir: Path) -> None:
+    """Kill the services one by one, each of which comes back; then the supervisor, so that only `down` ends them."""
+    first = answer(info.address)
+    assert len(first) == 8
+    assert is_healthy(info.http_address)
 
-        for name in ("decode-0", "prefill-0", "router-0"):
-            before = process(tmp_path, name).identity
-            assert before is not None
-            before.signal(signal.SIGKILL)
+    for name in ("decode-0", "prefill-0", "router-0"):
+        before = process(run_dir, name).identity
+        assert before is not None
+        before.signal(signal.SIGKILL)
 
-            def is_back(name: str = name, before: ProcessIdentity = before) -> bool:
-                return process(tmp_path, name).identity not in (None, before)
+        def is_back(name: str = name, before: ProcessIdentity = before) -> bool:
+            return process(run_dir, name).identity not in (None, before)
 
-            eventually(is_back, what=f"{name} is back")
-            assert process(tmp_path, name).num_restarts == 1
+        eventually(is_back, what=f"{name} is back")
+        assert process(run_dir, name).num_restarts == 1
 
-        assert answer(info.address) == first
-        assert is_healthy(info.http_address)
-        logs = {path.name: path.stat().st_size for path in (tmp_path / "logs").glob("*.log")}
-        assert set(logs) == {"supervisor.log", "router-0.log", "prefill-0.log", "decode-0.log"}
-        assert all(size > 0 for size in logs.values())
+    assert answer(info.address) == first
+    assert is_healthy(info.http_address)
+    logs = {path.name: path.stat().st_size for path in (run_dir / "logs").glob("*.log")}
+    assert set(logs) == {"supervisor.log", "router-0.log", "prefill-0.log", "decode-0.log"}
+    assert all(size > 0 for size in logs.values())
 
-        members = identities(tmp_path)
-        read_state(tmp_path).supervisor.signal(signal.SIGKILL)
+    members = identities(run_dir)
+    read_state(run_dir).supervisor.signal(signal.SIGKILL)
 
-        down(tmp_path, report=lambda _: None)
+    down(run_dir, report=lambda _: None)
 
-        assert [each for each in members if each.is_alive()] == []
-        assert StateFile(tmp_path).read() is None
+    assert [each for each in members if each.is_alive()] == []
+    assert StateFile(run_dir).read() is None
 
 
-def test_two_clusters_run_side_by_side(tmp_path: Path) -> None:
+def test_every_process_killed_comes_back_and_all_go_without_supervisor_on_ray(tmp_path: Path) -> None:
+    with running(tmp_path, "ray") as info:
+        kill_every_process(info, tmp_path)
+
+
+def test_every_process_killed_comes_back_and_a_cluster_beside_it_goes_on(tmp_path: Path) -> None:
     with running(tmp_path / "blue", "local") as blue, running(tmp_path / "green", "local") as green:
+        members = identities(tmp_path / "green")
         assert blue.address != green.address
         assert answer(blue.address) == answer(green.address)
+
+        kill_every_process(blue, tmp_path / "blue")
+
+        assert len(answer(green.address)) == 8
+        assert identities(tmp_path / "green") == members
 
 
 def test_starter_killed_before_the_cluster_is_ready_leaves_nothing(tmp_path: Path) -> None:

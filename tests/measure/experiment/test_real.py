@@ -10,7 +10,9 @@ from typing import Any
 import psutil
 import pytest
 import yaml
+from typer.testing import CliRunner, Result
 
+from cli.main import app
 from common.errors import EngineFault
 from common.trust.identity import Role
 from measure.experiment.points import Cell, Source
@@ -60,13 +62,21 @@ def write(tmp_path: Path, **changes: Any) -> Path:
     return path
 
 
-def command(path: Path, *options: str) -> Sequence[str]:
-    out = str(path.parent / "out")
-    return (sys.executable, "-P", "-m", "kvrelay", "experiment", "run", str(path), "--out", out, *options)
+def arguments(path: Path) -> Sequence[str]:
+    return ("experiment", "run", str(path), "--out", str(path.parent / "out"))
 
 
-def run(path: Path, *options: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(command(path, *options), capture_output=True, text=True, timeout=240, check=False)
+def command(path: Path) -> Sequence[str]:
+    return (sys.executable, "-P", "-m", "kvrelay", *arguments(path))
+
+
+def run(path: Path) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(command(path), capture_output=True, text=True, timeout=240, check=False)
+
+
+def run_here(path: Path) -> Result:
+    """Run the command in this process, where it is to start no cluster."""
+    return CliRunner(env={"COLUMNS": "200", "TERM": "dumb"}).invoke(app, arguments(path), prog_name="kvrelay")
 
 
 def processes_of(tmp_path: Path) -> list[str]:
@@ -114,14 +124,14 @@ def test_experiment_measures_every_arm_keeps_raw_data_and_does_nothing_twice(tmp
     # Both were asked the same; which later turns the window still counts depends on how long answers took.
     assert len({asked(store, name) for name in ARMS}) == 1
 
-    again = run(path)
-    assert again.returncode == 0, again.stderr
+    again = run_here(path)
+    assert again.exit_code == 0, again.stderr
     assert "0 runs; 2 are kept from earlier" in again.stderr
     assert processes_of(tmp_path) == []
     assert shared_memory() <= shared_before
 
-    other = run(write(tmp_path, seed=1))
-    assert other.returncode == 1
+    other = run_here(write(tmp_path, seed=1))
+    assert other.exit_code == 1
     assert "holds results of other settings (real seed differ)" in other.stderr
 
 
