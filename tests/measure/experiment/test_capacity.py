@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy.optimize import isotonic_regression
 
-from measure.experiment.capacity import ArmCapacity, find_capacity
+from measure.experiment.capacity import ArmCapacity, ProbedLoad, crossing, find_capacity
 from measure.experiment.points import Point, Source
 from measure.experiment.spec import CapacitySpec, ExperimentError
 from measure.load.estimates import wilson
@@ -108,6 +109,28 @@ def test_shares_that_rise_with_the_load_are_pooled() -> None:
     runs = {1.0: [1.0], 2.0: [0.991, 0.988], 2.828: [0.988, 0.996], 4.0: [0.5]}  # in the end 0.9895 at 2, 0.992 above
     found = search(lambda load, repeat: runs[load][repeat], spec=CapacitySpec(repeats=1, precision=0.45))
     assert found.load == 2.828
+
+
+@given(
+    runs=st.lists(st.tuples(st.integers(1, 500), st.floats(0, 1)), min_size=1, max_size=8),
+    share=st.sampled_from([0.5, 0.9, 0.99]),
+)
+def test_capacity_is_where_the_nearest_falling_shares_cross(runs: list[tuple[int, float]], share: float) -> None:
+    probes = [
+        ProbedLoad(load=load, num_requests=count, num_good=round(count * good), num_runs=1, is_clear=True)
+        for load, (count, good) in enumerate(runs, start=1)
+    ]
+    weights = [probe.num_requests for probe in probes]
+    nearest = isotonic_regression([probe.good_share for probe in probes], weights=weights, increasing=False).x.round(12)
+    num_served = int(np.count_nonzero(nearest >= share))
+    if num_served == 0:
+        expected = 0.0
+    elif num_served == len(probes):
+        expected = math.inf
+    else:
+        above, below = nearest[num_served - 1 : num_served + 1]
+        expected = num_served + (above - share) / (above - below)
+    assert crossing(probes, share) == pytest.approx(expected, abs=1e-6)
 
 
 def test_search_counts_only_the_kinds_it_is_asked_about() -> None:
