@@ -49,7 +49,12 @@ class GenerationAttempt(Attempt):
         request = self.requests.decode(handoff_id)
         self._access = request.direct if request.HasField("direct") else None
         with decode.member.client.decode(request) as answer:
-            await self._reserve(answer)
+            try:
+                await self._reserve(answer)
+            except AttemptFailed:
+                if prefill is not None:
+                    prefill.member.end_use(prefill)  # it was never called
+                raise
             if prefill is None:
                 await self._follow(answer, self._take_local)
             else:

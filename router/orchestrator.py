@@ -274,14 +274,14 @@ class Orchestrator:
     def _suspect(self, leg: Leg, booking: Booking, failure: AttemptFailed) -> None:
         """Take the workers of a failed attempt out of use until they answer again.
 
-        A prefill worker that dies makes the decode worker's call fail as well, possibly first. Until the handoff is
-        complete, a failed decode call therefore suspects both, and the network between them.
+        A prefill worker that dies makes the decode worker's call fail as well, possibly first. From its own call until
+        the handoff is complete, a failed decode call therefore suspects both, and the network between them.
         """
         if not isinstance(failure.error, WorkerError | TransferError):
             return
         suspects = [failure.hold]
         prefill = booking.prefill
-        if prefill is not None and leg.life.state is not State.DECODING:
+        if prefill is not None and not prefill.has_left:
             leg.failed_pairs.add((prefill.life, booking.decode.life))
             if prefill is not failure.hold:
                 suspects.append(prefill)

@@ -39,6 +39,15 @@ async def test_attempt_that_a_worker_fails_counts_against_it_alone() -> None:
         assert views["d1"].num_failed_attempts == 0
 
 
+async def test_decode_worker_that_fails_before_the_prefill_worker_is_called_counts_alone() -> None:
+    prefill, first, second = trio()
+    first.faults["reserve"] = EngineFault("no pages can be looked at")
+    async with running_cluster(prefill, first, second) as cluster:
+        reply = await cluster.generate(make_request(10))
+        assert reply.token_ids() == answer(prompt_of(10), 6)
+        assert await told(cluster, "p0", "d0", "d1") == [(1, 0), (1, 1), (1, 0)]
+
+
 async def test_refusal_of_a_full_worker_is_no_failure() -> None:
     prefill, decode = pair()
     decode.faults["reserve"] = Overloaded("no pages", retry_after_s=0.01)
