@@ -94,6 +94,19 @@ async def reporting_workers(client: AsyncClient) -> Sequence[WorkerView]:
         await asyncio.sleep(POLL_S)
 
 
+async def busiest_worker(client: AsyncClient, role: str) -> WorkerView:
+    """Return the worker of a pool that runs most, as soon as one of them says that it runs something."""
+
+    def num_running(view: WorkerView) -> int:
+        return 0 if view.status is None else view.status.load.num_running
+
+    while True:
+        found = max((view for view in await reporting_workers(client) if view.role == role), key=num_running)
+        if num_running(found):
+            return found
+        await asyncio.sleep(POLL_S)
+
+
 async def pids(client: AsyncClient) -> dict[str, int]:
     """Return the process of each worker."""
     return {view.worker_id: view.status.pid for view in await reporting_workers(client) if view.status}

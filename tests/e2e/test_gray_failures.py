@@ -15,11 +15,11 @@ from kvrelay.client import AsyncClient, Token
 from tests.builders import expected_tokens, make_request
 from tests.e2e.harness import (
     FAKE_POOL,
+    busiest_worker,
     fake_config,
     generate_all,
     mixed_sampling,
     pids,
-    reporting_workers,
     running_cluster,
     until,
     until_idle,
@@ -90,21 +90,14 @@ async def test_answers_of_a_stopped_worker_go_on_elsewhere_and_it_is_replaced(cl
 
     asking = [asyncio.create_task(ask(number)) for number in range(8)]
     await asyncio.gather(*(event.wait() for event in begun))
-    victim = 0
-
-    async def is_found() -> bool:
-        nonlocal victim
-        statuses = [view.status for view in await reporting_workers(client) if view.role == "decode"]
-        num_running, victim = max((status.load.num_running, status.pid) for status in statuses if status is not None)
-        return num_running > 0
-
-    await until(is_found, timeout_s=TIMEOUT_S, what="a worker says that it decodes")
-    os.kill(victim, signal.SIGSTOP)
+    victim = (await busiest_worker(client, "decode")).status
+    assert victim is not None
+    os.kill(victim.pid, signal.SIGSTOP)
     for number, answer in enumerate(await asyncio.gather(*asking)):
         assert answer == oracle(number, **mixed_sampling(number, max_tokens=NUM_TOKENS))
     assert (await client.status()).router.num_replans > 0
     await until_whole(client)
-    assert victim not in (await pids(client)).values()
+    assert victim.pid not in (await pids(client)).values()
     await until_idle(client)
 
 

@@ -9,11 +9,11 @@ import pytest
 from benchmarks.faults import throttled
 from kvrelay.client import AsyncClient, Token, WorkerView
 from tests.builders import expected_tokens, make_request
-from tests.e2e.harness import FAKE_POOL, fake_config, reporting_workers, running_cluster, until
+from tests.e2e.harness import FAKE_POOL, busiest_worker, fake_config, reporting_workers, running_cluster, until
 
 pytestmark = pytest.mark.e2e
 
-NUM_TOKENS = 300
+NUM_TOKENS = 600
 SAMPLING: dict[str, Any] = {"temperature": 0.8, "ignore_eos": True, "max_tokens": NUM_TOKENS}
 
 
@@ -27,7 +27,7 @@ async def decode_workers(client: AsyncClient) -> list[WorkerView]:
 
 async def test_worker_that_stays_slow_gives_its_answers_away_and_is_kept_out(tmp_path: Path) -> None:
     pools = {"prefill": FAKE_POOL, "decode": {**FAKE_POOL, "count": 2, "slow_drain_s": 1.0}}
-    async with running_cluster(tmp_path, fake_config(pools=pools, step_ms=20)) as client:
+    async with running_cluster(tmp_path, fake_config(pools=pools, step_ms=10)) as client:
         begun = [asyncio.Event() for _ in range(6)]
 
         async def ask(number: int) -> tuple[int, ...]:
@@ -49,8 +49,7 @@ async def test_worker_that_stays_slow_gives_its_answers_away_and_is_kept_out(tmp
 
         asking = [asyncio.create_task(ask(number)) for number in range(6)]
         await asyncio.gather(*(event.wait() for event in begun))
-        views = await decode_workers(client)
-        victim = max(views, key=lambda view: view.status.load.num_running if view.status else 0)
+        victim = await busiest_worker(client, "decode")
         assert victim.status is not None
         with throttled(victim.status.pid, times=12.0):
             await until(is_kept_out, timeout_s=120, what="the slow worker is kept out")
