@@ -53,13 +53,13 @@ def _hash(tokens: TokenArray) -> list[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Filling:
-    """What an index holds when it is asked."""
+    """Size of an index that is measured."""
 
     num_workers: int
     num_blocks: int
     """Blocks of a prompt."""
     total_blocks: int
-    """Different blocks of all prompts, about."""
+    """Approximate number of different blocks of all prompts."""
 
 
 def prompts_on(

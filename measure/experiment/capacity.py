@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+from scipy.optimize import isotonic_regression
 
 from measure.experiment.points import Arm, Point, Source
 from measure.experiment.spec import CapacitySpec, ExperimentError
@@ -205,49 +206,39 @@ def crossing_draws(probes: Sequence[ProbedLoad], share: float, *, seed: int = 0,
     bad = np.array([probe.num_requests for probe in probes]) / dispersion - good
     rng = np.random.default_rng(seed)
     draws = rng.beta(good + 0.5, bad + 0.5, size=(_NUM_DRAWS, len(probes)))
-    before, after = _gaps(probes, _pooled(draws, probes), share)
+    gaps = np.array([_gap(probes, _pooled(shares, probes), share) for shares in draws])
     # The share between two loads is unknown: it may cross anywhere.
-    return before + (after - before) * (1 - rng.random(_NUM_DRAWS))
+    places: Shares = gaps[:, 0] + (gaps[:, 1] - gaps[:, 0]) * (1 - rng.random(_NUM_DRAWS))
+    return places
 
 
 def crossing(probes: Sequence[ProbedLoad], share: float) -> float:
     """Return the likeliest such load by the measured shares, interpolated between two loads."""
     pooled = _pooled(np.array([probe.good_share for probe in probes]), probes)
-    before, after = map(float, _gaps(probes, pooled, share))
+    before, after = _gap(probes, pooled, share)
     shares = {probe.load: value for probe, value in zip(probes, pooled, strict=True)}
     if before == 0 or math.isinf(after):
         return 0.0 if before == 0 else math.inf
     return before + (after - before) * float((shares[before] - share) / (shares[before] - shares[after]))
 
 
-def _gaps(probes: Sequence[ProbedLoad], pooled: Shares, share: float) -> tuple[Shares, Shares]:
-    """Return the loads between which shares [..., loads] that fall with the load cross `share`, each [...].
+def _gap(probes: Sequence[ProbedLoad], pooled: Shares, share: float) -> tuple[float, float]:
+    """Return the loads between which shares that fall with the load cross `share`.
 
     (0, 0): they are below it from the first load on. The last load and infinity: they never are.
     """
-    loads = [probe.load for probe in probes]
-    num_served = np.count_nonzero(pooled >= share, axis=-1)
-    return np.array([0.0, *loads])[num_served], np.array([0.0, *loads[1:], math.inf])[num_served]
+    num_served = int(np.count_nonzero(pooled >= share))
+    if num_served == 0:
+        return 0.0, 0.0
+    return probes[num_served - 1].load, probes[num_served].load if num_served < len(probes) else math.inf
 
 
 def _pooled(shares: Shares, probes: Sequence[ProbedLoad]) -> Shares:
-    """Return the nearest shares [..., loads] that never rise with the load.
-
-    The share of a load is the least, over the first loads of groups that hold it, of the largest mean of such a group.
-    """
-    weights = np.array([probe.num_requests for probe in probes], dtype=np.float64)
-    is_group = np.tri(len(probes), dtype=bool).T  # [first, last]
-    sizes = np.where(is_group, _spans(weights), 1.0)
-    highest = np.maximum.accumulate((_spans(shares * weights) / sizes)[..., ::-1], axis=-1)[..., ::-1]
+    """Return the nearest shares that never rise with the load."""
+    weights = [probe.num_requests for probe in probes]
     # The mean of equal shares must equal them exactly.
-    pooled: Shares = np.where(is_group, highest, math.inf).min(axis=-2).round(12)
+    pooled: Shares = isotonic_regression(shares, weights=weights, increasing=False).x.round(12)
     return pooled
-
-
-def _spans(values: Shares) -> Shares:
-    """Return the sums [..., first, last] of values [..., n] from one place to another."""
-    sums = np.cumsum(values, axis=-1)
-    return sums[..., None, :] - (sums - values)[..., :, None]
 
 
 def _rounded(load: float) -> float:

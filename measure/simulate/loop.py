@@ -229,8 +229,8 @@ def ending_on_faults(loop: asyncio.AbstractEventLoop) -> Iterator[None]:
 
 @contextmanager
 def collecting_rarely() -> Iterator[None]:
-    """Run the garbage collector less often, and past existing objects: small ones come by the million. Not nested."""
-    before, had_frozen = gc.get_threshold(), _has_frozen_for_good()
+    """Run the garbage collector less often, and past existing objects: small ones come by the million."""
+    before, had_frozen = gc.get_threshold(), gc.get_freeze_count() > 0
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)
     try:
@@ -239,16 +239,3 @@ def collecting_rarely() -> Iterator[None]:
         gc.set_threshold(*before)
         if not had_frozen:  # else it would return the objects of the caller too
             gc.unfreeze()
-
-
-def _has_frozen_for_good() -> bool:
-    """Whether something else in this process has frozen objects, which then stay so.
-
-    Counting them takes tens of milliseconds, as long as a short simulation, so that it is asked until it is true.
-    """
-    if not _frozen_for_good and gc.get_freeze_count() > 0:
-        _frozen_for_good.append(True)
-    return bool(_frozen_for_good)
-
-
-_frozen_for_good: list[bool] = []

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Self
 
 import numpy as np
+from scipy.optimize import nnls
 
 from common.timing import LinkModel, StepModel, StepShape, TimingModel
 from engine.work import ModelShape
@@ -141,8 +142,6 @@ class Roofline:
 
     def _fit(self, shapes: list[StepShape]) -> StepModel:
         """Return the model with non-negative weights and the least relative error."""
-        from scipy.optimize import nnls  # takes a second, and measuring real workers does without it
-
         seconds = np.array([self.step_s(shape) for shape in shapes])
         columns = np.array(
             [(1, s.num_prefill_tokens, s.num_prefill_pairs, s.num_decodes, s.num_context_tokens) for s in shapes],
