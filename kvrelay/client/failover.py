@@ -111,7 +111,7 @@ class Attempts:
 
     @property
     def _max_attempts(self) -> int:
-        """Failures in a row that end the call: one at a single address that has never replied, where nothing may serve."""
+        """Failures in a row that end the call; one is enough at a single address that has never replied."""
         if self.routers.max_attempts is not None:
             return self.routers.max_attempts
         num_routers = len(self.routers.addresses)
