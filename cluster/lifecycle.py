@@ -90,7 +90,7 @@ def up(config: ServingConfig, *, config_path: Path, run_dir: Path, report: Repor
     resolved_path = run_dir / FILE_NAME
     if left and resolved_path.exists():
         report(f"Ray still runs {', '.join(left)}: taking them over as they are; `kvrelay down` would remove them")
-        return _start(resolved_path, run_dir, report)
+        return _start(run_dir, report)
     clean_up(StateFile(run_dir), report)
     config = with_ports(with_model(config, report), config_path)
     make_run_dir(run_dir)
@@ -99,7 +99,7 @@ def up(config: ServingConfig, *, config_path: Path, run_dir: Path, report: Repor
     for old_config in run_dir.glob("serving-*.yaml"):
         old_config.unlink()
     write_config(resolved_path, config)
-    return _start(resolved_path, run_dir, report)
+    return _start(run_dir, report)
 
 
 @contextlib.contextmanager
@@ -140,8 +140,8 @@ def _left_in_ray(name: str, run_dir: Path, report: Report) -> list[str]:
         ) from error
 
 
-def _start(config_path: Path, run_dir: Path, report: Report) -> ClusterInfo:
-    outcome = start_supervisor(config_path, run_dir, report)
+def _start(run_dir: Path, report: Report) -> ClusterInfo:
+    outcome = start_supervisor(run_dir, report)
     if not isinstance(outcome, Up):
         raise ClusterError(outcome.reason)
     return ClusterInfo(**asdict(outcome), run_dir=run_dir)

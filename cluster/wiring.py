@@ -14,10 +14,11 @@ from cluster.changes.scaling import PlanFor, Scaler
 from cluster.control_service import Controls, serving_control
 from cluster.health.health_monitor import HealthMonitor
 from cluster.health.trial import try_worker
+from cluster.processes.fork_server import ForkServer
 from cluster.processes.launch_local import LocalLauncher, service_command
 from cluster.processes.launcher import Launcher, StartFailed
 from cluster.processes.plan import HostResources, PlanError, ProcessSpec, make_plan
-from cluster.processes.run_dir import write_config
+from cluster.processes.run_dir import FILE_NAME, write_config
 from cluster.processes.starter import StartFailure, StartListener, StartStep
 from cluster.processes.state import ClusterPhase, StateFile, has_served, wanted_processes
 from cluster.processes.supervisor import Ground, Supervisor
@@ -43,17 +44,18 @@ NO_RAY = "launcher: ray needs Ray: pip install 'kvrelay[ray]', or set launcher: 
 async def supervise(
     config: ServingConfig,
     *,
-    config_path: Path,
     run_dir: Path,
     audience: StartListener,
     stopping: asyncio.Event,
+    fork_server: ForkServer | None = None,
     confirm_end: Callable[[], Awaitable[None]] | None = None,
 ) -> int:
     """Run the cluster of one run folder, whose lock is held, until asked to stop. Returns the exit status.
 
-    No process that it started outlives it, except in a joined Ray cluster when it is killed. `confirm_end` is awaited
-    once all of them were stopped; if it raises, state.json stays. Raises TakeoverFailed when the processes of an
-    earlier life serve but it cannot begin to supervise them: then it has changed nothing, and can be tried again.
+    No process that it started outlives it, except in a joined Ray cluster when it is killed. `fork_server` is for a
+    local launcher, and ends with it. `confirm_end` is awaited once all processes were stopped; if it raises, state.json
+    stays. Raises TakeoverFailed when the processes of an earlier life serve but it cannot begin to supervise them: then
+    it has changed nothing, and can be tried again.
     """
 
     def report(text: str) -> None:
@@ -67,7 +69,7 @@ async def supervise(
     try:
         _check_tracing(config)
         trust = _open_trust(config, run_dir)
-        plan_for, launcher = _choose_launcher(config, trust, config_path=config_path, run_dir=run_dir)
+        plan_for, launcher = _choose_launcher(config, trust, run_dir=run_dir, fork_server=fork_server)
         specs: Sequence[ProcessSpec] = plan_for(config)
         try:
             report(f"opening launcher: {config.launcher}")
@@ -87,7 +89,7 @@ async def supervise(
             planning = make_planning(scaler, workforce, changes, scrape_tls=scrape_tls(trust.credentials))
             workforce.routers.plan = partial(planning.autopilot.response, num_changes=_NUM_TOLD_CHANGES)
             surroundings = Surroundings(
-                keep=partial(write_config, config_path),
+                keep=partial(write_config, run_dir / FILE_NAME),
                 check=planning.guard.check,
                 inspect=partial(inspect_worker, connect=trust.reach.worker),
             )
@@ -142,17 +144,21 @@ def _open_trust(config: ServingConfig, run_dir: Path) -> Trust:
 
 
 def _choose_launcher(
-    config: ServingConfig, trust: Trust, *, config_path: Path, run_dir: Path
+    config: ServingConfig, trust: Trust, *, run_dir: Path, fork_server: ForkServer | None
 ) -> tuple[PlanFor, Launcher]:
     """Return the plan function and the launcher of a configuration. Raises StartFailed if Ray is missing."""
     if config.launcher == "ray":
         return _ray(config, trust, run_dir)
     pools = config.pools
     host = _this_host(_visible_gpus() if pools.prefill.num_gpus or pools.decode.num_gpus else None)
-    command = service_command(config_path)
-    return partial(make_plan, host=host), LocalLauncher(
-        command=command, run_dir=run_dir, authority=trust.authority, credentials=trust.credentials
+    launcher = LocalLauncher(
+        command=service_command(run_dir / FILE_NAME),
+        run_dir=run_dir,
+        authority=trust.authority,
+        credentials=trust.credentials,
+        fork_server=fork_server,
     )
+    return partial(make_plan, host=host), launcher
 
 
 def _ray(config: ServingConfig, trust: Trust, run_dir: Path) -> tuple[PlanFor, Launcher]:

@@ -5,16 +5,19 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 import sys
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from cluster.processes.fork_server import ForkFailed, ForkServer, reap_strays
 from cluster.processes.launcher import RunningProcess, StartFailed, identity_role
 from cluster.processes.liveness import forever, process_gone, service_gone, until_over
 from cluster.processes.plan import ProcessRole, ProcessSpec
 from cluster.processes.run_dir import config_file_of, log_path, log_tail
+from common.config import ServingConfig
 from common.log import LOG_PATH_ENV, open_log
 from common.process import EXIT_HUNG, PARENT_PID_ENV, ProcessIdentity, Ready, parse_ready
 from common.trust.authority import Authority
@@ -32,9 +35,16 @@ _MODULES = {
 logger = logging.getLogger(__name__)
 
 _EXIT_GRACE_S = 5.0
-_POLL_S = 0.005
 
 Command = Callable[[ProcessSpec], Sequence[str]]
+
+
+def modules_to_fork(config: ServingConfig) -> Sequence[str]:
+    """Return the modules that a fork server of these services imports; none if they have to start by themselves."""
+    if config.launcher != "local" or config.model.engine == "vllm":  # vLLM sets what libraries read when imported
+        return ()
+    services = [f"{module}.server" for module in dict.fromkeys(_MODULES.values())]
+    return services if config.model.engine == "fake" else [*services, "engine.loading"]
 
 
 def service_command(config_path: Path) -> Command:
@@ -55,91 +65,141 @@ class LocalLauncher:
     """A Launcher of subprocesses. Event loop of the main thread only: the kernel's death signal follows that thread."""
 
     def __init__(
-        self, *, command: Command, run_dir: Path, authority: Authority, credentials: Credentials | None = None
+        self,
+        *,
+        command: Command,
+        run_dir: Path,
+        authority: Authority,
+        credentials: Credentials | None = None,
+        fork_server: ForkServer | None = None,
     ) -> None:
         """`authority` signs the processes' certificates; requests and answers travel over their standard streams.
 
-        `credentials` are for checks whether processes still answer; None: there are no checks.
+        `credentials` are for checks whether processes still answer; None: there are no checks. Without a `fork_server`,
+        or once it is lost, each process imports its modules itself.
         """
         self._authority = authority
         self._credentials = credentials
         self._command = command
         self._run_dir = run_dir
+        self._fork_server = fork_server
 
     async def open(self) -> None:
-        """Nothing is shared."""
+        """Nothing is shared but the fork server, which is there already."""
 
     def found(self) -> frozenset[str]:
         """Return no names: subprocesses die with their supervisor."""
         return frozenset()
 
     async def close(self) -> None:
-        """Nothing is shared."""
+        """End the fork server."""
+        if self._fork_server is not None:
+            await self._fork_server.close()
 
     async def start(self, spec: ProcessSpec) -> RunningProcess:
         """Start a subprocess, its stderr appended to its log, and wait for its ready line."""
         path = log_path(self._run_dir, spec.name)
-        with open_log(path) as log:
+        own, given = socket.socketpair()
+        reader, writer = await asyncio.open_unix_connection(sock=own)
+        with open_log(path) as log, given:
             offset = log.tell()
-            process = await asyncio.create_subprocess_exec(
-                *self._command(spec),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=log,
-                env={**os.environ, **spec.env, PARENT_PID_ENV: str(os.getpid()), LOG_PATH_ENV: str(path)},
-                start_new_session=True,  # a terminal's Ctrl-C is for the supervisor, which stops them in order
-            )
-        lines = _Lines(process, partial(self._authority.enrol, role=identity_role(spec.role), name=spec.name))
+            environment = {**spec.env, PARENT_PID_ENV: str(os.getpid()), LOG_PATH_ENV: str(path)}
+            child = _Child(await self._spawn(self._command(spec), environment, stdio=given.fileno(), log=log.fileno()))
+        lines = _Lines(reader, writer, partial(self._authority.enrol, role=identity_role(spec.role), name=spec.name))
         try:
             ready = await lines.until_ready()
-        except ValueError as error:
-            await _kill(process)
-            raise StartFailed(f"{spec.name}: {error}") from error
-        except BaseException:
-            await _kill(process)
+        except BaseException as error:
+            writer.close()
+            await child.kill()
+            if isinstance(error, ValueError):
+                raise StartFailed(f"{spec.name}: {error}") from error
             raise
         if ready is None:
-            code = await _wait_or_kill(process, _EXIT_GRACE_S)  # its stdout is closed: it is about to exit
+            writer.close()
+            code = await child.exit_code_within(_EXIT_GRACE_S)  # its stdout is closed: it is about to exit
             reason = f"{spec.name}: {_describe_exit(code)} before it was ready"
             raise StartFailed(f"{reason}\n{log_tail(path, offset=offset)}".rstrip())
         silent = forever
         if self._credentials is not None:
             connect = connect_to(identity_role(spec.role), self._credentials)
             silent = partial(service_gone, ready.admin_address, connect, is_here=True)
-        return _Subprocess(process, ready, lines, silent)
+        return _Subprocess(child, ready, lines, silent)
+
+    async def _spawn(self, command: Sequence[str], environment: Mapping[str, str], *, stdio: int, log: int) -> int:
+        """Return the pid of a new child in a session of its own: a terminal's Ctrl-C is for the supervisor alone."""
+        if self._fork_server is not None:
+            try:
+                return await self._fork_server.start(command, environment=environment, stdio=stdio, log=log)
+            except ForkFailed as error:
+                logger.warning("processes import their modules themselves", extra={"reason": str(error)})
+                await self.close()
+                self._fork_server = None
+        streams = [(os.POSIX_SPAWN_DUP2, source, target) for source, target in ((stdio, 0), (stdio, 1), (log, 2))]
+        environment = {**os.environ, **environment}
+        return os.posix_spawn(  # noqa: ASYNC221 - takes a millisecond
+            command[0], [*command], environment, file_actions=streams, setsid=True
+        )
+
+
+class _Child:
+    """A child of this process. Event loop only."""
+
+    def __init__(self, pid: int) -> None:
+        self.identity = ProcessIdentity.of(pid)
+        self._pid = pid
+        self._code: int | None = None
+
+    async def exit_code(self) -> int:
+        """Return its exit status once it is over, negative for a signal; several tasks may wait."""
+        if self.identity is not None:
+            await process_gone(self.identity)
+        if self._code is None:
+            _, status = os.waitpid(self._pid, 0)  # noqa: ASYNC222 - it is over
+            self._code = os.waitstatus_to_exitcode(status)
+            reap_strays()
+        return self._code
+
+    async def exit_code_within(self, grace_s: float) -> int:
+        """Return its exit status; kills it after a while."""
+        try:
+            async with asyncio.timeout(grace_s):
+                return await self.exit_code()
+        except TimeoutError:
+            return await self.kill()
+
+    async def kill(self) -> int:
+        """Kill it, and return its exit status."""
+        self.signal(signal.SIGKILL)
+        return await self.exit_code()
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send it a signal if it is not over."""
+        if self._code is None:  # not reaped: the pid is still its own
+            os.kill(self._pid, number)
 
 
 class _Subprocess:
     """A RunningProcess."""
 
     def __init__(
-        self,
-        process: asyncio.subprocess.Process,
-        ready: Ready,
-        lines: "_Lines",
-        silent: Callable[[], Coroutine[Any, Any, str]],
+        self, child: _Child, ready: Ready, lines: "_Lines", silent: Callable[[], Coroutine[Any, Any, str]]
     ) -> None:
         self.ready = ready
+        self.identity = child.identity
+        self._child = child
         self._silent = silent
-        self.identity = ProcessIdentity.of(process.pid)
-        self._process = process
-        # Answers renewals of its certificate, and keeps its pipe from filling up.
+        # Answers renewals of its certificate, and keeps its socket from filling up.
         self._drain = asyncio.get_running_loop().create_task(lines.until_end())
 
     async def exited(self) -> str:
-        return await until_over(self._died(), self._silent(), self._kill)
-
-    def _kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            self._process.kill()
+        return await until_over(self._died(), self._silent(), partial(self._child.signal, signal.SIGKILL))
 
     async def _died(self) -> str:
-        return _describe_exit(await _exit_code(self._process))
+        return _describe_exit(await self._child.exit_code())
 
     async def stop(self, grace_s: float) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            self._process.terminate()
-        await _wait_or_kill(self._process, grace_s)
+        self._child.signal(signal.SIGTERM)
+        await self._child.exit_code_within(grace_s)
         self._drain.cancel()
         await asyncio.wait([self._drain])
 
@@ -147,10 +207,13 @@ class _Subprocess:
 class _Lines:
     """Reads a process's stdout: its ready line, and certificate requests, which it answers on stdin."""
 
-    def __init__(self, process: asyncio.subprocess.Process, enrol: Callable[[EnrolmentRequest], Enrolment]) -> None:
-        assert process.stdout is not None
-        assert process.stdin is not None
-        self._stdout, self._stdin = process.stdout, process.stdin
+    def __init__(
+        self,
+        stdout: asyncio.StreamReader,
+        stdin: asyncio.StreamWriter,
+        enrol: Callable[[EnrolmentRequest], Enrolment],
+    ) -> None:
+        self._stdout, self._stdin = stdout, stdin
         self._enrol = enrol
 
     async def until_ready(self) -> Ready | None:
@@ -166,12 +229,13 @@ class _Lines:
         return None
 
     async def until_end(self) -> None:
-        """Answer requests until stdout ends."""
-        while text := await self._next():
-            try:
-                await self._answer(text)
-            except ValueError as error:
-                logger.error("certificate refused: %s", error)
+        """Answer requests until stdout ends, then close stdin."""
+        with contextlib.closing(self._stdin):
+            while text := await self._next():
+                try:
+                    await self._answer(text)
+                except ValueError as error:
+                    logger.error("certificate refused: %s", error)
 
     async def _next(self) -> str:
         """Return the next line, empty at the end of stdout; only the rest of an overlong line."""
@@ -187,33 +251,6 @@ class _Lines:
             with contextlib.suppress(ConnectionError):  # the process has just died
                 self._stdin.write(answer.encode())
                 await self._stdin.drain()
-
-
-async def _wait_or_kill(process: asyncio.subprocess.Process, grace_s: float) -> int:
-    try:
-        async with asyncio.timeout(grace_s):
-            return await _exit_code(process)
-    except TimeoutError:
-        return await _kill(process)
-
-
-async def _kill(process: asyncio.subprocess.Process) -> int:
-    with contextlib.suppress(ProcessLookupError):
-        process.kill()
-    return await _exit_code(process)
-
-
-async def _exit_code(process: asyncio.subprocess.Process) -> int:
-    """Return the exit status of a process once it is over.
-
-    `wait` would also wait for the end of its streams, which processes that it has started may hold.
-    """
-    identity = ProcessIdentity.of(process.pid)
-    if identity is not None:
-        await process_gone(identity)
-    while process.returncode is None:  # noqa: ASYNC110 - asyncio is about to learn it, and has no event for it alone
-        await asyncio.sleep(_POLL_S)
-    return process.returncode
 
 
 def _describe_exit(code: int) -> str:

@@ -120,7 +120,7 @@ class Starter:
             self._events.flush()
 
 
-def start_supervisor(config_path: Path, run_dir: Path, report: Report) -> Up | StartFailure:
+def start_supervisor(run_dir: Path, report: Report) -> Up | StartFailure:
     """Start a supervisor and return when its cluster serves, or why it does not. Blocks.
 
     An exception, such as KeyboardInterrupt, ends the supervisor and what it has started before it is raised on.
@@ -130,7 +130,7 @@ def start_supervisor(config_path: Path, run_dir: Path, report: Report) -> Up | S
     with open_log(path) as log:
         offset = log.tell()
         process = subprocess.Popen(
-            [*command, "--config", str(config_path), "--run-dir", str(run_dir)],
+            [*command, "--run-dir", str(run_dir)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,

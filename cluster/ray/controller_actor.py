@@ -165,7 +165,6 @@ class ControllerActor:
         await supervise(
             # A rollout changes the file for every later life.
             load_config(path) if path.exists() else params.config,
-            config_path=path,
             run_dir=params.run_dir,
             audience=self,
             stopping=self._stopping,

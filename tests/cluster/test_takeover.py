@@ -104,9 +104,7 @@ async def supervise_again(
         def tell(self, event: Event) -> None:
             told.append(event)
 
-    await wiring.supervise(
-        config, config_path=run_dir / "serving.yaml", run_dir=run_dir, audience=Audience(), stopping=asyncio.Event()
-    )
+    await wiring.supervise(config, run_dir=run_dir, audience=Audience(), stopping=asyncio.Event())
     return told
 
 
