@@ -29,7 +29,6 @@ class Inquiries:
     def __init__(self, door: FrontDoor) -> None:
         self._door = door
         self._started = int(time.time())
-        self._document = openapi_document()
 
     async def models(self, exchange: Exchange) -> None:
         """`GET /v1/models`."""
@@ -106,7 +105,7 @@ class Inquiries:
 
     async def openapi(self, exchange: Exchange) -> None:
         """`GET /openapi.json`."""
-        exchange.finish_json(self._document)
+        exchange.finish_json(await asyncio.to_thread(openapi_document))
 
     def _model(self, model: ModelFacts) -> dict[str, Any]:
         return {

@@ -55,14 +55,16 @@ def with_requirements(names: Iterable[str]) -> dict[str, Distribution]:
 
 
 def link(distributions: Iterable[Distribution], folder: Path) -> None:
-    """Make every importable file of the distributions appear in `folder`."""
+    """Make every importable file of the distributions appear in `folder`: whole packages, where these are of one."""
     for each in distributions:
-        for file in each.files or ():
-            if ".." not in file.parts:
-                target = folder / str(file)
-                target.parent.mkdir(parents=True, exist_ok=True)
-                if not target.exists():
-                    target.symlink_to(Path(str(file.locate())))
+        files = [file for file in each.files or () if ".." not in file.parts]
+        packages = {file.parts[0] for file in files if len(file.parts) == 2 and file.name == "__init__.py"}
+        for file in files:
+            shown = Path(file.parts[0]) if file.parts[0] in packages else Path(str(file))
+            target = folder / shown
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if not target.exists():
+                target.symlink_to(Path(str(each.locate_file(shown))))
 
 
 @pytest.fixture(scope="module")

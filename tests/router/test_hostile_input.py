@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import grpc
@@ -39,10 +40,20 @@ from tests.router.fakes import (
 GENERATE = "/kvrelay.v1.InferenceService/Generate"
 
 
+def small_cluster() -> AbstractAsyncContextManager[TestCluster]:
+    worker = FakeWorker("d0", DECODE, shape=Shape(num_blocks=20))
+    return running_cluster(worker, config=RouterConfig(max_message_mib=1))
+
+
 @pytest_asyncio.fixture
 async def cluster() -> AsyncIterator[TestCluster]:
-    worker = FakeWorker("d0", DECODE, shape=Shape(num_blocks=20))
-    async with running_cluster(worker, config=RouterConfig(max_message_mib=1)) as running:
+    async with small_cluster() as running:
+        yield running
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared_cluster() -> AsyncIterator[TestCluster]:
+    async with small_cluster() as running:
         yield running
 
 
@@ -108,13 +119,14 @@ def with_chat(*roles: str, content: str = "x") -> inference_pb2.GenerateRequest:
         (with_sampling(prompt_logprobs=21), InvalidRequest, "sampling.prompt_logprobs"),
     ],
 )
+@pytest.mark.asyncio(loop_scope="module")
 async def test_generate_with_a_bad_field_names_it(
-    cluster: TestCluster, request_: inference_pb2.GenerateRequest, error: type[RequestError], field: str
+    shared_cluster: TestCluster, request_: inference_pb2.GenerateRequest, error: type[RequestError], field: str
 ) -> None:
     with pytest.raises(error) as caught:
-        await cluster.generate(request_)
+        await shared_cluster.generate(request_)
     assert (type(caught.value), caught.value.field) == (error, field)
-    await assert_healthy(cluster)
+    await assert_healthy(shared_cluster)
 
 
 async def test_prompt_too_long_names_both_numbers(cluster: TestCluster) -> None:

@@ -108,10 +108,11 @@ async def test_report_names_the_worker_of_each_input(http: HttpCluster) -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else json.dumps(value)[:30],
 )
-async def test_bad_input_is_refused_by_field(http: HttpCluster, fields: dict[str, Any], param: str) -> None:
-    status, document = await posted(http, **fields)
+@pytest.mark.asyncio(loop_scope="module")
+async def test_bad_input_is_refused_by_field(shared_http: HttpCluster, fields: dict[str, Any], param: str) -> None:
+    status, document = await posted(shared_http, **fields)
     assert (status, document["error"]["param"]) == (400, param), document
-    await http.cluster.until_idle()
+    await shared_http.cluster.until_idle()
 
 
 async def test_unknown_model_is_not_found(http: HttpCluster) -> None:

@@ -39,13 +39,14 @@ BODIES = {
 
 
 @pytest.mark.parametrize("name", BODIES)
-async def test_malformed_body_is_a_bad_request_and_leaves_nothing(http: HttpCluster, name: str) -> None:
+@pytest.mark.asyncio(loop_scope="module")
+async def test_malformed_body_is_a_bad_request_and_leaves_nothing(shared_http: HttpCluster, name: str) -> None:
     for path in (COMPLETIONS, CHAT):
-        status, headers, body = await fetch(http.port, "POST", path, BODIES[name])
+        status, headers, body = await fetch(shared_http.port, "POST", path, BODIES[name])
         assert (status, headers["content-type"]) == (400, "application/json"), body
         assert set(json.loads(body)["error"]) == {"message", "type", "param", "code"}
         assert len(body) < 1000
-    await http.cluster.until_idle()
+    await shared_http.cluster.until_idle()
 
 
 _JSON = st.recursive(
