@@ -57,6 +57,7 @@ from benchmarks.figures import Figures, quantile
 from benchmarks.hurt import WORKERS, Recovery, WorkerHurt
 from benchmarks.hurt_others import ControllerHurt, hurt_router, hurt_stranger
 from benchmarks.kill_targets import Plan, Target, target_of
+from cluster.processes.life import LONG_LIFE_S
 from cluster.processes.state import StateFile
 from kvrelay.client import AsyncClient, Token
 
@@ -106,7 +107,7 @@ async def _ask(client: AsyncClient, plan: Plan, victim: str, number: int, begun:
 def _hurts(target: Target, client: AsyncClient) -> dict[str, Hurt]:
     """Return how each victim is hurt; `client` reaches a router that is not."""
     plan = target.plan
-    (victim, *_), fault, ask = plan.victims, plan.fault, partial(target.client, target.addresses[0])
+    (victim, *_), fault, ask = plan.victims, plan.fault, partial(target.client, target.addresses[0], max_attempts=1)
     if target.pid is not None:
         pid = target.pid
         return {victim: lambda begun: hurt_stranger(begun, pid, fault)}
@@ -142,6 +143,8 @@ async def measure(target: Target, figures: Figures, *, num_rounds: int, console:
                     continue
                 left[victim] -= 1
                 number += 1
+                if plan.fault is Fault.KILL and target.run_dir is not None:
+                    await asyncio.sleep(LONG_LIFE_S)  # a process that dies sooner comes back later and later
                 answers, recovery = await _pass(target, victim, number, hurts[victim])
                 assert recovery is not None, "it was hurt"
                 ill.append((victim, number, answers, recovery))

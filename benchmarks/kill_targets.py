@@ -75,9 +75,9 @@ class Target:
     network: PrivateNetwork | None = None
     head: KeptHead | None = None
 
-    def client(self, address: str) -> AsyncClient:
-        """Return a client of one router that waits until it is back."""
-        return AsyncClient(address, timeout_s=BACK_TIMEOUT_S, max_attempts=1000, tls=self.tls)
+    def client(self, address: str, *, max_attempts: int = 1000) -> AsyncClient:
+        """Return a client of one router; by default it waits until that is back."""
+        return AsyncClient(address, timeout_s=BACK_TIMEOUT_S, max_attempts=max_attempts, tls=self.tls)
 
 
 @contextmanager

@@ -35,6 +35,7 @@ _HOSTS = "tests/hosts"
 _FIRST = (
     _HOSTS,
     "tests/e2e/test_oracle.py",
+    "tests/common/test_rpc_server.py",
     "tests/e2e/test_scale.py",
     "tests/e2e",
     "tests/cluster",

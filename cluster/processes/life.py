@@ -24,7 +24,8 @@ from enum import StrEnum
 
 from common.lifecycle import IllegalTransition
 
-_LONG_LIFE_S = 10.0
+LONG_LIFE_S = 10.0
+"""A process that dies after less is started again later each time."""
 _FIRST_DELAY_S = 0.25
 _MAX_DELAY_S = 5.0
 
@@ -100,7 +101,7 @@ class Life:
     def die(self, reason: str, *, lived_s: float) -> float:
         """Note a death, or a start that failed; returns how long to hold back the next start, in seconds."""
         self.last_exit = reason.splitlines()[0]
-        self._num_short_lives = 0 if lived_s >= _LONG_LIFE_S else self._num_short_lives + 1
+        self._num_short_lives = 0 if lived_s >= LONG_LIFE_S else self._num_short_lives + 1
         self.enter(ProcessPhase.WAITING)
         return restart_delay_s(self._num_short_lives)
 

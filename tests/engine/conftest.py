@@ -18,15 +18,15 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
-@pytest.fixture(autouse=True, scope="session")
+@functools.cache
+def _rates(meter: type[floors.RateMeter], **options: Any) -> DeviceRates:
+    return meter(**options).measure()
+
+
+@pytest.fixture(autouse=True, scope="module")
 def _rates_measured_once() -> Iterator[None]:
     """Measure the device once for each dtype: at every load that would take longer than most tests' models."""
-    meter = floors.RateMeter
-
-    @functools.cache
-    def rates(**options: Any) -> DeviceRates:
-        return meter(**options).measure()
-
+    rates = functools.partial(_rates, floors.RateMeter)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(floors, "RateMeter", lambda **options: SimpleNamespace(measure=lambda: rates(**options)))
         yield
