@@ -7,12 +7,11 @@ It imports neither torch nor transformers, and Ray only if that is used.
 
 import argparse
 import asyncio
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from cluster.processes.fork_server import ForkedService, ForkServer, start_fork_server
-from cluster.processes.launch_local import modules_to_fork
 from cluster.processes.run_dir import FILE_NAME, RunDirTaken, lock_run_dir, log_path, make_run_dir
 from cluster.processes.starter import Starter, StartFailure
 from cluster.ray import outside
@@ -22,7 +21,7 @@ from common.log import setup_logging
 from common.signals import set_on_signals
 
 
-async def _own_or_join(config: ServingConfig, run_dir: Path, starter: Starter, fork_server: ForkServer | None) -> int:
+async def _own_or_join(config: ServingConfig, run_dir: Path, starter: Starter) -> int:
     """Run the cluster in this process; in a Ray cluster, make sure that there is a controller, which runs it."""
     stopping = asyncio.Event()
     set_on_signals(stopping)
@@ -35,7 +34,7 @@ async def _own_or_join(config: ServingConfig, run_dir: Path, starter: Starter, f
             return 1
         return await bring_up_controller(config, run_dir=run_dir, starter=starter, stopping=stopping)
     with lock_run_dir(run_dir):
-        return await supervise(config, run_dir=run_dir, audience=starter, stopping=stopping, fork_server=fork_server)
+        return await supervise(config, run_dir=run_dir, audience=starter, stopping=stopping)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -45,17 +44,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--attached", action="store_true", help="stop when stdin closes before the cluster is ready")
     options = parser.parse_args(arguments)
     config = load_config(options.run_dir / FILE_NAME)
-    modules = modules_to_fork(config)
-    fork_server = start_fork_server(modules) if modules else None
-    if isinstance(fork_server, ForkedService):
-        fork_server.run()
-        return 0
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, it would take the exit statuses of children
     setup_logging("supervisor")
     make_run_dir(options.run_dir)
     log_path(options.run_dir, "supervisor").parent.mkdir(exist_ok=True)
     starter = Starter.attached() if options.attached else Starter.absent()
     try:
-        return asyncio.run(_own_or_join(config, options.run_dir, starter, fork_server))
+        return asyncio.run(_own_or_join(config, options.run_dir, starter))
     except RunDirTaken as error:
         starter.tell(StartFailure(reason=str(error)))
         return 1

@@ -14,8 +14,7 @@ from cluster.changes.scaling import PlanFor, Scaler
 from cluster.control_service import Controls, serving_control
 from cluster.health.health_monitor import HealthMonitor
 from cluster.health.trial import try_worker
-from cluster.processes.fork_server import ForkServer
-from cluster.processes.launch_local import LocalLauncher, service_command
+from cluster.processes.launch_local import LocalLauncher, modules_to_fork, service_command
 from cluster.processes.launcher import Launcher, StartFailed
 from cluster.processes.plan import HostResources, PlanError, ProcessSpec, make_plan
 from cluster.processes.run_dir import FILE_NAME, write_config
@@ -47,15 +46,13 @@ async def supervise(
     run_dir: Path,
     audience: StartListener,
     stopping: asyncio.Event,
-    fork_server: ForkServer | None = None,
     confirm_end: Callable[[], Awaitable[None]] | None = None,
 ) -> int:
     """Run the cluster of one run folder, whose lock is held, until asked to stop. Returns the exit status.
 
-    No process that it started outlives it, except in a joined Ray cluster when it is killed. `fork_server` is for a
-    local launcher, and ends with it. `confirm_end` is awaited once all processes were stopped; if it raises, state.json
-    stays. Raises TakeoverFailed when the processes of an earlier life serve but it cannot begin to supervise them: then
-    it has changed nothing, and can be tried again.
+    No process that it started outlives it, except in a joined Ray cluster when it is killed. `confirm_end` is awaited
+    once all of them were stopped; if it raises, state.json stays. Raises TakeoverFailed when the processes of an
+    earlier life serve but it cannot begin to supervise them: then it has changed nothing, and can be tried again.
     """
 
     def report(text: str) -> None:
@@ -69,7 +66,7 @@ async def supervise(
     try:
         _check_tracing(config)
         trust = _open_trust(config, run_dir)
-        plan_for, launcher = _choose_launcher(config, trust, run_dir=run_dir, fork_server=fork_server)
+        plan_for, launcher = _choose_launcher(config, trust, run_dir=run_dir)
         specs: Sequence[ProcessSpec] = plan_for(config)
         try:
             report(f"opening launcher: {config.launcher}")
@@ -143,9 +140,7 @@ def _open_trust(config: ServingConfig, run_dir: Path) -> Trust:
         raise StartFailed(f"cannot make the cluster's certificates in {run_dir}: {error}") from error
 
 
-def _choose_launcher(
-    config: ServingConfig, trust: Trust, *, run_dir: Path, fork_server: ForkServer | None
-) -> tuple[PlanFor, Launcher]:
+def _choose_launcher(config: ServingConfig, trust: Trust, *, run_dir: Path) -> tuple[PlanFor, Launcher]:
     """Return the plan function and the launcher of a configuration. Raises StartFailed if Ray is missing."""
     if config.launcher == "ray":
         return _ray(config, trust, run_dir)
@@ -153,10 +148,10 @@ def _choose_launcher(
     host = _this_host(_visible_gpus() if pools.prefill.num_gpus or pools.decode.num_gpus else None)
     launcher = LocalLauncher(
         command=service_command(run_dir / FILE_NAME),
+        modules=partial(modules_to_fork, config_path=run_dir / FILE_NAME),
         run_dir=run_dir,
         authority=trust.authority,
         credentials=trust.credentials,
-        fork_server=fork_server,
     )
     return partial(make_plan, host=host), launcher
 

@@ -9,6 +9,7 @@ A span never holds text: no prompt, no output, no token. Ids of clients are labe
 """
 
 import asyncio
+import os
 import random
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -30,6 +31,8 @@ Attributes: TypeAlias = Mapping[str, Value]
 _FORM = re.compile(r"(?!ff)([0-9a-f]{2})-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 _SAMPLED = 1
 _random = random.Random()  # ids need to differ, not to be secret
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_random.seed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

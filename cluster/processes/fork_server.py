@@ -1,221 +1,222 @@
-"""A fork server: a process that has imported the modules of the services, and forks each service when it is asked to.
+"""A fork server: a process that imports the modules of workers, and forks each worker when it is asked to. Both ends.
 
-A service that is forked starts without its imports, which are most of its start, and shares their memory. The server is
-itself a fork of the supervisor, made before that has threads. It forks twice for each service, and the process between
-ends at once: so the service becomes a child of the supervisor, its nearest subreaper, which learns of its end as if it
-had started it, and by whose death it dies. The death of the fork server concerns no service. Linux only.
+    python -P -m cluster.processes.fork_server MODULE…      its stdin is a socket
+
+A worker that is forked starts without its imports, which are most of its start, and shares their memory. The server
+forks twice, and the process between ends at once: so the worker becomes a child of the supervisor, its nearest
+subreaper, which waits for it, and by whose death it dies, as if it had started it. The death of the server concerns no
+worker. When a file of its modules changes it ends, since its forks would mix two versions. Linux only.
+
+Routers are not forked: forks share their layout in memory, which a stranger who can crash a process might learn, and
+the server must not know the routers' secrets.
 """
 
 import asyncio
-import contextlib
 import ctypes
 import gc
 import json
-import logging
 import os
 import runpy
-import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib import import_module
 
-import psutil
-
+from cluster.processes.child import Child, Children
 from common.process import PARENT_PID_ENV, die_with_parent
 
 _PR_SET_CHILD_SUBREAPER = 36
 _MAX_MESSAGE_BYTES = 1 << 17
-_ANSWER_S = 60.0
-"""Longest wait for a fork: the first has to wait for imports."""
-
-logger = logging.getLogger(__name__)
-
-
-class ForkFailed(Exception):
-    """The fork server forked no service; the message says why."""
+_IMPORT_S = 120.0
+_ANSWER_S = 5.0
+_ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+"""For the threads of libraries, which read these when they are loaded; workers choose the number of their own."""
 
 
-@dataclass(frozen=True, slots=True)
-class ForkedService:
-    """What a fork of the fork server has to do: it is returned in the new process."""
-
-    module: str
-
-    def run(self) -> None:
-        """Do what `python -m MODULE` does. Raises SystemExit, and what the module raises."""
-        runpy.run_module(self.module, run_name="__main__", alter_sys=True)
+class ForkServerLost(Exception):
+    """The fork server ended, or did not answer in time; the message says why."""
 
 
 class ForkServer:
     """The supervisor's end. Event loop only."""
 
-    def __init__(self, sock: socket.socket, pid: int) -> None:
-        """Take the connected socket of a fork server and its process, a child of this one."""
+    def __init__(self, child: Child, sock: socket.socket) -> None:
         sock.settimeout(0)
-        self._sock, self._pid = sock, pid
+        self._child, self._sock = child, sock
         self._asking = asyncio.Lock()
-        self._is_closed = False
+        self._imported = asyncio.ensure_future(self._answer(_IMPORT_S))
+        self._ending: asyncio.Future[int] | None = None
 
-    async def start(self, command: Sequence[str], *, environment: Mapping[str, str], stdio: int, log: int) -> int:
+    @classmethod
+    def start(cls, modules: Sequence[str], *, children: Children, without: Sequence[str], log: int) -> "ForkServer":
+        """Start a server that imports `modules`, with empty values for the variables `without`. Raises OSError."""
+        become_subreaper()
+        ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        environment = {**os.environ, **dict.fromkeys(without, ""), **_ONE_THREAD, PARENT_PID_ENV: str(os.getpid())}
+        with its:
+            streams = [(os.POSIX_SPAWN_DUP2, its.fileno(), 0), *((os.POSIX_SPAWN_DUP2, log, fd) for fd in (1, 2))]
+            command = [sys.executable, "-P", "-m", "cluster.processes.fork_server", *modules]
+            pid = os.posix_spawn(command[0], command, environment, file_actions=streams, setsid=True)
+        return cls(children.add(pid), ours)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it forks nothing any more."""
+        return self._ending is not None
+
+    async def fork(
+        self, command: Sequence[str], environment: Mapping[str, str], log: int, stdin: int, stdout: int
+    ) -> int:
         """Return the pid of a new child of this process that runs a `python -P -m` command in a session of its own.
 
-        `environment` is added to the supervisor's. Descriptor `stdio` becomes its stdin and stdout, `log` its stderr.
-        Raises ForkFailed, after which there may be no fork server. A cancelled call leaves no process behind.
+        `environment` is added to the server's; the others are descriptors of its standard streams. Raises
+        ForkServerLost, or OSError when there is no room for another process.
         """
         order = json.dumps({"command": list(command), "environment": dict(environment)}).encode()
-        asking = asyncio.ensure_future(self._ask(order, (stdio, log)))
-        try:
-            return await asyncio.shield(asking)
-        except asyncio.CancelledError:
-            with contextlib.suppress(ForkFailed, ProcessLookupError, ChildProcessError):
-                pid = await asking
-                os.kill(pid, signal.SIGKILL)
-                await asyncio.to_thread(os.waitpid, pid, 0)
-            raise
-
-    async def _ask(self, order: bytes, descriptors: Sequence[int]) -> int:
         async with self._asking:
-            if self._is_closed:
-                raise ForkFailed("there is no fork server")
+            await asyncio.shield(self._imported)
+            if self.is_closed:
+                raise ForkServerLost("it was closed")
             try:
-                socket.send_fds(self._sock, [order], descriptors)
-                async with asyncio.timeout(_ANSWER_S):
-                    text = await asyncio.get_running_loop().sock_recv(self._sock, _MAX_MESSAGE_BYTES)
-                answer = json.loads(text)
-            except (OSError, TimeoutError, ValueError) as error:
-                self._close()
-                raise ForkFailed(f"the fork server is lost ({error or 'no answer'})") from error
-        if "error" in answer:
-            raise ForkFailed(f"the fork server cannot fork: {answer['error']}")
-        return int(answer["pid"])
+                socket.send_fds(self._sock, [order], [stdin, stdout, log])
+                answer = await self._answer(_ANSWER_S)
+            except BaseException as error:  # an answer may be on its way, to nobody
+                self.close()
+                if isinstance(error, OSError):
+                    raise ForkServerLost(str(error)) from error
+                raise
+        if "errno" in answer:
+            raise OSError(answer["errno"], os.strerror(answer["errno"]))
+        return answer["pid"]
 
-    async def close(self) -> None:
-        """End the fork server; the services go on. Harmless when repeated."""
-        async with self._asking:
-            self._close()
+    async def _answer(self, limit_s: float) -> dict[str, int]:
+        try:
+            async with asyncio.timeout(limit_s):
+                text = await asyncio.get_running_loop().sock_recv(self._sock, _MAX_MESSAGE_BYTES)
+        except TimeoutError:
+            self.close()
+            raise ForkServerLost(f"no answer within {limit_s:g} s") from None
+        if not text:
+            self.close()
+            raise ForkServerLost("it has ended")
+        answer: dict[str, int] = json.loads(text)
+        return answer
 
-    def _close(self) -> None:
-        if self._is_closed:
-            return
-        self._is_closed = True
-        self._sock.close()
-        os.kill(self._pid, signal.SIGKILL)  # a child that was not reaped: its pid is its own
-        os.waitpid(self._pid, 0)
+    def close(self) -> None:
+        """Kill the server; its forks go on. Harmless when repeated."""
+        if self._ending is None:
+            self._imported.cancel()
+            self._sock.close()
+            self._ending = asyncio.ensure_future(self._child.kill())
+
+    async def aclose(self) -> None:
+        """Kill it, and return when it is gone."""
+        self.close()
+        assert self._ending is not None
+        await self._ending
+        await asyncio.wait([self._imported])
 
 
-def start_fork_server(modules: Sequence[str]) -> ForkServer | ForkedService | None:
-    """Fork a fork server that imports `modules`; None without Linux's subreapers, or a way to name processes.
+def can_fork() -> bool:
+    """Return whether a fork server can hand its forks over to this process."""
+    return sys.platform.startswith("linux")
 
-    Call in the main thread, before any other thread runs. Returns once more in each service's process, with what that
-    has to do.
-    """
-    try:
-        from setproctitle import setproctitle
-    except ImportError:  # all services would look like the supervisor
-        return None
-    if not sys.platform.startswith("linux"):
-        return None
+
+def become_subreaper() -> None:
+    """Make this process the parent of every descendant whose parent ends. Raises OSError."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
-        return None
-    ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    supervisor = os.getpid()
-    pid = os.fork()
-    if pid:
-        its.close()
-        return ForkServer(ours, pid)
-    ours.close()
-    return _serve(its, modules, supervisor, setproctitle)
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed")
 
 
-def reap_strays() -> None:
-    """Reap the dead descendants of services that this process, their subreaper, has inherited."""
-    session = os.getsid(0)
-    for child in psutil.Process().children():
-        with contextlib.suppress(psutil.Error, OSError):
-            # Our own children are in our session; a service leads one of its own, and is reaped by its launcher.
-            is_stray = os.getsid(child.pid) not in (session, child.pid)
-            if is_stray and child.status() == psutil.STATUS_ZOMBIE:
-                os.waitpid(child.pid, os.WNOHANG)
-
-
-def _serve(
-    sock: socket.socket, modules: Sequence[str], supervisor: int, set_title: Callable[[str], None]
-) -> ForkedService:
-    """Fork services until the supervisor is gone; returns in a service's process only."""
-    os.environ[PARENT_PID_ENV] = str(supervisor)
+def main() -> None:
+    """Fork workers until the supervisor is gone. In a worker it returns when that is over, or raises SystemExit."""
     die_with_parent()
-    os.setsid()  # a terminal's Ctrl-C is for the supervisor
-    null = os.open(os.devnull, os.O_RDWR)
-    os.dup2(null, 0)  # the process that started the supervisor waits for the ends of these
-    os.dup2(null, 1)
-    os.close(null)
-    set_title("kvrelay-fork-server")
-    for module in modules:
+    sock = socket.socket(fileno=os.dup(0))
+    for module in sys.argv[1:]:
         import_module(module)
+    stamps = _stamps()
     gc.collect()
-    gc.freeze()  # a collection would write to what the services share
+    gc.freeze()  # a collection would write to what the workers share
+    sock.send(b"{}")
     while True:
-        text, descriptors, _, _ = socket.recv_fds(sock, _MAX_MESSAGE_BYTES, 2)
-        if not text:
-            os._exit(0)
-        order = json.loads(text)
+        text, descriptors, _, _ = socket.recv_fds(sock, _MAX_MESSAGE_BYTES, 3)
+        if not text or _stamps() != stamps:
+            return
         try:
             pid = _fork_away()
         except OSError as error:
-            sock.send(json.dumps({"error": str(error)}).encode())
-            pid = -1
-        if pid == 0:
-            sock.close()
-            set_title(" ".join(order["command"]))
-            return _become(order["command"], order["environment"], *descriptors)
+            sock.send(json.dumps({"errno": error.errno}).encode())
+        else:
+            if pid == 0:
+                sock.close()
+                order = json.loads(text)
+                _become(order["command"], order["environment"], descriptors)
+                return
+            sock.send(json.dumps({"pid": pid}).encode())
         for descriptor in descriptors:
             os.close(descriptor)
-        if pid > 0:
-            sock.send(json.dumps({"pid": pid}).encode())
+
+
+def _stamps() -> dict[str, int]:
+    """Return when each file of a loaded module was last changed."""
+    stamps = {}
+    for module in list(sys.modules.values()):
+        path = getattr(module, "__file__", None)
+        if isinstance(path, str):
+            with suppress(OSError):
+                stamps[path] = os.stat(path).st_mtime_ns  # noqa: PTH116 - thousands of them
+    return stamps
 
 
 def _fork_away() -> int:
     """Fork a process that is not our child: return 0 in it, its pid here once it has its new parent. Raises OSError."""
     reading, writing = os.pipe()
-    between = os.fork()
-    if between == 0:
-        try:
-            parent, pid = os.getpid(), os.fork()
-        except OSError as error:
-            os._exit(error.errno or 1)
-        if pid:
-            os.write(writing, str(pid).encode())
-            os._exit(0)
-        os.close(reading)
+    try:
+        between = os.fork()
+        if between == 0:
+            try:
+                parent, pid = os.getpid(), os.fork()
+            except OSError as error:
+                os._exit(error.errno or 1)
+            if pid:
+                os._exit(0)
+            os.setsid()
+            while os.getppid() == parent:
+                time.sleep(0.0005)
+            os.write(writing, str(os.getpid()).encode())
+            return 0
+        _, status = os.waitpid(between, 0)
         os.close(writing)
-        while os.getppid() == parent:
-            time.sleep(0.0005)
-        return 0
-    os.close(writing)
-    _, status = os.waitpid(between, 0)
-    text = os.read(reading, 32)
-    os.close(reading)
+        writing = -1
+        text = os.read(reading, 32)
+    finally:
+        os.close(reading)
+        if writing >= 0:
+            os.close(writing)
     if not text:
-        number = os.waitstatus_to_exitcode(status)
-        raise OSError(number, os.strerror(number) if number > 0 else "the process between was killed")
+        raise OSError(max(os.waitstatus_to_exitcode(status), 1), "no process was forked")
     return int(text)
 
 
-def _become(command: Sequence[str], environment: Mapping[str, str], stdio: int, log: int) -> ForkedService:
-    """Make this process what `command` with these additions to its environment would have made of it."""
-    os.setsid()
-    for source, target in ((stdio, 0), (stdio, 1), (log, 2)):
-        os.dup2(source, target)
-    for descriptor in (stdio, log):
+def _become(command: Sequence[str], environment: Mapping[str, str], descriptors: Sequence[int]) -> None:
+    """Run what `command` runs, with these additions to the environment, and stdin, stdout and stderr."""
+    for target, descriptor in enumerate(descriptors):
+        os.dup2(descriptor, target)
         os.close(descriptor)
     sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 - the streams stay open
     sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
     os.environ.update(environment)
-    module = command[command.index("-m") + 1]
-    sys.argv = [module, *command[command.index("-m") + 2 :]]
-    return ForkedService(module)
+    with suppress(ImportError):  # else it is shown as a fork server
+        from setproctitle import setproctitle
+
+        setproctitle(" ".join(command))
+    sys.argv = list(command[command.index("-m") + 1 :])
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()

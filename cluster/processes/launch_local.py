@@ -5,21 +5,21 @@ import contextlib
 import logging
 import os
 import signal
-import socket
 import sys
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from cluster.processes.fork_server import ForkFailed, ForkServer, reap_strays
+from cluster.processes.child import Child, Children, PipedChild
+from cluster.processes.fork_server import ForkServer, ForkServerLost, can_fork
 from cluster.processes.launcher import RunningProcess, StartFailed, identity_role
-from cluster.processes.liveness import forever, process_gone, service_gone, until_over
+from cluster.processes.liveness import forever, service_gone, until_over
 from cluster.processes.plan import ProcessRole, ProcessSpec
 from cluster.processes.run_dir import config_file_of, log_path, log_tail
-from common.config import ServingConfig
+from common.config import load_config
 from common.log import LOG_PATH_ENV, open_log
-from common.process import EXIT_HUNG, PARENT_PID_ENV, ProcessIdentity, Ready, parse_ready
+from common.process import EXIT_HUNG, PARENT_PID_ENV, Ready, parse_ready
 from common.trust.authority import Authority
 from common.trust.channels import connect_to
 from common.trust.credentials import Credentials
@@ -37,14 +37,7 @@ logger = logging.getLogger(__name__)
 _EXIT_GRACE_S = 5.0
 
 Command = Callable[[ProcessSpec], Sequence[str]]
-
-
-def modules_to_fork(config: ServingConfig) -> Sequence[str]:
-    """Return the modules that a fork server of these services imports; none if they have to start by themselves."""
-    if config.launcher != "local" or config.model.engine == "vllm":  # vLLM sets what libraries read when imported
-        return ()
-    services = [f"{module}.server" for module in dict.fromkeys(_MODULES.values())]
-    return services if config.model.engine == "fake" else [*services, "engine.loading"]
+Modules = Callable[[ProcessSpec], Sequence[str]]
 
 
 def service_command(config_path: Path) -> Command:
@@ -61,6 +54,17 @@ def service_command(config_path: Path) -> Command:
     return command
 
 
+def modules_to_fork(spec: ProcessSpec, config_path: Path) -> Sequence[str]:
+    """Return what a fork server imports before it forks a process; nothing for one that has to start by itself."""
+    if spec.role is ProcessRole.ROUTER or not can_fork():
+        return ()
+    engine = (spec.config or load_config(config_path)).model.engine
+    if engine == "vllm":  # it sets what libraries read when they are imported
+        return ()
+    worker = f"{_MODULES[spec.role]}.server"
+    return (worker,) if engine == "fake" else (worker, "engine.loading")
+
+
 class LocalLauncher:
     """A Launcher of subprocesses. Event loop of the main thread only: the kernel's death signal follows that thread."""
 
@@ -71,21 +75,26 @@ class LocalLauncher:
         run_dir: Path,
         authority: Authority,
         credentials: Credentials | None = None,
-        fork_server: ForkServer | None = None,
+        modules: Modules = lambda _spec: (),
     ) -> None:
         """`authority` signs the processes' certificates; requests and answers travel over their standard streams.
 
-        `credentials` are for checks whether processes still answer; None: there are no checks. Without a `fork_server`,
-        or once it is lost, each process imports its modules itself.
+        `credentials` are for checks whether processes still answer; None: there are no checks. `modules`: what a fork
+        server imports before it forks a process; empty: the process starts by itself.
         """
         self._authority = authority
         self._credentials = credentials
         self._command = command
+        self._modules = modules
         self._run_dir = run_dir
-        self._fork_server = fork_server
+        self._children = Children()
+        self._reaping: asyncio.Task[None] | None = None
+        self._fork_server: ForkServer | None = None
+        self._forks: tuple[Sequence[str], Sequence[str]] = (), ()
+        """Modules of the fork server, and the variables that are empty for it."""
 
     async def open(self) -> None:
-        """Nothing is shared but the fork server, which is there already."""
+        """Nothing is shared: a fork server starts when it is needed."""
 
     def found(self) -> frozenset[str]:
         """Return no names: subprocesses die with their supervisor."""
@@ -94,28 +103,32 @@ class LocalLauncher:
     async def close(self) -> None:
         """End the fork server."""
         if self._fork_server is not None:
-            await self._fork_server.close()
+            await self._fork_server.aclose()
+        if self._reaping is not None:
+            self._reaping.cancel()
+            await asyncio.wait([self._reaping])
 
     async def start(self, spec: ProcessSpec) -> RunningProcess:
         """Start a subprocess, its stderr appended to its log, and wait for its ready line."""
         path = log_path(self._run_dir, spec.name)
-        own, given = socket.socketpair()
-        reader, writer = await asyncio.open_unix_connection(sock=own)
-        with open_log(path) as log, given:
-            offset = log.tell()
-            environment = {**spec.env, PARENT_PID_ENV: str(os.getpid()), LOG_PATH_ENV: str(path)}
-            child = _Child(await self._spawn(self._command(spec), environment, stdio=given.fileno(), log=log.fileno()))
-        lines = _Lines(reader, writer, partial(self._authority.enrol, role=identity_role(spec.role), name=spec.name))
+        try:
+            with open_log(path) as log:
+                offset = log.tell()
+                environment = {**spec.env, PARENT_PID_ENV: str(os.getpid()), LOG_PATH_ENV: str(path)}
+                child = await self._child(spec, environment, log.fileno())
+        except OSError as error:
+            raise StartFailed(f"{spec.name}: cannot start a process: {error}") from error
+        lines = _Lines(child, partial(self._authority.enrol, role=identity_role(spec.role), name=spec.name))
         try:
             ready = await lines.until_ready()
         except BaseException as error:
-            writer.close()
+            child.stdin.close()
             await child.kill()
             if isinstance(error, ValueError):
                 raise StartFailed(f"{spec.name}: {error}") from error
             raise
         if ready is None:
-            writer.close()
+            child.stdin.close()
             code = await child.exit_code_within(_EXIT_GRACE_S)  # its stdout is closed: it is about to exit
             reason = f"{spec.name}: {_describe_exit(code)} before it was ready"
             raise StartFailed(f"{reason}\n{log_tail(path, offset=offset)}".rstrip())
@@ -125,70 +138,50 @@ class LocalLauncher:
             silent = partial(service_gone, ready.admin_address, connect, is_here=True)
         return _Subprocess(child, ready, lines, silent)
 
-    async def _spawn(self, command: Sequence[str], environment: Mapping[str, str], *, stdio: int, log: int) -> int:
-        """Return the pid of a new child in a session of its own: a terminal's Ctrl-C is for the supervisor alone."""
-        if self._fork_server is not None:
+    async def _child(self, spec: ProcessSpec, environment: Mapping[str, str], log: int) -> PipedChild:
+        """Return a new child in a session of its own: a terminal's Ctrl-C is for the supervisor. Raises OSError."""
+        command, modules = self._command(spec), self._modules(spec)
+        for _ in range(2 if modules else 0):
+            server = self._server(modules, [name for name, value in spec.env.items() if not value])
             try:
-                return await self._fork_server.start(command, environment=environment, stdio=stdio, log=log)
-            except ForkFailed as error:
-                logger.warning("processes import their modules themselves", extra={"reason": str(error)})
-                await self.close()
-                self._fork_server = None
-        streams = [(os.POSIX_SPAWN_DUP2, source, target) for source, target in ((stdio, 0), (stdio, 1), (log, 2))]
-        environment = {**os.environ, **environment}
-        return os.posix_spawn(  # noqa: ASYNC221 - takes a millisecond
-            command[0], [*command], environment, file_actions=streams, setsid=True
-        )
+                # With pipes of its own: a fork of which a lost server has not told finds its stdin closed, and ends.
+                return await self._children.start(partial(server.fork, command, environment, log))
+            except ForkServerLost as error:
+                logger.warning("fork server lost", extra={"reason": str(error), "for": spec.name})
+        return await self._children.start(partial(_spawn, command, {**os.environ, **environment}, log))
+
+    def _server(self, modules: Sequence[str], without: Sequence[str]) -> ForkServer:
+        """Return the fork server, or a new one if it is lost or has imported other modules."""
+        if self._fork_server is None or self._fork_server.is_closed or self._forks != (modules, without):
+            if self._fork_server is not None:
+                self._fork_server.close()
+            with open_log(log_path(self._run_dir, "fork-server")) as log:
+                self._fork_server = ForkServer.start(
+                    modules, children=self._children, without=without, log=log.fileno()
+                )
+            self._forks = modules, without
+            self._reaping = self._reaping or asyncio.create_task(self._children.reap_strays(), name="reap strays")
+        return self._fork_server
 
 
-class _Child:
-    """A child of this process. Event loop only."""
-
-    def __init__(self, pid: int) -> None:
-        self.identity = ProcessIdentity.of(pid)
-        self._pid = pid
-        self._code: int | None = None
-
-    async def exit_code(self) -> int:
-        """Return its exit status once it is over, negative for a signal; several tasks may wait."""
-        if self.identity is not None:
-            await process_gone(self.identity)
-        if self._code is None:
-            _, status = os.waitpid(self._pid, 0)  # noqa: ASYNC222 - it is over
-            self._code = os.waitstatus_to_exitcode(status)
-            reap_strays()
-        return self._code
-
-    async def exit_code_within(self, grace_s: float) -> int:
-        """Return its exit status; kills it after a while."""
-        try:
-            async with asyncio.timeout(grace_s):
-                return await self.exit_code()
-        except TimeoutError:
-            return await self.kill()
-
-    async def kill(self) -> int:
-        """Kill it, and return its exit status."""
-        self.signal(signal.SIGKILL)
-        return await self.exit_code()
-
-    def signal(self, number: signal.Signals) -> None:
-        """Send it a signal if it is not over."""
-        if self._code is None:  # not reaped: the pid is still its own
-            os.kill(self._pid, number)
+async def _spawn(command: Sequence[str], environment: Mapping[str, str], log: int, stdin: int, stdout: int) -> int:
+    streams = [(os.POSIX_SPAWN_DUP2, source, target) for target, source in enumerate((stdin, stdout, log))]
+    return os.posix_spawn(  # noqa: ASYNC221 - takes a millisecond
+        command[0], [*command], environment, file_actions=streams, setsid=True
+    )
 
 
 class _Subprocess:
     """A RunningProcess."""
 
     def __init__(
-        self, child: _Child, ready: Ready, lines: "_Lines", silent: Callable[[], Coroutine[Any, Any, str]]
+        self, child: Child, ready: Ready, lines: "_Lines", silent: Callable[[], Coroutine[Any, Any, str]]
     ) -> None:
         self.ready = ready
         self.identity = child.identity
         self._child = child
         self._silent = silent
-        # Answers renewals of its certificate, and keeps its socket from filling up.
+        # Answers renewals of its certificate, and keeps its pipe from filling up.
         self._drain = asyncio.get_running_loop().create_task(lines.until_end())
 
     async def exited(self) -> str:
@@ -207,13 +200,8 @@ class _Subprocess:
 class _Lines:
     """Reads a process's stdout: its ready line, and certificate requests, which it answers on stdin."""
 
-    def __init__(
-        self,
-        stdout: asyncio.StreamReader,
-        stdin: asyncio.StreamWriter,
-        enrol: Callable[[EnrolmentRequest], Enrolment],
-    ) -> None:
-        self._stdout, self._stdin = stdout, stdin
+    def __init__(self, child: PipedChild, enrol: Callable[[EnrolmentRequest], Enrolment]) -> None:
+        self._stdout, self._stdin = child.stdout, child.stdin
         self._enrol = enrol
 
     async def until_ready(self) -> Ready | None:
@@ -225,7 +213,7 @@ class _Lines:
             ready = parse_ready(text)
             if ready is not None:
                 return ready
-            await self._answer(text)
+            self._answer(text)
         return None
 
     async def until_end(self) -> None:
@@ -233,7 +221,7 @@ class _Lines:
         with contextlib.closing(self._stdin):
             while text := await self._next():
                 try:
-                    await self._answer(text)
+                    self._answer(text)
                 except ValueError as error:
                     logger.error("certificate refused: %s", error)
 
@@ -245,12 +233,10 @@ class _Lines:
             except ValueError:  # the reader has dropped an overlong part
                 continue
 
-    async def _answer(self, text: str) -> None:
+    def _answer(self, text: str) -> None:
         answer = answer_to(text, self._enrol)
         if answer is not None:
-            with contextlib.suppress(ConnectionError):  # the process has just died
-                self._stdin.write(answer.encode())
-                await self._stdin.drain()
+            self._stdin.write(answer.encode())
 
 
 def _describe_exit(code: int) -> str:

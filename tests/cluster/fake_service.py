@@ -1,15 +1,20 @@
 """A process that follows the services' protocol and does nothing else: one ready line, then waits for SIGTERM.
 
-fake_service.py ADDRESS [--die-after-ready | --fail MESSAGE | --never-ready | --ignore-sigterm | --with-child]
+fake_service.py ADDRESS [--die-after-ready | --fail MESSAGE | --never-ready | --ignore-sigterm | --with-child |
+  --fail-with-child | --die-before-the-answer | --say MODULE]
 """
 
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
+from importlib import import_module
 
 from common.process import die_with_parent
+from common.tracing import SpanContext
+from common.trust.credentials import Credentials
 
 
 def main() -> int:
@@ -22,7 +27,18 @@ def main() -> int:
     if mode == "--ignore-sigterm":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if mode == "--with-child":  # which holds our streams
-        subprocess.Popen(["/bin/sleep", "600"])
+        subprocess.Popen(["/bin/sleep", "600"], start_new_session=True)
+    if mode == "--fail-with-child":  # which holds our stdin
+        subprocess.Popen(["/bin/sleep", "60"], stdout=subprocess.DEVNULL)
+        return 3
+    if mode == "--die-before-the-answer":
+        request = Credentials().request(()).to_json()
+        sys.stdout.write(f"{json.dumps({'event': 'enrol', 'request': request})}\n")
+        sys.stdout.flush()
+        select.select([sys.stdin], [], [])  # the answer is there, unread
+        os.kill(os.getpid(), signal.SIGKILL)
+    if mode == "--say":
+        sys.stderr.write(f"{import_module(sys.argv[3]).WORD} {SpanContext.root().trace_id}\n")
     if mode != "--never-ready":
         ready = {"event": "ready", "address": address, "admin_address": address, "metrics_port": 0, "pid": os.getpid()}
         sys.stdout.write(f"not the ready line\n{json.dumps(ready)}\n")

@@ -1,6 +1,6 @@
 """A supervisor whose fork server forks fake services: python -m tests.cluster.forking_supervisor RUN_DIR SCENARIO.
 
-Prints what a scenario returns as JSON. A fork server needs a process without other threads, which a test is not.
+Prints what a scenario returns as JSON. A process of its own, since it becomes the parent of every orphan below it.
 """
 
 import asyncio
@@ -9,19 +9,26 @@ import os
 import signal
 import sys
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from cluster.processes.fork_server import ForkedService, ForkServer, start_fork_server
+from cluster.processes import child
 from cluster.processes.launch_local import LocalLauncher
 from cluster.processes.launcher import StartFailed
 from cluster.processes.plan import ProcessSpec
+from cluster.processes.run_dir import log_path
 from tests.cluster.support import make_spec
 from tests.trust import AUTHORITY
 
-_MODES = {"decode-1": ["--with-child"], "decode-2": ["--fail", "port is taken"], "decode-3": ["--never-ready"]}
+_MODES = {
+    "decode-1": ["--with-child"],
+    "decode-2": ["--fail", "port is taken"],
+    "decode-3": ["--never-ready"],
+    "decode-4": ["--say", "spoken"],
+}
 
 
 def command_of(spec: ProcessSpec) -> Sequence[str]:
@@ -64,34 +71,70 @@ async def failure(launcher: LocalLauncher) -> str:
     return ""
 
 
-async def lost_server(launcher: LocalLauncher) -> list[str]:
-    """Kill the fork server below a service, which lives on, and start another."""
+def servers() -> list[psutil.Process]:
+    """Return the fork servers among our children."""
+    return [each for each in psutil.Process().children() if "cluster.processes.fork_server" in each.cmdline()]
+
+
+async def lost_server(launcher: LocalLauncher) -> list[object]:
+    """Kill the fork server below a service, which lives on, and start another service."""
     first = await launcher.start(make_spec("decode-0"))
-    (server,) = (child for child in psutil.Process().children() if child.pid != first.ready.pid)
+    (server,) = servers()
     server.kill()
-    second = await launcher.start(make_spec("decode-4"))
-    told = [second.ready.address, psutil.Process(first.ready.pid).status()]
+    second = await launcher.start(make_spec("decode-5"))
+    told = [second.ready.address, psutil.Process(first.ready.pid).status(), servers() not in ([], [server])]
     for process in (first, second):
         await process.stop(10)
     return told
 
 
-async def strays(launcher: LocalLauncher) -> list[bool]:
-    """Kill a service with a child, then that child, and another service: nothing may stay a zombie."""
+async def stopped_server(launcher: LocalLauncher) -> str:
+    """Stop the fork server, and start a service."""
+    await (await launcher.start(make_spec("decode-0"))).stop(10)
+    (server,) = servers()
+    server.suspend()
+    process = await launcher.start(make_spec("decode-5"))
+    await process.stop(10)
+    return process.ready.address
+
+
+async def changed_module(launcher: LocalLauncher) -> str:
+    """Start a service that says a word of its module, twice, then change the module and start it again."""
+    path = Path(sys.argv[1]) / "spoken.py"
+    for _ in range(2):
+        await (await launcher.start(make_spec("decode-4"))).stop(10)
+    path.write_text(path.read_text().replace("old", "new"))
+    os.utime(path, (0, 0))  # whatever the resolution of the clock
+    await (await launcher.start(make_spec("decode-4"))).stop(10)
+    return log_path(Path(sys.argv[1]), "decode-4").read_text()
+
+
+async def secrets(launcher: LocalLauncher) -> list[str]:
+    """Return what a variable that is only for routers holds here, in the fork server, and in a service."""
+    process = await launcher.start(replace(make_spec("decode-0"), env={"ROUTERS_SECRET": ""}))
+    (server,) = servers()
+    told = [psutil.Process(pid).environ().get("ROUTERS_SECRET", "") for pid in (server.pid, process.ready.pid)]
+    await process.stop(10)
+    return [os.environ["ROUTERS_SECRET"], *told]
+
+
+async def strays(launcher: LocalLauncher) -> bool:
+    """Kill a service with a child, then that child, and return whether it was ours at last; it is reaped."""
     process = await launcher.start(make_spec("decode-1"))
-    (child,) = psutil.Process(process.ready.pid).children()
+    (orphan,) = psutil.Process(process.ready.pid).children()
     os.kill(process.ready.pid, signal.SIGKILL)
     await process.exited()
-    was_inherited = child.ppid() == os.getpid()
-    child.kill()
-    while child.status() != psutil.STATUS_ZOMBIE:  # noqa: ASYNC110 - there is no event
-        await asyncio.sleep(0.005)
-    await kill(launcher)
-    return [was_inherited, child.is_running()]
+    was_inherited = orphan.ppid() == os.getpid()
+    orphan.kill()
+    async with asyncio.timeout(30):
+        while orphan.is_running():  # noqa: ASYNC110 - there is no event
+            await asyncio.sleep(0.01)
+    return was_inherited
 
 
 async def cancelled(launcher: LocalLauncher) -> int:
     """Cancel starts at different moments; return how many children are left, the fork server included."""
+    await kill(launcher)
     for pauses in range(12):
         start = asyncio.create_task(launcher.start(make_spec("decode-3")))
         for _ in range(pauses):
@@ -99,6 +142,9 @@ async def cancelled(launcher: LocalLauncher) -> int:
         await asyncio.sleep(0.001 * (pauses % 4))
         start.cancel()
         await asyncio.wait([start])
+    async with asyncio.timeout(30):
+        while len(psutil.Process().children()) > 1:  # noqa: ASYNC110 - there is no event
+            await asyncio.sleep(0.01)
     return len(psutil.Process().children())
 
 
@@ -109,13 +155,12 @@ async def endless(launcher: LocalLauncher) -> None:
     await asyncio.Event().wait()
 
 
-_SCENARIOS: dict[str, Callable[[LocalLauncher], Awaitable[object]]] = {
-    each.__name__: each for each in (life, kill, failure, lost_server, strays, cancelled, endless)
-}
+_ALL = (life, kill, failure, lost_server, stopped_server, changed_module, secrets, strays, cancelled, endless)
+_SCENARIOS: dict[str, Callable[[LocalLauncher], Awaitable[object]]] = {each.__name__: each for each in _ALL}
 
 
-async def run(folder: Path, name: str, fork_server: ForkServer | None) -> object:
-    launcher = LocalLauncher(command=command_of, run_dir=folder, authority=AUTHORITY, fork_server=fork_server)
+async def run(folder: Path, name: str) -> object:
+    launcher = LocalLauncher(command=command_of, run_dir=folder, authority=AUTHORITY, modules=lambda _spec: ("spoken",))
     try:
         return await _SCENARIOS[name](launcher)
     finally:
@@ -123,12 +168,10 @@ async def run(folder: Path, name: str, fork_server: ForkServer | None) -> object
 
 
 def main() -> None:
-    forked = start_fork_server(["common.process"])
-    if isinstance(forked, ForkedService):
-        return forked.run()
-    told = asyncio.run(run(Path(sys.argv[1]), sys.argv[2], forked))
+    child.LOOK_S = 0.05
+    os.environ["ROUTERS_SECRET"] = "hush-hush"
+    told = asyncio.run(run(Path(sys.argv[1]), sys.argv[2]))
     print(json.dumps({"told": told, "left": len(psutil.Process().children())}))  # noqa: T201
-    return None
 
 
 if __name__ == "__main__":

@@ -53,6 +53,23 @@ async def test_failed_start_reports_exit_code_and_log_tail(tmp_path: Path) -> No
     assert str(failure.value) == "decode-0: exited with code 3 before it was ready\nhello from the log\nport is taken"
 
 
+async def test_end_before_the_certificate_was_read_is_a_failed_start(tmp_path: Path) -> None:
+    with pytest.raises(StartFailed, match="killed by SIGKILL before it was ready"):
+        await make_launcher(tmp_path, decode_0=["--die-before-the-answer"]).start(make_spec("decode-0"))
+
+
+async def test_failed_start_is_told_at_once_although_a_child_holds_stdin(tmp_path: Path) -> None:
+    async with asyncio.timeout(40):
+        with pytest.raises(StartFailed, match="exited with code 3"):
+            await make_launcher(tmp_path, decode_0=["--fail-with-child"]).start(make_spec("decode-0"))
+
+
+async def test_start_that_the_system_refuses_says_so(tmp_path: Path) -> None:
+    launcher = LocalLauncher(command=lambda _spec: ["/no/such/python"], run_dir=tmp_path, authority=AUTHORITY)
+    with pytest.raises(StartFailed, match=r"decode-0: cannot start a process: .*No such file"):
+        await launcher.start(make_spec("decode-0"))
+
+
 async def test_start_cancelled_leaves_no_process(tmp_path: Path) -> None:
     launcher, before = make_launcher(tmp_path, decode_0=["--never-ready"]), set(psutil.Process().children())
     task = asyncio.create_task(launcher.start(make_spec("decode-0")))

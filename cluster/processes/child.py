@@ -1,0 +1,134 @@
+"""Children of this process: pipes to their standard streams, waiting, and reaping. Event loop only."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Awaitable, Callable
+from contextlib import ExitStack, suppress
+
+import psutil
+
+from common.process import ProcessIdentity
+
+_POLL_S = 0.005
+LOOK_S = 5.0
+"""Time between looks for strays; one that is dead at two looks in a row is reaped."""
+
+Begin = Callable[[int, int], Awaitable[int]]
+"""Starts a process with these descriptors as its stdin and stdout; returns its pid. The caller closes them."""
+
+
+class Child:
+    """A child of this process, which nothing else reaps."""
+
+    def __init__(self, pid: int, owned: set[int]) -> None:
+        """`owned` holds its pid until it is reaped."""
+        self.pid = pid
+        self.identity = ProcessIdentity.of(pid)
+        self._owned = owned
+        self._code: int | None = None
+        owned.add(pid)
+
+    async def exit_code(self) -> int:
+        """Return its exit status once it is over, negative for a signal; several tasks may wait."""
+        if self._code is None:
+            await _until_exited(self.pid)
+        while self._code is None:
+            # The kernel may need a while to end the last of its threads.
+            pid, status = os.waitpid(self.pid, os.WNOHANG)  # noqa: ASYNC222 - returns at once
+            if pid:
+                self._code = os.waitstatus_to_exitcode(status)
+                self._owned.discard(pid)
+            else:
+                await asyncio.sleep(_POLL_S)
+        return self._code
+
+    async def exit_code_within(self, grace_s: float) -> int:
+        """Return its exit status; kills it after a while."""
+        try:
+            async with asyncio.timeout(grace_s):
+                return await self.exit_code()
+        except TimeoutError:
+            return await self.kill()
+
+    async def kill(self) -> int:
+        """Kill it, and return its exit status."""
+        self.signal(signal.SIGKILL)
+        return await self.exit_code()
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send it a signal if it is not over."""
+        if self._code is None:  # not reaped: the pid is still its own
+            os.kill(self.pid, number)
+
+
+class PipedChild(Child):
+    """A child with pipes to its stdin and from its stdout."""
+
+    def __init__(self, pid: int, owned: set[int], stdin: asyncio.WriteTransport, stdout: asyncio.StreamReader) -> None:
+        super().__init__(pid, owned)
+        self.stdin, self.stdout = stdin, stdout
+
+
+class Children:
+    """Starts children, and reaps what they leave where this process is the subreaper of their descendants."""
+
+    def __init__(self) -> None:
+        self._owned: set[int] = set()
+
+    def add(self, pid: int) -> Child:
+        """Return a process that was started as a child."""
+        return Child(pid, self._owned)
+
+    async def start(self, begin: Begin) -> PipedChild:
+        """Return a process that `begin` starts, with pipes. Raises what that raises."""
+        loop, stdout = asyncio.get_running_loop(), asyncio.StreamReader()
+        with ExitStack() as given, ExitStack() as own:
+            its_stdin, writing = os.pipe()
+            given.callback(os.close, its_stdin)
+            to_it, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, os.fdopen(writing, "wb", 0))
+            own.callback(to_it.close)
+            reading, its_stdout = os.pipe()
+            given.callback(os.close, its_stdout)
+            from_it, _ = await loop.connect_read_pipe(
+                lambda: asyncio.StreamReaderProtocol(stdout), os.fdopen(reading, "rb", 0)
+            )
+            own.callback(from_it.close)
+            pid = await begin(its_stdin, its_stdout)
+            own.pop_all()
+            return PipedChild(pid, self._owned, to_it, stdout)
+
+    async def reap_strays(self) -> None:
+        """Reap dead children that nothing here started, until cancelled: those of services that have ended."""
+        dead: set[int] = set()
+        while True:
+            await asyncio.sleep(LOOK_S)
+            found = {pid for pid in _dead_children() if pid not in self._owned}
+            for pid in found & dead:
+                with suppress(ChildProcessError):
+                    os.waitpid(pid, os.WNOHANG)  # noqa: ASYNC222 - returns at once
+            dead = found - dead
+
+
+def _dead_children() -> list[int]:
+    found = []
+    with suppress(psutil.Error, OSError):
+        for child in psutil.Process().children():
+            with suppress(psutil.Error):
+                if child.status() == psutil.STATUS_ZOMBIE:
+                    found.append(child.pid)
+    return found
+
+
+async def _until_exited(pid: int) -> None:
+    """Return when a child has exited, at once where the kernel has pidfds; it is not reaped, so the pid is its own."""
+    if not hasattr(os, "pidfd_open"):
+        return
+    fd = os.pidfd_open(pid)
+    loop, exited = asyncio.get_running_loop(), asyncio.Event()
+    try:
+        loop.add_reader(fd, exited.set)
+        await exited.wait()
+    finally:
+        loop.remove_reader(fd)
+        os.close(fd)
