@@ -102,7 +102,7 @@ GUARDS = (
     _guard(
         "few tokens clear no suspect",
         "router/crash_budget.py",
-        "NUM_CLEARING_TOKENS = 8\n",
+        "NUM_CLEARING_TOKENS = 32\n",
         "NUM_CLEARING_TOKENS = 1\n",
     ),
     _guard(

@@ -29,9 +29,9 @@ REFUSED_FOR_S = 600.0
 """How long a refused request is refused when its tenant sends it again: clients retry."""
 MAX_REFUSED = 1024
 
-NUM_CLEARING_TOKENS = 8
+NUM_CLEARING_TOKENS = 32
 """New tokens that clear a request of its losses. A worker may die of a token before it has sent the last ones, and the
-next worker generates these again before it dies of the same token: so few prove nothing."""
+next worker generates these again before it dies of the same token: what it generates in a second proves nothing."""
 
 
 class FailedAttempt(NamedTuple):
@@ -69,8 +69,8 @@ class Losses:
     def count(self, ended: Mapping[Life, float]) -> int:
         """Return how many losses the lives in `ended` make up: at most one for an attempt, one for a life.
 
-        `ended`: when each of them was last ready. One that was ready again after an attempt had failed has ended for
-        another reason. This is the size of a maximum matching of attempts and lives (augmenting paths).
+        `ended`: when each of them was last ready. One that was ready after an attempt had failed has ended for another
+        reason. This is the size of a maximum matching of attempts and lives (augmenting paths).
         """
         claimed: dict[Life, FailedAttempt] = {}
         """Attempt that each life accounts for."""

@@ -33,6 +33,9 @@ from router.worker_client import WorkerClient
 
 logger = logging.getLogger(__name__)
 
+LOSS_SKEW_S = 0.1
+"""Longest time between the first call that a worker's end fails and the notice of it here."""
+
 
 class Fleet:
     """The router's view of all workers. Event loop only. Close with `aclose`."""
@@ -233,7 +236,7 @@ class Fleet:
             logger.info("worker ready", extra={"worker_id": worker_id, "address": member.endpoint.address})
             self._enter(member, WorkerState.READY, "")
             if member.life is not None:
-                self.lives.note_ready(member.life)
+                self.lives.note_ready(member.life, now_s)
             self.timing.complete([member])
             accepted = [m.facts for m in self._members.values() if m.facts is not None and m.is_accepted]
             self.model = summarize(accepted).with_pools_of(self.model)
@@ -267,6 +270,9 @@ class Fleet:
 
     def _enter(self, member: Member, state: WorkerState, why: str) -> None:
         """Change the state of a member; the only way to do so, because the roster depends on it."""
+        if member.state is WorkerState.READY and state is not WorkerState.READY and member.life is not None:
+            now_s = self._clock.monotonic()
+            self.lives.note_ready(member.life, member.reported_s if member.is_silent else now_s - LOSS_SKEW_S)
         member.state, member.why = state, why
         self._roster = None
 

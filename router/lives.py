@@ -67,7 +67,7 @@ class LifeTracker:
         self._until_changed = until_changed
         self._clock = clock
         self._seen_s: OrderedDict[Life, float] = OrderedDict()
-        """When each life last became ready."""
+        """When each life was last known to be ready."""
         self._departed: OrderedDict[Life, None] = OrderedDict()
         """Lives that were ready when their worker left."""
 
@@ -76,16 +76,16 @@ class LifeTracker:
         member = self._members.get(worker_id)
         return None if member is None else member.life
 
-    def note_ready(self, life: Life) -> None:
-        """Note that a life has answered: no failure before this moment has ended it."""
-        _remember(self._seen_s, life, self._clock.monotonic())
+    def note_ready(self, life: Life, at_s: float) -> None:
+        """Note that a life was ready at a time: no failure before it has ended it."""
+        _remember(self._seen_s, life, max(at_s, self._seen_s.get(life, 0.0)))
 
     def note_departure(self, life: Life) -> None:
         """Note that a worker leaves the membership while it is ready: this does not count as an end."""
         _remember(self._departed, life, None)
 
     async def find_ended(self, lives: Collection[Life]) -> dict[Life, float]:
-        """Return those of these lives that are over, or lost, and when each last became ready.
+        """Return those of these lives that are over, or lost, and when each was last ready.
 
         The answer comes once every worker concerned has answered or its time is up. A worker that fell silent counts
         only when a new life has begun: it may be stopped or cut off, and that is not the fault of a request. One that

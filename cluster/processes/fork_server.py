@@ -42,12 +42,14 @@ class ForkServerLost(Exception):
 class ForkServer:
     """The supervisor's end. Event loop only."""
 
-    def __init__(self, child: Child, sock: socket.socket) -> None:
+    def __init__(self, child: Child, sock: socket.socket, children: Children) -> None:
         sock.settimeout(0)
-        self._child, self._sock = child, sock
+        self._child, self._sock, self._children = child, sock, children
         self._asking = asyncio.Lock()
-        self._imported = asyncio.ensure_future(self._answer(_IMPORT_S))
-        self._ending: asyncio.Future[int] | None = None
+        self._ending: asyncio.Future[None] | None = None
+        self._killing: set[asyncio.Future[int]] = set()
+        self._last = self._expect(_IMPORT_S)
+        """The answer to the last order; at first the news that the modules are imported."""
 
     @classmethod
     def start(cls, modules: Sequence[str], *, children: Children, without: Sequence[str], log: int) -> "ForkServer":
@@ -59,7 +61,7 @@ class ForkServer:
             streams = [(os.POSIX_SPAWN_DUP2, its.fileno(), 0), *((os.POSIX_SPAWN_DUP2, log, fd) for fd in (1, 2))]
             command = [sys.executable, "-P", "-m", "cluster.processes.fork_server", *modules]
             pid = os.posix_spawn(command[0], command, environment, file_actions=streams, setsid=True)
-        return cls(children.add(pid), ours)
+        return cls(children.add(pid), ours, children)
 
     @property
     def is_closed(self) -> bool:
@@ -72,24 +74,32 @@ class ForkServer:
         """Return the pid of a new child of this process that runs a `python -P -m` command in a session of its own.
 
         `environment` is added to the server's; the others are descriptors of its standard streams. Raises
-        ForkServerLost, or OSError when there is no room for another process.
+        ForkServerLost, or OSError when there is no room for another process. A cancelled call leaves no process.
         """
         order = json.dumps({"command": list(command), "environment": dict(environment)}).encode()
         async with self._asking:
-            await asyncio.shield(self._imported)
+            await asyncio.shield(self._last)
             if self.is_closed:
                 raise ForkServerLost("it was closed")
             try:
                 socket.send_fds(self._sock, [order], [stdin, stdout, log])
-                answer = await self._answer(_ANSWER_S)
-            except BaseException as error:  # an answer may be on its way, to nobody
+            except OSError as error:
                 self.close()
-                if isinstance(error, OSError):
-                    raise ForkServerLost(str(error)) from error
+                raise ForkServerLost(str(error)) from error
+            self._last = self._expect(_ANSWER_S)
+            try:
+                answer = await asyncio.shield(self._last)
+            except asyncio.CancelledError:
+                self._last.add_done_callback(self._discard)
                 raise
         if "errno" in answer:
             raise OSError(answer["errno"], os.strerror(answer["errno"]))
         return answer["pid"]
+
+    def _expect(self, limit_s: float) -> "asyncio.Future[dict[str, int]]":
+        expected = asyncio.ensure_future(self._answer(limit_s))
+        expected.add_done_callback(lambda done: done.cancelled() or done.exception())  # somebody has looked at it
+        return expected
 
     async def _answer(self, limit_s: float) -> dict[str, int]:
         try:
@@ -98,25 +108,37 @@ class ForkServer:
         except TimeoutError:
             self.close()
             raise ForkServerLost(f"no answer within {limit_s:g} s") from None
+        except OSError as error:
+            self.close()
+            raise ForkServerLost(str(error)) from error
         if not text:
             self.close()
             raise ForkServerLost("it has ended")
         answer: dict[str, int] = json.loads(text)
         return answer
 
+    def _discard(self, answered: "asyncio.Future[dict[str, int]]") -> None:
+        """Kill a fork whose order was cancelled."""
+        if not answered.cancelled() and answered.exception() is None and "pid" in answered.result():
+            killing = asyncio.ensure_future(self._children.add(answered.result()["pid"]).kill())
+            self._killing.add(killing)
+            killing.add_done_callback(self._killing.discard)
+
     def close(self) -> None:
         """Kill the server; its forks go on. Harmless when repeated."""
         if self._ending is None:
-            self._imported.cancel()
-            self._sock.close()
-            self._ending = asyncio.ensure_future(self._child.kill())
+            self._ending = asyncio.ensure_future(self._end())
+
+    async def _end(self) -> None:
+        await self._child.kill()
+        await asyncio.gather(self._last, *self._killing, return_exceptions=True)  # its end of the socket is closed
+        self._sock.close()
 
     async def aclose(self) -> None:
         """Kill it, and return when it is gone."""
         self.close()
         assert self._ending is not None
         await self._ending
-        await asyncio.wait([self._imported])
 
 
 def can_fork() -> bool:

@@ -94,7 +94,7 @@ class RouterConfig(Section):
     max_attempts: Annotated[int, Field(ge=1), Need.ROUTERS] = 6
     """Plans per request, the first one included."""
     max_lost_workers: Annotated[int, Field(ge=2), Need.ROUTERS] = 3
-    """Workers that may be lost, one after the other, while they compute a request with fewer than eight new tokens in
+    """Workers that may be lost, one after the other, while they compute a request with fewer than 32 new tokens in
     between; then it is refused, since it may be what crashes them. One more is granted when the last has never
     answered: it may have been dead before. Before the last one the request is quarantined: no other such request runs
     beside it."""

@@ -142,6 +142,7 @@ async def cancelled(launcher: LocalLauncher) -> int:
         await asyncio.sleep(0.001 * (pauses % 4))
         start.cancel()
         await asyncio.wait([start])
+    await kill(launcher)  # by then every cancelled fork is there
     async with asyncio.timeout(30):
         while len(psutil.Process().children()) > 1:  # noqa: ASYNC110 - there is no event
             await asyncio.sleep(0.01)

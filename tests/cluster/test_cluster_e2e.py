@@ -107,6 +107,7 @@ def kill_every_process(info: ClusterInfo, run_dir: Path) -> None:
     assert answer(info.address) == first
     assert is_healthy(info.http_address)
     logs = {path.name: path.stat().st_size for path in (run_dir / "logs").glob("*.log")}
+    assert logs.pop("fork-server.log", 0) == 0
     assert set(logs) == {"supervisor.log", "router-0.log", "prefill-0.log", "decode-0.log"}
     assert all(size > 0 for size in logs.values())
 

@@ -142,6 +142,20 @@ async def test_life_that_ended_was_last_ready_when_it_answered_after_a_failure()
         assert (await fleet.lives.find_ended([life]))[life] > before_s
 
 
+async def test_life_that_ended_was_ready_until_just_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So a request that failed on another worker of its plan, while this one served, does not count its end."""
+    monkeypatch.setattr("router.fleet.LOSS_SKEW_S", 0.0)
+    worker, other = FakeWorker("d0", DECODE), FakeWorker("d1", DECODE)
+    async with running_cluster(worker, other) as cluster:
+        lives = cluster.router.fleet.lives
+        life = lives.of(WorkerId("d0"))
+        assert life is not None
+        dies_s = time.monotonic()
+        await worker.die()
+        await cluster.until_state("d0", "lost")
+        assert (await lives.find_ended([life]))[life] >= dies_s
+
+
 def test_worker_with_absurd_blocks_is_refused_before_its_hashes_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     probed: list[int] = []
     monkeypatch.setattr("router.facts.hash_probe", lambda _root, block_size: probed.append(block_size))
