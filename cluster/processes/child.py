@@ -121,10 +121,13 @@ def _dead_children() -> list[int]:
 
 
 async def _until_exited(pid: int) -> None:
-    """Return when a child has exited, at once where the kernel has pidfds; it is not reaped, so the pid is its own."""
+    """Return when a child has exited, or at once without pidfds; it is not reaped, so the pid is its own."""
     if not hasattr(os, "pidfd_open"):
         return
-    fd = os.pidfd_open(pid)
+    try:
+        fd = os.pidfd_open(pid)
+    except OSError:  # an old kernel, a sandbox, or no descriptor is left
+        return
     loop, exited = asyncio.get_running_loop(), asyncio.Event()
     try:
         loop.add_reader(fd, exited.set)

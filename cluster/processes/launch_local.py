@@ -17,7 +17,7 @@ from cluster.processes.launcher import RunningProcess, StartFailed, identity_rol
 from cluster.processes.liveness import forever, service_gone, until_over
 from cluster.processes.plan import ProcessRole, ProcessSpec
 from cluster.processes.run_dir import config_file_of, log_path, log_tail
-from common.config import load_config
+from common.config import ConfigError, load_config
 from common.log import LOG_PATH_ENV, open_log
 from common.process import EXIT_HUNG, PARENT_PID_ENV, Ready, parse_ready
 from common.trust.authority import Authority
@@ -90,6 +90,7 @@ class LocalLauncher:
         self._children = Children()
         self._reaping: asyncio.Task[None] | None = None
         self._fork_server: ForkServer | None = None
+        self._is_closed = False
         self._forks: tuple[Sequence[str], Sequence[str]] = (), ()
         """Modules of the fork server, and the variables that are empty for it."""
 
@@ -102,6 +103,7 @@ class LocalLauncher:
 
     async def close(self) -> None:
         """End the fork server."""
+        self._is_closed = True
         if self._fork_server is not None:
             await self._fork_server.aclose()
         if self._reaping is not None:
@@ -116,22 +118,21 @@ class LocalLauncher:
                 offset = log.tell()
                 environment = {**spec.env, PARENT_PID_ENV: str(os.getpid()), LOG_PATH_ENV: str(path)}
                 child = await self._child(spec, environment, log.fileno())
-        except OSError as error:
+        except (OSError, ConfigError) as error:
             raise StartFailed(f"{spec.name}: cannot start a process: {error}") from error
         lines = _Lines(child, partial(self._authority.enrol, role=identity_role(spec.role), name=spec.name))
         try:
             ready = await lines.until_ready()
+            if ready is None:
+                code = await child.exit_code_within(_EXIT_GRACE_S)  # its stdout is closed: it is about to exit
+                reason = f"{spec.name}: {_describe_exit(code)} before it was ready"
+                raise StartFailed(f"{reason}\n{log_tail(path, offset=offset)}".rstrip())
         except BaseException as error:
             child.stdin.close()
             await child.kill()
             if isinstance(error, ValueError):
                 raise StartFailed(f"{spec.name}: {error}") from error
             raise
-        if ready is None:
-            child.stdin.close()
-            code = await child.exit_code_within(_EXIT_GRACE_S)  # its stdout is closed: it is about to exit
-            reason = f"{spec.name}: {_describe_exit(code)} before it was ready"
-            raise StartFailed(f"{reason}\n{log_tail(path, offset=offset)}".rstrip())
         silent = forever
         if self._credentials is not None:
             connect = connect_to(identity_role(spec.role), self._credentials)
@@ -142,6 +143,8 @@ class LocalLauncher:
         """Return a new child in a session of its own: a terminal's Ctrl-C is for the supervisor. Raises OSError."""
         command, modules = self._command(spec), self._modules(spec)
         for _ in range(2 if modules else 0):
+            if self._is_closed:
+                raise StartFailed(f"{spec.name}: the launcher is closed")
             server = self._server(modules, [name for name, value in spec.env.items() if not value])
             try:
                 # With pipes of its own: a fork of which a lost server has not told finds its stdin closed, and ends.
