@@ -12,7 +12,7 @@ from common.process import ProcessIdentity
 
 _POLL_S = 0.005
 LOOK_S = 5.0
-"""Time between looks for strays; one that is dead at two looks in a row is reaped."""
+"""Time between looks for dead children that nothing waits for; one that is dead at two looks in a row is reaped."""
 
 Begin = Callable[[int, int], Awaitable[int]]
 """Starts a process with these descriptors as its stdin and stdout; returns its pid. The caller closes them."""
@@ -21,26 +21,29 @@ Begin = Callable[[int, int], Awaitable[int]]
 class Child:
     """A child of this process, which nothing else reaps."""
 
-    def __init__(self, pid: int, owned: set[int]) -> None:
-        """`owned` holds its pid until it is reaped."""
+    def __init__(self, pid: int, owned: "dict[int, Child]") -> None:
+        """`owned` has it by its pid until it is reaped."""
         self.pid = pid
         self.identity = ProcessIdentity.of(pid)
         self._owned = owned
         self._code: int | None = None
-        owned.add(pid)
+        owned[pid] = self
 
     async def exit_code(self) -> int:
         """Return its exit status once it is over, negative for a signal; several tasks may wait."""
         if self._code is None:
             await _until_exited(self.pid)
-        while self._code is None:
-            # The kernel may need a while to end the last of its threads.
-            pid, status = os.waitpid(self.pid, os.WNOHANG)  # noqa: ASYNC222 - returns at once
+        while (code := self.reap()) is None:  # noqa: ASYNC110 - the kernel may need a while to end its last thread
+            await asyncio.sleep(_POLL_S)
+        return code
+
+    def reap(self) -> int | None:
+        """Return its exit status; None while it is not over."""
+        if self._code is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:
                 self._code = os.waitstatus_to_exitcode(status)
-                self._owned.discard(pid)
-            else:
-                await asyncio.sleep(_POLL_S)
+                del self._owned[pid]
         return self._code
 
     async def exit_code_within(self, grace_s: float) -> int:
@@ -65,7 +68,9 @@ class Child:
 class PipedChild(Child):
     """A child with pipes to its stdin and from its stdout."""
 
-    def __init__(self, pid: int, owned: set[int], stdin: asyncio.WriteTransport, stdout: asyncio.StreamReader) -> None:
+    def __init__(
+        self, pid: int, owned: dict[int, Child], stdin: asyncio.WriteTransport, stdout: asyncio.StreamReader
+    ) -> None:
         super().__init__(pid, owned)
         self.stdin, self.stdout = stdin, stdout
 
@@ -74,7 +79,7 @@ class Children:
     """Starts children, and reaps what they leave where this process is the subreaper of their descendants."""
 
     def __init__(self) -> None:
-        self._owned: set[int] = set()
+        self._owned: dict[int, Child] = {}
 
     def add(self, pid: int) -> Child:
         """Return a process that was started as a child."""
@@ -99,15 +104,22 @@ class Children:
             return PipedChild(pid, self._owned, to_it, stdout)
 
     async def reap_strays(self) -> None:
-        """Reap dead children that nothing here started, until cancelled: those of services that have ended."""
+        """Reap dead children that nothing waits for, until cancelled: those of services that have ended, and others."""
         dead: set[int] = set()
         while True:
             await asyncio.sleep(LOOK_S)
-            found = {pid for pid in _dead_children() if pid not in self._owned}
+            found = set(_dead_children())
             for pid in found & dead:
-                with suppress(ChildProcessError):
-                    os.waitpid(pid, os.WNOHANG)  # noqa: ASYNC222 - returns at once
+                self._reap(pid)
             dead = found - dead
+
+    def _reap(self, pid: int) -> None:
+        child = self._owned.get(pid)
+        with suppress(ChildProcessError):
+            if child is None:
+                os.waitpid(pid, os.WNOHANG)
+            else:
+                child.reap()
 
 
 def _dead_children() -> list[int]:

@@ -95,7 +95,8 @@ class LocalLauncher:
         """Modules of the fork server, and the variables that are empty for it."""
 
     async def open(self) -> None:
-        """Nothing is shared: a fork server starts when it is needed."""
+        """Begin to reap dead children that nothing waits for. A fork server starts when it is needed."""
+        self._reaping = asyncio.create_task(self._children.reap_strays(), name="reap strays")
 
     def found(self) -> frozenset[str]:
         """Return no names: subprocesses die with their supervisor."""
@@ -163,7 +164,6 @@ class LocalLauncher:
                     modules, children=self._children, without=without, log=log.fileno()
                 )
             self._forks = modules, without
-            self._reaping = self._reaping or asyncio.create_task(self._children.reap_strays(), name="reap strays")
         return self._fork_server
 
 

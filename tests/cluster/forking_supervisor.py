@@ -162,6 +162,7 @@ _SCENARIOS: dict[str, Callable[[LocalLauncher], Awaitable[object]]] = {each.__na
 
 async def run(folder: Path, name: str) -> object:
     launcher = LocalLauncher(command=command_of, run_dir=folder, authority=AUTHORITY, modules=lambda _spec: ("spoken",))
+    await launcher.open()
     try:
         return await _SCENARIOS[name](launcher)
     finally:
