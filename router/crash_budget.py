@@ -49,10 +49,11 @@ class Losses:
     attempts: list[FailedAttempt] = field(default_factory=list)
     is_quarantined: bool = False
     _num_tokens: int = 0
-    """Tokens that the request had at the first of the losses."""
+    """Tokens that each unfinished sample had, at least, at the first of the losses: a sample that crashes its workers
+    has no new ones, whatever the others have."""
 
     def note(self, lives: Iterable[Life], *, num_tokens: int, now_s: float) -> None:
-        """Add lives whose call failed when the request had `num_tokens` tokens; enough new ones clear the others."""
+        """Add lives whose call failed when every sample had `num_tokens` tokens; enough new ones clear the others."""
         if not self.attempts:
             self._num_tokens = num_tokens
         elif num_tokens - self._num_tokens >= NUM_CLEARING_TOKENS:

@@ -197,9 +197,10 @@ class Fleet:
                 logger.error("worker refused: %s", why, extra={"worker_id": member.endpoint.worker_id})
             self._leave(member, WorkerState.REFUSED, why)
             return False
+        was_ready = member.state is WorkerState.READY
         if member.facts is not None and member.facts.epoch != facts.epoch:
             self._index.drop(member.endpoint.worker_id)
-        was_ready = member.state is WorkerState.READY
+            self._note_last_ready(member)
         with self._logging_drain(member):
             member.begin_life(facts)
         # After a gap in the updates, the last report stands until the new subscription brings the next one.
@@ -270,11 +271,16 @@ class Fleet:
 
     def _enter(self, member: Member, state: WorkerState, why: str) -> None:
         """Change the state of a member; the only way to do so, because the roster depends on it."""
-        if member.state is WorkerState.READY and state is not WorkerState.READY and member.life is not None:
-            now_s = self._clock.monotonic()
-            self.lives.note_ready(member.life, member.reported_s if member.is_silent else now_s - LOSS_SKEW_S)
+        if state is not WorkerState.READY:
+            self._note_last_ready(member)
         member.state, member.why = state, why
         self._roster = None
+
+    def _note_last_ready(self, member: Member) -> None:
+        """Note until when the life of a worker that ceases to be ready has been so."""
+        if member.state is WorkerState.READY and member.life is not None:
+            now_s = self._clock.monotonic()
+            self.lives.note_ready(member.life, member.reported_s if member.is_silent else now_s - LOSS_SKEW_S)
 
     def suspect(self, hold: Hold, why: str) -> None:
         """After a failed call, take the worker out of use until it describes itself again; other calls go on."""

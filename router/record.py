@@ -196,9 +196,11 @@ class RunningRequest:
 
     @property
     def num_steps_done(self) -> int:
-        """Tokens that a new attempt need not compute: those delivered, and those of a beam known so far."""
+        """Steps that no sample repeats in a new attempt: the tokens of the shortest unfinished one, or of a beam."""
         beam = self.beams.live[0].tokens if self.beams is not None else b""
-        return self.ledger.num_tokens + len(beam) // TOKEN_BYTES
+        lengths = self.ledger.lengths
+        shortest = min((lengths[index] for index in self.ledger.unfinished(range(len(lengths)))), default=0)
+        return shortest + len(beam) // TOKEN_BYTES
 
     @property
     def service(self) -> Service:

@@ -8,6 +8,7 @@ import pytest
 from common.errors import CrashSuspected
 from common.ids import Epoch, WorkerId
 from common.lifecycle import LifeCycle
+from common.tokens import as_tokens
 from router.crash_budget import NUM_CLEARING_TOKENS, CrashBudget, Losses
 from router.lives import Life
 from router.record import RunningRequest
@@ -108,6 +109,16 @@ async def is_refused(*, samples: range, in_quarantine: bool, has_answered: bool 
         return True
     assert record.losses.is_quarantined
     return False
+
+
+def test_tokens_of_its_other_samples_clear_no_request() -> None:
+    clock, job = ManualClock(), make_job(n=3)
+    record = RunningRequest(job=job, life=LifeCycle(job.request_id, clock), clock=clock, deadline_s=60.0)
+    for sample in (0, 1):
+        record.ledger.resume(sample, as_tokens(range(40 + sample)))
+    assert record.num_steps_done == 0, "the third may crash its workers"
+    record.ledger.finish(2)
+    assert record.num_steps_done == 40
 
 
 async def test_samples_that_run_apart_are_not_refused_for_a_loss_outside_of_quarantine() -> None:
