@@ -28,6 +28,7 @@ PARENT_PID_ENV = "KVRELAY_PARENT_PID"
 """Set by the launcher of a process with `--die-with-parent`: the pid that has to stay alive."""
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 _MIN_RESERVED_FILES = 64
 _ASK_TIMEOUT_S = 30.0
 _NUM_LISTENERS = 3
@@ -45,12 +46,21 @@ def die_with_parent() -> None:
     if not sys.platform.startswith("linux"):
         return
     expected = int(os.environ.get(PARENT_PID_ENV, os.getppid()))
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "cannot end with the parent process: prctl(PR_SET_PDEATHSIG) failed")
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, "cannot end with the parent process: prctl(PR_SET_PDEATHSIG) failed")
     # The kernel signals only deaths after prctl; an earlier death shows as a changed parent.
     if os.getppid() != expected:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def become_subreaper() -> None:
+    """Make this process the parent of every descendant whose parent ends. Linux only. Raises OSError."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1, "cannot take over orphans: prctl(PR_SET_CHILD_SUBREAPER) failed")
+
+
+def _prctl(option: int, value: int, complaint: str) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), complaint)
 
 
 def process_birth(pid: int) -> str | None:

@@ -8,6 +8,7 @@ from contextlib import ExitStack, suppress
 
 import psutil
 
+from cluster.processes.liveness import until_exited
 from common.process import ProcessIdentity
 
 _POLL_S = 0.005
@@ -32,7 +33,7 @@ class Child:
     async def exit_code(self) -> int:
         """Return its exit status once it is over, negative for a signal; several tasks may wait."""
         if self._code is None:
-            await _until_exited(self.pid)
+            await _until_gone(self.pid)
         while (code := self.reap()) is None:  # noqa: ASYNC110 - the kernel may need a while to end its last thread
             await asyncio.sleep(_POLL_S)
         return code
@@ -132,7 +133,7 @@ def _dead_children() -> list[int]:
     return found
 
 
-async def _until_exited(pid: int) -> None:
+async def _until_gone(pid: int) -> None:
     """Return when a child has exited, or at once without pidfds; it is not reaped, so the pid is its own."""
     if not hasattr(os, "pidfd_open"):
         return
@@ -140,10 +141,7 @@ async def _until_exited(pid: int) -> None:
         fd = os.pidfd_open(pid)
     except OSError:  # an old kernel, a sandbox, or no descriptor is left
         return
-    loop, exited = asyncio.get_running_loop(), asyncio.Event()
     try:
-        loop.add_reader(fd, exited.set)
-        await exited.wait()
+        await until_exited(fd)
     finally:
-        loop.remove_reader(fd)
         os.close(fd)

@@ -2,17 +2,16 @@
 
     python -P -m cluster.processes.fork_server MODULE…      its stdin is a socket
 
-A worker that is forked starts without its imports, which are most of its start, and shares their memory. The server
-forks twice, and the process between ends at once: so the worker becomes a child of the supervisor, its nearest
-subreaper, which waits for it, and by whose death it dies, as if it had started it. The death of the server concerns no
-worker. When a file of its modules changes it ends, since its forks would mix two versions. Linux only.
+A forked worker starts without its imports, which are most of a start, and shares their memory. The server forks twice,
+and the process between ends at once. The worker thereby becomes a child of the supervisor, its nearest subreaper, which
+waits for it as for any child, and whose death ends it. Workers outlive the server. The server ends when a file of its
+modules changes, since its forks would mix two versions. Linux only.
 
 Routers are not forked: forks share their layout in memory, which a stranger who can crash a process might learn, and
 the server must not know the routers' secrets.
 """
 
 import asyncio
-import ctypes
 import gc
 import json
 import os
@@ -25,9 +24,8 @@ from contextlib import suppress
 from importlib import import_module
 
 from cluster.processes.child import Child, Children
-from common.process import PARENT_PID_ENV, die_with_parent
+from common.process import PARENT_PID_ENV, become_subreaper, die_with_parent
 
-_PR_SET_CHILD_SUBREAPER = 36
 _MAX_MESSAGE_BYTES = 1 << 17
 _IMPORT_S = 120.0
 _ANSWER_S = 5.0
@@ -98,7 +96,8 @@ class ForkServer:
 
     def _expect(self, limit_s: float) -> "asyncio.Future[dict[str, int]]":
         expected = asyncio.ensure_future(self._answer(limit_s))
-        expected.add_done_callback(lambda done: done.cancelled() or done.exception())  # somebody has looked at it
+        # Reads the exception, which asyncio would report as forgotten when no start waits for this answer.
+        expected.add_done_callback(lambda done: done.cancelled() or done.exception())
         return expected
 
     async def _answer(self, limit_s: float) -> dict[str, int]:
@@ -113,7 +112,7 @@ class ForkServer:
             raise ForkServerLost(str(error)) from error
         if not text:
             self.close()
-            raise ForkServerLost("it has ended")
+            raise ForkServerLost("it has ended: killed, or a file of its modules has changed")
         answer: dict[str, int] = json.loads(text)
         return answer
 
@@ -144,13 +143,6 @@ class ForkServer:
 def can_fork() -> bool:
     """Return whether a fork server can hand its forks over to this process."""
     return sys.platform.startswith("linux")
-
-
-def become_subreaper() -> None:
-    """Make this process the parent of every descendant whose parent ends. Raises OSError."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed")
 
 
 def main() -> None:

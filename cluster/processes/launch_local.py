@@ -148,10 +148,10 @@ class LocalLauncher:
                 raise StartFailed(f"{spec.name}: the launcher is closed")
             server = self._server(modules, [name for name, value in spec.env.items() if not value])
             try:
-                # With pipes of its own: a fork of which a lost server has not told finds its stdin closed, and ends.
+                # Each attempt has its own pipes: a fork that a lost server has not reported reads the end of its stdin.
                 return await self._children.start(partial(server.fork, command, environment, log))
             except ForkServerLost as error:
-                logger.warning("fork server lost", extra={"reason": str(error), "for": spec.name})
+                logger.warning("fork server lost; starts go on", extra={"reason": str(error), "for": spec.name})
         return await self._children.start(partial(_spawn, command, {**os.environ, **environment}, log))
 
     def _server(self, modules: Sequence[str], without: Sequence[str]) -> ForkServer:

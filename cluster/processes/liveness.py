@@ -29,15 +29,21 @@ async def process_gone(identity: ProcessIdentity) -> None:
         fd = os.pidfd_open(identity.pid)
     except ProcessLookupError:
         return
-    loop, gone = asyncio.get_running_loop(), asyncio.Event()
     try:
-        if not identity.is_alive():  # the fd may belong to a successor with the same pid
-            return
-        loop.add_reader(fd, gone.set)
-        await gone.wait()
+        if identity.is_alive():  # else the fd may belong to a successor with the same pid
+            await until_exited(fd)
     finally:
-        loop.remove_reader(fd)
         os.close(fd)
+
+
+async def until_exited(pidfd: int) -> None:
+    """Return when the process of a pidfd has exited."""
+    loop, exited = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(pidfd, exited.set)
+    try:
+        await exited.wait()
+    finally:
+        loop.remove_reader(pidfd)
 
 
 async def forever() -> str:
