@@ -20,7 +20,7 @@ import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from importlib import import_module
 
 from cluster.processes.child import Child, Children
@@ -55,10 +55,12 @@ class ForkServer:
         become_subreaper()
         ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         environment = {**os.environ, **dict.fromkeys(without, ""), **_ONE_THREAD, PARENT_PID_ENV: str(os.getpid())}
-        with its:
-            streams = [(os.POSIX_SPAWN_DUP2, its.fileno(), 0), *((os.POSIX_SPAWN_DUP2, log, fd) for fd in (1, 2))]
-            command = [sys.executable, "-P", "-m", "cluster.processes.fork_server", *modules]
+        streams = [(os.POSIX_SPAWN_DUP2, its.fileno(), 0), *((os.POSIX_SPAWN_DUP2, log, fd) for fd in (1, 2))]
+        command = [sys.executable, "-P", "-m", "cluster.processes.fork_server", *modules]
+        with its, ExitStack() as opened:
+            opened.enter_context(ours)
             pid = os.posix_spawn(command[0], command, environment, file_actions=streams, setsid=True)
+            opened.pop_all()
         return cls(children.add(pid), ours, children)
 
     @property
