@@ -24,6 +24,7 @@ from tests.router.fakes import DECODE, FakeWorker
 from tests.trust import reach_as
 
 WHOLE = {"name": "whole", "workers": 1, "threads": 2}
+BROKEN = {"name": "broken", "workers": 1, "serving": {"model.id": "/nowhere", "model.engine": "torch"}}
 EXPERIMENT: dict[str, Any] = {
     "name": "tiny",
     "serving": {
@@ -96,14 +97,20 @@ def asked(store: Store, arm: str) -> tuple[tuple[int, int, int], ...]:
     return tuple(sorted((each.session, each.turn, each.num_wanted_tokens) for each in requests))
 
 
-def test_experiment_measures_every_arm_keeps_raw_data_and_does_nothing_twice(tmp_path: Path) -> None:
-    path, shared_before = write(tmp_path), shared_memory()
+def test_experiment_measures_arms_notes_those_that_fail_and_does_nothing_twice(tmp_path: Path) -> None:
+    external = [{"name": "other", "url": "127.0.0.1:1"}]
+    path, shared_before = write(tmp_path, shapes=[BROKEN, *EXPERIMENT["shapes"]], external=external), shared_memory()
     first = run(path)
-    assert first.returncode == 0, first.stderr
-    assert "2 runs, about" in first.stderr
+    assert first.returncode == 1, first.stderr
+    assert "4 runs, about" in first.stderr
     assert "p99" in first.stdout
 
     store = Store(tmp_path / "out")
+    failures = list(store.failures())
+    assert len(failures) == 2
+    assert "/nowhere" in failures[0]
+    assert "it does not answer" in failures[1]
+    assert all(failure in first.stderr for failure in failures)
     points = {point.arm.name: point for point in store.points()}
     assert set(points) == set(ARMS)
     for name, point in points.items():
@@ -124,7 +131,7 @@ def test_experiment_measures_every_arm_keeps_raw_data_and_does_nothing_twice(tmp
     # Both were asked the same; which later turns the window still counts depends on how long answers took.
     assert len({asked(store, name) for name in ARMS}) == 1
 
-    again = run_here(path)
+    again = run_here(write(tmp_path))
     assert again.exit_code == 0, again.stderr
     assert "0 runs; 2 are kept from earlier" in again.stderr
     assert processes_of(tmp_path) == []
@@ -135,26 +142,12 @@ def test_experiment_measures_every_arm_keeps_raw_data_and_does_nothing_twice(tmp
     assert "holds results of other settings (real seed differ)" in other.stderr
 
 
-def test_arms_that_do_not_start_are_noted_and_the_others_measured(tmp_path: Path) -> None:
-    broken = {"name": "broken", "workers": 1, "serving": {"model.id": "/nowhere", "model.engine": "torch"}}
-    external = [{"name": "other", "url": "127.0.0.1:1"}]
-    result = run(write(tmp_path, shapes=[WHOLE, broken], external=external, duration_s=0.5))
-    assert result.returncode == 1
-    store = Store(tmp_path / "out")
-    assert [point.arm.name for point in store.points()] == [ARMS[1]]
-    failures = list(store.failures())
-    assert len(failures) == 2
-    assert "/nowhere" in failures[0]
-    assert "it does not answer" in failures[1]
-    assert all(failure in result.stderr for failure in failures)
-
-
 def test_interrupt_stops_the_cluster_drops_the_cell_and_leaves_no_process(tmp_path: Path) -> None:
-    path = write(tmp_path, duration_s=60.0)
+    path = write(tmp_path, shapes=[WHOLE], duration_s=60.0)
     with subprocess.Popen(command(path), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         for line in process.stderr:
-            if "1P1D num_blocks=256 at 20/s" in line:  # its cell has begun
+            if "whole num_blocks=256 at 20/s" in line:  # its cell has begun
                 process.send_signal(signal.SIGINT)
                 break
         rest = process.stderr.read()
