@@ -66,7 +66,7 @@ FULL = Extent(
     requests=((50, 1, 1000), (50, 32, 300), (2048, 1, 600), (16_384, 1, 200)),
 )
 QUICK = Extent(
-    num_rounds=2,
+    num_rounds=1,
     hashed=(1024, 16_384),
     total_blocks=10_000,
     lookups=((8, 128), (64, 1024)),

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.cuda import arms, card, checks, handoff, kernels, service, speed, throughput
+from benchmarks.cuda import arms, card, checks, handoff, kernels, preflight, service, speed, throughput
 from benchmarks.cuda.report import Report
 from engine import loading
 from engine.cuda.loading import load_cuda_executor
@@ -79,32 +79,40 @@ def test_checks_when_an_answer_differs_fail(tmp_path: Path, monkeypatch: pytest.
     assert [failure.case for failure in failures] == ["oracle, tiny", "oracle, tiny-llama"]
 
 
-def test_script_when_one_part_fails_reports_it_and_goes_on(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
+@pytest.fixture
+def python(tmp_path: Path) -> Path:
+    """Return a Python without the preflight, which imports everything that the parts do."""
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\n[ "$2" = benchmarks.cuda.preflight ] || exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    return python
+
+
+def run_script(python: Path, out: Path, *parts: str, **environment: str) -> "subprocess.CompletedProcess[str]":
+    """Run a smoke run of the script, and check that it fails."""
     done = subprocess.run(
-        [REPOSITORY / "benchmarks" / "cuda_all.sh", "--smoke", "speed", "card"],
-        env={**os.environ, "OUT": str(tmp_path), "KVRELAY_CACHE": str(tmp_path / "file" / "cache"), "TOTAL_S": "3600"},
+        [REPOSITORY / "benchmarks" / "cuda_all.sh", "--smoke", *parts],
+        env={**os.environ, "OUT": str(out), "PYTHON": str(python), **environment},
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 1, done.stdout + done.stderr
+    return done
+
+
+def test_preflight_can_import_everything_that_the_parts_need() -> None:
+    assert preflight.main() == 0
+
+
+def test_script_when_one_part_fails_reports_it_and_goes_on(python: Path, tmp_path: Path) -> None:
+    no_folder = python / "cache"
+    done = run_script(python, tmp_path, "speed", "card", KVRELAY_CACHE=str(no_folder), TOTAL_S="3600")
     assert "FAILED speed-tiny-bf16, speed-tiny-bf16: ModelNotFound: cannot make random:tiny in" in done.stdout
     assert Report.load(tmp_path / "card.json").failures == []
 
 
-def test_script_when_no_time_is_left_fails_and_names_the_parts(tmp_path: Path) -> None:
-    # The other test of the script runs the preflight, which imports torch.
-    python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\n[ "$2" = benchmarks.cuda.preflight ] || exec {sys.executable} "$@"\n')
-    python.chmod(0o755)
-    done = subprocess.run(
-        [REPOSITORY / "benchmarks" / "cuda_all.sh", "--smoke"],
-        env={**os.environ, "OUT": str(tmp_path / "out"), "TOTAL_S": "0", "PYTHON": str(python)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 1
+def test_script_when_no_time_is_left_fails_and_names_the_parts(python: Path, tmp_path: Path) -> None:
+    done = run_script(python, tmp_path / "out", TOTAL_S="0")
     for part in ("card", "checks-oracle", "speed-tiny-bf16", "throughput", "handoff", "service", "kernels"):
         assert f"FAILED {part}, all of it: it left no result" in done.stdout
