@@ -2,10 +2,7 @@
 
 import asyncio
 import functools
-import os
 import random
-import subprocess
-import sys
 from array import array
 from collections.abc import Callable, Coroutine
 from typing import Any, ParamSpec
@@ -84,18 +81,3 @@ def current_loop() -> VirtualLoop:
     loop = asyncio.get_running_loop()
     assert isinstance(loop, VirtualLoop)
     return loop
-
-
-def printed_twice(code: str) -> tuple[str, str]:
-    """Return the output of a program in two processes with different hash seeds."""
-    first, second = (
-        subprocess.run(
-            [sys.executable, "-c", code],
-            env=os.environ | {"PYTHONHASHSEED": hash_seed},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        for hash_seed in ("1", "2")
-    )
-    return first, second

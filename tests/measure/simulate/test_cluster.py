@@ -8,7 +8,7 @@ from measure.simulate.cluster import run
 from measure.simulate.records import Arrival, ClusterShape
 from measure.simulate.results import count_cached_tokens
 from router.tenants import Tenant
-from tests.measure.simulate.builders import MODEL, make_arrivals, make_settings, make_shape, printed_twice
+from tests.measure.simulate.builders import MODEL, make_arrivals, make_settings, make_shape
 
 SHAPES = [make_shape(2, 2), make_shape(0, 3), make_shape(2, 2, num_routers=3)]
 
@@ -83,16 +83,3 @@ def test_tenants_limits_apply_to_its_requests_alone() -> None:
 
     assert all(result.is_complete for result in finished.requests[4:])
     assert not all(result.is_complete for result in finished.requests[:4])
-
-
-_PRINT_RUN = """
-from measure.simulate.cluster import run
-from tests.measure.simulate.builders import *
-finished = run(make_shape(2, 2, num_routers=2), make_settings(seed=7), make_arrivals(80))
-print(finished.requests, finished.workers, finished.end_s)
-"""
-
-
-def test_run_with_the_same_seed_gives_the_same_bytes_in_another_process() -> None:
-    first, second = printed_twice(_PRINT_RUN)
-    assert first == second
