@@ -50,10 +50,11 @@ def summarize(run: Run, *, slo: Slo, warm_up_s: float | None = None, cool_down_s
 
 
 def _kinds(requests: Sequence[RequestRecord], slo: Slo, window: Window) -> tuple[KindSummary, ...]:
-    groups = figures.by_kind(requests)
-    duration_s = window.duration_s
-    overall, *kinds = (_summarize_kind(own, kind=kind, slo=slo, duration_s=duration_s) for kind, own in groups.items())
-    return overall, *kinds
+    (everything, _), *kinds = figures.by_kind(requests).items()
+    overall = _summarize_kind(requests, kind=everything, slo=slo, duration_s=window.duration_s)
+    if len(kinds) == 1:  # which has the same requests
+        return overall, dataclasses.replace(overall, kind=kinds[0][0])
+    return overall, *(_summarize_kind(own, kind=kind, slo=slo, duration_s=window.duration_s) for kind, own in kinds)
 
 
 def _throughput(requests: Sequence[RequestRecord], window: Window) -> Throughput:

@@ -88,15 +88,15 @@ def tiny_case(seed: int) -> tuple[Trace, BoundFleet, Slo]:
 
 def test_no_schedule_of_a_tiny_fleet_is_better_and_most_often_one_is_as_good() -> None:
     num_tight = 0
-    for seed in range(50):
+    for seed in range(30):
         trace, fleet, slo = tiny_case(seed)
         best, bound = Search(trace, fleet, slo).best(), goodput_bound(trace, fleet, slo).num_good
         assert best <= bound, f"case {seed}"
         num_tight += best == bound
-    assert num_tight >= 30, num_tight
+    assert num_tight >= 18, num_tight
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     seed=st.integers(0, 10**6),
     policy=st.sampled_from(["predictive", "round_robin", "mooncake", "greedy_perfect_signals"]),

@@ -1,4 +1,5 @@
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -62,16 +63,28 @@ def files(out: Path) -> dict[str, bytes]:
     }
 
 
-def test_two_runs_are_equal_byte_for_byte_in_one_process_and_in_two(tmp_path: Path) -> None:
-    run(make_comparison(tmp_path / "one"))
-    run(make_comparison(tmp_path / "two"), num_jobs=2)
-    first, second = files(tmp_path / "one"), files(tmp_path / "two")
-    assert len(first) == 1 + 2 * 3
-    assert first == second
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of two finished cells, to be read."""
+    out = tmp_path_factory.mktemp("finished")
+    run(make_comparison(out))
+    return out
 
 
-def test_every_request_of_the_trace_has_one_result(tmp_path: Path) -> None:
-    comparison = make_comparison(tmp_path, "round_robin")
+@pytest.fixture
+def copy(finished: Path, tmp_path: Path) -> Path:
+    """Return a copy of that folder, to be changed."""
+    return shutil.copytree(finished, tmp_path / "copy")
+
+
+def test_two_runs_are_equal_byte_for_byte_in_one_process_and_in_two(finished: Path, tmp_path: Path) -> None:
+    run(make_comparison(tmp_path), num_jobs=2)
+    assert len(files(finished)) == 1 + 2 * 3
+    assert files(tmp_path) == files(finished)
+
+
+def test_every_request_of_the_trace_has_one_result(finished: Path) -> None:
+    comparison = make_comparison(finished, "round_robin")
     (result,), _ = run(comparison)
     requests = list(read_requests(comparison.folder(result.cell) / REQUESTS_FILE))
     assert [request.index for request in requests] == list(range(NUM_REQUESTS))
@@ -79,28 +92,25 @@ def test_every_request_of_the_trace_has_one_result(tmp_path: Path) -> None:
     assert result.clock.num_choices == NUM_REQUESTS
 
 
-def test_finished_cells_are_not_run_again(tmp_path: Path) -> None:
-    before, _ = run(make_comparison(tmp_path, "round_robin"))
-    results, reported = run(make_comparison(tmp_path, "predictive", "round_robin"))
+def test_finished_cells_are_not_run_again(copy: Path) -> None:
+    shutil.rmtree(copy / "cells" / "predictive@1")
+    before, _ = run(make_comparison(copy, "round_robin"))
+    results, reported = run(make_comparison(copy, "predictive", "round_robin"))
     assert [result.cell.policy for result in results] == ["predictive", "round_robin"]
     assert [cell.policy for cell in reported] == ["round_robin", "predictive"]  # what was there comes first
     assert results[1] == before[0]  # its clock, too
 
 
-def test_interrupted_cell_is_run_again(tmp_path: Path) -> None:
-    comparison = make_comparison(tmp_path, "round_robin")
-    run(comparison)
-    expected = files(tmp_path)
-    folder = comparison.folder(comparison.cells[0])
+def test_interrupted_cell_is_run_again(finished: Path, copy: Path) -> None:
+    folder = copy / "cells" / "round_robin@1"
     (folder / "summary.json").unlink()
     (folder / "requests.jsonl").write_text("half a li")
-    run(comparison)
-    assert files(tmp_path) == expected
+    run(make_comparison(copy))
+    assert files(copy) == files(finished)
 
 
-def test_folder_with_results_of_other_settings_is_refused_until_they_are_forgotten(tmp_path: Path) -> None:
-    run(make_comparison(tmp_path, "round_robin"))
-    other = make_comparison(tmp_path, "round_robin", settings=make_settings(num_requests=5))
+def test_folder_with_results_of_other_settings_is_refused_until_they_are_forgotten(copy: Path) -> None:
+    other = make_comparison(copy, "round_robin", settings=make_settings(num_requests=5))
     with pytest.raises(OtherSettings, match=r"other settings \(num_requests differ\)"):
         other.prepare()
     other.results.forget()
@@ -119,13 +129,13 @@ def test_worker_that_is_too_small_for_a_request_is_refused(tmp_path: Path) -> No
     assert not (tmp_path / "settings.json").exists()
 
 
-def test_report_holds_settings_table_and_plots_and_needs_no_other_file(tmp_path: Path) -> None:
-    comparison = make_comparison(tmp_path)
+def test_report_holds_settings_table_and_plots_and_needs_no_other_file(copy: Path) -> None:
+    comparison = make_comparison(copy)
     results, _ = run(comparison)
     page = write_report(comparison, results).read_text()
     scripts = check(page).scripts
     assert "workers    1P2D, llama-70b on h100-tp4, 400 pages of 512 tokens each" in page
-    assert "predictive" in (tmp_path / "table.txt").read_text()
+    assert "predictive" in (copy / "table.txt").read_text()
     assert sum(name.startswith("data-") for name in scripts) == 6
 
 
