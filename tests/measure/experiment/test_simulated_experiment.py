@@ -34,11 +34,11 @@ serving:
     prefill: {block_size: 64, num_blocks: 4000, max_step_tokens: 2048}
     decode: {block_size: 64, num_blocks: 4000, max_step_tokens: 2048}
 shapes: [1P1D, 2 aggregated]
-loads: [1, 6]
+loads: [1, 4]
 repeats: 2
-duration_s: 8
-warm_up_s: 2
-simulate: {min_requests: 20}
+duration_s: 4
+warm_up_s: 1
+simulate: {min_requests: 16}
 capacity: {share: 0.9, precision: 0.5, repeats: 1, max_loads: 4}
 """
 
@@ -71,10 +71,10 @@ def test_simulated_grid_keeps_points_and_writes_a_page_with_answers_and_plots(gr
     assert [(point.arm.name, point.load, point.repeat, point.source) for point in points] == [
         (arm, load, repeat, Source.SIMULATED)
         for arm in ("1P1D", "2 aggregated")
-        for load in (1.0, 6.0)
+        for load in (1.0, 4.0)
         for repeat in (0, 1)
     ]
-    assert all(point.overall.num_requests >= 10 for point in points)
+    assert all(point.overall.num_requests >= 8 for point in points)
     page = (grid / "report.html").read_text()
     for text in (
         "Experiment tiny",
@@ -105,7 +105,7 @@ def test_error_of_one_arm_is_raised_at_once_and_ends_the_others(file: Path, tmp_
     # The arm without an error has minutes of work, so that it ends only because it is ended.
     file.write_text(
         FILE.replace("decode: {block_size: 64, num_blocks: 4000", "decode: {block_size: 64, num_blocks: 5000").replace(
-            "min_requests: 20", "min_requests: 40000"
+            "min_requests: 16", "min_requests: 40000"
         )
     )
     inputs = ExperimentInput(path=file, choices=Choices(source=Source.SIMULATED), out=tmp_path / "out", is_search=False)
