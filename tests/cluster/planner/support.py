@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 
 from cluster.planner.plan import Observation, ObservedWorker, PlannerSettings, Pool, PoolLimits, PoolSizes, WorkerPhase
 from common.demand import Demand, RequestShape
@@ -47,6 +48,7 @@ def make_demand(
     )
 
 
+@cache
 def make_worker(pool: Pool, number: int, phase: WorkerPhase = WorkerPhase.SERVING) -> ObservedWorker:
     return ObservedWorker(
         worker_id=WorkerId(f"{pool}-{number}"),

@@ -71,20 +71,18 @@ async def test_run_against_our_grpc_api_measures_every_turn_of_both_loops(monkey
     assert all(r.server.request_id and r.server.decode_worker for r in run.requests)
 
 
-@pytest.mark.parametrize("tells_objectives", [True, False])
-async def test_run_says_whether_the_server_was_told_the_objectives(tells_objectives: bool) -> None:
-    slo = Slo(ttft_s=1e-6, tpot_s=9.0)
+async def test_run_that_keeps_its_objectives_to_itself_says_so() -> None:
     async with running_system() as system:
         spec = LoadSpec(
-            name="told",
+            name="not told",
             target=TargetSpec(url=system.address),
             workload=workload(open_loop([0.0])),
-            slo=slo,
-            tells_objectives=tells_objectives,
+            slo=Slo(ttft_s=1e-6, tpot_s=9.0),
+            tells_objectives=False,
         )
         run = await run_load(spec)
-    assert run.info.told_slo == (slo if tells_objectives else None)
-    assert any("was not told" in note for note in run.info.notes) is not tells_objectives
+    assert run.info.told_slo is None
+    assert any("was not told" in note for note in run.info.notes)
 
 
 async def test_run_against_our_http_api_gets_server_reports_and_continues_answers() -> None:
@@ -98,7 +96,7 @@ async def test_run_against_our_http_api_gets_server_reports_and_continues_answer
         run = await run_load(spec)
         await system.until_idle()
     assert [r.error for r in run.requests] == [""] * 4
-    assert run.info.notes == ()
+    assert (run.info.told_slo, run.info.notes) == (spec.slo, ())
     assert all(r.num_output_tokens == r.num_wanted_tokens for r in run.requests)
     assert all(r.num_prompt_tokens == 4 + 2 + 4 for r in run.requests if r.turn == 1)
     assert all(r.server.decode_worker == "d0" and r.server.queue_s is not None for r in run.requests)
