@@ -3,7 +3,7 @@
 import asyncio
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 from common.block_hash import BlockHashes
 from common.errors import KvrelayError, Overloaded, WorkerLost
@@ -54,9 +54,13 @@ class Watcher:
         WorkerLost when the worker is stopping.
         """
         if not self._woken.is_set():
-            with suppress(TimeoutError):
-                async with asyncio.timeout(within_s):
-                    await self._woken.wait()
+            # A timeout would cancel the wait, several times a second for each idle worker and router.
+            timer = None if within_s is None else asyncio.get_running_loop().call_later(within_s, self._woken.set)
+            try:
+                await self._woken.wait()
+            finally:
+                if timer is not None:
+                    timer.cancel()
         if self._end is not None:
             raise self._end
         self._woken.clear()
