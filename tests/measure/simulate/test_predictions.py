@@ -71,7 +71,7 @@ def waits_of(finished: SimRun) -> list[float]:
 
 def test_wait_for_another_prefill_worker_is_predicted_under_an_open_load() -> None:
     arrivals, at_s, draw = [], 0.0, random.Random(1)
-    for _ in range(200):
+    for _ in range(120):
         at_s += draw.expovariate(0.75 / PREFILL_S)
         arrivals.append(Arrival(at_s=at_s, prompt=new_prompt(), num_output_tokens=1))
     one, two = simulate(arrivals), simulate(arrivals, num_prefill=2)
