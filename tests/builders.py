@@ -1,6 +1,5 @@
 """Builders that tests share."""
 
-from array import array
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -16,14 +15,12 @@ from common.sampling import SamplingParams
 from common.tokens import as_tokens
 from engine.core import EngineCore
 from engine.events import EngineEvent, Failed, TokenOutput, Tokens
-from engine.executor import ScheduledSequence
 from engine.fake import FakeExecutor
-from engine.fake_model import hidden_state, token_kv
+from engine.fake_model import U64, choose, context_state, hidden_state, token_kv
 from engine.grammar import Grammars
 from engine.group import Group
 from engine.request import EngineRequest
 from engine.scheduler import SchedulerLimits
-from engine.sequence import Sequence as EngineSequence
 from engine.speculation.speculator import Speculator
 from tests.clock import ManualClock
 
@@ -138,35 +135,37 @@ def served(core: EngineCore, request: EngineRequest) -> Collector:
 
 def expected_tokens(request: EngineRequest, *, sample: int = 0) -> list[int]:
     """Return the fake engine's answer computed without pages, batches or schedulers: the oracle."""
-    executor = FakeExecutor(num_blocks=256, block_size=BLOCK_SIZE)
-    tokens = [*request.prompt_token_ids, *request.output_token_ids]
-    generated: list[int] = []
-    while len(request.output_token_ids) + len(generated) < request.sampling.max_tokens:
-        sequence = EngineSequence.from_request(make_request(request.prompt_token_ids), block_size=BLOCK_SIZE, order=0)
-        sequence.request = request
-        sequence.token_ids = as_tokens([*tokens, *generated])
-        sequence.sample_index = request.first_sample_index + sample
-        sequence.block_table = executor_blocks(len(sequence.token_ids))
-        (result,) = executor.launch([ScheduledSequence(sequence, len(sequence.token_ids), 1)]).results()
-        generated.append(result.sampled[0].token_id)
-        if generated[-1] == EOS_TOKEN_ID and not request.sampling.ignore_eos:
+    output = list(request.output_token_ids)
+    kv = list(expected_kv([*request.prompt_token_ids, *output]))
+    grammar = request.grammar.begin() if request.grammar is not None else None
+    while len(output) < request.sampling.max_tokens:
+        chosen = choose(
+            request.sampling,
+            context_state(np.array(kv)),
+            sample_index=request.first_sample_index + sample,
+            index=len(output),
+            allowed=grammar.allowed(output) if grammar is not None else None,
+        )
+        output.append(chosen.token_id)
+        kv.append(np.uint64(token_kv(chosen.token_id, len(kv))))
+        if chosen.token_id == EOS_TOKEN_ID and not request.sampling.ignore_eos:
             break
-    return generated
+    return output[len(request.output_token_ids) :]
+
+
+def expected_kv(token_ids: Sequence[int]) -> U64:
+    """Return what the fake engine's pages hold of some tokens."""
+    return np.array([token_kv(token_id, position) for position, token_id in enumerate(token_ids)], np.uint64)
 
 
 def expected_embedding(prompt: Sequence[int], pooling: Pooling) -> Floats:
     """Return the fake engine's embedding, not normalized, computed without pages or steps: the oracle."""
-    kv = np.array([token_kv(token_id, position) for position, token_id in enumerate(prompt)], np.uint64)
+    kv = expected_kv(prompt)
     if pooling is Pooling.LAST:
         return hidden_state(kv)
     states = np.array([hidden_state(kv[: i + 1]) for i in range(len(prompt))], np.float64)
     vector: Floats = states.mean(axis=0).astype(np.float32)
     return vector
-
-
-def executor_blocks(num_tokens: int) -> "array[int]":
-    """Return pages 0, 1, 2, … for a lone sequence."""
-    return array("i", range(-(-num_tokens // BLOCK_SIZE)))
 
 
 def assert_empty(core: EngineCore) -> None:

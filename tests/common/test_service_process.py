@@ -16,14 +16,15 @@ from common.trust.identity import Role
 from tests.trust import as_router, enrol_child
 
 TIMEOUT_S = 60.0
-PROCESSES = {
-    Role.ROUTER: (("router", "--port", "0"), client_channel),
-    Role.WORKER: (("cluster.worker_process", "--role", "prefill"), as_router),
-}
 
 
-@pytest.mark.parametrize(("role", "command", "connect"), [(role, *how) for role, how in PROCESSES.items()])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    ("role", "command", "connect", "number"),
+    [  # in common/signals.py the two signals are one
+        (Role.ROUTER, ("router", "--port", "0"), client_channel, signal.SIGTERM),
+        (Role.WORKER, ("cluster.worker_process", "--role", "prefill"), as_router, signal.SIGINT),
+    ],
+)
 async def test_second_signal_ends_a_process_that_drains_at_once(
     role: Role,
     command: tuple[str, ...],

@@ -6,12 +6,9 @@ from typing import Any
 import numpy as np
 
 from common.fake_tokenizer import EOS_TOKEN_ID, VOCAB_SIZE
-from common.tokens import as_tokens
-from engine.executor import ScheduledSequence
-from engine.fake import FakeExecutor
+from engine.fake_model import choose, context_state
 from engine.request import EngineRequest
-from engine.sequence import Sequence as EngineSequence
-from tests.builders import BLOCK_SIZE, executor_blocks
+from tests.builders import expected_kv
 
 NEVER = -1e9
 
@@ -21,13 +18,12 @@ def expected_beams(request: EngineRequest) -> list[list[int]]:
     sampling = request.sampling
     width, longest = sampling.n, sampling.max_tokens
     ends = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else {EOS_TOKEN_ID})
-    executor = FakeExecutor(num_blocks=256, block_size=BLOCK_SIZE)
     running: list[tuple[float, list[int]]] = [(0.0, [])]
     kept: list[tuple[float, list[int]]] = []
     while True:
         table = np.full((len(running), VOCAB_SIZE), NEVER)
         for row, (total, tokens) in enumerate(running):
-            for token_id, logprob in _candidates(executor, request, tokens):
+            for token_id, logprob in _candidates(request, tokens):
                 if token_id not in ends or len(tokens) >= sampling.min_tokens:
                     table[row, token_id] = total + logprob
         best = np.argsort(-table.reshape(-1), kind="stable")[: (len(ends) + 2) * width]
@@ -45,12 +41,9 @@ def expected_beams(request: EngineRequest) -> list[list[int]]:
             return [tokens for _, tokens in kept]
 
 
-def _candidates(executor: FakeExecutor, request: EngineRequest, generated: list[int]) -> tuple[tuple[int, float], ...]:
-    sequence = EngineSequence.from_request(request, block_size=BLOCK_SIZE, order=0)
-    sequence.token_ids = request.prompt_token_ids + as_tokens(generated)
-    sequence.block_table = executor_blocks(len(sequence.token_ids))
-    (result,) = executor.launch([ScheduledSequence(sequence, len(sequence.token_ids), 1)]).results()
-    logprobs = result.sampled[0].logprobs
+def _candidates(request: EngineRequest, generated: list[int]) -> tuple[tuple[int, float], ...]:
+    state = context_state(expected_kv([*request.prompt_token_ids, *generated]))
+    logprobs = choose(request.sampling, state, sample_index=0, index=len(generated)).logprobs
     assert logprobs is not None
     return logprobs.top
 

@@ -54,5 +54,5 @@ def qwen3(checkpoint: Callable[[str], Path]) -> Path:
 
 @pytest.fixture(scope="session")
 def mixed_windows(checkpoint: Callable[[str], Path]) -> Path:
-    """Return a checkpoint whose layers have a window, none, and a window."""
+    """Return a checkpoint whose layers have a window, and none."""
     return checkpoint("qwen3-layer-types")

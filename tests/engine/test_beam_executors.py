@@ -17,27 +17,23 @@ from tests.engine.tiny_models import make_model, make_prompt, reference_tokens
 
 Load = Callable[..., Any]
 ENDS = (3, 11, 42, 57)
-PROMPT_LENS = (1, 4, 9, 23)
 MAX_TOKENS = 14
 reference_model = cache(make_model)
 
 
+PROMPTS = [make_prompt(num, seed=num) for num in (1, 4, 9, 23)]
+SEARCHES = ((2, 0.0, False, 0), (4, 1.0, False, 0), (2, 1.0, True, 0), (4, 2.0, False, 0), (4, -1.0, True, 3))
+"""(width, length_penalty, early_stopping, min_tokens); the engine chooses among beams, the executor knows none."""
+
+
 @cache
-def references(
-    name: str, width: int, length_penalty: float, early_stopping: bool, min_tokens: int
-) -> list[tuple[list[list[int]], list[int]]]:
-    """Return for each prompt transformers' beams, and its greedy answer to the reversed prompt."""
-    model = reference_model(name)
-    options: dict[str, Any] = {"length_penalty": length_penalty, "early_stopping": early_stopping}
+def wanted_beams(name: str, *search: Any) -> list[list[list[int]]]:
+    """Return transformers' beams behind each prompt."""
+    width, length_penalty, early_stopping, min_tokens = search
+    options: dict[str, Any] = {"length_penalty": length_penalty, "early_stopping": early_stopping, "num_beams": width}
     options |= {"min_new_tokens": min_tokens} if min_tokens else {}
-    prompts = [make_prompt(num, seed=num) for num in PROMPT_LENS]
-    return [
-        (
-            reference_beams(model, prompt, ends=ENDS, num_beams=width, max_new_tokens=MAX_TOKENS, **options),
-            reference_tokens(model, prompt[::-1], MAX_TOKENS),
-        )
-        for prompt in prompts
-    ]
+    model = reference_model(name)
+    return [reference_beams(model, each, ends=ENDS, max_new_tokens=MAX_TOKENS, **options) for each in PROMPTS]
 
 
 def make_core(executor: Any) -> EngineCore:
@@ -45,33 +41,33 @@ def make_core(executor: Any) -> EngineCore:
     return EngineCore(executor, limits, ManualClock())
 
 
-@pytest.mark.parametrize("load_it", [load, load_device], ids=["runner", "device"])
-@pytest.mark.parametrize("name", ["llama", "qwen3-layer-types"])
 @pytest.mark.parametrize(
-    ("width", "length_penalty", "early_stopping", "min_tokens"),
-    [(2, 0.0, False, 0), (4, 1.0, False, 0), (2, 1.0, True, 0), (4, 2.0, False, 0), (4, -1.0, True, 3)],
+    ("load_it", "name", "search"),
+    [
+        *((load, "llama", search) for search in SEARCHES),
+        (load_device, "llama", SEARCHES[-1]),
+        (load, "qwen3-layer-types", SEARCHES[-1]),
+        (load_device, "qwen3-layer-types", SEARCHES[-1]),
+    ],
 )
 def test_beams_beside_others_equal_those_of_transformers(
-    checkpoint: Callable[[str], Path],
-    load_it: Load,
-    name: str,
-    width: int,
-    length_penalty: float,
-    early_stopping: bool,
-    min_tokens: int,
+    checkpoint: Callable[[str], Path], load_it: Load, name: str, search: tuple[int, float, bool, int]
 ) -> None:
     core = make_core(load_it(checkpoint(name), num_blocks=96))
+    width, length_penalty, early_stopping, min_tokens = search
     options: dict[str, Any] = {"length_penalty": length_penalty, "early_stopping": early_stopping}
     sampling = options | {"stop_token_ids": frozenset(ENDS), "max_tokens": MAX_TOKENS, "min_tokens": min_tokens}
     works = []
-    for prompt in (make_prompt(num, seed=num) for num in PROMPT_LENS):
+    for prompt in PROMPTS:
         beams = submit(core, make_request(prompt, n=width, use_beam_search=True, **sampling))[1]
         greedy = submit(core, make_request(prompt[::-1], max_tokens=MAX_TOKENS))[1]
         works.append((beams, greedy))
     run_until_idle(core)
-    wanted = references(name, width, length_penalty, early_stopping, min_tokens)
-    found = [([beams.token_ids(i) for i in range(width)], greedy.token_ids()) for beams, greedy in works]
-    assert found == wanted
-    lengths = {len(beam) for beams, _ in wanted for beam in beams}
+    wanted = wanted_beams(name, *search)
+    assert [[beams.token_ids(i) for i in range(width)] for beams, _ in works] == wanted
+    for prompt, (_, greedy) in zip(PROMPTS, works, strict=True):
+        answer = greedy.token_ids()
+        assert answer == reference_tokens(reference_model(name), prompt[::-1], MAX_TOKENS, guess=answer)
+    lengths = {len(beam) for beams in wanted for beam in beams}
     assert len(lengths) > 1 or length_penalty > 1  # which prefers the longest
     assert_empty(core)

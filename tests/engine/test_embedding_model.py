@@ -92,20 +92,18 @@ def check(collector: Collector, expected: Floats) -> int:
     return started.num_cached_tokens
 
 
-@pytest.mark.parametrize("pooling", list(Pooling))
-@pytest.mark.parametrize("max_step_tokens", [48, 4096])
 def test_vectors_equal_transformers_in_chunks_beside_answers(
-    executor: Any, oracle: Any, prompts: list[list[int]], pooling: Pooling, max_step_tokens: int
+    executor: Any, oracle: Any, prompts: list[list[int]]
 ) -> None:
-    core = make_core(executor, max_step_tokens)
-    answer = submit(core, make_request(prompts[4], block_size=BLOCK_SIZE, max_tokens=6))[1]
-    running = [begin(core, prompt, pooling) for prompt in prompts]
+    core, lone = make_core(executor, 48), make_core(executor, 4096)
+    request = make_request(prompts[4], block_size=BLOCK_SIZE, max_tokens=6)
+    answers = [submit(each, request)[1] for each in (core, lone)]
+    running = [(begin(core, prompt, pooling), prompt, pooling) for prompt in prompts for pooling in Pooling]
     run_until_idle(core)
-    for collector, prompt in zip(running, prompts, strict=True):
+    run_until_idle(lone)
+    for collector, prompt, pooling in running:
         check(collector, oracle[len(prompt), pooling])
-    lone = submit(other := make_core(executor, 4096), make_request(prompts[4], block_size=BLOCK_SIZE, max_tokens=6))[1]
-    run_until_idle(other)
-    assert answer.token_ids() == lone.token_ids()
+    assert answers[0].token_ids() == answers[1].token_ids()
 
 
 def test_vectors_behind_a_cached_prefix_equal_transformers(

@@ -90,6 +90,8 @@ def test_map_peer_when_region_has_another_size_reports_layout_mismatch() -> None
 
 _PEER = """
     import sys, torch
+    import engine.loading  # as a worker does
+    assert "transformers" not in sys.modules, "its import takes seconds, at every start"
     from engine.kv_store import KvShape
     from engine.kv_cache import TorchKvStore
     from engine.shared_memory import map_peer_region
@@ -103,7 +105,7 @@ _PEER = """
 
 
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="no anonymous memory files on this system")
-def test_map_peer_in_another_process_reads_the_same_bytes_without_warnings() -> None:
+def test_process_of_a_worker_maps_a_peer_without_warnings_or_transformers() -> None:
     store = make_store("bfloat16")
     region = store.shared_region
     assert region is not None

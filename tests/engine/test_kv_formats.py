@@ -3,19 +3,16 @@
 from pathlib import Path
 
 import pytest
-import tokenizers
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.ids import BlockId
-from common.model_files import default_model_dir, is_checkpoint
 from engine.kv_cache import TorchKvStore
 from engine.kv_format import KvDtype, kv_format
 from engine.kv_store import KvShape
 from engine.model.config import UnsupportedModel
 from engine.model.quantize import FP8
-from engine.ops.select import load_cpu_kernels
 from engine.options import EngineOptions, ModelDescription
 from tests.engine.driver import Driver, load, make_sequence
 from tests.engine.tiny_models import make_model, make_prompt
@@ -137,29 +134,3 @@ def test_transformers_models_refuse_kv_dtype_by_name(tmp_path: Path) -> None:
     options = EngineOptions(model_dir=tmp_path, model_name="tiny", device="cpu", kv_dtype="int8")
     with pytest.raises(UnsupportedModel, match="kv_dtype"):
         ModelDescription.read(options)
-
-
-@pytest.mark.model
-@pytest.mark.skipif(not is_checkpoint(default_model_dir()), reason="run `kvrelay fetch-model` once")
-def test_default_model_keeps_its_greedy_answers_with_coded_pages() -> None:
-    """Rule: int8 gives the twelve tokens of plain pages; int4 knows the same capital.
-
-    In float32: in bfloat16 the processor's own order of sums decides near ties. The second prompt has one, which only
-    the compiled kernels decide as with plain pages.
-    """
-    folder = default_model_dir()
-    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-    texts = ["What is the capital of France?", "Write the numbers from one to ten."]
-    prompts = [
-        tokenizer.encode(f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n", add_special_tokens=False).ids
-        for text in texts
-    ]
-    answers = {}
-    asked: dict[KvDtype, list[list[int]]] = {"auto": prompts, "int8": prompts, "int4": prompts[:1]}
-    for kv_dtype, its_prompts in asked.items():
-        executor = load(folder, dtype="float32", kv_dtype=kv_dtype, block_size=16, num_blocks=32)
-        sequences = [make_sequence(prompt, block_size=16) for prompt in its_prompts]
-        answers[kv_dtype] = Driver(executor).generate(sequences, num_tokens=12)
-    num_compared = 1 if load_cpu_kernels(torch.float32) is None else len(prompts)
-    assert answers["int8"][:num_compared] == answers["auto"][:num_compared]
-    assert tokenizer.decode(answers["int4"][0]).startswith("The capital of France is Paris.")

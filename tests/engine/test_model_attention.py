@@ -91,7 +91,7 @@ def check_step(spans: list[tuple[int, int]], window: int | None, seed: int) -> N
         start += new
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     spans=st.lists(st.tuples(st.integers(0, 21), st.sampled_from([1, 1, 1, 2, 3, 4, 5, 9])), min_size=1, max_size=6),
     window=st.none() | st.integers(1, 12),

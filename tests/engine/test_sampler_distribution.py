@@ -15,7 +15,7 @@ from engine.sampler import Sampler
 from tests.engine.sampling_reference import distribution
 from tests.engine.test_sampler import make_row
 
-NUM_DRAWS = 6000
+NUM_DRAWS = 3000
 EOS = frozenset({0})
 
 torch.set_num_threads(1)

@@ -90,7 +90,7 @@ SAMPLING = st.fixed_dictionaries(
     max_step_tokens=st.integers(9, 40),
     max_steps_in_flight=st.sampled_from([1, 2]),
 )
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_answers_are_those_without_speculation_whatever_is_drafted(
     prompts: list[list[int]],
     samplings: list[dict[str, Any]],

@@ -1,7 +1,8 @@
-"""Structured answers of the default model's first layers: whatever they would like to say, it has its structure."""
+"""Structured answers of the default model's first layer: whatever they would like to say, it has its structure."""
 
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,12 @@ import jsonschema_rs
 import pytest
 import tokenizers
 
-from common.config import parse_config
+from common.config import ServingConfig, parse_config
 from common.errors import InvalidRequest
 from common.model_files import default_model_dir
 from common.sampling import SamplingParams
 from common.structured_outputs import structure_text
+from engine.grammar import Grammars
 from tests.builders import FAKE_GRAMMARS
 from tests.engine.schemas import random_schema, suite
 from tests.short_model import write_short_model
@@ -43,7 +45,7 @@ SCHEMAS: list[dict[str, Any]] = [
     {"oneOf": [{"type": "null"}, {"type": "string", "format": "date"}]},
 ]
 MAX_TOKENS = 60
-NUM_RANDOM = int(os.environ.get("KVRELAY_SCHEMAS", "16"))
+NUM_RANDOM = int(os.environ.get("KVRELAY_SCHEMAS", "8"))
 """Further schemas, drawn by chance; a night's run has 500, and all of JSON-Schema-Test-Suite."""
 
 
@@ -55,7 +57,7 @@ def _prompt() -> list[int]:
 
 @pytest.fixture(name="model_dir", scope="module")
 def _model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_short_model(tmp_path_factory.mktemp("short"))
+    return write_short_model(tmp_path_factory.mktemp("short"), num_layers=1)
 
 
 def sampling(schema: dict[str, Any], seed: int, max_tokens: int = MAX_TOKENS) -> SamplingParams:
@@ -72,10 +74,28 @@ def is_taken(schema: Any) -> bool:
     return True
 
 
-def engine_of(model_dir: Path, **pool: Any) -> LocalEngine:
+@pytest.fixture(autouse=True, scope="module")
+def _one_compiler() -> Iterator[None]:
+    """Let all engines share a compiler, which reads the vocabulary for a second."""
+    made: list[Grammars] = []
+
+    def compiler(*args: Any, **options: Any) -> Grammars:
+        made[:] = made or [Grammars(*args, **options)]
+        return made[0]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("worker.inprocess.Grammars", compiler)
+        yield
+
+
+def config_of(model_dir: Path, **pool: Any) -> ServingConfig:
     pools = {name: {"kv_memory_gib": 0.25, **pool} for name in ("prefill", "decode")}
-    model = {"id": str(model_dir), "dtype": "float32"}
-    return LocalEngine.load(parse_config({"model": model, "pools": pools}, source="test"))
+    return parse_config({"model": {"id": str(model_dir), "dtype": "float32"}, "pools": pools}, source="test")
+
+
+@pytest.fixture(name="engine", scope="module")
+def _engine(model_dir: Path) -> LocalEngine:
+    return LocalEngine.load(config_of(model_dir))
 
 
 def texts_of(events: list[SampleText]) -> dict[int, tuple[str, str | None]]:
@@ -87,9 +107,8 @@ def texts_of(events: list[SampleText]) -> dict[int, tuple[str, str | None]]:
     return found
 
 
-def test_every_finished_answer_of_a_model_is_valid(prompt: list[int], model_dir: Path) -> None:
-    engine = engine_of(model_dir)
-    asked = [(schema, seed) for schema in SCHEMAS for seed in range(2)]
+def test_every_finished_answer_of_a_model_is_valid(prompt: list[int], engine: LocalEngine) -> None:
+    asked = [(schema, seed) for seed, schema in enumerate(SCHEMAS)]
     asked += [(random_schema(number), number) for number in range(NUM_RANDOM)]
     if NUM_RANDOM >= 500:
         asked += [(group.schema, 1) for group in suite() if is_taken(group.schema)]
@@ -106,14 +125,16 @@ def test_every_finished_answer_of_a_model_is_valid(prompt: list[int], model_dir:
     assert num_finished >= len(asked) // 2, "most answers end before max_tokens"
 
 
-def test_answers_are_the_same_alone_in_a_batch_cached_chunked_and_preempted(prompt: list[int], model_dir: Path) -> None:
+def test_answers_are_the_same_alone_in_a_batch_cached_chunked_and_preempted(
+    prompt: list[int], model_dir: Path, engine: LocalEngine
+) -> None:
     # With their prompts, of different lengths, they fill more than the six blocks below.
-    asked = [(prompt + prompt[: 2 * number], sampling(schema, number, 24)) for number, schema in enumerate(SCHEMAS)]
-    whole = engine_of(model_dir)
-    expected = {idx: texts_of(list(whole.stream(*each)))[0] for idx, each in enumerate(asked)}
-    cached = texts_of(list(whole.stream_all(asked)))
-    chunked = texts_of(list(engine_of(model_dir, max_step_tokens=8, max_running=8).stream_all(asked)))
-    tight = engine_of(model_dir, kv_memory_gib="auto", num_blocks=6)
+    asked = [(prompt + prompt[: 2 * number], sampling(schema, number, 12)) for number, schema in enumerate(SCHEMAS)]
+    expected = {idx: texts_of(list(engine.stream(*each)))[0] for idx, each in enumerate(asked)}
+    cached = texts_of(list(engine.stream_all(asked)))
+    small_steps = config_of(model_dir, max_step_tokens=8, max_running=8)
+    chunked = texts_of(list(LocalEngine(engine.executor, engine.tokenizer, small_steps).stream_all(asked)))
+    tight = LocalEngine.load(config_of(model_dir, kv_memory_gib="auto", num_blocks=6))
     preempted = texts_of(list(tight.stream_all(asked)))
     assert cached == chunked == preempted == expected
     assert tight.load_report().num_preemptions > 0

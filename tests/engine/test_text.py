@@ -95,7 +95,7 @@ BYTE_PIECES = [byte_tokenizer().id_to_token(byte) or "" for byte in range(NUM_BY
 # Bytes that could complete a character, and one that cannot.
 COMPLETIONS = [b"A", *(bytes([first, 0x80, 0x80])[:n] for first in (0x80, 0x90, 0xA0, 0xBF) for n in (1, 2, 3))]
 
-relaxed = settings(deadline=None, max_examples=120, suppress_health_check=[HealthCheck.too_slow])
+relaxed = settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 
 
 @functools.cache

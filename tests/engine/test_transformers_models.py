@@ -28,7 +28,7 @@ from tests.engine.driver import Driver, load, make_sequence
 from tests.engine.tiny_models import MAX_MODEL_LEN, TRANSFORMERS_MODELS, make_model, make_prompt, reference_tokens
 
 CPU = torch.device("cpu")
-NUM_TOKENS = 9
+NUM_TOKENS = 6
 # Around the block size, beyond the windows of 7; and the one-token prompt.
 PROMPT_LENS = (1, 5, 23, 40)
 PROMPT = make_prompt(45)
@@ -107,7 +107,7 @@ def test_generate_when_chunked_any_way_answers_the_same(gemma2: Path) -> None:
     prompts = [make_prompt(num, seed=num) for num in (33, 12, 32)]
     executor = load(gemma2)
     whole = Driver(executor).generate([make_sequence(p) for p in prompts], num_tokens=NUM_TOKENS)
-    for chunk_size in (1, 3, 4, 5, 8, 1000):
+    for chunk_size in (1, 3, 4, 5):
         driver = Driver(executor, seed=1)  # which deals the pages in another order
         chunked = driver.generate([make_sequence(p) for p in prompts], num_tokens=NUM_TOKENS, chunk_size=chunk_size)
         assert chunked == whole, f"chunks of {chunk_size}"
@@ -162,9 +162,9 @@ def test_prefill_when_bfloat16_stays_near_float32(name: str, checkpoint: Callabl
 
 def test_read_transformers_config_when_layers_differ_describes_each(gemma2: Path) -> None:
     config = read_transformers_config(gemma2, dtype=torch.float32)
-    assert config.windows == (7, None, 7)
-    assert config.scores == (ScoreFunction(scale=12**-0.5, softcap=2.0),) * 3
-    assert (config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim) == (3, 6, 2, 16)
+    assert config.windows == (7, None)
+    assert config.scores == (ScoreFunction(scale=12**-0.5, softcap=2.0),) * 2
+    assert (config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim) == (2, 6, 2, 16)
     assert config.max_position_embeddings == MAX_MODEL_LEN
 
 
@@ -275,7 +275,7 @@ def test_load_when_there_is_an_adapter_refuses(gemma2: Path, tmp_path: Path) -> 
 
 def test_load_when_attention_differs_from_the_models_refuses(gemma2: Path) -> None:
     config = read_transformers_config(gemma2, dtype=torch.float32)
-    wrong = dataclasses.replace(config, scores=(*config.scores[:2], ScoreFunction(scale=12**-0.5)))
+    wrong = dataclasses.replace(config, scores=(config.scores[0], ScoreFunction(scale=12**-0.5)))
     with pytest.raises(UnsupportedModel, match="differs from transformers by"):
         load_transformers_decoder(gemma2, wrong, dtype=torch.float32, device=CPU)
 

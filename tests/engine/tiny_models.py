@@ -15,7 +15,7 @@ _SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 60,
     "intermediate_size": 72,
-    "num_hidden_layers": 3,
+    "num_hidden_layers": 2,
     "num_attention_heads": 6,
     "num_key_value_heads": 2,
     "max_position_embeddings": MAX_MODEL_LEN,
@@ -58,7 +58,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-attention-bias": ("qwen3", {"head_dim": 16, "attention_bias": True}),
     "qwen3-layer-types": (
         "qwen3",
-        {**_WINDOWED, "head_dim": 16, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+        {**_WINDOWED, "head_dim": 16, "layer_types": ["sliding_attention", "full_attention"]},
     ),
     "qwen3-rope-yarn": (
         "qwen3",
@@ -89,7 +89,7 @@ _GRANITE = {
 }
 _WINDOWS: dict[str, Any] = {
     "sliding_window": 7,
-    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "layer_types": ["sliding_attention", "full_attention"],
 }
 _LONGROPE = {
     "rope_type": "longrope",
@@ -138,7 +138,7 @@ TRANSFORMERS_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {
             **_GRANITE,
             **_EXPERTS,
-            "layer_types": ["full_attention"] * 3,
+            "layer_types": ["full_attention"] * 2,
             "shared_intermediate_size": 24,
             "mamba_n_heads": 4,
             "position_embedding_type": "rope",

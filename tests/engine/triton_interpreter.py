@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 
+MANY_TOKENS = 9
+"""Number from which on steps count as large: each token is a program or more, which the interpreter runs in turn."""
+
 
 @contextmanager
 def patched_once() -> Iterator[None]:
@@ -33,6 +36,8 @@ def patched_once() -> Iterator[None]:
         launch(self, *args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("engine.ops.triton_kernels.rope_kv_write._MANY_TOKENS", MANY_TOKENS)
+        patch.setattr("engine.ops.triton_kernels.ops._WARM_UP_TOKENS", MANY_TOKENS)
         patch.setattr(interpreter, "_patch_lang", patch_new)
         patch.setattr(interpreter.GridExecutor, "__call__", launch_anew)
         yield

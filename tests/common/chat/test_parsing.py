@@ -262,7 +262,7 @@ def answers(draw: st.DrawFn) -> str:
 
 
 @given(text=answers(), cuts=st.lists(st.integers(0, 1000), max_size=20), options=OPTIONS)
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_any_split_gives_the_same_message(text: str, cuts: list[int], options: dict[str, Any]) -> None:
     whole = parse([text], **options)
     assert parse(split(text, cuts), **options) == whole

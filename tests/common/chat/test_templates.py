@@ -2,6 +2,7 @@
 
 import json
 from datetime import UTC, datetime
+from functools import cache
 from typing import Any
 
 import pytest
@@ -54,6 +55,11 @@ CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
 }
 
 
+@cache
+def template_of(source: str) -> ChatTemplate:
+    return ChatTemplate(source, special_tokens=SPECIAL_TOKENS)
+
+
 @pytest.mark.parametrize("name", sorted(path.stem for path in TEMPLATES.glob("*.jinja")))
 @pytest.mark.parametrize("conversation", CONVERSATIONS)
 @pytest.mark.parametrize("tools", [None, TOOLS], ids=["no tools", "tools"])
@@ -81,8 +87,7 @@ def test_prompt_is_the_one_that_transformers_renders(
         **SPECIAL_TOKENS,
         **variables,
     )
-    template = ChatTemplate(source, special_tokens=SPECIAL_TOKENS)
     sent = Conversation(
         messages=[with_arguments_as_text(each) for each in messages], tools=tools or (), variables=variables
     )
-    assert template.render(sent, rendered_unix_s=NOW_UNIX_S) == expected[0][0]
+    assert template_of(source).render(sent, rendered_unix_s=NOW_UNIX_S) == expected[0][0]

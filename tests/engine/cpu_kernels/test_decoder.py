@@ -34,11 +34,20 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(params=MODELS)
-def checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Any, Path]:
-    model = make_model(request.param, **_SIZES, **MODELS[request.param])
-    model.save_pretrained(tmp_path)
-    return model, tmp_path
+def save(name: str, folder: Path) -> tuple[Any, Path]:
+    model = make_model(name, **_SIZES, **MODELS[name])
+    model.save_pretrained(folder)
+    return model, folder
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    return save(request.param, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save("llama", tmp_path_factory.mktemp("llama"))[1]
 
 
 def chosen_operations(caplog: pytest.LogCaptureFixture) -> str:
@@ -47,19 +56,19 @@ def chosen_operations(caplog: pytest.LogCaptureFixture) -> str:
 
 
 def test_load_with_a_compiler_logs_compiled_kernels(
-    checkpoint: tuple[Any, Path], float32_kernels: CpuKernels, caplog: pytest.LogCaptureFixture
+    llama: Path, float32_kernels: CpuKernels, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert float32_kernels.dtype is torch.float32  # without a compiler this is skipped
     if not cpu_has("avx512f"):
         pytest.skip("this CPU's vectors are too short for them")
     with caplog.at_level(logging.INFO):
-        load(checkpoint[1])
+        load(llama)
     assert chosen_operations(caplog) == "compiled for this CPU"
 
 
 @pytest.mark.parametrize("has_short_vectors", [True, False])
 def test_load_with_short_vectors_or_kernels_switched_off_logs_torch(
-    checkpoint: tuple[Any, Path],
+    llama: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     has_short_vectors: bool,
@@ -67,17 +76,17 @@ def test_load_with_short_vectors_or_kernels_switched_off_logs_torch(
     if has_short_vectors:
         monkeypatch.setattr("engine.ops.select.cpu_has", lambda flag: False)
     with caplog.at_level(logging.INFO):
-        load(checkpoint[1], kernels="auto" if has_short_vectors else "torch")
+        load(llama, kernels="auto" if has_short_vectors else "torch")
     assert chosen_operations(caplog) == "torch"
 
 
 def test_load_without_a_compiler_warns_and_answers(
-    checkpoint: tuple[Any, Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    llama: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("engine.ops.select.cpu_has", lambda flag: flag == "avx512f")
     monkeypatch.setenv("CXX", "")
     with caplog.at_level(logging.INFO):
-        [answer] = Driver(load(checkpoint[1])).generate([make_sequence(make_prompt(9))], num_tokens=3)
+        [answer] = Driver(load(llama)).generate([make_sequence(make_prompt(9))], num_tokens=3)
     assert len(answer) == 3
     assert chosen_operations(caplog) == "torch"
     assert "no C++ compiler" in caplog.text
@@ -85,14 +94,14 @@ def test_load_without_a_compiler_warns_and_answers(
 
 @pytest.mark.parametrize("has_tiles", [True, False])
 def test_bfloat16_on_tile_registers_is_compiled_where_the_compiler_knows_them(
-    checkpoint: tuple[Any, Path], library: Path, monkeypatch: pytest.MonkeyPatch, has_tiles: bool
+    llama: Path, library: Path, monkeypatch: pytest.MonkeyPatch, has_tiles: bool
 ) -> None:
     """Vectors there are slower than oneDNN's tiles; speculation needs compiled products."""
     kernels = CpuKernels(library, torch.bfloat16)
     monkeypatch.setattr("engine.ops.select.cpu_has", lambda flag: True)
     monkeypatch.setattr(kernels, "has_tiles", lambda: has_tiles)
     monkeypatch.setattr("engine.loading.load_cpu_kernels", lambda dtype: kernels)
-    executor = load(checkpoint[1], dtype="bfloat16")
+    executor = load(llama, dtype="bfloat16")
     assert executor.verifies_drafts is has_tiles
     [answer] = Driver(executor).generate([make_sequence(make_prompt(9))], num_tokens=3)
     assert len(answer) == 3
@@ -107,6 +116,7 @@ def test_generate_when_greedy_equals_transformers(checkpoint: tuple[Any, Path], 
     assert answers == [reference_tokens(reference, p, 9, guess=a) for p, a in zip(prompts, answers, strict=True)]
 
 
+@pytest.mark.parametrize("checkpoint", ["llama-tied", "qwen3"], indirect=True)  # with biases, and with norms
 @pytest.mark.parametrize("quantization", ["int8", "int4", "fp8"])
 def test_quantized_model_answers_alone_as_in_a_batch_and_in_chunks(
     checkpoint: tuple[Any, Path], quantization: str
@@ -118,6 +128,7 @@ def test_quantized_model_answers_alone_as_in_a_batch_and_in_chunks(
     assert together == alone
 
 
+@pytest.mark.parametrize("checkpoint", ["llama-tied", "qwen3"], indirect=True)
 @pytest.mark.parametrize(("quantization", "error"), [("int8", 0.08), ("int4", 0.8)])
 def test_quantized_hidden_states_are_near_those_of_the_checkpoint(
     checkpoint: tuple[Any, Path], quantization: QuantizationMethod, error: float, float32_kernels: CpuKernels

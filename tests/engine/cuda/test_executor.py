@@ -182,10 +182,10 @@ def _kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.usefixtures("_kernels")
 def test_launch_over_kernels_and_pages_full_of_nan_equals_the_other_executor(qwen3: Path) -> None:
     prompts = [make_prompt(num, seed=num) for num in (9, 4, 6)]
-    expected = Driver(load(qwen3)).generate([make_sequence(p) for p in prompts], num_tokens=5)
+    expected = Driver(load(qwen3)).generate([make_sequence(p) for p in prompts], num_tokens=3)
     executor = load_device(qwen3, max_running=2, num_blocks=16)
     assert isinstance(executor.kv, TorchKvStore)
     fill_with_nan(executor.kv)
     driver = Driver(executor)
-    assert driver.generate([make_sequence(p) for p in prompts], num_tokens=5, chunk_size=7) == expected
-    assert driver.num_overlapped >= 9
+    assert driver.generate([make_sequence(p) for p in prompts], num_tokens=3, chunk_size=7) == expected
+    assert driver.num_overlapped >= 5

@@ -20,6 +20,7 @@ from engine.ops.triton_kernels.elementwise import (
 )
 from engine.ops.triton_kernels.pages import LayerPages, is_interpreted
 from engine.ops.triton_kernels.rope_kv_write import HeadNorms, rope_kv_write, rotation_table
+from tests.engine.triton_interpreter import MANY_TOKENS
 from tests.engine.triton_kernels import reference
 from tests.engine.triton_kernels.support import TOLERANCE, Case, assert_close, bits, padded
 
@@ -130,9 +131,13 @@ def _check(case: Case, device: torch.device, norms: HeadNorms | None) -> None:
         assert_close(cache.float().nan_to_num().to(case.dtype), expected.float().nan_to_num(), tolerance=tolerance)
 
 
-@pytest.mark.parametrize("has_norms", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("head_dim", [2, 24, 128])
+@pytest.mark.parametrize(
+    ("head_dim", "dtype", "has_norms"),
+    [
+        *((head_dim, torch.float32, has_norms) for head_dim in (2, 24, 128) for has_norms in (False, True)),
+        *((24, dtype, has_norms) for dtype in (torch.float16, torch.bfloat16) for has_norms in (False, True)),
+    ],
+)
 def test_rope_kv_write_of_head_sizes_equals_reference(
     head_dim: int, dtype: torch.dtype, has_norms: bool, device: torch.device
 ) -> None:
@@ -141,7 +146,7 @@ def test_rope_kv_write_of_head_sizes_equals_reference(
 
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(1, 1), (9, 3), (8, 1)])
-@pytest.mark.parametrize("num_new", [1, 3, 64])
+@pytest.mark.parametrize("num_new", [1, 3, MANY_TOKENS])
 def test_rope_kv_write_of_head_groups_and_batch_sizes_equals_reference(
     num_new: int, num_heads: int, num_kv_heads: int, device: torch.device
 ) -> None:

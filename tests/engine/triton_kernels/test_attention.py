@@ -19,6 +19,9 @@ from tests.engine.triton_kernels.support import Case, assert_close, padded
 _MIXED = [(80, 1), (40, 21), (5, 1), (0, 9)]
 
 
+_ONE_KEY_HEAD: dict[str, Any] = {"num_heads": 2, "num_kv_heads": 1}
+
+
 def _splits(case: Case, pages: LayerPages, num_splits: int, *, min_keys: int = 1) -> KeySplits:
     """Return splits whose memory holds NaN, so that reads of unwritten memory show."""
     sizes = (64, case.num_heads, num_splits)
@@ -50,14 +53,16 @@ def test_decode_attention_around_page_and_tile_boundaries_equals_reference(
     num_splits: int, device: torch.device
 ) -> None:
     context_lens = (1, 3, 4, 5, 31, 32, 33, 64, 65, 129)
-    _check(Case(spans=[(context_len - 1, 1) for context_len in context_lens]), device, num_splits=num_splits)
+    spans = [(context_len - 1, 1) for context_len in context_lens]
+    _check(Case(spans=spans, **_ONE_KEY_HEAD), device, num_splits=num_splits)
 
 
 @pytest.mark.parametrize("num_computed", [0, 1, 31, 33])
 def test_prefill_attention_around_page_and_tile_boundaries_equals_reference(
     num_computed: int, device: torch.device
 ) -> None:
-    _check(Case(spans=[(num_computed, num_new) for num_new in (2, 3, 4, 5, 15, 16, 17, 32, 33, 65)]), device)
+    spans = [(num_computed, num_new) for num_new in (2, 3, 4, 15, 16, 17, 33)]
+    _check(Case(spans=spans, **_ONE_KEY_HEAD), device)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -74,7 +79,7 @@ def test_attention_of_chunks_through_torch_equals_reference(
     assert_close(output, expected)
 
 
-@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(2, 2), (9, 3), (8, 2), (8, 1), (34, 2)])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(2, 2), (9, 3), (8, 1), (17, 1)])
 def test_attention_of_head_groups_equals_reference(num_heads: int, num_kv_heads: int, device: torch.device) -> None:
     _check(Case(spans=_MIXED, num_heads=num_heads, num_kv_heads=num_kv_heads), device)
 
@@ -86,7 +91,7 @@ def test_attention_of_head_groups_equals_reference(num_heads: int, num_kv_heads:
 def test_attention_of_head_and_page_sizes_equals_reference(
     head_dim: int, block_size: int, device: torch.device
 ) -> None:
-    _check(Case(spans=_MIXED, head_dim=head_dim, block_size=block_size), device)
+    _check(Case(spans=_MIXED, head_dim=head_dim, block_size=block_size, **_ONE_KEY_HEAD), device)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -95,28 +100,27 @@ def test_attention_of_half_precision_pages_equals_reference(
     dtype: torch.dtype, head_dim: int, device: torch.device
 ) -> None:
     spans = [(150, 1), (70, 40), (15, 1), (0, 50)]
-    _check(Case(spans=spans, dtype=dtype, head_dim=head_dim, block_size=16), device)
+    _check(Case(spans=spans, dtype=dtype, head_dim=head_dim, block_size=16, **_ONE_KEY_HEAD), device)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_attention_of_scaled_float8_pages_equals_reference(dtype: torch.dtype, device: torch.device) -> None:
-    sizes: dict[str, Any] = {"head_dim": 64, "block_size": 16, "key_scale": 0.5, "value_scale": 3.0}
+    sizes: dict[str, Any] = {"head_dim": 64, "block_size": 16, "key_scale": 0.5, "value_scale": 3.0, **_ONE_KEY_HEAD}
     spans = [(150, 1), (100, 40), (15, 1), (0, 33)]
     _check(Case(spans=spans, dtype=dtype, page_dtype=torch.float8_e4m3fn, **sizes), device)
 
 
-@pytest.mark.parametrize("window", [1, 2, 33, 64, 500])
-@pytest.mark.parametrize("num_splits", [1, 4])
+@pytest.mark.parametrize(("window", "num_splits"), [(1, 1), (2, 4), (33, 1), (33, 4), (64, 4), (500, 4)])
 def test_decode_attention_in_window_equals_reference(window: int, num_splits: int, device: torch.device) -> None:
-    _check(Case(spans=[(130, 1), (0, 1)], window=window), device, num_splits=num_splits)
+    _check(Case(spans=[(130, 1), (0, 1)], window=window, **_ONE_KEY_HEAD), device, num_splits=num_splits)
 
 
 @pytest.mark.parametrize("window", [1, 2, 15, 16, 17, 40, 500])
 def test_prefill_attention_in_window_equals_reference(window: int, device: torch.device) -> None:
-    _check(Case(spans=[(50, 35), (0, 40), (33, 2)], window=window), device)
+    _check(Case(spans=[(50, 35), (0, 40), (33, 2)], window=window, **_ONE_KEY_HEAD), device)
 
 
-@settings(max_examples=24, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     spans=st.lists(st.tuples(st.integers(0, 140), st.just(1) | st.integers(1, 40)), min_size=1, max_size=3),
     num_splits=st.integers(1, 6),
