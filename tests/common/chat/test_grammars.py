@@ -114,7 +114,7 @@ def check_calls(message: Message) -> list[str]:
 def test_answer_is_calls_whose_arguments_fit(tools: str, token_ids: Mapping[str, int]) -> None:
     lark = tool_grammar(tools, TOOLS, name=None, parallel=True, token_ids=token_ids)
     grammar, names, counts = compiled(lark, token_ids), set(), set()
-    for seed in range(10):
+    for seed in range(12):
         message = parse([text_of(walk(grammar, seed))], tools=tools)
         called = check_calls(message)
         names.update(called)
