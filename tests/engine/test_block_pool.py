@@ -140,7 +140,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert self.cached_at_router == set(self.pool.snapshot().stored)
 
 
-PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+PoolMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
 TestBlockPool = PoolMachine.TestCase
 
 

@@ -460,5 +460,5 @@ class CoreMachine(RuleBasedStateMachine):
             self.core.executor.kv.write_blocks(block_table[i : i + 1], memoryview(page.tobytes()))
 
 
-CoreMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+CoreMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
 TestCore = CoreMachine.TestCase

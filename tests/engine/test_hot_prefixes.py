@@ -51,7 +51,7 @@ class HotMachine(PoolMachine):
         self.check()
 
 
-HotMachine.TestCase.settings = settings(max_examples=50, stateful_step_count=25, deadline=None)
+HotMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
 TestHotPrefixes = HotMachine.TestCase
 
 
