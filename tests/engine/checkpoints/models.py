@@ -16,7 +16,13 @@ from engine.model.weights import DecoderWeights
 from tests.engine.checkpoints.packers import Grid, make_grid
 from tests.engine.tiny_models import make_model
 
-SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 CPU = torch.device("cpu")
 
 

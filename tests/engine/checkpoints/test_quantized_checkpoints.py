@@ -81,10 +81,10 @@ def test_answer_of_a_quantized_checkpoint_resumes_token_for_token(tmp_path: Path
 def test_quantized_weights_are_fused_in_order_and_keep_their_bits(tmp_path: Path) -> None:
     model = save_quantized(tmp_path, GPTQ, pack_gptq)
     weights, _ = load(tmp_path, torch.bfloat16)
-    qkv = weights.layers[1].qkv
+    qkv = weights.layers[2].qkv
     assert isinstance(qkv, GroupedLinear)
     assert (qkv.weight.bits, qkv.weight.codes.dtype) == (4, torch.uint8)
-    expected = fused_values(model, 1, ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"))
+    expected = fused_values(model, 2, ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"))
     assert torch.equal(qkv.weight.dequantize(torch.bfloat16), expected.to(torch.bfloat16))
     assert qkv.bias is not None
     assert qkv.bias.dtype is torch.bfloat16
@@ -97,7 +97,7 @@ def test_modules_that_were_not_converted_stay_plain_and_so_do_those_fused_with_t
     model = save_quantized(tmp_path, {**AWQ, "modules_to_not_convert": ["k_proj"]}, pack_awq, plain=is_plain)
     weights, _ = load(tmp_path)
     kinds = [[type(getattr(layer, name)) for name in PROJECTIONS] for layer in weights.layers]
-    assert kinds == [[Linear] * 4, [Linear, *[GroupedLinear] * 3]]
+    assert kinds == [[Linear] * 4, [Linear, *[GroupedLinear] * 3], [Linear, *[GroupedLinear] * 3]]
     qkv = weights.layers[1].qkv
     assert isinstance(qkv, Linear)
     assert torch.equal(qkv.weight, fused_values(model, 1, ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")))
