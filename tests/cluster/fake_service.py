@@ -13,8 +13,6 @@ import sys
 from importlib import import_module
 
 from common.process import die_with_parent
-from common.tracing import SpanContext
-from common.trust.credentials import Credentials
 
 
 def main() -> int:
@@ -32,12 +30,16 @@ def main() -> int:
         subprocess.Popen(["/bin/sleep", "60"], stdout=subprocess.DEVNULL)
         return 3
     if mode == "--die-before-the-answer":
+        from common.trust.credentials import Credentials  # most of a start, which the other modes do without
+
         request = Credentials().request(()).to_json()
         sys.stdout.write(f"{json.dumps({'event': 'enrol', 'request': request})}\n")
         sys.stdout.flush()
         select.select([sys.stdin], [], [])  # the answer is there, unread
         os.kill(os.getpid(), signal.SIGKILL)
     if mode == "--say":
+        from common.tracing import SpanContext
+
         sys.stderr.write(f"{import_module(sys.argv[3]).WORD} {SpanContext.root().trace_id}\n")
     if mode != "--never-ready":
         ready = {"event": "ready", "address": address, "admin_address": address, "metrics_port": 0, "pid": os.getpid()}

@@ -1,6 +1,7 @@
-"""A supervisor whose fork server forks fake services: python -m tests.cluster.forking_supervisor RUN_DIR SCENARIO.
+"""Supervisors whose fork servers fork fake services: python -m tests.cluster.forking_supervisor.
 
-Prints what a scenario returns as JSON. A process of its own, since it becomes the parent of every orphan below it.
+Each line of stdin, `RUN_DIR SCENARIO`, is a supervisor that prints what its scenario returns as JSON. It is a process
+of its own, since it becomes the parent of every orphan below it: a fork, which needs no imports.
 """
 
 import asyncio
@@ -98,15 +99,19 @@ async def stopped_server(launcher: LocalLauncher) -> str:
     return process.ready.address
 
 
-async def changed_module(launcher: LocalLauncher) -> str:
-    """Start a service that says a word of its module, twice, then change the module and start it again."""
-    path = Path(sys.argv[1]) / "spoken.py"
-    for _ in range(2):
-        await (await launcher.start(make_spec("decode-4"))).stop(10)
+def change_module() -> None:
+    path = Path("spoken.py")
     path.write_text(path.read_text().replace("old", "new"))
     os.utime(path, (0, 0))  # whatever the resolution of the clock
+
+
+async def changed_module(launcher: LocalLauncher) -> str:
+    """Start a service that says a word of its module, twice, then change the module and start it again."""
+    for _ in range(2):
+        await (await launcher.start(make_spec("decode-4"))).stop(10)
+    change_module()
     await (await launcher.start(make_spec("decode-4"))).stop(10)
-    return log_path(Path(sys.argv[1]), "decode-4").read_text()
+    return log_path(Path.cwd(), "decode-4").read_text()
 
 
 async def secrets(launcher: LocalLauncher) -> list[str]:
@@ -150,30 +155,52 @@ async def cancelled(launcher: LocalLauncher) -> int:
 
 
 async def endless(launcher: LocalLauncher) -> None:
-    """Tell all pids, and wait to be killed."""
+    """Tell our pid and those of our children, and wait to be killed."""
     await launcher.start(make_spec("decode-0"))
-    print(json.dumps([child.pid for child in psutil.Process().children()]), flush=True)  # noqa: T201
+    tell([os.getpid(), *(child.pid for child in psutil.Process().children())])
     await asyncio.Event().wait()
 
 
 _ALL = (life, kill, failure, lost_server, stopped_server, changed_module, secrets, strays, cancelled, endless)
 _SCENARIOS: dict[str, Callable[[LocalLauncher], Awaitable[object]]] = {each.__name__: each for each in _ALL}
+_MODULES = ("spoken", "common.tracing")
 
 
-async def run(folder: Path, name: str) -> object:
-    launcher = LocalLauncher(command=command_of, run_dir=folder, authority=AUTHORITY, modules=lambda _spec: ("spoken",))
+def tell(told: object) -> None:
+    """Print what is told, and how many children we have."""
+    print(json.dumps({"told": told, "left": len(psutil.Process().children())}), flush=True)  # noqa: T201
+
+
+async def run(name: str) -> object:
+    launcher = LocalLauncher(
+        command=command_of, run_dir=Path.cwd(), authority=AUTHORITY, modules=lambda _spec: _MODULES
+    )
     await launcher.open()
     try:
-        return await _SCENARIOS[name](launcher)
+        async with asyncio.timeout(60):
+            return await _SCENARIOS[name](launcher)
     finally:
         await launcher.close()
+
+
+def supervise(folder: str, name: str) -> None:
+    """Run a scenario in its folder, where its services find the module that they say a word of."""
+    os.chdir(folder)
+    os.environ["PYTHONPATH"] = os.pathsep.join((folder, os.environ["PYTHONPATH"]))
+    tell(asyncio.run(run(name)))
 
 
 def main() -> None:
     child.LOOK_S = 0.05
     os.environ["ROUTERS_SECRET"] = "hush-hush"
-    told = asyncio.run(run(Path(sys.argv[1]), sys.argv[2]))
-    print(json.dumps({"told": told, "left": len(psutil.Process().children())}))  # noqa: T201
+    for line in sys.stdin:
+        pid = os.fork()
+        if pid == 0:
+            supervise(*line.split())
+            return
+        _, status = os.waitpid(pid, 0)
+        if os.waitstatus_to_exitcode(status) > 0:
+            tell("failed")
 
 
 if __name__ == "__main__":
