@@ -25,9 +25,10 @@ class StatusReporter:
     async def status(self, *, timeout_s: float) -> pb.GetClusterStatusResponse:
         """Return the whole state; a worker that does not answer within `timeout_s` has no status of its own."""
         views = await asyncio.gather(*(self._view(member, timeout_s) for member in self._parts.fleet.members))
-        return pb.GetClusterStatusResponse(router=self._router(), workers=views, planner=self._parts.planner.latest())
+        return pb.GetClusterStatusResponse(router=self.router(), workers=views, planner=self._parts.planner.latest())
 
-    def _router(self) -> pb.RouterStatus:
+    def router(self) -> pb.RouterStatus:
+        """Return the state of the router itself."""
         parts = self._parts
         return message_of(
             pb.RouterStatus,

@@ -6,7 +6,8 @@ import pytest
 import pytest_asyncio
 
 from router.admission.limits import TokenBucket
-from tests.router.fakes import TestCluster, pair, running_cluster
+from tests.router.fake_worker import pair
+from tests.router.fakes import TestCluster, running_cluster
 
 
 @pytest_asyncio.fixture

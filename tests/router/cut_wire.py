@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from common.trust.identity import Role
 from common.trust.proofs import audience_of
 from kvrelay.v1 import router_admin_pb2
-from tests.router.fakes import FakeWorker
+from tests.router.fake_worker import FakeWorker
 
 _CHUNK = 1 << 16
 

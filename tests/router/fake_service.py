@@ -30,7 +30,7 @@ from kvrelay.v1 import (
 )
 
 if TYPE_CHECKING:
-    from tests.router.fakes import FakeWorker
+    from tests.router.fake_worker import FakeWorker
 
 VOCAB_SIZE = 256
 HIDDEN_SIZE = 6

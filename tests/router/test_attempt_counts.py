@@ -5,7 +5,8 @@ import pytest
 from common.errors import EngineFault, Overloaded
 from kvrelay.v1 import router_admin_pb2
 from router.lives import HALF_LIFE_S, AttemptCounts
-from tests.router.fakes import TestCluster, answer, make_request, pair, prompt_of, running_cluster, trio
+from tests.router.fake_worker import answer, pair, trio
+from tests.router.fakes import TestCluster, make_request, prompt_of, running_cluster
 
 
 async def told(cluster: TestCluster, *names: str) -> list[tuple[float, float]]:

@@ -15,7 +15,7 @@ from router.http.schema import ChatBody
 from router.record import Job
 from router.tenants import ANYBODY
 from router.validation import RequestReader
-from tests.router.fakes import FINGERPRINT, MODEL
+from tests.router.fake_worker import FINGERPRINT, MODEL
 from tests.router.test_hostile_input import BEGAN_UNIX_S, begun
 
 RECOMMENDED = {"temperature": 0.5, "top_k": 20, "repetition_penalty": 1.05}

@@ -13,17 +13,8 @@ from router.crash_budget import NUM_CLEARING_TOKENS, CrashBudget, Losses
 from router.lives import Life
 from router.record import RunningRequest
 from tests.clock import ManualClock
-from tests.router.fakes import (
-    DECODE,
-    TIMEOUT_S,
-    FakeWorker,
-    TestCluster,
-    answer,
-    config_with,
-    make_request,
-    prompt_of,
-    running_cluster,
-)
+from tests.router.fake_worker import DECODE, TIMEOUT_S, FakeWorker, answer
+from tests.router.fakes import TestCluster, config_with, make_request, prompt_of, running_cluster
 from tests.router.test_lengths import make_job
 from tests.router.test_member import book, make_member
 

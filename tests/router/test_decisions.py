@@ -15,19 +15,8 @@ from kvrelay.v1 import inference_pb2
 from router.metrics import RouterMetrics, WeightedHistogram
 from router.placement.decisions import DecisionLog, DecisionRecord
 from router.placement.plans import Plan
-from tests.router.fakes import (
-    DECODE,
-    PREFILL,
-    TIMEOUT_S,
-    FakeWorker,
-    Reply,
-    TestCluster,
-    config_with,
-    full_pair,
-    make_request,
-    running_cluster,
-    trio,
-)
+from tests.router.fake_worker import DECODE, PREFILL, TIMEOUT_S, FakeWorker, full_pair, trio
+from tests.router.fakes import Reply, TestCluster, config_with, make_request, running_cluster
 from tests.router.test_tenants import KEYS, serving
 
 

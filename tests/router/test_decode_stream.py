@@ -9,17 +9,8 @@ import pytest
 from common.errors import EngineFault, InvalidRequest
 from kvrelay.v1 import decode_pb2, inference_pb2, sampling_pb2
 from router.decode_stream import DecodeStream
-from tests.router.fakes import (
-    DECODE,
-    FakeWorker,
-    Reply,
-    answer,
-    config_with,
-    make_request,
-    pair,
-    prompt_of,
-    running_cluster,
-)
+from tests.router.fake_worker import DECODE, FakeWorker, answer, pair
+from tests.router.fakes import Reply, config_with, make_request, prompt_of, running_cluster
 
 
 async def test_requests_side_by_side_are_answered_over_one_stream() -> None:

@@ -5,7 +5,8 @@ from common.slo import Slo
 from kvrelay.client import AsyncClient
 from router.demand import NUM_SAMPLED, REMEMBERED_S, Answered, DemandMeter
 from tests.clock import ManualClock
-from tests.router.fakes import DECODE, FakeWorker, make_request, running_cluster
+from tests.router.fake_worker import DECODE, FakeWorker
+from tests.router.fakes import make_request, running_cluster
 from tests.router.http.clients import fetch
 from tests.router.test_tenants import KEYS, serving
 

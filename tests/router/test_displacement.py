@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from common.errors import Overloaded, RefusalCause, Refused
 from router.admission.ticket import Ticket
 from router.tenants import Tenant
-from tests.router.test_admission import A, B, Line, turns
+from tests.router.line import A, B, Line, turns
 
 HEAVY, LIMITED = Tenant(name="heavy", weight=3.0), Tenant(name="limited", requests_per_min=1)
 

@@ -26,7 +26,7 @@ from kvrelay.client import AsyncClient, Unauthenticated
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import router_admin_pb2, sampling_pb2
 from tests.router.fake_service import HIDDEN_SIZE, hidden_of
-from tests.router.fakes import (
+from tests.router.fake_worker import (
     BLOCK_SIZE,
     DECODE,
     PREFILL,
@@ -34,15 +34,11 @@ from tests.router.fakes import (
     TIMEOUT_S,
     FakeWorker,
     Shape,
-    TestCluster,
     answer,
-    config_with,
-    make_request,
     pair,
-    prompt_of,
-    running_cluster,
     sent_prompt,
 )
+from tests.router.fakes import TestCluster, config_with, make_request, prompt_of, running_cluster
 
 LAST, MEAN = sampling_pb2.POOLING_LAST, sampling_pb2.POOLING_MEAN
 

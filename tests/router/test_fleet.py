@@ -10,20 +10,8 @@ from common.block_hash import hash_blocks
 from common.ids import WorkerId
 from router.codec import ByteCodec
 from router.facts import WorkerEndpoint, find_mismatch
-from tests.router.fakes import (
-    BLOCK_SIZE,
-    DECODE,
-    PREFILL,
-    ROOT,
-    TIMEOUT_S,
-    FakeWorker,
-    Shape,
-    TestCluster,
-    make_request,
-    pair,
-    prompt_of,
-    running_cluster,
-)
+from tests.router.fake_worker import BLOCK_SIZE, DECODE, PREFILL, ROOT, TIMEOUT_S, FakeWorker, Shape, pair
+from tests.router.fakes import TestCluster, make_request, prompt_of, running_cluster
 from tests.router.test_member import book, make_facts
 
 HASHES = hash_blocks(prompt_of(12), root=ROOT, block_size=BLOCK_SIZE)
@@ -54,7 +42,8 @@ async def test_worker_that_does_not_fit_is_refused_and_says_why(shape: Shape, wh
     async with running_cluster(good) as cluster:
         await bad.start()
         assert await cluster.set_workers(good, bad) == 1
-        view = await cluster.until_state("d1", "refused")
+        await cluster.until_state("d1", "refused")
+        view = await cluster.view("d1")
         assert why in view.state
         assert not view.HasField("status")
         await cluster.generate(make_request())
@@ -74,7 +63,8 @@ async def test_worker_of_another_name_or_role_is_refused() -> None:
             cluster.router.fleet.set_workers(
                 [WorkerEndpoint(worker_id=WorkerId(endpoint.worker_id), role=endpoint.role, address=endpoint.address)]
             )
-            assert why in (await cluster.until_state(endpoint.worker_id, "refused")).state
+            await cluster.until_state(endpoint.worker_id, "refused")
+            assert why in (await cluster.view(endpoint.worker_id)).state
         await worker.die()
 
 
@@ -192,8 +182,8 @@ async def test_status_shows_every_worker_and_its_own_report(monkeypatch: pytest.
         assert status.workers[1].status.load.num_running == 3
         assert status.router.policy == "predictive"
         await prefill.die()
-        view = await cluster.until_state("p0", "lost")
-        assert not view.HasField("status")
+        await cluster.until_state("p0", "lost")
+        assert not (await cluster.view("p0")).HasField("status")
 
 
 async def test_events_feed_the_index() -> None:

@@ -1,39 +1,26 @@
 """Requests without failures."""
 
 import asyncio
-from contextlib import suppress
-from typing import Any
 
 import pytest
 
 from common.block_hash import hash_blocks
-from common.errors import DeadlineExceeded, Overloaded, WorkerLost
 from common.ids import BlockHash
 from common.wire import unpack_tokens
 from kvrelay.v1 import inference_pb2, sampling_pb2, worker_pb2
-from router.admission.limits import MAX_RETRY_S
 from tests.router.fake_service import VOCAB_SIZE
-from tests.router.fakes import (
+from tests.router.fake_worker import (
     BLOCK_SIZE,
     DECODE,
     ROOT,
-    TIMEOUT_S,
     FakeWorker,
-    Reply,
     Shape,
-    TestCluster,
     answer,
-    config_with,
-    full_pair,
     hashes_of,
-    held_pair,
-    make_request,
     pair,
-    prompt_of,
-    running_cluster,
     sent_prompt,
-    trio,
 )
+from tests.router.fakes import TestCluster, config_with, make_request, prompt_of, running_cluster
 
 
 async def test_generate_remote_plan_delivers_every_token_and_the_facts(cluster: TestCluster) -> None:
@@ -230,161 +217,6 @@ async def test_an_answer_that_may_change_at_near_ties_when_its_worker_is_lost_sa
         sampling = sampling_pb2.SamplingParams(max_tokens=1)
         reply = await cluster.generate(inference_pb2.GenerateRequest(text="hi", sampling=sampling))
         assert (model.exact_resume, reply.messages[0].accepted.exact_resume) == (is_exact, is_exact)
-
-
-async def test_generate_before_any_worker_waits_for_one() -> None:
-    decode = FakeWorker("d0", DECODE)
-    async with running_cluster() as cluster:
-        assert not (await cluster.inference.ListModels(inference_pb2.ListModelsRequest())).models
-        generating = asyncio.create_task(cluster.generate(make_request(10)))
-        await cluster.until_queued(1)
-        await decode.start()
-        await cluster.set_workers(decode)
-        assert (await generating).token_ids() == answer(prompt_of(10), 6)
-        await decode.die()
-
-
-async def test_generate_without_any_worker_fails_after_the_queue_timeout() -> None:
-    async with running_cluster(config=config_with(queue_timeout_s=0.05)) as cluster:
-        with pytest.raises(WorkerLost, match="no decode worker"):
-            await cluster.generate(make_request())
-        await cluster.until_idle()
-
-
-async def test_generate_when_decode_refuses_waits_until_its_load_changes(cluster: TestCluster) -> None:
-    cluster.decode.num_refusals = 1  # and asks to come back in 30 s, longer than the test may take
-    generating = asyncio.create_task(cluster.generate(make_request(10)))
-    await cluster.until_queued(1)
-    await cluster.until(lambda _router: cluster.decode.requests)
-    await cluster.until_queued(1)
-    cluster.decode.set_load(num_free_blocks=40)
-    reply = await generating
-    assert reply.token_ids() == answer(prompt_of(10), 6)
-    assert (reply.completed.num_attempts, len(cluster.decode.requests)) == (1, 2)
-    assert (await cluster.until_idle()).num_replans == 0
-
-
-async def test_generate_when_decode_refuses_asks_again_after_the_time_it_named(cluster: TestCluster) -> None:
-    cluster.decode.num_refusals, cluster.decode.retry_after_s = 2, 0.02
-    assert (await cluster.generate(make_request(10))).token_ids() == answer(prompt_of(10), 6)
-    assert len(cluster.decode.requests) == 3
-
-
-async def test_generate_when_one_decode_worker_refuses_takes_the_other() -> None:
-    prefill, first, second = trio()
-    first.num_refusals = 1
-    async with running_cluster(prefill, first, second) as cluster:
-        reply = await cluster.generate(make_request(10))
-        assert (len(first.requests), [plan.decode_worker_id for plan in reply.plans]) == (1, ["d1"])
-
-
-async def test_generate_when_prefill_refuses_releases_decode_and_waits(cluster: TestCluster) -> None:
-    cluster.prefill.num_refusals = 1
-    generating = asyncio.create_task(cluster.generate(make_request(10)))
-    await cluster.until(lambda _router: cluster.prefill.requests and not cluster.decode.num_running_calls)
-    cluster.prefill.set_load(num_waiting=1)
-    assert (await generating).token_ids() == answer(prompt_of(10), 6)
-    await cluster.until_idle()
-
-
-async def test_generate_when_refused_for_too_long_is_overloaded_with_retry_info() -> None:
-    prefill, decode = pair()
-    decode.num_refusals = 1
-    async with running_cluster(prefill, decode, config=config_with(queue_timeout_s=0.2)) as cluster:
-        with pytest.raises(Overloaded) as caught:
-            await cluster.generate(make_request())
-        assert caught.value.retry_after_s is not None
-        assert 0.1 < caught.value.retry_after_s <= MAX_RETRY_S  # the line has stood still for 0.2 s
-        await cluster.until_idle()
-
-
-async def test_generate_never_books_more_pages_than_decode_has() -> None:
-    prefill, decode = pair()
-    decode.shape = Shape(num_blocks=8)
-    decode.report.num_blocks = decode.report.num_free_blocks = 8
-    decode.gates.close("reserve")  # no reservation is acknowledged, no report comes: only bookings count
-    async with running_cluster(prefill, decode, config=config_with(silence_s=None)) as cluster:
-        # 10 tokens: 2 full blocks and one more, so two requests fit into 8 pages and a third does not.
-        generating = [asyncio.create_task(cluster.generate(make_request(10, max_tokens=1))) for _ in range(3)]
-        status = await cluster.until(lambda router: router.num_active == len(decode.requests) == 2)
-        assert status.num_queued == 1
-        decode.gates.open("reserve")
-        replies = await asyncio.gather(*generating)
-        assert [reply.token_ids() for reply in replies] == [answer(prompt_of(10), 1)] * 3
-        await cluster.until_idle()
-
-
-async def test_generate_after_short_answers_lets_requests_with_high_limits_share_a_worker() -> None:
-    prefill, decode = pair()
-    decode.shape = Shape(num_blocks=16)
-    decode.report.num_blocks = decode.report.num_free_blocks = 16
-    short = make_request(10, max_tokens=40, stop_token_ids=answer(prompt_of(10), 1))
-    async with running_cluster(prefill, decode) as cluster:
-        for _ in range(20):  # nothing is known at first: an answer of 40 tokens would fill 10 pages
-            await cluster.generate(short)
-        decode.gates.close("reserve")
-        generating = [asyncio.create_task(cluster.generate(short)) for _ in range(2)]
-        await cluster.until(lambda router: router.num_active == 2)
-        decode.gates.open("reserve")
-        await asyncio.gather(*generating)
-
-
-async def test_generate_when_queue_is_full_is_refused_with_retry_info() -> None:
-    prefill, decode = full_pair()
-    async with running_cluster(prefill, decode, config=config_with(max_queued=2)) as cluster:
-        replies = await cluster.queue(make_request(10), make_request(10))
-        with pytest.raises(Overloaded) as caught:
-            await cluster.generate(make_request())
-        assert caught.value.retry_after_s == 1.0
-        decode.set_load(num_free_blocks=64)
-        for reply in await replies:
-            assert reply.token_ids() == answer(prompt_of(10), 6)
-        assert (await cluster.until_idle()).num_failed == 1
-
-
-@pytest.mark.parametrize("gate", ["queue", "reserve", "prefill", "first_token", "token 2"])
-async def test_generate_when_deadline_passes_frees_everything(gate: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    # The router's own limit, not the client's: that may pass before the request has come to the router.
-    monkeypatch.setattr("router.front_door.MAX_REQUEST_S", 0.3)
-    async with running_cluster(*held_pair(gate)) as cluster:
-        with pytest.raises(DeadlineExceeded):
-            await cluster.generate(make_request(10))
-        status = await cluster.until_idle()
-        assert (status.num_failed, status.num_cancelled) == (1, 0)
-
-
-@pytest.mark.parametrize("gate", ["queue", "reserve", "prefill", "first_token", "fetch", "token 1", "token 3"])
-async def test_generate_when_client_cancels_frees_everything(gate: str) -> None:
-    async with running_cluster(*held_pair(gate)) as cluster:
-        generating = asyncio.create_task(cluster.generate(make_request(10)))
-        await cluster.until_held(gate)
-        generating.cancel()
-        status = await cluster.until_idle()
-        assert (status.num_cancelled, status.num_failed, status.num_completed) == (1, 0, 0)
-        calls = cluster.decode.calls
-        assert calls["cancelled"] == calls["started"] == (0 if gate == "queue" else 1)
-
-
-async def test_generate_when_a_storm_of_clients_cancels_frees_everything(cluster: TestCluster) -> None:
-    calls = [cluster.inference.Generate(make_request(8 + i % 9), timeout=TIMEOUT_S) for i in range(60)]
-
-    async def read_some(number: int, call: Any) -> None:
-        reply = Reply()
-        if number % 2:
-            with suppress(asyncio.CancelledError):
-                async for message in call:
-                    reply.messages.append(message)
-                    if len(reply.messages) > number % 8:
-                        call.cancel()
-        else:
-            await cluster.read(call, reply)
-            assert reply.token_ids() == answer(prompt_of(8 + number % 9), 6)
-
-    await asyncio.gather(*(read_some(i, call) for i, call in enumerate(calls)))
-    status = await cluster.until_idle()
-    assert status.num_failed == 0
-    assert status.num_completed + status.num_cancelled == 60
-    assert status.num_completed >= 30
 
 
 @pytest.mark.parametrize("is_local", [False, True])

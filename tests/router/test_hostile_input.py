@@ -22,20 +22,8 @@ from router.resumption import MAX_RENDER_AGE_S
 from router.tenants import ANYBODY, Tenant
 from router.token_cache import Encoded
 from router.validation import RequestReader
-from tests.router.fakes import (
-    DECODE,
-    FINGERPRINT,
-    MODEL,
-    TIMEOUT_S,
-    FakeWorker,
-    Shape,
-    TestCluster,
-    answer,
-    config_with,
-    make_request,
-    prompt_of,
-    running_cluster,
-)
+from tests.router.fake_worker import DECODE, FINGERPRINT, MODEL, TIMEOUT_S, FakeWorker, Shape, answer
+from tests.router.fakes import TestCluster, config_with, make_request, prompt_of, running_cluster
 
 GENERATE = "/kvrelay.v1.InferenceService/Generate"
 

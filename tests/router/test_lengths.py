@@ -10,9 +10,9 @@ import pytest
 from common.block_hash import hash_blocks
 from common.ids import RequestId
 from common.sampling import SamplingParams
-from router.lengths import GUESSED_TOKENS, MAX_KINDS, MAX_PREFIXES, AnswerLengths
+from router.lengths import GUESSED_TOKENS, AnswerLengths
 from router.record import Job
-from tests.router.fakes import MODEL
+from tests.router.fake_worker import MODEL
 
 BLOCK = MODEL.block_size
 
@@ -144,9 +144,11 @@ def test_answers_that_change_are_followed() -> None:
     assert lengths.expect(make_job(), "t").mean == pytest.approx(10, rel=0.5)
 
 
-def test_memory_is_bounded() -> None:
+def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.lengths.MAX_KINDS", 8)
+    monkeypatch.setattr("router.lengths.MAX_PREFIXES", 32)
     lengths = AnswerLengths()
-    for number in range(MAX_PREFIXES + 10):
+    for number in range(40):
         learn(lengths, make_job(num_blocks=2, first=3 * BLOCK * number), 5, tenant=str(number))
     tables = lengths._kinds, lengths._prefixes  # noqa: SLF001
-    assert [len(table._entries) for table in tables] == [MAX_KINDS, MAX_PREFIXES]  # noqa: SLF001
+    assert [len(table._entries) for table in tables] == [8, 32]  # noqa: SLF001

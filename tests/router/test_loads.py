@@ -13,7 +13,7 @@ from router.member import Member, WorkerState
 from router.placement.loads import PoolLoads, ProjectedLoad, lowest
 from router.placement.policies import predictive
 from router.roster import Roster
-from tests.router.fakes import DECODE, PREFILL
+from tests.router.fake_worker import DECODE, PREFILL
 from tests.router.fleets import choose, fleet, policy, request, worker
 from tests.router.test_member import book, make_member
 

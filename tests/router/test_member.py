@@ -19,7 +19,7 @@ from router.member import SETTLE_S, Member
 from router.pool_timing import MIN_SAMPLES, PoolTiming
 from router.worker_client import WorkerClient
 from tests.clock import ManualClock
-from tests.router.fakes import BLOCK_SIZE, DECODE, PREFILL
+from tests.router.fake_worker import BLOCK_SIZE, DECODE, PREFILL
 
 
 def make_facts(*, num_blocks: int, epoch: int = 1) -> WorkerFacts:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
 from common.config import RouterConfig
@@ -160,29 +160,33 @@ def situations(draw: st.DrawFn) -> tuple[PlacementRequest, FleetView]:
     return request(num_tokens, cached=cached, **slo), fleet(*workers, num_prefill=num_prefill, block_bytes=1000)
 
 
-@pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=40)
+@settings(max_examples=80)
 @given(situations=st.lists(situations(), min_size=1, max_size=3), refuses=st.booleans())
-def test_policy_chooses_workers_of_the_view_with_room_or_refuses(
-    name: str, situations: list[tuple[PlacementRequest, FleetView]], refuses: bool
+def test_every_policy_chooses_workers_of_the_view_with_room_or_refuses(
+    situations: list[tuple[PlacementRequest, FleetView]], refuses: bool
 ) -> None:
-    chosen = policy(name, refuses_over_slo=refuses, local_prefill_max_tokens=16)
-    for wanted, view in situations:
-        plan = chosen.choose(wanted, view)
-        if isinstance(plan, Refused):
-            assert plan.reason
-            assert plan.retry_after_s > 0
-            assert refuses or "for a token" in plan.reason or not _has_room(wanted, view)
-            continue
-        assert plan.decode in {each.worker_id for each in view.decode if _fits(wanted, each)}
-        assert (plan.prefill is None) == (plan.kind is PlanKind.LOCAL)
-        if plan.prefill is not None:
-            prefill = next(each for each in view.prefill if each.worker_id == plan.prefill)
-            assert prefill.num_blocks >= wanted.num_prefill_blocks
-        assert 0 <= plan.predicted_cached_tokens < wanted.num_tokens
-        assert len(plan.candidates()) <= 16
-        if plan.pull is not None:
-            assert plan.pull.source in view.sources - {plan.computes}
+    for name in NAMES:
+        note(name)
+        chosen = policy(name, refuses_over_slo=refuses, local_prefill_max_tokens=16)
+        for wanted, view in situations:
+            check_choice(chosen.choose(wanted, view), wanted, view, refuses=refuses)
+
+
+def check_choice(plan: Plan | Refused, wanted: PlacementRequest, view: FleetView, *, refuses: bool) -> None:
+    if isinstance(plan, Refused):
+        assert plan.reason
+        assert plan.retry_after_s > 0
+        assert refuses or "for a token" in plan.reason or not _has_room(wanted, view)
+        return
+    assert plan.decode in {each.worker_id for each in view.decode if _fits(wanted, each)}
+    assert (plan.prefill is None) == (plan.kind is PlanKind.LOCAL)
+    if plan.prefill is not None:
+        prefill = next(each for each in view.prefill if each.worker_id == plan.prefill)
+        assert prefill.num_blocks >= wanted.num_prefill_blocks
+    assert 0 <= plan.predicted_cached_tokens < wanted.num_tokens
+    assert len(plan.candidates()) <= 16
+    if plan.pull is not None:
+        assert plan.pull.source in view.sources - {plan.computes}
 
 
 def _fits(wanted: PlacementRequest, worker: ProjectedLoad) -> bool:

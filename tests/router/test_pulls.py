@@ -8,7 +8,8 @@ import pytest
 from common.errors import Refused
 from common.ids import WorkerId
 from router.placement.plans import FleetView, PlacementRequest, Plan, Pull
-from tests.router.fakes import DECODE, PREFILL, FakeWorker, Reply, make_request, running_cluster
+from tests.router.fake_worker import DECODE, PREFILL, FakeWorker
+from tests.router.fakes import Reply, make_request, running_cluster
 
 
 class PullingPolicy:

@@ -20,25 +20,20 @@ from common.ids import WorkerId, mint_epoch
 from kvrelay.v1 import inference_pb2, sequence_pb2
 from router.placement.chooser import Chooser, Search
 from router.placement.decisions import Booking
-from tests.router.fakes import (
+from tests.router.fake_worker import (
     DECODE,
     PREFILL,
     ROOT,
     TIMEOUT_S,
     FakeWorker,
-    Reply,
     Shape,
-    TestCluster,
     answer,
-    config_with,
     held_pair,
-    make_request,
     pair,
-    prompt_of,
-    running_cluster,
     sent_output,
     trio,
 )
+from tests.router.fakes import Reply, TestCluster, config_with, make_request, prompt_of, running_cluster
 
 
 @pytest.mark.parametrize("index", [1, 3, 5])

@@ -8,20 +8,8 @@ from common.errors import InvalidRequest, WorkerLost
 from common.wire import pack_tokens
 from kvrelay.v1 import inference_pb2
 from tests.router.fake_service import VOCAB_SIZE
-from tests.router.fakes import (
-    DECODE,
-    FINGERPRINT,
-    FakeWorker,
-    Reply,
-    TestCluster,
-    answer,
-    config_with,
-    make_request,
-    pair,
-    prompt_of,
-    running_cluster,
-    sent_output,
-)
+from tests.router.fake_worker import DECODE, FINGERPRINT, FakeWorker, answer, pair, sent_output
+from tests.router.fakes import Reply, TestCluster, config_with, make_request, prompt_of, running_cluster
 
 LOCAL = config_with(local_prefill_max_tokens=64)
 

@@ -17,21 +17,12 @@ from common.process import Ready, parse_ready
 from common.rpc import client_channel
 from common.trust.identity import Role
 from kvrelay.v1 import inference_pb2, inference_pb2_grpc, router_admin_pb2
+from router.__main__ import main as router_main
 from router.alarms import AlarmKind
 from router.codec import ByteCodec, Codec
 from router.server import start_router
-from tests.router.fakes import (
-    DECODE,
-    PREFILL,
-    TIMEOUT_S,
-    FakeWorker,
-    TestCluster,
-    answer,
-    config_with,
-    make_request,
-    prompt_of,
-    running_cluster,
-)
+from tests.router.fake_worker import DECODE, PREFILL, TIMEOUT_S, FakeWorker, answer
+from tests.router.fakes import TestCluster, config_with, make_request, prompt_of, running_cluster
 from tests.router.http.clients import fetch
 from tests.trust import credentials_of, enrol_child
 
@@ -148,31 +139,17 @@ async def test_byte_codec_is_a_codec_and_takes_any_text() -> None:
     assert codec.decode_pieces([65, 255, 256]) == ("A", "\ufffd", "")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-async def test_router_process_prints_one_ready_line_serves_and_stops_on_a_signal(
-    tmp_path: Path, number: signal.Signals
+def test_router_process_with_a_bad_config_names_the_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    async with router_process(tmp_path) as (process, ready):
-        assert ready.pid == process.pid
-        assert ready.metrics_port > 0
-        async with asyncio.timeout(TIMEOUT_S), client_channel(ready.address) as channel:
-            health = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
-        assert health.status == health_pb2.HealthCheckResponse.SERVING
-        process.send_signal(number)
-        assert process.stdout is not None
-        async with asyncio.timeout(TIMEOUT_S):
-            assert (await process.stdout.read(), await process.wait()) == (b"", 0)
-
-
-async def test_router_process_with_a_bad_config_names_the_key(tmp_path: Path) -> None:
     config = tmp_path / "serving.yaml"
     config.write_text("router: {colour: red}\n")
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "router", "--config", str(config), stderr=asyncio.subprocess.PIPE
-    )
-    _stdout, stderr = await process.communicate()
-    assert process.returncode == 2
-    assert "router.colour: unknown key" in stderr.decode()
+    monkeypatch.setattr(sys, "argv", ["router", "--config", str(config)])
+    monkeypatch.setattr("router.__main__.setup_logging", lambda _name: None)  # this process has its own
+    with pytest.raises(SystemExit) as caught:
+        router_main()
+    assert caught.value.code == 2
+    assert "router.colour: unknown key" in capsys.readouterr().err
 
 
 # More silent connections than a router may have open files.
@@ -195,17 +172,25 @@ async def http_port_of(address: str) -> int:
         return int((await call).router.http_port)
 
 
-async def test_silent_connections_beyond_the_open_files_end_neither_door(tmp_path: Path) -> None:
-    async with router_process(tmp_path, *FEW_OPEN_FILES) as (_process, ready):
-        address = ready.address
-        host, _, port = address.rpartition(":")
-        http_port = await http_port_of(address)
+async def test_router_process_serves_beside_silent_connections_and_stops_on_a_signal(tmp_path: Path) -> None:
+    async with router_process(tmp_path, *FEW_OPEN_FILES) as (process, ready):
+        assert ready.pid == process.pid
+        assert ready.metrics_port > 0
+        async with asyncio.timeout(TIMEOUT_S), client_channel(ready.address) as channel:
+            health = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+        assert health.status == health_pb2.HealthCheckResponse.SERVING
+        host, _, port = ready.address.rpartition(":")
+        http_port = await http_port_of(ready.address)
         with ExitStack() as silent:
             for at in (http_port, int(port)):
                 for _ in range(NUM_SILENT):
                     silent.enter_context(await asyncio.to_thread(socket.create_connection, (host, at), TIMEOUT_S))
             async with asyncio.timeout(TIMEOUT_S):
                 assert (await fetch(http_port, "GET", "/version"))[0] == 200
-            assert await http_port_of(address) == http_port
+            assert await http_port_of(ready.address) == http_port
             async with asyncio.timeout(TIMEOUT_S):
                 assert (await fetch(http_port, "GET", "/version"))[0] == 200
+        process.send_signal(signal.SIGTERM)
+        assert process.stdout is not None
+        async with asyncio.timeout(TIMEOUT_S):
+            assert (await process.stdout.read(), await process.wait()) == (b"", 0)

@@ -9,17 +9,8 @@ from router.member import Member, WorkerState
 from router.silence import MAX_FACTOR, TICK_S, SilenceWatch
 from tests.clock import ManualClock
 from tests.router.cut_wire import CutWire
-from tests.router.fakes import (
-    DECODE,
-    PREFILL,
-    FakeWorker,
-    answer,
-    config_with,
-    make_request,
-    prompt_of,
-    running_cluster,
-    trio,
-)
+from tests.router.fake_worker import DECODE, PREFILL, FakeWorker, answer, trio
+from tests.router.fakes import config_with, make_request, prompt_of, running_cluster
 from tests.router.test_member import make_member
 
 SILENCE_S = 1.0

@@ -5,16 +5,8 @@ from typing import NoReturn
 
 import pytest
 
-from tests.router.fakes import (
-    DECODE,
-    FakeWorker,
-    answer,
-    config_with,
-    make_request,
-    pair,
-    prompt_of,
-    running_cluster,
-)
+from tests.router.fake_worker import DECODE, FakeWorker, answer, pair
+from tests.router.fakes import config_with, make_request, prompt_of, running_cluster
 
 
 async def test_worker_that_grants_no_pages_is_left_for_another_one(monkeypatch: pytest.MonkeyPatch) -> None:

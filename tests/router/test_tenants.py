@@ -10,23 +10,8 @@ from common.config import ServingConfig, parse_config
 from common.errors import InvalidRequest, Overloaded, Unauthenticated
 from common.wire import pack_tokens
 from kvrelay.client import AsyncClient, ServiceTerms
-from tests.router.fakes import (
-    BLOCK_KEY,
-    FINGERPRINT,
-    PATIENT_SLO_S,
-    ROOT,
-    TestCluster,
-    answer,
-    config_with,
-    full_pair,
-    hashes_of,
-    make_request,
-    pair,
-    prompt_of,
-    running_cluster,
-    timing_of,
-    trio,
-)
+from tests.router.fake_worker import BLOCK_KEY, FINGERPRINT, ROOT, answer, full_pair, hashes_of, pair, timing_of, trio
+from tests.router.fakes import PATIENT_SLO_S, TestCluster, config_with, make_request, prompt_of, running_cluster
 from tests.router.http.clients import fetch
 
 KEYS = {name: f"key-of-tenant-{name}-0001" for name in "ab"}

@@ -18,7 +18,8 @@ from router.tenants import ANYBODY
 from router.tracing import RequestTraces
 from tests.clock import ManualClock
 from tests.common.test_tracing import HEADER, PLACE, Kept
-from tests.router.fakes import MODEL, Reply, TestCluster, make_request, pair, prompt_of, running_cluster, trio
+from tests.router.fake_worker import MODEL, pair, trio
+from tests.router.fakes import Reply, TestCluster, make_request, prompt_of, running_cluster
 from tests.router.http.clients import COMPLETIONS, body_of, fetch, http_cluster
 
 ALL, NONE = TracingConfig(sample_rate=1.0), TracingConfig(sample_rate=0.0)

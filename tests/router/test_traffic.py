@@ -18,18 +18,8 @@ from router import traffic
 from router.record import Job, RunningRequest
 from router.traffic import MAX_RECORDINGS, TrafficRecordings
 from tests.clock import ManualClock
-from tests.router.fakes import (
-    BLOCK_SIZE,
-    MODEL,
-    ROOT,
-    TIMEOUT_S,
-    TestCluster,
-    config_with,
-    hashes_of,
-    pair,
-    prompt_of,
-    running_cluster,
-)
+from tests.router.fake_worker import BLOCK_SIZE, MODEL, ROOT, TIMEOUT_S, hashes_of, pair
+from tests.router.fakes import TestCluster, config_with, prompt_of, running_cluster
 from tests.router.http.clients import http_cluster
 from tests.router.test_tenants import KEYS, serving
 

@@ -11,7 +11,8 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from common.trust.anonymous import MOST_OPEN
 from kvrelay.v1 import decode_pb2
-from tests.router.fakes import DECODE, FakeWorker, running_cluster
+from tests.router.fake_worker import DECODE, FakeWorker
+from tests.router.fakes import running_cluster
 from tests.router.test_tenants import KEYS, serving
 from tests.security.listeners import listeners
 

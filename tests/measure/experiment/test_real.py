@@ -20,7 +20,7 @@ from measure.experiment.real import ask_worker
 from measure.experiment.store import Store
 from measure.load.store import read_run
 from measure.simulate.timing import read_timing
-from tests.router.fakes import DECODE, FakeWorker
+from tests.router.fake_worker import DECODE, FakeWorker
 from tests.trust import reach_as
 
 WHOLE = {"name": "whole", "workers": 1, "threads": 2}

@@ -14,7 +14,8 @@ from measure.workload.sessions import Session
 from measure.workload.spec import parse_workload
 from measure.workload.traces import TraceError, TraceRequest, TrafficTrace, read_trace, write_trace
 from tests.router.fake_service import VOCAB_SIZE
-from tests.router.fakes import BLOCK_SIZE, DECODE, PREFILL, FakeWorker, running_cluster
+from tests.router.fake_worker import BLOCK_SIZE, DECODE, PREFILL, FakeWorker
+from tests.router.fakes import running_cluster
 
 
 def recorded(

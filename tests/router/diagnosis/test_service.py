@@ -9,7 +9,8 @@ from common.errors import InvalidRequest, KvrelayError, from_rpc_error
 from common.ids import RequestId
 from kvrelay.v1 import inference_pb2
 from router.diagnosis.service import _terms_of
-from tests.router.fakes import TIMEOUT_S, TestCluster, make_request, pair, running_cluster
+from tests.router.fake_worker import TIMEOUT_S, pair
+from tests.router.fakes import TestCluster, make_request, running_cluster
 from tests.router.test_tenants import KEYS, serving
 
 

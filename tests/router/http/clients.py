@@ -11,15 +11,8 @@ from typing import Any
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
 from common.config import RouterConfig, ServingConfig
-from tests.router.fakes import (
-    TIMEOUT_S,
-    FakeWorker,
-    TestCluster,
-    config_with,
-    pair,
-    prompt_of,
-    running_cluster,
-)
+from tests.router.fake_worker import TIMEOUT_S, FakeWorker, pair
+from tests.router.fakes import TestCluster, config_with, prompt_of, running_cluster
 
 API_KEY = "sk-not-needed"
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -52,14 +45,12 @@ class HttpCluster:
     async def until_responses(self, path: str, status: int, count: int = 1) -> None:
         """Wait until that many requests of a path ended with a status."""
         async with asyncio.timeout(TIMEOUT_S):
-            while await self.num_responses(path, status) != count:  # noqa: ASYNC110 - no event tells it
+            while self.num_responses(path, status) != count:  # noqa: ASYNC110 - no event tells it
                 await asyncio.sleep(0.005)
 
-    async def num_responses(self, path: str, status: int) -> int:
-        _status, _headers, body = await fetch(self.port, "GET", "/metrics")
-        wanted = f'kvrelay_http_responses_total{{path="{path}",status="{status}"}} '
-        found = [line for line in body.decode().splitlines() if line.startswith(wanted)]
-        return round(float(found[0].rpartition(" ")[2])) if found else 0
+    def num_responses(self, path: str, status: int) -> float:
+        registry, labels = self.cluster.router.registry, {"path": path, "status": str(status)}
+        return registry.get_sample_value("kvrelay_http_responses_total", labels) or 0
 
 
 def body_of(**fields: Any) -> bytes:

@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator
 
 import pytest_asyncio
 
-from tests.router.fakes import pair
+from tests.router.fake_worker import pair
 from tests.router.http.clients import HttpCluster, http_cluster
 
 

@@ -30,7 +30,7 @@ from router.http.anthropic.schema import CountTokensBody, MessagesBody
 from router.http.responses.body import ResponsesBody
 from router.http.schema import ChatBody, CompletionBody, EmbeddingBody
 from router.http.strict import option_schemas
-from tests.router.fakes import DECODE, PREFILL, FakeWorker, Shape
+from tests.router.fake_worker import DECODE, PREFILL, FakeWorker, Shape
 from tests.router.http import field_values
 from tests.router.http.clients import fetch, http_cluster
 from tests.router.http.field_values import Values

@@ -8,7 +8,8 @@ import pytest
 
 from common.config import ConfigError
 from router.http.connections import Connections
-from tests.router.fakes import DECODE, TIMEOUT_S, FakeWorker, answer, config_with, held_pair, pair, prompt_of
+from tests.router.fake_worker import DECODE, TIMEOUT_S, FakeWorker, answer, held_pair, pair
+from tests.router.fakes import config_with, prompt_of
 from tests.router.http.clients import (
     COMPLETIONS,
     HttpCluster,
@@ -38,9 +39,7 @@ async def test_client_that_leaves_frees_everything(gate: str, is_streamed: bool)
 
 async def test_client_that_leaves_before_its_body_is_complete_frees_everything(http: HttpCluster) -> None:
     async with sent(http, head("POST", COMPLETIONS, 100) + b'{"prompt"'):
-        async with asyncio.timeout(TIMEOUT_S):
-            while not (await http.cluster.status()).router.num_request_tasks:
-                pass
+        await http.cluster.until(lambda router: router.num_request_tasks)
     assert (await http.cluster.until_idle()).num_cancelled == 1
 
 
@@ -48,9 +47,7 @@ async def test_client_that_leaves_a_call_of_several_prompts_cancels_all() -> Non
     body = body_of(prompt=[prompt_of(5), prompt_of(9)], n=2)
     async with held_cluster("token 1") as (http, decode):
         async with sent(http, head("POST", COMPLETIONS, len(body)) + body):
-            async with asyncio.timeout(TIMEOUT_S):
-                while decode.calls["started"] < 2:
-                    await http.cluster.status()
+            await http.cluster.until(lambda _router: decode.calls["started"] == 2)
         assert (await http.cluster.until_idle()).num_cancelled == 2
         assert decode.calls["cancelled"] == 2
 
@@ -226,8 +223,7 @@ async def test_running_requests_leave_room_for_inquiries_and_are_never_dropped()
     body = body_of()
     async with held_cluster("token 1", config=config) as (http, decode), asyncio.timeout(TIMEOUT_S):
         running = [asyncio.create_task(fetch(http.port, "POST", COMPLETIONS, body)) for _ in range(MOST - 1)]
-        while (await http.cluster.status()).router.num_request_tasks < MOST - 1:
-            pass
+        await http.cluster.until(lambda router: router.num_request_tasks == MOST - 1)
         status, headers, answered = await fetch(http.port, "POST", COMPLETIONS, body)
         assert (status, b"too_many_requests_running" in answered) == (503, True)
         assert (headers["connection"], headers["retry-after"]) == ("close", "1")
@@ -246,8 +242,7 @@ async def test_body_that_does_not_come_makes_room_before_a_request_that_runs() -
         stalled = [await asyncio.open_connection("127.0.0.1", http.port) for _ in range(MOST - 1)]
         for _reader, writer in stalled:
             writer.write(head("POST", COMPLETIONS, 100) + b"{")
-        while (await http.cluster.status()).router.num_request_tasks < len(stalled):
-            pass
+        await http.cluster.until(lambda router: router.num_request_tasks == len(stalled))
         for _ in range(2):
             assert (await fetch(http.port, "GET", "/version"))[0] == 200
         for _reader, writer in stalled:

@@ -8,7 +8,8 @@ import pytest
 
 from common.errors import EngineFault, KvrelayError, error_classes
 from router.http.errors import error_body, kind_of
-from tests.router.fakes import TIMEOUT_S, config_with, full_pair, pair, prompt_of
+from tests.router.fake_worker import TIMEOUT_S, full_pair, pair
+from tests.router.fakes import config_with, prompt_of
 from tests.router.http.clients import CHAT, COMPLETIONS, HttpCluster, fetch, held_cluster, http_cluster
 from tests.router.test_tenants import KEYS, serving
 

@@ -10,7 +10,8 @@ import pytest
 from router.http.calls import completion_call
 from router.http.schema import CompletionBody
 from router.http.strict import parse_body
-from tests.router.fakes import DECODE, PREFILL, TIMEOUT_S, FakeWorker, answer, config_with, pair, prompt_of, sent_prompt
+from tests.router.fake_worker import DECODE, PREFILL, TIMEOUT_S, FakeWorker, answer, pair, sent_prompt
+from tests.router.fakes import config_with, prompt_of
 from tests.router.http.clients import API_KEY, COMPLETIONS, HttpCluster, fetch, http_cluster
 
 pytestmark = pytest.mark.filterwarnings("error")
@@ -225,7 +226,7 @@ async def test_health_version_and_metrics_are_told() -> None:
         _status, headers, body = await fetch(http.port, "GET", "/metrics")
         assert headers["content-type"].startswith("text/plain")
         assert b"kvrelay_workers_ready 1.0" in body
-        assert await http.num_responses("/health", 200) == 1
+        assert http.num_responses("/health", 200) == 1
 
 
 async def test_tokens_without_a_worker_are_unavailable() -> None:

@@ -8,7 +8,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from router.http.protocol import MAX_HEAD_BYTES
-from tests.router.fakes import TIMEOUT_S, config_with, pair, prompt_of
+from tests.router.fake_worker import TIMEOUT_S, pair
+from tests.router.fakes import config_with, prompt_of
 from tests.router.http.clients import CHAT, COMPLETIONS, HttpCluster, fetch, http_cluster
 
 BODIES = {

@@ -19,7 +19,7 @@ from router.http.responses.body import EventOptions, ReasoningOptions, Responses
 from router.http.routes import ENDPOINTS, openapi_document
 from router.http.schema import ChatBody, CompletionBody, DetokenizeBody, Extension, StreamOptions, TokenizeBody
 from router.http.strict import parse_body
-from tests.router.fakes import DECODE, FakeWorker
+from tests.router.fake_worker import DECODE, FakeWorker
 from tests.router.http.clients import fetch, http_cluster
 from tests.router.http.field_table import APIS, fields_of, write_tables
 from tests.router.test_tenants import serving

@@ -16,7 +16,8 @@ from router.http.exchange import Exchange
 from router.http.page import handlers
 from router.worker_client import WorkerClient
 from tests.browser import CHROMIUM, open_tab
-from tests.router.fakes import DECODE, PREFILL, TIMEOUT_S, FakeWorker, config_with, pair, prompt_of
+from tests.router.fake_worker import DECODE, PREFILL, TIMEOUT_S, FakeWorker, pair
+from tests.router.fakes import config_with, prompt_of
 from tests.router.http.clients import HttpCluster, fetch, http_cluster
 from tests.router.test_tenants import KEYS, serving
 

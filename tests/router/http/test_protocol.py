@@ -7,7 +7,7 @@ import pytest
 from starlette.types import Receive, Scope, Send
 
 from router.http.protocol import MAX_PIPELINED
-from tests.router.fakes import TIMEOUT_S
+from tests.router.fake_worker import TIMEOUT_S
 from tests.router.http.clients import COMPLETIONS, body_of, head, held_cluster, sent
 from tests.router.http.connection import GET, Connection, answer, silence
 

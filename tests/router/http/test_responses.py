@@ -23,7 +23,8 @@ from router.http.responses.parts import Events
 from router.http.routes import openapi_document
 from router.http.strict import parse_body
 from router.http.styles import call_id
-from tests.router.fakes import config_with, held_pair, pair
+from tests.router.fake_worker import held_pair, pair
+from tests.router.fakes import config_with
 from tests.router.http.clients import HttpCluster, head, held_cluster, http_cluster, sent
 
 PATH = "/v1/responses"

@@ -7,7 +7,8 @@ import pytest
 
 from common.errors import EngineFault, KvrelayError
 from router.http.anthropic.errors import error_body
-from tests.router.fakes import DECODE, FakeWorker, config_with, full_pair, held_pair, pair
+from tests.router.fake_worker import DECODE, FakeWorker, full_pair, held_pair, pair
+from tests.router.fakes import config_with
 from tests.router.http.clients import HttpCluster, fetch, head, http_cluster, sent
 from tests.router.test_tenants import KEYS, serving
 

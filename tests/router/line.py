@@ -1,0 +1,185 @@
+"""An admission with everything around it, and a chooser that only counts pages."""
+
+import asyncio
+from typing import Any, cast
+
+from prometheus_client import CollectorRegistry
+
+from common.errors import RefusalCause, Refused
+from common.ids import RequestId, WorkerId
+from kvrelay.v1 import worker_pb2
+from router.admission.admission import Admission
+from router.admission.fair_queue import FairQueue
+from router.admission.line import Line as RealLine
+from router.admission.ticket import QueuedRequest, Ticket
+from router.calibration import DurationForecast
+from router.facts import WorkerEndpoint
+from router.fleet import Fleet
+from router.hold import Hold
+from router.index import PrefixIndex
+from router.member import Member
+from router.metrics import TenantMetrics
+from router.placement.chooser import Chooser, Search
+from router.placement.decisions import Booking, DecisionRecord
+from router.placement.plans import Busy, PlacementRequest, Plan, PolicySettings
+from router.placement.policies.registry import make_policy
+from router.tenants import Tenant, Terms
+from tests.clock import ManualClock
+from tests.trust import ROUTER
+
+A, B = Tenant(name="a"), Tenant(name="b")
+WORKER = WorkerId("d0")
+PATIENCE_S = 10.0
+
+
+class PageChooser(Chooser):
+    """Books when enough pages are free, and records the requests that it was asked about."""
+
+    def __init__(self, fleet: Fleet, clock: ManualClock, *, num_pages: int) -> None:
+        policy = make_policy("round_robin", PolicySettings())
+        super().__init__(fleet=fleet, index=PrefixIndex(), policy=policy, clock=clock)
+        self.num_free = num_pages
+        self.asked: list[str] = []
+        self.hopeless: set[str] = set()
+        self.is_saturated = False
+        self.busy: set[str] = set()
+        self.differs = False
+        self.opens_s = 0.0
+        self._fleet = fleet
+        endpoint = WorkerEndpoint(worker_id=WORKER, role=worker_pb2.WORKER_ROLE_DECODE, address="nowhere:1")
+        self._member = Member(endpoint=endpoint, client=cast(Any, None))
+
+    def choose(self, search: Search) -> Booking | Refused:
+        request = search.request
+        self.asked.append(request.request_id)
+        if request.request_id in self.hopeless:
+            return Refused(reason="too late", retry_after_s=3.0, cause=RefusalCause.DEADLINE)
+        if self.is_saturated:
+            return Refused(reason="all is full", retry_after_s=1.0, cause=RefusalCause.SATURATED)
+        if request.request_id in self.busy:
+            return Busy(reason="busy", retry_after_s=5.0, worker_id=WORKER)
+        if request.num_tokens > self.num_free:
+            return Refused(reason=f"{self.num_free} pages are free", retry_after_s=1.0)
+        self.num_free -= request.num_tokens
+        plan = Plan(decode=WORKER, predicted_cached_tokens=0, reason="")
+        hold = Hold(
+            member=self._member,
+            epoch=cast(Any, 1),
+            request_id=request.request_id,
+            booked_s=0.0,
+            num_blocks=request.num_tokens,
+        )
+
+        def free(booking: Booking) -> None:
+            self.num_free += booking.decode.num_blocks
+            booking.decode.num_blocks = 0
+            self.change()
+
+        decision = DecisionRecord(
+            request_id=request.request_id, num_tokens=request.num_tokens, plan=plan, decided_s=0.0
+        )
+        return Booking(decision=decision, decode=hold, on_release=free)
+
+    def forecast_in_line(self, request: PlacementRequest, *, work_s: float, before_s: float) -> DurationForecast:
+        return DurationForecast(expected_s=before_s + work_s, predicted_s=before_s + work_s)
+
+    def may_differ(self, search: Search) -> bool:
+        return self.differs
+
+    def opens_at_s(self) -> float:
+        return self.opens_s
+
+    def work_s(self, request: PlacementRequest) -> float:
+        return float(request.num_tokens)
+
+    def change(self) -> None:
+        """Report a change of the fleet."""
+        self._fleet.set_workers([])
+
+
+class Line:
+    """An admission with everything around it."""
+
+    def __init__(self, *, num_pages: int = 8, max_queued: int | None = 100) -> None:
+        self.clock = ManualClock(100.0)
+        self.fleet = Fleet(index=PrefixIndex(), clock=self.clock, reach=ROUTER)
+        self.chooser = PageChooser(self.fleet, self.clock, num_pages=num_pages)
+        self.registry = CollectorRegistry()
+        queue: FairQueue[QueuedRequest] = FairQueue()
+        self.admission = Admission(
+            fleet=self.fleet,
+            queue=queue,
+            clock=self.clock,
+            max_queued=max_queued,
+            metrics=TenantMetrics(self.registry),
+        )
+        self.line = RealLine(
+            admission=self.admission, queue=queue, chooser=self.chooser, fleet=self.fleet, clock=self.clock
+        )
+        self.tickets: dict[str, Ticket] = {}
+        self.queued: dict[str, QueuedRequest] = {}
+        self.waiting: dict[str, asyncio.Task[Booking]] = {}
+        self.told: list[tuple[str, float | None]] = []
+        """Requests that were told that they wait, with the forecast of their first token."""
+
+    def admit(self, tenant: Tenant = A, *, priority: int = 0) -> Ticket:
+        ticket = self.admission.admit(tenant, Terms(priority=priority))
+        assert isinstance(ticket, Ticket), ticket
+        return ticket
+
+    def refusal(self, tenant: Tenant = A) -> Refused:
+        refused = self.admission.admit(tenant, Terms())
+        assert isinstance(refused, Refused)
+        return refused
+
+    async def come(self, name: str, num_pages: int, tenant: Tenant = A, *, priority: int = 0) -> None:
+        """Admit a request and let it wait for a plan."""
+        self.tickets[name] = self.admit(tenant, priority=priority)
+        await self.place(name, num_pages)
+
+    async def place(self, name: str, num_pages: int, *, patience_s: float = PATIENCE_S) -> None:
+        request = PlacementRequest(request_id=RequestId(name), num_tokens=num_pages, block_size=1, num_output_tokens=0)
+        deadline_s = self.clock.monotonic() + patience_s
+        self.queued[name] = QueuedRequest(
+            ticket=self.tickets[name],
+            search=Search(request=request),
+            deadline_s=deadline_s,
+            on_waiting=lambda forecast: self.told.append((name, None if forecast is None else forecast.expected_s)),
+        )
+        self.waiting[name] = asyncio.create_task(self.line.place(self.queued[name]))
+        await turns()
+
+    async def refuse(self, name: str) -> None:
+        """Let the worker refuse a booked plan; the request waits for another one."""
+        self.waiting.pop(name).result().release()
+        self.waiting[name] = asyncio.create_task(self.line.place(self.queued[name]))
+        await turns()
+
+    async def end(self, name: str) -> None:
+        """End a request that has a plan."""
+        self.waiting.pop(name).result().release()
+        self.tickets.pop(name).__exit__(None, None, None)
+        await turns()
+
+    async def leave(self, name: str) -> None:
+        """Cancel a waiting request."""
+        task = self.waiting.pop(name)
+        task.cancel()
+        await turns()
+        assert task.cancelled()
+        self.tickets.pop(name).__exit__(None, None, None)
+        await turns()
+
+    @property
+    def served(self) -> set[str]:
+        return {name for name, task in self.waiting.items() if task.done()}
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        return self.line.num_queued, self.admission.num_active
+
+
+async def turns() -> None:
+    """Run the event loop until nothing is left to do."""
+    for _ in range(5):
+        await asyncio.sleep(0)
