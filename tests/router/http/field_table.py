@@ -65,7 +65,7 @@ APIS: Mapping[str, Api] = {
             chat_create_params.CompletionCreateParamsStreaming,
         ),
         body=ChatBody,
-        base={"messages": _TURNS, "max_tokens": 24, **_SAMPLED},
+        base={"messages": _TURNS, "max_tokens": 9, **_SAMPLED},
         values=field_values.CHAT,
     ),
     "completions": Api(
@@ -75,7 +75,7 @@ APIS: Mapping[str, Api] = {
             completion_create_params.CompletionCreateParamsStreaming,
         ),
         body=CompletionBody,
-        base={"prompt": "Tell me about rivers.", "max_tokens": 24, **_SAMPLED},
+        base={"prompt": "Tell me about rivers.", "max_tokens": 9, **_SAMPLED},
         values=field_values.COMPLETIONS,
     ),
     "responses": Api(
@@ -85,7 +85,7 @@ APIS: Mapping[str, Api] = {
             response_create_params.ResponseCreateParamsStreaming,
         ),
         body=ResponsesBody,
-        base={"input": "Tell me about rivers.", "max_output_tokens": 24, **_SAMPLED},
+        base={"input": "Tell me about rivers.", "max_output_tokens": 9, **_SAMPLED},
         values=field_values.RESPONSES,
     ),
     "embeddings": Api(
@@ -103,7 +103,7 @@ APIS: Mapping[str, Api] = {
             message_create_params.MessageCreateParamsStreaming,
         ),
         body=MessagesBody,
-        base={"messages": _TURNS, "max_tokens": 24, **_SAMPLED},
+        base={"messages": _TURNS, "max_tokens": 9, **_SAMPLED},
         values=field_values.MESSAGES,
     ),
     "count_tokens": Api(

@@ -120,7 +120,7 @@ GENERATION: dict[str, Values] = {
 CHAT: dict[str, Values] = {
     **GENERATION,
     "messages": Values([{"role": "user", "content": "Another question"}]),
-    "max_completion_tokens": Values(24, (3,)),
+    "max_completion_tokens": Values(9, (3,)),
     "logprobs": Values(True),
     "top_logprobs": Values(2, beside={"logprobs": True}),
 }
