@@ -288,7 +288,7 @@ class QueueMachine(RuleBasedStateMachine):
 
 
 TestQueueMachine = QueueMachine.TestCase
-TestQueueMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestQueueMachine.settings = settings(max_examples=30, stateful_step_count=40, deadline=None)
 
 
 def push_due(queue: FairQueue[int], number: int, *, due_s: float, priority: int = 0) -> Place[int]:

@@ -147,9 +147,10 @@ class AgainstNaive(RuleBasedStateMachine):
 
 
 TestAgainstNaive = AgainstNaive.TestCase
-TestAgainstNaive.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestAgainstNaive.settings = settings(max_examples=25, stateful_step_count=30, deadline=None)
 
 
+@settings(max_examples=40)
 @given(st.lists(st.tuples(st.sampled_from(WORKERS), st.lists(st.integers(0, 30), max_size=6)), max_size=30))
 def test_index_over_its_limit_forgets_what_was_used_longest_ago(uses: list[tuple[WorkerId, list[int]]]) -> None:
     index = PrefixIndex(max_blocks=8, chunk_keys=1)  # with such chunks the order is exact
@@ -160,12 +161,12 @@ def test_index_over_its_limit_forgets_what_was_used_longest_ago(uses: list[tuple
             order[number] = order.pop(number, set()) | {worker}
             while len(order) > 8:
                 del order[next(iter(order))]
-        for known in WORKERS:
-            mine = {number for number, workers in order.items() if known in workers}
-            assert all(index.match(blocks(number)).get(known, 0) == (number in mine) for number in range(31))
+        for number in range(31):
+            assert dict(index.match(blocks(number))) == dict.fromkeys(order.get(number, ()), 1)
     assert index.num_blocks == len(order)
 
 
+@settings(max_examples=40)
 @given(st.lists(st.lists(st.integers(0, 30), max_size=9), max_size=40), st.integers(1, 5))
 def test_index_over_its_limit_keeps_the_latest_blocks_whatever_the_chunks(
     batches: list[list[int]], chunk_keys: int

@@ -109,4 +109,4 @@ class LineMachine(RuleBasedStateMachine):
 
 
 TestLineMachine = LineMachine.TestCase
-TestLineMachine.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)
+TestLineMachine.settings = settings(max_examples=25, stateful_step_count=30, deadline=None)

@@ -243,7 +243,7 @@ _NUM_REQUESTS = 10
 _NUM_BLOCKS = 4**_NUM_REQUESTS
 
 
-@settings(max_examples=60, stateful_step_count=40, deadline=None)
+@settings(max_examples=30, stateful_step_count=40, deadline=None)
 class LaggingReports(RuleBasedStateMachine):
     """Request i occupies 4**i pages, so that the pages of a load tell how often each is counted."""
 

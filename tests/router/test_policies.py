@@ -160,7 +160,7 @@ def situations(draw: st.DrawFn) -> tuple[PlacementRequest, FleetView]:
     return request(num_tokens, cached=cached, **slo), fleet(*workers, num_prefill=num_prefill, block_bytes=1000)
 
 
-@settings(max_examples=80)
+@settings(max_examples=60)
 @given(situations=st.lists(situations(), min_size=1, max_size=3), refuses=st.booleans())
 def test_every_policy_chooses_workers_of_the_view_with_room_or_refuses(
     situations: list[tuple[PlacementRequest, FleetView]], refuses: bool
