@@ -73,7 +73,7 @@ def test_any_json_is_answered_and_leaves_nothing() -> None:
             await http.cluster.until_idle()
 
     @settings(max_examples=5, deadline=None, suppress_health_check=list(HealthCheck), database=None)
-    @given(st.lists(st.dictionaries(_FIELDS, _JSON, max_size=4), min_size=40, max_size=40))
+    @given(st.lists(st.dictionaries(_FIELDS, _JSON, max_size=4), min_size=20, max_size=20))
     def check(bodies: list[dict[str, object]]) -> None:
         asyncio.run(run(bodies))
 
