@@ -241,12 +241,13 @@ async def test_generation_still_waits_for_a_decode_worker_that_embeddings_do_wit
         await decode.die()
 
 
-async def test_embeddings_pass_generations_that_wait_for_decode_workers() -> None:
+async def test_embeddings_pass_generations_that_wait_for_decode_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.admission.line.MAX_OVERTAKEN", 5)
     prefill, decode = pair()
     decode.set_load(num_free_blocks=0)
     async with running_cluster(prefill, decode) as cluster:
         waiting = await cluster_queue(cluster, 6)
-        for number in range(40):  # more than may overtake a request of its own pool
+        for number in range(9):  # more than may overtake a request of its own pool
             assert vector_of(await cluster.embed(embedding_of(5 + number % 3))) == unit(5 + number % 3)
         decode.set_load(num_free_blocks=64)
         await asyncio.gather(*waiting)

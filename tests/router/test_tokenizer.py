@@ -104,7 +104,7 @@ def codec(model_dir: Path) -> Iterator[TextCodec]:
         yield codec
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def any_codec(any_model_dir: Path) -> Iterator[TextCodec]:
     with closing(TextCodec.load(any_model_dir)) as codec:
         yield codec
