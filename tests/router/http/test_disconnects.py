@@ -47,7 +47,7 @@ async def test_client_that_leaves_a_call_of_several_prompts_cancels_all() -> Non
     body = body_of(prompt=[prompt_of(5), prompt_of(9)], n=2)
     async with held_cluster("token 1") as (http, decode):
         async with sent(http, head("POST", COMPLETIONS, len(body)) + body):
-            await http.cluster.until(lambda _router: decode.calls["started"] == 2)
+            await http.cluster.until(lambda _router: decode.calls["started"] >= 2)
         assert (await http.cluster.until_idle()).num_cancelled == 2
         assert decode.calls["cancelled"] == 2
 
@@ -223,7 +223,8 @@ async def test_running_requests_leave_room_for_inquiries_and_are_never_dropped()
     body = body_of()
     async with held_cluster("token 1", config=config) as (http, decode), asyncio.timeout(TIMEOUT_S):
         running = [asyncio.create_task(fetch(http.port, "POST", COMPLETIONS, body)) for _ in range(MOST - 1)]
-        await http.cluster.until(lambda router: router.num_request_tasks == MOST - 1)
+        while (await http.cluster.status()).router.num_request_tasks < MOST - 1:
+            pass
         status, headers, answered = await fetch(http.port, "POST", COMPLETIONS, body)
         assert (status, b"too_many_requests_running" in answered) == (503, True)
         assert (headers["connection"], headers["retry-after"]) == ("close", "1")
@@ -242,7 +243,8 @@ async def test_body_that_does_not_come_makes_room_before_a_request_that_runs() -
         stalled = [await asyncio.open_connection("127.0.0.1", http.port) for _ in range(MOST - 1)]
         for _reader, writer in stalled:
             writer.write(head("POST", COMPLETIONS, 100) + b"{")
-        await http.cluster.until(lambda router: router.num_request_tasks == len(stalled))
+        while (await http.cluster.status()).router.num_request_tasks < len(stalled):
+            pass
         for _ in range(2):
             assert (await fetch(http.port, "GET", "/version"))[0] == 200
         for _reader, writer in stalled:
