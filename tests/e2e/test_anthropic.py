@@ -1,16 +1,16 @@
 """Anthropic's own client in front of real workers."""
 
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+import pytest_asyncio
 
 from tests.e2e.in_process import System
 from tests.e2e.test_messages import FORCED, SAMPLED, TURNS, WEATHER
-from tests.e2e.test_openai import both_doors
 
 anthropic = pytest.importorskip("anthropic")
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 OPTIONS: dict[str, Any] = {
     "model": "fake",
@@ -20,13 +20,11 @@ OPTIONS: dict[str, Any] = {
 }
 
 
-@asynccontextmanager
-async def client() -> AsyncIterator[tuple[System, Any]]:
-    async with both_doors(num_blocks=400) as (system, _openai):
-        url = f"http://127.0.0.1:{system.router.http_port}"
-        async with anthropic.AsyncAnthropic(base_url=url, api_key="sk-any", max_retries=0) as made:
-            yield system, made
-            await system.until_idle()
+@pytest_asyncio.fixture(loop_scope="module")
+async def client(system: System) -> AsyncIterator[Any]:
+    url = f"http://127.0.0.1:{system.router.http_port}"
+    async with anthropic.AsyncAnthropic(base_url=url, api_key="sk-any", max_retries=0) as made:
+        yield made
 
 
 def blocks_of(message: Any) -> list[dict[str, Any]]:
@@ -36,12 +34,11 @@ def blocks_of(message: Any) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("asked", [{}, {"stop_sequences": ["a"]}, FORCED])
-async def test_client_reads_the_same_message_from_a_stream(asked: dict[str, Any]) -> None:
-    async with client() as (_system, made):
-        whole = await made.messages.create(messages=TURNS, **asked, **OPTIONS)
-        async with made.messages.stream(messages=TURNS, **asked, **OPTIONS) as stream:
-            kinds = {event.type async for event in stream}
-            streamed = await stream.get_final_message()
+async def test_client_reads_the_same_message_from_a_stream(client: Any, asked: dict[str, Any]) -> None:
+    whole = await client.messages.create(messages=TURNS, **asked, **OPTIONS)
+    async with client.messages.stream(messages=TURNS, **asked, **OPTIONS) as stream:
+        kinds = {event.type async for event in stream}
+        streamed = await stream.get_final_message()
     assert blocks_of(streamed) == blocks_of(whole)
     assert (streamed.stop_reason, streamed.stop_sequence) == (whole.stop_reason, whole.stop_sequence)
     assert streamed.usage.output_tokens == whole.usage.output_tokens
@@ -49,33 +46,30 @@ async def test_client_reads_the_same_message_from_a_stream(asked: dict[str, Any]
     assert whole.id == f"msg_{whole._request_id}"  # noqa: SLF001 - public by its documentation
 
 
-async def test_client_sends_blocks_of_an_answer_back() -> None:
-    async with client() as (_system, made):
-        called = await made.messages.create(messages=TURNS, **FORCED, **OPTIONS)
-        use = called.content[-1]
-        turns = [
-            *TURNS,
-            {"role": "assistant", "content": called.content},
-            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": use.id, "content": "12 degrees"}]},
-        ]
-        tools = {"tools": [WEATHER], "tool_choice": {"type": "none"}}
-        answer = await made.messages.create(messages=turns, **tools, **OPTIONS)
-        counted = await made.messages.count_tokens(model="fake", messages=turns, tools=[WEATHER])
+async def test_client_sends_blocks_of_an_answer_back(client: Any) -> None:
+    called = await client.messages.create(messages=TURNS, **FORCED, **OPTIONS)
+    use = called.content[-1]
+    turns = [
+        *TURNS,
+        {"role": "assistant", "content": called.content},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": use.id, "content": "12 degrees"}]},
+    ]
+    tools = {"tools": [WEATHER], "tool_choice": {"type": "none"}}
+    answer = await client.messages.create(messages=turns, **tools, **OPTIONS)
+    counted = await client.messages.count_tokens(model="fake", messages=turns, tools=[WEATHER])
     usage = answer.usage
     assert counted.input_tokens == usage.input_tokens + usage.cache_read_input_tokens
 
 
-async def test_client_raises_its_errors() -> None:
-    async with client() as (_system, made):
-        with pytest.raises(anthropic.BadRequestError, match=r"tools\[0\]\.type"):
-            await made.messages.create(messages=TURNS, tools=[{"type": "bash_20250124", "name": "bash"}], **OPTIONS)
-        with pytest.raises(anthropic.NotFoundError, match="other"):
-            await made.messages.create(messages=TURNS, **OPTIONS | {"model": "other"})
+async def test_client_raises_its_errors(client: Any) -> None:
+    with pytest.raises(anthropic.BadRequestError, match=r"tools\[0\]\.type"):
+        await client.messages.create(messages=TURNS, tools=[{"type": "bash_20250124", "name": "bash"}], **OPTIONS)
+    with pytest.raises(anthropic.NotFoundError, match="other"):
+        await client.messages.create(messages=TURNS, **OPTIONS | {"model": "other"})
 
 
-async def test_client_that_closes_its_stream_frees_everything() -> None:
-    async with client() as (system, made):
-        async with made.messages.stream(messages=TURNS, **OPTIONS | {"max_tokens": 1000}) as stream:
-            async for _event in stream:
-                break
-        await system.until_idle()
+async def test_client_that_closes_its_stream_frees_everything(system: System, client: Any) -> None:
+    async with client.messages.stream(messages=TURNS, **OPTIONS | {"max_tokens": 1000}) as stream:
+        async for _event in stream:
+            break
+    await system.until_idle()

@@ -11,7 +11,7 @@ import pytest
 from common.errors import AccessDenied, ClientGone, EngineFault, KvrelayError, from_rpc_error
 from common.rpc import client_channel
 from decode_worker.direct import DirectAnswer
-from kvrelay.client import AsyncClient, Completed, Generation, PlanChosen, Token
+from kvrelay.client import AsyncClient, Completed, PlanChosen, Token
 from kvrelay.client.direct import DirectCall, InOrder
 from kvrelay.v1 import decode_pb2, decode_pb2_grpc, inference_pb2, inference_pb2_grpc
 from router.record import RunningRequest
@@ -23,15 +23,8 @@ SAMPLING: dict[str, Any] = {"temperature": 1.0, "seed": 11, "max_tokens": 150, "
 LOCAL: dict[str, Any] = {"local_prefill_max_tokens": 64}
 REMOTE: dict[str, Any] = {"local_prefill_max_tokens": 0}
 ENGINE: dict[str, Any] = {"num_blocks": 512}
-
-
-async def both(system: System, **sampling: Any) -> tuple[Generation, Generation]:
-    """The same request through the router and direct."""
-    async with system.client() as client, system.client(direct=True) as direct:
-        return (
-            await client.generate(PROMPT, **{**SAMPLING, **sampling}),
-            await direct.generate(PROMPT, **{**SAMPLING, **sampling}),
-        )
+LOGPROBS: dict[str, Any] = {"logprobs": 1, "prompt_logprobs": 0}
+VARIANTS: tuple[dict[str, Any], ...] = ({}, {"n": 3}, {"detokenize": False}, LOGPROBS)
 
 
 @contextmanager
@@ -49,23 +42,27 @@ def counting_direct(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
 
 @pytest.mark.parametrize("router", [LOCAL, REMOTE], ids=["local", "remote"])
-@pytest.mark.parametrize("sampling", [{}, {"n": 3}, {"detokenize": False}, {"logprobs": 1, "prompt_logprobs": 0}])
-async def test_direct_answer_equals_the_one_through_the_router(
-    router: dict[str, Any], sampling: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+async def test_direct_answers_equal_those_through_the_router(
+    router: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with running_system(router=router, **ENGINE) as system:
-        with counting_direct(monkeypatch) as grants:
-            expected, got = await both(system, **sampling)
-        assert got.samples == expected.samples
-        assert got.prompt_logprobs == expected.prompt_logprobs
-        assert got.usage.num_output_tokens == expected.usage.num_output_tokens == 150 * sampling.get("n", 1)
-        assert grants == [1]
+        async with system.client() as client, system.client(direct=True) as direct:
+            for number, variant in enumerate(VARIANTS):
+                prompt, sampling = [number, *PROMPT], SAMPLING | variant
+                expected = await client.generate(prompt, **sampling)
+                with counting_direct(monkeypatch) as grants:
+                    got = await direct.generate(prompt, **sampling)
+                assert got.samples == expected.samples
+                assert got.prompt_logprobs == expected.prompt_logprobs
+                assert got.usage.num_output_tokens == expected.usage.num_output_tokens == 150 * sampling.get("n", 1)
+                assert grants == [1]
         await system.until_idle()
 
 
 async def test_worker_death_in_the_middle_is_a_pause_with_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     async with running_system(num_decode=2, router=REMOTE, step_s=0.002, **ENGINE) as system:
-        expected, _ = await both(system)
+        async with system.client() as client:
+            expected = await client.generate(PROMPT, **SAMPLING)
         with counting_direct(monkeypatch) as grants:
             async with system.client(direct=True) as client:
                 system.pace.slow_down(at=110)
@@ -93,7 +90,7 @@ async def _until(stream: Any, *, num_tokens: int) -> PlanChosen:
 
 @pytest.mark.parametrize(
     "sampling",
-    [{}, {"n": 2}, {"detokenize": False}, {"logprobs": 1, "prompt_logprobs": 0}],
+    [{}, {"n": 2}, {"detokenize": False}, LOGPROBS],
     ids=["text", "two samples", "ids", "logprobs"],
 )
 async def test_tokens_that_were_lost_with_their_worker_come_from_the_next_one(
@@ -150,22 +147,23 @@ def lose_tails(monkeypatch: pytest.MonkeyPatch, *, num_tails: int, timeout_s: fl
     monkeypatch.setattr("kvrelay.client.direct._TAIL_TIMEOUT_S", timeout_s)
 
 
-@pytest.mark.parametrize(
-    "sampling", [{}, {"detokenize": False}, {"logprobs": 1, "prompt_logprobs": 0}], ids=["text", "ids", "logprobs"]
-)
 async def test_last_tokens_that_were_lost_with_their_worker_are_asked_for_again(
-    sampling: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async with running_system(router=LOCAL, **ENGINE) as system:
-        async with system.client() as reference:
-            expected = await reference.generate(PROMPT, **SAMPLING, **sampling)
-        lose_tails(monkeypatch, num_tails=1, timeout_s=1.0)
-        async with system.client(direct=True) as client:
-            got = await client.generate(PROMPT, **SAMPLING, **sampling)
-        assert got.samples == expected.samples
-        assert got.prompt_logprobs == expected.prompt_logprobs
-        assert got.usage.num_output_tokens == expected.usage.num_output_tokens
-        await system.until_idle()
+    async with (
+        running_system(router=LOCAL, **ENGINE) as system,
+        system.client() as reference,
+        system.client(direct=True) as client,
+    ):
+        for variant in (VARIANTS[0], *VARIANTS[2:]):
+            sampling = SAMPLING | variant
+            expected = await reference.generate(PROMPT, **sampling)
+            lose_tails(monkeypatch, num_tails=1, timeout_s=1.0)
+            got = await client.generate(PROMPT, **sampling)
+            assert got.samples == expected.samples
+            assert got.prompt_logprobs == expected.prompt_logprobs
+            assert got.usage.num_output_tokens == expected.usage.num_output_tokens
+            await system.until_idle()
 
 
 async def test_last_tokens_that_are_lost_every_time_are_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 import asyncio
 import threading
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,8 +14,9 @@ from engine.executor import ScheduledSequence
 from engine.fake import FakeExecutor, FakeStep
 from kvrelay.client import AsyncClient, Client, Embedding, InvalidRequest
 from tests.builders import BLOCK_SIZE, expected_embedding, expected_tokens, make_request
-from tests.e2e.harness import FAKE_POOL, fake_config, kill_worker, running_cluster, until_idle
 from tests.e2e.in_process import TIMEOUT_S, running_system
+
+POOLINGS = ("last", "mean")
 
 
 def expected(prompt: str, pooling: str = "last") -> Any:
@@ -33,13 +33,14 @@ async def embed_all(client: AsyncClient, texts: list[str], pooling: Any) -> list
     return await asyncio.gather(*(client.embed(text, pooling=pooling) for text in texts))
 
 
-@pytest.mark.parametrize("pooling", ["last", "mean"])
-async def test_embeddings_beside_answers_are_those_of_a_lone_prompt(pooling: str) -> None:
+async def test_embeddings_beside_answers_are_those_of_a_lone_prompt() -> None:
     async with running_system(num_prefill=2) as system, system.client() as client:
-        texts = prompts(24)
+        texts = prompts(12)
+        embedding = [embed_all(client, texts, pooling) for pooling in POOLINGS]
         answers = [client.generate(list(range(40, 60 + n)), max_tokens=12, temperature=0) for n in range(6)]
-        embeddings, generations = await asyncio.gather(embed_all(client, texts, pooling), asyncio.gather(*answers))
-        assert [list(each.vector) for each in embeddings] == [expected(text, pooling) for text in texts]
+        embeddings, generations = await asyncio.gather(asyncio.gather(*embedding), asyncio.gather(*answers))
+        for pooling, found in zip(POOLINGS, embeddings, strict=True):
+            assert [list(each.vector) for each in found] == [expected(text, pooling) for text in texts]
         for number, generation in enumerate(generations):
             request = make_request(range(40, 60 + number), max_tokens=12)
             assert list(generation.token_ids) == expected_tokens(request)
@@ -92,20 +93,19 @@ async def test_prompt_that_was_embedded_is_cached_for_an_answer() -> None:
         assert list(generation.token_ids) == expected_tokens(make_request(range(40, 100), max_tokens=4))
 
 
-@pytest.mark.parametrize("pooling", ["last", "mean"])
-async def test_prefill_worker_killed_in_the_middle_costs_no_embedding(pooling: str) -> None:
+async def test_prefill_worker_killed_in_the_middle_costs_no_embedding() -> None:
     async with running_system(num_prefill=2, num_decode=0, step_s=0.005) as system, system.client() as client:
-        texts = prompts(24)
+        texts = prompts(12)
         system.pace.slow_down(at=0)
-        running = asyncio.create_task(embed_all(client, texts, pooling))
+        running = asyncio.gather(*(embed_all(client, texts, pooling) for pooling in POOLINGS))
         while not system.workers["p0"].runtime.num_request_tasks:  # noqa: ASYNC110 - no event tells it
             await asyncio.sleep(0.01)
         await system.kill("p0")
         system.pace.hurry()
-        embeddings = await running
-        assert [list(each.vector) for each in embeddings] == [expected(text, pooling) for text in texts]
-        assert max(each.num_attempts for each in embeddings) == 2
-        assert {each.plans[-1].prefill_worker_id for each in embeddings if each.num_attempts > 1} == {"p1"}
+        for pooling, embeddings in zip(POOLINGS, await running, strict=True):
+            assert [list(each.vector) for each in embeddings] == [expected(text, pooling) for text in texts]
+            assert max(each.num_attempts for each in embeddings) == 2
+            assert {each.plans[-1].prefill_worker_id for each in embeddings if each.num_attempts > 1} == {"p1"}
 
 
 async def test_both_doors_and_the_blocking_client_give_one_vector() -> None:
@@ -133,19 +133,3 @@ async def test_bad_options_of_the_client_raise_before_anything_is_sent() -> None
             await client.embed("a", dimensions=-1)
         with pytest.raises(TypeError, match="unknown option"):
             await client.embed("a", poling="mean")  # type: ignore[call-arg]
-
-
-@pytest.mark.e2e
-@pytest.mark.timeout(180)
-async def test_process_that_is_killed_costs_no_embedding(tmp_path: Path) -> None:
-    pools = {"prefill": FAKE_POOL | {"count": 2, "max_step_tokens": 64}, "decode": dict(FAKE_POOL)}
-    async with running_cluster(tmp_path, fake_config(step_ms=80.0, pools=pools)) as client:
-        texts = [text + "." * 200 for text in prompts(40)]
-        running = asyncio.create_task(embed_all(client, texts, "last"))
-        while not (await client.status()).router.num_active:  # noqa: ASYNC110 - no event tells it
-            await asyncio.sleep(0.01)
-        await kill_worker(client, "prefill")
-        embeddings = await running
-        assert [list(each.vector) for each in embeddings] == [expected(text) for text in texts]
-        assert max(each.num_attempts for each in embeddings) > 1
-        await until_idle(client)

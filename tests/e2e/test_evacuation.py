@@ -1,8 +1,7 @@
 """A prefill worker goes: what its chats had in its cache is found on those that stay."""
 
 import asyncio
-
-import pytest
+from typing import Any
 
 from cluster.processes.evacuation import Evacuation
 from kvrelay.client import AsyncClient
@@ -10,7 +9,7 @@ from tests.cluster.test_evacuation import GRACE_S, peer
 from tests.e2e.in_process import TIMEOUT_S, System, running_system
 from tests.trust import CONTROLLER
 
-NUM_CHATS = 30
+NUM_CHATS = 12
 SYSTEM_PROMPT = "You are the keeper of a lighthouse, and you answer in short sentences. "
 
 
@@ -38,27 +37,25 @@ async def leave(system: System, worker_id: str) -> None:
     await system.workers[worker_id].stop(0)
 
 
-@pytest.mark.parametrize("is_evacuated", [True, False])
-async def test_hit_rate_barely_moves_when_a_worker_that_goes_was_evacuated(is_evacuated: bool) -> None:
+async def test_hit_rate_barely_moves_when_a_worker_that_goes_was_evacuated() -> None:
     # This policy has nothing pulled from decode workers: only prefill workers' caches count.
     router = {"policy": "longest_prefix", "local_prefill_max_tokens": 0}
-    async with running_system(num_prefill=3, num_decode=1, router=router, num_blocks=2048, step_s=0.0) as system:
-        async with system.client() as client:
-            await hit_rate(client)
-            before = await hit_rate(client)
-            if is_evacuated:
-                leaving, *staying = (peer(system.workers[name]) for name in ("p0", "p1", "p2"))
-                num_known = num_cached(system)
-                moved = await Evacuation(CONTROLLER).evacuate(leaving, staying, grace_s=GRACE_S)
-                assert moved > 0
-                async with asyncio.timeout(TIMEOUT_S):
-                    while num_cached(system) < num_known + moved:
-                        await client.status()
-            await leave(system, "p0")
-            after = await hit_rate(client)
+    shape: dict[str, Any] = {"num_blocks": 2048, "max_step_tokens": 512}
+    async with running_system(num_prefill=3, router=router, **shape) as system, system.client() as client:
+        await hit_rate(client)
+        before = await hit_rate(client)
+        leaving, *staying = (peer(system.workers[name]) for name in ("p0", "p1", "p2"))
+        num_known = num_cached(system)
+        moved = await Evacuation(CONTROLLER).evacuate(leaving, staying, grace_s=GRACE_S)
+        assert moved > 0
+        async with asyncio.timeout(TIMEOUT_S):
+            while num_cached(system) < num_known + moved:
+                await client.status()
+        await leave(system, "p0")
+        after = await hit_rate(client)
+        await leave(system, "p1")
+        without = await hit_rate(client)
 
         assert before > 0.9
-        if is_evacuated:
-            assert after > before - 0.05
-        else:  # else the cluster would not have needed it
-            assert after < before - 0.2
+        assert after > before - 0.05
+        assert without < after - 0.2, "the cluster would not need it"

@@ -9,7 +9,7 @@ import pytest
 
 from kvrelay.client import AsyncClient, Generation
 from tests.e2e.in_process import TIMEOUT_S, System, running_system
-from tests.e2e.test_drain import NUM_STREAMS, NUM_TOKENS, SHAPE, answer, decoding_worker, undisturbed
+from tests.e2e.test_drain import EXPECTED, NUM_STREAMS, SHAPE, SLOW_AT, answer, decoding_worker, expected
 from tests.worker.cluster import running_pair
 
 GRACE_S = 60.0
@@ -40,8 +40,7 @@ async def until_state(client: AsyncClient, worker_id: str, state: str) -> None:
 async def test_worker_that_leaves_under_streams_changes_no_text_and_fails_none(worker_id: str) -> None:
     policy = {"policy": "round_robin", "local_prefill_max_tokens": 0}
     async with running_system(num_prefill=2, num_decode=2, router=policy, **SHAPE) as system:
-        expected = await undisturbed(system)
-        system.pace.slow_down(at=NUM_TOKENS // 2)
+        system.pace.slow_down(at=SLOW_AT)
         async with system.client() as client:
             async with streams_begun(client) as running:
                 await system.workers[worker_id].stop(GRACE_S)
@@ -49,15 +48,14 @@ async def test_worker_that_leaves_under_streams_changes_no_text_and_fails_none(w
             status = (await client.status()).router
 
         done = running.result()
-        assert [each.text for each in done] == expected
+        assert [each.text for each in done] == EXPECTED
         assert worker_id == "p0" or any(len(each.plans) > 1 for each in done), "nothing moved"
         assert status.num_failed == status.num_replans == 0
 
 
 async def test_last_worker_of_its_pool_serves_what_comes_until_it_goes() -> None:
     async with running_system(num_decode=1, **SHAPE) as system, system.client() as client:
-        (expected, second, *_) = await undisturbed(system)
-        system.pace.slow_down(at=NUM_TOKENS // 2)
+        system.pace.slow_down(at=SLOW_AT)
         begun, late_begun = asyncio.Event(), asyncio.Event()
         running = asyncio.create_task(answer(client, 0, begun=begun))
         await begun.wait()
@@ -70,7 +68,7 @@ async def test_last_worker_of_its_pool_serves_what_comes_until_it_goes() -> None
         await leaving
         status = (await client.status()).router
 
-        assert (done.text, late.text) == (expected, second)
+        assert [done.text, late.text] == EXPECTED[:2]
         assert len(done.plans) == 1
         assert status.num_failed == status.num_replans == 0
 
@@ -86,11 +84,10 @@ async def test_answer_that_cannot_move_is_resumed_elsewhere_when_the_grace_is_ov
         await system.workers[left].stop(0.05)
         system.pace.hurry()
         done = await running
-        again = await answer(client, 2, num_phrases=15)
         status = (await client.status()).router
 
         assert done.plans[0].decode_worker_id == left != done.plans[-1].decode_worker_id
-        assert done.text == again.text
+        assert done.text == expected(2, num_phrases=15)
         assert status.num_failed == 0 < status.num_replans
 
 
@@ -120,9 +117,8 @@ async def test_membership_that_does_not_know_takes_nothing_back_from_a_worker_th
 
 async def test_direct_stream_moves_too() -> None:
     async with running_system(num_decode=2, **SHAPE | {"step_s": 0.01}) as system:
-        (expected, *_) = await undisturbed(system)
         async with system.client(direct=True) as client:
-            system.pace.slow_down(at=NUM_TOKENS // 2)
+            system.pace.slow_down(at=SLOW_AT)
             begun = asyncio.Event()
             running = asyncio.create_task(answer(client, 0, begun=begun))
             await begun.wait()
@@ -132,7 +128,7 @@ async def test_direct_stream_moves_too() -> None:
             done = await running
             status = (await client.status()).router
 
-        assert done.text == expected
+        assert done.text == EXPECTED[0]
         assert status.num_failed == status.num_replans == 0
 
 

@@ -16,6 +16,8 @@ from router.parsed_answers import ParsedAnswer
 from tests.e2e.in_process import System, running_system
 from tests.e2e.test_tools import CLOCK, OPTIONS, TURNS, WEATHER
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
 
 def asked(*, n: int = 1) -> pb.GenerateRequest:
     """Return a request whose answers call tools."""
@@ -59,11 +61,10 @@ async def test_messages_of_all_samples_are_those_that_the_python_client_parses()
     assert len(deltas) > 6, "deltas come while the answers are generated"
 
 
-async def test_text_alone_brings_no_messages() -> None:
-    async with running_system(num_blocks=400) as system:
-        request = asked()
-        request.chat.parse_answer = False
-        assert not any(reply.tokens.messages for reply in await messages_of(system, request))
+async def test_text_alone_brings_no_messages(system: System) -> None:
+    request = asked()
+    request.chat.parse_answer = False
+    assert not any(reply.tokens.messages for reply in await messages_of(system, request))
 
 
 def resumed(request: pb.GenerateRequest, accepted: pb.Accepted) -> pb.GenerateRequest:
@@ -76,43 +77,40 @@ def resumed(request: pb.GenerateRequest, accepted: pb.Accepted) -> pb.GenerateRe
     return request
 
 
-async def test_message_goes_on_behind_every_token_of_an_answer_that_another_router_began() -> None:
-    async with running_system(num_blocks=400) as system:
-        first, *replies = await messages_of(system, asked())
-        tokens = [token for reply in replies for token in reply.tokens.tokens]
-        whole = joined([delta for reply in replies for delta in reply.tokens.messages])
-        for num_known in range(1, len(tokens), 3):
-            known = tokens[:num_known]
-            request = resumed(asked(), first.accepted)
-            request.resume.samples.add(tokens=packed(known), text="".join(token.text for token in known))
-            rest = [delta for reply in await messages_of(system, request) for delta in reply.tokens.messages]
-            begun = joined(await _parsed(known, first.accepted.answer_format))
-            assert _concatenated(begun, joined(rest)) == whole, num_known
-
-
-async def test_sample_that_has_ended_says_nothing_more_and_the_other_goes_on() -> None:
-    async with running_system(num_blocks=400) as system:
-        first, *replies = await messages_of(system, asked(n=2))
-        whole = joined([delta for reply in replies for delta in reply.tokens.messages], 1)
-        tokens = [token for reply in replies for token in reply.tokens.tokens if token.sample_index == 0]
-        request = resumed(asked(n=2), first.accepted)
-        request.resume.samples.add(
-            tokens=packed(tokens), text="".join(token.text for token in tokens), is_finished=True
-        )
+async def test_message_goes_on_behind_every_token_of_an_answer_that_another_router_began(system: System) -> None:
+    first, *replies = await messages_of(system, asked())
+    tokens = [token for reply in replies for token in reply.tokens.tokens]
+    whole = joined([delta for reply in replies for delta in reply.tokens.messages])
+    for num_known in range(1, len(tokens), 3):
+        known = tokens[:num_known]
+        request = resumed(asked(), first.accepted)
+        request.resume.samples.add(tokens=packed(known), text="".join(token.text for token in known))
         rest = [delta for reply in await messages_of(system, request) for delta in reply.tokens.messages]
+        begun = joined(await _parsed(known, first.accepted.answer_format))
+        assert _concatenated(begun, joined(rest)) == whole, num_known
+
+
+async def test_sample_that_has_ended_says_nothing_more_and_the_other_goes_on(system: System) -> None:
+    first, *replies = await messages_of(system, asked(n=2))
+    whole = joined([delta for reply in replies for delta in reply.tokens.messages], 1)
+    tokens = [token for reply in replies for token in reply.tokens.tokens if token.sample_index == 0]
+    request = resumed(asked(n=2), first.accepted)
+    request.resume.samples.add(tokens=packed(tokens), text="".join(token.text for token in tokens), is_finished=True)
+    rest = [delta for reply in await messages_of(system, request) for delta in reply.tokens.messages]
     assert {delta.sample_index for delta in rest} == {1}
     assert joined(rest, 1) == whole
 
 
 @pytest.mark.parametrize(("text", "fault"), [(None, "resumed with its text"), ("x" * 5000, "at most")])
-async def test_resumed_answer_without_its_text_or_with_too_much_of_it_is_refused(text: str | None, fault: str) -> None:
-    async with running_system(num_blocks=400) as system:
-        first, *replies = await messages_of(system, asked())
-        tokens = [token for reply in replies for token in reply.tokens.tokens][:3]
-        request = resumed(asked(), first.accepted)
-        request.resume.samples.add(tokens=packed(tokens), text=text)
-        with pytest.raises(InvalidRequest, match=fault) as caught:
-            await messages_of(system, request)
+async def test_resumed_answer_without_its_text_or_with_too_much_of_it_is_refused(
+    system: System, text: str | None, fault: str
+) -> None:
+    first, *replies = await messages_of(system, asked())
+    tokens = [token for reply in replies for token in reply.tokens.tokens][:3]
+    request = resumed(asked(), first.accepted)
+    request.resume.samples.add(tokens=packed(tokens), text=text)
+    with pytest.raises(InvalidRequest, match=fault) as caught:
+        await messages_of(system, request)
     assert caught.value.field == "resume.samples[0].text"
 
 
@@ -136,13 +134,12 @@ def _concatenated(begun: list[tuple[str, str, str]], rest: list[tuple[str, str, 
 
 
 @pytest.mark.parametrize("how", ["direct", "no text"])
-async def test_answer_that_cannot_be_parsed_is_refused(how: str) -> None:
+async def test_answer_that_cannot_be_parsed_is_refused(system: System, how: str) -> None:
     request = asked()
     if how == "direct":
         request.direct = True
     else:
         request.sampling.detokenize = False
-    async with running_system() as system:
-        with pytest.raises(KvrelayError, match=r"parse") as caught:
-            await messages_of(system, request)
+    with pytest.raises(KvrelayError, match=r"parse") as caught:
+        await messages_of(system, request)
     assert caught.value.field == "chat.parse_answer"

@@ -10,9 +10,11 @@ from openai import AsyncOpenAI, BadRequestError
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
 
-from tests.e2e.in_process import Pace
-from tests.e2e.test_openai import both_doors
+from tests.e2e.doors import both_doors
+from tests.e2e.in_process import Pace, System
 from tests.e2e.test_tools import ARGUMENTS_AT, CLOCK, OPTIONS, TURNS, WEATHER
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 TOOL: Any = {"type": "function", "strict": True, **WEATHER["function"]}
 TIME: Any = {"type": "function", **CLOCK["function"]}
@@ -67,13 +69,12 @@ def bare(items: Sequence[Any]) -> list[Any]:
     return [{name: value for name, value in each.items() if name not in ("id", "call_id")} for each in dicts]
 
 
-async def test_text_is_that_of_the_chat_streamed_or_not() -> None:
-    async with both_doors(num_blocks=400) as (_system, openai):
-        messages: Any = [{"role": "system", "content": "Be brief."}, *TURNS]
-        chat = await openai.chat.completions.create(model="fake", messages=messages, **OPTIONS)
-        asked: dict[str, Any] = {"input": TURNS[0]["content"], "instructions": "Be brief.", **SAMPLED}
-        whole = await openai.responses.create(model="fake", **asked)
-        events = await events_of(openai, **asked)
+async def test_text_is_that_of_the_chat_streamed_or_not(openai: AsyncOpenAI) -> None:
+    messages: Any = [{"role": "system", "content": "Be brief."}, *TURNS]
+    chat = await openai.chat.completions.create(model="fake", messages=messages, **OPTIONS)
+    asked: dict[str, Any] = {"input": TURNS[0]["content"], "instructions": "Be brief.", **SAMPLED}
+    whole = await openai.responses.create(model="fake", **asked)
+    events = await events_of(openai, **asked)
     assert chat.usage is not None
     assert whole.usage is not None
     Response.model_validate(whole.to_dict())
@@ -88,11 +89,10 @@ async def test_text_is_that_of_the_chat_streamed_or_not() -> None:
     ]
 
 
-async def test_answer_that_reaches_its_limit_is_incomplete_and_one_that_ends_is_not() -> None:
-    async with both_doors() as (_system, openai):
-        cut = await openai.responses.create(model="fake", input="hi", max_output_tokens=3, extra_body={"seed": 1})
-        body: Any = {"seed": 1, "structured_outputs": {"choice": ["yes", "no"]}}
-        whole = await openai.responses.create(model="fake", input="hi", extra_body=body)
+async def test_answer_that_reaches_its_limit_is_incomplete_and_one_that_ends_is_not(openai: AsyncOpenAI) -> None:
+    cut = await openai.responses.create(model="fake", input="hi", max_output_tokens=3, extra_body={"seed": 1})
+    body: Any = {"seed": 1, "structured_outputs": {"choice": ["yes", "no"]}}
+    whole = await openai.responses.create(model="fake", input="hi", extra_body=body)
     assert cut.incomplete_details is not None
     assert (cut.status, cut.incomplete_details.reason) == ("incomplete", "max_output_tokens")
     assert cut.output[-1].to_dict()["status"] == "incomplete"
@@ -100,7 +100,7 @@ async def test_answer_that_reaches_its_limit_is_incomplete_and_one_that_ends_is_
     assert whole.output_text in ("yes", "no")
 
 
-async def test_settings_are_repeated_and_nothing_is_stored() -> None:
+async def test_settings_are_repeated_and_nothing_is_stored(openai: AsyncOpenAI) -> None:
     told: dict[str, Any] = {
         "metadata": {"a": "b"},
         "user": "me",
@@ -113,39 +113,37 @@ async def test_settings_are_repeated_and_nothing_is_stored() -> None:
         "instructions": "Be brief.",
     }
     ignored: dict[str, Any] = {"store": True, "service_tier": "auto", "truncation": "disabled", "background": False}
-    async with both_doors() as (_system, openai):
-        answer = await openai.responses.create(model="fake", input="hi", tools=[TIME], **told, **ignored)
+    answer = await openai.responses.create(model="fake", input="hi", tools=[TIME], **told, **ignored)
     found = answer.to_dict()
     assert {name: found[name] for name in told} == told
     assert (found["store"], found["service_tier"], found["temperature"]) == (False, "default", 1.0)
     assert found["tools"][0]["name"] == "now"
 
 
-async def test_function_that_is_called_comes_back_and_the_model_sees_the_result() -> None:
-    async with both_doors(num_blocks=400) as (_system, openai):
-        asked: Any = {"tools": [TOOL], "parallel_tool_calls": False, **SAMPLED}
-        first = await openai.responses.create(model="fake", input=TURNS, tool_choice="required", **asked)
-        chat_asked: Any = {"tools": [WEATHER], "parallel_tool_calls": False, **OPTIONS}
-        chat = await openai.chat.completions.create(model="fake", messages=TURNS, tool_choice="required", **chat_asked)
-        (call,) = first.output
-        assert call.type == "function_call"
-        assert (call.name, call.status) == ("get_weather", "completed")
-        assert jsonschema_rs.is_valid(TOOL["parameters"], json.loads(call.arguments))
-        assert chat.choices[0].message.tool_calls is not None
-        (same,) = chat.choices[0].message.tool_calls
-        assert same.type == "function"
-        assert same.function.arguments == call.arguments
+async def test_function_that_is_called_comes_back_and_the_model_sees_the_result(openai: AsyncOpenAI) -> None:
+    asked: Any = {"tools": [TOOL], "parallel_tool_calls": False, **SAMPLED}
+    first = await openai.responses.create(model="fake", input=TURNS, tool_choice="required", **asked)
+    chat_asked: Any = {"tools": [WEATHER], "parallel_tool_calls": False, **OPTIONS}
+    chat = await openai.chat.completions.create(model="fake", messages=TURNS, tool_choice="required", **chat_asked)
+    (call,) = first.output
+    assert call.type == "function_call"
+    assert (call.name, call.status) == ("get_weather", "completed")
+    assert jsonschema_rs.is_valid(TOOL["parameters"], json.loads(call.arguments))
+    assert chat.choices[0].message.tool_calls is not None
+    (same,) = chat.choices[0].message.tool_calls
+    assert same.type == "function"
+    assert same.function.arguments == call.arguments
 
-        result = {"type": "function_call_output", "call_id": call.call_id, "output": "rain"}
-        turns: Any = [*TURNS, *[item.to_dict() for item in first.output], result]
-        second = await openai.responses.create(model="fake", input=turns, tool_choice="none", **asked)
-        function = {"name": call.name, "arguments": call.arguments}
-        messages: Any = [
-            *TURNS,
-            {"role": "assistant", "tool_calls": [{"id": call.call_id, "type": "function", "function": function}]},
-            {"role": "tool", "tool_call_id": call.call_id, "content": "rain"},
-        ]
-        chat = await openai.chat.completions.create(model="fake", messages=messages, tool_choice="none", **chat_asked)
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "rain"}
+    turns: Any = [*TURNS, *[item.to_dict() for item in first.output], result]
+    second = await openai.responses.create(model="fake", input=turns, tool_choice="none", **asked)
+    function = {"name": call.name, "arguments": call.arguments}
+    messages: Any = [
+        *TURNS,
+        {"role": "assistant", "tool_calls": [{"id": call.call_id, "type": "function", "function": function}]},
+        {"role": "tool", "tool_call_id": call.call_id, "content": "rain"},
+    ]
+    chat = await openai.chat.completions.create(model="fake", messages=messages, tool_choice="none", **chat_asked)
     assert second.output_text == chat.choices[0].message.content
     assert second.usage is not None
     assert chat.usage is not None
@@ -153,14 +151,13 @@ async def test_function_that_is_called_comes_back_and_the_model_sees_the_result(
     assert second.usage.input_tokens_details.cached_tokens > 0
 
 
-async def test_streamed_calls_add_up_to_the_whole_answer() -> None:
-    async with both_doors(num_blocks=400) as (system, openai):
-        asked: Any = {"input": TURNS, "tools": [TOOL, TIME], "tool_choice": "required", **SAMPLED}
-        whole = await openai.responses.create(model="fake", **asked)
-        system.pace.slow_down(at=ARGUMENTS_AT)  # a busy router would else send the whole answer in one message
-        events = await events_of(openai, pace=system.pace, **asked)
-        asked["tool_choice"] = {"type": "function", "name": "now"}
-        named = await openai.responses.create(model="fake", **asked)
+async def test_streamed_calls_add_up_to_the_whole_answer(system: System, openai: AsyncOpenAI) -> None:
+    asked: Any = {"input": TURNS, "tools": [TOOL, TIME], "tool_choice": "required", **SAMPLED}
+    whole = await openai.responses.create(model="fake", **asked)
+    system.pace.slow_down(at=ARGUMENTS_AT)  # a busy router would else send the whole answer in one message
+    events = await events_of(openai, pace=system.pace, **asked)
+    asked["tool_choice"] = {"type": "function", "name": "now"}
+    named = await openai.responses.create(model="fake", **asked)
     assert bare(items_of(events)) == bare(whole.output) == bare(events[-1].response.output)
     deltas = [event for event in events if event.type == "response.function_call_arguments.delta"]
     assert len(deltas) > len(whole.output), "arguments are streamed while they are generated"
@@ -170,7 +167,7 @@ async def test_streamed_calls_add_up_to_the_whole_answer() -> None:
 
 async def test_thoughts_are_an_item_of_their_own_are_counted_and_can_be_sent_back() -> None:
     thinking: Any = {"structured_outputs": {"choice": ["yes"]}}
-    async with both_doors(model={"reasoning_parser": "qwen3"}, num_blocks=400) as (_system, openai):
+    async with both_doors(model={"reasoning_parser": "qwen3"}) as (_system, openai):
         asked: Any = {"input": TURNS, "max_output_tokens": 40, "extra_body": thinking}
         for seed in range(20):  # about every other answer begins with thoughts
             thinking["seed"] = seed
@@ -197,16 +194,15 @@ class Verdict(BaseModel):
     ok: bool
 
 
-async def test_client_parses_structured_answers_whole_and_streamed() -> None:
-    async with both_doors(num_blocks=400) as (_system, openai):
-        asked: Any = {"input": "Is it?", "temperature": 1.0, "extra_body": {"seed": 5}, "max_output_tokens": 300}
-        parsed = await openai.responses.parse(model="fake", text_format=Verdict, **asked)
-        async with openai.responses.stream(model="fake", text_format=Verdict, **asked) as stream:
-            async for _event in stream:
-                pass
-            streamed = await stream.get_final_response()
-        wanted: Any = {"format": {"type": "json_schema", "name": "v", "schema": SCHEMA}}
-        plain = await openai.responses.create(model="fake", text=wanted, **asked)
+async def test_client_parses_structured_answers_whole_and_streamed(openai: AsyncOpenAI) -> None:
+    asked: Any = {"input": "Is it?", "temperature": 1.0, "extra_body": {"seed": 5}, "max_output_tokens": 300}
+    parsed = await openai.responses.parse(model="fake", text_format=Verdict, **asked)
+    async with openai.responses.stream(model="fake", text_format=Verdict, **asked) as stream:
+        async for _event in stream:
+            pass
+        streamed = await stream.get_final_response()
+    wanted: Any = {"format": {"type": "json_schema", "name": "v", "schema": SCHEMA}}
+    plain = await openai.responses.create(model="fake", text=wanted, **asked)
     assert isinstance(parsed.output_parsed, Verdict)
     assert streamed.output_parsed == parsed.output_parsed
     assert isinstance(json.loads(plain.output_text)["ok"], bool)
@@ -214,15 +210,14 @@ async def test_client_parses_structured_answers_whole_and_streamed() -> None:
     assert plain.text.to_dict()["format"] == wanted["format"]
 
 
-async def test_logprobs_are_those_of_the_chat() -> None:
+async def test_logprobs_are_those_of_the_chat(openai: AsyncOpenAI) -> None:
     include: Any = ["message.output_text.logprobs"]
-    async with both_doors() as (_system, openai):
-        asked: Any = {"input": TURNS, "include": include, "top_logprobs": 2, "max_output_tokens": 8, "temperature": 0}
-        whole = await openai.responses.create(model="fake", **asked)
-        events = await events_of(openai, **asked)
-        chat = await openai.chat.completions.create(
-            model="fake", messages=TURNS, logprobs=True, top_logprobs=2, max_tokens=8, temperature=0
-        )
+    asked: Any = {"input": TURNS, "include": include, "top_logprobs": 2, "max_output_tokens": 8, "temperature": 0}
+    whole = await openai.responses.create(model="fake", **asked)
+    events = await events_of(openai, **asked)
+    chat = await openai.chat.completions.create(
+        model="fake", messages=TURNS, logprobs=True, top_logprobs=2, max_tokens=8, temperature=0
+    )
     assert chat.choices[0].logprobs is not None
     expected = [entry.logprob for entry in chat.choices[0].logprobs.content or ()]
     message: Any = whole.output[0].to_dict()
@@ -233,15 +228,14 @@ async def test_logprobs_are_those_of_the_chat() -> None:
     assert [entry.logprob for event in deltas for entry in event.logprobs] == expected
 
 
-async def test_effort_none_is_a_variable_of_the_template() -> None:
-    async with both_doors() as (_system, openai):
-        options: Any = {"max_tokens": 4, "temperature": 0}
-        chat = await openai.chat.completions.create(
-            model="fake", messages=TURNS, extra_body={"chat_template_kwargs": {"enable_thinking": False}}, **options
-        )
-        answer = await openai.responses.create(
-            model="fake", input=TURNS, reasoning={"effort": "none"}, max_output_tokens=4, temperature=0
-        )
+async def test_effort_none_is_a_variable_of_the_template(openai: AsyncOpenAI) -> None:
+    options: Any = {"max_tokens": 4, "temperature": 0}
+    chat = await openai.chat.completions.create(
+        model="fake", messages=TURNS, extra_body={"chat_template_kwargs": {"enable_thinking": False}}, **options
+    )
+    answer = await openai.responses.create(
+        model="fake", input=TURNS, reasoning={"effort": "none"}, max_output_tokens=4, temperature=0
+    )
     assert answer.output_text == chat.choices[0].message.content
     assert answer.usage is not None
     assert chat.usage is not None
@@ -250,11 +244,10 @@ async def test_effort_none_is_a_variable_of_the_template() -> None:
     assert answer.reasoning.effort == "none"
 
 
-async def test_report_of_the_extension_is_beside_the_usage() -> None:
-    async with both_doors() as (_system, openai):
-        asked: Any = {"input": "hi", "max_output_tokens": 2, "extra_body": {"kvrelay": {"report": True}}}
-        whole = await openai.responses.create(model="fake", **asked)
-        events = await events_of(openai, **asked)
+async def test_report_of_the_extension_is_beside_the_usage(openai: AsyncOpenAI) -> None:
+    asked: Any = {"input": "hi", "max_output_tokens": 2, "extra_body": {"kvrelay": {"report": True}}}
+    whole = await openai.responses.create(model="fake", **asked)
+    events = await events_of(openai, **asked)
     for answer in (whole, events[-1].response):
         (request,) = answer.to_dict()["kvrelay"]["requests"]
         assert f"resp_{request['request_id']}" == answer.id
@@ -278,8 +271,9 @@ async def test_report_of_the_extension_is_beside_the_usage() -> None:
         ({"extra_body": {"chat_template_kwargs": {"messages": []}}}, "chat_template_kwargs"),
     ],
 )
-async def test_what_the_model_cannot_do_is_refused_by_the_bodys_names(asked: dict[str, Any], param: str) -> None:
-    async with both_doors() as (_system, openai):
-        with pytest.raises(BadRequestError) as caught:
-            await openai.responses.create(**{"model": "fake", "input": "hi"} | asked)
+async def test_what_the_model_cannot_do_is_refused_by_the_bodys_names(
+    openai: AsyncOpenAI, asked: dict[str, Any], param: str
+) -> None:
+    with pytest.raises(BadRequestError) as caught:
+        await openai.responses.create(**{"model": "fake", "input": "hi"} | asked)
     assert caught.value.param == param

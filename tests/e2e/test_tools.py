@@ -5,11 +5,14 @@ from typing import Any
 
 import jsonschema_rs
 import pytest
-from openai import BadRequestError
+from openai import AsyncOpenAI, BadRequestError
 
 from common.errors import InvalidRequest
-from kvrelay.client import ChatMessage, MessageDelta
-from tests.e2e.test_openai import both_doors
+from kvrelay.client import AsyncClient, ChatMessage, MessageDelta
+from tests.e2e.doors import both_doors
+from tests.e2e.in_process import System
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 WEATHER: dict[str, Any] = {
     "type": "function",
@@ -32,11 +35,12 @@ ARGUMENTS_AT = 45
 NAMED: Any = {"type": "function", "function": {"name": "get_weather"}}
 
 
-async def test_forced_tool_is_called_with_arguments_of_its_schema_over_both_doors() -> None:
-    async with both_doors(num_blocks=400) as (system, openai), system.client() as grpc:
-        asked: Any = {"tools": [WEATHER, CLOCK], "tool_choice": NAMED}
-        reply = await openai.chat.completions.create(model="fake", messages=TURNS, **asked, **OPTIONS)
-        expected = await grpc.chat(TURNS, **asked, **OPTIONS)
+async def test_forced_tool_is_called_with_arguments_of_its_schema_over_both_doors(
+    openai: AsyncOpenAI, grpc: AsyncClient
+) -> None:
+    asked: Any = {"tools": [WEATHER, CLOCK], "tool_choice": NAMED}
+    reply = await openai.chat.completions.create(model="fake", messages=TURNS, **asked, **OPTIONS)
+    expected = await grpc.chat(TURNS, **asked, **OPTIONS)
     (choice,) = reply.choices
     assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
     assert choice.message.tool_calls is not None
@@ -49,25 +53,25 @@ async def test_forced_tool_is_called_with_arguments_of_its_schema_over_both_door
     assert (same.name, same.arguments) == (call.function.name, call.function.arguments)
 
 
-async def test_named_tool_is_called_once_in_every_sample() -> None:
-    async with both_doors(num_blocks=400) as (_system, openai):
-        asked: Any = {"tools": [WEATHER, CLOCK], "tool_choice": NAMED, "n": 8}
-        reply = await openai.chat.completions.create(model="fake", messages=TURNS, **asked, **OPTIONS)
+async def test_named_tool_is_called_once_in_every_sample(openai: AsyncOpenAI) -> None:
+    asked: Any = {"tools": [WEATHER, CLOCK], "tool_choice": NAMED, "n": 8}
+    reply = await openai.chat.completions.create(model="fake", messages=TURNS, **asked, **OPTIONS)
     assert [len(choice.message.tool_calls or ()) for choice in reply.choices] == [1] * 8
 
 
-async def test_streamed_calls_add_up_to_the_whole_answer() -> None:
-    async with both_doors(num_blocks=400) as (system, openai), system.client() as grpc:
-        asked: Any = {"tools": [WEATHER], "tool_choice": "required"}
-        whole = await openai.chat.completions.create(model="fake", messages=TURNS, **asked, **OPTIONS)
-        system.pace.slow_down(at=ARGUMENTS_AT)  # a busy router would else send the whole answer in one message
-        stream = await openai.chat.completions.create(model="fake", messages=TURNS, stream=True, **asked, **OPTIONS)
-        chunks = []
-        async for chunk in stream:
-            chunks.append(chunk.choices[0])
-            if any(call.function.arguments for call in chunks[-1].delta.tool_calls or ()):
-                system.pace.hurry()
-        events = [event async for event in grpc.stream_chat(TURNS, **asked, **OPTIONS)]
+async def test_streamed_calls_add_up_to_the_whole_answer(
+    system: System, openai: AsyncOpenAI, grpc: AsyncClient
+) -> None:
+    asked: Any = {"tools": [WEATHER], "tool_choice": "required"}
+    whole = await openai.chat.completions.create(model="fake", messages=TURNS, **asked, **OPTIONS)
+    system.pace.slow_down(at=ARGUMENTS_AT)  # a busy router would else send the whole answer in one message
+    stream = await openai.chat.completions.create(model="fake", messages=TURNS, stream=True, **asked, **OPTIONS)
+    chunks = []
+    async for chunk in stream:
+        chunks.append(chunk.choices[0])
+        if any(call.function.arguments for call in chunks[-1].delta.tool_calls or ()):
+            system.pace.hurry()
+    events = [event async for event in grpc.stream_chat(TURNS, **asked, **OPTIONS)]
     deltas = [delta for chunk in chunks for delta in chunk.delta.tool_calls or ()]
     begun = [delta for delta in deltas if delta.id]
     assert [delta.index for delta in begun] == list(range(len(begun)))
@@ -82,25 +86,26 @@ async def test_streamed_calls_add_up_to_the_whole_answer() -> None:
     assert "".join(call.arguments for call in told if call.index == 0) == arguments[0]
 
 
-async def test_result_of_a_call_goes_back_as_a_turn_and_the_model_sees_it() -> None:
-    async with both_doors(num_blocks=400) as (system, openai), system.client() as grpc:
-        asked: Any = {"tools": [CLOCK], "tool_choice": "required", "parallel_tool_calls": False}
-        first = await grpc.chat(TURNS, **asked, **OPTIONS)
-        assert first.message is not None
-        (call,) = first.message.tool_calls
-        result = ChatMessage(role="tool", content="12:00", tool_call_id=call.id)
-        turns = [ChatMessage(role="user", content=TURNS[0]["content"]), first.message.turn, result]
-        second = await grpc.chat(turns, tools=[CLOCK], tool_choice="none", **OPTIONS)
-        function = {"name": call.name, "arguments": call.arguments}
-        calls = [{"id": call.id, "type": "function", "function": function}]
-        messages: Any = [
-            *TURNS,
-            {"role": "assistant", "content": None, "tool_calls": calls},
-            {"role": "tool", "content": "12:00", "tool_call_id": call.id},
-        ]
-        again: Any = {"messages": messages, "tools": [CLOCK], "tool_choice": "none"}
-        same = await openai.chat.completions.create(model="fake", **again, **OPTIONS)
-        without = await grpc.chat(turns[:1], tools=[CLOCK], tool_choice="none", **OPTIONS)
+async def test_result_of_a_call_goes_back_as_a_turn_and_the_model_sees_it(
+    openai: AsyncOpenAI, grpc: AsyncClient
+) -> None:
+    asked: Any = {"tools": [CLOCK], "tool_choice": "required", "parallel_tool_calls": False}
+    first = await grpc.chat(TURNS, **asked, **OPTIONS)
+    assert first.message is not None
+    (call,) = first.message.tool_calls
+    result = ChatMessage(role="tool", content="12:00", tool_call_id=call.id)
+    turns = [ChatMessage(role="user", content=TURNS[0]["content"]), first.message.turn, result]
+    second = await grpc.chat(turns, tools=[CLOCK], tool_choice="none", **OPTIONS)
+    function = {"name": call.name, "arguments": call.arguments}
+    calls = [{"id": call.id, "type": "function", "function": function}]
+    messages: Any = [
+        *TURNS,
+        {"role": "assistant", "content": None, "tool_calls": calls},
+        {"role": "tool", "content": "12:00", "tool_call_id": call.id},
+    ]
+    again: Any = {"messages": messages, "tools": [CLOCK], "tool_choice": "none"}
+    same = await openai.chat.completions.create(model="fake", **again, **OPTIONS)
+    without = await grpc.chat(turns[:1], tools=[CLOCK], tool_choice="none", **OPTIONS)
     assert same.choices[0].message.content == second.text != without.text
     assert same.usage is not None
     assert same.usage.prompt_tokens == second.usage.num_prompt_tokens > without.usage.num_prompt_tokens
@@ -120,10 +125,9 @@ async def test_result_of_a_call_goes_back_as_a_turn_and_the_model_sees_it() -> N
         ({"tools": [CLOCK], "tool_choice": "required", "extra_body": {"guided_regex": "a"}}, "tool_choice"),
     ],
 )
-async def test_what_cannot_be_called_is_refused_by_name(asked: dict[str, Any], param: str) -> None:
-    async with both_doors(num_blocks=400) as (_system, openai):
-        with pytest.raises(BadRequestError) as caught:
-            await openai.chat.completions.create(model="fake", messages=TURNS, **asked)
+async def test_what_cannot_be_called_is_refused_by_name(openai: AsyncOpenAI, asked: dict[str, Any], param: str) -> None:
+    with pytest.raises(BadRequestError) as caught:
+        await openai.chat.completions.create(model="fake", messages=TURNS, **asked)
     assert caught.value.param == param
 
 
@@ -137,7 +141,7 @@ async def test_structure_of_a_model_that_thinks_begins_behind_its_thoughts() -> 
     schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
     wanted: Any = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
     asked: Any = {"messages": TURNS, "response_format": wanted, "seed": 4, "max_tokens": 150, "temperature": 1.0}
-    async with both_doors(num_blocks=400, model={"reasoning_parser": "qwen3"}) as (_system, openai):
+    async with both_doors(model={"reasoning_parser": "qwen3"}) as (_system, openai):
         choices = (await openai.chat.completions.create(model="fake", n=8, **asked)).choices
         stream = await openai.chat.completions.create(model="fake", n=8, stream=True, **asked)
         deltas = [chunk.choices[0] async for chunk in stream]

@@ -1,4 +1,4 @@
-"""Widespread clients and frameworks do in front of a cluster what their users do with them every day.
+"""Widespread clients and frameworks do in front of a router what their users do with them every day.
 
 The fake engine's answers are noise: only grammars give them a form, so every schema bounds its values and every tool is
 forced.
@@ -14,8 +14,9 @@ import jsonschema_rs
 import pytest
 import pytest_asyncio
 
-from cluster.lifecycle import read_info
-from tests.e2e.harness import fake_config, running_cluster, until_idle
+from engine.executor import Executor
+from engine.fake import FakeExecutor
+from tests.e2e.in_process import running_system
 from tests.foreign.subprocesses import run_node, run_python
 
 pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="module")]
@@ -46,16 +47,17 @@ _NEEDS: dict[str, tuple[str, ...]] = {
 }
 
 
+def load() -> Executor:
+    return FakeExecutor(num_blocks=2048, block_size=16)
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def saw(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Saw]:
-    """One cluster for all clients; each client's script runs once, with all of its cases."""
-    folder = tmp_path_factory.mktemp("foreign")
+async def saw() -> AsyncIterator[Saw]:
+    """One system for all clients; each client's script runs once, with all of its cases."""
     outcomes: dict[str, asyncio.Task[dict[str, Any]]] = {}
-    async with running_cluster(folder, fake_config()) as grpc:
-        info = read_info(folder / "run")
-        assert info is not None
-        doors = {"grpc_js.mjs": (info.address, str(_PROTOS))}
-        http_door = (f"http://{info.http_address}/v1",)
+    async with running_system(router={"http_port": 0}, load=load, max_step_tokens=256) as system:
+        doors = {"grpc_js.mjs": (system.address, str(_PROTOS))}
+        http_door = (f"http://127.0.0.1:{system.router.http_port}/v1",)
 
         async def look(script: str, case: str) -> Any:
             if script not in outcomes:
@@ -66,7 +68,7 @@ async def saw(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Saw]:
             return outcome["saw"]
 
         yield look
-        await until_idle(grpc)
+        await system.until_idle()
 
 
 def assert_fits(values: list[Any], schema: dict[str, Any]) -> None:
