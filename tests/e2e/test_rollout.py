@@ -20,7 +20,7 @@ from tests.e2e.harness import FAKE_POOL, fake_config, pids, reporting_workers, r
 
 pytestmark = pytest.mark.e2e
 
-NUM_STREAMS = 8
+NUM_STREAMS = 3
 NUM_TOKENS = 10
 _PAUSE_S = 0.3
 """Time between an answer and the next request of a stream; without it the load alone would fill the cores."""
@@ -176,6 +176,15 @@ async def test_preview_and_refusals_change_nothing_and_a_second_rollout_goes_on(
 
         assert steps[0].startswith("pools.decode.num_blocks: 300 → 200: ")
         assert view.status is not None and view.status.load.num_blocks == 200
+
+
+async def test_two_clusters_side_by_side_do_not_meet(one_router: Path, two_routers: Path) -> None:
+    async with client_of(one_router) as one, client_of(two_routers) as other:
+        num_completed = (await other.status()).router.num_completed
+        await generate(one, 0)
+
+        assert (await other.status()).router.num_completed == num_completed
+        assert not set((await pids(one)).values()) & set((await pids(other)).values())
 
 
 async def test_routers_with_another_policy_lose_no_request_of_clients_that_know_both(two_routers: Path) -> None:

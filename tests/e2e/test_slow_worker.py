@@ -13,7 +13,7 @@ from tests.e2e.harness import FAKE_POOL, busiest_worker, fake_config, reporting_
 
 pytestmark = pytest.mark.e2e
 
-NUM_TOKENS = 600
+NUM_STREAMS, NUM_TOKENS = 3, 400
 SAMPLING: dict[str, Any] = {"temperature": 0.8, "ignore_eos": True, "max_tokens": NUM_TOKENS}
 
 
@@ -28,7 +28,7 @@ async def decode_workers(client: AsyncClient) -> list[WorkerView]:
 async def test_worker_that_stays_slow_gives_its_answers_away_and_is_kept_out(tmp_path: Path) -> None:
     pools = {"prefill": FAKE_POOL, "decode": {**FAKE_POOL, "count": 2, "slow_drain_s": 1.0}}
     async with running_cluster(tmp_path, fake_config(pools=pools, step_ms=10)) as client:
-        begun = [asyncio.Event() for _ in range(6)]
+        begun = [asyncio.Event() for _ in range(NUM_STREAMS)]
 
         async def ask(number: int) -> tuple[int, ...]:
             stream = client.stream(prompt_of(number), seed=number, **SAMPLING)
@@ -47,7 +47,7 @@ async def test_worker_that_stays_slow_gives_its_answers_away_and_is_kept_out(tmp
             status = views[victim.worker_id]
             return status is not None and status.load.num_running == 0
 
-        asking = [asyncio.create_task(ask(number)) for number in range(6)]
+        asking = [asyncio.create_task(ask(number)) for number in range(NUM_STREAMS)]
         await asyncio.gather(*(event.wait() for event in begun))
         victim = await busiest_worker(client, "decode")
         assert victim.status is not None

@@ -19,9 +19,9 @@ from cluster.trust import operator_proof
 from common.errors import AccessDenied, Unauthenticated, Unreachable
 from kvrelay.client import AsyncClient
 from tests.builders import expected_tokens, make_request
-from tests.e2e.harness import fake_config, running_cluster, standing_cluster
+from tests.e2e.harness import fake_config, standing_cluster
 
-NUM_STREAMS, NUM_TOKENS = 6, 180
+NUM_STREAMS, NUM_TOKENS = 3, 40
 LIFETIME_S = 24.0
 """A third of it, the time between renewal and end, has to be enough for a busy machine."""
 KEYS = {"a": "key-of-tenant-a-0001", "boss": "key-of-the-operators-01"}
@@ -32,7 +32,7 @@ def encrypted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Folder of a cluster with TLS on."""
     folder = tmp_path_factory.mktemp("encrypted")
     router = {"port": 0, "http_port": 0, "local_prefill_max_tokens": 0}
-    config = fake_config(step_ms=45.0, tls={"mode": "on", "lifetime_s": LIFETIME_S}, router=router)
+    config = fake_config(step_ms=200.0, tls={"mode": "on", "lifetime_s": LIFETIME_S}, router=router)
     with standing_cluster(folder, config):
         yield folder
 
@@ -101,53 +101,60 @@ async def test_direct_streams_are_encrypted_too(encrypted: Path) -> None:
     assert list(answer.samples[0].token_ids) == expected_tokens(request)
 
 
-@pytest.mark.e2e
-async def test_status_of_the_cluster_is_for_operators(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Folder of a cluster without TLS that knows its tenants."""
+    folder = tmp_path_factory.mktemp("plain")
     router = {"port": 0, "http_port": 0, "auth": "api_key", "salt_secret": "s" * 32}
     tenants = [
         {"name": "a", "api_keys": [KEYS["a"]]},
         {"name": "bosses", "api_keys": [KEYS["boss"]], "operator": True},
     ]
-    async with running_cluster(tmp_path, fake_config(router=router, tenants=tenants)):
-        info = where(tmp_path)
-        unknown = "a-key-nobody-has-given"
-        for key, error in ((None, Unauthenticated), (unknown, Unauthenticated), (KEYS["a"], AccessDenied)):
-            async with AsyncClient(info.address, api_key=key, timeout_s=60) as client:
-                with pytest.raises(error):
-                    await client.status()
-        for key in (KEYS["boss"], operator_proof(info.run_dir)):
-            async with AsyncClient(info.address, api_key=key, timeout_s=60) as client:
-                assert len((await client.status()).workers) == 2
-        async with AsyncClient(info.address, api_key=operator_proof(info.run_dir), timeout_s=60) as client:
-            with pytest.raises(Unauthenticated):  # it shows the whole cluster
-                await client.generate("hello")
+    with standing_cluster(folder, fake_config(router=router, tenants=tenants)):
+        yield folder
 
 
 @pytest.mark.e2e
-async def test_another_user_of_the_machine_is_a_stranger_to_a_cluster_without_tls(tmp_path: Path) -> None:
+async def test_status_of_the_cluster_is_for_operators(plain: Path) -> None:
+    info = where(plain)
+    unknown = "a-key-nobody-has-given"
+    for key, error in ((None, Unauthenticated), (unknown, Unauthenticated), (KEYS["a"], AccessDenied)):
+        async with AsyncClient(info.address, api_key=key, timeout_s=60) as client:
+            with pytest.raises(error):
+                await client.status()
+    for key in (KEYS["boss"], operator_proof(info.run_dir)):
+        async with AsyncClient(info.address, api_key=key, timeout_s=60) as client:
+            assert len((await client.status()).workers) == 2
+    async with AsyncClient(info.address, api_key=operator_proof(info.run_dir), timeout_s=60) as client:
+        with pytest.raises(Unauthenticated):  # it shows the whole cluster
+            await client.generate("hello")
+
+
+@pytest.mark.e2e
+async def test_another_user_of_the_machine_is_a_stranger_to_a_cluster_without_tls(plain: Path) -> None:
     """Everything listens on the loopback address; nothing inside answers without a proof of membership."""
-    async with running_cluster(tmp_path, fake_config()) as client:
+    info = where(plain)
+    async with AsyncClient(info.address, api_key=KEYS["boss"], timeout_s=60) as client:
         inside = {int(view.address.rpartition(":")[2]) for view in (await client.status()).workers}
-        state = json.loads((tmp_path / "run" / "state.json").read_text())
-        addresses = (*where(tmp_path).addresses, *where(tmp_path).http_addresses)
-        doors = {int(address.rpartition(":")[2]) for address in addresses}
-        listening = {
-            connection.laddr.port
-            for process in state["processes"]
-            for connection in psutil.Process(process["identity"]["pid"]).net_connections(kind="tcp")
-            if connection.status == psutil.CONN_LISTEN
-        }
-        assert inside | doors <= listening
-        method = "/kvrelay.v1.WorkerService/DescribeWorker"
-        answers = set()
-        for port in listening - doors:
-            async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-                raw: Any = channel.unary_unary(method)
-                answers.add(await raw(b"", timeout=60).code())
-        # By a door for direct clients: no such service. By a metrics port: no gRPC.
-        assert answers <= {
-            grpc.StatusCode.UNAUTHENTICATED,
-            grpc.StatusCode.UNIMPLEMENTED,
-            grpc.StatusCode.UNAVAILABLE,
-        }
-        assert grpc.StatusCode.UNAUTHENTICATED in answers
+    state = json.loads((plain / "run" / "state.json").read_text())
+    doors = {int(address.rpartition(":")[2]) for address in (*info.addresses, *info.http_addresses)}
+    listening = {
+        connection.laddr.port
+        for process in state["processes"]
+        for connection in psutil.Process(process["identity"]["pid"]).net_connections(kind="tcp")
+        if connection.status == psutil.CONN_LISTEN
+    }
+    assert inside | doors <= listening
+    method = "/kvrelay.v1.WorkerService/DescribeWorker"
+    answers = set()
+    for port in listening - doors:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            raw: Any = channel.unary_unary(method)
+            answers.add(await raw(b"", timeout=60).code())
+    # By a door for direct clients: no such service. By a metrics port: no gRPC.
+    assert answers <= {
+        grpc.StatusCode.UNAUTHENTICATED,
+        grpc.StatusCode.UNIMPLEMENTED,
+        grpc.StatusCode.UNAVAILABLE,
+    }
+    assert grpc.StatusCode.UNAUTHENTICATED in answers
