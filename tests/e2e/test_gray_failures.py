@@ -30,8 +30,8 @@ pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="module")]
 TIMEOUT_S = 50.0
 """Deadline of a request; without a watch for silence, its streams would stand still for a minute."""
 LENGTH: dict[str, Any] = {"temperature": 0.8, "ignore_eos": True}
-NUM_TOKENS = 300
-"""Tokens of an answer whose worker is stopped in its middle: enough for it to last for seconds."""
+NUM_STREAMS, NUM_TOKENS = 4, 200
+"""Answers whose worker is stopped in their middle, and tokens of each: enough for it to last for seconds."""
 
 
 def prompt_of(number: int) -> list[int]:
@@ -77,7 +77,7 @@ async def until_whole(client: AsyncClient) -> None:
 
 
 async def test_answers_of_a_stopped_worker_go_on_elsewhere_and_it_is_replaced(client: AsyncClient) -> None:
-    begun = [asyncio.Event() for _ in range(8)]
+    begun = [asyncio.Event() for _ in range(NUM_STREAMS)]
 
     async def ask(number: int) -> tuple[int, ...]:
         tokens: list[int] = []
@@ -88,7 +88,7 @@ async def test_answers_of_a_stopped_worker_go_on_elsewhere_and_it_is_replaced(cl
                 begun[number].set()
         return tuple(tokens)
 
-    asking = [asyncio.create_task(ask(number)) for number in range(8)]
+    asking = [asyncio.create_task(ask(number)) for number in range(NUM_STREAMS)]
     await asyncio.gather(*(event.wait() for event in begun))
     victim = (await busiest_worker(client, "decode")).status
     assert victim is not None
@@ -106,11 +106,11 @@ async def test_prompt_that_crashes_its_workers_is_refused_and_no_other_is_lost(c
         with pytest.raises(CrashSuspected):
             await client.generate([*prompt_of(50), FaultToken.CRASH], max_tokens=5)
 
-    others = [client.generate(prompt_of(number), max_tokens=100, seed=number, **LENGTH) for number in range(8)]
+    others = [client.generate(prompt_of(number), max_tokens=60, seed=number, **LENGTH) for number in range(NUM_STREAMS)]
     answers = await asyncio.gather(*others, poison())
-    for number, answer in enumerate(answers[:8]):
+    for number, answer in enumerate(answers[:NUM_STREAMS]):
         assert answer is not None
-        assert answer.token_ids == oracle(number, max_tokens=100, seed=number, **LENGTH)
+        assert answer.token_ids == oracle(number, max_tokens=60, seed=number, **LENGTH)
     await until_whole(client)
     await until_idle(client)
 
