@@ -32,6 +32,8 @@ _LEAN_PRIVATE = {
     # Idle workers, which we never use, cost a second of start-up.
     "RAY_enable_worker_prestart": "0",
     "RAY_prestart_worker_first_driver": "0",
+    # 15 by default: any other program of this host would go before the services.
+    "RAY_worker_niceness": "0",
 }
 _ADDRESS = "RAY_ADDRESS"
 _OF_A_DRIVER = (_ADDRESS, "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH")
