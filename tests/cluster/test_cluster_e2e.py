@@ -108,7 +108,7 @@ def kill_every_process(info: ClusterInfo, run_dir: Path) -> None:
     assert is_healthy(info.http_address)
     logs = {path.name: path.stat().st_size for path in (run_dir / "logs").glob("*.log")}
     assert logs.pop("fork-server.log", 0) == 0
-    assert set(logs) == {"supervisor.log", "router-0.log", "prefill-0.log", "decode-0.log"}
+    assert set(logs) >= {"supervisor.log", "router-0.log", "prefill-0.log", "decode-0.log"}
     assert all(size > 0 for size in logs.values())
 
     members = identities(run_dir)
@@ -118,11 +118,6 @@ def kill_every_process(info: ClusterInfo, run_dir: Path) -> None:
 
     assert [each for each in members if each.is_alive()] == []
     assert StateFile(run_dir).read() is None
-
-
-def test_every_process_killed_comes_back_and_all_go_without_supervisor_on_ray(tmp_path: Path) -> None:
-    with running(tmp_path, "ray") as info:
-        kill_every_process(info, tmp_path)
 
 
 def test_every_process_killed_comes_back_and_a_cluster_beside_it_goes_on(tmp_path: Path) -> None:

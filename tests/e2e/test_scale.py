@@ -13,7 +13,7 @@ from cluster.lifecycle import read_info
 from cluster.processes.state import ProcessState, StateFile
 from common.errors import EngineFault, InvalidRequest
 from kvrelay.client import AsyncClient
-from tests.e2e.harness import FAKE_POOL, fake_config, pids, running_cluster, standing_cluster, until, worker
+from tests.e2e.harness import FAKE_POOL, fake_config, pids, standing_cluster, until, worker
 from tests.e2e.streams import repeated_streams, running_streams
 
 pytestmark = pytest.mark.e2e
@@ -137,11 +137,6 @@ async def change_sizes_under_streams(folder: Path, client: AsyncClient, *sizes: 
 
 async def test_pools_shrink_and_grow_without_a_trace_in_the_answers(folder: Path, client: AsyncClient) -> None:
     await change_sizes_under_streams(folder, client, 1, 2)
-
-
-async def test_pools_over_ray_grow_and_shrink_without_a_trace_in_the_answers(tmp_path: Path) -> None:
-    async with running_cluster(tmp_path, fake_config(launcher="ray", step_ms=80.0)) as client:
-        await change_sizes_under_streams(tmp_path, client, 2, 1)
 
 
 async def test_second_signal_ends_a_worker_that_waits_at_once(folder: Path, client: AsyncClient) -> None:
