@@ -2,8 +2,9 @@
 
     python -m tests.cluster.ray_nodes TEMP_DIR NODES
 
-`NODES` is a JSON list, head first, of arguments of `Cluster.add_node`. Prints the address once all nodes are there.
-The head has this machine's address, where drivers find it; the others have 127.0.0.2, 127.0.0.3, …
+`NODES` is a JSON list, head first, of arguments of `Cluster.add_node`. Prints the address once all nodes are there, and
+then, for each line of stdin, what this expression says about Ray. The head has this machine's address, where drivers
+find it; the others have 127.0.0.2, 127.0.0.3, …
 """
 
 import json
@@ -23,12 +24,37 @@ _SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_enable_worker_prestart": "0",
     "RAY_prestart_worker_first_driver": "0",
+    "RAY_worker_niceness": "0",
 }
 
 
+class RayNodes:
+    """A Ray cluster that runs."""
+
+    def __init__(self, address: str, process: "subprocess.Popen[str]") -> None:
+        self.environment = {"RAY_ADDRESS": address, "RAY_AUTH_MODE": "disabled"}
+        """What its drivers need."""
+        self._process = process
+
+    def ask(self, expression: str) -> Any:
+        """Return what an expression says about Ray. A driver answers that stays: each new one costs seconds."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{expression}\n")
+        self._process.stdin.flush()
+        return json.loads(_told(self._process, "TOLD"))
+
+
+def _told(process: "subprocess.Popen[str]", word: str) -> str:
+    """Return the rest of the next line that begins with a word."""
+    assert process.stdout is not None
+    told = next((line for line in process.stdout if line.startswith(f"{word} ")), None)
+    assert told is not None, f"Ray's process ended: exit status {process.wait()}"
+    return told.removeprefix(word).strip()
+
+
 @contextmanager
-def ray_nodes(nodes: Sequence[dict[str, Any]]) -> Iterator[dict[str, str]]:
-    """Run a Ray cluster inside the block; yields what its drivers need in their environment."""
+def ray_nodes(nodes: Sequence[dict[str, Any]]) -> Iterator[RayNodes]:
+    """Run a Ray cluster inside the block."""
     folder = tempfile.mkdtemp(prefix="kvr", dir="/tmp")
     environment = os.environ | _SETTINGS
     environment.pop("RAY_ADDRESS", None)
@@ -43,9 +69,7 @@ def ray_nodes(nodes: Sequence[dict[str, Any]]) -> Iterator[dict[str, str]]:
     assert process.stdin is not None
     assert process.stdout is not None
     try:
-        address = next((line.split()[1] for line in process.stdout if line.startswith("ADDRESS ")), "")
-        assert address, f"Ray did not start: exit status {process.wait()}"
-        yield {"RAY_ADDRESS": address, "RAY_AUTH_MODE": "disabled"}
+        yield RayNodes(_told(process, "ADDRESS"), process)
     finally:
         process.stdin.close()
         process.wait(timeout=120)
@@ -54,7 +78,8 @@ def ray_nodes(nodes: Sequence[dict[str, Any]]) -> Iterator[dict[str, str]]:
 
 
 def main() -> None:
-    """Run the nodes until stdin ends."""
+    """Run the nodes and answer until stdin ends."""
+    import ray
     from ray.cluster_utils import Cluster
 
     folder, nodes = sys.argv[1], json.loads(sys.argv[2])
@@ -66,7 +91,10 @@ def main() -> None:
             first = {"temp_dir": folder, "no_monitor": True} if number == 0 else {}
             cluster.add_node(wait=True, **where, **shared, **first, **node)
         print("ADDRESS", cluster.address, flush=True)  # noqa: T201 - for the parent process
-        sys.stdin.read()
+        for line in sys.stdin:
+            if not ray.is_initialized():
+                ray.init(address=cluster.address, namespace="kvrelay", log_to_driver=False)
+            print("TOLD", json.dumps(eval(line, {"ray": ray})), flush=True)  # noqa: T201
     finally:
         cluster.shutdown()  # type: ignore[no-untyped-call]
 

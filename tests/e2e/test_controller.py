@@ -2,16 +2,14 @@
 
 import asyncio
 import contextlib
-import json
 import logging
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,14 +21,13 @@ import yaml
 
 from cluster import lifecycle
 from cluster.control import scale
-from cluster.lifecycle import ClusterError, ClusterInfo
+from cluster.lifecycle import ClusterError, ClusterInfo, read_info
 from cluster.processes.state import ClusterPhase, StateFile
-from cluster.ray.outside import find_actors
 from common.config import load_config
 from common.ports import free_port
 from common.process import ProcessIdentity
 from kvrelay.client import AsyncClient, Generation
-from tests.cluster.ray_nodes import ray_nodes
+from tests.cluster.ray_nodes import RayNodes, ray_nodes
 from tests.e2e.harness import FAKE_POOL, fake_config, pids, until
 from tests.hosts.certificates import shown_by
 
@@ -42,7 +39,6 @@ NAME = "e2e"
 POOL = FAKE_POOL | {"num_cpus": 1}
 GPU_POOL = POOL | {"num_gpus": 2, "placement": "spread"}
 NODES = (
-    {"num_cpus": 0, "labels": {"pool": "head"}},
     {"num_cpus": 2, "labels": {"pool": "prefill"}},
     {"num_cpus": 4, "num_gpus": 4, "labels": {"pool": "decode"}},
 )
@@ -50,33 +46,49 @@ _LIFETIME_S = 36.0
 """A third of it, the time between renewal and end, has to be enough for a controller to come back."""
 _NUM_CERTIFICATES = 3
 """Certificates of a router that lives on: the first, a renewal, and one from the new controller."""
-_ASK = "import json, ray; ray.init(namespace='kvrelay', log_to_driver=False); print('TOLD', json.dumps({}))"
 _ACTORS = "ray._private.state.state._connect_and_get_accessor().get_actor_table(None, None)"
 _SHOWN = (
     "{each.name: [each.class_name, each.repr_name] for each in"
     f" map(ray.core.generated.gcs_pb2.ActorTableData.FromString, {_ACTORS}) if each.state == 2}}"
 )
 """Class and name of the living actors, as Ray's dashboard shows them."""
+_NAMES = "ray.util.list_named_actors(all_namespaces=True)"
 _AGENTS = "[[node['NodeManagerAddress'], node['MetricsExportPort']] for node in ray.nodes()]"
 _HAS_AGENT = find_spec("aiohttp_cors") is not None and find_spec("opencensus") is not None
 
 
 @pytest.fixture(scope="module")
-def ray_environment() -> Iterator[dict[str, str]]:
-    with ray_nodes(NODES) as environment:
-        yield environment
-
-
-@pytest.fixture(autouse=True)
-def joined(ray_environment: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, str]:
-    """Start every cluster in a folder with another project's package `common`, which must not run."""
-    for key, value in ray_environment.items():
-        monkeypatch.setenv(key, value)
-    foreign = tmp_path / "common" / "__init__.py"
+def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayNodes]:
+    """A Ray cluster to join, from a folder with another project's package `common`, which must not run."""
+    foreign = tmp_path_factory.mktemp("foreign") / "common" / "__init__.py"
     foreign.parent.mkdir()
     foreign.write_text("raise ImportError('another project')")
-    monkeypatch.chdir(tmp_path)
-    return ray_environment
+    with ray_nodes(NODES) as nodes, pytest.MonkeyPatch.context() as here:
+        for key, value in nodes.environment.items():
+            here.setenv(key, value)
+        here.chdir(foreign.parents[1])
+        yield nodes
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """A cluster of ours in the Ray cluster."""
+
+    folder: Path
+    info: ClusterInfo
+    planner_port: int
+
+
+@pytest.fixture(scope="module")
+def cluster(nodes: RayNodes, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """The cluster that the first tests use, in their order; the last of them ends it."""
+    folder, port = tmp_path_factory.mktemp("cluster"), free_port("127.0.0.1")
+    with running(folder, planner={"mode": "advise", "metrics_port": port}) as info:
+        yield Cluster(folder, info, port)
+
+
+def client_of(info: ClusterInfo) -> AsyncClient:
+    return AsyncClient(info.address, tls=info.tls, timeout_s=120)
 
 
 def _begun() -> list[asyncio.Event]:
@@ -88,30 +100,21 @@ def _ca(info: ClusterInfo) -> bytes:
     return Path(str(info.tls)).read_bytes()
 
 
-def ask_ray(expression: str) -> Any:
-    """Return what an expression says about Ray, in a process of its own."""
-    command = [sys.executable, "-c", _ASK.format(expression)]
-    told = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
-    return json.loads(next(line for line in told.splitlines() if line.startswith("TOLD")).removeprefix("TOLD "))
-
-
 def bring_up(folder: Path, **sections: Any) -> ClusterInfo:
-    pools = {"prefill": POOL, "decode": GPU_POOL}
+    sections = {"pools": {"prefill": POOL, "decode": GPU_POOL}} | sections
     path = folder / "serving.yaml"
-    path.write_text(
-        yaml.safe_dump(fake_config(launcher="ray", step_ms=20.0, pools=pools, **sections)), encoding="utf-8"
-    )
+    path.write_text(yaml.safe_dump(fake_config(launcher="ray", step_ms=60.0, **sections)), encoding="utf-8")
     return lifecycle.up(load_config(path), config_path=path, run_dir=folder / "run", report=lambda _: None)
 
 
-@asynccontextmanager
-async def running(folder: Path, **sections: Any) -> AsyncIterator[tuple[AsyncClient, ClusterInfo]]:
-    info = await asyncio.to_thread(partial(bring_up, folder, **sections))
+@contextmanager
+def running(folder: Path, **sections: Any) -> Iterator[ClusterInfo]:
+    info = bring_up(folder, **sections)
     try:
-        async with AsyncClient(info.address, tls=info.tls, timeout_s=120) as client:
-            yield client, info
+        yield info
     finally:
-        await asyncio.to_thread(partial(lifecycle.down, folder / "run", report=lambda _: None))
+        if StateFile(folder / "run").read() is not None:
+            lifecycle.down(folder / "run", report=lambda _: None)
 
 
 async def answers(client: AsyncClient, begun: Sequence[asyncio.Event], gaps_s: list[float]) -> list[Generation]:
@@ -144,15 +147,15 @@ async def kill_controller(run_dir: Path) -> float:
 
 
 async def test_controller_killed_under_load_adopts_everything_and_no_client_notices(
-    tmp_path: Path, joined: dict[str, str]
+    nodes: RayNodes, cluster: Cluster
 ) -> None:
-    async with running(tmp_path) as (client, _):
-        run_dir = tmp_path / "run"
+    run_dir = cluster.folder / "run"
+    async with client_of(cluster.info) as client:
         expected = await answers(client, _begun(), [])
         assert len(await asyncio.to_thread(lambda: list(scale(run_dir, {"decode": 2}, grace_s=30)))) > 0
         before = await pids(client)
         assert set(before) == {"prefill-0", "decode-0", "decode-1"}
-        shown = await asyncio.to_thread(ask_ray, _SHOWN)
+        shown = await asyncio.to_thread(nodes.ask, _SHOWN)
         assert {name: kind for name, (kind, _) in shown.items()} == {
             f"{NAME}/controller": "ControllerActor",
             f"{NAME}/router-0": "Router",
@@ -160,9 +163,9 @@ async def test_controller_killed_under_load_adopts_everything_and_no_client_noti
             f"{NAME}/decode-0": "DecodeWorker",
             f"{NAME}/decode-1": "DecodeWorker",
         }
-        assert shown[f"{NAME}/decode-1"][1] == f"{NAME}/decode-1 (decode on 127.0.0.3)"
+        assert shown[f"{NAME}/decode-1"][1] == f"{NAME}/decode-1 (decode on 127.0.0.2)"
         if _HAS_AGENT:
-            await _until_agents_show_every_process()
+            await _until_agents_show_every_process(nodes)
         begun, gaps_s = _begun(), list[float]()
         streaming = asyncio.create_task(answers(client, begun, gaps_s))
         for event in begun:
@@ -176,17 +179,15 @@ async def test_controller_killed_under_load_adopts_everything_and_no_client_noti
         assert await pids(client) == before
         status = (await client.status()).router
         assert status.num_failed == status.num_replans == 0
-        # It owns what it has adopted: sizes, placement groups, and the end.
+        # It owns what it has adopted: sizes and placement groups.
         await asyncio.to_thread(lambda: list(scale(run_dir, {"decode": 1}, grace_s=30)))
         assert await pids(client) == {name: pid for name, pid in before.items() if name != "decode-1"}
         groups = "[g['name'] for g in ray.util.placement_group_table().values() if g['state'] == 'CREATED']"
-        assert await asyncio.to_thread(ask_ray, groups) == [f"{NAME}/decode-0"]
-    assert await asyncio.to_thread(find_actors, NAME, joined) == []
-    assert not any(_is_alive(pid) for pid in before.values())
+        assert await asyncio.to_thread(nodes.ask, groups) == [f"{NAME}/decode-0"]
 
 
-async def _until_agents_show_every_process() -> None:
-    agents = await asyncio.to_thread(ask_ray, _AGENTS)
+async def _until_agents_show_every_process(nodes: RayNodes) -> None:
+    agents = await asyncio.to_thread(nodes.ask, _AGENTS)
 
     async def is_shown() -> bool:
         pages = [await asyncio.to_thread(_page, f"http://{host}:{port}/metrics") for host, port in agents]
@@ -210,14 +211,13 @@ def _page(url: str) -> str:
         return str(answer.read().decode())
 
 
-async def test_controller_that_cannot_take_over_tries_again_until_it_can(tmp_path: Path) -> None:
-    port = free_port("127.0.0.1")
-    async with running(tmp_path, planner={"mode": "advise", "metrics_port": port}) as (client, _):
-        before, state_file = await pids(client), StateFile(tmp_path / "run")
-        state = state_file.read()
+async def test_controller_that_cannot_take_over_tries_again_until_it_can(cluster: Cluster) -> None:
+    state_file = StateFile(cluster.folder / "run")
+    async with client_of(cluster.info) as client:
+        before, state = await pids(client), state_file.read()
         assert state is not None
         state.supervisor.signal(signal.SIGKILL)
-        with await asyncio.to_thread(_take, port):
+        with await asyncio.to_thread(_take, cluster.planner_port):
 
             async def says_why() -> bool:
                 state = state_file.read()
@@ -240,70 +240,78 @@ def _take(port: int) -> socket.socket:
             return socket.create_server(("127.0.0.1", port))
 
 
-def _is_alive(pid: int) -> bool:
-    return ProcessIdentity.of(pid) is not None
+async def lose_controller(nodes: RayNodes, run_dir: Path) -> None:
+    """Have Ray give the controller up, and return when its process has ended."""
+    nodes.ask(f"ray.kill(ray.get_actor('{NAME}/controller'), no_restart=True)")
+
+    async def is_gone() -> bool:
+        return read_info(run_dir) is None
+
+    await until(is_gone, timeout_s=60, what="the controller has ended")
 
 
-def lose_controller() -> None:
-    """Have Ray give the controller up."""
-    ask_ray(f"ray.kill(ray.get_actor('{NAME}/controller'), no_restart=True)")
-
-
-async def test_workers_of_a_lost_controller_are_taken_over_by_up_and_removed_by_down(tmp_path: Path) -> None:
-    async with running(tmp_path) as (client, first):
+async def test_workers_of_a_lost_controller_are_taken_over_by_up_and_removed_by_down(
+    nodes: RayNodes, cluster: Cluster
+) -> None:
+    folder, run_dir = cluster.folder, cluster.folder / "run"
+    first = read_info(run_dir)
+    assert first is not None
+    async with client_of(first) as client:
         before = await pids(client)
         with pytest.raises(ClusterError, match="already runs"):
-            await asyncio.to_thread(bring_up, tmp_path)
-        await asyncio.to_thread(lose_controller)
+            await asyncio.to_thread(bring_up, folder)
+        await lose_controller(nodes, run_dir)
 
-        second = await asyncio.to_thread(bring_up, tmp_path)
+        second = await asyncio.to_thread(bring_up, folder)
 
         assert (second.address, second.pid != first.pid) == (first.address, True)
         assert await pids(client) == before
-        await asyncio.to_thread(lose_controller)
+        await lose_controller(nodes, run_dir)
         removed = list[str]()
-        assert await asyncio.to_thread(partial(lifecycle.down, tmp_path / "run", report=removed.append))
+        assert await asyncio.to_thread(partial(lifecycle.down, run_dir, report=removed.append))
 
     assert removed[0] == "removed decode-0, prefill-0, router-0 from Ray"
-    assert StateFile(tmp_path / "run").read() is None
+    assert StateFile(run_dir).read() is None
 
 
-async def test_certificates_of_a_joined_cluster_outlive_its_processes(tmp_path: Path) -> None:
-    """A worker and the controller die; clients keep their ca.pem, and hear of nothing."""
-    async with running(tmp_path, tls={"lifetime_s": _LIFETIME_S}) as (client, info):
+async def test_certificates_of_a_joined_cluster_outlive_its_processes(tmp_path: Path, nodes: RayNodes) -> None:
+    """A worker and the controller die; clients keep their ca.pem, and hear of nothing. `down` leaves no process."""
+    with running(tmp_path, tls={"lifetime_s": _LIFETIME_S}) as info:
         ca = _ca(info)
-        expected = [each.text for each in await answers(client, _begun(), [])]
-        shown = {await asyncio.to_thread(shown_by, info.address)}
+        async with client_of(info) as client:
+            expected = [each.text for each in await answers(client, _begun(), [])]
+            shown = {await asyncio.to_thread(shown_by, info.address)}
 
-        async def is_known() -> bool:
-            return "decode-0" in await pids(client)
+            async def is_known() -> bool:
+                return "decode-0" in await pids(client)
 
-        await until(is_known, timeout_s=60, what="decode-0 reports to the router")  # it has just been certified again
-        before = await pids(client)
-        os.kill(before["decode-0"], signal.SIGKILL)
+            await until(is_known, timeout_s=60, what="decode-0 reports to the router")  # just certified again
+            before = await pids(client)
+            os.kill(before["decode-0"], signal.SIGKILL)
 
-        async def is_back() -> bool:
-            return (await pids(client)).get("decode-0", before["decode-0"]) != before["decode-0"]
+            async def is_back() -> bool:
+                return (await pids(client)).get("decode-0", before["decode-0"]) != before["decode-0"]
 
-        await until(is_back, timeout_s=60, what="Ray's new decode-0 has its certificate")
-        await kill_controller(tmp_path / "run")
-        while len(shown) < _NUM_CERTIFICATES:
-            async with AsyncClient(info.address, tls=info.tls, timeout_s=120) as newcomer:
-                assert [each.text for each in await answers(newcomer, _begun(), [])] == expected
-            shown.add(await asyncio.to_thread(shown_by, info.address))
+            await until(is_back, timeout_s=60, what="Ray's new decode-0 has its certificate")
+            await kill_controller(tmp_path / "run")
+            while len(shown) < _NUM_CERTIFICATES:
+                async with client_of(info) as newcomer:
+                    assert [each.text for each in await answers(newcomer, _begun(), [])] == expected
+                shown.add(await asyncio.to_thread(shown_by, info.address))
 
-        assert _ca(info) == ca
-        assert [each.text for each in await answers(client, _begun(), [])] == expected
-        assert (await client.status()).router.num_failed == 0
+            assert _ca(info) == ca
+            assert [each.text for each in await answers(client, _begun(), [])] == expected
+            assert (await client.status()).router.num_failed == 0
+            after = await pids(client)
+    assert nodes.ask(_NAMES) == []
+    assert not any(ProcessIdentity.of(pid) for pid in after.values())
 
 
-def test_up_when_a_worker_cannot_start_tells_why_and_leaves_no_actor(tmp_path: Path, joined: dict[str, str]) -> None:
-    model = tmp_path / "model"
-    model.mkdir()
-    (model / "config.json").write_text("{}")
+def test_up_when_a_worker_cannot_start_tells_why_and_leaves_no_actor(tmp_path: Path, nodes: RayNodes) -> None:
+    one_port = GPU_POOL | {"ports": "21000-21000"}  # a worker listens on several
 
-    with pytest.raises(ClusterError, match=r"^(router-0|prefill-0|decode-0): "):
-        bring_up(tmp_path, model={"id": str(model)})
+    with pytest.raises(ClusterError, match=r"^decode-0: .*21000"):
+        bring_up(tmp_path, pools={"prefill": POOL, "decode": one_port})
 
     assert StateFile(tmp_path / "run").read() is None
-    assert find_actors(NAME, joined) == []
+    assert nodes.ask(_NAMES) == []
