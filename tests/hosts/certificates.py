@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager, suppress
 
 from cryptography import x509
 
-_PERIOD_S = 2.0
+_PERIOD_S = 4.0
 _TIMEOUT_S = 60.0
 
 

@@ -1,6 +1,5 @@
 """`ray up cluster.yaml` on test hosts: the file of this repository, with their addresses in it."""
 
-import json
 import os
 import secrets
 import shutil
@@ -27,14 +26,8 @@ NAME = "hosts"
 _CA = f"~/.cache/kvrelay/run/{NAME}/tls/ca.pem"
 IDLE_TIMEOUT_S = 6.0
 """Idle time after which a typed host leaves."""
-_NODES = "import json, ray; ray.init('auto', log_to_driver=False); print('NODES', json.dumps(ray.nodes()))"
-_WATCH = """import ray, time
-ray.init('auto', log_to_driver=False)
-while any(node['Alive'] for node in ray.nodes() if node['NodeManagerAddress'] == '{address}') is not {is_alive}:
-    time.sleep(0.5)
-"""
-"""Ends as soon as Ray takes a host for alive, or for gone. A process for each look would take seconds of a core."""
-_WATCH_TIMEOUT_S = 120.0
+_UNTIL_RAY = "until {} pgrep -x raylet >/dev/null; do sleep 0.5; done"
+_RAY_TIMEOUT_S = 120.0
 _LOGS = (
     f"cat ~/kvrelay-up.log; tail -n 40 ~/.cache/kvrelay/run/{NAME}/logs/supervisor.log ~/kvrelay-head.log; "
     "cd /tmp/ray/session_latest/logs && tail -n 25 $(ls -t raylet*.out gcs_server*.out *agent*.log | head -n 6); "
@@ -114,18 +107,6 @@ class RayCluster:
         assert done.returncode == 1, f"exit {done.returncode}\n{done.stdout}{done.stderr}"
         return done.stdout + done.stderr
 
-    def live_addresses(self) -> set[str]:
-        """Return the hosts that Ray takes for alive."""
-        told = self._python(_NODES, timeout_s=60)
-        nodes = json.loads(next(line for line in told.splitlines() if line.startswith("NODES"))[len("NODES") :])
-        return {node["NodeManagerAddress"] for node in nodes if node["Alive"]}
-
-    def until_host(self, address: str, *, is_alive: bool) -> float:
-        """Wait until Ray takes a host for alive, or for gone; return how long it took, seconds."""
-        started_s = time.monotonic()
-        self._python(_WATCH.format(address=address, is_alive=is_alive), timeout_s=_WATCH_TIMEOUT_S)
-        return time.monotonic() - started_s
-
     def leftovers(self, host: Host) -> str:
         """Return the processes of a host that belong to Ray or to kvrelay, a line each."""
         listed = host.run("ps -eo pid,args").stdout.splitlines()
@@ -152,11 +133,6 @@ class RayCluster:
         config["setup_commands"] = [install, *others]
         return config
 
-    def _python(self, code: str, *, timeout_s: float) -> str:
-        """Run Python on the head, where it may join Ray, and return what it prints."""
-        command = f'cd ~ && RAY_AUTH_MODE=token ~/kvrelay/.venv/bin/python -c "{code}"'
-        return self.head.run(command, timeout_s=timeout_s).stdout
-
     def _ray(self, *arguments: str) -> float:
         """Run a command of Ray's, in the way that cluster.yaml's comments tell."""
         environment = os.environ | {
@@ -182,6 +158,18 @@ class RayCluster:
         )
         assert done.returncode == 0, f"ray {' '.join(arguments)}: exit {done.returncode}\n{done.stdout}"
         return time.monotonic() - started_s
+
+
+def runs_ray(host: Host) -> bool:
+    """Return whether a host is one of Ray's."""
+    return host.run("pgrep -x raylet", check=False).returncode == 0
+
+
+def until_ray(host: Host, *, runs: bool) -> float:
+    """Wait until Ray runs on a host, or no longer; return how long it took, seconds."""
+    started_s = time.monotonic()
+    host.run(_UNTIL_RAY.format("" if runs else "!"), timeout_s=_RAY_TIMEOUT_S)
+    return time.monotonic() - started_s
 
 
 def logs_of(head: Host) -> str:

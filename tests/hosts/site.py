@@ -10,7 +10,7 @@ from typing import Any
 from common.errors import KvrelayError
 from kvrelay.client import AsyncClient
 from tests.hosts.network import Host, Journal, hosts
-from tests.hosts.ray_cluster import NAME, ROUTER_PORT, WORKER_PORTS, RayCluster, logs_of
+from tests.hosts.ray_cluster import NAME, ROUTER_PORT, WORKER_PORTS, RayCluster, logs_of, until_ray
 from tests.hosts.streams import describe, stream_all
 
 _HOSTS = {"prefill": ("prefill-a",), "decode": ("decode-a", "decode-b")}
@@ -65,14 +65,10 @@ class Site:
             if not self.texts:
                 names = ", ".join(f"{worker} on {name}" for worker, name in self._names_of(where).items())
                 self.journal.note(f"the router serves; {names}")
-                await self.see_undisturbed(client)
+                seen = await stream_all(client)
+                self.journal.note(f"undisturbed; {describe(seen)}")
+                self.texts = [each.answer.text for each in seen]
             yield client
-
-    async def see_undisturbed(self, client: AsyncClient) -> None:
-        """Stream while nothing happens, and keep the texts."""
-        seen = await stream_all(client)
-        self.journal.note(f"undisturbed; {describe(seen)}")
-        self.texts = [each.answer.text for each in seen]
 
     async def cut_power_in_mid_stream(self, client: AsyncClient) -> None:
         """Switch a decode host off while streams run: they go on elsewhere with the same text, and it is taken back."""
@@ -84,7 +80,7 @@ class Site:
         assert any(each.was_moved for each in disturbed), "no stream decoded on the host that lost its power"
         self.journal.note("every stream has the text that it had undisturbed")
         lost.boot()
-        took_s = await asyncio.to_thread(self.cluster.until_host, lost.address, is_alive=True)
+        took_s = await asyncio.to_thread(until_ray, lost, runs=True)
         assert set(await workers_at(client, count=3)) == set(where)
         self.journal.note(f"{lost.name} has power again; Ray had it back after {took_s:.1f} s, and its worker serves")
 
@@ -128,7 +124,7 @@ def _serving(num_decode: int) -> dict[str, Any]:
     return {
         "name": NAME,
         "launcher": "ray",
-        "model": {"engine": "fake", "fake_step_ms": 40.0, "max_model_len": 4096},
+        "model": {"engine": "fake", "fake_step_ms": 80.0, "max_model_len": 4096},
         "pools": {"prefill": {"count": 1, **_POOL}, "decode": {"count": num_decode, **_POOL}},
         "router": {
             "host": "0.0.0.0",

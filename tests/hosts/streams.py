@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from kvrelay.client import AsyncClient, Generation
 
-NUM_STREAMS = 8
-NUM_TOKENS = 150
-_NUM_BEGUN = 10
+NUM_STREAMS = 4
+NUM_TOKENS = 75
+_NUM_BEGUN = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,9 +27,11 @@ class Seen:
         return len(self.answer.plans) > 1
 
 
-async def stream_all(client: AsyncClient, meanwhile: Callable[[], Awaitable[None]] | None = None) -> list[Seen]:
-    """Run all streams, the same ones each time; `meanwhile` is called once every stream has some tokens."""
-    begun = [asyncio.Event() for _ in range(NUM_STREAMS)]
+async def stream_all(
+    client: AsyncClient, meanwhile: Callable[[], Awaitable[None]] | None = None, *, num_streams: int = NUM_STREAMS
+) -> list[Seen]:
+    """Run the streams, the same ones each time; `meanwhile` is called once every stream has some tokens."""
+    begun = [asyncio.Event() for _ in range(num_streams)]
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(_stream(client, number, event)) for number, event in enumerate(begun)]
         if meanwhile is not None:

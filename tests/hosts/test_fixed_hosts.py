@@ -5,15 +5,18 @@ The tests share one cluster. `pytest tests/hosts -s` prints what they saw.
 
 import asyncio
 import json
+import shlex
+import subprocess
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import pytest
 
+from cluster.processes.state import ClusterPhase
 from kvrelay.client import AsyncClient
 from tests.e2e.harness import pids
-from tests.hosts.network import Host, Journal, why_not
+from tests.hosts.network import Host, why_not
 from tests.hosts.ray_cluster import NAME, logs_of
 from tests.hosts.site import Site, site_on, workers_at
 from tests.hosts.streams import describe, stream_all
@@ -26,8 +29,10 @@ pytestmark = [
     pytest.mark.timeout(900),
 ]
 
-_STATE = f"cat ~/.cache/kvrelay/run/{NAME}/state.json"
+_STATE = f"~/.cache/kvrelay/run/{NAME}/state.json"
 _WAIT_S = 400
+_NUM_WHILE_AWAY = 2
+"""Streams at a time while something is away, so that it gets the cores to come back."""
 
 
 @pytest.fixture(scope="module")
@@ -53,12 +58,10 @@ async def test_streams_of_another_hosts_router_survive_controller_and_head(site:
     state = read_state(head)
     (elsewhere,) = (each["address"] for each in state["processes"] if each["name"] == "router-1")
     assert elsewhere.rpartition(":")[0] not in (head.address, "0.0.0.0")
-    async with site.cluster.client(elsewhere) as client:
+    async with site.client() as at_head, site.cluster.client(elsewhere) as client:
         await workers_at(client, count=site.num_workers)
         before = await pids(client)
-        undisturbed = await stream_all(client)
-        site.journal.note(f"through the other router, undisturbed; {describe(undisturbed)}")
-        clients = Clients(client, [each.answer.text for each in undisturbed], site.journal)
+        clients = Clients(client, site)
 
         first = state["supervisor"]["pid"]
         took_s = await clients.stream_until(
@@ -78,9 +81,8 @@ async def test_streams_of_another_hosts_router_survive_controller_and_head(site:
         assert await pids(client) == before, "workers of other hosts do not depend on the head"
         assert (await client.status()).router.num_failed == 0
 
-        async with site.cluster.client() as at_head:
-            await workers_at(at_head, count=site.num_workers)
-            site.journal.note("the head's own router, which died with its Ray, serves again with every worker")
+        await workers_at(at_head, count=site.num_workers)
+        site.journal.note("the head's own router, which died with its Ray, serves again with every worker")
         await asyncio.to_thread(site.cluster.kvrelay, "scale decode=1")
         assert await pids(client) == {name: pid for name, pid in before.items() if name != "decode-1"}
         site.journal.note("the controller that came back owns the pools: kvrelay scale decode=1")
@@ -91,30 +93,31 @@ def test_ray_down_leaves_no_process(site: Site) -> None:
 
 
 def read_state(head: Host) -> dict[str, Any]:
-    """Return the cluster's state.json; {} while there is none."""
-    told = head.run(_STATE, check=False).stdout
-    state: dict[str, Any] = json.loads(told) if told else {}
+    """Return the cluster's state.json."""
+    state: dict[str, Any] = json.loads(head.run(f"cat {_STATE}").stdout)
     return state
 
 
 async def until_controlled(head: Host, *, not_by: int = 0) -> float:
     """Wait until a new controller says that it looks after everything; return how long it took, seconds."""
+    ready, old = shlex.quote(f'"phase": "{ClusterPhase.READY}"'), shlex.quote(f'"pid": {not_by},')
+    # There is no event to wait for, and a connection for each look would cost far more than the look.
+    until = f"until state=$(cat {_STATE}) && [[ $state = *{ready}* && $state != *{old}* ]]; do sleep 0.5; done"
     started_s = time.monotonic()
-    while time.monotonic() - started_s < _WAIT_S:
-        state = await asyncio.to_thread(read_state, head)
-        if state and state["supervisor"]["pid"] != not_by and state["phase"] == "ready":
-            return time.monotonic() - started_s
-        await asyncio.sleep(0.5)  # there is no event to wait for, and each look is a connection by ssh
-    raise AssertionError(f"no controller after {_WAIT_S} s\n{logs_of(head)}")
+    try:
+        await asyncio.to_thread(head.run, until, timeout_s=_WAIT_S)
+    except subprocess.TimeoutExpired:
+        raise AssertionError(f"no controller after {_WAIT_S} s\n{logs_of(head)}") from None
+    return time.monotonic() - started_s
 
 
 class Clients:
     """Streams through one router, whose texts must not change."""
 
-    def __init__(self, client: AsyncClient, texts: list[str], journal: Journal) -> None:
+    def __init__(self, client: AsyncClient, site: Site) -> None:
         self._client = client
-        self._texts = texts
-        self._journal = journal
+        self._texts = site.texts
+        self._journal = site.journal
 
     async def stream_until(self, is_over: Callable[[], Awaitable[float]], strike: Callable[[], object]) -> float:
         """Strike in mid-stream, then stream on, again and again, until it is over; returns how long that took."""
@@ -127,9 +130,10 @@ class Clients:
 
         seen = await stream_all(self._client, strike_and_watch)
         assert over is not None, "every stream has had tokens"
+        assert [each.answer.text for each in seen] == self._texts
         while not over.done():
-            seen += await stream_all(self._client)
-        texts = [each.answer.text for each in seen]
-        assert texts == self._texts * (len(texts) // len(self._texts))
+            more = await stream_all(self._client, num_streams=_NUM_WHILE_AWAY)
+            assert [each.answer.text for each in more] == self._texts[:_NUM_WHILE_AWAY]
+            seen += more
         self._journal.note(describe(seen))
         return await over

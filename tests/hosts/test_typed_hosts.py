@@ -11,6 +11,7 @@ import pytest
 
 from tests.hosts.network import Host, why_not
 from tests.hosts.ports import documented_ports
+from tests.hosts.ray_cluster import runs_ray, until_ray
 from tests.hosts.site import Site, site_on, workers_at
 from tests.hosts.trust_steps import renew_certificates_in_mid_stream
 
@@ -29,8 +30,7 @@ async def test_typed_hosts_follow_their_pool_and_the_doctor_names_what_is_sick(t
     with site_on("deploy/on-premise.yaml", tmp_path, num_decode=1, tls={"lifetime_s": _LIFETIME_S}) as site:
         async with site.client() as client:
             spare = await host_comes_with_a_larger_pool(site)
-            doctor_names_what_is_sick(site, site.machines[spare])
-            await site.see_undisturbed(client)
+            doctor_names_what_is_sick(site, spare)
             await renew_certificates_in_mid_stream(site, client)
             await site.cut_power_in_mid_stream(client)
             known = {port for ports in documented_ports().values() for port in ports}
@@ -39,23 +39,21 @@ async def test_typed_hosts_follow_their_pool_and_the_doctor_names_what_is_sick(t
             site.journal.note("no port is open that the documentation does not name")
             told = await asyncio.to_thread(site.cluster.kvrelay, "scale decode=1")
             site.journal.note(f"kvrelay scale decode=1\n{told}")
-            address = site.machines[spare].address
-            took_s = await asyncio.to_thread(site.cluster.until_host, address, is_alive=False)
-            site.journal.note(f"{spare} was empty, and Ray let it go {took_s:.1f} s later")
+            took_s = await asyncio.to_thread(until_ray, spare, runs=False)
+            site.journal.note(f"{spare.name} was empty, and Ray let it go {took_s:.1f} s later")
             await workers_at(client, count=2)
         await asyncio.to_thread(site.ray_down)
 
 
-async def host_comes_with_a_larger_pool(site: Site) -> str:
-    """Scale up with another version on the idle host, after a look at the healthy cluster; returns the host's name."""
-    alive = await asyncio.to_thread(site.cluster.live_addresses)
-    (spare,) = (host for host in site.machines.values() if host.address not in alive)
+async def host_comes_with_a_larger_pool(site: Site) -> Host:
+    """Scale up with another version on the idle host, after a look at the healthy cluster; returns the host."""
+    (spare,) = (host for host in site.machines.values() if not runs_ray(host))
     site.journal.note(f"kvrelay doctor, all well\n{site.cluster.kvrelay('doctor')}")
     pretend_version(spare, "0.0.9")
     told = await asyncio.to_thread(site.cluster.kvrelay, "scale decode=2")
-    assert spare.address in await asyncio.to_thread(site.cluster.live_addresses)
+    assert runs_ray(spare)
     site.journal.note(f"kvrelay scale decode=2 made {spare.name} join\n{told}")
-    return spare.name
+    return spare
 
 
 def doctor_names_what_is_sick(site: Site, spare: Host) -> None:

@@ -18,11 +18,13 @@ from tests.hosts.strangers import (
     knock_without_trust,
     stream_with_made_up_capability,
 )
-from tests.hosts.streams import NUM_STREAMS, describe, stream_all
+from tests.hosts.streams import describe, stream_all
 
 _WAIT_S = 120
 _NUM_CERTIFICATES = 2
 """The present one and its successor."""
+_NUM_EACH = 2
+"""Streams of each client at a time."""
 
 
 class Listeners:
@@ -79,9 +81,9 @@ async def renew_certificates_in_mid_stream(site: Site, client: AsyncClient) -> N
     async with watched(at.owners) as serials, asyncio.timeout(_WAIT_S):
         while min(len(each) for each in serials.values()) < _NUM_CERTIFICATES:
             async with site.cluster.client() as newcomer:
-                old, new = await asyncio.gather(stream_all(client), stream_all(newcomer))
-            assert [each.answer.text for each in (*old, *new)] == [*site.texts, *site.texts]
-            num_streams += 2 * NUM_STREAMS
+                both = await asyncio.gather(*(stream_all(each, num_streams=_NUM_EACH) for each in (client, newcomer)))
+            assert [[each.answer.text for each in seen] for seen in both] == [site.texts[:_NUM_EACH]] * 2
+            num_streams += 2 * _NUM_EACH
     assert (await client.status()).router.num_failed == num_failed
     site.journal.note(
         f"{len(at.owners)} listeners changed their certificates; {num_streams} streams"
