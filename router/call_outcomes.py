@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import grpc
+
 from common.errors import DeadlineExceeded, KvrelayError, Overloaded
 from common.lifecycle import LifeCycle, State
 from router.demand import DemandMeter
@@ -48,7 +50,7 @@ class CallOutcomes:
         self.num_open += 1
         try:
             yield
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, grpc.aio.InternalError):  # the latter by a write just before the cancellation
             left_s = time_left_s()
             if left_s is not None and left_s <= 0:
                 self.totals.num_failed += 1

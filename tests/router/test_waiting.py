@@ -4,6 +4,7 @@ import asyncio
 from contextlib import suppress
 from typing import Any
 
+import grpc
 import pytest
 
 from common.errors import DeadlineExceeded, Overloaded, WorkerLost
@@ -154,6 +155,14 @@ async def test_generate_when_client_cancels_frees_everything(gate: str) -> None:
         assert (status.num_cancelled, status.num_failed, status.num_completed) == (1, 0, 0)
         calls = cluster.decode.calls
         assert calls["cancelled"] == calls["started"] == (0 if gate == "queue" else 1)
+
+
+async def test_client_that_leaves_while_a_message_is_written_is_no_failure(cluster: TestCluster) -> None:
+    door = cluster.router.door
+    with pytest.raises(grpc.aio.InternalError), door.account(door.new_life(), time_left_s=lambda: None):
+        raise grpc.aio.InternalError("a write of a call that has ended")
+    status = await cluster.until_idle()
+    assert (status.num_cancelled, status.num_failed) == (1, 0)
 
 
 async def test_generate_when_a_storm_of_clients_cancels_frees_everything(cluster: TestCluster) -> None:
