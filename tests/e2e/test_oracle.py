@@ -35,7 +35,7 @@ MAX_TOKENS = 12
 NUM_PROMPTS = 60
 LONG_PROMPT = 1900
 BLOCK_SIZE = 16
-VOCAB_SIZE = 16_384
+VOCAB_SIZE = 4096
 """Tokens that the short model knows, of 49,152."""
 _BOUNDARIES = [1, 2, 3, *(base + d for base in (16, 32, 48, 64, 112, 128, 256) for d in (-1, 0, 1))]
 _CHUNKS = [511, 512, 513, 14, 21, 70]
@@ -49,6 +49,7 @@ def prompts() -> list[list[int]]:
     tokenizer = tokenizers.Tokenizer.from_file(str(default_model_dir() / "tokenizer.json"))
     license_text = (Path(__file__).parents[2] / "LICENSE").read_text(encoding="utf-8")
     text = [token_id for token_id in tokenizer.encode(license_text).ids if token_id < VOCAB_SIZE]
+    text += text[::-1]  # it alone is shorter than the long prompt
     cut = [text[11 * i : 11 * i + length] for i, length in enumerate([*_BOUNDARIES, *_CHUNKS])]
     prefixes = [text[300:396], text[700:763], text[900:916]]
     num_shared = NUM_PROMPTS - 1 - len(cut)
