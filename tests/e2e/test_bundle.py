@@ -104,7 +104,7 @@ def test_environment_lacks_what_is_not_named(python: Path, environ: dict[str, st
     assert done.stdout.strip() == "['torch']"
 
 
-def test_cluster_when_only_named_packages_and_bundle_are_there_generates_with_a_random_model(
+def test_cluster_of_named_packages_and_bundle_alone_generates(
     python: Path, environ: dict[str, str], tmp_path: Path
 ) -> None:
     (tmp_path / "serving.yaml").write_text(_SERVING)

@@ -133,7 +133,7 @@ async def test_kill_decode_worker_in_the_middle_of_streams_leaves_every_answer_c
     await until_replaced(client, "decode", pid)
 
 
-async def test_kill_prefill_worker_in_the_middle_of_prompts_costs_no_answer_and_no_embedding(
+async def test_kill_prefill_worker_amid_prompts_costs_no_answer_and_no_embedding(
     client: AsyncClient,
 ) -> None:
     embedding = asyncio.gather(*(embedded(client, number) for number in range(24)))
