@@ -45,12 +45,13 @@ class CallOutcomes:
 
         The call is not demand yet, because unidentified callers must not scale the pools: the door notes an arrival
         when it admits the request. gRPC cancels a call whose client went away and one whose deadline passed alike;
-        `time_left_s` tells them apart.
+        `time_left_s` tells them apart. A message that cannot be written means that the client has left, too: gRPC
+        cancels the call a moment later.
         """
         self.num_open += 1
         try:
             yield
-        except (asyncio.CancelledError, grpc.aio.InternalError):  # the latter by a write just before the cancellation
+        except (asyncio.CancelledError, grpc.aio.InternalError):
             left_s = time_left_s()
             if left_s is not None and left_s <= 0:
                 self.totals.num_failed += 1

@@ -41,7 +41,9 @@ class RayNodes:
         assert self._process.stdin is not None
         self._process.stdin.write(f"{expression}\n")
         self._process.stdin.flush()
-        return json.loads(_told(self._process, "TOLD"))
+        told = json.loads(_told(self._process, "TOLD"))
+        assert "error" not in told, told["error"]
+        return told["value"]
 
 
 def _told(process: "subprocess.Popen[str]", word: str) -> str:
@@ -94,9 +96,16 @@ def main() -> None:
         for line in sys.stdin:
             if not ray.is_initialized():
                 ray.init(address=cluster.address, namespace="kvrelay", log_to_driver=False)
-            print("TOLD", json.dumps(eval(line, {"ray": ray})), flush=True)  # noqa: T201
+            print("TOLD", json.dumps(_answer(line, {"ray": ray})), flush=True)  # noqa: T201
     finally:
         cluster.shutdown()  # type: ignore[no-untyped-call]
+
+
+def _answer(expression: str, names: dict[str, Any]) -> dict[str, Any]:
+    try:
+        return {"value": eval(expression, names)}
+    except Exception as error:  # noqa: BLE001 - who asked is told
+        return {"error": f"{expression}: {error!r}"}
 
 
 if __name__ == "__main__":

@@ -242,7 +242,7 @@ def _take(port: int) -> socket.socket:
 
 async def lose_controller(nodes: RayNodes, run_dir: Path) -> None:
     """Have Ray give the controller up, and return when its process has ended."""
-    nodes.ask(f"ray.kill(ray.get_actor('{NAME}/controller'), no_restart=True)")
+    await asyncio.to_thread(nodes.ask, f"ray.kill(ray.get_actor('{NAME}/controller'), no_restart=True)")
 
     async def is_gone() -> bool:
         return read_info(run_dir) is None

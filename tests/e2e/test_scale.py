@@ -106,7 +106,9 @@ async def test_workers_told_to_end_leave_no_trace_in_answers_and_their_caches_to
     folder: Path, client: AsyncClient
 ) -> None:
     async def are_replaced(*names: str) -> bool:
-        workers = {view.worker_id: view.state for view in (await client.status()).workers}  # who is away is no member
+        workers = {
+            view.worker_id: view.state for view in (await client.status()).workers
+        }  # a worker that is away is no member
         return all(process(folder, name).num_restarts == 1 and workers.get(name) == "ready" for name in names)
 
     await cached_share(client)
@@ -179,9 +181,10 @@ async def test_sizes_that_cannot_be_are_refused_by_field(folder: Path, client: A
 
 async def test_worker_that_does_not_start_is_told_and_the_cluster_serves_on(folder: Path, client: AsyncClient) -> None:
     before = await members(client)
-    # Workers read the resolved file: with an engine that there is not, new ones fail.
+    # Workers read the resolved file: a model that is not there makes new ones fail.
     path = folder / "run" / "serving.yaml"
-    path.write_text(path.read_text(encoding="utf-8").replace("engine: fake", "engine: none"), encoding="utf-8")
+    text = path.read_text(encoding="utf-8").replace("engine: fake", "engine: torch")
+    path.write_text(text.replace("id: default", "id: /no/such/model"), encoding="utf-8")
     new = len(before["decode"])
     with pytest.raises(EngineFault, match=f"cannot start decode-{new}"):
         await resize(folder, decode=new + 1)

@@ -54,5 +54,5 @@ def qwen3(checkpoint: Callable[[str], Path]) -> Path:
 
 @pytest.fixture(scope="session")
 def mixed_windows(checkpoint: Callable[[str], Path]) -> Path:
-    """Return a checkpoint whose layers have a window, and none."""
+    """Return a checkpoint whose first layer has a window and whose second has none."""
     return checkpoint("qwen3-layer-types")

@@ -137,10 +137,11 @@ def test_default_model_keeps_its_greedy_answers_with_coded_pages(
     executor = load_default(kv_dtype=kv_dtype)
     num_compared = 1 if kv_dtype == "int4" or load_cpu_kernels(torch.float32) is None else 2
     for prompt, answer in list(answers.items())[:num_compared]:
-        # One step over prompt and answer: it is the greedy answer if each token is the likeliest behind those before.
+        # It is the greedy answer if each token is the likeliest behind those before. The second step reads coded pages.
         sequence = make_sequence([*prompt, *answer], sampling=replace(GREEDY, num_prompt_logprobs=1), block_size=16)
-        (result,) = Driver(executor).step([(sequence, sequence.num_tokens)])
-        likeliest = [entry.top[0][0] for entry in result.prompt_logprobs[-len(answer) :]]
+        driver, lengths = Driver(executor), (len(prompt), len(answer))
+        entries = [entry for length in lengths for entry in driver.step([(sequence, length)])[0].prompt_logprobs]
+        likeliest = [entry.top[0][0] for entry in entries[-len(answer) :]]
         if kv_dtype == "int8":
             assert likeliest == answer
         else:

@@ -303,8 +303,7 @@ def test_sample_when_logits_move_by_rounding_errors_keeps_its_answers() -> None:
     logits = rng.normal(0, 3, size=(100, 49152)).astype(np.float32)
     moved = (logits * (1 + rng.normal(0, 1e-6, size=logits.shape))).astype(np.float32)
     rows = [make_row(token_index=i, prompt=(), temperature=0.8) for i in range(len(logits))]
-    before, after = sample_ids(logits, rows), sample_ids(moved, rows)
-    assert sum(a != b for a, b in zip(before, after, strict=True)) <= 1
+    assert sample_ids(moved, rows) == sample_ids(logits, rows)
 
 
 def test_waiting_times_are_splitmix64_and_exponential() -> None:

@@ -1,4 +1,4 @@
-"""Structured answers of the default model's first layer: whatever they would like to say, it has its structure."""
+"""Structured answers of the default model's first layer: whatever it would say, an answer has its structure."""
 
 import json
 import os

@@ -161,7 +161,7 @@ class RayCluster:
 
 
 def runs_ray(host: Host) -> bool:
-    """Return whether a host is one of Ray's."""
+    """Return whether a raylet runs on a host."""
     return host.run("pgrep -x raylet", check=False).returncode == 0
 
 

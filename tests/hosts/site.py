@@ -82,7 +82,7 @@ class Site:
         lost.boot()
         took_s = await asyncio.to_thread(until_ray, lost, runs=True)
         assert set(await workers_at(client, count=3)) == set(where)
-        self.journal.note(f"{lost.name} has power again; Ray had it back after {took_s:.1f} s, and its worker serves")
+        self.journal.note(f"{lost.name} has power again; its raylet ran after {took_s:.1f} s, and its worker serves")
 
     def ray_down(self) -> None:
         """End it as the file says; nothing of it is left on any host."""

@@ -5,7 +5,6 @@ The tests share one cluster. `pytest tests/hosts -s` prints what they saw.
 
 import asyncio
 import json
-import shlex
 import subprocess
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -100,9 +99,11 @@ def read_state(head: Host) -> dict[str, Any]:
 
 async def until_controlled(head: Host, *, not_by: int = 0) -> float:
     """Wait until a new controller says that it looks after everything; return how long it took, seconds."""
-    ready, old = shlex.quote(f'"phase": "{ClusterPhase.READY}"'), shlex.quote(f'"pid": {not_by},')
-    # There is no event to wait for, and a connection for each look would cost far more than the look.
-    until = f"until state=$(cat {_STATE}) && [[ $state = *{ready}* && $state != *{old}* ]]; do sleep 0.5; done"
+    # There is no event to wait for, and a connection for each look would cost far more than the look. The depth of a
+    # member tells the cluster's phase and its controller from those of processes.
+    ready, old = f'^ "phase": "{ClusterPhase.READY}"', f'^  "pid": {not_by},'
+    looks = f"state=$(cat {_STATE}) && grep -q '{ready}' <<<\"$state\" && ! grep -q '{old}' <<<\"$state\""
+    until = f"until {looks}; do sleep 0.5; done"
     started_s = time.monotonic()
     try:
         await asyncio.to_thread(head.run, until, timeout_s=_WAIT_S)

@@ -40,7 +40,7 @@ async def test_typed_hosts_follow_their_pool_and_the_doctor_names_what_is_sick(t
             told = await asyncio.to_thread(site.cluster.kvrelay, "scale decode=1")
             site.journal.note(f"kvrelay scale decode=1\n{told}")
             took_s = await asyncio.to_thread(until_ray, spare, runs=False)
-            site.journal.note(f"{spare.name} was empty, and Ray let it go {took_s:.1f} s later")
+            site.journal.note(f"{spare.name} was empty, and its raylet ended {took_s:.1f} s later")
             await workers_at(client, count=2)
         await asyncio.to_thread(site.ray_down)
 

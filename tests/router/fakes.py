@@ -177,6 +177,8 @@ class TestCluster:
                 reply.messages.append(message)
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from error
+        finally:
+            call.cancel()  # gRPC does not when a reader is cancelled just as the call has been accepted
 
 
 @asynccontextmanager
