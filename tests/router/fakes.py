@@ -159,7 +159,11 @@ class TestCluster:
         return await self._generate(request, Reply(), timeout_s=timeout_s)
 
     async def _generate(self, request: inference_pb2.GenerateRequest, reply: Reply, *, timeout_s: float) -> Reply:
-        await self.read(self.inference.Generate(request, timeout=timeout_s), reply)
+        call = self.inference.Generate(request, timeout=timeout_s)
+        try:
+            await self.read(call, reply)
+        finally:
+            call.cancel()  # gRPC does not when a reader is cancelled just as the call has been accepted
         return reply
 
     async def embed(
@@ -177,8 +181,6 @@ class TestCluster:
                 reply.messages.append(message)
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from error
-        finally:
-            call.cancel()  # gRPC does not when a reader is cancelled just as the call has been accepted
 
 
 @asynccontextmanager
