@@ -33,7 +33,7 @@ class RayNodes:
 
     def __init__(self, address: str, process: "subprocess.Popen[str]") -> None:
         self.environment = {"RAY_ADDRESS": address, "RAY_AUTH_MODE": "disabled"}
-        """What its drivers need."""
+        """Environment variables of its drivers."""
         self._process = process
 
     def ask(self, expression: str) -> Any:
@@ -104,7 +104,7 @@ def main() -> None:
 def _answer(expression: str, names: dict[str, Any]) -> dict[str, Any]:
     try:
         return {"value": eval(expression, names)}
-    except Exception as error:  # noqa: BLE001 - who asked is told
+    except Exception as error:  # noqa: BLE001 - `ask` raises it
         return {"error": f"{expression}: {error!r}"}
 
 

@@ -28,7 +28,7 @@ Tell = Callable[[str], Any]
 
 @pytest.fixture(scope="module")
 def supervisors() -> Iterator[subprocess.Popen[str]]:
-    """What forks a supervisor for each scenario."""
+    """Yield a process that forks a supervisor for each scenario."""
     command = [sys.executable, "-P", "-m", "tests.cluster.forking_supervisor"]
     environment = {**os.environ, "PYTHONPATH": str(_ROOT)}
     with subprocess.Popen(

@@ -117,7 +117,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.mark.e2e
 async def test_status_of_the_cluster_is_for_operators(plain: Path) -> None:
     info = where(plain)
-    unknown = "a-key-nobody-has-given"
+    unknown = "an-unknown-key"
     for key, error in ((None, Unauthenticated), (unknown, Unauthenticated), (KEYS["a"], AccessDenied)):
         async with AsyncClient(info.address, api_key=key, timeout_s=60) as client:
             with pytest.raises(error):

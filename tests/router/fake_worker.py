@@ -150,7 +150,7 @@ class FakeWorker:
     router: RunningRouter | None = None
     """The router that uses it; set by `running_cluster`."""
     is_overdue: bool = False
-    """What it says of its running step."""
+    """Whether it reports its running step as overdue."""
     num_streams: int = 0
     """Shared streams that were opened."""
     server: Server | None = None
