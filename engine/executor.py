@@ -230,6 +230,8 @@ class Executor(Protocol):
     with `ScheduledSequence.input_row`."""
     verifies_drafts: bool
     """Whether it takes drafts, and computes the same bits behind a drafted token as behind a known one."""
+    compiles_steps: bool
+    """Whether the first steps of a kind may compile kernels, which takes minutes."""
     exact_resume: bool
     """Whether tokens that are read again choose the next one as the tokens that were generated would have, also where
     two are almost equally good. False where sums depend on how a prompt is cut, or codes on the last bit of a sum."""

@@ -265,6 +265,7 @@ class FakeExecutor:
         self.model_name = "fake"
         self.max_steps_in_flight = max_steps_in_flight
         self.verifies_drafts = True
+        self.compiles_steps = False
         self.exact_resume = True
         self.floors: StepFloors | None = None
         self._step_s = step_s

@@ -108,6 +108,7 @@ class ModelExecutor(Generic[StepT]):
         self._ops = ops
         self._sampler = Sampler(vocab_size=self.vocab_size, eos_token_ids=info.eos_token_ids)
         self._device = store.layers[0][0].device
+        self.compiles_steps = self._device.type != "cpu"
 
     @torch.inference_mode()
     def launch(self, batch: Seq[ScheduledSequence]) -> DoneStep:

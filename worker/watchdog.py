@@ -28,8 +28,10 @@ OVERDUE_S, OVERDUE_FACTOR = 1.0, 5.0
 """A step is overdue after this many seconds, or this many times its prediction if that is more."""
 HUNG_S, HUNG_FACTOR = 7.0, 20.0
 """A step that takes this long hangs. A supervisor waits as long for a process that does not answer."""
-UNMEASURED_OVERDUE_S, UNMEASURED_HUNG_S = 20.0, 600.0
-"""The same for steps of a kind that was not measured yet: kernels may still be compiled."""
+UNMEASURED_OVERDUE_S, UNMEASURED_HUNG_S = 20.0, 120.0
+"""The same for steps of a kind that was not measured yet: caches are cold, and nobody knows how large the model is."""
+COMPILING_HUNG_S = 600.0
+"""Time after which such a step hangs where it may compile kernels."""
 LOOP_HUNG_S = 7.0
 """Time without a turn of the event loop after which it hangs."""
 TICK_S = 0.25
@@ -153,14 +155,21 @@ def watchdog_of(
     clock: Clock,
 ) -> Watchdog:
     """Return the watchdog of a process that serves `runtime`, not started; see `Watchdog`."""
-
-    def limit_s(step: RunningStep) -> float:
-        predicted_s = predict_s(step, runtime.timing.model)
-        return UNMEASURED_HUNG_S if predicted_s is None else max(HUNG_S, HUNG_FACTOR * predicted_s)
-
     return Watchdog(
-        running_step=lambda: runtime.engine.running_step, limit_s=limit_s, call_loop=call_loop, end=end, clock=clock
+        running_step=lambda: runtime.engine.running_step,
+        limit_s=lambda step: hung_after_s(step, runtime.timing.model, may_compile=runtime.executor.compiles_steps),
+        call_loop=call_loop,
+        end=end,
+        clock=clock,
     )
+
+
+def hung_after_s(step: RunningStep, model: TimingModel, *, may_compile: bool) -> float:
+    """Return the seconds after which a step hangs; `may_compile`: whether a kind's first steps may compile kernels."""
+    predicted_s = predict_s(step, model)
+    if predicted_s is None:
+        return COMPILING_HUNG_S if may_compile else UNMEASURED_HUNG_S
+    return max(HUNG_S, HUNG_FACTOR * predicted_s)
 
 
 def predict_s(step: RunningStep, model: TimingModel) -> float | None:

@@ -68,6 +68,7 @@ class CudaExecutor:
 
     max_steps_in_flight = 2
     verifies_drafts = False
+    compiles_steps = True
 
     def __init__(
         self,

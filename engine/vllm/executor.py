@@ -25,6 +25,7 @@ class VllmExecutor:
 
     max_steps_in_flight = 1
     verifies_drafts = False
+    compiles_steps = True
     exact_resume = False
     floors: StepFloors | None = None
 

@@ -124,6 +124,7 @@ class SimExecutor:
         self.model_name = "simulated"
         self.max_steps_in_flight = 1
         self.verifies_drafts = False
+        self.compiles_steps = False
         self.exact_resume = True
         self.floors: StepFloors | None = None
         self._answers = answers

@@ -8,7 +8,19 @@ import pytest
 from common.timing import GUESSED_TIMING, StepModel, StepShape, TimingModel
 from engine.thread import RunningStep
 from tests.clock import ManualClock
-from worker.watchdog import LOOP_HUNG_S, OVERDUE_S, TICK_S, OverdueWatch, Watchdog, predict_s
+from worker.watchdog import (
+    COMPILING_HUNG_S,
+    HUNG_FACTOR,
+    HUNG_S,
+    LOOP_HUNG_S,
+    OVERDUE_S,
+    TICK_S,
+    UNMEASURED_HUNG_S,
+    OverdueWatch,
+    Watchdog,
+    hung_after_s,
+    predict_s,
+)
 
 LIMIT_S = 10.0
 DECODE = StepShape(num_decodes=4, num_context_tokens=400)
@@ -90,6 +102,16 @@ def test_step_of_a_kind_that_was_never_measured_has_no_prediction() -> None:
     timing = replace(measured(prefill=0.5, decode=0.01), prefill=GUESSED_TIMING.prefill)
     assert predict_s(RunningStep((StepShape(), DECODE), 0.0), timing) == pytest.approx(0.01)
     assert predict_s(RunningStep((PREFILL, DECODE), 0.0), timing) is None
+
+
+@pytest.mark.parametrize("may_compile", [False, True])
+def test_first_step_may_take_minutes_and_longer_only_where_kernels_are_compiled(may_compile: bool) -> None:
+    unmeasured = replace(measured(prefill=0.5, decode=0.01), prefill=GUESSED_TIMING.prefill)
+    limit_s = hung_after_s(RunningStep((PREFILL,), 0.0), unmeasured, may_compile=may_compile)
+    assert limit_s == (COMPILING_HUNG_S if may_compile else UNMEASURED_HUNG_S)
+    assert hung_after_s(RunningStep((DECODE,), 0.0), unmeasured, may_compile=may_compile) == HUNG_S
+    slow = measured(prefill=3.0, decode=0.01)
+    assert hung_after_s(RunningStep((PREFILL,), 0.0), slow, may_compile=may_compile) == pytest.approx(3 * HUNG_FACTOR)
 
 
 class Reader:

@@ -153,7 +153,7 @@ class Host:
             self.die(cause)
             return False
         step = self.worker.engine.running_step
-        # A step of a kind that was never measured may be compiling, and the watchdog gives it ten minutes.
+        # A step of a kind that was never measured would go on for two minutes; see the watchdog.
         if self._is_to_hang and step is not None and predict_s(step, self.worker.runtime.timing.model) is not None:
             self._is_to_hang, self._is_hung = False, True
             self._poisons.note_death(self._name, None)

@@ -53,6 +53,7 @@ class OrderingExecutor(FakeExecutor):
     def __init__(self, *, num_blocks: int) -> None:
         super().__init__(num_blocks=num_blocks, block_size=BLOCK_SIZE, max_model_len=512, max_steps_in_flight=1)
         self.verifies_drafts = False
+        self.compiles_steps = False
         self.book, self.ranks = OrderBook(), Ranks()
 
     def launch(self, batch: Seq[ScheduledSequence]) -> FakeStep:
