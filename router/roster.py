@@ -8,7 +8,7 @@ from common.timing import GUESSED_TIMING, TimingModel
 from kvrelay.v1 import worker_pb2
 from router.member import Member, WorkerState
 from router.placement.loads import PoolLoads, ProjectedLoad
-from router.placement.plans import FleetView
+from router.placement.plans import FleetView, PlacementRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +79,14 @@ class Roster:
     def load(self, worker_id: WorkerId) -> ProjectedLoad | None:
         """Return the load of a worker that may be chosen; None for any other."""
         return self.prefill.find(worker_id) or self.decode.find(worker_id)
+
+    def may_hold(self, request: PlacementRequest) -> bool:
+        """Return False when no worker that answers such requests has room for it; see `PoolLoads.may_hold`."""
+        return (self.prefill if request.is_prefill_only else self.decode).may_hold(
+            num_sequences=request.num_samples,
+            num_blocks=request.num_decode_blocks,
+            num_growth_blocks=request.num_growth_blocks,
+        )
 
     @property
     def typical_timing(self) -> TimingModel:

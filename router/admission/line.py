@@ -15,6 +15,7 @@ should be free, or when a worker becomes free after none was. A refusal is final
 import asyncio
 import math
 from collections import Counter
+from collections.abc import Iterable
 
 from common.clock import Clock
 from common.errors import Overloaded, RefusalCause, Refused, WorkerLost
@@ -34,6 +35,9 @@ MAX_OVERTAKEN = 32
 """Plans that requests behind a waiting one may get before it."""
 MIN_BUSY_S = 0.005
 """Shortest pause before a request that waits for one busy worker is tried again."""
+NO_ROOM_S = 0.05
+"""Pause after which a change that makes no room has the line tried again: a request may be too late for its deadline or
+objective by now."""
 
 
 class Line:
@@ -65,6 +69,10 @@ class Line:
         self._is_open = False
         self._waits_for_workers = False
         """All requests tried last wait for that time, and none has arrived since."""
+        self._stuck: list[QueuedRequest] = []
+        """Requests that were tried last, all in vain; empty once one has arrived or left since."""
+        self._stuck_until_s = 0.0
+        """Time at which others may be tried instead, because they have become late."""
         fleet.subscribe(self._on_change)
         admission.on_room = self._serve
 
@@ -89,7 +97,7 @@ class Line:
         queued.granted, queued.refused_at, queued.refused_at_opening = granted, -1, -1
         place = self._stand(queued)
         queued.ticket.queued.add(queued)
-        self._waits_for_workers = False
+        self._waits_for_workers, self._stuck = False, []
         self.num_queued_tokens += queued.search.request.num_tokens
         try:
             self._serve()
@@ -108,6 +116,7 @@ class Line:
             queued.ticket.queued.discard(queued)
             was_waiting = place.is_waiting
             self._queue.discard(place)
+            self._stuck = []
             if was_waiting:
                 self._serve()  # requests behind it may be served now
         if isinstance(outcome, Refused):
@@ -164,6 +173,9 @@ class Line:
         if self._waits_for_workers and self._opens_s > now_s:
             self._wake_at(self._opens_s)
             return
+        if self._stuck and now_s < self._stuck_until_s and not any(map(self._is_worth_asking, self._stuck)):
+            self._wake_for(self._stuck)
+            return
         while (place := self._queue.pop(now_s=now_s, skipping=skipping)) is not None:
             queued = place.item
             assert queued.granted is not None, f"{queued.search.request.request_id} is in line without a future"
@@ -193,7 +205,8 @@ class Line:
         for place in passed:
             self._queue.restore(place)
         self._waits_for_workers = bool(passed) and all(_is_busy(place.item) for place in passed)
-        self._wake_at(min((self._wakes_at_s(place.item) for place in passed), default=math.inf))
+        self._stuck, self._stuck_until_s = [place.item for place in passed], now_s + NO_ROOM_S
+        self._wake_for(self._stuck)
 
     def _look(self, now_s: float) -> None:
         """Note whether some worker is free for another prompt."""
@@ -202,22 +215,24 @@ class Line:
         self._num_openings += self._is_open and not was_open
 
     def _ask(self, queued: QueuedRequest) -> Booking | Refused:
-        if queued.last_refusal is not None and not self._is_worth_asking(queued, queued.last_refusal):
+        if queued.last_refusal is not None and not self._is_worth_asking(queued):
             return queued.last_refusal
         outcome = self._chooser.choose(queued.search)
         if isinstance(outcome, Refused):
             queued.last_refusal = outcome
             queued.refused_at, queued.refused_at_opening = self._num_changes, self._num_openings
-            queued.ask_again_s = self._clock.monotonic() + max(outcome.retry_after_s, MIN_BUSY_S)
+            pause_s = NO_ROOM_S if queued.search.needs_room else max(outcome.retry_after_s, MIN_BUSY_S)
+            queued.ask_again_s = self._clock.monotonic() + pause_s
         return outcome
 
-    def _is_worth_asking(self, queued: QueuedRequest, last: Refused) -> bool:
-        now_s = self._clock.monotonic()
-        if last.cause is RefusalCause.BUSY:
-            if self._opens_s > now_s:
-                return False
-            if queued.refused_at_opening == self._num_openings and not self._chooser.may_differ(queued.search):
-                return self._wakes_at_s(queued) <= now_s
+    def _is_worth_asking(self, queued: QueuedRequest) -> bool:
+        """Return whether a request that was refused may get a plan now, or a final refusal."""
+        now_s, is_busy = self._clock.monotonic(), _is_busy(queued)
+        if is_busy and self._opens_s > now_s:
+            return False
+        has_opened = is_busy and queued.refused_at_opening != self._num_openings
+        if not has_opened and not self._chooser.may_differ(queued.search):
+            return queued.ask_again_s <= now_s
         return queued.refused_at != self._num_changes or self._wakes_at_s(queued) <= now_s
 
     def _wakes_at_s(self, queued: QueuedRequest) -> float:
@@ -239,6 +254,9 @@ class Line:
         )
         self.admission.give_plan(queued.ticket, expected)
         queued.granted.set_result(booking)
+
+    def _wake_for(self, waiting: Iterable[QueuedRequest]) -> None:
+        self._wake_at(min(map(self._wakes_at_s, waiting), default=math.inf))
 
     def _wake_at(self, wakes_at_s: float) -> None:
         """Serve the line again at this time, even when nothing changes before."""

@@ -26,7 +26,7 @@ from router.lives import Life
 from router.placement.decisions import Booking, DecisionLog
 from router.placement.forecasts import Forecaster
 from router.placement.loads import ProjectedLoad
-from router.placement.plans import Busy, FleetView, PlacementRequest, Plan, Policy
+from router.placement.plans import Busy, FleetView, NoRoom, PlacementRequest, Plan, Policy
 from router.placement.shedding import Shed, find_hopeless
 from router.prefix_match import PrefixMatches
 
@@ -59,6 +59,8 @@ class Search:
     """Forecast of the time to first token made when the request entered the line."""
     awaited: ProjectedLoad | None = None
     """The busy worker for which the last refusal was made, as it was then."""
+    needs_room: bool = False
+    """Whether the last refusal was for want of a worker with slots and pages."""
 
     @property
     def wakes_at_s(self) -> float:
@@ -114,6 +116,7 @@ class Chooser:
             if (hopeless := find_hopeless(request, plan, view, shed=search.shed, error=error)) is not None:
                 return hopeless
         search.awaited = self._fleet.roster.load(plan.worker_id) if isinstance(plan, Busy) else None
+        search.needs_room = isinstance(plan, NoRoom)
         if isinstance(plan, Refused):
             return plan
         if request.is_prefill_only:
@@ -159,12 +162,15 @@ class Chooser:
         """Return whether a change of the fleet since the last refusal may concern the request.
 
         While it prefers to wait for a busy worker, only changes of that one do: what others were given makes them no
-        better, and a worker that becomes free is offered by the line.
+        better, and a worker that becomes free is offered by the line. While it needs room, only changes that may have
+        made some do.
         """
-        awaited = search.awaited
-        if awaited is None or search.exclusions:
+        if search.exclusions:
             return True
-        return self._fleet.roster.load(awaited.worker_id) is not awaited
+        if search.needs_room:
+            return self._fleet.roster.may_hold(search.request)
+        awaited = search.awaited
+        return awaited is None or self._fleet.roster.load(awaited.worker_id) is not awaited
 
     def opens_at_s(self) -> float:
         """Return the predicted time at which some worker's prefill wait is short enough for another prompt."""

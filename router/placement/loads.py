@@ -71,6 +71,8 @@ class PoolLoads:
         self.loads = list(loads)
         self._numbers = np.array([_numbers(load) for load in self.loads], dtype=np.float64).reshape(-1, 7).T.copy()
         self._positions: dict[WorkerId, int] | None = None
+        self._most: tuple[float, float, float] | None = None
+        """What `may_hold` compares: most free slots, free pages less those kept, and free pages of an idle worker."""
 
     def __len__(self) -> int:
         return len(self.loads)
@@ -127,6 +129,30 @@ class PoolLoads:
         position = self._by_id[load.worker_id]
         self.loads[position] = load
         self._numbers[:, position] = _numbers(load)
+        self._most = None
+
+    def with_room(self, *, num_blocks: int, num_growth_blocks: float) -> "PoolLoads":
+        """Return the workers with pages for a request and for what its answers are expected to grow.
+
+        A worker without answers takes any request that it can begin.
+        """
+        has_room = self.num_free_blocks - self.num_growth_blocks >= num_blocks + num_growth_blocks
+        return self.where(has_room | ((self.num_decodes == 0) & (self.num_free_blocks >= num_blocks)))
+
+    def may_hold(self, *, num_sequences: int, num_blocks: int, num_growth_blocks: float) -> bool:
+        """Return False when no worker has slots and pages for a request; True when some may have both.
+
+        Costs three comparisons until a load changes.
+        """
+        if self._most is None:
+            free = self.num_free_blocks
+            self._most = (
+                float(self.num_free_slots.max(initial=-math.inf)),
+                float((free - self.num_growth_blocks).max(initial=-math.inf)),
+                float(free.max(initial=-math.inf, where=self.num_decodes == 0)),
+            )
+        most_slots, most_room, most_idle = self._most
+        return most_slots >= num_sequences and (most_room >= num_blocks + num_growth_blocks or most_idle >= num_blocks)
 
     def where(self, mask: npt.NDArray[np.bool_]) -> "PoolLoads":
         """Return the loads that a mask selects; itself when that is all."""

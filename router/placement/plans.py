@@ -219,6 +219,11 @@ class Busy(Refused):
     cause: RefusalCause = RefusalCause.BUSY
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoRoom(Refused):
+    """A refusal until a worker that answers has slots and pages for the request."""
+
+
 class Policy(Protocol):
     """Chooses the workers of a request. Event loop only."""
 

@@ -21,7 +21,7 @@ from router.member import Member
 from router.metrics import TenantMetrics
 from router.placement.chooser import Chooser, Search
 from router.placement.decisions import Booking, DecisionRecord
-from router.placement.plans import Busy, PlacementRequest, Plan, PolicySettings
+from router.placement.plans import Busy, NoRoom, PlacementRequest, Plan, PolicySettings
 from router.placement.policies.registry import make_policy
 from router.tenants import Tenant, Terms
 from tests.clock import ManualClock
@@ -52,14 +52,17 @@ class PageChooser(Chooser):
     def choose(self, search: Search) -> Booking | Refused:
         request = search.request
         self.asked.append(request.request_id)
+        search.needs_room = False
         if request.request_id in self.hopeless:
             return Refused(reason="too late", retry_after_s=3.0, cause=RefusalCause.DEADLINE)
         if self.is_saturated:
-            return Refused(reason="all is full", retry_after_s=1.0, cause=RefusalCause.SATURATED)
+            search.needs_room = True
+            return NoRoom(reason="all is full", retry_after_s=1.0, cause=RefusalCause.SATURATED)
         if request.request_id in self.busy:
             return Busy(reason="busy", retry_after_s=5.0, worker_id=WORKER)
         if request.num_tokens > self.num_free:
-            return Refused(reason=f"{self.num_free} pages are free", retry_after_s=1.0)
+            search.needs_room = True
+            return NoRoom(reason=f"{self.num_free} pages are free", retry_after_s=1.0)
         self.num_free -= request.num_tokens
         plan = Plan(decode=WORKER, predicted_cached_tokens=0, reason="")
         hold = Hold(
@@ -84,7 +87,9 @@ class PageChooser(Chooser):
         return DurationForecast(expected_s=before_s + work_s, predicted_s=before_s + work_s)
 
     def may_differ(self, search: Search) -> bool:
-        return self.differs
+        if search.needs_room:
+            return not self.is_saturated and search.request.num_tokens <= self.num_free
+        return self.differs or search.request.request_id not in self.busy
 
     def opens_at_s(self) -> float:
         return self.opens_s

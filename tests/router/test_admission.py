@@ -8,7 +8,7 @@ from common.ids import WorkerId
 from kvrelay.v1 import worker_pb2
 from router.admission.account import Service
 from router.admission.admission import MIN_QUEUED, QUEUED_PER_WORKER
-from router.admission.line import MAX_CANDIDATES, MAX_OVERTAKEN
+from router.admission.line import MAX_CANDIDATES, MAX_OVERTAKEN, NO_ROOM_S
 from router.facts import WorkerEndpoint
 from router.metrics import MAX_LABELS, OTHERS, TenantMetrics
 from router.tenants import Tenant
@@ -52,6 +52,7 @@ async def test_request_that_is_refused_or_gives_up_is_before_no_other_any_more()
     line = Line(num_pages=0)
     await line.come("x", 2)
     line.chooser.hopeless.add("x")
+    line.clock.advance(NO_ROOM_S)
     line.chooser.change()
     await turns()
     assert line.waiting["x"].exception() is not None
@@ -166,25 +167,44 @@ async def test_large_request_without_a_plan_lets_small_ones_pass_but_not_for_eve
     assert line.served == {"small"}
 
 
-async def test_line_is_not_asked_again_before_something_changes_and_then_only_its_head() -> None:
+async def test_line_is_not_asked_again_before_room_is_made_and_then_only_its_head() -> None:
     line = Line(num_pages=0, max_queued=1000)
     for number in range(200):
-        await line.come(f"a{number}", 1)
+        await line.come(f"a{number}", 2)
     line.chooser.asked.clear()
-    await line.come("another", 1)
-    assert line.chooser.asked == []
+    await line.come("another", 2)
+    line.chooser.num_free = 1
     line.chooser.change()
-    assert line.chooser.asked == [f"a{number}" for number in range(MAX_CANDIDATES)]
+    assert line.chooser.asked == []
+    line.chooser.num_free = 2
+    line.chooser.change()
+    await turns()
+    assert line.served == {"a0"}
+    # Behind it, only the one that comes among the candidates now.
+    assert line.chooser.asked == ["a0", f"a{MAX_CANDIDATES}"]
+
+
+async def test_request_that_waits_for_room_is_judged_again_though_nothing_makes_any() -> None:
+    line = Line(num_pages=0)
+    await line.come("x", 1)
+    line.chooser.hopeless.add("x")
+    line.chooser.change()
+    assert line.waiting["x"].done() is False
+    line.clock.advance(NO_ROOM_S)
+    line.chooser.change()
+    await turns()
+    with pytest.raises(Overloaded, match="too late"):
+        line.waiting["x"].result()
 
 
 async def test_line_is_not_searched_while_no_worker_takes_anybody() -> None:
     line = Line(num_pages=0)
+    line.chooser.is_saturated = True
     for name in ("a", "b", "c"):
         await line.come(name, 1, B if name == "c" else A)
-    line.chooser.is_saturated = True
-    line.chooser.asked.clear()
+    line.clock.advance(NO_ROOM_S)
     line.chooser.change()
-    assert line.chooser.asked == ["a"]
+    assert line.chooser.asked == ["a", "a"]
 
 
 async def test_request_that_waits_for_a_busy_worker_is_not_asked_about_changes_of_others() -> None:

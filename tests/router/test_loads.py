@@ -1,6 +1,7 @@
 """Loads of whole pools as arrays: the same answers as looking at every worker."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -47,6 +48,19 @@ def test_selected_loads_are_those_of_the_mask_without_the_excluded(
     assert [part.find(each.worker_id) for each in records] == [each if each in expected else None for each in records]
 
 
+@given(loads, st.integers(1, 3), st.integers(0, 4), st.integers(0, 2))
+def test_pool_that_may_hold_nothing_has_no_worker_with_room(
+    numbers: list[tuple[int, int]], num_sequences: int, num_blocks: int, num_growth_blocks: int
+) -> None:
+    part = PoolLoads(replace(each, num_free_slots=each.num_free_blocks, num_sequences=1) for each in pool(numbers))
+    slots = part.where(part.num_free_slots >= num_sequences)
+    has_room = bool(slots.with_room(num_blocks=num_blocks, num_growth_blocks=num_growth_blocks))
+    may_hold = part.may_hold(num_sequences=num_sequences, num_blocks=num_blocks, num_growth_blocks=num_growth_blocks)
+    assert may_hold or not has_room
+    if len(part) == 1:
+        assert may_hold is has_room
+
+
 changes = st.lists(
     st.tuples(st.sampled_from(NAMES), st.sampled_from(["report", "book", "prefilled", "release"]), st.integers(1, 5)),
     max_size=30,
@@ -81,6 +95,8 @@ def test_loads_that_are_kept_current_equal_those_added_up_anew(
         assert (list(roster.prefill), list(roster.decode)) == (list(anew.prefill), list(anew.decode))
         assert roster.decode.num_free_blocks.tolist() == anew.decode.num_free_blocks.tolist()
         assert roster.prefill_free_at_s() == anew.prefill_free_at_s()
+        for asked in (request(16 * num_blocks, num_output_tokens=16) for num_blocks in range(6)):
+            assert roster.may_hold(asked) is anew.may_hold(asked)
 
 
 @settings(max_examples=60, deadline=None)

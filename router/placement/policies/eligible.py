@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from common.errors import RefusalCause, Refused
 from common.ids import WorkerId
 from router.placement.loads import PoolLoads, ProjectedLoad
-from router.placement.plans import Busy, FleetView, PlacementRequest
+from router.placement.plans import Busy, FleetView, NoRoom, PlacementRequest
 
 RETRY_AFTER_S = 1.0
 """Pause before asking again after a refusal whose end cannot be predicted."""
@@ -31,29 +31,20 @@ def find_eligible(request: PlacementRequest, fleet: FleetView) -> Eligible | Ref
     with_slots = fleet.decode.where(fleet.decode.num_free_slots >= request.num_samples)
     if not with_slots:
         is_full = not (fleet.decode.num_free_slots >= 1).any()
-        return Refused(
+        return NoRoom(
             reason=f"no {fleet.answers} worker may run {request.num_samples} more sequences",
             retry_after_s=RETRY_AFTER_S,
             cause=RefusalCause.SATURATED if is_full else RefusalCause.NO_ROOM,
         )
-    decode = _with_room(request, with_slots)
+    decode = with_slots.with_room(num_blocks=request.num_decode_blocks, num_growth_blocks=request.num_growth_blocks)
     if not decode:
         free = int((with_slots.num_free_blocks - with_slots.num_growth_blocks).max())
         wanted = f"{request.num_decode_blocks} free pages and {request.num_growth_blocks:.0f} for the answer"
-        return refuse(f"no {fleet.answers} worker has {wanted}; the most is {free}")
+        reason = f"no {fleet.answers} worker has {wanted}; the most is {free}"
+        return NoRoom(reason=reason, retry_after_s=RETRY_AFTER_S)
     prefill = fleet.prefill.where(fleet.prefill.num_blocks >= request.num_prefill_blocks)
     none_is_large_enough = bool(fleet.prefill) and not prefill
     return Eligible(prefill=prefill, decode=decode, must_be_local=fleet.num_prefill == 0 or none_is_large_enough)
-
-
-def _with_room(request: PlacementRequest, decode: PoolLoads) -> PoolLoads:
-    """Return the workers with pages for the prompt and for what the answers there are expected to grow.
-
-    A worker without answers takes any request that it can begin.
-    """
-    num_free, num_needed = decode.num_free_blocks, request.num_decode_blocks
-    has_room = num_free - decode.num_growth_blocks >= num_needed + request.num_growth_blocks
-    return decode.where(has_room | ((decode.num_decodes == 0) & (num_free >= num_needed)))
 
 
 def refuse(reason: str) -> Refused:
