@@ -17,6 +17,7 @@ from benchmarks.figures import Figures, quantile
 from benchmarks.peers.venv import PeerPackages, VenvFailed, ensure_venv
 from benchmarks.router.arms import ArmMissing, RequestArm, kvrelay_arm, sglang_arm, vllm_arm
 from benchmarks.router.clients import Load
+from benchmarks.router.full_fleet import measure_full_fleet
 from benchmarks.router.in_process import (
     BLOCK_SIZE,
     Filling,
@@ -28,7 +29,7 @@ from benchmarks.router.in_process import (
 )
 
 DYNAMO = PeerPackages(name="ai-dynamo-runtime-1.6.1", steps=(("install", "ai-dynamo-runtime==1.6.1"),))
-PARTS = ("hashing", "index", "decision", "requests")
+PARTS = ("hashing", "index", "decision", "full", "requests")
 POLICIES = ("predictive", "random")
 NUM_CONNECTIONS = 32
 
@@ -50,6 +51,9 @@ class Extent:
     decisions: tuple[tuple[int, int], ...]
     """(workers, tokens)."""
     num_decisions: int
+    full: tuple[tuple[int, int], ...]
+    """(workers, tenants)."""
+    num_reports: int
     requests: tuple[tuple[int, int, int], ...]
     """(prompt tokens, chunks of the answer, requests in a round)."""
 
@@ -63,6 +67,8 @@ FULL = Extent(
     num_updated=1_000_000,
     decisions=tuple((workers, tokens) for tokens in (1024, 16_384, 131_072) for workers in (8, 64, 512, 1000)),
     num_decisions=200,
+    full=((8, 1), (64, 1), (64, 16), (64, 100), (512, 100)),
+    num_reports=2000,
     requests=((50, 1, 1000), (50, 32, 300), (2048, 1, 600), (16_384, 1, 200)),
 )
 QUICK = Extent(
@@ -74,6 +80,8 @@ QUICK = Extent(
     num_updated=20_000,
     decisions=((8, 1024), (64, 4096)),
     num_decisions=20,
+    full=((8, 4),),
+    num_reports=50,
     requests=((50, 1, 50),),
 )
 
@@ -123,6 +131,9 @@ def _in_process(
         for policy in POLICIES:
             measure = partial(measure_decisions, policy=policy, num_calls=extent.num_decisions)
             steps.append(("decision", partial(measure, figures, rng, filling)))
+    for workers, tenants in extent.full:
+        size = {"num_workers": workers, "num_tenants": tenants, "num_reports": extent.num_reports}
+        steps.append(("full", partial(measure_full_fleet, figures, **size)))
     return steps
 
 

@@ -167,10 +167,8 @@ async def _decide(
     rng: random.Random, filling: Filling, *, policy: str, num_calls: int
 ) -> tuple[list[float], list[float]]:
     # Nothing is awaited before the end, so the links to the workers, which do not exist, never begin to run.
-    config = RouterConfig.model_validate({"policy": policy})
-    reach = Reach.of(Credentials.of(Authority.new(PLAIN), Role.ROUTER, "router-0"))
-    router = build_router(config, clock=SystemClock(), reach=reach, seed=1)
-    workers = _join(router, filling.num_workers)
+    router = make_router(policy)
+    workers = join(router, filling.num_workers, num_blocks=100_000, num_free_blocks=100_000)
     num_blocks = filling.num_blocks
     prompts = prompts_on(router.index, workers, rng, filling)
     walls: list[float] = []
@@ -196,7 +194,14 @@ async def _decide(
     return walls, cpus
 
 
-def _join(router: RouterParts, num_workers: int) -> list[WorkerId]:
+def make_router(policy: str, **config: object) -> RouterParts:
+    """Return a router without doors and workers."""
+    reach = Reach.of(Credentials.of(Authority.new(PLAIN), Role.ROUTER, "router-0"))
+    settings = RouterConfig.model_validate({"policy": policy, **config})
+    return build_router(settings, clock=SystemClock(), reach=reach, seed=1)
+
+
+def join(router: RouterParts, num_workers: int, *, num_blocks: int, num_free_blocks: int) -> list[WorkerId]:
     """Let workers, half of them for prefill, join and report."""
     roles = (worker_pb2.WORKER_ROLE_PREFILL, worker_pb2.WORKER_ROLE_DECODE)
     router.fleet.set_workers(
@@ -206,15 +211,15 @@ def _join(router: RouterParts, num_workers: int) -> list[WorkerId]:
         ]
     )
     snapshot = encode_events(KvEvents(is_snapshot=True))
-    report = worker_pb2.LoadReport(num_free_blocks=100_000, num_blocks=100_000)
+    report = worker_pb2.LoadReport(num_free_blocks=num_free_blocks, num_blocks=num_blocks)
     for member in router.fleet.members:
-        router.fleet.on_described(member, _facts(member.endpoint))
+        router.fleet.on_described(member, _facts(member.endpoint, num_blocks))
         update = worker_pb2.WatchWorkerResponse(seq=0, kv_events=snapshot, load=report)
         router.fleet.on_update(member, update)
     return [member.endpoint.worker_id for member in router.fleet.members]
 
 
-def _facts(endpoint: WorkerEndpoint) -> WorkerFacts:
+def _facts(endpoint: WorkerEndpoint, num_blocks: int) -> WorkerFacts:
     return WorkerFacts(
         worker_id=endpoint.worker_id,
         epoch=Epoch(1),
@@ -222,7 +227,7 @@ def _facts(endpoint: WorkerEndpoint) -> WorkerFacts:
         model_name="benchmark",
         fingerprint="benchmark",
         block_size=BLOCK_SIZE,
-        num_blocks=100_000,
+        num_blocks=num_blocks,
         vocab_size=50_000,
         max_model_len=1 << 20,
         hash_probe=hash_probe(ROOT, BLOCK_SIZE),

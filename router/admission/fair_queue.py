@@ -7,12 +7,13 @@ cannot save up its share. The weighted service of two tenants that both keep wai
 is in flight at once, whatever their requests look like. A tenant that *yields* goes after all others while all its
 requests are late; to have waited there counts as a pause.
 
-Every operation costs O(log n + tenants) for n waiting requests. What is before a request is known from running sums
-(queued_work.py), for forecasts of its wait.
+Every operation costs O(log n + tenants) for n waiting requests, and each further item of one round O(log n). What is
+before a request is known from running sums (queued_work.py), for forecasts of its wait.
 """
 
+import heapq
 import math
-from collections.abc import Container
+from collections.abc import Container, Iterator
 from typing import Generic
 
 from router.admission.queued_work import Rank
@@ -99,16 +100,31 @@ class FairQueue(Generic[T]):
 
     def pop(self, *, now_s: float, skipping: Container[str] = ()) -> Place[T] | None:
         """Take out the next item of the tenants that are not skipped; None when there is none."""
-        if self._first.num_waiting and FIRST not in skipping:
-            return self._first.take(now_s)
-        queues = [queue for name, queue in self._queues.items() if queue.contends and name not in skipping]
-        queues = [queue for queue in queues if not queue.is_behind(now_s)] or queues
-        if not queues:
-            return None
-        queue = min(queues, key=lambda queue: queue.counter)
-        place = queue.take(now_s)
-        self._note_left(queue)
-        return place
+        return next(self.round(now_s=now_s, skipping=skipping), None)
+
+    def round(self, *, now_s: float, skipping: Container[str]) -> Iterator[Place[T]]:
+        """Take out one item after the other, each the next one of the tenants that are not skipped by then.
+
+        `skipping` may only grow meanwhile. A tenant that begins to wait after the first item is left out.
+        """
+        while self._first.num_waiting and FIRST not in skipping:
+            yield self._first.take(now_s)
+        waiting = [
+            (*queue.turn(now_s), idx, name, queue)
+            for idx, (name, queue) in enumerate(self._queues.items())
+            if queue.contends and name not in skipping
+        ]
+        heapq.heapify(waiting)
+        while waiting:
+            *turn, idx, name, queue = waiting[0]
+            if not queue.contends or name in skipping:
+                heapq.heappop(waiting)
+            elif (now := queue.turn(now_s)) != tuple(turn):
+                heapq.heapreplace(waiting, (*now, idx, name, queue))
+            else:
+                place = queue.take(now_s)
+                self._note_left(queue)
+                yield place
 
     def grant(self, place: Place[T], work: float) -> None:
         """Note that an item that was taken out is served, and how much work it is in the units of `charge`."""

@@ -6,14 +6,16 @@
    next request finds no plan, a few of each tenant behind it may go ahead, until it has been overtaken MAX_OVERTAKEN
    times. A tenant's embeddings, which another pool answers than its generations, stand in a lane of their own.
 
-A worker that refuses a request is offered it again only when its load has changed or the time that it named has passed
-(chooser.py). A request that prefers to wait for a busy worker is asked again when that worker's load changes, when it
-should be free, or when a worker becomes free after none was. A refusal is final when waiting cannot help
+A refused request is asked about again only when that may help (asking.py). A refusal is final when waiting cannot help
 (placement/shedding.py).
+
+Workers report many times a second, and while they are full hardly any report changes anything. So the line remembers
+who was refused last, and looks at a few numbers instead of searching again.
 """
 
 import asyncio
 import math
+import operator
 from collections import Counter
 from collections.abc import Iterable
 
@@ -21,6 +23,7 @@ from common.clock import Clock
 from common.errors import Overloaded, RefusalCause, Refused, WorkerLost
 from router.admission.account import Service
 from router.admission.admission import Admission, cost_of
+from router.admission.asking import SEARCH_AGAIN_S, Asker
 from router.admission.fair_queue import FairQueue
 from router.admission.lanes import SkippedLanes, lane_of
 from router.admission.tenant_queue import Place, rank
@@ -31,13 +34,11 @@ from router.placement.decisions import Booking
 
 MAX_CANDIDATES = 4
 """Requests of each tenant that are tried when none before them found a plan."""
+MAX_PASSED = 64
+"""Requests of all tenants that are refused before the search ends for the others that the same pool answers; those that
+wait for one busy worker do not count."""
 MAX_OVERTAKEN = 32
 """Plans that requests behind a waiting one may get before it."""
-MIN_BUSY_S = 0.005
-"""Shortest pause before a request that waits for one busy worker is tried again."""
-NO_ROOM_S = 0.05
-"""Pause after which a change that makes no room has the line tried again: a request may be too late for its deadline or
-objective by now."""
 
 
 class Line:
@@ -60,21 +61,20 @@ class Line:
         self._clock = clock
         self.num_queued_tokens = 0
         """Tokens of the queued requests whose size is known."""
-        self._num_changes = 0
+        self._asker = Asker(chooser, clock)
         self._timer: asyncio.TimerHandle | None = None
-        self._opens_s = 0.0
-        """Time at which the first worker is free for another prompt, as of the last look."""
-        self._num_openings = 0
-        """Times that a worker became free after none was."""
-        self._is_open = False
         self._waits_for_workers = False
-        """All requests tried last wait for that time, and none has arrived since."""
+        """All requests tried last wait until some worker is free, and none has arrived since."""
         self._stuck: list[QueuedRequest] = []
-        """Requests that were tried last, all in vain; empty once one has arrived or left since."""
-        self._stuck_until_s = 0.0
-        """Time at which others may be tried instead, because they have become late."""
+        """Requests that were tried in the last search, all in vain; empty once others may be tried in their place."""
+        self._stuck_for_room: tuple[float, ...] | None = None
+        """Room for which all of them are too large; None when some wait for something else."""
+        self._search_again_s = 0.0
+        """Time at which the line is searched again, whatever has happened."""
+        self._has_untried = False
+        """Whether requests have come since the last search, all too large."""
         fleet.subscribe(self._on_change)
-        admission.on_room = self._serve
+        admission.on_room = self._search
 
     @property
     def num_queued(self) -> int:
@@ -97,10 +97,13 @@ class Line:
         queued.granted, queued.refused_at, queued.refused_at_opening = granted, -1, -1
         place = self._stand(queued)
         queued.ticket.queued.add(queued)
-        self._waits_for_workers, self._stuck = False, []
         self.num_queued_tokens += queued.search.request.num_tokens
         try:
-            self._serve()
+            if self._stuck_for_room is None or self._chooser.may_hold(queued.search.request):
+                self._search()
+            else:
+                self._has_untried = True
+                self._serve()
             if place.is_waiting:
                 self._forecast(place)
             async with asyncio.timeout(queued.deadline_s - self._clock.monotonic()):
@@ -116,9 +119,8 @@ class Line:
             queued.ticket.queued.discard(queued)
             was_waiting = place.is_waiting
             self._queue.discard(place)
-            self._stuck = []
             if was_waiting:
-                self._serve()  # requests behind it may be served now
+                self._search()  # requests behind it may be served now
         if isinstance(outcome, Refused):
             raise outcome.error()
         return outcome
@@ -158,36 +160,41 @@ class Line:
         queued.on_waiting(search.line_forecast)
 
     def _on_change(self) -> None:
-        self._num_changes += 1
+        self._asker.num_changes += 1
+        self._serve()
+
+    def _search(self) -> None:
+        """Serve the line although no worker has changed: other requests may be tried than before."""
+        self._waits_for_workers, self._stuck, self._stuck_for_room = False, [], None
         self._serve()
 
     def _serve(self) -> None:
         """Give out plans in order of the line, past requests for which there is none now."""
         passed: list[Place[QueuedRequest]] = []
         num_passed: Counter[str] = Counter()
+        num_refused: Counter[bool] = Counter()
         skipping = SkippedLanes()
         if not self.num_queued:
             return
         now_s = self._clock.monotonic()
-        self._look(now_s)
-        if self._waits_for_workers and self._opens_s > now_s:
-            self._wake_at(self._opens_s)
+        self._asker.look(now_s)
+        if self._waits_for_workers and self._asker.opens_s > now_s:
+            self._wake_at(self._asker.opens_s)
             return
-        if self._stuck and now_s < self._stuck_until_s and not any(map(self._is_worth_asking, self._stuck)):
-            self._wake_for(self._stuck)
+        if self._is_stuck(now_s):
             return
-        while (place := self._queue.pop(now_s=now_s, skipping=skipping)) is not None:
+        for place in self._queue.round(now_s=now_s, skipping=skipping):
             queued = place.item
             assert queued.granted is not None, f"{queued.search.request.request_id} is in line without a future"
             if queued.granted.done():  # cancelled: its task is leaving the line
                 continue
             if place.is_late:
                 queued.become_late()
-            outcome = self._ask(queued)
+            outcome = self._asker.ask(queued)
             if isinstance(outcome, Booking):
                 self._grant(queued, outcome)
                 self._queue.grant(place, cost_of(queued.ticket.service))
-                self._look(now_s)
+                self._asker.look(now_s)
                 for other in passed:
                     # A request that waits for a busy worker, or for another pool, loses nothing to those that go.
                     other.item.num_overtaken += _is_overtaken(other.item, by=queued)
@@ -198,50 +205,42 @@ class Line:
             else:
                 passed.append(place)
                 num_passed[place.tenant] += 1
-                if outcome.cause is RefusalCause.SATURATED or queued.num_overtaken >= MAX_OVERTAKEN:
+                pool = queued.search.request.is_prefill_only
+                num_refused[pool] += not queued.is_busy
+                if (
+                    outcome.cause is RefusalCause.SATURATED
+                    or queued.num_overtaken >= MAX_OVERTAKEN
+                    or num_refused[pool] >= MAX_PASSED
+                ):
                     skipping.close(place)
                 if num_passed[place.tenant] >= MAX_CANDIDATES:
                     skipping.lanes.add(place.tenant)
         for place in passed:
             self._queue.restore(place)
-        self._waits_for_workers = bool(passed) and all(_is_busy(place.item) for place in passed)
-        self._stuck, self._stuck_until_s = [place.item for place in passed], now_s + NO_ROOM_S
+        self._waits_for_workers = bool(passed) and all(place.item.is_busy for place in passed)
+        self._stuck, self._search_again_s = [place.item for place in passed], now_s + SEARCH_AGAIN_S
+        is_for_room = all(queued.search.needs_room and not queued.search.exclusions for queued in self._stuck)
+        self._stuck_for_room = self._chooser.most_room() if self._stuck and is_for_room else None
+        self._has_untried = False
         self._wake_for(self._stuck)
 
-    def _look(self, now_s: float) -> None:
-        """Note whether some worker is free for another prompt."""
-        self._opens_s = self._chooser.opens_at_s()
-        was_open, self._is_open = self._is_open, self._opens_s <= now_s
-        self._num_openings += self._is_open and not was_open
-
-    def _ask(self, queued: QueuedRequest) -> Booking | Refused:
-        if queued.last_refusal is not None and not self._is_worth_asking(queued):
-            return queued.last_refusal
-        outcome = self._chooser.choose(queued.search)
-        if isinstance(outcome, Refused):
-            queued.last_refusal = outcome
-            queued.refused_at, queued.refused_at_opening = self._num_changes, self._num_openings
-            pause_s = NO_ROOM_S if queued.search.needs_room else max(outcome.retry_after_s, MIN_BUSY_S)
-            queued.ask_again_s = self._clock.monotonic() + pause_s
-        return outcome
-
-    def _is_worth_asking(self, queued: QueuedRequest) -> bool:
-        """Return whether a request that was refused may get a plan now, or a final refusal."""
-        now_s, is_busy = self._clock.monotonic(), _is_busy(queued)
-        if is_busy and self._opens_s > now_s:
+    def _is_stuck(self, now_s: float) -> bool:
+        """Return whether nothing that concerns the requests tried last has changed, and keep the timer right."""
+        if not self._stuck or now_s >= self._search_again_s:
             return False
-        has_opened = is_busy and queued.refused_at_opening != self._num_openings
-        if not has_opened and not self._chooser.may_differ(queued.search):
-            return queued.ask_again_s <= now_s
-        return queued.refused_at != self._num_changes or self._wakes_at_s(queued) <= now_s
-
-    def _wakes_at_s(self, queued: QueuedRequest) -> float:
-        """Return the time at which asking again can help although nothing has changed."""
-        wakes_at_s = queued.search.wakes_at_s
-        if not _is_busy(queued):
-            return wakes_at_s
-        # When a worker becomes free; or, if one is free and this request prefers another, when the other one is.
-        return min(wakes_at_s, self._opens_s if self._opens_s > self._clock.monotonic() else queued.ask_again_s)
+        if self._stuck_for_room is not None:
+            room = self._chooser.most_room()
+            if any(map(operator.gt, room, self._stuck_for_room)):
+                if any(map(self._asker.is_worth_asking, self._stuck)):
+                    return False
+                self._stuck_for_room = room
+            if self._has_untried:
+                self._wake_at(self._search_again_s)
+            return True
+        if any(map(self._asker.is_worth_asking, self._stuck)):
+            return False
+        self._wake_for(self._stuck)
+        return True
 
     def _grant(self, queued: QueuedRequest, booking: Booking) -> None:
         assert queued.granted is not None, "only a request in line is granted a plan"
@@ -256,7 +255,7 @@ class Line:
         queued.granted.set_result(booking)
 
     def _wake_for(self, waiting: Iterable[QueuedRequest]) -> None:
-        self._wake_at(min(map(self._wakes_at_s, waiting), default=math.inf))
+        self._wake_at(min(map(self._asker.wakes_at_s, waiting), default=math.inf))
 
     def _wake_at(self, wakes_at_s: float) -> None:
         """Serve the line again at this time, even when nothing changes before."""
@@ -279,8 +278,4 @@ class Line:
 def _is_overtaken(queued: QueuedRequest, *, by: QueuedRequest) -> bool:
     """Whether a plan for `by` takes something that a waiting request needs, too."""
     is_same_pool = queued.search.request.is_prefill_only is by.search.request.is_prefill_only
-    return is_same_pool and not _is_busy(queued)
-
-
-def _is_busy(queued: QueuedRequest) -> bool:
-    return queued.last_refusal is not None and queued.last_refusal.cause is RefusalCause.BUSY
+    return is_same_pool and not queued.is_busy

@@ -147,11 +147,11 @@ class TenantQueue(Generic[T]):
         self.num_waiting -= 1
         return place
 
-    def is_behind(self, now_s: float) -> bool:
-        """Return whether all its items go after those of the other tenants."""
+    def turn(self, now_s: float) -> tuple[bool, float]:
+        """Return what its turn goes by, low first: whether its items go after those of all others, and its counter."""
         if self.yields:
             self._find_late(now_s)
-        return self.is_parked
+        return self.is_parked, self.counter
 
     @property
     def is_parked(self) -> bool:

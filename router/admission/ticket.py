@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from common.errors import Refused
+from common.errors import RefusalCause, Refused
 from router.admission.account import Account, Service
 from router.calibration import DurationForecast
 from router.placement.chooser import Search
@@ -102,6 +102,11 @@ class QueuedRequest:
     """Time at which the last refusal suggests asking again."""
     num_overtaken: int = 0
     """Plans given to requests behind this one after it was refused one."""
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether it prefers to wait for a worker that is busy with other prompts."""
+        return self.last_refusal is not None and self.last_refusal.cause is RefusalCause.BUSY
 
     def become_late(self) -> None:
         """Adapt the search once, before the request is tried as a late one."""

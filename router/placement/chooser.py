@@ -168,9 +168,17 @@ class Chooser:
         if search.exclusions:
             return True
         if search.needs_room:
-            return self._fleet.roster.may_hold(search.request)
+            return self.may_hold(search.request)
         awaited = search.awaited
         return awaited is None or self._fleet.roster.load(awaited.worker_id) is not awaited
+
+    def may_hold(self, request: PlacementRequest) -> bool:
+        """Return False when no worker that answers such requests has room for it."""
+        return self._fleet.roster.may_hold(request)
+
+    def most_room(self) -> tuple[float, ...]:
+        """Return numbers none of which grows while no worker has room for more than before."""
+        return self._fleet.roster.most_room
 
     def opens_at_s(self) -> float:
         """Return the predicted time at which some worker's prefill wait is short enough for another prompt."""

@@ -1,6 +1,7 @@
 """An admission with everything around it, and a chooser that only counts pages."""
 
 import asyncio
+import math
 from typing import Any, cast
 
 from prometheus_client import CollectorRegistry
@@ -19,7 +20,7 @@ from router.hold import Hold
 from router.index import PrefixIndex
 from router.member import Member
 from router.metrics import TenantMetrics
-from router.placement.chooser import Chooser, Search
+from router.placement.chooser import Chooser, Exclusion, Search
 from router.placement.decisions import Booking, DecisionRecord
 from router.placement.plans import Busy, NoRoom, PlacementRequest, Plan, PolicySettings
 from router.placement.policies.registry import make_policy
@@ -43,6 +44,8 @@ class PageChooser(Chooser):
         self.hopeless: set[str] = set()
         self.is_saturated = False
         self.busy: set[str] = set()
+        self.unwanted: set[str] = set()
+        """Requests that the worker has refused, and that no other worker has room for."""
         self.differs = False
         self.opens_s = 0.0
         self._fleet = fleet
@@ -60,7 +63,9 @@ class PageChooser(Chooser):
             return NoRoom(reason="all is full", retry_after_s=1.0, cause=RefusalCause.SATURATED)
         if request.request_id in self.busy:
             return Busy(reason="busy", retry_after_s=5.0, worker_id=WORKER)
-        if request.num_tokens > self.num_free:
+        if request.request_id in self.unwanted:
+            search.exclusions[WORKER] = Exclusion(load_version=0, until_s=math.inf)
+        if request.num_tokens > self.num_free or search.exclusions:
             search.needs_room = True
             return NoRoom(reason=f"{self.num_free} pages are free", retry_after_s=1.0)
         self.num_free -= request.num_tokens
@@ -87,9 +92,17 @@ class PageChooser(Chooser):
         return DurationForecast(expected_s=before_s + work_s, predicted_s=before_s + work_s)
 
     def may_differ(self, search: Search) -> bool:
+        if search.exclusions:
+            return True
         if search.needs_room:
-            return not self.is_saturated and search.request.num_tokens <= self.num_free
+            return self.may_hold(search.request)
         return self.differs or search.request.request_id not in self.busy
+
+    def may_hold(self, request: PlacementRequest) -> bool:
+        return not self.is_saturated and request.num_tokens <= self.num_free
+
+    def most_room(self) -> tuple[float, ...]:
+        return (-1 if self.is_saturated else self.num_free,)
 
     def opens_at_s(self) -> float:
         return self.opens_s
@@ -137,13 +150,15 @@ class Line:
         assert isinstance(refused, Refused)
         return refused
 
-    async def come(self, name: str, num_pages: int, tenant: Tenant = A, *, priority: int = 0) -> None:
-        """Admit a request and let it wait for a plan."""
+    async def come(self, name: str, num_pages: int, tenant: Tenant = A, *, priority: int = 0, **fields: Any) -> None:
+        """Admit a request and let it wait for a plan; `fields` are those of a `PlacementRequest`."""
         self.tickets[name] = self.admit(tenant, priority=priority)
-        await self.place(name, num_pages)
+        await self.place(name, num_pages, **fields)
 
-    async def place(self, name: str, num_pages: int, *, patience_s: float = PATIENCE_S) -> None:
-        request = PlacementRequest(request_id=RequestId(name), num_tokens=num_pages, block_size=1, num_output_tokens=0)
+    async def place(self, name: str, num_pages: int, *, patience_s: float = PATIENCE_S, **fields: Any) -> None:
+        request = PlacementRequest(
+            request_id=RequestId(name), num_tokens=num_pages, block_size=1, num_output_tokens=0, **fields
+        )
         deadline_s = self.clock.monotonic() + patience_s
         self.queued[name] = QueuedRequest(
             ticket=self.tickets[name],

@@ -8,7 +8,8 @@ from common.ids import WorkerId
 from kvrelay.v1 import worker_pb2
 from router.admission.account import Service
 from router.admission.admission import MIN_QUEUED, QUEUED_PER_WORKER
-from router.admission.line import MAX_CANDIDATES, MAX_OVERTAKEN, NO_ROOM_S
+from router.admission.asking import SEARCH_AGAIN_S
+from router.admission.line import MAX_CANDIDATES, MAX_OVERTAKEN, MAX_PASSED
 from router.facts import WorkerEndpoint
 from router.metrics import MAX_LABELS, OTHERS, TenantMetrics
 from router.tenants import Tenant
@@ -52,7 +53,7 @@ async def test_request_that_is_refused_or_gives_up_is_before_no_other_any_more()
     line = Line(num_pages=0)
     await line.come("x", 2)
     line.chooser.hopeless.add("x")
-    line.clock.advance(NO_ROOM_S)
+    line.clock.advance(SEARCH_AGAIN_S)
     line.chooser.change()
     await turns()
     assert line.waiting["x"].exception() is not None
@@ -180,8 +181,7 @@ async def test_line_is_not_asked_again_before_room_is_made_and_then_only_its_hea
     line.chooser.change()
     await turns()
     assert line.served == {"a0"}
-    # Behind it, only the one that comes among the candidates now.
-    assert line.chooser.asked == ["a0", f"a{MAX_CANDIDATES}"]
+    assert line.chooser.asked == [f"a{number}" for number in range(1 + MAX_CANDIDATES)]
 
 
 async def test_request_that_waits_for_room_is_judged_again_though_nothing_makes_any() -> None:
@@ -190,7 +190,7 @@ async def test_request_that_waits_for_room_is_judged_again_though_nothing_makes_
     line.chooser.hopeless.add("x")
     line.chooser.change()
     assert line.waiting["x"].done() is False
-    line.clock.advance(NO_ROOM_S)
+    line.clock.advance(SEARCH_AGAIN_S)
     line.chooser.change()
     await turns()
     with pytest.raises(Overloaded, match="too late"):
@@ -202,9 +202,83 @@ async def test_line_is_not_searched_while_no_worker_takes_anybody() -> None:
     line.chooser.is_saturated = True
     for name in ("a", "b", "c"):
         await line.come(name, 1, B if name == "c" else A)
-    line.clock.advance(NO_ROOM_S)
+    line.clock.advance(SEARCH_AGAIN_S)
     line.chooser.change()
     assert line.chooser.asked == ["a", "a"]
+
+
+async def test_newcomer_to_a_full_fleet_that_is_too_late_is_refused_without_any_change() -> None:
+    line = Line(num_pages=0)
+    await line.come("x", 1)
+    line.chooser.hopeless.add("late")
+    await line.come("late", 1)
+    assert not line.waiting["late"].done()
+    line.clock.advance(SEARCH_AGAIN_S)
+    with pytest.raises(Overloaded, match="too late"):
+        await line.waiting["late"]
+
+
+async def test_newcomer_that_fits_is_served_at_once_beside_one_that_does_not() -> None:
+    line = Line(num_pages=2)
+    await line.come("large", 3)
+    await line.come("small", 1)
+    assert line.served == {"small"}
+
+
+async def test_request_is_tried_at_every_change_of_a_worker_that_has_refused_it() -> None:
+    line = Line()
+    line.chooser.unwanted.add("x")
+    await line.come("x", 1)
+    line.chooser.asked.clear()
+    line.chooser.change()
+    assert line.chooser.asked == ["x"]
+
+
+async def test_waiting_request_of_a_tenant_at_its_cap_is_tried_as_soon_as_another_ends() -> None:
+    line = Line(num_pages=2)
+    capped = Tenant(name="capped", max_concurrent=1)
+    await line.come("x", 1, capped)
+    await line.come("y", 1, capped)
+    await line.come("large", 3)
+    await line.end("x")  # its pages come free first, which are too few for the large one, and its place after that
+    assert line.served == {"y"}
+
+
+async def test_small_request_is_served_when_one_of_the_large_before_it_leaves() -> None:
+    line = Line(num_pages=1)
+    names = [f"large {number}" for number in range(MAX_CANDIDATES)]
+    for name in names:
+        await line.come(name, 2, priority=1)
+    await line.come("small", 1)
+    assert line.served == set()
+    await line.leave(names[0])
+    assert line.served == {"small"}
+
+
+async def test_request_behind_those_that_wait_for_a_busy_worker_goes_once_they_are_late() -> None:
+    line = Line(num_pages=2)
+    for number in range(MAX_CANDIDATES):
+        line.chooser.busy.add(f"{number}")
+        await line.come(f"{number}", 1, ttft_slo_s=1.0 + SEARCH_AGAIN_S)  # a page is a second of work
+    await line.come("longer", 2)
+    assert line.served == set()
+    line.clock.advance(2 * SEARCH_AGAIN_S)
+    line.chooser.change()
+    await turns()
+    assert line.served == {"longer"}
+
+
+async def test_full_fleet_is_searched_for_few_of_many_tenants_and_for_each_pool() -> None:
+    line = Line(num_pages=0, max_queued=1000)
+    for number in range(MAX_PASSED):
+        for name in ("one", "other"):
+            await line.come(f"{name} of {number}", 1, Tenant(name=f"{number}"))
+    await line.come("embedding", 1, Tenant(name="last"), is_prefill_only=True)
+    line.chooser.asked.clear()
+    line.clock.advance(SEARCH_AGAIN_S)
+    line.chooser.change()
+    assert len(line.chooser.asked) == MAX_PASSED + 1
+    assert "embedding" in line.chooser.asked
 
 
 async def test_request_that_waits_for_a_busy_worker_is_not_asked_about_changes_of_others() -> None:

@@ -239,23 +239,27 @@ class QueueMachine(RuleBasedStateMachine):
         self.number += 1
         self.places[self.number] = self.queue.push_first(self.number, number=self.number)
 
-    @rule(skipping=st.sets(tenants), cost=st.integers(0, 100))
-    def serve(self, skipping: set[str], cost: int) -> None:
-        place = self.queue.pop(now_s=0.0, skipping=skipping)
-        eligible = [p for p in self.places.values() if p.tenant not in skipping | self.held]
-        assert (place is None) == (not eligible)
-        if place is None:
-            return
-        assert place in eligible
-        mates = [other for other in eligible if other.tenant == place.tenant]
-        assert place.rank == min(mate.rank for mate in mates)
-        contenders = {other.tenant for other in eligible}
-        if "" in contenders:
-            assert place.tenant == ""
-        else:
-            assert self.queue.counter(place.tenant) == min(self.queue.counter(tenant) for tenant in contenders)
-            self.queue.charge(place.tenant, cost)
-        del self.places[place.item]
+    @rule(skipping=st.sets(tenants), costs=st.lists(st.integers(0, 100), min_size=1, max_size=5), skips=st.booleans())
+    def serve(self, skipping: set[str], costs: list[int], skips: bool) -> None:
+        taken = self.queue.round(now_s=0.0, skipping=skipping)
+        for cost in costs:
+            place = next(taken, None)
+            eligible = [p for p in self.places.values() if p.tenant not in skipping | self.held]
+            assert (place is None) == (not eligible)
+            if place is None:
+                return
+            assert place in eligible
+            mates = [other for other in eligible if other.tenant == place.tenant]
+            assert place.rank == min(mate.rank for mate in mates)
+            contenders = {other.tenant for other in eligible}
+            if "" in contenders:
+                assert place.tenant == ""
+            else:
+                assert self.queue.counter(place.tenant) == min(self.queue.counter(tenant) for tenant in contenders)
+                self.queue.charge(place.tenant, cost)
+            if skips:
+                skipping.add(place.tenant)
+            del self.places[place.item]
 
     @rule(count=st.integers(1, 5))
     def look(self, count: int) -> None:
