@@ -9,8 +9,9 @@ Parts, each measured in turns with its peers in one run; medians over the rounds
   its own interpreter, given ready hashes, as its router is; its updates are the first store of each prompt.
 - `decision`: the whole choice (lapsed expectations, view of the fleet, match, policy, verification, booking, expected
   blocks) for prompts of which three quarters are known, half of the workers for prefill. The fleet has no network.
-- `full`: a fleet without free pages, on which 600 requests of some tenants wait: CPU time of the router for the arrival
-  of a request (admission and its place in line), and for a report of a worker that makes no room. No network.
+- `full`: a fleet for which 600 requests of some tenants wait: without free pages, or full of answers beside which gaps
+  between tokens would exceed the requests' objective. CPU time of the router for the arrival of a request (its place in
+  line), and for a report of a worker that changes nothing. No network.
 - `requests`: a request's path through the router's own process: closed loop, 32 connections, a warm-up round first.
   Ours: gRPC, prompts as token ids, 2 prefill and 2 decode workers (mocks in one process), so that every request has
   two calls behind it. Peers: sglang-router and vllm-router, HTTP with server-sent events, 4 mock workers in one

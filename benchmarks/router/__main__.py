@@ -17,7 +17,7 @@ from benchmarks.figures import Figures, quantile
 from benchmarks.peers.venv import PeerPackages, VenvFailed, ensure_venv
 from benchmarks.router.arms import ArmMissing, RequestArm, kvrelay_arm, sglang_arm, vllm_arm
 from benchmarks.router.clients import Load
-from benchmarks.router.full_fleet import measure_full_fleet
+from benchmarks.router.full_fleet import FULL_OF, measure_full_fleet
 from benchmarks.router.in_process import (
     BLOCK_SIZE,
     Filling,
@@ -132,8 +132,9 @@ def _in_process(
             measure = partial(measure_decisions, policy=policy, num_calls=extent.num_decisions)
             steps.append(("decision", partial(measure, figures, rng, filling)))
     for workers, tenants in extent.full:
-        size = {"num_workers": workers, "num_tenants": tenants, "num_reports": extent.num_reports}
-        steps.append(("full", partial(measure_full_fleet, figures, **size)))
+        for full_of in FULL_OF:
+            measure = partial(measure_full_fleet, num_workers=workers, num_tenants=tenants, full_of=full_of)
+            steps.append(("full", partial(measure, figures, num_reports=extent.num_reports)))
     return steps
 
 

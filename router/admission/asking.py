@@ -3,7 +3,9 @@
 A worker that refuses a request is offered it again only when its load has changed or the time that it named has passed
 (chooser.py). A request that prefers to wait for a busy worker is asked again when that worker's load changes, when it
 should be free, or when a worker becomes free after none was. A request that needs room is asked again when some worker
-may have it, and now and then in case it has become too late for it.
+may have it, and now and then in case it has become too late for it. Any other, such as one that would break the gaps of
+running answers, is asked again after changes; but those that wait take turns, because workers report many times a
+second and few reports change the answer.
 """
 
 from common.clock import Clock
@@ -17,6 +19,8 @@ MIN_BUSY_S = 0.005
 SEARCH_AGAIN_S = 0.1
 """Pause after which waiting requests are tried again though nothing that concerns them has changed: some may be too
 late by now, for their deadline or for their place."""
+TURN_S = 0.002
+"""Pause before a request is asked again after a change that may not concern it, for each request that waits."""
 
 
 class Asker:
@@ -27,6 +31,8 @@ class Asker:
         self._clock = clock
         self.num_changes = 0
         """Changes of the fleet so far."""
+        self.num_turns = 1
+        """Requests that take turns: those that were refused in the last search."""
         self.opens_s = 0.0
         """Time at which the first worker is free for another prompt, as of the last look."""
         self._num_openings = 0
@@ -47,9 +53,13 @@ class Asker:
         if isinstance(outcome, Refused):
             queued.last_refusal = outcome
             queued.refused_at, queued.refused_at_opening = self.num_changes, self._num_openings
-            pause_s = SEARCH_AGAIN_S if queued.search.needs_room else max(outcome.retry_after_s, MIN_BUSY_S)
-            queued.ask_again_s = self._clock.monotonic() + pause_s
+            queued.ask_again_s = self._clock.monotonic() + self._pause_s(queued, outcome)
         return outcome
+
+    def _pause_s(self, queued: QueuedRequest, refused: Refused) -> float:
+        if queued.is_busy:
+            return max(refused.retry_after_s, MIN_BUSY_S)
+        return SEARCH_AGAIN_S if queued.search.needs_room else TURN_S * self.num_turns
 
     def is_worth_asking(self, queued: QueuedRequest) -> bool:
         """Return whether a request that was refused may get a plan now, or a final refusal."""
@@ -59,12 +69,20 @@ class Asker:
         has_opened = queued.is_busy and queued.refused_at_opening != self._num_openings
         if not has_opened and not self._chooser.may_differ(queued.search):
             return queued.ask_again_s <= now_s
-        return queued.refused_at != self.num_changes or self.wakes_at_s(queued) <= now_s
+        return (self._has_changed(queued) and not self._awaits_turn(queued)) or self.wakes_at_s(queued) <= now_s
+
+    def _has_changed(self, queued: QueuedRequest) -> bool:
+        return queued.refused_at != self.num_changes
+
+    def _awaits_turn(self, queued: QueuedRequest) -> bool:
+        search = queued.search
+        return not (queued.is_busy or search.needs_room or search.exclusions)
 
     def wakes_at_s(self, queued: QueuedRequest) -> float:
         """Return the time at which asking again can help although nothing has changed."""
         wakes_at_s = queued.search.wakes_at_s
         if not queued.is_busy:
-            return wakes_at_s
+            has_turn = self._awaits_turn(queued) and self._has_changed(queued)
+            return queued.ask_again_s if has_turn else wakes_at_s
         # When a worker becomes free; or, if one is free and this request prefers another, when the other one is.
         return min(wakes_at_s, self.opens_s if self.opens_s > self._clock.monotonic() else queued.ask_again_s)

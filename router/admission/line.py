@@ -222,6 +222,7 @@ class Line:
         is_for_room = all(queued.search.needs_room and not queued.search.exclusions for queued in self._stuck)
         self._stuck_for_room = self._chooser.most_room() if self._stuck and is_for_room else None
         self._has_untried = False
+        self._asker.num_turns = max(1, len(self._stuck))
         self._wake_for(self._stuck)
 
     def _is_stuck(self, now_s: float) -> bool:

@@ -44,6 +44,8 @@ class PageChooser(Chooser):
         self.hopeless: set[str] = set()
         self.is_saturated = False
         self.busy: set[str] = set()
+        self.is_closed = False
+        """Whether another answer would break the gaps of those that run."""
         self.unwanted: set[str] = set()
         """Requests that the worker has refused, and that no other worker has room for."""
         self.differs = False
@@ -63,6 +65,8 @@ class PageChooser(Chooser):
             return NoRoom(reason="all is full", retry_after_s=1.0, cause=RefusalCause.SATURATED)
         if request.request_id in self.busy:
             return Busy(reason="busy", retry_after_s=5.0, worker_id=WORKER)
+        if self.is_closed:
+            return Refused(reason="gaps would be too long", retry_after_s=1.0)
         if request.request_id in self.unwanted:
             search.exclusions[WORKER] = Exclusion(load_version=0, until_s=math.inf)
         if request.num_tokens > self.num_free or search.exclusions:

@@ -1,5 +1,7 @@
 """Admission: which request gets a plan, and when, with a chooser that only counts pages."""
 
+import asyncio
+
 import pytest
 from prometheus_client import CollectorRegistry
 
@@ -8,7 +10,7 @@ from common.ids import WorkerId
 from kvrelay.v1 import worker_pb2
 from router.admission.account import Service
 from router.admission.admission import MIN_QUEUED, QUEUED_PER_WORKER
-from router.admission.asking import SEARCH_AGAIN_S
+from router.admission.asking import SEARCH_AGAIN_S, TURN_S
 from router.admission.line import MAX_CANDIDATES, MAX_OVERTAKEN, MAX_PASSED
 from router.facts import WorkerEndpoint
 from router.metrics import MAX_LABELS, OTHERS, TenantMetrics
@@ -232,6 +234,22 @@ async def test_request_is_tried_at_every_change_of_a_worker_that_has_refused_it(
     line.chooser.asked.clear()
     line.chooser.change()
     assert line.chooser.asked == ["x"]
+
+
+async def test_requests_that_would_break_gaps_take_turns_and_none_misses_the_end() -> None:
+    line = Line()
+    line.chooser.is_closed = True
+    for name in "xyz":
+        await line.come(name, 1)
+    line.chooser.asked.clear()
+    for _ in range(100):
+        line.clock.advance(TURN_S / 10)
+        line.chooser.change()
+    assert 6 <= len(line.chooser.asked) <= 12  # a turn each in three turns' time
+    line.chooser.change()
+    line.chooser.is_closed = False
+    line.clock.advance(3 * TURN_S)
+    await asyncio.gather(*(line.waiting[name] for name in "xyz"))  # though nothing changes any more
 
 
 async def test_waiting_request_of_a_tenant_at_its_cap_is_tried_as_soon_as_another_ends() -> None:
