@@ -89,11 +89,6 @@ class Roster:
         )
 
     @property
-    def most_room(self) -> tuple[float, ...]:
-        """The `PoolLoads.most_room` of both pools: while no number grows, no request fits that did not fit before."""
-        return self.prefill.most_room + self.decode.most_room
-
-    @property
     def typical_timing(self) -> TimingModel:
         """The timing model of any worker that computes prompts; a guess without one."""
         return next((load.timing for load in self.prefill or self.decode), GUESSED_TIMING)

@@ -41,6 +41,10 @@ class SkippedLanes:
         self.lanes: set[str] = set()
         self._closed_kinds: set[bool] = set()
 
+    def close_pool(self, *, is_prefill_only: bool) -> None:
+        """Skip every newcomer that is answered by a pool."""
+        self._closed_kinds.add(is_prefill_only)
+
     def close(self, place: Place[QueuedRequest]) -> None:
         """Skip every request that is answered by the same pool as this one."""
         self._closed_kinds.add(place.item.search.request.is_prefill_only)

@@ -9,21 +9,21 @@
 A refused request is asked about again only when that may help (asking.py). A refusal is final when waiting cannot help
 (placement/shedding.py).
 
-Workers report many times a second, and while they are full hardly any report changes anything. So the line remembers
-who was refused last, and looks at a few numbers instead of searching again.
+Workers report many times a second, and while they are full hardly any report matters. So a search that refuses requests
+is followed by a rest, the longer the more it has cost; whatever happens meanwhile, the next search comes at its end.
+Each of the two pools that answer has rests of its own.
 """
 
 import asyncio
 import math
-import operator
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 
 from common.clock import Clock
 from common.errors import Overloaded, RefusalCause, Refused, WorkerLost
 from router.admission.account import Service
 from router.admission.admission import Admission, cost_of
-from router.admission.asking import SEARCH_AGAIN_S, Asker
+from router.admission.asking import Asker
 from router.admission.fair_queue import FairQueue
 from router.admission.lanes import SkippedLanes, lane_of
 from router.admission.tenant_queue import Place, rank
@@ -39,6 +39,9 @@ MAX_PASSED = 64
 wait for one busy worker do not count."""
 MAX_OVERTAKEN = 32
 """Plans that requests behind a waiting one may get before it."""
+REST_KNOWN_S, REST_ASKED_S, MAX_REST_S = 0.0005, 0.0025, 0.05
+"""Rest of a pool for each request that its last search has refused without asking the chooser, and for each about which
+it was asked, and the longest: about ten times as long as the search takes."""
 
 
 class Line:
@@ -63,18 +66,13 @@ class Line:
         """Tokens of the queued requests whose size is known."""
         self._asker = Asker(chooser, clock)
         self._timer: asyncio.TimerHandle | None = None
-        self._waits_for_workers = False
-        """All requests tried last wait until some worker is free, and none has arrived since."""
-        self._stuck: list[QueuedRequest] = []
-        """Requests that were tried in the last search, all in vain; empty once others may be tried in their place."""
-        self._stuck_for_room: tuple[float, ...] | None = None
-        """Room for which all of them are too large; None when some wait for something else."""
-        self._search_again_s = 0.0
-        """Time at which the line is searched again, whatever has happened."""
-        self._has_untried = False
-        """Whether requests have come since the last search, all too large."""
+        self._wakes_at_s = math.inf
+        """Time of the timer, on the clock."""
+        self._num_placed: Counter[bool] = Counter()
+        """Requests inside `place`, by whether the prefill pool answers them, like the following."""
+        self._rests_until_s = {False: 0.0, True: 0.0}
         fleet.subscribe(self._on_change)
-        admission.on_room = self._search
+        admission.on_room = self._serve
 
     @property
     def num_queued(self) -> int:
@@ -94,16 +92,14 @@ class Line:
         """
         queued.ticket.check_place()
         granted: asyncio.Future[Booking | Refused] = asyncio.get_running_loop().create_future()
-        queued.granted, queued.refused_at, queued.refused_at_opening = granted, -1, -1
+        queued.granted, queued.last_refusal = granted, None
         place = self._stand(queued)
         queued.ticket.queued.add(queued)
+        pool = queued.search.request.is_prefill_only
         self.num_queued_tokens += queued.search.request.num_tokens
+        self._num_placed[pool] += 1
         try:
-            if self._stuck_for_room is None or self._chooser.may_hold(queued.search.request):
-                self._search()
-            else:
-                self._has_untried = True
-                self._serve()
+            self._serve()
             if place.is_waiting:
                 self._forecast(place)
             async with asyncio.timeout(queued.deadline_s - self._clock.monotonic()):
@@ -116,11 +112,12 @@ class Line:
             raise
         finally:
             self.num_queued_tokens -= queued.search.request.num_tokens
+            self._num_placed[pool] -= 1
             queued.ticket.queued.discard(queued)
             was_waiting = place.is_waiting
             self._queue.discard(place)
             if was_waiting:
-                self._search()  # requests behind it may be served now
+                self._serve()  # requests behind it may be served now
         if isinstance(outcome, Refused):
             raise outcome.error()
         return outcome
@@ -163,26 +160,27 @@ class Line:
         self._asker.num_changes += 1
         self._serve()
 
-    def _search(self) -> None:
-        """Serve the line although no worker has changed: other requests may be tried than before."""
-        self._waits_for_workers, self._stuck, self._stuck_for_room = False, [], None
-        self._serve()
-
     def _serve(self) -> None:
-        """Give out plans in order of the line, past requests for which there is none now."""
+        """Search for plans, for each pool for which requests wait; at the end of its rest if it has one."""
+        now_s = self._clock.monotonic()
+        waiting = [pool for pool, num_placed in self._num_placed.items() if num_placed]
+        resting = [pool for pool in waiting if self._rests_until_s[pool] > now_s]
+        wakes_at_s = self._search(now_s, resting) if len(resting) < len(waiting) else math.inf
+        self._wake_at(min((self._rests_until_s[pool] for pool in resting), default=math.inf), wakes_at_s)
+
+    def _search(self, now_s: float, resting: Iterable[bool]) -> float:
+        """Give out plans in order of the line, past requests for which there is none now.
+
+        Returns the time at which another search can help although nothing has changed.
+        """
         passed: list[Place[QueuedRequest]] = []
         num_passed: Counter[str] = Counter()
         num_refused: Counter[bool] = Counter()
+        rests_s: defaultdict[bool, float] = defaultdict(float)
         skipping = SkippedLanes()
-        if not self.num_queued:
-            return
-        now_s = self._clock.monotonic()
+        for pool in resting:
+            skipping.close_pool(is_prefill_only=pool)
         self._asker.look(now_s)
-        if self._waits_for_workers and self._asker.opens_s > now_s:
-            self._wake_at(self._asker.opens_s)
-            return
-        if self._is_stuck(now_s):
-            return
         for place in self._queue.round(now_s=now_s, skipping=skipping):
             queued = place.item
             assert queued.granted is not None, f"{queued.search.request.request_id} is in line without a future"
@@ -190,7 +188,8 @@ class Line:
                 continue
             if place.is_late:
                 queued.become_late()
-            outcome = self._asker.ask(queued)
+            known = self._asker.known_refusal(queued)
+            outcome = self._asker.ask(queued) if known is None else known
             if isinstance(outcome, Booking):
                 self._grant(queued, outcome)
                 self._queue.grant(place, cost_of(queued.ticket.service))
@@ -207,6 +206,7 @@ class Line:
                 num_passed[place.tenant] += 1
                 pool = queued.search.request.is_prefill_only
                 num_refused[pool] += not queued.is_busy
+                rests_s[pool] += REST_ASKED_S if known is None else REST_KNOWN_S
                 if (
                     outcome.cause is RefusalCause.SATURATED
                     or queued.num_overtaken >= MAX_OVERTAKEN
@@ -217,31 +217,10 @@ class Line:
                     skipping.lanes.add(place.tenant)
         for place in passed:
             self._queue.restore(place)
-        self._waits_for_workers = bool(passed) and all(place.item.is_busy for place in passed)
-        self._stuck, self._search_again_s = [place.item for place in passed], now_s + SEARCH_AGAIN_S
-        is_for_room = all(queued.search.needs_room and not queued.search.exclusions for queued in self._stuck)
-        self._stuck_for_room = self._chooser.most_room() if self._stuck and is_for_room else None
-        self._has_untried = False
-        self._asker.num_turns = max(1, len(self._stuck))
-        self._wake_for(self._stuck)
-
-    def _is_stuck(self, now_s: float) -> bool:
-        """Return whether nothing that concerns the requests tried last has changed, and keep the timer right."""
-        if not self._stuck or now_s >= self._search_again_s:
-            return False
-        if self._stuck_for_room is not None:
-            room = self._chooser.most_room()
-            if any(map(operator.gt, room, self._stuck_for_room)):
-                if any(map(self._asker.is_worth_asking, self._stuck)):
-                    return False
-                self._stuck_for_room = room
-            if self._has_untried:
-                self._wake_at(self._search_again_s)
-            return True
-        if any(map(self._asker.is_worth_asking, self._stuck)):
-            return False
-        self._wake_for(self._stuck)
-        return True
+        wakes_at_s = min((self._asker.wakes_at_s(place.item) for place in passed), default=math.inf)
+        for pool, rest_s in rests_s.items():
+            self._rests_until_s[pool] = min(now_s + min(rest_s, MAX_REST_S), wakes_at_s)
+        return wakes_at_s
 
     def _grant(self, queued: QueuedRequest, booking: Booking) -> None:
         assert queued.granted is not None, "only a request in line is granted a plan"
@@ -255,17 +234,22 @@ class Line:
         self.admission.give_plan(queued.ticket, expected)
         queued.granted.set_result(booking)
 
-    def _wake_for(self, waiting: Iterable[QueuedRequest]) -> None:
-        self._wake_at(min(map(self._asker.wakes_at_s, waiting), default=math.inf))
-
-    def _wake_at(self, wakes_at_s: float) -> None:
-        """Serve the line again at this time, even when nothing changes before."""
+    def _wake_at(self, *times_s: float) -> None:
+        """Serve the line again at the first of these times, even when nothing changes before."""
+        wakes_at_s = min(times_s)
+        if self._timer is not None and wakes_at_s == self._wakes_at_s:
+            return
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         if wakes_at_s != math.inf:
             delay_s = max(wakes_at_s - self._clock.monotonic(), 0.001)
-            self._timer = asyncio.get_running_loop().call_later(delay_s, self._serve)
+            self._timer = asyncio.get_running_loop().call_later(delay_s, self._wake)
+            self._wakes_at_s = wakes_at_s
+
+    def _wake(self) -> None:
+        self._timer = None
+        self._serve()
 
     def _timeout_error(self, queued: QueuedRequest) -> Overloaded | WorkerLost:
         reason = queued.last_refusal.reason if queued.last_refusal is not None else "other requests are first in line"

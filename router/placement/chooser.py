@@ -162,23 +162,16 @@ class Chooser:
         """Return whether a change of the fleet since the last refusal may concern the request.
 
         While it prefers to wait for a busy worker, only changes of that one do: what others were given makes them no
-        better, and a worker that becomes free is offered by the line. While it needs room, only changes that may have
-        made some do.
+        better, and a worker that becomes free is offered by the line.
         """
-        if search.exclusions:
-            return True
-        if search.needs_room:
-            return self.may_hold(search.request)
         awaited = search.awaited
-        return awaited is None or self._fleet.roster.load(awaited.worker_id) is not awaited
+        if awaited is None or search.exclusions:
+            return True
+        return self._fleet.roster.load(awaited.worker_id) is not awaited
 
     def may_hold(self, request: PlacementRequest) -> bool:
         """Return False when no worker that answers such requests has room for it."""
         return self._fleet.roster.may_hold(request)
-
-    def most_room(self) -> tuple[float, ...]:
-        """Return numbers none of which grows while no worker has room for more than before."""
-        return self._fleet.roster.most_room
 
     def opens_at_s(self) -> float:
         """Return the predicted time at which some worker's prefill wait is short enough for another prompt."""

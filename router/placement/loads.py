@@ -16,8 +16,6 @@ from common.timing import GUESSED_TIMING, TimingModel
 
 Floats = npt.NDArray[np.float64]
 Positions = npt.NDArray[np.intp]
-Room = tuple[float, float, float]
-"""Free slots, free pages less those kept for running answers, and free pages of a worker on which nothing decodes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +71,8 @@ class PoolLoads:
         self.loads = list(loads)
         self._numbers = np.array([_numbers(load) for load in self.loads], dtype=np.float64).reshape(-1, 7).T.copy()
         self._positions: dict[WorkerId, int] | None = None
-        self._most_room: Room | None = None
+        self._most: tuple[float, float, float] | None = None
+        """Most free slots, free pages less those kept, and free pages of a worker on which nothing decodes."""
 
     def __len__(self) -> int:
         return len(self.loads)
@@ -130,7 +129,7 @@ class PoolLoads:
         position = self._by_id[load.worker_id]
         self.loads[position] = load
         self._numbers[:, position] = _numbers(load)
-        self._most_room = None
+        self._most = None
 
     def with_room(self, *, num_blocks: int, num_growth_blocks: float) -> "PoolLoads":
         """Return the workers with pages for a request and for what its answers are expected to grow.
@@ -140,24 +139,20 @@ class PoolLoads:
         has_room = self.num_free_blocks - self.num_growth_blocks >= num_blocks + num_growth_blocks
         return self.where(has_room | ((self.num_decodes == 0) & (self.num_free_blocks >= num_blocks)))
 
-    @property
-    def most_room(self) -> Room:
-        """The most of each kind that any worker has; kept until a load changes."""
-        if self._most_room is None:
+    def may_hold(self, *, num_sequences: int, num_blocks: int, num_growth_blocks: float) -> bool:
+        """Return False only when no worker has slots and pages for a request.
+
+        Costs three comparisons until a load changes: slots and pages may be those of different workers.
+        """
+        if self._most is None:
             free = self.num_free_blocks
-            self._most_room = (
+            self._most = (
                 float(self.num_free_slots.max(initial=-math.inf)),
                 float((free - self.num_growth_blocks).max(initial=-math.inf)),
                 float(free.max(initial=-math.inf, where=self.num_decodes == 0)),
             )
-        return self._most_room
-
-    def may_hold(self, *, num_sequences: int, num_blocks: int, num_growth_blocks: float) -> bool:
-        """Return False when no worker has slots and pages for a request; True when some may have both."""
-        num_slots, num_kept_free, num_idle = self.most_room
-        return num_slots >= num_sequences and (
-            num_kept_free >= num_blocks + num_growth_blocks or num_idle >= num_blocks
-        )
+        most_slots, most_room, most_idle = self._most
+        return most_slots >= num_sequences and (most_room >= num_blocks + num_growth_blocks or most_idle >= num_blocks)
 
     def where(self, mask: npt.NDArray[np.bool_]) -> "PoolLoads":
         """Return the loads that a mask selects; itself when that is all."""

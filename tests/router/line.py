@@ -1,7 +1,6 @@
 """An admission with everything around it, and a chooser that only counts pages."""
 
 import asyncio
-import math
 from typing import Any, cast
 
 from prometheus_client import CollectorRegistry
@@ -11,6 +10,7 @@ from common.ids import RequestId, WorkerId
 from kvrelay.v1 import worker_pb2
 from router.admission.admission import Admission
 from router.admission.fair_queue import FairQueue
+from router.admission.line import MAX_CANDIDATES, REST_ASKED_S
 from router.admission.line import Line as RealLine
 from router.admission.ticket import QueuedRequest, Ticket
 from router.calibration import DurationForecast
@@ -31,12 +31,14 @@ from tests.trust import ROUTER
 A, B = Tenant(name="a"), Tenant(name="b")
 WORKER = WorkerId("d0")
 PATIENCE_S = 10.0
+REST_S = 1.01 * MAX_CANDIDATES * REST_ASKED_S
+"""Longest rest of the line while one tenant waits."""
 
 
 class PageChooser(Chooser):
     """Books when enough pages are free, and records the requests that it was asked about."""
 
-    def __init__(self, fleet: Fleet, clock: ManualClock, *, num_pages: int) -> None:
+    def __init__(self, fleet: Fleet, clock: ManualClock, *, num_pages: int, gap_s: float) -> None:
         policy = make_policy("round_robin", PolicySettings())
         super().__init__(fleet=fleet, index=PrefixIndex(), policy=policy, clock=clock)
         self.num_free = num_pages
@@ -51,6 +53,8 @@ class PageChooser(Chooser):
         self.differs = False
         self.opens_s = 0.0
         self._fleet = fleet
+        self.time = clock
+        self.gap_s = gap_s
         endpoint = WorkerEndpoint(worker_id=WORKER, role=worker_pb2.WORKER_ROLE_DECODE, address="nowhere:1")
         self._member = Member(endpoint=endpoint, client=cast(Any, None))
 
@@ -68,7 +72,7 @@ class PageChooser(Chooser):
         if self.is_closed:
             return Refused(reason="gaps would be too long", retry_after_s=1.0)
         if request.request_id in self.unwanted:
-            search.exclusions[WORKER] = Exclusion(load_version=0, until_s=math.inf)
+            search.exclusions[WORKER] = Exclusion(load_version=0, until_s=self.time.monotonic() + PATIENCE_S)
         if request.num_tokens > self.num_free or search.exclusions:
             search.needs_room = True
             return NoRoom(reason=f"{self.num_free} pages are free", retry_after_s=1.0)
@@ -96,17 +100,10 @@ class PageChooser(Chooser):
         return DurationForecast(expected_s=before_s + work_s, predicted_s=before_s + work_s)
 
     def may_differ(self, search: Search) -> bool:
-        if search.exclusions:
-            return True
-        if search.needs_room:
-            return self.may_hold(search.request)
-        return self.differs or search.request.request_id not in self.busy
+        return self.differs
 
     def may_hold(self, request: PlacementRequest) -> bool:
         return not self.is_saturated and request.num_tokens <= self.num_free
-
-    def most_room(self) -> tuple[float, ...]:
-        return (-1 if self.is_saturated else self.num_free,)
 
     def opens_at_s(self) -> float:
         return self.opens_s
@@ -115,17 +112,20 @@ class PageChooser(Chooser):
         return float(request.num_tokens)
 
     def change(self) -> None:
-        """Report a change of the fleet."""
+        """Report a change of the fleet, after a rest of the line."""
+        self.time.advance(self.gap_s)
         self._fleet.set_workers([])
 
 
 class Line:
     """An admission with everything around it."""
 
-    def __init__(self, *, num_pages: int = 8, max_queued: int | None = 100) -> None:
+    def __init__(self, *, num_pages: int = 8, max_queued: int | None = 100, gap_s: float = REST_S) -> None:
+        """`gap_s`: time before each event, in which the line rests."""
+        self.gap_s = gap_s
         self.clock = ManualClock(100.0)
         self.fleet = Fleet(index=PrefixIndex(), clock=self.clock, reach=ROUTER)
-        self.chooser = PageChooser(self.fleet, self.clock, num_pages=num_pages)
+        self.chooser = PageChooser(self.fleet, self.clock, num_pages=num_pages, gap_s=gap_s)
         self.registry = CollectorRegistry()
         queue: FairQueue[QueuedRequest] = FairQueue()
         self.admission = Admission(
@@ -159,7 +159,10 @@ class Line:
         self.tickets[name] = self.admit(tenant, priority=priority)
         await self.place(name, num_pages, **fields)
 
-    async def place(self, name: str, num_pages: int, *, patience_s: float = PATIENCE_S, **fields: Any) -> None:
+    async def place(
+        self, name: str, num_pages: int, *, patience_s: float = PATIENCE_S, after_s: float | None = None, **fields: Any
+    ) -> None:
+        self.clock.advance(self.gap_s if after_s is None else after_s)
         request = PlacementRequest(
             request_id=RequestId(name), num_tokens=num_pages, block_size=1, num_output_tokens=0, **fields
         )
@@ -182,11 +185,13 @@ class Line:
     async def end(self, name: str) -> None:
         """End a request that has a plan."""
         self.waiting.pop(name).result().release()
+        self.clock.advance(self.gap_s)
         self.tickets.pop(name).__exit__(None, None, None)
         await turns()
 
     async def leave(self, name: str) -> None:
         """Cancel a waiting request."""
+        self.clock.advance(self.gap_s)
         task = self.waiting.pop(name)
         task.cancel()
         await turns()

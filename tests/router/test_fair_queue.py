@@ -217,6 +217,26 @@ def test_weighted_service_of_waiting_tenants_differs_by_one_request_at_most(seed
         assert max(service) - min(service) <= max(costs[n] / TENANTS[t] for n, (t, _) in enumerate(requests))
 
 
+def test_tenant_that_yields_goes_after_others_once_all_its_items_are_late() -> None:
+    queue = make_queue(a=1)
+    queue.add_tenant("yielding", weight=1.0, yields=True)
+    push(queue, 1, tenant="a")
+    queue.charge("a", 100)
+    queue.push(2, tenant="yielding", rank=rank(priority=0, work_s=0.0, due_s=0.0, number=2), due_s=1.0)
+    assert [place.item for place in queue.round(now_s=5.0, skipping=())] == [1, 2]
+
+
+def test_round_goes_on_with_the_tenant_that_was_served_least_by_then() -> None:
+    queue = make_queue(a=1, b=1)
+    for number in range(4):
+        push(queue, number, tenant="ab"[number % 2])
+    tenants = []
+    for place, cost in zip(queue.round(now_s=0.0, skipping=()), (10, 5, 20, 0), strict=True):
+        tenants.append(place.tenant)
+        queue.charge(place.tenant, cost)
+    assert tenants == ["a", "b", "b", "a"]
+
+
 class QueueMachine(RuleBasedStateMachine):
     """Any order of operations: no item is lost or returned twice."""
 

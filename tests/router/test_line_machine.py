@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from common.errors import Overloaded
+from router.admission.line import MAX_REST_S
 from router.tenants import Tenant
 from tests.router.line import A, B, Line
 
@@ -26,7 +27,7 @@ class LineMachine(RuleBasedStateMachine):
         self.sizes: dict[str, int] = {}
 
     async def make(self) -> Line:
-        return Line(num_pages=6, max_queued=10)
+        return Line(num_pages=6, max_queued=10, gap_s=MAX_REST_S)
 
     def run(self, function: Callable[..., Awaitable[Any]], *args: Any, **kwargs: Any) -> Any:
         async def call() -> Any:

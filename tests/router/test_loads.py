@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -95,8 +96,16 @@ def test_loads_that_are_kept_current_equal_those_added_up_anew(
         assert (list(roster.prefill), list(roster.decode)) == (list(anew.prefill), list(anew.decode))
         assert roster.decode.num_free_blocks.tolist() == anew.decode.num_free_blocks.tolist()
         assert roster.prefill_free_at_s() == anew.prefill_free_at_s()
-        for asked in (request(16 * num_blocks, num_output_tokens=16) for num_blocks in range(6)):
-            assert roster.may_hold(asked) is anew.may_hold(asked)
+        for num_blocks, num_samples, is_prefill_only in product(range(6), (1, 3), (False, True)):
+            asked = request(
+                16 * num_blocks, num_output_tokens=16, num_samples=num_samples, is_prefill_only=is_prefill_only
+            )
+            pool = anew.prefill if is_prefill_only else anew.decode
+            assert roster.may_hold(asked) is pool.may_hold(
+                num_sequences=num_samples,
+                num_blocks=asked.num_decode_blocks,
+                num_growth_blocks=asked.num_growth_blocks,
+            )
 
 
 @settings(max_examples=60, deadline=None)
