@@ -4,10 +4,10 @@
    source, leading blocks are pulled from its cache first.
 2. The engine computes the prompt in chunks; after each step the handoff offers the blocks that became final.
 3. The last chunk yields the first token of each sample, for the router and for the puller's manifest.
-4. The call ends. The pages stay pinned until the puller acknowledges or leaves, or the lease expires.
+4. The call stays open until the handoff is over: the puller has acknowledged the pages or left, or the lease has ended.
 
-The handoff is aborted and its pages are freed when the router closes the call, the puller leaves or a step fails. A
-request for an embedding has none of this (embedding.py).
+The handoff is aborted and its pages are freed when the router closes the call, as it does when the puller dies before
+it has come, when the puller leaves and when a step fails. A request for an embedding has none of this (embedding.py).
 """
 
 import asyncio
@@ -97,6 +97,9 @@ class PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
                 cancel_granted()
                 handoff.raise_if_aborted()
             await self._follow(spec, handoff, events, context, stages)
+            stages.enter("handoff")
+            while not handoff.is_over:
+                await handoff.changed()
         except BaseException as error:
             reason = error if isinstance(error, KvrelayError) else HandoffGone("the prefill was cancelled")
             runtime.handoffs.abort(handoff, reason)

@@ -106,8 +106,8 @@ class GenerationAttempt(Attempt):
             for task in (prefilling, decoding):
                 if task.done():
                     task.result()
-            # No decoding is needed when the first token is the last one; nothing waits for a prefill call that stays
-            # open after the last token.
+            # No decoding is needed when the first token is the last one. A prefill call that is still open then ends
+            # with the block, and the handoff with it.
             if prefilling.done() and self._unfinished():
                 await self._until_transferred(prefill, decoding)
                 await decoding

@@ -47,8 +47,9 @@ class PrefillServiceServicer(object):
     """
 
     def Prefill(self, request, context):
-        """Computes a prompt's KV under a handoff and samples the first token of each sample; or, with `sequence.pooling`, an
-        embedding of the prompt, without a handoff. Closing the call before it ends aborts it.
+        """Computes a prompt's KV under a handoff and samples the first token of each sample, then stays open until the handoff
+        is over; or, with `sequence.pooling`, computes an embedding of the prompt, without a handoff. Closing the call before
+        it ends aborts it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -34,8 +34,9 @@ class PrefillServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> PrefillServiceAsyncStub: ...
     Prefill: _grpc.UnaryStreamMultiCallable[_prefill_pb2.PrefillRequest, _prefill_pb2.PrefillResponse]
-    """Computes a prompt's KV under a handoff and samples the first token of each sample; or, with `sequence.pooling`, an
-    embedding of the prompt, without a handoff. Closing the call before it ends aborts it.
+    """Computes a prompt's KV under a handoff and samples the first token of each sample, then stays open until the handoff
+    is over; or, with `sequence.pooling`, computes an embedding of the prompt, without a handoff. Closing the call before
+    it ends aborts it.
     """
 
 @_typing.type_check_only
@@ -44,8 +45,9 @@ class PrefillServiceAsyncStub(PrefillServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Prefill: _aio.UnaryStreamMultiCallable[_prefill_pb2.PrefillRequest, _prefill_pb2.PrefillResponse]  # type: ignore[assignment]
-    """Computes a prompt's KV under a handoff and samples the first token of each sample; or, with `sequence.pooling`, an
-    embedding of the prompt, without a handoff. Closing the call before it ends aborts it.
+    """Computes a prompt's KV under a handoff and samples the first token of each sample, then stays open until the handoff
+    is over; or, with `sequence.pooling`, computes an embedding of the prompt, without a handoff. Closing the call before
+    it ends aborts it.
     """
 
 class PrefillServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -57,8 +59,9 @@ class PrefillServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _prefill_pb2.PrefillRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_prefill_pb2.PrefillResponse], _abc.AsyncIterator[_prefill_pb2.PrefillResponse]]:
-        """Computes a prompt's KV under a handoff and samples the first token of each sample; or, with `sequence.pooling`, an
-        embedding of the prompt, without a handoff. Closing the call before it ends aborts it.
+        """Computes a prompt's KV under a handoff and samples the first token of each sample, then stays open until the handoff
+        is over; or, with `sequence.pooling`, computes an embedding of the prompt, without a handoff. Closing the call before
+        it ends aborts it.
         """
 
 def add_PrefillServiceServicer_to_server(servicer: PrefillServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -110,7 +110,7 @@ async def test_request_that_lost_its_decode_worker_is_one_connected_trace() -> N
         answer.plans[0].decode_worker_id: "decode",
     }
     num_chunks = -(-answer.usage.num_prompt_tokens // SHAPE["max_step_tokens"])
-    assert names(below(spans, calls["p0"])) == ["door", "queue", *["chunk"] * num_chunks]
+    assert names(below(spans, calls["p0"])) == ["door", "queue", *["chunk"] * num_chunks, "handoff"]
     decoding = below(spans, calls[answer.plans[0].decode_worker_id])
     assert names(decoding) == ["reserve", "transfer", "decode"]
     states = [span for span in below(spans, lost) if span.kind is SpanKind.INTERNAL]

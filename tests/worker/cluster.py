@@ -188,6 +188,12 @@ def allowed(source: Source, request: EngineRequest, puller: RunningWorker) -> So
     return with_ticket
 
 
+async def until_prefilled(call: Any) -> None:
+    """Read a Prefill call up to the first tokens; it stays open until its handoff is over."""
+    while not (await call.read()).HasField("finished"):
+        pass
+
+
 async def until_empty(worker: RunningWorker) -> None:
     """Wait (bounded) until a worker holds nothing."""
     runtime = worker.runtime

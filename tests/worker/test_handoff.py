@@ -2,6 +2,7 @@
 
 import asyncio
 
+import grpc
 import pytest
 
 from common.errors import EngineFault, HandoffGone, InvalidRequest, Overloaded, StaleEpoch, WorkerLost
@@ -20,6 +21,7 @@ from tests.worker.cluster import (
     spec_of,
     stop_lease_clock,
     until_empty,
+    until_prefilled,
 )
 
 LENGTHS = sorted({1, *(BLOCK_SIZE * k + d for k in (1, 8, 16) for d in (-1, 0, 1)), 200})
@@ -128,12 +130,22 @@ async def test_handoff_without_a_puller_expires_and_is_counted() -> None:
         clock = stop_lease_clock(pair.prefill)
         request = make_request(range(20))
         prefill = pair.open_prefill(request, mint_handoff_id())
-        replies = [message async for message in prefill]
-        assert replies[-1].finished.first_tokens
+        await until_prefilled(prefill)
         assert pair.prefill.runtime.handoffs.num_leases == 1
         clock.advance(0.3)
         await until_empty(pair.prefill)
+        assert await prefill.read() is grpc.aio.EOF
         assert pair.prefill.runtime.handoffs.num_expired == 1
+
+
+async def test_router_that_closes_a_prefill_frees_its_pages_though_no_puller_has_come() -> None:
+    async with running_pair() as pair:
+        prefill = pair.open_prefill(make_request(range(20)), mint_handoff_id())
+        await until_prefilled(prefill)
+        assert pair.prefill.runtime.handoffs.num_leases == 1
+        prefill.cancel()
+        await until_empty(pair.prefill)
+        assert pair.prefill.runtime.handoffs.num_expired == 0
 
 
 async def test_fetch_without_a_prefill_expires_and_frees_the_reservation() -> None:

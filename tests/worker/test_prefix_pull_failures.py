@@ -12,7 +12,7 @@ from kvrelay.v1 import kv_transfer_pb2 as pb
 from kvrelay.v1 import kv_transfer_pb2_grpc, sequence_pb2, worker_pb2
 from tests.builders import make_request
 from tests.trust import ROUTER, as_worker
-from tests.worker.cluster import Pool, error_of, messages, running_pool
+from tests.worker.cluster import Pool, error_of, messages, running_pool, until_prefilled
 from tests.worker.prefixes import OTHERS, PREFIX_BLOCKS, outcomes, prompt, warm_pool, where
 from tests.worker.scripted_source import ScriptedSource, scripted_source
 from worker.prefix_pull import PrefixPuller, PullOutcome
@@ -133,8 +133,8 @@ async def test_pull_without_room_computes_instead() -> None:
         pair = pool.pair("prefill-1", "decode-0")
         handoff_id = mint_handoff_id()
         held = make_request(range(44), ignore_eos=True)
-        async for _message in messages(pair.open_prefill(held, handoff_id)):
-            pass  # its 11 pages wait for a puller
+        held_call = pair.open_prefill(held, handoff_id)
+        await until_prefilled(held_call)  # its 11 pages wait for a puller
         waiting = asyncio.create_task(pair.generate(prompt(2), where(pool.workers["prefill-0"])))
         while not outcomes(pair.prefill):
             await pair.prefill.runtime.engine.call(lambda _core: None)

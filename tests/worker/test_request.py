@@ -11,7 +11,7 @@ from engine.request import EngineRequest
 from kvrelay.v1 import prefill_pb2, prefix_pb2, sequence_pb2
 from tests.builders import BLOCK_SIZE, make_request
 from tests.trust import as_router, as_worker
-from tests.worker.cluster import Pair, error_of, messages, running_pair, spec_of
+from tests.worker.cluster import Pair, error_of, messages, running_pair, spec_of, until_prefilled
 from worker.request import engine_request
 
 TIMEOUT_S = 60.0
@@ -46,8 +46,8 @@ async def test_prefill_with_the_hashes_of_another_one_does_not_change_its_answer
         forged = prefill_pb2.PrefillRequest(
             sequence=forged_spec(OTHER), handoff_id="forged", epoch=pair.prefill.runtime.epoch
         )
-        async for _message in pair.prefill_stub.Prefill(forged):
-            pass
+        prefill = pair.prefill_stub.Prefill(forged)
+        await until_prefilled(prefill)
         async for _message in messages(pair.open_decode_of(forged_spec(OTHER), handoff=pair.handoff("forged"))):
             pass  # so that the handoff ends
 

@@ -15,7 +15,16 @@ from common.wire_names import ROLE_NAMES
 from kvrelay.v1 import prefill_pb2, worker_pb2, worker_pb2_grpc
 from tests.builders import expected_tokens, make_request
 from tests.trust import as_controller, as_router
-from tests.worker.cluster import Pool, error_of, held_steps, messages, running_pool, spec_of, stop_lease_clock
+from tests.worker.cluster import (
+    Pool,
+    error_of,
+    held_steps,
+    messages,
+    running_pool,
+    spec_of,
+    stop_lease_clock,
+    until_prefilled,
+)
 from tests.worker.prefixes import PREFIX_BLOCKS, outcomes, prompt, warm_pool, where
 from worker.metrics import RuntimeCollector
 from worker.prefix_pull import PullOutcome
@@ -131,8 +140,8 @@ async def test_flip_waits_for_a_handoff_without_a_puller() -> None:
     async with running_pool({"prefill-0": {"lease_ttl_s": 0.2}}) as pool:
         pair, runtime = pool.pair("prefill-0", "prefill-0"), pool.workers["prefill-0"].runtime
         clock = stop_lease_clock(pair.prefill)
-        async for _message in pair.open_prefill(make_request(range(20)), mint_handoff_id()):
-            pass
+        prefill = pair.open_prefill(make_request(range(20)), mint_handoff_id())
+        await until_prefilled(prefill)
         with pytest.raises(Overloaded, match="1 handoffs"):
             await set_role(pool, "prefill-0", DECODE)
         flip = asyncio.create_task(set_role(pool, "prefill-0", DECODE, grace_s=60))
