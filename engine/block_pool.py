@@ -81,9 +81,12 @@ class BlockPool:
         """Return the number of holders."""
         return self._ref_counts[block_id]
 
-    def is_writable(self, block_id: int) -> bool:
-        """Whether its holder may write: it is the only one, and no hash promises the page's content."""
-        return self._ref_counts[block_id] == 1 and self._hash_of[block_id] is None
+    def is_writable(self, block_id: int, *, num_copies: int = 0) -> bool:
+        """Whether its holder may write: it is the only one, and no hash promises the page's content.
+
+        `num_copies`: references that only copies have which are made before anything is written.
+        """
+        return self._ref_counts[block_id] - num_copies == 1 and self._hash_of[block_id] is None
 
     def match_prefix(self, hashes: Sequence[BlockHash]) -> list[BlockId]:
         """Return the pages of the longest cached prefix. Takes no reference."""

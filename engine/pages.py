@@ -20,6 +20,9 @@ class Pages:
         self._block_size = block_size
         self.num_admitted = num_admitted(pool.num_blocks)
         """Number of a sequence's new blocks that are not evicted as its tail (`common/eviction.py`)."""
+        self._num_copies: Counter[int] = Counter()
+        """References of each page that belong to copies of the step that is being planned: whoever shares the page may
+        still write it behind them, or give it back before they are made."""
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Return the pages that `num_tokens` tokens need."""
@@ -45,7 +48,7 @@ class Pages:
         """Return how many free pages it takes to write [num_computed, num_computed + num_new)."""
         table, first = sequence.block_table, sequence.num_computed // self._block_size
         num_fresh = max(0, self.num_blocks_for(sequence.num_computed + num_new) - len(table))
-        shares_tail = first < len(table) and not self._pool.is_writable(table[first])
+        shares_tail = first < len(table) and not self._is_writable(table[first])
         return num_fresh + shares_tail
 
     def num_missing_together(self, sequences: Seq[Sequence]) -> int:
@@ -62,23 +65,27 @@ class Pages:
             else:
                 writers[table[first]] += 1
         for block_id, num_writers in writers.items():
-            num_missing += num_writers - (self._pool.ref_count(block_id) == num_writers)
+            num_holders = self._pool.ref_count(block_id) - self._num_copies[block_id]
+            num_missing += num_writers - (num_holders == num_writers)
         return num_missing
 
     def make_writable(self, sequence: Sequence, num_new: int) -> tuple[BlockId, BlockId] | None:
         """Take the missing pages. Returns (source, target) when a shared page must be copied before the step."""
         table, first = sequence.block_table, sequence.num_computed // self._block_size
         copy: tuple[BlockId, BlockId] | None = None
-        if first < len(table) and not self._pool.is_writable(table[first]):
+        if first < len(table) and not self._is_writable(table[first]):
             assert first >= sequence.num_published, f"block {table[first]} is published and cannot be written"
             (target,) = self._pool.allocate(1)
             copy = BlockId(table[first]), target
-            self._pool.release([table[first]])
+            self._num_copies[table[first]] += 1  # of this table's reference
             table[first] = target
         num_fresh = self.num_blocks_for(sequence.num_computed + num_new) - len(table)
         if num_fresh > 0:
             table.extend(self._pool.allocate(num_fresh))
         return copy
+
+    def _is_writable(self, block_id: int) -> bool:
+        return self._pool.is_writable(block_id, num_copies=self._num_copies[block_id])
 
     def trim(self, sequence: Sequence) -> None:
         """Return the pages behind the computed tokens: those of rejected drafts. No step in flight may write them."""
@@ -97,7 +104,12 @@ class Pages:
         own = self._pool.allocate(self.num_branch_blocks(sequence, branch))
         branch.num_shared_blocks = num_shared
         branch.block_table = sequence.block_table[:num_shared] + array("i", own)
-        return (BlockId(sequence.block_table[num_shared]), own[0]) if num_in_tail else None
+        if not num_in_tail:
+            return None
+        source = BlockId(sequence.block_table[num_shared])
+        self._pool.acquire([source])
+        self._num_copies[source] += 1
+        return source, own[0]
 
     def adopt(self, sequence: Sequence, branch: Branch) -> None:
         """Exchange the last pages of a sequence and those of its branch, which hold the accepted tokens."""
@@ -110,12 +122,12 @@ class Pages:
             self._pool.release(branch.block_table[branch.num_shared_blocks :])
             branch.block_table = array("i")
 
-    def hold_sources(self, copies: Seq[tuple[BlockId, BlockId]]) -> None:
-        """Hold the pages that a launched step copies from: their owners may end before `release_sources`."""
-        self._pool.acquire([source for source, _target in copies])
+    def note_launch(self) -> None:
+        """Note that the planned copies belong to a step in flight now: until it ends, nobody writes their sources."""
+        self._num_copies.clear()
 
     def release_sources(self, copies: Seq[tuple[BlockId, BlockId]]) -> None:
-        """Release the sources of copies that were made."""
+        """Release the sources of copies that were made, or never will be."""
         self._pool.release([source for source, _target in copies])
 
     def share(self, sequence: Sequence) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from common.errors import EngineFault
@@ -80,6 +80,30 @@ SAMPLING = st.fixed_dictionaries(
 )
 
 
+SHORT: dict[str, Any] = {
+    "max_tokens": 3,
+    "temperature": 0.0,
+    "seed": 0,
+    "n": 1,
+    "ignore_eos": False,
+    "min_tokens": 0,
+    "num_logprobs": None,
+    "presence_penalty": 0.0,
+    "stop_token_ids": frozenset(),
+    "structured_outputs": "",
+}
+
+
+@example(  # samples that share a page: one copies it, and the others are preempted in the same step
+    prompts=[[4] * 7, [4] * 11],
+    samplings=[SHORT, SHORT | {"n": 3, "structured_outputs": STRUCTURE}, SHORT],
+    rate=0.0,
+    seed=0,
+    num_branches=0,
+    num_blocks=10,
+    max_step_tokens=10,
+    max_steps_in_flight=1,
+)
 @given(
     prompts=st.lists(st.lists(st.integers(4, 250), min_size=1, max_size=11), min_size=1, max_size=3),
     samplings=st.lists(SAMPLING, min_size=3, max_size=3),
