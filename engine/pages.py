@@ -21,8 +21,8 @@ class Pages:
         self.num_admitted = num_admitted(pool.num_blocks)
         """Number of a sequence's new blocks that are not evicted as its tail (`common/eviction.py`)."""
         self._num_copies: Counter[int] = Counter()
-        """References of each page that belong to copies of the step that is being planned: whoever shares the page may
-        still write it behind them, or give it back before they are made."""
+        """References of each page that are those of copies in the step that is being planned. The copies come before
+        the step's writes, so a sequence that is the only other holder may write the page."""
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Return the pages that `num_tokens` tokens need."""
@@ -122,8 +122,8 @@ class Pages:
             self._pool.release(branch.block_table[branch.num_shared_blocks :])
             branch.block_table = array("i")
 
-    def note_launch(self) -> None:
-        """Note that the planned copies belong to a step in flight now: until it ends, nobody writes their sources."""
+    def end_plan(self) -> None:
+        """Note that the plan is launched or dropped. Until a launched step ends, its copies count as holders."""
         self._num_copies.clear()
 
     def release_sources(self, copies: Seq[tuple[BlockId, BlockId]]) -> None:

@@ -208,7 +208,7 @@ class Scheduler:
         """Count the tokens of a launched step as computed, and the tokens that it samples as pending."""
         self.num_steps_in_flight += 1
         self.budget.launched(plan.shape)
-        self.pages.note_launch()
+        self.pages.end_plan()
         row = 0
         for sequence, item in plan.batch.items():
             sequence.num_computed += item.num_new_tokens
@@ -253,7 +253,7 @@ class Scheduler:
 
     def drop(self, plan: StepPlan) -> None:
         """Release what a plan holds that cannot be launched."""
-        self.pages.note_launch()
+        self.pages.end_plan()
         self.pages.release_sources(plan.copies)
         self.pages.release_branches(plan.branches)
 

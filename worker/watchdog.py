@@ -29,7 +29,7 @@ OVERDUE_S, OVERDUE_FACTOR = 1.0, 5.0
 HUNG_S, HUNG_FACTOR = 7.0, 20.0
 """A step that takes this long hangs. A supervisor waits as long for a process that does not answer."""
 UNMEASURED_OVERDUE_S, UNMEASURED_HUNG_S = 20.0, 120.0
-"""The same for steps of a kind that was not measured yet: caches are cold, and nobody knows how large the model is."""
+"""The same for steps of a kind that was not measured yet: caches are cold, and the model may be large."""
 COMPILING_HUNG_S = 600.0
 """Time after which such a step hangs where it may compile kernels."""
 LOOP_HUNG_S = 7.0

@@ -1,4 +1,4 @@
-"""What a full fleet costs its router while requests of many tenants wait."""
+"""CPU time that a full fleet costs its router while requests of many tenants wait."""
 
 import asyncio
 import itertools

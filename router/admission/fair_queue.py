@@ -105,7 +105,8 @@ class FairQueue(Generic[T]):
     def round(self, *, now_s: float, skipping: Container[str]) -> Iterator[Place[T]]:
         """Take out one item after the other, each the next one of the tenants that are not skipped by then.
 
-        `skipping` may only grow meanwhile. A tenant that begins to wait after the first item is left out.
+        Meanwhile `skipping` may only grow, and no counter may fall. A tenant that begins to wait after the first item
+        is left out.
         """
         while self._first.num_waiting and FIRST not in skipping:
             yield self._first.take(now_s)

@@ -17,7 +17,7 @@ Each of the two pools that answer has rests of its own.
 import asyncio
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection
 
 from common.clock import Clock
 from common.errors import Overloaded, RefusalCause, Refused, WorkerLost
@@ -168,7 +168,7 @@ class Line:
         wakes_at_s = self._search(now_s, resting) if len(resting) < len(waiting) else math.inf
         self._wake_at(min((self._rests_until_s[pool] for pool in resting), default=math.inf), wakes_at_s)
 
-    def _search(self, now_s: float, resting: Iterable[bool]) -> float:
+    def _search(self, now_s: float, resting: Collection[bool]) -> float:
         """Give out plans in order of the line, past requests for which there is none now.
 
         Returns the time at which another search can help although nothing has changed.
@@ -219,7 +219,8 @@ class Line:
             self._queue.restore(place)
         wakes_at_s = min((self._asker.wakes_at_s(place.item) for place in passed), default=math.inf)
         for pool, rest_s in rests_s.items():
-            self._rests_until_s[pool] = min(now_s + min(rest_s, MAX_REST_S), wakes_at_s)
+            if pool not in resting:  # requests before all newcomers are tried all the same, and prolong no rest
+                self._rests_until_s[pool] = min(now_s + min(rest_s, MAX_REST_S), wakes_at_s)
         return wakes_at_s
 
     def _grant(self, queued: QueuedRequest, booking: Booking) -> None:
