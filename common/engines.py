@@ -48,7 +48,7 @@ class Capabilities:
 
 ENGINES: dict[str, Capabilities] = {
     "torch": Capabilities(
-        exact_resume="yes; in few bits [up to near ties](serving.md#quantized-checkpoints)",
+        exact_resume="[yes with compiled CPU kernels](serving.md#where-an-answer-goes-on); else up to near ties",
         grammar=YES,
         samples=YES,
         embeddings=YES,

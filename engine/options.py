@@ -57,8 +57,8 @@ class CheckpointInfo:
     vocab_size: int
     max_model_len: int
     eos_token_ids: frozenset[int]
-    has_codes: bool = False
-    """Whether weights, activations or pages are rounded to few bits."""
+    is_float32: bool = False
+    """Whether weights, activations and pages are plain float32: sums in another order decide next to no tie."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +114,7 @@ class ModelDescription:
             vocab_size=config.vocab_size,
             max_model_len=min(config.max_position_embeddings, options.max_model_len or config.max_position_embeddings),
             eos_token_ids=eos_token_ids(options.model_dir, raw),
-            has_codes=quantization is not None or pages.has_codes,
+            is_float32=dtype is torch.float32 and quantization is None and not pages.has_codes,
         )
         return cls(
             config=config,

@@ -98,7 +98,8 @@ class ModelExecutor(Generic[StepT]):
         self.eos_token_ids = info.eos_token_ids
         self.model_name = info.name
         self.verifies_drafts = model.is_row_independent
-        self.exact_resume = not info.has_codes
+        # Pages of codes round what is read again in one chunk otherwise than what was decoded.
+        self.exact_resume = info.is_float32 or (model.is_row_independent and not store.kv_format.has_codes)
         self.floors = floors
         self.kept_states: KeptStates | None = None
         """Content of `StepResult.states`; None: nothing."""

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from engine.model.config import DecoderConfig
-from engine.model.weights import Projection
+from engine.model.weights import Convert, Projection
 from engine.ops.interface import StepOps
 
 Logits = Callable[[Tensor], Tensor]
@@ -60,10 +60,10 @@ class EagleWeights:
         names = ("fc", "qkv", "output", "gate_up", "down", "head")
         return {name: found for name in names if (found := getattr(self, name)) is not None}
 
-    def convert_projections(self, convert: Callable[[Projection], Projection]) -> None:
-        """Replace every projection by `convert(projection)`."""
+    def convert_projections(self, convert: Convert) -> None:
+        """Replace every projection by `convert(field, projection)`."""
         for name, projection in self.projections().items():
-            setattr(self, name, convert(projection))
+            setattr(self, name, convert(name, projection))
 
 
 class EagleLayer:

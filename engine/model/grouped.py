@@ -12,7 +12,8 @@ from torch.nn import functional as F
 
 from engine.model.weights import Linear, Projection
 
-_SHORT_SPAN, _LONG_SPAN, _LARGEST_CODE = 32, 128, 127  # inputs that share a scale in the kernels (rounded.h)
+_SHORT_SPAN, _LONG_SPAN = 32, 128  # inputs that share a scale in the kernels (rounded.h)
+_LARGEST_CODE, _SMALLEST = 127, 2.0**-120
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +103,7 @@ def round_inputs(x: Tensor, span: int) -> Tensor:
     """Return inputs [num_tokens, in_features] in the 255 steps for each `span` that the compiled kernels take."""
     blocks = F.pad(x.float(), (0, -x.shape[1] % span)).reshape(len(x), -1, span)
     largest = blocks.abs().amax(2, keepdim=True)
-    codes = torch.where(largest > 0, blocks * (_LARGEST_CODE / largest), blocks).round_()
+    codes = torch.where(largest > _SMALLEST, blocks * (_LARGEST_CODE / largest), blocks * 0).round_()
     return (codes * (largest / _LARGEST_CODE)).flatten(1)[:, : x.shape[1]].to(x.dtype)
 
 

@@ -9,10 +9,9 @@
 #pragma once
 #include <omp.h>
 
-#include "decode.h"
 #include "decode_codes.h"
 #include "elementwise.h"
-#include "prefill.h"
+#include "tile_attention.h"
 
 namespace kvrelay {
 
@@ -83,11 +82,11 @@ inline std::vector<Item> cut(const Step& step, int64_t window, int64_t& num_spli
     std::vector<Item> items;
     num_splits = 0;
     int64_t tokens_per_tile = std::max<int64_t>(1, kTileRows / step.group()), num_whole = 0;
-    auto oldest = [&](int64_t context) { return window ? std::max<int64_t>(0, context - window) : 0; };
+    auto first_split = [&](int64_t context) { return oldest_key(window, context) / kSplitKeys * kSplitKeys; };
     auto num_new = [&](int64_t seq) { return step.query_start_loc[seq + 1] - step.query_start_loc[seq]; };
     for (int64_t seq = 0; seq < step.num_seqs; seq++) {
         int64_t context = step.context_lens[seq];
-        num_whole += num_new(seq) > 1 ? 1 : (context - oldest(context) + kSplitKeys - 1) / kSplitKeys;
+        num_whole += num_new(seq) > 1 ? 1 : (context - first_split(context) + kSplitKeys - 1) / kSplitKeys;
     }
     // All heads of a key lie side by side, and memory likes to be read in order; but every thread needs an item.
     int64_t heads_per_item = num_whole >= 2 * omp_get_max_threads() ? step.num_kv_heads : 1;
@@ -100,10 +99,10 @@ inline std::vector<Item> cut(const Step& step, int64_t window, int64_t& num_spli
             continue;
         }
         for (int64_t head = 0; head < step.num_kv_heads; head += heads_per_item)
-            for (int64_t at = oldest(context); at < context; at += kSplitKeys) {
-                int64_t end = std::min(context, at + kSplitKeys);
-                bool is_only = at == oldest(context) && end == context;
-                items.push_back({seq, head, heads_per_item, at, end, is_only ? -1 : num_splits++});
+            for (int64_t at = first_split(context); at < context; at += kSplitKeys) {
+                int64_t begin = std::max(at, oldest_key(window, context)), end = std::min(context, at + kSplitKeys);
+                bool is_only = at == first_split(context) && end == context;
+                items.push_back({seq, head, heads_per_item, begin, end, is_only ? -1 : num_splits++});
             }
     }
     return items;
@@ -115,13 +114,14 @@ template <typename T>
 void attend(const Step& step, const Layer<T>& layer, T* qkv, T* output) {
     rotate_and_write(step, layer, qkv);
     int64_t dim = step.head_dim, group = step.group(), num_splits;
+    int64_t rows = layer.has_codes() ? group : padded_rows<T>(group);  // of a head in a partial result
     std::vector<Item> items = cut(step, layer.window, num_splits);
     static thread_local std::vector<Partial> partials;
     if (int64_t(partials.size()) < num_splits) partials.resize(num_splits);
     Partial* splits = partials.data();
     auto write = [&](const Item& item, const Partial* parts, int64_t count) {
         T* to = output + (step.query_start_loc[item.seq] * step.num_heads + item.first_head * group) * dim;
-        merge(parts, count, item.num_heads * group, dim, layer.format, to);
+        merge(parts, count, item.num_heads, group, rows, dim, layer.format, to);
     };
     auto is_chunk = [&](const Item& item) {
         return step.query_start_loc[item.seq + 1] - step.query_start_loc[item.seq] > 1;

@@ -26,6 +26,8 @@ struct Format<bf16> {
     static constexpr int kPack = 2, kRun = 16;
 };
 
+constexpr int kRunDepths = Format<bf16>::kRun * Format<bf16>::kPack;  // what a tile register takes of a row
+
 template <typename T>
 inline int64_t num_steps(int64_t depth) {
     return (depth + Format<T>::kPack - 1) / Format<T>::kPack;
@@ -114,17 +116,21 @@ inline void pack_transposed(const T* w, int64_t w_stride, int64_t columns, int64
             }
 }
 
-// A row's sums of the panel that begins at `column` (+ bias) into its row of y [columns].
+// A row's sums of sixteen columns from `at` on (+ bias) into its row of y [columns].
+template <typename T, typename Y>
+inline void store_columns(F32x16 sums, const T* bias, Y* y, int64_t columns, int64_t at) {
+    int64_t left = columns - at;
+    if (left >= kLanes) {
+        store_narrow(y + at, bias ? sums + load_wide(bias + at) : sums);
+    } else if (left > 0) {
+        store_some(y + at, bias ? sums + load_some(bias + at, left) : sums, left);
+    }
+}
+
+// The same of the panel that begins at `column`.
 template <typename T, typename Y>
 inline void store_sums(const F32x16* sums, const T* bias, Y* y, int64_t columns, int64_t column) {
-    for (int half = 0; half < 2; half++) {
-        int64_t at = column + half * kLanes, left = columns - at;
-        if (left >= kLanes) {
-            store_narrow(y + at, bias ? sums[half] + load_wide(bias + at) : sums[half]);
-        } else if (left > 0) {
-            store_some(y + at, bias ? sums[half] + load_some(bias + at, left) : sums[half], left);
-        }
-    }
+    for (int half = 0; half < 2; half++) store_columns(sums[half], bias, y, columns, column + half * kLanes);
 }
 
 // y [rows, columns] = x [rows, depth] * packed (+ bias). Both sides' rows are contiguous; Y is T or wider. All threads.

@@ -5,14 +5,9 @@
 // first in the low half). Scales and offsets: [panel][group][16 columns].
 //
 // x is rounded to 8 bits (rounded.h). A row's result depends on this row alone, bit for bit, with any number of rows: the
-// sum of a span is exact, by vectors or by tiles (tiles.h), and spans are added up in one order.
+// sum of a span is exact, and spans are added up in one order. bfloat16 where there are tile registers: tiled_codes.h.
 #pragma once
-#include <optional>
-
-#include "tiles.h"
-
-// Kernels are compiled once, not into each of their callers: compiling takes seconds of a first start.
-#define KVRELAY_ONCE __attribute__((noinline))
+#include "rounded.h"
 
 namespace kvrelay {
 
@@ -24,6 +19,11 @@ struct Grouped {
     int64_t bits;          // 4 or 8
     int64_t scale_bits;    // of a scale and an offset: 16 (IEEE half) or 32
     int64_t group_blocks;  // blocks that share a scale
+    int64_t in_tiles;      // whether the codes are packed for tile registers (tiled_codes.h)
+
+    // Blocks of inputs that share one. Formats with one scale for a whole row of weights are made for one for a whole row
+    // of inputs.
+    int64_t input_span(int64_t depth) const { return group_blocks >= num_blocks(depth) ? kLongSpan : 1; }
 };
 
 inline int64_t num_panels(int64_t columns) { return (columns + kLanes - 1) / kLanes; }
@@ -161,91 +161,18 @@ inline void multiply_panel(
     }
 }
 
-#if defined(KVRELAY_TILES)
-// Panel p of the product with one tile, [kRows], of which those behind the tile's rows are undefined. codes: `widen_codes`.
-template <bool kSymmetric, int kSpan, int kRows>
-KVRELAY_ONCE void multiply_tile(
-    const RoundedTile& x, const Grouped& w, const uint8_t* codes, int64_t blocks, int64_t p, F32x16* y) {
-    int64_t spans = (blocks + kSpan - 1) / kSpan;
-    PanelGrid grid(w, blocks, p);
-    F32x16 acc[kRows] = {};
-    I32x16 sums[kTiledSpans][kTiledRows];
-    for (int64_t first = 0; first < spans; first += kTiledSpans) {
-        tiled_sums<kSymmetric, kSpan>(x, codes, spans, first, sums);
-        for (int64_t s = first; s < std::min(first + kTiledSpans, spans); s++) {
-            grid.next(kSpan);
-            const float *code_sums = x.code_sums + s * x.rows, *scales = x.scales + s * x.rows;
-#pragma GCC unroll 16
-            for (int r = 0; r < kRows; r++) {
-                F32x16 wide = __builtin_convertvector(sums[s - first][r], F32x16);
-                acc[r] = add_span<kSymmetric>(acc[r], wide, grid.scale, grid.offset, code_sums[r], scales[r]);
-            }
-        }
-    }
-    for (int r = 0; r < kRows; r++) y[r] = acc[r];
-}
-
-// The codes of panel p, a byte each: [blocks][8][16 columns][4]. In a symmetric grid, what they are above its middle.
-template <int kBits, bool kSymmetric>
-inline void widen_codes(const Grouped& w, int64_t blocks, int64_t p, uint8_t* to) {
-    const uint8_t* codes = w.codes + p * blocks * grouped_block_bytes(kBits);
-    I8x64 middle = I8x64{} + int8_t(kSymmetric ? 1 << (kBits - 1) : 0);
-    for (const uint8_t* end = to + blocks * kTileBytes; to < end; codes += 64) {
-        __builtin_prefetch(codes + kPrefetchBytes);
-        I32x16 packed = load<I32x16>(codes);
-        store(to, (I8x64)(kBits == 4 ? packed & 0x0f0f0f0f : packed) - middle);
-        if (kBits == 4) store(to + 64, (I8x64)((packed >> 4) & 0x0f0f0f0f) - middle);
-        to += kBits == 4 ? 128 : 64;
-    }
-}
-
-template <int kBits, bool kSymmetric>
-inline const uint8_t* widened(const Grouped& w, int64_t blocks, int64_t p) {
-    static thread_local std::vector<I8x64> memory;
-    // Codes of a last, incomplete span are multiplied with zeros.
-    int64_t size = (blocks + kLongSpan - 1) * kTileBytes / 64;
-    if (int64_t(memory.size()) < size) memory.resize(size);
-    widen_codes<kBits, kSymmetric>(w, blocks, p, (uint8_t*)memory.data());
-    asm volatile("" ::: "memory");  // tiles are loaded behind the compiler's back
-    return (const uint8_t*)memory.data();
-}
-#endif
-
 // The product's panels that this thread has, on rounded rows. Y is T or wider.
 template <int kBits, bool kSymmetric, int kSpan, typename T, typename Y>
 void multiply_panels(const RoundedRows& x, const Grouped& w, const T* bias, Y* y, int64_t columns) {
     int64_t blocks = x.blocks();
-#if defined(KVRELAY_TILES)
-    std::optional<Tiles> tiles;
-    if (x.is_for_tiles()) tiles.emplace(int(std::min(x.rows(), x.tile_rows())), quads_together(kSpan));
-#endif
 #pragma omp for schedule(static)
     for (int64_t p = 0; p < num_panels(columns); p++) {
-        int64_t at = p * kLanes, width = std::min<int64_t>(columns - at, kLanes);
-        F32x16 offset = bias ? load_some(bias + at, width) : F32x16{};
-#if defined(KVRELAY_TILES)
-        const uint8_t* codes = tiles ? widened<kBits, kSymmetric>(w, blocks, p) : nullptr;
-#endif
         for (int64_t row = 0; row < x.rows(); row += x.tile_rows()) {
             RoundedTile tile = x.tile(row);
-            F32x16 product[kTiledRows];
-#if defined(KVRELAY_TILES)
-            if (tiles && tile.rows <= kTiledRows / 2) {
-                multiply_tile<kSymmetric, kSpan, kTiledRows / 2>(tile, w, codes, blocks, p, product);
-            } else if (tiles) {
-                multiply_tile<kSymmetric, kSpan, kTiledRows>(tile, w, codes, blocks, p, product);
-            } else
-#endif
-                multiply_panel<kBits, kSymmetric>(tile, w, blocks, kSpan, p, product);
-            for (int64_t r = 0; r < tile.rows; r++) {
-                F32x16 value = bias ? product[r] + offset : product[r];
-                Y* to = y + (row + r) * columns + at;
-                if (width == kLanes) {
-                    store_narrow(to, value);
-                } else {
-                    store_some(to, value, width);
-                }
-            }
+            F32x16 product[kMaxRows];
+            multiply_panel<kBits, kSymmetric>(tile, w, blocks, kSpan, p, product);
+            for (int64_t r = 0; r < tile.rows; r++)
+                store_columns(product[r], bias, y + (row + r) * columns, columns, p * kLanes);
         }
     }
 }
@@ -256,13 +183,11 @@ constexpr int64_t kRoundedAlone = 4096;
 template <int kBits, bool kSymmetric, int kSpan, typename T, typename Y>
 void grouped_product(const T* x, const Grouped& w, const T* bias, Y* y, int64_t rows, int64_t columns, int64_t depth) {
     static thread_local std::vector<int32_t> memory;
-    Rounding how{kSpan, 1, kMaxRows};
-    if (rows >= kMinTiledRows && has_tiles()) how = {kSpan, quads_together(kSpan), kTiledRows};
-    RoundedRows together(rows, depth, how, memory);
+    RoundedRows together(rows, depth, kSpan, memory);
     bool is_alone = rows * depth <= kRoundedAlone;
 #pragma omp parallel
     {
-        RoundedRows rounded = is_alone ? RoundedRows(rows, depth, how, memory) : together;
+        RoundedRows rounded = is_alone ? RoundedRows(rows, depth, kSpan, memory) : together;
         if (is_alone) {
             for (int64_t row = 0; row < rows; row++) rounded.round(x + row * depth, row);
         } else {
@@ -275,8 +200,7 @@ void grouped_product(const T* x, const Grouped& w, const T* bias, Y* y, int64_t 
 
 template <int kBits, typename T, typename Y>
 void grouped_product(const T* x, const Grouped& w, const T* bias, Y* y, int64_t rows, int64_t columns, int64_t depth) {
-    // Formats with one scale for a whole row of weights are made for one scale for a whole row of inputs.
-    bool is_long = w.group_blocks >= num_blocks(depth);
+    bool is_long = w.input_span(depth) > 1;
     if (w.offsets) {
         is_long ? grouped_product<kBits, false, kLongSpan>(x, w, bias, y, rows, columns, depth)
                 : grouped_product<kBits, false, 1>(x, w, bias, y, rows, columns, depth);
@@ -294,7 +218,8 @@ void grouped_linear(const T* x, const Grouped& w, const T* bias, Y* y, int64_t r
 }
 
 // Pack panel p of the codes [columns, depth]. Missing columns and inputs have code 0; their x is 0.
-inline void pack_codes(const uint8_t* codes, int64_t columns, int64_t depth, int64_t bits, uint8_t* packed, int64_t p) {
+inline void pack_vector_codes(
+    const uint8_t* codes, int64_t columns, int64_t depth, int64_t bits, uint8_t* packed, int64_t p) {
     int64_t blocks = num_blocks(depth);
     packed += p * blocks * grouped_block_bytes(bits);
     auto code = [&](int64_t column, int64_t at) -> uint8_t {

@@ -46,9 +46,11 @@ extern "C" {
 int64_t kvrelay_codes_size(int64_t columns, int64_t depth, int64_t bits) {
     return num_panels(columns) * num_blocks(depth) * grouped_block_bytes(bits);
 }
-void kvrelay_pack_codes(const uint8_t* codes, uint8_t* packed, int64_t columns, int64_t depth, int64_t bits) {
+void kvrelay_pack_codes(
+    const uint8_t* codes, uint8_t* packed, int64_t columns, int64_t depth, int64_t bits, int64_t in_tiles) {
+    auto pack_panel = in_tiles ? pack_tiled_codes : pack_vector_codes;
 #pragma omp parallel for schedule(static)
-    for (int64_t p = 0; p < num_panels(columns); p++) pack_codes(codes, columns, depth, bits, packed, p);
+    for (int64_t p = 0; p < num_panels(columns); p++) pack_panel(codes, columns, depth, bits, packed, p);
 }
 // OpenMP keeps this setting for each thread that starts parallel work.
 void kvrelay_use_threads(int64_t count) { omp_set_num_threads(int(count)); }

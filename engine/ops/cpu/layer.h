@@ -3,8 +3,7 @@
 #include <type_traits>
 
 #include "attention.h"
-#include "grouped.h"
-#include "tiled.h"
+#include "tiled_codes.h"
 
 namespace kvrelay {
 
@@ -18,11 +17,13 @@ struct Projection {
     // Y is T or wider.
     template <typename Y>
     void operator()(const T* x, Y* y, int64_t rows) const {
-        if (!packed) return grouped_linear(x, grouped, bias, y, rows, columns, depth);
 #if defined(KVRELAY_TILES)
         if constexpr (std::is_same_v<T, bf16>)
-            if (has_tiles()) return tiled_linear(x, packed, bias, y, rows, columns, depth);
+            if (packed ? has_tiles() : grouped.in_tiles)
+                return packed ? tiled_linear(x, PlainPanels(packed, depth), bias, y, rows, columns, depth)
+                              : tiled_grouped_linear(x, grouped, bias, y, rows, columns, depth);
 #endif
+        if (!packed) return grouped_linear(x, grouped, bias, y, rows, columns, depth);
         linear(x, packed, bias, y, rows, columns, depth);
     }
 };

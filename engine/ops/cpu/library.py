@@ -55,7 +55,7 @@ class GroupedCodes(ctypes.Structure):
 
     _fields_ = [
         *((name, c_void_p) for name in ("codes", "scales", "offsets")),
-        *((name, c_int64) for name in ("bits", "scale_bits", "group_blocks")),
+        *((name, c_int64) for name in ("bits", "scale_bits", "group_blocks", "in_tiles")),
     ]
 
 
@@ -111,9 +111,9 @@ class CpuKernels:
         """Sets the number of threads for kernels that the calling thread starts."""
         self.num_threads: Callable[[], int] = declare("num_threads", c_int64)
         self.has_tiles: Callable[[], bool] = declare("has_tiles", c_bool)
-        """Whether products in bfloat16, and of many rows with grouped weights, run in tile registers."""
+        """Whether products of bfloat16 inputs run in tile registers."""
         self.codes_size = declare("codes_size", c_int64, count, count, count)
-        self.pack_codes = declare("pack_codes", None, address, address, count, count, count)
+        self.pack_codes = declare("pack_codes", None, address, address, *(count,) * 4)
         self.packed_size = function("packed_size", c_int64, count, count)
         self.pack = function("pack", None, address, address, count, count)
         self.linear = function("linear", None, POINTER(PackedWeight), address, address, count)

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from engine.model.config import DecoderConfig
 from engine.model.grouped import GroupedLinear, GroupedWeight
-from engine.model.weights import Convert, DecoderWeights, Linear, Projection, fused_projections
+from engine.model.weights import HEAD_FIELD, Convert, DecoderWeights, Linear, Projection, fused_projections
 from engine.ops.cpu.library import CpuKernels, GroupedCodes, PackedWeight
 
 _HUGE_PAGE = 2 << 20
@@ -109,9 +109,9 @@ def grouped_packer(config: DecoderConfig, kernels: CpuKernels) -> Convert:
     shapes.append((config.vocab_size, config.hidden_size))
     arena = Arena(sum(_largest_packed_bytes(*shape, kernels) for shape in shapes))
 
-    def pack(_field: str, projection: Projection) -> Projection:
+    def pack(field: str, projection: Projection) -> Projection:
         if isinstance(projection, GroupedLinear) and _can_pack(projection):
-            return pack_grouped(projection, kernels, arena)
+            return pack_grouped(projection, kernels, arena, in_tiles=_is_for_tiles(field, kernels))
         return projection
 
     return pack
@@ -125,19 +125,19 @@ def _largest_packed_bytes(columns: int, depth: int, kernels: CpuKernels) -> int:
 
 def pack_projections(weights: DecoderWeights, kernels: CpuKernels) -> None:
     """Replace every plain and grouped projection by a packed one. Mutates `weights`."""
-    weights.replace_projections(packer(weights.projections(), kernels))
+    weights.convert_projections(packer(weights.projections(), kernels))
 
 
-def packer(projections: Iterable[Projection], kernels: CpuKernels) -> Callable[[Projection], Projection]:
+def packer(projections: Iterable[Projection], kernels: CpuKernels) -> Convert:
     """Return the conversion of these projections, plain or grouped, into packed ones in one arena."""
     arena = Arena(sum(_packed_bytes(projection, kernels) for projection in projections))
 
-    def pack(projection: Projection) -> Projection:
+    def pack(field: str, projection: Projection) -> Projection:
         match projection:
             case Linear():
                 return pack_plain(projection, kernels, arena)
             case GroupedLinear():
-                return pack_grouped(projection, kernels, arena)
+                return pack_grouped(projection, kernels, arena, in_tiles=_is_for_tiles(field, kernels))
             case _:
                 return projection
 
@@ -154,13 +154,21 @@ def pack_plain(linear: Linear, kernels: CpuKernels, arena: Arena) -> PackedLinea
     return PackedLinear(address, (packed, linear.bias), kernels)
 
 
-def pack_grouped(linear: GroupedLinear, kernels: CpuKernels, arena: Arena) -> PackedLinear:
-    """Copy a grouped weight into the kernels' layout: its scales in 16 bits where this changes none of them."""
+def _is_for_tiles(field: str, kernels: CpuKernels) -> bool:
+    """Whether tile registers multiply with a grouped weight; not with a head: for its few rows vectors are faster."""
+    return field != HEAD_FIELD and kernels.dtype is torch.bfloat16 and kernels.has_tiles()
+
+
+def pack_grouped(linear: GroupedLinear, kernels: CpuKernels, arena: Arena, *, in_tiles: bool) -> PackedLinear:
+    """Copy a grouped weight into the kernels' layout: its scales in 16 bits where this changes none of them.
+
+    `in_tiles`: for tile registers, with kernels for bfloat16 that have some.
+    """
     weight = linear.weight
     columns, depth = weight.shape
     codes = arena.allocate(kernels.codes_size(columns, depth, weight.bits), torch.uint8)
     contiguous = weight.codes.contiguous()
-    kernels.pack_codes(contiguous.data_ptr(), codes.data_ptr(), columns, depth, weight.bits)
+    kernels.pack_codes(contiguous.data_ptr(), codes.data_ptr(), columns, depth, weight.bits, in_tiles)
     dtype = _grid_dtype(weight)
     scales = _pack_grid(weight.scales, dtype, arena)
     offsets = None if weight.offsets is None else _pack_grid(weight.offsets, dtype, arena)
@@ -172,6 +180,7 @@ def pack_grouped(linear: GroupedLinear, kernels: CpuKernels, arena: Arena) -> Pa
         bits=weight.bits,
         scale_bits=dtype.itemsize * 8,
         group_blocks=-(-min(weight.group_size, depth) // _BLOCK),
+        in_tiles=in_tiles,
     )
     address = PackedWeight(bias=_address(bias), columns=columns, depth=depth, grouped=grouped)
     return PackedLinear(address, (codes, scales, offsets, bias), kernels)

@@ -9,7 +9,8 @@
 
 namespace kvrelay {
 
-constexpr int64_t kTileKeys = 64;  // keys between two rescalings
+constexpr int64_t kTileKeys = 64;    // keys between two rescalings
+constexpr int64_t kSplitKeys = 256;  // keys that are summed by themselves
 constexpr float kNever = -std::numeric_limits<float>::infinity();
 
 // One step, as `library.py` describes it. Counts, then addresses; everything int64 but cos, sin and tables.
@@ -63,12 +64,26 @@ struct Partial {
         sums.assign(rows, 0.0f);
         out.assign(rows * dim, 0.0f);
     }
+
+    // Add row `from` of the keys that follow to this row.
+    KVRELAY_ONCE void absorb(int64_t row, const Partial& next, int64_t from, int64_t dim) {
+        float best = std::max(peaks[row], next.peaks[from]);
+        if (best == kNever) return;  // neither has seen a key
+        float mine = exp2(splat(peaks[row] - best))[0], other = exp2(splat(next.peaks[from] - best))[0];
+        peaks[row] = best;
+        sums[row] = sums[row] * mine + next.sums[from] * other;
+        for (int64_t i = 0; i < dim; i += kLanes) {
+            float* to = out.data() + row * dim + i;
+            store(to, load<F32x16>(to) * mine + load<F32x16>(next.out.data() + from * dim + i) * other);
+        }
+    }
 };
 
 // Turn a tile's scores of one row into weights 2^(score * scale - peak), and rescale what was summed before (Milakov and
 // Gimelshein, "Online normalizer calculation for softmax", 2018). `peak` is the largest score * scale so far.
 template <typename T>
-inline void soften(const float* scores, float scale, T* weights, float& peak, float& total, float* out, int64_t dim) {
+KVRELAY_ONCE void soften(
+    const float* scores, float scale, T* weights, float& peak, float& total, float* out, int64_t dim) {
     constexpr int kVectors = kTileKeys / kLanes;
     F32x16 row[kVectors], high = splat(kNever), mass{};
     for (int i = 0; i < kVectors; i++) {
@@ -91,21 +106,30 @@ inline void soften(const float* scores, float scale, T* weights, float& peak, fl
     total += sum(mass);
 }
 
-// Where the keys and values of a tile lie, from some key head on. Places beyond the last key repeat it.
+// The first key that the window of the last of `context` tokens shows.
+inline int64_t oldest_key(int64_t window, int64_t context) {
+    return window ? std::max<int64_t>(0, context - window) : 0;
+}
+
+// Where the keys and values of a tile lie, from some key head on, of which keys [begin, end) are read. Other places
+// repeat the next one that is.
 template <typename T>
 struct TileRows {
     const T *keys[kTileKeys], *values[kTileKeys];
 
-    void find(const Step& step, const Layer<T>& layer, const int32_t* table, int64_t head, int64_t first, int64_t end) {
+    void find(const Step& step, const Layer<T>& layer, const int32_t* table, int64_t head, int64_t first, int64_t begin,
+              int64_t end) {
         int64_t stride = step.num_kv_heads * step.head_dim, count = std::min(kTileKeys, end - first);
-        int64_t block = first / step.block_size, offset = first % step.block_size;
-        for (int64_t k = 0; k < count; block++, offset = 0) {
+        int64_t skipped = std::max<int64_t>(0, begin - first), at_first = first + skipped;
+        int64_t block = at_first / step.block_size, offset = at_first % step.block_size;
+        for (int64_t k = skipped; k < count; block++, offset = 0) {
             int64_t at = (table[block] * step.block_size + offset) * stride + head * step.head_dim;
             for (int64_t left = std::min(step.block_size - offset, count - k); left > 0; left--, k++, at += stride) {
                 keys[k] = layer.keys + at;
                 values[k] = layer.values + at;
             }
         }
+        for (int64_t k = 0; k < skipped; k++) keys[k] = keys[skipped], values[k] = values[skipped];
         for (int64_t k = count; k < kTileKeys; k++) keys[k] = keys[count - 1], values[k] = values[count - 1];
     }
 

@@ -7,6 +7,10 @@
 #include <immintrin.h>
 #endif
 
+// Kernels are compiled once, not into each of their callers: compiling takes seconds of a first start, and two copies may
+// round differently.
+#define KVRELAY_ONCE __attribute__((noinline))
+
 namespace kvrelay {
 
 constexpr int kLanes = 16;
@@ -57,13 +61,15 @@ inline F32x16 load_wide(const bf16* from) { return widen(load<U16x16>(from)); }
 inline void store_narrow(float* to, F32x16 wide) { store(to, wide); }
 inline void store_narrow(bf16* to, F32x16 wide) { store(to, narrow(wide)); }
 
-inline float to_float(float value) { return value; }
-inline float to_float(bf16 value) {
-    uint32_t bits = uint32_t(value.bits) << 16;
-    float wide;
-    std::memcpy(&wide, &bits, 4);
-    return wide;
+// The number that these bits stand for.
+inline float as_float(uint32_t bits) {
+    float value;
+    std::memcpy(&value, &bits, 4);
+    return value;
 }
+
+inline float to_float(float value) { return value; }
+inline float to_float(bf16 value) { return as_float(uint32_t(value.bits) << 16); }
 template <typename T>
 inline T from_float(float value);
 template <>
@@ -84,13 +90,15 @@ inline void store_some(T* to, F32x16 wide, int64_t count) {
 }
 
 // Fold a vector by halves, so that lane 0 holds the result for all lanes.
-template <typename Combine>
-inline float fold(F32x16 v, Combine combine) {
+template <typename V, typename Combine>
+inline auto fold(V v, Combine combine) {
     v = combine(v, __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));
     v = combine(v, __builtin_shufflevector(v, v, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11));
     v = combine(v, __builtin_shufflevector(v, v, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13));
     return combine(v, __builtin_shufflevector(v, v, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14))[0];
 }
+
+inline I32x16 max(I32x16 a, I32x16 b) { return a > b ? a : b; }
 
 // When either is NaN, the second.
 inline F32x16 max(F32x16 a, F32x16 b) {
@@ -104,17 +112,19 @@ inline F32x16 max(F32x16 a, F32x16 b) {
 inline float sum(F32x16 v) {
     return fold(v, [](F32x16 a, F32x16 b) { return a + b; });
 }
-inline float highest(F32x16 v) {
-    return fold(v, [](F32x16 a, F32x16 b) { return max(a, b); });
+template <typename V>
+inline auto highest(V v) {
+    return fold(v, [](V a, V b) { return max(a, b); });
 }
 
-// 2^x for x <= 0, with a relative error below 3e-7; 0 far below -126, NaN of NaN (hence the order of max's arguments).
+// 2^x for x <= 0, with a relative error below 3e-7; 0 below -125, NaN of NaN (hence the order of max's arguments). No
+// number on the way is subnormal: processors take a hundred cycles for these.
 inline F32x16 exp2(F32x16 x) {
-    F32x16 clamped = max(splat(-150.0f), x);
+    F32x16 clamped = max(splat(-125.0f), x);
 #if defined(__AVX512F__)
     F32x16 n = (F32x16)_mm512_roundscale_ps((__m512)clamped, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 #else
-    F32x16 shifted = max(splat(-127.0f), clamped) + 12582912.0f;  // 1.5 * 2^23: the integer lands in the low bits
+    F32x16 shifted = clamped + 12582912.0f;  // 1.5 * 2^23: the integer lands in the low bits
     F32x16 n = shifted - 12582912.0f;
 #endif
     F32x16 r = clamped - n;  // in [-0.5, 0.5]: the Taylor series of e^(r ln 2)
@@ -125,34 +135,41 @@ inline F32x16 exp2(F32x16 x) {
     p = p * r + 6.9314718e-1f;
     p = p * r + 1.0f;
 #if defined(__AVX512F__)
-    return (F32x16)_mm512_scalef_ps((__m512)p, (__m512)n);
+    F32x16 result = (F32x16)_mm512_scalef_ps((__m512)p, (__m512)n);
 #else
-    F32x16 power = (F32x16)(((I32x16)shifted - 0x4b400000 + 127) << 23);
-    return x < -126.0f ? F32x16{} : p * power;
+    F32x16 result = p * (F32x16)(((I32x16)shifted - 0x4b400000 + 127) << 23);
 #endif
+    return x < -125.0f ? F32x16{} : result;
 }
 
-// Lane i of the result is the sum of v[i]'s lanes: four rounds of adding neighbours.
-inline F32x16 sum_each(const F32x16* v) {
-    F32x16 pairs[8], fours[4], eights[2];
+// Lane i of the result combines v[i]'s lanes: four rounds of combining neighbours.
+template <typename V, typename Combine>
+inline V fold_each(const V* v, Combine combine) {
+    V pairs[8], fours[4], eights[2];
     for (int i = 0; i < 8; i++) {
-        F32x16 a = v[2 * i], b = v[2 * i + 1];
-        pairs[i] = __builtin_shufflevector(a, b, 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30) +
-                   __builtin_shufflevector(a, b, 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
+        V a = v[2 * i], b = v[2 * i + 1];
+        pairs[i] = combine(__builtin_shufflevector(a, b, 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30),
+                           __builtin_shufflevector(a, b, 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31));
     }
     for (int i = 0; i < 4; i++) {
-        F32x16 a = pairs[2 * i], b = pairs[2 * i + 1];
-        fours[i] = __builtin_shufflevector(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
-                   __builtin_shufflevector(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+        V a = pairs[2 * i], b = pairs[2 * i + 1];
+        fours[i] = combine(__builtin_shufflevector(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29),
+                           __builtin_shufflevector(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31));
     }
     for (int i = 0; i < 2; i++) {
-        F32x16 a = fours[2 * i], b = fours[2 * i + 1];
-        eights[i] = __builtin_shufflevector(a, b, 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27) +
-                    __builtin_shufflevector(a, b, 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
+        V a = fours[2 * i], b = fours[2 * i + 1];
+        eights[i] = combine(__builtin_shufflevector(a, b, 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27),
+                            __builtin_shufflevector(a, b, 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31));
     }
-    F32x16 a = eights[0], b = eights[1];
-    return __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
-           __builtin_shufflevector(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+    V a = eights[0], b = eights[1];
+    return combine(__builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23),
+                   __builtin_shufflevector(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31));
+}
+inline F32x16 sum_each(const F32x16* v) {
+    return fold_each(v, [](F32x16 a, F32x16 b) { return a + b; });
+}
+inline I32x16 highest_each(const I32x16* v) {
+    return fold_each(v, [](I32x16 a, I32x16 b) { return max(a, b); });
 }
 
 // Turn sixteen rows of sixteen into columns.

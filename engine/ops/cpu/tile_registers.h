@@ -21,15 +21,15 @@ inline bool has_tiles() {
     return is_permitted;
 }
 
-// Tile 0 to 3: sums [rows][16 columns]; 4, 5: [rows][quads of inputs]; 6, 7: [quads of inputs][16 columns].
+// Tile 0 to 3: sums [rows][columns]; 4, 5: [rows][16 pairs of depths]; 6, 7: [16 pairs of depths][columns].
 // One thread's registers for as long as this lives; other code of the thread finds its own layout afterwards.
 class Tiles {
 public:
-    Tiles(int rows, int quads) {
+    Tiles(int rows, int columns) {
         Layout layout{};
         for (int tile = 0; tile < 8; tile++) {
-            layout.rows[tile] = uint8_t(tile < 6 ? rows : quads);
-            layout.row_bytes[tile] = uint16_t(4 * (tile == 4 || tile == 5 ? quads : kLanes));
+            layout.rows[tile] = uint8_t(tile < 6 ? rows : kLanes);
+            layout.row_bytes[tile] = uint16_t(4 * (tile == 4 || tile == 5 ? kLanes : columns));
         }
         _tile_storeconfig(&before_);
         load(layout);

@@ -16,7 +16,6 @@ namespace kvrelay {
 
 #if defined(KVRELAY_TILES)
 
-constexpr int kRunDepths = Format<bf16>::kRun * Format<bf16>::kPack;
 constexpr int64_t kRunSize = kRunDepths * kPanel;  // elements of a panel
 constexpr int64_t kMostRuns = 18;                  // of two tiles of rows, that stay in the first cache: 36 KiB
 constexpr int64_t kGroupBytes = 640 << 10;         // of weights that stay in the second
@@ -38,12 +37,12 @@ public:
     int64_t tiles() const { return (rows_ + tile_rows_ - 1) / tile_rows_; }
     int64_t runs() const { return runs_; }
     int64_t rows_of(int64_t t) const { return std::min(tile_rows_, rows_ - t * tile_rows_); }
-    const bf16* tile(int64_t t, int64_t run) const { return memory_ + (t * runs_ + run) * tile_rows_ * kRunDepths; }
+    bf16* tile(int64_t t, int64_t run) const { return memory_ + (t * runs_ + run) * tile_rows_ * kRunDepths; }
 
     // Fill in tile t from x [rows][depth]. Tiles may be filled by several threads.
     void fill(const bf16* x, int64_t t) const {
         for (int64_t run = 0; run < runs_; run++) {
-            bf16* to = memory_ + (t * runs_ + run) * tile_rows_ * kRunDepths;
+            bf16* to = tile(t, run);
             int64_t count = std::min<int64_t>(depth_ - run * kRunDepths, kRunDepths);
             for (int64_t r = t * tile_rows_; r < (t + 1) * tile_rows_; r++, to += kRunDepths) {
                 if (r >= rows_ || count < kRunDepths) std::memset((void*)to, 0, kRunDepths * sizeof(bf16));
@@ -60,9 +59,10 @@ private:
 // Sums of one tile of rows with one panel, [kTiledRows][kPanel].
 typedef float TileSums[kTiledRows][kPanel];
 
-// Add to one tile's sums, or to two tiles', the products of the runs [run, end); run 0 begins anew.
-template <int kTiles>
-inline void add_runs(const TiledRows& x, int64_t t, int64_t run, int64_t end, const bf16* panel, TileSums* sums) {
+// Add to one tile's sums, or to two tiles', the products of the runs [run, end); run 0 begins anew. panel(run): a run's
+// weights.
+template <int kTiles, typename Panel>
+inline void add_runs(const TiledRows& x, int64_t t, int64_t run, int64_t end, Panel panel, TileSums* sums) {
     constexpr int kStride = kPanel * sizeof(float), kPanelStride = 2 * kPanel * sizeof(bf16);
     int64_t row_bytes = kRunDepths * sizeof(bf16);
     if (run == 0) {
@@ -76,12 +76,12 @@ inline void add_runs(const TiledRows& x, int64_t t, int64_t run, int64_t end, co
         if (kTiles == 2) _tile_loadd(2, sums[1][0], kStride);
         if (kTiles == 2) _tile_loadd(3, sums[1][0] + kLanes, kStride);
     }
-    for (panel += run * kRunSize; run < end; run++, panel += kRunSize) {
-        for (int64_t at = 0; at < kRunSize; at += 2 * kLanes) __builtin_prefetch(panel + kTilePrefetch + at);
+    for (; run < end; run++) {
+        const bf16* weights = panel(run);
         _tile_loadd(4, x.tile(t, run), row_bytes);
-        _tile_loadd(6, panel, kPanelStride);
+        _tile_loadd(6, weights, kPanelStride);
         _tile_dpbf16ps(0, 4, 6);
-        _tile_loadd(7, panel + 2 * kLanes, kPanelStride);
+        _tile_loadd(7, weights + 2 * kLanes, kPanelStride);
         _tile_dpbf16ps(1, 4, 7);
         if (kTiles == 2) {
             _tile_loadd(5, x.tile(t + 1, run), row_bytes);
@@ -95,17 +95,50 @@ inline void add_runs(const TiledRows& x, int64_t t, int64_t run, int64_t end, co
     if (kTiles == 2) _tile_stored(3, sums[1][0] + kLanes, kStride);
 }
 
-// Rows of this many elements in all are copied by every thread for itself, which costs less than waiting for another.
-constexpr int64_t kCopiedAlone = 8192;
+// Add the products of tile t, and of the next one if there is one. Returns whether there is.
+template <typename Panel>
+inline bool add_runs(const TiledRows& x, int64_t t, int64_t run, int64_t end, Panel panel, TileSums* sums) {
+    bool is_pair = t + 1 < x.tiles();
+    is_pair ? add_runs<2>(x, t, run, end, panel, sums) : add_runs<1>(x, t, run, end, panel, sums);
+    return is_pair;
+}
+
+// A panel in memory, as tiles take it.
+struct PanelInMemory {
+    const bf16* operator()(int64_t run) const {
+        const bf16* weights = panel + run * kRunSize;
+        for (int64_t at = 0; at < kRunSize; at += 2 * kLanes) __builtin_prefetch(weights + kTilePrefetch + at);
+        return weights;
+    }
+    const bf16* panel;
+};
+
+// Weights all of whose panels lie in memory.
+class PlainPanels {
+public:
+    PlainPanels(const bf16* packed, int64_t depth) : packed_(packed), size_(num_runs<bf16>(depth) * kRunSize) {}
+
+    // Make tile t of the rows ready. Plain weights are multiplied with them as they are.
+    void prepare(const TiledRows&, int64_t) const {}
+
+    // `add_runs` with panel p, the `idx`th of those that are multiplied with all rows before the next ones.
+    bool multiply(const TiledRows& x, int64_t t, int64_t run, int64_t end, int64_t p, int64_t, TileSums* sums) const {
+        return add_runs(x, t, run, end, PanelInMemory{packed_ + p * size_}, sums);
+    }
+
+private:
+    const bf16* packed_;
+    int64_t size_;
+};
 
 // The product's panels from `panel` to `end`, of copied rows. Y is bf16 or wider.
-template <typename Y>
+template <typename Panels, typename Y>
 void multiply_panels(
-    const TiledRows& x, const bf16* packed, const bf16* bias, Y* y, int64_t columns, int64_t panel, int64_t end) {
+    const TiledRows& x, const Panels& weight, const bf16* bias, Y* y, int64_t columns, int64_t panel, int64_t end) {
     static thread_local std::vector<F32x16> scratch(kMostPanels * 2 * sizeof(TileSums) / sizeof(F32x16));
     auto* sums = (TileSums(*)[2])scratch.data();
-    int64_t size = x.runs() * kRunSize, blocks = (x.runs() + kMostRuns - 1) / kMostRuns;
-    int64_t together = std::clamp(kGroupBytes / int64_t(size * sizeof(bf16)), kLeastPanels, kMostPanels);
+    int64_t bytes = x.runs() * kRunSize * sizeof(bf16), blocks = (x.runs() + kMostRuns - 1) / kMostRuns;
+    int64_t together = std::clamp(kGroupBytes / bytes, kLeastPanels, kMostPanels);
     asm volatile("" ::: "memory");  // tiles are loaded behind the compiler's back
     for (; panel < end; panel += together)
         for (int64_t t = 0; t < x.tiles(); t += 2)
@@ -113,9 +146,7 @@ void multiply_panels(
                 int64_t run = block * x.runs() / blocks, run_end = (block + 1) * x.runs() / blocks;
                 for (int64_t p = panel; p < std::min(panel + together, end); p++) {
                     TileSums* to = sums[p - panel];
-                    bool is_pair = t + 1 < x.tiles();
-                    is_pair ? add_runs<2>(x, t, run, run_end, packed + p * size, to)
-                            : add_runs<1>(x, t, run, run_end, packed + p * size, to);
+                    bool is_pair = weight.multiply(x, t, run, run_end, p, p - panel, to);
                     if (block + 1 < blocks) continue;
                     asm volatile("" ::: "memory");
                     for (int i = 0; i <= is_pair; i++)
@@ -127,10 +158,13 @@ void multiply_panels(
             }
 }
 
-// y [rows, columns] = x [rows, depth] * packed (+ bias). Both sides' rows are contiguous; Y is T or wider. All threads.
-template <typename Y>
-void tiled_linear(
-    const bf16* x, const bf16* packed, const bf16* bias, Y* y, int64_t rows, int64_t columns, int64_t depth) {
+// Rows of this many elements in all are copied by every thread for itself, which costs less than waiting for another.
+constexpr int64_t kCopiedAlone = 8192;
+
+// Copy rows x [rows][depth], let `prepare(copy, tile)` do more to each tile, and let each thread `multiply(copy, thread,
+// threads)`. All threads.
+template <typename Prepare, typename Multiply>
+void with_tiled_rows(const bf16* x, int64_t rows, int64_t depth, Prepare prepare, Multiply multiply) {
     static thread_local std::vector<F32x16> memory;
     auto reserve = [&] {
         size_t size = TiledRows::size(rows, depth) * sizeof(bf16) / sizeof(F32x16);
@@ -139,20 +173,30 @@ void tiled_linear(
     };
     bool is_alone = rows * depth <= kCopiedAlone;
     bf16* shared = is_alone ? nullptr : reserve();
-    int64_t panels = (columns + kPanel - 1) / kPanel;
 #pragma omp parallel
     {
         TiledRows tiled(rows, depth, is_alone ? reserve() : shared);
+        auto copy = [&](int64_t t) { tiled.fill(x, t), prepare(tiled, t); };
         if (is_alone) {
-            for (int64_t t = 0; t < tiled.tiles(); t++) tiled.fill(x, t);
+            for (int64_t t = 0; t < tiled.tiles(); t++) copy(t);
         } else {
 #pragma omp for schedule(static)
-            for (int64_t t = 0; t < tiled.tiles(); t++) tiled.fill(x, t);
+            for (int64_t t = 0; t < tiled.tiles(); t++) copy(t);
         }
-        Tiles registers(int(tiled.tile_rows()), Format<bf16>::kRun);
-        int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
-        multiply_panels(tiled, packed, bias, y, columns, thread * panels / threads, (thread + 1) * panels / threads);
+        multiply(tiled, int64_t(omp_get_thread_num()), int64_t(omp_get_num_threads()));
     }
+}
+
+// y [rows, columns] = x [rows, depth] * weight (+ bias). Both sides' rows are contiguous; Y is T or wider. All threads.
+template <typename Panels, typename Y>
+void tiled_linear(
+    const bf16* x, const Panels& weight, const bf16* bias, Y* y, int64_t rows, int64_t columns, int64_t depth) {
+    auto prepare = [&](const TiledRows& tiled, int64_t t) { weight.prepare(tiled, t); };
+    with_tiled_rows(x, rows, depth, prepare, [&](const TiledRows& tiled, int64_t thread, int64_t threads) {
+        Tiles registers(int(tiled.tile_rows()), kLanes);
+        int64_t panels = (columns + kPanel - 1) / kPanel;
+        multiply_panels(tiled, weight, bias, y, columns, thread * panels / threads, (thread + 1) * panels / threads);
+    });
 }
 
 #endif

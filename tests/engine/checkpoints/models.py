@@ -40,13 +40,14 @@ def save_quantized(
     *,
     name: str = "llama-attention-bias",
     plain: Callable[[str], bool] = lambda _module: False,
+    sizes: Mapping[str, Any] = SIZES,
     **grid: Any,
 ) -> Any:
     """Save a tiny model with projections packed by `pack`; returns the plain model of the same values.
 
     Modules for which `plain` is true, the head and the embedding stay as they are. Weights are in two files.
     """
-    model = make_model(name, **SIZES)
+    model = make_model(name, **sizes)
     tensors = {key: tensor.clone() for key, tensor in model.state_dict().items()}
     for seed, (module, linear) in enumerate(projections(model).items()):
         if plain(module):

@@ -14,7 +14,7 @@ from engine.model.grouped import GroupedLinear, GroupedWeight
 from engine.model.quantize import kv_scales
 from engine.model.weights import Linear
 from engine.options import EngineOptions, ModelDescription
-from tests.engine.checkpoints.models import CPU, load, projections, save_quantized
+from tests.engine.checkpoints.models import CPU, SIZES, load, projections, save_quantized
 from tests.engine.checkpoints.packers import compressed_config, make_grid, pack_awq, pack_compressed, pack_gptq
 from tests.engine.driver import Driver, make_sequence
 from tests.engine.driver import load as load_executor
@@ -67,8 +67,10 @@ def test_quantized_checkpoint_generates_the_plain_models_tokens(
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_answer_of_a_quantized_checkpoint_resumes_token_for_token(tmp_path: Path, dtype: str) -> None:
-    save_quantized(tmp_path, AWQ, pack_awq)
-    executor = load_executor(tmp_path, dtype=dtype)  # on compiled kernels, where there is a compiler
+    save_quantized(tmp_path, AWQ, pack_awq, sizes=SIZES | {"head_dim": 32})  # which the compiled kernels attend to
+    executor = load_executor(tmp_path, dtype=dtype)
+    if not executor.exact_resume:
+        pytest.skip("there are no compiled kernels here: torch's answers go on up to near ties")
     prompts = [make_prompt(num_tokens, seed=num_tokens) for num_tokens in (5, 12, 33)]
     answers = Driver(executor).generate([make_sequence(prompt) for prompt in prompts], num_tokens=12)
     chunked = Driver(executor).generate([make_sequence(p) for p in prompts], num_tokens=12, chunk_size=3)

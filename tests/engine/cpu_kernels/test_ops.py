@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import functools
+import itertools
 import random
 from array import array
 from pathlib import Path
@@ -170,6 +171,30 @@ def test_attention_when_the_batch_changes_keeps_a_rows_bits(kernels: CpuKernels)
     for span, own_qkv, expected in rows:
         alone = ops.plan(AttentionMetadata.from_spans([span], block_size=16)).attend(0, own_qkv.clone(), None, None)
         assert torch.equal(alone, expected)
+
+
+@pytest.mark.parametrize("heads", [(6, 2), (2, 2), (20, 1)])
+@pytest.mark.parametrize("window", [None, 100])
+def test_attention_of_a_token_has_the_same_bits_decoded_and_in_any_chunk(
+    kernels: CpuKernels, heads: tuple[int, int], window: int | None
+) -> None:
+    """An answer that goes on elsewhere was decoded there token by token, and is read here in one piece."""
+    config = make_config(*heads, 64, window)
+    num_tokens = 590
+    qkv = make_qkv(config, num_tokens, kernels.dtype)
+
+    def attended(*cuts: int) -> torch.Tensor:
+        table = array("i", random.Random(5).sample(range(NUM_BLOCKS), -(-num_tokens // 16)))
+        ops, parts = CpuOps(config, make_store(config, 16, kernels.dtype), kernels), []
+        for begin, end in itertools.pairwise((0, *cuts, num_tokens)):
+            span = SequenceSpan(num_computed=begin, num_new_tokens=end - begin, block_table=table)
+            step = ops.plan(AttentionMetadata.from_spans([span], block_size=16))
+            parts.append(step.attend(0, qkv[begin:end].clone(), None, None))
+        return torch.cat(parts)
+
+    expected = attended()
+    assert torch.equal(attended(*range(1, num_tokens)), expected)
+    assert torch.equal(attended(3, 64, 65, 200, 255, 256, 257, 500), expected)
 
 
 @pytest.mark.parametrize("size", [1, 15, 16, 17, 576])

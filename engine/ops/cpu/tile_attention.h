@@ -1,0 +1,212 @@
+// Attention of new tokens, tile of keys by tile of keys: keys and values are packed once and then multiplied with all
+// query rows, those of a chunk or those of a single token.
+//
+// Both in one way, so that a token has the same bits whether it was decoded, read in a chunk or read again elsewhere:
+// tiles and splits begin at multiples of their sizes, and the tiles of a split, then the splits, are added up in order.
+#pragma once
+#include "tile_packing.h"
+
+namespace kvrelay {
+
+constexpr int64_t kTileRows = 96;  // query rows of a chunk's item
+
+// Where a matrix begins, and how many elements its rows, or its panels, are apart.
+template <typename T>
+struct Strided {
+    T* at;
+    int64_t stride;
+};
+
+// C [rows][columns] (= or +=) A [rows][depth] * packed panels; float32 result. depth and columns are multiples of 32.
+enum class Into { kStore, kAdd };
+#if defined(KVRELAY_TILES)
+// In tile registers: `padded_rows` of C are written, whatever A has there.
+template <Into into>
+inline void multiply_in_registers(Strided<const bf16> a, int64_t rows, int64_t depth, Strided<const bf16> packed,
+                                  int64_t columns, Strided<float> c) {
+    asm volatile("" ::: "memory");  // tiles are loaded and stored behind the compiler's back
+    constexpr int64_t kPanelStride = 2 * kPanel * sizeof(bf16);
+    int64_t a_stride = a.stride * sizeof(bf16), c_stride = c.stride * sizeof(float);
+    for (int64_t column = 0; column < columns; column += kPanel, packed.at += packed.stride)
+        for (int64_t row = 0; row < rows; row += kTiledRows) {
+            float* to = c.at + row * c.stride + column;
+            if (into == Into::kAdd) {
+                _tile_loadd(0, to, c_stride);
+                _tile_loadd(1, to + kLanes, c_stride);
+            } else {
+                _tile_zero(0);
+                _tile_zero(1);
+            }
+            for (int64_t k = 0; k < depth; k += kRunDepths) {
+                const bf16* panel = packed.at + k * kPanel;
+                _tile_loadd(4, a.at + row * a.stride + k, a_stride);
+                _tile_loadd(6, panel, kPanelStride);
+                _tile_dpbf16ps(0, 4, 6);
+                _tile_loadd(7, panel + 2 * kLanes, kPanelStride);
+                _tile_dpbf16ps(1, 4, 7);
+            }
+            _tile_stored(0, to, c_stride);
+            _tile_stored(1, to + kLanes, c_stride);
+        }
+    asm volatile("" ::: "memory");
+}
+#endif
+
+template <Into into, typename T>
+inline void multiply_tile(Strided<const T> a, int64_t rows, int64_t depth, Strided<const T> packed, int64_t columns,
+                          Strided<float> c) {
+#if defined(KVRELAY_TILES)
+    if constexpr (std::is_same_v<T, bf16>)
+        if (has_tiles()) return multiply_in_registers<into>(a, rows, depth, packed, columns, c);
+#endif
+    int64_t step = rows_per_pass(rows);
+    for (int64_t column = 0; column < columns; column += kPanel, packed.at += packed.stride)
+        for (int64_t row = 0; row < rows; row += step) {
+            int count = int(std::min(step, rows - row));
+            F32x16 sums[kMaxRows][2] = {};
+            float* to = c.at + row * c.stride + column;
+            if constexpr (into == Into::kAdd)
+                for (int r = 0; r < count; r++)
+                    for (int half = 0; half < 2; half++)
+                        sums[r][half] = load<F32x16>(to + r * c.stride + half * kLanes);
+            multiply_panel(count, a.at + row * a.stride, a.stride, packed.at, num_steps<T>(depth), sums);
+            for (int r = 0; r < count; r++)
+                for (int half = 0; half < 2; half++) store(to + r * c.stride + half * kLanes, sums[r][half]);
+        }
+}
+
+// Hide what a query row must not see: keys after its position, and keys its window has left.
+inline void hide(float* row, int64_t first_key, int64_t position, int64_t window) {
+    int64_t oldest = window ? position - window + 1 : 0;
+    for (int64_t k = 0; k < kTileKeys; k++)
+        if (first_key + k > position || first_key + k < oldest) row[k] = kNever;
+}
+
+// Keys of a tile that are multiplied if `count` are left: whole panels, and runs of registers.
+inline int64_t multiplied_keys(int64_t count) { return std::min(kTileKeys, (count + kPanel - 1) / kPanel * kPanel); }
+
+// Add `keys` packed keys, the first of which is `at`, to what `rows` query rows have summed, from row `own` of `partial`
+// on. Query row r is at position first + r / group.
+template <typename T>
+inline void add_tile(const Step& step, int64_t window, int64_t at, int64_t keys, const T* queries, int64_t rows,
+                     int64_t first, TileBuffers<T>& tile, Partial& partial, int64_t own) {
+    int64_t dim = step.head_dim, last = first + (rows - 1) / step.group();
+    float* out = partial.out.data() + own * dim;
+    multiply_tile<Into::kStore, T>(
+        {queries, dim}, rows, dim, {tile.keys.data(), panel_size<T>(dim)}, keys, {tile.scores.data(), kTileKeys});
+    bool is_whole = at + kTileKeys - 1 <= first && (!window || at >= last - window + 1);
+    for (int64_t r = 0; r < rows; r++) {
+        float* row = tile.scores.data() + r * kTileKeys;
+        if (!is_whole) hide(row, at, first + r / step.group(), window);
+        soften(row, step.scale, tile.weights.data() + r * kTileKeys, partial.peaks[own + r], partial.sums[own + r],
+               out + r * dim, dim);
+    }
+    multiply_tile<Into::kAdd, T>(
+        {tile.weights.data(), kTileKeys}, rows, keys, {tile.values.data(), kTileKeys * kPanel}, dim, {out, dim});
+}
+
+// Tokens [item.begin, item.end) of a chunk, query heads of one key head.
+template <typename T>
+void attend_chunk(const Step& step, const Layer<T>& layer, const Item& item, const T* qkv, T* output) {
+    int64_t dim = step.head_dim, group = step.group();
+    int64_t start = step.query_start_loc[item.seq], context = step.context_lens[item.seq];
+    int64_t chunk_at = context - (step.query_start_loc[item.seq + 1] - start);  // position of the chunk's first token
+    int64_t rows = (item.end - item.begin) * group;
+    int64_t first = chunk_at + item.begin, last = chunk_at + item.end - 1;  // positions of the rows
+    thread_local TileBuffers<T> tile;
+    thread_local Partial split, whole;
+    tile.reset(1, padded_rows<T>(rows), dim);
+    split.reset(padded_rows<T>(rows), dim);
+    whole.reset(rows, dim);
+    TileRegisters<T> registers(rows);
+    for (int64_t r = 0; r < rows; r++) {
+        const T* token = qkv + (start + item.begin + r / group) * step.row_size();
+        const T* query = token + (item.first_head * group + r % group) * dim;
+        std::memcpy(tile.queries.data() + r * dim, query, dim * sizeof(T));
+    }
+    int64_t oldest = oldest_key(layer.window, first + 1), begin = oldest / kTileKeys * kTileKeys;
+    const int32_t* table = step.block_tables[item.seq];
+    TileRows<T> found;
+    CodeGroups<kTileKeys / kLanes> codes;
+    for (int64_t at = begin; at <= last; at += kTileKeys) {
+        int64_t keys = multiplied_keys(last + 1 - at);  // later keys are hidden from all rows
+        if (layer.has_codes()) {
+            CodeLayout layout = layer.codes(step);
+            codes.find(layout, layer.key_bytes(), layer.value_bytes(), table, item.first_head, at, last + 1);
+            if (layer.format == PageFormat::kInt8) pack_codes<false>(codes, layout, last + 1 - at, dim, tile);
+            else pack_codes<true>(codes, layout, last + 1 - at, dim, tile);
+        } else {
+            found.find(step, layer, table, item.first_head, at, oldest, last + 1);
+            auto meanwhile = [] {};
+            pack_keys(found.keys, keys, 0, dim, tile.keys.data(), meanwhile);
+            pack_values(found.values, keys, 0, dim, tile.values.data(), meanwhile);
+        }
+        add_tile(step, layer.window, at, keys, tile.queries.data(), rows, first, tile, split, 0);
+        if (at + kTileKeys > last || (at + kTileKeys) % kSplitKeys == 0) {
+            for (int64_t r = 0; r < rows; r++) whole.absorb(r, split, r, dim);
+            split.reset(padded_rows<T>(rows), dim);
+        }
+    }
+    for (int64_t r = 0; r < rows; r++) {
+        int64_t token = start + item.begin + r / group, head = item.first_head * group + r % group;
+        T* to = output + (token * step.num_heads + head) * dim;
+        write_result(whole.out.data() + r * dim, whole.sums[r], dim, layer.format, to);
+    }
+}
+
+// One token's query heads over keys [item.begin, item.end), which are of one split: a head's rows of `partial` begin at
+// a multiple of `padded_rows`. queries: from the item's first one on. `after` is what this thread probably does next, or
+// null.
+template <typename T>
+void attend_keys(const Step& step, const Layer<T>& layer, const Item& item, const Item* after, const T* queries,
+                 Partial& partial) {
+    int64_t dim = step.head_dim, group = step.group(), rows = padded_rows<T>(group), heads = item.num_heads;
+    thread_local TileBuffers<T> buffers;
+    buffers.reset(heads, rows, dim);
+    partial.reset(heads * rows, dim);
+    TileRegisters<T> registers(group);
+    for (int64_t head = 0; head < heads; head++)
+        std::memcpy(buffers.queries.data() + head * rows * dim, queries + head * group * dim, group * dim * sizeof(T));
+    TileRows<T> tiles[2];
+    auto find = [&](const Item& owner, int64_t at, TileRows<T>& tile) {
+        tile.find(step, layer, step.block_tables[owner.seq], owner.first_head, at, owner.begin, owner.end);
+        return std::min(kTileKeys, owner.end - at);
+    };
+    auto first_tile = [](const Item& owner) { return owner.begin / kTileKeys * kTileKeys; };
+    find(item, first_tile(item), tiles[0]);
+    int now = 0;
+    for (int64_t at = first_tile(item); at < item.end; at += kTileKeys, now = 1 - now) {
+        const TileRows<T>&tile = tiles[now], &next = tiles[1 - now];
+        int64_t keys = multiplied_keys(item.end - at), next_count = 0;
+        if (at + kTileKeys < item.end) next_count = find(item, at + kTileKeys, tiles[1 - now]);
+        else if (after) next_count = find(*after, first_tile(*after), tiles[1 - now]);
+        // A little of the next tile at a time, in the order of memory, while this one is packed: many requests at once
+        // are dropped.
+        int64_t key_times = keys / kLanes * (dim / Format<T>::kPack / kLanes);
+        int64_t times = heads * (key_times + dim / kPanel * (keys / kMeanwhileKeys)), time = 0;
+        auto fetch_next = [&] {
+            next.prefetch(next_count * time / times, next_count * (time + 1) / times, heads * dim);
+            time++;
+        };
+        for (int64_t head = 0; head < heads; head++) {
+            pack_keys(tile.keys, keys, head * dim, dim, buffers.keys.data(), fetch_next);
+            pack_values(tile.values, keys, head * dim, dim, buffers.values.data(), fetch_next);
+            add_tile(step, layer.window, at, keys, buffers.queries.data() + head * rows * dim, group,
+                     step.context_lens[item.seq] - 1, buffers, partial, head * rows);
+        }
+    }
+}
+
+// Merge the splits of one token, whose heads' rows are `rows` apart, and write the result.
+template <typename T>
+void merge(const Partial* splits, int64_t count, int64_t heads, int64_t group, int64_t rows, int64_t dim,
+           PageFormat format, T* to) {
+    thread_local Partial whole;
+    for (int64_t h = 0; h < heads * group; h++, to += dim) {
+        whole.reset(1, dim);
+        for (int64_t s = 0; s < count; s++) whole.absorb(0, splits[s], h / group * rows + h % group, dim);
+        write_result(whole.out.data(), whole.sums[0], dim, format, to);
+    }
+}
+
+}  // namespace kvrelay
