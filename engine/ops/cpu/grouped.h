@@ -102,7 +102,7 @@ public:
     PanelGrid(const Grouped& w, int64_t blocks, int64_t p)
         : w_(w), group_(p * ((blocks + w.group_blocks - 1) / w.group_blocks)) {}
 
-    void next(int64_t span) {
+    KVRELAY_INLINE void next(int64_t span) {
         if (in_group_ == 0) {
             scale = load_grid(w_.scales, w_.scale_bits, group_);
             if (w_.offsets) offset = load_grid(w_.offsets, w_.scale_bits, group_);

@@ -67,8 +67,13 @@ struct Partial {
 
     // Add row `from` of the keys that follow to this row.
     KVRELAY_ONCE void absorb(int64_t row, const Partial& next, int64_t from, int64_t dim) {
+        if (next.peaks[from] == kNever) return;  // it has seen no key
+        if (peaks[row] == kNever) {
+            peaks[row] = next.peaks[from], sums[row] = next.sums[from];
+            std::copy_n(next.out.data() + from * dim, dim, out.data() + row * dim);
+            return;
+        }
         float best = std::max(peaks[row], next.peaks[from]);
-        if (best == kNever) return;  // neither has seen a key
         float mine = exp2(splat(peaks[row] - best))[0], other = exp2(splat(next.peaks[from] - best))[0];
         peaks[row] = best;
         sums[row] = sums[row] * mine + next.sums[from] * other;

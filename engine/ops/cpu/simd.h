@@ -10,6 +10,8 @@
 // Kernels are compiled once, not into each of their callers: compiling takes seconds of a first start, and two copies may
 // round differently.
 #define KVRELAY_ONCE __attribute__((noinline))
+// In the innermost loops, of which a compiler may think otherwise.
+#define KVRELAY_INLINE __attribute__((always_inline))
 
 namespace kvrelay {
 
