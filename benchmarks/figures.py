@@ -52,6 +52,11 @@ class Figures:
             for value in figure.rounds:
                 self.add(figure.part, figure.case, figure.arm, **{figure.unit: value})
 
+    def leave_out(self, arm: str, reason: str) -> None:
+        """Forget an arm's rounds: it failed before it had all of them."""
+        self.all = {key: figure for key, figure in self.all.items() if figure.arm != arm}
+        self.missing[arm] = reason
+
     def ratios(self, figure: Figure, base: str) -> list[float]:
         """Return a figure's ratio to the arm `base` in each round; empty for that arm and without a value there."""
         other = self.all.get((figure.part, figure.case, base, figure.unit))

@@ -6,9 +6,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from benchmarks.engine.arms import KVRELAY
 from benchmarks.engine.cases import Case, best_tokens_per_s
 from benchmarks.figures import Figures, in_turn
-from benchmarks.peers.process import Arm
+from benchmarks.peers.process import Arm, ArmFailed
 from benchmarks.peers.protocol import Output
 from engine.floors import RateMeter
 from engine.work import ModelShape
@@ -37,15 +38,19 @@ class Plan:
 
 
 def run(arms: Sequence[Arm], plan: Plan, report: Report) -> Figures:
-    """Measure round by round: A B, then B A, and so on. One arm computes at a time. Raises ArmFailed.
+    """Measure round by round: A B, then B A, and so on. One arm computes at a time. Raises ArmFailed for one of ours.
 
-    The warm-up round is not in the figures.
+    Another one that fails is left out, with its reason. The warm-up round is not in the figures.
     """
-    rng, meter, figures = random.Random(plan.seed), RateMeter(), Figures()
+    rng, meter, figures, arms = random.Random(plan.seed), RateMeter(), Figures(), list(arms)
     for round_idx in range(plan.num_rounds + 1):
         label = f"round {round_idx}/{plan.num_rounds}" if round_idx else "warm-up  "
         for case_idx, case in enumerate(plan.cases):
             found = _measure_case(arms, case, plan, meter, rng, turn=round_idx + case_idx)
+            for name, reason in found.missing.items():
+                report(f"{name} is left out from here on: {reason}")
+                figures.leave_out(name, reason)
+                arms = [arm for arm in arms if arm.name != name]
             rates = {key[2]: figure.median for key, figure in found.all.items() if key[3] == "tokens per s"}
             report(f"{label}  {case.name:<15} " + "   ".join(f"{arm} {rates[arm]:.0f}" for arm in sorted(rates)))
             if round_idx:  # the first one compiled, allocated and filled caches
@@ -66,7 +71,14 @@ def _measure_case(
         waiting = [other for other in arms if other is not arm]
         time.sleep(_SETTLE_S)
         before_s = sum(other.cpu_s() for other in waiting)
-        outputs = answers[arm.name] = arm.generate(prompts, case.output_tokens, timeout_s=_REQUEST_TIMEOUT_S)
+        try:
+            outputs = answers[arm.name] = arm.generate(prompts, case.output_tokens, timeout_s=_REQUEST_TIMEOUT_S)
+        except ArmFailed as error:
+            if arm.name.startswith(KVRELAY):
+                raise
+            figures.missing[arm.name] = str(error)
+            arms = [other for other in arms if other is not arm]
+            continue
         waiting_cpu_s = sum(other.cpu_s() for other in waiting) - before_s
         rate, ttft_s = case.tokens_per_s(outputs), max(output.times_s[0] for output in outputs)
         figures.add(RATES, case.name, arm.name, tokens_per_s=rate, of_the_floor=rate / best, TTFT_s=ttft_s)

@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks.engine.cases import Case, Rate
 from benchmarks.engine.measure import Plan, run
+from benchmarks.figures import Figures
 from benchmarks.peers.group import ArmSpec
 from benchmarks.peers.process import Arm, ArmFailed
 from engine.work import DeviceRates, ModelShape
@@ -93,20 +94,28 @@ def test_arm_when_closed_takes_its_helpers_along(start_arm: StartArm) -> None:
     assert not helper.is_running() or helper.status() == psutil.STATUS_ZOMBIE
 
 
-def test_run_alternates_the_arms_drops_the_first_round_and_compares_the_answers(
-    start_arm: StartArm, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def run_arms(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Figures, list[str]]]:
     rates = DeviceRates(read_bytes_per_s=1.0, flops_per_s=1.0)
     monkeypatch.setattr("engine.floors.RateMeter.__init__", lambda _self: None)
     monkeypatch.setattr("engine.floors.RateMeter.measure", lambda _self: rates)
     monkeypatch.setattr("benchmarks.engine.measure._SETTLE_S", 0.0)
-    arms = [start_arm("plain", name="a"), start_arm("plain", name="b")]
-    for arm in arms:
-        arm.wait_ready(timeout_s=TIMEOUT_S)
-    case = Case(name="case", rate=Rate.MIXED, num_requests=2, prompt_tokens=3, output_tokens=4)
-    lines: list[str] = []
 
-    figures = run(arms, Plan(cases=[case], num_rounds=2, vocab_size=1000, seed=1, model=MODEL), lines.append)
+    def measure(*arms: Arm) -> tuple[Figures, list[str]]:
+        for arm in arms:
+            arm.wait_ready(timeout_s=TIMEOUT_S)
+        case = Case(name="case", rate=Rate.MIXED, num_requests=2, prompt_tokens=3, output_tokens=4)
+        lines: list[str] = []
+        plan = Plan(cases=[case], num_rounds=2, vocab_size=1000, seed=1, model=MODEL)
+        return run(arms, plan, lines.append), lines
+
+    return measure
+
+
+def test_run_alternates_the_arms_drops_the_first_round_and_compares_the_answers(
+    start_arm: StartArm, run_arms: Callable[..., tuple[Figures, list[str]]]
+) -> None:
+    figures, lines = run_arms(start_arm("plain", name="a"), start_arm("plain", name="b"))
 
     found = {(figure.arm, figure.unit): figure.rounds for figure in figures.all.values()}
     assert all(len(rounds) == 2 for rounds in found.values())
@@ -115,3 +124,19 @@ def test_run_alternates_the_arms_drops_the_first_round_and_compares_the_answers(
     turns = [key[2] for key in figures.all if key[3] == "tokens per s"]
     assert turns == ["b", "a"]
     assert len(lines) == 3
+
+
+def test_run_when_another_engine_dies_goes_on_without_it(
+    start_arm: StartArm, run_arms: Callable[..., tuple[Figures, list[str]]]
+) -> None:
+    figures, _ = run_arms(start_arm("plain", name="kvrelay"), start_arm("dies", name="b"), start_arm("plain", name="c"))
+
+    assert {figure.arm for figure in figures.all.values()} == {"kvrelay", "c", "at best"}
+    assert "b died" in figures.missing["b"]
+
+
+def test_run_when_our_engine_dies_fails(
+    start_arm: StartArm, run_arms: Callable[..., tuple[Figures, list[str]]]
+) -> None:
+    with pytest.raises(ArmFailed, match="kvrelay int4 died"):
+        run_arms(start_arm("plain", name="kvrelay"), start_arm("dies", name="kvrelay int4"))
