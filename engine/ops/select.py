@@ -103,10 +103,10 @@ def _pack(weights: DecoderWeights, kernels: CpuKernels | None) -> str:
     is_grouped = any(isinstance(projection, GroupedLinear | PackedLinear) for projection in weights.projections())
     is_plain = not is_grouped and weights.embedding.dtype is torch.bfloat16
     if kernels is not None and can_pack_all(weights):
-        has_tiles = kernels.has_tiles()
+        has_tiles = kernels.has_tiles() and weights.embedding.dtype is torch.bfloat16
         if not (is_plain and cpu_has(_TILE_FLAG)) or has_tiles:  # else compiled without them
             pack_projections(weights, kernels)
-            return "compiled, packed weights" + (", in tiles" if has_tiles and (is_plain or is_grouped) else "")
+            return "compiled, packed weights" + (", in tiles" if has_tiles else "")
     if can_pack(weights.embedding):
         widen_weights(weights, lambda linear, span: RoundedInputs(OneDnnLinear(linear), span))
         weights.replace_projections(lambda linear: OneDnnLinear(linear) if isinstance(linear, Linear) else linear)

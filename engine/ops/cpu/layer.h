@@ -17,6 +17,7 @@ struct Projection {
     // Y is T or wider.
     template <typename Y>
     void operator()(const T* x, Y* y, int64_t rows) const {
+        if (rows == 0) return;
 #if defined(KVRELAY_TILES)
         if constexpr (std::is_same_v<T, bf16>)
             if (packed ? has_tiles() : grouped.in_tiles)

@@ -65,10 +65,11 @@ struct Partial {
         out.assign(rows * dim, 0.0f);
     }
 
-    // Add row `from` of the keys that follow to this row.
+    // Add row `from` of the keys that follow to this row. A row that has seen no key has the sum 0; others about 1 or more,
+    // or NaN, which has to stay.
     KVRELAY_ONCE void absorb(int64_t row, const Partial& next, int64_t from, int64_t dim) {
-        if (next.peaks[from] == kNever) return;  // it has seen no key
-        if (peaks[row] == kNever) {
+        if (next.sums[from] == 0) return;
+        if (sums[row] == 0) {
             peaks[row] = next.peaks[from], sums[row] = next.sums[from];
             std::copy_n(next.out.data() + from * dim, dim, out.data() + row * dim);
             return;

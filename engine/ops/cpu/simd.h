@@ -9,7 +9,11 @@
 
 // Kernels are compiled once, not into each of their callers: compiling takes seconds of a first start, and two copies may
 // round differently.
+#if defined(__clang__)
 #define KVRELAY_ONCE __attribute__((noinline))
+#else
+#define KVRELAY_ONCE __attribute__((noinline, noclone))
+#endif
 // In the innermost loops, of which a compiler may think otherwise.
 #define KVRELAY_INLINE __attribute__((always_inline))
 
@@ -20,7 +24,6 @@ typedef float F32x16 __attribute__((vector_size(64)));
 typedef int32_t I32x16 __attribute__((vector_size(64)));
 typedef uint16_t U16x16 __attribute__((vector_size(32)));
 typedef int8_t I8x16 __attribute__((vector_size(16)));
-typedef int8_t I8x64 __attribute__((vector_size(64)));
 typedef uint8_t U8x16 __attribute__((vector_size(16)));
 
 struct bf16 {
@@ -166,9 +169,6 @@ inline V fold_each(const V* v, Combine combine) {
     V a = eights[0], b = eights[1];
     return combine(__builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23),
                    __builtin_shufflevector(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31));
-}
-inline F32x16 sum_each(const F32x16* v) {
-    return fold_each(v, [](F32x16 a, F32x16 b) { return a + b; });
 }
 inline I32x16 highest_each(const I32x16* v) {
     return fold_each(v, [](I32x16 a, I32x16 b) { return max(a, b); });

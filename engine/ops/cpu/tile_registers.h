@@ -2,7 +2,7 @@
 #pragma once
 #include "simd.h"
 
-#if defined(__AMX_INT8__) && defined(__AMX_BF16__) && defined(__AVX512F__)
+#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__AVX512BW__)
 #define KVRELAY_TILES 1
 #include <sys/syscall.h>
 #include <unistd.h>

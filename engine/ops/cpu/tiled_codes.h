@@ -41,15 +41,15 @@ typedef bf16 WideBlock[kLanes][kBlock];
 // Reads the blocks of a panel one after the other.
 class CodeStream {
 public:
-    // Panel p, whose first block is `block`. A thread has one stream at a time.
-    CodeStream(const Grouped& w, int64_t blocks, int64_t p, int64_t block)
+    // Blocks [block, end) of panel p, which has so many. A thread has one stream at a time.
+    CodeStream(const Grouped& w, int64_t blocks, int64_t p, int64_t block, int64_t end)
         : bits_(w.bits), group_blocks_(w.group_blocks), left_(w.group_blocks - block % w.group_blocks),
           codes_(w.codes + (p * blocks + block) * grouped_block_bytes(w.bits)) {
         int64_t groups = (blocks + w.group_blocks - 1) / w.group_blocks;
         // Of all groups before the first block is widened: what was stored just now is slow to read piece by piece.
         static thread_local std::vector<Grid> grids;
         if (int64_t(grids.size()) < groups) grids.resize(groups);
-        for (int64_t g = block / w.group_blocks; g < groups; g++) {
+        for (int64_t g = block / w.group_blocks; g * w.group_blocks < end; g++) {
             F32x16 scales = load_grid(w.scales, w.scale_bits, p * groups + g);
             // A symmetric grid's middle is exact, and so is the value before it is rounded.
             F32x16 offsets = w.offsets ? load_grid(w.offsets, w.scale_bits, p * groups + g)
@@ -150,7 +150,7 @@ public:
     bool multiply(
         const TiledRows& x, int64_t t, int64_t run, int64_t end, int64_t p, int64_t idx, TileSums* sums) const {
         static thread_local std::vector<F32x16> memory;
-        size_t size = kMostPanels * blocks_ * kRunSize * sizeof(bf16) / sizeof(F32x16);
+        size_t size = (idx + 1) * blocks_ * kRunSize * sizeof(bf16) / sizeof(F32x16);
         if (memory.size() < size) memory.resize(size);
         bf16* panel = (bf16*)memory.data() + idx * blocks_ * kRunSize;
         if (t == 0)
@@ -162,7 +162,7 @@ public:
 
 private:
     void widen(int64_t p, int64_t run, int64_t end, bf16* panel) const {
-        CodeStream stream(w_, blocks_, p, run);
+        CodeStream stream(w_, blocks_, p, run, end);
         alignas(64) WideBlock block;
         for (; run < end; run++) {
             stream.next(block);
@@ -199,7 +199,7 @@ inline void multiply_few(const TiledRows& x, const Grouped& w, int64_t p, float 
     constexpr int kStride = kLanes * sizeof(float), kBlockStride = kBlock * sizeof(bf16);
     int64_t row_bytes = x.tile_rows() * sizeof(float);
     alignas(64) WideBlock ring[2];  // a block is widened while tiles multiply the one before
-    CodeStream stream(w, x.runs(), p, 0);
+    CodeStream stream(w, x.runs(), p, 0, x.runs());
     stream.next(ring[0]);
     _tile_zero(0);
     if (kTiles == 2) _tile_zero(1);

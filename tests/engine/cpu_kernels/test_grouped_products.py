@@ -113,6 +113,7 @@ def test_product_when_other_rows_change_keeps_its_bits(
     packed = pack(make_linear(bits, 70, 608, group_size, has_offsets=has_offsets), kernels, is_head=is_head)
     x = make_inputs(40, 608, kernels.dtype)
     alone = torch.cat([packed(row[None]) for row in x])
+    assert packed(x[:0]).shape == (0, 70)
     # From 7 rows on several threads round them; beyond 32 weights are a tile's right operand.
     for num_tokens in (2, 7, 8, 13, 17, 32, 33, 40):
         assert torch.equal(packed(x[:num_tokens]), alone[:num_tokens])

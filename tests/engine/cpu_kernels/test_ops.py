@@ -173,13 +173,13 @@ def test_attention_when_the_batch_changes_keeps_a_rows_bits(kernels: CpuKernels)
         assert torch.equal(alone, expected)
 
 
-@pytest.mark.parametrize("heads", [(6, 2), (2, 2), (20, 1)])
+@pytest.mark.parametrize(("heads", "head_dim"), [((6, 2), 64), ((2, 2), 32), ((7, 1), 96), ((20, 1), 64)])
 @pytest.mark.parametrize("window", [None, 100])
 def test_attention_of_a_token_has_the_same_bits_decoded_and_in_any_chunk(
-    kernels: CpuKernels, heads: tuple[int, int], window: int | None
+    kernels: CpuKernels, heads: tuple[int, int], head_dim: int, window: int | None
 ) -> None:
     """An answer that goes on elsewhere was decoded there token by token, and is read here in one piece."""
-    config = make_config(*heads, 64, window)
+    config = make_config(*heads, head_dim, window)
     num_tokens = 590
     qkv = make_qkv(config, num_tokens, kernels.dtype)
 
@@ -195,6 +195,22 @@ def test_attention_of_a_token_has_the_same_bits_decoded_and_in_any_chunk(
     expected = attended()
     assert torch.equal(attended(*range(1, num_tokens)), expected)
     assert torch.equal(attended(3, 64, 65, 200, 255, 256, 257, 500), expected)
+
+
+@pytest.mark.parametrize("num_bad", [256, 0])  # keys of the first split; else only the new token's own
+def test_attention_to_keys_that_are_no_numbers_is_none(kernels: CpuKernels, num_bad: int) -> None:
+    """Else a sequence with damaged pages would get an answer that ignores a part of its prompt."""
+    config = make_config(2, 1, 64, None)
+    [span] = spans_for([(319, 1)], 16)
+    store = make_store(config, 16, kernels.dtype)
+    for pages in store.layers[0]:
+        pages.normal_()
+    slots = [span.block_table[at // 16] * 16 + at % 16 for at in range(num_bad)]
+    store.layers[0][0].view(-1, 1, 64)[slots] = float("nan")
+    qkv = make_qkv(config, 1, kernels.dtype)
+    qkv[:, 2 * 64 : 3 * 64] = float("nan") if num_bad == 0 else 1.0
+    step = CpuOps(config, store, kernels).plan(AttentionMetadata.from_spans([span], block_size=16))
+    assert not step.attend(0, qkv, None, None).isfinite().any()
 
 
 @pytest.mark.parametrize("size", [1, 15, 16, 17, 576])
@@ -270,6 +286,7 @@ def test_product_when_other_rows_change_keeps_its_bits(kernels: CpuKernels, in_f
     packed = pack(make_linear(70, in_features, kernels.dtype), kernels)
     x = torch.randn(70, in_features).to(kernels.dtype)
     alone = torch.cat([packed(row[None]) for row in x])
+    assert packed(x[:0]).shape == (0, 70)
     for num_tokens in (*range(2, 41), 70):
         assert torch.equal(packed(x[:num_tokens]), alone[:num_tokens])
 
