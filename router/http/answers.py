@@ -141,8 +141,13 @@ class StreamedAnswer(_StyledAnswer):
         if text is None and self._is_bare:
             return opening  # what the text means is not certain yet
         logprobs = style.logprobs(piece) if self._call.wants_logprobs else None
+        finish_reason = style.finish_reason(piece)
+        if style.is_parsed and finish_reason and text and text != EMPTY_DELTA:
+            # OpenAI's client ends a call with the chunk that ends its choice, but only one that it knew before.
+            opening += f'{choice}{text},"logprobs":null,"finish_reason":null}}]{self._usage}}}\n\n'
+            text = EMPTY_DELTA
         event = f'{opening}{choice}{text or EMPTY_DELTA},"logprobs":{quote(logprobs)}'
-        event += f',"finish_reason":{quote(style.finish_reason(piece))}'
+        event += f',"finish_reason":{quote(finish_reason)}'
         outside = self._usage
         if self._call.wants_running_usage:
             outside = f',"usage":{quote(self._running_usage())}'

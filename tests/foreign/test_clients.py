@@ -109,7 +109,7 @@ async def test_openai_message_with_calls_goes_back_with_their_results(saw: Saw) 
 async def test_openai_stream_helper_puts_calls_together(saw: Saw) -> None:
     found = await saw("openai_sdk.py", "streamed_tools")
     assert_fits(found["calls"], PERSON)
-    assert found["done"] == len(found["calls"]) < found["deltas"]
+    assert found["done"] == len(found["calls"]) <= found["deltas"]
 
 
 @pytest.mark.parametrize("case", ["responses_parse", "responses_stream"])
