@@ -121,7 +121,9 @@ async def test_engine_that_hangs_gets_nothing_more_and_ends_itself(client: Async
     poison = asyncio.create_task(client.generate([*prompt_of(60), FaultToken.HANG], max_tokens=5))
 
     async def is_noticed() -> bool:
-        return any(view.state == "lost" for view in (await client.status()).workers)
+        # A worker may be replaced between two looks.
+        views = (await client.status()).workers
+        return any(view.state == "lost" or view.status is None or view.status.pid not in before for view in views)
 
     await until(is_noticed, timeout_s=TIMEOUT_S, what="a hung worker is noticed")
     poison.cancel()  # the worker that replaces this one would hang in it for as long as an unmeasured step may take

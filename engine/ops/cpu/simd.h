@@ -66,15 +66,13 @@ inline F32x16 load_wide(const bf16* from) { return widen(load<U16x16>(from)); }
 inline void store_narrow(float* to, F32x16 wide) { store(to, wide); }
 inline void store_narrow(bf16* to, F32x16 wide) { store(to, narrow(wide)); }
 
-// The number that these bits stand for.
-inline float as_float(uint32_t bits) {
-    float value;
-    std::memcpy(&value, &bits, 4);
-    return value;
-}
-
 inline float to_float(float value) { return value; }
-inline float to_float(bf16 value) { return as_float(uint32_t(value.bits) << 16); }
+inline float to_float(bf16 value) {
+    uint32_t bits = uint32_t(value.bits) << 16;
+    float wide;
+    std::memcpy(&wide, &bits, 4);
+    return wide;
+}
 template <typename T>
 inline T from_float(float value);
 template <>
@@ -95,8 +93,8 @@ inline void store_some(T* to, F32x16 wide, int64_t count) {
 }
 
 // Fold a vector by halves, so that lane 0 holds the result for all lanes.
-template <typename V, typename Combine>
-inline auto fold(V v, Combine combine) {
+template <typename Combine>
+inline float fold(F32x16 v, Combine combine) {
     v = combine(v, __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));
     v = combine(v, __builtin_shufflevector(v, v, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11));
     v = combine(v, __builtin_shufflevector(v, v, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13));
@@ -117,9 +115,8 @@ inline F32x16 max(F32x16 a, F32x16 b) {
 inline float sum(F32x16 v) {
     return fold(v, [](F32x16 a, F32x16 b) { return a + b; });
 }
-template <typename V>
-inline auto highest(V v) {
-    return fold(v, [](V a, V b) { return max(a, b); });
+inline float highest(F32x16 v) {
+    return fold(v, [](F32x16 a, F32x16 b) { return max(a, b); });
 }
 
 // 2^x for x <= 0, with a relative error below 3e-7; 0 below -125, NaN of NaN (hence the order of max's arguments). No
@@ -147,31 +144,27 @@ inline F32x16 exp2(F32x16 x) {
     return x < -125.0f ? F32x16{} : result;
 }
 
-// Lane i of the result combines v[i]'s lanes: four rounds of combining neighbours.
-template <typename V, typename Combine>
-inline V fold_each(const V* v, Combine combine) {
-    V pairs[8], fours[4], eights[2];
+// Lane i of the result is the largest of v[i]'s lanes: four rounds of comparing neighbours.
+inline I32x16 highest_each(const I32x16* v) {
+    I32x16 pairs[8], fours[4], eights[2];
     for (int i = 0; i < 8; i++) {
-        V a = v[2 * i], b = v[2 * i + 1];
-        pairs[i] = combine(__builtin_shufflevector(a, b, 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30),
-                           __builtin_shufflevector(a, b, 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31));
+        I32x16 a = v[2 * i], b = v[2 * i + 1];
+        pairs[i] = max(__builtin_shufflevector(a, b, 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30),
+                       __builtin_shufflevector(a, b, 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31));
     }
     for (int i = 0; i < 4; i++) {
-        V a = pairs[2 * i], b = pairs[2 * i + 1];
-        fours[i] = combine(__builtin_shufflevector(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29),
-                           __builtin_shufflevector(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31));
+        I32x16 a = pairs[2 * i], b = pairs[2 * i + 1];
+        fours[i] = max(__builtin_shufflevector(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29),
+                       __builtin_shufflevector(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31));
     }
     for (int i = 0; i < 2; i++) {
-        V a = fours[2 * i], b = fours[2 * i + 1];
-        eights[i] = combine(__builtin_shufflevector(a, b, 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27),
-                            __builtin_shufflevector(a, b, 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31));
+        I32x16 a = fours[2 * i], b = fours[2 * i + 1];
+        eights[i] = max(__builtin_shufflevector(a, b, 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27),
+                        __builtin_shufflevector(a, b, 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31));
     }
-    V a = eights[0], b = eights[1];
-    return combine(__builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23),
-                   __builtin_shufflevector(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31));
-}
-inline I32x16 highest_each(const I32x16* v) {
-    return fold_each(v, [](I32x16 a, I32x16 b) { return max(a, b); });
+    I32x16 a = eights[0], b = eights[1];
+    return max(__builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23),
+               __builtin_shufflevector(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31));
 }
 
 // Turn sixteen rows of sixteen into columns.
