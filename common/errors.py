@@ -14,6 +14,7 @@ KvrelayError
 ├── Unreachable               no connection to the front door       UNAVAILABLE
 ├── TransferError
 │   ├── KvIncomplete          bytes missing or corrupt              DATA_LOSS
+│   │   └── KvCorrupt         bytes changed on the way              DATA_LOSS
 │   ├── HandoffGone           handoff unknown, expired or aborted   ABORTED
 │   └── LayoutMismatch        blocks of another shape               FAILED_PRECONDITION
 └── WorkerError
@@ -123,6 +124,10 @@ class KvIncomplete(TransferError):
     """Blocks are missing, or their checksums or manifest do not match. Never decode from them."""
 
     code = grpc.StatusCode.DATA_LOSS
+
+
+class KvCorrupt(KvIncomplete):
+    """Bytes came that do not match their checksum, or not in order. It says nothing about the end of a worker."""
 
 
 class HandoffGone(TransferError):

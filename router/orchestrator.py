@@ -24,6 +24,7 @@ from common.clock import Clock
 from common.config import RouterConfig
 from common.errors import (
     DeadlineExceeded,
+    KvCorrupt,
     KvrelayError,
     Overloaded,
     TransferError,
@@ -285,10 +286,9 @@ class Orchestrator:
             leg.failed_pairs.add((prefill.life, booking.decode.life))
             if prefill is not failure.hold:
                 suspects.append(prefill)
-        used = [hold for hold in booking.holds if not hold.has_left]
-        leg.record.losses.note(
-            [hold.life for hold in used], num_tokens=leg.record.num_steps_done, now_s=self._clock.monotonic()
-        )
+        if not isinstance(failure.error, KvCorrupt):  # whoever saw the bytes had lost nobody, and may be cut off later
+            used = [hold.life for hold in booking.holds if not hold.has_left]
+            leg.record.losses.note(used, num_tokens=leg.record.num_steps_done, now_s=self._clock.monotonic())
         for hold in suspects:
             self._fleet.note_ended(hold, num_failed=is_failure(failure.error))
             self._fleet.suspect(hold, str(failure))

@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from common.block_hash import BlockHashes
-from common.errors import KvIncomplete, KvrelayError, LayoutMismatch, Refused, StaleEpoch, WorkerLost
+from common.errors import KvCorrupt, KvIncomplete, KvrelayError, LayoutMismatch, Refused, StaleEpoch, WorkerLost
 from common.ids import BlockHash, Epoch, WorkerId
 from common.pooling import Pooling
 from common.prefix_chains import PrefixChain
@@ -97,6 +97,7 @@ _BY_ERROR: dict[type[KvrelayError], PullOutcome] = {
     StaleEpoch: PullOutcome.STALE,
     LayoutMismatch: PullOutcome.LAYOUT,
     KvIncomplete: PullOutcome.INCOMPLETE,
+    KvCorrupt: PullOutcome.INCOMPLETE,
 }
 
 

@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 
 import xxhash
 
-from common.errors import KvIncomplete
+from common.errors import KvCorrupt
 from common.ids import BlockId
 from engine.kv_store import KvStore
 from kv_transfer.transports.transport import PeerLife, PullTarget, Transport
@@ -54,9 +54,9 @@ class _Assembler:
         pages = self._target.pages_of(range(index, index + 1))
         buffer = self._partial.setdefault(index, bytearray())
         if offset != len(buffer) or offset + len(data) > size:
-            raise KvIncomplete(f"piece {offset} of block {index} is out of order")
+            raise KvCorrupt(f"piece {offset} of block {index} is out of order")
         if xxhash.xxh3_64_intdigest(data) != chunk.checksum:
-            raise KvIncomplete(f"piece {offset} of block {index} has a wrong checksum")
+            raise KvCorrupt(f"piece {offset} of block {index} has a wrong checksum")
         buffer += data
         if len(buffer) == size:
             self._store.write_blocks(pages, memoryview(self._partial.pop(index)))

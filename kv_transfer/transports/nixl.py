@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from common.config import TransferConfig
 from common.engines import NIXL_VERSION
-from common.errors import KvIncomplete, TransferError
+from common.errors import KvCorrupt, TransferError
 from common.ids import BlockId, WorkerId
 from engine.kv_store import NONCE_BYTES, KvStore, SharedRegion, check_ids
 from kv_transfer.transports.transport import (
@@ -154,7 +154,7 @@ class _Reader(SealedReceiver):
         # The pieces read lie as in a region of so many blocks.
         data = self._store.map_peer(memoryview(scratch.memory)[:num_bytes], num_read).read_blocks(range(num_read))
         if checksums_of(data, shape.block_bytes) != list(blocks.checksums):
-            raise KvIncomplete("a checksum is wrong, or missing")
+            raise KvCorrupt("a checksum is wrong, or missing")
         self._store.write_blocks(pages, data)
 
     def close(self) -> None:

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 from collections.abc import Sequence as Seq
 from contextlib import asynccontextmanager
 
-from common.errors import KvIncomplete, TransferError
+from common.errors import KvCorrupt, TransferError
 from common.ids import BlockId
 from engine.kv_store import KvStore, PeerPages
 from engine.shared_memory import map_peer_region
@@ -69,5 +69,5 @@ class _Copier(SealedReceiver):
         """See `SealedReceiver`."""
         data = self._pages.read_blocks(blocks.block_ids)
         if checksums_of(data, self._store.shape.block_bytes) != list(blocks.checksums):
-            raise KvIncomplete("a checksum is wrong, or missing")
+            raise KvCorrupt("a checksum is wrong, or missing")
         self._store.write_blocks(pages, data)

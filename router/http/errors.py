@@ -66,6 +66,7 @@ _KINDS: dict[type[KvrelayError], ErrorKind] = {
     errors.Unreachable: _UNAVAILABLE,
     errors.TransferError: _UNAVAILABLE,
     errors.KvIncomplete: _UNAVAILABLE,
+    errors.KvCorrupt: _UNAVAILABLE,
     errors.HandoffGone: _UNAVAILABLE,
     errors.LayoutMismatch: _UNAVAILABLE,
     errors.WorkerError: _UNAVAILABLE,

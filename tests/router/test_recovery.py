@@ -10,6 +10,7 @@ from common.errors import (
     EngineFault,
     HandoffGone,
     InvalidRequest,
+    KvCorrupt,
     KvIncomplete,
     Refused,
     StaleEpoch,
@@ -17,6 +18,7 @@ from common.errors import (
 )
 from common.ids import WorkerId, mint_epoch
 from kvrelay.v1 import inference_pb2, sequence_pb2
+from router.crash_budget import Losses
 from router.placement.chooser import Chooser, Search
 from router.placement.decisions import Booking
 from tests.router.fake_worker import (
@@ -180,6 +182,19 @@ async def test_request_that_failed_in_the_handoff_remembers_the_pair(monkeypatch
         fleet = cluster.router.fleet
         assert reply.completed.num_attempts == 2
         assert (asked[0], asked[-1]) == (set(), {(fleet.lives.of(WorkerId("p0")), fleet.lives.of(WorkerId("d0")))})
+
+
+@pytest.mark.parametrize(("error", "num_losses"), [(KvCorrupt("sum"), 0), (KvIncomplete("cut"), 1)])
+async def test_bytes_that_changed_on_the_way_are_the_loss_of_no_worker(
+    cluster: TestCluster, monkeypatch: pytest.MonkeyPatch, error: KvIncomplete, num_losses: int
+) -> None:
+    """Else a request is refused when its workers are cut off, for other reasons, soon after they have answered."""
+    noted: list[object] = []
+    monkeypatch.setattr(Losses, "note", lambda _losses, lives, **_when: noted.append(lives))
+    cluster.decode.faults["fetch"] = error
+    reply = await cluster.generate(make_request(10))
+    assert reply.completed.num_attempts == 2
+    assert len(noted) == num_losses
 
 
 @pytest.mark.parametrize(
