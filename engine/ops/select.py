@@ -30,9 +30,8 @@ logger = logging.getLogger(__name__)
 # Tile registers multiply bfloat16 many times faster than vectors do. oneDNN uses them, also where our kernels cannot.
 _TILE_FLAG = "amx_bf16"
 
-# The kernels' vectors are AVX-512 registers. On other CPUs g++ keeps them in memory: 2.5 GFLOP/s on a core whose AVX2
-# gives torch 25 to 100 (float32, projections of 1 to 96 rows).
-_VECTOR_FLAG = "avx512f"
+# With smaller registers, or without fused products, torch is faster than the compiled kernels.
+_VECTOR_FLAGS = ("avx2", "fma")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,8 +79,8 @@ def load_cpu_kernels(dtype: torch.dtype) -> CpuKernels | None:
     if dtype not in DTYPES:
         logger.info("plain torch kernels: none are compiled for %s", dtype)
         return None
-    if not cpu_has(_VECTOR_FLAG):
-        logger.info("plain torch kernels: the compiled ones need a CPU with %s", _VECTOR_FLAG)
+    if not all(map(cpu_has, _VECTOR_FLAGS)):
+        logger.info("plain torch kernels: the compiled ones need a CPU with %s", " and ".join(_VECTOR_FLAGS))
         return None
     built = build_kernels()
     if isinstance(built, NotBuilt):

@@ -48,23 +48,20 @@ inline F32x16 round_even(F32x16 x) { return x + 12582912.0f - 12582912.0f; }
 
 inline I32x16 to_integers(F32x16 x, float scale, float least, float most) {
     F32x16 ratio = scale > 0 || scale < 0 ? x / scale : F32x16{};  // codes of a zero or NaN scale do not matter
-    return __builtin_convertvector(round_even(-max(splat(-most), -max(splat(least), ratio))), I32x16);
+    return convert<int32_t>(round_even(-max(splat(-most), -max(splat(least), ratio))));
 }
 
 // NaN where a lane of `x` is not finite, so that such a row does not pass for a good one; else 0.
 inline F32x16 poison(F32x16 x) { return x * 0.0f; }
 
 template <int kDistance>
-inline F32x16 butterfly(F32x16 v, F32x16 other) {
-    F32x16 sign;
+inline F32x16 butterfly(F32x16 v) {
+    float sign[kLanes];
     for (int i = 0; i < kLanes; i++) sign[i] = i & kDistance ? -1.0f : 1.0f;
-    return other + v * sign;
+    return swap<kDistance>(v) + v * load<F32x16>(sign);
 }
 inline F32x16 mix_lanes(F32x16 v) {
-    v = butterfly<8>(v, __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));
-    v = butterfly<4>(v, __builtin_shufflevector(v, v, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11));
-    v = butterfly<2>(v, __builtin_shufflevector(v, v, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13));
-    return butterfly<1>(v, __builtin_shufflevector(v, v, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14));
+    return butterfly<1>(butterfly<2>(butterfly<4>(butterfly<8>(v))));
 }
 // Multiply each 32 values by the normalised Hadamard matrix, its own inverse, so that no dimension stands out.
 inline void mix(F32x16& low, F32x16& high) {
@@ -93,7 +90,7 @@ inline void encode_int8(const T* row, int64_t dim, uint8_t* codes, bf16* scales)
     *scales = from_float<bf16>(highest(high) / 127.0f + sum(bad));
     for (int64_t i = 0; i < dim; i += kLanes) {
         I32x16 code = to_integers(load_wide(row + i), to_float(*scales), -127.0f, 127.0f) + 128;
-        store(codes + i, __builtin_convertvector(code, U8x16));
+        store(codes + i, convert<uint8_t>(code));
     }
 }
 
@@ -107,7 +104,7 @@ inline void encode_int4(const T* row, int64_t dim, uint8_t* codes, bf16* scales)
         *scales = from_float<bf16>((most > -least ? most : least) / -8.0f + sum(poison(low) + poison(high)));
         float scale = to_float(*scales);
         I32x16 pair = (to_integers(low, scale, -8.0f, 7.0f) + 8) | ((to_integers(high, scale, -8.0f, 7.0f) + 8) << 4);
-        store(codes, __builtin_convertvector(pair, U8x16));
+        store(codes, convert<uint8_t>(pair));
     }
 }
 
@@ -171,8 +168,8 @@ struct CodeGroups {
 template <bool kIsInt4, int kHalf>
 inline F32x16 decode_byte(I32x16 bytes, int index) {
     I32x16 byte = bytes >> (index * 8);
-    if (kIsInt4) return __builtin_convertvector(((byte >> (4 * kHalf)) & 15) - 8, F32x16);
-    return __builtin_convertvector((byte & 255) - 128, F32x16);
+    if (kIsInt4) return convert<float>(((byte >> (4 * kHalf)) & 15) - 8);
+    return convert<float>((byte & 255) - 128);
 }
 
 inline F32x16 load_scales(const uint8_t* scales, int64_t index) {
@@ -182,9 +179,11 @@ inline F32x16 load_scales(const uint8_t* scales, int64_t index) {
 // Lanes [begin, end) of a vector whose first lane has index `first`; the others 0.
 inline F32x16 keep(F32x16 v, int64_t first, int64_t begin, int64_t end) {
     if (begin <= first && first + kLanes <= end) return v;
+    float lanes[kLanes];
+    store(lanes, v);
     for (int i = 0; i < kLanes; i++)
-        if (first + i < begin || first + i >= end) v[i] = 0.0f;
-    return v;
+        if (first + i < begin || first + i >= end) lanes[i] = 0.0f;
+    return load<F32x16>(lanes);
 }
 
 }  // namespace kvrelay

@@ -46,33 +46,29 @@ struct Parts {
                     I32x16 next = p ? (rest + 64) >> 7 : I32x16{};
                     I32x16 part = rest - next * 128;
                     totals[p] += part;
-                    store(bytes.data() + (r * kNumParts + p) * length + i, __builtin_convertvector(part, I8x16));
+                    store(bytes.data() + (r * kNumParts + p) * length + i, convert<int8_t>(part));
                     rest = next;
                 }
             }
-            for (int p = 0; p < kNumParts; p++) {
-                int32_t total = 0;
-                for (int i = 0; i < kLanes; i++) total += totals[p][i];
-                sums[(r * kNumParts + p) * pieces + from / piece] = total;
-            }
+            for (int p = 0; p < kNumParts; p++)
+                sums[(r * kNumParts + p) * pieces + from / piece] = kvrelay::sum(totals[p]);
         }
     }
 };
 
-// sums[i] += four unsigned bytes of lane i times four signed ones.
+// dot4 with codes of a page.
+template <bool kIsInt4>
 inline I32x16 dot4(I32x16 sums, I32x16 codes, const int8_t* four) {
-#if defined(__AVX512VNNI__)
-    return (I32x16)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)codes, _mm512_set1_epi32(load<int32_t>(four)));
-#else
-    for (int i = 0; i < 4; i++) sums += ((codes >> (8 * i)) & 255) * int32_t(four[i]);
-    return sums;
-#endif
+    return kvrelay::dot4<kIsInt4 ? 4 : 8>(sums, codes, load<int32_t>(four));
 }
+// What has to be taken off each code that dot4 has multiplied.
+template <bool kIsInt4>
+constexpr int32_t kPageBias = kIsInt4 ? 8 - kDotBias<4> : 128 - kDotBias<8>;
 
 template <int kNumParts>
 inline F32x16 join(const I32x16* parts) {
-    F32x16 number = __builtin_convertvector(parts[0], F32x16);
-    for (int p = 1; p < kNumParts; p++) number = number * 128.0f + __builtin_convertvector(parts[p], F32x16);
+    F32x16 number = convert<float>(parts[0]);
+    for (int p = 1; p < kNumParts; p++) number = number * 128.0f + convert<float>(parts[p]);
     return number;
 }
 
@@ -89,17 +85,17 @@ inline void score_codes(const Parts<kNumParts>& queries, int64_t first_row, cons
         const int8_t* rows[kRows][kNumParts];
         for (int r = 0; r < kRows; r++)
             for (int p = 0; p < kNumParts; p++) {
-                sums[r][p] = I32x16{} - (kIsInt4 ? 8 : 128) * queries.sum(first_row + r, p, s);
+                sums[r][p] = splat<I32x16>(-kPageBias<kIsInt4> * queries.sum(first_row + r, p, s));
                 rows[r][p] = queries.row(first_row + r, p) + s * piece;
             }
         for (int64_t quad = 0; quad < quads; quad++, codes += 4 * kLanes) {
             I32x16 bytes = load<I32x16>(codes), low = kIsInt4 ? bytes & 0x0f0f0f0f : bytes;
             for (int r = 0; r < kRows; r++)
-                for (int p = 0; p < kNumParts; p++) sums[r][p] = dot4(sums[r][p], low, rows[r][p] + 4 * quad);
+                for (int p = 0; p < kNumParts; p++) sums[r][p] = dot4<kIsInt4>(sums[r][p], low, rows[r][p] + 4 * quad);
             if (!kIsInt4) continue;
             I32x16 high = (bytes >> 4) & 0x0f0f0f0f;
             for (int r = 0; r < kRows; r++)
-                for (int p = 0; p < kNumParts; p++) sums[r][p] = dot4(sums[r][p], high, rows[r][p] + kLanes + 4 * quad);
+                for (int p = 0; p < kNumParts; p++) sums[r][p] = dot4<kIsInt4>(sums[r][p], high, rows[r][p] + kLanes + 4 * quad);
         }
         F32x16 scale = load_scales(scales, s);
         for (int r = 0; r < kRows; r++) totals[r] += join<kNumParts>(sums[r]) * scale;
@@ -116,7 +112,7 @@ inline void add_codes(const Parts<kNumParts>& weights, const uint8_t* const* val
     for (int half = 0; half < kHalves; half++)
         for (int r = 0; r < kRows; r++)
             for (int p = 0; p < kNumParts; p++)
-                sums[half][r][p] = I32x16{} - (kIsInt4 ? 8 : 128) * weights.sum(r, p, 0);
+                sums[half][r][p] = splat<I32x16>(-kPageBias<kIsInt4> * weights.sum(r, p, 0));
     for (int g = 0; g < groups; g++)
         for (int quad = 0; quad < 4; quad++) {
             I32x16 bytes = load<I32x16>(values[g] + group_row + quad * 4 * row_bytes);
@@ -124,7 +120,7 @@ inline void add_codes(const Parts<kNumParts>& weights, const uint8_t* const* val
                 I32x16 codes = kIsInt4 ? (bytes >> (4 * half)) & 0x0f0f0f0f : bytes;
                 for (int r = 0; r < kRows; r++)
                     for (int p = 0; p < kNumParts; p++)
-                        sums[half][r][p] = dot4(sums[half][r][p], codes, weights.row(r, p) + g * kLanes + quad * 4);
+                        sums[half][r][p] = dot4<kIsInt4>(sums[half][r][p], codes, weights.row(r, p) + g * kLanes + quad * 4);
             }
         }
     for (int half = 0; half < kHalves; half++)
@@ -146,7 +142,6 @@ template <bool kIsInt4, int kRows, typename T>
 inline void attend_tile(const Step& step, const Item& item, const CodeLayout& layout,
                         const CodeGroups<kTileGroups>& tile, const CodeGroups<kTileGroups>* next, int64_t first,
                         int64_t row, Partial& partial, CodeBuffers<kParts<T>>& with) {
-    constexpr int kNumParts = kParts<T>;
     int64_t dim = step.head_dim, head = row / step.group();
     int groups = int(std::min<int64_t>(kTileGroups, (item.end - first + kLanes - 1) / kLanes));
     float scores[kRows * kTileKeys], softened[kRows * kTileKeys], scaled[kTileKeys];

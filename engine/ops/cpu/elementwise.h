@@ -50,8 +50,8 @@ void add_rms_norm(const T* x, T* residual, const T* weight, T* to, int64_t rows,
 
 // x / (1 + e^-x), by a power of e that cannot overflow: of -|x|.
 inline F32x16 silu(F32x16 x) {
-    F32x16 power = exp2((x < 0.0f ? x : -x) * 1.44269504f);
-    return x * (x < 0.0f ? power : splat(1.0f)) / (power + 1.0f);
+    F32x16 power = exp2(select(x < 0.0f, x, -x) * 1.44269504f);
+    return x * select(x < 0.0f, power, splat(1.0f)) / (power + 1.0f);
 }
 
 // to [rows, size] = silu(gate) * up, of gate_up [rows, 2 * size].

@@ -5,12 +5,16 @@
 // with kPack = 2 for bfloat16, whose products are summed in pairs by one instruction, and 1 for float32. Columns and
 // depths beyond the matrix are zero. A panel has whole runs of kRun steps, which are what a tile register takes.
 #pragma once
+#include <algorithm>
+#include <vector>
+
 #include "simd.h"
 
 namespace kvrelay {
 
 constexpr int kPanel = 2 * kLanes;  // columns of a panel
-constexpr int kMaxRows = 12;        // rows at a time: 24 accumulators of the 32 registers
+// Rows at a time: 24 accumulators of 32 registers, 12 of 16.
+constexpr int kMaxRows = kNumRegisters == 32 ? 12 : 3;
 
 // How far ahead weights are asked from memory; the next panel follows at once. With 16 steps, 24 rows took a fifth longer.
 constexpr int kPrefetchSteps = 64;
@@ -44,56 +48,69 @@ inline int64_t panel_size(int64_t depth) {
     return num_runs<T>(depth) * Format<T>::kRun * Format<T>::kPack * kPanel;
 }
 
-inline F32x16 multiply_add(F32x16 sum, const float* a, const float* b) { return sum + *a * load<F32x16>(b); }
-
-// a: two consecutive depths of one row; b: sixteen columns, two depths each.
-inline F32x16 multiply_add(F32x16 sum, const bf16* a, const bf16* b) {
-    uint32_t pair;
+// What a register of sums is added: a row's depths of a step, in every lane, times as many of each of its columns.
+inline Register depths(const float* a) { return splat<Register>(*a); }
+inline Register depths(const bf16* a) {
+    int32_t pair;
     std::memcpy(&pair, a, 4);
+    return (Register)splat<IntRegister>(pair);
+}
+template <typename T>
+inline Register add_product(Register sum, Register row, Register columns) {
+    if constexpr (std::is_same_v<T, float>) return multiply_add(row, columns, sum);
 #if defined(__AVX512BF16__)
-    return (F32x16)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(pair), load<__m512bh>(b));
-#else
-    I32x16 columns = load<I32x16>(b);
-    sum += to_float(bf16{uint16_t(pair)}) * (F32x16)(columns << 16);
-    return sum + to_float(bf16{uint16_t(pair >> 16)}) * (F32x16)(columns & int32_t(0xffff0000));
+    else return (Register)_mm512_dpbf16_ps((__m512)sum, (__m512bh)row, (__m512bh)columns);
 #endif
+    auto even = [](Register pairs) { return (Register)((IntRegister)pairs << 16); };
+    auto odd = [](Register pairs) { return (Register)((IntRegister)pairs & int32_t(0xffff0000)); };
+    return multiply_add(odd(row), odd(columns), multiply_add(even(row), even(columns), sum));
 }
 
-// kRows rows of A times one panel; sums [kRows][2] are added to. A's rows are readable up to the padded depth.
-template <int kRows, typename T>
+// kRows rows of A times one panel; sums [kRows][2] are added to. A's rows are readable up to the padded depth. The panel
+// comes from memory, or from the first cache.
+enum class From { kMemory, kCache };
+template <int kRows, From from, typename T>
 inline void multiply_panel(const T* a, int64_t a_stride, const T* panel, int64_t steps, F32x16 (*sums)[2]) {
-    constexpr int pack = Format<T>::kPack;
-    F32x16 acc[kRows][2];
-    for (int r = 0; r < kRows; r++) acc[r][0] = sums[r][0], acc[r][1] = sums[r][1];
-    for (int64_t k = 0; k < steps; k++, panel += pack * kPanel) {
-        __builtin_prefetch(panel + kPrefetchSteps * pack * kPanel);
-        __builtin_prefetch(panel + kPrefetchSteps * pack * kPanel + pack * kLanes);
+    constexpr int pack = Format<T>::kPack, lanes = num_lanes<Register>, width = kPanel / lanes;
+    Register acc[kRows][width];
+    for (int r = 0; r < kRows; r++)
+        for (int v = 0; v < width; v++) acc[r][v] = load<Register>((const float*)sums[r] + v * lanes);
+    for (int64_t k = 0; k < steps; k++, a += pack, panel += pack * kPanel) {
+        if (from == From::kMemory) {
+            __builtin_prefetch(panel + kPrefetchSteps * pack * kPanel);
+            __builtin_prefetch(panel + kPrefetchSteps * pack * kPanel + pack * kLanes);
+        }
+        auto columns = [&](int v) { return load<Register>(panel + v * lanes * pack); };
+        if constexpr (kNumRegisters >= 32) {
 #pragma GCC unroll 12
-        for (int r = 0; r < kRows; r++) {
-            acc[r][0] = multiply_add(acc[r][0], a + r * a_stride + k * pack, panel);
-            acc[r][1] = multiply_add(acc[r][1], a + r * a_stride + k * pack, panel + pack * kLanes);
+            for (int r = 0; r < kRows; r++)
+                for (int v = 0; v < width; v++)
+                    acc[r][v] = add_product<T>(acc[r][v], depths(a + r * a_stride), columns(v));
+        } else {
+            Register rows[kRows];
+            for (int r = 0; r < kRows; r++) rows[r] = depths(a + r * a_stride);
+            for (int v = 0; v < width; v++) {
+                Register loaded = in_register(columns(v));
+                for (int r = 0; r < kRows; r++) acc[r][v] = add_product<T>(acc[r][v], rows[r], loaded);
+            }
         }
     }
-    for (int r = 0; r < kRows; r++) sums[r][0] = acc[r][0], sums[r][1] = acc[r][1];
+    for (int r = 0; r < kRows; r++)
+        for (int v = 0; v < width; v++) store((float*)sums[r] + v * lanes, acc[r][v]);
+}
+
+// Call use(count) with a count in 1 to `most` that is known only at run time, as a constant.
+template <int most, typename Use>
+inline void with_count(int count, Use use) {
+    if constexpr (most > 1)
+        if (count < most) return with_count<most - 1>(count, use);
+    use(std::integral_constant<int, most>());
 }
 
 // The same for a row count known only at run time.
-template <typename T>
+template <From from = From::kMemory, typename T>
 inline void multiply_panel(int rows, const T* a, int64_t a_stride, const T* panel, int64_t steps, F32x16 (*sums)[2]) {
-    switch (rows) {
-        case 1: return multiply_panel<1>(a, a_stride, panel, steps, sums);
-        case 2: return multiply_panel<2>(a, a_stride, panel, steps, sums);
-        case 3: return multiply_panel<3>(a, a_stride, panel, steps, sums);
-        case 4: return multiply_panel<4>(a, a_stride, panel, steps, sums);
-        case 5: return multiply_panel<5>(a, a_stride, panel, steps, sums);
-        case 6: return multiply_panel<6>(a, a_stride, panel, steps, sums);
-        case 7: return multiply_panel<7>(a, a_stride, panel, steps, sums);
-        case 8: return multiply_panel<8>(a, a_stride, panel, steps, sums);
-        case 9: return multiply_panel<9>(a, a_stride, panel, steps, sums);
-        case 10: return multiply_panel<10>(a, a_stride, panel, steps, sums);
-        case 11: return multiply_panel<11>(a, a_stride, panel, steps, sums);
-        default: return multiply_panel<12>(a, a_stride, panel, steps, sums);
-    }
+    with_count<kMaxRows>(rows, [&](auto count) { multiply_panel<count, from>(a, a_stride, panel, steps, sums); });
 }
 
 // Rows per pass when `rows` are split evenly into passes of at most `most`.
@@ -133,9 +150,66 @@ inline void store_sums(const F32x16* sums, const T* bias, Y* y, int64_t columns,
     for (int half = 0; half < 2; half++) store_columns(sums[half], bias, y, columns, column + half * kLanes);
 }
 
+// Where registers are few, panels are read many times: chunks of them, as float32, stay in the first cache. Where there
+// is no product of bfloat16 this also saves widening a number for each pass of rows. Sums are added up in the same order.
+constexpr bool kHasChunks = kNumRegisters < 32;
+constexpr int64_t kChunkDepths = 128;
+
+// `count` depths of a panel as float32, which may be written to `to`.
+inline const float* widen_panel(const float* panel, int64_t, float*) { return panel; }
+inline const float* widen_panel(const bf16* panel, int64_t count, float* to) {
+    for (int64_t k = 0; k < count; k += 2)
+        for (int64_t c = 0; c < kPanel; c += kLanes) {
+            I32x16 pairs = load<I32x16>(panel + k * kPanel + 2 * c);
+            store(to + k * kPanel + c, as<float>(pairs << 16));
+            store(to + (k + 1) * kPanel + c, as<float>(pairs & 0xffff0000));
+        }
+    return to;
+}
+
+// y [rows, columns] = x [rows, depth] * packed (+ bias), chunk by chunk.
+template <typename T, typename Y>
+void linear_in_chunks(const T* x, const T* packed, const T* bias, Y* y, int64_t rows, int64_t columns, int64_t depth) {
+    static thread_local std::vector<float> memory;
+    int64_t panels = (columns + kPanel - 1) / kPanel, size = panel_size<T>(depth), step = rows_per_pass(rows);
+    int64_t padded = num_steps<T>(depth) * Format<T>::kPack;
+    const float* wide = nullptr;
+    if constexpr (std::is_same_v<T, float>) wide = x;
+    else if (int64_t(memory.size()) < rows * padded) memory.resize(rows * padded);
+    float* copy = memory.data();
+#pragma omp parallel
+    {
+        if constexpr (!std::is_same_v<T, float>) {
+#pragma omp for schedule(static)
+            for (int64_t row = 0; row < rows; row++)
+                for (int64_t k = 0; k < padded; k++)
+                    copy[row * padded + k] = k < depth ? to_float(x[row * depth + k]) : 0.0f;
+        }
+        const float* from = wide ? wide : copy;
+        static thread_local std::vector<float> chunk(kChunkDepths * kPanel);
+        static thread_local std::vector<F32x16> sums;
+        if (int64_t(sums.size()) < 2 * rows) sums.resize(2 * rows);
+        auto sums_of = [&](int64_t row) { return (F32x16(*)[2])(sums.data() + 2 * row); };
+#pragma omp for schedule(static)
+        for (int64_t p = 0; p < panels; p++) {
+            std::fill(sums.begin(), sums.begin() + 2 * rows, F32x16{});
+            for (int64_t k = 0; k < padded; k += kChunkDepths) {
+                int64_t count = std::min(kChunkDepths, padded - k);
+                const float* panel = widen_panel(packed + p * size + k * kPanel, count, chunk.data());
+                for (int64_t row = 0; row < rows; row += step)
+                    multiply_panel<From::kCache>(
+                        int(std::min(step, rows - row)), from + row * padded + k, padded, panel, count, sums_of(row));
+            }
+            for (int64_t row = 0; row < rows; row++)
+                store_sums(*sums_of(row), bias, y + row * columns, columns, p * kPanel);
+        }
+    }
+}
+
 // y [rows, columns] = x [rows, depth] * packed (+ bias). Both sides' rows are contiguous; Y is T or wider. All threads.
 template <typename T, typename Y>
 void linear(const T* x, const T* packed, const T* bias, Y* y, int64_t rows, int64_t columns, int64_t depth) {
+    if (kHasChunks && rows > kMaxRows) return linear_in_chunks(x, packed, bias, y, rows, columns, depth);
     int64_t panels = (columns + kPanel - 1) / kPanel, steps = num_steps<T>(depth), size = panel_size<T>(depth);
     int64_t step = rows_per_pass(rows);
 #pragma omp parallel for schedule(static)

@@ -35,25 +35,19 @@ inline int64_t grouped_block_bytes(int64_t bits) { return kBlock * kLanes * bits
 inline F32x16 load_half(const uint16_t* from) {
 #if defined(__AVX512F__)
     return (F32x16)_mm512_cvtph_ps(load<__m256i>(from));
+#elif defined(__AVX2__) && defined(__F16C__)
+    return {(F32x16::Half)_mm256_cvtph_ps(load<__m128i>(from)), (F32x16::Half)_mm256_cvtph_ps(load<__m128i>(from + 8))};
 #else
-    I32x16 half = __builtin_convertvector(load<U16x16>(from), I32x16);
+    I32x16 half = convert<int32_t>(load<U16x16>(from));
     // Exponent and mantissa move to a float's places; the factor corrects the exponent's bias, also of subnormals.
-    F32x16 magnitude = (F32x16)((half & 0x7fff) << 13) * 0x1p112f;
-    return (F32x16)((I32x16)magnitude | (half & 0x8000) << 16);
+    F32x16 magnitude = as<float>((half & 0x7fff) << 13) * 0x1p112f;
+    return as<float>(as<int32_t>(magnitude) | (half & 0x8000) << 16);
 #endif
 }
 
 // Scales or offsets of a panel's columns in group g.
 inline F32x16 load_grid(const void* grid, int64_t bits, int64_t g) {
     return bits == 16 ? load_half((const uint16_t*)grid + g * kLanes) : load<F32x16>((const float*)grid + g * kLanes);
-}
-
-inline F32x16 multiply_add(F32x16 a, F32x16 b, F32x16 c) {
-#if defined(__AVX512F__)
-    return (F32x16)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#else
-    return a * b + c;
-#endif
 }
 
 // Add a span to a row's sums, given the sums of its products: with codes as they are, or, in a symmetric grid, with what
@@ -65,35 +59,35 @@ inline F32x16 add_span(F32x16 acc, F32x16 sums, F32x16 scale, F32x16 offset, flo
     return multiply_add(value, splat(x_scale), acc);
 }
 
-// Add to each column the products of its four codes, unsigned bytes, with x's four, signed bytes.
-inline I32x16 add_quad(I32x16 sum, I32x16 codes, int32_t x) {
-#if defined(__AVX512VNNI__)
-    return (I32x16)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, _mm512_set1_epi32(x));
-#else
-    for (int i = 0; i < 4; i++) sum += ((codes >> (8 * i)) & 0xff) * int32_t(int8_t(x >> (8 * i)));
-    return sum;
-#endif
-}
-
 constexpr int kPrefetchBytes = 4096;  // the next panel's beginning follows this one's end
 
 // Sums of one block: kRows rows of x times 16 columns.
 template <int kBits, int kRows>
 inline void multiply_block(const int32_t* quads, const uint8_t* codes, I32x16* sums) {
     constexpr int kSteps = kQuads * kBits / 8;
+    [[maybe_unused]] I32x16 shorts[kRows] = {};
+    auto add = [&](int r, I32x16 four_codes, int32_t four) {
+        if constexpr (kHasShortSums<kBits>) shorts[r] = dot4_short(shorts[r], four_codes, four);
+        else sums[r] = dot4<kBits>(sums[r], four_codes, four);
+    };
+#if !defined(__AVX512F__)
+#pragma GCC unroll 1  // else g++ adds up in another order, for which there are too few registers
+#endif
     for (int s = 0; s < kSteps; s++, codes += 64) {
         __builtin_prefetch(codes + kPrefetchBytes);
         I32x16 packed = load<I32x16>(codes);
         I32x16 first = kBits == 4 ? packed & 0x0f0f0f0f : packed;
         const int32_t* x = quads + s * (kBits == 4 ? 2 : 1) * kRows;
 #pragma GCC unroll 12
-        for (int r = 0; r < kRows; r++) sums[r] = add_quad(sums[r], first, x[r]);
+        for (int r = 0; r < kRows; r++) add(r, first, x[r]);
         if (kBits == 4) {
             I32x16 second = (packed >> 4) & 0x0f0f0f0f;
 #pragma GCC unroll 12
-            for (int r = 0; r < kRows; r++) sums[r] = add_quad(sums[r], second, x[kRows + r]);
+            for (int r = 0; r < kRows; r++) add(r, second, x[kRows + r]);
         }
     }
+    if constexpr (kHasShortSums<kBits>)
+        for (int r = 0; r < kRows; r++) sums[r] = add_up(sums[r], shorts[r]);
 }
 
 // Scales and offsets of a panel, span by span.
@@ -122,7 +116,8 @@ private:
 template <int kBits, bool kSymmetric, int kRows>
 KVRELAY_ONCE void multiply_panel(
     const RoundedTile& x, const Grouped& w, int64_t blocks, int64_t span, int64_t p, F32x16* y) {
-    constexpr float kMiddle = 1 << (kBits - 1);
+    // What dot4 has taken off each code too much.
+    constexpr float kExcess = kDotBias<kBits> - (kSymmetric ? 1 << (kBits - 1) : 0);
     const uint8_t* codes = w.codes + p * blocks * grouped_block_bytes(kBits);
     PanelGrid grid(w, blocks, p);
     F32x16 acc[kRows] = {};
@@ -133,32 +128,13 @@ KVRELAY_ONCE void multiply_panel(
             multiply_block<kBits, kRows>(x.quads + b * kQuads * kRows, codes, sums);
 #pragma GCC unroll 12
         for (int r = 0; r < kRows; r++) {
-            F32x16 wide = __builtin_convertvector(sums[r], F32x16);
+            F32x16 wide = convert<float>(sums[r]);
             float code_sum = x.code_sums[s * kRows + r];
-            if (kSymmetric) wide = multiply_add(splat(code_sum), splat(-kMiddle), wide);  // exact
+            if (kExcess != 0) wide = multiply_add(splat(code_sum), splat(kExcess), wide);  // exact
             acc[r] = add_span<kSymmetric>(acc[r], wide, grid.scale, grid.offset, code_sum, x.scales[s * kRows + r]);
         }
     }
     for (int r = 0; r < kRows; r++) y[r] = acc[r];
-}
-
-template <int kBits, bool kSymmetric>
-inline void multiply_panel(
-    const RoundedTile& x, const Grouped& w, int64_t blocks, int64_t span, int64_t p, F32x16* y) {
-    switch (x.rows) {
-        case 1: return multiply_panel<kBits, kSymmetric, 1>(x, w, blocks, span, p, y);
-        case 2: return multiply_panel<kBits, kSymmetric, 2>(x, w, blocks, span, p, y);
-        case 3: return multiply_panel<kBits, kSymmetric, 3>(x, w, blocks, span, p, y);
-        case 4: return multiply_panel<kBits, kSymmetric, 4>(x, w, blocks, span, p, y);
-        case 5: return multiply_panel<kBits, kSymmetric, 5>(x, w, blocks, span, p, y);
-        case 6: return multiply_panel<kBits, kSymmetric, 6>(x, w, blocks, span, p, y);
-        case 7: return multiply_panel<kBits, kSymmetric, 7>(x, w, blocks, span, p, y);
-        case 8: return multiply_panel<kBits, kSymmetric, 8>(x, w, blocks, span, p, y);
-        case 9: return multiply_panel<kBits, kSymmetric, 9>(x, w, blocks, span, p, y);
-        case 10: return multiply_panel<kBits, kSymmetric, 10>(x, w, blocks, span, p, y);
-        case 11: return multiply_panel<kBits, kSymmetric, 11>(x, w, blocks, span, p, y);
-        default: return multiply_panel<kBits, kSymmetric, 12>(x, w, blocks, span, p, y);
-    }
 }
 
 // The product's panels that this thread has, on rounded rows. Y is T or wider.
@@ -169,8 +145,10 @@ void multiply_panels(const RoundedRows& x, const Grouped& w, const T* bias, Y* y
     for (int64_t p = 0; p < num_panels(columns); p++) {
         for (int64_t row = 0; row < x.rows(); row += x.tile_rows()) {
             RoundedTile tile = x.tile(row);
-            F32x16 product[kMaxRows];
-            multiply_panel<kBits, kSymmetric>(tile, w, blocks, kSpan, p, product);
+            F32x16 product[kMaxTileRows];
+            with_count<kMaxTileRows>(int(tile.rows), [&](auto count) {
+                multiply_panel<kBits, kSymmetric, count>(tile, w, blocks, kSpan, p, product);
+            });
             for (int64_t r = 0; r < tile.rows; r++)
                 store_columns(product[r], bias, y + (row + r) * columns, columns, p * kLanes);
         }

@@ -75,7 +75,7 @@ struct Partial {
             return;
         }
         float best = std::max(peaks[row], next.peaks[from]);
-        float mine = exp2(splat(peaks[row] - best))[0], other = exp2(splat(next.peaks[from] - best))[0];
+        float mine = exp2(peaks[row] - best), other = exp2(next.peaks[from] - best);
         peaks[row] = best;
         sums[row] = sums[row] * mine + next.sums[from] * other;
         for (int64_t i = 0; i < dim; i += kLanes) {
@@ -104,7 +104,7 @@ KVRELAY_ONCE void soften(
         store_narrow(weights + i * kLanes, row[i]);
     }
     if (tile_peak > peak) {
-        float shrink = exp2(splat(peak - best))[0];
+        float shrink = exp2(peak - best);
         total *= shrink;
         for (int64_t i = 0; i < dim; i += kLanes) store(out + i, load<F32x16>(out + i) * shrink);
         peak = best;

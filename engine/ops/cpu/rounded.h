@@ -11,6 +11,7 @@
 namespace kvrelay {
 
 constexpr int kBlock = 32;          // inputs whose codes are together
+constexpr int kMaxTileRows = kNumRegisters == 32 ? 12 : 4;  // rows that are multiplied together
 constexpr int kLongSpan = 4;        // blocks that share a scale where weights of all inputs do
 constexpr int kQuads = kBlock / 4;  // an instruction multiplies and adds up four inputs
 constexpr float kLargestCode = 127, kRounder = 0x1.8p23f, kSmallest = 0x1p-120f;
@@ -22,14 +23,14 @@ struct SpanGrids {
     // Of the bits of each span's largest magnitude. Magnitudes as integers have the order of their values, with infinity
     // and NaN above all. Codes cannot show these: the scale does. Next to nothing is 0: its inverse would be infinite.
     explicit SpanGrids(I32x16 magnitudes) {
-        F32x16 largest = (F32x16)magnitudes;
+        F32x16 largest = as<float>(magnitudes);
         store(scale, largest / kLargestCode);
-        store(inverse, largest > kSmallest ? kLargestCode / largest : F32x16{});
+        store(inverse, select(largest > kSmallest, kLargestCode / largest, F32x16{}));
     }
 
     // Adding kRounder, 1.5 * 2^23, rounds to the nearest integer, which then stands in the low bits.
     I32x16 codes(F32x16 values, int64_t span) const {
-        return (I32x16)(values * inverse[span] + kRounder) - 0x4b400000;
+        return as<int32_t>(values * inverse[span] + kRounder) - 0x4b400000;
     }
 
     // The values on the grid.
@@ -40,7 +41,7 @@ struct SpanGrids {
     alignas(64) float scale[kLanes], inverse[kLanes];
 };
 
-inline I32x16 magnitude(F32x16 values) { return (I32x16)values & 0x7fffffff; }
+inline I32x16 magnitude(F32x16 values) { return as<int32_t>(values) & 0x7fffffff; }
 
 // Rows in tiles of n, which alternate, so that a kernel reads all of them through one pointer:
 // quads[(block * kQuads + q) * n + r]. Span s of row r has scales[s * n + r] and code_sums[s * n + r].
@@ -57,7 +58,7 @@ public:
     // any more.
     RoundedRows(int64_t rows, int64_t depth, int64_t span, std::vector<int32_t>& memory)
         : rows_(rows), depth_(depth), span_(span), spans_((num_blocks(depth) + span - 1) / span),
-          tile_rows_(rows_per_pass(rows)) {
+          tile_rows_(rows_per_pass(rows, kMaxTileRows)) {
         size_t codes = size_t(rows * spans_ * span) * kQuads, grids = size_t(rows * spans_);
         if (memory.size() < codes + 2 * grids) memory.resize(codes + 2 * grids);
         quads_ = memory.data();
@@ -97,14 +98,14 @@ public:
                 for (int64_t part = s * parts; part < (s + 1) * parts; part++) {
                     I32x16 codes = grids.codes(values(part), s - first);
                     code_sum += codes;
-                    I8x16 bytes = __builtin_convertvector(codes, I8x16);
+                    I8x16 bytes = convert<int8_t>(codes);
                     int32_t words[4];
                     std::memcpy(words, &bytes, sizeof(words));
                     int32_t* at = to.quads + part * 4 * to.rows + in_tile;
                     for (int q = 0; q < 4; q++) at[q * to.rows] = words[q];
                 }
                 to.scales[s * to.rows + in_tile] = grids.scale[s - first];
-                to.code_sums[s * to.rows + in_tile] = sum(__builtin_convertvector(code_sum, F32x16));
+                to.code_sums[s * to.rows + in_tile] = float(sum(code_sum));
             }
         }
     }

@@ -1,63 +1,36 @@
-// Sixteen-lane vectors and the two number formats, in the compiler's own vector types. Right on any processor, but fast
-// only with registers of this width: without AVX-512, g++ keeps such vectors in memory, and `select.py` takes torch.
+// The two number formats of activations and weights, and what all kernels do with vectors of them.
 #pragma once
-#include <cstdint>
-#include <cstring>
-#if defined(__AVX512F__)
-#include <immintrin.h>
-#endif
-
-// Kernels are compiled once, not into each of their callers: compiling takes seconds of a first start, and two copies may
-// round differently.
-#if defined(__clang__)
-#define KVRELAY_ONCE __attribute__((noinline))
-#else
-#define KVRELAY_ONCE __attribute__((noinline, noclone))
-#endif
-// In the innermost loops, of which a compiler may think otherwise.
-#define KVRELAY_INLINE __attribute__((always_inline))
+#include "vector.h"
 
 namespace kvrelay {
-
-constexpr int kLanes = 16;
-typedef float F32x16 __attribute__((vector_size(64)));
-typedef int32_t I32x16 __attribute__((vector_size(64)));
-typedef uint16_t U16x16 __attribute__((vector_size(32)));
-typedef int8_t I8x16 __attribute__((vector_size(16)));
-typedef uint8_t U8x16 __attribute__((vector_size(16)));
 
 struct bf16 {
     uint16_t bits;
 };
 
-template <typename V, typename T>
-inline V load(const T* from) {
-    V vector;
-    std::memcpy(&vector, from, sizeof(V));
-    return vector;
-}
-
-template <typename V, typename T>
-inline void store(T* to, V vector) {
-    std::memcpy(to, &vector, sizeof(V));
-}
-
-inline F32x16 splat(float value) { return value - F32x16{}; }
-
-inline F32x16 widen(U16x16 bits) {
-    return (F32x16)(__builtin_convertvector(bits, I32x16) << 16);
-}
+inline F32x16 widen(U16x16 bits) { return as<float>(convert<int32_t>(bits) << 16); }
 
 // To the nearest, ties to even. A NaN stays one: its mantissa is not allowed to round up into infinity's pattern.
 inline U16x16 narrow(F32x16 wide) {
 #if defined(__AVX512BF16__)
     return (U16x16)_mm512_cvtneps_pbh((__m512)wide);
 #else
-    I32x16 bits = (I32x16)wide;
+    I32x16 bits = as<int32_t>(wide);
     I32x16 rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
     I32x16 quiet = (bits >> 16) | 0x40;
-    I32x16 is_nan = (bits & 0x7fffffff) > 0x7f800000;
-    return __builtin_convertvector((is_nan & quiet) | (~is_nan & rounded), U16x16);
+    return convert<uint16_t>(select((bits & 0x7fffffff) > 0x7f800000, quiet, rounded));
+#endif
+}
+
+// Two consecutive depths of sixteen columns, the even one in the low bits.
+inline I32x16 pair_up(U16x16 even, U16x16 odd) {
+#if defined(__AVX512BW__)
+    const __m512i lanes = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8,  //
+                                           39, 7, 38, 6, 37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
+    return (I32x16)_mm512_permutex2var_epi16(
+        _mm512_castsi256_si512((__m256i)even), lanes, _mm512_castsi256_si512((__m256i)odd));
+#else
+    return convert<int32_t>(even) | convert<int32_t>(odd) << 16;
 #endif
 }
 
@@ -78,45 +51,54 @@ inline T from_float(float value);
 template <>
 inline float from_float<float>(float value) { return value; }
 template <>
-inline bf16 from_float<bf16>(float value) { return {narrow(splat(value))[0]}; }
+inline bf16 from_float<bf16>(float value) {
+    bf16 lanes[kLanes];
+    store(lanes, narrow(splat(value)));
+    return lanes[0];
+}
 
 // The first `count` lanes, the others 0; and back. For rows whose length is no multiple of sixteen.
 template <typename T>
 inline F32x16 load_some(const T* from, int64_t count) {
-    F32x16 wide{};
-    for (int64_t i = 0; i < count; i++) wide[i] = to_float(from[i]);
-    return wide;
+    float lanes[kLanes] = {};
+    for (int64_t i = 0; i < count; i++) lanes[i] = to_float(from[i]);
+    return load<F32x16>(lanes);
 }
 template <typename T>
 inline void store_some(T* to, F32x16 wide, int64_t count) {
-    for (int64_t i = 0; i < count; i++) to[i] = from_float<T>(wide[i]);
+    float lanes[kLanes];
+    store(lanes, wide);
+    for (int64_t i = 0; i < count; i++) to[i] = from_float<T>(lanes[i]);
 }
 
-// Fold a vector by halves, so that lane 0 holds the result for all lanes.
-template <typename Combine>
-inline float fold(F32x16 v, Combine combine) {
-    v = combine(v, __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));
-    v = combine(v, __builtin_shufflevector(v, v, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11));
-    v = combine(v, __builtin_shufflevector(v, v, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13));
-    return combine(v, __builtin_shufflevector(v, v, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14))[0];
+// Combine all lanes by halves, in this order.
+template <typename V, typename Combine>
+inline Lane<V> fold(V v, Combine combine) {
+    if constexpr (is_pair<V>) {
+        return fold(combine(v.low, v.high), combine);
+    } else {
+        if constexpr (num_lanes<V> > 8) v = combine(v, swap<8>(v));
+        if constexpr (num_lanes<V> > 4) v = combine(v, swap<4>(v));
+        v = combine(v, swap<2>(v));
+        return combine(v, swap<1>(v))[0];
+    }
 }
 
-inline I32x16 max(I32x16 a, I32x16 b) { return a > b ? a : b; }
-
-// When either is NaN, the second.
-inline F32x16 max(F32x16 a, F32x16 b) {
+// Of floats: when either is NaN, the second.
+template <typename V>
+inline V max(V a, V b) {
 #if defined(__AVX512F__)
-    return (F32x16)_mm512_max_ps((__m512)a, (__m512)b);
-#else
-    return a > b ? a : b;
+    if constexpr (std::is_same_v<V, F32x16>) return (V)_mm512_max_ps((__m512)a, (__m512)b);
 #endif
+    return select(a > b, a, b);
 }
 
-inline float sum(F32x16 v) {
-    return fold(v, [](F32x16 a, F32x16 b) { return a + b; });
+template <typename V>
+inline Lane<V> sum(V v) {
+    return fold(v, [](auto a, auto b) { return a + b; });
 }
 inline float highest(F32x16 v) {
-    return fold(v, [](F32x16 a, F32x16 b) { return max(a, b); });
+    return fold(v, [](auto a, auto b) { return max(a, b); });
 }
 
 // 2^x for x <= 0, with a relative error below 3e-7; 0 below -125, NaN of NaN (hence the order of max's arguments). No
@@ -139,58 +121,93 @@ inline F32x16 exp2(F32x16 x) {
 #if defined(__AVX512F__)
     F32x16 result = (F32x16)_mm512_scalef_ps((__m512)p, (__m512)n);
 #else
-    F32x16 result = p * (F32x16)(((I32x16)shifted - 0x4b400000 + 127) << 23);
+    F32x16 result = p * as<float>((as<int32_t>(shifted) - 0x4b400000 + 127) << 23);
 #endif
-    return x < -125.0f ? F32x16{} : result;
+    return select(x < -125.0f, F32x16{}, result);
 }
 
-// Lane i of the result is the largest of v[i]'s lanes: four rounds of comparing neighbours.
-inline I32x16 highest_each(const I32x16* v) {
-    I32x16 pairs[8], fours[4], eights[2];
-    for (int i = 0; i < 8; i++) {
-        I32x16 a = v[2 * i], b = v[2 * i + 1];
-        pairs[i] = max(__builtin_shufflevector(a, b, 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30),
-                       __builtin_shufflevector(a, b, 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31));
-    }
-    for (int i = 0; i < 4; i++) {
-        I32x16 a = pairs[2 * i], b = pairs[2 * i + 1];
-        fours[i] = max(__builtin_shufflevector(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29),
-                       __builtin_shufflevector(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31));
-    }
-    for (int i = 0; i < 2; i++) {
-        I32x16 a = fours[2 * i], b = fours[2 * i + 1];
-        eights[i] = max(__builtin_shufflevector(a, b, 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27),
-                        __builtin_shufflevector(a, b, 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31));
-    }
-    I32x16 a = eights[0], b = eights[1];
-    return max(__builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23),
-               __builtin_shufflevector(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31));
+inline float exp2(float x) {
+    float lanes[kLanes];
+    store(lanes, exp2(splat(x)));
+    return lanes[0];
 }
 
-// Turn sixteen rows of sixteen into columns.
+// What dot4 takes off each code before it multiplies it.
+#if defined(__AVX2__) && !defined(__AVX512F__)
+template <int bits>
+constexpr int32_t kDotBias = bits == 8 ? 128 : 0;
+#else
+template <int bits>
+constexpr int32_t kDotBias = 0;
+#endif
+
+// Add to each lane its four codes, unsigned bytes of 4 or 8 bits less kDotBias, times four signed bytes above -128.
+template <int bits, typename V>
+KVRELAY_INLINE V dot4(V sums, V codes, int32_t four) {
+    if constexpr (is_pair<V>) {
+        return {dot4<bits>(sums.low, codes.low, four), dot4<bits>(sums.high, codes.high, four)};
+    } else {
+#if defined(__AVX512VNNI__)
+        return (V)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)codes, _mm512_set1_epi32(four));
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+        __m256i left = (__m256i)codes, right = _mm256_set1_epi32(four);
+        if constexpr (bits == 8) {  // sums of two products of unsigned codes would not fit into 16 bits
+            __m256i centred = _mm256_xor_si256(left, _mm256_set1_epi8(int8_t(0x80)));
+            left = _mm256_abs_epi8(centred);
+            right = _mm256_sign_epi8(right, centred);
+        }
+        return sums + (V)_mm256_madd_epi16(_mm256_maddubs_epi16(left, right), _mm256_set1_epi16(1));
+#else
+        for (int i = 0; i < 4; i++) sums += ((codes >> (8 * i)) & 255) * int32_t(int8_t(four >> (8 * i)));
+        return sums;
+#endif
+    }
+}
+
+// Like dot4 of 4 bits where AVX2 adds up products in 16 bits first: eight of them fit. `add_up` adds these to sums.
+#if defined(__AVX2__) && !defined(__AVX512F__)
+template <int bits>
+constexpr bool kHasShortSums = bits == 4;
+template <typename V>
+KVRELAY_INLINE V dot4_short(V shorts, V codes, int32_t four) {
+    if constexpr (is_pair<V>) return {dot4_short(shorts.low, codes.low, four), dot4_short(shorts.high, codes.high, four)};
+    else return (V)_mm256_add_epi16((__m256i)shorts, _mm256_maddubs_epi16((__m256i)codes, _mm256_set1_epi32(four)));
+}
+template <typename V>
+KVRELAY_INLINE V add_up(V sums, V shorts) {
+    if constexpr (is_pair<V>) return {add_up(sums.low, shorts.low), add_up(sums.high, shorts.high)};
+    else return sums + (V)_mm256_madd_epi16((__m256i)shorts, _mm256_set1_epi16(1));
+}
+#else
+template <int bits>
+constexpr bool kHasShortSums = false;
+template <typename V>
+V dot4_short(V shorts, V codes, int32_t four);
+template <typename V>
+V add_up(V sums, V shorts);
+#endif
+
+// Turn sixteen rows of sixteen into columns: lanes change places with rows, the nearest first.
+template <int distance = 1>
 inline void transpose(I32x16* v) {
-    I32x16 t[16];
-    for (int i = 0; i < 16; i += 2) {
-        t[i] = __builtin_shufflevector(v[i], v[i + 1], 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30);
-        t[i + 1] = __builtin_shufflevector(v[i], v[i + 1], 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
+    for (int row = 0; row < kLanes; row++) {
+        if (row & distance) continue;
+        I32x16 a = v[row], b = v[row + distance];
+        v[row] = zip_even<distance>(a, b);
+        v[row + distance] = zip_odd<distance>(a, b);
     }
-    for (int i = 0; i < 16; i += 4)
-        for (int j = 0; j < 2; j++) {
-            I32x16 a = t[i + j], b = t[i + j + 2];
-            v[i + j] = __builtin_shufflevector(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29);
-            v[i + j + 2] = __builtin_shufflevector(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
-        }
-    for (int i = 0; i < 16; i += 8)
-        for (int j = 0; j < 4; j++) {
-            I32x16 a = v[i + j], b = v[i + j + 4];
-            t[i + j] = __builtin_shufflevector(a, b, 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27);
-            t[i + j + 4] = __builtin_shufflevector(a, b, 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
-        }
-    for (int j = 0; j < 8; j++) {
-        I32x16 a = t[j], b = t[j + 8];
-        v[j] = __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23);
-        v[j + 8] = __builtin_shufflevector(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+    if constexpr (2 * distance < kLanes) transpose<2 * distance>(v);
+}
+
+// Lane i of the result is the largest of v[i]'s lanes. Mutates v.
+template <int distance = 1>
+inline I32x16 highest_each(I32x16* v) {
+    for (int row = 0; row < kLanes; row += 2 * distance) {
+        I32x16 a = v[row], b = v[row + distance];
+        v[row] = max(zip_even<distance>(a, b), zip_odd<distance>(a, b));
     }
+    if constexpr (2 * distance < kLanes) return highest_each<2 * distance>(v);
+    else return v[0];
 }
 
 }  // namespace kvrelay

@@ -44,17 +44,12 @@ inline void pack_values(
 template <typename Meanwhile>
 inline void pack_values(
     const bf16* const* values, int64_t count, int64_t column, int64_t dim, bf16* packed, Meanwhile meanwhile) {
-    typedef uint16_t U16x32 __attribute__((vector_size(64)));
     for (int64_t d = column; d < column + dim; d += kPanel, packed += kTileKeys * kPanel)
         for (int64_t k = 0; k < count; k += 2) {
             if (k % kMeanwhileKeys == 0) meanwhile();
-            U16x32 even = load<U16x32>(values[k] + d), odd = load<U16x32>(values[k + 1] + d);
-            store(packed + k * kPanel,
-                  __builtin_shufflevector(even, odd, 0, 32, 1, 33, 2, 34, 3, 35, 4, 36, 5, 37, 6, 38, 7, 39, 8, 40, 9, 41,
-                                          10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47));
-            store(packed + k * kPanel + kPanel,
-                  __builtin_shufflevector(even, odd, 16, 48, 17, 49, 18, 50, 19, 51, 20, 52, 21, 53, 22, 54, 23, 55, 24,
-                                          56, 25, 57, 26, 58, 27, 59, 28, 60, 29, 61, 30, 62, 31, 63));
+            for (int64_t c = 0; c < kPanel; c += kLanes)
+                store(packed + k * kPanel + 2 * c,
+                      pair_up(load<U16x16>(values[k] + d + c), load<U16x16>(values[k + 1] + d + c)));
         }
 }
 
@@ -103,7 +98,7 @@ inline void store_depths(float* to, F32x16 even, F32x16 odd) {
     store(to + kPanel, odd);
 }
 inline void store_depths(bf16* to, F32x16 even, F32x16 odd) {
-    store(to, __builtin_convertvector(narrow(even), I32x16) | (__builtin_convertvector(narrow(odd), I32x16) << 16));
+    store(to, pair_up(narrow(even), narrow(odd)));
 }
 
 // Pack the codes of one head like rows of T. Only the first `count` keys are known to be written.
@@ -128,7 +123,8 @@ inline void pack_codes(const CodeGroups<kTileKeys / kLanes>& codes, const CodeLa
             });
         }
         for (int64_t byte = 0; byte < layout.row_bytes; byte += kLanes) {
-            F32x16 scales = keep(load_scales(codes.value_scales[g], byte / bytes_per_scale), g * kLanes, 0, count);
+            float scales[kLanes];
+            store(scales, keep(load_scales(codes.value_scales[g], byte / bytes_per_scale), g * kLanes, 0, count));
             for (int quad = 0; quad < 4; quad++) {
                 I32x16 bytes = load<I32x16>(codes.values[g] + (quad * layout.row_bytes + byte) * 4);
                 each_half(bytes, byte, [&](int64_t d, auto code) {
