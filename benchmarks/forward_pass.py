@@ -2,8 +2,9 @@
 
     python -m benchmarks.forward_pass [--model default] [--formats bfloat16 int8 int4] [--beside FOLDER] [--rounds 11]
 
-Method. Each arm is a process with one thread, which loads the model in one format as a worker does: forward pass and
-output head (of the last token of each sequence), pages included, without sampling or scheduling. `decode N`: one token
+Method. Each arm is a process with one thread, which loads the model in one format as a worker does (weights in few bits
+have activations in bfloat16): forward pass and output head (of the last token of each sequence), pages included,
+without sampling or scheduling. `decode N`: one token
 of each of N sequences behind 32 tokens of context; `prefill N`: N tokens of one prompt. The arms take turns within each
 round, so that they meet the same machine; reported are medians of the thread's CPU time with their range, and ratios
 between arms within a round. The first round of every arm is dropped.
@@ -40,30 +41,30 @@ def serve(model: str, weights_format: str) -> None:
     from common.model_files import resolve_model
     from engine.kv_cache import TorchKvStore, kv_shape
     from engine.model.config import parse_config, read_json
+    from engine.model.decoder import Decoder
     from engine.model.loader import load_weights, weight_files
     from engine.model.quantize import quantize_weights
-    from engine.ops.cpu.ops import CpuDecoder
+    from engine.ops.cpu.ops import CpuDecoder, CpuOps, can_run
     from engine.ops.metadata import AttentionMetadata, SequenceSpan
     from engine.ops.select import choose_cpu_kernels, load_cpu_kernels
 
     torch.set_num_threads(1)
     model_dir = resolve_model(model, local_files_only=True)
     config = parse_config(read_json(model_dir / "config.json"))
-    weights = load_weights(weight_files(model_dir), config, dtype=torch.bfloat16, device=torch.device("cpu"))
-    if weights_format != "bfloat16":
+    dtype = torch.float32 if weights_format == "float32" else torch.bfloat16
+    weights = load_weights(weight_files(model_dir), config, dtype=dtype, device=torch.device("cpu"))
+    if weights_format in ("int8", "int4"):
         quantize_weights(weights, config, weights_format)  # type: ignore[arg-type] # of an arm
-    kernels = load_cpu_kernels(torch.bfloat16)
-    if kernels is None:
-        raise SystemExit("there are no compiled kernels on this machine")
-    kernels.use_threads(1)
-    choice = choose_cpu_kernels(weights, kernels)
-    shape = kv_shape(config, block_size=BLOCK_SIZE, dtype=torch.bfloat16, fingerprint="")
+    choice = choose_cpu_kernels(weights, load_cpu_kernels(dtype))
+    shape = kv_shape(config, block_size=BLOCK_SIZE, dtype=dtype, fingerprint="")
     store = TorchKvStore(shape, NUM_BLOCKS, device=torch.device("cpu"))
     for keys, values in store.layers:
         keys.normal_()
         values.normal_()
     ops = choice.bind(config, store)
-    decoder = CpuDecoder(config, weights, kernels)
+    decoder: Any = Decoder(config, weights)
+    if isinstance(ops, CpuOps) and can_run(weights):
+        decoder = CpuDecoder(config, weights, ops.kernels)
 
     def cpu_ms(num_seqs: int, num_tokens: int, context: int) -> float:
         num_blocks = -(-(context + num_tokens) // BLOCK_SIZE)
@@ -115,7 +116,7 @@ def main() -> None:
 
     parser = command_line("forward_pass", __doc__, rounds=11)
     parser.add_argument("--model", default="default", help="checkpoint folder or hub id")
-    parser.add_argument("--formats", nargs="+", default=["bfloat16", "int8", "int4"], help="bfloat16, int8, int4")
+    parser.add_argument("--formats", nargs="+", default=["bfloat16", "int8", "int4"], help="these, float32")
     parser.add_argument("--beside", type=Path, help="another checkout of kvrelay, measured in the same rounds")
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES), help="default: all")
     args = parser.parse_args()

@@ -20,7 +20,8 @@ from common.model_files import cache_dir
 logger = logging.getLogger(__name__)
 
 _SOURCES = Path(__file__).parent
-_FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-fPIC", "-shared")
+# Hidden: libraries of several processors in one process, as in tests, would share the buffers of their threads.
+_FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-fPIC", "-shared", "-fvisibility=hidden")
 _COMPILE_TIMEOUT_S = 180
 _CPU_INFO = Path("/proc/cpuinfo")
 

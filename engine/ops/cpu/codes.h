@@ -55,10 +55,16 @@ inline I32x16 to_integers(F32x16 x, float scale, float least, float most) {
 inline F32x16 poison(F32x16 x) { return x * 0.0f; }
 
 template <int kDistance>
+struct SignOfLanes {
+    constexpr SignOfLanes() {
+        for (int i = 0; i < kLanes; i++) lanes[i] = i & kDistance ? -1.0f : 1.0f;
+    }
+    alignas(64) float lanes[kLanes]{};
+};
+template <int kDistance>
 inline F32x16 butterfly(F32x16 v) {
-    float sign[kLanes];
-    for (int i = 0; i < kLanes; i++) sign[i] = i & kDistance ? -1.0f : 1.0f;
-    return swap<kDistance>(v) + v * load<F32x16>(sign);
+    static constexpr SignOfLanes<kDistance> sign;
+    return swap<kDistance>(v) + v * load<F32x16>(sign.lanes);
 }
 inline F32x16 mix_lanes(F32x16 v) {
     return butterfly<1>(butterfly<2>(butterfly<4>(butterfly<8>(v))));

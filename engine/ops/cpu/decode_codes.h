@@ -58,10 +58,10 @@ struct Parts {
 
 // dot4 with codes of a page.
 template <bool kIsInt4>
-inline I32x16 dot4(I32x16 sums, I32x16 codes, const int8_t* four) {
-    return kvrelay::dot4<kIsInt4 ? 4 : 8>(sums, codes, load<int32_t>(four));
+inline I32x16 dot_page(I32x16 sums, I32x16 codes, const int8_t* four) {
+    return dot4<kIsInt4 ? 4 : 8>(sums, codes, load<int32_t>(four));
 }
-// What has to be taken off each code that dot4 has multiplied.
+// What has to be taken off each code that dot_page has multiplied.
 template <bool kIsInt4>
 constexpr int32_t kPageBias = kIsInt4 ? 8 - kDotBias<4> : 128 - kDotBias<8>;
 
@@ -91,11 +91,13 @@ inline void score_codes(const Parts<kNumParts>& queries, int64_t first_row, cons
         for (int64_t quad = 0; quad < quads; quad++, codes += 4 * kLanes) {
             I32x16 bytes = load<I32x16>(codes), low = kIsInt4 ? bytes & 0x0f0f0f0f : bytes;
             for (int r = 0; r < kRows; r++)
-                for (int p = 0; p < kNumParts; p++) sums[r][p] = dot4<kIsInt4>(sums[r][p], low, rows[r][p] + 4 * quad);
+                for (int p = 0; p < kNumParts; p++)
+                    sums[r][p] = dot_page<kIsInt4>(sums[r][p], low, rows[r][p] + 4 * quad);
             if (!kIsInt4) continue;
             I32x16 high = (bytes >> 4) & 0x0f0f0f0f;
             for (int r = 0; r < kRows; r++)
-                for (int p = 0; p < kNumParts; p++) sums[r][p] = dot4<kIsInt4>(sums[r][p], high, rows[r][p] + kLanes + 4 * quad);
+                for (int p = 0; p < kNumParts; p++)
+                    sums[r][p] = dot_page<kIsInt4>(sums[r][p], high, rows[r][p] + kLanes + 4 * quad);
         }
         F32x16 scale = load_scales(scales, s);
         for (int r = 0; r < kRows; r++) totals[r] += join<kNumParts>(sums[r]) * scale;
@@ -120,7 +122,8 @@ inline void add_codes(const Parts<kNumParts>& weights, const uint8_t* const* val
                 I32x16 codes = kIsInt4 ? (bytes >> (4 * half)) & 0x0f0f0f0f : bytes;
                 for (int r = 0; r < kRows; r++)
                     for (int p = 0; p < kNumParts; p++)
-                        sums[half][r][p] = dot4<kIsInt4>(sums[half][r][p], codes, weights.row(r, p) + g * kLanes + quad * 4);
+                        sums[half][r][p] =
+                            dot_page<kIsInt4>(sums[half][r][p], codes, weights.row(r, p) + g * kLanes + quad * 4);
             }
         }
     for (int half = 0; half < kHalves; half++)
@@ -161,7 +164,6 @@ inline void attend_tile(const Step& step, const Item& item, const CodeLayout& la
     }
     for (int64_t s = 0; s < layout.row_scales; s++) {
         for (int r = 0; r < kRows; r++) {
-
             for (int g = 0; g < groups; g++) {
                 F32x16 scale = load_scales(tile.value_scales[g] + head * layout.group_scales(), s);
                 int64_t at = g * kLanes;

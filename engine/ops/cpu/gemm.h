@@ -13,8 +13,8 @@
 namespace kvrelay {
 
 constexpr int kPanel = 2 * kLanes;  // columns of a panel
-// Rows at a time: 24 accumulators of 32 registers, 12 of 16.
-constexpr int kMaxRows = kNumRegisters == 32 ? 12 : 3;
+// Rows at a time: 24 sums in 32 registers, 12 in 16.
+constexpr int kMaxRows = kRegisterBytes == 64 ? 12 : 3;
 
 // How far ahead weights are asked from memory; the next panel follows at once. With 16 steps, 24 rows took a fifth longer.
 constexpr int kPrefetchSteps = 64;
@@ -48,7 +48,7 @@ inline int64_t panel_size(int64_t depth) {
     return num_runs<T>(depth) * Format<T>::kRun * Format<T>::kPack * kPanel;
 }
 
-// What a register of sums is added: a row's depths of a step, in every lane, times as many of each of its columns.
+// A row's depths of one step, in every lane of a register; and their products with as many depths of a column in each lane.
 inline Register depths(const float* a) { return splat<Register>(*a); }
 inline Register depths(const bf16* a) {
     int32_t pair;
@@ -70,18 +70,18 @@ inline Register add_product(Register sum, Register row, Register columns) {
 // comes from memory, or from the first cache.
 enum class From { kMemory, kCache };
 template <int kRows, From from, typename T>
-inline void multiply_panel(const T* a, int64_t a_stride, const T* panel, int64_t steps, F32x16 (*sums)[2]) {
+KVRELAY_ONCE void multiply_panel(const T* a, int64_t a_stride, const T* panel, int64_t steps, F32x16 (*sums)[2]) {
     constexpr int pack = Format<T>::kPack, lanes = num_lanes<Register>, width = kPanel / lanes;
     Register acc[kRows][width];
     for (int r = 0; r < kRows; r++)
         for (int v = 0; v < width; v++) acc[r][v] = load<Register>((const float*)sums[r] + v * lanes);
     for (int64_t k = 0; k < steps; k++, a += pack, panel += pack * kPanel) {
-        if (from == From::kMemory) {
+        if constexpr (from == From::kMemory) {
             __builtin_prefetch(panel + kPrefetchSteps * pack * kPanel);
             __builtin_prefetch(panel + kPrefetchSteps * pack * kPanel + pack * kLanes);
         }
         auto columns = [&](int v) { return load<Register>(panel + v * lanes * pack); };
-        if constexpr (kNumRegisters >= 32) {
+        if constexpr (kRegisterBytes == 64) {
 #pragma GCC unroll 12
             for (int r = 0; r < kRows; r++)
                 for (int v = 0; v < width; v++)
@@ -152,7 +152,7 @@ inline void store_sums(const F32x16* sums, const T* bias, Y* y, int64_t columns,
 
 // Where registers are few, panels are read many times: chunks of them, as float32, stay in the first cache. Where there
 // is no product of bfloat16 this also saves widening a number for each pass of rows. Sums are added up in the same order.
-constexpr bool kHasChunks = kNumRegisters < 32;
+constexpr bool kHasChunks = kRegisterBytes < 64;
 constexpr int64_t kChunkDepths = 128;
 
 // `count` depths of a panel as float32, which may be written to `to`.
@@ -162,7 +162,7 @@ inline const float* widen_panel(const bf16* panel, int64_t count, float* to) {
         for (int64_t c = 0; c < kPanel; c += kLanes) {
             I32x16 pairs = load<I32x16>(panel + k * kPanel + 2 * c);
             store(to + k * kPanel + c, as<float>(pairs << 16));
-            store(to + (k + 1) * kPanel + c, as<float>(pairs & 0xffff0000));
+            store(to + (k + 1) * kPanel + c, as<float>(pairs & int32_t(0xffff0000)));
         }
     return to;
 }
@@ -170,35 +170,35 @@ inline const float* widen_panel(const bf16* panel, int64_t count, float* to) {
 // y [rows, columns] = x [rows, depth] * packed (+ bias), chunk by chunk.
 template <typename T, typename Y>
 void linear_in_chunks(const T* x, const T* packed, const T* bias, Y* y, int64_t rows, int64_t columns, int64_t depth) {
-    static thread_local std::vector<float> memory;
+    constexpr bool is_float = std::is_same_v<T, float>;
+    static thread_local std::vector<float> memory;  // of the rows as float32
     int64_t panels = (columns + kPanel - 1) / kPanel, size = panel_size<T>(depth), step = rows_per_pass(rows);
-    int64_t padded = num_steps<T>(depth) * Format<T>::kPack;
-    const float* wide = nullptr;
-    if constexpr (std::is_same_v<T, float>) wide = x;
-    else if (int64_t(memory.size()) < rows * padded) memory.resize(rows * padded);
-    float* copy = memory.data();
+    if (!is_float && int64_t(memory.size()) < rows * depth) memory.resize(rows * depth);
+    float* wide = memory.data();
 #pragma omp parallel
     {
-        if constexpr (!std::is_same_v<T, float>) {
+        const float* from = nullptr;
+        if constexpr (is_float) {
+            from = x;
+        } else {
 #pragma omp for schedule(static)
             for (int64_t row = 0; row < rows; row++)
-                for (int64_t k = 0; k < padded; k++)
-                    copy[row * padded + k] = k < depth ? to_float(x[row * depth + k]) : 0.0f;
+                for (int64_t k = 0; k < depth; k++) wide[row * depth + k] = to_float(x[row * depth + k]);
+            from = wide;
         }
-        const float* from = wide ? wide : copy;
-        static thread_local std::vector<float> chunk(kChunkDepths * kPanel);
+        static thread_local std::vector<float> chunk(is_float ? 0 : kChunkDepths * kPanel);
         static thread_local std::vector<F32x16> sums;
         if (int64_t(sums.size()) < 2 * rows) sums.resize(2 * rows);
         auto sums_of = [&](int64_t row) { return (F32x16(*)[2])(sums.data() + 2 * row); };
 #pragma omp for schedule(static)
         for (int64_t p = 0; p < panels; p++) {
             std::fill(sums.begin(), sums.begin() + 2 * rows, F32x16{});
-            for (int64_t k = 0; k < padded; k += kChunkDepths) {
-                int64_t count = std::min(kChunkDepths, padded - k);
+            for (int64_t k = 0; k < depth; k += kChunkDepths) {
+                int64_t count = std::min(kChunkDepths, depth - k);
                 const float* panel = widen_panel(packed + p * size + k * kPanel, count, chunk.data());
                 for (int64_t row = 0; row < rows; row += step)
                     multiply_panel<From::kCache>(
-                        int(std::min(step, rows - row)), from + row * padded + k, padded, panel, count, sums_of(row));
+                        int(std::min(step, rows - row)), from + row * depth + k, depth, panel, count, sums_of(row));
             }
             for (int64_t row = 0; row < rows; row++)
                 store_sums(*sums_of(row), bias, y + row * columns, columns, p * kPanel);
@@ -206,10 +206,12 @@ void linear_in_chunks(const T* x, const T* packed, const T* bias, Y* y, int64_t 
     }
 }
 
-// y [rows, columns] = x [rows, depth] * packed (+ bias). Both sides' rows are contiguous; Y is T or wider. All threads.
+// y [rows, columns] = x [rows, depth] * packed (+ bias). Both sides' rows are contiguous; bfloat16 has an even depth. Y is
+// T or wider. All threads.
 template <typename T, typename Y>
 void linear(const T* x, const T* packed, const T* bias, Y* y, int64_t rows, int64_t columns, int64_t depth) {
-    if (kHasChunks && rows > kMaxRows) return linear_in_chunks(x, packed, bias, y, rows, columns, depth);
+    if constexpr (kHasChunks)
+        if (rows > kMaxRows) return linear_in_chunks(x, packed, bias, y, rows, columns, depth);
     int64_t panels = (columns + kPanel - 1) / kPanel, steps = num_steps<T>(depth), size = panel_size<T>(depth);
     int64_t step = rows_per_pass(rows);
 #pragma omp parallel for schedule(static)

@@ -42,6 +42,7 @@ static void pack(const T* weight, T* packed, int64_t columns, int64_t depth) {
         run_layer(*step, *pages, *weights, *to);                                                                       \
     }
 
+#pragma GCC visibility push(default)
 extern "C" {
 int64_t kvrelay_codes_size(int64_t columns, int64_t depth, int64_t bits) {
     return num_panels(columns) * num_blocks(depth) * grouped_block_bytes(bits);
@@ -59,3 +60,4 @@ int64_t kvrelay_num_threads() { return omp_get_max_threads(); }
 KVRELAY_KERNELS(float, float32)
 KVRELAY_KERNELS(bf16, bfloat16)
 }
+#pragma GCC visibility pop

@@ -11,7 +11,7 @@
 namespace kvrelay {
 
 constexpr int kBlock = 32;          // inputs whose codes are together
-constexpr int kMaxTileRows = kNumRegisters == 32 ? 12 : 4;  // rows that are multiplied together
+constexpr int kMaxTileRows = kRegisterBytes == 64 ? 12 : 4;  // rows that are multiplied together
 constexpr int kLongSpan = 4;        // blocks that share a scale where weights of all inputs do
 constexpr int kQuads = kBlock / 4;  // an instruction multiplies and adds up four inputs
 constexpr float kLargestCode = 127, kRounder = 0x1.8p23f, kSmallest = 0x1p-120f;
@@ -30,12 +30,16 @@ struct SpanGrids {
 
     // Adding kRounder, 1.5 * 2^23, rounds to the nearest integer, which then stands in the low bits.
     I32x16 codes(F32x16 values, int64_t span) const {
-        return as<int32_t>(values * inverse[span] + kRounder) - 0x4b400000;
+        return as<int32_t>(on_grid(values, span)) - 0x4b400000;
     }
 
     // The values on the grid.
     F32x16 rounded(F32x16 values, int64_t span) const {
-        return (values * inverse[span] + kRounder - kRounder) * scale[span];
+        return (on_grid(values, span) - kRounder) * scale[span];
+    }
+
+    F32x16 on_grid(F32x16 values, int64_t span) const {
+        return multiply_add(values, splat(inverse[span]), splat(kRounder));
     }
 
     alignas(64) float scale[kLanes], inverse[kLanes];

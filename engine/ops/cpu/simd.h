@@ -89,8 +89,11 @@ template <typename V>
 inline V max(V a, V b) {
 #if defined(__AVX512F__)
     if constexpr (std::is_same_v<V, F32x16>) return (V)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+    if constexpr (std::is_same_v<V, Register>) return (V)_mm256_max_ps((__m256)a, (__m256)b);
 #endif
-    return select(a > b, a, b);
+    if constexpr (is_pair<V>) return {max(a.low, b.low), max(a.high, b.high)};
+    else return select(a > b, a, b);
 }
 
 template <typename V>
@@ -170,7 +173,8 @@ template <int bits>
 constexpr bool kHasShortSums = bits == 4;
 template <typename V>
 KVRELAY_INLINE V dot4_short(V shorts, V codes, int32_t four) {
-    if constexpr (is_pair<V>) return {dot4_short(shorts.low, codes.low, four), dot4_short(shorts.high, codes.high, four)};
+    if constexpr (is_pair<V>)
+        return {dot4_short(shorts.low, codes.low, four), dot4_short(shorts.high, codes.high, four)};
     else return (V)_mm256_add_epi16((__m256i)shorts, _mm256_maddubs_epi16((__m256i)codes, _mm256_set1_epi32(four)));
 }
 template <typename V>

@@ -24,12 +24,13 @@
 namespace kvrelay {
 
 constexpr int kLanes = 16;
+// Of registers there are 32 with AVX-512, whose products also take one number in memory for all lanes; else 16.
 #if defined(__AVX512F__)
-constexpr int kRegisterBytes = 64, kNumRegisters = 32;
+constexpr int kRegisterBytes = 64;
 #elif defined(__AVX2__)
-constexpr int kRegisterBytes = 32, kNumRegisters = 16;
+constexpr int kRegisterBytes = 32;
 #else
-constexpr int kRegisterBytes = 16, kNumRegisters = 16;
+constexpr int kRegisterBytes = 16;
 #endif
 
 template <typename V>
@@ -172,7 +173,7 @@ KVRELAY_INLINE auto high_half(V v, std::integer_sequence<int, lane...>) {
     return __builtin_shufflevector(v, v, (int(sizeof...(lane)) + lane)...);
 }
 template <typename V, int... lane>
-KVRELAY_INLINE auto join(V low, V high, std::integer_sequence<int, lane...>) {
+KVRELAY_INLINE auto concatenate(V low, V high, std::integer_sequence<int, lane...>) {
     return __builtin_shufflevector(low, high, lane...);
 }
 
@@ -183,7 +184,7 @@ KVRELAY_INLINE V multiply_add(V a, V b, V c) {
 #if defined(__AVX512F__)
     else if constexpr (sizeof(V) == 64) return (V)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 #endif
-#if defined(__FMA__)
+#if defined(__AVX2__) && defined(__FMA__)
     else if constexpr (sizeof(V) == 32) return (V)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
 #endif
     else return a * b + c;
@@ -200,7 +201,7 @@ KVRELAY_INLINE auto convert(V v) {
         auto half = std::make_integer_sequence<int, count / 2>();
         return Result{convert<T>(low_half(v, half)), convert<T>(high_half(v, half))};
     } else if constexpr (is_pair<V>) {
-        return join(convert<T>(v.low), convert<T>(v.high), std::make_integer_sequence<int, count>());
+        return concatenate(convert<T>(v.low), convert<T>(v.high), std::make_integer_sequence<int, count>());
     } else {
         return __builtin_convertvector(v, Result);
     }

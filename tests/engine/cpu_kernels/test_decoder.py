@@ -59,7 +59,7 @@ def test_load_with_a_compiler_logs_compiled_kernels(
     llama: Path, float32_kernels: CpuKernels, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert float32_kernels.dtype is torch.float32  # without a compiler this is skipped
-    if not cpu_has("avx2"):
+    if not (cpu_has("avx2") and cpu_has("fma")):
         pytest.skip("this CPU's registers are too small for them")
     with caplog.at_level(logging.INFO):
         load(llama)
