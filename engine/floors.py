@@ -11,6 +11,7 @@ import torch
 
 from engine.kv_store import KvShape
 from engine.model.config import DecoderConfig
+from engine.model.precision import cpu_has_bfloat16
 from engine.work import DeviceRates, ModelShape, StepFloors
 
 _MATMUL_SIZES = (256, 1024, 2048)
@@ -18,7 +19,7 @@ _NUM_RUNS = 4
 _CUDA_REPEATS = 32
 """Operations of a run on a GPU: one alone takes no longer than its launch."""
 _LONG_S = 0.25
-"""Longest product that is tried, as the smaller ones predict it: some processors take seconds for bfloat16."""
+"""Longest product that is tried, as the smaller ones predict it."""
 _READ_BYTES_AT_START = 1 << 27
 
 
@@ -60,9 +61,13 @@ class RateMeter:
         device: torch.device | None = None,
         read_bytes: int = 1 << 30,
     ) -> None:
-        """Allocate `read_bytes` on the device, by default the CPU: many times its caches. Products are of `dtype`."""
-        self._dtype = dtype
+        """Allocate `read_bytes` on the device, by default the CPU: many times its caches.
+
+        Products are of `dtype`; of float32 on a CPU without products of bfloat16, which widens these.
+        """
         self._device = device or torch.device("cpu")
+        is_widened = self._device.type == "cpu" and dtype is torch.bfloat16 and not cpu_has_bfloat16()
+        self._dtype = torch.float32 if is_widened else dtype
         self._read_bytes = read_bytes
         self._numbers = torch.ones(read_bytes // 4, device=self._device)
 
