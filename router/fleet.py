@@ -33,6 +33,8 @@ from router.worker_client import WorkerClient
 
 logger = logging.getLogger(__name__)
 
+SILENT_HEARTBEATS = 4
+"""Heartbeats without a report after which the end of a connection is taken for that of a silence."""
 LOSS_SKEW_S = 0.1
 """Longest time between the first call that a worker's end fails and the notice of it here."""
 
@@ -246,9 +248,13 @@ class Fleet:
     def on_lost(self, member: Member, why: str, *, is_silent: bool = False) -> None:
         """Take the worker out of use until it answers again.
 
-        `is_silent`: nothing came from it, which is also so when its process is stopped or the network is cut.
+        `is_silent`: nothing came from it, which is also so when its process is stopped or the network is cut. A
+        connection that breaks some heartbeats after the last report breaks for that; the end of a process is seen at
+        once.
         """
-        member.is_silent |= is_silent
+        quiet_s = self._clock.monotonic() - member.reported_s
+        is_quiet = 0 < SILENT_HEARTBEATS * self.heartbeat_s < quiet_s
+        member.is_silent |= is_silent or (is_quiet and member.state is not WorkerState.LOST)
         if member.state is not WorkerState.LOST or member.why != why:
             logger.warning("worker lost: %s", why, extra={"worker_id": member.endpoint.worker_id})
         self._leave(member, WorkerState.LOST, why)

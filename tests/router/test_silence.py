@@ -181,6 +181,21 @@ async def test_only_worker_of_its_kind_keeps_its_answers_however_silent() -> Non
         assert len((await generating).plans) == 1
 
 
+@pytest.mark.parametrize("quiet_s", [0.0, 5.0])
+async def test_connection_that_breaks_after_a_silence_is_no_end_of_its_worker(quiet_s: float) -> None:
+    """Else a request that has failed on a worker is refused once that is cut off, as if it had ended it."""
+    async with running_cluster(FakeWorker("d0", DECODE)) as cluster:
+        fleet = cluster.router.fleet
+        (member,) = fleet.members
+        member.reported_s -= quiet_s
+        fleet.on_lost(member, "the connection was lost")
+        assert member.has_ended is (quiet_s == 0)
+        member.reported_s -= 60.0
+        fleet.on_lost(member, "the connection is refused")
+        assert member.has_ended is (quiet_s == 0), "it is lost already"
+        await cluster.until_state("d0", "ready")
+
+
 @pytest.mark.parametrize("directions", [("to_worker", "to_router"), ("to_router",)])
 async def test_answers_behind_a_cut_connection_go_on_elsewhere(directions: tuple[str, ...]) -> None:
     prefill, first, second = trio()
