@@ -85,6 +85,8 @@ def main() -> None:
     from ray.cluster_utils import Cluster
 
     folder, nodes = sys.argv[1], json.loads(sys.argv[2])
+    # Cluster leaves its address in Ray's default folder, which a machine that has never run Ray does not have.
+    Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir(), "ray").mkdir(parents=True, exist_ok=True)
     cluster = Cluster()
     try:
         for number, node in enumerate(nodes):
