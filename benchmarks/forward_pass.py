@@ -4,10 +4,9 @@
 
 Method. Each arm is a process with one thread, which loads the model in one format as a worker does (weights in few bits
 have activations in bfloat16): forward pass and output head (of the last token of each sequence), pages included,
-without sampling or scheduling. `decode N`: one token
-of each of N sequences behind 32 tokens of context; `prefill N`: N tokens of one prompt. The arms take turns within each
-round, so that they meet the same machine; reported are medians of the thread's CPU time with their range, and ratios
-between arms within a round. The first round of every arm is dropped.
+without sampling or scheduling. `decode N`: one token of each of N sequences behind 32 tokens of context; `prefill N`: N
+tokens of one prompt. The arms take turns within each round, so that they meet the same machine; reported are medians of
+the thread's CPU time with their range, and ratios between arms within a round. The first round is dropped.
 """
 
 import json
@@ -116,7 +115,9 @@ def main() -> None:
 
     parser = command_line("forward_pass", __doc__, rounds=11)
     parser.add_argument("--model", default="default", help="checkpoint folder or hub id")
-    parser.add_argument("--formats", nargs="+", default=["bfloat16", "int8", "int4"], help="these, float32")
+    parser.add_argument(
+        "--formats", nargs="+", default=["bfloat16", "int8", "int4"], help="default: these; also float32"
+    )
     parser.add_argument("--beside", type=Path, help="another checkout of kvrelay, measured in the same rounds")
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES), help="default: all")
     args = parser.parse_args()

@@ -13,7 +13,7 @@ KvrelayError
 ├── Cancelled                 the caller went away                  CANCELLED
 ├── Unreachable               no connection to the front door       UNAVAILABLE
 ├── TransferError
-│   ├── KvIncomplete          bytes missing or corrupt              DATA_LOSS
+│   ├── KvIncomplete          bytes missing or wrong                DATA_LOSS
 │   │   └── KvCorrupt         bytes changed on the way              DATA_LOSS
 │   ├── HandoffGone           handoff unknown, expired or aborted   ABORTED
 │   └── LayoutMismatch        blocks of another shape               FAILED_PRECONDITION
@@ -127,7 +127,7 @@ class KvIncomplete(TransferError):
 
 
 class KvCorrupt(KvIncomplete):
-    """Bytes came that do not match their checksum, or not in order. It says nothing about the end of a worker."""
+    """Bytes do not match their checksum, or come out of order. Both workers were alive then."""
 
 
 class HandoffGone(TransferError):

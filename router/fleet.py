@@ -34,7 +34,7 @@ from router.worker_client import WorkerClient
 logger = logging.getLogger(__name__)
 
 SILENT_HEARTBEATS = 4
-"""Heartbeats without a report after which the end of a connection is taken for that of a silence."""
+"""Heartbeats without a report after which a connection that breaks counts as silent."""
 LOSS_SKEW_S = 0.1
 """Longest time between the first call that a worker's end fails and the notice of it here."""
 
@@ -249,8 +249,8 @@ class Fleet:
         """Take the worker out of use until it answers again.
 
         `is_silent`: nothing came from it, which is also so when its process is stopped or the network is cut. A
-        connection that breaks some heartbeats after the last report breaks for that; the end of a process is seen at
-        once.
+        connection that breaks several heartbeats after the last report counts as silent, too: the end of a process
+        breaks it at once.
         """
         quiet_s = self._clock.monotonic() - member.reported_s
         is_quiet = 0 < SILENT_HEARTBEATS * self.heartbeat_s < quiet_s

@@ -286,7 +286,7 @@ class Orchestrator:
             leg.failed_pairs.add((prefill.life, booking.decode.life))
             if prefill is not failure.hold:
                 suspects.append(prefill)
-        if not isinstance(failure.error, KvCorrupt):  # whoever saw the bytes had lost nobody, and may be cut off later
+        if not isinstance(failure.error, KvCorrupt):  # both workers were alive: a later end has another reason
             used = [hold.life for hold in booking.holds if not hold.has_left]
             leg.record.losses.note(used, num_tokens=leg.record.num_steps_done, now_s=self._clock.monotonic())
         for hold in suspects:

@@ -74,12 +74,17 @@ def quantize_and_pack(
     return lambda field, projection: pack(field, quantize(field, projection))
 
 
+def cpu_runs_kernels() -> bool:
+    """Whether compiled kernels are used on this processor, where there is a compiler."""
+    return all(map(cpu_has, _VECTOR_FLAGS))
+
+
 def load_cpu_kernels(dtype: torch.dtype) -> CpuKernels | None:
     """Return the compiled kernels for weights of a dtype; None, and a line in the log, where there are none."""
     if dtype not in DTYPES:
         logger.info("plain torch kernels: none are compiled for %s", dtype)
         return None
-    if not all(map(cpu_has, _VECTOR_FLAGS)):
+    if not cpu_runs_kernels():
         logger.info("plain torch kernels: the compiled ones need a CPU with %s", " and ".join(_VECTOR_FLAGS))
         return None
     built = build_kernels()

@@ -20,8 +20,8 @@ from common.model_files import default_model_dir
 from common.sampling import SamplingParams
 from engine.executor import Executor
 from engine.loading import load_executor
-from engine.model.precision import cpu_has
 from engine.ops.cpu.build import NotBuilt, build_kernels
+from engine.ops.select import cpu_runs_kernels
 from engine.options import EngineOptions
 from kvrelay.client import AsyncClient, Generation
 from tests.e2e.harness import kill_worker, running_cluster, until, until_idle, worker
@@ -259,7 +259,7 @@ async def _check_kill(client: AsyncClient, prompts: list[list[int]]) -> None:
 async def test_drafted_answers_are_those_without_after_a_decode_workers_kill(
     tmp_path: Path, prompts: list[list[int]], short_model_dir: Path, short_oracle: Oracle
 ) -> None:
-    if not (cpu_has("avx2") and cpu_has("fma")) or isinstance(build_kernels(), NotBuilt):
+    if not cpu_runs_kernels() or isinstance(build_kernels(), NotBuilt):
         pytest.skip("no compiled kernels on this machine: nothing is drafted")
     greedy: dict[str, Any] = {"temperature": 0, "max_tokens": 400, "ignore_eos": True}  # it soon repeats itself
     sampled = greedy | {"temperature": 0.6, "seed": 7, "max_tokens": 240}

@@ -48,7 +48,7 @@ inline int64_t panel_size(int64_t depth) {
     return num_runs<T>(depth) * Format<T>::kRun * Format<T>::kPack * kPanel;
 }
 
-// A row's depths of one step, in every lane of a register; and their products with as many depths of a column in each lane.
+// The depths of one step of a row, in every lane. `add_product` multiplies them with those of one column in each lane.
 inline Register depths(const float* a) { return splat<Register>(*a); }
 inline Register depths(const bf16* a) {
     int32_t pair;

@@ -12,13 +12,13 @@ from engine.kv_cache import TorchKvStore
 from engine.model.config import DecoderConfig
 from engine.model.decoder import Decoder
 from engine.model.loader import load_weights
-from engine.model.precision import cpu_has
 from engine.model.quantize import QuantizationMethod, quantize_weights
 from engine.model.weights import Linear
 from engine.ops.cpu.library import CpuKernels
 from engine.ops.cpu.linear import pack_projections
 from engine.ops.cpu.ops import CpuDecoder, CpuOps
 from engine.ops.metadata import AttentionMetadata, SequenceSpan
+from engine.ops.select import cpu_runs_kernels
 from engine.options import EngineOptions, ModelDescription
 from tests.engine.driver import Driver, load, make_sequence
 from tests.engine.tiny_models import make_model, make_prompt, reference_tokens
@@ -59,7 +59,7 @@ def test_load_with_a_compiler_logs_compiled_kernels(
     llama: Path, float32_kernels: CpuKernels, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert float32_kernels.dtype is torch.float32  # without a compiler this is skipped
-    if not (cpu_has("avx2") and cpu_has("fma")):
+    if not cpu_runs_kernels():
         pytest.skip("this CPU's registers are too small for them")
     with caplog.at_level(logging.INFO):
         load(llama)
