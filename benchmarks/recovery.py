@@ -2,10 +2,9 @@
 
     python -m benchmarks.recovery [--rounds 10] [--only "router stopped"] [--json FILE] [--page docs/reliability.md]
 
-Method: that of benchmarks/kill.py, fake engine, a cluster for each group of rows. Slow workers get three rounds in ten
-and Ray's head two, as theirs are long. The file is written after each group, so an interrupted run keeps what it has,
-and the next one, with the same file and --resume, goes on after it. Rows that this machine cannot measure are left
-out, with the reason.
+Method: that of benchmarks/kill.py, fake engine, a cluster for each group of rows. The file is written after each
+group, so an interrupted run keeps what it has, and the next one, with the same file and --resume, goes on after it.
+Rows that this machine cannot measure are left out, with the reason.
 """
 
 import asyncio
@@ -49,14 +48,6 @@ _HEADER = (
     "| fault | rounds | largest gap in a stream | TTFT | undisturbed gap, TTFT | replaced after | |",
     "|---|---|---|---|---|---|---|",
 )
-_SHARES: dict[str, float] = {Fault.SLOW: 0.3, "head": 0.2}
-"""Shares of the rounds that long ones get, by fault or victim."""
-
-
-def num_rounds_of(plan: Plan, num_rounds: int) -> int:
-    """Return the rounds that a plan gets."""
-    share = _SHARES.get(plan.fault, 1.0) * _SHARES.get(plan.victims[0], 1.0)
-    return max(1, round(num_rounds * share))
 
 
 def cases_of(plan: Plan) -> list[str]:
@@ -131,8 +122,7 @@ def run(plan: Plan, args: Namespace, document: dict[str, Any], console: Console)
         return True
     started_s = time.monotonic()
     with target_of(plan, console, network=network) as target:
-        num_rounds = num_rounds_of(plan, args.rounds)
-        is_clean = asyncio.run(measure(target, figures, num_rounds=num_rounds, console=console))
+        is_clean = asyncio.run(measure(target, figures, num_rounds=args.rounds, console=console))
     document["figures"] += figures.rows()
     document["seconds"] |= {", ".join(cases_of(plan)): round(time.monotonic() - started_s, 1)}
     return is_clean

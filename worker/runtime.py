@@ -91,7 +91,7 @@ class WorkerRuntime:
         self.hub = KvEventHub()
         core = EngineCore(executor, limits_for(self.pool_config), clock, environment.speculator)
         self.load: EngineLoad = core.load()
-        self.timing = WorkerTiming(max_step_tokens=self.pool_config.max_step_tokens)
+        self.timing = WorkerTiming(max_step_tokens=self.pool_config.max_step_tokens, clock=clock)
         self.recent_steps = RecentSteps(executor.floors, clock)
         self.host_cores = environment.host_cores
         self.link_rates: Mapping[int, float] = {}

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 
+from common.clock import Clock
 from common.ids import WorkerId
 from common.timing import GUESSED_LINK, GUESSED_TIMING, STEP_WEIGHTS, LinkModel, StepModel, StepShape, TimingModel
 from engine.events import EngineLoad, StepSample
@@ -12,11 +13,13 @@ NUM_WARM_UP_STEPS = 2
 MIN_CHANGE = 0.05
 """Relative change of a prediction from which on routers get the new model."""
 MAX_PEERS = 256
+LINK_MEMORY_S = 10.0
+"""Time for which each pull keeps the model of its link after the last one, up to `MAX_LINK_MEMORY_S`."""
+MAX_LINK_MEMORY_S = 120.0
 GAP_STEPS = 32
 """Steps whose tokens together are a sample of the gap between tokens."""
 _FIRST_FIT = 8
 _FIT_INTERVAL = 1024
-_DRIFT_INTERVAL = 64
 _DRIFT_RATE = 1 / 32
 _MAX_DRIFT = 0.1
 _MAX_BYTES_PER_S = 1e12
@@ -31,12 +34,12 @@ class FitSchedule:
         self._num_fits = 0
         self._drift = 0.0
 
-    def is_due(self, relative_error: float) -> bool:
+    def is_due(self, relative_error: float, *, has_telling_news: bool) -> bool:
         """Count a sample and the error of its prediction; returns whether to fit now."""
         self._num_new += 1
         self._drift += _DRIFT_RATE * (max(-1.0, min(1.0, relative_error)) - self._drift)
         interval = min(_FIRST_FIT << max(0, self._num_fits - 1), _FIT_INTERVAL)
-        is_off = self._num_new >= _DRIFT_INTERVAL and abs(self._drift) > _MAX_DRIFT
+        is_off = abs(self._drift) > _MAX_DRIFT and has_telling_news
         if self._num_new < interval and not is_off:
             return False
         self._num_new, self._drift = 0, 0.0
@@ -61,7 +64,8 @@ class StepFit:
         shape = sample.shape
         features = (1, shape.num_prefill_tokens, shape.num_prefill_pairs, shape.num_decodes, shape.num_context_tokens)
         self._fit.add(features, sample.seconds)
-        if not self._schedule.is_due(sample.seconds / max(self.model.seconds(shape), 1e-9) - 1):
+        error = sample.seconds / max(self.model.seconds(shape), 1e-9) - 1
+        if not self._schedule.is_due(error, has_telling_news=self._fit.has_telling_news):
             return False
         weights = dict(zip(STEP_WEIGHTS, self._fit.fit(), strict=True))
         self.model = StepModel(**weights, num_samples=self._fit.num_samples)
@@ -116,14 +120,17 @@ class LinkFit:
     def __init__(self, transport: int) -> None:
         self.transport = transport
         self.model = GUESSED_LINK
+        self.forgotten_s = 0.0
+        """When it is forgotten unless there is another pull."""
         self._fit = RobustFit((GUESSED_LINK.latency_s, 1 / GUESSED_LINK.bytes_per_s))
         self._schedule = FitSchedule()
 
-    def add(self, num_bytes: int, seconds: float) -> bool:
+    def add(self, num_bytes: int, seconds: float, *, now_s: float) -> bool:
         """Take a pull into account; returns whether there is a new model."""
         self._fit.add((1, num_bytes), seconds)
+        self.forgotten_s = now_s + min(LINK_MEMORY_S * self._fit.num_samples, MAX_LINK_MEMORY_S)
         error = seconds / max(self.model.seconds(num_bytes), 1e-9) - 1
-        if self.model.num_samples and not self._schedule.is_due(error):
+        if self.model.num_samples and not self._schedule.is_due(error, has_telling_news=self._fit.has_telling_news):
             return False
         latency_s, per_byte_s = self._fit.fit()
         bytes_per_s = 1 / max(per_byte_s, 1 / _MAX_BYTES_PER_S)
@@ -134,7 +141,8 @@ class LinkFit:
 class WorkerTiming:
     """Learns from steps and pulls. Event loop only; O(1) per step, except for an occasional fit of about 1 ms."""
 
-    def __init__(self, *, max_step_tokens: int) -> None:
+    def __init__(self, *, max_step_tokens: int, clock: Clock) -> None:
+        self._clock = clock
         self._prefill = StepFit(GUESSED_TIMING.prefill)
         self._decode = StepFit(GUESSED_TIMING.decode)
         self._gap = GapFit(GUESSED_TIMING.decode)
@@ -193,8 +201,23 @@ class WorkerTiming:
             if len(self._links) >= MAX_PEERS:
                 del self._links[next(iter(self._links))]
             link = self._links[peer] = LinkFit(transport)
-        is_new = link.add(num_bytes, seconds)
-        if self._any_link.add(num_bytes, seconds) or is_new:
+        now_s = self._clock.monotonic()
+        is_new = link.add(num_bytes, seconds, now_s=now_s)
+        if self._any_link.add(num_bytes, seconds, now_s=now_s) or is_new:
+            self._renew()
+
+    def forget_links(self) -> None:
+        """Forget the links without a pull for long; routers then assume the usual link of all workers.
+
+        Routers avoid a link that was slow, so nothing would ever show that it has recovered.
+        """
+        now_s = self._clock.monotonic()
+        idle = [peer for peer, link in self._links.items() if link.forgotten_s <= now_s]
+        for peer in idle:
+            del self._links[peer]
+        if idle:
+            if self._any_link.forgotten_s <= now_s:
+                self._any_link = LinkFit(0)
             self._renew()
 
     def backlog_s(self, load: EngineLoad, *, now_s: float) -> float:

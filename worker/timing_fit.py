@@ -28,8 +28,9 @@ _MIN_SCALE = 0.01  # timers and schedulers are no better than this
 _MIN_SECONDS = 1e-9
 _NUM_ROUNDS = 12
 _ENOUGH = 2e-3  # rounds end when no prediction moves by a larger share
-_MIN_NEW_SAMPLES = 64
 _MAX_DRIFT = 0.1
+_ENOUGH_SAMPLES = 64
+_MIN_SAMPLES, _MIN_SAMPLES_S = 8, 1.0
 
 
 class RobustFit:
@@ -40,11 +41,14 @@ class RobustFit:
         self._prior = np.asarray(prior, dtype=np.float64)
         self._buckets: dict[tuple[int, ...], deque[tuple[float, ...]]] = {}
         self._num_fitted = 0
+        self._new_s = 0.0
+        """Sum of the samples since the last fit."""
         self.num_samples = 0
 
     def add(self, features: tuple[int, ...], seconds: float) -> None:
         """Remember a sample for the next `fit`. Features are not negative."""
         self.num_samples += 1
+        self._new_s += seconds
         key = tuple([feature.bit_length() for feature in features])
         bucket = self._buckets.pop(key, None)
         if bucket is None:
@@ -53,6 +57,15 @@ class RobustFit:
                 del self._buckets[next(iter(self._buckets))]
         self._buckets[key] = bucket  # at the end: the first bucket is the least recently used
         bucket.append((*features, seconds, self.num_samples))
+
+    @property
+    def has_telling_news(self) -> bool:
+        """Whether the samples since the last fit can tell a change of speed from noise.
+
+        Eight long ones can: a slow worker that is avoided, or a large model, takes minutes for 64.
+        """
+        num_new = self.num_samples - self._num_fitted
+        return num_new >= _ENOUGH_SAMPLES or (num_new >= _MIN_SAMPLES and self._new_s >= _MIN_SAMPLES_S)
 
     def fit(self) -> tuple[float, ...]:
         """Return the weights, finite and not negative; the prior before the first sample.
@@ -63,14 +76,16 @@ class RobustFit:
         if not self._buckets:
             return tuple(self._prior.tolist())
         weights, ratio = self._weigh()
-        if abs(math.log(ratio)) > _MAX_DRIFT:
+        # Few samples have to differ more.
+        drift = abs(math.log(ratio)) * math.sqrt(min(1.0, (self.num_samples - self._num_fitted) / _ENOUGH_SAMPLES))
+        if drift > _MAX_DRIFT:
             oldest_new = self._num_fitted + 1
             for bucket in self._buckets.values():
                 for position, (*features, seconds, order) in enumerate(bucket):
                     if order < oldest_new:
                         bucket[position] = (*features, seconds * ratio, order)
             weights, _ratio = self._weigh()
-        self._num_fitted = self.num_samples
+        self._num_fitted, self._new_s = self.num_samples, 0.0
         return tuple(weights.tolist())
 
     def _weigh(self) -> tuple[Array, float]:
@@ -80,7 +95,7 @@ class RobustFit:
         age_weights = np.maximum(np.exp2((order - self.num_samples) / HALF_LIFE), _MIN_AGE_WEIGHT)
         weights = fit_weights(features, seconds, age_weights, self._prior)
         is_new = order > self._num_fitted
-        if self.num_samples - self._num_fitted < _MIN_NEW_SAMPLES or is_new.all():
+        if is_new.all() or not self.has_telling_news:
             return weights, 1.0
         predicted = np.maximum(features[is_new] @ weights, _MIN_SECONDS)
         return weights, float(np.median(seconds[is_new] / predicted))

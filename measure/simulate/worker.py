@@ -9,6 +9,7 @@ import grpc
 
 from cluster.planner.plan import Pool
 from cluster.worker_process.server import pool_services
+from common.clock import Clock
 from common.config import ServingConfig
 from common.fake_tokenizer import byte_tokenizer
 from common.ids import WorkerId
@@ -52,8 +53,8 @@ class SharedWorld:
 class _GivenTiming(WorkerTiming):
     """A timing model that is given, not fitted."""
 
-    def __init__(self, model: TimingModel) -> None:
-        super().__init__(max_step_tokens=model.max_step_tokens)
+    def __init__(self, model: TimingModel, clock: Clock) -> None:
+        super().__init__(max_step_tokens=model.max_step_tokens, clock=clock)
         self.model = model
 
     def change_budget(self, max_step_tokens: int) -> None:
@@ -93,7 +94,7 @@ class SimWorker:
         )
         self.runtime.ports = ServedPorts(kv=_PORT, direct=_PORT)
         if pace.timing is not None:
-            self.runtime.timing = _GivenTiming(pace.timing)
+            self.runtime.timing = _GivenTiming(pace.timing, self.runtime.clock)
 
     @property
     def engine(self) -> SimEngine:

@@ -5,10 +5,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.faults import Fault
 from benchmarks.figures import Figures
-from benchmarks.kill_targets import Plan
-from benchmarks.recovery import PLANS, cases_of, num_rounds_of, write_page
+from benchmarks.recovery import PLANS, cases_of, write_page
 
 
 def measured(case: str, *, num_failed: int = 0) -> dict[str, Any]:
@@ -57,12 +55,3 @@ def test_table_has_a_row_for_every_fault_of_every_process() -> None:
     others = {"router killed", "router stopped", "controller killed", "controller stopped", "head killed"}
     assert {*cases} == workers | others
     assert len(cases) == len({*cases})
-
-
-def test_long_rows_get_fewer_rounds() -> None:
-    def rounds(*victims: str, fault: Fault) -> int:
-        return num_rounds_of(Plan(victims=victims, fault=fault), 10)
-
-    assert rounds("decode", fault=Fault.STOP) == 10
-    assert rounds("decode", fault=Fault.SLOW) == 3
-    assert rounds("head", fault=Fault.KILL) == 2

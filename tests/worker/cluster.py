@@ -20,7 +20,15 @@ from common.wire import pack_tokens, sampling_to_proto
 from engine.executor import Executor, ScheduledSequence, StepHandle
 from engine.fake import FakeExecutor
 from engine.request import EngineRequest
-from kvrelay.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, sequence_pb2, worker_pb2
+from kvrelay.v1 import (
+    decode_pb2,
+    decode_pb2_grpc,
+    prefill_pb2,
+    prefill_pb2_grpc,
+    sequence_pb2,
+    worker_pb2,
+    worker_pb2_grpc,
+)
 from router.decode_stream import DecodeStream
 from tests.builders import BLOCK_SIZE, expected_tokens
 from tests.clock import ManualClock
@@ -360,6 +368,14 @@ async def running_pool(
             await channel.close()
         for worker in pool.workers.values():
             await worker.stop(0)
+
+
+@asynccontextmanager
+async def watched(pool: Pool, name: str) -> AsyncIterator[Any]:
+    async with as_router(pool.workers[name].address) as channel:
+        call: Any = worker_pb2_grpc.WorkerServiceStub(channel).WatchWorker(worker_pb2.WatchWorkerRequest())
+        yield call
+        call.cancel()
 
 
 async def serve_runtime(runtime: WorkerRuntime) -> RunningWorker:

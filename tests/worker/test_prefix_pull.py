@@ -4,12 +4,16 @@ import asyncio
 
 import pytest
 
+from common.ids import WorkerId
+from common.kv_events import NO_EVENTS
 from kvrelay.v1 import worker_pb2
 from tests.builders import BLOCK_SIZE, make_request
+from tests.clock import ManualClock
 from tests.transfer.device_sharing import Card, put_on_card
-from tests.worker.cluster import Answer, running_pool
+from tests.worker.cluster import Answer, running_pool, watched
 from tests.worker.prefixes import OTHERS, PREFIX, PREFIX_BLOCKS, outcomes, prompt, warm_pool, where
 from worker.prefix_pull import PullOutcome
+from worker.timing import LINK_MEMORY_S, WorkerTiming
 
 
 @pytest.mark.parametrize("transport", ["grpc", "shm"])
@@ -44,6 +48,21 @@ async def test_pulls_are_measured_for_the_model_of_their_link() -> None:
         assert not timing.transports
         await pool.pair("prefill-1", "decode-0").generate(prompt(2), where(pool.workers["prefill-0"]))
         assert timing.transports == {"prefill-0": worker_pb2.KV_TRANSPORT_GRPC}
+
+
+async def test_routers_hear_that_an_idle_link_is_forgotten() -> None:
+    async with warm_pool() as pool:
+        runtime, clock = pool.workers["prefill-1"].runtime, ManualClock()
+        runtime.timing = WorkerTiming(max_step_tokens=runtime.timing.model.max_step_tokens, clock=clock)
+        runtime.timing.observe_pull(WorkerId("prefill-0"), worker_pb2.KV_TRANSPORT_SHM, 1 << 20, 5.0)
+        async with watched(pool, "prefill-1") as updates:
+            first = await updates.read()
+            assert {link.peer_worker_id for link in first.timing.links} == {"prefill-0", ""}
+            clock.advance(LINK_MEMORY_S)
+            runtime.hub.publish(NO_EVENTS)
+            second = await updates.read()
+            assert second.HasField("timing")
+            assert not second.timing.links
 
 
 @pytest.mark.parametrize("length", [BLOCK_SIZE * k + d for k in (1, 5) for d in (-1, 0, 1)])

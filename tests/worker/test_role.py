@@ -1,8 +1,6 @@
 """A worker that changes its role: what stays, what is refused, and when."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
@@ -14,7 +12,7 @@ from common.kv_events import KvEvents, decode_events
 from common.wire_names import ROLE_NAMES
 from kvrelay.v1 import prefill_pb2, worker_pb2, worker_pb2_grpc
 from tests.builders import expected_tokens, make_request
-from tests.trust import as_controller, as_router
+from tests.trust import as_controller
 from tests.worker.cluster import (
     Pool,
     error_of,
@@ -24,6 +22,7 @@ from tests.worker.cluster import (
     spec_of,
     stop_lease_clock,
     until_prefilled,
+    watched,
 )
 from tests.worker.prefixes import PREFIX_BLOCKS, outcomes, prompt, warm_pool, where
 from worker.metrics import RuntimeCollector
@@ -45,14 +44,6 @@ async def set_role(pool: Pool, name: str, role: Any, *, epoch: int | None = None
         return int((await service(pool, name).SetRole(request)).epoch)
     except grpc.aio.AioRpcError as error:
         raise from_rpc_error(error) from error
-
-
-@asynccontextmanager
-async def watched(pool: Pool, name: str) -> AsyncIterator[Any]:
-    async with as_router(pool.workers[name].address) as channel:
-        call: Any = worker_pb2_grpc.WorkerServiceStub(channel).WatchWorker(worker_pb2.WatchWorkerRequest())
-        yield call
-        call.cancel()
 
 
 async def test_flipped_worker_finds_its_prefix_and_serves_it_to_others() -> None:

@@ -13,7 +13,14 @@ from common.timing import GUESSED_TIMING, StepModel, StepShape, TimingModel, tim
 from engine.events import StepSample
 from tests.builders import make_core, make_request, submit
 from tests.clock import ManualClock
-from worker.timing import MIN_CHANGE, NUM_WARM_UP_STEPS, WorkerTiming, reference_shapes
+from worker.timing import (
+    LINK_MEMORY_S,
+    MAX_LINK_MEMORY_S,
+    MIN_CHANGE,
+    NUM_WARM_UP_STEPS,
+    WorkerTiming,
+    reference_shapes,
+)
 from worker.timing_fit import BUCKET_SAMPLES, MAX_BUCKETS, RobustFit, solve_non_negative
 
 MAX_STEP_TOKENS = 2048
@@ -68,7 +75,7 @@ def worst_error(model: TimingModel) -> float:
 
 
 def learnt_from(samples: list[StepSample]) -> WorkerTiming:
-    timing = WorkerTiming(max_step_tokens=MAX_STEP_TOKENS)
+    timing = WorkerTiming(max_step_tokens=MAX_STEP_TOKENS, clock=ManualClock())
     timing.observe(samples)
     return timing
 
@@ -128,6 +135,24 @@ def test_timing_after_the_machine_became_slower_follows() -> None:
     shape = StepShape(num_decodes=20, num_context_tokens=40_000)
     timing.observe([StepSample(shape=shape, seconds=3 * TRUTH.step_s(shape))] * 300)
     assert timing.model.step_s(shape) == pytest.approx(3 * TRUTH.step_s(shape), rel=0.1)
+
+
+def test_timing_after_a_few_long_steps_shows_a_slow_worker() -> None:
+    """Routers avoid a worker whose answers are late: it may take minutes for the 64 steps that short ones need."""
+    timing = learnt_from(measured(2000, noise=0.03))
+    shape = prefill_shape(2048)
+    timing.observe([StepSample(shape=shape, seconds=10 * TRUTH.step_s(shape))] * 16)
+    assert timing.model.step_s(shape) > 3 * TRUTH.step_s(shape)
+    timing.observe([StepSample(shape=shape, seconds=TRUTH.step_s(shape))] * 64)
+    assert timing.model.step_s(shape) == pytest.approx(TRUTH.step_s(shape), rel=0.1)
+
+
+def test_timing_after_a_hiccup_is_what_it_was() -> None:
+    timing = learnt_from(measured(2000, noise=0.03))
+    shape = prefill_shape(2048)
+    steps = [10.0, 10.0, 10.0, *[1.0] * 29]
+    timing.observe([StepSample(shape=shape, seconds=factor * TRUTH.step_s(shape)) for factor in steps])
+    assert timing.model.step_s(shape) == pytest.approx(TRUTH.step_s(shape), rel=0.1)
 
 
 def test_timing_after_long_steady_decoding_still_knows_other_batches() -> None:
@@ -196,7 +221,7 @@ def test_fit_remembers_a_bounded_number_of_samples() -> None:
 
 
 def test_link_learns_latency_and_bandwidth_of_a_peer_and_of_all() -> None:
-    timing = WorkerTiming(max_step_tokens=512)
+    timing = WorkerTiming(max_step_tokens=512, clock=ManualClock())
     rng = random.Random(0)
     for _ in range(200):
         num_bytes = rng.randint(1 << 16, 1 << 28)
@@ -208,7 +233,7 @@ def test_link_learns_latency_and_bandwidth_of_a_peer_and_of_all() -> None:
 
 
 def test_link_model_starts_over_when_the_transport_changes() -> None:
-    timing = WorkerTiming(max_step_tokens=512)
+    timing = WorkerTiming(max_step_tokens=512, clock=ManualClock())
     for _ in range(50):
         timing.observe_pull(PEER, SHM, num_bytes=1 << 24, seconds=0.001)
     timing.observe_pull(PEER, GRPC, num_bytes=1 << 24, seconds=0.1)
@@ -216,10 +241,52 @@ def test_link_model_starts_over_when_the_transport_changes() -> None:
     assert timing.model.pull_s(PEER, 1 << 24) == pytest.approx(0.1, rel=0.01)
 
 
+def test_slow_link_is_tried_again() -> None:
+    """A link that was slow gets no further pulls: unless it is forgotten, its pair of workers stays unused for good."""
+    clock, other = ManualClock(), WorkerId("p1")
+    timing = WorkerTiming(max_step_tokens=512, clock=clock)
+    timing.observe_pull(PEER, SHM, num_bytes=1 << 24, seconds=5.0)
+    version = timing.version
+    for _ in range(20):
+        timing.observe_pull(other, SHM, num_bytes=1 << 24, seconds=0.001)
+    clock.advance(LINK_MEMORY_S)
+    timing.forget_links()
+    assert timing.version > version, "routers are told"
+    assert timing.model.links.keys() == {other, None}
+    assert timing.model.pull_s(PEER, 1 << 24) == pytest.approx(0.001, rel=0.1)
+    timing.observe_pull(PEER, SHM, num_bytes=1 << 24, seconds=0.001)
+    assert timing.model.pull_s(PEER, 1 << 24) == pytest.approx(0.001, rel=0.01), "what it was before is forgotten"
+
+
+def test_worker_whose_only_link_was_slow_assumes_nothing_about_its_peers_for_long() -> None:
+    clock = ManualClock()
+    timing = WorkerTiming(max_step_tokens=512, clock=clock)
+    timing.observe_pull(PEER, SHM, num_bytes=1 << 24, seconds=5.0)
+    clock.advance(LINK_MEMORY_S - 0.1)
+    timing.forget_links()
+    assert timing.model.pull_s(WorkerId("p1"), 1 << 24) == pytest.approx(5.0)
+    clock.advance(0.1)
+    timing.forget_links()
+    assert not timing.model.links, "the router gives it the usual link"
+
+
+def test_well_known_link_is_kept_for_longer() -> None:
+    clock = ManualClock()
+    timing = WorkerTiming(max_step_tokens=512, clock=clock)
+    for _ in range(100):
+        timing.observe_pull(PEER, SHM, num_bytes=1 << 24, seconds=5.0)
+    clock.advance(MAX_LINK_MEMORY_S - 0.1)
+    timing.forget_links()
+    assert timing.model.pull_s(PEER, 1 << 24) == pytest.approx(5.0)
+    clock.advance(0.1)
+    timing.forget_links()
+    assert not timing.model.links
+
+
 def test_backlog_is_the_predicted_time_less_that_of_the_running_step() -> None:
     clock = ManualClock(100.0)
     core = make_core(max_step_tokens=64, num_blocks=128, clock=clock)
-    timing = WorkerTiming(max_step_tokens=64)
+    timing = WorkerTiming(max_step_tokens=64, clock=clock)
     assert timing.backlog_s(core.load(), now_s=100.0) == 0.0
     for first in (0, 100):
         submit(core, make_request(range(first, first + 100)))
