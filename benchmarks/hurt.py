@@ -16,8 +16,8 @@ WORKERS = ("decode", "prefill")
 POISON_LENGTHS = {"decode": 20, "prefill": 400}
 """Tokens of a poison prompt by the pool that computes it: short ones are computed where they are decoded."""
 _POISON_S = 0.4
-_NUM_WARM_STEPS = 24
-"""Prompts that each worker of the pool computes before a hang: by then it has measured its steps."""
+_NUM_WARM_PROMPTS = 80
+"""Prompts that each worker of the pool computes before a hang: even eight in a step, it has then measured its steps."""
 _SLOWER = 20.0
 _NUM_READING = 4
 """Prompts that a pool reads at a time, one after the other, while a prefill worker is slow: it has to take steps."""
@@ -58,7 +58,7 @@ class WorkerHurt:
         Later more at a time: two leave out a third worker that is predicted to be a little slower.
         """
         before = await self._num_computed()
-        wanted = _NUM_WARM_STEPS * POISON_LENGTHS[self._pool]
+        wanted = _NUM_WARM_PROMPTS * POISON_LENGTHS[self._pool]
         for number in itertools.count():
             computed = await self._num_computed()
             if all(computed[pid] - before[pid] >= wanted for pid in computed if pid not in self._measured):

@@ -67,6 +67,9 @@ NUM_REPEATS = {"prefill": 40}
 """Length of the prompts by victim, in sentences."""
 _QUIET_AT_FIRST = (Fault.STOP, Fault.HANG, Fault.CUT)
 """Faults of workers whose successors start seconds later."""
+_LIVES_S = {Fault.KILL: LONG_LIFE_S} | dict.fromkeys(_QUIET_AT_FIRST, LONG_LIFE_S - 7.0)
+"""Time before a fault: a process that dies sooner than `LONG_LIFE_S` after its start comes back later and later. The
+quiet faults end it after 7 s."""
 _SIGNALS = (Fault.KILL, Fault.STOP)
 
 Hurt = Callable[[Sequence[asyncio.Event]], Awaitable[Recovery]]
@@ -143,8 +146,8 @@ async def measure(target: Target, figures: Figures, *, num_rounds: int, console:
                     continue
                 left[victim] -= 1
                 number += 1
-                if plan.fault is Fault.KILL and target.run_dir is not None:
-                    await asyncio.sleep(LONG_LIFE_S)  # a process that dies sooner comes back later and later
+                if target.run_dir is not None:
+                    await asyncio.sleep(_LIVES_S.get(plan.fault, 0.0))
                 answers, recovery = await _pass(target, victim, number, hurts[victim])
                 assert recovery is not None, "it was hurt"
                 ill.append((victim, number, answers, recovery))
