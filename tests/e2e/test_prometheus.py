@@ -137,7 +137,7 @@ async def test_every_query_of_dashboards_and_rules_returns_data_of_a_running_clu
                 return not pending
 
             try:
-                await until(all_return_data, timeout_s=180, what="every query returns data")
+                await until(all_return_data, timeout_s=180, what="every query returns data", poll_s=0.5)
             except AssertionError:
                 raise AssertionError(f"no data: {pending[-1]}") from None
 
