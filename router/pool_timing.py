@@ -63,8 +63,7 @@ class PoolTiming:
                     latest.remove(known)
                 latest.append((worker_id, model))
                 has_moved |= self._move_usual((role, kind), [model for _id, model in latest])
-        if (link := reported.links.get(None)) is not None:
-            has_moved |= self._move_usual_link(worker_id, link)
+        has_moved |= self._move_usual_link(worker_id, reported.links.get(None))
         self.complete(members if has_moved else (member,))
 
     def complete(self, members: Iterable[Member]) -> None:
@@ -109,9 +108,14 @@ class PoolTiming:
         self._usual[kind] = median
         return True
 
-    def _move_usual_link(self, worker_id: WorkerId, link: LinkModel) -> bool:
+    def _move_usual_link(self, worker_id: WorkerId, link: LinkModel | None) -> bool:
+        """Take the link of a worker, None when it knows none any more; return whether the usual one was moved."""
         self._links.pop(worker_id, None)
-        self._links[worker_id] = link
+        if link is not None:
+            self._links[worker_id] = link
+        if not self._links:
+            was_known, self._usual_link = self._usual_link is not None, None
+            return was_known
         if len(self._links) > NUM_LATEST:
             del self._links[next(iter(self._links))]
         median = median_model(list(self._links.values()), lambda link: link.seconds(_TRANSFER_BYTES))

@@ -13,9 +13,9 @@ NUM_WARM_UP_STEPS = 2
 MIN_CHANGE = 0.05
 """Relative change of a prediction from which on routers get the new model."""
 MAX_PEERS = 256
-LINK_MEMORY_S = 10.0
-"""Time for which each pull keeps the model of its link after the last one, up to `MAX_LINK_MEMORY_S`."""
-MAX_LINK_MEMORY_S = 120.0
+LINK_MEMORY_S, MAX_LINK_MEMORY_S = 10.0, 120.0
+"""Time after the last pull for which a link's model is kept: the first for each pull, at most the second. It doubles
+each time that the link is forgotten, since one that stays slow would be tried every 10 s."""
 GAP_STEPS = 32
 """Steps whose tokens together are a sample of the gap between tokens."""
 _FIRST_FIT = 8
@@ -117,8 +117,9 @@ class GapFit:
 class LinkFit:
     """Fits the model of pulls over one link."""
 
-    def __init__(self, transport: int) -> None:
+    def __init__(self, transport: int, memory_s: float = LINK_MEMORY_S) -> None:
         self.transport = transport
+        self.memory_s = memory_s
         self.model = GUESSED_LINK
         self.forgotten_s = 0.0
         """When it is forgotten unless there is another pull."""
@@ -128,7 +129,8 @@ class LinkFit:
     def add(self, num_bytes: int, seconds: float, *, now_s: float) -> bool:
         """Take a pull into account; returns whether there is a new model."""
         self._fit.add((1, num_bytes), seconds)
-        self.forgotten_s = now_s + min(LINK_MEMORY_S * self._fit.num_samples, MAX_LINK_MEMORY_S)
+        memory_s = max(LINK_MEMORY_S * self._fit.num_samples, self.memory_s)
+        self.forgotten_s = now_s + min(memory_s, MAX_LINK_MEMORY_S)
         error = seconds / max(self.model.seconds(num_bytes), 1e-9) - 1
         if self.model.num_samples and not self._schedule.is_due(error, has_telling_news=self._fit.has_telling_news):
             return False
@@ -147,6 +149,8 @@ class WorkerTiming:
         self._decode = StepFit(GUESSED_TIMING.decode)
         self._gap = GapFit(GUESSED_TIMING.decode)
         self._links: dict[WorkerId, LinkFit] = {}
+        self._memories_s: dict[WorkerId, float] = {}
+        """For peers whose links were forgotten: for how long at least the next one is kept."""
         self._any_link = LinkFit(0)
         self._max_step_tokens = max_step_tokens
         self.model = self._latest()
@@ -200,7 +204,7 @@ class WorkerTiming:
             self._links.pop(peer, None)
             if len(self._links) >= MAX_PEERS:
                 del self._links[next(iter(self._links))]
-            link = self._links[peer] = LinkFit(transport)
+            link = self._links[peer] = LinkFit(transport, self._memories_s.pop(peer, LINK_MEMORY_S))
         now_s = self._clock.monotonic()
         is_new = link.add(num_bytes, seconds, now_s=now_s)
         if self._any_link.add(num_bytes, seconds, now_s=now_s) or is_new:
@@ -213,12 +217,17 @@ class WorkerTiming:
         """
         now_s = self._clock.monotonic()
         idle = [peer for peer, link in self._links.items() if link.forgotten_s <= now_s]
+        if not idle:
+            return
         for peer in idle:
-            del self._links[peer]
-        if idle:
-            if self._any_link.forgotten_s <= now_s:
-                self._any_link = LinkFit(0)
-            self._renew()
+            link = self._links.pop(peer)
+            if link.model.num_samples * LINK_MEMORY_S < MAX_LINK_MEMORY_S:
+                self._memories_s[peer] = min(2 * link.memory_s, MAX_LINK_MEMORY_S)
+        while len(self._memories_s) > MAX_PEERS:
+            del self._memories_s[next(iter(self._memories_s))]
+        if not self._links:
+            self._any_link = LinkFit(0)
+        self._renew()
 
     def backlog_s(self, load: EngineLoad, *, now_s: float) -> float:
         """Return the predicted seconds until the prompts in `load` are computed, from now on."""

@@ -30,7 +30,9 @@ _NUM_ROUNDS = 12
 _ENOUGH = 2e-3  # rounds end when no prediction moves by a larger share
 _MAX_DRIFT = 0.1
 _ENOUGH_SAMPLES = 64
-_MIN_SAMPLES, _MIN_SAMPLES_S = 8, 1.0
+_FEW_SAMPLES, _FEW_SAMPLES_S = 8, 1.0
+_LEAP = 2.0
+_NUM_LATEST = 4
 
 
 class RobustFit:
@@ -43,6 +45,8 @@ class RobustFit:
         self._num_fitted = 0
         self._new_s = 0.0
         """Sum of the samples since the last fit."""
+        self._has_leapt = False
+        """Whether few samples have changed the speed: few may change it back, though fast ones take no second."""
         self.num_samples = 0
 
     def add(self, features: tuple[int, ...], seconds: float) -> None:
@@ -62,10 +66,11 @@ class RobustFit:
     def has_telling_news(self) -> bool:
         """Whether the samples since the last fit can tell a change of speed from noise.
 
-        Eight long ones can: a slow worker that is avoided, or a large model, takes minutes for 64.
+        A few long ones can: a slow worker that is avoided, or a large model, takes minutes for 64.
         """
         num_new = self.num_samples - self._num_fitted
-        return num_new >= _ENOUGH_SAMPLES or (num_new >= _MIN_SAMPLES and self._new_s >= _MIN_SAMPLES_S)
+        is_long = self._has_leapt or self._new_s >= _FEW_SAMPLES_S
+        return num_new >= _ENOUGH_SAMPLES or (num_new >= _FEW_SAMPLES and is_long)
 
     def fit(self) -> tuple[float, ...]:
         """Return the weights, finite and not negative; the prior before the first sample.
@@ -76,9 +81,8 @@ class RobustFit:
         if not self._buckets:
             return tuple(self._prior.tolist())
         weights, ratio = self._weigh()
-        # Few samples have to differ more.
-        drift = abs(math.log(ratio)) * math.sqrt(min(1.0, (self.num_samples - self._num_fitted) / _ENOUGH_SAMPLES))
-        if drift > _MAX_DRIFT:
+        if abs(math.log(ratio)) > _MAX_DRIFT:
+            self._has_leapt = self.num_samples - self._num_fitted < _ENOUGH_SAMPLES
             oldest_new = self._num_fitted + 1
             for bucket in self._buckets.values():
                 for position, (*features, seconds, order) in enumerate(bucket):
@@ -89,7 +93,7 @@ class RobustFit:
         return tuple(weights.tolist())
 
     def _weigh(self) -> tuple[Array, float]:
-        """Return the weights, and the median of measured / predicted seconds since the last fit."""
+        """Return the weights, and the median of measured / predicted seconds since the last fit; 1 if it is no news."""
         rows = np.array([row for bucket in self._buckets.values() for row in bucket], dtype=np.float64)
         features, seconds, order = rows[:, :-2], np.maximum(rows[:, -2], _MIN_SECONDS), rows[:, -1]
         age_weights = np.maximum(np.exp2((order - self.num_samples) / HALF_LIFE), _MIN_AGE_WEIGHT)
@@ -97,8 +101,13 @@ class RobustFit:
         is_new = order > self._num_fitted
         if is_new.all() or not self.has_telling_news:
             return weights, 1.0
-        predicted = np.maximum(features[is_new] @ weights, _MIN_SECONDS)
-        return weights, float(np.median(seconds[is_new] / predicted))
+        ratios = seconds[is_new] / np.maximum(features[is_new] @ weights, _MIN_SECONDS)
+        ratio = float(np.median(ratios))
+        if self.num_samples - self._num_fitted >= _ENOUGH_SAMPLES:
+            return weights, ratio
+        # Few samples have to differ much, the latest as much as all: a stall may be over.
+        latest = float(np.median(ratios[np.argsort(order[is_new])[-_NUM_LATEST:]]))
+        return weights, ratio if min(ratio, latest) > _LEAP or max(ratio, latest) < 1 / _LEAP else 1.0
 
 
 def fit_weights(features: Array, seconds: Array, sample_weights: Array, prior: Array) -> Array:

@@ -143,7 +143,7 @@ def test_timing_after_a_few_long_steps_shows_a_slow_worker() -> None:
     shape = prefill_shape(2048)
     timing.observe([StepSample(shape=shape, seconds=10 * TRUTH.step_s(shape))] * 16)
     assert timing.model.step_s(shape) > 3 * TRUTH.step_s(shape)
-    timing.observe([StepSample(shape=shape, seconds=TRUTH.step_s(shape))] * 64)
+    timing.observe([StepSample(shape=shape, seconds=TRUTH.step_s(shape))] * 16)  # soon enough after a stall
     assert timing.model.step_s(shape) == pytest.approx(TRUTH.step_s(shape), rel=0.1)
 
 
@@ -268,6 +268,32 @@ def test_worker_whose_only_link_was_slow_assumes_nothing_about_its_peers_for_lon
     clock.advance(0.1)
     timing.forget_links()
     assert not timing.model.links, "the router gives it the usual link"
+
+
+def test_link_that_stays_slow_is_tried_more_and_more_rarely() -> None:
+    clock = ManualClock()
+    timing = WorkerTiming(max_step_tokens=512, clock=clock)
+    kept_s: list[float] = []
+    for _ in range(6):
+        timing.observe_pull(PEER, SHM, num_bytes=1 << 24, seconds=5.0)
+        since_s = clock.monotonic()
+        while timing.model.links:
+            clock.advance(1.0)
+            timing.forget_links()
+        kept_s.append(clock.monotonic() - since_s)
+    assert kept_s == [10.0, 20.0, 40.0, 80.0, MAX_LINK_MEMORY_S, MAX_LINK_MEMORY_S]
+
+
+def test_pulls_of_links_that_are_all_forgotten_say_nothing_of_other_peers() -> None:
+    clock = ManualClock()
+    timing = WorkerTiming(max_step_tokens=512, clock=clock)
+    peers = [WorkerId(f"p{number}") for number in range(6)]
+    for peer in peers:
+        timing.observe_pull(peer, SHM, num_bytes=1 << 24, seconds=5.0)
+    clock.advance(LINK_MEMORY_S)
+    timing.forget_links()
+    timing.observe_pull(peers[0], SHM, num_bytes=1 << 24, seconds=0.001)
+    assert timing.model.pull_s(peers[1], 1 << 24) == pytest.approx(0.001, rel=0.01)
 
 
 def test_well_known_link_is_kept_for_longer() -> None:
