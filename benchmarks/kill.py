@@ -20,7 +20,7 @@ has three workers. After `stop`, `hang` and `cut` the undisturbed streams run be
 
 - `hang` (fake engine): a poison prompt, given up soon after its plan, hangs a step of one worker. All have measured
   their steps by then; before, a hang is distinguished from a compilation only after 10 minutes. For a decode worker
-  there are no prefill workers, which would compute the prompt.
+  there are no prefill workers, which would compute the prompt, and 24 streams.
 - `slow`: the process runs one part in twenty of the time, under streams of 1,500 tokens (prefill: prompts that keep
   coming), with `slow_drain_s: 5` s, until it is kept out of use, and is then left alone until it is used again. With
   --brief: 500 tokens and 1 s, and it is killed once it is kept out.

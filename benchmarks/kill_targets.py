@@ -50,7 +50,7 @@ class Plan:
     @property
     def num_streams(self) -> int:
         """Streams of a round, for each victim."""
-        if self.fault is Fault.HANG:
+        if self.fault is Fault.HANG and self.victims[0] == "decode":
             return 24  # so many that the worker that the router picks for the poison has some
         return 8 if self.hurts_workers else 16
 
