@@ -20,7 +20,7 @@ has three workers. After `stop`, `hang` and `cut` the undisturbed streams run be
 
 - `hang` (fake engine): a poison prompt, given up soon after its plan, hangs a step of one worker. All have measured
   their steps by then; before, a hang is distinguished from a compilation only after 10 minutes. For a decode worker
-  there are no prefill workers, which would compute the prompt, and 24 streams.
+  there are no prefill workers, which would compute the prompt; 24 streams give every worker some.
 - `slow`: the process runs one part in twenty of the time, under streams of 1,500 tokens (prefill: prompts that keep
   coming), with `slow_drain_s: 5` s, until it is kept out of use, and is then left alone until it is used again. With
   --brief: 500 tokens and 1 s, and it is killed once it is kept out.
@@ -60,6 +60,7 @@ from benchmarks.kill_targets import Plan, Target, target_of
 from cluster.processes.life import LONG_LIFE_S
 from cluster.processes.state import StateFile
 from kvrelay.client import AsyncClient, Token
+from worker.watchdog import HUNG_S
 
 NUM_BEGUN = 5
 """Tokens of every stream before the fault."""
@@ -67,9 +68,9 @@ NUM_REPEATS = {"prefill": 40}
 """Length of the prompts by victim, in sentences."""
 _QUIET_AT_FIRST = (Fault.STOP, Fault.HANG, Fault.CUT)
 """Faults of workers whose successors start seconds later."""
-_LIVES_S = {Fault.KILL: LONG_LIFE_S} | dict.fromkeys(_QUIET_AT_FIRST, LONG_LIFE_S - 7.0)
+_LIVES_S = {Fault.KILL: LONG_LIFE_S} | dict.fromkeys(_QUIET_AT_FIRST, LONG_LIFE_S - HUNG_S)
 """Time before a fault: a process that dies sooner than `LONG_LIFE_S` after its start comes back later and later. The
-quiet faults end it after 7 s."""
+quiet faults end it after `HUNG_S`."""
 _SIGNALS = (Fault.KILL, Fault.STOP)
 
 Hurt = Callable[[Sequence[asyncio.Event]], Awaitable[Recovery]]

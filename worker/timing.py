@@ -30,19 +30,17 @@ class FitSchedule:
     """Decides when to fit: at 8, 16, … 1024 samples, then every 1024; sooner when predictions are off on average."""
 
     def __init__(self) -> None:
-        self._num_new = 0
         self._num_fits = 0
         self._drift = 0.0
 
-    def is_due(self, relative_error: float, *, has_telling_news: bool) -> bool:
-        """Count a sample and the error of its prediction; returns whether to fit now."""
-        self._num_new += 1
+    def is_due(self, fit: RobustFit, relative_error: float) -> bool:
+        """Take the error of the latest sample's prediction into account; returns whether to fit now."""
         self._drift += _DRIFT_RATE * (max(-1.0, min(1.0, relative_error)) - self._drift)
         interval = min(_FIRST_FIT << max(0, self._num_fits - 1), _FIT_INTERVAL)
-        is_off = abs(self._drift) > _MAX_DRIFT and has_telling_news
-        if self._num_new < interval and not is_off:
+        is_off = abs(self._drift) > _MAX_DRIFT and fit.has_telling_news
+        if fit.num_new < interval and not is_off:
             return False
-        self._num_new, self._drift = 0, 0.0
+        self._drift = 0.0
         self._num_fits += 1
         return True
 
@@ -64,8 +62,7 @@ class StepFit:
         shape = sample.shape
         features = (1, shape.num_prefill_tokens, shape.num_prefill_pairs, shape.num_decodes, shape.num_context_tokens)
         self._fit.add(features, sample.seconds)
-        error = sample.seconds / max(self.model.seconds(shape), 1e-9) - 1
-        if not self._schedule.is_due(error, has_telling_news=self._fit.has_telling_news):
+        if not self._schedule.is_due(self._fit, sample.seconds / max(self.model.seconds(shape), 1e-9) - 1):
             return False
         weights = dict(zip(STEP_WEIGHTS, self._fit.fit(), strict=True))
         self.model = StepModel(**weights, num_samples=self._fit.num_samples)
@@ -132,7 +129,7 @@ class LinkFit:
         memory_s = max(LINK_MEMORY_S * self._fit.num_samples, self.memory_s)
         self.forgotten_s = now_s + min(memory_s, MAX_LINK_MEMORY_S)
         error = seconds / max(self.model.seconds(num_bytes), 1e-9) - 1
-        if self.model.num_samples and not self._schedule.is_due(error, has_telling_news=self._fit.has_telling_news):
+        if self.model.num_samples and not self._schedule.is_due(self._fit, error):
             return False
         latency_s, per_byte_s = self._fit.fit()
         bytes_per_s = 1 / max(per_byte_s, 1 / _MAX_BYTES_PER_S)
@@ -211,7 +208,7 @@ class WorkerTiming:
             self._renew()
 
     def forget_links(self) -> None:
-        """Forget the links without a pull for long; routers then assume the usual link of all workers.
+        """Forget the links that had no pull for long; they are then predicted like this worker's others.
 
         Routers avoid a link that was slow, so nothing would ever show that it has recovered.
         """

@@ -30,8 +30,8 @@ _NUM_ROUNDS = 12
 _ENOUGH = 2e-3  # rounds end when no prediction moves by a larger share
 _MAX_DRIFT = 0.1
 _ENOUGH_SAMPLES = 64
-_FEW_SAMPLES, _FEW_SAMPLES_S = 8, 1.0
-_LEAP = 2.0
+_FEW_SAMPLES, _FEW_SAMPLES_S = 8, 1.0  # enough if they take that long
+_LEAP = 2.0  # factor by which few samples, and the latest of them, have to differ
 _NUM_LATEST = 4
 
 
@@ -63,14 +63,18 @@ class RobustFit:
         bucket.append((*features, seconds, self.num_samples))
 
     @property
+    def num_new(self) -> int:
+        """Samples since the last fit."""
+        return self.num_samples - self._num_fitted
+
+    @property
     def has_telling_news(self) -> bool:
         """Whether the samples since the last fit can tell a change of speed from noise.
 
         A few long ones can: a slow worker that is avoided, or a large model, takes minutes for 64.
         """
-        num_new = self.num_samples - self._num_fitted
         is_long = self._has_leapt or self._new_s >= _FEW_SAMPLES_S
-        return num_new >= _ENOUGH_SAMPLES or (num_new >= _FEW_SAMPLES and is_long)
+        return self.num_new >= _ENOUGH_SAMPLES or (self.num_new >= _FEW_SAMPLES and is_long)
 
     def fit(self) -> tuple[float, ...]:
         """Return the weights, finite and not negative; the prior before the first sample.
@@ -82,7 +86,7 @@ class RobustFit:
             return tuple(self._prior.tolist())
         weights, ratio = self._weigh()
         if abs(math.log(ratio)) > _MAX_DRIFT:
-            self._has_leapt = self.num_samples - self._num_fitted < _ENOUGH_SAMPLES
+            self._has_leapt = self.num_new < _ENOUGH_SAMPLES
             oldest_new = self._num_fitted + 1
             for bucket in self._buckets.values():
                 for position, (*features, seconds, order) in enumerate(bucket):
@@ -103,7 +107,7 @@ class RobustFit:
             return weights, 1.0
         ratios = seconds[is_new] / np.maximum(features[is_new] @ weights, _MIN_SECONDS)
         ratio = float(np.median(ratios))
-        if self.num_samples - self._num_fitted >= _ENOUGH_SAMPLES:
+        if self.num_new >= _ENOUGH_SAMPLES:
             return weights, ratio
         # Few samples have to differ much, the latest as much as all: a stall may be over.
         latest = float(np.median(ratios[np.argsort(order[is_new])[-_NUM_LATEST:]]))

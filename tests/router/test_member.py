@@ -221,7 +221,7 @@ def test_worker_without_pulls_takes_the_link_of_those_that_have_pulled() -> None
     assert new.timing.links == {None: link}
 
 
-def test_link_that_its_worker_has_forgotten_is_nobodys_usual_one() -> None:
+def test_link_forgotten_by_its_worker_is_no_longer_the_usual_one() -> None:
     """A pool whose pulls were all slow once would wait for its prefill workers' queues to grow as slow, for good."""
     pool, members = PoolTiming(), [make_member(worker_id=name) for name in ("d0", "d1")]
     slow, usual = (LinkModel(latency_s=latency_s, bytes_per_s=5e9, num_samples=1) for latency_s in (5.0, 0.001))
