@@ -27,6 +27,7 @@ STEP := printf '==> %s\n'
 # One line per package instead of pip's four; whatever else pip says, errors above all, stays.
 BRIEF := 2>&1 | sed -u -E -e 's/^Collecting ([^ ]+).*/    \1/' -e 's/^(Installing collected packages).*/    installing/' \
   -e '/^(Looking in|Processing|Requirement already|Successfully installed|  (Using cached|Downloading|File was already))/d' \
+  -e '/^ +(Attempting uninstall|Found existing installation|Uninstalling|Successfully uninstalled)/d' \
   -e '/^WARNING: Location .* is ignored/d'
 
 .PHONY: help
