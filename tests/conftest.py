@@ -34,24 +34,33 @@ _HOSTS = "tests/hosts"
 _WAITING = (
     _HOSTS,
     "tests/e2e/test_controller.py",
-    "tests/e2e/test_scale.py",
-    "tests/e2e/test_private_ray.py",
-    "tests/e2e/test_gray_failures.py",
-    "tests/common/test_rpc_server.py",
-    "tests/e2e/test_two_routers.py",
-    "tests/e2e/test_router_death.py",
+    "tests/e2e",
+    "tests/cluster/test_",
+    "tests/measure/experiment/test_real.py",
+    "tests/measure/load/test_run.py",
+    "tests/benchmarks/test_quick_runs.py",
+    "tests/common/test_rpc",
+    "tests/foreign",
 )
-"""Tests that wait most of the time. One process runs them from the beginning on, beside those that compute: with two of
-them at a time a core stands idle, and alone at the end both do."""
-_LONG = ("tests/e2e/test_oracle.py", "tests/e2e", "tests/cluster", "tests/benchmarks", "tests/measure")
-"""Long tests that compute begin first, so that no process ends alone with one of them."""
-_NICENESS = 5
-"""Niceness of all tests except those on hosts (tests/hosts/conftest.py)."""
+"""Tests that wait most of the time, for processes that start, end or stop; those that take longest first."""
+_NICENESS = 5, 10
+"""Niceness of processes that run waiting tests and of those that run the others. Tests on hosts have their own
+(tests/hosts/conftest.py)."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput"):  # one of several processes
-        os.nice(_NICENESS)
+        number, count = int(config.workerinput["workerid"].removeprefix("gw")), config.workerinput["workercount"]
+        os.nice(_NICENESS[number >= _num_waiting(count)])
+
+
+def _num_waiting(num_processes: int) -> int:
+    """Return how many processes, the first ones, run waiting tests while there are any.
+
+    Half of them: fewer would be done last, and with more of them the cores stand idle at first. The other half computes
+    in the time that is left.
+    """
+    return num_processes // 2
 
 
 def pytest_collection() -> None:
@@ -61,16 +70,17 @@ def pytest_collection() -> None:
 
 def pytest_collection_finish() -> None:
     gc.freeze()
+    gc.set_threshold(20_000)  # after every 700 objects, a tenth of the suite's time would be collecting
     gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: _position(item.nodeid, _WAITING + _LONG))
+    items.sort(key=lambda item: _position(item.nodeid, _WAITING))
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Return what keeps the tests of a file in one process, and all that wait in the first one while there are any.
+    """Return what keeps the tests of a file in one process, and runs waiting tests beside those that compute.
 
     Marks (`--dist loadgroup`) have no effect: xdist 3.8 writes them into an attribute that pytest 9.2 does not read.
     """
@@ -78,7 +88,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class ByFile(LoadFileScheduling):  # type: ignore[misc]
         def _assign_work_unit(self, node: Any) -> None:
-            is_for_waiting = node is self.nodes[0]
+            is_for_waiting = node in self.nodes[: _num_waiting(len(self.nodes))]
             for scope in self.workqueue:
                 if scope.startswith(_WAITING) == is_for_waiting:
                     self.workqueue.move_to_end(scope, last=False)
