@@ -1,6 +1,4 @@
-"""Admission: which request gets a plan, and when, with a chooser that only counts pages."""
-
-import asyncio
+"""Admission: who may wait, who goes first and what a tenant is charged, with a chooser that only counts pages."""
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -11,11 +9,10 @@ from kvrelay.v1 import worker_pb2
 from router.admission.account import Service
 from router.admission.admission import MIN_QUEUED, QUEUED_PER_WORKER
 from router.admission.asking import JUDGE_AGAIN_S
-from router.admission.line import MAX_CANDIDATES, MAX_OVERTAKEN, MAX_PASSED
 from router.facts import WorkerEndpoint
 from router.metrics import MAX_LABELS, OTHERS, TenantMetrics
 from router.tenants import Tenant
-from tests.router.line import PATIENCE_S, REST_S, A, B, Line, turns
+from tests.router.line import A, B, Line, turns
 
 
 async def test_full_line_refuses_and_says_when_by_the_pace_it_measured() -> None:
@@ -148,201 +145,6 @@ async def test_concurrency_cap_makes_only_its_own_tenant_wait() -> None:
     assert (line.served, line.counts) == ({"x", "y", "b"}, (1, 3))
     await line.end("x")
     assert line.served == {"y", "z", "b"}
-
-
-async def test_large_request_without_a_plan_lets_small_ones_pass_but_not_for_ever() -> None:
-    line = Line(num_pages=4)
-    await line.come("running", 1)
-    await line.come("large", 4, B)
-    num_passed = 0
-    while True:
-        line.clock.advance(0.1)
-        await line.come("small", 1)
-        if "small" not in line.served:
-            break
-        await line.end("small")
-        num_passed += 1
-    # The first of them has the same claim as the large one: it does not overtake.
-    assert num_passed == MAX_OVERTAKEN + 1
-    await line.end("running")
-    assert line.served == {"large"}
-    await line.end("large")
-    assert line.served == {"small"}
-
-
-async def test_requests_that_need_room_are_asked_about_again_when_some_may_be_there() -> None:
-    line = Line(num_pages=0)
-    for number in range(MAX_CANDIDATES + 2):
-        await line.come(f"a{number}", 2)
-    line.clock.advance(JUDGE_AGAIN_S)
-    line.chooser.change()
-    line.chooser.asked.clear()
-    line.chooser.num_free = 1
-    line.chooser.change()
-    assert line.chooser.asked == []
-    line.chooser.num_free = 2
-    line.chooser.change()
-    await turns()
-    assert line.served == {"a0"}
-    # The one behind the candidates becomes one, and was never asked about.
-    assert line.chooser.asked == ["a0", f"a{MAX_CANDIDATES}"]
-
-
-async def test_line_that_searched_in_vain_rests_and_then_sees_all_that_has_changed() -> None:
-    line = Line(num_pages=0)
-    await line.come("x", 1)
-    line.chooser.asked.clear()
-    for num_free in (0, 0, 1):
-        line.chooser.num_free = num_free
-        line.fleet.set_workers([])
-    assert line.chooser.asked == []
-    line.clock.advance(REST_S)
-    await line.waiting["x"]  # though nothing changes any more
-    assert line.chooser.asked == ["x"]
-
-
-async def test_line_wakes_after_its_rest_though_it_meant_to_wake_later() -> None:
-    line = Line(num_pages=0)
-    line.chooser.unwanted.add("x")
-    await line.come("x", 1)
-    await line.come("y", 1)
-    line.chooser.num_free = 1
-    line.fleet.set_workers([])
-    line.clock.advance(REST_S)
-    await asyncio.wait_for(line.waiting["y"], PATIENCE_S / 2)
-
-
-async def test_request_that_fits_is_served_behind_one_that_does_not_once_slots_are_free() -> None:
-    line = Line(num_pages=2)
-    line.chooser.is_saturated = True
-    await line.come("large", 5, priority=1)
-    await line.come("small", 2)
-    line.chooser.is_saturated = False
-    line.chooser.change()
-    await turns()
-    assert line.served == {"small"}
-
-
-async def test_embedding_is_served_at_once_while_the_line_rests_from_generations() -> None:
-    line = Line(num_pages=1)
-    await line.come("large", 2)
-    await line.come("embedding", 1, after_s=0.0, is_prefill_only=True)
-    assert line.served == {"embedding"}
-
-
-async def test_sample_that_waits_beside_another_of_its_request_gets_a_plan_of_its_own() -> None:
-    line = Line(num_pages=0)
-    line.tickets["first"] = line.tickets["second"] = line.admit()
-    for name in ("first", "second"):
-        await line.place(name, 1)
-    for name in ("first", "second"):
-        line.chooser.num_free = 1
-        line.chooser.change()
-        await turns()
-        assert name in line.served
-
-
-async def test_line_is_not_searched_while_no_worker_takes_anybody() -> None:
-    line = Line(num_pages=0)
-    line.chooser.is_saturated = True
-    for name in ("a", "b", "c"):
-        await line.come(name, 1, B if name == "c" else A)
-    line.clock.advance(JUDGE_AGAIN_S)
-    line.chooser.change()
-    assert line.chooser.asked == ["a", "a"]
-
-
-async def test_newcomer_that_fits_is_served_at_once_beside_one_that_does_not() -> None:
-    line = Line(num_pages=2)
-    await line.come("large", 3)
-    await line.come("small", 1)
-    assert line.served == {"small"}
-
-
-async def test_request_is_tried_at_every_change_of_a_worker_that_has_refused_it() -> None:
-    line = Line()
-    line.chooser.unwanted.add("x")
-    await line.come("x", 1)
-    line.chooser.asked.clear()
-    line.chooser.change()
-    assert line.chooser.asked == ["x"]
-
-
-async def test_waiting_request_of_a_tenant_at_its_cap_is_tried_as_soon_as_another_ends() -> None:
-    line = Line(num_pages=2)
-    capped = Tenant(name="capped", max_concurrent=1)
-    await line.come("x", 1, capped)
-    await line.come("y", 1, capped)
-    await line.come("large", 3)
-    await line.end("x")  # its pages come free first, which are too few for the large one, and its place after that
-    assert line.served == {"y"}
-
-
-async def test_small_request_is_served_when_one_of_the_large_before_it_leaves() -> None:
-    line = Line(num_pages=1)
-    names = [f"large {number}" for number in range(MAX_CANDIDATES)]
-    for name in names:
-        await line.come(name, 2, priority=1)
-    await line.come("small", 1)
-    assert line.served == set()
-    await line.leave(names[0])
-    assert line.served == {"small"}
-
-
-async def test_request_behind_those_that_wait_for_a_busy_worker_goes_once_they_are_late() -> None:
-    line = Line(num_pages=2)
-    for number in range(MAX_CANDIDATES):
-        line.chooser.busy.add(f"{number}")
-        await line.come(f"{number}", 1, ttft_slo_s=1.0 + JUDGE_AGAIN_S)  # a page is a second of work
-    await line.come("longer", 2)
-    assert line.served == set()
-    line.clock.advance(2 * JUDGE_AGAIN_S)
-    line.chooser.change()
-    await turns()
-    assert line.served == {"longer"}
-
-
-async def test_full_fleet_is_searched_for_few_of_many_tenants_and_for_each_pool() -> None:
-    line = Line(num_pages=0, max_queued=1000)
-    for number in range(MAX_PASSED):
-        for name in ("one", "other"):
-            await line.come(f"{name} of {number}", 1, Tenant(name=f"{number}"))
-    embeddings = {f"embedding {number}" for number in range(3)}
-    for name in embeddings:
-        await line.come(name, 1, Tenant(name=name), is_prefill_only=True)
-    line.chooser.asked.clear()
-    line.clock.advance(JUDGE_AGAIN_S)
-    line.chooser.change()
-    assert len(line.chooser.asked) == MAX_PASSED + len(embeddings)
-    assert embeddings < set(line.chooser.asked)
-
-
-async def test_request_that_waits_for_a_busy_worker_is_not_asked_about_changes_of_others() -> None:
-    line = Line()
-    line.chooser.busy.add("x")
-    await line.come("x", 1)
-    line.chooser.asked.clear()
-    for _ in range(3):
-        line.chooser.change()
-    assert line.chooser.asked == []
-    line.chooser.differs = True
-    line.chooser.change()
-    assert line.chooser.asked == ["x"]
-
-
-async def test_request_that_waits_for_a_busy_worker_is_offered_another_that_becomes_free() -> None:
-    line = Line()
-    line.chooser.busy.add("x")
-    line.chooser.opens_s = line.clock.monotonic() + 1.0
-    await line.come("x", 1)
-    line.chooser.asked.clear()
-    line.chooser.change()
-    assert line.chooser.asked == []
-    line.chooser.opens_s = 0.0
-    line.chooser.busy.clear()
-    line.chooser.change()
-    await turns()
-    assert line.served == {"x"}
 
 
 async def test_request_that_no_worker_can_serve_in_time_is_refused_at_once() -> None:
