@@ -1,0 +1,36 @@
+"""Fair queues of numbers: request n arrives at second n."""
+
+from collections.abc import Container
+
+from router.admission.fair_queue import FairQueue
+from router.admission.tenant_queue import Place, rank
+
+TENANTS = {"a": 1.0, "b": 1.0, "heavy": 3.0}
+
+
+def make_queue(**weights: float) -> FairQueue[int]:
+    queue: FairQueue[int] = FairQueue()
+    for name, weight in weights.items():
+        queue.add_tenant(name, weight=weight)
+    return queue
+
+
+def push(
+    queue: FairQueue[int], number: int, *, tenant: str = "a", priority: int = 0, work_s: float = 0.0
+) -> Place[int]:
+    """Add a request that arrives at second `number`."""
+    key = rank(priority=priority, work_s=work_s, due_s=number, number=number)
+    return queue.push(number, tenant=tenant, rank=key, work_s=work_s)
+
+
+def serve(queue: FairQueue[int], *, cost: float = 0.0, skipping: Container[str] = (), now_s: float = 0.0) -> Place[int]:
+    """Take out the next place, which must exist, and charge its tenant."""
+    place = queue.pop(now_s=now_s, skipping=skipping)
+    assert place is not None
+    queue.charge(place.tenant, cost)
+    return place
+
+
+def drain(queue: FairQueue[int], *, now_s: float = 0.0) -> list[int]:
+    places = iter(lambda: queue.pop(now_s=now_s), None)
+    return [place.item for place in places]
