@@ -1,4 +1,4 @@
-"""Situations made on purpose: the cause that a diagnosis names first, and what it promises of each change."""
+"""Situations made on purpose: which cause a diagnosis names first, and how much time it has cost."""
 
 from dataclasses import replace
 
@@ -7,21 +7,16 @@ import pytest
 from common.config.router import TenantConfig
 from common.ids import RequestId, WorkerId
 from common.slo import Slo
-from common.timing import StepModel, TimingModel
+from common.timing import StepModel
 from kvrelay.v1 import worker_pb2
 from router.diagnosis import changes
 from router.diagnosis.answer_times import describe, headline
 from router.diagnosis.findings import Cause, DiagnosisInput, find
-from router.diagnosis.pool import DiagnosedPool, DiagnosedWorker
+from router.diagnosis.pool import DiagnosedPool
 from router.diagnosis.recent_requests import RecentRequest
 from router.hot_prefixes import ReportedHolder, ReportedPrefix
+from tests.router.diagnosis.pools import TIMING, make_pool, make_worker
 
-TIMING = TimingModel(
-    prefill=StepModel(constant_s=0.01, per_prefill_token_s=0.001),
-    decode=StepModel(constant_s=0.01, per_decode_s=0.001, per_context_token_s=1e-6, num_samples=100),
-    max_step_tokens=512,
-)
-OF_30_MS = replace(TIMING, decode=StepModel(constant_s=0.02, per_decode_s=0.0005, num_samples=100))
 USUAL = RecentRequest(
     request_id=RequestId("req-0"),
     tenant="a",
@@ -40,31 +35,6 @@ USUAL = RecentRequest(
 )
 
 
-def make_worker(
-    name: str, *, busy: float = 0.5, batch: float = 1.0, slowness: float = 0.0, used: int = 100
-) -> DiagnosedWorker:
-    """Return a worker that decoded 1,000 steps in its busy share of 60 s, half of them bound by reading weights."""
-    steps = worker_pb2.StepTotals(
-        window_s=60.0,
-        covered_s=60.0,
-        num_decode_steps=1000,
-        num_decodes=round(1000 * batch),
-        num_context_tokens=round(1000 * batch * 1000),
-        decode_s=60.0 * busy,
-        decode_memory_s=30.0 * busy,
-        decode_weights_s=24.0 * busy,
-        decode_compute_s=6.0 * busy,
-    )
-    status = worker_pb2.WorkerStatus(
-        load=worker_pb2.LoadReport(num_blocks=1000), num_used_blocks=used, num_cached_blocks=300, recent_steps=[steps]
-    )
-    return DiagnosedWorker(worker_id=WorkerId(name), status=status, timing=TIMING, slowness=slowness)
-
-
-def make_pool(name: str, *workers: DiagnosedWorker) -> DiagnosedPool:
-    return DiagnosedPool(name=name, workers=workers, window_s=60.0)
-
-
 def make_view(
     *requests: RecentRequest, prefill: DiagnosedPool | None = None, decode: DiagnosedPool | None = None
 ) -> DiagnosisInput:
@@ -73,10 +43,6 @@ def make_view(
         reader=prefill or make_pool("prefill", make_worker("p0"), make_worker("p1")),
         decoder=decode or make_pool("decode", make_worker("d0"), make_worker("d1")),
     )
-
-
-def times_of(waits_s: list[float]) -> changes.PromptTimes:
-    return changes.PromptTimes(waits_s=waits_s, prefills_s=[1.0] * len(waits_s), alone_s=1.0)
 
 
 def causes(view: DiagnosisInput) -> list[Cause]:
@@ -98,68 +64,6 @@ def test_prompts_that_wait_are_bound_by_prefill_and_a_worker_more_shortens_the_w
     assert "busy 75% of the time" in first.text
     assert "memory traffic needs at least 50%, arithmetic 10%, and 50% is neither" in first.text
     assert "a prefill worker more: wait 2 s → about 0.28 s (0.2 to 2)" in first.changes[0]
-
-
-def test_saturated_pool_with_few_requests_tells_that_a_wait_cannot_be_predicted() -> None:
-    pool = make_pool("prefill", make_worker("p0", busy=1.0))
-    change = changes.one_more_reader(pool, times_of([3.0]))
-    assert "100% more prompts per second" in change.text
-    assert "cannot be predicted" in change.text
-    assert change.predicted is None
-
-
-def test_saturated_pool_serves_at_twice_the_rate_with_twice_the_workers() -> None:
-    pool = make_pool("prefill", make_worker("p0", busy=1.0))
-    predicted = changes.one_more_reader(pool, times_of([4.0, 6.0] * 8)).predicted
-    assert predicted is not None
-    assert (predicted.now, predicted.expected) == pytest.approx((5.0, 2.0))
-    assert predicted.low < 2.0 < predicted.high
-
-
-def test_prompts_that_share_steps_leave_the_wait_uncertain() -> None:
-    pool, times = make_pool("prefill", make_worker("p0", busy=1.0)), times_of([5.0] * 16)
-    predicted = changes.one_more_reader(pool, replace(times, alone_s=0.5)).predicted
-    assert predicted is not None
-    assert (predicted.low, predicted.expected, predicted.high) == pytest.approx((2.0, 2.25, 2.5))
-
-
-def on_shared_cores(pool: DiagnosedPool, *, num_idle: float, num_cores: int = 2) -> DiagnosedPool:
-    """Return the pool on a host with that many idle cores, whose workers compute on `num_cores` each."""
-    workers = []
-    for each in pool.workers:
-        status = worker_pb2.WorkerStatus(num_idle_cores=num_idle, device=worker_pb2.DeviceReport(num_cores=num_cores))
-        status.MergeFrom(each.status)
-        workers.append(replace(each, status=status))
-    return replace(pool, workers=tuple(workers))
-
-
-def test_prefill_worker_that_would_find_no_idle_cores_may_leave_the_wait_as_it_is() -> None:
-    pool, times = make_pool("prefill", make_worker("p0", busy=1.0)), times_of([4.0, 6.0] * 8)
-    whole = changes.one_more_reader(pool, times).predicted
-    half = changes.one_more_reader(on_shared_cores(pool, num_idle=1.0), times)
-    none = changes.one_more_reader(on_shared_cores(pool, num_idle=0.0), times).predicted
-    assert whole is not None
-    assert half.predicted is not None
-    assert none is not None
-    assert (whole.expected, half.predicted.expected, none.expected) == pytest.approx((2.0, 3.5, 5.0))
-    assert (half.predicted.low, half.predicted.high) == pytest.approx((whole.low, 5.0))
-    assert "50% more prompts per second; its host has 1.0 idle cores of the 2.0 that it would use" in half.text
-    assert changes.one_more_reader(on_shared_cores(pool, num_idle=2.0), times).predicted == whole
-
-
-def test_decode_worker_without_idle_cores_leaves_a_step_between_its_bounds() -> None:
-    pool = make_pool("decode", make_worker("d0", busy=0.5, batch=20.0))  # steps of 30 ms, 15 ms by reading weights
-    alone = changes.one_more_decoder(replace(pool, workers=(replace(pool.workers[0], timing=OF_30_MS),))).predicted
-    shared = replace(pool, workers=(replace(pool.workers[0], timing=OF_30_MS),))
-    change = changes.one_more_decoder(on_shared_cores(shared, num_idle=0.0))
-    assert alone is not None
-    assert change.predicted is not None
-    # 12 ms of weights and 3 ms of KV, of which half stays, and 15 ms that may all be of the batch.
-    assert change.predicted.low == pytest.approx(0.012 + 0.0015 + 0.0075)
-    assert change.predicted.low < alone.low
-    assert change.predicted.expected == alone.expected
-    assert change.predicted.high == pytest.approx(2 * alone.expected)
-    assert change.text.endswith("by worker and fit; its host has 0.0 idle cores of the 1.0 that it would use)")
 
 
 def test_pool_that_idles_beside_a_busy_one_could_give_a_worker() -> None:
@@ -298,12 +202,6 @@ def test_requests_that_are_all_about_as_slow_have_no_tail() -> None:
     assert Cause.TAIL not in causes(make_view(*[replace(USUAL, ttft_s=0.5 + 0.02 * i) for i in range(40)]))
 
 
-def test_worker_that_measured_no_floor_promises_nothing_of_fewer_bits() -> None:
-    status = worker_pb2.WorkerStatus(recent_steps=[worker_pb2.StepTotals(window_s=60.0, decode_s=3.0)])
-    pool = make_pool("decode", DiagnosedWorker(worker_id=WorkerId("d0"), status=status, timing=TIMING))
-    assert "cannot tell" in changes.fewer_weight_bits(pool).text
-
-
 def test_headline_tells_percentiles_and_the_share_within_the_objectives() -> None:
     text = headline([USUAL, replace(USUAL, ttft_s=5.47)], window_s=60, slo=Slo(ttft_s=1.0, tpot_s=0.1))
     assert text.startswith("2 requests answered in 60 s: TTFT p50 3 s")
@@ -318,11 +216,6 @@ def test_one_request_is_told_by_its_longest_parts_beside_the_usual_ones() -> Non
     assert "planned 2 times" in text
     assert sentences[0] == "queued at the worker: 4 s, usually 0.01 s"
     assert sentences[1].startswith("first to last token: 1.2 s")
-
-
-def test_wait_in_an_idle_pool_is_predicted_like_any_other() -> None:
-    pool = make_pool("prefill", make_worker("p0", busy=0.0))
-    assert "wait 2 s → about" in changes.one_more_reader(pool, times_of([2.0])).text
 
 
 def test_worker_slower_than_others_predict_is_named_before_the_router_notices() -> None:
@@ -346,41 +239,3 @@ def test_steps_are_not_compared_with_a_guess() -> None:
     found = causes(make_view(replace(USUAL, tpot_s=0.05), decode=make_pool("decode", *workers)))
     assert Cause.DECODE not in found
     assert "cannot be predicted yet" in changes.one_more_decoder(make_pool("decode", *workers)).text
-
-
-def test_model_that_is_far_off_predicts_no_step() -> None:
-    change = changes.one_more_decoder(make_pool("decode", make_worker("d0", busy=5 / 6, batch=1.0)))
-    assert change.predicted is None
-    assert change.text.endswith("cannot be predicted: steps take 50 ms and their model says 12 ms")
-
-
-def test_walls_divide_the_time_of_a_pool() -> None:
-    pool = make_pool("decode", make_worker("d0", busy=0.8), make_worker("d1", busy=0.4))
-    walls = pool.walls(60.0).shares
-    assert (walls.busy, walls.memory, walls.compute) == pytest.approx((0.6, 0.3, 0.06))
-    assert (walls.overhead, walls.waiting, walls.link) == pytest.approx((0.3, 0.4, 0.0))
-    assert walls.binds == "waiting"
-
-
-def test_overhead_is_beyond_the_bound_of_each_kind_of_step() -> None:
-    steps = worker_pb2.StepTotals(
-        window_s=60.0,
-        covered_s=60.0,
-        prefill_s=20.0,
-        prefill_compute_s=15.0,
-        prefill_memory_s=1.0,
-        decode_s=20.0,
-        decode_memory_s=25.0,
-        decode_compute_s=1.0,
-    )
-    pool = make_pool("decode", replace(make_worker("d0"), status=worker_pb2.WorkerStatus(recent_steps=[steps])))
-    assert pool.overhead_share == pytest.approx(5 / 40)
-    assert pool.walls(60.0).shares.overhead == pytest.approx(5 / 60)
-
-
-def test_pool_that_was_not_measured_is_bound_by_its_steps() -> None:
-    steps = worker_pb2.StepTotals(window_s=60.0, covered_s=60.0, num_decode_steps=1, decode_s=50.0)
-    worker = replace(make_worker("d0"), status=worker_pb2.WorkerStatus(recent_steps=[steps]))
-    walls = make_pool("decode", worker).walls(60.0).shares
-    assert (walls.binds, walls.overhead) == ("steps", 0.0)
-    assert make_pool("decode", replace(worker, status=worker_pb2.WorkerStatus())).walls(60.0).shares.binds == ""
