@@ -3,7 +3,8 @@ import pytest
 from cli import console
 from common.errors import PromptTooLong
 from tests.cli.conftest import Run
-from tests.client.fake_server import LIMIT_S, FakeInference, Hold, accepted, hello_world, remote_plan, tokens
+from tests.client.fake_server import LIMIT_S, FakeInference, Hold, hello_world
+from tests.client.messages import accepted, remote_plan, tokens
 
 
 def turns(fake: FakeInference, idx: int) -> list[tuple[str, str]]:

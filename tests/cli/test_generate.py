@@ -6,7 +6,8 @@ from cli.generate import Stopwatch, local_config
 from common.errors import InvalidRequest
 from kvrelay.v1 import sampling_pb2
 from tests.cli.conftest import FakeLifecycle, Run
-from tests.client.fake_server import LIMIT_S, FakeInference, Hold, accepted, completed, remote_plan, tokens
+from tests.client.fake_server import LIMIT_S, FakeInference, Hold
+from tests.client.messages import accepted, completed, remote_plan, tokens
 
 
 def test_generate_prints_only_the_answer_on_stdout(run: Run, address: str) -> None:

@@ -11,7 +11,8 @@ from kvrelay.client.convert import record
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import worker_pb2
 from tests.cli.conftest import FakeLifecycle, Run
-from tests.client.fake_server import FakeInference, worker_view
+from tests.client.fake_server import FakeInference
+from tests.client.messages import worker_view
 
 
 def test_status_shows_router_and_workers(run: Run, address: str) -> None:

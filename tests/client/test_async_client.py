@@ -6,7 +6,8 @@ import pytest
 
 from common.errors import Cancelled
 from kvrelay.client import AsyncClient, Event, Token
-from tests.client.fake_server import LIMIT_S, FakeInference, Hold, accepted, completed, remote_plan, tokens
+from tests.client.fake_server import LIMIT_S, FakeInference, Hold
+from tests.client.messages import accepted, completed, remote_plan, tokens
 
 
 async def left(fake: FakeInference) -> bool:

@@ -21,17 +21,8 @@ from kvrelay.client import (
 from kvrelay.v1.inference_pb2 import EmbedRequest
 from kvrelay.v1.sampling_pb2 import POOLING_LAST, POOLING_MEAN
 from tests.client.conftest import Connect
-from tests.client.fake_server import (
-    LIMIT_S,
-    FakeInference,
-    Hold,
-    accepted,
-    completed,
-    hello_world,
-    local_plan,
-    remote_plan,
-    tokens,
-)
+from tests.client.fake_server import LIMIT_S, FakeInference, Hold, hello_world
+from tests.client.messages import accepted, completed, local_plan, remote_plan, tokens
 
 
 def test_generate_returns_the_whole_answer(client: Any) -> None:

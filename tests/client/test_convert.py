@@ -25,7 +25,7 @@ from kvrelay.client.results import ModelInfo
 from kvrelay.client.status import ClusterStatus, RouterStatus, WorkerLoad, WorkerStatus, WorkerView
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import sampling_pb2, worker_pb2
-from tests.client.fake_server import accepted, completed, local_plan
+from tests.client.messages import accepted, completed, local_plan
 
 
 @pytest.mark.parametrize(

@@ -13,17 +13,8 @@ from kvrelay.client import AsyncClient, Client, Event, Generation, Token
 from kvrelay.client.failover import Attempts, RouterList
 from kvrelay.v1 import inference_pb2
 from tests.client.conftest import Connect
-from tests.client.fake_server import (
-    Drop,
-    FakeInference,
-    Step,
-    accepted,
-    completed,
-    hello_world,
-    remote_plan,
-    serving,
-    tokens,
-)
+from tests.client.fake_server import Drop, FakeInference, Step, hello_world, serving
+from tests.client.messages import accepted, completed, remote_plan, tokens
 
 NOBODY = "127.0.0.1:1"
 GONE = Unreachable("gone")

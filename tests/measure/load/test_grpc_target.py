@@ -11,17 +11,8 @@ from common.errors import EngineFault, Overloaded, Unreachable
 from kvrelay.client.chat import ChatMessage
 from kvrelay.v1 import inference_pb2, sampling_pb2
 from measure.load.targets.interface import Target, TargetRequest, TargetSpec, make_target
-from tests.client.fake_server import (
-    LIMIT_S,
-    FakeInference,
-    Hold,
-    Step,
-    accepted,
-    completed,
-    remote_plan,
-    serving,
-    tokens,
-)
+from tests.client.fake_server import LIMIT_S, FakeInference, Hold, Step, serving
+from tests.client.messages import accepted, completed, remote_plan, tokens
 
 
 def run(first_index: int, ids: Sequence[int], *, last: bool = False) -> Step:
