@@ -77,6 +77,17 @@ def make_run(requests: Sequence[RequestRecord], *, samples: Sequence[PoolSample]
     return Run(info=make_info(**info), requests=tuple(requests), samples=tuple(samples))
 
 
+def made_run(*, name: str = "made", num_refused: int = 0, ttft_s: float = 0.2) -> Run:
+    """Return a run of 40 requests a second apart, the last ones of which were refused."""
+    requests: list[RequestRecord] = [
+        make_failure(i, Outcome.REFUSED, due_s=float(i), error="Overloaded: full")
+        if i >= 40 - num_refused
+        else make_request(i, due_s=float(i), ttft_s=ttft_s, gaps_s=[0.02, 0.03])
+        for i in range(40)
+    ]
+    return make_run(requests, name=name)
+
+
 def make_worker(worker_id: str, role: str, **fields: Any) -> WorkerSample:
     given: dict[str, Any] = {"num_running": 0, "num_waiting": 0, "num_blocks": 100, "num_used_blocks": 0}
     return WorkerSample(worker_id=worker_id, role=role, **(given | fields))
