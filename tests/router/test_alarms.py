@@ -25,7 +25,7 @@ from router.placement.plans import Plan
 from router.pool_timing import MIN_SAMPLES
 from tests.clock import ManualClock
 from tests.router.fake_worker import BLOCK_SIZE
-from tests.router.test_member import make_facts, make_member
+from tests.router.members import make_facts, make_member
 
 P0, P1 = WorkerId("p0"), WorkerId("p1")
 

@@ -15,8 +15,8 @@ from router.record import RunningRequest
 from tests.clock import ManualClock
 from tests.router.fake_worker import DECODE, TIMEOUT_S, FakeWorker, answer
 from tests.router.fakes import TestCluster, config_with, make_request, prompt_of, running_cluster
+from tests.router.members import book, make_member
 from tests.router.test_lengths import make_job
-from tests.router.test_member import book, make_member
 
 POISON = prompt_of(13)
 

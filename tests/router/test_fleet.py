@@ -12,7 +12,7 @@ from router.codec import ByteCodec
 from router.facts import WorkerEndpoint, find_mismatch
 from tests.router.fake_worker import BLOCK_SIZE, DECODE, PREFILL, ROOT, TIMEOUT_S, FakeWorker, Shape, pair
 from tests.router.fakes import TestCluster, make_request, prompt_of, running_cluster
-from tests.router.test_member import book, make_facts
+from tests.router.members import book, make_facts
 
 HASHES = hash_blocks(prompt_of(12), root=ROOT, block_size=BLOCK_SIZE)
 

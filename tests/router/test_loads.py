@@ -17,7 +17,7 @@ from router.placement.policies import predictive
 from router.roster import Roster
 from tests.router.fake_worker import DECODE, PREFILL
 from tests.router.fleets import choose, fleet, policy, request, worker
-from tests.router.test_member import book, make_member
+from tests.router.members import book, make_member
 
 NAMES = [f"d{number}" for number in range(6)]
 loads = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), max_size=30)

@@ -11,7 +11,7 @@ from tests.clock import ManualClock
 from tests.router.cut_wire import CutWire
 from tests.router.fake_worker import DECODE, PREFILL, FakeWorker, answer, trio
 from tests.router.fakes import config_with, make_request, prompt_of, running_cluster
-from tests.router.test_member import make_member
+from tests.router.members import make_member
 
 SILENCE_S = 1.0
 
