@@ -1,10 +1,20 @@
-"""Observations of simulated clusters."""
+"""Observations of simulated clusters, and what a planner makes of them over time."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 
-from cluster.planner.plan import Observation, ObservedWorker, PlannerSettings, Pool, PoolLimits, PoolSizes, WorkerPhase
+from cluster.planner.plan import (
+    Observation,
+    ObservedWorker,
+    PlannerSettings,
+    Pool,
+    PoolLimits,
+    PoolSizes,
+    ScalingPlan,
+    WorkerPhase,
+)
+from cluster.planner.slo_planner import SloPlanner
 from common.demand import Demand, RequestShape
 from common.ids import WorkerId
 from common.slo import Slo
@@ -28,6 +38,7 @@ SETTINGS = PlannerSettings(
     decode=PoolLimits(smallest=1, largest=40),
     max_workers=64,
 )
+ONE_EACH = PoolSizes(prefill=1, decode=1)
 
 
 def make_demand(
@@ -121,3 +132,26 @@ class FakePools:
 def with_timing(observed: Observation, timing: TimingModel | None) -> Observation:
     workers = tuple(replace(worker, timing=timing) for worker in observed.workers)
     return replace(observed, workers=workers)
+
+
+def run(
+    planner: SloPlanner, pools: FakePools, demand_at: Callable[[float], Demand], *, duration_s: float
+) -> list[tuple[float, PoolSizes, ScalingPlan]]:
+    """Plan and carry out at every interval; returns (time, sizes that served, plan)."""
+    history = []
+    end_s = pools.now_s + duration_s
+    while pools.now_s < end_s:
+        pools.advance(INTERVAL_S)
+        plan = planner.plan(pools.observe(demand_at(pools.now_s)))
+        history.append((pools.now_s, pools.serving, plan))
+        pools.carry_out(plan.sizes)
+    return history
+
+
+def settle(planner: SloPlanner, pools: FakePools, rate: float) -> PoolSizes:
+    run(planner, pools, lambda _now_s: make_demand(rate=rate), duration_s=1500.0)
+    return pools.serving
+
+
+def settled(rate: float, start: PoolSizes = ONE_EACH) -> PoolSizes:
+    return settle(SloPlanner(SETTINGS), FakePools(start), rate)
