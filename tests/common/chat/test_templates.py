@@ -1,14 +1,17 @@
-"""Prompts are those that transformers renders, for templates of real models, with tools and their variables."""
+"""Prompts are those that transformers renders, with tools and variables; templates that fail or escape are refused."""
 
 import json
+import time
 from datetime import UTC, datetime
 from functools import cache
 from typing import Any
 
 import pytest
+from jinja2 import TemplateError
 from transformers.utils import chat_template_utils
 
 from common.chat_template import ChatTemplate, Conversation
+from common.errors import InvalidRequest
 from tests.common.chat.templates import TEMPLATES, as_text, as_the_template_wants
 
 NOW_UNIX_S = 1_800_000_000
@@ -91,3 +94,42 @@ def test_prompt_is_the_one_that_transformers_renders(
         messages=[with_arguments_as_text(each) for each in messages], tools=tools or (), variables=variables
     )
     assert template_of(source).render(sent, rendered_unix_s=NOW_UNIX_S) == expected[0][0]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ messages[0].content + 1 }}",
+        "{{ messages[7].content }}",
+        "{{ 1 / 0 }}",
+        "{{ range(10 ** 9) | list }}",
+        "{{ missing.attribute }}",
+        "{{ messages.append(1) }}",
+        "{{ ''.encode('nonsense') }}",
+        "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
+        "{{ messages.__class__.__mro__[1].__subclasses__() }}",
+    ],
+)
+def test_render_of_a_failing_or_escaping_template_raises_invalid_request(source: str) -> None:
+    with pytest.raises(InvalidRequest) as raised:
+        ChatTemplate(source, special_tokens={}).render(Conversation.plain([("user", "x")]), rendered_unix_s=NOW_UNIX_S)
+    assert raised.value.field == "chat.messages"
+
+
+def test_render_writes_the_date_that_it_is_given_whatever_the_hosts_time_zone_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    template = ChatTemplate("{{ strftime_now('%d %b %Y %H:%M:%S.%f') }}", special_tokens={})
+    for zone in ("UTC", "Pacific/Kiritimati", "America/Los_Angeles"):
+        monkeypatch.setenv("TZ", zone)
+        time.tzset()
+        rendered = template.render(Conversation.plain([("user", "x")]), rendered_unix_s=1_800_000_000)
+        assert rendered == "15 Jan 2027 08:00:00.000000", zone
+    monkeypatch.undo()
+    time.tzset()
+
+
+@pytest.mark.parametrize("source", ["{{ lipsum() }}", "{{ messages | random }}"])
+def test_template_that_would_write_something_random_is_refused(source: str) -> None:
+    with pytest.raises((InvalidRequest, TemplateError)):
+        ChatTemplate(source, special_tokens={}).render(Conversation.plain([("user", "x")]), rendered_unix_s=NOW_UNIX_S)
