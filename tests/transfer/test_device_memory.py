@@ -20,7 +20,7 @@ from kvrelay.v1 import kv_transfer_pb2 as pb
 from kvrelay.v1 import worker_pb2
 from tests.builders import BLOCK_SIZE, make_request
 from tests.transfer.device_sharing import Card, FakeSharing, put_on_card
-from tests.transfer.test_pull import BLOCK, Peer, manifest, plan, pulling
+from tests.transfer.scripted_peer import BLOCK, Peer, manifest, plan, pulling
 from tests.worker.cluster import Answer, running_pair
 
 PEER, NEXT_LIFE = (PeerLife(WorkerId("prefill-0"), Epoch(epoch)) for epoch in (1, 2))
