@@ -3,90 +3,25 @@
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 
-from cluster.processes.launch_local import LocalLauncher
-from cluster.processes.launcher import Launcher, StartFailed
+from cluster.processes.launcher import StartFailed
 from cluster.processes.life import Life, ProcessPhase, Standing, restart_delay_s
-from cluster.processes.plan import HostResources, ProcessRole, make_plan
-from cluster.processes.state import ClusterPhase, ClusterState, ProcessState, StateFile
-from cluster.processes.supervisor import Ground, Supervisor
-from cluster.processes.workforce import StopGrace
-from cluster.trust import Trust
+from cluster.processes.plan import ProcessRole
+from cluster.processes.state import ClusterPhase, ClusterState, StateFile
 from common.lifecycle import IllegalTransition
 from kvrelay.v1.worker_pb2 import WORKER_ROLE_DECODE, WORKER_ROLE_PREFILL
-from tests.cluster.support import RecordingRouter, fake_command, make_config, make_spec, recording_router
-from tests.trust import AUTHORITY
+from tests.cluster.supervised import make_cluster, running_cluster
+from tests.cluster.support import make_config, make_spec
 
 _MEMBERS = [
     ("prefill-0", WORKER_ROLE_PREFILL, "prefill-0.invalid:1"),
     ("decode-0", WORKER_ROLE_DECODE, "decode-0.invalid:1"),
 ]
-
-
-@dataclass
-class Cluster:
-    router: RecordingRouter
-    supervisor: Supervisor
-    state_file: StateFile
-    stopping: asyncio.Event = field(default_factory=asyncio.Event)
-    ready: asyncio.Event = field(default_factory=asyncio.Event)
-    reports: list[str] = field(default_factory=list)
-
-    def state(self) -> ClusterState:
-        state = self.state_file.read()
-        assert state is not None
-        return state
-
-    def process(self, name: str) -> ProcessState:
-        return next(each for each in self.state().processes if each.name == name)
-
-    async def run(self) -> None:
-        await self.supervisor.run(self.stopping, on_ready=self.ready.set)
-
-
-@asynccontextmanager
-async def make_cluster(
-    run_dir: Path, launcher_for: Callable[[str], Launcher] | None = None, /, **modes: Sequence[str]
-) -> AsyncIterator[Cluster]:
-    """Make a supervisor of fake services in these modes, or of a launcher for the address of the scripted router."""
-    by_name = {name.replace("_", "-"): mode for name, mode in modes.items()}
-    async with recording_router() as (router, port):
-        config, address = make_config(router={"port": port}), f"127.0.0.1:{port}"
-        command = fake_command(routers=[address], modes=by_name)
-        local = LocalLauncher(command=command, run_dir=run_dir, authority=AUTHORITY)
-        ground = Ground(
-            launcher=local if launcher_for is None else launcher_for(address),
-            trust=Trust(AUTHORITY, folder=run_dir, has_own_files=False),
-            state_file=StateFile(run_dir),
-        )
-        reports: list[str] = []
-        supervisor = Supervisor(
-            config,
-            specs=make_plan(config, HostResources(cores=2, gpus=None)),
-            ground=ground,
-            report=reports.append,
-            grace=StopGrace(router_s=10, worker_s=0.5),
-        )
-        yield Cluster(router=router, supervisor=supervisor, state_file=ground.state_file, reports=reports)
-
-
-@asynccontextmanager
-async def running_cluster(run_dir: Path, **modes: Sequence[str]) -> AsyncIterator[Cluster]:
-    async with make_cluster(run_dir, **modes) as cluster, asyncio.TaskGroup() as tasks:
-        tasks.create_task(cluster.run())
-        try:
-            async with asyncio.timeout(60):
-                await cluster.ready.wait()
-            yield cluster
-        finally:
-            cluster.stopping.set()
 
 
 async def test_run_pushes_every_worker_and_then_is_ready(tmp_path: Path) -> None:

@@ -19,9 +19,9 @@ from cluster.processes.starter import Event
 from cluster.processes.state import ClusterPhase, StateFile
 from cluster.takeover import TakeoverFailed
 from common.process import ProcessIdentity, Ready
+from tests.cluster.supervised import Cluster, make_cluster
 from tests.cluster.support import make_config
 from tests.cluster.test_state import make_state
-from tests.cluster.test_supervisor import Cluster, make_cluster
 from tests.trust import as_controller_of_router
 
 
