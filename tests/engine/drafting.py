@@ -6,12 +6,16 @@ from itertools import accumulate, repeat
 from operator import mul
 
 from common.tokens import TokenArray, as_tokens
+from engine.core import EngineCore
+from engine.events import TokenOutput
 from engine.executor import ScheduledSequence, StepResult
 from engine.plan import StepPlan
+from engine.request import EngineRequest
 from engine.sequence import Sequence as EngineSequence
 from engine.speculation.costs import MIN_STEPS
 from engine.speculation.drafter import Drafter
 from engine.speculation.speculator import Rule, Speculator
+from tests.builders import BLOCK_SIZE, Collector, assert_empty, make_request, run_until_idle, submit
 
 MANY_ROWS = 10_000
 
@@ -86,3 +90,16 @@ def eager(drafter: Drafter, *, num_tokens: int = 5, rule: Rule = Rule.COUPLED) -
         plan = StepPlan(num_tokens=(rows := 1 if num_rows % 2 else MANY_ROWS), num_decodes=rows)
         speculator.observe(plan, [], 1.0)
     return speculator
+
+
+def outputs_of(core: EngineCore, requests: Sequence[EngineRequest]) -> list[list[TokenOutput]]:
+    """Serve requests in one batch and return the outputs of each, by sample."""
+    collectors: list[Collector] = [submit(core, request)[1] for request in requests]
+    run_until_idle(core)
+    assert_empty(core)
+    return [sorted(each.outputs, key=lambda output: (output.sample_index, output.token_index)) for each in collectors]
+
+
+def a_sequence(length: int = 100) -> EngineSequence:
+    """Return a sequence of a prompt of that many tokens, without pages."""
+    return EngineSequence.from_request(make_request(range(length)), block_size=BLOCK_SIZE, order=0)
