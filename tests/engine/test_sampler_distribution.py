@@ -13,7 +13,7 @@ from engine.logits import SamplingRow
 from engine.noise import noise_key, noise_keys, philox_4x32
 from engine.sampler import Sampler
 from tests.engine.sampling_reference import distribution
-from tests.engine.test_sampler import make_row
+from tests.engine.sampling_rows import make_row
 
 NUM_DRAWS = 3000
 EOS = frozenset({0})
