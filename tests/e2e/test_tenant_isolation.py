@@ -12,7 +12,8 @@ from kvrelay.v1 import router_admin_pb2, router_admin_pb2_grpc, worker_pb2
 from router.codec import ByteCodec
 from router.server import serve_router
 from tests.trust import as_controller_of_router, credentials_of
-from tests.worker.cluster import Pair, running_pair
+from tests.worker.calls import Pair
+from tests.worker.cluster import running_pair
 
 KEYS = {name: f"key-of-tenant-{name}-0001" for name in ("a", "b", "friend")}
 PROMPT = [number % 199 + 1 for number in range(400)]

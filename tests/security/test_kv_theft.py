@@ -18,7 +18,7 @@ from kvrelay.v1 import kv_transfer_pb2 as pb
 from kvrelay.v1 import kv_transfer_pb2_grpc, worker_pb2
 from tests.security.listeners import authority
 from tests.trust import as_worker, credentials_of
-from tests.worker.cluster import messages
+from tests.worker.calls import messages
 from tests.worker.prefixes import prompt, warm_pool
 from worker.serving import RunningWorker
 

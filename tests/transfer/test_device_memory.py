@@ -21,7 +21,8 @@ from kvrelay.v1 import worker_pb2
 from tests.builders import BLOCK_SIZE, make_request
 from tests.transfer.device_sharing import Card, FakeSharing, put_on_card
 from tests.transfer.scripted_peer import BLOCK, Peer, manifest, plan, pulling
-from tests.worker.cluster import Answer, running_pair
+from tests.worker.calls import Answer
+from tests.worker.cluster import running_pair
 
 PEER, NEXT_LIFE = (PeerLife(WorkerId("prefill-0"), Epoch(epoch)) for epoch in (1, 2))
 EVERY = ("cuda_ipc", "shm", "grpc")

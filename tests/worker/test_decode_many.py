@@ -24,7 +24,8 @@ from engine.request import EngineRequest
 from kvrelay.v1 import decode_pb2 as pb
 from kvrelay.v1 import sampling_pb2, sequence_pb2
 from tests.builders import expected_tokens, make_request
-from tests.worker.cluster import Answer, Pair, error_of, held_steps, running_pair, spec_of, until_taken_in
+from tests.worker.calls import Answer, Pair, error_of, spec_of
+from tests.worker.cluster import held_steps, running_pair, until_taken_in
 
 TIMEOUT_S = 60.0
 

@@ -9,7 +9,8 @@ from common.pooling import Pooling
 from common.wire import pack_tokens, unpack_floats
 from kvrelay.v1 import prefill_pb2, sampling_pb2, sequence_pb2
 from tests.builders import expected_embedding, make_request
-from tests.worker.cluster import Pair, error_of, messages, running_pair, spec_of, until_empty
+from tests.worker.calls import Pair, error_of, messages, spec_of
+from tests.worker.cluster import running_pair, until_empty
 
 PROMPT = range(40, 70)
 

@@ -12,17 +12,8 @@ from engine.core import EngineCore
 from engine.request import EngineRequest
 from kvrelay.v1 import prefill_pb2, worker_pb2
 from tests.builders import BLOCK_SIZE, make_request
-from tests.worker.cluster import (
-    Answer,
-    error_of,
-    held_steps,
-    messages,
-    running_pair,
-    spec_of,
-    stop_lease_clock,
-    until_empty,
-    until_prefilled,
-)
+from tests.worker.calls import Answer, error_of, messages, spec_of, until_prefilled
+from tests.worker.cluster import held_steps, running_pair, stop_lease_clock, until_empty
 
 LENGTHS = sorted({1, *(BLOCK_SIZE * k + d for k in (1, 8, 16) for d in (-1, 0, 1)), 200})
 

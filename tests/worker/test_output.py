@@ -17,7 +17,7 @@ from engine.events import GeneratedRun, TokenOutput, Tokens
 from kvrelay.v1 import decode_pb2
 from kvrelay.v1 import sampling_pb2 as pb
 from tests.builders import expected_tokens, make_request
-from tests.worker.cluster import messages as read_messages
+from tests.worker.calls import messages as read_messages
 from tests.worker.cluster import running_pair
 from worker.kv_event_hub import KvEventHub
 from worker.output import OutputStreams

@@ -10,7 +10,8 @@ from kvrelay.v1 import worker_pb2
 from tests.builders import BLOCK_SIZE, make_request
 from tests.clock import ManualClock
 from tests.transfer.device_sharing import Card, put_on_card
-from tests.worker.cluster import Answer, running_pool, watched
+from tests.worker.calls import Answer
+from tests.worker.cluster import running_pool, watched
 from tests.worker.prefixes import OTHERS, PREFIX, PREFIX_BLOCKS, outcomes, prompt, warm_pool, where
 from worker.prefix_pull import PullOutcome
 from worker.timing import LINK_MEMORY_S, WorkerTiming

@@ -12,7 +12,8 @@ from kvrelay.v1 import kv_transfer_pb2 as pb
 from kvrelay.v1 import kv_transfer_pb2_grpc, sequence_pb2, worker_pb2
 from tests.builders import make_request
 from tests.trust import ROUTER, as_worker
-from tests.worker.cluster import Pool, error_of, messages, running_pool, until_prefilled
+from tests.worker.calls import error_of, messages, until_prefilled
+from tests.worker.cluster import Pool, running_pool
 from tests.worker.prefixes import OTHERS, PREFIX_BLOCKS, outcomes, prompt, warm_pool, where
 from tests.worker.scripted_source import ScriptedSource, scripted_source
 from worker.prefix_pull import PrefixPuller, PullOutcome

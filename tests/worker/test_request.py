@@ -11,7 +11,8 @@ from engine.request import EngineRequest
 from kvrelay.v1 import prefill_pb2, prefix_pb2, sequence_pb2
 from tests.builders import BLOCK_SIZE, make_request
 from tests.trust import as_router, as_worker
-from tests.worker.cluster import Pair, error_of, messages, running_pair, spec_of, until_prefilled
+from tests.worker.calls import Pair, error_of, messages, spec_of, until_prefilled
+from tests.worker.cluster import running_pair
 from worker.request import engine_request
 
 TIMEOUT_S = 60.0

@@ -13,17 +13,8 @@ from common.wire_names import ROLE_NAMES
 from kvrelay.v1 import prefill_pb2, worker_pb2, worker_pb2_grpc
 from tests.builders import expected_tokens, make_request
 from tests.trust import as_controller
-from tests.worker.cluster import (
-    Pool,
-    error_of,
-    held_steps,
-    messages,
-    running_pool,
-    spec_of,
-    stop_lease_clock,
-    until_prefilled,
-    watched,
-)
+from tests.worker.calls import error_of, messages, spec_of, until_prefilled
+from tests.worker.cluster import Pool, held_steps, running_pool, stop_lease_clock, watched
 from tests.worker.prefixes import PREFIX_BLOCKS, outcomes, prompt, warm_pool, where
 from worker.metrics import RuntimeCollector
 from worker.prefix_pull import PullOutcome
