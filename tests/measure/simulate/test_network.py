@@ -1,10 +1,7 @@
 """Calls over the simulated network look like calls over grpc.aio, from both sides."""
 
 import asyncio
-import functools
-import inspect
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextvars import copy_context
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
@@ -13,94 +10,8 @@ import pytest
 from common.errors import HandoffGone, WorkerLost, from_rpc_error
 from common.rpc import abort, error_boundary
 from kvrelay.v1 import kv_transfer_pb2
-from measure.simulate.faults import FaultRates, SeededFaults, Transmission
-from measure.simulate.loop import PROCESS, VirtualLoop
-from measure.simulate.network import SimChannel, SimNetwork, SimServer
-from measure.simulate.records import NetworkShape
-from measure.simulate.wire import KEEPALIVE_S
-from tests.measure.simulate.builders import current_loop, on_virtual_loop
-
-LATENCY_S = 0.25
-SHAPE = NetworkShape(latency_s=LATENCY_S, kv_bytes_per_s=1000.0)
-WELL = (Transmission.ONCE, 0.0)
-Test = Callable[..., Awaitable[None]]
-
-
-class Scene:
-    """One server at "server:1" and a channel to it from "client:1"."""
-
-    def __init__(self, loop: VirtualLoop, faults: Any) -> None:
-        self.loop = loop
-        self.network = SimNetwork(loop, SHAPE, block_bytes=100, faults=faults)
-        self.server = SimServer()
-        self.network.listen("server:1", self.server)
-        self.channel: SimChannel = self.network.connect_from("client:1")("server:1")
-        self.told: list[Any] = []
-
-    def serve(self, handler: Any, *, name: str = "Call") -> None:
-        self.server.add_registered_method_handlers("test.Service", {name: handler})
-
-    def unary(self, behavior: Callable[[Any, Any], Awaitable[Any]]) -> Any:
-        self.serve(grpc.unary_unary_rpc_method_handler(behavior))
-        return self.channel.unary_unary("/test.Service/Call", None, None, _registered_method=True)
-
-    def stream(self, behavior: Callable[[Any, Any], Any]) -> Any:
-        self.serve(grpc.unary_stream_rpc_method_handler(behavior))
-        return self.channel.unary_stream("/test.Service/Call", None, None, _registered_method=True)
-
-    def both(self, behavior: Callable[[Any, Any], Any]) -> Any:
-        self.serve(grpc.stream_stream_rpc_method_handler(behavior))
-        return self.channel.stream_stream("/test.Service/Call", None, None, _registered_method=True)
-
-
-class Script:
-    """Fates of messages in order; all later ones arrive."""
-
-    def __init__(self, *transmissions: tuple[Transmission, float]) -> None:
-        self._transmissions = list(transmissions)
-
-    def damaged(self, message: kv_transfer_pb2.FetchBlocksResponse) -> kv_transfer_pb2.FetchBlocksResponse:
-        return message
-
-    hear_apart = False
-
-    def notice_s(self) -> float:
-        return 0.0
-
-    def transmission(self, source: str, target: str) -> tuple[Transmission, float]:
-        return self._transmissions.pop(0) if self._transmissions else (Transmission.ONCE, 0.0)
-
-
-def on_virtual_time(*transmissions: tuple[Transmission, float]) -> Callable[[Test], Callable[..., None]]:
-    """Run a test with a scene of its own, whose first messages have these transmissions. Nothing may be left behind."""
-
-    def decorate(test: Test) -> Callable[..., None]:
-        @on_virtual_loop
-        @functools.wraps(test)
-        async def run(**values: Any) -> None:
-            scene = Scene(current_loop(), Script(*transmissions))
-            await test(scene, **values)
-            await asyncio.sleep(2 * KEEPALIVE_S)
-            assert scene.network.num_calls == 0
-            assert asyncio.all_tasks() == {asyncio.current_task()}
-
-        _scene, *others = inspect.signature(test).parameters.values()
-        run.__signature__ = inspect.Signature(others)  # type: ignore[attr-defined]
-        return run
-
-    return decorate
-
-
-async def numbers(request: int, context: Any) -> None:
-    for number in range(request):
-        await context.write(number)
-
-
-async def failure_of(call: Awaitable[Any]) -> grpc.aio.AioRpcError:
-    """Return the error of a call that fails."""
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await call
-    return caught.value
+from measure.simulate.network import SimServer
+from tests.measure.simulate.scene import LATENCY_S, Scene, failure_of, numbers, on_virtual_time
 
 
 @on_virtual_time()
@@ -288,85 +199,3 @@ async def test_kv_payload_waits_for_both_links(scene: Scene) -> None:
         "y:1<a:1": there_and_back_s + 3.0,  # behind the first one on the link of a
         "x:1<b:1": there_and_back_s + 1.5,  # behind the first one on the link of x
     }
-
-
-@on_virtual_time(WELL, (Transmission.LOST, 0.0), (Transmission.DUPLICATED, 0.0), (Transmission.ONCE, 3.0))
-async def test_faults_lose_repeat_and_delay_single_messages_of_a_stream_in_order(scene: Scene) -> None:
-    call = scene.stream(numbers)(4)
-    assert [message async for message in call] == [1, 1, 2, 3]
-    assert scene.loop.time() == 2 * LATENCY_S + 3.0
-
-
-async def assert_connection_breaks(scene: Scene) -> None:
-    async def nothing(request: int, context: Any) -> None:
-        return
-
-    assert (await failure_of(anext(scene.stream(nothing)(0)))).code() is grpc.StatusCode.UNAVAILABLE
-    assert scene.loop.time() >= KEEPALIVE_S
-
-
-@on_virtual_time((Transmission.LOST, 0.0))
-async def test_without_its_first_message_a_calls_connection_is_broken(scene: Scene) -> None:
-    await assert_connection_breaks(scene)
-
-
-@on_virtual_time(WELL, (Transmission.LOST, 0.0))
-async def test_without_its_last_message_a_calls_connection_is_broken(scene: Scene) -> None:
-    await assert_connection_breaks(scene)
-
-
-def test_seeded_faults_come_at_their_rates_and_are_the_same_for_the_same_seed() -> None:
-    rates = FaultRates(lose=0.1, repeat=0.2, delay=0.3, max_delay_s=2.0)
-
-    def draws(seed: int) -> list[tuple[Transmission, float]]:
-        faults = SeededFaults(rates, seed=seed, now_s=lambda: 0.0)
-        return [faults.transmission("a", "b") for _ in range(4000)]
-
-    transmissions = draws(1)
-    assert transmissions == draws(1) != draws(2)
-    assert 300 < sum(transmission is Transmission.LOST for transmission, _late_s in transmissions) < 500
-    assert 650 < sum(transmission is Transmission.DUPLICATED for transmission, _late_s in transmissions) < 950
-    late = [late_s for _transmission, late_s in transmissions if late_s]
-    assert 1050 < len(late) < 1350 and max(late) <= 2.0
-
-
-def test_seeded_faults_a_host_that_stalls_delays_all_that_it_sends_until_it_goes_on() -> None:
-    now_s = 0.0
-    faults = SeededFaults(FaultRates(stall=1.0, stall_s=3.0), seed=1, now_s=lambda: now_s)
-    assert faults.transmission("a", "b") == (Transmission.ONCE, 3.0)
-    faults.is_quiet = True
-    assert faults.transmission("a", "b") == (Transmission.ONCE, 0.0)
-
-
-@on_virtual_time()
-async def test_cut_holds_what_arrives_in_its_direction_until_it_heals(scene: Scene) -> None:
-    cuts, back = scene.network.cuts, ("server:1", "client:1")
-    cuts.cut(back)
-    cuts.cut(back)
-    scene.loop.call_later(1.0, cuts.heal, back)
-    scene.loop.call_later(2.0, cuts.heal, back)
-    scene.loop.call_later(1.5, lambda: scene.told.append(cuts.parts("client:1", "server:1")))
-    assert [message async for message in scene.stream(numbers)(3)] == [0, 1, 2]
-    assert scene.loop.time() == 2.0
-    assert scene.told == [True]
-    assert not cuts.parts("client:1", "server:1")
-
-
-@on_virtual_time()
-async def test_message_of_a_sender_that_is_stopped_afterwards_arrives(scene: Scene) -> None:
-    context = copy_context()
-    context.run(PROCESS.set, "server")
-    scene.server.context = context
-
-    async def two(request: int, context: Any) -> None:
-        await context.write(1)
-        scene.loop.stop_process("server")
-        await asyncio.sleep(0.1)
-        await context.write(2)
-
-    call = scene.stream(two)(0)
-    assert await anext(call) == 1
-    scene.loop.call_later(5.0, scene.loop.continue_process, "server")
-    assert await anext(call) == 2
-    assert scene.loop.time() > 5.0
-    await anext(call, None)
