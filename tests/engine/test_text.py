@@ -1,97 +1,30 @@
 """engine.text against whole decodes, for every kind of vocabulary of a checkpoint."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import takewhile
 
 import pytest
 import tokenizers
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from common.fake_tokenizer import NUM_BYTES, byte_tokenizer
-from common.model_files import default_model_dir
-from engine.text import TextDelta, TextStream
+from tests.engine.text_streams import (
+    BYTE_LEVEL,
+    BYTE_PIECES,
+    CORPUS,
+    FALLBACK,
+    FALLBACK_PIECES,
+    TEXT_ONLY,
+    Make,
+    byte_ids,
+    default_model,
+    id_of,
+    open_stream,
+    run,
+)
 
-CORPUS = [
-    "Hello world, the stop is here.",
-    "naïve café – 东京都 こんにちは 😀😀 👩‍👩‍👧 Ω≈ç√ ﷽",
-    "END. \n\nUser: stop stopping",
-] * 3
-Make = Callable[[], tokenizers.Tokenizer]
-FALLBACK_PIECES = ["<unk>", "<s>", "</s>", "▁", "▁▁", "▁Hello", "▁a", "lo", "é", "stop", "▁st", "op", "s", "\n", "�"]
-
-
-@functools.cache
-def byte_level() -> tokenizers.Tokenizer:
-    tokenizer = tokenizers.Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=340,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        special_tokens=["<|end|>", "<|user|>"],
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(CORPUS, trainer)
-    tokenizer.add_tokens(["two words", "naïve"])
-    return tokenizer
-
-
-def byte_fallback(decoder: tokenizers.decoders.Decoder | None) -> tokenizers.Tokenizer:
-    pieces = [*FALLBACK_PIECES, *(f"<0x{byte:02X}>" for byte in range(256))]
-    vocab = {piece: i for i, piece in enumerate(pieces)}
-    tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True, unk_token="<unk>"))
-    tokenizer.decoder = decoder
-    tokenizer.add_special_tokens(["<s>", "</s>", "<unk>"])
-    return tokenizer
-
-
-_GEMMA = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-
-
-def fallback_like(decoder: tokenizers.decoders.Decoder | None) -> Make:
-    """Return what makes the tokenizer once."""
-    return functools.cache(functools.partial(byte_fallback, decoder))
-
-
-gemma_like = fallback_like(decoders.Sequence(_GEMMA))
-llama_like = fallback_like(decoders.Sequence([*_GEMMA, decoders.Strip(" ", 1, 0)]))
-metaspace_with_fallback = fallback_like(decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()]))
-metaspace = fallback_like(decoders.Metaspace())
-undecorated = fallback_like(None)
-
-
-@functools.cache
-def wordpiece() -> tokenizers.Tokenizer:
-    vocab = {piece: i for i, piece in enumerate(["[UNK]", "play", "##ing", "##ed", ",", "the", "é", "don", "'", "t"])}
-    tokenizer = tokenizers.Tokenizer(models.WordPiece(vocab=vocab, unk_token="[UNK]"))
-    tokenizer.decoder = decoders.WordPiece()
-    return tokenizer
-
-
-@functools.cache
-def default_model() -> tokenizers.Tokenizer:
-    path = default_model_dir() / "tokenizer.json"
-    if not path.is_file():
-        pytest.skip("the default model has not been fetched")
-    return tokenizers.Tokenizer.from_file(str(path))
-
-
-BYTE_LEVEL = [byte_level, pytest.param(default_model, marks=pytest.mark.model)]
-FALLBACK = [
-    pytest.param(llama_like, id="llama_like"),
-    pytest.param(gemma_like, id="gemma_like"),
-    pytest.param(metaspace_with_fallback, id="metaspace_with_fallback"),
-]
-TEXT_ONLY = [
-    pytest.param(metaspace, id="metaspace"),
-    wordpiece,
-    pytest.param(undecorated, id="undecorated"),
-]
 STOPS = [(), ("stop",), ("\n\n",), ("stop", "top is", "o"), ("aab", "aabaaab"), (" a a", "😀😀", "é"), ("�",)]
-BYTE_PIECES = [byte_tokenizer().id_to_token(byte) or "" for byte in range(NUM_BYTES)]
 # Bytes that could complete a character, and one that cannot.
 COMPLETIONS = [b"A", *(bytes([first, 0x80, 0x80])[:n] for first in (0x80, 0x90, 0xA0, 0xBF) for n in (1, 2, 3))]
 
@@ -102,21 +35,6 @@ relaxed = settings(deadline=None, max_examples=40, suppress_health_check=[Health
 def vocab_size(tokenizer: tokenizers.Tokenizer) -> int:
     """Return the number of its tokens, which it counts anew each time."""
     return tokenizer.get_vocab_size()
-
-
-def open_stream(tokenizer: tokenizers.Tokenizer, stop: Sequence[str] = (), *, special: bool = False) -> TextStream:
-    return TextStream(tokenizer, stop=tuple(stop), include_special_tokens=special)
-
-
-def run(stream: TextStream, token_ids: Sequence[int]) -> str:
-    """Return all text as a worker reads it: up to the stop, else with the flushed rest."""
-    text = ""
-    for token_id in token_ids:
-        delta = stream.push(token_id)
-        text += delta.text
-        if delta.stopped:
-            return text
-    return text + stream.flush()
 
 
 def cut(text: str, stops: Sequence[str]) -> str:
@@ -132,19 +50,6 @@ def without_begun_stop(text: str, stops: Sequence[str]) -> str:
     """Return the text without its longest ending that begins a stop string."""
     begun = [n for stop in stops for n in range(1, len(stop)) if text.endswith(stop[:n])]
     return text[: len(text) - max(begun, default=0)]
-
-
-def id_of(tokenizer: tokenizers.Tokenizer, piece: str) -> int:
-    found = tokenizer.token_to_id(piece)
-    assert found is not None, piece
-    return found
-
-
-def byte_ids(tokenizer: tokenizers.Tokenizer, raw: bytes) -> list[int]:
-    """Return tokens that spell bytes one by one."""
-    if tokenizer.token_to_id("<0x00>") is not None:
-        return [id_of(tokenizer, f"<0x{byte:02X}>") for byte in raw]
-    return [id_of(tokenizer, BYTE_PIECES[byte]) for byte in raw]
 
 
 @functools.cache
@@ -256,92 +161,3 @@ def test_stream_of_the_default_models_multilingual_text_returns_the_text() -> No
     assert "".join(deltas) == text
     assert stream.flush() == ""
     assert "�" not in text
-
-
-def test_stream_of_invalid_fallback_bytes_replaces_each_and_keeps_sent_characters() -> None:
-    tokenizer = llama_like()
-    stream = open_stream(tokenizer)
-    deltas = [stream.push(token_id).text for token_id in byte_ids(tokenizer, b"\xff\xc3\xa9\xe4\xbd!\xe4\xbd")]
-    assert deltas == ["�", "", "é", "", "", "��!", "", ""]
-    assert stream.flush() == "��"
-
-
-def test_stream_when_text_follows_an_incomplete_character_replaces_its_bytes_first() -> None:
-    tokenizer = llama_like()
-    token_ids = [*byte_ids(tokenizer, b"\xe4\xbd"), id_of(tokenizer, "▁Hello")]
-    stream = open_stream(tokenizer)
-    assert [stream.push(token_id).text for token_id in token_ids] == ["", "", "�� Hello"]
-    assert tokenizer.decode(token_ids) == "�� Hello"
-
-
-def test_stream_of_endless_invalid_bytes_never_holds_back_more_than_one_character() -> None:
-    tokenizer = byte_level()
-    stream = open_stream(tokenizer)
-    lead = byte_ids(tokenizer, b"\xf0")[0]
-    assert [stream.push(lead).text for _ in range(500)] == ["", *["�"] * 499]
-    assert stream.flush() == "�"
-
-
-def push_text(stops: tuple[str, ...], *tokens: str) -> list[tuple[str, bool]]:
-    tokenizer = byte_fallback(decoders.Fuse())
-    tokenizer.add_tokens(list(tokens))
-    stream = open_stream(tokenizer, stops)
-    deltas: list[TextDelta] = [stream.push(id_of(tokenizer, token)) for token in tokens]
-    return [(delta.text, delta.stopped) for delta in deltas]
-
-
-@pytest.mark.parametrize(
-    ("stops", "tokens", "deltas"),
-    [
-        pytest.param(("stop",), ("x s", "t", "op y"), [("x ", False), ("", False), ("", True)], id="over three tokens"),
-        pytest.param(("stop",), ("s", "to", "x"), [("", False), ("", False), ("stox", False)], id="not completed"),
-        pytest.param(
-            ("aab",), ("a", "a", "ab"), [("", False), ("", False), ("a", True)], id="begins in a failed beginning"
-        ),
-        pytest.param(("b", "aab"), ("xaa", "bz"), [("x", False), ("", True)], id="longest of those that end together"),
-        pytest.param(("abcd", "bc"), ("xabcd",), [("xa", True)], id="first complete wins over begun earlier"),
-        pytest.param(("o",), ("hello world",), [("hell", True)], id="one character"),
-    ],
-)
-def test_stop_string_is_held_back_while_it_may_come_and_never_emitted(
-    stops: tuple[str, ...], tokens: tuple[str, ...], deltas: list[tuple[str, bool]]
-) -> None:
-    assert push_text(stops, *tokens) == deltas
-
-
-def test_stream_after_a_stop_string_emits_nothing_more() -> None:
-    assert push_text(("b",), "ab", "cd") == [("a", True), ("", True)]
-    tokenizer = llama_like()
-    stream = open_stream(tokenizer, ("lo",))
-    stream.prime([id_of(tokenizer, "lo"), id_of(tokenizer, "é")])
-    assert stream.flush() == ""
-
-
-def test_flush_returns_the_begun_stop_string_once() -> None:
-    tokenizer = llama_like()
-    stream = open_stream(tokenizer, ("stop",))
-    assert stream.push(id_of(tokenizer, "▁st")).text == ""
-    assert stream.flush() == "st"
-    assert stream.flush() == ""
-
-
-def test_flush_when_the_replaced_bytes_complete_a_stop_string_cuts_before_it() -> None:
-    tokenizer = byte_level()
-    stream = open_stream(tokenizer, ("x�",))
-    stream.prime(byte_ids(tokenizer, b"yx\xe4"))
-    assert stream.flush() == ""
-    again = open_stream(tokenizer, ("x�",))
-    assert [again.push(token_id).text for token_id in byte_ids(tokenizer, b"yx\xe4")] == ["y", "", ""]
-
-
-@pytest.mark.parametrize(("special", "expected"), [(False, "Hello"), (True, "<s> Hello</s>")])
-def test_special_tokens_are_in_the_text_only_when_asked_for(special: bool, expected: str) -> None:
-    tokenizer = llama_like()
-    token_ids = [id_of(tokenizer, token) for token in ("<s>", "▁Hello", "</s>")]
-    assert run(open_stream(tokenizer, special=special), token_ids) == expected
-
-
-def test_stream_after_half_a_surrogate_does_not_wait_for_bytes_that_cannot_come() -> None:
-    tokenizer = byte_tokenizer()
-    stream = TextStream(tokenizer, stop=(), include_special_tokens=False)
-    assert [stream.push(byte).text for byte in b"\xed\xa0\x80a"] == ["", "\ufffd\ufffd", "\ufffd", "a"]
