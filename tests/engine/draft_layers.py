@@ -1,14 +1,22 @@
-"""Draft layers in their published layouts, and what they say in plain torch."""
+"""Draft layers in their published layouts, what they say in plain torch, and tiny models that draft with them."""
 
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional as F
+
+from engine.loading import load_draft_layer
+from engine.request import EngineRequest
+from engine.runner import ModelExecutor
+from engine.speculation.eagle import EagleDrafter
+from tests.builders import make_request
+from tests.engine.driver import load
 
 EAGLE, EAGLE3, MTP = "eagle", "eagle3", "mtp"
 MTP_LAYER = "model.mtp_layers.0."
@@ -126,3 +134,34 @@ def reference_outputs(
     normed = norm(residual, "post_attention_layernorm")
     gated = F.silu(normed @ named["mlp.gate_proj.weight"].T) * (normed @ named["mlp.up_proj.weight"].T)
     return residual + gated @ named["mlp.down_proj.weight"].T
+
+
+def load_tiny(model_dir: Path, **options: Any) -> ModelExecutor[Any]:
+    """Return an executor of a tiny model on compiled kernels; skips where there are none."""
+    executor = load(model_dir, **options)
+    if not executor.verifies_drafts:
+        pytest.skip("no compiled kernels on this machine")
+    return executor
+
+
+SAMPLINGS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.9, "seed": 5, "num_logprobs": 2},
+    {"temperature": 1.0, "seed": 6, "n": 2, "top_k": 20},
+    {"frequency_penalty": 0.5},
+]
+
+
+def tiny_requests() -> list[EngineRequest]:
+    """Return requests of all kinds to it."""
+    return [
+        make_request(range(i, i + 30), block_size=16, max_tokens=24, ignore_eos=True, **sampling)
+        for i, sampling in enumerate(SAMPLINGS, 40)
+    ]
+
+
+def load_layer(
+    folder: Path, executor: ModelExecutor[Any], *, kind: Literal["eagle", "mtp"] = "eagle", num_branches: int = 0
+) -> EagleDrafter:
+    """Return the drafter of a layer, which works for an executor."""
+    return load_draft_layer(folder, executor, kind=kind, kv_bytes=1 << 20, is_coupled=True, num_branches=num_branches)

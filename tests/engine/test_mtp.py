@@ -14,10 +14,20 @@ from engine.model.config import UnsupportedModel
 from engine.model.eagle_checkpoint import DraftedModel, mtp_bytes, read_mtp
 from engine.runner import KeptStates, ModelExecutor
 from engine.speculation.eagle import EagleDrafter
-from tests.engine.draft_layers import CONFIG, MIMO, MTP, MTP_LAYER, layer_tensors, write_layer, write_mimo
+from tests.engine.draft_layers import (
+    CONFIG,
+    MIMO,
+    MTP,
+    MTP_LAYER,
+    layer_tensors,
+    load_layer,
+    load_tiny,
+    tiny_requests,
+    write_layer,
+    write_mimo,
+)
 from tests.engine.drafting import eager
 from tests.engine.driver import Driver, load, make_sequence
-from tests.engine.test_draft_layer import load_layer, load_tiny, tiny_requests
 from tests.engine.test_speculation_model import serve
 from tests.engine.tiny_models import make_model, make_prompt, reference_tokens
 from worker.factory import drafting_bytes, speculator_for
