@@ -18,7 +18,7 @@ from engine.ops.cpu.ops import CpuOps
 from engine.ops.metadata import AttentionMetadata, SequenceSpan
 from engine.ops.torch_ops import TorchOps
 from engine.ops.torch_pages import CodeLayout, layer_pages, place
-from tests.engine.cpu_kernels.test_ops import CPU, NUM_BLOCKS, lengths, make_config, make_qkv, spans_for
+from tests.engine.cpu_kernels.pages import CPU, NUM_BLOCKS, lengths, make_config, make_qkv, spans_for
 
 FORMATS: tuple[KvDtype, ...] = ("int8", "int4")
 
