@@ -22,7 +22,6 @@ INVALID = -1
 
 # Numbers of best tokens to rank; a row gets the first width that suffices, else the whole vocabulary.
 _WIDTHS = (64, 1024, 8192)
-_BLOCK = 128
 # Logits drawn from at a time; each has some 8-byte temporaries.
 _CPU_ELEMENTS, _DEVICE_ELEMENTS = 1 << 18, 1 << 23
 # SplitMix64's constants, as int64.
@@ -31,15 +30,13 @@ _GAMMA, _MIX_1, _MIX_2 = (c - 2**64 for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4
 
 def first_best(logits: torch.Tensor) -> torch.Tensor:
     """Return the largest logit's index (int64 [rows]), the first one of equals; INVALID when it is not finite."""
-    if logits.device.type != "cpu" or logits.shape[-1] % _BLOCK:
+    if logits.device.type != "cpu" or logits.dtype is not torch.float32:
         peak, token_ids = logits.max(dim=-1)
         return token_ids.masked_fill(~peak.isfinite(), INVALID)
-    # On a CPU torch vectorises maxima, but not their positions, which take eight times as long.
-    blocks = logits.reshape(len(logits), -1, _BLOCK)
-    block_idx = blocks.amax(dim=-1).argmax(dim=-1, keepdim=True)
-    best_blocks = blocks.gather(1, block_idx.unsqueeze(-1).expand(-1, -1, _BLOCK)).squeeze(1)
-    peak, offsets = best_blocks.max(dim=-1)
-    return offsets.add_(block_idx.squeeze(1) * _BLOCK).masked_fill_(~peak.isfinite(), INVALID)
+    # On a CPU torch vectorises maxima, but not their positions; numpy does both, and takes a NaN for the largest, too.
+    values = logits.numpy()
+    best = values.argmax(axis=-1)
+    return torch.from_numpy(np.where(np.isfinite(values[np.arange(len(values)), best]), best, INVALID))
 
 
 def round_up_width(num_tokens: int, vocab_size: int) -> int:
