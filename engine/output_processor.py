@@ -71,8 +71,10 @@ class OutputProcessor:
             return
         outputs = tokens.setdefault(group, [])
         if item.draft:
-            group.drafts += DraftCounts(item.num_drafted, result.num_accepted)
-            outputs += self._append(sequence, result.sampled)
+            appended = self._append(sequence, result.sampled)
+            # Tokens that were right, but behind the end, are none of the answer's.
+            group.drafts += DraftCounts(item.num_drafted, min(result.num_accepted, len(appended)))
+            outputs += appended
             return
         samples = self._groups.samples(sequence, item.num_samples)
         for sample, sampled in zip(samples, result.sampled, strict=True):

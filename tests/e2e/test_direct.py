@@ -22,17 +22,17 @@ VARIANTS: tuple[dict[str, Any], ...] = ({}, {"n": 3}, {"detokenize": False}, LOG
 
 
 @contextmanager
-def counting_direct(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """Counts the tokens that come from workers."""
-    counts: list[int] = []
+def noting_direct(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Notes the attempt of each answer that a worker sends itself."""
+    attempts: list[int] = []
     read_worker = DirectCall._read_worker  # noqa: SLF001 - nothing public tells which way a token came
 
-    async def counted(self: DirectCall, grant: inference_pb2.DirectGrant) -> None:
-        counts.append(grant.attempt)
+    async def noted(self: DirectCall, grant: inference_pb2.DirectGrant) -> None:
+        attempts.append(grant.attempt)
         await read_worker(self, grant)
 
-    monkeypatch.setattr(DirectCall, "_read_worker", counted)
-    yield counts
+    monkeypatch.setattr(DirectCall, "_read_worker", noted)
+    yield attempts
 
 
 @pytest.mark.parametrize("router", [LOCAL, REMOTE], ids=["local", "remote"])
@@ -44,7 +44,7 @@ async def test_direct_answers_equal_those_through_the_router(
             for number, variant in enumerate(VARIANTS):
                 prompt, sampling = [number, *PROMPT], SAMPLING | variant
                 expected = await client.generate(prompt, **sampling)
-                with counting_direct(monkeypatch) as grants:
+                with noting_direct(monkeypatch) as grants:
                     got = await direct.generate(prompt, **sampling)
                 assert got.samples == expected.samples
                 assert got.prompt_logprobs == expected.prompt_logprobs
@@ -57,7 +57,7 @@ async def test_worker_death_in_the_middle_is_a_pause_with_the_same_tokens(monkey
     async with running_system(num_decode=2, router=REMOTE, step_s=0.002, **ENGINE) as system:
         async with system.client() as client:
             expected = await client.generate(PROMPT, **SAMPLING)
-        with counting_direct(monkeypatch) as grants:
+        with noting_direct(monkeypatch) as grants:
             async with system.client(direct=True) as client:
                 system.pace.slow_down(at=110)
                 stream = client.stream(PROMPT, **SAMPLING)

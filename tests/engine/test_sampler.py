@@ -15,8 +15,6 @@ from engine.sampler import Nucleus, Sampler
 from tests.engine.sampling_reference import choice, distribution, waiting_time
 from tests.engine.sampling_rows import EOS, make_logits, make_row, sample_ids
 
-torch.set_num_threads(1)
-
 PARAMS: list[dict[str, Any]] = [
     {},
     {"temperature": 0.3},

@@ -18,8 +18,6 @@ from tests.engine.sampling_rows import make_row
 NUM_DRAWS = 3000
 EOS = frozenset({0})
 
-torch.set_num_threads(1)
-
 
 def draw(logits: np.ndarray[Any, np.dtype[np.float32]], rows: list[SamplingRow]) -> list[int]:
     repeated = torch.from_numpy(logits).expand(len(rows), -1)

@@ -271,8 +271,13 @@ def test_answer_that_ends_inside_a_branch_drops_the_rest_of_it() -> None:
     stop = next(i for i in range(3, len(free)) if free[i] not in free[:i])
     request = make_request([1, 2, 3], max_tokens=12, ignore_eos=True, stop_token_ids=frozenset({free[stop]}))
     core = make_core(max_steps_in_flight=1, speculator=eager(Planted(free, depth=1), num_tokens=9))
-    assert served(core, request).token_ids() == free[: stop + 1]
+    spy = Spy(core)
+    collector = served(core, request)
+    assert collector.token_ids() == free[: stop + 1]
     assert_empty(core)
+    (drafted,) = [item for batch in spy.batches for item in batch if item.branches]
+    (counts,) = [event.drafts for event in collector.events if isinstance(event, Tokens) and event.drafts.num_drafted]
+    assert counts == DraftCounts(drafted.num_drafted, stop), "the first token had a step of its own"
 
 
 def test_tree_of_drafts_keeps_what_is_new_in_each() -> None:

@@ -33,8 +33,8 @@ class Scene:
         self.channel: SimChannel = self.network.connect_from("client:1")("server:1")
         self.told: list[Any] = []
 
-    def serve(self, handler: Any, *, name: str = "Call") -> None:
-        self.server.add_registered_method_handlers("test.Service", {name: handler})
+    def serve(self, handler: Any) -> None:
+        self.server.add_registered_method_handlers("test.Service", {"Call": handler})
 
     def unary(self, behavior: Callable[[Any, Any], Awaitable[Any]]) -> Any:
         self.serve(grpc.unary_unary_rpc_method_handler(behavior))
