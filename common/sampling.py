@@ -5,7 +5,8 @@ everything that is derived from it: the checks of a request, the wire format (co
 message may hold (common/wire.py), the fields of the HTTP API and its OpenAPI document (router/http/schema.py), the
 options of the Python clients, and the tables in docs/client.md and docs/openai.md.
 
-A new parameter is one field here, its type in `SamplingOptions` and its field in proto/kvrelay/v1/sampling.proto.
+A new parameter is one field here, its type in `SamplingOptions` and its field in proto/kvrelay/v1/sampling.proto; tests
+then ask for its rows in the tables and for its values in tests/router/http/field_values.py.
 """
 
 from collections.abc import Collection, Mapping, Sequence

@@ -9,7 +9,7 @@ import xxhash
 from common.errors import KvCorrupt
 from common.ids import BlockId
 from engine.kv_store import KvStore
-from kv_transfer.transports.transport import PeerLife, PullTarget, Transport
+from kv_transfer.transports.transport import PeerLife, PullTarget, Receiver, Transport
 from kvrelay.v1 import kv_transfer_pb2 as pb
 
 
@@ -34,7 +34,7 @@ class GrpcChunks(Transport):
         return messages
 
     @asynccontextmanager
-    async def fetch(self, peer: PeerLife, opened: pb.FetchOpened, target: PullTarget) -> "AsyncIterator[_Assembler]":
+    async def fetch(self, peer: PeerLife, opened: pb.FetchOpened, target: PullTarget) -> AsyncIterator[Receiver]:
         """See `Transport`."""
         yield _Assembler(self._store, target)
 
