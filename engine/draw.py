@@ -33,7 +33,7 @@ def first_best(logits: torch.Tensor) -> torch.Tensor:
     if logits.device.type != "cpu" or logits.dtype is not torch.float32:
         peak, token_ids = logits.max(dim=-1)
         return token_ids.masked_fill(~peak.isfinite(), INVALID)
-    # On a CPU torch vectorises maxima, but not their positions; numpy does both, and takes a NaN for the largest, too.
+    # On a CPU torch vectorises maxima, but not their positions. numpy does both, and like torch prefers a NaN.
     values = logits.numpy()
     best = values.argmax(axis=-1)
     return torch.from_numpy(np.where(np.isfinite(values[np.arange(len(values)), best]), best, INVALID))

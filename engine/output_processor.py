@@ -72,8 +72,8 @@ class OutputProcessor:
         outputs = tokens.setdefault(group, [])
         if item.draft:
             appended = self._append(sequence, result.sampled)
-            # Tokens that were right, but behind the end, are none of the answer's.
-            group.drafts += DraftCounts(item.num_drafted, min(result.num_accepted, len(appended)))
+            # One token belongs to the step itself. Right tokens after the end are not part of the answer.
+            group.drafts += DraftCounts(item.num_drafted, min(result.num_accepted, len(appended) - 1))
             outputs += appended
             return
         samples = self._groups.samples(sequence, item.num_samples)

@@ -3,7 +3,7 @@
 import gc
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ _WAITING = (
     "tests/common/test_rpc",
     "tests/foreign",
 )
-"""Tests that wait most of the time, for processes that start, end or stop; those that take longest first."""
+"""Tests that mostly wait for processes to start, end or stop, and the other end-to-end tests; the longest first."""
 _NICENESS = 5, 10
 """Niceness of processes that run waiting tests and of those that run the others. Tests on hosts have their own
 (tests/hosts/conftest.py)."""
@@ -50,17 +50,16 @@ _NICENESS = 5, 10
 
 def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput"):  # one of several processes
-        number, count = int(config.workerinput["workerid"].removeprefix("gw")), config.workerinput["workercount"]
-        os.nice(_NICENESS[number >= _num_waiting(count)])
+        os.nice(_NICENESS[not _is_for_waiting(config.workerinput)])
 
 
-def _num_waiting(num_processes: int) -> int:
-    """Return how many processes, the first ones, run waiting tests while there are any.
+def _is_for_waiting(workerinput: Mapping[str, Any]) -> bool:
+    """Return whether a process runs waiting tests while there are any: half of them do.
 
-    Half of them: fewer would be done last, and with more of them the cores stand idle at first. The other half computes
-    in the time that is left.
+    With fewer, the waiting tests would finish last; with more, the cores would be idle at first.
     """
-    return num_processes // 2
+    number, count = int(workerinput["workerid"].removeprefix("gw")), int(workerinput["workercount"])
+    return number < count // 2
 
 
 def pytest_collection() -> None:
@@ -70,7 +69,7 @@ def pytest_collection() -> None:
 
 def pytest_collection_finish() -> None:
     gc.freeze()
-    gc.set_threshold(20_000)  # after every 700 objects, a tenth of the suite's time would be collecting
+    gc.set_threshold(20_000)  # at the default of 700, collecting takes a tenth of the suite's time
     gc.enable()
 
 
@@ -88,7 +87,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class ByFile(LoadFileScheduling):  # type: ignore[misc]
         def _assign_work_unit(self, node: Any) -> None:
-            is_for_waiting = node in self.nodes[: _num_waiting(len(self.nodes))]
+            is_for_waiting = _is_for_waiting(node.workerinput)
             for scope in self.workqueue:
                 if scope.startswith(_WAITING) == is_for_waiting:
                     self.workqueue.move_to_end(scope, last=False)

@@ -23,7 +23,7 @@ VARIANTS: tuple[dict[str, Any], ...] = ({}, {"n": 3}, {"detokenize": False}, LOG
 
 @contextmanager
 def noting_direct(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """Notes the attempt of each answer that a worker sends itself."""
+    """Notes the attempt of each answer that comes directly from a worker."""
     attempts: list[int] = []
     read_worker = DirectCall._read_worker  # noqa: SLF001 - nothing public tells which way a token came
 

@@ -277,7 +277,7 @@ def test_answer_that_ends_inside_a_branch_drops_the_rest_of_it() -> None:
     assert_empty(core)
     (drafted,) = [item for batch in spy.batches for item in batch if item.branches]
     (counts,) = [event.drafts for event in collector.events if isinstance(event, Tokens) and event.drafts.num_drafted]
-    assert counts == DraftCounts(drafted.num_drafted, stop), "the first token had a step of its own"
+    assert counts == DraftCounts(drafted.num_drafted, stop - 1), "the first two tokens took a step each"
 
 
 def test_tree_of_drafts_keeps_what_is_new_in_each() -> None:

@@ -125,7 +125,7 @@ async def test_embeddings_do_not_teach_how_long_answers_are(cluster: TestCluster
     assert lengths.typical_tokens == before
 
 
-async def test_call_of_a_grpc_client_that_knows_only_the_proto(cluster: TestCluster) -> None:
+async def test_request_that_is_not_valid_protobuf_is_an_invalid_argument(cluster: TestCluster) -> None:
     method: Any = cluster.channel.unary_unary("/kvrelay.v1.InferenceService/Embed")
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await method(b"\xff\xff", timeout=TIMEOUT_S)
