@@ -67,7 +67,7 @@ class CudaIpc(Transport):
         return [sealed(first_block, block_ids)]
 
     @asynccontextmanager
-    async def fetch(self, peer: PeerLife, opened: pb.FetchOpened, target: PullTarget) -> "AsyncIterator[_Copier]":
+    async def fetch(self, peer: PeerLife, opened: pb.FetchOpened, target: PullTarget) -> AsyncIterator[SealedReceiver]:
         """See `Transport`."""
         mapping = self._mappings.get(peer)
         if mapping is None:

@@ -90,7 +90,7 @@ class Nixl(Transport):
         ]
 
     @asynccontextmanager
-    async def fetch(self, peer: PeerLife, opened: pb.FetchOpened, target: PullTarget) -> "AsyncIterator[_Reader]":
+    async def fetch(self, peer: PeerLife, opened: pb.FetchOpened, target: PullTarget) -> AsyncIterator[SealedReceiver]:
         """See `Transport`."""
         reader = _Reader(self._agent, self._store, self._region, peer.worker_id, opened.nixl_memory, target)
         loop = asyncio.get_running_loop()

@@ -46,7 +46,7 @@ class SharedMemory(Transport):
         return [sealed(first_block, block_ids, checksums_of(data, self._store.shape.block_bytes))]
 
     @asynccontextmanager
-    async def fetch(self, peer: PeerLife, opened: pb.FetchOpened, target: PullTarget) -> "AsyncIterator[_Copier]":
+    async def fetch(self, peer: PeerLife, opened: pb.FetchOpened, target: PullTarget) -> AsyncIterator[SealedReceiver]:
         """See `Transport`. Mapped for this one transfer: a mapping that is kept would keep a dead peer's memory."""
         shared = opened.shared_memory
         try:

@@ -1,4 +1,4 @@
-"""`kvrelay bench report` and `kvrelay bench compare`: runs judged again, and put side by side."""
+"""`kvrelay bench report` judges a finished run again; `kvrelay bench compare` puts runs side by side."""
 
 import json
 from pathlib import Path

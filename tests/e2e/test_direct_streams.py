@@ -1,4 +1,4 @@
-"""Streams of decode workers, opened by hand: taken up again, refused to others, and ended when nobody comes."""
+"""Direct streams opened by hand: they can be resumed, are refused to other callers, and end when nobody reads them."""
 
 import asyncio
 from typing import Any

@@ -1,4 +1,4 @@
-"""All calls of a worker to an engine core, by chance and in any order."""
+"""Random calls of a worker to an engine core, in any order."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What a core is asked by chance, and what it must tell of each answer."""
+"""Random requests to a core, and what it must report for each of them."""
 
 from dataclasses import dataclass, field
 

@@ -1,4 +1,4 @@
-"""Rows for the sampler, and logits by chance."""
+"""Rows for the sampler, and random logits."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Drafts from what a text repeats: where they come from, and how sure they are."""
+"""Drafts from repetitions in a text: where they come from, and how likely they are to be right."""
 
 from hypothesis import given
 from hypothesis import strategies as st

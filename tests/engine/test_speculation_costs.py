@@ -1,4 +1,4 @@
-"""How many drafted tokens a step verifies: those that bring more than they cost, by what steps have taken."""
+"""A step verifies as many drafted tokens as gain more than they cost, by the measured times of steps."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Text streams token by token: what is held back, what is replaced, and what a stop string or the end lets out."""
+"""Text streamed token by token: what is held back, replaced, and released by a stop string or the end."""
 
 import pytest
 from tokenizers import decoders

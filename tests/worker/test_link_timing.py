@@ -1,4 +1,4 @@
-"""What a worker learns of its links from pulls, and that a slow one is tried again, if more and more rarely."""
+"""A worker learns the speed of its links from pulls, and tries a slow one again, less and less often."""
 
 import random
 

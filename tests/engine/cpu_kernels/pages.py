@@ -1,4 +1,4 @@
-"""Batches by chance on pages, for the compiled kernels and for what they are compared with."""
+"""Random batches on pages, for the compiled kernels and their references."""
 
 import random
 from array import array

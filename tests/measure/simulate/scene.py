@@ -1,4 +1,4 @@
-"""A server and a client on the simulated network, whose messages have the fates that a test gives them."""
+"""A server and a client on the simulated network; a test decides what becomes of each message."""
 
 import asyncio
 import functools

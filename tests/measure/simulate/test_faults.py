@@ -1,4 +1,4 @@
-"""Faults of the simulated network: messages that are lost, repeated, late or cut off, and what a call makes of them."""
+"""Faults of the simulated network: which messages are lost, repeated, late or held, and what a call sees of it."""
 
 import asyncio
 from contextvars import copy_context

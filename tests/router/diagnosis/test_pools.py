@@ -1,4 +1,4 @@
-"""A pool in a diagnosis: the walls that share its time, and what a worker more or fewer bits would bring."""
+"""A pool in a diagnosis: the walls that share its time, and the predicted gain of another worker or of fewer bits."""
 
 from dataclasses import replace
 
