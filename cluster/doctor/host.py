@@ -74,7 +74,7 @@ def check_host(config: ServingConfig, host: HostFacts, *, is_up: bool) -> Iterat
     yield from _disks(host)
     yield from _limits(config, host)
     yield _gpus(config, host)
-    yield _kernels(config, host)
+    yield check_kernels(config, host)
     if not is_up:
         yield from _ports(config)
     if config.launcher == "ray":
@@ -215,7 +215,8 @@ def _gpus(config: ServingConfig, host: HostFacts) -> DoctorFinding:
     return ok("GPUs", f"{host.num_gpus}")
 
 
-def _kernels(config: ServingConfig, host: HostFacts) -> DoctorFinding:
+def check_kernels(config: ServingConfig, host: HostFacts) -> DoctorFinding:
+    """Return whether workers on this host would have the kernels that are compiled there."""
     model = config.model
     is_cpu = model.device == "cpu" or (model.device == "auto" and not host.num_gpus)
     is_compiled_by_torch = model.kernels == "compile"
@@ -224,7 +225,7 @@ def _kernels(config: ServingConfig, host: HostFacts) -> DoctorFinding:
     if host.compiler is None and is_compiled_by_torch:
         return failure("compiled kernels", "no C++ compiler", "install g++, or leave out model.kernels: compile")
     if host.compiler is None:
-        return warning("compiled kernels", "no C++ compiler", "install g++: without it torch computes, slower")
+        return warning("compiled kernels", "no C++ compiler", "install g++: torch alone is several times slower")
     return ok("compiled kernels", f"compiler {host.compiler}")
 
 

@@ -237,6 +237,22 @@ def test_up_when_the_model_is_missing_says_so_before_anything_starts(tmp_path: P
     assert not (tmp_path / "run").exists()
 
 
+def test_up_without_a_compiler_says_what_would_make_it_faster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("KVRELAY_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(
+        "cluster.lifecycle.start_supervisor", lambda _dir, _report: StartFailure(reason="no supervisor")
+    )
+    config = make_config(launcher="local", model={"id": "random:tiny", "device": "cpu"})
+    reports: list[str] = []
+
+    with pytest.raises(ClusterError, match="no supervisor"):
+        up(config, config_path=Path("serving.yaml"), run_dir=tmp_path / "run", report=reports.append)
+
+    assert reports == ["no C++ compiler; install g++: torch alone is several times slower"]
+
+
 def test_default_run_dir_follows_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVRELAY_RUN_DIR", str(tmp_path))
     assert default_run_dir("blue") == tmp_path / "blue"
