@@ -250,7 +250,7 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=24, help="windows of 512 tokens")
     parser.add_argument("--on-grid", action="store_true", help="take the weights as the checkpoint has them")
     parser.add_argument("--arms", nargs="+", help="arms beside the reference; default: all")
-    parser.add_argument("--calibration-tokens", type=int, default=16_384, help="tokens of the calibrated checkpoint")
+    parser.add_argument("--calibration-tokens", type=int, default=32_768, help="tokens of the calibrated checkpoint")
     args = parser.parse_args()
     console, figures = terminal(), Figures()
     started_s = time.monotonic()

@@ -24,7 +24,7 @@ def quantize(
     ] = None,
     num_tokens: Annotated[
         int, typer.Option("--num-tokens", metavar="N", min=512, help="Tokens of the texts to use.")
-    ] = 16_384,
+    ] = 32_768,
 ) -> None:
     """Write a checkpoint whose weights have 4 or 8 bits, for serving here or elsewhere.
 

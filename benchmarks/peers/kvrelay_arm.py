@@ -33,6 +33,7 @@ def main() -> None:
     parser.add_argument("--max-model-len", type=int, required=True)
     parser.add_argument("--kv-memory-gib", type=float, required=True)
     parser.add_argument("--max-step-tokens", type=int, required=True)
+    parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--quantization")
     parser.add_argument("--kv-dtype", default="auto")
     args = parser.parse_args()
@@ -50,7 +51,7 @@ def main() -> None:
     logging.getLogger().addHandler(load_record)
     model = {
         "id": args.model,
-        "dtype": "bfloat16",
+        "dtype": args.dtype,
         "device": "cpu",
         "max_model_len": args.max_model_len,
         "quantization": args.quantization,

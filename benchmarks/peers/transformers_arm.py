@@ -13,6 +13,7 @@ def main() -> None:
     """Load the model with transformers and answer requests."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", required=True)
+    parser.add_argument("--dtype", required=True)
     args = parser.parse_args()
     replies = claim_stdout()
 
@@ -20,7 +21,7 @@ def main() -> None:
     import transformers
     from transformers import AutoModelForCausalLM
 
-    model: Any = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.bfloat16)
+    model: Any = AutoModelForCausalLM.from_pretrained(args.model, dtype=args.dtype)
     model.eval()
 
     class Tap:
@@ -68,7 +69,8 @@ def main() -> None:
         thread.join()
 
     threads = torch.get_num_threads()
-    serve(replies, generate, {"version": transformers.__version__, "torch": torch.__version__, "threads": threads})
+    about = {"version": transformers.__version__, "torch": torch.__version__, "dtype": args.dtype, "threads": threads}
+    serve(replies, generate, about)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ def main() -> None:
     """Load the model with vLLM's offline engine and answer requests."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", required=True)
+    parser.add_argument("--dtype", required=True)
     parser.add_argument("--max-model-len", type=int, required=True)
     args = parser.parse_args()
     replies = claim_stdout()
@@ -24,7 +25,7 @@ def main() -> None:
     engine = LLMEngine.from_engine_args(
         EngineArgs(
             model=args.model,
-            dtype="bfloat16",
+            dtype=args.dtype,
             max_model_len=args.max_model_len,
             enable_prefix_caching=False,
             disable_log_stats=True,
@@ -53,6 +54,7 @@ def main() -> None:
         {
             "version": vllm.__version__,
             "torch": torch.__version__,
+            "dtype": args.dtype,
             "threads": torch.get_num_threads(),
             "max_step_tokens": config.scheduler_config.max_num_batched_tokens,
             "compilation": str(config.compilation_config.mode),
