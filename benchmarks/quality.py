@@ -195,10 +195,9 @@ def make_arm(name: str, recipe: Recipe, model_dir: Path, *, is_on_grid: bool) ->
     scales = kv_scales(weights, config) if recipe.kv_dtype == "fp8" else None
     if recipe.checkpoint_for is not None:
         weights = quantized(weights, config, model_dir, calibration_tokens=recipe.checkpoint_for)
-        choose_cpu_kernels(weights, load_cpu_kernels(recipe.dtype))
     if recipe.method is not None:
         quantize_weights(weights, config, recipe.method)
-        choose_cpu_kernels(weights, load_cpu_kernels(recipe.dtype))
+    choose_cpu_kernels(weights, load_cpu_kernels(recipe.dtype))
     # Pages of e4m3 are emulated, the others are real.
     pages: KvDtype = "auto" if recipe.kv_dtype == "fp8" else recipe.kv_dtype
     shape = kv_shape(config, block_size=BLOCK_SIZE, dtype=recipe.dtype, kv_dtype=pages, fingerprint=name)
