@@ -29,6 +29,7 @@ FORMATS = {
 }
 """Formats of weights and of pages in which our engine can be measured beside bfloat16, and their options."""
 PEER_DTYPES = ("bfloat16", "float32")
+"""Dtypes in which vLLM and transformers can be measured."""
 LLAMA_CPP_FORMATS = {"int8": "q8_0", "int4": "q4_0"}
 """llama.cpp's formats with as many bits for a weight."""
 

@@ -56,9 +56,14 @@ def this_host() -> HostFacts:
         max_open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[1],  # every process raises its own to this
         shared_memory_bytes=shutil.disk_usage(shared).free if shared.is_dir() else None,
         num_gpus=count_gpus(),
-        compiler=os.environ.get("CXX") or next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None),
+        compiler=find_compiler(),
         installed=installed_package,
     )
+
+
+def find_compiler() -> str | None:
+    """Return the C++ compiler that a worker on this host would use."""
+    return os.environ.get("CXX") or next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
 
 
 def check_host(config: ServingConfig, host: HostFacts, *, is_up: bool) -> Iterator[DoctorFinding]:

@@ -250,7 +250,7 @@ def test_up_without_a_compiler_says_what_would_make_it_faster(tmp_path: Path, mo
     with pytest.raises(ClusterError, match="no supervisor"):
         up(config, config_path=Path("serving.yaml"), run_dir=tmp_path / "run", report=reports.append)
 
-    assert reports == ["no C++ compiler; install g++: torch alone is several times slower"]
+    assert reports == ["no C++ compiler on this host; install g++: torch alone is several times slower"]
 
 
 def test_default_run_dir_follows_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Direct streams opened by hand: they can be resumed, are refused to other callers, and end when nobody reads them."""
+"""Direct streams opened by hand can be resumed, refuse other callers, and end when nobody reads them."""
 
 import asyncio
 from typing import Any
