@@ -1,6 +1,5 @@
 """`kvrelay generate`: one answer, from the cluster or from an engine in this very process."""
 
-import asyncio
 import dataclasses
 import secrets
 import sys
@@ -147,7 +146,7 @@ def in_process(
     """
     from worker.inprocess import LocalEngine
 
-    prompt_ids = asyncio.run(_encode(_load_codec(config), source))
+    prompt_ids = _encode(_load_codec(config), source)
     return len(prompt_ids), LocalEngine.load(config).stream(prompt_ids, _sampling_params(options, config))
 
 
@@ -199,13 +198,13 @@ def _load_codec(config: "ServingConfig") -> "Codec":
     return TextCodec.load(model_dir)
 
 
-async def _encode(codec: "Codec", source: str | Sequence[ChatMessage]) -> Sequence[int]:
+def _encode(codec: "Codec", source: str | Sequence[ChatMessage]) -> Sequence[int]:
     if isinstance(source, str):
-        return await codec.encode(source)
+        return codec.encode(source)
     from common.chat_template import Conversation
 
     conversation = Conversation.plain((message.role, message.content) for message in source)
-    encoded = await codec.encode_chat(conversation, rendered_unix_s=int(time.time()))
+    encoded = codec.encode_chat(conversation, rendered_unix_s=int(time.time()))
     return encoded.token_ids
 
 

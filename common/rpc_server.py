@@ -41,11 +41,13 @@ async def start_server(
     host: str,
     port: int | Sequence[int],
     guard: Guard,
+    receiver: grpc.aio.ServerInterceptor | None = None,
     max_message_bytes: int = MAX_MESSAGE_BYTES,
 ) -> Server:
     """Start a guarded server with health checking on the first free port; 0 is always free.
 
     `add_services` registers the servicers and returns their full names; doors for clients also list them by reflection.
+    `receiver` receives and decodes requests; without one gRPC does.
     Raises OSError when all ports are taken, or when the guard forbids the address.
     """
     options = [
@@ -65,7 +67,7 @@ async def start_server(
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
         ("grpc.so_reuseport", 0),
     ]
-    server = grpc.aio.server(options=options, interceptors=[guard, MalformedRequestInterceptor()])
+    server = grpc.aio.server(options=options, interceptors=[guard, receiver or MalformedRequestInterceptor()])
     names = [*add_services(server), health.SERVICE_NAME]
     health_servicer = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)

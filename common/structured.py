@@ -7,13 +7,18 @@ Here the owner waits itself, so that its own cancellation and a child's failure 
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, NoReturn, TypeVar
+
+from common.metering import Metered, is_charged
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+TURN_S = 0.005
+"""Longest time that work without a pause should take on an event loop."""
 _PAUSE_S = 0.5
 """Pause before work that has failed begins again."""
 
@@ -31,8 +36,11 @@ class TaskCensus:
 
     @asynccontextmanager
     async def owned(self, *works: Coroutine[Any, Any, None]) -> AsyncIterator[tuple["asyncio.Task[None]", ...]]:
-        """Run `works` concurrently with the block. Leaving it cancels running ones and waits until they have ended."""
-        tasks = tuple(asyncio.create_task(work) for work in works)
+        """Run `works` concurrently with the block. Leaving it cancels running ones and waits until they have ended.
+
+        They are charged to the payer of the running task.
+        """
+        tasks = tuple(asyncio.create_task(Metered(work) if is_charged() else work) for work in works)
         for task in tasks:
             self._tasks.add(task)
             task.add_done_callback(self._forget)
@@ -67,6 +75,16 @@ async def until_ended(tasks: Sequence["asyncio.Task[Any]"]) -> None:
             interruption = error
     if interruption is not None:
         raise interruption
+
+
+async def giving_way(items: Iterable[T]) -> AsyncIterator[T]:
+    """Yield the items, with a pause for other tasks whenever making and using them has taken TURN_S."""
+    begun_s = time.perf_counter()
+    for item in items:
+        yield item
+        if time.perf_counter() - begun_s > TURN_S:
+            await asyncio.sleep(0)
+            begun_s = time.perf_counter()
 
 
 async def completed(step: Coroutine[Any, Any, T]) -> T:

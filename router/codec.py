@@ -7,7 +7,6 @@ from typing import Protocol
 from common.chat_template import Conversation, LineTemplate
 from common.parity import TextProbes, byte_probes
 from common.tokens import TokenArray, as_tokens
-from router.tenants import ANYBODY, Tenant
 from router.token_cache import Encoded
 
 PROMPT_END_CHARS = 64
@@ -15,7 +14,10 @@ PROMPT_END_CHARS = 64
 
 
 class Codec(Protocol):
-    """Turns text into token ids. Encoding runs off the event loop, fair between tenants."""
+    """Turns text into token ids. Any thread."""
+
+    inline_chars: int
+    """Text of so many characters is encoded in less time than a change of threads takes."""
 
     @property
     def probes(self) -> TextProbes:
@@ -32,18 +34,11 @@ class Codec(Protocol):
         """Sampling parameters that the model's makers recommend."""
         ...
 
-    async def encode(self, text: str, *, tenant: Tenant = ANYBODY) -> TokenArray:
-        """Return the ids of plain text."""
+    def encode(self, text: str) -> TokenArray:
+        """Return the ids of plain text. Raises InvalidRequest."""
         ...
 
-    async def encode_chat(
-        self,
-        conversation: Conversation,
-        *,
-        rendered_unix_s: int,
-        tenant: Tenant = ANYBODY,
-        scope: bytes | None = None,
-    ) -> Encoded:
+    def encode_chat(self, conversation: Conversation, *, rendered_unix_s: int, scope: bytes | None = None) -> Encoded:
         """Return the ids of a conversation, rendered by the model's chat template.
 
         A template that writes the date writes that of `rendered_unix_s`, seconds since 1970, so the result depends on
@@ -60,11 +55,7 @@ class Codec(Protocol):
         """Return the text of each id separately."""
         ...
 
-    async def pieces(self, token_ids: Sequence[int], *, tenant: Tenant = ANYBODY) -> tuple[str, ...]:
-        """Return the same as `decode_pieces`, off the event loop, for many ids."""
-        ...
-
-    async def decode(self, token_ids: Sequence[int], *, tenant: Tenant = ANYBODY) -> str:
+    def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of consecutive ids, special tokens included; unknown ids have no text."""
         ...
 
@@ -76,22 +67,16 @@ _TEMPLATE = LineTemplate()
 class ByteCodec:
     """Token id = byte value of the UTF-8 text."""
 
+    inline_chars = 1 << 14
     probes = byte_probes(_TEMPLATE)
     template_source: str | None = _TEMPLATE.source
     sampling_defaults: Mapping[str, float] = MappingProxyType({})
 
-    async def encode(self, text: str, *, tenant: Tenant = ANYBODY) -> TokenArray:
+    def encode(self, text: str) -> TokenArray:
         """Return the bytes of `text`."""
         return as_tokens(text.encode())
 
-    async def encode_chat(
-        self,
-        conversation: Conversation,
-        *,
-        rendered_unix_s: int,
-        tenant: Tenant = ANYBODY,
-        scope: bytes | None = None,
-    ) -> Encoded:
+    def encode_chat(self, conversation: Conversation, *, rendered_unix_s: int, scope: bytes | None = None) -> Encoded:
         """Return the bytes of one `role: content` line per message and of the line that the answer continues."""
         text = _TEMPLATE.render(conversation, rendered_unix_s=rendered_unix_s)
         return Encoded(as_tokens(text.encode()), prompt_end=text[-PROMPT_END_CHARS:])
@@ -106,10 +91,6 @@ class ByteCodec:
             bytes([token_id]).decode(errors="replace") if token_id < NUM_BYTES else "" for token_id in token_ids
         )
 
-    async def pieces(self, token_ids: Sequence[int], *, tenant: Tenant = ANYBODY) -> tuple[str, ...]:
-        """Return the same as `decode_pieces`."""
-        return self.decode_pieces(token_ids)
-
-    async def decode(self, token_ids: Sequence[int], *, tenant: Tenant = ANYBODY) -> str:
+    def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of the bytes; ids beyond bytes have no text."""
         return bytes(token_id for token_id in token_ids if token_id < NUM_BYTES).decode(errors="replace")

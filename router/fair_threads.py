@@ -15,6 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar
 
+from common.metering import charge
 from router.admission.fair_queue import FairQueue
 from router.admission.tenant_queue import Place, rank
 from router.tenants import Tenant
@@ -49,7 +50,10 @@ class FairThreads:
         self._num_calls = 0
 
     async def run(self, work: Callable[[], _Result], *, tenant: Tenant, num_chars: int) -> _Result:
-        """Run `work` on a thread when it is the tenant's turn; return its result or raise its exception."""
+        """Run `work` on a thread when it is the tenant's turn; return its result or raise its exception.
+
+        The time on the thread is charged to the payer of the running task.
+        """
         lane = self._long if num_chars > LONG_CHARS else self._short
         await self._wait(lane, tenant, num_chars + CALL_CHARS)
         try:
@@ -58,7 +62,15 @@ class FairThreads:
             self._end(lane)
             raise
         running.add_done_callback(partial(self._end_from_thread, asyncio.get_running_loop(), lane))
-        return await asyncio.wrap_future(running)
+        begun_s = time.monotonic()
+        try:
+            return await asyncio.wrap_future(running)
+        finally:
+            charge(time.monotonic() - begun_s)
+
+    def begin(self, work: Callable[[], None]) -> None:
+        """Run work of no tenant's, before the first call."""
+        self._threads.submit(work)
 
     def close(self) -> None:
         """Stop the threads when their current work ends; nothing can be run any more."""

@@ -18,10 +18,12 @@ from common.ids import RequestId, mint_request_id
 from common.lifecycle import LifeCycle
 from common.wire import pack_floats
 from kvrelay.v1 import inference_pb2 as pb
+from router.admission.budget import Holding
 from router.admission.ticket import Ticket
 from router.doorkeeper import Doorkeeper
 from router.outbox import MergeWindow, Outbox
 from router.parts import RouterParts
+from router.reading import Readers
 from router.record import Job
 from router.tenants import Tenant, Terms, read_terms
 from router.validation import RequestReader
@@ -73,6 +75,7 @@ class FrontDoor:
         """
         self.parts = parts
         self.reader = reader
+        self.readers = Readers()
         self.merging = MergeWindow() if merging is None else merging
         self._doorkeeper = doorkeeper
         self._default_terms = default_terms
@@ -84,6 +87,11 @@ class FrontDoor:
     def close(self) -> None:
         """Refuse new requests from now on, so that clients of several routers go to another one."""
         self._is_closed = True
+
+    def end(self) -> None:
+        """End the threads and processes that read requests; none can be read any more. Any thread."""
+        self.reader.close()
+        self.readers.close()
 
     @property
     def obstacle(self) -> KvrelayError | None:
@@ -156,6 +164,19 @@ class FrontDoor:
         assert served.outbox.embedding is not None, "a request that has not failed is answered"
         response.embedding = pack_floats(served.outbox.embedding)
         return response
+
+    async def enter(self, metadata: Iterable[tuple[str, str | bytes]] | None) -> Tenant:
+        """Return the sender of a request when the request may be read; the running task is charged to it from then on.
+
+        Raises Unauthenticated, and Overloaded when the tenant may send no request now.
+        """
+        tenant = self.identify(metadata)
+        await self.parts.admission.enter(tenant)
+        return tenant
+
+    def arriving(self, tenant: Tenant) -> AbstractContextManager[Holding]:
+        """Hold the bytes of a request that arrives and is read, inside the block."""
+        return self.parts.admission.arriving(tenant)
 
     def tokenizing(self, tenant: Tenant) -> AbstractContextManager[None]:
         """Count a call that only tokenizes, inside the block, as a request of its tenant. Raises Overloaded."""

@@ -27,6 +27,7 @@ from common.errors import (
     KvCorrupt,
     KvrelayError,
     Overloaded,
+    Refused,
     TransferError,
     WorkerError,
     WorkerLost,
@@ -125,16 +126,24 @@ class Orchestrator:
             exact_resume=job.model.exact_resume and self._draws_again_the_same(job),
         )
         record.outbox.put(inference_pb2.GenerateResponse(accepted=accepted))
+        outbox = record.outbox
+        outbox.on_large = partial(self._admission.wait_turn, ticket.account)
         self.traces.follow(record)
         tenant = ticket.account.tenant.name
-        with self.recordings.following(record, tenant), self.in_flight.following(record, tenant):
+        with (
+            self._admission.unsent.holding(ticket.account.tenant) as outbox.holding,
+            self.recordings.following(record, tenant),
+            self.in_flight.following(record, tenant),
+        ):
             async with self._census.owned(self._run(record, ticket)):
-                yield record.outbox
+                yield outbox
 
     async def _run(self, record: RunningRequest, ticket: Ticket) -> None:
         error: KvrelayError | None = None
+        overflow: list[Refused] = []
         try:
-            async with asyncio.timeout(record.deadline_s - self._clock.monotonic()):
+            async with asyncio.timeout(record.deadline_s - self._clock.monotonic()) as limit:
+                record.outbox.on_overflow = partial(_end_now, limit, overflow)
                 self._crash_budget.check(record.job, tenant=ticket.account.tenant.name)
                 samples = range(record.job.sampling.n)
                 await self._serve(Leg(record=record, ticket=ticket, samples=samples, life=record.life))
@@ -147,6 +156,8 @@ class Orchestrator:
                 self._lengths.learn(record.job, ticket.account.tenant.name, record.ledger.lengths)
         except TimeoutError:
             error = DeadlineExceeded("the deadline passed before the answer was complete")
+            if overflow:
+                error = overflow[0].error()
         except (Exception, asyncio.CancelledError) as caught:  # noqa: BLE001 - the top of a task
             error = to_report(caught, f"request {record.job.request_id}")
         finally:
@@ -292,3 +303,10 @@ class Orchestrator:
         for hold in suspects:
             self._fleet.note_ended(hold, num_failed=is_failure(failure.error))
             self._fleet.suspect(hold, str(failure))
+
+
+def _end_now(limit: asyncio.Timeout, overflow: list[Refused], refused: Refused) -> None:
+    """End a request whose client does not read; `overflow` gets the reason, once."""
+    if not overflow:
+        overflow.append(refused)
+        limit.reschedule(asyncio.get_running_loop().time())

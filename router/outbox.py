@@ -3,30 +3,71 @@
 `put` never waits, so a token that was counted as delivered cannot be lost to a cancellation at the same moment. While
 the client's stream is busy or the client is slow, tokens gather in few messages: under load, messages become fewer and
 larger, and a client that does not read delays nothing else. The memory of an outbox is bounded by the tokens that its
-client asked for, and a message by what can be sent at once.
+client asked for, and a message by what is formatted within some milliseconds; a large one waits for its tenant's turn.
 """
 
 import asyncio
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from common.errors import KvrelayError
-from common.token_batches import MAX_GATHERED_TOKENS, merge_tokens, num_tokens_in
+from common.errors import KvrelayError, Refused
+from common.token_batches import merge_tokens, num_tokens_in
 from kvrelay.v1 import inference_pb2, sampling_pb2
+from router.admission.budget import Holding
 from router.embedding import Floats
+
+MAX_ENTRIES = 1024
+"""Most tokens and log-probabilities in one message, unless a single token has more."""
+LARGE_ENTRIES = 256
+"""Number from which on formatting a message takes about a millisecond."""
+
+
+def num_entries_in(delta: inference_pb2.TokenDelta) -> int:
+    """Return the number of tokens and log-probabilities of a message."""
+    return len(delta.tokens) * _entries_a_token(delta.tokens)
+
+
+def _entries_a_token(tokens: Sequence[sampling_pb2.SampleToken]) -> int:
+    """Return what each of the tokens counts, all of which have equally many log-probabilities."""
+    return 1 + len(tokens[0].logprobs.top) if tokens else 1
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """A message that waits, and its number of tokens and log-probabilities."""
+
+    message: inference_pb2.GenerateResponse
+    num_entries: int = 0
+
+
+async def _at_once() -> None:
+    """Return."""
+
+
+def _ignored(_refused: Refused) -> None:
+    """Return."""
 
 
 class Outbox:
     """A queue between a request and its client's stream, with one reader. Event loop only."""
 
     def __init__(self) -> None:
-        self._messages: deque[inference_pb2.GenerateResponse] = deque()
-        self._delta: inference_pb2.TokenDelta | None = None
-        """Delta of the last message if that has tokens; further tokens are added to it."""
-        self._num_gathered = 0
-        """Tokens in the delta."""
+        self._messages: deque[_Waiting] = deque()
+        self._open: _Waiting | None = None
+        """The last message if it has tokens; further tokens are added to it."""
+        self._is_behind = False
+        """Whether messages waited when the last one was taken."""
+        self.on_large: Callable[[], Awaitable[object]] = _at_once
+        """Awaited before a large message is taken."""
+        self.holding: Holding | None = None
+        """What the tenant holds of the bound on entries that wait for slow clients; None: no bound."""
+        self.on_overflow: Callable[[Refused], None] = _ignored
+        """Called when more would wait than the tenant may have waiting."""
+        self._num_entries = 0
+        """Entries that wait; they are held in steps of `MAX_ENTRIES`, so that a client that reads costs nothing."""
         self._waiter: asyncio.Future[None] | None = None
         self._is_closed = False
         self.embedding: Floats | None = None
@@ -37,8 +78,8 @@ class Outbox:
     def put(self, message: inference_pb2.GenerateResponse) -> None:
         """Append a message."""
         assert not self._is_closed, "a message after the end"
-        self._messages.append(message)
-        self._delta = None
+        self._messages.append(_Waiting(message))
+        self._open = None
         self._wake()
 
     def put_tokens(
@@ -49,17 +90,36 @@ class Outbox:
     ) -> None:
         """Append tokens."""
         assert not self._is_closed, "tokens after the end"
-        num_new = num_tokens_in(tokens, runs)
-        if self._delta is None or self._num_gathered + num_new > MAX_GATHERED_TOKENS:
-            message = inference_pb2.GenerateResponse()
-            self._delta = message.tokens
-            self._messages.append(message)
-            self._num_gathered = 0
-            self._wake()
-        self._num_gathered += num_new
-        merge_tokens(self._delta, tokens, runs)
+        entries_a_token = _entries_a_token(tokens)
+        most = max(1, MAX_ENTRIES // entries_a_token)
+        while len(tokens) > most:
+            self._add(tokens[:most], (), entries_a_token)
+            tokens = tokens[most:]
+        delta = self._add(tokens, runs, entries_a_token)
         if prompt_logprobs:
-            self._delta.prompt_logprobs.extend(prompt_logprobs)
+            delta.prompt_logprobs.extend(prompt_logprobs)
+
+    def _add(
+        self,
+        tokens: Sequence[sampling_pb2.SampleToken],
+        runs: Sequence[sampling_pb2.TokenRun],
+        entries_a_token: int,
+    ) -> inference_pb2.TokenDelta:
+        """Add tokens to the last message, or to a new one; returns its delta."""
+        num_new = num_tokens_in(tokens, runs) * entries_a_token
+        if self._open is None or self._open.num_entries + num_new > MAX_ENTRIES:
+            self._open = _Waiting(inference_pb2.GenerateResponse())
+            self._messages.append(self._open)
+            self._wake()
+        self._open.num_entries += num_new
+        self._num_entries += num_new
+        if self.holding is not None and self._num_entries - self.holding.amount > MAX_ENTRIES:
+            refused = self.holding.grow(self._num_entries - self.holding.amount)
+            if refused is not None:
+                self.on_overflow(refused)
+        delta = self._open.message.tokens
+        merge_tokens(delta, tokens, runs)
+        return delta
 
     def close(self, error: KvrelayError | None) -> None:
         """End the stream, successfully or with an error."""
@@ -69,15 +129,23 @@ class Outbox:
 
     async def get(self) -> inference_pb2.GenerateResponse | None:
         """Return the next message, or None at the end; then `error` says how the request ended."""
+        if self._is_behind:
+            await asyncio.sleep(0)
         while not self._messages:
             if self._is_closed:
                 return None
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
-        message = self._messages.popleft()
-        if not self._messages:
-            self._delta = None  # the message belongs to the reader now
-        return message
+        if self._messages[0].num_entries >= LARGE_ENTRIES:
+            await self.on_large()
+        taken = self._messages.popleft()
+        self._is_behind = bool(self._messages)
+        self._num_entries -= taken.num_entries
+        if self.holding is not None and self.holding.amount - self._num_entries > MAX_ENTRIES:
+            self.holding.shrink(self.holding.amount - self._num_entries)
+        if taken is self._open:
+            self._open = None  # the message belongs to the reader now
+        return taken.message
 
     def _wake(self) -> None:
         waiter, self._waiter = self._waiter, None

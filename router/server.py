@@ -26,6 +26,7 @@ from common.trust.credentials import Credentials
 from common.trust.doors import DoorCertificates, door_of, scrape_tls
 from common.trust.guard import Guard
 from kvrelay.v1 import inference_pb2, inference_pb2_grpc, router_admin_pb2, router_admin_pb2_grpc
+from router.arrivals import Arrivals
 from router.codec import ByteCodec, Codec
 from router.conversation import ChatFormats
 from router.doorkeeper import make_block_key, make_doorkeeper
@@ -107,6 +108,7 @@ class RunningRouter:
         if self.metrics_server is not None:
             await asyncio.to_thread(self.metrics_server.close)
         await asyncio.to_thread(self.tracer.close)
+        await asyncio.to_thread(self.door.end)
 
 
 async def start_router(
@@ -119,7 +121,9 @@ async def start_router(
     if model_dir is None and config.model.engine != "fake":
         raise ValueError("cannot load the tokenizer: a real model needs its folder")
     codec = await _load_codec(model_dir, config.router)
-    return await serve_router(config, credentials, codec=codec, host=host, port=port)
+    router = await serve_router(config, credentials, codec=codec, host=host, port=port)
+    router.door.readers.start()
+    return router
 
 
 async def serve_router(
@@ -185,6 +189,7 @@ async def serve_router(
             host=host,
             port=port,
             guard=Guard(credentials, Audience.CLIENTS, door=certificates, screen=door.screen),
+            receiver=Arrivals(door),
             max_message_bytes=config.max_message_mib << 20,
         )
         undoing.pop_all()

@@ -96,7 +96,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                         tokens = (await reader.encode_chat(request.chat, model, tenant=tenant)).token_ids
                     case _:
                         raise InvalidRequest("one of text and chat must be set", field="input")
-                pieces = await reader.codec.pieces(tokens, tenant=tenant)
+                pieces = await reader.pieces(tokens, tenant=tenant)
             return pb.TokenizeResponse(token_ids=tokens, pieces=pieces)
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:  # noqa: D102

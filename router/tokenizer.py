@@ -1,12 +1,12 @@
 """The model's tokenizer and chat template, read from its folder. No torch, no transformers.
 
-Tokenizing 64 kB takes 11 ms. The library's `encode` holds the interpreter lock all that time; `encode_batch_fast`
-releases it, so the codec uses the latter on threads that tenants share fairly (fair_threads.py).
+Tokenizing 64 kB takes 11 ms. The library's `encode` and `decode` hold the interpreter lock all that time, those for
+batches release it: on a thread (fair_threads.py) the latter leave the event loop alone.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 
@@ -18,21 +18,16 @@ from common.parity import TextProbes, text_probes
 from common.text_files import load_chat_template, load_sampling_defaults, load_tokenizer
 from common.tokens import TokenArray, as_tokens
 from router.codec import PROMPT_END_CHARS
-from router.fair_threads import FairThreads
-from router.tenants import ANYBODY, Tenant
 from router.token_cache import MIN_CACHED_TOKENS, CutFinder, Encoded, KnownPrefix, TokenCache
 
-_NUM_THREADS = 2
-_CHARS_PER_MESSAGE = 128
-_CHARS_PER_TOOL = 1024
-_CHARS_PER_TOKEN = 4
-"""Characters whose tokenizing costs as much as rendering a message or a tool, or as turning a token into text."""
 DEFAULT_CACHE_MIB = 64
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class TextCodec:
-    """Turns text and conversations into the same token ids as transformers' tokenizer, and ids into text."""
+    """Turns text and conversations into the token ids of transformers' tokenizer, and ids into text. Any thread."""
+
+    inline_chars = 0
 
     def __init__(
         self,
@@ -49,7 +44,6 @@ class TextCodec:
         tokenizer.no_padding()
         self.tokenizer = tokenizer
         self._chat_template = chat_template
-        self._threads = FairThreads(_NUM_THREADS, name="tokenize")
         self._cuts = CutFinder(tokenizer)
         self._cache = TokenCache(max_bytes=cache_mib << 20)
         self._pieces: dict[int, str] = {}
@@ -79,37 +73,22 @@ class TextCodec:
         """Source of the chat template; None without one, when no conversation can be encoded."""
         return None if self._chat_template is None else self._chat_template.source
 
-    async def encode(self, text: str, *, tenant: Tenant = ANYBODY) -> TokenArray:
+    def encode(self, text: str) -> TokenArray:
         """Return the ids of plain text, with the special tokens that the model expects. Raises InvalidRequest."""
         check_unicode(text, field="text")
-        encode = partial(self._encode, text, add_special_tokens=True)
-        return await self._threads.run(encode, tenant=tenant, num_chars=len(text))
+        return self._encode(text, add_special_tokens=True)
 
-    async def encode_chat(
-        self,
-        conversation: Conversation,
-        *,
-        rendered_unix_s: int,
-        tenant: Tenant = ANYBODY,
-        scope: bytes | None = None,
-    ) -> Encoded:
+    def encode_chat(self, conversation: Conversation, *, rendered_unix_s: int, scope: bytes | None = None) -> Encoded:
         """Return the ids of a conversation, up to where the assistant's answer begins.
 
         Special tokens are those that the template writes, and the date is that of `rendered_unix_s`. The part that an
         earlier call of the same scope has tokenized is not tokenized again; without a scope everything is. Raises
         InvalidRequest that names the field.
         """
-        template = self._chat_template
-        if template is None:
+        if self._chat_template is None:
             raise InvalidRequest("the model has no chat template; send text instead", field="chat")
-
-        def encode() -> Encoded:
-            text = template.render(conversation, rendered_unix_s=rendered_unix_s)
-            return replace(self._encode_on(text, scope), prompt_end=text[-PROMPT_END_CHARS:])
-
-        num_chars = conversation.num_chars + _CHARS_PER_MESSAGE * len(conversation.messages)
-        num_chars += _CHARS_PER_TOOL * len(conversation.tools)
-        return await self._threads.run(encode, tenant=tenant, num_chars=num_chars)
+        text = self._chat_template.render(conversation, rendered_unix_s=rendered_unix_s)
+        return replace(self._encode_on(text, scope), prompt_end=text[-PROMPT_END_CHARS:])
 
     def token_id(self, token: str) -> int | None:
         """Return the id of the token with this spelling; None if there is no such token."""
@@ -119,20 +98,10 @@ class TextCodec:
         """Return the text of each id with its leading space; part of a character shows as U+FFFD."""
         return tuple(self._piece(token_id) for token_id in token_ids)
 
-    async def pieces(self, token_ids: Sequence[int], *, tenant: Tenant = ANYBODY) -> tuple[str, ...]:
-        """Return the same as `decode_pieces`, off the event loop."""
-        num_chars = _CHARS_PER_TOKEN * len(token_ids)
-        return await self._threads.run(partial(self.decode_pieces, token_ids), tenant=tenant, num_chars=num_chars)
-
-    async def decode(self, token_ids: Sequence[int], *, tenant: Tenant = ANYBODY) -> str:
+    def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of consecutive ids, special tokens included; unknown ids have no text."""
-        ids = list(token_ids)
-        decode = partial(self.tokenizer.decode, ids, skip_special_tokens=False)
-        return await self._threads.run(decode, tenant=tenant, num_chars=_CHARS_PER_TOKEN * len(ids))
-
-    def close(self) -> None:
-        """Stop the threads; nothing can be encoded any more."""
-        self._threads.close()
+        (text,) = self.tokenizer.decode_batch([list(token_ids)], skip_special_tokens=False)
+        return str(text)
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> TokenArray:
         (encoding,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)

@@ -2,9 +2,11 @@
 
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
+from typing import TypeVar
 
 from common.chat_template import Conversation
 from common.errors import InvalidRequest, PromptTooLong, UnknownModel
@@ -24,6 +26,7 @@ from router.conversation import (
 )
 from router.embedding import read_form
 from router.facts import ModelFacts
+from router.fair_threads import FairThreads
 from router.record import Delivery, Job
 from router.resumption import read_resumed, render_time
 from router.tenants import Tenant
@@ -35,18 +38,24 @@ MAX_TOKEN_CHARS = 1024
 """Longest text of a single token of an answer that is resumed."""
 DEFAULT_MAX_CHARS = 4 << 20
 """The same bound before a worker has reported the context length."""
-MAX_PROMPT_LOGPROBS_BYTES = 48 << 20
-"""Bound on the log-probabilities of a prompt, which go out in one message: 20 for each of 131,072 tokens take at most
-35 MiB; gRPC sends up to 64 MiB."""
+MAX_PROMPT_LOGPROBS_BYTES = 8 << 20
+"""Bound on the log-probabilities of a prompt, which go out in one message: gRPC packs and unpacks it within some 50 ms
+of the event loop. Two for each of 131,072 tokens take 6 MiB."""
 _NO_SAMPLING = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
 """Parameters of a request that samples nothing."""
 # Largest sizes on the wire.
 _LOGPROB_BYTES = 13
 _POSITION_BYTES = 8
+_NUM_THREADS = 2
+_CHARS_PER_TOKEN = 4
+"""Characters whose tokenizing costs as much as turning a token into text."""
+
+ClientMessage = inference_pb2.GenerateRequest | inference_pb2.EmbedRequest | inference_pb2.ChatPrompt
+_Result = TypeVar("_Result")
 
 
 class RequestReader:
-    """Reads and checks clients' messages."""
+    """Reads and checks clients' messages, on threads that tenants share fairly. Event loop only."""
 
     def __init__(
         self,
@@ -62,6 +71,7 @@ class RequestReader:
         `unix_s` returns the time of day, which templates may write.
         """
         self.codec = codec
+        self._threads = FairThreads(_NUM_THREADS, name="read")
         self._formats = formats
         self._unix_s = unix_s
         self._defaults = sampling_pb2.SamplingParams(max_tokens=default_max_tokens)
@@ -71,22 +81,68 @@ class RequestReader:
     async def read(
         self, message: inference_pb2.GenerateRequest, *, request_id: RequestId, model: ModelFacts, tenant: Tenant
     ) -> Job:
-        """Return the job. Raises RequestError that names the field."""
+        """Return the job, read on a thread when it is the tenant's turn. Raises RequestError that names the field."""
+        return await self._run(partial(self._read, message, request_id, model), message, tenant)
+
+    async def read_embedding(
+        self, message: inference_pb2.EmbedRequest, *, request_id: RequestId, model: ModelFacts, tenant: Tenant
+    ) -> Job:
+        """Return the job of a request for an embedding. Raises RequestError that names the field."""
+        return await self._run(partial(self._read_embedding, message, request_id, model), message, tenant)
+
+    async def encode_text(self, text: str, model: ModelFacts | None, *, tenant: Tenant) -> TokenArray:
+        """Tokenize plain text. Raises PromptTooLong for text that no context could hold."""
+        _check_chars(len(text), model, field="text")
+        return await self.run(partial(self.codec.encode, text), tenant=tenant, num_chars=len(text))
+
+    async def encode_chat(self, chat: inference_pb2.ChatPrompt, model: ModelFacts | None, *, tenant: Tenant) -> Encoded:
+        """Render a conversation as of now and tokenize it. Raises RequestError."""
+
+        def encode() -> Encoded:
+            conversation, now_unix_s = _conversation(chat, model), int(self._unix_s())
+            return self.codec.encode_chat(conversation, rendered_unix_s=now_unix_s)
+
+        return await self._run(encode, chat, tenant)
+
+    async def decode(self, token_ids: Sequence[int], *, tenant: Tenant) -> str:
+        """Return the text of consecutive ids."""
+        num_chars = _CHARS_PER_TOKEN * len(token_ids)
+        return await self.run(partial(self.codec.decode, token_ids), tenant=tenant, num_chars=num_chars)
+
+    async def pieces(self, token_ids: Sequence[int], *, tenant: Tenant) -> tuple[str, ...]:
+        """Return the text of each id separately."""
+        num_chars = _CHARS_PER_TOKEN * len(token_ids)
+        return await self.run(partial(self.codec.decode_pieces, token_ids), tenant=tenant, num_chars=num_chars)
+
+    async def run(self, work: Callable[[], _Result], *, tenant: Tenant, num_chars: int) -> _Result:
+        """Run work whose cost is that of encoding so many characters: on a thread unless it takes less than the way."""
+        if num_chars <= self.codec.inline_chars:
+            return work()
+        return await self._threads.run(work, tenant=tenant, num_chars=num_chars)
+
+    def close(self) -> None:
+        """Stop the threads; nothing can be read any more."""
+        self._threads.close()
+
+    async def _run(self, work: Callable[[], _Result], message: ClientMessage, tenant: Tenant) -> _Result:
+        return await self.run(work, tenant=tenant, num_chars=message.ByteSize())
+
+    def _read(self, message: inference_pb2.GenerateRequest, request_id: RequestId, model: ModelFacts) -> Job:
+        """Return the job. Any thread. Raises RequestError that names the field."""
         check_bounds(message)
         _check_model(message.model, model)
         conversation = rendered_unix_s = None
         if message.HasField("chat"):
             conversation = _conversation(message.chat, model)
             rendered_unix_s = render_time(message.resume, now_unix_s=int(self._unix_s()))
-            encoded = await self.codec.encode_chat(
+            encoded = self.codec.encode_chat(
                 conversation,
                 rendered_unix_s=rendered_unix_s,
-                tenant=tenant,
                 scope=model.root,  # tenants' roots differ
             )
             _check_prompt(len(encoded.token_ids), model)
         else:
-            encoded = await self._prompt(message, model, tenant)
+            encoded = self._prompt(message, model)
         prompt = encoded.token_ids
         if not prompt:
             raise InvalidRequest("the prompt is empty", field="prompt")
@@ -113,14 +169,12 @@ class RequestReader:
             resumed=resumed,
         )
 
-    async def read_embedding(
-        self, message: inference_pb2.EmbedRequest, *, request_id: RequestId, model: ModelFacts, tenant: Tenant
-    ) -> Job:
-        """Return the job of a request for an embedding. Raises RequestError that names the field."""
+    def _read_embedding(self, message: inference_pb2.EmbedRequest, request_id: RequestId, model: ModelFacts) -> Job:
+        """Return the job of a request for an embedding. Any thread. Raises RequestError that names the field."""
         check_bounds(message)
         _check_model(message.model, model)
         form = read_form(message, model)
-        encoded = await self._prompt(message, model, tenant)
+        encoded = self._prompt(message, model)
         prompt = encoded.token_ids
         if not prompt:
             raise InvalidRequest("the prompt is empty", field="prompt")
@@ -140,26 +194,14 @@ class RequestReader:
             embedding=form,
         )
 
-    async def encode_text(self, text: str, model: ModelFacts | None, *, tenant: Tenant) -> TokenArray:
-        """Tokenize plain text. Raises PromptTooLong for text that no context could hold."""
-        _check_chars(len(text), model, field="text")
-        return await self.codec.encode(text, tenant=tenant)
-
-    async def encode_chat(self, chat: inference_pb2.ChatPrompt, model: ModelFacts | None, *, tenant: Tenant) -> Encoded:
-        """Render a conversation as of now and tokenize it. Raises RequestError."""
-        conversation, now_unix_s = _conversation(chat, model), int(self._unix_s())
-        return await self.codec.encode_chat(conversation, rendered_unix_s=now_unix_s, tenant=tenant)
-
-    async def _prompt(
-        self,
-        message: inference_pb2.GenerateRequest | inference_pb2.EmbedRequest,
-        model: ModelFacts,
-        tenant: Tenant,
+    def _prompt(
+        self, message: inference_pb2.GenerateRequest | inference_pb2.EmbedRequest, model: ModelFacts
     ) -> Encoded:
         """Return a prompt that is not a conversation. Raises RequestError."""
         match message.WhichOneof("prompt"):
             case "text":
-                encoded = Encoded(await self.encode_text(message.text, model, tenant=tenant))
+                _check_chars(len(message.text), model, field="text")
+                encoded = Encoded(self.codec.encode(message.text))
             case "token_ids":
                 _check_prompt(len(message.token_ids.ids), model)
                 encoded = Encoded(

@@ -39,7 +39,7 @@ class AnonymousCalls:
 
         async def handle(requests: AsyncIterator[bytes], context: Any) -> None:
             request = await self._at_most(_first(handler, requests), context)
-            await _answer(handler.unary_stream or handler.unary_unary, request, context)
+            await answer(handler.unary_stream or handler.unary_unary, request, context)
 
         return grpc.stream_stream_rpc_method_handler(handle, None, handler.response_serializer)
 
@@ -47,10 +47,10 @@ class AnonymousCalls:
         if handler.request_streaming:
             decode = strict(handler.request_deserializer)
             parsed = (decode(each) async for each in requests)
-            await _answer(handler.stream_stream or handler.stream_unary, parsed, context)
+            await answer(handler.stream_stream or handler.stream_unary, parsed, context)
         else:
             request = await _first(handler, requests)
-            await _answer(handler.unary_stream or handler.unary_unary, request, context)
+            await answer(handler.unary_stream or handler.unary_unary, request, context)
 
     async def _at_most(self, work: Any, context: Any) -> Any:
         """Return the result of `work`; aborts the call if newer ones need its place."""
@@ -74,7 +74,8 @@ class AnonymousCalls:
         return await abort(context, error)
 
 
-async def _first(handler: Any, requests: AsyncIterator[bytes]) -> Any:
+async def first(requests: AsyncIterator[bytes]) -> bytes:
+    """Return the one request of a call that is taken as a stream. Raises InvalidRequest when none comes in time."""
     try:
         async with asyncio.timeout(_REQUEST_S):
             raw = await anext(requests, None)
@@ -82,14 +83,18 @@ async def _first(handler: Any, requests: AsyncIterator[bytes]) -> Any:
         raise InvalidRequest(f"the request did not come within {_REQUEST_S:g} s", field="message") from None
     if raw is None:
         raise InvalidRequest("the request is missing", field="message")
-    return strict(handler.request_deserializer)(raw)
+    return raw
 
 
-async def _answer(behavior: Any, request: Any, context: Any) -> None:
+async def _first(handler: Any, requests: AsyncIterator[bytes]) -> Any:
+    return strict(handler.request_deserializer)(await first(requests))
+
+
+async def answer(behavior: Any, request: Any, context: Any) -> None:
     """Write the answer of a behavior of any kind."""
-    answer = behavior(request, context)
-    if inspect.isasyncgen(answer):
-        async for each in answer:
+    answering = behavior(request, context)
+    if inspect.isasyncgen(answering):
+        async for each in answering:
             await context.write(each)
-    elif (response := await answer) is not None:
+    elif (response := await answering) is not None:
         await context.write(response)

@@ -1,6 +1,6 @@
 """Accounts of tenants: current use, whether the limits allow more, and which tenant gives way in a full line."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 MAX_INQUIRIES = 256
 """Concurrent calls of one tenant that only tokenize."""
+PAID_AT_ONCE_S = 0.001
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +48,14 @@ class Account:
     """Requests that have had a plan and have not ended."""
     num_inquiries: int = 0
     """Running calls that only tokenize."""
+    router_s: float = 0.0
+    """Time that its requests have taken of the event loop, and of the threads and processes that read them."""
+    compile_s: float = 0.0
+    """Time that workers have taken to compile what its answers have to follow."""
+    on_cost: "Callable[[Account, float], None]" = lambda _account, _seconds: None
+    """Called with time that is to be charged to its share."""
+    unpaid_s: float = 0.0
+    """Time of the router that is not charged yet."""
 
     @property
     def num_queued(self) -> int:
@@ -68,6 +77,14 @@ class Account:
             )
         return self._take_rate(now_s)
 
+    def check_rate(self, now_s: float) -> Refused | None:
+        """Return why a request may not even be read now; None if it may."""
+        name = self.tenant.name
+        if self.requests is not None and (wait_s := self.requests.wait_s(1, now_s)):
+            reason = f"tenant {name}: more than {self.tenant.requests_per_min:g} requests per minute"
+            return Refused(reason=reason, retry_after_s=retry_after(wait_s), cause=RefusalCause.REQUEST_RATE)
+        return self._check_tokens(1, now_s)
+
     def take_inquiry(self, now_s: float) -> Refused | None:
         """Count a call that only tokenizes against the request rate; or return why not."""
         if self.num_inquiries >= MAX_INQUIRIES:
@@ -76,15 +93,22 @@ class Account:
         return self._take_rate(now_s)
 
     def _take_rate(self, now_s: float) -> Refused | None:
-        name = self.tenant.name
-        if self.requests is not None and (wait_s := self.requests.wait_s(1, now_s)):
-            reason = f"tenant {name}: more than {self.tenant.requests_per_min:g} requests per minute"
-            return Refused(reason=reason, retry_after_s=retry_after(wait_s), cause=RefusalCause.REQUEST_RATE)
-        if (refused := self._check_tokens(1, now_s)) is not None:
-            return refused
+        if (refused := self.check_rate(now_s)) is None:
+            self.note_request(now_s)
+        return refused
+
+    def pay(self, seconds: float) -> None:
+        """Charge time of the router to the tenant (common/metering.py), some steps at once."""
+        self.router_s += seconds
+        self.unpaid_s += seconds
+        if self.unpaid_s >= PAID_AT_ONCE_S:
+            unpaid_s, self.unpaid_s = self.unpaid_s, 0.0
+            self.on_cost(self, unpaid_s)
+
+    def note_request(self, now_s: float) -> None:
+        """Count a request against the rate."""
         if self.requests is not None:
             self.requests.take(1, now_s)
-        return None
 
     def take_tokens(self, num_tokens: int, now_s: float) -> Refused | None:
         """Count the expected tokens of a request; or take the request back and return why not."""
@@ -112,13 +136,14 @@ class Account:
         return Refused(reason=reason, retry_after_s=retry_after(wait_s), cause=RefusalCause.TOKEN_RATE)
 
 
-def open_account(tenant: Tenant, *, now_s: float) -> Account:
+def open_account(tenant: Tenant, *, now_s: float, on_cost: Callable[[Account, float], None]) -> Account:
     """Return an account without requests and with full buckets."""
 
     def bucket(per_min: float | None) -> TokenBucket | None:
         return None if per_min is None else TokenBucket(per_min=per_min, now_s=now_s)
 
-    return Account(tenant=tenant, requests=bucket(tenant.requests_per_min), tokens=bucket(tenant.tokens_per_min))
+    requests, tokens = bucket(tenant.requests_per_min), bucket(tenant.tokens_per_min)
+    return Account(tenant=tenant, requests=requests, tokens=tokens, on_cost=on_cost)
 
 
 def account_above(newcomer: Account, accounts: Iterable[Account]) -> Account | None:

@@ -21,19 +21,28 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from common.clock import Clock
-from common.errors import RefusalCause, Refused
+from common.errors import RefusalCause, Refused, RequestError
+from common.metering import charge_to
 from kvrelay.v1 import inference_pb2
 from router.admission.account import Account, Service, account_above, open_account
+from router.admission.budget import Budget, Holding
 from router.admission.fair_queue import OUTPUT_TOKEN_COST, PROMPT_TOKEN_COST, FairQueue
 from router.admission.lanes import lanes_of, share_of
 from router.admission.limits import Pace
 from router.admission.ticket import QueuedRequest, Ticket
+from router.admission.turns import Turns
 from router.fleet import Fleet
 from router.metrics import TenantMetrics
 from router.tenants import ANYBODY, NO_TERMS, Overload, Tenant, Terms
 
 MIN_QUEUED = 512
 """Places in the line of a small fleet, unless configured."""
+MAX_ARRIVING_BYTES = 32 << 20
+"""Bytes of a tenant's requests that have begun to arrive and have not been read; of all tenants four times as many."""
+MAX_UNSENT_ENTRIES = 4 << 20
+"""The same for tokens and log-probabilities that wait for clients, or for the end of answers that are sent whole."""
+SECOND_COST = 10_000.0
+"""Cost in the fair queue of a second of the router, or of compiling: that of so many prompt tokens."""
 QUEUED_PER_WORKER = 4
 """Places in the line of a large one, for each worker: many requests wait for the worker that computes their prefix."""
 
@@ -65,6 +74,13 @@ class Admission:
         """Called when a tenant may have another request with a plan."""
         self._accounts: dict[str, Account] = {}
         self._pace = Pace()
+        self._turns = Turns()
+        self.unsent = Budget(
+            "tokens and log-probabilities of answers that are not sent yet",
+            most=MAX_UNSENT_ENTRIES,
+            most_in_all=4 * MAX_UNSENT_ENTRIES,
+        )
+        self.arrivals = Budget("bytes of unread requests", most=MAX_ARRIVING_BYTES, most_in_all=4 * MAX_ARRIVING_BYTES)
         metrics.watch(lambda: self.accounts)
 
     @property
@@ -125,6 +141,41 @@ class Admission:
         self.num_without_plan -= 1
         account.give_back_request(now_s)
         ticket.displace(refused)
+
+    async def enter(self, tenant: Tenant) -> None:
+        """Return when a request of the tenant may be read, and charge the running task to the tenant.
+
+        Raises Overloaded when its rate is used up, or too many of its requests wait to be read.
+        """
+        account = self._account(tenant, self._clock.monotonic())
+        charge_to(account)
+        refused = account.check_rate(self._clock.monotonic()) or await self._turns.take(tenant)
+        if refused is not None:
+            raise self.refuse(tenant.name, refused).error()
+
+    async def wait_turn(self, account: Account) -> None:
+        """Return when work of a running request may take some milliseconds of the event loop."""
+        await self._turns.take(account.tenant, is_running=True)
+
+    @contextmanager
+    def arriving(self, tenant: Tenant) -> Iterator[Holding]:
+        """Hold the bytes of a request that arrives and is read, inside the block.
+
+        A request that cannot be read counts against the rate of its tenant like one that can.
+        """
+        with self.arrivals.holding(tenant) as holding:
+            try:
+                yield holding
+            except RequestError:
+                now_s = self._clock.monotonic()
+                self._account(tenant, now_s).note_request(now_s)
+                raise
+
+    def charge_time(self, account: Account, seconds: float) -> None:
+        """Charge time that a tenant's requests have taken, whatever becomes of them, to its share."""
+        self._turns.charge(account.tenant, seconds)
+        for lane in lanes_of(account.tenant.name):
+            self._queue.charge(lane, SECOND_COST * seconds)
 
     @contextmanager
     def inquiry(self, tenant: Tenant) -> Iterator[None]:
@@ -236,7 +287,7 @@ class Admission:
     def _account(self, tenant: Tenant, now_s: float) -> Account:
         account = self._accounts.get(tenant.name)
         if account is None:
-            account = self._accounts[tenant.name] = open_account(tenant, now_s=now_s)
+            account = self._accounts[tenant.name] = open_account(tenant, now_s=now_s, on_cost=self.charge_time)
             yields = tenant.overload is Overload.YIELD
             for lane in lanes_of(tenant.name):
                 self._queue.add_tenant(lane, weight=tenant.weight, yields=yields)

@@ -7,14 +7,16 @@ have collected in an outbox go out in one write, with one event for each choice.
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 from common.ids import RequestId
 from kvrelay.v1 import inference_pb2, sampling_pb2
 from router.http.calls import Call
 from router.http.exchange import Exchange
+from router.http.json_parts import members_parts, merged_parts, quote
 from router.http.pieces import Piece, Prompt, Prompts, RequestFacts, by_sample, report_of, usage_of
-from router.http.styles import EMPTY_DELTA, Style, TokenTexts, quote
+from router.http.styles import EMPTY_DELTA, Style, TokenTexts
 from router.record import Job
 
 _DONE = "data: [DONE]\n\n"
@@ -75,6 +77,13 @@ class _StyledAnswer(Answer):
         self._style.open(job)
         self._prompts.open(position, Prompt(token_ids=job.prompt_token_ids, echo=echo))
 
+    def _logprobs(self, piece: Piece) -> Iterator[str]:
+        """Yield the JSON of a piece's log-probabilities in parts; null where none are wanted."""
+        if self._call.wants_logprobs:
+            yield from merged_parts(self._style.logprobs(piece))
+        else:
+            yield "null"
+
 
 class StreamedAnswer(_StyledAnswer):
     """Server-sent events."""
@@ -116,21 +125,22 @@ class StreamedAnswer(_StyledAnswer):
                 return
         self._prompts.note(position, delta)
         self._num_output_tokens += len(delta.tokens)
-        events = [
-            self._event(Piece(index=index, tokens=tokens, prompt=self._prompts.tell(position, index)))
-            for index, tokens in ((first + sample, tokens) for sample, tokens in by_sample(delta).items())
+        pieces = [
+            Piece(index=first + sample, tokens=tokens, prompt=self._prompts.tell(position, first + sample))
+            for sample, tokens in by_sample(delta).items()
         ]
-        if written := "".join(events):
-            await self._exchange.write(written.encode())
+        parts = chain.from_iterable(map(self._event, pieces))
+        await self._exchange.write_parts(parts)
 
     def finish(self) -> None:
         """Write the requested counts and the end."""
         wants_usage = self._call.wants_usage or self._call.wants_running_usage
         last = ({"usage": usage_of(self.facts.values())} if wants_usage else {}) | self._report()
         extra = f"{self._head}],{quote(last)[1:]}\n\n" if last else ""
-        self._exchange.finish((extra + _DONE).encode())
+        self._exchange.finish((extra + _DONE,))
 
-    def _event(self, piece: Piece) -> str:
+    def _event(self, piece: Piece) -> Iterator[str]:
+        """Yield the events of a piece in parts."""
         style, prompt = self._style, piece.prompt
         choice, opening = f'{self._head}{{"index":{piece.index}', ""
         if piece.index not in self._text_begins:
@@ -139,15 +149,16 @@ class StreamedAnswer(_StyledAnswer):
                 opening = f"{choice}{style.opening}]{self._usage}}}\n\n"
         text = style.event(piece)
         if text is None and self._is_bare:
-            return opening  # what the text means is not certain yet
-        logprobs = style.logprobs(piece) if self._call.wants_logprobs else None
+            yield opening  # what the text means is not certain yet
+            return
         finish_reason = style.finish_reason(piece)
         if style.is_parsed and finish_reason and text and text != EMPTY_DELTA:
             # OpenAI's client ends a call with the chunk that ends its choice, but only one that it knew before.
             opening += f'{choice}{text},"logprobs":null,"finish_reason":null}}]{self._usage}}}\n\n'
             text = EMPTY_DELTA
-        event = f'{opening}{choice}{text or EMPTY_DELTA},"logprobs":{quote(logprobs)}'
-        event += f',"finish_reason":{quote(finish_reason)}'
+        yield f'{opening}{choice}{text or EMPTY_DELTA},"logprobs":'
+        yield from self._logprobs(piece)
+        event = f',"finish_reason":{quote(finish_reason)}'
         outside = self._usage
         if self._call.wants_running_usage:
             outside = f',"usage":{quote(self._running_usage())}'
@@ -159,7 +170,7 @@ class StreamedAnswer(_StyledAnswer):
                     event += prompt_ids
                 else:
                     outside += prompt_ids
-        return f"{event}}}]{outside}}}\n\n"
+        yield f"{event}}}]{outside}}}\n\n"
 
     def _running_usage(self) -> dict[str, int]:
         prompt, output = self._num_prompt_tokens, self._num_output_tokens
@@ -185,20 +196,27 @@ class GatheredAnswer(_StyledAnswer):
 
     def finish(self) -> None:
         """Send the document."""
-        answer: dict[str, Any] = {
+        self._exchange.finish_parts(self._document())
+
+    def _document(self) -> Iterator[str]:
+        """Yield the document in parts."""
+        head = {
             "id": self._id,
             "object": self._style.object_name,
             "created": int(time.time()),
             "model": self._model,
-            "choices": [],
-            "usage": usage_of(self.facts.values(), counts_output=not self._call.wants_only_echo),
         }
-        for position, index, tokens in self._best():
+        yield f'{quote(head)[:-1]}, "choices": ['
+        prompt_ids: dict[str, Any] = {}
+        for number, (position, index, tokens) in enumerate(self._best()):
             prompt = self._prompts.tell(position, index)
-            answer["choices"].append(self._choice(Piece(index=index, tokens=tokens, prompt=prompt)))
+            yield ", " if number else ""
+            yield from self._choice(Piece(index=index, tokens=tokens, prompt=prompt))
             if prompt is not None and self._call.wants_token_ids and not self._style.prompt_ids_with_choice:
-                answer["prompt_token_ids"] = prompt.token_ids.tolist()
-        self._exchange.finish_json(answer | self._report())
+                prompt_ids["prompt_token_ids"] = prompt.token_ids.tolist()
+        usage = usage_of(self.facts.values(), counts_output=not self._call.wants_only_echo)
+        yield "], "
+        yield from members_parts({"usage": usage, **prompt_ids, **self._report()})
 
     def _best(self) -> Iterator[tuple[int, int, Sequence[sampling_pb2.SampleToken]]]:
         """Yield request, choice and tokens of the samples that are answered: the most probable ones of each request."""
@@ -210,18 +228,17 @@ class GatheredAnswer(_StyledAnswer):
             for rank, tokens in enumerate(samples):
                 yield position, position * num_best + rank, tokens[:0] if self._call.wants_only_echo else tokens
 
-    def _choice(self, piece: Piece) -> dict[str, Any]:
-        choice: dict[str, Any] = {
-            "index": piece.index,
-            **self._style.choice(piece),
-            "logprobs": self._style.logprobs(piece) if self._call.wants_logprobs else None,
-            "finish_reason": self._style.finish_reason(piece),
-        }
+    def _choice(self, piece: Piece) -> Iterator[str]:
+        """Yield a choice in parts."""
+        choice = {"index": piece.index, **self._style.choice(piece), "finish_reason": self._style.finish_reason(piece)}
         if self._call.wants_token_ids:
             choice["token_ids"] = piece.token_ids
             if piece.prompt is not None and self._style.prompt_ids_with_choice:
                 choice["prompt_token_ids"] = piece.prompt.token_ids.tolist()
-        return choice
+        yield '{"logprobs": '
+        yield from self._logprobs(piece)
+        yield ", "
+        yield from members_parts(choice)
 
 
 def _mean_logprob(tokens: Sequence[sampling_pb2.SampleToken]) -> float:

@@ -19,6 +19,7 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from common.errors import EngineFault, KvrelayError
+from common.metering import Metered
 from common.rpc import to_report
 from common.structured import TaskCensus
 from router.front_door import FrontDoor
@@ -150,7 +151,7 @@ class HttpApp:
 
     async def serve(self, exchange: Exchange, handler: Handler) -> int:
         """Answer one request; returns its status, 499 when the client has left."""
-        async with self._census.owned(handler(exchange), exchange.listen()) as (handling, listening):
+        async with self._census.owned(Metered(handler(exchange)), exchange.listen()) as (handling, listening):
             self._running[exchange] = handling
             try:
                 await asyncio.wait((handling, listening), return_when=asyncio.FIRST_COMPLETED)

@@ -16,12 +16,14 @@ from common.structured import TaskCensus
 from common.wire import unpack_floats
 from kvrelay.v1 import inference_pb2 as pb
 from router.front_door import Caller, FrontDoor
+from router.http.bodies import read_body
 from router.http.calls import body_field, read_prompts, read_timeout, set_terms
 from router.http.exchange import Exchange
-from router.http.generation import BODY_TIMEOUT_S, Deadline, serve_all
+from router.http.generation import Deadline, serve_all
 from router.http.pieces import RequestFacts, report_of, usage_of
 from router.http.schema import EmbeddingBody
 from router.http.strict import parse_body
+from router.reading import Reading
 
 _LARGEST = (1 << 32) - 1
 
@@ -61,6 +63,9 @@ def read_embeddings(raw: bytes) -> EmbeddingCall:
     )
 
 
+_READING = Reading(read_embeddings, EmbeddingCall)
+
+
 class Embeddings:
     """The endpoint."""
 
@@ -74,8 +79,7 @@ class Embeddings:
         life = door.new_life()
         exchange.request_id = life.request_id
         with door.account(life, time_left_s=deadline.left_s):
-            tenant = door.identify(exchange.metadata)
-            call = read_embeddings(await exchange.body(timeout_s=BODY_TIMEOUT_S))
+            tenant, call = await read_body(door, exchange, _READING)
             deadline.set(call.timeout_s)
             caller = Caller(tenant=tenant, life=life, time_left_s=deadline.left_s, traceparent=exchange.traceparent)
             answer = _Answer(call)

@@ -6,15 +6,17 @@ by `finish`: after a complete response the server reports a disconnect as well.
 """
 
 import asyncio
-import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
 from common.errors import KvrelayError
 from common.ids import RequestId
+from common.structured import giving_way
+from router.admission.budget import Holding
 from router.http.errors import OPENAI, REQUEST_TIMEOUT, TOO_LARGE, Dialect, Headers, HttpError, error_headers, kind_of
+from router.http.json_parts import json_parts
 
 JSON: Headers = [(b"content-type", b"application/json")]
 _EVENTS: Headers = [
@@ -22,6 +24,7 @@ _EVENTS: Headers = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # a proxy must not gather tokens
 ]
+_CHUNK_BYTES = 1 << 18
 _MAX_DROPPED = 8
 """Multiple of the largest body that is read before its refusal: many clients read answers only after sending all."""
 
@@ -36,9 +39,12 @@ class Exchange:
         self._receive = receive
         self._send = send
         self._max_body_bytes = max_body_bytes
-        self._body: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        self._last = b""
-        self._document: tuple[bytes, Headers] | None = None
+        loop = asyncio.get_running_loop()
+        self._body: asyncio.Future[bytes] = loop.create_future()
+        self._holding: asyncio.Future[Holding] = loop.create_future()
+        """Set when the handler wants the body."""
+        self._last: Iterable[str] = ()
+        self._document: tuple[Iterable[str | bytes], Headers] | None = None
         self.scope = scope
         self.method: str = scope["method"]
         self.headers: list[tuple[bytes, bytes]] = scope["headers"]
@@ -48,7 +54,7 @@ class Exchange:
         """Status of the response; 0 before it begins."""
         self.is_gone = False
         """Whether the client has left."""
-        self.failure_events: Callable[[KvrelayError], bytes] | None = None
+        self.failure_events: Callable[[KvrelayError], Iterable[str]] | None = None
         """Returns the last events of a stream that fails; None: one event with the error."""
 
     @property
@@ -65,7 +71,7 @@ class Exchange:
         return next((value.decode("latin-1") for name, value in self.headers if name == b"traceparent"), "")
 
     async def listen(self) -> None:
-        """Receive the body; returns when the client leaves."""
+        """Receive the body once it is wanted; returns when the client leaves."""
         chunks: list[bytes] = []
         num_bytes = 0
         while True:
@@ -74,71 +80,106 @@ class Exchange:
                 self.is_gone = True
                 return
             chunk = message.get("body", b"")
-            num_bytes += len(chunk)
             is_over = not message.get("more_body", False)
-            if num_bytes <= self._max_body_bytes:
+            holding = await asyncio.shield(self._holding)
+            num_bytes += len(chunk)
+            if not self._body.done() and num_bytes <= self._max_body_bytes:
+                if (refused := holding.grow(len(chunk))) is not None:
+                    self._refuse_body(refused.error())
+                    continue
                 chunks.append(chunk)
-                if is_over and not self._body.done():
+                if is_over:
                     self._body.set_result(b"".join(chunks))
+                    chunks.clear()
                 continue
             chunks.clear()  # the rest is read all the same: the client reads no answer before it has sent it
-            if (is_over or num_bytes > _MAX_DROPPED * self._max_body_bytes) and not self._body.done():
-                self._body.set_exception(self._too_large())
-                self._body.exception()  # mark as retrieved: the handler may have ended
+            if is_over or num_bytes > _MAX_DROPPED * self._max_body_bytes:
+                self._refuse_body(self._too_large())
 
-    async def body(self, *, timeout_s: float) -> bytes:
-        """Return the whole body. Raises HttpError when it is too large or does not come in time."""
+    async def body(self, holding: Holding, *, timeout_s: float) -> bytes:
+        """Return the whole body, whose bytes are held while they arrive, and until the holding is given back.
+
+        Raises HttpError when it is too large or does not come in time, and Overloaded when it may not be held.
+        """
         declared = next((value for name, value in self.headers if name == b"content-length"), b"0")
         if int(declared) > _MAX_DROPPED * self._max_body_bytes:
             raise self._too_large()
+        holding.on_revoked = lambda refused: self._refuse_body(refused.error())
+        self._holding.set_result(holding)
         try:
             async with asyncio.timeout(timeout_s):
                 return await asyncio.shield(self._body)
         except TimeoutError:
             raise HttpError(f"the body did not come within {timeout_s:g} s", REQUEST_TIMEOUT) from None
 
+    def _refuse_body(self, error: KvrelayError) -> None:
+        if not self._body.done():
+            self._body.set_exception(error)
+            self._body.exception()  # mark as retrieved: the handler may have ended
+
     def _too_large(self) -> HttpError:
         return HttpError(f"the body is larger than {self._max_body_bytes} bytes", TOO_LARGE)
 
     async def write(self, events: bytes) -> None:
-        """Send a part of a stream of events; the first one begins the response. Waits for a slow reader."""
+        """Send a part of a stream of events; the first one begins the response. Waits for a slow reader.
+
+        Raises CancelledError when the client has left.
+        """
         if not self.status:
             await self._start(200, _EVENTS)
         await self._send({"type": "http.response.body", "body": events, "more_body": True})
+        if self.is_gone:
+            raise asyncio.CancelledError  # as the handler is going to be: what still waits is for nobody
 
-    def finish(self, last: bytes) -> None:
-        """Set the last events of a stream."""
+    async def write_parts(self, parts: Iterable[str]) -> None:
+        """Send events like `write`, giving way while they are made; nothing where they are empty."""
+        if events := "".join([part async for part in giving_way(parts)]):
+            await self.write(events.encode())
+
+    def finish(self, last: Iterable[str]) -> None:
+        """Set the last events of a stream, in parts that are made later."""
         self._last = last
 
     def finish_json(self, value: Any) -> None:
         """Set the whole response."""
-        self._document = (json.dumps(value).encode(), JSON)
+        self.finish_parts(json_parts(value))
+
+    def finish_parts(self, parts: Iterable[str]) -> None:
+        """Set the whole response: parts of JSON, each made within some milliseconds."""
+        self._document = (parts, JSON)
 
     def finish_body(self, body: bytes, content_type: str) -> None:
         """Set the whole response."""
-        self._document = (body, [(b"content-type", content_type.encode())])
+        self._document = ((body,), [(b"content-type", content_type.encode())])
 
     async def close(self) -> None:
         """Send what was set, and end the response."""
         if self._document is not None:
-            await self.respond(200, *self._document)
+            parts, headers = self._document
+            made = [part.encode() if isinstance(part, str) else part async for part in giving_way(parts)]
+            await self.respond(200, made, headers)
             return
-        await self.write(self._last)
+        await self.write("".join([part async for part in giving_way(self._last)]).encode())
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def respond(self, status: int, body: bytes, headers: Headers) -> None:
+    async def respond(self, status: int, parts: Sequence[bytes], headers: Headers) -> None:
         """Send a whole response."""
-        await self._start(status, [*headers, (b"content-length", b"%d" % len(body))])
-        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+        await self._start(status, [*headers, (b"content-length", b"%d" % sum(map(len, parts)))])
+        whole = b"".join(parts)
+        sent = 0
+        while sent == 0 or sent < len(whole):
+            chunk = whole[sent : sent + _CHUNK_BYTES]
+            sent += _CHUNK_BYTES  # a slow reader's socket holds few
+            await self._send({"type": "http.response.body", "body": chunk, "more_body": sent < len(whole)})
 
     async def fail(self, error: KvrelayError) -> None:
         """Report an error: as the status, or in mid-stream as an event on which clients raise, without `[DONE]`."""
         body = self._dialect.error_body(error)
         if not self.status:
-            await self.respond(kind_of(error).status, body, [*JSON, *error_headers(error)])
+            await self.respond(kind_of(error).status, [body], [*JSON, *error_headers(error)])
             return
         told = self.failure_events
-        self.finish(self._dialect.event_open + body + b"\n\n" if told is None else told(error))
+        self.finish(((self._dialect.event_open + body + b"\n\n").decode(),) if told is None else told(error))
         await self.close()
 
     async def _start(self, status: int, headers: Headers) -> None:

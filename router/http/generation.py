@@ -10,21 +10,25 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from common.errors import RequestError
+from common.errors import InvalidRequest, RequestError
 from common.structured import TaskCensus, all_or_first_failure
 from kvrelay.v1 import inference_pb2 as pb
+from router.admission.budget import Holding
 from router.front_door import Caller, FrontDoor
 from router.http.answers import Answer, MakeAnswer
+from router.http.bodies import read_body
 from router.http.calls import Call, NameField, body_field, chat_call, completion_call, renamed
 from router.http.exchange import Exchange
 from router.http.pieces import RequestFacts
 from router.http.schema import ChatBody, CompletionBody
 from router.http.strict import parse_body
+from router.outbox import num_entries_in
+from router.reading import Reading
 from router.record import Job
 from router.tenants import Tenant
 
-BODY_TIMEOUT_S = 60.0
-"""Longest wait for a body."""
+MAX_WHOLE_LOGPROBS = 1 << 20
+"""Most log-probabilities in an answer that is sent whole: about 100 MB of JSON."""
 
 
 def read_completion(raw: bytes) -> Call:
@@ -93,7 +97,7 @@ class GenerationEndpoint:
         self._door = door
         self._prompt_field = prompt_field
         self._body_field = body_field
-        self._read = read
+        self._reading = Reading(read, Call)
         self._make_answer = answer
         self._census = TaskCensus()
 
@@ -103,33 +107,37 @@ class GenerationEndpoint:
         life = door.new_life()
         exchange.request_id = life.request_id
         with door.account(life, time_left_s=deadline.left_s):
-            tenant = door.identify(exchange.metadata)
-            call = self._read(await exchange.body(timeout_s=BODY_TIMEOUT_S))
+            tenant, call = await read_body(door, exchange, self._reading)
             deadline.set(call.timeout_s)
             answer = self._make_answer(call, door.reader.codec.decode_pieces, exchange, life.request_id)
             caller = Caller(tenant=tenant, life=life, time_left_s=deadline.left_s, traceparent=exchange.traceparent)
-            serve = partial(self._serve, call, answer)
-            await serve_all(door, self._census, len(call.requests), caller, serve)
-            answer.finish()
+            with door.parts.admission.unsent.holding(tenant) as whole:
+                serve = partial(self._serve, call, answer, whole)
+                await serve_all(door, self._census, len(call.requests), caller, serve)
+                answer.finish()
 
-    async def _serve(self, call: Call, answer: Answer, position: int, caller: Caller) -> None:
+    async def _serve(self, call: Call, answer: Answer, whole: Holding, position: int, caller: Caller) -> None:
         """Serve one request. Raises KvrelayError that names the body's field."""
         try:
-            await self._run(call, position, caller, answer)
+            await self._run(call, position, caller, answer, whole)
         except RequestError as error:
             error.field = renamed(self._body_field(error.field, prompt_field=self._prompt_field), call.names)
             raise
 
-    async def _run(self, call: Call, position: int, caller: Caller, answer: Answer) -> None:
-        request, merging = call.requests[position], self._door.merging
-        async with self._door.serving(request, caller) as served:
+    async def _run(self, call: Call, position: int, caller: Caller, answer: Answer, whole: Holding) -> None:
+        """Serve one request; `whole` holds what has come of an answer that is sent whole."""
+        request, door = call.requests[position], self._door
+        async with door.serving(request, caller) as served:
+            _check_size(call, served.job)
             facts = answer.facts[position] = RequestFacts(served.job.request_id)
             echo = await self._echo(request, served.job, caller.tenant) if call.wants_echo else None
             answer.open(position, served.job, echo)
             while (message := await served.outbox.get()) is not None:
                 if message.HasField("tokens"):
+                    if not call.is_streamed and (refused := whole.grow(num_entries_in(message.tokens))) is not None:
+                        raise refused.error()
                     await answer.take(position, message.tokens)
-                    await merging.over()
+                    await door.merging.over()
                 elif message.HasField("plan"):
                     facts.plans.append(message.plan)
                 elif message.HasField("completed"):
@@ -139,4 +147,18 @@ class GenerationEndpoint:
         """Return the prompt as text."""
         if request.HasField("text"):
             return request.text
-        return await self._door.reader.codec.decode(job.prompt_token_ids, tenant=tenant)
+        return await self._door.reader.decode(job.prompt_token_ids, tenant=tenant)
+
+
+def _check_size(call: Call, job: Job) -> None:
+    """Raise InvalidRequest when an answer that is sent whole could have too many log-probabilities."""
+    sampling = job.sampling
+    if call.is_streamed or sampling.num_logprobs is None:
+        return
+    num_entries = sampling.n * sampling.max_tokens * (1 + sampling.num_logprobs)
+    if num_entries > MAX_WHOLE_LOGPROBS:
+        raise InvalidRequest(
+            f"{sampling.n} answers of up to {sampling.max_tokens} tokens have up to {num_entries} log-probabilities; an"
+            f" answer that is not streamed has at most {MAX_WHOLE_LOGPROBS}: ask for fewer, or for a stream",
+            field="sampling.max_tokens",
+        )

@@ -2,25 +2,73 @@
 
 import asyncio
 import time
+from dataclasses import dataclass, field
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from common.errors import InvalidRequest, UnknownModel, WorkerLost
 from common.version import installed_version
+from common.wire import check_length
 from kvrelay.v1 import inference_pb2 as pb
 from router.facts import ModelFacts
 from router.front_door import FrontDoor
 from router.http.anthropic.calls import conversation_of
 from router.http.anthropic.schema import CountTokensBody
+from router.http.bodies import read_body
 from router.http.calls import read_token_ids
 from router.http.errors import NOT_FOUND, HttpError
 from router.http.exchange import Exchange
-from router.http.generation import BODY_TIMEOUT_S
 from router.http.messages import read_messages
 from router.http.routes import openapi_document
 from router.http.schema import DetokenizeBody, TokenizeBody
 from router.http.strict import parse_body
+from router.reading import Reading
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenizeCall:
+    """A text or a conversation whose tokens are asked for."""
+
+    model: str | None
+    text: str | None = None
+    chat: pb.ChatPrompt = field(default_factory=pb.ChatPrompt)
+    """Read where there is no text."""
+    wants_pieces: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DetokenizeCall:
+    """Tokens whose text is asked for."""
+
+    model: str | None
+    token_ids: pb.TokenIds
+
+
+def read_tokenize(raw: bytes) -> TokenizeCall:
+    """Return the call of a `/tokenize` body. Raises InvalidRequest."""
+    body = parse_body(TokenizeBody, raw)
+    if (body.prompt is None) == (body.messages is None):
+        raise InvalidRequest("one of prompt and messages must be set", field="prompt")
+    chat = pb.ChatPrompt(messages=[] if body.messages is None else read_messages(body.messages))
+    return TokenizeCall(model=body.model, text=body.prompt, chat=chat, wants_pieces=bool(body.return_token_strs))
+
+
+def read_count_tokens(raw: bytes) -> TokenizeCall:
+    """Return the call of a `/v1/messages/count_tokens` body. Raises InvalidRequest."""
+    body = parse_body(CountTokensBody, raw)
+    return TokenizeCall(model=body.model, chat=conversation_of(body))
+
+
+def read_detokenize(raw: bytes) -> DetokenizeCall:
+    """Return the call of a `/detokenize` body. Raises InvalidRequest."""
+    body = parse_body(DetokenizeBody, raw)
+    return DetokenizeCall(model=body.model, token_ids=pb.TokenIds(ids=read_token_ids(body.tokens, "tokens")))
+
+
+_TOKENIZE = Reading(read_tokenize, TokenizeCall)
+_COUNT_TOKENS = Reading(read_count_tokens, TokenizeCall)
+_DETOKENIZE = Reading(read_detokenize, DetokenizeCall)
 
 
 class Inquiries:
@@ -44,48 +92,40 @@ class Inquiries:
 
     async def tokenize(self, exchange: Exchange) -> None:
         """`POST /tokenize`: text, or a conversation as the chat template renders it."""
-        tenant = self._door.identify(exchange.metadata)
-        body = parse_body(TokenizeBody, await exchange.body(timeout_s=BODY_TIMEOUT_S))
-        model = served_model(self._door, body.model)
-        reader = self._door.reader
-        if (body.prompt is None) == (body.messages is None):
-            raise InvalidRequest("one of prompt and messages must be set", field="prompt")
+        tenant, call = await read_body(self._door, exchange, _TOKENIZE)
+        model, reader = served_model(self._door, call.model), self._door.reader
         with self._door.tokenizing(tenant):
-            if body.prompt is not None:
-                token_ids = await reader.encode_text(body.prompt, model, tenant=tenant)
+            if call.text is not None:
+                token_ids = await reader.encode_text(call.text, model, tenant=tenant)
             else:
-                chat = pb.ChatPrompt(messages=read_messages(body.messages))
-                token_ids = (await reader.encode_chat(chat, model, tenant=tenant)).token_ids
-            pieces = await reader.codec.pieces(token_ids, tenant=tenant) if body.return_token_strs else ()
+                token_ids = (await reader.encode_chat(call.chat, model, tenant=tenant)).token_ids
+            pieces = await reader.pieces(token_ids, tenant=tenant) if call.wants_pieces else ()
         answer: dict[str, Any] = {
             "count": len(token_ids),
             "max_model_len": model.max_model_len,
             "tokens": token_ids.tolist(),
         }
-        if body.return_token_strs:
-            answer["token_strs"] = pieces
+        if call.wants_pieces:
+            answer["token_strs"] = list(pieces)
         exchange.finish_json(answer)
 
     async def count_tokens(self, exchange: Exchange) -> None:
         """`POST /v1/messages/count_tokens`: the tokens of the conversation's prompt."""
-        tenant = self._door.identify(exchange.metadata)
-        body = parse_body(CountTokensBody, await exchange.body(timeout_s=BODY_TIMEOUT_S))
-        conversation = conversation_of(body)
-        model = served_model(self._door, body.model)
+        tenant, call = await read_body(self._door, exchange, _COUNT_TOKENS)
+        model = served_model(self._door, call.model)
         with self._door.tokenizing(tenant):
-            encoded = await self._door.reader.encode_chat(conversation, model, tenant=tenant)
+            encoded = await self._door.reader.encode_chat(call.chat, model, tenant=tenant)
         exchange.finish_json({"input_tokens": len(encoded.token_ids)})
 
     async def detokenize(self, exchange: Exchange) -> None:
         """`POST /detokenize`."""
-        tenant = self._door.identify(exchange.metadata)
-        body = parse_body(DetokenizeBody, await exchange.body(timeout_s=BODY_TIMEOUT_S))
-        model = served_model(self._door, body.model)
-        ids = read_token_ids(body.tokens, "tokens")
+        tenant, call = await read_body(self._door, exchange, _DETOKENIZE)
+        model, ids = served_model(self._door, call.model), call.token_ids.ids
+        check_length(len(ids), model.max_model_len, field="tokens")
         if ids and max(ids) >= model.vocab_size:
             raise InvalidRequest(f"token {max(ids)} is not in the vocabulary of {model.vocab_size}", field="tokens")
         with self._door.tokenizing(tenant):
-            text = await self._door.reader.codec.decode(ids, tenant=tenant)
+            text = await self._door.reader.decode(ids, tenant=tenant)
         exchange.finish_json({"prompt": text})
 
     async def metrics(self, exchange: Exchange) -> None:

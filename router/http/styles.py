@@ -2,20 +2,19 @@
 
 import base64
 import hashlib
-import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 from typing import Any
 
 from common.chat.deltas import ParsedDelta, ToolCallDelta, joined, whole_calls
 from common.chat.parsing import MessageParser, has_markup
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import sampling_pb2
+from router.http.json_parts import PART_VALUES, quote
 from router.http.pieces import Piece
 from router.record import Job
 
-quote = json.JSONEncoder().encode
-"""Returns the JSON of one value; for text this is one call into C."""
 EMPTY_DELTA = ',"delta":{}'
 LEAST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON does not have."""
@@ -62,8 +61,8 @@ class Style(ABC):
         return piece.finish_reason
 
     @abstractmethod
-    def logprobs(self, piece: Piece) -> dict[str, Any]:
-        """Return the log-probabilities of a piece; pieces come in order."""
+    def logprobs(self, piece: Piece) -> Iterator[dict[str, list[Any] | None]]:
+        """Yield the log-probabilities of a piece in slices of the same members, at least one; pieces come in order."""
 
     @abstractmethod
     def choice(self, piece: Piece) -> dict[str, Any]:
@@ -84,30 +83,39 @@ class CompletionStyle(Style):
         super().__init__(texts)
         self._lengths: dict[int, int] = {}
 
-    def logprobs(self, piece: Piece) -> dict[str, Any]:
-        """Return parallel lists; the echoed prompt comes first."""
-        offset = self._lengths.get(piece.index, 0)
-        tokens: list[str] = []
-        chosen: list[float | None] = []
-        tops: list[dict[str, float] | None] = []
-        offsets: list[int] = []
+    def logprobs(self, piece: Piece) -> Iterator[dict[str, list[Any] | None]]:
+        """Yield parallel lists; the echoed prompt comes first."""
         prompt = piece.prompt
         if prompt is not None and prompt.echo is not None:
-            tokens += self._texts(prompt.token_ids)
-            for text, position in zip(tokens, _padded(prompt.logprobs, len(tokens)), strict=True):
-                offsets.append(offset)
-                offset += len(text)
-                chosen.append(_value(position.chosen) if position.HasField("chosen") else None)
-                tops.append(self._top(position) if position.HasField("chosen") else None)
-            offset = len(prompt.echo)
-        for token in piece.tokens:
-            tokens += self._texts([token.token_id])
-            offsets.append(offset)
-            offset += len(token.text)
-            chosen.append(_value(token.logprobs.chosen))
-            tops.append(self._top(token.logprobs))
-        self._lengths[piece.index] = offset
-        return {"tokens": tokens, "token_logprobs": chosen, "top_logprobs": tops, "text_offset": offsets}
+            positions = _padded(prompt.logprobs, len(prompt.token_ids))
+            for start, end in _slices(len(positions), positions[-1:]):
+                texts = self._texts(prompt.token_ids[start:end])
+                yield self._lists(piece.index, texts, texts, positions[start:end])
+            self._lengths[piece.index] = len(prompt.echo)
+        for start, end in _slices(len(piece.tokens), [token.logprobs for token in piece.tokens[:1]]):
+            tokens = piece.tokens[start:end]
+            texts = self._texts([token.token_id for token in tokens])
+            yield self._lists(
+                piece.index, texts, [token.text for token in tokens], [token.logprobs for token in tokens]
+            )
+
+    def _lists(
+        self,
+        index: int,
+        texts: Sequence[str],
+        written: Sequence[str],
+        positions: Sequence[sampling_pb2.PositionLogprobs],
+    ) -> dict[str, list[Any] | None]:
+        """Return the lists for tokens whose text in the answer is `written`."""
+        offsets = list(accumulate(map(len, written), initial=self._lengths.get(index, 0)))
+        self._lengths[index] = offsets.pop()
+        known = [position if position.HasField("chosen") else None for position in positions]
+        return {
+            "tokens": list(texts),
+            "token_logprobs": [None if position is None else _value(position.chosen) for position in known],
+            "top_logprobs": [None if position is None else self._top(position) for position in known],
+            "text_offset": offsets,
+        }
 
     def choice(self, piece: Piece) -> dict[str, Any]:
         """Return the text."""
@@ -170,9 +178,10 @@ class ChatStyle(Style):
         has_calls = parser is not None and parser.num_tool_calls > 0
         return "tool_calls" if has_calls and piece.finish_reason == "stop" else piece.finish_reason
 
-    def logprobs(self, piece: Piece) -> dict[str, Any]:
-        """Return an entry for each token."""
-        return {"content": logprob_entries(piece.tokens, self._texts), "refusal": None}
+    def logprobs(self, piece: Piece) -> Iterator[dict[str, list[Any] | None]]:
+        """Yield an entry for each token."""
+        for start, end in _slices(len(piece.tokens), [token.logprobs for token in piece.tokens[:1]]):
+            yield {"content": logprob_entries(piece.tokens[start:end], self._texts), "refusal": None}
 
     def choice(self, piece: Piece) -> dict[str, Any]:
         """Return the assistant's message."""
@@ -234,6 +243,13 @@ def call_id(request_id: str, index: int, call_idx: int) -> str:
     """Return the id of a call in an answer: nine letters and digits, which is what Mistral's template wants."""
     digest = hashlib.blake2b(f"{request_id}/{index}/{call_idx}".encode(), digest_size=6).digest()
     return base64.b32encode(digest).decode().lower()[:9]
+
+
+def _slices(length: int, like: Sequence[sampling_pb2.PositionLogprobs]) -> Iterator[tuple[int, int]]:
+    """Yield beginnings and ends of slices that become JSON within some milliseconds; `like`: one of the positions."""
+    step = max(1, PART_VALUES // sum(2 + 2 * len(position.top) for position in like)) if like else 1
+    for start in range(0, max(length, 1), step):
+        yield start, min(start + step, length)
 
 
 def _value(entry: sampling_pb2.TokenLogprob) -> float:

@@ -6,11 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.errors import EngineFault
+from common.errors import EngineFault, Refused
 from common.wire import pack_tokens, unpack_tokens
 from kvrelay.v1 import inference_pb2, sampling_pb2
+from router.admission.budget import Budget
 from router.ledger import TokenLedger
-from router.outbox import BUSY, CALM, MAX_WINDOW_S, MIN_WINDOW_S, MergeWindow, Outbox
+from router.outbox import BUSY, CALM, MAX_ENTRIES, MAX_WINDOW_S, MIN_WINDOW_S, MergeWindow, Outbox
+from router.tenants import ANYBODY
 from tests.clock import ManualClock
 
 
@@ -171,16 +173,46 @@ async def test_a_reader_that_waits_is_woken_by_tokens_and_by_the_end() -> None:
     assert await reading is None
 
 
-async def test_tokens_that_wait_for_long_become_messages_that_can_be_sent() -> None:
+async def test_tokens_that_wait_for_long_become_messages_that_are_formatted_at_once() -> None:
     outbox = Outbox()
-    for index in range(10_000):
+    for index in range(2500):
         outbox.put_tokens([token(index)], [])
     outbox.close(None)
     messages = []
     while (message := await outbox.get()) is not None:
         messages.append(message.tokens.tokens)
-    assert [len(tokens) for tokens in messages] == [4096, 4096, 10_000 - 2 * 4096]
-    assert [each.token_index for tokens in messages for each in tokens] == list(range(10_000))
+    assert [len(tokens) for tokens in messages] == [MAX_ENTRIES, MAX_ENTRIES, 2500 - 2 * MAX_ENTRIES]
+    assert [each.token_index for tokens in messages for each in tokens] == list(range(2500))
+
+
+async def test_tokens_of_one_batch_with_log_probabilities_become_several_messages() -> None:
+    outbox, num_top = Outbox(), 19
+    tokens = [token(index) for index in range(120)]
+    for each in tokens:
+        each.logprobs.top.extend([sampling_pb2.TokenLogprob()] * num_top)
+    outbox.put_tokens(tokens, [])
+    outbox.close(None)
+    messages = []
+    while (message := await outbox.get()) is not None:
+        messages.append(message.tokens.tokens)
+    assert [len(tokens) for tokens in messages] == [51, 51, 18]
+
+
+async def test_client_that_does_not_read_is_noticed_and_one_that_does_holds_nothing() -> None:
+    budget = Budget("tokens", most=3 * MAX_ENTRIES, most_in_all=3 * MAX_ENTRIES)
+    refusals: list[Refused] = []
+    with budget.holding(ANYBODY) as holding:
+        outbox = Outbox()
+        outbox.holding, outbox.on_overflow = holding, refusals.append
+        for index in range(10 * MAX_ENTRIES):
+            outbox.put_tokens([token(index)], [])
+            if index % 64 == 0:
+                await outbox.get()
+        assert not budget.num_held
+        while not refusals:
+            outbox.put_tokens([token(index)], [])
+        assert refusals[0].is_final
+    assert not budget.num_held
 
 
 def test_window_grows_while_busy_stays_between_and_shrinks_to_nothing_when_calm() -> None:

@@ -1,6 +1,5 @@
 """The token cache: results equal those of tokenizing everything."""
 
-import asyncio
 from collections.abc import Sequence
 
 import pytest
@@ -75,11 +74,7 @@ def codec_for(name: str, *, cache_mib: int = 1) -> TextCodec:
 
 
 def encode(codec: TextCodec, messages: Sequence[tuple[str, str]], scope: bytes | None) -> Encoded:
-    return asyncio.run(encoded(codec, messages, scope))
-
-
-async def encoded(codec: TextCodec, messages: Sequence[tuple[str, str]], scope: bytes | None) -> Encoded:
-    return await codec.encode_chat(Conversation.plain(messages), rendered_unix_s=0, scope=scope)
+    return codec.encode_chat(Conversation.plain(messages), rendered_unix_s=0, scope=scope)
 
 
 @pytest.mark.parametrize("name", list(TOKENIZERS))
@@ -89,18 +84,12 @@ def test_encode_chat_turn_by_turn_equals_tokenizing_everything(
     name: str, chats: list[list[tuple[str, str]]], block_size: int
 ) -> None:
     codec = codec_for(name)
-
-    async def compare() -> None:
-        for chat in chats:
-            for num_turns in range(1, len(chat) + 1):
-                messages = chat[:num_turns]
-                found, plain = await encoded(codec, messages, SCOPE), await encoded(codec, messages, None)
-                assert found.token_ids == plain.token_ids
-                hashes = hash_blocks(plain.token_ids, root=ROOT, block_size=block_size)
-                assert found.hashes(root=ROOT, block_size=block_size) == hashes
-
-    asyncio.run(compare())
-    codec.close()
+    for chat in chats:
+        for num_turns in range(1, len(chat) + 1):
+            found, plain = encode(codec, chat[:num_turns], SCOPE), encode(codec, chat[:num_turns], None)
+            assert found.token_ids == plain.token_ids
+            hashes = hash_blocks(plain.token_ids, root=ROOT, block_size=block_size)
+            assert found.hashes(root=ROOT, block_size=block_size) == hashes
 
 
 @pytest.mark.parametrize("name", list(TOKENIZERS))
@@ -113,7 +102,6 @@ def test_encode_chat_of_a_next_turn_goes_on_from_the_turn_before(name: str) -> N
     assert second.known is first.kept
     again = encode(codec, [("user", "to be or not"), ("assistant", "to be"), ("user", "?")], SCOPE)
     assert again.known is again.kept is second.kept
-    codec.close()
 
 
 def test_cached_chat_of_a_dated_template_is_used_only_for_the_same_time() -> None:
@@ -122,14 +110,13 @@ def test_cached_chat_of_a_dated_template_is_used_only_for_the_same_time() -> Non
     chat, today_s, tomorrow_s = [("user", "to be or not")], 1_800_000_000, 1_800_086_400
 
     def encode_at(rendered_unix_s: int, scope: bytes | None) -> Encoded:
-        return asyncio.run(codec.encode_chat(Conversation.plain(chat), rendered_unix_s=rendered_unix_s, scope=scope))
+        return codec.encode_chat(Conversation.plain(chat), rendered_unix_s=rendered_unix_s, scope=scope)
 
     first, other, again = (encode_at(unix_s, SCOPE) for unix_s in (today_s, tomorrow_s, today_s))
     assert again.token_ids == first.token_ids == encode_at(today_s, None).token_ids
     assert other.token_ids == encode_at(tomorrow_s, None).token_ids != first.token_ids
     assert other.known is None
     assert again.known is first.kept is not None
-    codec.close()
 
 
 def test_encode_chat_in_another_scope_knows_nothing() -> None:
@@ -137,14 +124,12 @@ def test_encode_chat_in_another_scope_knows_nothing() -> None:
     encode(codec, [("user", "to be or not")], SCOPE)
     assert encode(codec, [("user", "to be or not")], b"tenant b").known is None
     assert encode(codec, [("user", "to be or not")], None).known is None
-    codec.close()
 
 
 def test_encode_chat_without_memory_keeps_nothing() -> None:
     codec = codec_for("byte level", cache_mib=0)
     encode(codec, [("user", "to be or not")], SCOPE)
     assert encode(codec, [("user", "to be or not")], SCOPE).known is None
-    codec.close()
 
 
 def test_cached_hashes_of_another_root_are_not_used() -> None:
@@ -154,7 +139,6 @@ def test_cached_hashes_of_another_root_are_not_used() -> None:
     found = encode(codec, chat, SCOPE)
     assert found.known is not None
     assert found.hashes(root=ROOT, block_size=2) == hash_blocks(found.token_ids, root=ROOT, block_size=2)
-    codec.close()
 
 
 def test_cuts_lie_behind_special_tokens_that_stand_by_themselves() -> None:

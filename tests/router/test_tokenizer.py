@@ -1,12 +1,10 @@
 """router.tokenizer against transformers, hostile conversations and folders of models that cannot be used."""
 
-import asyncio
 import functools
 import json
 import re
 import threading
-from collections.abc import Iterator
-from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +14,14 @@ from tokenizers import decoders, models, normalizers, processors, trainers
 
 from common.chat_template import ChatTemplate, Conversation
 from common.errors import InvalidRequest
+from common.ids import RequestId
 from common.model_files import ModelNotFound, default_model_dir
 from common.tokens import as_tokens
+from kvrelay.v1 import inference_pb2 as pb
+from router.tenants import ANYBODY
 from router.tokenizer import TextCodec
+from router.validation import RequestReader
+from tests.router.fake_worker import MODEL
 
 NOW_UNIX_S = 1_800_000_000
 TEXTS = [
@@ -97,15 +100,13 @@ def any_model_dir(request: pytest.FixtureRequest, model_dir: Path) -> Path:
 
 
 @pytest.fixture
-def codec(model_dir: Path) -> Iterator[TextCodec]:
-    with closing(TextCodec.load(model_dir)) as codec:
-        yield codec
+def codec(model_dir: Path) -> TextCodec:
+    return TextCodec.load(model_dir)
 
 
 @pytest.fixture(scope="module")
-def any_codec(any_model_dir: Path) -> Iterator[TextCodec]:
-    with closing(TextCodec.load(any_model_dir)) as codec:
-        yield codec
+def any_codec(any_model_dir: Path) -> TextCodec:
+    return TextCodec.load(any_model_dir)
 
 
 @functools.cache
@@ -113,19 +114,19 @@ def reference(folder: Path) -> Any:
     return pytest.importorskip("transformers").AutoTokenizer.from_pretrained(folder, local_files_only=True)
 
 
-async def test_encode_of_any_text_equals_transformers(any_codec: TextCodec, any_model_dir: Path) -> None:
+def test_encode_of_any_text_equals_transformers(any_codec: TextCodec, any_model_dir: Path) -> None:
     for text in TEXTS:
-        assert await any_codec.encode(text) == as_tokens(reference(any_model_dir)(text)["input_ids"])
+        assert any_codec.encode(text) == as_tokens(reference(any_model_dir)(text)["input_ids"])
 
 
-async def test_encode_chat_of_any_conversation_equals_transformers(any_codec: TextCodec, any_model_dir: Path) -> None:
+def test_encode_chat_of_any_conversation_equals_transformers(any_codec: TextCodec, any_model_dir: Path) -> None:
     expected = reference(any_model_dir)
     for chat in CHATS:
         messages = [{"role": role, "content": content} for role, content in chat]
         token_ids = expected.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-        assert (
-            await any_codec.encode_chat(Conversation.plain(chat), rendered_unix_s=NOW_UNIX_S)
-        ).token_ids == as_tokens(token_ids)
+        assert (any_codec.encode_chat(Conversation.plain(chat), rendered_unix_s=NOW_UNIX_S)).token_ids == as_tokens(
+            token_ids
+        )
 
 
 def test_vocab_size_equals_transformers(any_codec: TextCodec, any_model_dir: Path) -> None:
@@ -147,14 +148,17 @@ class ThreadRecorder:
         return self._tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
 
 
-async def test_encode_and_encode_chat_run_off_the_event_loops_thread(codec: TextCodec) -> None:
+CHAT = pb.ChatPrompt(messages=[pb.ChatMessage(role="user", content="b")])
+
+
+@pytest.mark.parametrize("prompt", [{"text": "a"}, {"chat": CHAT}], ids=["text", "chat"])
+async def test_prompts_are_tokenized_off_the_event_loops_thread(codec: TextCodec, prompt: dict[str, Any]) -> None:
     recorder: Any = ThreadRecorder(codec.tokenizer)
-    recorded = TextCodec(recorder, ChatTemplate(TEMPLATE, special_tokens={}))
-    await asyncio.gather(
-        recorded.encode("a"), recorded.encode_chat(Conversation.plain([("user", "b")]), rendered_unix_s=NOW_UNIX_S)
-    )
-    recorded.close()
-    assert len(recorder.threads) == 2
+    reader = RequestReader(TextCodec(recorder, ChatTemplate(TEMPLATE, special_tokens={})), default_max_tokens=1)
+    model = replace(MODEL, vocab_size=codec.vocab_size)
+    await reader.read(pb.GenerateRequest(**prompt), request_id=RequestId("r"), model=model, tenant=ANYBODY)
+    reader.close()
+    assert len(recorder.threads) == 1
     assert threading.get_ident() not in recorder.threads
 
 
@@ -167,9 +171,9 @@ def test_decode_pieces_of_an_id_outside_the_vocabulary_is_empty(codec: TextCodec
     assert codec.decode_pieces([10**6]) == ("",)
 
 
-async def test_decode_is_the_inverse_of_encode(any_codec: TextCodec) -> None:
+def test_decode_is_the_inverse_of_encode(any_codec: TextCodec) -> None:
     for text in ("Hello, world", "na\u00efve \u6771\u4eac \U0001f600", ""):
-        assert text in await any_codec.decode((await any_codec.encode(text)).tolist())  # special tokens may surround it
+        assert text in any_codec.decode((any_codec.encode(text)).tolist())  # special tokens may surround it
 
 
 def test_decode_pieces_of_ascii_text_join_to_the_decoded_text(any_codec: TextCodec) -> None:
@@ -193,22 +197,22 @@ def test_decode_pieces_of_ascii_text_join_to_the_decoded_text(any_codec: TextCod
         ([("user", "x"), ("user", "y")], "chat.messages"),
     ],
 )
-async def test_encode_chat_of_a_bad_conversation_raises_invalid_request_naming_the_field(
+def test_encode_chat_of_a_bad_conversation_raises_invalid_request_naming_the_field(
     codec: TextCodec, messages: list[tuple[str, str]], field: str
 ) -> None:
     with pytest.raises(InvalidRequest) as raised:
-        await codec.encode_chat(Conversation.plain(messages), rendered_unix_s=NOW_UNIX_S)
+        codec.encode_chat(Conversation.plain(messages), rendered_unix_s=NOW_UNIX_S)
     assert raised.value.field == field
 
 
-async def test_encode_chat_when_the_template_refuses_repeats_its_reason(codec: TextCodec) -> None:
+def test_encode_chat_when_the_template_refuses_repeats_its_reason(codec: TextCodec) -> None:
     with pytest.raises(InvalidRequest, match="roles must alternate, not user"):
-        await codec.encode_chat(Conversation.plain([("user", "x"), ("user", "y")]), rendered_unix_s=NOW_UNIX_S)
+        codec.encode_chat(Conversation.plain([("user", "x"), ("user", "y")]), rendered_unix_s=NOW_UNIX_S)
 
 
-async def test_encode_of_a_lone_surrogate_raises_invalid_request(codec: TextCodec) -> None:
+def test_encode_of_a_lone_surrogate_raises_invalid_request(codec: TextCodec) -> None:
     with pytest.raises(InvalidRequest, match="character 2 ") as raised:
-        await codec.encode("ab\ud83d")
+        codec.encode("ab\ud83d")
     assert raised.value.field == "text"
 
 
@@ -224,35 +228,32 @@ def write_model(folder: Path, model_dir: Path, **config: Any) -> Path:
     ids=["string", "list"],
 )
 @pytest.mark.parametrize("eos", ["</s>", {"content": "</s>", "special": True}], ids=["string", "object"])
-async def test_load_finds_template_and_special_tokens_in_the_tokenizer_config(
+def test_load_finds_template_and_special_tokens_in_the_tokenizer_config(
     tmp_path: Path, model_dir: Path, chat_template: Any, eos: Any
 ) -> None:
     codec = TextCodec.load(write_model(tmp_path, model_dir, chat_template=chat_template, eos_token=eos))
     assert codec.template_source
-    assert (
-        await codec.encode_chat(Conversation.plain([("user", "x")]), rendered_unix_s=NOW_UNIX_S)
-    ).token_ids.tolist() == [codec.tokenizer.token_to_id("</s>")]
-    codec.close()
+    assert (codec.encode_chat(Conversation.plain([("user", "x")]), rendered_unix_s=NOW_UNIX_S)).token_ids.tolist() == [
+        codec.tokenizer.token_to_id("</s>")
+    ]
 
 
-async def test_load_prefers_the_template_file_and_reads_the_special_tokens_map(tmp_path: Path, model_dir: Path) -> None:
+def test_load_prefers_the_template_file_and_reads_the_special_tokens_map(tmp_path: Path, model_dir: Path) -> None:
     write_model(tmp_path, model_dir, chat_template="{{ bos_token }}")
     (tmp_path / "chat_template.jinja").write_text("{{ eos_token }}")
     (tmp_path / "special_tokens_map.json").write_text(json.dumps({"eos_token": "</s>", "bos_token": "<s>"}))
     codec = TextCodec.load(tmp_path)
-    assert (
-        await codec.encode_chat(Conversation.plain([("user", "x")]), rendered_unix_s=NOW_UNIX_S)
-    ).token_ids.tolist() == [codec.tokenizer.token_to_id("</s>")]
-    codec.close()
+    assert (codec.encode_chat(Conversation.plain([("user", "x")]), rendered_unix_s=NOW_UNIX_S)).token_ids.tolist() == [
+        codec.tokenizer.token_to_id("</s>")
+    ]
 
 
-async def test_encode_chat_without_a_template_raises_invalid_request(tmp_path: Path, model_dir: Path) -> None:
+def test_encode_chat_without_a_template_raises_invalid_request(tmp_path: Path, model_dir: Path) -> None:
     codec = TextCodec.load(write_model(tmp_path, model_dir))
     assert codec.template_source is None
     with pytest.raises(InvalidRequest, match="no chat template") as raised:
-        await codec.encode_chat(Conversation.plain([("user", "x")]), rendered_unix_s=NOW_UNIX_S)
+        codec.encode_chat(Conversation.plain([("user", "x")]), rendered_unix_s=NOW_UNIX_S)
     assert raised.value.field == "chat"
-    codec.close()
 
 
 @pytest.mark.parametrize(

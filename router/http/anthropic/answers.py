@@ -14,7 +14,8 @@ from router.http.anthropic.blocks import Block, BlockChange, BlockDelta, BlockKi
 from router.http.anthropic.stops import Decode, StopFinder
 from router.http.calls import Call
 from router.http.exchange import Exchange
-from router.http.styles import TokenTexts, quote
+from router.http.json_parts import quote
+from router.http.styles import TokenTexts
 from router.record import Job
 
 ID_PREFIX = "msg_"
@@ -70,7 +71,7 @@ class _MessageAnswer(Answer):
                 self._finish_reason = token.finish_reason
                 self._blocks.finish()
         if self._finish_reason == FINISH_REASON_STOP:
-            self._stop_sequence = await self._stops.find()
+            self._stop_sequence = self._stops.find()
         await self._tell(self._blocks.take())
 
     @abstractmethod
@@ -121,7 +122,7 @@ class StreamedMessage(_MessageAnswer):
     def finish(self) -> None:
         """Write why the answer ended, and the counts."""
         end = _event("message_delta", delta=self._end(), usage=self._usage(), **self._report())
-        self._exchange.finish((end + _event("message_stop")).encode())
+        self._exchange.finish((end, _event("message_stop")))
 
     def _start(self) -> str:
         """Return the first event; how much of the prompt was cached is not known yet."""

@@ -5,11 +5,11 @@ a string, so the string is what follows that text in the decoded tokens.
 """
 
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 
 from kvrelay.v1 import sampling_pb2
 
-Decode = Callable[[Sequence[int]], Awaitable[str]]
+Decode = Callable[[Sequence[int]], str]
 """Returns the text of consecutive tokens."""
 
 _NUM_COMPARED_CHARS = 16
@@ -34,11 +34,11 @@ class StopFinder:
             self._token_ids.append(token.token_id)
             self._text = (self._text + token.text)[-_NUM_COMPARED_CHARS:]
 
-    async def find(self) -> str | None:
+    def find(self) -> str | None:
         """Return the stop that ended the answer; None if none did, or if it is not certain."""
         if not self._stops:
             return None
-        return matched_stop(self._stops, text=self._text, decoded=await self._decode(list(self._token_ids)))
+        return matched_stop(self._stops, text=self._text, decoded=self._decode(list(self._token_ids)))
 
 
 def matched_stop(stops: Sequence[str], *, text: str, decoded: str) -> str | None:

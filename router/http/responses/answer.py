@@ -1,6 +1,7 @@
 """Writes responses: event by event, or as one document."""
 
 import time
+from collections.abc import Iterable
 from typing import Any
 
 from common.errors import KvrelayError
@@ -58,8 +59,7 @@ class ResponseAnswer(Answer):
             return
         self._begin()
         self._output.take(delta.tokens)
-        if events := self._events.take():
-            await self._exchange.write(events)
+        await self._exchange.write_parts(self._events.take())
 
     def finish(self) -> None:
         """Write the end, or the document."""
@@ -87,7 +87,7 @@ class ResponseAnswer(Answer):
             for kind in ("response.created", "response.in_progress"):
                 self._events.tell(kind, response=self._response("in_progress"))
 
-    def _fail(self, error: KvrelayError) -> bytes:
+    def _fail(self, error: KvrelayError) -> Iterable[str]:
         """Return the last events of a stream that fails; OpenAI's client raises on the second one."""
         code = _ERROR_CODES.get(kind_of(error).status, "server_error")
         failed = self._response("failed", output=self._output.partial(), error={"code": code, "message": error.message})

@@ -6,10 +6,11 @@ A call has no parts: its deltas are its arguments.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any, ClassVar
 
-from router.http.styles import quote
+from router.http.json_parts import members_parts, quote
 
 Document = dict[str, Any]
 
@@ -20,25 +21,27 @@ class Events:
     def __init__(self, *, is_streamed: bool) -> None:
         self._is_streamed = is_streamed
         self._num_told = 0
-        self._waiting: list[str] = []
+        self._waiting: list[Iterable[str]] = []
 
     def tell(self, kind: str, **members: Any) -> None:
         """Add an event."""
         if self._is_streamed:
-            self.tell_json(kind, quote(members)[1:-1])
+            self._add(kind, members_parts(members))
 
     def tell_json(self, kind: str, members: str) -> None:
         """Add an event whose members, at least one, have been rendered: `"a":1,"b":2`."""
         if self._is_streamed:
-            number = self._num_told
-            self._waiting.append(f'event: {kind}\ndata: {{"type":"{kind}","sequence_number":{number},{members}}}\n\n')
-            self._num_told += 1
+            self._add(kind, (members, "}"))
 
-    def take(self) -> bytes:
-        """Return the events that wait, once."""
-        taken = "".join(self._waiting)
-        self._waiting.clear()
-        return taken.encode()
+    def take(self) -> Iterator[str]:
+        """Return the events that wait, once, in parts."""
+        taken, self._waiting = self._waiting, []
+        return chain.from_iterable(taken)
+
+    def _add(self, kind: str, members: Iterable[str]) -> None:
+        head = f'event: {kind}\ndata: {{"type":"{kind}","sequence_number":{self._num_told},'
+        self._waiting.append(chain((head,), members, ("\n\n",)))
+        self._num_told += 1
 
 
 class Item(ABC):

@@ -40,7 +40,7 @@ def body_of(**fields: Any) -> bytes:
     return json.dumps({"input": "hi", **fields}).encode()
 
 
-def output_of(text: str, cuts: set[int], *, is_cut: bool = False) -> tuple[ResponseOutput, bytes]:
+def output_of(text: str, cuts: set[int], *, is_cut: bool = False) -> tuple[ResponseOutput, str]:
     """Return what an answer that comes in pieces becomes, and its events."""
     events = Events(is_streamed=True)
     answer = pb.AnswerFormat(tools="hermes", reasoning="qwen3")
@@ -52,7 +52,7 @@ def output_of(text: str, cuts: set[int], *, is_cut: bool = False) -> tuple[Respo
     for token in (*begin, end):
         output.take([token])
     output.close()
-    return output, events.take()
+    return output, "".join(events.take())
 
 
 @given(st.sets(st.integers(1, len(ANSWER) - 1)))
@@ -63,7 +63,7 @@ def test_any_split_of_an_answer_gives_the_same_items_and_deltas_that_add_up(cuts
     assert message["content"][0]["text"].strip() == "Look:"
     assert (call["name"], call["arguments"]) == ("now", '{"a": [1, "é"]}')
     assert call["call_id"] == call_id("r", 0, 0)
-    told = [json.loads(event.partition("data: ")[2]) for event in raw.decode().split("\n\n") if event]
+    told = [json.loads(event.partition("data: ")[2]) for event in raw.split("\n\n") if event]
     assert [event["sequence_number"] for event in told] == list(range(len(told)))
     for event in told:
         EVENTS.validate_python(event)
