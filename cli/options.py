@@ -45,7 +45,7 @@ AddressOption = Annotated[
         "-a",
         metavar="HOST:PORT[,…]",
         envvar="KVRELAY_ADDRESS",
-        help="Router, or several with commas; default: the cluster that `kvrelay up` started, else 127.0.0.1:50051.",
+        help="Router, or several with commas; default: the cluster that `kvrelay up` started.",
         show_default=False,
     ),
 ]

@@ -52,19 +52,18 @@ def running_cluster(config_path: Path) -> "ClusterInfo":
 
     info = read_info(run_dir_of(config_path))
     if info is None:
-        raise CliError("no cluster is running; start one with `kvrelay up`")
+        raise CliError(_not_running(config_path))
     if info.trouble:
         raise CliError(f"the controller does not supervise the cluster yet: {info.trouble}")
     return info
 
 
 def find_cluster(address: str | None, ca: Path | None, config_path: Path) -> ClusterTarget:
-    """Return the cluster at the address given, else the running one, else the default address. Raises ConfigError.
+    """Return the cluster at the address given, else the one that the file names.
 
-    `ca` vouches for its doors; without it the run folder's own, or what the environment says.
+    `ca` vouches for its doors; without it the run folder's own, or what the environment says. Raises ConfigError, and
+    CliError when the file's cluster does not run: another program may listen in its place, and gets no key or prompt.
     """
-    from kvrelay.client import DEFAULT_ADDRESS
-
     tls = None if ca is None else str(ca)
     if address is not None:
         return ClusterTarget(address=address, tls=tls, operator_proof=None)
@@ -73,13 +72,18 @@ def find_cluster(address: str | None, ca: Path | None, config_path: Path) -> Clu
 
     info = read_info(run_dir_of(config_path))
     if info is None:
-        return ClusterTarget(address=DEFAULT_ADDRESS, tls=tls, operator_proof=None)
+        raise CliError(f"{_not_running(config_path)}, or name a router with --address HOST:PORT (bench: --target URL)")
     return ClusterTarget(
         address=info.address,
         tls=info.tls if ca is None else tls,
         operator_proof=operator_proof(info.run_dir),
         trouble=info.trouble,
     )
+
+
+def _not_running(config_path: Path) -> str:
+    option = "" if config_path == DEFAULT_CONFIG else f" --config {config_path}"
+    return f"no cluster is running for {config_path}: start it with `kvrelay up{option}`"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,11 +96,11 @@ class ConnectionOptions:
     config_path: ConfigOption = DEFAULT_CONFIG
 
     def cluster(self) -> ClusterTarget:
-        """Return the cluster. Raises ConfigError."""
+        """Return the cluster. Raises ConfigError and CliError."""
         return find_cluster(self.address, self.ca, self.config_path)
 
     def client(self, **options: Any) -> "Client":
-        """Return a client of the cluster; the caller closes it. Raises ConfigError."""
+        """Return a client of the cluster; the caller closes it. Raises ConfigError and CliError."""
         from kvrelay.client import Client
 
         cluster = self.cluster()

@@ -49,7 +49,8 @@ class FakeLoad:
 
 
 @pytest.fixture
-def load(monkeypatch: pytest.MonkeyPatch) -> FakeLoad:
+def load(lifecycle: FakeLifecycle, monkeypatch: pytest.MonkeyPatch) -> FakeLoad:
+    lifecycle.running.add(lifecycle.default_run_dir("kvrelay"))
     fake = FakeLoad()
     monkeypatch.setattr("measure.load.run.run_load", fake)
     return fake
@@ -73,7 +74,6 @@ def test_bench_run_prints_the_summary_and_keeps_everything(run: Run, load: FakeL
 def test_bench_run_by_default_sends_a_minute_of_one_request_a_second(
     run: Run, load: FakeLoad, lifecycle: FakeLifecycle, folder: Path
 ) -> None:
-    lifecycle.running.add(lifecycle.default_run_dir("kvrelay"))
     lifecycle.address = "127.0.0.1:7777"
     assert run("bench", "run", "--no-report").exit_code == 0
     assert (load.spec.name, load.spec.target.url) == ("rate-1", "127.0.0.1:7777")

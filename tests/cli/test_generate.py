@@ -66,6 +66,21 @@ def test_generate_finds_the_running_cluster(
     assert run("generate", "-p", "Hi").stdout == "Hello world\n"
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        *(("generate", "-p", "a secret"), ("chat",), ("explain",), ("status",), ("why",), ("roofline",)),
+        *(("bench", "run", "--rate", "1"), ("bench", "record", "today.jsonl")),
+    ],
+    ids=" ".join,
+)
+def test_prompt_and_key_for_a_stopped_cluster_go_nowhere(run: Run, folder: Path, command: tuple[str, ...]) -> None:
+    (folder / "mine.yaml").write_text("name: mine\ntls: {mode: on}\n")
+    result = run(*command, "--config", "mine.yaml", "--api-key", "k" * 16)
+    assert result.exit_code == 1
+    assert "no cluster is running for mine.yaml: start it with `kvrelay up --config mine.yaml`" in result.stderr
+
+
 def test_generate_refused_by_the_server_exits_1_with_the_reason(run: Run, fake: FakeInference, address: str) -> None:
     fake.script = [InvalidRequest("top_p is 0.0; allowed is more than 0", field="sampling.top_p")]
     result = run("generate", "-a", address, "-p", "Hi", "--top-p", "0")
