@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from common.own_files import publish
+
 RANDOM_PREFIX = "random:"
 SEED_FILE = "random_weights.json"
 """Takes the place of model.safetensors."""
@@ -165,7 +167,7 @@ def ensure_random_checkpoint(model_id: str, parent: Path) -> Path:
         made.mkdir()
         _write(model, made)
         try:
-            made.rename(folder)
+            publish(made, folder)
         except OSError:
             if not folder.is_dir():  # otherwise another process was faster, with the same content
                 raise

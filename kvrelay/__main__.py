@@ -1,12 +1,14 @@
 """The `kvrelay` command, and `python -m kvrelay` in a checkout that nothing installed."""
 
+import os
 import sys
 
 from kvrelay.packages import ForeignPackage, check_packages, home_of, put_first
 
 
 def main() -> None:
-    """Run the command line."""
+    """Run the command line. Other users cannot change what it and its processes write."""
+    os.umask(os.umask(0o022) | 0o022)
     put_first(home_of())
     try:
         check_packages(sys.path)

@@ -217,6 +217,8 @@ def write_private(path: Path, content: bytes) -> None:
     scratch.unlink(missing_ok=True)
     with os.fdopen(os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
     os.replace(scratch, path)  # noqa: PTH105 - the atomic one, by its usual name
 
 

@@ -10,6 +10,7 @@ import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 
 from common.model_files import ModelNotFound, cache_dir, default_model_dir, resolve_model
+from common.text_files import load_tokenizer
 from engine.default_model import FetchFailed, fetch_default_model
 
 
@@ -59,6 +60,12 @@ def test_resolve_model_when_path_is_missing_does_not_ask_the_hub(
     monkeypatch.setattr(huggingface_hub, "snapshot_download", None)
     with pytest.raises(ModelNotFound, match="there is no folder"):
         resolve_model(model_id, local_files_only=False)
+
+
+def test_tokenizer_that_was_cut_names_its_file_and_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text('{"version": "1.0", "added_tok', encoding="utf-8")
+    with pytest.raises(ModelNotFound, match=r"cannot read .*tokenizer\.json: EOF .*; fetch or copy the model again"):
+        load_tokenizer(tmp_path)
 
 
 def test_resolve_model_when_id_is_on_the_hub_takes_only_what_serving_reads(

@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from common.own_files import publish
 from common.random_models import SEED_FILE
 from common.text_files import load_tokenizer
 from engine.model.calibration import round_for_windows
@@ -112,7 +113,7 @@ def quantize_checkpoint(source: Path, target: Path, rounding: Rounding, report: 
         for name, tensor in _quantized_tensors(by_text or _rounded(checkpoint, config, rounding), config, report):
             writer.add(name, tensor)
         writer.finish()
-        folder.rename(target)
+        publish(folder, target)
 
 
 def _check(config: DecoderConfig, rounding: Rounding) -> None:

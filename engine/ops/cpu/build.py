@@ -1,6 +1,7 @@
 """Compiles the kernels once per processor, compiler and source, into the cache folder.
 
-A compiler is optional. A failure costs speed, never a start: the caller gets a reason instead of a path.
+A compiler is optional. A failure costs speed, never a start: the caller gets a reason instead of a path. A library is
+code, so one that another user may have changed is not loaded, nor one that a crash has cut; both are compiled again.
 """
 
 import fcntl
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.model_files import cache_dir
+from common.own_files import is_own, own_folder, publish
 
 logger = logging.getLogger(__name__)
 
@@ -42,15 +44,15 @@ def build_kernels(folder: Path | None = None) -> Path | NotBuilt:
         compiler = find_compiler()
         if isinstance(compiler, NotBuilt):
             return compiler
-        library = (folder or cache_dir() / "kernels") / f"kvrelay-{_key(compiler)}.so"
-        if not library.exists():  # it appears whole: a reader needs neither the lock nor a writable folder
-            _compile_once(compiler, library)
+        folder = own_folder(folder or cache_dir() / "kernels")
+        name = f"kvrelay-{_key(compiler)}"
+        # It appears whole: a reader needs neither the lock nor a writable folder.
+        return _find(folder, name) or _compile_once(compiler, folder, name)
     except subprocess.CalledProcessError as error:
         return NotBuilt(reason=f"{error.cmd[0]} failed: {_complaint(error)}")
     # ValueError: $CXXFLAGS has an open quote; RuntimeError: this user has no home.
     except (OSError, subprocess.TimeoutExpired, ValueError, RuntimeError) as error:
         return NotBuilt(reason=f"cannot compile the kernels: {error}")
-    return library
 
 
 def find_compiler() -> list[str] | NotBuilt:
@@ -90,18 +92,31 @@ def _cpu_flags() -> str:
     return next((line for line in lines if line.lower().startswith(("flags", "features"))), "")
 
 
-def _compile_once(compiler: list[str], library: Path) -> None:
-    folder = library.parent
-    folder.mkdir(parents=True, exist_ok=True)
+def _find(folder: Path, name: str) -> Path | None:
+    """Return the library of a name: NAME-DIGEST.so, whose content has this digest and nobody else could write."""
+    for library in folder.glob(f"{name}-*.so"):
+        if is_own(library) and library.stem == f"{name}-{_digest(library)}":
+            return library
+    return None
+
+
+def _digest(library: Path) -> str:
+    return hashlib.sha256(library.read_bytes()).hexdigest()[:24]
+
+
+def _compile_once(compiler: list[str], folder: Path, name: str) -> Path:
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if library.exists():
-            return  # another process was first
+        if found := _find(folder, name):
+            return found  # another process was first
         logger.info("compiling the CPU kernels for this processor, once; it takes some seconds")
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            built = Path(scratch) / library.name
+            built = Path(scratch) / name
             _run([*compiler, *_flags(), str(_SOURCES / "kernels.cpp"), "-o", str(built)])
-            built.replace(library)
+            built.chmod(0o755)
+            library = folder / f"{name}-{_digest(built)}.so"
+            publish(built, library)
+        return library
 
 
 def _run(command: list[str]) -> str:

@@ -3,6 +3,7 @@
 import concurrent.futures
 import os
 import stat
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -95,6 +96,46 @@ def test_build_when_called_by_many_at_once_compiles_once(counting_compiler: Path
     assert len(set(map(str, built))) == 1
     assert counting_compiler.read_text() == "x\n"
     assert os.listdir(tmp_path / "cache") != []
+
+
+@pytest.mark.parametrize("damage", [lambda content: content[:2], lambda content: b"", lambda content: b"x" + content])
+def test_library_that_a_crash_has_cut_or_changed_is_compiled_again(
+    damage: Callable[[bytes], bytes], counting_compiler: Path, tmp_path: Path
+) -> None:
+    library = build_kernels(tmp_path / "cache")
+    assert isinstance(library, Path)
+    whole = library.read_bytes()
+    library.write_bytes(damage(whole))
+    assert build_kernels(tmp_path / "cache") == library
+    assert library.read_bytes() == whole
+    assert counting_compiler.read_text() == "x\n" * 2
+
+
+def test_library_that_others_may_write_is_compiled_again(counting_compiler: Path, tmp_path: Path) -> None:
+    library = build_kernels(tmp_path / "cache")
+    assert isinstance(library, Path)
+    library.chmod(0o777)
+    assert build_kernels(tmp_path / "cache") == library
+    assert stat.S_IMODE(library.stat().st_mode) == 0o755
+    assert counting_compiler.read_text() == "x\n" * 2
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+def test_library_that_another_user_planted_is_compiled_again(counting_compiler: Path, tmp_path: Path) -> None:
+    library = build_kernels(tmp_path / "cache")
+    assert isinstance(library, Path)
+    os.chown(library, 65534, 65534)
+    assert build_kernels(tmp_path / "cache") == library
+    assert library.stat().st_uid == 0
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+def test_build_in_the_folder_of_another_user_gives_the_reason(counting_compiler: Path, tmp_path: Path) -> None:
+    (tmp_path / "cache").mkdir()
+    os.chown(tmp_path / "cache", 65534, 65534)
+    built = build_kernels(tmp_path / "cache")
+    assert isinstance(built, NotBuilt)
+    assert "another user may write there" in built.reason
 
 
 def test_kernels_when_the_dtype_is_unknown_refuse_it(tmp_path: Path) -> None:
