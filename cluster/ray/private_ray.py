@@ -1,10 +1,13 @@
 """The Ray in which actors live; by default a private one on this host that ends with the supervisor.
 
-Only holders of the private Ray's random token can use it.
+Only holders of the private Ray's random token can use it. Ray lets every user of the host write in the folders of its
+session, so these lie below one that only this user may enter.
 """
 
 import asyncio
+import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import chdir, contextmanager
 from pathlib import Path
@@ -14,6 +17,7 @@ import ray
 from ray.job_config import JobConfig
 
 from cluster.processes.plan import ProcessSpec
+from common.own_files import is_own
 from common.signals import handlers_kept
 from kvrelay.packages import home_of
 
@@ -21,6 +25,8 @@ NAMESPACE = "kvrelay"
 _OBJECT_STORE_BYTES = 80_000_000  # Ray's minimum is 75 MiB; our actors put nothing into it
 _PRIVATE_CPUS = 1 << 16
 """Enough that Ray never rations CPUs: a worker's share is its thread count, and pools can grow."""
+_MAX_FOLDER_BYTES = 107 - len("/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store")
+"""Longest path of the private folder, so that those of the session's sockets fit into an address."""
 
 
 @contextmanager
@@ -74,13 +80,14 @@ class PrivateRay(RayHome):
 
     def __init__(self, cluster: str) -> None:
         self._cluster = cluster
-        self._session_dir: Path | None = None
+        self._folder: Path | None = None
 
     def open(self) -> None:
-        """Start Ray: blocks for about 3 s. Main thread only. Raises the exceptions of ray.init."""
+        """Start Ray: blocks for about 3 s. Main thread only. Raises the exceptions of ray.init, and OSError."""
         self.working_dir = Path.cwd()
+        self._folder = _private_folder(Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()))
         with handlers_kept(), driver_of(self._cluster) as job:
-            context: Any = ray.init(
+            ray.init(
                 address="local",
                 namespace=NAMESPACE,
                 job_config=job,
@@ -89,13 +96,28 @@ class PrivateRay(RayHome):
                 include_dashboard=False,
                 log_to_driver=False,
                 configure_logging=False,
+                _temp_dir=str(self._folder / "ray"),  # which Ray gives mode 0777, like all below
             )
-        self._session_dir = Path(context.address_info["session_dir"])
 
     async def close(self) -> None:
-        """Stop Ray and delete its session folder."""
-        if not ray.is_initialized():
-            return
-        await asyncio.to_thread(ray.shutdown)
-        if self._session_dir is not None:
-            await asyncio.to_thread(shutil.rmtree, self._session_dir, ignore_errors=True)
+        """Stop Ray and delete its folder."""
+        if ray.is_initialized():
+            await asyncio.to_thread(ray.shutdown)
+        if self._folder is not None:
+            await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
+
+
+def _private_folder(parent: Path) -> Path:
+    """Return a new folder that only this user may enter. Raises OSError where others could take its place."""
+    if not is_own(parent):
+        raise PermissionError(
+            f"cannot keep sockets below {parent}: other users may rename what is there; set RAY_TMPDIR to a folder of"
+            " your own, or give it the sticky bit"
+        )
+    folder = Path(tempfile.mkdtemp(prefix="kvr-", dir=parent))
+    if len(os.fsencode(folder)) > _MAX_FOLDER_BYTES:
+        folder.rmdir()
+        raise OSError(
+            f"cannot keep sockets below {parent}: their paths are too long; set RAY_TMPDIR to a shorter folder"
+        )
+    return folder
