@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 
 from cluster.doctor.finding import Health
-from cluster.doctor.host import check_kernels, find_compiler, this_host
+from cluster.doctor.host import check_doors, check_kernels, find_compiler, this_host
 from cluster.processes.run_dir import FILE_NAME, make_run_dir, write_config
 from cluster.processes.starter import Report, Up, start_supervisor
 from cluster.processes.state import StateFile
@@ -98,6 +98,8 @@ def up(config: ServingConfig, *, config_path: Path, run_dir: Path, report: Repor
     # The compiler is looked for first: counting GPUs may take seconds.
     if find_compiler() is None and (kernels := check_kernels(config, this_host())).verdict is Health.WARNING:
         report(f"{kernels.detail} on this host; {kernels.advice}")
+    if (doors := check_doors(config)).verdict is Health.WARNING:
+        report(f"{doors.detail}; {doors.advice}")
     make_run_dir(run_dir)
     for old_log in (run_dir / "logs").glob("*.log*"):
         old_log.unlink()

@@ -19,7 +19,7 @@ from cluster.doctor.finding import DoctorFinding, failure, ok, warning
 from common.config import PoolConfig, ServingConfig
 from common.engines import NIXL_VERSION, VLLM_VERSION, installed_package, vllm_version
 from common.model_files import DEFAULT_MODEL_ID, ModelNotFound, cache_dir, resolve_model
-from common.ports import dial_address, is_port_free
+from common.ports import dial_address, is_loopback, is_port_free
 from common.process import count_gpus
 from common.random_models import SEED_FILE
 
@@ -80,6 +80,7 @@ def check_host(config: ServingConfig, host: HostFacts, *, is_up: bool) -> Iterat
     yield from _limits(config, host)
     yield _gpus(config, host)
     yield check_kernels(config, host)
+    yield check_doors(config)
     if not is_up:
         yield from _ports(config)
     if config.launcher == "ray":
@@ -250,6 +251,17 @@ def _ports(config: ServingConfig) -> Iterator[DoctorFinding]:
             yield ok(key, f"{at} is free")
         else:
             yield failure(key, f"{at} is taken by another program", f"stop it, or set {key}: 0 for a free port")
+
+
+def check_doors(config: ServingConfig) -> DoctorFinding:
+    """Return whether other hosts reach the doors of a router without a key."""
+    host = config.router.host
+    if is_loopback(host):
+        return ok("doors", f"{host} is for this host alone")
+    if config.router.auth == "api_key":
+        return ok("doors", f"clients of other hosts reach {host} with the key of a tenant")
+    detail = f"router.host: {host} opens the doors to every client that reaches this host, since router.auth is none"
+    return warning("doors", detail, "set router.auth: api_key and tenants, or router.host: 127.0.0.1")
 
 
 def _ray(host: HostFacts, *, is_up: bool) -> DoctorFinding:

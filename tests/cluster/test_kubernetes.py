@@ -190,7 +190,7 @@ def test_every_pool_has_a_group_with_its_label_that_carries_its_workers(config: 
         assert int(container(group)["resources"]["limits"]["cpu"]) == pool.num_cpus
         assert ports(group)["metrics"] == pool.port_range.start, "a worker's metrics take the first port"
     assert groups()["head"]["rayStartParams"]["num-cpus"] == "0"
-    locked = re.search(r"^ray==(.*)$", (_REPO / "requirements.lock").read_text(encoding="utf-8"), re.MULTILINE)
+    locked = re.search(r"^ray==(\S+)", (_REPO / "requirements.lock").read_text(encoding="utf-8"), re.MULTILINE)
     assert locked is not None
     assert the("RayCluster")["spec"]["rayVersion"] == locked[1]
 
@@ -213,6 +213,13 @@ def test_doors_of_the_configuration_are_those_of_service_and_monitors(config: Se
         assert all(endpoint["port"] in ports(group) for group in groups().values())
         names = endpoint["tlsConfig"].get("serverName", f"worker.{config.name}.kvrelay.internal")
         assert names == f"worker.{config.name}.kvrelay.internal"
+
+
+def test_doors_ask_for_a_key_that_only_the_router_gets(config: ServingConfig) -> None:
+    assert config.router.auth == "api_key"
+    given = {pool: {each["name"] for each in container(group)["env"]} for pool, group in groups().items()}
+    assert config.secret_variables <= given["head"]
+    assert not config.secret_variables & (given["prefill"] | given["decode"])
 
 
 def test_selectors_name_the_cluster_and_pods_give_rules_their_job() -> None:

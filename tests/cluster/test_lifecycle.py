@@ -253,6 +253,20 @@ def test_up_without_a_compiler_says_what_would_make_it_faster(tmp_path: Path, mo
     assert reports == ["no C++ compiler on this host; install g++: torch alone is several times slower"]
 
 
+def test_up_with_doors_that_other_hosts_reach_without_a_key_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cluster.lifecycle.start_supervisor", lambda _dir, _report: StartFailure(reason="none"))
+    tenants = [{"name": "a", "api_keys": ["k" * 16]}]
+    for host, auth in (("127.0.0.1", {}), ("0.0.0.0", {"auth": "api_key"}), ("0.0.0.0", {})):
+        reports: list[str] = []
+        config = make_config(launcher="local", router={"host": host, **auth}, tenants=tenants if auth else [])
+        with pytest.raises(ClusterError, match="none"):
+            up(config, config_path=Path("serving.yaml"), run_dir=tmp_path / "run", report=reports.append)
+        warned = [report for report in reports if "set router.auth: api_key and tenants" in report]
+        assert len(warned) == (host == "0.0.0.0" and not auth)
+
+
 def test_default_run_dir_follows_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVRELAY_RUN_DIR", str(tmp_path))
     assert default_run_dir("blue") == tmp_path / "blue"
