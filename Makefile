@@ -9,6 +9,8 @@ BIN := $(VENV)/bin
 # The locks were resolved for 3.11. The path is the program's own: a venv made through a link breaks with the link.
 PYTHON ?= $(realpath $(shell command -v python3.11 || command -v python3))
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
+# Exactly the files of a lock, whose digests it holds.
+LOCKED := install --no-deps --require-hashes --requirement
 # The tests that call programs of the host or compile; their skips are printed.
 BARE_TESTS := tests/cli tests/cluster tests/engine/cpu_kernels tests/engine/cuda/test_graphs.py tests/hosts \
   tests/benchmarks/test_peer_venv.py tests/e2e/test_bundle.py
@@ -56,7 +58,7 @@ test-bare: $(VENV)/.dev ## Run the tests that use programs of the host, without 
 
 .PHONY: fuzz
 fuzz: $(VENV)/.dev ## Fuzz every door, FUZZ_SECONDS (600) each; FUZZ_TARGETS names some of them
-	@$(PIP) install --quiet --no-deps --only-binary :all: --requirement tests/fuzz/requirements.txt \
+	@$(PIP) $(LOCKED) .ci/fuzz.lock --quiet --only-binary :all: \
 	  || echo "there is no atheris for this platform: inputs are chosen by chance" >&2
 	@$(BIN)/python -m tests.fuzz $(FUZZ_TARGETS) --seconds $(FUZZ_SECONDS)
 
@@ -88,7 +90,7 @@ model: $(VENV)/.runtime ## Fetch the default model, once
 
 .PHONY: lock
 lock: $(VENV)/.dev ## Resolve pyproject.toml into the lock files again
-	@$(PIP) install --quiet uv && .ci/lock
+	@.ci/lock
 
 .PHONY: tables
 tables: $(VENV)/.dev ## Write the tables of configuration keys in docs/ again
@@ -112,22 +114,23 @@ $(VENV)/.made:
 	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "Python 3.11 or later is needed; name one: make PYTHON=/path/to/python3.11 ..." >&2; exit 1; }
 	@"$(PYTHON)" -m venv $(VENV)
-	@$(PIP) install --quiet --upgrade pip
 	@touch $@
 
 # torch comes first and by itself: which build is right depends on the machine.
-$(VENV)/.runtime: requirements.lock pyproject.toml .ci/install-torch | $(VENV)/.made
+$(VENV)/.runtime: requirements.lock pyproject.toml .ci/tools.lock .ci/install-torch | $(VENV)/.made
+	@$(STEP) "installing what installs the rest"
+	@$(PIP) $(LOCKED) .ci/tools.lock --progress-bar off $(BRIEF)
 	@$(STEP) "installing torch"
 	@$(BIN)/python .ci/install-torch
 	@$(STEP) "installing $$(wc -l <requirements.lock) locked packages"
-	@$(PIP) install --no-deps --progress-bar off --requirement requirements.lock $(BRIEF)
+	@$(PIP) $(LOCKED) requirements.lock --progress-bar off $(BRIEF)
 	@$(STEP) "installing kvrelay"
-	@$(PIP) install --quiet --no-deps --editable .
+	@$(PIP) install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
 
 $(VENV)/.dev: requirements-dev.lock $(VENV)/.runtime
 	@$(STEP) "installing $$(wc -l <requirements-dev.lock) locked development packages"
-	@$(PIP) install --no-deps --progress-bar off --requirement requirements-dev.lock $(BRIEF)
+	@$(PIP) $(LOCKED) requirements-dev.lock --progress-bar off $(BRIEF)
 	@touch $@
 
 $(FOREIGN)/.python: tests/foreign/requirements.txt

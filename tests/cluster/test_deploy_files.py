@@ -4,6 +4,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -81,10 +82,34 @@ def test_image_gets_every_package_and_copies_only_files_that_exist_and_are_sent(
     assert sorted(line[1:] for line in ignore if line.startswith("!")) == sorted(copied)
 
 
+def test_image_takes_only_the_files_that_its_locks_and_its_base_name() -> None:
+    (base,) = [rest for word, rest in instructions() if word == "ARG" and rest.startswith("PYTHON=")]
+    assert re.fullmatch(r"PYTHON=3\.11\.\d+-slim-bookworm@sha256:[0-9a-f]{64}", base)
+    installed = [rest for word, rest in instructions() if word == "RUN" and "pip install" in rest]
+    assert installed
+    for command in installed:
+        assert "--require-hashes" in command or command.endswith("--no-deps --no-build-isolation .")
+
+
+@pytest.mark.parametrize(
+    "lock", [*_REPO.glob("requirements*.lock"), *_REPO.glob(".ci/*.lock")], ids=lambda path: path.name
+)
+def test_lock_has_digests_for_every_version(lock: Path) -> None:
+    for line in lock.read_text(encoding="utf-8").splitlines():
+        assert re.fullmatch(r"[a-z0-9-]+==\S+( --hash=sha256:[0-9a-f]{64})+", line), line[:60]
+
+
+def test_what_builds_the_package_is_what_the_lock_has() -> None:
+    (required,) = tomllib.loads((_REPO / "pyproject.toml").read_text(encoding="utf-8"))["build-system"]["requires"]
+    for lock in (".ci/tools.lock", ".ci/release.lock"):
+        assert f"{required} " in (_REPO / lock).read_text(encoding="utf-8")
+
+
 def test_image_opens_the_ports_of_its_configuration_and_runs_commands_that_exist() -> None:
     config = load_config(_CONTAINER / "serving.yaml")
     assert not is_loopback(config.router.host)
     assert config.tls.mode == "auto", "doors that other hosts reach are encrypted"
+    assert config.router.auth == "api_key", "and ask for a key"
     said = dict(stages()[-1])
     assert set(map(int, said["EXPOSE"].split())) == {
         config.router.port,
