@@ -45,11 +45,15 @@ class KvrelayError(Exception):
 
     code: ClassVar[grpc.StatusCode] = grpc.StatusCode.UNKNOWN
 
-    def __init__(self, message: str, *, field: str = "", retry_after_s: float | None = None) -> None:
+    def __init__(
+        self, message: str, *, field: str = "", retry_after_s: float | None = None, spent_s: float = 0.0
+    ) -> None:
+        """`spent_s`: CPU seconds that a worker has spent on the caller before it refused."""
         super().__init__(message)
         self.message = message
         self.field = field
         self.retry_after_s = retry_after_s
+        self.spent_s = spent_s
 
 
 class RequestError(KvrelayError):
@@ -218,8 +222,10 @@ def to_status(error: KvrelayError) -> tuple[grpc.StatusCode, str, tuple[tuple[st
     Long messages are cut: they stand in the trailers twice, and peers refuse trailers above 8 KiB.
     """
     text = error.message if len(error.message) <= _MAX_MESSAGE_CHARS else error.message[: _MAX_MESSAGE_CHARS - 1] + "…"
-    details = [error_details_pb2.ErrorInfo(reason=type(error).__name__, domain=DOMAIN, metadata={"field": error.field})]
-    packed = [_pack(detail) for detail in details]
+    metadata = {"field": error.field}
+    if error.spent_s:
+        metadata["spent_s"] = str(error.spent_s)
+    packed = [_pack(error_details_pb2.ErrorInfo(reason=type(error).__name__, domain=DOMAIN, metadata=metadata))]
     if error.field:
         violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=text)
         packed.append(_pack(error_details_pb2.BadRequest(field_violations=[violation])))
@@ -275,16 +281,16 @@ _BARE: dict[grpc.StatusCode, type[KvrelayError]] = {
 def _from_details(raw: bytes, message: str) -> KvrelayError | None:
     status = status_pb2.Status.FromString(raw)
     cls: type[KvrelayError] | None = None
-    field = ""
+    field, spent_s = "", 0.0
     retry_after_s: float | None = None
     for detail in status.details:
         info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
         if detail.Unpack(info) and info.domain == DOMAIN:
             cls = next((c for c in error_classes() if c.__name__ == info.reason), None)
-            field = info.metadata["field"]
+            field, spent_s = info.metadata["field"], float(info.metadata.get("spent_s", 0.0))
         elif detail.Unpack(retry):
             retry_after_s = retry.retry_delay.ToMilliseconds() / 1000
-    return cls(message, field=field, retry_after_s=retry_after_s) if cls is not None else None
+    return cls(message, field=field, retry_after_s=retry_after_s, spent_s=spent_s) if cls is not None else None
 
 
 def _pack(message: Any) -> any_pb2.Any:

@@ -71,7 +71,10 @@ class DecodeCall:
             self._group = group
             try:
                 self._open_direct(request, spec)
-                reserved = pb.Reserved(num_cached_tokens=group.leader.num_cached_tokens if has_handoff else 0)
+                reserved = pb.Reserved(
+                    num_cached_tokens=group.leader.num_cached_tokens if has_handoff else 0,
+                    compile_s=runtime.grammars.take_spent_s(spec.hash_root),
+                )
                 self._outlet.put(pb.DecodeResponse(reserved=reserved))
                 if has_handoff:
                     self._stages.enter("transfer", source=request.handoff.prefill_worker_id)

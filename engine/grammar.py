@@ -11,7 +11,6 @@ another process first (engine/grammar_trial.py).
 import json
 import logging
 import threading
-from collections import OrderedDict
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
@@ -26,8 +25,6 @@ from common.structured_outputs import FIELD, Structure, read_structure
 
 logger = logging.getLogger(__name__)
 
-MAX_CACHED = 64
-"""Compiled grammars that are kept."""
 LIMITS = {
     "initial_lexer_fuel": 200_000,
     "step_lexer_fuel": 40_000,
@@ -137,7 +134,7 @@ class Grammars:
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
         self._lock = threading.Lock()
-        self._cache: OrderedDict[str, Grammar] = OrderedDict()
+        """Held while the vocabulary is read."""
 
     @property
     def description(self) -> dict[str, Any]:
@@ -152,26 +149,16 @@ class Grammars:
         eos_token_ids = frozenset(description["eos_token_ids"])
         return cls(tokenizer, vocab_size=description["vocab_size"], eos_token_ids=eos_token_ids)
 
-    def knows(self, text: str) -> bool:
-        """Return whether a structure is compiled already."""
-        return text in self._cache
-
     def compile(self, text: str) -> Grammar:
         """Return the grammar of a structure's JSON text: usually within 5 ms. Raises InvalidRequest.
 
         Its first mask is computed, too, which is where most unusable grammars fail.
         """
-        with self._lock:
-            grammar = self._cache.pop(text, None) or self._compile(read_structure(text))
-            self._cache[text] = grammar
-            if len(self._cache) > MAX_CACHED:
-                self._cache.popitem(last=False)
-            return grammar
-
-    def _compile(self, structure: Structure) -> Grammar:
         import llguidance  # 20 MB that only structured answers need
 
-        known = self._known
+        structure = read_structure(text)
+        with self._lock:
+            known = self._known
         try:
             source = _source(structure, self._tokenizer)
         except ValueError as error:

@@ -67,10 +67,11 @@ async def _follow(spec: EngineRequest, events: "asyncio.Queue[EngineEvent]", con
                 raise failed.error
 
 
-def started_to_proto(started: Started) -> pb.PrefillStarted:
+def started_to_proto(started: Started, *, compile_s: float = 0.0) -> pb.PrefillStarted:
     """Return the message for the start of a computation."""
     return pb.PrefillStarted(
         num_cached_tokens=started.num_cached_tokens,
         queue_s=started.queue_s,
         num_pulled_tokens=started.num_pulled_tokens,
+        compile_s=compile_s,
     )

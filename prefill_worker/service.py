@@ -120,7 +120,8 @@ class PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
             match await _next_or_abort(events, handoff):
                 case Started() as started:
                     stages.enter("chunk", after_s=started.queue_s, num_cached_tokens=started.num_cached_tokens)
-                    await context.write(pb.PrefillResponse(started=started_to_proto(started)))
+                    compile_s = self._runtime.grammars.take_spent_s(spec.hash_root)
+                    await context.write(pb.PrefillResponse(started=started_to_proto(started, compile_s=compile_s)))
                 case PrefillProgress() as progress:
                     handoffs.progress(handoff, progress.block_table, progress.num_computed_tokens)
                     stages.note(num_computed_tokens=progress.num_computed_tokens)

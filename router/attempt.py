@@ -84,6 +84,9 @@ class Attempt(ABC):
         """Deliver the missing tokens of the samples. Raises AttemptFailed."""
         try:
             return await self._run()
+        except AttemptFailed as failure:
+            self.record.compile_s += failure.error.spent_s
+            raise
         finally:
             decision = self.booking.decision
             if decision.ttft_s is not None:

@@ -71,6 +71,7 @@ class GenerationAttempt(Attempt):
         response = await self._first_message(answer, decode)
         if response is None or not response.HasField("reserved"):
             raise AttemptFailed(decode, EngineFault("the first message of a decode call is not a reservation"))
+        self.record.compile_s += response.reserved.compile_s
         if self.booking.prefill is not None and not self.record.ledger.has_tokens:
             num_prompt_tokens = len(self.record.job.prompt_token_ids)
             self.record.num_decode_cached_tokens = min(response.reserved.num_cached_tokens, num_prompt_tokens)
@@ -131,6 +132,7 @@ class GenerationAttempt(Attempt):
         with prefill.member.client.prefill(request, timeout_s=self._time_left_s()) as answer:
             while (response := await receive(answer, prefill)) is not None:
                 if response.HasField("started"):
+                    self.record.compile_s += response.started.compile_s
                     self._note_started(response.started)
                 elif response.HasField("finished") and not has_first_tokens.is_set():
                     self._take_first_tokens(prefill, response.finished)

@@ -89,6 +89,8 @@ class RunningRequest:
     num_drafted_tokens: int = 0
     num_accepted_tokens: int = 0
     prefill_s: float = 0.0
+    compile_s: float = 0.0
+    """CPU time of workers that compiled grammars for this request, or for earlier ones of its tenant that have left."""
     num_attempts: int = 0
     plan: Plan | None = None
     """The latest plan; None before the first one."""

@@ -6,7 +6,7 @@ For `kvrelay generate --in-process`, and as the baseline of benchmarks that meas
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 
 import tokenizers
 
@@ -26,6 +26,9 @@ from engine.group import Group
 from engine.request import EngineRequest
 from worker.factory import limits_for, load_executor_for, speculator_for
 from worker.output import OutputStreams
+
+MAX_GRAMMARS = 64
+"""Compiled grammars that are kept."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +53,8 @@ class LocalEngine:
         speculator = speculator_for(config, config.pools.decode, executor)
         self._core = EngineCore(executor, limits_for(config.pools.decode), SystemClock(), speculator)
         self._root = hash_root(model_fingerprint=executor.kv.shape.fingerprint)
-        self._grammars = Grammars(tokenizer, vocab_size=executor.vocab_size, eos_token_ids=executor.eos_token_ids)
+        grammars = Grammars(tokenizer, vocab_size=executor.vocab_size, eos_token_ids=executor.eos_token_ids)
+        self._grammar = lru_cache(MAX_GRAMMARS)(grammars.compile)
 
     @classmethod
     def load(cls, config: ServingConfig) -> "LocalEngine":
@@ -118,7 +122,7 @@ class LocalEngine:
             request_id=mint_request_id(),
             prompt_token_ids=as_tokens(prompt),
             sampling=sampling,
-            grammar=self._grammars.compile(sampling.structured_outputs) if sampling.structured_outputs else None,
+            grammar=self._grammar(sampling.structured_outputs) if sampling.structured_outputs else None,
             hash_root=self._root,
             block_hashes=hash_blocks(prompt, root=self._root, block_size=block_size),
         )

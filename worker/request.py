@@ -4,11 +4,7 @@ Block hashes are not sent: a worker computes them from the root and the tokens. 
 what the hash names, and no caller can make it publish one prompt's KV under another's name.
 """
 
-import asyncio
 import math
-from concurrent.futures import ThreadPoolExecutor
-
-import tokenizers
 
 from common.block_hash import ROOT_BYTES, hash_blocks
 from common.errors import InvalidRequest, PromptTooLong
@@ -19,13 +15,9 @@ from common.tokens import TokenArray
 from common.wire import sampling_from_proto, unpack_tokens
 from engine.beams import BeamSnapshot, Hypothesis, LiveBeam
 from engine.executor import Executor
-from engine.grammar import Grammar, Grammars
-from engine.grammar_trial import GrammarTrial
+from engine.grammar import Grammar
 from engine.request import EngineRequest, Retention
 from kvrelay.v1 import sequence_pb2
-
-_NUM_GRAMMAR_THREADS = 4
-"""Threads apart from those that move KV, which a flood of grammars would hold up."""
 
 
 def engine_request(
@@ -116,39 +108,3 @@ def _beams(state: sequence_pb2.BeamState, sampling: SamplingParams, *, vocab_siz
         for beam in state.complete
     )
     return BeamSnapshot(live=live, complete=complete)
-
-
-class GrammarCompiler:
-    """Compiles the grammars of structured answers, off a worker's event loop.
-
-    Event loop only; threads and the process for trials begin when they are needed.
-    """
-
-    def __init__(self, tokenizer: tokenizers.Tokenizer, executor: Executor) -> None:
-        self._vocab_size = executor.vocab_size
-        self._grammars = Grammars(tokenizer, vocab_size=self._vocab_size, eos_token_ids=executor.eos_token_ids)
-        self._trial = GrammarTrial(self._grammars)
-        self._threads: ThreadPoolExecutor | None = None
-
-    async def compile(self, structure: str, output: bytes) -> Grammar:
-        """Return the grammar of a structure, which the packed tokens of an answer begun elsewhere follow.
-
-        Raises InvalidRequest, and Overloaded when the host is too busy. New grammars are tried in another process
-        first: hostile ones take long, or crash.
-        """
-        if self._threads is None:
-            self._threads = ThreadPoolExecutor(_NUM_GRAMMAR_THREADS, thread_name_prefix="grammar")
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self._compile, structure, output)
-
-    async def aclose(self) -> None:
-        """End the threads and the process, if there are any."""
-        if self._threads is not None:
-            await asyncio.to_thread(self._threads.shutdown)
-            await asyncio.to_thread(self._trial.close)
-
-    def _compile(self, structure: str, output: bytes) -> Grammar:
-        if not self._grammars.knows(structure):
-            self._trial.pass_or_refuse(structure)
-        grammar = self._grammars.compile(structure)
-        grammar.check(unpack_tokens(output, vocab_size=self._vocab_size, field="sequence.output_tokens"))
-        return grammar

@@ -14,7 +14,7 @@ import tokenizers
 from common.chat_template import LineTemplate
 from common.config import PoolConfig, ServingConfig
 from common.errors import InvalidRequest, Overloaded, Refused, StaleEpoch, WorkerLost
-from common.ids import Epoch, WorkerId, mint_epoch
+from common.ids import Epoch, HashRoot, WorkerId, mint_epoch
 from common.kv_events import KvEvents
 from common.parity import Template, TextProbes, text_probes
 from common.structured import keep_going
@@ -34,13 +34,14 @@ from kv_transfer.transports.registry import WorkerTransports
 from kvrelay.v1 import sequence_pb2, worker_pb2
 from worker.environment import Environment
 from worker.factory import limits_for
+from worker.grammars import GrammarCompiler
 from worker.kv_event_hub import KvEventHub
 from worker.open_calls import OpenCalls
 from worker.peers import PeerChannels
 from worker.prefill_gate import PrefillGate, Quarantine
 from worker.prefix_pull import PrefixPuller
 from worker.recent_steps import RecentSteps
-from worker.request import GrammarCompiler, engine_request
+from worker.request import engine_request
 from worker.timing import WorkerTiming
 
 logger = logging.getLogger(__name__)
@@ -121,13 +122,13 @@ class WorkerRuntime:
             ),
         )
         self.prefill_gate = PrefillGate(self.backlog_s)
-        self._grammars = GrammarCompiler(tokenizer, executor)
+        self.grammars = GrammarCompiler(tokenizer, executor)
         self.quarantine = Quarantine()
         self.is_leaving = False
         """Whether the worker has announced to the routers that it will end."""
         self.on_drain: list[Callable[[], None]] = []
         """Called when the worker stops: endless streams must end with their last request."""
-        self.on_close: list[Callable[[], Awaitable[None]]] = [self.peers.aclose, self._grammars.aclose]
+        self.on_close: list[Callable[[], Awaitable[None]]] = [self.peers.aclose, self.grammars.aclose]
         self._sweeper: asyncio.Task[None] | None = None
 
     @cached_property
@@ -139,7 +140,7 @@ class WorkerRuntime:
         """Return the engine's record of a request. Raises InvalidRequest, PromptTooLong, Overloaded."""
         grammar = None
         if structure := spec.sampling.structured_outputs:
-            grammar = await self._grammars.compile(structure, spec.output_tokens)
+            grammar = await self.grammars.compile(structure, spec.output_tokens, root=HashRoot(spec.hash_root))
         return engine_request(spec, self.executor, grammar)
 
     @property

@@ -146,8 +146,8 @@ class TenantConfig(Section):
     """Its keys may ask for the status of the whole cluster. Commands on the host of the run folder need no key for
     that."""
     share_cache: bool = False
-    """Share cached prefixes with the other tenants that set this. Otherwise neither cached tokens nor times reveal to
-    a tenant what another has sent."""
+    """Share cached prefixes and compiled grammars with the other tenants that set this. Otherwise neither cached tokens
+    nor times reveal to a tenant what another has sent."""
 
 
 class SloConfig(Section):

@@ -309,16 +309,20 @@ class Reserved(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    COMPILE_S_FIELD_NUMBER: _builtins.int
     num_cached_tokens: _builtins.int
     """Prompt tokens whose KV this worker already holds."""
+    compile_s: _builtins.float
+    """CPU time of compiling grammars for the tenant that no router has been told of before."""
     def __init__(
         self,
         *,
         num_cached_tokens: _builtins.int = ...,
+        compile_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_cached_tokens", b"num_cached_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["compile_s", b"compile_s", "num_cached_tokens", b"num_cached_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

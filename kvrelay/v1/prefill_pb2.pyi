@@ -67,22 +67,26 @@ class PrefillStarted(_message.Message):
     NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     QUEUE_S_FIELD_NUMBER: _builtins.int
     NUM_PULLED_TOKENS_FIELD_NUMBER: _builtins.int
+    COMPILE_S_FIELD_NUMBER: _builtins.int
     num_cached_tokens: _builtins.int
     """Prompt tokens found in this worker's cache."""
     queue_s: _builtins.float
     """Time in the worker's queue, a pull included."""
     num_pulled_tokens: _builtins.int
     """Cached tokens that were pulled from the source for this request."""
+    compile_s: _builtins.float
+    """CPU time of compiling grammars for the tenant that no router has been told of before."""
     def __init__(
         self,
         *,
         num_cached_tokens: _builtins.int = ...,
         queue_s: _builtins.float = ...,
         num_pulled_tokens: _builtins.int = ...,
+        compile_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_cached_tokens", b"num_cached_tokens", "num_pulled_tokens", b"num_pulled_tokens", "queue_s", b"queue_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["compile_s", b"compile_s", "num_cached_tokens", b"num_cached_tokens", "num_pulled_tokens", b"num_pulled_tokens", "queue_s", b"queue_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

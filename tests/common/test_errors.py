@@ -27,10 +27,10 @@ class Call(grpc.RpcError):
 
 @pytest.mark.parametrize("cls", error_classes(), ids=lambda cls: cls.__name__)
 def test_client_gets_the_same_error_class_that_the_server_raised(cls: type[KvrelayError]) -> None:
-    code, message, trailing = to_status(cls("why", field="sampling.top_p", retry_after_s=1.5))
+    code, message, trailing = to_status(cls("why", field="sampling.top_p", retry_after_s=1.5, spent_s=0.25))
     back = from_rpc_error(Call(code, message, trailing))
     assert type(back) is cls
-    assert (back.message, back.field, back.retry_after_s) == ("why", "sampling.top_p", 1.5)
+    assert (back.message, back.field, back.retry_after_s, back.spent_s) == ("why", "sampling.top_p", 1.5, 0.25)
 
 
 @pytest.mark.parametrize("cls", [c for c in error_classes() if not c.__subclasses__()], ids=lambda cls: cls.__name__)

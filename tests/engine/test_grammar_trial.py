@@ -1,64 +1,130 @@
 """Hostile grammars end, at worst, the process in which they are tried."""
 
+import asyncio
 import json
 import signal
-from collections.abc import Iterator
+from collections.abc import AsyncIterator
 from typing import Any
 
+import psutil
 import pytest
 
-from common.errors import InvalidRequest, Overloaded
+from common.errors import Overloaded
 from engine import grammar_trial
-from engine.grammar_trial import GrammarTrial
+from engine.grammar_trial import GrammarTrials
 from tests.builders import FAKE_GRAMMARS
 
-
-@pytest.fixture(name="trial", scope="module")
-def _trial() -> Iterator[GrammarTrial]:
-    trial = GrammarTrial(FAKE_GRAMMARS)
-    yield trial
-    trial.close()
-
-
+TIMEOUT_S = 60.0
+GOOD = '{"choice": ["yes", "no"]}'
+SLOW = '{"json": {"type": "integer", "multipleOf": 99999989}}'
 DEEP = "start: r0\n" + "\n".join(f"r{i}: r{i + 1}" for i in range(5000)) + '\nr5000: "a"'
+
+
+@pytest.fixture(name="trials")
+async def _trials(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[GrammarTrials]:
+    """Give trials all the time that a busy machine needs."""
+    for name in ("START_S", "WALL_S", "TRIAL_S"):
+        monkeypatch.setattr(grammar_trial, name, 120.0)
+    trials = GrammarTrials(FAKE_GRAMMARS)
+    yield trials
+    await trials.aclose()
+
+
+class Spent:
+    """Takes the CPU seconds of one trial."""
+
+    def __init__(self) -> None:
+        self.cpu_s = 0.0
+        self._is_known = asyncio.Event()
+
+    def __call__(self, cpu_s: float) -> None:
+        self.cpu_s = cpu_s
+        self._is_known.set()
+
+    async def known(self) -> float:
+        """Return the CPU seconds when the trial has ended."""
+        async with asyncio.timeout(TIMEOUT_S):
+            await self._is_known.wait()
+        return self.cpu_s
+
+
+def process_of(trials: GrammarTrials) -> psutil.Process:
+    """Return the process that forks, a child of this one."""
+    assert trials._forker is not None  # noqa: SLF001
+    return psutil.Process(trials._forker.result()._process.pid)  # noqa: SLF001
 
 
 @pytest.mark.parametrize(
     "structure",
     [
         {"grammar": DEEP},
-        {"json": {"type": "integer", "multipleOf": 99999989}},
+        json.loads(SLOW),
         {"json": {"$ref": "#"}},
         {"regex": "[^\\s\\S]"},
         {"grammar": "start: start"},
     ],
     ids=["deep rules", "slow", "no schema", "no text", "no end"],
 )
-def test_hostile_grammar_is_refused(
-    trial: GrammarTrial, structure: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+async def test_hostile_grammar_is_refused(
+    trials: GrammarTrials, structure: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grammar_trial, "START_S", 120.0)
-    monkeypatch.setattr(grammar_trial, "WALL_S", 120.0)
     monkeypatch.setattr(grammar_trial, "TRIAL_S", 0.5)
-    with pytest.raises(InvalidRequest, match="cannot be compiled"):
-        trial.pass_or_refuse(json.dumps(structure))
-    with pytest.raises(InvalidRequest, match="cannot be compiled"):
-        trial.pass_or_refuse(json.dumps(structure))
+    spent = Spent()
+    verdict = await trials.run(json.dumps(structure), spent)
+    assert "cannot be compiled" in verdict.reason
+    assert spent.cpu_s > 0
     monkeypatch.setattr(grammar_trial, "TRIAL_S", 60.0)
-    trial.pass_or_refuse('{"choice": ["yes", "no"]}')
+    assert not (await trials.run(GOOD, Spent())).reason
 
 
-def test_grammar_on_a_host_that_is_too_busy_is_refused_for_now_only(
-    trial: GrammarTrial, monkeypatch: pytest.MonkeyPatch
+async def test_grammar_on_a_host_that_is_too_busy_is_refused_for_now_only(
+    trials: GrammarTrials, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grammar_trial, "START_S", 120.0)
-    monkeypatch.setattr(grammar_trial, "WALL_S", 60.0)
-    good = '{"choice": ["one", "two"]}'
-    trial.pass_or_refuse('{"choice": ["yes", "no"]}')
-    assert trial._process is not None  # noqa: SLF001
-    trial._process.send_signal(signal.SIGSTOP)  # noqa: SLF001
+    await trials.run(GOOD, Spent())
+    process_of(trials).send_signal(signal.SIGSTOP)
     with monkeypatch.context() as busy:
-        busy.setattr(grammar_trial, "WALL_S", 0.2)
+        busy.setattr(grammar_trial, "WALL_S", 0.1)
         with pytest.raises(Overloaded):
-            trial.pass_or_refuse(good)
-    trial.pass_or_refuse(good)
+            await trials.run(GOOD, Spent())
+    assert not (await trials.run(GOOD, Spent())).reason
+
+
+async def test_grammar_is_refused_for_now_only_when_the_host_runs_out_of_memory(trials: GrammarTrials) -> None:
+    running = asyncio.create_task(trials.run(SLOW, Spent()))
+    await trials.run(GOOD, Spent())
+    (fork,) = process_of(trials).children()
+    fork.kill()
+    with pytest.raises(Overloaded):
+        await running
+
+
+async def test_grammar_that_takes_long_holds_no_other_one_up(trials: GrammarTrials) -> None:
+    slow = asyncio.create_task(trials.run(SLOW, Spent()))
+    async with asyncio.timeout(TIMEOUT_S):
+        assert not (await trials.run(GOOD, Spent())).reason
+    assert not slow.done()
+    slow.cancel()
+
+
+async def test_trial_of_a_client_that_has_left_ends_and_its_cpu_time_is_known(trials: GrammarTrials) -> None:
+    await trials.run(GOOD, Spent())
+    spent = Spent()
+    leaving = asyncio.create_task(trials.run(SLOW, spent))
+    await trials.run(GOOD, Spent())  # the other one has begun by then
+    leaving.cancel()
+    assert await spent.known() < TIMEOUT_S
+    assert process_of(trials).children() == []
+
+
+async def test_trials_end_with_the_process_that_forked_them(trials: GrammarTrials) -> None:
+    running = asyncio.create_task(trials.run(SLOW, Spent()))
+    await trials.run(GOOD, Spent())
+    process = process_of(trials)
+    forks = process.children()
+    assert len(forks) == 1
+    process.kill()
+    with pytest.raises(Overloaded):
+        await running
+    _gone, alive = await asyncio.to_thread(psutil.wait_procs, forks, timeout=TIMEOUT_S)
+    assert not alive
+    assert not (await trials.run(GOOD, Spent())).reason

@@ -133,7 +133,9 @@ class _WorkerService(
             with worker.accepting(request):
                 await worker.reach("prefill")
                 started = prefill_pb2.PrefillStarted(
-                    num_cached_tokens=worker.num_cached_tokens, num_pulled_tokens=worker.num_pulled_tokens
+                    num_cached_tokens=worker.num_cached_tokens,
+                    num_pulled_tokens=worker.num_pulled_tokens,
+                    compile_s=worker.compile_s,
                 )
                 await context.write(prefill_pb2.PrefillResponse(started=started))
                 await worker.reach("first_token")
@@ -189,7 +191,7 @@ class _WorkerService(
         worker = self._worker
         with worker.accepting(request):
             await worker.reach("reserve")
-            reserved = decode_pb2.Reserved(num_cached_tokens=worker.num_cached_tokens)
+            reserved = decode_pb2.Reserved(num_cached_tokens=worker.num_cached_tokens, compile_s=worker.compile_s)
             await write(decode_pb2.DecodeResponse(reserved=reserved))
             steps = _steps(request.sequence)
             if request.HasField("handoff"):

@@ -121,6 +121,7 @@ class FakeWorker:
     epoch: int = field(default_factory=mint_epoch)
     num_cached_tokens: int = 0
     num_pulled_tokens: int = 0
+    compile_s: float = 0.0
     gates: Gates = field(default_factory=Gates)
     faults: dict[str, KvrelayError] = field(default_factory=dict)
     """Errors by gate; each is raised there, once."""

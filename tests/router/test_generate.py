@@ -1,13 +1,17 @@
 """Requests without failures."""
 
 import asyncio
+from contextlib import suppress
+from typing import Any
 
 import pytest
 
 from common.block_hash import hash_blocks
+from common.errors import InvalidRequest
 from common.ids import BlockHash
 from common.wire import unpack_tokens
 from kvrelay.v1 import inference_pb2, sampling_pb2, worker_pb2
+from router.record import RunningRequest
 from tests.router.fake_service import VOCAB_SIZE
 from tests.router.fake_worker import (
     BLOCK_SIZE,
@@ -44,6 +48,27 @@ async def test_generate_remote_plan_delivers_every_token_and_the_facts(cluster: 
     assert handoff.prefill_address == cluster.prefill.address
     status = await cluster.until_idle()
     assert status.num_completed == 1
+
+
+@pytest.mark.parametrize("is_refused", [False, True])
+async def test_request_knows_the_time_that_workers_compiled_for_it(
+    monkeypatch: pytest.MonkeyPatch, is_refused: bool
+) -> None:
+    records: list[RunningRequest] = []
+
+    def running(*args: Any, **options: Any) -> RunningRequest:
+        records.append(RunningRequest(*args, **options))
+        return records[-1]
+
+    monkeypatch.setattr("router.orchestrator.RunningRequest", running)
+    prefill, decode = pair()
+    prefill.compile_s, decode.compile_s = 0.25, 0.5
+    if is_refused:
+        prefill.faults["prefill"] = InvalidRequest("no such grammar", spent_s=0.125)
+    async with running_cluster(prefill, decode) as cluster:
+        with suppress(InvalidRequest):
+            await cluster.generate(make_request(10))
+    assert [record.compile_s for record in records] == [0.625 if is_refused else 0.75]
 
 
 async def test_generate_without_prefill_worker_plans_local() -> None:
