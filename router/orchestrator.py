@@ -162,6 +162,7 @@ class Orchestrator:
             error = to_report(caught, f"request {record.job.request_id}")
         finally:
             try:
+                self._admission.charge_compiling(ticket, record.compile_s)
                 self._admission.settle(ticket, record.service)
             finally:  # the client always gets a terminal status
                 record.outbox.close(error)

@@ -172,8 +172,16 @@ class Admission:
                 raise
 
     def charge_time(self, account: Account, seconds: float) -> None:
-        """Charge time that a tenant's requests have taken, whatever becomes of them, to its share."""
+        """Charge time of the router that a tenant's requests have taken, whatever becomes of them, to its share."""
         self._turns.charge(account.tenant, seconds)
+        self._charge_seconds(account, seconds)
+
+    def charge_compiling(self, ticket: Ticket, seconds: float) -> None:
+        """Charge time that workers have compiled for a request to the share of its tenant."""
+        ticket.account.compile_s += seconds
+        self._charge_seconds(ticket.account, seconds)
+
+    def _charge_seconds(self, account: Account, seconds: float) -> None:
         for lane in lanes_of(account.tenant.name):
             self._queue.charge(lane, SECOND_COST * seconds)
 
