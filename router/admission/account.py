@@ -136,7 +136,9 @@ class Account:
         return Refused(reason=reason, retry_after_s=retry_after(wait_s), cause=RefusalCause.TOKEN_RATE)
 
 
-def open_account(tenant: Tenant, *, now_s: float, on_cost: Callable[[Account, float], None]) -> Account:
+def open_account(
+    tenant: Tenant, *, now_s: float, on_cost: Callable[[Account, float], None] = lambda _account, _seconds: None
+) -> Account:
     """Return an account without requests and with full buckets."""
 
     def bucket(per_min: float | None) -> TokenBucket | None:

@@ -57,7 +57,7 @@ async def answered(*, stream: bool, num_chars: int, stops: Sequence[str] = ()) -
         json.dumps({"max_tokens": 9, "stream": stream, "messages": [{"role": "user", "content": "hi"}]}).encode()
     )
 
-    async def decode(token_ids: Sequence[int]) -> str:
+    def decode(token_ids: Sequence[int]) -> str:
         return "".join(map(chr, token_ids))
 
     kind = StreamedMessage if stream else GatheredMessage
@@ -161,8 +161,8 @@ def test_stop_is_what_follows_the_text(stops: Sequence[str], text: str, decoded:
 
 
 @given(st.text("ab", max_size=80), st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3))
-async def test_finder_agrees_with_a_stream_of_single_characters(answer: str, stops: list[str]) -> None:
-    async def decode(token_ids: Sequence[int]) -> str:
+def test_finder_agrees_with_a_stream_of_single_characters(answer: str, stops: list[str]) -> None:
+    def decode(token_ids: Sequence[int]) -> str:
         return "".join(map(chr, token_ids))
 
     finder, expected = StopFinder(stops, decode), None
@@ -173,4 +173,4 @@ async def test_finder_agrees_with_a_stream_of_single_characters(answer: str, sto
     text = answer.removesuffix(expected or "")
     for position, letter in enumerate(answer):
         finder.push(SampleToken(token_id=ord(letter), text=text[position : position + 1]))
-    assert (await finder.find() if expected else None) == expected
+    assert (finder.find() if expected else None) == expected
