@@ -77,13 +77,18 @@ async def until_ended(tasks: Sequence["asyncio.Task[Any]"]) -> None:
         raise interruption
 
 
-async def giving_way(items: Iterable[T]) -> AsyncIterator[T]:
+async def one_turn() -> None:
+    """Let every other task that is ready take a step."""
+    await asyncio.sleep(0)
+
+
+async def giving_way(items: Iterable[T], pause: Callable[[], Awaitable[None]] = one_turn) -> AsyncIterator[T]:
     """Yield the items, with a pause for other tasks whenever making and using them has taken TURN_S."""
     begun_s = time.perf_counter()
     for item in items:
         yield item
         if time.perf_counter() - begun_s > TURN_S:
-            await asyncio.sleep(0)
+            await pause()
             begun_s = time.perf_counter()
 
 

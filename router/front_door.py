@@ -174,6 +174,10 @@ class FrontDoor:
         await self.parts.admission.enter(tenant)
         return tenant
 
+    async def turn(self, tenant: Tenant) -> None:
+        """Return when a running request of the tenant may take some milliseconds of the event loop."""
+        await self.parts.admission.wait_turn(tenant)
+
     def arriving(self, tenant: Tenant) -> AbstractContextManager[Holding]:
         """Hold the bytes of a request that arrives and is read, inside the block."""
         return self.parts.admission.arriving(tenant)

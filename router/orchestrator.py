@@ -127,7 +127,7 @@ class Orchestrator:
         )
         record.outbox.put(inference_pb2.GenerateResponse(accepted=accepted))
         outbox = record.outbox
-        outbox.on_large = partial(self._admission.wait_turn, ticket.account)
+        outbox.on_large = partial(self._admission.wait_turn, ticket.account.tenant)
         self.traces.follow(record)
         tenant = ticket.account.tenant.name
         with (

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import secrets
+import sys
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_SWITCH_S = 0.001
 _LEAVE_S = 1.0
 """Longer than the pause before a client of several routers asks the next one."""
 
@@ -120,6 +122,8 @@ async def start_router(
     """
     if model_dir is None and config.model.engine != "fake":
         raise ValueError("cannot load the tokenizer: a real model needs its folder")
+    # Requests are read on threads that run Python: the event loop waits for the interpreter lock no longer than this.
+    sys.setswitchinterval(_SWITCH_S)
     codec = await _load_codec(model_dir, config.router)
     router = await serve_router(config, credentials, codec=codec, host=host, port=port)
     router.door.readers.start()

@@ -153,9 +153,9 @@ class Admission:
         if refused is not None:
             raise self.refuse(tenant.name, refused).error()
 
-    async def wait_turn(self, account: Account) -> None:
-        """Return when work of a running request may take some milliseconds of the event loop."""
-        await self._turns.take(account.tenant, is_running=True)
+    async def wait_turn(self, tenant: Tenant) -> None:
+        """Return when a running request of the tenant may take some milliseconds of the event loop."""
+        await self._turns.take(tenant, is_running=True)
 
     @contextmanager
     def arriving(self, tenant: Tenant) -> Iterator[Holding]:

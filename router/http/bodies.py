@@ -1,5 +1,6 @@
 """Bodies of requests: whose they are and what that tenant may comes first, then they arrive, then they are read."""
 
+from functools import partial
 from typing import TypeVar
 
 from router.front_door import FrontDoor
@@ -19,6 +20,7 @@ async def read_body(door: FrontDoor, exchange: Exchange, reading: Reading[T]) ->
     Raises Unauthenticated, Overloaded, HttpError, and InvalidRequest that names the field.
     """
     tenant = await door.enter(exchange.metadata)
+    exchange.pause = partial(door.turn, tenant)
     with door.arriving(tenant) as holding:
         raw = await exchange.body(holding, timeout_s=BODY_TIMEOUT_S)
         return tenant, await door.readers.read(reading, raw, tenant=tenant)

@@ -6,14 +6,14 @@ by `finish`: after a complete response the server reports a disconnect as well.
 """
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
 from common.errors import KvrelayError
 from common.ids import RequestId
-from common.structured import giving_way
+from common.structured import giving_way, one_turn
 from router.admission.budget import Holding
 from router.http.errors import OPENAI, REQUEST_TIMEOUT, TOO_LARGE, Dialect, Headers, HttpError, error_headers, kind_of
 from router.http.json_parts import json_parts
@@ -54,6 +54,8 @@ class Exchange:
         """Status of the response; 0 before it begins."""
         self.is_gone = False
         """Whether the client has left."""
+        self.pause: Callable[[], Awaitable[None]] = one_turn
+        """Awaited between parts of an answer that take some milliseconds each."""
         self.failure_events: Callable[[KvrelayError], Iterable[str]] | None = None
         """Returns the last events of a stream that fails; None: one event with the error."""
 
@@ -133,7 +135,7 @@ class Exchange:
 
     async def write_parts(self, parts: Iterable[str]) -> None:
         """Send events like `write`, giving way while they are made; nothing where they are empty."""
-        if events := "".join([part async for part in giving_way(parts)]):
+        if events := "".join([part async for part in giving_way(parts, self.pause)]):
             await self.write(events.encode())
 
     def finish(self, last: Iterable[str]) -> None:
@@ -156,10 +158,10 @@ class Exchange:
         """Send what was set, and end the response."""
         if self._document is not None:
             parts, headers = self._document
-            made = [part.encode() if isinstance(part, str) else part async for part in giving_way(parts)]
+            made = [part.encode() if isinstance(part, str) else part async for part in giving_way(parts, self.pause)]
             await self.respond(200, made, headers)
             return
-        await self.write("".join([part async for part in giving_way(self._last)]).encode())
+        await self.write("".join([part async for part in giving_way(self._last, self.pause)]).encode())
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def respond(self, status: int, parts: Sequence[bytes], headers: Headers) -> None:

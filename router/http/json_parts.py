@@ -6,6 +6,7 @@ from typing import Any
 
 PART_VALUES = 2048
 """Most values in one part, unless a single text is longer."""
+_SLICE_ITEMS = 64
 _CHARS_PER_VALUE = 64
 """Characters of a text that cost as much as another value."""
 
@@ -67,18 +68,13 @@ def joined_parts(lists: Iterable[list[Any]]) -> Iterator[str]:
 
 
 def _slices(items: list[Any]) -> Iterator[list[Any]]:
-    """Yield the items in lists of at most `PART_VALUES` values; heavier items are alone."""
-    gathered: list[Any] = []
-    total = 0
-    for item in items:
-        weight = _weight(item)
-        if gathered and total + weight > PART_VALUES:
-            yield gathered
-            gathered, total = [], 0
-        gathered.append(item)
-        total += weight
-    if gathered:
-        yield gathered
+    """Yield the items in lists of at most `PART_VALUES` values; those of heavier lists alone."""
+    for start in range(0, len(items), _SLICE_ITEMS):
+        slice_ = items[start : start + _SLICE_ITEMS]
+        if _weight(slice_) <= PART_VALUES:
+            yield slice_
+        else:
+            yield from ([item] for item in slice_)
 
 
 def _weight(value: Any) -> int:
