@@ -40,6 +40,28 @@ class HotPrefix:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TenantUsage:
+    """Use of a router and its workers by one tenant."""
+
+    tenant: str
+    weight: float
+    num_queued: int
+    num_active: int
+    router_s: float
+    """Time that its requests have taken of the event loop, and of what reads them."""
+    compile_s: float
+    """Time that workers have compiled what its answers had to follow."""
+    num_prompt_tokens: int
+    """Prompt tokens that were computed."""
+    num_cached_tokens: int
+    num_output_tokens: int
+    num_arriving_bytes: int
+    """Bytes of its requests that have begun to arrive and have not been read."""
+    num_unsent_entries: int
+    """Tokens and log-probabilities of its answers that wait to be sent."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RouterStatus:
     """State of the router, and counts of its requests since its start."""
 
@@ -67,6 +89,8 @@ class RouterStatus:
     """Refused requests by tenant and cause."""
     hot_prefixes: tuple[HotPrefix, ...] = ()
     """Prefixes that requests ask for again most often, hottest first; some."""
+    tenants: tuple[TenantUsage, ...] = ()
+    """What each tenant uses, and has used since the router's start."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1209,6 +1209,7 @@ class RouterStatus(_message.Message):
     IS_ENCRYPTED_FIELD_NUMBER: _builtins.int
     REFUSALS_FIELD_NUMBER: _builtins.int
     HOT_PREFIXES_FIELD_NUMBER: _builtins.int
+    TENANTS_FIELD_NUMBER: _builtins.int
     policy: _builtins.str
     """Routing policy."""
     num_queued: _builtins.int
@@ -1249,6 +1250,10 @@ class RouterStatus(_message.Message):
     def hot_prefixes(self) -> _containers.RepeatedCompositeFieldContainer[Global___HotPrefix]:
         """Prefixes that requests ask for again most often, hottest first; some."""
 
+    @_builtins.property
+    def tenants(self) -> _containers.RepeatedCompositeFieldContainer[Global___TenantUsage]:
+        """What each tenant uses, and has used since the router's start."""
+
     def __init__(
         self,
         *,
@@ -1269,14 +1274,77 @@ class RouterStatus(_message.Message):
         is_encrypted: _builtins.bool = ...,
         refusals: _abc.Iterable[Global___TenantRefusals] | None = ...,
         hot_prefixes: _abc.Iterable[Global___HotPrefix] | None = ...,
+        tenants: _abc.Iterable[Global___TenantUsage] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["alarms", b"alarms", "hot_prefixes", b"hot_prefixes", "http_port", b"http_port", "is_encrypted", b"is_encrypted", "num_active", b"num_active", "num_bookings", b"num_bookings", "num_cancelled", b"num_cancelled", "num_completed", b"num_completed", "num_failed", b"num_failed", "num_index_blocks", b"num_index_blocks", "num_moves", b"num_moves", "num_queued", b"num_queued", "num_refused", b"num_refused", "num_replans", b"num_replans", "num_request_tasks", b"num_request_tasks", "policy", b"policy", "refusals", b"refusals"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alarms", b"alarms", "hot_prefixes", b"hot_prefixes", "http_port", b"http_port", "is_encrypted", b"is_encrypted", "num_active", b"num_active", "num_bookings", b"num_bookings", "num_cancelled", b"num_cancelled", "num_completed", b"num_completed", "num_failed", b"num_failed", "num_index_blocks", b"num_index_blocks", "num_moves", b"num_moves", "num_queued", b"num_queued", "num_refused", b"num_refused", "num_replans", b"num_replans", "num_request_tasks", b"num_request_tasks", "policy", b"policy", "refusals", b"refusals", "tenants", b"tenants"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RouterStatus: _TypeAlias = RouterStatus  # noqa: Y015
+
+@_typing.final
+class TenantUsage(_message.Message):
+    """What one tenant uses of a router and its workers: what its share is charged for, and what its bounds are about."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: _builtins.int
+    WEIGHT_FIELD_NUMBER: _builtins.int
+    NUM_QUEUED_FIELD_NUMBER: _builtins.int
+    NUM_ACTIVE_FIELD_NUMBER: _builtins.int
+    ROUTER_S_FIELD_NUMBER: _builtins.int
+    COMPILE_S_FIELD_NUMBER: _builtins.int
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_ARRIVING_BYTES_FIELD_NUMBER: _builtins.int
+    NUM_UNSENT_ENTRIES_FIELD_NUMBER: _builtins.int
+    tenant: _builtins.str
+    """Its name."""
+    weight: _builtins.float
+    """Its share relative to the others."""
+    num_queued: _builtins.int
+    """Requests without a plan."""
+    num_active: _builtins.int
+    """Requests with a plan, not yet ended."""
+    router_s: _builtins.float
+    """Seconds that its requests have taken of the event loop, and of what reads them."""
+    compile_s: _builtins.float
+    """Seconds that workers have compiled what its answers had to follow."""
+    num_prompt_tokens: _builtins.int
+    """Prompt tokens that were computed."""
+    num_cached_tokens: _builtins.int
+    """Prompt tokens that caches held."""
+    num_output_tokens: _builtins.int
+    """Tokens of answers."""
+    num_arriving_bytes: _builtins.int
+    """Bytes of its requests that have begun to arrive and have not been read."""
+    num_unsent_entries: _builtins.int
+    """Tokens and log-probabilities of its answers that wait to be sent."""
+    def __init__(
+        self,
+        *,
+        tenant: _builtins.str = ...,
+        weight: _builtins.float = ...,
+        num_queued: _builtins.int = ...,
+        num_active: _builtins.int = ...,
+        router_s: _builtins.float = ...,
+        compile_s: _builtins.float = ...,
+        num_prompt_tokens: _builtins.int = ...,
+        num_cached_tokens: _builtins.int = ...,
+        num_output_tokens: _builtins.int = ...,
+        num_arriving_bytes: _builtins.int = ...,
+        num_unsent_entries: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["compile_s", b"compile_s", "num_active", b"num_active", "num_arriving_bytes", b"num_arriving_bytes", "num_cached_tokens", b"num_cached_tokens", "num_output_tokens", b"num_output_tokens", "num_prompt_tokens", b"num_prompt_tokens", "num_queued", b"num_queued", "num_unsent_entries", b"num_unsent_entries", "router_s", b"router_s", "tenant", b"tenant", "weight", b"weight"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TenantUsage: _TypeAlias = TenantUsage  # noqa: Y015
 
 @_typing.final
 class HotPrefix(_message.Message):

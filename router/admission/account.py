@@ -52,6 +52,10 @@ class Account:
     """Time that its requests have taken of the event loop, and of the threads and processes that read them."""
     compile_s: float = 0.0
     """Time that workers have taken to compile what its answers have to follow."""
+    num_prompt_tokens: int = 0
+    """Prompt tokens that were computed for it."""
+    num_cached_tokens: int = 0
+    num_output_tokens: int = 0
     on_cost: "Callable[[Account, float], None]" = lambda _account, _seconds: None
     """Called with time that is to be charged to its share."""
     unpaid_s: float = 0.0
@@ -104,6 +108,12 @@ class Account:
         if self.unpaid_s >= PAID_AT_ONCE_S:
             unpaid_s, self.unpaid_s = self.unpaid_s, 0.0
             self.on_cost(self, unpaid_s)
+
+    def note_service(self, service: Service) -> None:
+        """Count the tokens that a request got."""
+        self.num_prompt_tokens += service.num_prompt_tokens - service.num_cached_tokens
+        self.num_cached_tokens += service.num_cached_tokens
+        self.num_output_tokens += service.num_output_tokens
 
     def note_request(self, now_s: float) -> None:
         """Count a request against the rate."""

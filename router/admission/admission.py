@@ -23,6 +23,7 @@ from dataclasses import replace
 from common.clock import Clock
 from common.errors import RefusalCause, Refused, RequestError
 from common.metering import charge_to
+from common.wire import message_of
 from kvrelay.v1 import inference_pb2
 from router.admission.account import Account, Service, account_above, open_account
 from router.admission.budget import Budget, Holding
@@ -106,6 +107,21 @@ class Admission:
         return tuple(
             inference_pb2.TenantRefusals(tenant=tenant, cause=cause, num_refused=count)
             for tenant, cause, count in self._metrics.refusals
+        )
+
+    @property
+    def tenants(self) -> tuple[inference_pb2.TenantUsage, ...]:
+        """What each tenant uses."""
+        return tuple(
+            message_of(
+                inference_pb2.TenantUsage,
+                account,
+                tenant=account.tenant.name,
+                weight=account.tenant.weight,
+                num_arriving_bytes=self.arrivals.held_by(account.tenant.name),
+                num_unsent_entries=self.unsent.held_by(account.tenant.name),
+            )
+            for account in self.accounts
         )
 
     def admit(self, tenant: Tenant = ANYBODY, terms: Terms = NO_TERMS) -> Ticket | Refused:
@@ -221,6 +237,7 @@ class Admission:
         account.correct_tokens(actual.num_tokens - ticket.expected.num_tokens, self._clock.monotonic())
         ticket.expected = actual
         self._charge(ticket, actual)
+        account.note_service(actual)
         self._metrics.count_service(account.tenant.name, actual)
 
     def refuse(self, tenant: str, refused: Refused) -> Refused:

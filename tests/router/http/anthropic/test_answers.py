@@ -1,7 +1,7 @@
 """Events and documents of an answer with thoughts, text and a call, without a cluster."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -38,8 +38,8 @@ class Recorder:
     async def write(self, events: bytes) -> None:
         self.written.append(events)
 
-    def finish(self, last: bytes) -> None:
-        self.written.append(last)
+    def finish(self, last: Iterable[str]) -> None:
+        self.written.append("".join(last).encode())
 
     def finish_json(self, value: Any) -> None:
         self.document = value
