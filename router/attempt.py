@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
-from common.errors import KvrelayError
+from common.errors import AccessDenied, KvrelayError, Unauthenticated, WorkerError
 from common.lifecycle import LifeCycle, State
 from common.structured import TaskCensus
 from kvrelay.v1 import decode_pb2, inference_pb2, prefill_pb2
@@ -136,9 +136,17 @@ class Attempt(ABC):
 
 @contextmanager
 def blaming(hold: Hold) -> Iterator[None]:
-    """Raise AttemptFailed with this hold for any KvrelayError of the block."""
+    """Raise AttemptFailed with this hold for any KvrelayError of the block.
+
+    A worker that does not accept this router, or another worker, is the cluster's trouble, such as a clock that was
+    set: never the client's, whose own key has been accepted.
+    """
     try:
         yield
+    except (Unauthenticated, AccessDenied) as error:
+        raise AttemptFailed(
+            hold, WorkerError(f"workers and routers do not trust each other: {error.message}")
+        ) from error
     except KvrelayError as error:
         raise AttemptFailed(hold, error) from error
 

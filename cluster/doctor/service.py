@@ -171,7 +171,7 @@ def _ms(seconds: float) -> str:
 async def check_certificates(addresses: Mapping[str, str], operator: Credentials) -> list[DoctorFinding]:
     """Return the processes, by name in `addresses`, whose certificates will soon expire or have expired."""
     lifetime_s, now_s = operator.held.enrolment.lifetime_s, time.time()
-    left_s = {"the operator": operator.held.expires_unix_s - now_s}
+    left_s = {"the operator": operator.held.validity.ends_unix_s - now_s}
     late = [*_late("the operator", left_s["the operator"], _LATE_SHARE * lifetime_s)]
     if operator.is_encrypted:
         inspector = CertificateInspector(operator)

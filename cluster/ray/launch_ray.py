@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import logging
 import signal
-import time
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from functools import partial
@@ -30,8 +29,9 @@ from common.process import ProcessIdentity, Ready
 from common.service_actor import ServiceParams
 from common.trust.authority import Authority
 from common.trust.channels import connect_to
-from common.trust.credentials import Credentials, sleep_until
+from common.trust.credentials import Credentials, sleep_while
 from common.trust.identity import Role
+from common.trust.proofs import Validity
 
 _ACTORS: dict[ProcessRole, type[RayActor]] = {
     ProcessRole.ROUTER: Router,
@@ -214,8 +214,8 @@ class ActorEnrolment:
         self._authority = authority
         self._role = role
         self._name = name
-        self._issued_unix_s = 0.0
-        """When the newest certificate was signed: an actor that is importing answers much later."""
+        self._fresh = Validity.from_now(0.0)
+        """Span from the signing of the newest certificate to its renewal: an actor that is importing answers late."""
         self._renewing: asyncio.Task[None] | None = None
 
     async def enrol(self) -> None:
@@ -233,22 +233,20 @@ class ActorEnrolment:
         for _ in range(_MAX_ENROLMENTS):
             request = await self._actor.request_certificate.remote()
             enrolment = self._authority.enrol(request, role=self._role, name=self._name)
-            self._issued_unix_s = time.time()
+            self._fresh = Validity.from_now(self._authority.renewal_interval_s)
             if await self._actor.accept_certificate.remote(enrolment):
                 return
         raise ValueError(f"cannot enrol {self._name}: it took none of {_MAX_ENROLMENTS} certificates")
 
     async def _keep_renewed(self) -> None:
         interval_s = self._authority.renewal_interval_s
-        due_unix_s = self._issued_unix_s + interval_s
         while True:
-            await sleep_until(due_unix_s)
+            await sleep_while(lambda: self._fresh.left_s)
             try:
                 await self._give_certificate()
-                due_unix_s = self._issued_unix_s + interval_s
             except (RayError, ValueError) as error:
                 logger.error("certificate of %s not renewed: %s", self._name, error)
-                due_unix_s = time.time() + min(_RENEW_RETRY_S, _RENEW_RETRY_SHARE * interval_s)
+                self._fresh = Validity.from_now(min(_RENEW_RETRY_S, _RENEW_RETRY_SHARE * interval_s))
 
 
 async def serving(

@@ -25,8 +25,10 @@ from common.trust.identity import INTERNAL_SUFFIX, Identity, Role, server_name
 
 DAY_S = 86_400.0
 _CA_DAYS = 3650
-_SKEW = datetime.timedelta(minutes=5)
-"""Tolerated difference between the clocks of hosts."""
+_BACKDATED = datetime.timedelta(days=30)
+"""Time for which certificates are valid before they are issued: the clocks of hosts differ, and are set back."""
+_BEGINNING = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
+"""Begin of the authority's own certificate, before every clock."""
 MAX_NAMES = 64
 MAX_NAME_BYTES = 2048
 """Most bytes of all names: proofs and tickets carry the certificate and must fit into the metadata of a call."""
@@ -111,7 +113,7 @@ class Authority:
             .issuer_name(self._certificate.subject)
             .public_key(public_key)
             .serial_number(x509.random_serial_number())
-            .not_valid_before(now - _SKEW)
+            .not_valid_before(max(now - _BACKDATED, _BEGINNING))
             .not_valid_after(now + lifetime)
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
             .add_extension(x509.SubjectAlternativeName(names), critical=False)
@@ -156,7 +158,7 @@ def _self_signed(key: ec.EllipticCurvePrivateKey, cluster: str) -> x509.Certific
         .issuer_name(name)
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
-        .not_valid_before(now - _SKEW)
+        .not_valid_before(_BEGINNING)
         .not_valid_after(now + datetime.timedelta(days=_CA_DAYS))
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .add_extension(_key_usage(for_authority=True), critical=True)

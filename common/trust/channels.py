@@ -5,7 +5,6 @@ the old one is closed when its last call has ended. A call stays on its channel 
 """
 
 import asyncio
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partialmethod
@@ -16,7 +15,7 @@ import grpc
 from common.rpc import Connect, channel_options
 from common.trust.credentials import Credentials
 from common.trust.identity import Role, server_name
-from common.trust.proofs import METADATA_KEY, PROOF_LIFETIME_S, audience_of
+from common.trust.proofs import METADATA_KEY, PROOF_LIFETIME_S, Validity, audience_of
 from common.trust.tickets import IssueTicket, issuer
 
 _RENEW_PROOF_S = PROOF_LIFETIME_S / 2
@@ -49,7 +48,7 @@ class InsideChannel(grpc.aio.Channel):
         self._old: set[_Generation] = set()
         self._closing: set[asyncio.Task[None]] = set()
         self._proof: tuple[tuple[str, str], ...] = ()
-        self._proof_due_s = 0.0
+        self._proof_validity = Validity.from_now(0.0)
         self._proof_generation = 0
         self._is_closed = False
 
@@ -127,12 +126,12 @@ class InsideChannel(grpc.aio.Channel):
         """Return the metadata that identify this process where TLS does not."""
         if self._credentials.is_encrypted:
             return ()
-        now_s = time.monotonic()
-        if now_s >= self._proof_due_s or self._proof_generation != self._credentials.generation:
+        if self._proof_validity.left_s <= 0 or self._proof_generation != self._credentials.generation:
+            self._proof_validity = Validity.from_now(_RENEW_PROOF_S)
             signer = self._credentials.held.signer
             audience = audience_of(self._role, self._address)
             self._proof = ((METADATA_KEY, signer.sign({}, audience=audience, lifetime_s=PROOF_LIFETIME_S)),)
-            self._proof_due_s, self._proof_generation = now_s + _RENEW_PROOF_S, self._credentials.generation
+            self._proof_generation = self._credentials.generation
         return self._proof
 
     def _ended(self, generation: _Generation) -> None:

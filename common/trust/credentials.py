@@ -8,7 +8,6 @@ Existing connections stay unchanged.
 
 import asyncio
 import json
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,10 +21,10 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from common.trust.authority import RENEW_SHARE, Authority, private_pem
 from common.trust.enrolment import Enrolment, EnrolmentRequest
 from common.trust.identity import Identity, Role
-from common.trust.proofs import ProofVerifier, Signer
+from common.trust.proofs import ProofVerifier, Signer, Validity
 
-LOOK_S = 60.0
-"""Interval of looking at the wall clock: sleep does not count while a host is suspended, but certificates expire."""
+LOOK_S = 1.0
+"""Interval of looking at the wall clock: it is set, and goes on while a host is suspended, which sleep does not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +35,7 @@ class Held:
     key_pem: bytes
     signer: Signer
     verifier: ProofVerifier
-    expires_unix_s: float
+    validity: Validity
 
     @property
     def certificate_pem(self) -> bytes:
@@ -92,7 +91,7 @@ class Credentials:
             key_pem=private_pem(self._key),
             signer=Signer(identity, self._key, certificate),
             verifier=ProofVerifier(ca, cluster=identity.cluster),
-            expires_unix_s=certificate.not_valid_after_utc.timestamp(),
+            validity=Validity.of(certificate),
         )
         self._key = None
         self.generation += 1
@@ -149,13 +148,13 @@ class Credentials:
 
     @property
     def renewal_due_s(self) -> float:
-        """Seconds until the certificate should be renewed; not below 0."""
+        """Seconds until the certificate should be renewed; 0 also while it is not valid yet."""
         held = self.held
-        return max(0.0, held.expires_unix_s - time.time() - (1 - RENEW_SHARE) * held.enrolment.lifetime_s)
+        return max(0.0, held.validity.left_s - (1 - RENEW_SHARE) * held.enrolment.lifetime_s)
 
     async def until_renewal(self) -> None:
         """Wait until the certificate should be renewed."""
-        await sleep_until(time.time() + self.renewal_due_s)
+        await sleep_while(lambda: self.renewal_due_s)
 
     # TLS.
 
@@ -182,7 +181,7 @@ class Credentials:
         )
 
 
-async def sleep_until(unix_s: float) -> None:
-    """Sleep until the wall clock shows that time, even if the host is suspended meanwhile."""
-    while (left_s := unix_s - time.time()) > 0:  # noqa: ASYNC110 - no event reports a clock change
-        await asyncio.sleep(min(left_s, LOOK_S))
+async def sleep_while(left_s: Callable[[], float]) -> None:
+    """Sleep while some time is left by the wall clock, even if it is set, or the host is suspended, meanwhile."""
+    while (now_left_s := left_s()) > 0:  # noqa: ASYNC110 - no event reports a clock change
+        await asyncio.sleep(min(now_left_s, LOOK_S))

@@ -71,12 +71,40 @@ class Signer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Validity:
+    """Span of the wall clock in which something counts. Clocks are set: also back, before its begin."""
+
+    begins_unix_s: float
+    ends_unix_s: float
+
+    @classmethod
+    def of(cls, certificate: x509.Certificate) -> "Validity":
+        """Return the span in which a certificate is valid."""
+        return cls(
+            begins_unix_s=certificate.not_valid_before_utc.timestamp(),
+            ends_unix_s=certificate.not_valid_after_utc.timestamp(),
+        )
+
+    @classmethod
+    def from_now(cls, length_s: float) -> "Validity":
+        """Return a span that begins now."""
+        now_s = time.time()
+        return cls(begins_unix_s=now_s, ends_unix_s=now_s + length_s)
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until its end; 0 when the clock shows a time outside of it."""
+        now_s = time.time()
+        return max(0.0, self.ends_unix_s - now_s) if now_s >= self.begins_unix_s else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Known:
     """A verified certificate."""
 
     identity: Identity
     key: ec.EllipticCurvePublicKey
-    expires_unix_s: float
+    validity: Validity
 
 
 class ProofVerifier:
@@ -86,16 +114,17 @@ class ProofVerifier:
         self._store = verification.Store([ca])
         self._cluster = cluster
         self._certificates: OrderedDict[str, _Known] = OrderedDict()
-        self._proofs: OrderedDict[tuple[str, str], tuple[Identity, float]] = OrderedDict()
+        self._proofs: OrderedDict[tuple[str, str], tuple[Identity, Validity]] = OrderedDict()
 
     def identify(self, token: str, *, audience: str) -> Identity:
         """Return the identity that a proof establishes. Raises Unauthenticated."""
         shown = self._proofs.get((token, audience))
-        if shown is not None and shown[1] > time.time():
+        if shown is not None and shown[1].left_s > 0:
             return shown[0]
         known, claims = self._verify(token, audience=audience)
-        expires_unix_s = min(int(claims["exp"]), known.expires_unix_s)  # PyJWT also accepts a string of digits
-        _remember(self._proofs, (token, audience), (known.identity, expires_unix_s))
+        ends_unix_s = min(int(claims["exp"]), known.validity.ends_unix_s)  # PyJWT also accepts a string of digits
+        validity = Validity(begins_unix_s=time.time() - _LEEWAY_S, ends_unix_s=ends_unix_s)
+        _remember(self._proofs, (token, audience), (known.identity, validity))
         return known.identity
 
     def verify(self, token: str, *, audience: str) -> tuple[Identity, dict[str, Any]]:
@@ -126,7 +155,7 @@ class ProofVerifier:
     def _check_certificate(self, encoded: str) -> _Known:
         """Return the verified content of a certificate. Raises ValueError."""
         known = self._certificates.get(encoded)
-        if known is not None and known.expires_unix_s > time.time():
+        if known is not None and known.validity.left_s > 0:
             return known
         certificate = x509.load_der_x509_certificate(base64.b64decode(encoded, validate=True))
         verifier = (
@@ -145,7 +174,7 @@ class ProofVerifier:
         known = _Known(
             identity=identity_of(certificate, cluster=self._cluster),
             key=key,
-            expires_unix_s=certificate.not_valid_after_utc.timestamp(),
+            validity=Validity.of(certificate),
         )
         _remember(self._certificates, encoded, known)
         return known

@@ -94,17 +94,16 @@ async def test_actor_that_never_takes_a_certificate_is_an_error() -> None:
 
 async def test_certificate_is_renewed_while_the_actor_is_still_starting(monkeypatch: pytest.MonkeyPatch) -> None:
     due: asyncio.Queue[float] = asyncio.Queue(maxsize=2)
-    monkeypatch.setattr("cluster.ray.launch_ray.sleep_until", due.put)
+    monkeypatch.setattr("cluster.ray.launch_ray.sleep_while", lambda left_s: due.put(left_s()))
     handle = Handle(num_deaths=0)
     # An actor that imports answers an hour after it has taken its certificate.
-    clock = SimpleNamespace(time=lambda: 3600.0 * handle.num_certificates)
-    monkeypatch.setattr("cluster.ray.launch_ray.time", clock)
+    monkeypatch.setattr("common.trust.proofs.time", SimpleNamespace(time=lambda: 3600.0 * handle.num_certificates))
     enrolment = enrolment_of(handle)
 
     await enrolment.enrol()
 
     async with asyncio.timeout(30):
-        assert await due.get() == _LIFETIME_S * 2 / 3
+        assert await due.get() == _LIFETIME_S * 2 / 3 - 3600
         while handle.num_certificates < 3:
             await due.get()
     enrolment.close()

@@ -48,7 +48,7 @@ async def test_certificate_of_a_worker_that_should_have_been_renewed_is_named(
 ) -> None:
     operator = Credentials.of(authority(tmp_path, lifetime_s=_DAY_S), Role.OPERATOR, "operator")
     credentials = Credentials.of(authority(tmp_path, lifetime_s=left_s), Role.WORKER, "decode-0")
-    issued_s = credentials.held.expires_unix_s - left_s
+    issued_s = credentials.held.validity.ends_unix_s - left_s
     monkeypatch.setattr("cluster.doctor.service.time", SimpleNamespace(time=lambda: issued_s))
 
     async with worker(credentials) as address:

@@ -230,7 +230,7 @@ async def test_connection_is_of_use_for_no_longer_than_its_certificate(monkeypat
         async with target.channel(target.worker.address, Role.WORKER, former) as channel:
             method = "/kvrelay.v1.WorkerService/DescribeWorker"
             assert (await status_of(channel, method))[0] is grpc.StatusCode.OK
-            monkeypatch.setattr(guard, "time", SimpleNamespace(time=lambda: former.held.expires_unix_s + 1))
+            monkeypatch.setattr(guard, "time", SimpleNamespace(time=lambda: former.held.validity.ends_unix_s + 1))
             assert (await status_of(channel, method))[0] is UNKNOWN
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import openai
 import pytest
 
-from common.errors import EngineFault, KvrelayError, error_classes
+from common.errors import AccessDenied, EngineFault, KvrelayError, Unauthenticated, error_classes
 from router.http.errors import error_body, kind_of
 from tests.router.fake_worker import TIMEOUT_S, full_pair, pair
 from tests.router.fakes import config_with, prompt_of
@@ -203,3 +203,13 @@ def test_error_body_is_openais() -> None:
     assert json.loads(error_body(EngineFault("no"))) == {
         "error": {"message": "no", "type": "server_error", "param": None, "code": "engine_fault"}
     }
+
+
+@pytest.mark.parametrize("error", [Unauthenticated("the proof is not valid"), AccessDenied("cannot pull: not valid")])
+@pytest.mark.parametrize("gate", ["reserve", "prefill", "token 1"])
+async def test_worker_that_does_not_accept_the_router_is_no_fault_of_the_client(gate: str, error: KvrelayError) -> None:
+    prefill, decode = pair()
+    for worker in (prefill, decode):
+        worker.faults[gate] = error
+    async with http_cluster(prefill, decode) as http:
+        await http.complete()
