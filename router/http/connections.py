@@ -1,8 +1,9 @@
 """The connections of the HTTP API: how many are open, and which of them wait for their clients.
 
 At most `most` are open. When all are taken, the one that has waited longest for its client (for the rest of a request,
-or for the next one) is dropped. Connections whose requests run stay; `most_requests` is less than `most`, so that
-requests alone never take every connection.
+or for the next one) is dropped: one of a stranger, on which no tenant has been served yet, as long as any waits. So
+strangers take at most one place of tenants, however many connect. Connections whose requests run stay; `most_requests`
+is less than `most`, so that requests alone never take every connection.
 """
 
 from collections import OrderedDict
@@ -39,8 +40,12 @@ class Connections:
         self.num_dropped = 0
         """Connections dropped to make room."""
         self._open: set[DroppableConnection] = set()
-        self._waiting: OrderedDict[DroppableConnection, None] = OrderedDict()
-        """Connections that wait for their clients, the one that has waited longest first."""
+        self._tenants: set[DroppableConnection] = set()
+        """Connections on which a tenant has been served."""
+        self._strangers_waiting: OrderedDict[DroppableConnection, None] = OrderedDict()
+        """Other connections that wait for their clients, the one that has waited longest first."""
+        self._tenants_waiting: OrderedDict[DroppableConnection, None] = OrderedDict()
+        """The same of tenants."""
 
     @property
     def num_open(self) -> int:
@@ -50,32 +55,44 @@ class Connections:
     def add(self, connection: DroppableConnection) -> None:
         """Count a new connection, which waits for its client."""
         self._open.add(connection)
-        self._waiting[connection] = None
+        self._strangers_waiting[connection] = None
+
+    def recognize(self, connection: DroppableConnection) -> None:
+        """Note that a tenant has been served on a connection."""
+        if connection in self._open and connection not in self._tenants:
+            is_waiting = connection in self._strangers_waiting
+            self._strangers_waiting.pop(connection, None)
+            self._tenants.add(connection)
+            if is_waiting:
+                self._tenants_waiting[connection] = None
 
     def discard(self, connection: DroppableConnection) -> None:
         """Forget a connection that is gone."""
-        self._waiting.pop(connection, None)
+        self.works(connection)
+        self._tenants.discard(connection)
         if connection in self._open:
             self._open.remove(connection)
             self.on_room()
 
     def waits(self, connection: DroppableConnection) -> None:
         """Note that a connection waits for its client; one that already waits keeps its place."""
-        if connection in self._open and connection not in self._waiting:
-            self._waiting[connection] = None
+        waiting = self._tenants_waiting if connection in self._tenants else self._strangers_waiting
+        if connection in self._open and connection not in waiting:
+            waiting[connection] = None
             if len(self._open) >= self.most:
                 self.on_room()
 
     def works(self, connection: DroppableConnection) -> None:
         """Note that a connection waits for the server."""
-        self._waiting.pop(connection, None)
+        self._strangers_waiting.pop(connection, None)
+        self._tenants_waiting.pop(connection, None)
 
     def has_room(self) -> bool:
         """Return whether another connection may be made; if not, drop one that waits, if any."""
         if len(self._open) < self.most:
             return True
-        if self._waiting:
+        if waiting := self._strangers_waiting or self._tenants_waiting:
             self.num_dropped += 1
-            connection, _ = self._waiting.popitem(last=False)
+            connection, _ = waiting.popitem(last=False)
             connection.drop()
         return False

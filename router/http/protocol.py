@@ -12,6 +12,8 @@
 """
 
 import asyncio
+import socket
+from contextlib import suppress
 
 import httptools
 import uvicorn
@@ -28,6 +30,8 @@ _BODY_HEADERS = (b"content-length", b"transfer-encoding")
 
 
 _BROKEN = HttpError("this is not HTTP/1.1", BROKEN_HTTP)
+_HOST = HttpError("a request has one `host` header", BROKEN_HTTP)
+_OLD_BODY = HttpError("HTTP/1.0 has no `transfer-encoding`; send the request as HTTP/1.1", BROKEN_HTTP)
 _UPGRADE = HttpError(
     "a body behind an `upgrade` header cannot be read; send the request as plain HTTP/1.1 (in Java: "
     "HttpClient.Version.HTTP_1_1)",
@@ -49,8 +53,8 @@ def _is_answered(last: RequestResponseCycle) -> bool:
 class DoorProtocol(HttpToolsProtocol):
     """One connection. Event loop only."""
 
-    handshake: "asyncio.Task[None] | None" = None
-    """Task that makes the connection; `drop` cancels it."""
+    accepted: socket.socket | None = None
+    """Socket of the connection, set before the connection is made."""
     _num_head_bytes: int | None = None
     """Bytes of the head that has begun and not ended; None outside a head."""
     _running: RequestResponseCycle | None = None
@@ -63,7 +67,7 @@ class DoorProtocol(HttpToolsProtocol):
     def __init__(
         self, config: uvicorn.Config, state: ServerState, *, connections: Connections, patience: Patience
     ) -> None:
-        super().__init__(config, state, app_state={}, _loop=asyncio.get_running_loop())
+        super().__init__(config, state, app_state={"connection": self}, _loop=asyncio.get_running_loop())
         self._connections = connections
         self._patience = patience
 
@@ -73,11 +77,12 @@ class DoorProtocol(HttpToolsProtocol):
         self._expect_within(self._patience.head_s)
 
     def drop(self) -> None:
-        """Break the connection at once."""
+        """Break the connection at once, also while it is being made: then its first read, or its handshake, ends it."""
         if self.transport is not None:
             self.transport.abort()
-        elif self.handshake is not None:
-            self.loop.call_soon(self.handshake.cancel)  # after its first step, which takes over the socket
+        elif self.accepted is not None:
+            with suppress(OSError):  # the client has broken it
+                self.accepted.shutdown(socket.SHUT_RDWR)
 
     def data_received(self, data: bytes) -> None:
         """Parse received bytes."""
@@ -111,8 +116,8 @@ class DoorProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """End the head of a request."""
         self._num_head_bytes = None
-        if self.parser.should_upgrade() and any(name in _BODY_HEADERS for name, _ in self.headers):
-            self._error = _UPGRADE  # the parser takes the body for the other protocol
+        if (fault := self._fault_of_head()) is not None:
+            self._error = fault
             raise _StopParsing
         self._unset_keepalive_if_required()
         super().on_headers_complete()
@@ -147,6 +152,18 @@ class DoorProtocol(HttpToolsProtocol):
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         self._running = cycle
         super()._start_asgi_task(cycle, app)
+
+    def _fault_of_head(self) -> HttpError | None:
+        """Return the error of a head that the parser lets pass, and others may read differently; None without one."""
+        names = [name for name, _ in self.headers]
+        is_old = self.parser.get_http_version() == "1.0"
+        if names.count(b"host") > 1 or not (is_old or b"host" in names):
+            return _HOST
+        if is_old and b"transfer-encoding" in names:
+            return _OLD_BODY
+        if self.parser.should_upgrade() and any(name in _BODY_HEADERS for name in names):
+            return _UPGRADE  # the parser takes the body for the other protocol
+        return None
 
     @property
     def _is_working(self) -> bool:

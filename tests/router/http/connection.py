@@ -11,7 +11,7 @@ from uvicorn.server import ServerState
 from router.http.connections import Connections, Patience
 from router.http.protocol import DoorProtocol
 
-GET = b"GET / HTTP/1.1\r\n\r\n"
+GET = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
 PATIENCE = Patience(head_s=20, idle_s=75)
 
 

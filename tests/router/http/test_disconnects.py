@@ -153,7 +153,7 @@ async def test_second_head_that_does_not_end_is_closed_like_the_first() -> None:
 
 async def test_body_of_an_answered_request_does_not_hold_the_connection() -> None:
     async with Connection() as client:
-        await client.send(b"POST / HTTP/1.1\r\ncontent-length: 100\r\n\r\n")
+        await client.send(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n")
         assert b"200 OK" in client.written
         client.timers.advance(19)
         await client.send(b"x")
@@ -192,6 +192,23 @@ def test_full_table_drops_the_longest_waiting_connection_and_no_request() -> Non
     connections.waits(first)  # has just been answered
     assert not connections.has_room()
     assert (first.num_drops, third.num_drops) == (0, 1)
+
+
+def test_strangers_take_at_most_one_place_of_tenants() -> None:
+    connections = Connections(most=3)
+    tenants, strangers = [Mute() for _ in range(3)], [Mute() for _ in range(20)]
+    for each in tenants:
+        connections.add(each)
+        connections.works(each)
+        connections.recognize(each)
+        connections.waits(each)
+    for stranger in strangers:
+        while not connections.has_room():
+            for each in (*tenants, *strangers):
+                if each.num_drops:
+                    connections.discard(each)
+        connections.add(stranger)
+    assert [each.num_drops for each in tenants] == [1, 0, 0]
 
 
 def test_full_table_of_running_requests_reports_one_that_may_go() -> None:

@@ -73,8 +73,11 @@ async def test_requests_up_to_the_limit_are_answered_and_the_connection_stays() 
 
 BROKEN = {
     "no HTTP": b"\x16\x03\x01 hello\r\n\r\n",
-    "a broken body": b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
-    "a path outside ASCII": b"GET /\xff HTTP/1.1\r\n\r\n",
+    "a broken body": b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
+    "a path outside ASCII": b"GET /\xff HTTP/1.1\r\nhost: x\r\n\r\n",
+    "no host": b"GET / HTTP/1.1\r\n\r\n",
+    "two hosts": b"GET / HTTP/1.1\r\nhost: a\r\nhost: b\r\n\r\n",
+    "chunks of HTTP/1.0": b"POST / HTTP/1.0\r\ntransfer-encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n",
     "a tunnel": b"CONNECT there:443 HTTP/1.1\r\n\r\n",
 }
 
@@ -106,14 +109,16 @@ async def test_broken_bytes_are_refused_in_openais_form(name: str) -> None:
 
 async def test_offer_of_another_protocol_is_answered_and_does_not_swallow_what_follows() -> None:
     async with Connection(answer) as connection:
-        connection.protocol.data_received(b"GET / HTTP/1.1\r\nconnection: upgrade\r\nupgrade: h2c\r\n\r\n" + GET)
+        connection.protocol.data_received(
+            b"GET / HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: h2c\r\n\r\n" + GET
+        )
         await connection.until_idle()
         assert connection.written.count(b"HTTP/1.1 200") == 2
 
 
 async def test_offer_of_another_protocol_with_a_body_is_refused_with_the_reason() -> None:
     async with Connection() as connection:
-        offer = b"POST / HTTP/1.1\r\nconnection: upgrade\r\nupgrade: h2c\r\ncontent-length: 2\r\n\r\n{}"
+        offer = b"POST / HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: h2c\r\ncontent-length: 2\r\n\r\n{}"
         connection.protocol.data_received(offer)
         assert connection.written.startswith(b"HTTP/1.1 400 ")
         assert b"plain HTTP/1.1" in connection.written
