@@ -4,6 +4,7 @@ import asyncio
 import logging
 import secrets
 import sys
+from collections.abc import Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -181,7 +182,8 @@ async def serve_router(
         certificates = door_of(serving.tls, credentials)
         reporter = StatusReporter(parts, is_encrypted=credentials.is_encrypted)
         if config.http_port is not None:
-            http = await _start_http(door, reporter, certificates, host=host, port=config.http_port)
+            names = serving.tls.names
+            http = await _start_http(door, reporter, certificates, host=host, port=config.http_port, names=names)
             reporter.http_port = http.port
             undoing.push_async_callback(http.stop, 0)
         admin_server = await start_server(
@@ -238,11 +240,17 @@ def _add_admin(door: FrontDoor, server: grpc.aio.Server) -> list[str]:
 
 
 async def _start_http(
-    door: FrontDoor, reporter: StatusReporter, certificates: DoorCertificates | None, *, host: str, port: int
+    door: FrontDoor,
+    reporter: StatusReporter,
+    certificates: DoorCertificates | None,
+    *,
+    host: str,
+    port: int,
+    names: Sequence[str],
 ) -> "HttpServer":
     from router.http.server import start_http_server  # its libraries are needed only for HTTP
 
-    return await start_http_server(door, reporter, certificates, host=host, port=port)
+    return await start_http_server(door, reporter, certificates, host=host, port=port, names=names)
 
 
 async def _load_codec(model_dir: Path | None, config: RouterConfig) -> Codec:

@@ -5,11 +5,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from common.config.keys import Need, Port, Section, Words
+from common.config.keys import DnsName, Need, Port, Section, Words
 from common.trust.identity import INTERNAL_SUFFIX
 
-DnsName = Annotated[str, Field(pattern=r"^(\*\.)?[A-Za-z0-9_:.-]{1,253}$")]
-"""A DNS name or an address."""
 _MAX_TLS_NAME_CHARS = 1400
 """Characters of all names together; with the host's own names they fit a certificate (`authority.MAX_NAME_BYTES`)."""
 

@@ -42,6 +42,8 @@ def _on_or_off(value: object) -> object:
 
 
 Port = Annotated[int, Field(ge=0, le=MAX_PORT)]
+DnsName = Annotated[str, Field(pattern=r"^(\*\.)?[A-Za-z0-9_:.-]{1,253}$")]
+"""A DNS name or an address."""
 Words = BeforeValidator(_on_or_off)
 """Validator of choices that include `on` or `off`, which YAML reads as booleans."""
 

@@ -5,11 +5,12 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from common.config.keys import Need, Port, Section
+from common.config.keys import DnsName, Need, Port, Section
 
 logger = logging.getLogger(__name__)
 
 ROUTER_PORTS = ("port", "http_port", "metrics_port", "admin_port")
+Origin = Annotated[str, Field(pattern=r"^(\*|[a-z][a-z0-9+.-]*://[^/\s]+)$", max_length=300)]
 ENV_PREFIX = "env:"
 """Prefix of an environment variable's name where a secret is expected."""
 
@@ -72,6 +73,13 @@ class RouterConfig(Section):
     auth: Annotated[Literal["none", "api_key"], Need.ROUTERS] = "none"
     """`none`: every request belongs to the tenant `default`. `api_key`: the metadata, or HTTP header,
     `authorization: Bearer <key>` of a request names its tenant; see [tenants](#tenants)."""
+    allowed_hosts: Annotated[tuple[DnsName, ...], Field(max_length=32), Need.ROUTERS] = ()
+    """With `auth: none`, further DNS names under which HTTP clients know the router, such as a load balancer's;
+    `*.example.com` stands for all names there. [Addresses, names without a dot and the names that the router knows
+    itself](security.md#web-pages) need not be listed."""
+    allowed_origins: Annotated[tuple[Origin, ...], Field(max_length=32), Need.ROUTERS] = ()
+    """Origins of [web pages](security.md#web-pages), such as `https://chat.example.com`, that may call the HTTP door
+    from a browser. `*`: all of them."""
     salt_secret: Annotated[str | None, Field(min_length=16), Need.ROUTERS] = None
     """Secret from which tenants' cache salts and the key of all block hashes are derived, at least 16 characters; equal
     on all routers of a cluster. `null`: the controller draws the key of block hashes once and keeps it in the run

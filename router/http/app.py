@@ -6,17 +6,19 @@
 3. An exception becomes one terminal answer: a status with a JSON body, or an event in a stream that has begun.
 4. While the router stops, new calls are refused; calls that outlast the grace end with the same error.
 5. Requests never take all connections (connections.py): inquiries, health among them, are always answered.
+6. Pages of other sites are refused where there are no API keys (browsers.py), on every path.
 """
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
+from http import HTTPStatus
 from typing import Any
 
 from prometheus_client import Counter
 from starlette.routing import Route, Router
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from common.errors import EngineFault, KvrelayError
 from common.metering import Metered
@@ -27,6 +29,7 @@ from router.http.answers import in_style
 from router.http.anthropic.answers import message_answers
 from router.http.anthropic.calls import body_field as message_field
 from router.http.anthropic.calls import read_messages_body
+from router.http.browsers import BrowserRules
 from router.http.connections import Connections
 from router.http.embeddings import Embeddings
 from router.http.errors import (
@@ -36,16 +39,16 @@ from router.http.errors import (
     NOT_FOUND,
     OPENAI,
     STOPPING,
-    Dialect,
+    Headers,
     HttpError,
 )
 from router.http.exchange import Exchange
 from router.http.generation import GenerationEndpoint, read_chat, read_completion
 from router.http.inquiries import Inquiries
-from router.http.page.handlers import PageHandlers
+from router.http.page.handlers import PAGE_HEADERS, PageHandlers
 from router.http.responses.answer import response_answer
 from router.http.responses.call import read_response
-from router.http.routes import ENDPOINTS
+from router.http.routes import ENDPOINTS, Endpoint
 from router.http.styles import ChatStyle, CompletionStyle
 from router.status import StatusReporter
 
@@ -62,7 +65,10 @@ _MIB = 1 << 20
 class HttpApp:
     """All endpoints. Event loop only."""
 
-    def __init__(self, door: FrontDoor, reporter: StatusReporter, connections: Connections) -> None:
+    def __init__(
+        self, door: FrontDoor, reporter: StatusReporter, connections: Connections, names: Sequence[str] = ()
+    ) -> None:
+        """Take `names`, those of the router's certificate."""
         metrics = door.parts.metrics
         metrics.watch("kvrelay_http_connections", "Open connections", lambda: connections.num_open)
         metrics.watch(
@@ -71,6 +77,8 @@ class HttpApp:
             lambda: connections.num_dropped,
         )
         self._door = door
+        self.browsers = BrowserRules(door.parts.config, names)
+        self.connections = connections
         self._max_requests = connections.most_requests
         self.responses = Counter(
             "kvrelay_http_responses",
@@ -133,14 +141,11 @@ class HttpApp:
             "cluster": page.cluster,
         }
 
-        def endpoint(path: str, handlers: Mapping[str, Handler], dialect: Dialect = OPENAI) -> ASGIApp:
-            return _Endpoint(self, path, handlers, dialect=dialect, max_body_bytes=max_body_bytes)
+        def served(handlers: Mapping[str, Handler], endpoint: Endpoint | None = None) -> ASGIApp:
+            return _Served(self, handlers, endpoint, max_body_bytes=max_body_bytes)
 
-        routes = [
-            Route(each.path, endpoint(each.path, {each.method: handlers[each.name]}, each.dialect))
-            for each in ENDPOINTS
-        ]
-        return Router(routes, default=endpoint("unknown", {}), redirect_slashes=False)
+        routes = [Route(each.path, served({each.method: handlers[each.name]}, each)) for each in ENDPOINTS]
+        return Router(routes, default=served({}), redirect_slashes=False)
 
     async def _health(self, exchange: Exchange) -> None:
         """`GET /health`: whether a new request would be served now. Raises KvrelayError."""
@@ -181,6 +186,11 @@ class HttpApp:
     def choose(self, handlers: Mapping[str, Handler], exchange: Exchange) -> Handler:
         """Return the handler of a request to a path with these handlers by method, or one that refuses it."""
         method = "GET" if exchange.method == "HEAD" else exchange.method
+        refusal = self.browsers.refusal(method, exchange.headers)
+        if refusal is not None:
+            return _refusing(refusal)
+        if self.browsers.is_preflight(method, exchange.headers):
+            return _agree
         if not handlers:
             error = HttpError(f"there is nothing at {exchange.scope['path'][:80]}", NOT_FOUND)
         elif method not in handlers:
@@ -194,24 +204,46 @@ class HttpApp:
         return _refusing(error)
 
 
-class _Endpoint:
+class _Served:
     """One path. A class, because Starlette passes a function a request instead of the raw ASGI arguments."""
 
     def __init__(
-        self, app: HttpApp, path: str, handlers: Mapping[str, Handler], *, dialect: Dialect, max_body_bytes: int
+        self, app: HttpApp, handlers: Mapping[str, Handler], endpoint: Endpoint | None, *, max_body_bytes: int
     ) -> None:
+        """`endpoint`: None for all paths at which there is nothing."""
         self._app = app
-        self._dialect = dialect
-        self._path = path
+        self._path = "unknown" if endpoint is None else endpoint.path
+        self._dialect = OPENAI if endpoint is None else endpoint.dialect
+        self._is_for_tenants = endpoint is not None and HTTPStatus.UNAUTHORIZED in endpoint.statuses
+        self._headers = PAGE_HEADERS if endpoint is not None and endpoint.is_of_page else []
         self._handlers = handlers
         self._max_body_bytes = max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = [*self._headers, *self._app.browsers.answer_headers(scope["method"], scope["headers"])]
+        if headers:
+            send = _with_headers(send, headers)
         exchange = Exchange(scope, receive, send, max_body_bytes=self._max_body_bytes, dialect=self._dialect)
         status = await self._app.serve(exchange, self._app.choose(self._handlers, exchange))
+        if self._is_for_tenants and status == HTTPStatus.OK:
+            self._app.connections.recognize(scope["state"]["connection"])
         self._app.responses.labels(self._path, str(status)).inc()
         extra = {"request_id": exchange.request_id, "path": self._path, "status": status}
         logger.debug("HTTP request ended", extra=extra)
+
+
+def _with_headers(send: Send, headers: Headers) -> Send:
+    async def send_with_headers(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message["headers"] = [*message["headers"], *headers]
+        await send(message)
+
+    return send_with_headers
+
+
+async def _agree(exchange: Exchange) -> None:
+    """Answer a preflight; what the page may do is in the headers."""
+    exchange.finish_body(b"", "text/plain")
 
 
 def _refusing(error: KvrelayError) -> Handler:

@@ -38,10 +38,12 @@ class HttpError(KvrelayError):
 
 
 BROKEN_HTTP = ErrorKind(400, "invalid_request_error", "broken_http")
+FOREIGN_PAGE = ErrorKind(403, "invalid_request_error", "foreign_page")
 NOT_FOUND = ErrorKind(404, "invalid_request_error", "unknown_url")
 METHOD_NOT_ALLOWED = ErrorKind(405, "invalid_request_error", "method_not_allowed")
 REQUEST_TIMEOUT = ErrorKind(408, "invalid_request_error", "request_timeout")
 TOO_LARGE = ErrorKind(413, "invalid_request_error", "request_too_large")
+NOT_JSON = ErrorKind(415, "invalid_request_error", "not_json")
 HEAD_TOO_LARGE = ErrorKind(431, "invalid_request_error", "head_too_large")
 FULL = ErrorKind(503, "server_error", "too_many_requests_running")
 STOPPING = ErrorKind(503, "server_error", "stopping")

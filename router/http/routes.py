@@ -20,10 +20,10 @@ from router.http.responses.body import ResponsesBody
 from router.http.schema import ChatBody, CompletionBody, DetokenizeBody, EmbeddingBody, TokenizeBody
 from router.http.strict import TEXT, TEXT_OR_NULL, const_schema, list_schema, object_schema, option_schemas
 
-_EVERYWHERE = (400, 405, 431)
-"""Statuses of malformed HTTP, of another method, and of a head without an end."""
+_EVERYWHERE = (400, 403, 405, 431)
+"""Statuses of malformed HTTP, of a foreign page, of another method, and of a head without an end."""
 _IDENTIFIED = (401,)
-_WITH_BODY = (401, 408, 413, 503)
+_WITH_BODY = (401, 408, 413, 415, 503)
 _GENERATION = (*_WITH_BODY, 404, 422, 429, 500, 504)
 
 
@@ -41,6 +41,11 @@ class Endpoint:
     errors: tuple[int, ...] = ()
     body: type[BaseModel] | None = None
     dialect: Dialect = OPENAI
+
+    @property
+    def is_of_page(self) -> bool:
+        """Whether a browser loads it as the live page, or for it."""
+        return self.name == "cluster" or self.name.startswith("page")
 
     @property
     def can_stream(self) -> bool:
@@ -100,11 +105,12 @@ ENDPOINTS: tuple[Endpoint, ...] = (
 _MEANINGS = {
     400: "not HTTP/1.1, not JSON, or a value is not allowed; `param` names the field",
     401: "no API key, or an unknown one (`router.auth: api_key`)",
-    403: "the tenant of the API key is not an operator",
+    403: "the tenant of the API key is not an operator; without keys, the host or the origin is a foreign one",
     404: "no such model, or nothing at this path",
     405: "another method",
     408: "the body did not come in time",
     413: "the body is too large",
+    415: "a web page sends a body that it does not declare to be JSON",
     429: "refused for now; `retry-after` says when to come back",
     431: "request line and headers are too large",
     422: "workers were lost, one after the other, while they computed the request",

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 import uvicorn
@@ -99,9 +99,15 @@ def uvicorn_config(app: HttpApp, patience: Patience) -> uvicorn.Config:
 
 
 async def start_http_server(
-    door: FrontDoor, reporter: StatusReporter, certificates: DoorCertificates | None, *, host: str, port: int
+    door: FrontDoor,
+    reporter: StatusReporter,
+    certificates: DoorCertificates | None,
+    *,
+    host: str,
+    port: int,
+    names: Sequence[str] = (),
 ) -> HttpServer:
-    """Start serving, with TLS if there are certificates; port 0 picks a free one.
+    """Start serving, with TLS if there are certificates, which have these `names`; port 0 picks a free one.
 
     Raises OSError when the port is taken, ConfigError for limits that are too large.
 
@@ -109,7 +115,7 @@ async def start_http_server(
     """
     patience = Patience()
     connections = Connections(most=_most_connections(door.parts.config.max_http_connections))
-    app = HttpApp(door, reporter, connections)
+    app = HttpApp(door, reporter, connections, names)
     config = uvicorn_config(app, patience)
     server = _Uvicorn(config)
 

@@ -4,13 +4,20 @@ import asyncio
 from importlib.resources import files
 
 from router.front_door import FrontDoor
-from router.http.errors import FULL, NOT_FOUND, STOPPING, HttpError
+from router.http.errors import FULL, NOT_FOUND, STOPPING, Headers, HttpError
 from router.http.exchange import Exchange
 from router.http.page.state import StateFeed
 from router.status import StatusReporter
 
 MAX_WATCHERS = 16
 _RETRY_S = 10.0
+PAGE_HEADERS: Headers = [
+    (b"content-security-policy", b"default-src 'self'; img-src data:; base-uri 'none'; frame-ancestors 'none'"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"x-content-type-options", b"nosniff"),
+    (b"x-frame-options", b"DENY"),
+]
+"""Headers by which a browser runs nothing on the page that this router has not sent, and shows it in no other page."""
 _TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
 
 
