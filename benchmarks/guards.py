@@ -57,14 +57,14 @@ GUARDS = (
     ),
     _guard(
         "the watchdog ends a process whose step hangs",
-        "worker/watchdog.py",
-        "        if step is not None and self._awake_s - self._step_seen_s >",
-        "        if False and step is not None and self._awake_s - self._step_seen_s >",
+        "worker/step_watch.py",
+        "        if step is None or self._age_s <=",
+        "        if True or step is None or self._age_s <=",
     ),
     _guard(
         "the watchdog ends a process whose event loop hangs",
-        "worker/watchdog.py",
-        "        if self._awake_s - self._beaten_s > LOOP_HUNG_S:",
+        "common/watchdog.py",
+        "        if self.standing_s > LOOP_HUNG_S:",
         "        if False:",
     ),
     _guard(

@@ -60,7 +60,7 @@ from benchmarks.kill_targets import Plan, Target, target_of
 from cluster.processes.life import LONG_LIFE_S
 from cluster.processes.state import StateFile
 from kvrelay.client import AsyncClient, Token
-from worker.watchdog import HUNG_S
+from worker.step_watch import HUNG_S
 
 NUM_BEGUN = 5
 """Tokens of every stream before the fault."""

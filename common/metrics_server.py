@@ -1,5 +1,9 @@
-"""Serves a process's Prometheus metrics over HTTP: one thread accepts, and each connection has one."""
+"""Serves a process's Prometheus metrics, and whether it gets on, over HTTP, without its event loop.
 
+One thread accepts, and each connection has one.
+"""
+
+import json
 import logging
 import socket
 import ssl
@@ -7,11 +11,16 @@ import threading
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from wsgiref.simple_server import WSGIRequestHandler, make_server
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.exposition import ThreadingWSGIServer
+
+from common.watchdog import STANDS_S, Watchdog
+
+if TYPE_CHECKING:
+    from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
 logger = logging.getLogger(__name__)
 
@@ -31,11 +40,19 @@ class ScrapeTls:
 
 
 class MetricsServer:
-    """Serves one registry until `close`."""
+    """Serves one registry, and at `/live` what the watchdog sees, until `close`."""
 
-    def __init__(self, registry: CollectorRegistry, *, host: str, port: int, tls: ScrapeTls | None = None) -> None:
+    def __init__(
+        self,
+        registry: CollectorRegistry,
+        *,
+        host: str,
+        port: int,
+        tls: ScrapeTls | None = None,
+        watchdog: Watchdog | None = None,
+    ) -> None:
         """Start serving, over TLS if `tls` is given; port 0 picks a free one. Raises OSError for a taken port."""
-        app = make_wsgi_app(registry)
+        app = _app(registry, watchdog)
         self._server = make_server(host, port, app, _BoundedServer, handler_class=_QuietHandler)
         self._server.tls = tls
         self.port = int(self._server.server_port)
@@ -49,6 +66,21 @@ class MetricsServer:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
+
+
+def _app(registry: CollectorRegistry, watchdog: Watchdog | None) -> "WSGIApplication":
+    metrics: WSGIApplication = make_wsgi_app(registry)
+
+    def app(environ: "WSGIEnvironment", start_response: "StartResponse") -> Iterable[bytes]:
+        if watchdog is None or environ["PATH_INFO"] != "/live":
+            return metrics(environ, start_response)
+        standing_s = watchdog.standing_s
+        is_live = standing_s < STANDS_S
+        start_response("200 OK" if is_live else "503 Service Unavailable", [("Content-Type", "application/json")])
+        status = "ok" if is_live else f"the event loop has not turned for {standing_s:.1f} s"
+        return [json.dumps({"status": status}).encode()]
+
+    return app
 
 
 class _BoundedServer(ThreadingWSGIServer):

@@ -21,6 +21,8 @@ import psutil
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
+    from common.watchdog import Watchdog
+
 EXIT_HUNG = 75
 """Exit status of a process that its own watchdog ends (sysexits.h: a temporary failure)."""
 
@@ -153,6 +155,11 @@ class RunningService(Protocol):
     @property
     def role(self) -> str:
         """Present role of a worker, "prefill" or "decode"; empty for others."""
+        ...
+
+    @property
+    def watchdog(self) -> "Watchdog":
+        """Ends this process when it hangs, once started."""
         ...
 
     async def stop(self, grace_s: float) -> None:

@@ -70,6 +70,7 @@ class ServiceActor(ABC):
         await self._is_enrolled.wait()
         service = await self.start_service(params, self._credentials, self._host)
         spare_loaded_objects()
+        service.watchdog.start()
         self.on_serving(service)
         return service
 

@@ -70,6 +70,7 @@ async def _serve(
     renewing = asyncio.create_task(pipe.keep_renewed(), name="renew certificate")
     service = await start(credentials)
     spare_loaded_objects()
+    service.watchdog.start()
     sys.stdout.write(ready_line(ready_of(service)) + "\n")
     sys.stdout.flush()
     await stop.wait()

@@ -27,6 +27,7 @@ from common.trust.channels import Reach
 from common.trust.credentials import Credentials
 from common.trust.doors import DoorCertificates, door_of, scrape_tls
 from common.trust.guard import Guard
+from common.watchdog import Watchdog
 from kvrelay.v1 import inference_pb2, inference_pb2_grpc, router_admin_pb2, router_admin_pb2_grpc
 from router.arrivals import Arrivals
 from router.codec import ByteCodec, Codec
@@ -68,6 +69,8 @@ class RunningRouter:
     registry: CollectorRegistry
     """Its metrics, served or not."""
     metrics_server: MetricsServer | None
+    watchdog: Watchdog
+    """Ends the process when its event loop hangs, once started."""
     tracer: Tracer
     watches: "tuple[asyncio.Task[None], ...]"
     """Background tasks that watch the event loop's lag and load, and the alarms."""
@@ -174,9 +177,10 @@ async def serve_router(
     )
     async with AsyncExitStack() as undoing:
         metrics_server = http = None
+        watchdog = Watchdog.of_this_process()
         if config.metrics_port is not None:
             metrics_server = MetricsServer(
-                metrics.registry, host=host, port=config.metrics_port, tls=scrape_tls(credentials)
+                metrics.registry, host=host, port=config.metrics_port, tls=scrape_tls(credentials), watchdog=watchdog
             )
             undoing.callback(metrics_server.close)
         certificates = door_of(serving.tls, credentials)
@@ -209,6 +213,7 @@ async def serve_router(
         http=http,
         registry=metrics.registry,
         metrics_server=metrics_server,
+        watchdog=watchdog,
         tracer=tracer,
         door=door,
         leave_s=_LEAVE_S if config.count > 1 else 0.0,

@@ -7,8 +7,6 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from common.metrics_server import MetricsServer, ScrapeTls
-from common.ports import listen_on_first
 from common.walls import wall_shares
 from common.wire_names import ROLE_NAMES, TRANSPORT_NAMES
 from worker.prefix_pull import PullOutcome
@@ -103,11 +101,3 @@ def registry_of(runtime: WorkerRuntime) -> CollectorRegistry:
     registry = CollectorRegistry()
     registry.register(RuntimeCollector(runtime))
     return registry
-
-
-def serve_metrics(
-    registry: CollectorRegistry, runtime: WorkerRuntime, host: str, tls: ScrapeTls | None
-) -> MetricsServer:
-    """Serve a runtime's metrics on a free port of its pool. Raises OSError when all are taken."""
-    ports = runtime.pool_config.port_range
-    return listen_on_first(ports, lambda port: MetricsServer(registry, host=host, port=port, tls=tls))

@@ -22,8 +22,8 @@ from kvrelay.v1 import worker_pb2_grpc
 from worker.peers import PeerProbe
 from worker.recent_steps import WINDOWS_S
 from worker.runtime import WorkerRuntime
+from worker.step_watch import overdue_watch_of
 from worker.trial import run_trial
-from worker.watchdog import overdue_watch_of
 
 UPDATE_GAP_S = 0.02
 """Shortest time between two updates: load changes with each step, and routers do not need every change."""

@@ -6,23 +6,27 @@ from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import grpc
 from prometheus_client import CollectorRegistry
 
 from common.metrics_server import MetricsServer
+from common.ports import listen_on_first
 from common.rpc_server import MAX_MESSAGE_BYTES, Server, start_server
 from common.trust.access import Audience
 from common.trust.credentials import Credentials
 from common.trust.doors import door_of, scrape_tls
 from common.trust.guard import Guard
+from common.watchdog import Watchdog
 from common.wire_names import ROLE_NAMES
 from kvrelay.v1 import kv_transfer_pb2_grpc, prefix_pb2_grpc, worker_pb2_grpc
-from worker.metrics import registry_of, serve_metrics
+from worker.metrics import registry_of
 from worker.prefix_service import PrefixService
 from worker.runtime import ServedPorts, WorkerRuntime
 from worker.service import UPDATE_GAP_S, WorkerService
+from worker.step_watch import step_watch_of
 
 logger = logging.getLogger(__name__)
 
@@ -119,6 +123,8 @@ class RunningWorker:
     registry: CollectorRegistry
     """Its metrics, served or not."""
     metrics: MetricsServer | None
+    watchdog: Watchdog
+    """Ends the process when its engine or event loop hangs, once started."""
     host: str
 
     @property
@@ -174,8 +180,10 @@ async def start_worker(
     servers: dict[Plane, Server] = {}
     async with AsyncExitStack() as undoing:
         registry, metrics = registry_of(runtime), None
+        watchdog = Watchdog.of_this_process(step_watch_of(runtime).look)
         if runtime.pool_config.metrics:
-            metrics = serve_metrics(registry, runtime, host, scrape_tls(credentials))
+            serve = partial(MetricsServer, registry, host=host, tls=scrape_tls(credentials), watchdog=watchdog)
+            metrics = listen_on_first(ports, lambda port: serve(port=port))
             undoing.push_async_callback(asyncio.to_thread, metrics.close)
         runtime.start()
         undoing.push_async_callback(runtime.aclose)
@@ -206,7 +214,9 @@ async def start_worker(
             "num_blocks": runtime.executor.kv.num_blocks,
         },
     )
-    return RunningWorker(runtime=runtime, servers=servers, registry=registry, metrics=metrics, host=host)
+    return RunningWorker(
+        runtime=runtime, servers=servers, registry=registry, metrics=metrics, watchdog=watchdog, host=host
+    )
 
 
 def _adding(services: Sequence[PlaneService]) -> Callable[[grpc.aio.Server], list[str]]:

@@ -18,7 +18,6 @@ from worker.environment import Environment
 from worker.factory import load_executor_for, load_template_for, speculator_for
 from worker.runtime import WorkerRuntime, pool_of
 from worker.serving import PlaneService, RunningWorker, start_worker
-from worker.watchdog import watch_over
 
 
 def pool_services(runtime: WorkerRuntime) -> list[PlaneService]:
@@ -34,14 +33,9 @@ async def start_pool_worker(
     host: str,
     port: int,
 ) -> RunningWorker:
-    """Load the model and serve under the name in the credentials; from then on a watchdog may end this process.
-
-    Raises OSError if the port is taken.
-    """
+    """Load the model and serve under the name in the credentials. Raises OSError if the port is taken."""
     runtime = await _load(config, credentials, role=role)
-    worker = await start_worker(runtime, pool_services, credentials, host=host, port=port)
-    watch_over(runtime)
-    return worker
+    return await start_worker(runtime, pool_services, credentials, host=host, port=port)
 
 
 async def _load(

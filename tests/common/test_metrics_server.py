@@ -1,7 +1,9 @@
 """Metrics stay available under other connections."""
 
+import asyncio
 import socket
 import threading
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -10,23 +12,25 @@ import pytest
 from prometheus_client import CollectorRegistry, Gauge
 
 from common.metrics_server import MAX_CONNECTIONS, MetricsServer
+from common.watchdog import STANDS_S, TICK_S, Watchdog
+from tests.clock import ManualClock
 
 NUM_SILENT = 60
 
 
 @contextmanager
-def serving() -> Iterator[MetricsServer]:
+def serving(watchdog: Watchdog | None = None) -> Iterator[MetricsServer]:
     registry = CollectorRegistry()
     Gauge("seven", "Seven", registry=registry).set(7)
-    server = MetricsServer(registry, host="127.0.0.1", port=0)
+    server = MetricsServer(registry, host="127.0.0.1", port=0, watchdog=watchdog)
     try:
         yield server
     finally:
         server.close()
 
 
-def scrape(server: MetricsServer) -> str:
-    with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=30) as response:
+def scrape(server: MetricsServer, path: str = "/metrics") -> str:
+    with urllib.request.urlopen(f"http://127.0.0.1:{server.port}{path}", timeout=30) as response:
         return str(response.read().decode())
 
 
@@ -53,3 +57,27 @@ def test_concurrent_scrapes_are_all_answered() -> None:
         for thread in threads:
             thread.join()
     assert ["seven 7.0" in text for text in found] == [True] * MAX_CONNECTIONS
+
+
+async def test_live_is_answered_while_the_event_loop_is_busy_and_says_when_it_stands() -> None:
+    clock = ManualClock()
+    loop = asyncio.get_running_loop()
+    watchdog = Watchdog(
+        call_loop=loop.call_soon_threadsafe, waited_s=lambda: 0.0, end=lambda _reason: None, clock=clock
+    )
+
+    def pass_time(seconds: float) -> None:
+        for _ in range(round(seconds / TICK_S)):
+            clock.advance(TICK_S)
+            watchdog.check()
+
+    with serving(watchdog) as server:  # this test holds the loop: nothing below would be answered by it
+        pass_time(STANDS_S / 2)
+        assert scrape(server, "/live") == '{"status": "ok"}'
+        pass_time(STANDS_S)
+        with pytest.raises(urllib.error.HTTPError) as stands:
+            scrape(server, "/live")
+        assert stands.value.code == 503
+        assert "not turned for 4.5 s" in stands.value.read().decode()
+        await asyncio.sleep(0)
+        assert scrape(server, "/live") == '{"status": "ok"}'

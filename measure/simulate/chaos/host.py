@@ -7,6 +7,7 @@ from typing import Any
 
 from common.ids import Epoch, RequestId
 from common.timing import StepModel, StepShape, TimingModel
+from common.watchdog import TICK_S, Watchdog
 from engine.events import Tokens
 from engine.fake import FakeExecutor
 from engine.group import Emitted, Group
@@ -20,7 +21,7 @@ from measure.simulate.timing import FittedTimes, WorkerSpeed
 from measure.simulate.wire import KEEPALIVE_S
 from measure.simulate.worker import SharedWorld, SimWorker
 from router.facts import WorkerEndpoint
-from worker.watchdog import TICK_S, predict_s, watchdog_of
+from worker.step_watch import predict_s, step_watch_of
 
 TIMES = TimingModel(
     prefill=StepModel(constant_s=4e-3, per_prefill_token_s=2e-4),
@@ -160,11 +161,12 @@ class Host:
         return not self._is_hung
 
     async def _watch(self, worker: SimWorker, process: Context) -> None:
-        watchdog = watchdog_of(
-            worker.runtime,
-            call_loop=lambda beat: self._loop.call_soon(beat, context=process),
+        watchdog = Watchdog(
+            call_loop=lambda turn: self._loop.call_soon(turn, context=process),
+            waited_s=lambda: 0.0,
             end=lambda _reason: self.die(),
             clock=VirtualClock(self._loop),
+            looks=[step_watch_of(worker.runtime).look],
         )
         while True:
             await asyncio.sleep(TICK_S)
