@@ -19,6 +19,8 @@ MIN_PING_INTERVAL_MS = 1_000
 """Shortest time between two pings that servers allow."""
 _PING_INTERVAL_MS = 2_000
 PING_TIMEOUT_MS = 3_000
+PINGED_S = (_PING_INTERVAL_MS + PING_TIMEOUT_MS) / 1000
+"""Longest time, on a connection that holds, since its peer has answered a ping."""
 REPLACEABLE_PING_TIMEOUT_MS = 1_500
 """The same where another peer can take over at once. Three losses of a packet in a row take 1.4 s."""
 
