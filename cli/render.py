@@ -208,6 +208,8 @@ def _router_lines(router: RouterStatus, *, address: str) -> list[RenderableType]
             f" {each.num_prompt_tokens} computed, {each.num_cached_tokens} cached, {each.num_output_tokens} answered ·"
             f" router {each.router_s:.1f} s, compiling {each.compile_s:.1f} s"
         )
+        if each.num_set_back:
+            lines += f" · {each.num_set_back} answers set back for other tenants"
         if each.num_arriving_bytes or each.num_unsent_entries:
             lines += f" · waiting: {each.num_arriving_bytes} bytes to be read, {each.num_unsent_entries} to be sent"
     return [lines, *(Text(f"ALARM {text}", style="bold red") for text in router.alarms)]

@@ -41,6 +41,8 @@ class AttemptOutcome(enum.Enum):
     """Every sample has ended."""
     MOVED = "moved"
     """The decode worker is leaving; the rest of the answer needs another plan."""
+    SET_BACK = "set back"
+    """Its room goes to another tenant's request; the rest of the answer waits in line for another plan."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

@@ -1,7 +1,7 @@
 """Holds of plans on workers: booked with the choice, given back when the attempt ends."""
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 
 from common.clock import Clock
@@ -34,6 +34,9 @@ class Bookings:
 
     def __len__(self) -> int:
         return len(self._open)
+
+    def __iter__(self) -> Iterator[Booking]:
+        return iter(self._open)
 
     @property
     def quarantine(self) -> Collection[WorkerId]:
@@ -77,7 +80,14 @@ class Bookings:
             plan=plan,
             decided_s=self._clock.monotonic(),
         )
-        booking = Booking(decision=decision, decode=decode, prefill=prefill, source=source, on_release=self._release)
+        booking = Booking(
+            decision=decision,
+            decode=decode,
+            prefill=prefill,
+            source=source,
+            tenant=request.tenant,
+            on_release=self._release,
+        )
         self._open.add(booking)
         return booking
 

@@ -186,6 +186,7 @@ class TenantMetrics(Collector):
         self._num_refused: Counts[tuple[str, str]] = Counts()
         self._read_accounts: Callable[[], Iterable[Account]] = tuple
         self._refusals = Counter("kvrelay_tenant_refusals", "Requests refused", ["tenant", "cause"], registry=registry)
+        self._set_backs = Counter("kvrelay_tenant_set_backs", "Answers set back", ["tenant"], registry=registry)
         self._tokens = Counter("kvrelay_tenant_tokens", "Tokens served", ["tenant", "kind"], registry=registry)
         self._queue = Histogram(
             "kvrelay_tenant_queue_seconds",
@@ -210,6 +211,10 @@ class TenantMetrics(Collector):
     def refusals(self) -> tuple[tuple[str, str, int], ...]:
         """Tenant, cause and number of the refused requests."""
         return tuple((*key, count) for key, count in sorted(self._num_refused.items()))
+
+    def count_set_back(self, tenant: str) -> None:
+        """Count an answer that gave its room to another tenant's request."""
+        self._set_backs.labels(self._label(tenant)).inc()
 
     def count_service(self, tenant: str, service: Service) -> None:
         """Count the tokens that a request got."""

@@ -8,7 +8,8 @@
    again, and the request gets another plan, at most `max_attempts` in all. A single sample continues after its last
    delivered token; several samples that have begun continue separately, side by side.
    A draining decode worker hands its requests over in the same way, after the next token, as often as needed:
-   nothing has failed, and the next worker pulls the KV from it.
+   nothing has failed, and the next worker pulls the KV from it. An answer that is set back, because its tenant has more
+   than its share of a full pool (placement/shares.py), ends its attempt at once and waits in its tenant's order.
 5. FINISHED, FAILED or CANCELLED: calls, bookings, tasks and the ticket are gone before the client's call ends.
 
 A client that goes away, or whose deadline passes, cancels the task that runs this; every step releases on its way out.
@@ -18,6 +19,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 
 from common.clock import Clock
@@ -38,7 +40,7 @@ from common.structured import TaskCensus, all_or_first_failure
 from kvrelay.v1 import inference_pb2
 from router.admission.line import Line
 from router.admission.ticket import Ticket
-from router.attempt import AttemptFailed, AttemptOutcome
+from router.attempt import Attempt, AttemptFailed, AttemptOutcome
 from router.call_outcomes import CallOutcomes
 from router.crash_budget import CrashBudget
 from router.demand import DemandMeter
@@ -53,6 +55,7 @@ from router.metrics import RouterMetrics
 from router.outbox import Outbox
 from router.placement.chooser import Chooser
 from router.placement.decisions import Booking
+from router.placement.running import RunningAnswer
 from router.queued_requests import Leg, QueuedRequestBuilder
 from router.record import Delivery, Job, RunningRequest
 from router.tracing import RequestTraces
@@ -180,11 +183,15 @@ class Orchestrator:
                 return
             leg.num_attempts += 1
             try:
-                if await self._attempt(leg) is AttemptOutcome.COMPLETED:
+                outcome = await self._attempt(leg)
+                if outcome is AttemptOutcome.COMPLETED:
                     return
                 leg.num_moves += 1
-                self.calls.totals.num_moves += 1
+                leg.is_set_back = outcome is AttemptOutcome.SET_BACK
+                leg.num_set_back += leg.is_set_back
+                self.calls.totals.num_moves += not leg.is_set_back
             except AttemptFailed as failure:
+                leg.is_set_back = False
                 if not ledger.unfinished(leg.samples):
                     return
                 self._raise_if_final(leg, failure)
@@ -208,15 +215,11 @@ class Orchestrator:
     async def _serve_apart(self, leg: Leg, remaining: list[int]) -> None:
         """Serve samples that have begun separately: each continues from its own tokens."""
         legs = [
-            Leg(
-                record=leg.record,
-                ticket=leg.ticket,
+            replace(
+                leg,
                 samples=range(sample_index, sample_index + 1),
                 # The life cycle of the request follows the first sample.
                 life=LifeCycle(leg.life.request_id, self._clock) if position else leg.life,
-                num_attempts=leg.num_attempts,
-                num_moves=leg.num_moves,
-                failed_pairs=leg.failed_pairs,
             )
             for position, sample_index in enumerate(remaining)
         ]
@@ -260,7 +263,7 @@ class Orchestrator:
                 )
                 try:
                     with self._chooser.expecting(booking, hashes):
-                        outcome = await attempt.run()
+                        outcome = await self._run_attempt(leg, booking, attempt)
                 except AttemptFailed as failure:
                     booking.decision.ended = type(failure.error).__name__
                     if not isinstance(failure.error, Overloaded):
@@ -274,9 +277,32 @@ class Orchestrator:
                     booking.decision.ended = outcome.value
                     for hold in booking.holds:
                         self._fleet.note_ended(hold)
-                    if outcome is AttemptOutcome.MOVED:
+                    if outcome is not AttemptOutcome.COMPLETED:
                         self._chooser.retract(booking, hashes)
                     return outcome
+
+    async def _run_attempt(self, leg: Leg, booking: Booking, attempt: Attempt) -> AttemptOutcome:
+        """Run an attempt until it ends or its answer is set back. Raises AttemptFailed."""
+        if leg.record.job.embedding is not None:
+            return await attempt.run()
+        try:
+            async with asyncio.timeout(None) as running:
+                booking.answer = RunningAnswer(
+                    tenant=leg.ticket.account.tenant.name,
+                    number=leg.ticket.number,
+                    num_places=len(leg.samples),
+                    began_s=self._clock.monotonic(),
+                    num_set_back=leg.num_set_back,
+                    count_blocks=lambda: leg.num_blocks,
+                    running=running,
+                )
+                return await attempt.run()
+        except TimeoutError:
+            if not running.expired():
+                raise
+            return AttemptOutcome.SET_BACK
+        finally:
+            booking.answer = None
 
     def _check_model(self, leg: Leg) -> None:
         """Raise WorkerLost when the workers now serve another model, which would continue with other tokens."""

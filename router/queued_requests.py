@@ -31,9 +31,19 @@ class Leg:
     life: LifeCycle
     num_attempts: int = 0
     num_moves: int = 0
-    """Attempts that ended because their worker was leaving; nothing had failed."""
+    """Attempts that ended because their worker was leaving or the answer was set back; nothing had failed."""
+    num_set_back: int = 0
+    is_set_back: bool = False
+    """Whether the last attempt ended so."""
     failed_pairs: set[tuple[Life, Life]] = field(default_factory=set)
     """Lives of the prefill and decode workers of the attempts that failed before the handoff was complete."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Pages that its samples fill: they share those of the prompt."""
+        job, lengths = self.record.job, self.record.ledger.lengths
+        num_tokens = len(job.prompt_token_ids) + sum(lengths[index] for index in self.samples)
+        return num_tokens // job.model.block_size + len(self.samples)
 
 
 class QueuedRequestBuilder:
@@ -60,7 +70,7 @@ class QueuedRequestBuilder:
         wants_prompt |= job.embedding is not None and job.embedding.pooling is Pooling.MEAN
         is_first = leg.num_attempts == 1
         patience_s = self._config.queue_timeout_s if is_first else self._config.recovery_timeout_s
-        if leg.record.losses.is_quarantined:  # others may have to end before it
+        if leg.record.losses.is_quarantined or leg.is_set_back:  # others may have to end before it
             patience_s = leg.record.deadline_s - self._clock.monotonic()
         terms = leg.ticket.terms
         num_tokens = len(job.prompt_token_ids) + len(output)
@@ -75,6 +85,7 @@ class QueuedRequestBuilder:
             num_tokens=num_tokens,
             num_samples=len(leg.samples),
             block_size=job.model.block_size,
+            tenant=leg.ticket.account.tenant,
             hashes=NO_HASHES if wants_prompt else job.hashes(output),
             num_output_tokens=self._expected_tokens(job, leg.ticket.account.tenant.name, num_done=len(output)),
             typical_output_tokens=self._lengths.typical_tokens,
@@ -90,6 +101,7 @@ class QueuedRequestBuilder:
             ticket=leg.ticket,
             search=Search(request=request, failed_pairs=leg.failed_pairs),
             deadline_s=self._clock.monotonic() + patience_s,
+            is_set_back=leg.is_set_back,
             on_waiting=leg.record.tell_queued,
         )
         if is_first:

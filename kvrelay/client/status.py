@@ -55,6 +55,8 @@ class TenantUsage:
     """Prompt tokens that were computed."""
     num_cached_tokens: int
     num_output_tokens: int
+    num_set_back: int
+    """Answers that gave their room on a decode worker to another tenant's request and went on later."""
     num_arriving_bytes: int
     """Bytes of its requests that have begun to arrive and have not been read."""
     num_unsent_entries: int

@@ -1301,6 +1301,7 @@ class TenantUsage(_message.Message):
     NUM_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_ARRIVING_BYTES_FIELD_NUMBER: _builtins.int
     NUM_UNSENT_ENTRIES_FIELD_NUMBER: _builtins.int
+    NUM_SET_BACK_FIELD_NUMBER: _builtins.int
     tenant: _builtins.str
     """Its name."""
     weight: _builtins.float
@@ -1323,6 +1324,8 @@ class TenantUsage(_message.Message):
     """Bytes of its requests that have begun to arrive and have not been read."""
     num_unsent_entries: _builtins.int
     """Tokens and log-probabilities of its answers that wait to be sent."""
+    num_set_back: _builtins.int
+    """Answers that gave their room on a decode worker to another tenant's request and went on later."""
     def __init__(
         self,
         *,
@@ -1337,10 +1340,11 @@ class TenantUsage(_message.Message):
         num_output_tokens: _builtins.int = ...,
         num_arriving_bytes: _builtins.int = ...,
         num_unsent_entries: _builtins.int = ...,
+        num_set_back: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["compile_s", b"compile_s", "num_active", b"num_active", "num_arriving_bytes", b"num_arriving_bytes", "num_cached_tokens", b"num_cached_tokens", "num_output_tokens", b"num_output_tokens", "num_prompt_tokens", b"num_prompt_tokens", "num_queued", b"num_queued", "num_unsent_entries", b"num_unsent_entries", "router_s", b"router_s", "tenant", b"tenant", "weight", b"weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["compile_s", b"compile_s", "num_active", b"num_active", "num_arriving_bytes", b"num_arriving_bytes", "num_cached_tokens", b"num_cached_tokens", "num_output_tokens", b"num_output_tokens", "num_prompt_tokens", b"num_prompt_tokens", "num_queued", b"num_queued", "num_set_back", b"num_set_back", "num_unsent_entries", b"num_unsent_entries", "router_s", b"router_s", "tenant", b"tenant", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1647,7 +1651,7 @@ class DecisionOutcome(_message.Message):
     tpot_s: _builtins.float
     """Mean gap between tokens, seconds."""
     ended: _builtins.str
-    """How the attempt ended: empty while it runs, "completed", "moved", or the name of an error class."""
+    """How the attempt ended: empty while it runs, "completed", "moved", "set back", or the name of an error class."""
     num_drafted_tokens: _builtins.int
     """Draft tokens that its steps have verified (speculation)."""
     num_accepted_tokens: _builtins.int

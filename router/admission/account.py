@@ -56,6 +56,8 @@ class Account:
     """Prompt tokens that were computed for it."""
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
+    num_set_back: int = 0
+    """Answers that gave their room on a decode worker to another tenant's request and went on later."""
     on_cost: "Callable[[Account, float], None]" = lambda _account, _seconds: None
     """Called with time that is to be charged to its share."""
     unpaid_s: float = 0.0

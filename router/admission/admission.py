@@ -28,7 +28,7 @@ from kvrelay.v1 import inference_pb2
 from router.admission.account import Account, Service, account_above, open_account
 from router.admission.budget import Budget, Holding
 from router.admission.fair_queue import OUTPUT_TOKEN_COST, PROMPT_TOKEN_COST, FairQueue
-from router.admission.lanes import lanes_of, share_of
+from router.admission.lanes import lanes_of, newcomers_lanes_of, share_of
 from router.admission.limits import Pace
 from router.admission.ticket import QueuedRequest, Ticket
 from router.admission.turns import Turns
@@ -246,6 +246,11 @@ class Admission:
         self.num_refused += 1
         return refused
 
+    def note_set_back(self, tenant: str) -> None:
+        """Count an answer of a tenant whose room goes to another one."""
+        self._accounts[tenant].num_set_back += 1
+        self._metrics.count_set_back(tenant)
+
     def promise_s(self) -> float:
         """Return the time after which a refused request may find a place, by the pace at which others left the line."""
         return self._pace.promise_s(self._clock.monotonic())
@@ -267,7 +272,7 @@ class Admission:
         account.num_active += 1
         self._charge(ticket, expected)
         if account.is_full:
-            for lane in lanes_of(account.tenant.name):
+            for lane in newcomers_lanes_of(account.tenant.name):
                 self._queue.hold(lane)
 
     def take_back(self, ticket: Ticket) -> None:
@@ -298,7 +303,7 @@ class Admission:
         """Let the tenant's requests have plans; returns whether it may have another one."""
         if account.is_full:
             return False
-        for lane in lanes_of(account.tenant.name):
+        for lane in newcomers_lanes_of(account.tenant.name):
             self._queue.release(lane)
         return True
 

@@ -30,13 +30,14 @@ class Asker:
         """Time at which the first worker is free for another prompt, as of the last look."""
         self._num_openings = 0
         """Times that a worker became free after none was."""
-        self._is_open = False
+        self.is_open = False
+        """Whether some worker was free for another prompt at the last look."""
 
     def look(self, now_s: float) -> None:
         """Note whether some worker is free for another prompt."""
         self._opens_s = self._chooser.opens_at_s()
-        was_open, self._is_open = self._is_open, self._opens_s <= now_s
-        self._num_openings += self._is_open and not was_open
+        was_open, self.is_open = self.is_open, self._opens_s <= now_s
+        self._num_openings += self.is_open and not was_open
 
     def ask(self, queued: QueuedRequest) -> Booking | Refused:
         """Return a booked plan, or why there is none now."""

@@ -4,8 +4,9 @@ Tenants go in the order of virtual token counters (Sheng et al., "Fairness in Se
 Each tenant has a counter of the tokens that it was served, divided by its weight; the waiting tenant with the lowest
 counter goes next. A tenant that comes back after a pause is lifted to the lowest counter of the waiting ones, so it
 cannot save up its share. The weighted service of two tenants that both keep waiting then differs by no more than what
-is in flight at once, whatever their requests look like. A tenant that *yields* goes after all others while all its
-requests are late; to have waited there counts as a pause.
+is in flight at once, whatever their requests look like. While something else is scarce, the tenant with the least of it
+for its weight goes next, and counters decide between equal ones. A tenant that *yields* goes after all others while all
+its requests are late; to have waited there counts as a pause.
 
 Every operation costs O(log n + tenants) for n waiting requests, and each further item of one round O(log n). What is
 before a request is known from running sums (queued_work.py), for forecasts of its wait.
@@ -13,7 +14,7 @@ before a request is known from running sums (queued_work.py), for forecasts of i
 
 import heapq
 import math
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import Generic
 
 from router.admission.queued_work import Rank
@@ -38,11 +39,6 @@ class FairQueue(Generic[T]):
 
     def __len__(self) -> int:
         return self._first.num_waiting + sum(queue.num_waiting for queue in self._queues.values())
-
-    @property
-    def num_first(self) -> int:
-        """Number of items before all newcomers."""
-        return self._first.num_waiting
 
     def add_tenant(self, name: str, *, weight: float, yields: bool = False) -> None:
         """Make a tenant known; if it `yields`, its late items go after those of all tenants. Harmless when repeated."""
@@ -102,16 +98,24 @@ class FairQueue(Generic[T]):
         """Take out the next item of the tenants that are not skipped; None when there is none."""
         return next(self.round(now_s=now_s, skipping=skipping), None)
 
-    def round(self, *, now_s: float, skipping: Container[str]) -> Iterator[Place[T]]:
+    def round(
+        self, *, now_s: float, skipping: Container[str], share: Callable[[str], float] | None = None
+    ) -> Iterator[Place[T]]:
         """Take out one item after the other, each the next one of the tenants that are not skipped by then.
 
-        Meanwhile `skipping` may only grow, and no counter may fall. A tenant that begins to wait after the first item
-        is left out.
+        `share` returns what a tenant has of something scarce: the one with the least for its weight is next then, and
+        counters decide between equal ones. Meanwhile `skipping` may only grow, and neither a counter nor a share may
+        fall. A tenant that begins to wait after the first item is left out.
         """
+
+        def turn_of(name: str, queue: TenantQueue[T]) -> tuple[bool, float, float]:
+            is_parked, counter = queue.turn(now_s)
+            return is_parked, 0.0 if share is None else share(name) / queue.weight, counter
+
         while self._first.num_waiting and FIRST not in skipping:
             yield self._first.take(now_s)
         waiting = [
-            (*queue.turn(now_s), idx, name, queue)
+            (*turn_of(name, queue), idx, name, queue)
             for idx, (name, queue) in enumerate(self._queues.items())
             if queue.contends and name not in skipping
         ]
@@ -120,12 +124,17 @@ class FairQueue(Generic[T]):
             *turn, idx, name, queue = waiting[0]
             if not queue.contends or name in skipping:
                 heapq.heappop(waiting)
-            elif (now := queue.turn(now_s)) != tuple(turn):
+            elif (now := turn_of(name, queue)) != tuple(turn):
                 heapq.heapreplace(waiting, (*now, idx, name, queue))
             else:
                 place = queue.take(now_s)
                 self._note_left(queue)
                 yield place
+
+    def take(self, place: Place[T]) -> None:
+        """Take out a waiting item, whatever is before it."""
+        place.queue.remove(place)
+        self._note_left(place.queue)
 
     def grant(self, place: Place[T], work: float) -> None:
         """Note that an item that was taken out is served, and how much work it is in the units of `charge`."""
@@ -145,8 +154,7 @@ class FairQueue(Generic[T]):
         """Remove an item. Harmless when it is not in line."""
         place.uncount()
         if place.is_waiting:
-            place.queue.remove(place)
-            self._note_left(place.queue)
+            self.take(place)
 
     def charge(self, tenant: str, cost: float) -> None:
         """Count service of the tenant, in tokens weighted by their cost; a negative cost takes back."""

@@ -1,26 +1,43 @@
-"""Lanes of the line: a tenant's requests by the pool that answers them."""
+"""Lanes of the line: a tenant's requests by the pool that answers them, and those that were set back."""
 
 from router.admission.fair_queue import FIRST
 from router.admission.tenant_queue import Place
 from router.admission.ticket import QueuedRequest, Ticket
 from router.placement.plans import PlacementRequest
 
-_EMBEDDING = "\0embedding"
-"""Ends the name of a lane."""
+_EMBEDDING, _SET_BACK = "\0embedding", "\0set back"
+"""Ends of the names of lanes."""
 
 
-def lanes_of(tenant: str) -> tuple[str, str]:
-    """Return the names under which a tenant's requests stand in line: those that generate, and those that embed.
+def lanes_of(tenant: str) -> tuple[str, ...]:
+    """Return the names under which a tenant's requests stand in line.
 
-    Another pool answers each kind, so neither waits behind the other when only that has no plan. All service of the
-    tenant counts in both lanes: two of them get it no larger share.
+    All its service counts in all of its lanes: several get it no larger share.
+    """
+    return set_back_lane_of(tenant), *newcomers_lanes_of(tenant)
+
+
+def newcomers_lanes_of(tenant: str) -> tuple[str, str]:
+    """Return the lanes of a tenant's requests that generate, and of those that embed.
+
+    Another pool answers each kind, so neither waits behind the other when only that has no plan.
     """
     return tenant, tenant + _EMBEDDING
 
 
+def set_back_lane_of(tenant: str) -> str:
+    """Return the lane of a tenant's requests that were set back: they have had a plan, so no limit holds them."""
+    return tenant + _SET_BACK
+
+
 def lane_of(tenant: str, request: PlacementRequest) -> str:
-    """Return the name of the lane in which a request of a tenant stands."""
-    return lanes_of(tenant)[request.is_prefill_only]
+    """Return the name of the lane in which a newcomer of a tenant stands."""
+    return newcomers_lanes_of(tenant)[request.is_prefill_only]
+
+
+def tenant_of(lane: str) -> str:
+    """Return the tenant whose requests stand in a lane."""
+    return lane.partition("\0")[0]
 
 
 def share_of(lane: str, ticket: Ticket) -> float:

@@ -6,6 +6,9 @@
    next request finds no plan, a few of each tenant behind it may go ahead, until it has been overtaken MAX_OVERTAKEN
    times. A tenant's embeddings, which another pool answers than its generations, stand in a lane of their own.
 
+3. When the decode pool is full, tenants go in the order of what they have of it for their weight, and a request may
+   have answers of tenants with more set back (claims.py). Those wait for another plan in a lane of their own.
+
 A refused request is asked about again only when that may help (asking.py). A refusal is final when waiting cannot help
 (placement/shedding.py).
 
@@ -24,8 +27,9 @@ from common.errors import Overloaded, RefusalCause, Refused, WorkerLost
 from router.admission.account import Service
 from router.admission.admission import Admission, cost_of
 from router.admission.asking import Asker
-from router.admission.fair_queue import FairQueue
-from router.admission.lanes import SkippedLanes, lane_of
+from router.admission.claims import Claims
+from router.admission.fair_queue import FIRST, FairQueue
+from router.admission.lanes import SkippedLanes, lane_of, set_back_lane_of
 from router.admission.tenant_queue import Place, rank
 from router.admission.ticket import QueuedRequest
 from router.fleet import Fleet
@@ -70,14 +74,19 @@ class Line:
         """Time of the timer, on the clock."""
         self._num_placed: Counter[bool] = Counter()
         """Requests inside `place`, by whether the prefill pool answers them, like the following."""
+        self._num_again = 0
+        """Those of them that have had a plan before."""
         self._rests_until_s = {False: 0.0, True: 0.0}
+        self._claims = Claims(admission=admission, fleet=fleet, clock=clock)
+        self._is_short = False
+        """Whether the last search found no room in the decode pool for some request."""
         fleet.subscribe(self._on_change)
         admission.on_room = self._serve
 
     @property
     def num_queued(self) -> int:
         """Requests that wait for a plan, those that lost theirs included."""
-        return self.admission.num_without_plan + self._queue.num_first
+        return self.admission.num_without_plan + self._num_again
 
     @property
     def num_in_line(self) -> int:
@@ -94,10 +103,12 @@ class Line:
         granted: asyncio.Future[Booking | Refused] = asyncio.get_running_loop().create_future()
         queued.granted, queued.last_refusal = granted, None
         place = self._stand(queued)
+        had_plan = queued.ticket.has_plan
         queued.ticket.queued.add(queued)
         pool = queued.search.request.is_prefill_only
         self.num_queued_tokens += queued.search.request.num_tokens
         self._num_placed[pool] += 1
+        self._num_again += had_plan
         try:
             self._serve()
             if place.is_waiting:
@@ -113,6 +124,7 @@ class Line:
         finally:
             self.num_queued_tokens -= queued.search.request.num_tokens
             self._num_placed[pool] -= 1
+            self._num_again -= had_plan
             queued.ticket.queued.discard(queued)
             was_waiting = place.is_waiting
             self._queue.discard(place)
@@ -128,19 +140,19 @@ class Line:
         ticket.lane = lane_of(ticket.account.tenant.name, request)
         work_s = self._chooser.work_s(request)
         if queued.goes_first is None:
-            queued.goes_first = ticket.has_plan
+            queued.goes_first = ticket.has_plan and not queued.is_set_back
         if queued.goes_first:
             return self._queue.push_first(queued, number=ticket.number, work_s=work_s)
-        if ticket.has_plan:
+        if ticket.has_plan and not queued.is_set_back:
             self.admission.take_back(ticket)
-        has_objective = request.ttft_slo_s != math.inf
+        has_objective = request.ttft_slo_s != math.inf and not queued.is_set_back
         due_s = ticket.received_s + (request.ttft_slo_s - work_s if has_objective else 0.0)
         key = rank(priority=ticket.terms.priority, work_s=work_s, due_s=due_s, number=ticket.number)
         late_s = due_s if has_objective else math.inf
         deadline_s = min(queued.deadline_s, request.deadline_s)
         return self._queue.push(
             queued,
-            tenant=ticket.lane,
+            tenant=set_back_lane_of(ticket.account.tenant.name) if queued.is_set_back else ticket.lane,
             rank=key,
             due_s=late_s,
             deadline_s=deadline_s,
@@ -181,51 +193,67 @@ class Line:
         for pool in resting:
             skipping.close_pool(is_prefill_only=pool)
         self._asker.look(now_s)
-        for place in self._queue.round(now_s=now_s, skipping=skipping):
+        is_claimed = self._serve_claims()
+        if is_claimed:
+            skipping.close_pool(is_prefill_only=False)
+            skipping.lanes.add(FIRST)
+        share = self._claims.with_a_place if self._is_short else None
+        self._is_short &= is_claimed or False in resting
+        for place in self._queue.round(now_s=now_s, skipping=skipping, share=share):
             queued = place.item
-            assert queued.granted is not None, f"{queued.search.request.request_id} is in line without a future"
-            if queued.granted.done():  # cancelled: its task is leaving the line
+            if queued.is_settled:  # cancelled: its task is leaving the line
                 continue
             if place.is_late:
                 queued.become_late()
             known = self._asker.known_refusal(queued)
             outcome = self._asker.ask(queued) if known is None else known
             if isinstance(outcome, Booking):
-                self._grant(queued, outcome)
-                self._queue.grant(place, cost_of(queued.ticket.service))
-                self._asker.look(now_s)
+                self._grant(place, outcome)
                 for other in passed:
                     # A request that waits for a busy worker, or for another pool, loses nothing to those that go.
                     other.item.num_overtaken += _is_overtaken(other.item, by=queued)
             elif outcome.cause is RefusalCause.SLO and queued.on_late is not None:
                 self._queue.restore_late(place)
             elif outcome.is_final:
-                queued.granted.set_result(self.admission.refuse(queued.ticket.account.tenant.name, outcome))
+                queued.settle(self.admission.refuse(queued.ticket.account.tenant.name, outcome))
             else:
                 passed.append(place)
                 num_passed[place.tenant] += 1
                 pool = queued.search.request.is_prefill_only
                 num_refused[pool] += not queued.is_busy
                 rests_s[pool] += REST_ASKED_S if known is None else REST_KNOWN_S
-                if (
-                    outcome.cause is RefusalCause.SATURATED
-                    or queued.num_overtaken >= MAX_OVERTAKEN
-                    or num_refused[pool] >= MAX_PASSED
-                ):
+                self._is_short |= queued.lacks_room and not pool
+                has_claim = self._asker.is_open and self._claims.make(place)
+                if queued.num_overtaken >= MAX_OVERTAKEN or num_refused[pool] >= MAX_PASSED:
                     skipping.close(place)
+                elif outcome.cause is RefusalCause.SATURATED and not has_claim:
+                    if place.tenant == FIRST:  # a tenant with less than its share may still claim room
+                        skipping.lanes.add(FIRST)
+                    else:
+                        skipping.close(place)
                 if num_passed[place.tenant] >= MAX_CANDIDATES:
                     skipping.lanes.add(place.tenant)
         for place in passed:
             self._queue.restore(place)
         wakes_at_s = min((self._asker.wakes_at_s(place.item) for place in passed), default=math.inf)
+        wakes_at_s = min(wakes_at_s, self._claims.ends_s)
         for pool, rest_s in rests_s.items():
             if pool not in resting:  # requests before all newcomers are tried all the same, and prolong no rest
                 self._rests_until_s[pool] = min(now_s + min(rest_s, MAX_REST_S), wakes_at_s)
         return wakes_at_s
 
-    def _grant(self, queued: QueuedRequest, booking: Booking) -> None:
-        assert queued.granted is not None, "only a request in line is granted a plan"
-        request = queued.search.request
+    def _serve_claims(self) -> bool:
+        """Give plans to the requests whose claims stand; returns whether one still waits for its room."""
+        for place in self._claims.standing():
+            if isinstance(outcome := self._asker.ask(place.item), Booking):
+                self._queue.take(place)
+                self._grant(place, outcome)
+            elif not place.item.lacks_room:
+                self._claims.end(place)
+        return bool(self._claims.standing())
+
+    def _grant(self, place: Place[QueuedRequest], booking: Booking) -> None:
+        queued, request = place.item, place.item.search.request
         expected = Service(
             num_prompt_tokens=request.num_tokens,
             num_cached_tokens=booking.plan.predicted_cached_tokens,
@@ -233,7 +261,10 @@ class Line:
             num_samples=request.num_samples,
         )
         self.admission.give_plan(queued.ticket, expected)
-        queued.granted.set_result(booking)
+        queued.settle(booking)
+        self._queue.grant(place, cost_of(queued.ticket.service))
+        self._claims.note_plan(request)
+        self._asker.look(self._clock.monotonic())
 
     def _wake_at(self, *times_s: float) -> None:
         """Serve the line again at the first of these times, even when nothing changes before."""

@@ -67,9 +67,8 @@ class Ticket:
         if self.reading is not None:
             self.reading.reschedule(asyncio.get_running_loop().time())
         for queued in self.queued:
-            assert queued.granted is not None, "a request in line has a future"
-            if not queued.granted.done():
-                queued.granted.set_result(refused)
+            if not queued.is_settled:
+                queued.settle(refused)
 
     def __enter__(self) -> "Ticket":
         return self
@@ -86,6 +85,10 @@ class QueuedRequest:
     search: Search
     deadline_s: float
     """Time on the router's clock at which it gives up."""
+    is_set_back: bool = False
+    """Whether it has given its room to another tenant's request, so that it stands in its own tenant's order."""
+    claims_again_s: float = 0.0
+    """Time from which it may look again for room that other tenants have beyond their share."""
     goes_first: bool | None = None
     """Whether it goes before all newcomers, because its request has lost a worker; None before it is in line."""
     on_waiting: "Callable[[DurationForecast | None], None]" = lambda _forecast: None
@@ -102,6 +105,23 @@ class QueuedRequest:
     """Time at which the last refusal suggests asking again."""
     num_overtaken: int = 0
     """Plans given to requests behind this one after it was refused one."""
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether its wait has ended, or is about to because its task is cancelled."""
+        assert self.granted is not None, f"{self.search.request.request_id} is in line without a future"
+        return self.granted.done()
+
+    def settle(self, outcome: Booking | Refused) -> None:
+        """End its wait."""
+        assert self.granted is not None, "only a request in line is granted a plan"
+        self.granted.set_result(outcome)
+
+    @property
+    def lacks_room(self) -> bool:
+        """Whether its last refusal was for want of room on a worker that answers."""
+        last = self.last_refusal
+        return last is not None and (self.search.needs_room or last.cause is RefusalCause.SATURATED)
 
     @property
     def is_busy(self) -> bool:

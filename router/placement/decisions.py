@@ -20,6 +20,8 @@ from kvrelay.v1 import sequence_pb2
 from router.calibration import DurationForecast
 from router.hold import Hold
 from router.placement.plans import Plan, PlanCandidate, kind_of
+from router.placement.running import RunningAnswer
+from router.tenants import ANYBODY, Tenant
 
 CAPACITY = 1000
 COMPLETED = "completed"
@@ -62,7 +64,8 @@ class DecisionRecord:
     """Draft tokens that its steps have verified."""
     num_accepted_tokens: int = 0
     ended: str = ""
-    """Empty while the attempt runs; then "completed", "moved" when its worker was leaving, or an error's class."""
+    """Empty while the attempt runs; then "completed", "moved" when its worker was leaving, "set back" when its room
+    went to another tenant, or an error's class."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -76,6 +79,9 @@ class Booking:
     on_release: "Callable[[Booking], None]"
     source: sequence_pb2.KvSource | None = None
     """Where leading blocks are pulled from; None also when the plan's source is gone. Nothing is held there."""
+    tenant: Tenant = ANYBODY
+    answer: RunningAnswer | None = None
+    """The answer whose attempt runs the plan; None before and after that, and for an embedding."""
 
     @property
     def plan(self) -> Plan:

@@ -13,6 +13,7 @@ from common.errors import RefusalCause, Refused
 from common.ids import RequestId, WorkerId
 from common.wire_names import PlanKind
 from router.placement.loads import PoolLoads
+from router.tenants import ANYBODY, Tenant
 
 
 class Keeper(enum.Enum):
@@ -98,6 +99,7 @@ class PlacementRequest:
     num_tokens: int
     """Prompt and the output so far: all of it must be in the KV cache before the next token."""
     block_size: int
+    tenant: Tenant = ANYBODY
     num_samples: int = 1
     hashes: BlockHashes = NO_HASHES
     """Hashes of the full blocks of these tokens; empty when cached KV cannot be used."""

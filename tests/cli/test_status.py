@@ -21,6 +21,8 @@ def test_status_shows_router_and_workers(run: Run, address: str) -> None:
     assert f"router {address} · http://127.0.0.1:8000/v1 · policy predictive" in result.stdout
     assert "2 active · 11 completed" in result.stdout
     assert "refused: 7 of batch (slo)" in result.stdout
+    assert "tenant batch: 4 queued" in result.stdout
+    assert "3 answers set back" in result.stdout
     assert "ALARM no_updates: p0 is silent" in result.stdout
     prefill = next(line for line in result.stdout.splitlines() if line.startswith(" prefill-0"))
     cells = [cell.strip() for cell in prefill.split("│")]

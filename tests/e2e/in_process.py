@@ -17,7 +17,7 @@ from kvrelay.v1 import router_admin_pb2, router_admin_pb2_grpc, worker_pb2
 from router.codec import ByteCodec
 from router.server import RunningRouter, serve_router
 from tests.builders import BLOCK_SIZE
-from tests.trust import as_controller_of_router, credentials_of
+from tests.trust import as_controller_of_router, credentials_of, operator_token
 from tests.worker.cluster import make_runtime, serve_runtime
 from worker.serving import RunningWorker
 from worker.timing import WorkerTiming
@@ -91,6 +91,9 @@ class System:
     def client(self, **options: Any) -> AsyncClient:
         return AsyncClient(self.address, timeout_s=TIMEOUT_S, **options)
 
+    def operator(self) -> AsyncClient:
+        return self.client(api_key=operator_token())
+
     async def kill(self, worker_id: str) -> None:
         """Break every connection of a worker, as its death would."""
         for server in self.workers[worker_id].servers.values():
@@ -109,7 +112,7 @@ class System:
 
     async def until_idle(self) -> None:
         """Wait until no living worker and no router holds anything."""
-        async with asyncio.timeout(TIMEOUT_S), self.client() as client:
+        async with asyncio.timeout(TIMEOUT_S), self.operator() as client:
             while True:
                 status = await client.status()
                 held = status.router.num_active + status.router.num_bookings + status.router.num_request_tasks
@@ -128,6 +131,7 @@ async def running_system(
     num_decode: int = 1,
     router: dict[str, Any] | None = None,
     model: dict[str, Any] | None = None,
+    tenants: Sequence[dict[str, Any]] = (),
     load: Callable[[], Executor] | None = None,
     **fake: Any,
 ) -> AsyncIterator[System]:
@@ -136,7 +140,7 @@ async def running_system(
     `fake` shapes the engines (make_runtime); with `load` each worker has an engine that it returns.
     """
     async with AsyncExitStack() as stack:
-        running, admin = await stack.enter_async_context(_serving_router(router, model))
+        running, admin = await stack.enter_async_context(_serving_router(router, model, tenants))
         endpoints, workers, pace = [], {}, Pace()
         shape = {name: fake.pop(name) for name in ("num_blocks", "step_s") if name in fake}
         fake = {"lease_ttl_s": TIMEOUT_S / 2} | fake
@@ -166,11 +170,13 @@ async def another_router(system: System, *, router: dict[str, Any] | None = None
 
 @asynccontextmanager
 async def _serving_router(
-    router: dict[str, Any] | None, model: dict[str, Any] | None = None
+    router: dict[str, Any] | None, model: dict[str, Any] | None = None, tenants: Sequence[dict[str, Any]] = ()
 ) -> "AsyncIterator[tuple[RunningRouter, router_admin_pb2_grpc.RouterAdminServiceAsyncStub]]":
     # The engines share this process: on a busy machine it is silent for seconds.
     options = {"recovery_timeout_s": TIMEOUT_S, "http_port": None, "silence_s": 10.0, **(router or {})}
-    sections = {"model": {"engine": "fake", **(model or {})}, "router": options}
+    if tenants:
+        options |= {"auth": "api_key", "salt_secret": "s" * 32}
+    sections = {"model": {"engine": "fake", **(model or {})}, "router": options, "tenants": list(tenants)}
     config: ServingConfig = parse_config(sections, source="test")
     running = await serve_router(
         config, credentials_of(Role.ROUTER, "router-0"), codec=ByteCodec(), host="127.0.0.1", port=0
