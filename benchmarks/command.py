@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import os
 import platform
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks.figures import Figures
+from common.cgroups import usable_cores
 
 _FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "amx_int8")
 
@@ -57,7 +57,7 @@ def machine() -> dict[str, Any]:
     flags = set(fields.get("flags", "").split())
     return {
         "processor": fields.get("model name", platform.processor()),
-        "cores": os.cpu_count(),
+        "cores": usable_cores(),
         "instructions": [flag for flag in _FLAGS if flag in flags],
         "kernel": platform.release(),
         "python": platform.python_version(),

@@ -24,13 +24,14 @@ from benchmarks.command import command_line, terminal, write_figures
 from benchmarks.figures import Figures, in_turn
 from benchmarks.peers.vllm_server import vllm_environment
 from benchmarks.vllm_step import ARMS
+from common.cgroups import usable_cores
 
 _BATCHES = (1, 16, 64)
 
 
 def _run_arm(arm: str, batch: int) -> dict[str, float]:
     """Measure an arm in a process of its own. Raises RuntimeError with its last words."""
-    environment = vllm_environment(Path(sys.prefix), threads=os.cpu_count() or 1, kv_memory_gib=1)
+    environment = vllm_environment(Path(sys.prefix), threads=usable_cores(), kv_memory_gib=1)
     command = [sys.executable, "-m", "benchmarks.vllm_step", arm, str(batch)]
     done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, check=False)
     if done.returncode != 0:

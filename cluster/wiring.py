@@ -25,6 +25,7 @@ from cluster.processes.worker_calls import inspect_worker
 from cluster.ray import outside
 from cluster.takeover import TakeoverFailed
 from cluster.trust import Trust
+from common.cgroups import usable_cores
 from common.clock import SystemClock
 from common.config import ConfigError, ServingConfig
 from common.otlp import check_installed
@@ -174,8 +175,7 @@ def _ray(config: ServingConfig, trust: Trust, run_dir: Path) -> tuple[PlanFor, L
 
 
 def _this_host(gpus: list[str] | None) -> HostResources:
-    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return HostResources(cores=num_cores, gpus=gpus, memory_bytes=measure_host().available_bytes)
+    return HostResources(cores=usable_cores(), gpus=gpus, memory_bytes=measure_host().available_bytes)
 
 
 def _visible_gpus() -> list[str]:

@@ -14,20 +14,16 @@ On a device the part is a fraction of the card (`device_free_bytes`); `engine.cu
 graphs.
 """
 
-import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import psutil
+
+from common.cgroups import memory_headroom_bytes
 
 _GIB = 1 << 30
 
 HOST_KV_SHARE = 0.5
 """Share of a worker's part of a host. The rest is for page cache, router, clients, and growth."""
-
-_NO_LIMIT = 1 << 62
-"""Smallest limit that means "unlimited": cgroup v1 uses the largest page-aligned number of 63 bits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,83 +81,11 @@ def device_free_bytes(memory: DeviceMemory, share: MemoryShare) -> int:
 def measure_host() -> HostMemory:
     """Return the host's memory now, within a container's limit."""
     available = psutil.virtual_memory().available
-    headroom = cgroup_headroom_bytes()
+    headroom = memory_headroom_bytes()
     return HostMemory(
         available_bytes=available if headroom is None else min(available, headroom),
         process_bytes=psutil.Process().memory_info().rss,
     )
-
-
-def cgroup_headroom_bytes(proc: Path = Path("/proc/self"), mount: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """Return the bytes that the tightest control group around this process still grants; None without a limit.
-
-    Page cache that a group could drop at once does not count as used.
-    """
-    headrooms = [
-        limit - used
-        for folder, names in _cgroup_folders(proc, mount)
-        if (limit := _read_number(folder / names.limit)) is not None
-        and limit < _NO_LIMIT
-        and (used := _used_bytes(folder, names)) is not None
-    ]
-    return max(0, min(headrooms)) if headrooms else None
-
-
-@dataclass(frozen=True, slots=True)
-class _Names:
-    """File names of a memory control group."""
-
-    limit: str
-    usage: str
-    droppable: str
-    """Key in memory.stat of the cached file pages that were not used lately."""
-
-
-_V1 = _Names("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-_V2 = _Names("memory.max", "memory.current", "inactive_file")
-
-
-def _cgroup_folders(proc: Path, mount: Path) -> Iterator[tuple[Path, _Names]]:
-    """Yield the folders of the groups that contain this process, inner ones first."""
-    try:
-        lines = (proc / "cgroup").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return  # not Linux
-    for line in lines:
-        hierarchy, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        if hierarchy == "0":
-            root, names = mount, _V2
-        elif "memory" in controllers.split(","):
-            root, names = mount / "memory", _V1
-        else:
-            continue
-        # In a container the path may be the host's, with none of its folders below our mount: the mount then counts.
-        folder = root / path.lstrip("/")
-        while folder != root:
-            yield folder, names
-            folder = folder.parent
-        yield root, names
-
-
-def _used_bytes(folder: Path, names: _Names) -> int | None:
-    usage = _read_number(folder / names.usage)
-    if usage is None:
-        return None
-    with contextlib.suppress(OSError):
-        for line in (folder / "memory.stat").read_text(encoding="ascii").splitlines():
-            key, _, value = line.partition(" ")
-            if key == names.droppable:
-                return max(0, usage - int(value))
-    return usage
-
-
-def _read_number(path: Path) -> int | None:
-    """Return a file's number; None when the file is missing or says "max"."""
-    try:
-        return int(path.read_text(encoding="ascii"))
-    except (OSError, ValueError):
-        return None
 
 
 def _gib(num_bytes: float) -> str:

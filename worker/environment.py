@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import psutil
 
+from common.cgroups import usable_cores
 from common.clock import Clock, SystemClock
 from common.rpc import Connect
 from common.trust.channels import connect_to
@@ -25,6 +26,8 @@ class _Reading(NamedTuple):
     read_s: float
     idle_s: float
     """Idle time of all cores since the host started."""
+    used_s: float
+    """Time of this process on cores."""
 
 
 class HostCores:
@@ -35,6 +38,7 @@ class HostCores:
 
     def __init__(self) -> None:
         self._readings = deque([_read()])
+        self._num_usable = usable_cores()
 
     def note(self) -> None:
         """Take a reading when the last one is some seconds old: cheap enough for every step."""
@@ -46,15 +50,17 @@ class HostCores:
 
     @property
     def num_idle(self) -> float:
-        """Cores that were idle in the last minute or a little more, in the mean."""
+        """Cores that were idle in the last minute or a little more, in the mean; a container's limit leaves fewer."""
         self.note()
         first, now = self._readings[0], _read()
-        return max(0.0, (now.idle_s - first.idle_s) / max(now.read_s - first.read_s, 1e-3))
+        passed_s = max(now.read_s - first.read_s, 1e-3)
+        left = self._num_usable - (now.used_s - first.used_s) / passed_s
+        return max(0.0, min(left, (now.idle_s - first.idle_s) / passed_s))
 
 
 def _read() -> _Reading:
     times = psutil.cpu_times()
-    return _Reading(time.monotonic(), times.idle + getattr(times, "iowait", 0.0))
+    return _Reading(time.monotonic(), times.idle + getattr(times, "iowait", 0.0), time.process_time())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

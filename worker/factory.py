@@ -9,6 +9,7 @@ from typing import Literal
 
 import tokenizers
 
+from common.cgroups import usable_cores
 from common.chat_template import LineTemplate
 from common.config import PoolConfig, ServingConfig
 from common.engines import lacks
@@ -159,13 +160,12 @@ def _load_torch(config: ServingConfig, pool: PoolConfig, model_dir: Path) -> Exe
     from engine.loading import load_executor
     from engine.options import EngineOptions
 
-    threads = os.environ.get("KVRELAY_THREADS") if pool.threads == "auto" else str(pool.threads)
-    if threads:
-        torch.set_num_threads(int(threads))
+    threads = os.environ.get("KVRELAY_THREADS") if pool.threads == "auto" else pool.threads
+    torch.set_num_threads(int(threads or min(torch.get_num_threads(), usable_cores())))
     model = config.model
     # The device memory of steps is sized once, for both roles that the worker may have.
     pools = (config.pools.prefill, config.pools.decode) if config.pools.flip_obstacle is None else (pool,)
-    share = memory_share(config, pool, os.environ, cores=os.cpu_count() or 1)
+    share = memory_share(config, pool, os.environ, cores=usable_cores())
     return load_executor(
         EngineOptions(
             model_dir=model_dir,

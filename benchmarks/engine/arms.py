@@ -5,7 +5,6 @@ hits. Threads that wait must sleep soon, since the arms share the cores: OpenMP'
 the value that it sets for its own workers), and the benchmark checks the CPU time of the waiting arm.
 """
 
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,11 +35,6 @@ LLAMA_CPP_FORMATS = {"int8": "q8_0", "int4": "q4_0"}
 _KV_MEMORY_GIB = 4
 _VLLM_KEYS = ("HF_HUB_OFFLINE", "VLLM_CPU_KVCACHE_SPACE", "VLLM_LOGGING_LEVEL", "VLLM_NO_USAGE_STATS")
 """Variables that vLLM gets even where it starts by its defaults."""
-
-
-def num_cores() -> int:
-    """Return the cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def kvrelay_arm(

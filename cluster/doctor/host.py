@@ -12,16 +12,17 @@ from importlib.metadata import PackageNotFoundError, requires
 from itertools import product
 from pathlib import Path
 
-import psutil
 from packaging.requirements import Requirement
 
 from cluster.doctor.finding import DoctorFinding, failure, ok, warning
+from common.cgroups import usable_cores
 from common.config import PoolConfig, ServingConfig
 from common.engines import NIXL_VERSION, VLLM_VERSION, installed_package, vllm_version
 from common.model_files import DEFAULT_MODEL_ID, ModelNotFound, cache_dir, resolve_model
 from common.ports import dial_address, is_loopback, is_port_free
 from common.process import count_gpus
 from common.random_models import SEED_FILE
+from engine.memory import measure_host
 
 _GIB = 1 << 30
 _LITTLE_DISK_GIB, _NO_DISK_GIB = 5.0, 0.5
@@ -35,6 +36,8 @@ class HostFacts:
     """Facts about a host, which tests can replace."""
 
     available_bytes: int
+    num_cores: int
+    """Cores that processes of this user may keep busy, within a container's limit."""
     free_disk: Callable[[Path], int]
     """Returns the free bytes of the file system of a folder, which need not exist."""
     max_open_files: int
@@ -51,7 +54,8 @@ def this_host() -> HostFacts:
     """Return the facts about this host. Runs the GPU driver's tool, which may take seconds."""
     shared = Path("/dev/shm")
     return HostFacts(
-        available_bytes=psutil.virtual_memory().available,
+        available_bytes=measure_host().available_bytes,
+        num_cores=usable_cores(),
         free_disk=_free_disk,
         max_open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[1],  # every process raises its own to this
         shared_memory_bytes=shutil.disk_usage(shared).free if shared.is_dir() else None,
@@ -76,6 +80,7 @@ def check_host(config: ServingConfig, host: HostFacts, *, is_up: bool) -> Iterat
         yield _nixl(host)
     yield _model(config)
     yield _memory(config, host)
+    yield _cores(config, host)
     yield from _disks(host)
     yield from _limits(config, host)
     yield _gpus(config, host)
@@ -178,6 +183,15 @@ def _memory(config: ServingConfig, host: HostFacts) -> DoctorFinding:
 
 def _page_gib(pool: PoolConfig) -> float:
     return 0.0 if pool.kv_memory_gib == "auto" or pool.num_blocks is not None else pool.count * pool.kv_memory_gib
+
+
+def _cores(config: ServingConfig, host: HostFacts) -> DoctorFinding:
+    pools = (config.pools.prefill, config.pools.decode)
+    threads = sum(pool.count * (1 if pool.threads == "auto" else pool.threads) for pool in pools)
+    if config.launcher == "local" and config.model.engine != "fake" and threads > host.num_cores:
+        advice = "lower pools.*.count or pools.*.threads, or raise the container's limit"
+        return warning("cores", f"{host.num_cores} here, the workers compute with {threads} threads", advice)
+    return ok("cores", f"{host.num_cores}")
 
 
 def _disks(host: HostFacts) -> Iterator[DoctorFinding]:

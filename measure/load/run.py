@@ -2,12 +2,12 @@
 
 import asyncio
 import contextlib
-import os
 from dataclasses import replace
 from datetime import UTC, datetime
 
 import psutil
 
+from common.cgroups import usable_cores
 from common.clock import SystemClock
 from common.errors import KvrelayError
 from measure.load.crew import Crew
@@ -60,7 +60,7 @@ class _LoadRun:
         self._notes = list(info.notes)
         if spec.slo is not None and info.takes_objectives and not spec.tells_objectives:
             self._notes.append("the server was not told the objectives: it served each request by its own")
-        max_processes = spec.processes or spec.max_processes or _num_cores()
+        max_processes = spec.processes or spec.max_processes or usable_cores()
         self._evidence = Evidence(max_processes=max_processes)
 
     async def run(self, stop: asyncio.Event) -> Run:
@@ -179,8 +179,3 @@ def _remarks(requests: tuple[RequestRecord, ...], drain_s: float, *, was_stopped
     if num_other:
         remarks.append(f"{num_other} of {len(answered)} answers have another length than asked for")
     return remarks
-
-
-def _num_cores() -> int:
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -44,6 +44,7 @@ def config(**sections: Any) -> ServingConfig:
 def host(**changes: Any) -> HostFacts:
     facts = HostFacts(
         available_bytes=16 * GIB,
+        num_cores=8,
         free_disk=lambda _folder: 100 * GIB,
         max_open_files=65536,
         shared_memory_bytes=8 * GIB,
@@ -123,6 +124,16 @@ def test_missing_compiler_is_a_failure_where_workers_would_not_start_without_one
 
     assert found.verdict is Health.FAILURE
     assert "model.kernels: compile" in found.advice
+
+
+def test_workers_with_more_threads_than_the_containers_cores_are_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(CACHE_ENV, str(tmp_path))
+    real = config(model={"id": f"{RANDOM_PREFIX}tiny", "device": "cpu"}, pools={"decode": {"threads": 4}})
+
+    assert "cores" not in bad(check_host(real, host(num_cores=5), is_up=False))
+    assert bad(check_host(real, host(num_cores=1), is_up=False))["cores"].verdict is Health.WARNING
 
 
 def test_missing_model_and_missing_weights_are_failures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

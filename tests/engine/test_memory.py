@@ -1,7 +1,6 @@
-"""KV memory of hosts and devices from measured figures; control groups from files as the kernel writes them."""
+"""KV memory of hosts and devices from measured figures."""
 
 import mmap
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from engine.memory import (
     DeviceMemory,
     HostMemory,
     MemoryShare,
-    cgroup_headroom_bytes,
     device_free_bytes,
     host_kv_bytes,
     measure_host,
@@ -28,12 +26,6 @@ def make_host(*, available_gib: float = 12, process_gib: float = 1) -> HostMemor
 
 def make_device(*, total_gib: int = 80, free_gib: int = 60, process_gib: int = 16) -> DeviceMemory:
     return DeviceMemory(total_bytes=total_gib * GIB, free_bytes=free_gib * GIB, process_bytes=process_gib * GIB)
-
-
-def write_group(folder: Path, files: dict[str, object]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, content in files.items():
-        (folder / name).write_text(f"{content}\n", encoding="ascii")
 
 
 # ── pages from figures ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -94,72 +86,6 @@ def test_device_free_bytes_are_the_rest_of_the_part_and_at_most_what_is_free(
     assert (
         device_free_bytes(make_device(free_gib=free_gib), MemoryShare(device_fraction=fraction)) == expected_gib * GIB
     )
-
-
-# ── control groups ──────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-V2, V1 = ["0::/pod/container"], ["5:cpu,cpuacct:/docker/abc", "4:memory:/docker/abc"]
-
-
-@pytest.mark.parametrize(
-    ("lines", "groups", "expected"),
-    [
-        pytest.param(
-            V2,
-            {
-                "pod/container": {
-                    "memory.max": 1000,
-                    "memory.current": 500,
-                    "memory.stat": "anon 100\ninactive_file 300\nactive_file 50",
-                }
-            },
-            1000 - (500 - 300),
-            id="v2: the limit less what is in use",
-        ),
-        pytest.param(
-            V2,
-            {
-                "pod/container": {"memory.max": 1000, "memory.current": 100},
-                "pod": {"memory.max": 1200, "memory.current": 900},
-            },
-            300,
-            id="v2: an outer group is tighter",
-        ),
-        pytest.param(V2, {"pod/container": {"memory.max": "max", "memory.current": 100}}, None, id="v2: unlimited"),
-        pytest.param(["0::/"], {"": {"memory.max": 700, "memory.current": 200}}, 500, id="v2: the mount is our own"),
-        pytest.param(["0::/"], {"": {"memory.max": 700, "memory.current": 900}}, 0, id="v2: over the limit"),
-        pytest.param(
-            V1,
-            {
-                "memory": {
-                    "memory.limit_in_bytes": 800,
-                    "memory.usage_in_bytes": 240,
-                    "memory.stat": "inactive_file 1\ntotal_inactive_file 40",
-                }
-            },
-            600,
-            id="v1: the path is the host's, the mount ours",
-        ),
-        pytest.param(
-            ["4:memory:/"],
-            {"memory": {"memory.limit_in_bytes": 9223372036854771712, "memory.usage_in_bytes": 240}},
-            None,
-            id="v1: unlimited",
-        ),
-    ],
-)
-def test_cgroup_headroom_is_what_the_tightest_group_still_grants(
-    tmp_path: Path, lines: list[str], groups: dict[str, dict[str, object]], expected: int | None
-) -> None:
-    write_group(tmp_path / "proc", {"cgroup": "\n".join(lines)})
-    for name, files in groups.items():
-        write_group(tmp_path / "fs" / name, files)
-    assert cgroup_headroom_bytes(tmp_path / "proc", tmp_path / "fs") == expected
-
-
-def test_cgroup_when_the_system_has_none_is_none(tmp_path: Path) -> None:
-    assert cgroup_headroom_bytes(tmp_path / "proc", tmp_path / "fs") is None
 
 
 def test_measure_host_counts_this_process() -> None:
