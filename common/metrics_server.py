@@ -17,6 +17,7 @@ from wsgiref.simple_server import WSGIRequestHandler, make_server
 from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.exposition import ThreadingWSGIServer
 
+from common.ports import listening_address
 from common.watchdog import STANDS_S, Watchdog
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ class MetricsServer:
     ) -> None:
         """Start serving, over TLS if `tls` is given; port 0 picks a free one. Raises OSError for a taken port."""
         app = _app(registry, watchdog)
-        self._server = make_server(host, port, app, _BoundedServer, handler_class=_QuietHandler)
+        self._server = make_server(listening_address(host), port, app, _BoundedServer, handler_class=_QuietHandler)
         self._server.tls = tls
         self.port = int(self._server.server_port)
         self._thread = threading.Thread(
@@ -94,6 +95,8 @@ class _BoundedServer(ThreadingWSGIServer):
         """Accepted sockets, the oldest first, each with the socket to read and write: itself, or TLS over it."""
         self._lock = threading.Lock()
         self._room = threading.Semaphore(MAX_CONNECTIONS)
+        if ":" in args[0][0]:
+            self.address_family = socket.AF_INET6
         super().__init__(*args, **kwargs)
 
     def process_request(self, request: Any, client_address: Any) -> None:

@@ -24,11 +24,29 @@ _DNS_NAME = re.compile(rf"(?:\*\.)?{_LABEL}(?:\.{_LABEL})*\.?")
 _WILDCARDS = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
+def address_of(host: str, port: int) -> str:
+    """Return host:port, with brackets around an IPv6 address."""
+    bare = host.strip("[]")
+    return f"[{bare}]:{port}" if ":" in bare else f"{bare}:{port}"
+
+
 def dial_address(host: str, port: int) -> str:
     """Return the host:port under which this machine reaches a server that listens on `host`."""
     bare = host.strip("[]")
-    bare = _WILDCARDS.get(bare, bare)
-    return f"[{bare}]:{port}" if ":" in bare else f"{bare}:{port}"
+    return address_of(_WILDCARDS.get(bare, bare), port)
+
+
+def listening_address(host: str) -> str:
+    """Return the one IP address on which every server of `host` listens: a name's first, IPv4 before IPv6.
+
+    Raises OSError for a name that is not known.
+    """
+    try:
+        found = socket.getaddrinfo(host.strip("[]") or None, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except UnicodeError as error:  # such as an empty label
+        raise OSError(errno.EINVAL, f"{host!r} is not a host's name") from error
+    families = {family: str(address[0]) for family, _, _, _, address in reversed(found)}
+    return families.get(socket.AF_INET) or families[socket.AF_INET6]
 
 
 def with_port(address: str, port: int) -> str:
@@ -45,6 +63,12 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(bare).is_loopback
     except ValueError:
         return False
+
+
+def is_here(host: str) -> bool:
+    """Return whether `host` names this machine: its loopback, one of its addresses or its own name."""
+    bare = host.strip("[]")
+    return bare in _WILDCARDS or is_loopback(bare) or bare == socket.gethostname() or bare in _own_addresses()
 
 
 def is_address(text: str) -> bool:
@@ -73,7 +97,9 @@ def names_of(host: str) -> list[str]:
     if bare in _WILDCARDS:
         named = [name for name in ("localhost", socket.gethostname()) if is_dns_name(name)]
         return list(dict.fromkeys([*named, *_own_addresses()]))[:MAX_OWN_NAMES]
-    return ["localhost", "127.0.0.1"] if bare in ("127.0.0.1", "localhost") else [bare]
+    if bare == "localhost":
+        return ["localhost", "127.0.0.1", "::1"]
+    return ["localhost", bare] if is_loopback(bare) else [bare]
 
 
 def _own_addresses() -> list[str]:
@@ -106,7 +132,7 @@ def free_ports(host: str, count: int, *, taken: Collection[int] = ()) -> int:
 def is_port_free(host: str, port: int) -> bool:
     """Return whether a server could listen on `port`. Raises OSError for an address of another machine."""
     try:
-        with _listen(host, port):
+        with listen_on(host, port, backlog=1):
             return True
     except OSError as error:
         if error.errno in (errno.EADDRINUSE, errno.EACCES):
@@ -129,9 +155,12 @@ def listen_on_first(ports: Sequence[int], listen: Callable[[int], _Listening]) -
         raise OSError(error.errno, f"none of the ports {ports[0]} to {ports[-1]} is free: {error}") from error
 
 
-def _listen(host: str, port: int) -> socket.socket:
-    family, _, _, _, address = socket.getaddrinfo(
-        host.strip("[]") or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )[0]
-    # Sets SO_REUSEADDR, as gRPC does: a port whose last connections linger in TIME_WAIT is free.
-    return socket.create_server(address, family=family, backlog=1, dualstack_ipv6=family == socket.AF_INET6)
+def listen_on(host: str, port: int, *, backlog: int) -> socket.socket:
+    """Return a listening socket, which `::` opens to IPv4 as well. Raises OSError.
+
+    Sets SO_REUSEADDR, as gRPC does: a port whose last connections linger in TIME_WAIT is free.
+    """
+    address = listening_address(host)
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    is_dual = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
+    return socket.create_server((address, port), family=family, backlog=backlog, dualstack_ipv6=is_dual)

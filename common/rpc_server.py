@@ -9,7 +9,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from common.ports import is_port_free, listen_on_first
+from common.ports import address_of, is_port_free, listen_on_first
 from common.process import claim_open_files, connections_per_listener
 from common.rpc import MIN_PING_INTERVAL_MS, MalformedRequestInterceptor, keepalive
 from common.trust.access import Audience
@@ -82,12 +82,13 @@ async def start_server(
 
 
 def _bind(server: grpc.aio.Server, guard: Guard, host: str, port: int) -> int:
+    address = address_of(host, port)
     if port and not is_port_free(host, port):  # checked first: gRPC would also log an error
-        raise OSError(errno.EADDRINUSE, f"cannot listen on {host}:{port}: the port is taken")
+        raise OSError(errno.EADDRINUSE, f"cannot listen on {address}: the port is taken")
     try:
         bound = guard.listen(server, host, port)
     except RuntimeError as error:
-        raise OSError(f"cannot listen on {host}:{port}: {error}") from error
+        raise OSError(f"cannot listen on {address}: {error}") from error
     if bound == 0:
-        raise OSError(errno.EADDRINUSE, f"cannot listen on {host}:{port}: the port is taken")
+        raise OSError(errno.EADDRINUSE, f"cannot listen on {address}: the port is taken")
     return bound

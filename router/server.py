@@ -18,6 +18,7 @@ from common.clock import SystemClock
 from common.config import RouterConfig, ServingConfig
 from common.metrics_server import MetricsServer
 from common.otlp import make_tracer
+from common.ports import address_of
 from common.rpc_server import Server, start_server
 from common.slo import Slo
 from common.structured import keep_going
@@ -204,8 +205,8 @@ async def serve_router(
         )
         undoing.pop_all()
     router = RunningRouter(
-        address=f"{host}:{server.port}",
-        admin_address=f"{host}:{admin_server.port}",
+        address=address_of(host, server.port),
+        admin_address=address_of(host, admin_server.port),
         fleet=fleet,
         recordings=parts.orchestrator.recordings,
         server=server,

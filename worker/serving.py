@@ -13,7 +13,7 @@ import grpc
 from prometheus_client import CollectorRegistry
 
 from common.metrics_server import MetricsServer
-from common.ports import listen_on_first
+from common.ports import address_of, listen_on_first
 from common.rpc_server import MAX_MESSAGE_BYTES, Server, start_server
 from common.trust.access import Audience
 from common.trust.credentials import Credentials
@@ -130,12 +130,12 @@ class RunningWorker:
     @property
     def address(self) -> str:
         """Control address for routers and the controller, host:port."""
-        return f"{self.host}:{self.servers[Plane.CONTROL].port}"
+        return address_of(self.host, self.servers[Plane.CONTROL].port)
 
     @property
     def kv_address(self) -> str:
         """Address for pulls by other workers, host:port."""
-        return f"{self.host}:{self.runtime.ports.kv}"
+        return address_of(self.host, self.runtime.ports.kv)
 
     @property
     def admin_address(self) -> str:

@@ -22,6 +22,7 @@ from common.clock import Clock, SystemClock
 from common.config import ServingConfig
 from common.errors import InvalidRequest
 from common.metrics_server import MetricsServer, ScrapeTls
+from common.ports import address_of
 from common.slo import Slo
 
 logger = logging.getLogger(__name__)
@@ -73,7 +74,8 @@ class Planning:
         try:
             server = MetricsServer(self.autopilot.gauges.registry, host=host, port=port, tls=self.scrape_tls)
         except OSError as error:
-            raise StartFailed(f"planner.metrics_port: cannot listen on {host}:{port}: {error.strerror}") from error
+            address = address_of(host, port)
+            raise StartFailed(f"planner.metrics_port: cannot listen on {address}: {error.strerror}") from error
         logger.info("planner's metrics", extra={"port": server.port})
         try:
             async with self.autopilot.running(stopping):

@@ -23,7 +23,8 @@ class RouterConfig(Section):
     knows [all of them](client.md#several-routers) survives the death of one. Each router applies tenants' limits by
     itself."""
     host: Annotated[str, Need.RESTART] = "127.0.0.1"
-    """Address that it listens on. `0.0.0.0` opens it to the network: then set `router.auth`."""
+    """Address of IPv4 or IPv6 that it listens on, or a name, of which the first address counts, IPv4 before IPv6.
+    `0.0.0.0` opens it to the network, `::` to both families: then set `router.auth`."""
     port: Annotated[Port, Need.RESTART] = 50051
     """Port that it listens on. `0`: a free one, chosen once per `kvrelay up`."""
     http_port: Annotated[Port | None, Need.RESTART] = 0

@@ -130,8 +130,8 @@ class PoolConfig(Section):
     max_waiting: Annotated[int, Field(ge=1), Need.POOL] = 256
     """Sequences accepted beyond that; more are refused."""
     threads: Annotated[Annotated[int, Field(ge=1)] | Literal["auto"], Need.POOL] = "auto"
-    """CPU threads of one worker. `auto`: the cores of the machine, within a container's quota, shared among all workers on
-    it; in a Ray cluster of several hosts, the CPUs it reserves."""
+    """CPU threads of one worker. `auto`: the cores of the machine, within a container's quota, shared among all workers
+    on it; in a Ray cluster of several hosts, the CPUs it reserves."""
     drain_grace_s: Annotated[float, Field(ge=0), Need.POOL] = 30.0
     """Seconds in which a worker that is asked to end (SIGTERM, a stopped host) may
     [give away its running requests](operations.md#drain)."""

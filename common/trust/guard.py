@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import grpc
 
 from common.errors import AccessDenied, KvrelayError, Unauthenticated
-from common.ports import is_loopback
+from common.ports import address_of, is_loopback, listening_address
 from common.rpc import abort, rebuilt
 from common.trust.access import METHODS, Audience, allowed_roles
 from common.trust.anonymous import AnonymousCalls
@@ -61,17 +61,17 @@ class Guard(grpc.aio.ServerInterceptor):
 
     def listen(self, server: grpc.aio.Server, host: str, port: int) -> int:
         """Add a port to a server and return it; 0 takes any. Raises OSError, RuntimeError."""
-        credentials, address = self._credentials, f"{host}:{port}"
+        credentials, address = self._credentials, address_of(listening_address(host), port)
         if credentials.is_encrypted:
             bound: int = server.add_secure_port(address, self._server_credentials())
         else:
             if not (credentials.held.enrolment.allows_plain_text or is_loopback(host)):
                 raise OSError(
-                    f"cannot listen on {address} without TLS: other hosts could read along;"
+                    f"cannot listen on {address_of(host, port)} without TLS: other hosts could read along;"
                     " set tls.mode: auto, or tls.insecure: true where the network is private"
                 )
             bound = server.add_insecure_port(address)
-        self._proof_audience = audience_of(credentials.identity.role, f"{host}:{bound}")
+        self._proof_audience = audience_of(credentials.identity.role, address_of(host, bound))
         return bound
 
     def _server_credentials(self) -> grpc.ServerCredentials:

@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 import uvicorn
 
 from common.config import ConfigError
+from common.ports import address_of, listen_on
 from common.process import claim_open_files, connections_per_listener
 from common.trust.doors import DoorCertificates, DoorContext
 from router.front_door import FrontDoor
@@ -154,17 +155,8 @@ def _notice_dead_clients(listener: socket.socket) -> None:
 def _listen(host: str, port: int) -> socket.socket:
     """Return a listening socket. Raises OSError that names the address."""
     try:
-        info = socket.getaddrinfo(host.strip("[]") or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, kind, _, _, address = info[0]
-        listener = socket.socket(family, kind)
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            _notice_dead_clients(listener)
-            listener.bind(address)
-            listener.listen(_BACKLOG)
-        except BaseException:
-            listener.close()
-            raise
+        listener = listen_on(host, port, backlog=_BACKLOG)
     except OSError as error:
-        raise OSError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
+        raise OSError(f"cannot listen on {address_of(host, port)}: {error.strerror or error}") from error
+    _notice_dead_clients(listener)
     return listener
