@@ -21,7 +21,6 @@ import random
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -34,6 +33,7 @@ from benchmarks.answers import closed_loop
 from benchmarks.clusters import ONE_THREAD_EACH, running_doors
 from benchmarks.command import command_line, terminal, write_figures
 from benchmarks.figures import Figures, in_turn, spread
+from benchmarks.loopback import open_here
 from cluster.lifecycle import ClusterInfo
 
 OFF, NONE, SOME, ALL = "off", "0 %", "10 %", "100 %"
@@ -127,7 +127,7 @@ async def run_round(arm: Arm, *, seed: str, num_requests: int) -> dict[str, floa
 
 def num_spans(sink: str) -> int:
     """Return how many spans a collector has received."""
-    with urllib.request.urlopen(f"{sink}/spans", timeout=60) as answer:
+    with open_here(f"{sink}/spans", timeout=60) as answer:
         return int(answer.read())
 
 

@@ -11,13 +11,16 @@ import time
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from common.clock import Clock, SystemClock
 from common.config import ConfigError, TracingConfig
+from common.ports import is_here
 from common.tracing import NO_TRACER, Span, SpanContext, Tracer
 from common.version import installed_version
 
 if TYPE_CHECKING:
+    import requests
     from opentelemetry import trace
     from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor
 
@@ -58,7 +61,9 @@ def make_tracer(config: TracingConfig, *, service: str, instance: str) -> Tracer
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
     endpoint = config.endpoint.rstrip("/")
-    exporter = OTLPSpanExporter(endpoint=endpoint if endpoint.endswith(_PATH) else endpoint + _PATH)
+    exporter = OTLPSpanExporter(
+        endpoint=endpoint if endpoint.endswith(_PATH) else endpoint + _PATH, session=_session(endpoint)
+    )
     try:
         processor = BatchSpanProcessor(exporter)
     except ValueError as error:  # such as a queue that is smaller than a batch
@@ -66,6 +71,17 @@ def make_tracer(config: TracingConfig, *, service: str, instance: str) -> Tracer
         raise ConfigError(f"tracing.endpoint: cannot trace: {reason}; change OTEL_BSP_* in the environment") from error
     logger.info("tracing", extra={"endpoint": endpoint, "sample_rate": config.sample_rate})
     return SdkTracer(processor, SystemClock(), service=service, instance=instance)
+
+
+def _session(endpoint: str) -> "requests.Session | None":
+    """Return a session without the environment's proxy for a collector on this host; None: the exporter's own."""
+    if not is_here(urlsplit(endpoint).hostname or ""):
+        return None
+    import requests  # comes with the exporter
+
+    session = requests.Session()
+    session.trust_env = False
+    return session
 
 
 class SdkTracer:

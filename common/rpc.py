@@ -11,6 +11,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from common.errors import EngineFault, InvalidRequest, KvrelayError, to_status
+from common.ports import is_here
 
 logger = logging.getLogger(__name__)
 
@@ -40,8 +41,12 @@ def keepalive(ping_timeout_ms: int = PING_TIMEOUT_MS) -> list[tuple[str, int]]:
     ]
 
 
-def channel_options(*, ping_timeout_ms: int = PING_TIMEOUT_MS) -> list[tuple[str, int]]:
-    """Return the options of every client channel. Reconnects within a second: processes restart fast."""
+def channel_options(*, ping_timeout_ms: int = PING_TIMEOUT_MS, allows_proxy: bool = False) -> list[tuple[str, int]]:
+    """Return the options of every client channel. Reconnects within a second: processes restart fast.
+
+    `allows_proxy`: a proxy that the environment names (`http_proxy` and others) is used; calls within a cluster are not
+    for it.
+    """
     return [
         *keepalive(ping_timeout_ms),
         # Limits an attempt to connect. A process that stands still accepts connections, and never answers the handshake
@@ -52,7 +57,14 @@ def channel_options(*, ping_timeout_ms: int = PING_TIMEOUT_MS) -> list[tuple[str
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", 1000),
         ("grpc.use_local_subchannel_pool", 1),
+        ("grpc.enable_http_proxy", int(allows_proxy)),
     ]
+
+
+def door_options(address: str, *, ping_timeout_ms: int = PING_TIMEOUT_MS) -> list[tuple[str, int]]:
+    """Return the options of a client's channel to a door, which a proxy may lead to unless the door is on this host."""
+    host = address.rpartition(":")[0].removeprefix("dns:///")
+    return channel_options(ping_timeout_ms=ping_timeout_ms, allows_proxy=not is_here(host))
 
 
 def client_channel(
@@ -66,7 +78,7 @@ def client_channel(
 
     `server_name`: DNS name that the certificate must have; empty: the host of `address`.
     """
-    options: list[tuple[str, str | int]] = [*channel_options(ping_timeout_ms=ping_timeout_ms)]
+    options: list[tuple[str, str | int]] = [*door_options(address, ping_timeout_ms=ping_timeout_ms)]
     if credentials is None:
         return grpc.aio.insecure_channel(address, options=options)
     if server_name:

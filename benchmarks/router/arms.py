@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from benchmarks.loopback import open_here
 from benchmarks.peers.group import ArmSpec, cpu_s, end_group, log_tail, start_group
 from benchmarks.peers.venv import PeerPackages, VenvFailed, ensure_venv
 from benchmarks.router.clients import Measured, run_grpc, run_http
@@ -132,7 +133,7 @@ def _wait_for_answer(port: int, router: "subprocess.Popen[bytes]", log_path: Pat
     deadline_s = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline_s and router.poll() is None:
         with suppress(OSError, urllib.error.HTTPError):  # it is healthy before it knows its workers: an answer counts
-            urllib.request.urlopen(probe, timeout=1.0).close()
+            open_here(probe, timeout=1.0).close()
             return
         time.sleep(0.1)
     raise ArmMissing(f"did not answer; its log ends with\n{log_tail(log_path)}")

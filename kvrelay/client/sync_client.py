@@ -6,7 +6,7 @@ from typing import Any, Self, TypeVar, Unpack
 
 import grpc
 
-from common.rpc import channel_options
+from common.rpc import door_options
 from kvrelay.client.base import DEFAULT_ADDRESS, BaseClient
 from kvrelay.client.chat import ChatTurn
 from kvrelay.client.collect import GenerationStream
@@ -120,7 +120,11 @@ class Client(BaseClient[GenerationStream, TrafficStream, Generation]):
 
 
 def _channels(addresses: Sequence[str], tls: grpc.ChannelCredentials | None) -> dict[str, grpc.Channel]:
-    options = channel_options(ping_timeout_ms=ping_timeout_ms(addresses))
+    return {address: _channel(address, tls, ping_timeout_ms=ping_timeout_ms(addresses)) for address in addresses}
+
+
+def _channel(address: str, tls: grpc.ChannelCredentials | None, *, ping_timeout_ms: int) -> grpc.Channel:
+    options = door_options(address, ping_timeout_ms=ping_timeout_ms)
     if tls is None:
-        return {address: grpc.insecure_channel(address, options=options) for address in addresses}
-    return {address: grpc.secure_channel(address, tls, options=options) for address in addresses}
+        return grpc.insecure_channel(address, options=options)
+    return grpc.secure_channel(address, tls, options=options)
