@@ -13,6 +13,7 @@ from cluster.changes.rollout import RolloutTerms
 from cluster.processes.run_dir import config_text
 from common.config import ServingConfig
 from common.errors import WorkerLost, from_rpc_error
+from common.rpc import unix_address
 from kvrelay.v1 import controller_pb2, controller_pb2_grpc
 
 DEFAULT_GRACE_S = 30.0
@@ -109,8 +110,10 @@ def _steps(
 @contextmanager
 def _stub(run_dir: Path) -> "Iterator[controller_pb2_grpc.ControllerServiceStub]":
     """Connect to the control socket. Errors of calls inside the block are raised as KvrelayError."""
-    with grpc.insecure_channel(f"unix:{socket_path(run_dir)}") as channel:
-        try:
+    try:
+        with unix_address(socket_path(run_dir)) as address, grpc.insecure_channel(address) as channel:
             yield controller_pb2_grpc.ControllerServiceStub(channel)
-        except grpc.RpcError as error:
-            raise from_rpc_error(error, unavailable=SupervisorAway) from error
+    except grpc.RpcError as error:
+        raise from_rpc_error(error, unavailable=SupervisorAway) from error
+    except FileNotFoundError as error:
+        raise SupervisorAway(f"its run folder {run_dir} is gone") from error

@@ -1,6 +1,5 @@
 """Serves the control socket of a running supervisor: gRPC on a Unix socket in the run folder, for its owner alone."""
 
-import logging
 import math
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -21,15 +20,11 @@ from cluster.processes.plan import POOLS
 from cluster.processes.run_dir import FILE_NAME
 from common.config import ConfigError, ServingConfig, parse_config
 from common.errors import InvalidRequest
-from common.rpc import error_boundary
+from common.rpc import error_boundary, unix_address
 from kvrelay.v1 import controller_pb2, controller_pb2_grpc
-
-logger = logging.getLogger(__name__)
 
 MAX_GRACE_S = 3600.0
 MAX_CANARY_S = 24 * 3600.0
-_MAX_PATH_BYTES = 100
-"""Longest path of the socket; the kernel's limit is 108."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -190,20 +185,17 @@ def _grace_s(asked_s: float) -> float:
 
 @asynccontextmanager
 async def serving_control(controls: Controls, run_dir: Path) -> AsyncIterator[None]:
-    """Serve while the block runs. If the path is too long for a socket, only a warning is logged."""
+    """Serve while the block runs."""
     path = socket_path(run_dir)
-    if len(str(path).encode()) > _MAX_PATH_BYTES:
-        logger.warning("the run folder's path is too long for a socket: this cluster cannot be scaled")
-        yield
-        return
     path.unlink(missing_ok=True)  # left by a killed supervisor: we hold the run folder's lock
     server = grpc.aio.server()
     controller_pb2_grpc.add_ControllerServiceServicer_to_server(ControllerService(controls), server)
-    server.add_insecure_port(f"unix:{path}")
-    await server.start()
-    path.chmod(0o600)
-    try:
-        yield
-    finally:
-        await server.stop(0)
-        path.unlink(missing_ok=True)
+    with unix_address(path) as address:
+        server.add_insecure_port(address)
+        await server.start()
+        path.chmod(0o600)
+        try:
+            yield
+        finally:
+            await server.stop(0)
+            path.unlink(missing_ok=True)

@@ -2,9 +2,11 @@
 
 import asyncio
 import logging
+import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from pathlib import Path
 from typing import Any, NoReturn
 
 import grpc
@@ -84,6 +86,19 @@ def client_channel(
     if server_name:
         options.append(("grpc.ssl_target_name_override", server_name))
     return grpc.aio.secure_channel(address, credentials, options=options)
+
+
+@contextmanager
+def unix_address(path: Path) -> Iterator[str]:
+    """Yield gRPC's address of a Unix socket; for this process, while the block runs. Raises OSError without its folder.
+
+    It names the folder by a descriptor: a socket's path has at most 107 bytes, and an address no character such as "%".
+    """
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        yield f"unix:/proc/self/fd/{folder}/{path.name}"
+    finally:
+        os.close(folder)
 
 
 Connect = Callable[[str], grpc.aio.Channel]

@@ -16,7 +16,7 @@ from common.clock import SystemClock
 from common.config import TransferConfig
 from common.errors import KvrelayError
 from common.ids import BlockId, WorkerId, mint_epoch, mint_handoff_id
-from common.rpc import channel_options
+from common.rpc import channel_options, unix_address
 from engine.kv_store import KvStore
 from engine.thread import EngineDriver
 from kv_transfer.handoff import HandoffManifest, HandoffTable
@@ -89,7 +89,7 @@ async def _measure(transports: WorkerTransports, store: KvStore, num_blocks: int
         folder = held.enter_context(tempfile.TemporaryDirectory(prefix="kvrelay-"))
         server = grpc.aio.server(options=channel_options())
         kv_transfer_pb2_grpc.add_KvTransferServiceServicer_to_server(service, server)
-        address = f"unix:{Path(folder) / 'kv'}"
+        address = held.enter_context(unix_address(Path(folder) / "kv"))
         server.add_insecure_port(address)
         await server.start()
         held.push_async_callback(server.stop, None)
