@@ -17,7 +17,7 @@ from cluster.ray import outside
 from cluster.resolving import ClusterError, with_model, with_ports
 from cluster.stopping import clean_up, down
 from common.config import ServingConfig
-from common.model_files import cache_dir
+from common.model_files import CACHE_ENV, cache_dir, expanded, unusable
 from common.signals import uninterrupted
 
 __all__ = [
@@ -54,9 +54,9 @@ class ClusterInfo(Up):
 
 
 def default_run_dir(name: str) -> Path:
-    """Return a cluster's run folder: `$KVRELAY_RUN_DIR/<name>`, else `~/.cache/kvrelay/run/<name>`."""
+    """Return a cluster's run folder: `$KVRELAY_RUN_DIR/<name>`, else `~/.cache/kvrelay/run/<name>`. Raises NoHome."""
     configured = os.environ.get(RUN_DIR_ENV)
-    base = Path(configured).expanduser() if configured else cache_dir() / "run"
+    base = expanded(configured) if configured else cache_dir() / "run"
     return base / name
 
 
@@ -89,8 +89,7 @@ def up(config: ServingConfig, *, config_path: Path, run_dir: Path, report: Repor
             " stop it with `kvrelay down`"
         )
     left = _left_in_ray(config.name, run_dir, report)
-    resolved_path = run_dir / FILE_NAME
-    if left and resolved_path.exists():
+    if left and (run_dir / FILE_NAME).exists():
         report(f"Ray still runs {', '.join(left)}: taking them over as they are; `kvrelay down` would remove them")
         return _start(run_dir, report)
     clean_up(StateFile(run_dir), report)
@@ -100,13 +99,22 @@ def up(config: ServingConfig, *, config_path: Path, run_dir: Path, report: Repor
         report(f"{kernels.detail} on this host; {kernels.advice}")
     if (doors := check_doors(config)).verdict is Health.WARNING:
         report(f"{doors.detail}; {doors.advice}")
+    try:
+        _prepare(run_dir, config)
+    except OSError as error:
+        variable = RUN_DIR_ENV if RUN_DIR_ENV in os.environ else CACHE_ENV
+        raise ClusterError(unusable(run_dir, error, variable=variable)) from error
+    return _start(run_dir, report)
+
+
+def _prepare(run_dir: Path, config: ServingConfig) -> None:
+    """Make a run folder with nothing but the configuration of a cluster that is to start. Raises OSError."""
     make_run_dir(run_dir)
     for old_log in (run_dir / "logs").glob("*.log*"):
         old_log.unlink()
     for old_config in run_dir.glob("serving-*.yaml"):
         old_config.unlink()
-    write_config(resolved_path, config)
-    return _start(run_dir, report)
+    write_config(run_dir / FILE_NAME, config)
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from cluster.processes.starter import Report
 from common.config import RouterConfig, ServingConfig
-from common.model_files import DEFAULT_MODEL_ID, ModelNotFound, resolve_model
+from common.model_files import DEFAULT_MODEL_ID, ModelNotFound, expanded, resolve_model
 from common.ports import dial_address, free_ports, is_port_free
 
 
@@ -25,7 +25,7 @@ def with_model(config: ServingConfig, report: Report) -> ServingConfig:
             raise ClusterError(str(error)) from error
         _fetch_default_model(report)
         return config
-    is_local_folder = model.id != DEFAULT_MODEL_ID and Path(model.id).expanduser().is_dir()
+    is_local_folder = model.id != DEFAULT_MODEL_ID and expanded(model.id).is_dir()
     if not is_local_folder:
         return config
     return config.model_copy(update={"model": model.model_copy(update={"id": str(folder)})})

@@ -1,5 +1,6 @@
 """Locates a model's files: the default model's cache folder, a local folder, or a hub snapshot. No torch."""
 
+import errno
 import os
 from pathlib import Path
 
@@ -17,10 +18,29 @@ class ModelNotFound(Exception):
     """A model id has no usable files; the message says what to do."""
 
 
+class NoHome(OSError):
+    """A path begins in a home folder, and there is none; the message says what to set."""
+
+
 def cache_dir() -> Path:
-    """Return the folder of downloads and runs: `$KVRELAY_CACHE`, else `~/.cache/kvrelay`. It may not exist yet."""
-    configured = os.environ.get(CACHE_ENV)
-    return Path(configured).expanduser() if configured else Path.home() / ".cache" / "kvrelay"
+    """Return the folder of downloads and runs: `$KVRELAY_CACHE`, else `~/.cache/kvrelay`. It may not exist yet.
+
+    Raises NoHome.
+    """
+    return expanded(os.environ.get(CACHE_ENV) or "~/.cache/kvrelay")
+
+
+def expanded(path: str) -> Path:
+    """Return a path with `~` resolved. Raises NoHome."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise NoHome(f"cannot find {path}: this user has no home folder; set HOME or {CACHE_ENV}") from error
+
+
+def unusable(folder: Path, error: OSError, *, variable: str = CACHE_ENV) -> str:
+    """Return the message for a folder that this user cannot read or write, with the variable that names another one."""
+    return f"cannot use {folder}: {error.strerror or error}; set {variable} to a folder that this user can write"
 
 
 def default_model_dir() -> Path:
@@ -37,7 +57,7 @@ def resolve_model(model_id: str, *, local_files_only: bool) -> Path:
     """Return the folder with the files of "default", of "random:<name>", of a local folder, or of a hub id.
 
     A hub id is downloaded into the hub's own cache on first use, unless `local_files_only`; blocks meanwhile.
-    Raises ModelNotFound.
+    Raises ModelNotFound, NoHome.
     """
     if model_id == DEFAULT_MODEL_ID:
         folder = default_model_dir()
@@ -46,7 +66,7 @@ def resolve_model(model_id: str, *, local_files_only: bool) -> Path:
         return folder
     if model_id.startswith(RANDOM_PREFIX):
         return _random_checkpoint(model_id)
-    folder = Path(model_id).expanduser()
+    folder = expanded(model_id)
     if folder.is_dir():
         if not is_checkpoint(folder):
             raise ModelNotFound(f"{folder} holds no config.json and no GGUF file: not a checkpoint")
@@ -57,12 +77,13 @@ def resolve_model(model_id: str, *, local_files_only: bool) -> Path:
 
 
 def _random_checkpoint(model_id: str) -> Path:
+    parent = cache_dir() / "models"
     try:
-        return ensure_random_checkpoint(model_id, cache_dir() / "models")
+        return ensure_random_checkpoint(model_id, parent)
     except ValueError as error:
         raise ModelNotFound(str(error)) from error
     except OSError as error:
-        raise ModelNotFound(f"cannot make {model_id} in {cache_dir()}: {error}") from error
+        raise ModelNotFound(f"cannot make {model_id}: {unusable(parent, error)}") from error
 
 
 def _snapshot(repo_id: str, *, local_files_only: bool) -> Path:
@@ -76,7 +97,9 @@ def _snapshot(repo_id: str, *, local_files_only: bool) -> Path:
         raise ModelNotFound(f"{repo_id!r} is neither a folder nor a hub id: {error}") from error
     except (OSError, EntryNotFoundError, RevisionResolutionError) as error:
         where = "in the local hub cache (local_files_only is set)" if local_files_only else "on the hub"
-        raise ModelNotFound(f"cannot get {repo_id!r} {where}: {error}") from error
+        is_unwritable = isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EROFS)
+        advice = "; set HF_HOME to a folder that this user can write" if is_unwritable else ""
+        raise ModelNotFound(f"cannot get {repo_id!r} {where}: {error}{advice}") from error
     folder = Path(path)
     if not is_checkpoint(folder):
         raise ModelNotFound(f"hub model {repo_id!r} holds no config.json")

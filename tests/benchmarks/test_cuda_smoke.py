@@ -108,7 +108,7 @@ def test_preflight_can_import_everything_that_the_parts_need() -> None:
 def test_script_when_one_part_fails_reports_it_and_goes_on(python: Path, tmp_path: Path) -> None:
     no_folder = python / "cache"
     done = run_script(python, tmp_path, "speed", "card", KVRELAY_CACHE=str(no_folder), TOTAL_S="3600")
-    assert "FAILED speed-tiny-bf16, speed-tiny-bf16: ModelNotFound: cannot make random:tiny in" in done.stdout
+    assert "FAILED speed-tiny-bf16, speed-tiny-bf16: ModelNotFound: cannot make random:tiny: cannot use" in done.stdout
     assert Report.load(tmp_path / "card.json").failures == []
 
 

@@ -46,6 +46,7 @@ def host(**changes: Any) -> HostFacts:
         available_bytes=16 * GIB,
         num_cores=8,
         free_disk=lambda _folder: 100 * GIB,
+        can_write=lambda _folder: True,
         max_open_files=65536,
         shared_memory_bytes=8 * GIB,
         num_gpus=0,
@@ -89,6 +90,8 @@ _LARGE_POOLS = {"prefill": {"kv_memory_gib": 10.0}, "decode": {"kv_memory_gib": 
     [
         ({}, {"available_bytes": GIB // 2}, "memory", Health.WARNING, "smaller model"),
         ({}, {"free_disk": lambda _folder: 1000}, "disk of the cache", Health.FAILURE, "make room"),
+        ({}, {"can_write": lambda _folder: False}, "disk of the cache", Health.FAILURE, CACHE_ENV),
+        ({}, {"can_write": lambda _folder: False}, "disk of temporary files", Health.FAILURE, "TMPDIR"),
         ({}, {"max_open_files": 256}, "open files", Health.WARNING, "ulimit"),
         ({}, {"installed": lambda _name: None}, "packages", Health.FAILURE, "make install"),
         ({}, {"installed": lambda _name: "0.0.1"}, "packages", Health.FAILURE, "make install"),

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import pwd
 import signal
 import socket
 import subprocess
@@ -14,12 +15,13 @@ from pathlib import Path
 import pytest
 
 from cluster import stopping, wiring
-from cluster.lifecycle import ClusterError, default_run_dir, down, read_info, up
+from cluster.lifecycle import RUN_DIR_ENV, ClusterError, default_run_dir, down, read_info, up
 from cluster.processes.run_dir import lock_run_dir
 from cluster.processes.starter import Event, StartFailure
 from cluster.processes.state import StateFile
 from cluster.ray import outside
 from common.config import ServingConfig, TracingConfig
+from common.model_files import CACHE_ENV, NoHome
 from common.process import ProcessIdentity
 from tests.cluster.support import make_config
 from tests.cluster.test_state import make_state
@@ -308,3 +310,26 @@ async def test_cluster_that_could_not_trace_as_told_starts_no_process(
     assert isinstance(failure, StartFailure)
     assert failure.reason.startswith("tracing.endpoint: cannot trace: opentelemetry")
     assert not (tmp_path / "tls").exists()
+
+
+@pytest.mark.parametrize(("configured", "variable"), [("", CACHE_ENV), ("runs", RUN_DIR_ENV)])
+def test_up_without_a_folder_that_can_be_written_names_the_variable_to_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, configured: str, variable: str
+) -> None:
+    (tmp_path / "runs").write_text("a file where the folder would be")
+    monkeypatch.delenv(RUN_DIR_ENV, raising=False)
+    if configured:
+        monkeypatch.setenv(RUN_DIR_ENV, str(tmp_path / configured))
+    with pytest.raises(ClusterError, match=f"cannot use .*runs/mine: Not a directory; set {variable} to a folder"):
+        start(make_config(), tmp_path / "runs" / "mine")
+
+
+@pytest.mark.parametrize("variables", [{}, {CACHE_ENV: "~/cache"}, {RUN_DIR_ENV: "~nobody-has-this-name/runs"}])
+def test_user_without_a_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]) -> None:
+    for name in ("HOME", CACHE_ENV, RUN_DIR_ENV):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)  # a container's user
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(NoHome, match=f"no home folder; set HOME or {CACHE_ENV}"):
+        default_run_dir("mine")
