@@ -139,20 +139,21 @@ async def send(request: PreparedRequest, *, due_s: float, clock: Clock, origin_s
         outcome = Outcome.CANCELLED
     except KvrelayError as failure:
         outcome, error = (
-            Outcome.of(failure, has_tokens=bool(log.num_tokens)),
+            Outcome.of(failure, has_tokens=any(log.num_tokens)),
             f"{type(failure).__name__}: {failure.message}",
         )
     end_s = clock.monotonic() - origin_s
     num_counted = answer.num_output_tokens if answer is not None else None
     num_prompt_tokens = answer.num_prompt_tokens if answer is not None else None
+    num_tokens = settled(log.num_tokens, num_counted)
     record = RequestRecord(
         session=request.session.index,
         turn=request.turn,
         kind=request.session.kind,
         due_s=due_s,
         sent_s=sent_s,
-        chunk_s=tuple(log.times_s),
-        chunk_tokens=settled(log.num_tokens, num_counted),
+        chunk_s=tuple(at_s for at_s, num in zip(log.times_s, num_tokens, strict=True) if num),
+        chunk_tokens=tuple(filter(None, num_tokens)),
         end_s=end_s,
         outcome=outcome,
         error=error,
@@ -168,10 +169,17 @@ async def send(request: PreparedRequest, *, due_s: float, clock: Clock, origin_s
 def settled(counts: list[int], num_counted: int | None) -> tuple[int, ...]:
     """Return the number of tokens in each piece, with the sum that the server counted.
 
-    Where the sums differ, the server reported no ids and each piece counted as one token: the tokens are spread evenly
-    over the pieces, larger shares first.
+    A piece of 0, which had neither text nor ids, is a token if the sum is right with all of these, or with all that
+    followed the first token. Otherwise the server reported no ids and each other piece counted as one token: the tokens
+    are spread evenly over those, larger shares first.
     """
-    if num_counted is None or num_counted == sum(counts) or not counts:
+    if not num_counted or num_counted == sum(counts) or not counts:
         return tuple(counts)
-    share, rest = divmod(num_counted, len(counts))
-    return tuple(share + (position < rest) for position in range(len(counts)))
+    first = next((position for position, count in enumerate(counts) if count), 0)
+    for begin in (0, first):
+        if num_counted == sum(count or 1 for count in counts[begin:]):
+            return (*counts[:begin], *(count or 1 for count in counts[begin:]))
+    pieces = [position for position, count in enumerate(counts) if count or not any(counts)]
+    share, rest = divmod(num_counted, len(pieces))
+    shares = dict(zip(pieces, (share + (rank < rest) for rank in range(len(pieces))), strict=True))
+    return tuple(shares.get(position, 0) for position in range(len(counts)))

@@ -1,8 +1,8 @@
 """Reads a streamed completion: its events, and their text, tokens and report.
 
-An event brings as many tokens as it has token ids. Without ids it counts as one token, with or without text, except for
-the first event of a chat, which has only the role, and a last event that has only the reason. Where a server puts
-several tokens into an event, the total in `usage` corrects the count (`sending.settled`).
+An event brings as many tokens as it has token ids, or one if it has text. An event with neither may be a token, such as
+half a character, or none, such as what keeps a connection alive until the first token: the total in `usage` tells at
+the end, and also corrects the count where a server puts several tokens into an event (`sending.settled`).
 """
 
 import json
@@ -106,16 +106,16 @@ class CompletionReader:
         self._usage: Mapping[str, Any] = {}
         self._report: Mapping[str, Any] = {}
         self._id: str | None = None
-        self._num_tokens = 0
-        self._ends_silently = False
-        """Whether the last event had neither text nor ids; only the total shows whether it was a token."""
         self._is_over = False
 
-    def take(self, data: bytes) -> int:
-        """Take the data of an event; return its number of tokens. Raises KvrelayError."""
+    def take(self, data: bytes) -> int | None:
+        """Take the data of an event; return its number of tokens, 0 if only the total can tell; None: it has no part.
+
+        Raises KvrelayError.
+        """
         if data == DONE:
             self._is_over = True
-            return 0
+            return None
         try:
             event = json.loads(data)
         except ValueError:
@@ -126,15 +126,9 @@ class CompletionReader:
             raise error_in_stream(event["error"])
         self._id = self._id or event.get("id")
         self._report = event.get("kvrelay") or self._report
-        num_tokens = sum(self._tokens_of(choice) for choice in event.get("choices") or ())
-        self._num_tokens += num_tokens
-        if event.get("usage"):
-            self._usage = event["usage"]
-            if self._ends_silently and self._usage.get("completion_tokens", 0) > self._num_tokens:
-                self._ends_silently = False
-                self._num_tokens += 1
-                num_tokens += 1
-        return num_tokens
+        self._usage = event.get("usage") or self._usage
+        counts = [self._tokens_of(choice) for choice in event.get("choices") or ()]
+        return sum(filter(None, counts)) if any(count is not None for count in counts) else None
 
     def build(self) -> TargetAnswer:
         """Return the answer. Raises EngineFault when its end is missing."""
@@ -149,7 +143,7 @@ class CompletionReader:
             report=self._server_report(),
         )
 
-    def _tokens_of(self, choice: Mapping[str, Any]) -> int:
+    def _tokens_of(self, choice: Mapping[str, Any]) -> int | None:
         delta = choice.get("delta")
         said = choice.get("text") if delta is None else _said(delta)
         if said:
@@ -162,10 +156,7 @@ class CompletionReader:
             return len(ids)
         if said:
             return 1
-        if choice.get("finish_reason"):
-            self._ends_silently = True
-            return 0
-        return 0 if delta is not None and "role" in delta else 1
+        return None if delta is not None and "role" in delta else 0
 
     def _server_report(self) -> ServerReport:
         details = self._usage.get("prompt_tokens_details") or {}

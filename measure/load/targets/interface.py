@@ -93,7 +93,7 @@ class ChunkSink(Protocol):
     """Notes the arrival of tokens."""
 
     def __call__(self, num_tokens: int, /) -> None:
-        """Note that tokens have just arrived."""
+        """Note that tokens have just arrived; 0: something that the server's count may show to be one."""
 
 
 PreparedCall: TypeAlias = Callable[[ChunkSink], Coroutine[Any, Any, TargetAnswer]]

@@ -183,8 +183,9 @@ class OpenAiTarget:
                 raise error_of(response.status, await response.read(), response.headers)
             events, answer = SseReader(), CompletionReader()
             async for received in response.content.iter_any():
-                if num_tokens := sum([answer.take(data) for data in events.feed(received)]):
-                    on_chunk(num_tokens)
+                counts = [count for data in events.feed(received) if (count := answer.take(data)) is not None]
+                if counts:
+                    on_chunk(sum(counts))
             return answer.build()
 
     def _body(self, request: TargetRequest, features: Sequence[Feature]) -> tuple[str, dict[str, Any]]:

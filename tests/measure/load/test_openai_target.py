@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
@@ -23,6 +24,7 @@ from common.errors import (
 from kvrelay.client.chat import ChatMessage
 from kvrelay.client.events import Forecast
 from measure.load.records import ServerReport
+from measure.load.sending import settled
 from measure.load.targets.completion import CompletionReader, SseReader
 from measure.load.targets.interface import Feature, Target, TargetAnswer, TargetRequest, TargetSpec, make_target
 from tests.measure.load.sse_server import ScriptedServer, serving
@@ -114,13 +116,26 @@ async def test_last_event_with_only_a_reason_is_no_token(prompt: Any) -> None:
     assert num_tokens == 4
 
 
-def test_last_event_without_text_is_a_token_if_the_total_counts_it() -> None:
+@pytest.mark.parametrize(
+    ("deltas", "total", "expected"),
+    [
+        ([{"content": ""}, {"content": ""}, {"content": "a"}, {"content": "b"}], 2, (0, 0, 1, 1)),
+        ([{}, {"content": "a"}, {"content": ""}, {"content": "b"}], 3, (0, 1, 1, 1)),  # half a character
+        ([{"content": ""}, {"content": "é"}], 2, (1, 1)),  # the first token is half of it
+        ([{"content": None}, {"reasoning_content": "a"}, {}], 2, (0, 1, 1)),  # the last token has no text
+        ([{"content": ""}, {"content": "a b"}, {"content": "c d"}], 4, (0, 2, 2)),
+        ([{"content": ""}, {"content": "a"}], None, (0, 1)),
+    ],
+)
+def test_event_without_text_is_a_token_only_if_the_total_counts_it(
+    deltas: list[dict[str, Any]], total: int | None, expected: tuple[int, ...]
+) -> None:
     reader = CompletionReader()
-    assert reader.take(b'{"choices":[{"text":"a","finish_reason":null}]}') == 1
-    assert reader.take(b'{"choices":[{"text":"","finish_reason":null}]}') == 1  # half a character
-    assert reader.take(b'{"choices":[{"text":"","finish_reason":"length"}]}') == 0
-    assert reader.take(b'{"choices":[],"usage":{"completion_tokens":3}}') == 1
-    assert reader.build().num_output_tokens == 3
+    assert reader.take(b'{"choices":[{"delta":{"role":"assistant","content":""}}]}') is None
+    counts = [reader.take(json.dumps({"choices": [{"index": 0, "delta": delta}]}).encode()) for delta in deltas]
+    assert reader.take(json.dumps({"choices": [], "usage": {"completion_tokens": total}}).encode()) is None
+    reader.take(b"[DONE]")
+    assert settled([count for count in counts if count is not None], reader.build().num_output_tokens) == expected
 
 
 async def test_report_of_our_own_server_is_requested_and_read() -> None:
