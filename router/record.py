@@ -84,6 +84,8 @@ class RunningRequest:
     num_cached_tokens: int = 0
     num_evicted_tokens: int = 0
     """Prompt tokens that caches had held and had evicted when the request was first planned."""
+    paced_s: float = 0.0
+    """Time in line until decode workers could keep the pace of another answer."""
     num_pulled_tokens: int = 0
     num_decode_cached_tokens: int = 0
     num_drafted_tokens: int = 0

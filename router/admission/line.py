@@ -102,6 +102,7 @@ class Line:
         queued.ticket.check_place()
         granted: asyncio.Future[Booking | Refused] = asyncio.get_running_loop().create_future()
         queued.granted, queued.last_refusal = granted, None
+        queued.paced_before_s = self._asker.paced_s(queued)
         place = self._stand(queued)
         had_plan = queued.ticket.has_plan
         queued.ticket.queued.add(queued)

@@ -103,6 +103,8 @@ class QueuedRequest:
     """Number of times that a worker had become free after none was, at the last refusal."""
     ask_again_s: float = 0.0
     """Time at which the last refusal suggests asking again."""
+    paced_before_s: float = 0.0
+    """Time of its pool (`Asker.paced_s`) at its arrival in line."""
     num_overtaken: int = 0
     """Plans given to requests behind this one after it was refused one."""
 

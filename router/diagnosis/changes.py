@@ -15,6 +15,8 @@ _SPREAD = 0.05
 """Doubt about a measured busy share, for the interval of a predicted wait."""
 _FORMULA_ERROR = 0.2
 """Relative error of the formula for the wait of a queue with several workers."""
+_UNEXPLAINED = 10.0
+"""Multiple of the wait in a queue of the measured load beyond which something else than this pool is waited for."""
 _FIT_ERROR = 0.05
 """Least relative error of a fitted step time."""
 _POOR_FIT = 0.5
@@ -75,6 +77,9 @@ def one_more_reader(pool: DiagnosedPool, times: PromptTimes) -> SuggestedChange:
         if busy < _ENDLESS
     ]
     closed = _closed_waits_s(num_workers, times)
+    if busy < _SATURATED and wait_s > _UNEXPLAINED * _wait(busy, num_workers) * fmean(times.prefills_s):
+        why = f"a pool that is busy {busy:.0%} of the time does not explain a wait of {wait_s:.2g} s"
+        return SuggestedChange(text=f"{name}: what it does to the wait cannot be predicted: {why}")
     if busy < _SATURATED:
         low, high = (1 - _FORMULA_ERROR) * min(opened), (1 + _FORMULA_ERROR) * max(opened)
         predicted = _prediction(pool, wait_s, opened[0], low, max(high, min(wait_s, closed[2])))
@@ -132,8 +137,21 @@ def _wait(busy_share: float, num_workers: int) -> float:
     return float(busy_share ** (math.sqrt(2 * (num_workers + 1)) - 1) / (num_workers * (1 - busy_share)))
 
 
-def one_more_decoder(pool: DiagnosedPool) -> SuggestedChange:
-    """Return what another decode worker would do to a step."""
+def more_answers(pool: DiagnosedPool) -> SuggestedChange:
+    """Return what takes more answers where each worker has as many as the objective for gaps allows."""
+    return SuggestedChange(
+        text=(
+            f"a {pool.name} worker more: {pool.spare_share / len(pool.workers):.0%} more answers at the same pace"
+            f"{_cores(pool)}; or a longer slo.tpot_s: larger batches"
+        )
+    )
+
+
+def one_more_decoder(pool: DiagnosedPool, *, refills: bool = False) -> SuggestedChange:
+    """Return what another decode worker would do to a step.
+
+    `refills`: requests wait for room in a batch, so that it may be as large as before in the end.
+    """
     num_workers, batch, context = len(pool.workers), pool.mean_batch, pool.mean_context
     after = batch * num_workers / (num_workers + 1)
     name = f"a {pool.name} worker more: batch {batch:.1f} → {after:.1f}"
@@ -158,6 +176,8 @@ def one_more_decoder(pool: DiagnosedPool) -> SuggestedChange:
         beyond_s = max(0.0, measured_s - pool.decode_memory_s(1.0))
         low = min(low, ratio * beyond_s + min(measured_s, pool.decode_memory_s(ratio)))
         high = max(high, measured_s, expected * (num_workers + 1) / (num_workers + share))
+    if refills:
+        high = max(high, measured_s)
     predicted = PredictedFigure(
         change=f"{pool.name}_worker",
         figure="decode_step_s",

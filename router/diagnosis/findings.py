@@ -39,6 +39,7 @@ class Cause(enum.Enum):
     HOT_TENANT = "hot_tenant"
     CACHE_EVICTIONS = "cache_evictions"
     PREFILL = "prefill"
+    DECODE_PACE = "decode_pace"
     DECODE_PAGES = "decode_pages"
     TRANSFER = "transfer"
     DECODE = "decode"
@@ -92,15 +93,36 @@ def find(view: DiagnosisInput) -> list[DiagnosisFinding]:
     if not view.requests:
         return []
     whole_s = _whole_s(view.requests)
-    findings = [*_slow_workers(view), *_waits(view), *_transfers(view), *_decode_steps(view), *_tail(view)]
-    worth = [each for each in findings if each.lost_s >= _MIN_SHARE * whole_s or each.cause in _FAULTS]
+    kinds = (_slow_workers, _pace, _waits, _transfers, _decode_steps, _tail)
+    worth = [
+        each for kind in kinds for each in kind(view) if each.lost_s >= _MIN_SHARE * whole_s or each.cause in _FAULTS
+    ]
     return sorted(worth, key=lambda each: (each.cause not in _FAULTS, -each.lost_s))
+
+
+def _pace(view: DiagnosisInput) -> list[DiagnosisFinding]:
+    """Return the wait for decode workers on which another answer would not slow down the tokens of all too much."""
+    pace_s, pool = _mean(view.requests, lambda each: each.pace_s), view.decoder
+    options = [changes.more_answers(pool), changes.fewer_weight_bits(pool), changes.other_split(view.reader, pool)]
+    return [
+        DiagnosisFinding(
+            cause=Cause.DECODE_PACE,
+            pool=pool.name,
+            lost_s=pace_s,
+            text=(
+                f"requests wait {pace_s:.2g} s in line for the pace of answers: with another one in a batch of"
+                f" {pool.mean_batch:.1f}, gaps between tokens would miss their objective (slo.tpot_s);"
+                f" {pool.name} workers are busy {pool.busy_share:.0%} of the time"
+            ),
+            options=tuple(each for each in options if each is not None),
+        )
+    ]
 
 
 def _waits(view: DiagnosisInput) -> list[DiagnosisFinding]:
     """Return the causes of waits for prefill, and of prefills that a cache should have saved."""
     requests, reader = view.requests, view.reader
-    wait_s, prefill_s = _mean(requests, lambda each: each.queue_s), _mean(requests, lambda each: each.prefill_s)
+    wait_s, prefill_s = _mean(requests, lambda each: each.prefill_wait_s), _mean(requests, lambda each: each.prefill_s)
     num_computed = sum(each.num_computed_tokens for each in requests)
     num_evicted = sum(each.num_evicted_tokens for each in requests)
     evicted = num_evicted / num_computed if num_computed else 0.0
@@ -131,7 +153,7 @@ def _waits(view: DiagnosisInput) -> list[DiagnosisFinding]:
             DiagnosisFinding(cause=Cause.DECODE_PAGES, pool="decode", lost_s=rest_s, text=text, options=more),
         ]
     times = PromptTimes(
-        waits_s=[each.queue_s for each in requests],
+        waits_s=[each.prefill_wait_s for each in requests],
         prefills_s=[each.prefill_s for each in requests],
         alone_s=reader.prefill_token_s * num_computed / len(requests),
     )
@@ -172,8 +194,8 @@ def _hot_tenant(view: DiagnosisInput, wait_s: float) -> DiagnosisFinding | None:
     others = [each for each in view.requests if each.tenant != tenant]
     if not others or share < _HOT_SHARE:
         return None
-    own_s = _mean([each for each in view.requests if each.tenant == tenant], lambda each: each.queue_s)
-    others_s = _mean(others, lambda each: each.queue_s)
+    own_s = _mean([each for each in view.requests if each.tenant == tenant], lambda each: each.prefill_wait_s)
+    others_s = _mean(others, lambda each: each.prefill_wait_s)
     return DiagnosisFinding(
         cause=Cause.HOT_TENANT,
         pool=view.reader.name,
@@ -254,7 +276,11 @@ def _decode_steps(view: DiagnosisInput) -> list[DiagnosisFinding]:
                 f"a decode step takes {short_time(step_s)}, {lone} for a sequence alone: batches of"
                 f" {pool.mean_batch:.1f} with {pool.mean_context:.0f} KV tokens each{_walls(pool)}"
             ),
-            options=(changes.one_more_decoder(pool), changes.fewer_weight_bits(pool), changes.speculation(pool)),
+            options=(
+                changes.one_more_decoder(pool, refills=_is_paced(view)),
+                changes.fewer_weight_bits(pool),
+                changes.speculation(pool),
+            ),
         ),
         DiagnosisFinding(
             cause=Cause.DECODE_STALLS,
@@ -294,6 +320,11 @@ def _walls(pool: DiagnosedPool) -> str:
         f"; of the time in steps, memory traffic needs at least {pool.memory_share:.0%}, arithmetic"
         f" {pool.compute_share:.0%}, and {pool.overhead_share:.0%} is neither"
     )
+
+
+def _is_paced(view: DiagnosisInput) -> bool:
+    """Return whether requests wait for the pace of answers, so that each gap that a worker leaves is filled."""
+    return _mean(view.requests, lambda each: each.pace_s) >= _MIN_SHARE * _whole_s(view.requests)
 
 
 def _whole_s(requests: Sequence[RecentRequest]) -> float:

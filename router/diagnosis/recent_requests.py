@@ -29,6 +29,8 @@ class RecentRequest:
     """Output tokens of one sample, in the mean."""
     line_s: float
     """Receipt to the first plan."""
+    pace_s: float = 0.0
+    """The part of it until decode workers could keep the pace of another answer."""
     worker_queue_s: float
     """First plan to the first chunk of the prompt."""
     prefill_s: float
@@ -42,6 +44,11 @@ class RecentRequest:
     def queue_s(self) -> float:
         """Receipt to the first chunk of the prompt."""
         return self.line_s + self.worker_queue_s
+
+    @property
+    def prefill_wait_s(self) -> float:
+        """The rest of the time before the first chunk of the prompt."""
+        return self.queue_s - self.pace_s
 
     @property
     def decode_s(self) -> float:
@@ -71,6 +78,7 @@ class RecentRequests:
                 num_evicted_tokens=min(record.num_evicted_tokens, answered.num_computed_tokens),
                 num_output_tokens=answered.num_output_tokens,
                 line_s=line_s,
+                pace_s=min(record.paced_s, line_s),
                 worker_queue_s=max(0.0, timings.queue_s - line_s),
                 prefill_s=timings.prefill_s,
                 transfer_exposed_s=timings.transfer_exposed_s,

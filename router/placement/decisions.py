@@ -41,6 +41,8 @@ class DecisionRecord:
     """Duration of the choice."""
     waited_s: float = 0.0
     """Time from the receipt of the request to the choice."""
+    paced_s: float = 0.0
+    """Part of that in which the line was refused plans as answers would have become too slow."""
     line_forecast: DurationForecast | None = None
     """Time from receipt to the first token, as forecast when the request entered the line; None: it never waited."""
     ttft_forecast: DurationForecast | None = None

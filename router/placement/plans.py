@@ -226,6 +226,11 @@ class NoRoom(Refused):
     """A refusal until a worker that answers has slots and pages for the request."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TooSlow(Refused):
+    """A refusal until answers have ended: with another one, gaps between tokens would miss an objective."""
+
+
 class Policy(Protocol):
     """Chooses the workers of a request. Event loop only."""
 

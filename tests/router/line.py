@@ -22,7 +22,7 @@ from router.member import Member
 from router.metrics import TenantMetrics
 from router.placement.chooser import Chooser, Exclusion, Search
 from router.placement.decisions import Booking, DecisionRecord
-from router.placement.plans import Busy, NoRoom, PlacementRequest, Plan, PolicySettings
+from router.placement.plans import Busy, NoRoom, PlacementRequest, Plan, PolicySettings, TooSlow
 from router.placement.policies.registry import make_policy
 from router.tenants import Tenant, Terms
 from tests.clock import ManualClock
@@ -70,7 +70,7 @@ class PageChooser(Chooser):
         if request.request_id in self.busy:
             return Busy(reason="busy", retry_after_s=5.0, worker_id=WORKER)
         if self.is_closed:
-            return Refused(reason="gaps would be too long", retry_after_s=1.0)
+            return TooSlow(reason="gaps would be too long", retry_after_s=1.0)
         if request.request_id in self.unwanted:
             search.exclusions[WORKER] = Exclusion(load_version=0, until_s=self.time.monotonic() + PATIENCE_S)
         if request.num_tokens > self.num_free or search.exclusions:

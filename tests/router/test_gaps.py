@@ -10,7 +10,7 @@ import pytest
 
 from common.errors import RefusalCause, Refused
 from common.timing import GUESSED_TIMING
-from router.placement.plans import Plan
+from router.placement.plans import Plan, TooSlow
 from tests.router.fleets import TIMING, fleet, policy, request, worker
 
 
@@ -34,7 +34,7 @@ def test_request_waits_while_answers_would_miss_their_objective(
 ) -> None:
     assert isinstance(outcome(9, running=running_s, own=own_s), Plan)  # 20 ms
     refused = outcome(10, running=running_s, own=own_s)
-    assert isinstance(refused, Refused)
+    assert isinstance(refused, TooSlow)
     assert refused.cause is cause
     assert not refused.is_final
 

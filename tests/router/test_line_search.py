@@ -2,6 +2,8 @@
 
 import asyncio
 
+import pytest
+
 from router.admission.asking import JUDGE_AGAIN_S
 from router.admission.line import MAX_CANDIDATES, MAX_OVERTAKEN, MAX_PASSED
 from router.tenants import Tenant
@@ -26,6 +28,21 @@ async def test_large_request_without_a_plan_lets_small_ones_pass_but_not_for_eve
     assert line.served == {"large"}
     await line.end("large")
     assert line.served == {"small"}
+
+
+async def test_plan_says_how_long_its_request_waited_for_the_pace_of_answers() -> None:
+    line = Line(num_pages=MAX_CANDIDATES + 2, gap_s=0.0)
+    await line.come("at once", 1)
+    assert line.waiting["at once"].result().decision.paced_s == 0.0
+    line.chooser.is_closed = True
+    for number in range(MAX_CANDIDATES + 1):  # one more than the line asks about
+        await line.come(f"a{number}", 1)
+    line.clock.advance(5.0)
+    line.chooser.is_closed = False
+    line.chooser.change()
+    await turns()
+    paced = [line.waiting[f"a{number}"].result().decision.paced_s for number in range(MAX_CANDIDATES + 1)]
+    assert paced == pytest.approx([5.0] * len(paced)), "the diagnosis would count these waits as ones for prefill"
 
 
 async def test_requests_that_need_room_are_asked_about_again_when_some_may_be_there() -> None:

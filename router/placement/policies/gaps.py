@@ -15,21 +15,21 @@ on which nothing decodes is open to every request.
 
 from collections.abc import Sequence
 
-from common.errors import RefusalCause, Refused
+from common.errors import RefusalCause
 from common.timing import GUESSED_TIMING
 from router.placement.loads import ProjectedLoad
-from router.placement.plans import PlacementRequest
+from router.placement.plans import PlacementRequest, TooSlow
 from router.placement.policies.eligible import RETRY_AFTER_S
 
 
-def keep_gaps(request: PlacementRequest, workers: Sequence[ProjectedLoad]) -> Sequence[ProjectedLoad] | Refused:
+def keep_gaps(request: PlacementRequest, workers: Sequence[ProjectedLoad]) -> Sequence[ProjectedLoad] | TooSlow:
     """Return the workers, at least one, that are open to the request, or a refusal when all are closed."""
     spared = [worker for worker in workers if _spares_others(request, worker)]
     open_workers = [worker for worker in spared if _suits(request, worker)]
     if open_workers:
         return open_workers
     gap_s = min(_gap_s(request, worker) for worker in workers)
-    return Refused(
+    return TooSlow(
         reason=f"with another answer, every decode worker would take {gap_s * 1e3:.0f} ms or more for a token",
         retry_after_s=RETRY_AFTER_S,
         # One that is only too fast for the workers as they are leaves them to others.

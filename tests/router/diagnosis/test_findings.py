@@ -66,6 +66,14 @@ def test_prompts_that_wait_are_bound_by_prefill_and_a_worker_more_shortens_the_w
     assert "a prefill worker more: wait 2 s → about 0.28 s (0.2 to 2)" in first.changes[0]
 
 
+def test_wait_that_an_idle_pool_does_not_explain_predicts_nothing_of_a_worker_more() -> None:
+    idle = make_pool("prefill", make_worker("p0", busy=0.1), make_worker("p1", busy=0.1))
+    (first, *_) = find(make_view(replace(USUAL, worker_queue_s=9.0, ttft_s=9.6), prefill=idle))
+    assert first.cause is Cause.PREFILL
+    assert first.predictions == ()
+    assert "busy 10% of the time does not explain a wait of 9 s" in first.changes[0]
+
+
 def test_pool_that_idles_beside_a_busy_one_could_give_a_worker() -> None:
     busy = make_pool("prefill", make_worker("p0", busy=0.9))
     idle = make_pool("decode", make_worker("d0", busy=0.2), make_worker("d1", busy=0.2))
@@ -155,6 +163,23 @@ def test_prompts_that_wait_for_pages_of_decode_workers_are_not_bound_by_prefill(
     (first, *_) = find(view)
     assert first.cause is Cause.DECODE_PAGES
     assert first.text == "decode workers hold 960 of 1000 pages: prompts wait 2 s for answers to end"
+
+
+def test_requests_that_wait_for_the_pace_of_answers_are_not_bound_by_prefill() -> None:
+    idle = make_pool("prefill", make_worker("p0", busy=0.1), make_worker("p1", busy=0.1))
+    full = make_pool("decode", make_worker("d0", busy=1.0, batch=20.0))
+    waited = replace(USUAL, line_s=9.0, pace_s=9.0, ttft_s=9.6, tpot_s=0.06)
+    first, second, *rest = find(make_view(waited, prefill=idle, decode=full))
+    assert (first.cause, first.pool) == (Cause.DECODE_PACE, "decode")
+    assert first.lost_s == pytest.approx(9.0)
+    assert "wait 9 s in line for the pace of answers" in first.text
+    assert "decode workers are busy 100% of the time" in first.text
+    assert first.changes[0].startswith("a decode worker more: 100% more answers at the same pace")
+    assert "prefill workers are busy 10% of the time, decode workers 100%" in first.changes[-1]
+    assert second.cause is Cause.DECODE
+    (step,) = second.predictions
+    assert step.high >= step.now, "those that wait fill the batch of a new worker, and steps take as long as before"
+    assert Cause.PREFILL not in {each.cause for each in rest}
 
 
 def test_transfer_that_first_tokens_wait_for_is_named() -> None:

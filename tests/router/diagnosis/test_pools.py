@@ -88,7 +88,7 @@ def test_worker_that_measured_no_floor_promises_nothing_of_fewer_bits() -> None:
 
 def test_wait_in_an_idle_pool_is_predicted_like_any_other() -> None:
     pool = make_pool("prefill", make_worker("p0", busy=0.0))
-    assert "wait 2 s → about" in changes.one_more_reader(pool, times_of([2.0])).text
+    assert "wait 0.2 s → about" in changes.one_more_reader(pool, times_of([0.2])).text
 
 
 def test_model_that_is_far_off_predicts_no_step() -> None:
