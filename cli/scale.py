@@ -21,7 +21,8 @@ def scale(
     config_path: ConfigOption = DEFAULT_CONFIG,
     grace_s: GraceOption = 30.0,
     force: Annotated[
-        bool, typer.Option("--force", help="Allow pools that are too small for the present load.")
+        bool,
+        typer.Option("--force", help="Allow pools too small for the present load, or too large for the host."),
     ] = False,
     flip: Annotated[bool, typer.Option("--flip/--no-flip", help="Let workers change their pool.")] = True,
 ) -> None:
@@ -35,7 +36,8 @@ def scale(
     its running answers to others, which pull the KV from it: the text is the
     same, after a pause of one prefill at most. Where one pool shrinks and the
     other grows, workers change over with their model and cache. A pool that would
-    not carry the present load within the objectives shrinks only with --force.
+    not carry the present load within the objectives shrinks only with --force, and
+    none grows beyond the cores and the memory of a cluster's only host without it.
     serving.yaml is not changed: the next `kvrelay up` starts with its sizes.
     The change waits for earlier ones of its pools. Ctrl-C ends the display alone,
     `kvrelay cancel` the change.

@@ -44,7 +44,7 @@ def scale(
 ) -> Iterator[ChangeStep]:
     """Ask the supervisor of a run folder for other pool sizes; yields its steps. Raises KvrelayError.
 
-    Without `force` it refuses sizes that would not carry the present load.
+    Without `force` it refuses sizes that would not carry the present load, or for which its host has no room.
     """
     no_flip = flips is Flips.NEVER
     request = controller_pb2.ScaleRequest(**wanted, grace_s=grace_s, force=force, no_flip=no_flip)

@@ -1,8 +1,8 @@
-"""The planner of a running cluster: its settings, its autopilot, and a guard against sizes below the load."""
+"""The planner of a running cluster: its settings, its autopilot, and a guard of the pools' sizes."""
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -10,16 +10,18 @@ from functools import partial
 from cluster.changes.autopilot import Autopilot
 from cluster.changes.change import Changes
 from cluster.changes.observing import Ask, ask_routers, make_observation
+from cluster.changes.room import HostRoom, measure_room
 from cluster.changes.scaling import Scaler
 from cluster.planner.capacity import rate_of
 from cluster.planner.evidence import ShapeMemory, measure, objectives_of
 from cluster.planner.plan import DECODE_HELP, Observation, PlannerSettings, Pool, PoolLimits, WorkerPhase
 from cluster.planner.slo_planner import SloPlanner
 from cluster.processes.launcher import StartFailed
+from cluster.processes.managed_process import ManagedProcess
 from cluster.processes.plan import ProcessRole
 from cluster.processes.workforce import Workforce
 from common.clock import Clock, SystemClock
-from common.config import ServingConfig
+from common.config import PoolConfig, ServingConfig
 from common.errors import InvalidRequest
 from common.metrics_server import MetricsServer, ScrapeTls
 from common.ports import address_of
@@ -34,17 +36,22 @@ _MIN_WINDOW_S = 20.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoadGuard:
-    """Compares wanted pool sizes with the present load. Event loop only."""
+class SizeGuard:
+    """Compares wanted pool sizes with the present load, and with the room on a cluster's only host. Event loop only."""
 
     scaler: Scaler
     workforce: Workforce
     ask: Ask
     clock: Clock
+    measure_room: Callable[[Iterable[ManagedProcess], Iterable[PoolConfig]], HostRoom | None] = measure_room
 
     async def check(self, wanted: Mapping[ProcessRole, int]) -> None:
-        """Raise InvalidRequest if a pool would shrink below what the load needs. Without evidence all sizes pass."""
+        """Raise InvalidRequest if a pool would shrink below what the load needs, or grow beyond its host.
+
+        Without evidence all sizes pass.
+        """
         present = self.scaler.sizes()
+        self._check_room(present, wanted)
         shrinking = {Pool(role.value): size for role, size in wanted.items() if size < present[role]}
         if not shrinking or (reports := await self.ask(_WINDOW_S)) is None:
             return
@@ -53,13 +60,29 @@ class LoadGuard:
         if short is not None:
             raise InvalidRequest(f"{short}; --force does it anyway")
 
+    def _check_room(self, present: Mapping[ProcessRole, int], wanted: Mapping[ProcessRole, int]) -> None:
+        growing = [role for role, size in wanted.items() if size > present[role]]
+        after = {**present, **wanted}
+        if not growing or sum(after.values()) <= sum(present.values()):
+            return
+        workers = (worker for role in present for worker in self.workforce.workers(role))
+        pools = (getattr(self.scaler.config.pools, role) for role in growing)
+        room = self.measure_room(workers, pools)
+        if room is None or sum(after.values()) <= room.num_fitting:
+            return
+        role = max(growing, key=lambda each: wanted[each] - present[each])
+        most = max(present[role], room.num_fitting - sum(after.values()) + after[role])
+        raise InvalidRequest(
+            f"{wanted[role]} workers; {most} fit: this host has {room}; --force does it anyway", field=str(role)
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planning:
-    """A cluster's planner, and its guard against sizes below the load."""
+    """A cluster's planner, and its guard against sizes that do not fit load or host."""
 
     autopilot: Autopilot
-    guard: LoadGuard
+    guard: SizeGuard
     config: ServingConfig
     scrape_tls: ScrapeTls | None = None
 
@@ -92,7 +115,7 @@ def make_planning(
     clock, planner = SystemClock(), SloPlanner(planner_settings(scaler.config))
     return Planning(
         autopilot=Autopilot(scaler, workforce, changes, planner=planner, ask=ask, clock=clock),
-        guard=LoadGuard(scaler=scaler, workforce=workforce, ask=ask, clock=clock),
+        guard=SizeGuard(scaler=scaler, workforce=workforce, ask=ask, clock=clock),
         config=scaler.config,
         scrape_tls=scrape_tls,
     )

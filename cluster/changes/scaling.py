@@ -41,6 +41,8 @@ from common.errors import EngineFault, InvalidRequest
 logger = logging.getLogger(__name__)
 
 MAX_WORKERS = 1024
+_MAX_STARTS = 4
+"""Workers that start on one host at a time: each loads a model and measures its core."""
 Report = Callable[[str], None]
 PlanFor = Callable[[ServingConfig], Sequence[ProcessSpec]]
 """Returns the processes of a configuration on the hosts of the cluster. Raises PlanError."""
@@ -147,13 +149,18 @@ class Scaler:
         return {process.spec.name for role in pools for process in self._workforce.workers(role)}
 
     async def grow(self, specs: Sequence[ProcessSpec], report: Report) -> None:
-        """Start the missing workers side by side; returns when the routers use them. Raises EngineFault."""
+        """Start the missing workers, a few side by side on one host; returns when the routers use them.
+
+        Raises EngineFault.
+        """
         coming = [spec for spec in specs if spec.name not in self._present()]
         if not coming:
             return
         report(f"starting {', '.join(spec.name for spec in coming)}")
         started_s = time.monotonic()
-        done = await asyncio.gather(*(self._add(spec) for spec in coming), return_exceptions=True)
+        is_one_host = all(spec.host is not None for spec in coming)
+        places = asyncio.Semaphore(_MAX_STARTS if is_one_host else len(coming))
+        done = await asyncio.gather(*(self._add(spec, places) for spec in coming), return_exceptions=True)
         for spec, failure in zip(coming, done, strict=True):
             if isinstance(failure, StartFailed):
                 raise cannot_start(spec, failure)
@@ -162,10 +169,11 @@ class Scaler:
         warmed = [f"{spec.name} warmed with {num} blocks" for spec, num in zip(coming, done, strict=True) if num]
         report("; ".join([f"{len(coming)} in use after {time.monotonic() - started_s:.1f} s", *warmed]))
 
-    async def _add(self, spec: ProcessSpec) -> None:
-        started_s = time.monotonic()
-        await self._workforce.add_worker(spec)
-        self.start_times.note(spec.role, time.monotonic() - started_s)
+    async def _add(self, spec: ProcessSpec, places: asyncio.Semaphore) -> None:
+        async with places:
+            started_s = time.monotonic()
+            await self._workforce.add_worker(spec)
+            self.start_times.note(spec.role, time.monotonic() - started_s)
 
     async def shrink(self, going: set[str], grace_s: float, report: Report) -> None:
         """Drain and stop the named workers, side by side."""

@@ -8,7 +8,8 @@ import pytest
 from cluster.changes.autopilot import Autopilot
 from cluster.changes.change import ChangeKind, Changes
 from cluster.changes.observing import Ask, RouterReports
-from cluster.changes.planning import LoadGuard
+from cluster.changes.planning import SizeGuard
+from cluster.changes.room import HostRoom
 from cluster.changes.scaling import Report, Scaler
 from cluster.planner.plan import Observation, Pool, PoolSizes, ScalingPlan
 from cluster.processes.plan import ProcessRole, make_plan
@@ -237,12 +238,21 @@ async def test_plan_response_contains_everything() -> None:
 
 # The guard.
 
+ROOM = HostRoom(num_workers=8, cores=3, free_bytes=2 << 30, worker_bytes=400 << 20)
+"""Room for four more."""
 
-async def guarded() -> tuple[Bench, LoadGuard]:
+
+async def guarded() -> tuple[Bench, SizeGuard]:
     """Return a bench of four workers in each pool and the guard of its sizes."""
     bench = await begun()
     await bench.scaler.scale({PREFILL: 4, DECODE: 4}, grace_s=1.0, report=lambda _text: None)
-    return bench, LoadGuard(scaler=bench.scaler, workforce=bench.workforce, ask=bench.ask, clock=bench.clock)
+    return bench, SizeGuard(
+        scaler=bench.scaler,
+        workforce=bench.workforce,
+        ask=bench.ask,
+        clock=bench.clock,
+        measure_room=lambda _workers, _pools: ROOM,
+    )
 
 
 async def test_guard_refuses_sizes_below_the_load_with_the_numbers() -> None:
@@ -259,3 +269,27 @@ async def test_guard_without_load_or_evidence_allows_everything() -> None:
     await guard.check({PREFILL: 1, DECODE: 1})
     bench.reports = None
     await guard.check({PREFILL: 1, DECODE: 1})
+
+
+async def test_guard_refuses_more_workers_than_the_host_has_room_for_with_the_number_that_fits() -> None:
+    bench, guard = await guarded()
+    bench.reports = None
+    await guard.check({PREFILL: 4, DECODE: 8})
+    await guard.check({PREFILL: 1, DECODE: 11})
+    with pytest.raises(InvalidRequest, match=r"999 workers; 8 fit: this host has 3 cores and 2\.0 GiB .*--force") as at:
+        await guard.check({DECODE: 999})
+    assert at.value.field == "decode"
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, 12),
+        ({"worker_bytes": 1 << 30}, 9),  # memory
+        ({"cores": 64, "worker_bytes": 0}, 256),
+        ({"cores": 1}, 8),  # those that are there stay
+        ({"free_bytes": 0}, 8),
+    ],
+)
+def test_room_of_a_host_is_what_cores_and_memory_leave(fields: dict[str, int], expected: int) -> None:
+    assert replace(ROOM, **fields).num_fitting == expected
