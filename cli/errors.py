@@ -56,7 +56,7 @@ def _hint(error: Exception) -> str:
         return "Give a key with KVRELAY_API_KEY or --api-key."
     if isinstance(error, errors.Overloaded):
         when = f" in {error.retry_after_s:g} s" if error.retry_after_s is not None else " later"
-        return f"The cluster is full; try again{when}."
+        return f"Try again{when}."
     if isinstance(error, errors.DeadlineExceeded):
         return "Give it more time with --timeout, or look at `kvrelay status`."
     if isinstance(error, errors.WorkerError):

@@ -57,7 +57,11 @@ class Doorkeeper:
         key = hashlib.sha256(token.encode()).digest()
         known, tenant = self._tenants.get(self._digest(key), (b"", None))
         if tenant is None or not hmac.compare_digest(known, key):
-            raise Unauthenticated("cannot identify the caller: its API key is unknown", field="authorization")
+            if token.count(".") == _JWT_DOTS:
+                why = "its API key is unknown, or it gave none: a proof, such as operators show, is not a tenant's key"
+            else:
+                why = "its API key is unknown"
+            raise Unauthenticated(f"cannot identify the caller: {why}", field="authorization")
         return tenant
 
     def check_operator(self, metadata: Iterable[tuple[str, str | bytes]] | None) -> None:

@@ -73,7 +73,8 @@ class SizeGuard:
         role = max(growing, key=lambda each: wanted[each] - present[each])
         most = max(present[role], room.num_fitting - sum(after.values()) + after[role])
         raise InvalidRequest(
-            f"{wanted[role]} workers; {most} fit: this host has {room}; --force does it anyway", field=str(role)
+            f"cannot run {wanted[role]} {role} workers: this host has {room}; ask for at most {most}, or add --force",
+            field=str(role),
         )
 
 

@@ -144,9 +144,8 @@ def _model(config: ServingConfig) -> DoctorFinding:
         folder = resolve_model(model.id, local_files_only=True)
     except ModelNotFound as error:
         if model.id == DEFAULT_MODEL_ID:
-            advice = "run `kvrelay fetch-model` (`kvrelay up` also does)"
-        else:
-            advice = "correct model.id, or put the files there; every host of the cluster needs them"
+            return warning("model files", str(error), "nothing: `kvrelay up` fetches it, in about 20 s")
+        advice = "correct model.id, or put the files there; every host of the cluster needs them"
         return failure("model files", str(error), advice)
     missing = [name for name in _weight_files(folder) if not (folder / name).is_file()]
     if not (folder / "tokenizer.json").is_file() and not (folder / "tokenizer.model").is_file():

@@ -17,9 +17,13 @@ from measure.load.records import Outcome, PoolSample, RequestRecord, Run, RunInf
 from measure.load.selfcheck import Evidence, judge
 from measure.load.spec import LoadSpec, LoadTestFailed, Observer, Observers
 from measure.load.store import in_due_order
-from measure.load.targets.interface import USUAL_VOCAB, Target, TargetInfo, make_target
+from measure.load.targets.interface import USUAL_VOCAB, Feature, Target, TargetInfo, make_target
+from measure.workload.sessions import Content
 
 _NO_OBSERVER = Observers()
+_NO_TOKEN_IDS = (
+    "the server returns no token ids: later turns continue other tokens than its answers, which no cache holds"
+)
 _LEAD_S = 0.2
 """Time from announcing the clock of the run to its start."""
 _SPECIAL_TOKENS = 1000
@@ -60,6 +64,9 @@ class _LoadRun:
         self._notes = list(info.notes)
         if spec.slo is not None and info.takes_objectives and not spec.tells_objectives:
             self._notes.append("the server was not told the objectives: it served each request by its own")
+        features = target.spec.features
+        if spec.workload.content is Content.TOKENS and features is not None and Feature.TOKEN_IDS not in features:
+            self._notes.append(_NO_TOKEN_IDS)
         max_processes = spec.processes or spec.max_processes or usable_cores()
         self._evidence = Evidence(max_processes=max_processes)
 

@@ -57,7 +57,7 @@ def test_overloaded_cluster_says_when_to_come_back(run: Run, fake: FakeInference
     fake.unary_error = Overloaded("the queue is full", retry_after_s=1.5)
     result = run("status", "-a", address)
     assert result.exit_code == 1
-    assert "the queue is full\nThe cluster is full; try again in 1.5 s." in result.stderr
+    assert "the queue is full\nTry again in 1.5 s." in result.stderr
 
 
 def test_explain_of_an_unexpected_error_is_none() -> None:

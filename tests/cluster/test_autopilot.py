@@ -276,7 +276,7 @@ async def test_guard_refuses_more_workers_than_the_host_has_room_for_with_the_nu
     bench.reports = None
     await guard.check({PREFILL: 4, DECODE: 8})
     await guard.check({PREFILL: 1, DECODE: 11})
-    with pytest.raises(InvalidRequest, match=r"999 workers; 8 fit: this host has 3 cores and 2\.0 GiB .*--force") as at:
+    with pytest.raises(InvalidRequest, match=r"999 decode .* 3 cores and 2\.0 GiB .* at most 8, .*--force") as at:
         await guard.check({DECODE: 999})
     assert at.value.field == "decode"
 

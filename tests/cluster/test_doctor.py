@@ -139,10 +139,13 @@ def test_workers_with_more_threads_than_the_containers_cores_are_a_warning(
     assert bad(check_host(real, host(num_cores=1), is_up=False))["cores"].verdict is Health.WARNING
 
 
-def test_missing_model_and_missing_weights_are_failures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_model_is_fetched_and_missing_weights_are_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(CACHE_ENV, str(tmp_path))
     fetched = bad(check_host(config(model={}), host(), is_up=False))["model files"]
-    assert "kvrelay fetch-model" in fetched.advice
+    assert fetched.verdict is Health.WARNING
+    assert "`kvrelay up` fetches it" in fetched.advice
 
     folder = tmp_path / "model"
     folder.mkdir()

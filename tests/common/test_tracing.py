@@ -233,6 +233,7 @@ def test_collector_gets_the_spans_at_the_latest_when_the_process_ends(monkeypatc
 
     monkeypatch.setattr("common.otlp.CLOSE_S", 60.0)
     monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "deployment.environment=test")
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # of a company, which leads to other hosts
     with collector() as (address, taken):
         tracer = make_tracer(TracingConfig(endpoint=address), service="kvrelay-worker", instance="decode-0")
         assert tracer is not NO_TRACER

@@ -66,7 +66,7 @@ def test_operators_key_may_have_the_dots_of_a_proof() -> None:
     config = serving({"name": "boss", "api_keys": [key], "operator": True})
     keeper = make_doorkeeper(config, credentials_of(Role.ROUTER, "router-0"))
     keeper.check_operator([("authorization", f"Bearer {key}")])
-    with pytest.raises(Unauthenticated, match="unknown"):
+    with pytest.raises(Unauthenticated, match="unknown, or it gave none"):
         keeper.check_operator([("authorization", "Bearer a.b.c")])
 
 

@@ -41,6 +41,7 @@ _KEEPALIVE_S = 2.0
 """Servers silently drop idle connections after 5 s (uvicorn) or more: a request must not use one that is about to be
 dropped."""
 _OUR_OWN = "kvrelay"
+_NO_IGNORE_EOS = "the server does not support ignore_eos: answers may be shorter than asked for"
 
 
 async def find_features(send: Send, *, takes_report: bool) -> tuple[Feature, ...]:
@@ -138,7 +139,7 @@ class OpenAiTarget:
             vocab_size=vocab_size,
             num_workers={},
             takes_objectives=Feature.REPORT in features,
-            notes=_notes(features),
+            notes=() if Feature.IGNORE_EOS in features else (_NO_IGNORE_EOS,),
         )
 
     def prepare(self, request: TargetRequest) -> PreparedCall:
@@ -265,15 +266,3 @@ def _ssl(spec: TargetSpec) -> ssl.SSLContext | bool:
 def _message(turn: object) -> dict[str, str]:
     assert isinstance(turn, ChatMessage), f"a conversation holds {turn!r}"
     return {"role": turn.role, "content": turn.content}
-
-
-def _notes(features: Sequence[Feature]) -> tuple[str, ...]:
-    notes = []
-    if Feature.IGNORE_EOS not in features:
-        notes.append("the server does not support ignore_eos: answers may be shorter than asked for")
-    if Feature.TOKEN_IDS not in features:
-        notes.append(
-            "the server returns no token ids: later turns of token-id sessions continue other tokens than its answers, "
-            "which no cache holds"
-        )
-    return tuple(notes)

@@ -76,7 +76,7 @@ async def test_describe_finds_the_servers_extensions_and_notes_missing_ones(
     assert target.spec.features == features
     assert target.spec.model == info.model == "m"
     assert (info.system, info.max_model_len) == (f"{server.owned_by} 9.9", 512)
-    assert len(info.notes) == (Feature.TOKEN_IDS not in features) + (Feature.IGNORE_EOS not in features)
+    assert len(info.notes) == (Feature.IGNORE_EOS not in features)
 
 
 @pytest.mark.parametrize(("has", "finds"), [(50_000, None), (32_000, None), (31_999, 16_000), (300, 250), (10, None)])
