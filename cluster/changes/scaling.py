@@ -169,11 +169,12 @@ class Scaler:
         warmed = [f"{spec.name} warmed with {num} blocks" for spec, num in zip(coming, done, strict=True) if num]
         report("; ".join([f"{len(coming)} in use after {time.monotonic() - started_s:.1f} s", *warmed]))
 
-    async def _add(self, spec: ProcessSpec, places: asyncio.Semaphore) -> None:
+    async def _add(self, spec: ProcessSpec, places: asyncio.Semaphore) -> int:
         async with places:
             started_s = time.monotonic()
-            await self._workforce.add_worker(spec)
+            num_warmed = await self._workforce.add_worker(spec)
             self.start_times.note(spec.role, time.monotonic() - started_s)
+        return num_warmed
 
     async def shrink(self, going: set[str], grace_s: float, report: Report) -> None:
         """Drain and stop the named workers, side by side."""

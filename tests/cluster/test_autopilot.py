@@ -12,7 +12,7 @@ from cluster.changes.planning import SizeGuard
 from cluster.changes.room import HostRoom
 from cluster.changes.scaling import Report, Scaler
 from cluster.planner.plan import Observation, Pool, PoolSizes, ScalingPlan
-from cluster.processes.plan import ProcessRole, make_plan
+from cluster.processes.plan import ProcessRole, ProcessSpec, make_plan
 from common.config import ServingConfig
 from common.errors import InvalidRequest
 from common.timing import timing_to_proto
@@ -293,3 +293,26 @@ async def test_guard_refuses_more_workers_than_the_host_has_room_for_with_the_nu
 )
 def test_room_of_a_host_is_what_cores_and_memory_leave(fields: dict[str, int], expected: int) -> None:
     assert replace(ROOM, **fields).num_fitting == expected
+
+
+async def test_workers_start_a_few_at_a_time_on_one_host_and_say_what_they_were_warmed_with(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench = await begun()
+    reports: list[str] = []
+    starting: set[str] = set()
+    add, most = bench.workforce.add_worker, 0
+
+    async def add_worker(spec: ProcessSpec) -> int:
+        nonlocal most
+        starting.add(spec.name)
+        most = max(most, len(starting))
+        for _ in range(3):
+            await asyncio.sleep(0)
+        starting.remove(spec.name)
+        return await add(spec) + 7
+
+    monkeypatch.setattr(bench.workforce, "add_worker", add_worker)
+    await bench.scaler.scale({DECODE: 12}, grace_s=1.0, report=reports.append)
+    assert 1 < most <= 4, "a host that starts all at once has no memory and no core left for those that serve"
+    assert "decode-11 warmed with 7 blocks" in reports[-1]
