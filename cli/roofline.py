@@ -1,7 +1,7 @@
 """`kvrelay roofline`."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import typer
 from rich.console import Group, RenderableType
@@ -33,9 +33,10 @@ def roofline(*, connection: ConnectionOptions) -> None:
     """Show how near the steps of each worker are to the bounds of its memory and its arithmetic.
 
     A step is bound by memory while reading weights and KV takes longer than its arithmetic; the batch at which that
-    changes is the ridge. Times are those of the worker's fitted timing model; the last row is what it really ran in the
-    last hour. The line above the table says how fast KV comes: what each transport moved between pages of this host as
-    the worker started, and what its pulls have reached since.
+    changes is the ridge. Both rates are the best that workers of a host measured on as many cores. Times are those of
+    the worker's fitted timing model; the last row is what it really ran in the last hour. The line above the table says
+    how fast KV comes: what each transport moved between pages of this host as the worker started, and what its pulls
+    have reached since.
     """
     with connection.client(timeout_s=_TIMEOUT_S) as client:
         workers = client.status().workers
@@ -44,14 +45,35 @@ def roofline(*, connection: ConnectionOptions) -> None:
         err.print("no worker has measured its device: only native architectures are counted")
         raise typer.Exit(1)
     for worker in shown:
-        print_wide(_view(worker))
+        print_wide(_view(worker, shown))
         out.print()
 
 
-def _view(worker: WorkerView) -> RenderableType:
+def _of_host(worker: WorkerView, others: Sequence[WorkerView]) -> DeviceReport:
+    """Return a worker's device with the highest rates that workers of its host measured on as many cores.
+
+    Each measures as it starts, some while others use the memory. A GPU, which has no cores here, is not shared.
+    """
+    device = _device(worker)
+    host, _, _ = worker.address.rpartition(":")
+    like = [_device(other) for other in others if other.address.rpartition(":")[0] == host]
+    like = [each for each in like if each.num_cores and each.num_cores == device.num_cores] or [device]
+    return replace(
+        device,
+        read_bytes_per_s=max(each.read_bytes_per_s for each in like),
+        flops_per_s=max(each.flops_per_s for each in like),
+    )
+
+
+def _device(worker: WorkerView) -> DeviceReport:
     assert worker.status is not None
     assert worker.status.device is not None
-    device = worker.status.device
+    return worker.status.device
+
+
+def _view(worker: WorkerView, others: Sequence[WorkerView]) -> RenderableType:
+    assert worker.status is not None
+    device = _of_host(worker, others)
     ridge = device.weight_bytes / device.read_bytes_per_s * device.flops_per_s
     headline = (
         f"{worker.worker_id}: memory {device.read_bytes_per_s / 1e9:.1f} GB/s, arithmetic"
@@ -60,7 +82,7 @@ def _view(worker: WorkerView) -> RenderableType:
         f" {ridge / (device.layer_flops + device.head_flops):.1f} rows a step is bound by arithmetic"
     )
     links = _links(worker.status.link_rates)
-    steps = [*_model_steps(device, worker.timing), *_measured_steps(device, worker.status.recent_steps)]
+    steps = [*_model_steps(device, worker.timing), *_measured_steps(_device(worker), worker.status.recent_steps)]
     rows = ([step.name, *_cells(step, device)] for step in steps)
     return Group(
         headline,

@@ -104,8 +104,8 @@ class FairQueue(Generic[T]):
         """Take out one item after the other, each the next one of the tenants that are not skipped by then.
 
         `share` returns what a tenant has of something scarce: the one with the least for its weight is next then, and
-        counters decide between equal ones. Meanwhile `skipping` may only grow, and neither a counter nor a share may
-        fall. A tenant that begins to wait after the first item is left out.
+        counters decide between equal ones. Meanwhile `skipping` may only grow, and no counter may fall; a share that
+        falls counts from the next round on. A tenant that begins to wait after the first item is left out.
         """
 
         def turn_of(name: str, queue: TenantQueue[T]) -> tuple[bool, float, float]:

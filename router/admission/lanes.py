@@ -12,7 +12,7 @@ _EMBEDDING, _SET_BACK = "\0embedding", "\0set back"
 def lanes_of(tenant: str) -> tuple[str, ...]:
     """Return the names under which a tenant's requests stand in line.
 
-    All its service counts in all of its lanes: several get it no larger share.
+    All service of the tenant counts in all of its lanes: several get it no larger share.
     """
     return set_back_lane_of(tenant), *newcomers_lanes_of(tenant)
 

@@ -5,7 +5,6 @@
 2. The line is served whenever the fleet changes, a request ends or an exclusion expires; there is no polling. When the
    next request finds no plan, a few of each tenant behind it may go ahead, until it has been overtaken MAX_OVERTAKEN
    times. A tenant's embeddings, which another pool answers than its generations, stand in a lane of their own.
-
 3. When the decode pool is full, tenants go in the order of what they have of it for their weight, and a request may
    have answers of tenants with more set back (claims.py). Those wait for another plan in a lane of their own.
 

@@ -28,7 +28,8 @@ class Ticket:
     service: Service = field(default_factory=Service)
     """Charge to the share of its tenant."""
     has_plan: bool = False
-    """The request has had a plan that no worker refused: no limit refuses it any more, and it goes before newcomers."""
+    """The request has had a plan that no worker refused: no limit refuses it any more, and it goes before newcomers
+    unless it was set back."""
     is_returned: bool = False
     """A worker has refused its plan, so that it waits, or has waited, again. No limit refuses it any more."""
     displaced: Refused | None = None

@@ -1,7 +1,12 @@
 import json
 
+from cli.roofline import _of_host as of_host
+from kvrelay.client import WorkerView
+from kvrelay.client.convert import record
+from kvrelay.v1 import worker_pb2
 from tests.cli.conftest import Run
 from tests.client.fake_server import FakeInference
+from tests.client.messages import worker_view
 
 
 def cells(line: str) -> list[str]:
@@ -78,6 +83,18 @@ def test_roofline_holds_fitted_and_measured_steps_against_the_bounds_of_the_devi
     assert rows["decode 1, 1024 tokens each"] == ["101 ms", "1.0 ms", "memory", "200 ms", "51%"]
     assert rows["decode, mean of 10 measured"] == ["200 ms", "50.0 ms", "memory", "400 ms", "50%"]
     assert "prefill" not in " ".join(rows)  # its model is a guess
+
+
+def test_roofline_of_a_worker_that_measured_beside_busy_neighbours_has_the_rates_of_its_host() -> None:
+    def measured(host: str, read_bytes_per_s: float) -> WorkerView:
+        view = worker_view("w", worker_pb2.WORKER_ROLE_DECODE)
+        view.address, view.status.device.num_cores = f"{host}:7001", 1
+        view.status.device.read_bytes_per_s = read_bytes_per_s
+        return record(WorkerView, view)
+
+    workers = [measured("10.0.0.1", 5e9), measured("10.0.0.1", 11e9), measured("10.0.0.2", 20e9)]
+    floors = [of_host(worker, workers).read_bytes_per_s for worker in workers]
+    assert floors == [11e9, 11e9, 20e9], "its steps would take less than the least time that they can take"
 
 
 def test_why_numbers_the_causes_with_what_they_cost_and_the_changes_that_help(run: Run, address: str) -> None:
