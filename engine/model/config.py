@@ -7,7 +7,7 @@ and are not implemented are refused here, by name, before a weight is read.
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -57,6 +57,7 @@ class DecoderConfig:
     num_kv_heads: int
     head_dim: int
     max_position_embeddings: int
+    """Longest text, with stretched frequencies where the checkpoint has them."""
     rms_norm_eps: float
     has_qkv_bias: bool
     has_output_bias: bool
@@ -145,7 +146,7 @@ def parse_config(raw: Mapping[str, Any]) -> DecoderConfig:
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        max_position_embeddings=_positive(raw, "max_position_embeddings"),
+        max_position_embeddings=longest_text(raw),
         rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
         has_qkv_bias=has_attention_bias if follows_config else bool(architecture.has_qkv_bias),
         has_output_bias=has_attention_bias and follows_config,
@@ -155,6 +156,32 @@ def parse_config(raw: Mapping[str, Any]) -> DecoderConfig:
         windows=_windows(raw, architecture),
         rope=_rope(raw),
     )
+
+
+def longest_text(raw: Mapping[str, Any]) -> int:
+    """Return the tokens that a config.json's positions are good for. Raises UnsupportedModel.
+
+    `max_position_embeddings` is the trained length where frequencies are stretched by a factor, and the stretched one
+    for the other ways.
+    """
+    trained = _positive(raw, "max_position_embeddings")
+    params = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+    name, factor = params.get("rope_type", params.get("type")), params.get("factor")
+    if not isinstance(factor, int | float):
+        return trained
+    if name == "yarn":
+        return int((params.get("original_max_position_embeddings") or trained) * factor)
+    return int(trained * factor) if name in ("linear", "dynamic") else trained
+
+
+def for_length(config: DecoderConfig, num_tokens: int) -> DecoderConfig:
+    """Return the decoder for texts of so many tokens: dynamic frequencies are those of the longest text, for all."""
+    rope = config.rope
+    stretch = rope.factor * num_tokens / rope.original_max_position_embeddings - rope.factor + 1
+    if rope.rope_type is not RopeType.DYNAMIC or stretch <= 1:
+        return config
+    theta = rope.theta * stretch ** (config.head_dim / (config.head_dim - 2))
+    return replace(config, rope=replace(rope, theta=theta))
 
 
 def _architecture(raw: Mapping[str, Any]) -> _Architecture:

@@ -12,7 +12,7 @@ class RotaryEmbedding:
     """Rotates pairs (i, i + head_dim / 2) of a head by an angle that grows with the position.
 
     An angle depends only on its position, so that cached keys stay valid as a sequence grows. (Dynamic NTK scaling
-    changes angles only beyond max_position_embeddings, which no sequence reaches: here it is the default.)
+    has the frequencies of the longest text from the start: engine/model/config.py.)
     """
 
     def __init__(self, config: RopeConfig, *, head_dim: int, device: torch.device) -> None:

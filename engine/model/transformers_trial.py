@@ -20,7 +20,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface
 
-from engine.model.config import ScoreFunction, TransformersConfig, UnsupportedModel, read_json
+from engine.model.config import ScoreFunction, TransformersConfig, UnsupportedModel, longest_text, read_json
 
 _TRIAL_ATTENTION = "kvrelay_trial"
 _NUM_TRIAL_TOKENS = 3
@@ -242,12 +242,12 @@ def _check_windows(config: Any, windows: tuple[int | None, ...]) -> None:
 
 
 def _max_positions(config: Any) -> int:
-    """Return the length of a text at which rotary frequencies change."""
-    limit = getattr(config, "max_position_embeddings", None)
-    if not isinstance(limit, int) or limit < 1:
-        raise UnsupportedModel(f"config.json: max_position_embeddings is {limit!r}, not a positive number")
+    """Return the length of a text at which rotary frequencies change, or the positions end."""
+    trained = getattr(config, "max_position_embeddings", None)
     parameters = getattr(config, "rope_parameters", None) or {}
+    limit = longest_text({"max_position_embeddings": trained, "rope_parameters": parameters})
     for rope in (parameters, *parameters.values()):
-        if isinstance(rope, Mapping) and rope.get("rope_type") == "longrope":
-            limit = min(limit, rope.get("original_max_position_embeddings", limit))
+        kind = rope.get("rope_type") if isinstance(rope, Mapping) else None
+        if kind in ("longrope", "dynamic"):
+            limit = min(trained, rope.get("original_max_position_embeddings", trained))
     return limit

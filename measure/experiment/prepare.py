@@ -2,7 +2,6 @@
 
 import hashlib
 import itertools
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 from common.config import ServingConfig
 from common.model_files import ModelNotFound, resolve_model
+from engine.model.config import UnsupportedModel, longest_text, read_json
 from measure.experiment.arms import ArmPlans, build_arms
 from measure.experiment.points import Cell, Source
 from measure.experiment.runner import cell_order
@@ -188,10 +188,9 @@ def _trained_len(serving: ServingConfig) -> int | None:
         return None
     try:
         folder = resolve_model(serving.model.id, local_files_only=True)
-        length = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("max_position_embeddings")
-    except (ModelNotFound, OSError, ValueError):
+        return longest_text(read_json(folder / "config.json"))
+    except (ModelNotFound, UnsupportedModel):
         return None
-    return length if isinstance(length, int) else None
 
 
 def _of_simulation(spec: ExperimentSpec) -> dict[str, Any]:

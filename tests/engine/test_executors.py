@@ -16,7 +16,7 @@ from common.sampling import SamplingParams
 from engine.executor import Logprobs, ScheduledSequence
 from engine.kv_cache import TorchKvStore
 from tests.engine.driver import GREEDY, Driver, load, load_device, make_sequence
-from tests.engine.tiny_models import MODELS, make_model, make_prompt, reference_tokens
+from tests.engine.tiny_models import MAX_MODEL_LEN, MODELS, make_model, make_prompt, reference_tokens
 
 Load = Callable[..., Any]
 NUM_TOKENS = 12
@@ -40,7 +40,7 @@ def test_generate_when_greedy_in_mixed_batches_equals_transformers(load_it: Load
     reference = make_model(name)
     reference.save_pretrained(tmp_path)
     prompts = [make_prompt(num, seed=num) for num in PROMPT_LENS]
-    driver = Driver(load_it(tmp_path))
+    driver = Driver(load_it(tmp_path, max_model_len=MAX_MODEL_LEN))
     answers = driver.generate([make_sequence(p) for p in prompts], num_tokens=NUM_TOKENS, chunk_size=7)
     found = zip(prompts, answers, strict=True)
     assert answers == [reference_tokens(reference, p, NUM_TOKENS, guess=answer) for p, answer in found]

@@ -13,10 +13,10 @@ from torch import Tensor
 from common.ids import BlockId
 from engine.kv_cache import TorchKvStore, kv_shape
 from engine.kv_store import KvShape
-from engine.model.config import parse_config, read_json
+from engine.model.config import for_length, parse_config, read_json
 from engine.model.decoder import Decoder
 from engine.model.loader import load_weights, weight_files
-from engine.model.rope import RotaryEmbedding, rotate
+from engine.model.rope import RotaryEmbedding, inverse_frequencies, rotate
 from engine.ops.metadata import AttentionMetadata, SequenceSpan
 from engine.ops.torch_attention import TorchPagedAttention
 from engine.ops.torch_ops import TorchOps
@@ -180,6 +180,20 @@ def test_rotate_when_scaled_equals_transformers(parameters: dict[str, Any], head
     ours = parse_config({**config.to_dict(), "architectures": ["LlamaForCausalLM"]})
     rope = RotaryEmbedding(ours.rope, head_dim=head_dim, device=torch.device("cpu"))
     torch.testing.assert_close(rotate(heads, *rope.angles(positions, torch.float32)), expected, atol=2e-5, rtol=0)
+
+
+def test_dynamic_frequencies_are_those_of_the_longest_text() -> None:
+    from transformers.models.llama.configuration_llama import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    parameters = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+    config = LlamaConfig(num_attention_heads=32, max_position_embeddings=2048, rope_parameters=parameters)
+    ours = parse_config({**config.to_dict(), "architectures": ["LlamaForCausalLM"]})
+    assert ours.max_position_embeddings == 8192
+    assert for_length(ours, 2048) == ours
+    theirs = LlamaRotaryEmbedding(config)
+    theirs(torch.zeros(1), torch.tensor([[8191]]))
+    torch.testing.assert_close(inverse_frequencies(for_length(ours, 8192).rope, 128), theirs.inv_freq)
 
 
 CPU = torch.device("cpu")

@@ -100,6 +100,20 @@ def test_parse_config_when_rope_is_spelled_old_or_new_reads_the_same(spelling: d
     assert (rope.rope_type, rope.theta, rope.factor) == (RopeType.LINEAR, 77.0, 2.0)
 
 
+@pytest.mark.parametrize(
+    ("rope", "length"),
+    [
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}, 2048),
+        ({"rope_type": "yarn", "original_max_position_embeddings": 128}, 512),
+        ({"type": "linear", "factor": 2.5}, 1280),
+        ({"type": "dynamic", "factor": 4}, 2048),
+        ({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}, 512),
+    ],
+)
+def test_stretched_positions_reach_as_far_as_the_makers_say(rope: dict[str, Any], length: int) -> None:
+    assert parse_config(make_raw(rope_scaling=rope)).max_position_embeddings == length
+
+
 @pytest.mark.parametrize(("content", "message"), [("[1]", "no JSON object"), ("{", "not JSON"), (None, "cannot read")])
 def test_read_json_when_file_is_bad_says_why(tmp_path: Path, content: str | None, message: str) -> None:
     path = tmp_path / "config.json"
