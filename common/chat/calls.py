@@ -1,7 +1,8 @@
 """Reads answers with tool calls, in each format but the pythonic one (common/chat/pythonic.py).
 
 A call is announced when its name is known and its arguments begin, and these go on as they come. From there it stays a
-call: when its text turns out not to be JSON, the rest of the text is content. Until then all of it is content.
+call: when its text turns out not to be JSON, its rest is delivered as it is, and the call counts as broken. Until then
+all of it is content.
 """
 
 import re
@@ -10,7 +11,8 @@ from typing import ClassVar
 
 from common.chat.deltas import Collector
 from common.chat.formats import TOOL_FORMATS, ToolFormat
-from common.chat.reader import SPACE, Malformed, Reader, Steps
+from common.chat.json_reader import JsonReader
+from common.chat.reader import SPACE, Malformed, Steps
 
 NAME_RUN = re.compile(r"[A-Za-z0-9_.-]+")
 MAX_NAME_CHARS = 64
@@ -18,7 +20,7 @@ _ID_RUN = re.compile(r"[A-Za-z0-9]+")
 _KEYS = ("name", "arguments", "parameters", "id", "type")
 
 
-class CallReader(Reader, ABC):
+class CallReader(JsonReader, ABC):
     """Reads an answer; subclasses know the markup of one format."""
 
     format: ClassVar[ToolFormat]
@@ -27,9 +29,12 @@ class CallReader(Reader, ABC):
         super().__init__()
         self._out = out
         self._is_streaming = False
+        self._is_open = False
+        """Whether a call has been announced and not been completed."""
         self._follows_call = False
-        opening = self.format.opening
+        opening, closing = self.format.opening, self.format.closing
         self._plain = re.compile(rf"[^\s{re.escape(opening[0])}]+")
+        self._inner = re.compile(rf"[^{re.escape(opening[0] + closing[:1])}]+")
 
     def on_wait(self) -> None:
         """Deliver arguments."""
@@ -51,6 +56,7 @@ class CallReader(Reader, ABC):
                     self._flush()
         if self.held().strip() or not self._follows_call:
             self._flush()
+        self.drop_markup()
 
     @abstractmethod
     def marked_calls(self) -> Steps[None]:
@@ -74,34 +80,59 @@ class CallReader(Reader, ABC):
         try:
             yield from calls
         except Malformed:
-            if self.held().strip():
+            if self._is_open:
+                yield from self._broken_call()
+            elif self.held().strip():
                 self._flush()
 
+    def _broken_call(self) -> Steps[None]:
+        """Deliver the rest of a call as it is, up to the marker that closes calls or opens others."""
+        self._is_open, self._follows_call = False, True
+        closing = self.format.closing
+        while True:
+            rest = self.drop_held()
+            self._out.add_arguments(rest)
+            self._out.add_markup(rest)
+            if not (yield from self.more()) or (yield from self.is_ahead(self.format.opening)):
+                return
+            if self.run(self._inner):
+                continue
+            if closing and (yield from self.optional(closing)):
+                self.drop_markup()
+                return
+            self.step()
+
     def _flush(self) -> None:
-        self._out.add_content(self.held())
-        self.drop_held()
+        self._out.add_content(self.drop_held())
         self._follows_call = False
 
     def _release_arguments(self) -> None:
-        self._out.add_arguments(self.held())
-        self.drop_held()
+        self._out.add_arguments(self.take_json())
+        self._out.add_markup(self.drop_covered())
+
+    def drop_markup(self) -> None:
+        """Forget the text that is held: it is markup."""
+        self._out.add_markup(self.drop_held())
 
     def begin(self, name: str) -> None:
         """Announce a call. What is held is its markup."""
         self._out.begin_call(name)
-        self.drop_held()
+        self._is_open = True
+        self.drop_markup()
 
     def complete(self) -> None:
         """Note that a call has been read. What is held is its markup."""
-        self.drop_held()
-        self._follows_call = True
+        if self._is_open:
+            self._out.end_call()
+        self._is_open, self._follows_call = False, True
+        self.drop_markup()
 
     def closing(self, marker: str) -> Steps[bool]:
         """Read a closing marker when it comes next, space aside, and return whether it did."""
         yield from self.space()
         found = yield from self.optional(marker)
         if found:
-            self.drop_held()
+            self.drop_markup()
         return found
 
     def name(self) -> Steps[str]:
@@ -113,25 +144,52 @@ class CallReader(Reader, ABC):
 
     def arguments(self, name: str) -> Steps[None]:
         """Read the arguments of a call and deliver them as they come. Raises Malformed."""
-        if (yield from self.space()) != "{":
-            raise Malformed
-        self.begin(name)
-        self._is_streaming = True
+        self.take_json()
+        if (yield from self.space()) == "{":
+            self.begin(name)
+            self._is_streaming = True
+            try:
+                yield from self._object()
+            finally:
+                self._release_arguments()
+                self._is_streaming = False
+        else:
+            yield from self.wrapped_object()
+            self.begin(name)
+            self._out.add_arguments(self.take_json())
+        self.complete()
+
+    def _object(self) -> Steps[None]:
+        """Read an object, which ends without its brackets where a marker follows. Raises Malformed."""
         try:
             yield from self.json_object()
-        finally:
-            self._release_arguments()
-            self._is_streaming = False
-        self.complete()
+        except Malformed:
+            if not self.missing or not (yield from self._is_before_marker()):
+                raise
+            self.write(self.missing)
+
+    def _is_before_marker(self) -> Steps[bool]:
+        for marker in self.format.markers:
+            if (yield from self.is_ahead(marker)):
+                return True
+        return False
 
     def json_call(self) -> Steps[None]:
         """Read an object of a call's name and arguments, in any order. Raises Malformed."""
         yield from self.literal("{")
         name, early_arguments, keys = "", "", list(_KEYS)
-        while (yield from self.json_space()) != "}" or len(keys) == len(_KEYS):
-            if len(keys) < len(_KEYS):
-                yield from self.literal(",")
+        while True:
+            yield from self.json_space()
+            is_read = bool(name) and "arguments" not in keys
+            if is_read and (yield from self._is_before_marker()):
+                break
+            if len(keys) < len(_KEYS) and (yield from self.optional(",")):
                 yield from self.json_space()
+            elif len(keys) < len(_KEYS) or (yield from self.peek()) == "}":
+                yield from self.literal("}")
+                break
+            if (yield from self.optional("}")):
+                break
             key = yield from self._key(keys)
             if key == "name":
                 yield from self.literal('"')
@@ -145,12 +203,11 @@ class CallReader(Reader, ABC):
             elif name:
                 yield from self.arguments(name)
             else:
-                num_held = self.num_held
-                yield from self.json_object()
-                early_arguments = self.held(num_held)
+                self.take_json()
+                yield from self.json_object() if (yield from self.peek()) == "{" else self.wrapped_object()
+                early_arguments = self.take_json()
         if not name or "arguments" in keys:
             raise Malformed
-        self.step()
         self.complete()
 
     def _key(self, allowed: list[str]) -> Steps[str]:
@@ -180,7 +237,9 @@ class HermesReader(CallReader):
         """Read a call and its closing marker."""
         yield from self.space()
         yield from self.json_call()
-        yield from self.closing(self.format.markers[1])
+        while (yield from self.space()) == "}":  # one bracket too many
+            self.step()
+        yield from self.closing(self.format.closing)
 
 
 class Llama3JsonReader(CallReader):
@@ -253,11 +312,10 @@ class DeepSeekReader(CallReader):
         yield from self.literal(begin)
         word = yield from self.name()
         yield from self.literal(separator)
-        if (yield from self.space()) == "{":
+        yield from self.space()
+        if word != "function" or (yield from self.peek()) == "{":
             yield from self.arguments(word)
             return
-        if word != "function":
-            raise Malformed
         name = yield from self.name()
         yield from self.space()
         yield from self.literal("```json")

@@ -17,6 +17,15 @@ class ToolCallDelta:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """A stretch of an answer's text, as the model wrote it."""
+
+    text: str
+    is_content: bool
+    """Whether it is content, which stop strings are compared with; else reasoning, a call or markup."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedDelta:
     """The next part of a message."""
 
@@ -50,10 +59,13 @@ def call_id(sample_index: int, index: int) -> str:
 
 
 class Collector:
-    """Gathers the parts of a delta."""
+    """Gathers the parts of a delta, and of which stretches of text they are made."""
 
     def __init__(self) -> None:
         self.num_tool_calls = 0
+        self.broken_calls: set[int] = set()
+        """Indices of calls whose arguments are not complete, or not JSON."""
+        self._spans: list[Span] = []
         self._content: list[str] = []
         self._reasoning: list[str] = []
         self._calls: list[tuple[int, str | None, list[str]]] = []
@@ -61,15 +73,26 @@ class Collector:
     def add_content(self, text: str) -> None:
         """Append content."""
         self._content.append(text)
+        self._spans.append(Span(text=text, is_content=True))
 
     def add_reasoning(self, text: str) -> None:
         """Append reasoning."""
         self._reasoning.append(text)
+        self.add_markup(text)
+
+    def add_markup(self, text: str) -> None:
+        """Note text that is not content, or not by itself."""
+        self._spans.append(Span(text=text, is_content=False))
 
     def begin_call(self, name: str) -> None:
-        """Begin the next tool call."""
+        """Begin the next tool call, which is broken until it ends."""
         self._calls.append((self.num_tool_calls, name, []))
+        self.broken_calls.add(self.num_tool_calls)
         self.num_tool_calls += 1
+
+    def end_call(self) -> None:
+        """Note that the arguments of the call that was begun last are complete."""
+        self.broken_calls.discard(self.num_tool_calls - 1)
 
     def add_arguments(self, text: str) -> None:
         """Append to the arguments of the call that was begun last."""
@@ -83,5 +106,11 @@ class Collector:
             ToolCallDelta(index=index, name=name, arguments="".join(pieces)) for index, name, pieces in self._calls
         )
         delta = ParsedDelta(content="".join(self._content), reasoning="".join(self._reasoning), tool_calls=calls)
-        self._content, self._reasoning, self._calls = [], [], []
+        self._content, self._reasoning, self._calls, self._spans = [], [], [], []
         return delta
+
+    def take_spans(self) -> list[Span]:
+        """Return the stretches of text that the delta is made of, and begin the next one."""
+        spans = self._spans
+        self.take()
+        return spans

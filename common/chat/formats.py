@@ -16,6 +16,8 @@ class ToolFormat:
     """Every marker; the first one opens calls anywhere in an answer."""
     needs_special_tokens: bool
     """Whether markers are special tokens of usual tokenizers, so that decoding must keep special tokens."""
+    closing: str = ""
+    """Marker behind the last call, after which content may follow; empty: there is none."""
     bare: str = ""
     """First character of calls without a marker, which stand at the start of an answer; empty: there are none."""
 
@@ -40,13 +42,24 @@ def _by_name(*formats: ToolFormat) -> Mapping[str, ToolFormat]:
 
 TOOL_FORMATS: Mapping[str, ToolFormat] = _by_name(
     # <tool_call>\n{"name": …, "arguments": {…}}\n</tool_call>
-    ToolFormat(name="hermes", markers=("<tool_call>", "</tool_call>"), needs_special_tokens=False),
+    ToolFormat(
+        name="hermes",
+        markers=("<tool_call>", "</tool_call>"),
+        needs_special_tokens=False,
+        closing="</tool_call>",
+    ),
     # {"name": …, "parameters": {…}}; {…}
     ToolFormat(name="llama3_json", markers=("<|python_tag|>",), needs_special_tokens=True, bare="{"),
     # [TOOL_CALLS] [{"name": …, "arguments": {…}}, …] or [TOOL_CALLS]name[ARGS]{…}
     ToolFormat(name="mistral", markers=("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"), needs_special_tokens=True),
     # [f(a=1, b="x"), g()]
-    ToolFormat(name="pythonic", markers=("<|python_start|>", "<|python_end|>"), needs_special_tokens=True, bare="["),
+    ToolFormat(
+        name="pythonic",
+        markers=("<|python_start|>", "<|python_end|>"),
+        needs_special_tokens=True,
+        closing="<|python_end|>",
+        bare="[",
+    ),
     # <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{…}\n```<｜tool▁call▁end｜>…
     ToolFormat(
         name="deepseek",
@@ -58,6 +71,7 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = _by_name(
             "<｜tool▁calls▁end｜>",
         ),
         needs_special_tokens=True,
+        closing="<｜tool▁calls▁end｜>",
     ),
 )
 

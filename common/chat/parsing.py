@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from common.chat.calls import ArgumentsReader, CallReader, DeepSeekReader, HermesReader, Llama3JsonReader, MistralReader
-from common.chat.deltas import Collector, ParsedDelta, ToolCallDelta
+from common.chat.deltas import Collector, ParsedDelta, Span, ToolCallDelta
 from common.chat.formats import REASONING_FORMATS, ReasoningFormat
 from common.chat.pythonic import PythonicReader
 from common.chat.reader import Malformed, Reader, Steps
@@ -77,9 +77,13 @@ class MessageParser:
         )
 
     @property
-    def num_tool_calls(self) -> int:
-        """Calls that have begun."""
-        return self._out.num_tool_calls
+    def ends_in_calls(self) -> bool:
+        """Whether there are calls, and none of them is broken."""
+        return self._out.num_tool_calls > 0 and not self._out.broken_calls
+
+    def is_whole(self, index: int) -> bool:
+        """Return whether a call that has begun is complete and its arguments are a JSON object."""
+        return index not in self._out.broken_calls
 
     def push(self, text: str, *, is_last: bool = False) -> ParsedDelta:
         """Return what the next piece of the answer adds; with the last piece also what was held back."""
@@ -88,10 +92,23 @@ class MessageParser:
 
     def finish(self) -> ParsedDelta:
         """Return what was held back. Nothing may be pushed afterwards."""
+        self._finish()
+        return self._out.take()
+
+    def spans(self, text: str) -> list[Span]:
+        """Read the next piece and return what is certain of the text so far, once, instead of a delta."""
+        self._push(text)
+        return self._out.take_spans()
+
+    def last_spans(self) -> list[Span]:
+        """Return the text that was held back. Nothing may be pushed afterwards."""
+        self._finish()
+        return self._out.take_spans()
+
+    def _finish(self) -> None:
         for reader, _steps in self._steps:
             reader.end()
             self._push("")
-        return self._out.take()
 
     def _push(self, text: str) -> None:
         for reader, steps in self._steps:
@@ -124,7 +141,7 @@ class _ThinkingReader(Reader):
         yield from self.space()
         try:
             yield from self.literal(self._markup.open)
-            self.drop_held()
+            self._out.add_markup(self.drop_held())
         except Malformed:
             pass
         else:
@@ -133,12 +150,11 @@ class _ThinkingReader(Reader):
             yield from self._thoughts()
             while (yield from self.more()) and self.run(_NEWLINES):
                 pass
-            self.drop_held()
+            self._out.add_markup(self.drop_held())
         while (yield from self.more()):
             self.run(_ANY)
-            self._rest.append(self.held())
-            self.drop_held()
-        self._rest.append(self.held())
+            self._rest.append(self.drop_held())
+        self._rest.append(self.drop_held())
 
     def _thoughts(self) -> Steps[None]:
         """Read up to the end of the thinking, and its closing tag."""
@@ -150,7 +166,5 @@ class _ThinkingReader(Reader):
                     self.step()
                 else:
                     return
-            self._out.add_reasoning(self.held())
-            self.drop_held()
-        self._out.add_reasoning(self.held())
-        self.drop_held()
+            self._out.add_reasoning(self.drop_held())
+        self._out.add_reasoning(self.drop_held())

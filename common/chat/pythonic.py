@@ -11,14 +11,12 @@ import re
 from common.chat.calls import CallReader
 from common.chat.deltas import Collector
 from common.chat.formats import TOOL_FORMATS
-from common.chat.reader import MAX_DEPTH, Malformed, Steps
+from common.chat.json_reader import MAX_DEPTH, SCALAR_RUN, quoted, scalar
+from common.chat.reader import Malformed, Steps
 
 MAX_WORD_CHARS = 400
 """Longest keyword."""
 _WORD_RUN = re.compile(r"\w+")
-_SCALAR_RUN = re.compile(r"[-+.0-9A-Za-z_]+")
-_NUMBER = re.compile(r"([-+]?)(?:(0|[1-9][0-9]*)(\.[0-9]*)?|(\.[0-9]+))((?:[eE][-+]?[0-9]+)?)")
-_CONSTANTS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
 _STRING_RUNS = {'"': re.compile(r'[^"\\]+'), "'": re.compile(r"[^'\\]+")}
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "a": "\a", "v": "\v", "0": "\0", "\n": ""}
 _HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
@@ -65,7 +63,7 @@ class PythonicReader(CallReader):
             yield from self.space()
             member = f"{json.dumps(key, ensure_ascii=False)}: "
             if keys:
-                self._write(f", {member}")
+                self._deliver(f", {member}")
             else:
                 self._first = (name, f"{{{member}")
             keys.add(key)
@@ -75,17 +73,17 @@ class PythonicReader(CallReader):
         if not keys:
             self._first = (name, "{")
         self.step()
-        self._write("}")
+        self._deliver("}")
         self.complete()
 
-    def _write(self, text: str) -> None:
+    def _deliver(self, text: str) -> None:
         """Deliver JSON in place of the text that is held; with the first value, announce the call."""
         if self._first is not None:
             (name, member), self._first = self._first, None
             self.begin(name)
             self._out.add_arguments(member)
         self._out.add_arguments(text)
-        self.drop_held()
+        self.drop_markup()
 
     def _value(self, depth: int) -> Steps[None]:
         char = yield from self.peek()
@@ -96,22 +94,22 @@ class PythonicReader(CallReader):
         elif char in ('"', "'"):
             yield from self._string()
         else:
-            word = yield from self.whole(_SCALAR_RUN)
-            self._write(_scalar(word))
+            word = yield from self.whole(SCALAR_RUN)
+            self._deliver(scalar(word))
 
     def _container(self, closer: str, depth: int) -> Steps[None]:
-        self._write(self.step())
+        self._deliver(self.step())
         is_first = True
         while (yield from self.space()) != closer:
             if not is_first:
-                self._write(", ")
+                self._deliver(", ")
             is_first = False
             if closer == "}":
                 yield from self._member_key()
             yield from self._value(depth + 1)
             if (yield from self.space()) != closer:
                 yield from self.literal(",")
-        self._write(self.step())
+        self._deliver(self.step())
 
     def _member_key(self) -> Steps[None]:
         if (yield from self.peek()) not in ('"', "'"):
@@ -119,21 +117,21 @@ class PythonicReader(CallReader):
         yield from self._string()
         yield from self.space()
         yield from self.literal(":")
-        self._write(": ")
+        self._deliver(": ")
         yield from self.space()
 
     def _string(self) -> Steps[None]:
         quote = self.step()
-        self._write('"')
+        self._deliver('"')
         while (char := (yield from self.peek())) != quote:
             if char == "\\":
                 yield from self._escape()
             elif text := self.run(_STRING_RUNS[quote]):
-                self._write(_quoted(text))
+                self._deliver(quoted(text))
             else:
                 raise Malformed
         self.step()
-        self._write('"')
+        self._deliver('"')
 
     def _escape(self) -> Steps[None]:
         self.step()
@@ -148,18 +146,13 @@ class PythonicReader(CallReader):
                 raise Malformed
             digits += self.step()
         if kind == "u":
-            self._write(f"\\u{digits}")  # may be half of a pair
+            self._deliver(f"\\u{digits}")  # may be half of a pair
         elif digits:
-            self._write(_quoted(_character(digits)))
+            self._deliver(quoted(_character(digits)))
         elif kind in ("\\", '"', "'", "/"):
-            self._write(_quoted(kind))
+            self._deliver(quoted(kind))
         else:
-            self._write(_quoted(_ESCAPES.get(kind, f"\\{kind}")))
-
-
-def _quoted(text: str) -> str:
-    """Return what stands for a text within a JSON string."""
-    return json.dumps(text, ensure_ascii=False)[1:-1]
+            self._deliver(quoted(_ESCAPES.get(kind, f"\\{kind}")))
 
 
 def _character(digits: str) -> str:
@@ -167,15 +160,3 @@ def _character(digits: str) -> str:
     if code > 0x10FFFF or 0xD800 <= code <= 0xDFFF:
         raise Malformed
     return chr(code)
-
-
-def _scalar(word: str) -> str:
-    """Return a Python number or constant as JSON. Raises Malformed."""
-    if word in _CONSTANTS:
-        return _CONSTANTS[word]
-    match = _NUMBER.fullmatch(word)
-    if match is None:
-        raise Malformed
-    sign, whole, fraction, only_fraction, exponent = match.groups()
-    digits = f"0{only_fraction}" if only_fraction else f"{whole}{fraction or ''}"
-    return f"{sign.strip('+')}{digits}{'0' if digits.endswith('.') else ''}{exponent}"

@@ -2,7 +2,7 @@
 
 A method that may wait is a generator that yields when it has read all text so far. What it reads is *held* until it
 is flushed to where it belongs, so that text which turns out not to be markup can still become content. Reading is
-linear in the text: only a marker that ends early is read twice.
+linear in the text: only markers are read twice.
 """
 
 import re
@@ -12,15 +12,7 @@ from typing import TypeVar
 T = TypeVar("T")
 Steps = Generator[None, None, T]
 
-MAX_DEPTH = 64
-"""Most levels of objects and lists in arguments."""
-
 SPACE = re.compile(r"\s+")
-_JSON_SPACE = re.compile(r"[ \t\r\n]+")
-_STRING_RUN = re.compile(r'[^"\\\x00-\x1f]+')
-_SCALAR_RUN = re.compile(r"[-+.0-9A-Za-z]+")
-_SCALAR = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?|true|false|null")
-_HEX = re.compile(r"[0-9a-fA-F]")
 
 
 class Malformed(Exception):
@@ -48,6 +40,11 @@ class Reader:
         """Do what cannot wait for the next piece."""
 
     @property
+    def has_more(self) -> bool:
+        """Whether there is text that has not been read."""
+        return self._pos < len(self._text)
+
+    @property
     def num_held(self) -> int:
         """Pieces of text that are held."""
         return len(self._held)
@@ -56,9 +53,11 @@ class Reader:
         """Return the text that is held, from a piece on."""
         return "".join(self._held[start:])
 
-    def drop_held(self) -> None:
-        """Forget the text that is held: it is markup, or delivered."""
-        self._held.clear()
+    def drop_held(self, end: int | None = None) -> str:
+        """Forget the text that is held, up to a piece, and return it: it is markup, or delivered."""
+        dropped = "".join(self._held[:end])
+        del self._held[:end]
+        return dropped
 
     def more(self) -> Steps[bool]:
         """Return whether there is another character."""
@@ -115,6 +114,15 @@ class Reader:
                 raise Malformed
             self.step()
 
+    def is_ahead(self, expected: str) -> Steps[bool]:
+        """Return whether a text comes next, and leave it there."""
+        try:
+            yield from self.literal(expected)
+        except Malformed:
+            return False
+        self._unread(len(expected))
+        return True
+
     def _unread(self, num_chars: int) -> None:
         """Put back characters that were read one by one."""
         if not num_chars:
@@ -124,74 +132,3 @@ class Reader:
         else:
             self._text, self._pos = "".join(self._held[-num_chars:]) + self._text[self._pos :], 0
         del self._held[-num_chars:]
-
-    def json_space(self) -> Steps[str]:
-        """Read JSON's whitespace and return the character after it; empty at the end."""
-        while (yield from self.more()) and self.run(_JSON_SPACE):
-            pass
-        return (yield from self.peek())
-
-    def json_string(self) -> Steps[None]:
-        """Read a JSON string. Raises Malformed."""
-        yield from self.literal('"')
-        while True:
-            char = yield from self.peek()
-            if char == "\\":
-                yield from self._escape()
-            elif char == '"':
-                self.step()
-                return
-            elif not char or not self.run(_STRING_RUN):
-                raise Malformed
-
-    def _escape(self) -> Steps[None]:
-        self.step()
-        kind = yield from self.peek()
-        if not kind or kind not in '"\\/bfnrtu':
-            raise Malformed
-        self.step()
-        for _ in range(4 if kind == "u" else 0):
-            digit = yield from self.peek()
-            if not _HEX.match(digit):
-                raise Malformed
-            self.step()
-
-    def json_object(self) -> Steps[None]:
-        """Read a JSON object. Raises Malformed, also below MAX_DEPTH levels."""
-        yield from self.literal("{")
-        closers, state = ["}"], "first"
-        while closers:
-            char = yield from self.json_space()
-            if state != "item" and char == closers[-1]:
-                self.step()
-                closers.pop()
-                state = "after"
-                continue
-            if state == "after":
-                yield from self.literal(",")
-                state = "item"
-                continue
-            if closers[-1] == "}":
-                char = yield from self._json_key()
-            if char in ("{", "["):
-                if len(closers) == MAX_DEPTH:
-                    raise Malformed
-                self.step()
-                closers.append("}" if char == "{" else "]")
-                state = "first"
-                continue
-            yield from self._json_scalar(char)
-            state = "after"
-
-    def _json_key(self) -> Steps[str]:
-        """Read a key and its colon, and return the character with which the value begins."""
-        yield from self.json_string()
-        yield from self.json_space()
-        yield from self.literal(":")
-        return (yield from self.json_space())
-
-    def _json_scalar(self, char: str) -> Steps[None]:
-        if char == '"':
-            yield from self.json_string()
-        elif not _SCALAR.fullmatch((yield from self.whole(_SCALAR_RUN))):
-            raise Malformed

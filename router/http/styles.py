@@ -173,9 +173,9 @@ class ChatStyle(Style):
         return f',"delta":{quote(found)}' if found or piece.finish_reason else None
 
     def finish_reason(self, piece: Piece) -> str | None:
-        """Return why the choice ended; the model's own end after calls has a name of its own."""
+        """Return why the choice ended; the model's own end after calls that are whole has a name of its own."""
         parser = self._parsers.get(piece.index)
-        has_calls = parser is not None and parser.num_tool_calls > 0
+        has_calls = parser is not None and parser.ends_in_calls
         return "tool_calls" if has_calls and piece.finish_reason == "stop" else piece.finish_reason
 
     def logprobs(self, piece: Piece) -> Iterator[dict[str, list[Any] | None]]:

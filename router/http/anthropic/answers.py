@@ -88,9 +88,9 @@ class _MessageAnswer(Answer):
     def _stop_reason(self) -> str:
         if self._finish_reason != FINISH_REASON_STOP:
             return "max_tokens"
-        if self._stop_sequence is not None:  # also within a call, whose input is not complete then
+        if self._stop_sequence is not None:
             return "stop_sequence"
-        return "tool_use" if self._blocks.num_tool_calls else "end_turn"
+        return "tool_use" if self._blocks.end_in_calls else "end_turn"
 
     def _usage(self) -> dict[str, int]:
         """Return the token counts of the complete answer."""

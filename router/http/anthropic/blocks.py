@@ -74,9 +74,9 @@ class Blocks:
         self._changes: list[BlockChange] = []
 
     @property
-    def num_tool_calls(self) -> int:
-        """Calls that have begun."""
-        return self._parser.num_tool_calls
+    def end_in_calls(self) -> bool:
+        """Whether there are calls, and all of them are whole."""
+        return self._parser.ends_in_calls
 
     def push(self, text: str) -> None:
         """Read the text of the next token."""

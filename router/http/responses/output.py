@@ -118,8 +118,12 @@ class ResponseOutput:
 
     def _close_item(self, status: str) -> None:
         if self._item is not None:
-            self.documents.append(self._item.close(status))
+            is_broken = isinstance(self._item, CallItem) and not self._is_whole(self._call_idx)
+            self.documents.append(self._item.close("incomplete" if is_broken else status))
             self._item = None
+
+    def _is_whole(self, call_idx: int) -> bool:
+        return self._parser is None or self._parser.is_whole(call_idx)
 
     def _logprobs(self) -> list[dict[str, Any]]:
         """Return the log-probabilities of the tokens that make a text; unknown bytes are none in this API's types."""

@@ -33,7 +33,6 @@ def parse(pieces: Iterable[str], **options: Any) -> Message:
                 assert (call.index, call.name) == (len(message.calls) - 1, None)
                 name, arguments = message.calls[-1]
                 message.calls[-1] = (name, arguments + call.arguments)
-    assert parser.num_tool_calls == len(message.calls)
     return message
 
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from common.chat.deltas import ParsedDelta, ToolCallDelta
 from common.chat.formats import MARKERS, TOOL_FORMATS
+from common.chat.json_reader import MAX_DEPTH
 from common.chat.parsing import MessageParser
-from common.chat.reader import MAX_DEPTH
 from tests.common.chat.parsed import MARKS, parse, split
 
 ARGUMENTS = (
@@ -98,12 +98,9 @@ def test_llama_calls_may_begin_the_answer_without_a_marker() -> None:
     ("tools", "text"),
     [
         ("hermes", '<tool_call>\n{"name": 5, "arguments": {}}\n</tool_call>'),
-        ("hermes", '<tool_call>\n{"name": "f", "arguments": "{}"}\n</tool_call>'),
         ("hermes", '<tool_call>\n{"name": "f"}\n</tool_call>'),
         ("hermes", '<tool_call>\n{"arguments": {"a": tru}, "name": "f"}\n</tool_call>'),
-        ("hermes", '<tool_call>\n{"arguments": {"a": 1,}, "name": "f"}\n</tool_call>'),
         ("hermes", '<tool_call>\n{"arguments": {"a": 01}, "name": "f"}\n</tool_call>'),
-        ("hermes", '<tool_call>\n{"arguments": {"a": "\n"}, "name": "f"}\n</tool_call>'),
         ("hermes", f'<tool_call>{{"name": "{"n" * 65}", "arguments": {{}}}}</tool_call>'),
         ("hermes", '<tool_call>{"name": "f g", "arguments": {}}</tool_call>'),
         ("hermes", "<tool_call>\n{}\n</tool_call>"),
@@ -137,13 +134,70 @@ def test_text_that_is_no_call_comes_out_as_content_in_full(tools: str, text: str
         ('<tool_call>\n{"name": "f", "arguments": {"a": "tru', "", '{"a": "tru'),
         ('<tool_call>\n{"name": "f", "arguments": {"a": 1}', "", '{"a": 1}'),
         ('<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_c', "\n</tool_c", '{"a": 1}'),
-        ('<tool_call>{"name": "f", "arguments": {"a": 1,}}</tool_call>', "}}</tool_call>", '{"a": 1,'),
         ('<tool_call>{"name": "f", "arguments": {}}</tool_call>\n\nDone. ', "\n\nDone. ", "{}"),
+        ('<tool_call>{"name": "f", "arguments": {"a": 1, b}}</tool_call> Done.', " Done.", '{"a": 1, b}}'),
+        ('<tool_call>{"name": "f", "arguments": {"a": 1 2}}<tool_call>', "<tool_call>", '{"a": 1 2}}'),
     ],
 )
-def test_call_that_has_begun_stays_one_and_the_rest_is_content(text: str, content: str, arguments: str) -> None:
-    message = parse(list(text), tools="hermes")
-    assert (message.content, message.calls) == (content, [("f", arguments)])
+def test_call_that_has_begun_stays_one_and_keeps_its_text(text: str, content: str, arguments: str) -> None:
+    for pieces in ([text], list(text)):
+        message = parse(pieces, tools="hermes")
+        assert (message.content, message.calls) == (content, [("f", arguments)])
+
+
+MENDED = {
+    '{"a": "line 1\nline 2\ttab"}': '{"a": "line 1\\nline 2\\ttab"}',
+    r"""{"a": "it\'s \d \u12 \x41 C:\tmp"}""": r"""{"a": "it's \\d \\u12 \\x41 C:\tmp"}""",
+    '{"a": [1, 2 , ], "b": {"c": 1,},\n}': '{"a": [1, 2  ], "b": {"c": 1}\n}',
+    '{\'a\': \'say "hi"\', "b": True, \'c\': None, "d": .5, "e": NaN}': (
+        '{"a": "say \\"hi\\"", "b": true, "c": null, "d": 0.5, "e": null}'
+    ),
+    '"{\\"a\\": \\"x\\"}"': '{"a": "x"}',
+    r'"\"{\\\"a\\\": 1}\""': '{"a": 1}',
+    '""': "{}",
+    "null": "{}",
+}
+
+
+@pytest.mark.parametrize("given", MENDED)
+@pytest.mark.parametrize(
+    ("tools", "markup"),
+    [
+        ("hermes", '<tool_call>\n{{"name": "f", "arguments": {}}}\n</tool_call>'),
+        ("hermes", '<tool_call>\n{{"arguments": {}, "name": "f",}}}}\n</tool_call>'),
+        ("llama3_json", '<|python_tag|>{{"name": "f", "parameters": {}}}'),
+        ("mistral", '[TOOL_CALLS] [{{"name": "f", "arguments": {}}}]'),
+        ("mistral", "[TOOL_CALLS]f[ARGS]{}"),
+        ("deepseek", deepseek(DEEPSEEK_PLAIN.replace("{}", "f", 1))),
+    ],
+)
+def test_calls_that_are_nearly_json_come_out_as_json(tools: str, markup: str, given: str) -> None:
+    for pieces in ([markup.format(given)], list(markup.format(given))):
+        message = parse(pieces, tools=tools)
+        assert (message.content, message.calls) == ("", [("f", MENDED[given])])
+        assert isinstance(json.loads(MENDED[given]), dict)
+
+
+def test_calls_without_their_last_brackets_are_whole() -> None:
+    for text in ('{"name": "f", "arguments": {"a": [1, {"b": 2}\n', '{"name": "f", "arguments": {"a": [1, {"b": 2}]}'):
+        message = parse(list(f"<tool_call>{text}</tool_call>"), tools="hermes")
+        assert (message.content, message.calls) == ("", [("f", '{"a": [1, {"b": 2}]}')])
+
+
+@pytest.mark.parametrize(
+    ("text", "is_finished"),
+    [
+        ('<tool_call>{"name": "f", "arguments": {"a": "\n",}}</tool_call>', True),
+        ('<tool_call>{"name": "f", "arguments": {"a": 1, b}}</tool_call>', False),
+        ('<tool_call>{"name": "f", "arguments": {"a": "tru', False),
+        ('<tool_call>{"name": "f", "arguments": {b}}<tool_call>{"name": "f", "arguments": {}}</tool_call>', False),
+        ("No call.", False),
+    ],
+)
+def test_only_calls_whose_arguments_are_whole_end_an_answer(text: str, is_finished: bool) -> None:
+    parser = MessageParser(tools="hermes", reasoning=None)
+    parser.push(text, is_last=True)
+    assert parser.ends_in_calls == is_finished
 
 
 def test_arguments_and_text_stream_as_soon_as_they_are_certain() -> None:
@@ -207,8 +261,9 @@ def test_deep_arguments_end_the_call() -> None:
         arguments = '{"a": ' + "[" * num_levels + "]" * num_levels + "}"
         message = parse([f'<tool_call>{{"arguments": {arguments}, "name": "f"}}</tool_call>'], tools="hermes")
         assert bool(message.calls) == is_call
-        python = parse([f"[f(a={arguments[6:-1]})]"], tools="pythonic")
-        assert (not python.content) == is_call
+        python = MessageParser(tools="pythonic", reasoning=None)
+        python.push(f"[f(a={arguments[6:-1]})]", is_last=True)
+        assert python.ends_in_calls == is_call
 
 
 @pytest.mark.parametrize("tools", MARKS)
@@ -277,6 +332,15 @@ def test_no_word_of_an_answer_is_lost(fragments: list[str], options: dict[str, A
     message = parse([text], **options)
     found = f"{message.content} {message.reasoning} {message.calls}"
     assert [word for word in words if word not in found] == []
+
+
+@given(text=answers(), cuts=st.lists(st.integers(0, 1000), max_size=20), options=OPTIONS)
+@settings(max_examples=150, deadline=None)
+def test_spans_are_the_answer_itself_and_tell_its_content(text: str, cuts: list[int], options: dict[str, Any]) -> None:
+    parser = MessageParser(**options)
+    spans = [span for piece in split(text, cuts) for span in parser.spans(piece)] + parser.last_spans()
+    assert "".join(span.text for span in spans) == text
+    assert "".join(span.text for span in spans if span.is_content) == parse([text], **options).content
 
 
 @given(text=st.text(st.characters(exclude_characters="<[{")), options=OPTIONS)
