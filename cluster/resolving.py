@@ -20,6 +20,8 @@ def with_model(config: ServingConfig, report: Report) -> ServingConfig:
         return config
     try:
         folder = resolve_model(model.id, local_files_only=model.local_files_only)
+        if model.generation_config:
+            _report_faults(folder, report)
     except ModelNotFound as error:
         if model.id != DEFAULT_MODEL_ID:
             raise ClusterError(str(error)) from error
@@ -29,6 +31,14 @@ def with_model(config: ServingConfig, report: Report) -> ServingConfig:
     if not is_local_folder:
         return config
     return config.model_copy(update={"model": model.model_copy(update={"id": str(folder)})})
+
+
+def _report_faults(folder: Path, report: Report) -> None:
+    """Report the recommended sampling that routers leave out. Raises ModelNotFound."""
+    from common.text_files import read_recommended_sampling  # imports tokenizers
+
+    for fault in read_recommended_sampling(folder).faults:
+        report(f"generation_config.json of {folder.name}: {fault}; it is left out")
 
 
 def _fetch_default_model(report: Report) -> None:

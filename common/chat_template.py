@@ -7,7 +7,7 @@ the conversation and of the given time alone, on any host: the time is in UTC, a
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, NoReturn
@@ -18,6 +18,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from common.chat.json_reader import object_in
 from common.errors import InvalidRequest
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -60,60 +61,114 @@ class Conversation:
         return cls(messages=messages, num_chars=sum(len(message["content"]) for message in messages))
 
 
+BREAK = "\udfff"
+"""Stands in a conversation's texts within the spelling of a control token, so that it stays text.
+
+Valid text holds no such character."""
+_ESCAPED_BREAK = json.dumps(BREAK)[1:-1]
+
+
 class ChatTemplate:
     """A compiled template. Thread-safe."""
 
-    def __init__(self, source: str, *, special_tokens: Mapping[str, str]) -> None:
-        """Compile `source`; special tokens (`bos_token` and so on) are variables in it. Raises TemplateSyntaxError."""
+    def __init__(self, source: str, *, special_tokens: Mapping[str, str], tool_source: str | None = None) -> None:
+        """Compile `source`, and `tool_source` for conversations with tools, where they have a template of their own.
+
+        Special tokens (`bos_token` and so on) are variables in both. Raises TemplateSyntaxError.
+        """
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationTag]
         )
         environment.filters["tojson"] = _tojson
         environment.globals["raise_exception"] = _raise_exception
         del environment.globals["lipsum"], environment.filters["random"]
-        self.source = source
-        self._template = environment.from_string(source)
+        self.source = source if tool_source is None else f"{source}\n{tool_source}"
+        """The text of both, for what they say of markup."""
+        self._program = _Program(environment, source)
+        self._tool_program = self._program if tool_source is None else _Program(environment, tool_source)
         self._special_tokens = dict(special_tokens)
-        self._takes_arguments_as_text = bool(_ARGUMENTS_AS_TEXT.search(source))
-        self._wants_no_content = bool(_CALLS_WITHOUT_CONTENT.search(source))
 
-    def render(self, conversation: Conversation, *, rendered_unix_s: int) -> str:
+    def render(
+        self, conversation: Conversation, *, rendered_unix_s: int, marked: Callable[[str], str] | None = None
+    ) -> str:
         """Return the prompt for a conversation, up to where the assistant's answer begins.
 
-        Templates may write the date of `rendered_unix_s`. Raises InvalidRequest with the message and its field, or with
-        the template's objection.
+        Templates may write the date of `rendered_unix_s`. The conversation's texts are rendered as `marked` returns
+        them, which may put BREAK into them. Raises InvalidRequest with the message and its field, or with the
+        template's objection.
         """
         _check(conversation)
         now = datetime.fromtimestamp(rendered_unix_s, UTC).replace(tzinfo=None)
+        program = self._tool_program if conversation.tools else self._program
+        given = {
+            "messages": [program.message(each) for each in conversation.messages],
+            "tools": conversation.tools or None,
+        }
+        variables = conversation.variables
+        if marked is not None:
+            given, variables = _mapped(given, marked), _mapped(variables, marked)
         try:
-            rendered = self._template.render(
-                **{**self._special_tokens, **conversation.variables},
+            rendered = program.template.render(
+                **{**self._special_tokens, **variables},
+                **given,
                 strftime_now=now.strftime,
-                messages=[self._message(each) for each in conversation.messages],
-                tools=conversation.tools or None,
                 documents=None,
                 add_generation_prompt=True,
             )
         except _TEMPLATE_FAULTS as error:
+            objection = str(error).replace(BREAK, "")
             raise InvalidRequest(
-                f"the model's chat template refuses the conversation: {error}", field="chat.messages"
+                f"the model's chat template refuses the conversation: {objection}", field="chat.messages"
             ) from error
-        check_unicode(rendered, field="chat")  # whatever a client may have hidden in tools and variables
+        # Whatever a client may have hidden in tools and variables.
+        check_unicode(rendered if marked is None else rendered.replace(BREAK, ""), field="chat")
         return rendered
 
-    def _message(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+
+class _Program:
+    """One template, and the form in which it takes messages."""
+
+    def __init__(self, environment: ImmutableSandboxedEnvironment, source: str) -> None:
+        self.template = environment.from_string(source)
+        self._takes_arguments_as_text = bool(_ARGUMENTS_AS_TEXT.search(source))
+        self._wants_no_content = bool(_CALLS_WITHOUT_CONTENT.search(source))
+
+    def message(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return a message as the template takes it: most want the arguments of tool calls as objects."""
         if not message.get("tool_calls"):
             return message
         if self._wants_no_content:
             message = {**message, "content": message["content"] or None}
-        if self._takes_arguments_as_text:
-            return message
         calls = [
-            {**call, "function": {**call["function"], "arguments": _as_object(call["function"]["arguments"])}}
+            {**call, "function": {**call["function"], "arguments": self._arguments(call["function"]["arguments"])}}
             for call in message["tool_calls"]
         ]
         return {**message, "tool_calls": calls}
+
+    def _arguments(self, text: str) -> dict[str, Any] | str:
+        """Return the arguments of an earlier call, which a client may have sent empty, cut or encoded twice."""
+        found = object_in(text) or "{}"
+        return found if self._takes_arguments_as_text else _loaded(found)
+
+
+def _loaded(arguments: str) -> dict[str, Any]:
+    """Return the arguments of a call, with U+FFFD for half a pair of escapes, which has no UTF-8 form."""
+    if "\\ud" in arguments.lower():
+        halves = json.dumps(json.loads(arguments), ensure_ascii=False).encode("utf-16", "surrogatepass")
+        arguments = halves.decode("utf-16", "replace")
+    loaded: dict[str, Any] = json.loads(arguments)
+    return loaded
+
+
+def _mapped(value: Any, change: Callable[[str], str]) -> Any:
+    """Return a JSON value with all its texts changed."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {change(key): _mapped(each, change) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_mapped(each, change) for each in value]
+    return value
 
 
 def check_unicode(text: str, *, field: str) -> None:
@@ -122,14 +177,6 @@ def check_unicode(text: str, *, field: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         raise InvalidRequest(f"character {error.start} is a lone surrogate: not valid Unicode", field=field) from error
-
-
-def _as_object(arguments: str) -> Any:
-    """Return the arguments of a call that the model wrote as JSON; the text itself if it is not JSON."""
-    try:
-        return json.loads(arguments)
-    except (ValueError, RecursionError):
-        return arguments
 
 
 def _check(conversation: Conversation) -> None:
@@ -190,7 +237,8 @@ def _tojson(
     sort_keys: bool = False,  # noqa: FBT001, FBT002
 ) -> str:
     """Return plain JSON; Jinja's own filter escapes it for HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    text = json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return text.replace(_ESCAPED_BREAK, BREAK) if ensure_ascii else text
 
 
 def _raise_exception(message: str) -> NoReturn:

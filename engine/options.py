@@ -1,18 +1,28 @@
 """Options of one worker's engine, from serving.yaml, and the description of a model, from its checkpoint."""
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
+from common.text_files import load_eos_token_id
 from engine.kv_cache import kv_shape
 from engine.kv_format import KvDtype, check_kv_format, kv_format
 from engine.kv_store import KvShape
 from engine.memory import MemoryShare
 from engine.model.checkpoints.checkpoint import is_gguf, quantized_by, read_config
 from engine.model.checkpoints.formats import WeightFormat, read_weight_format
-from engine.model.config import DecoderConfig, TransformersConfig, UnsupportedModel, is_native, parse_config, read_json
+from engine.model.config import (
+    DecoderConfig,
+    TransformersConfig,
+    UnsupportedModel,
+    for_length,
+    is_native,
+    parse_config,
+    read_json,
+)
 from engine.model.loader import kv_fingerprint, weight_files
 from engine.model.precision import dtype_name, resolve_device, resolve_dtype
 from engine.model.quantize import QuantizationMethod, check_quantization
@@ -88,6 +98,7 @@ class ModelDescription:
         weight_format = None
         if is_native(raw):
             config = parse_config(raw)
+            config = for_length(config, _max_model_len(config, options))
             weight_format = _read_weight_format(raw, files, options)
             check_quantization(options.quantization, config, device=device)
             check_kv_format(pages, config, block_size=options.block_size, device=device)
@@ -112,7 +123,7 @@ class ModelDescription:
         info = CheckpointInfo(
             name=options.model_name,
             vocab_size=config.vocab_size,
-            max_model_len=min(config.max_position_embeddings, options.max_model_len or config.max_position_embeddings),
+            max_model_len=_max_model_len(config, options),
             eos_token_ids=eos_token_ids(options.model_dir, raw),
             is_float32=dtype is torch.float32 and quantization is None and not pages.has_codes,
         )
@@ -125,6 +136,17 @@ class ModelDescription:
             shape=shape,
             info=info,
         )
+
+
+def _max_model_len(config: DecoderConfig | TransformersConfig, options: EngineOptions) -> int:
+    """Return the length of the longest text. Raises UnsupportedModel when a longer one is asked for."""
+    limit, asked = config.max_position_embeddings, options.max_model_len
+    if asked is not None and asked > limit:
+        raise UnsupportedModel(
+            f"cannot serve model.max_model_len: {asked}: {options.model_name} takes {limit} tokens; lower it, or"
+            " stretch its positions by rope_scaling in config.json"
+        )
+    return asked or limit
 
 
 def _read_weight_format(raw: dict[str, Any], files: tuple[Path, ...], options: EngineOptions) -> WeightFormat | None:
@@ -159,11 +181,17 @@ def _read_foreign(options: EngineOptions, dtype: torch.dtype) -> TransformersCon
 
 
 def eos_token_ids(model_dir: Path, raw_config: dict[str, Any]) -> frozenset[int]:
-    """Return the tokens that end an answer: generation_config.json's, else config.json's."""
+    """Return the tokens that end an answer: those of the model's, of its recommended and of its tokenizer's files.
+
+    Fine-tuned checkpoints often have the new end in one of them alone.
+    """
     path = model_dir / "generation_config.json"
-    found = read_json(path).get("eos_token_id") if path.is_file() else None
-    if found is None:
-        found = raw_config.get("eos_token_id")
-    if found is None:
-        return frozenset()
-    return frozenset(found if isinstance(found, list) else [found])
+    recommended = read_json(path) if path.is_file() else {}
+    inner = raw_config.get("text_config") or {}
+    vocab_size = raw_config.get("vocab_size") or inner.get("vocab_size")
+    given: list[Any] = [load_eos_token_id(model_dir)]
+    for each in (recommended, raw_config, inner):
+        found = each.get("eos_token_id")
+        given += found if isinstance(found, list) else [found]
+    # Some files name -1 for none, or a token that the weights do not have.
+    return frozenset(each for each in given if isinstance(each, int) and 0 <= each < (vocab_size or math.inf))

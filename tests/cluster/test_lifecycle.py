@@ -20,6 +20,7 @@ from cluster.processes.run_dir import lock_run_dir
 from cluster.processes.starter import Event, StartFailure
 from cluster.processes.state import StateFile
 from cluster.ray import outside
+from cluster.resolving import with_model
 from common.config import ServingConfig, TracingConfig
 from common.model_files import CACHE_ENV, NoHome
 from common.process import ProcessIdentity
@@ -267,6 +268,18 @@ def test_up_with_doors_that_other_hosts_reach_without_a_key_says_so(
             up(config, config_path=Path("serving.yaml"), run_dir=tmp_path / "run", report=reports.append)
         warned = [report for report in reports if "set router.auth: api_key and tenants" in report]
         assert len(warned) == (host == "0.0.0.0" and not auth)
+
+
+def test_up_says_which_recommended_values_are_left_out(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "generation_config.json").write_text('{"top_p": 0.0, "top_k": -1}')
+    reports: list[str] = []
+    for wanted in (True, False):
+        model = {"id": str(tmp_path), "device": "cpu", "generation_config": wanted}
+        with_model(make_config(launcher="local", model=model), reports.append)
+    assert [report.partition(" is 0.0")[0] for report in reports] == [
+        f"generation_config.json of {tmp_path.name}: top_p"
+    ]
 
 
 def test_default_run_dir_follows_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

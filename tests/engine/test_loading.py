@@ -14,7 +14,9 @@ import transformers
 from common.model_files import default_model_dir, is_checkpoint
 from engine.floors import RateMeter
 from engine.memory import HostMemory, MemoryShare
+from engine.model.config import UnsupportedModel
 from engine.ops.select import load_cpu_kernels
+from engine.options import eos_token_ids
 from engine.runner import ModelExecutor
 from tests.engine.driver import GREEDY, Driver, load, make_sequence
 from tests.engine.tiny_models import MAX_MODEL_LEN, VOCAB_SIZE, reference_tokens
@@ -58,15 +60,17 @@ def test_load_executor_without_a_size_fills_half_of_its_share_of_the_memory(
     assert executor.kv.num_blocks == (5 << 20) // executor.kv.shape.block_bytes
 
 
-def test_load_executor_keeps_the_checkpoints_length_when_max_model_len_exceeds_it(qwen3: Path) -> None:
-    assert load(qwen3, max_model_len=10 * MAX_MODEL_LEN).max_model_len == MAX_MODEL_LEN
+def test_max_model_len_beyond_the_checkpoints_length_is_refused_by_name(qwen3: Path) -> None:
+    with pytest.raises(UnsupportedModel, match=rf"max_model_len: {MAX_MODEL_LEN + 1}: tiny takes {MAX_MODEL_LEN} "):
+        load(qwen3, max_model_len=MAX_MODEL_LEN + 1)
 
 
 @pytest.mark.parametrize(
     ("generation_config", "config", "expected"),
     [
-        ({"eos_token_id": [5, 9]}, {"eos_token_id": 3}, {5, 9}),
-        ({"eos_token_id": 5}, {"eos_token_id": 3}, {5}),
+        ({"eos_token_id": [5, 9]}, {"eos_token_id": 3}, {3, 5, 9}),
+        ({"eos_token_id": 5}, {"text_config": {"eos_token_id": 3}}, {3, 5}),
+        ({"eos_token_id": -1}, {"eos_token_id": [3, VOCAB_SIZE]}, {3}),
         ({}, {"eos_token_id": 3}, {3}),
         (None, {"eos_token_id": [3, 4]}, {3, 4}),
         (None, {"eos_token_id": 0}, {0}),
@@ -87,6 +91,22 @@ def test_load_executor_when_eos_is_named_somewhere_finds_it(
     if generation_config is not None:
         (tmp_path / "generation_config.json").write_text(json.dumps(generation_config))
     assert load(tmp_path).eos_token_ids == expected
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"eos_token": "</s>", "added_tokens_decoder": {"7": {"content": "<s>"}, "9": {"content": "</s>"}}},
+        {"eos_token": {"content": "</s>"}},
+    ],
+    ids=["by id", "in tokenizer.json"],
+)
+def test_the_tokenizers_own_end_ends_answers_too(qwen3: Path, tmp_path: Path, config: dict[str, object]) -> None:
+    raw = json.loads((qwen3 / "config.json").read_text())
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"</s>": 9, "a": 0}, unk_token="a"))
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    assert eos_token_ids(tmp_path, {**raw, "eos_token_id": 3}) == {3, 9}
 
 
 def test_load_executor_when_pages_exceed_memory_refuses_before_taking_it(qwen3: Path) -> None:

@@ -96,6 +96,30 @@ def test_prompt_is_the_one_that_transformers_renders(
     assert template_of(source).render(sent, rendered_unix_s=NOW_UNIX_S) == expected[0][0]
 
 
+ARGUMENTS_OF_CALLS = {
+    "": {},
+    "null": {},
+    "[1]": {},
+    '{"path": "/tm': {},
+    "{" + '"a":{' * 2000 + "}" * 2001: {},
+    json.dumps('{"path": "/tmp"}'): {"path": "/tmp"},
+    '{"text": "line 1\nline 2",}': {"text": "line 1\nline 2"},
+    r'{"text": "\ud83d"}': {"text": "\N{REPLACEMENT CHARACTER}"},
+}
+
+
+@pytest.mark.parametrize("arguments", ARGUMENTS_OF_CALLS, ids=range(len(ARGUMENTS_OF_CALLS)))
+def test_earlier_calls_reach_the_template_as_objects(arguments: str) -> None:
+    function = {"name": "f", "arguments": arguments}
+    chat = Conversation(messages=[{"role": "assistant", "content": "", "tool_calls": [{"function": function}]}])
+    for source in (
+        "{{ messages[0].tool_calls[0].function.arguments | tojson }}",
+        "{# arguments is string #}{{ messages[0].tool_calls[0].function.arguments }}",
+    ):
+        text = ChatTemplate(source, special_tokens={}).render(chat, rendered_unix_s=NOW_UNIX_S)
+        assert json.loads(text.replace(r"\ud83d", "\N{REPLACEMENT CHARACTER}")) == ARGUMENTS_OF_CALLS[arguments]
+
+
 @pytest.mark.parametrize(
     "source",
     [
