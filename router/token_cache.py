@@ -97,6 +97,11 @@ class CutFinder:
         longest_first = sorted(added, key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, longest_first))) if self._ids else None
 
+    @property
+    def any_token(self) -> str | None:
+        """A special token behind which a text may be cut; None if there is none."""
+        return min(self._ids, default=None)
+
     def find(self, text: str) -> list[Cut]:
         """Return the cuts of a text, in order."""
         return list(self._find(text))
@@ -125,7 +130,7 @@ class TokenCache:
         found: list[bytes] = []
         end = 0
         for cut in cuts:
-            state.update(text[end : cut.end].encode())
+            state.update(text[end : cut.end].encode(errors="surrogatepass"))  # broken spellings of control tokens
             found.append(state.digest())
             end = cut.end
         return found

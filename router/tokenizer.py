@@ -12,12 +12,13 @@ from types import MappingProxyType
 
 import tokenizers
 
-from common.chat_template import ChatTemplate, Conversation, check_unicode
+from common.chat_template import BREAK, ChatTemplate, Conversation, check_unicode
 from common.errors import InvalidRequest
 from common.parity import TextProbes, text_probes
 from common.text_files import load_chat_template, load_sampling_defaults, load_tokenizer
 from common.tokens import TokenArray, as_tokens
 from router.codec import PROMPT_END_CHARS
+from router.control_tokens import ControlTokens
 from router.token_cache import MIN_CACHED_TOKENS, CutFinder, Encoded, KnownPrefix, TokenCache
 
 DEFAULT_CACHE_MIB = 64
@@ -45,6 +46,7 @@ class TextCodec:
         self.tokenizer = tokenizer
         self._chat_template = chat_template
         self._cuts = CutFinder(tokenizer)
+        self._control_tokens = ControlTokens(tokenizer, self._cuts)
         self._cache = TokenCache(max_bytes=cache_mib << 20)
         self._pieces: dict[int, str] = {}
 
@@ -76,19 +78,22 @@ class TextCodec:
     def encode(self, text: str) -> TokenArray:
         """Return the ids of plain text, with the special tokens that the model expects. Raises InvalidRequest."""
         check_unicode(text, field="text")
-        return self._encode(text, add_special_tokens=True)
+        return self._encode(text)
 
     def encode_chat(self, conversation: Conversation, *, rendered_unix_s: int, scope: bytes | None = None) -> Encoded:
         """Return the ids of a conversation, up to where the assistant's answer begins.
 
-        Special tokens are those that the template writes, and the date is that of `rendered_unix_s`. The part that an
-        earlier call of the same scope has tokenized is not tokenized again; without a scope everything is. Raises
-        InvalidRequest that names the field.
+        Special tokens are those that the template writes, never those that a text of the conversation spells; the date
+        is that of `rendered_unix_s`. The part that an earlier call of the same scope has tokenized is not tokenized
+        again; without a scope everything is. Raises InvalidRequest that names the field.
         """
         if self._chat_template is None:
             raise InvalidRequest("the model has no chat template; send text instead", field="chat")
-        text = self._chat_template.render(conversation, rendered_unix_s=rendered_unix_s)
-        return replace(self._encode_on(text, scope), prompt_end=text[-PROMPT_END_CHARS:])
+        text = self._chat_template.render(
+            conversation, rendered_unix_s=rendered_unix_s, marked=self._control_tokens.broken
+        )
+        end = text[-PROMPT_END_CHARS:].replace(BREAK, "")
+        return replace(self._encode_on(text, scope), prompt_end=end)
 
     def token_id(self, token: str) -> int | None:
         """Return the id of the token with this spelling; None if there is no such token."""
@@ -103,15 +108,19 @@ class TextCodec:
         (text,) = self.tokenizer.decode_batch([list(token_ids)], skip_special_tokens=False)
         return str(text)
 
-    def _encode(self, text: str, *, add_special_tokens: bool) -> TokenArray:
-        (encoding,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+    def _encode(self, text: str) -> TokenArray:
+        (encoding,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=True)
         return as_tokens(encoding.ids)
+
+    def _encode_whole(self, text: str) -> Encoded:
+        (token_ids,) = self._control_tokens.encode([text])
+        return Encoded(as_tokens(token_ids))
 
     def _encode_on(self, text: str, scope: bytes | None) -> Encoded:
         """Tokenize a rendered conversation from the end of its known beginning."""
         cuts = self._cuts.find(text) if scope is not None else []
         if scope is None or not cuts:
-            return Encoded(self._encode(text, add_special_tokens=False))
+            return self._encode_whole(text)
         digests = self._cache.digests(text, cuts, scope=scope)
         found = self._cache.find(digests)
         place, known = found if found is not None else (-1, None)
@@ -122,11 +131,9 @@ class TextCodec:
             begins, texts = begins[1:], texts[1:]
         token_ids = known.token_ids[:] if known is not None else as_tokens(())
         kept = known
-        encodings = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        for number, (begin, encoding) in enumerate(zip(begins, encodings, strict=True)):
-            ids = encoding.ids
+        for number, (begin, ids) in enumerate(zip(begins, self._control_tokens.encode(texts), strict=True)):
             if begin is not None and ids[:1] != [begin.token_id]:
-                return Encoded(self._encode(text, add_special_tokens=False))  # this tokenizer cannot be cut there
+                return self._encode_whole(text)  # this tokenizer cannot be cut there
             token_ids.extend(as_tokens(ids if begin is None else ids[1:]))
             is_first_of_two = number == 0 and len(texts) == 2
             if is_first_of_two and len(token_ids) >= self._min_cached_tokens:

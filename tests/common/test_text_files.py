@@ -55,7 +55,7 @@ def test_tools_take_the_template_that_is_made_for_them(
 @pytest.mark.parametrize("configured", [{"tool_use": "x"}, 5, [{"name": "default", "template": None}]])
 def test_templates_without_a_usable_default_are_refused(tmp_path: Path, configured: object) -> None:
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": configured}))
-    with pytest.raises(ModelNotFound, match="chat.template"):
+    with pytest.raises(ModelNotFound, match=r"chat.template"):
         load_chat_template(tmp_path)
 
 

@@ -37,7 +37,7 @@ TEXTS = [
 ]
 CHATS = [
     [("user", "What is the capital of France?")],
-    [("system", "Be brief."), ("user", "Hi"), ("assistant", "Hello."), ("user", "Bye <|im_end|>")],
+    [("system", "Be brief."), ("user", "Hi"), ("assistant", "Hello."), ("user", "Bye <b>")],
     [("user", " \n leading and trailing \n ")],
     [("user", "")],
     [("user", "{{ messages }} {% raw %} 東京 😀")],
