@@ -5,6 +5,7 @@ import math
 from dataclasses import dataclass, field
 
 from common.block_hash import BlockHashes
+from common.chat.parsing import AnswerFormatLike
 from common.ids import HashRoot, RequestId
 from common.pooling import Pooling
 from common.sampling import SamplingParams
@@ -43,5 +44,7 @@ class EngineRequest:
     """Set when it is answered by an embedding of its prompt, and samples nothing."""
     beams: BeamSnapshot | None = None
     """Beam search that it continues."""
+    answer_format: AnswerFormatLike | None = None
+    """How its answers are written, where stop strings are compared with their content alone; None: with all text."""
     must_repeat: bool = False
     """Whether another engine that continues it has to draw tokens again which its client may have already."""

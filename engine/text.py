@@ -1,11 +1,13 @@
 """Turns tokens into streamed text: complete characters only, and nothing that may still become a stop string.
 
+Stop strings are compared with the content of an answer, not with its thoughts or its calls of tools.
+
 Three steps, each with a state of a few bytes or characters, so that a token costs the same at any length:
 
 1. a token becomes bytes (byte-level vocabularies, `<0xE4>` tokens) or text (all others; a piece depends on the previous
    token at most, so the tokenizer's own decoder decodes the two)
 2. bytes become characters once these are complete
-3. characters wait while they are the beginning of a stop string
+3. characters wait while they are the beginning of a stop string, or while it is open whether they are markup
 
 The output is a pure function of the input tokens. So a stream that another worker primes with the same tokens continues
 with exactly the text that the first one would have emitted.
@@ -19,6 +21,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import tokenizers
+
+from common.chat.deltas import Span
+from common.chat.parsing import AnswerFormatLike, MessageParser
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _REPLACE_EACH_BYTE = "kvrelay.replace_each_byte"
@@ -43,19 +48,31 @@ class TextStream:
     kept, since they were sent before the invalid byte arrived.
     """
 
-    def __init__(self, tokenizer: tokenizers.Tokenizer, *, stop: tuple[str, ...], include_special_tokens: bool) -> None:
-        """Start with no tokens. The tokenizer must not get new tokens later; stop strings are not empty."""
+    def __init__(
+        self,
+        tokenizer: tokenizers.Tokenizer,
+        *,
+        stop: tuple[str, ...],
+        include_special_tokens: bool,
+        answer_format: AnswerFormatLike | None = None,
+    ) -> None:
+        """Start with no tokens. The tokenizer must not get new tokens later; stop strings are not empty.
+
+        `answer_format` names the markup within which there are no stop strings.
+        """
         vocabulary = _vocabulary_of(tokenizer)
         hidden = frozenset[int]() if include_special_tokens else vocabulary.special_token_ids
         self._characters = _Characters(vocabulary, hidden)
         self._stops = _StopScanner(stop)
+        self._parser = MessageParser.of(answer_format) if stop and answer_format is not None else None
         self._is_over = False
 
     def push(self, token_id: int) -> TextDelta:
         """Take the next token and return the text that it makes certain; none after a stop string."""
         if self._is_over:
             return TextDelta(text="", stopped=True)
-        delta = self._stops.push(self._characters.push(token_id))
+        text = self._characters.push(token_id)
+        delta = self._stops.push(text) if self._parser is None else self._scan(self._parser.spans(text))
         self._is_over = delta.stopped
         return delta
 
@@ -69,8 +86,25 @@ class TextStream:
         if self._is_over:
             return ""
         self._is_over = True
-        delta = self._stops.push(self._characters.flush())
-        return delta.text if delta.stopped else delta.text + self._stops.held
+        text = self._characters.flush()
+        if self._parser is None:
+            delta = self._stops.push(text)
+        else:
+            delta = self._scan([*self._parser.spans(text), *self._parser.last_spans()])
+        return delta.text if delta.stopped else delta.text + self._stops.release()
+
+    def _scan(self, spans: Sequence[Span]) -> TextDelta:
+        """Return the text that is certain now; no stop string reaches across markup."""
+        certain: list[str] = []
+        for span in spans:
+            if span.is_content:
+                delta = self._stops.push(span.text)
+                certain.append(delta.text)
+                if delta.stopped:
+                    return TextDelta(text="".join(certain), stopped=True)
+            elif span.text:
+                certain += [self._stops.release(), span.text]
+        return TextDelta(text="".join(certain), stopped=False)
 
 
 class _Characters:
@@ -155,21 +189,26 @@ class _StopScanner:
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = [(stop, _failure_table(stop)) for stop in stops]
         self._num_matched = [0] * len(stops)  # per stop string: length of its beginning that ends the text so far
-        self.held = ""
-        """Text that was not returned yet: the longest of these beginnings."""
+        self._held = ""  # text that was not returned yet: the longest of these beginnings
 
     def push(self, text: str) -> TextDelta:
         """Return the text that is certain now. Not to be called after a stop."""
         if not self._stops:
             return TextDelta(text=text, stopped=False)
-        seen = self.held + text
-        for end, char in enumerate(text, start=len(self.held) + 1):
+        seen = self._held + text
+        for end, char in enumerate(text, start=len(self._held) + 1):
             longest = self._advance(char)
             if longest:
                 return TextDelta(text=seen[: end - longest], stopped=True)
         num_certain = len(seen) - max(self._num_matched)
-        self.held = seen[num_certain:]
+        self._held = seen[num_certain:]
         return TextDelta(text=seen[:num_certain], stopped=False)
+
+    def release(self) -> str:
+        """Return the text held back, and begin anew."""
+        held, self._held = self._held, ""
+        self._num_matched = [0] * len(self._stops)
+        return held
 
     def _advance(self, char: str) -> int:
         """Take one character; return the length of the longest stop string that it completes, else 0."""

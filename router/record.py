@@ -161,6 +161,7 @@ class RunningRequest:
             quarantined=self.losses.is_quarantined,
             traceparent=traceparent,
             pooling=pooling_to_proto(None if self.job.embedding is None else self.job.embedding.pooling),
+            answer_format=self.job.answer_format if sampling.stop else None,
         )
 
     def deliver(self, batch: decode_pb2.TokenBatch, *, expected: range) -> bool:

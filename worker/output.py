@@ -41,6 +41,7 @@ class OutputStreams:
                 tokenizer,
                 stop=request.sampling.stop,
                 include_special_tokens=request.sampling.include_special_tokens,
+                answer_format=request.answer_format,
             )
             stream.prime(request.output_token_ids)
             self._streams[sample_index] = stream

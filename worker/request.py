@@ -7,6 +7,7 @@ what the hash names, and no caller can make it publish one prompt's KV under ano
 import math
 
 from common.block_hash import ROOT_BYTES, hash_blocks
+from common.chat.parsing import AnswerFormatLike, has_markup, is_known
 from common.errors import InvalidRequest, PromptTooLong
 from common.ids import HashRoot, RequestId
 from common.pooling import Pooling, pooling_from_proto
@@ -65,8 +66,18 @@ def engine_request(
         grammar=grammar,
         pooling=pooling,
         beams=beams,
+        answer_format=_answer_format(spec),
         retention=Retention.BRIEF if spec.retention == sequence_pb2.RETENTION_BRIEF else Retention.KEEP,
     )
+
+
+def _answer_format(spec: sequence_pb2.SequenceSpec) -> AnswerFormatLike | None:
+    """Return the markup within which stop strings are not looked for. Raises InvalidRequest."""
+    if not has_markup(spec.answer_format):
+        return None
+    if not is_known(spec.answer_format):
+        raise InvalidRequest("names a markup that this worker does not know", field="sequence.answer_format")
+    return spec.answer_format
 
 
 def _pooling(spec: sequence_pb2.SequenceSpec, executor: Executor) -> Pooling | None:

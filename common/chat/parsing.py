@@ -43,6 +43,11 @@ def has_markup(answer: AnswerFormatLike) -> bool:
     return bool(answer.tools or answer.reasoning or answer.forced_name)
 
 
+def is_known(answer: AnswerFormatLike) -> bool:
+    """Return whether all markup that a format names is known here."""
+    return answer.tools in ("", *_READERS) and answer.reasoning in ("", *REASONING_FORMATS)
+
+
 class MessageParser:
     """Parses one sample's answer."""
 

@@ -8,6 +8,7 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from kvrelay.v1 import inference_pb2 as _inference_pb2
 from kvrelay.v1 import sampling_pb2 as _sampling_pb2
 import builtins as _builtins
 import sys
@@ -59,6 +60,7 @@ class SequenceSpec(_message.Message):
     POOLING_FIELD_NUMBER: _builtins.int
     BEAMS_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    ANSWER_FORMAT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Minted by the router."""
     hash_root: _builtins.bytes
@@ -95,6 +97,12 @@ class SequenceSpec(_message.Message):
     def beams(self) -> Global___BeamState:
         """With beam search, for the worker that decodes: the search goes on from here. Absent: it begins with the prompt."""
 
+    @_builtins.property
+    def answer_format(self) -> _inference_pb2.AnswerFormat:
+        """With stop strings, for answers whose text may hold reasoning or tool calls: how it is written. The strings are
+        compared with its content alone. Absent: all of it is content.
+        """
+
     def __init__(
         self,
         *,
@@ -111,10 +119,11 @@ class SequenceSpec(_message.Message):
         pooling: _sampling_pb2.Pooling.ValueType = ...,
         beams: Global___BeamState | None = ...,
         traceparent: _builtins.str = ...,
+        answer_format: _inference_pb2.AnswerFormat | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_tpot_slo_s", b"_tpot_slo_s", "beams", b"beams", "prefill_booking", b"prefill_booking", "sampling", b"sampling", "tpot_slo_s", b"tpot_slo_s"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_tpot_slo_s", b"_tpot_slo_s", "answer_format", b"answer_format", "beams", b"beams", "prefill_booking", b"prefill_booking", "sampling", b"sampling", "tpot_slo_s", b"tpot_slo_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tpot_slo_s", b"_tpot_slo_s", "beams", b"beams", "first_sample_index", b"first_sample_index", "hash_root", b"hash_root", "output_tokens", b"output_tokens", "pooling", b"pooling", "prefill_booking", b"prefill_booking", "prompt_tokens", b"prompt_tokens", "quarantined", b"quarantined", "request_id", b"request_id", "retention", b"retention", "sampling", b"sampling", "tpot_slo_s", b"tpot_slo_s", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tpot_slo_s", b"_tpot_slo_s", "answer_format", b"answer_format", "beams", b"beams", "first_sample_index", b"first_sample_index", "hash_root", b"hash_root", "output_tokens", b"output_tokens", "pooling", b"pooling", "prefill_booking", b"prefill_booking", "prompt_tokens", b"prompt_tokens", "quarantined", b"quarantined", "request_id", b"request_id", "retention", b"retention", "sampling", b"sampling", "tpot_slo_s", b"tpot_slo_s", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__tpot_slo_s: _TypeAlias = _typing.Literal["tpot_slo_s"]  # noqa: Y015
     _WhichOneofArgType__tpot_slo_s: _TypeAlias = _typing.Literal["_tpot_slo_s", b"_tpot_slo_s"]  # noqa: Y015

@@ -8,7 +8,7 @@ from common.errors import InvalidRequest, PromptTooLong
 from common.prefix_chains import MAX_BLOCKS, chains_from_proto
 from engine.fake import FakeExecutor
 from engine.request import EngineRequest
-from kvrelay.v1 import prefill_pb2, prefix_pb2, sequence_pb2
+from kvrelay.v1 import inference_pb2, prefill_pb2, prefix_pb2, sequence_pb2
 from tests.builders import BLOCK_SIZE, make_request
 from tests.trust import as_router, as_worker
 from tests.worker.calls import Pair, error_of, messages, spec_of, until_prefilled
@@ -117,6 +117,15 @@ async def test_malformed_message_on_a_stream_is_an_invalid_request(method: str, 
             error = await error_of(call)
         assert isinstance(error, InvalidRequest), error
         assert error.field == "message"
+
+
+@pytest.mark.parametrize("answer", [{"tools": "harmony"}, {"reasoning": "none such"}])
+def test_markup_that_this_worker_does_not_know_is_refused(answer: dict[str, str]) -> None:
+    spec = spec_of(make_request([1, 2, 3]))
+    spec.answer_format.CopyFrom(inference_pb2.AnswerFormat(**answer))
+    with pytest.raises(InvalidRequest) as raised:
+        engine_request(spec, FakeExecutor(num_blocks=8, block_size=BLOCK_SIZE))
+    assert raised.value.field == "sequence.answer_format"
 
 
 @pytest.mark.parametrize("tpot_slo_s", [0.0, -1.0, float("nan")])
