@@ -20,8 +20,9 @@ import numpy.typing as npt
 import tokenizers
 
 from common.errors import InvalidRequest
-from common.one_of import with_disjoint_branches
+from common.schemas import guided, listed
 from common.structured_outputs import FIELD, Structure, read_structure
+from engine.digit_runs import DigitRuns
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +46,8 @@ class GrammarState:
         self._matcher = matcher
         self._grammar = grammar
         self._num_read = 0
+        self._num_digits = 0
+        """Digits with which the tokens read end."""
         self._allowed: Allowed | None = None
         """The tokens that may follow those read; None before the first look."""
         self.is_complete = False
@@ -66,6 +69,7 @@ class GrammarState:
         if len(new):
             self._matcher.consume_tokens([int(token_id) for token_id in new])
             self._num_read += len(new)
+            self._num_digits = self._grammar.num_digits_after(self._num_digits, new)
         self._allowed = self._compute()
         return self._allowed
 
@@ -74,6 +78,7 @@ class GrammarState:
         masks = [self.allowed(output)]
         if draft:
             ahead = GrammarState(self._matcher.deep_copy(), self._grammar)
+            ahead._num_digits = self._num_digits
             masks += [ahead.allowed(draft[: i + 1]) for i in range(len(draft))]
         return masks
 
@@ -82,7 +87,11 @@ class GrammarState:
         self.allowed(output)
         if self._matcher.is_stopped() or self._matcher.is_error():
             return 0
-        return int(self._matcher.validate_tokens([int(token_id) for token_id in draft]))
+        num_valid = int(self._matcher.validate_tokens([int(token_id) for token_id in draft]))
+        if not self._grammar.may_bound(self._num_digits, draft[:num_valid]):
+            return num_valid
+        masks = self.allowed_along(output, draft[:num_valid])
+        return next((i for i, token_id in enumerate(draft[:num_valid]) if not masks[i][token_id]), num_valid)
 
     def forced(self, output: Sequence[int]) -> int | None:
         """Return the only token that may follow an output, which every way of sampling chooses; None if several may."""
@@ -100,17 +109,33 @@ class GrammarState:
             return self._grammar.only_end
         bits = np.frombuffer(mask, dtype=np.uint8)
         allowed = np.unpackbits(bits, count=self._grammar.vocab_size, bitorder="little").view(np.bool_)
-        return allowed if allowed.any() else self._grammar.only_end
+        return self._grammar.bounded(allowed, self._num_digits) if allowed.any() else self._grammar.only_end
 
 
 class Grammar:
     """A compiled grammar. Any thread."""
 
-    def __init__(self, matcher: Any, *, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
+    def __init__(
+        self, matcher: Any, *, vocab_size: int, eos_token_ids: frozenset[int], digits: DigitRuns | None = None
+    ) -> None:
+        """With `digits`, numbers do not go on forever."""
         self._matcher = matcher
+        self._digits = digits
         self.vocab_size = vocab_size
         self.only_end: Allowed = np.zeros(vocab_size, dtype=np.bool_)
         self.only_end[list(eos_token_ids)] = True
+
+    def num_digits_after(self, num_digits: int, token_ids: Sequence[int]) -> int:
+        """Return how many digits an answer ends with after the tokens; 0 where numbers may go on."""
+        return 0 if self._digits is None else self._digits.after(num_digits, token_ids)
+
+    def may_bound(self, num_digits: int, token_ids: Sequence[int]) -> bool:
+        """Return whether a number may end within tokens because it is too long."""
+        return self._digits is not None and self._digits.may_bound(num_digits, token_ids)
+
+    def bounded(self, allowed: Allowed, num_digits: int) -> Allowed:
+        """Return the tokens of a mask that may follow so many digits."""
+        return allowed if self._digits is None else self._digits.bounded(allowed, num_digits)
 
     def begin(self) -> GrammarState:
         """Return the state before the first token."""
@@ -166,7 +191,12 @@ class Grammars:
         limits = llguidance.LLParserLimits(**LIMITS)  # type: ignore[arg-type]  # its fields have several types
         matcher = llguidance.LLMatcher(known, source, log_level=0, limits=limits)
         if not matcher.is_error():
-            grammar = Grammar(matcher, vocab_size=self._vocab_size, eos_token_ids=self._eos_token_ids)
+            grammar = Grammar(
+                matcher,
+                vocab_size=self._vocab_size,
+                eos_token_ids=self._eos_token_ids,
+                digits=self._digits if _holds_json(structure) else None,
+            )
             state = grammar.begin()
             state.allowed(())
             if not state.error:
@@ -175,6 +205,10 @@ class Grammars:
         else:
             reason = str(matcher.get_error()).partition("\n")[0]
         raise InvalidRequest(f"structured_outputs cannot be compiled: {structure.kind}: {reason}", field=FIELD)
+
+    @cached_property
+    def _digits(self) -> DigitRuns:
+        return DigitRuns(self._tokenizer, vocab_size=self._vocab_size)
 
     @cached_property
     def _known(self) -> Any:
@@ -188,6 +222,13 @@ class Grammars:
             raise InvalidRequest(f"this model takes no structured_outputs: {error}", field=FIELD) from None
 
 
+def _holds_json(structure: Structure) -> bool:
+    """Return whether a structure has numbers of JSON, whose digits no client has asked for one by one."""
+    return structure.kind in ("json", "json_object", "structural_tag") or (
+        structure.kind == "grammar" and "%json" in structure.value
+    )
+
+
 def _source(structure: Structure, tokenizer: tokenizers.Tokenizer) -> str:
     """Return llguidance's source of a structure. Raises ValueError."""
     from llguidance import LLMatcher
@@ -195,18 +236,25 @@ def _source(structure: Structure, tokenizer: tokenizers.Tokenizer) -> str:
     value = structure.value
     match structure.kind:
         case "json":
-            schema = json.dumps(with_disjoint_branches(value))
-            return LLMatcher.grammar_from_json_schema(schema, overrides={"coerce_one_of": True})
+            if (texts := listed(value)) is not None:
+                return _choice_source(texts)
+            return LLMatcher.grammar_from_json_schema(json.dumps(guided(value)))
         case "json_object":
-            return LLMatcher.grammar_from_json_schema('{"type": "object"}')
+            return LLMatcher.grammar_from_json_schema(json.dumps(guided({"type": "object"})))
         case "regex":
             return LLMatcher.grammar_from_regex(value)
         case "choice":
-            return LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(each) for each in value))
+            return _choice_source(value)
         case "grammar":
             return LLMatcher.grammar_from_lark(value)
         case "structural_tag":
             return _tags_source(value, tokenizer)
+
+
+def _choice_source(texts: Sequence[str]) -> str:
+    from llguidance import LLMatcher
+
+    return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, texts)))
 
 
 def _tags_source(value: dict[str, Any], tokenizer: tokenizers.Tokenizer) -> str:
@@ -221,7 +269,7 @@ def _tags_source(value: dict[str, Any], tokenizer: tokenizers.Tokenizer) -> str:
         StructTag(
             trigger=max((each for each in value["triggers"] if tag["begin"].startswith(each)), key=len),
             begin=tag["begin"],
-            grammar=tag["schema"],
+            grammar=guided(tag["schema"]),
             end=tag["end"],
         )
         for tag in value["structures"]

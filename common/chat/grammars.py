@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from common.chat.formats import REASONING_FORMATS, TOOL_FORMATS, ReasoningFormat
-from common.one_of import with_disjoint_branches
+from common.schemas import compilable, guided, listed
 from common.structured_outputs import Structure
 
 Tool = Mapping[str, Any]
@@ -98,20 +98,23 @@ def structure_lark(structure: Structure) -> str:
     value = structure.value
     match structure.kind:
         case "json":
-            schema = with_disjoint_branches(value)
-            given = schema.get("x-guidance")
-            options = {**(given if isinstance(given, Mapping) else {}), "coerce_one_of": True}
-            return f"start: %json {json.dumps({**schema, 'x-guidance': options})}\n"
+            if (texts := listed(value)) is not None:
+                return _choice(texts)
+            return f"start: %json {json.dumps(guided(value))}\n"
         case "json_object":
-            return 'start: %json {"type": "object"}\n'
+            return f"start: %json {json.dumps(guided({'type': 'object'}))}\n"
         case "regex":
             return f"start: /{_slashes_escaped(value)}/\n"
         case "choice":
-            return "start: " + " | ".join(_text(each) for each in value) + "\n"
+            return _choice(value)
         case "structural_tag":
             raise ValueError("a structural tag cannot follow thinking; end the thinking by the template")
         case "grammar":
             return str(value)
+
+
+def _choice(texts: Sequence[str]) -> str:
+    return "start: " + " | ".join(map(_text, texts)) + "\n"
 
 
 class _Rules:
@@ -269,6 +272,7 @@ def _literal(schema: Any, definitions: Mapping[str, Any]) -> str:
 
 
 def _json(schema: Any) -> str:
+    schema = compilable(schema)
     if isinstance(schema, Mapping):
         schema = {**schema, "x-guidance": _JSON_OPTIONS}
     return f"%json {json.dumps(schema)}"

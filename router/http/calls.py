@@ -55,7 +55,8 @@ def completion_call(body: CompletionBody) -> Call:
     wants_only_echo = bool(body.echo) and options["max_tokens"] == 0
     if wants_only_echo and body.stream:
         raise InvalidRequest("max_tokens: 0 has nothing to stream", field="max_tokens")
-    sampling = _sampling(body, options | {"max_tokens": 1} if wants_only_echo else options)
+    structure = _structure(body)
+    sampling = _sampling(options | {"max_tokens": 1} if wants_only_echo else options, structure, body)
     if body.logprobs is not None:
         sampling.logprobs = _uint(body.logprobs, "logprobs")
         if body.echo:
@@ -70,7 +71,7 @@ def completion_call(body: CompletionBody) -> Call:
         wants_logprobs=body.logprobs is not None,
         wants_echo=bool(body.echo),
     )
-    return replace(call, num_best=num_best, wants_only_echo=wants_only_echo)
+    return replace(call, num_best=num_best, wants_only_echo=wants_only_echo, names=_names_of(structure))
 
 
 def _ask_for_best_of(body: CompletionBody, sampling: sampling_pb2.SamplingParams, num_best: int) -> None:
@@ -91,17 +92,16 @@ def chat_call(body: ChatBody) -> Call:
     limit = body.max_completion_tokens
     if limit is not None and options.setdefault("max_tokens", limit) != limit:
         raise InvalidRequest("max_tokens and max_completion_tokens differ", field="max_completion_tokens")
-    sampling = _sampling(body, options)
+    structure = _structure(body)
+    sampling = _sampling(options, structure, body)
     if body.logprobs:
         sampling.logprobs = _uint(body.top_logprobs or 0, "top_logprobs", at_most=MAX_LOGPROBS)
     elif body.top_logprobs:
         raise InvalidRequest("top_logprobs needs logprobs: true", field="top_logprobs")
-    return _call(
-        body,
-        (_request(body, sampling, chat=read_chat_prompt(body)),),
-        wants_logprobs=bool(body.logprobs),
-        wants_echo=False,
-    )
+    chat = read_chat_prompt(body)
+    call = _call(body, (_request(body, sampling, chat=chat),), wants_logprobs=bool(body.logprobs), wants_echo=False)
+    is_forced = chat.tool_choice.kind in (pb.TOOL_CHOICE_KIND_REQUIRED, pb.TOOL_CHOICE_KIND_NAMED)
+    return replace(call, names={"structured_outputs": "tools"} if is_forced else _names_of(structure))
 
 
 class NameField(Protocol):
@@ -217,12 +217,25 @@ def _call(
     )
 
 
-def _sampling(body: GenerationBody, options: Mapping[str, Any]) -> sampling_pb2.SamplingParams:
+@dataclass(frozen=True, slots=True)
+class _Structure:
+    """What the answer has to look like, and the field of the body that says so."""
+
+    field: str
+    value: dict[str, Any]
+
+
+def _names_of(structure: _Structure | None) -> Mapping[str, str]:
+    return {} if structure is None else {"structured_outputs": structure.field}
+
+
+def _sampling(
+    options: Mapping[str, Any], structure: _Structure | None, body: GenerationBody
+) -> sampling_pb2.SamplingParams:
     """Return the message; options that are left out stay unset. Ranges narrower than the wire's are checked later."""
     values = {name: _on_the_wire(SAMPLING_FIELDS[name], value) for name, value in options.items()}
-    structure = _structure(body)
     if structure is not None:
-        values["structured_outputs"] = structure_text(structure)
+        values["structured_outputs"] = structure_text(structure.value)
     return sampling_pb2.SamplingParams(include_special_tokens=body.skip_special_tokens is False, **values)
 
 
@@ -244,7 +257,7 @@ def _on_the_wire(parameter: Parameter, value: Any) -> Any:
     return _biases(value, name) if parameter.type == Biases else value
 
 
-def _structure(body: GenerationBody) -> dict[str, Any] | None:
+def _structure(body: GenerationBody) -> _Structure | None:
     """Return what the answer has to look like by the one field that says so. Raises InvalidRequest for several."""
     given: dict[str, Any] = {
         "structured_outputs": body.sampling_options().get("structured_outputs"),
@@ -256,7 +269,7 @@ def _structure(body: GenerationBody) -> dict[str, Any] | None:
     given = {name: value for name, value in given.items() if value is not None}
     if len(given) > 1:
         raise InvalidRequest(f"only one of {', '.join(sorted(given))} is taken", field=sorted(given)[0])
-    return next(iter(given.values()), None)
+    return next((_Structure(name, value) for name, value in given.items()), None)
 
 
 def _response_format(given: Mapping[str, Any]) -> dict[str, Any] | None:

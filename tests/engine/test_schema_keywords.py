@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from common.chat.grammars import tool_grammar
 from common.errors import InvalidRequest
 from common.structured_outputs import structure_text
 from tests.builders import FAKE_GRAMMARS
@@ -44,8 +45,8 @@ KEPT: dict[str, tuple[Schema, str, str]] = {
 REFUSED: dict[str, Schema] = {
     "not": {"not": TEXT},
     "if": {"if": TEXT, "then": {"maxLength": 2}},
-    "then": {"then": TEXT},
-    "else": {"else": TEXT},
+    "then": {"if": TEXT, "then": WHOLE},
+    "else": {"if": TEXT, "else": WHOLE},
     "uniqueItems": LIST | {"uniqueItems": True},
     "contains": LIST | {"contains": WHOLE},
     "minContains": LIST | {"contains": WHOLE, "minContains": 1},
@@ -53,7 +54,7 @@ REFUSED: dict[str, Schema] = {
     "unevaluatedItems": LIST | {"unevaluatedItems": False},
     "propertyNames": OBJECT | {"propertyNames": {"pattern": "^a"}},
     "dependentRequired": OBJECT | {"dependentRequired": {"a": ["b"]}},
-    "dependentSchemas": OBJECT | {"dependentSchemas": {"a": {}}},
+    "dependentSchemas": OBJECT | {"dependentSchemas": {"a": {"required": ["b"]}}},
     "unevaluatedProperties": OBJECT | {"unevaluatedProperties": False},
     "$dynamicRef": {"$dynamicRef": "#a"},
 }
@@ -100,11 +101,86 @@ def test_keyword_that_says_nothing_of_the_answer_is_ignored(keyword: str) -> Non
     assert fits(TEXT | {keyword: IGNORED[keyword]}, '"a"')
 
 
-def test_formats_are_kept_to_and_unknown_ones_refused() -> None:
+def test_formats_are_kept_to_and_unknown_ones_are_annotations() -> None:
     for name in FORMATS:
         assert not fits(TEXT | {"format": name}, '"?"'), name
-    with pytest.raises(InvalidRequest, match="Unknown format: zip"):
-        FAKE_GRAMMARS.compile(structure_text({"json": TEXT | {"format": "zip"}}))
+    for name in ("zip", "byte", "binary", "password", "path", "uri-reference", "iri", "json-pointer", "regex"):
+        assert fits(TEXT | {"format": name}, '"?"'), name
+    assert fits(WHOLE | {"format": "int64"}, "5")
+    assert not fits(TEXT | {"format": "uuid4"}, '"?"')
+
+
+SAY_NOTHING: list[tuple[Schema, str]] = [
+    (LIST | {"uniqueItems": False}, "[1, 1]"),
+    (LIST | {"uniqueItems": True, "maxItems": 1}, "[1]"),
+    (OBJECT | {"propertyNames": {"type": "string"}}, '{"a": 1}'),
+    (OBJECT | {"propertyNames": {"title": "Name"}}, '{"a": 1}'),
+    (OBJECT | {"propertyNames": True}, '{"a": 1}'),
+    (TEXT | {"not": False}, '"a"'),
+    (TEXT | {"not": {"not": {}}}, '"a"'),
+    (TEXT | {"then": WHOLE, "else": WHOLE}, '"a"'),
+    (TEXT | {"if": WHOLE, "then": True}, '"a"'),
+    (LIST | {"minContains": 2}, "[]"),
+    (LIST | {"contains": WHOLE, "minContains": 0}, "[]"),
+    (OBJECT | {"dependentRequired": {"a": []}, "dependentSchemas": {"a": {}}}, '{"a": 1}'),
+    (OBJECT | {"unevaluatedProperties": True, "unevaluatedItems": {}}, '{"a": 1}'),
+    (TEXT | {"$dynamicAnchor": "a"}, '"a"'),
+    (LIST | {"items": {"anyOf": [TEXT | {"format": "byte"}, OBJECT | {"propertyNames": TEXT}]}}, '["a", {"b": 1}]'),
+]
+
+
+@pytest.mark.parametrize(("schema", "text"), SAY_NOTHING, ids=range(len(SAY_NOTHING)))
+def test_keyword_whose_value_allows_everything_is_left_out(schema: Schema, text: str) -> None:
+    assert fits(schema, text)
+    tool = {
+        "type": "function",
+        "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": schema}}},
+    }
+    FAKE_GRAMMARS.compile(structure_text({"grammar": tool_grammar("hermes", [tool], name="f", parallel=False)}))
+
+
+def test_names_and_values_like_keywords_are_no_keywords() -> None:
+    named = OBJECT | {"properties": {"format": WHOLE, "not": {"const": {"format": "zip", "uniqueItems": False}}}}
+    assert fits(named, '{"format": 1, "not": {"format": "zip", "uniqueItems": false}}')
+    assert not fits(named, '{"format": "a"}')
+
+
+SNOWFLAKE, LEAST, MOST = 1234567890123456789, -(2**63), 2**63 - 1
+
+
+@pytest.mark.parametrize(
+    ("schema", "right", "wrong"),
+    [
+        (WHOLE | {"minimum": LEAST, "maximum": MOST}, "-9007199254740993", '"a"'),
+        (WHOLE | {"minimum": LEAST}, "-5", "1.5"),
+        (WHOLE | {"minimum": 0, "maximum": 2**64 - 1}, "5", "-1"),
+        (WHOLE | {"exclusiveMinimum": -1, "exclusiveMaximum": 2**63}, "0", "-1"),
+        (WHOLE | {"minimum": 2**60, "maximum": 2**60}, str(2**60), str(2**60 + 1)),
+        ({"type": "number", "maximum": 1.7976931348623157e308}, "1e300", '"a"'),
+        ({"const": SNOWFLAKE}, str(SNOWFLAKE), "1234567890123456768"),
+        ({"enum": [LEAST, 1, {"id": 2**53 + 1}]}, '{"id": 9007199254740993}', "2"),
+        ({"enum": [LEAST, 1]}, str(LEAST), "-9223372036854776000"),
+        ({"title": "Last", "const": MOST}, str(MOST), "1"),
+    ],
+)
+def test_whole_numbers_are_exact_beyond_those_of_floats(schema: Schema, right: str, wrong: str) -> None:
+    assert fits(schema, right)
+    assert not fits(schema, wrong)
+
+
+@pytest.mark.parametrize(
+    ("inner", "place"),
+    [
+        ({"const": SNOWFLAKE}, "const: 1234567890123456789 "),
+        ({"enum": [1, [2**53 + 1]]}, "enum: "),
+        (WHOLE | {"minimum": SNOWFLAKE}, "minimum: 1234567890123456789 "),
+        (WHOLE | {"exclusiveMinimum": 2**53}, "minimum: 9007199254740993 "),
+        (WHOLE | {"minimum": 2**63}, "minimum: 9223372036854775808 "),
+    ],
+)
+def test_whole_numbers_that_cannot_be_exact_are_refused_by_place(inner: Schema, place: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"#/properties/a/{place}"):
+        FAKE_GRAMMARS.compile(structure_text({"json": OBJECT | {"properties": {"a": inner}}}))
 
 
 def test_guide_has_every_keyword_and_format_in_its_place() -> None:

@@ -1,5 +1,6 @@
 """Turns a checked body into the call of a chat with the same meaning."""
 
+from dataclasses import replace
 from typing import Any
 
 from common.errors import InvalidRequest
@@ -16,7 +17,6 @@ _NAMES = {
     "chat.thinking_budget": "thinking",
     "chat.template_variables": "thinking",
     "chat.tool_choice": "tool_choice",
-    "sampling.structured_outputs": "output_config.format",
 }
 """The body's names for fields of a request that have another name there."""
 _BEGINNINGS = {
@@ -30,7 +30,10 @@ _BEGINNINGS = {
 
 def read_messages_body(raw: bytes) -> Call:
     """Return the call of a `/v1/messages` body. Raises InvalidRequest that names the field."""
-    return chat_call(_chat_of(parse_body(MessagesBody, raw)))
+    body = parse_body(MessagesBody, raw)
+    call = chat_call(_chat_of(body))
+    has_format = _response_format(body) is not None
+    return replace(call, names={"structured_outputs": "output_config.format"}) if has_format else call
 
 
 def conversation_of(body: CountTokensBody) -> pb.ChatPrompt:

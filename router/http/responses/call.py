@@ -39,7 +39,7 @@ def responses_call(body: ResponsesBody) -> Call:
     except InvalidRequest as error:
         error.field = renamed(error.field, names)
         raise
-    return replace(call, settings=_settings(body), names=names)
+    return replace(call, settings=_settings(body), names={**call.names, **names})
 
 
 def _chat(body: ResponsesBody) -> ChatBody:
