@@ -41,6 +41,8 @@ _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 """A process with threads cannot be forked safely."""
 _BUSY = (signal.SIGALRM, signal.SIGKILL)
 """Signals that end a trial because the host has no time, or no memory, for it."""
+_CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
+"""Signals of a library at fault; without memory it aborts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,7 +173,9 @@ class _Forker:
             trial.verdict.set_exception(_busy())
             return
         if signal_number:
-            reason = f"structured_outputs cannot be compiled: it takes more than {TRIAL_S:g} s or too much memory"
+            crash = f"it crashes the compiler (signal {signal_number})"
+            costs = f"it takes more than {TRIAL_S:g} s or too much memory"
+            reason = f"structured_outputs cannot be compiled: {crash if signal_number in _CRASHES else costs}"
         trial.verdict.set_result(Verdict(reason=reason, num_bytes=num_bytes))
 
 

@@ -72,6 +72,7 @@ async def test_hostile_grammar_is_refused(
     spent = Spent()
     verdict = await trials.run(json.dumps(structure), spent)
     assert "cannot be compiled" in verdict.reason
+    assert ("it crashes the compiler (signal 11)" in verdict.reason) == (structure == {"grammar": DEEP})
     assert spent.cpu_s > 0
     monkeypatch.setattr(grammar_trial, "TRIAL_S", 60.0)
     assert not (await trials.run(GOOD, Spent())).reason

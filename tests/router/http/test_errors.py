@@ -83,7 +83,7 @@ def test_every_error_class_has_a_kind() -> None:
         (CHAT, {**TURN, "structured_outputs": {"regexp": "a"}}, "structured_outputs"),
         (CHAT, {**TURN, "guided_regex": "a", "guided_choice": ["a"]}, "guided_choice"),
         (CHAT, {**TURN, "modalities": ["audio"]}, "modalities"),
-        (CHAT, {**TURN, "use_beam_search": True, "guided_regex": "a"}, "structured_outputs"),
+        (CHAT, {**TURN, "use_beam_search": True, "guided_regex": "a"}, "guided_regex"),
     ],
 )
 @pytest.mark.asyncio(loop_scope="module")

@@ -1,6 +1,7 @@
 """Conversations of Anthropic's API become those of a chat, and what a chat cannot hold is refused by its place."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from common.errors import InvalidRequest
 from router.http.anthropic.calls import body_field, conversation_of, read_messages_body
 from router.http.anthropic.schema import CountTokensBody
 from router.http.anthropic.turns import read_turns
-from router.http.calls import Call, chat_call
+from router.http.calls import Call, chat_call, renamed
 from router.http.schema import ChatBody
 from router.http.strict import parse_body
 
@@ -128,7 +129,8 @@ def test_text_before_a_result_stays_before_it() -> None:
     ],
 )
 def test_call_is_that_of_a_chat_that_asks_for_the_same(given: dict[str, Any], same: dict[str, Any]) -> None:
-    assert read_messages_body(raw(**given)) == chat(**same)
+    call = read_messages_body(raw(**given))
+    assert replace(call, names={}) == replace(chat(**same), names={})
 
 
 def user(*blocks: Any) -> dict[str, Any]:
@@ -226,10 +228,25 @@ def test_counted_conversation_may_end_with_the_assistants_turn() -> None:
         ("sampling.stop", "stop_sequences"),
         ("sampling.stop[2]", "stop_sequences[2]"),
         ("sampling.max_tokens", "max_tokens"),
-        ("sampling.structured_outputs", "output_config.format"),
         ("objective.ttft_s", "kvrelay.ttft_s"),
         ("model", "model"),
     ],
 )
 def test_fields_of_the_request_have_the_names_of_the_body(field: str, name: str) -> None:
     assert body_field(field, prompt_field="messages") == name
+
+
+TOOL = {"name": "f", "input_schema": {"type": "object"}}
+FORMAT = {"type": "json_schema", "schema": {"type": "object"}}
+
+
+@pytest.mark.parametrize(
+    ("asked", "name"),
+    [
+        ({"output_config": {"format": FORMAT}}, "output_config.format"),
+        ({"tools": [TOOL], "tool_choice": {"type": "any"}}, "tools"),
+    ],
+)
+def test_a_schema_that_cannot_be_compiled_is_blamed_on_its_own_field(asked: dict[str, Any], name: str) -> None:
+    field = body_field("sampling.structured_outputs", prompt_field="messages")
+    assert renamed(field, read_messages_body(raw(**asked)).names) == name
