@@ -64,7 +64,11 @@ class SamplingParams:
         "Number of independent samples of the prompt, or beams; they share its KV.", default=1, least=1, most=MAX_N
     )
     stop: tuple[str, ...] = declare(
-        "Strings that end a sample; their text is not returned.", default=(), least=1, most=256, max_entries=16
+        "Strings in an answer's content, not in its thoughts or calls, that end a sample; their text is not returned.",
+        default=(),
+        least=1,
+        most=256,
+        max_entries=16,
     )
     stop_token_ids: frozenset[int] = declare(
         "Tokens that end a sample; their text is not returned.", default=frozenset(), max_entries=256

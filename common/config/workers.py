@@ -99,11 +99,12 @@ class ModelConfig(Section):
     are text like the rest."""
     generation_config: Annotated[bool, Need.ROUTERS] = True
     """A request that leaves out `temperature`, `top_k`, `top_p`, `min_p` or `repetition_penalty` takes the value of the
-    checkpoint's generation_config.json. `false`: the neutral values of OpenAI's API."""
+    checkpoint's generation_config.json, read like a request's; `do_sample: false` is temperature 0. Unusable values are
+    left out, which `up` reports. `false`: the neutral values of OpenAI's API."""
     speculation: SpeculationConfig = SpeculationConfig()
     # An answer longer than a new worker accepts could not move there.
     max_model_len: Annotated[int | None, Field(ge=2), Need.GENERATION] = None
-    """Longest prompt plus answer, in tokens. `null`: the checkpoint's own limit."""
+    """Longest prompt plus answer, in tokens. `null`: the checkpoint's own limit, beyond which none is taken."""
 
 
 class PoolConfig(Section):

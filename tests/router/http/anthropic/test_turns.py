@@ -236,7 +236,6 @@ def test_fields_of_the_request_have_the_names_of_the_body(field: str, name: str)
     assert body_field(field, prompt_field="messages") == name
 
 
-TOOL = {"name": "f", "input_schema": {"type": "object"}}
 FORMAT = {"type": "json_schema", "schema": {"type": "object"}}
 
 
