@@ -8,7 +8,7 @@ the conversation and of the given time alone, on any host: the time is in UTC, a
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any, NoReturn
 
@@ -18,6 +18,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from common.chat.formats import begun_answer
 from common.chat.json_reader import object_in
 from common.errors import InvalidRequest
 
@@ -51,6 +52,8 @@ class Conversation:
     """Tools as OpenAI's API describes them: {"type": "function", "function": {"name": …, …}}."""
     variables: Mapping[str, Any] = field(default_factory=dict)
     """Further variables of the template, such as `enable_thinking`."""
+    begun: Mapping[str, Any] | None = None
+    """The assistant's message that the answer goes on from, without calls; not among the messages."""
     num_chars: int = 0
     """Characters of all its texts."""
 
@@ -59,6 +62,18 @@ class Conversation:
         """Return a conversation of (role, content)."""
         messages = [{"role": role, "content": content} for role, content in turns]
         return cls(messages=messages, num_chars=sum(len(message["content"]) for message in messages))
+
+    def with_system_first(self) -> "Conversation | None":
+        """Return the conversation with everything that the system says in one message before the others.
+
+        None: it is so already.
+        """
+        said = [each for each in self.messages if each["role"] == "system"]
+        if not said or (len(said) == 1 and self.messages[0] is said[0]):
+            return None
+        content = "\n\n".join(each["content"] for each in said if each["content"])
+        others = [each for each in self.messages if each["role"] != "system"]
+        return replace(self, messages=[{"role": "system", "content": content}, *others])
 
 
 BREAK = "\udfff"
@@ -116,10 +131,14 @@ class ChatTemplate:
                 add_generation_prompt=True,
             )
         except _TEMPLATE_FAULTS as error:
+            if (folded := conversation.with_system_first()) is not None:  # many templates refuse it anywhere else
+                return self.render(folded, rendered_unix_s=rendered_unix_s)
             objection = str(error).replace(BREAK, "")
             raise InvalidRequest(
                 f"the model's chat template refuses the conversation: {objection}", field="chat.messages"
             ) from error
+        if conversation.begun is not None:
+            rendered = begun_answer(rendered, conversation.begun)
         # Whatever a client may have hidden in tools and variables.
         check_unicode(rendered if marked is None else rendered.replace(BREAK, ""), field="chat")
         return rendered
@@ -209,6 +228,8 @@ class LineTemplate:
             lines.append(f"{message['role']}: {message['content']}{calls}")
         lines += map(_variable, conversation.variables.items())
         prompt = "\n".join([*lines, "assistant:"])
+        if conversation.begun is not None:
+            prompt = begun_answer(f"{prompt} ", conversation.begun)
         check_unicode(prompt, field="chat")
         return prompt
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import grpc
 
-from common.errors import DeadlineExceeded, KvrelayError, Overloaded
+from common.errors import DeadlineExceeded, KvrelayError, Overloaded, RequestError
 from common.lifecycle import LifeCycle, State
 from router.demand import DemandMeter
 from router.metrics import RouterMetrics
@@ -23,6 +23,8 @@ class Totals:
 
     num_completed: int = 0
     num_cancelled: int = 0
+    num_rejected: int = 0
+    """Requests that cannot be served as they are."""
     num_failed: int = 0
     num_replans: int = 0
     num_moves: int = 0
@@ -63,7 +65,10 @@ class CallOutcomes:
         except BaseException as error:
             if isinstance(error, Overloaded):
                 self._demand.note_refusal()
-            self.totals.num_failed += 1
+            if isinstance(error, RequestError):
+                self.totals.num_rejected += 1
+            else:
+                self.totals.num_failed += 1
             self._end(life, State.FAILED, type(error).__name__ if isinstance(error, KvrelayError) else "bug")
             raise
         else:

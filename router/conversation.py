@@ -7,10 +7,12 @@ answer that another worker continues is bound by the same rules.
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from typing import Any
 
 from common.chat.formats import (
     MARKERS,
+    MAX_TOOL_NAME_CHARS,
     REASONING_FORMATS,
     TOOL_FORMATS,
     TOOL_NAME,
@@ -67,12 +69,33 @@ def read_conversation(chat: pb.ChatPrompt) -> Conversation:
             f"tools and template variables have {num_chars} characters; at most {MAX_TOOLS_CHARS} are taken",
             field="chat.tools" if chat.tools else "chat.template_variables",
         )
+    messages = [_message(each) for each in chat.messages]
+    begun = _begun(messages.pop()) if chat.continue_final_message and messages else None
     return Conversation(
-        messages=[_message(each) for each in chat.messages],
+        messages=_with_one_system_message(messages),
+        begun=begun,
         tools=_tools(chat.tools),
         variables=_json_object(chat.template_variables, "chat.template_variables") if chat.template_variables else {},
         num_chars=num_chars + sum(map(num_chars_of, chat.messages)),
     )
+
+
+def _begun(message: dict[str, Any]) -> dict[str, Any]:
+    """Return the last message of a conversation, which its answer goes on from. Raises InvalidRequest."""
+    if message["role"] != "assistant" or "tool_calls" in message:
+        raise InvalidRequest(
+            "only a message of the assistant's without calls can be continued", field="chat.continue_final_message"
+        )
+    return message
+
+
+def _with_one_system_message(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the messages with those of the system that they begin with as one, which is what models know."""
+    said = list(takewhile(lambda message: message["role"] == "system", messages))
+    if len(said) < 2:
+        return messages
+    content = "\n\n".join(message["content"] for message in said if message["content"])
+    return [{"role": "system", "content": content}, *messages[len(said) :]]
 
 
 def num_chars_of(message: pb.ChatMessage) -> int:
@@ -80,25 +103,28 @@ def num_chars_of(message: pb.ChatMessage) -> int:
     return len(message.content) + len(message.reasoning) + sum(len(call.arguments) for call in message.tool_calls)
 
 
-def answer_format(chat: pb.ChatPrompt, formats: ChatFormats, *, prompt_end: str) -> pb.AnswerFormat:
-    """Return how the answer to a conversation is written, whose rendered prompt ends with `prompt_end`.
+def answer_format(
+    chat: pb.ChatPrompt, conversation: Conversation, formats: ChatFormats, *, prompt_end: str
+) -> pb.AnswerFormat:
+    """Return how the answer to a chat is written, whose rendered prompt ends with `prompt_end`.
+
+    `conversation` is the chat as it was read.
 
     Raises InvalidRequest for what the model has no markup for.
     """
     choice, reasoning = chat.tool_choice, formats.reasoning
-    if choice.kind in _FORCED and not chat.tools:
-        raise InvalidRequest("tool_choice needs tools", field="chat.tool_choice")
-    wants_tools = bool(chat.tools) and choice.kind != pb.TOOL_CHOICE_KIND_NONE
+    if choice.kind in _FORCED and not conversation.tools:
+        raise InvalidRequest("tool_choice needs tools of type function", field="chat.tool_choice")
+    wants_tools = bool(conversation.tools) and choice.kind != pb.TOOL_CHOICE_KIND_NONE
     is_named = choice.kind == pb.TOOL_CHOICE_KIND_NAMED
     if wants_tools and not formats.tools and not is_named:
         raise InvalidRequest(
             "the model's chat template takes no tools: name one in tool_choice, or set model.tool_parser",
             field="chat.tools",
         )
-    if chat.HasField("thinking_budget") and not reasoning:
-        raise InvalidRequest("the model does not think before it answers", field="chat.thinking_budget")
-    if reasoning and prompt_end.rstrip().endswith(REASONING_FORMATS[reasoning].close):
-        reasoning = ""  # the template has closed the thoughts already
+    has_begun = conversation.begun is not None and bool(conversation.begun["content"])
+    if reasoning and (has_begun or prompt_end.rstrip().endswith(REASONING_FORMATS[reasoning].close)):
+        reasoning = ""  # the thoughts are over
     return pb.AnswerFormat(
         tools=formats.tools if wants_tools else "",
         reasoning=reasoning,
@@ -166,6 +192,9 @@ def _grammar(
     if not answer.reasoning:
         return grammar
     budget = chat.thinking_budget if chat.HasField("thinking_budget") else None
+    tags = REASONING_FORMATS[answer.reasoning]
+    if chat.soft_thinking_budget and not {tags.open, tags.close} <= formats.token_ids.keys():
+        budget = None
     if grammar is None and sampling.structured_outputs:
         grammar = structure_lark(read_structure(sampling.structured_outputs))
     rest: dict[str, Any] = {"in_reasoning": answer.in_reasoning, "token_ids": formats.token_ids}
@@ -182,7 +211,9 @@ def _forced_calls(
 ) -> str:
     name = choice.name if choice.kind == pb.TOOL_CHOICE_KIND_NAMED else None
     if name is not None and name not in {tool["function"]["name"] for tool in tools}:
-        raise InvalidRequest(f"tool_choice names {name[:64]!r}, which is not among the tools", field="chat.tool_choice")
+        raise InvalidRequest(
+            f"tool_choice names {name[:MAX_TOOL_NAME_CHARS]!r}, which is not among the tools", field="chat.tool_choice"
+        )
     # Clients that name a tool read one call, as OpenAI's API promises; some raise on a second one.
     may_repeat = name is None and not choice.is_single
     return tool_grammar(tool_format, tools, name=name, parallel=may_repeat, token_ids=token_ids)
@@ -203,25 +234,40 @@ def _message(message: pb.ChatMessage) -> dict[str, Any]:
 
 
 def _tools(texts: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the checked tools. Raises InvalidRequest."""
+    """Return the checked functions, without members that are null; tools of other types are left out.
+
+    Raises InvalidRequest.
+    """
     tools: list[dict[str, Any]] = []
     names: set[str] = set()
     for position, text in enumerate(texts):
         where = f"chat.tools[{position}]"
         tool = _json_object(text, where)
-        function = tool.get("function")
-        if tool.get("type") != "function" or not isinstance(function, dict):
+        kind, function = tool.get("type"), tool.get("function")
+        if isinstance(kind, str) and kind != "function":
+            continue
+        if kind != "function" or not isinstance(function, dict):
             raise InvalidRequest(f'{where} must be {{"type": "function", "function": {{…}}}}', field=where)
         name = function.get("name")
         if not isinstance(name, str) or not TOOL_NAME.fullmatch(name):
-            raise InvalidRequest(f"{where}.function.name must be 1 to 64 of A-Z a-z 0-9 _ . -", field=where)
+            raise InvalidRequest(
+                f"{where}.function.name must be 1 to {MAX_TOOL_NAME_CHARS} of A-Z a-z 0-9 _ . -", field=where
+            )
         if name in names:
             raise InvalidRequest(f"{where}.function.name {name} comes twice", field=where)
-        if not isinstance(function.get("parameters", {}), dict):
-            raise InvalidRequest(f"{where}.function.parameters must be a JSON schema", field=where)
         names.add(name)
-        tools.append(tool)
+        function = _without_nulls(function)
+        parameters = function.get("parameters", {})
+        if not isinstance(parameters, dict):
+            raise InvalidRequest(f"{where}.function.parameters must be a JSON schema", field=where)
+        if parameters:
+            function["parameters"] = _without_nulls(parameters)  # some languages write an empty list as null
+        tools.append(tool | {"function": function})
     return tools
+
+
+def _without_nulls(given: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def _json_object(text: str, field: str) -> dict[str, Any]:

@@ -65,7 +65,7 @@ class ModelFacts:
     fingerprint: str
     block_size: int
     vocab_size: int
-    max_model_len: int
+    context_length: int
     """Smallest context length of all workers."""
     max_decode_blocks: int
     """Pages of the largest decode worker; 0 before the first one."""
@@ -79,6 +79,22 @@ class ModelFacts:
     """Length of an embedding; 0 when not every prefill worker computes them."""
     exact_resume: bool = True
     """Whether every worker continues another one's answer exactly as that one would have, also at near ties."""
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest prompt and answer: what the model takes and the largest decode worker holds."""
+        held = self.max_decode_blocks * self.block_size
+        return min(self.context_length, held) if held else self.context_length
+
+    @property
+    def shortage(self) -> str:
+        """Why requests may not be as long as the model could take, in words; empty: they may."""
+        if self.max_model_len == self.context_length:
+            return ""
+        return (
+            f"prompt and answer may have {self.max_model_len} tokens, not {self.context_length}: the largest decode"
+            " worker has pages for no more; give pools.decode more kv_memory_gib, or set model.max_model_len"
+        )
 
     def has_pool(self, *, is_prefill_only: bool) -> bool:
         """Whether a worker of the pool that answers such requests has been known."""
@@ -167,7 +183,7 @@ def summarize(workers: Sequence[WorkerFacts]) -> ModelFacts:
         fingerprint=first.fingerprint,
         block_size=first.block_size,
         vocab_size=first.vocab_size,
-        max_model_len=min(facts.max_model_len for facts in workers),
+        context_length=min(facts.max_model_len for facts in workers),
         max_decode_blocks=max((facts.num_blocks for facts in decode), default=0),
         root=hash_root(model_fingerprint=first.fingerprint),
         block_bytes=first.block_bytes,

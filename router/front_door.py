@@ -25,7 +25,7 @@ from router.outbox import MergeWindow, Outbox
 from router.parts import RouterParts
 from router.reading import Readers
 from router.record import Job
-from router.tenants import Tenant, Terms, read_terms
+from router.tenants import Tenant, Terms, read_salt, read_terms
 from router.validation import RequestReader
 
 MAX_REQUEST_S = 3600.0
@@ -202,7 +202,7 @@ class FrontDoor:
         patience_s = _at_most(self.parts.config.queue_timeout_s, caller.time_left_s)
         is_embedding = isinstance(request, pb.EmbedRequest)
         model = await self.parts.fleet.wait_for_model(timeout_s=patience_s, is_prefill_only=is_embedding)
-        keyed = model.keyed(self._block_key, cache_salt=caller.tenant.cache_salt)
+        keyed = model.keyed(self._block_key, cache_salt=read_salt(request, tenant=caller.tenant))
         if isinstance(request, pb.EmbedRequest):
             return await self.reader.read_embedding(request, request_id=request_id, model=keyed, tenant=caller.tenant)
         return await self.reader.read(request, request_id=request_id, model=keyed, tenant=caller.tenant)

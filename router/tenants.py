@@ -67,6 +67,8 @@ class Terms:
 
 
 NO_TERMS = Terms()
+MAX_SALT_CHARS = 256
+"""Longest salt of a request."""
 
 
 def read_terms(
@@ -81,6 +83,14 @@ def read_terms(
         ttft_tokens=math.inf if has_own else default.ttft_tokens,
         tpot_slo_s=_seconds(objective.tpot_s, "tpot_s") if objective.HasField("tpot_s") else default.tpot_slo_s,
     )
+
+
+def read_salt(message: inference_pb2.GenerateRequest | inference_pb2.EmbedRequest, *, tenant: Tenant) -> str:
+    """Return the salt of a request's blocks: its tenant's, and its own within that. Raises InvalidRequest."""
+    own = message.cache_salt
+    if len(own) > MAX_SALT_CHARS:
+        raise InvalidRequest(f"{len(own)} characters; at most {MAX_SALT_CHARS} are taken", field="cache_salt")
+    return f"{tenant.cache_salt}\0{own}" if own else tenant.cache_salt
 
 
 def _seconds(value: float, name: str) -> float:

@@ -140,7 +140,8 @@ class RequestReader:
                 rendered_unix_s=rendered_unix_s,
                 scope=model.root,  # tenants' roots differ
             )
-            _check_prompt(len(encoded.token_ids), model)
+            encoded = _cut(encoded, message)
+            _check_prompt(len(encoded.token_ids), model.max_model_len)
         else:
             encoded = self._prompt(message, model)
         prompt = encoded.token_ids
@@ -150,11 +151,10 @@ class RequestReader:
         sampling = self._sampling(message, defaults, len(prompt), model)
         if conversation is not None:
             _check_parsing(message, sampling)
-            answer = self._answer_format(message, encoded.prompt_end)
+            answer = self._answer_format(message, conversation, encoded.prompt_end)
             sampling = shaped(sampling, message.chat, conversation.tools, answer, self._formats)
             sampling.validate(vocab_size=model.vocab_size)
         resumed = read_resumed(message, sampling, model) if message.HasField("resume") else ()
-        _check_pages(len(prompt), sampling, model)
         return Job(
             delivery=Delivery.DIRECT if message.direct else Delivery.ROUTER,
             request_id=request_id,
@@ -198,25 +198,30 @@ class RequestReader:
         self, message: inference_pb2.GenerateRequest | inference_pb2.EmbedRequest, model: ModelFacts
     ) -> Encoded:
         """Return a prompt that is not a conversation. Raises RequestError."""
+        longest = model.max_model_len if isinstance(message, inference_pb2.GenerateRequest) else model.context_length
         match message.WhichOneof("prompt"):
             case "text":
                 _check_chars(len(message.text), model, field="text")
                 encoded = Encoded(self.codec.encode(message.text))
             case "token_ids":
-                _check_prompt(len(message.token_ids.ids), model)
+                num_tokens = len(message.token_ids.ids)
+                _check_prompt(min(num_tokens, message.truncate_prompt_tokens or num_tokens), longest)
                 encoded = Encoded(
                     token_ids_from_proto(message.token_ids.ids, vocab_size=model.vocab_size, field="token_ids")
                 )
             case _:
                 raise InvalidRequest("one of text, token_ids and chat must be set", field="prompt")
-        _check_prompt(len(encoded.token_ids), model)
+        encoded = _cut(encoded, message)
+        _check_prompt(len(encoded.token_ids), longest)
         return encoded
 
-    def _answer_format(self, message: inference_pb2.GenerateRequest, prompt_end: str) -> inference_pb2.AnswerFormat:
+    def _answer_format(
+        self, message: inference_pb2.GenerateRequest, conversation: Conversation, prompt_end: str
+    ) -> inference_pb2.AnswerFormat:
         """Return how the answer to a chat is written: as the router that began it wrote, or in this one's way."""
         if message.resume.HasField("answer_format"):
             return checked_format(message.resume.answer_format)
-        return answer_format(message.chat, self._formats, prompt_end=prompt_end)
+        return answer_format(message.chat, conversation, self._formats, prompt_end=prompt_end)
 
     def _defaults_for(self, message: inference_pb2.GenerateRequest) -> sampling_pb2.SamplingParams:
         """Return this server's values of the fields that are left out.
@@ -246,7 +251,7 @@ class RequestReader:
         sampling = sampling_from_proto(whole, default_seed=secrets.randbits(63))
         sampling.validate(vocab_size=model.vocab_size)
         _check_prompt_logprobs(num_prompt_tokens, sampling)
-        max_tokens = min(sampling.max_tokens, model.max_model_len - num_prompt_tokens)
+        max_tokens = min(sampling.max_tokens, _room(num_prompt_tokens, sampling, model))
         return replace(sampling, max_tokens=max_tokens, min_tokens=min(sampling.min_tokens, max_tokens))
 
 
@@ -256,6 +261,18 @@ def _conversation(chat: inference_pb2.ChatPrompt, model: ModelFacts | None) -> C
     # A template adds some text to each message, so empty messages count as well.
     _check_chars(sum(num_chars_of(message) + 1 for message in chat.messages), model, field="chat.messages")
     return read_conversation(chat)
+
+
+def _cut(encoded: Encoded, message: inference_pb2.GenerateRequest | inference_pb2.EmbedRequest) -> Encoded:
+    """Return the end of a prompt that a request wants to keep. Raises InvalidRequest."""
+    if not message.HasField("truncate_prompt_tokens"):
+        return encoded
+    num_kept = message.truncate_prompt_tokens
+    if not num_kept:
+        raise InvalidRequest("truncate_prompt_tokens is 0: no token would be left", field="truncate_prompt_tokens")
+    if len(encoded.token_ids) <= num_kept:
+        return encoded
+    return Encoded(encoded.token_ids[-num_kept:], prompt_end=encoded.prompt_end)
 
 
 def _check_parsing(message: inference_pb2.GenerateRequest, sampling: SamplingParams) -> None:
@@ -280,11 +297,11 @@ def _check_model(name: str, model: ModelFacts) -> None:
         raise UnknownModel(f"model {name[:80]!r} is not served; {model.name!r} is", field="model")
 
 
-def _check_prompt(num_tokens: int, model: ModelFacts) -> None:
-    if num_tokens + 1 > model.max_model_len:
+def _check_prompt(num_tokens: int, longest: int) -> None:
+    """Raise PromptTooLong unless prompt and one more token are at most `longest` tokens."""
+    if num_tokens + 1 > longest:
         raise PromptTooLong(
-            f"the prompt has {num_tokens} tokens; the model takes at most {model.max_model_len - 1},"
-            f" so that one token can follow",
+            f"the prompt has {num_tokens} tokens; at most {longest - 1} are taken, so that one token can follow",
             field="prompt",
         )
 
@@ -307,19 +324,19 @@ def _check_prompt_logprobs(num_prompt_tokens: int, sampling: SamplingParams) -> 
         )
 
 
-def _check_pages(num_prompt_tokens: int, sampling: SamplingParams, model: ModelFacts) -> None:
-    """Refuse a request that could never fit: each sample alone to its end, and all together at their start.
+def _room(num_prompt_tokens: int, sampling: SamplingParams, model: ModelFacts) -> int:
+    """Return the most tokens of an answer, such that each sample alone, or all beams together, fit to their end.
 
-    Beams all reach their ends together.
+    Raises PromptTooLong when not even the first tokens of all samples fit.
     """
-    num_blocks = -(-(num_prompt_tokens + sampling.max_tokens) // model.block_size)
     num_shared = num_prompt_tokens // model.block_size
-    if sampling.has_beams:  # no beam can go on without the others
-        num_blocks = num_shared + sampling.n * (num_blocks - num_shared)
-    num_blocks = max(num_blocks, num_shared + sampling.n)
-    if num_blocks > model.max_decode_blocks:
+    num_own = model.max_decode_blocks - num_shared  # pages of a sample, behind those of the prompt
+    if num_own < sampling.n:
         raise PromptTooLong(
-            f"{num_prompt_tokens} prompt tokens and {sampling.n} answers of up to {sampling.max_tokens} need"
-            f" {num_blocks} KV pages; the largest decode worker has {model.max_decode_blocks}",
-            field="sampling.max_tokens",
+            f"{num_prompt_tokens} prompt tokens and {sampling.n} answers need {num_shared + sampling.n} KV pages;"
+            f" the largest decode worker has {model.max_decode_blocks}",
+            field="sampling.n",
         )
+    if sampling.has_beams:  # no beam can go on without the others
+        num_own //= sampling.n
+    return min(model.max_model_len, (num_shared + num_own) * model.block_size) - num_prompt_tokens

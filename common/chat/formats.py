@@ -4,7 +4,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+MAX_TOOL_NAME_CHARS = 128
+TOOL_NAME = re.compile(rf"[A-Za-z0-9_.-]{{1,{MAX_TOOL_NAME_CHARS}}}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,3 +116,14 @@ def detect_reasoning_format(template_source: str) -> str | None:
 def starts_in_reasoning(rendered_prompt: str) -> bool:
     """Return whether an answer to this prompt begins with thinking, because the prompt ends with an open think tag."""
     return rendered_prompt.rstrip().endswith(_THINK["open"])
+
+
+def begun_answer(rendered_prompt: str, answer: Mapping[str, str]) -> str:
+    """Return a prompt with the assistant's message that the answer goes on from.
+
+    Thoughts that the prompt has opened are those of the message, and over once it has content.
+    """
+    content = answer["content"]
+    if content and starts_in_reasoning(rendered_prompt):
+        rendered_prompt += f"{answer.get('reasoning_content', '')}\n{_THINK['close']}\n\n"
+    return rendered_prompt + content

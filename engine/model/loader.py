@@ -49,7 +49,7 @@ def weight_files(model_dir: Path) -> tuple[Path, ...]:
     if (model_dir / SEED_FILE).is_file():
         return (model_dir / SEED_FILE,)
     if (model_dir / _INDEX_FILE).is_file():
-        weight_map: dict[str, Any] = read_json(model_dir / _INDEX_FILE).get("weight_map", {})
+        weight_map: dict[str, Any] = read_json(model_dir / _INDEX_FILE).get("weight_map") or {}
         files = tuple(model_dir / name for name in sorted(set(weight_map.values())))
     else:
         files = (model_dir / _SINGLE_FILE,)

@@ -84,9 +84,9 @@ def generate_request(prompt: Prompt, options: GenerateOptions) -> inference_pb2.
     """Return the message. Raises InvalidRequest for values that no message can carry, TypeError for wrong types."""
     message = inference_pb2.GenerateRequest(sampling=_sampling_message(options))
     with _field("model"):
-        message.model = options.get("model", "")
+        message.model = options.get("model") or ""
     with _field("label"):
-        message.label = options.get("label", "")
+        message.label = options.get("label") or ""
     terms = options.get("terms")
     if terms is not None:
         _set_terms(message, terms)

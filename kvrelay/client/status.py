@@ -79,6 +79,8 @@ class RouterStatus:
     num_replans: int
     alarms: tuple[str, ...] = ()
     """Descriptions of faults in the routing itself."""
+    num_rejected: int = 0
+    """Requests that could not be served as they were."""
     num_refused: int = 0
     """Requests refused before admission."""
     num_moves: int = 0

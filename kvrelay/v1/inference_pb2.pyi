@@ -192,12 +192,18 @@ class ChatPrompt(_message.Message):
     TEMPLATE_VARIABLES_FIELD_NUMBER: _builtins.int
     THINKING_BUDGET_FIELD_NUMBER: _builtins.int
     PARSE_ANSWER_FIELD_NUMBER: _builtins.int
+    CONTINUE_FINAL_MESSAGE_FIELD_NUMBER: _builtins.int
+    SOFT_THINKING_BUDGET_FIELD_NUMBER: _builtins.int
     template_variables: _builtins.str
     """A JSON object with further variables of the template, such as {"enable_thinking": false}."""
     thinking_budget: _builtins.int
     """Most tokens that the model may think before it answers; only for models that think."""
     parse_answer: _builtins.bool
     """Parse the text of the answer: TokenDelta.messages come beside its tokens. Not with GenerateRequest.direct."""
+    continue_final_message: _builtins.bool
+    """The answer goes on from the last message, which is the assistant's and has no calls."""
+    soft_thinking_budget: _builtins.bool
+    """Answer without the thinking budget where the model's thoughts cannot be limited."""
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
         """The turns, oldest first; at most 4096."""
@@ -205,7 +211,8 @@ class ChatPrompt(_message.Message):
     @_builtins.property
     def tools(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Tools that the assistant may call, at most 128, each a tool of OpenAI's API in JSON:
-        {"type": "function", "function": {"name": …, "description": …, "parameters": {a JSON schema}}}.
+        {"type": "function", "function": {"name": …, "description": …, "parameters": {a JSON schema}}}. Tools of other types
+        are left out: no model is told of them.
         """
 
     @_builtins.property
@@ -221,10 +228,12 @@ class ChatPrompt(_message.Message):
         template_variables: _builtins.str = ...,
         thinking_budget: _builtins.int | None = ...,
         parse_answer: _builtins.bool = ...,
+        continue_final_message: _builtins.bool = ...,
+        soft_thinking_budget: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_thinking_budget", b"_thinking_budget", "thinking_budget", b"thinking_budget", "tool_choice", b"tool_choice"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_thinking_budget", b"_thinking_budget", "messages", b"messages", "parse_answer", b"parse_answer", "template_variables", b"template_variables", "thinking_budget", b"thinking_budget", "tool_choice", b"tool_choice", "tools", b"tools"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_thinking_budget", b"_thinking_budget", "continue_final_message", b"continue_final_message", "messages", b"messages", "parse_answer", b"parse_answer", "soft_thinking_budget", b"soft_thinking_budget", "template_variables", b"template_variables", "thinking_budget", b"thinking_budget", "tool_choice", b"tool_choice", "tools", b"tools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__thinking_budget: _TypeAlias = _typing.Literal["thinking_budget"]  # noqa: Y015
     _WhichOneofArgType__thinking_budget: _TypeAlias = _typing.Literal["_thinking_budget", b"_thinking_budget"]  # noqa: Y015
@@ -312,6 +321,8 @@ class GenerateRequest(_message.Message):
     OBJECTIVE_FIELD_NUMBER: _builtins.int
     DIRECT_FIELD_NUMBER: _builtins.int
     RESUME_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
+    TRUNCATE_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """Plain text, tokenized as it is."""
     model: _builtins.str
@@ -322,6 +333,10 @@ class GenerateRequest(_message.Message):
     """Larger ones go first, within what the tenant may claim. Default 0."""
     direct: _builtins.bool
     """Stream the tokens straight from the decode worker: the answer then brings DirectGrant instead of tokens."""
+    cache_salt: _builtins.str
+    """KV is shared only with requests of the same salt, and only within what the tenant shares anyway."""
+    truncate_prompt_tokens: _builtins.int
+    """Keep so many tokens of the prompt, its last ones."""
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
         """Ready token ids."""
@@ -357,13 +372,20 @@ class GenerateRequest(_message.Message):
         objective: Global___ServiceObjective | None = ...,
         direct: _builtins.bool = ...,
         resume: Global___Resume | None = ...,
+        cache_salt: _builtins.str = ...,
+        truncate_prompt_tokens: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "objective", b"objective", "prompt", b"prompt", "resume", b"resume", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_truncate_prompt_tokens", b"_truncate_prompt_tokens", "chat", b"chat", "objective", b"objective", "prompt", b"prompt", "resume", b"resume", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "direct", b"direct", "label", b"label", "model", b"model", "objective", b"objective", "priority", b"priority", "prompt", b"prompt", "resume", b"resume", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_truncate_prompt_tokens", b"_truncate_prompt_tokens", "cache_salt", b"cache_salt", "chat", b"chat", "direct", b"direct", "label", b"label", "model", b"model", "objective", b"objective", "priority", b"priority", "prompt", b"prompt", "resume", b"resume", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__truncate_prompt_tokens: _TypeAlias = _typing.Literal["truncate_prompt_tokens"]  # noqa: Y015
+    _WhichOneofArgType__truncate_prompt_tokens: _TypeAlias = _typing.Literal["_truncate_prompt_tokens", b"_truncate_prompt_tokens"]  # noqa: Y015
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "token_ids", "chat"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__truncate_prompt_tokens) -> _WhichOneofReturnType__truncate_prompt_tokens | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
@@ -1210,6 +1232,7 @@ class RouterStatus(_message.Message):
     REFUSALS_FIELD_NUMBER: _builtins.int
     HOT_PREFIXES_FIELD_NUMBER: _builtins.int
     TENANTS_FIELD_NUMBER: _builtins.int
+    NUM_REJECTED_FIELD_NUMBER: _builtins.int
     policy: _builtins.str
     """Routing policy."""
     num_queued: _builtins.int
@@ -1227,7 +1250,7 @@ class RouterStatus(_message.Message):
     num_cancelled: _builtins.int
     """Requests that the client cancelled."""
     num_failed: _builtins.int
-    """Requests refused or failed."""
+    """Requests that failed, or were refused for now."""
     num_replans: _builtins.int
     """Plans made again after a worker was lost."""
     num_refused: _builtins.int
@@ -1238,6 +1261,8 @@ class RouterStatus(_message.Message):
     """Answers that went on elsewhere because their worker was about to go."""
     is_encrypted: _builtins.bool
     """Its doors are TLS."""
+    num_rejected: _builtins.int
+    """Requests that cannot be served as they are: the client's fault."""
     @_builtins.property
     def alarms(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Faults of the routing itself, in words; empty: none. See docs/operations.md."""
@@ -1275,10 +1300,11 @@ class RouterStatus(_message.Message):
         refusals: _abc.Iterable[Global___TenantRefusals] | None = ...,
         hot_prefixes: _abc.Iterable[Global___HotPrefix] | None = ...,
         tenants: _abc.Iterable[Global___TenantUsage] | None = ...,
+        num_rejected: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["alarms", b"alarms", "hot_prefixes", b"hot_prefixes", "http_port", b"http_port", "is_encrypted", b"is_encrypted", "num_active", b"num_active", "num_bookings", b"num_bookings", "num_cancelled", b"num_cancelled", "num_completed", b"num_completed", "num_failed", b"num_failed", "num_index_blocks", b"num_index_blocks", "num_moves", b"num_moves", "num_queued", b"num_queued", "num_refused", b"num_refused", "num_replans", b"num_replans", "num_request_tasks", b"num_request_tasks", "policy", b"policy", "refusals", b"refusals", "tenants", b"tenants"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alarms", b"alarms", "hot_prefixes", b"hot_prefixes", "http_port", b"http_port", "is_encrypted", b"is_encrypted", "num_active", b"num_active", "num_bookings", b"num_bookings", "num_cancelled", b"num_cancelled", "num_completed", b"num_completed", "num_failed", b"num_failed", "num_index_blocks", b"num_index_blocks", "num_moves", b"num_moves", "num_queued", b"num_queued", "num_refused", b"num_refused", "num_rejected", b"num_rejected", "num_replans", b"num_replans", "num_request_tasks", b"num_request_tasks", "policy", b"policy", "refusals", b"refusals", "tenants", b"tenants"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2097,6 +2123,8 @@ class EmbedRequest(_message.Message):
     LABEL_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     OBJECTIVE_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
+    TRUNCATE_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """Plain text, tokenized as it is."""
     pooling: _sampling_pb2.Pooling.ValueType
@@ -2111,6 +2139,10 @@ class EmbedRequest(_message.Message):
     """A label of the caller's, for logs only."""
     priority: _builtins.int
     """Larger ones go first, within what the tenant may claim. Default 0."""
+    cache_salt: _builtins.str
+    """As of GenerateRequest."""
+    truncate_prompt_tokens: _builtins.int
+    """As of GenerateRequest."""
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
         """Ready token ids."""
@@ -2131,21 +2163,27 @@ class EmbedRequest(_message.Message):
         label: _builtins.str = ...,
         priority: _builtins.int = ...,
         objective: Global___ServiceObjective | None = ...,
+        cache_salt: _builtins.str = ...,
+        truncate_prompt_tokens: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_dimensions", b"_dimensions", "_normalize", b"_normalize", "dimensions", b"dimensions", "normalize", b"normalize", "objective", b"objective", "prompt", b"prompt", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_dimensions", b"_dimensions", "_normalize", b"_normalize", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "dimensions", b"dimensions", "normalize", b"normalize", "objective", b"objective", "prompt", b"prompt", "text", b"text", "token_ids", b"token_ids", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_dimensions", b"_dimensions", "_normalize", b"_normalize", "dimensions", b"dimensions", "label", b"label", "model", b"model", "normalize", b"normalize", "objective", b"objective", "pooling", b"pooling", "priority", b"priority", "prompt", b"prompt", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_dimensions", b"_dimensions", "_normalize", b"_normalize", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "cache_salt", b"cache_salt", "dimensions", b"dimensions", "label", b"label", "model", b"model", "normalize", b"normalize", "objective", b"objective", "pooling", b"pooling", "priority", b"priority", "prompt", b"prompt", "text", b"text", "token_ids", b"token_ids", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__dimensions: _TypeAlias = _typing.Literal["dimensions"]  # noqa: Y015
     _WhichOneofArgType__dimensions: _TypeAlias = _typing.Literal["_dimensions", b"_dimensions"]  # noqa: Y015
     _WhichOneofReturnType__normalize: _TypeAlias = _typing.Literal["normalize"]  # noqa: Y015
     _WhichOneofArgType__normalize: _TypeAlias = _typing.Literal["_normalize", b"_normalize"]  # noqa: Y015
+    _WhichOneofReturnType__truncate_prompt_tokens: _TypeAlias = _typing.Literal["truncate_prompt_tokens"]  # noqa: Y015
+    _WhichOneofArgType__truncate_prompt_tokens: _TypeAlias = _typing.Literal["_truncate_prompt_tokens", b"_truncate_prompt_tokens"]  # noqa: Y015
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "token_ids"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__dimensions) -> _WhichOneofReturnType__dimensions | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__normalize) -> _WhichOneofReturnType__normalize | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__truncate_prompt_tokens) -> _WhichOneofReturnType__truncate_prompt_tokens | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
 

@@ -6,7 +6,7 @@ have collected in an outbox go out in one write, with one event for each choice.
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
@@ -42,6 +42,10 @@ class Answer(ABC):
     @abstractmethod
     def finish(self) -> None:
         """End the answer: every request is complete."""
+
+    def beside(self) -> tuple[Coroutine[Any, Any, None], ...]:
+        """Return what has to run beside the answer to a request from its admission on, until cancelled."""
+        return (self._exchange.show_life(),) if self._call.is_streamed else ()
 
     def _report(self) -> dict[str, Any]:
         return {"kvrelay": report_of(self.facts.values())} if self._call.wants_report else {}
@@ -207,16 +211,16 @@ class GatheredAnswer(_StyledAnswer):
             "model": self._model,
         }
         yield f'{quote(head)[:-1]}, "choices": ['
-        prompt_ids: dict[str, Any] = {}
+        about: dict[str, Any] = {}
         for number, (position, index, tokens) in enumerate(self._best()):
             prompt = self._prompts.tell(position, index)
             yield ", " if number else ""
             yield from self._choice(Piece(index=index, tokens=tokens, prompt=prompt))
-            if prompt is not None and self._call.wants_token_ids and not self._style.prompt_ids_with_choice:
-                prompt_ids["prompt_token_ids"] = prompt.token_ids.tolist()
+            if prompt is not None and not self._style.prompt_ids_with_choice:
+                about |= self._about(prompt)
         usage = usage_of(self.facts.values(), counts_output=not self._call.wants_only_echo)
         yield "], "
-        yield from members_parts({"usage": usage, **prompt_ids, **self._report()})
+        yield from members_parts({"usage": usage, **about, **self._report()})
 
     def _best(self) -> Iterator[tuple[int, int, Sequence[sampling_pb2.SampleToken]]]:
         """Yield request, choice and tokens of the samples that are answered: the most probable ones of each request."""
@@ -233,12 +237,21 @@ class GatheredAnswer(_StyledAnswer):
         choice = {"index": piece.index, **self._style.choice(piece), "finish_reason": self._style.finish_reason(piece)}
         if self._call.wants_token_ids:
             choice["token_ids"] = piece.token_ids
-            if piece.prompt is not None and self._style.prompt_ids_with_choice:
-                choice["prompt_token_ids"] = piece.prompt.token_ids.tolist()
+        if piece.prompt is not None and self._style.prompt_ids_with_choice:
+            choice |= self._about(piece.prompt)
         yield '{"logprobs": '
         yield from self._logprobs(piece)
         yield ", "
         yield from members_parts(choice)
+
+    def _about(self, prompt: Prompt) -> dict[str, Any]:
+        """Return what is wanted of a prompt itself."""
+        about: dict[str, Any] = {}
+        if self._call.wants_token_ids:
+            about["prompt_token_ids"] = prompt.token_ids.tolist()
+        if self._call.wants_prompt_logprobs:
+            about["prompt_logprobs"] = self._style.prompt_logprobs(prompt)
+        return about
 
 
 def _mean_logprob(tokens: Sequence[sampling_pb2.SampleToken]) -> float:

@@ -1,7 +1,8 @@
 """Bodies of requests: whose they are and what that tenant may comes first, then they arrive, then they are read."""
 
+from collections.abc import Sequence
 from functools import partial
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from router.front_door import FrontDoor
 from router.http.exchange import Exchange
@@ -11,7 +12,17 @@ from router.tenants import Tenant
 BODY_TIMEOUT_S = 60.0
 """Longest wait for a body."""
 
-T = TypeVar("T")
+
+class _Call(Protocol):
+    """What a body says."""
+
+    @property
+    def left_out(self) -> Sequence[str]:
+        """Its parts without an effect."""
+        ...
+
+
+T = TypeVar("T", bound=_Call)
 
 
 async def read_body(door: FrontDoor, exchange: Exchange, reading: Reading[T]) -> tuple[Tenant, T]:
@@ -23,4 +34,6 @@ async def read_body(door: FrontDoor, exchange: Exchange, reading: Reading[T]) ->
     exchange.pause = partial(door.turn, tenant)
     with door.arriving(tenant) as holding:
         raw = await exchange.body(holding, timeout_s=BODY_TIMEOUT_S)
-        return tenant, await door.readers.read(reading, raw, tenant=tenant)
+        call = await door.readers.read(reading, raw, tenant=tenant)
+    exchange.left_out = call.left_out
+    return tenant, call

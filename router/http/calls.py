@@ -13,12 +13,16 @@ from common.wire import MAX_PROMPT_TOKENS, MAX_PROMPTS, check_length
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import sampling_pb2
 from router.http.messages import read_chat_prompt
-from router.http.schema import SAMPLING_FIELDS, ChatBody, CompletionBody, Extension, GenerationBody
+from router.http.response_format import only_tokens, read_format
+from router.http.schema import SAMPLING_FIELDS, ChatBody, CompletionBody, EmbeddingBody, Extension, GenerationBody
 from router.http.strict import field_path
+from router.http.tools import foreign_tools
 
 _GUIDED = ("json", "regex", "choice", "grammar")
 DEFAULT_COMPLETION_TOKENS = 16
 """Default of OpenAI's API; a chat takes the server's."""
+_LEAST_TOP_P = 1e-9
+"""Stands for 0, with which OpenAI's API takes the most probable token alone."""
 _UINT32, _UINT64, _INT64, _INT32 = 1 << 32, 1 << 64, 1 << 63, 1 << 31
 
 
@@ -38,6 +42,7 @@ class Call:
     """Whether every event of a stream has them."""
     wants_logprobs: bool
     wants_token_ids: bool
+    wants_prompt_logprobs: bool
     wants_echo: bool
     wants_only_echo: bool = False
     """Whether the answer is the prompt alone: the one token that is generated is left out."""
@@ -47,6 +52,8 @@ class Call:
     """Settings of the call as the answer repeats them, where it does."""
     names: Mapping[str, str] = field(default_factory=dict)
     """The body's names of fields that chats call otherwise."""
+    left_out: tuple[str, ...] = ()
+    """Parts of the body without an effect, which the client is told."""
 
 
 def completion_call(body: CompletionBody) -> Call:
@@ -60,7 +67,7 @@ def completion_call(body: CompletionBody) -> Call:
     if body.logprobs is not None:
         sampling.logprobs = _uint(body.logprobs, "logprobs")
         if body.echo:
-            sampling.prompt_logprobs = sampling.logprobs
+            sampling.prompt_logprobs = max(sampling.logprobs, sampling.prompt_logprobs)
     num_best = sampling.n or 1
     if body.best_of is not None:
         _ask_for_best_of(body, sampling, num_best)
@@ -101,7 +108,8 @@ def chat_call(body: ChatBody) -> Call:
     chat = read_chat_prompt(body)
     call = _call(body, (_request(body, sampling, chat=chat),), wants_logprobs=bool(body.logprobs), wants_echo=False)
     is_forced = chat.tool_choice.kind in (pb.TOOL_CHOICE_KIND_REQUIRED, pb.TOOL_CHOICE_KIND_NAMED)
-    return replace(call, names={"structured_outputs": "tools"} if is_forced else _names_of(structure))
+    names = {"structured_outputs": "tools"} if is_forced else _names_of(structure)
+    return replace(call, names=names, left_out=(*call.left_out, *foreign_tools(body.tools or ())))
 
 
 class NameField(Protocol):
@@ -169,18 +177,19 @@ def read_token_ids(ids: Any, where: str) -> list[int]:
 
 def _request(body: GenerationBody, sampling: sampling_pb2.SamplingParams, **prompt: Any) -> pb.GenerateRequest:
     request = pb.GenerateRequest(model=body.model or "", sampling=sampling, **prompt)
-    set_terms(request, priority=body.priority, extension=body.kvrelay)
+    set_terms(request, body)
     return request
 
 
-def set_terms(
-    request: pb.GenerateRequest | pb.EmbedRequest, *, priority: int | None, extension: Extension | None
-) -> None:
-    """Set the priority and the objectives of a request. Raises InvalidRequest."""
-    priority = priority or 0
+def set_terms(request: pb.GenerateRequest | pb.EmbedRequest, body: GenerationBody | EmbeddingBody) -> None:
+    """Set what generations and embeddings have in common. Raises InvalidRequest."""
+    priority, extension = body.priority or 0, body.kvrelay
     if not -_INT32 <= priority < _INT32:
         raise InvalidRequest(f"priority is {priority}; allowed are 32 bits", field="priority")
     request.priority = priority
+    request.cache_salt = body.cache_salt or ""
+    if body.truncate_prompt_tokens is not None:
+        request.truncate_prompt_tokens = _uint(body.truncate_prompt_tokens, "truncate_prompt_tokens")
     if extension is not None:
         if extension.ttft_s is not None:
             request.objective.ttft_s = extension.ttft_s
@@ -202,6 +211,8 @@ def _call(
     options, extension = body.stream_options, body.kvrelay
     if options is not None and not body.stream:
         raise InvalidRequest("stream_options needs stream: true", field="stream_options")
+    if body.prompt_logprobs is not None and body.stream:
+        raise InvalidRequest("prompt_logprobs are not streamed", field="prompt_logprobs")
     return Call(
         requests=requests,
         num_samples=requests[0].sampling.n or 1,
@@ -211,9 +222,11 @@ def _call(
         wants_running_usage=options is not None and bool(options.continuous_usage_stats),
         wants_logprobs=wants_logprobs,
         wants_token_ids=bool(body.return_token_ids),
+        wants_prompt_logprobs=body.prompt_logprobs is not None,
         wants_echo=wants_echo,
         wants_report=extension is not None and bool(extension.report),
         timeout_s=read_timeout(extension),
+        left_out=body.left_out,
     )
 
 
@@ -236,6 +249,8 @@ def _sampling(
     values = {name: _on_the_wire(SAMPLING_FIELDS[name], value) for name, value in options.items()}
     if structure is not None:
         values["structured_outputs"] = structure_text(structure.value)
+    if body.prompt_logprobs is not None:
+        values["prompt_logprobs"] = _uint(body.prompt_logprobs, "prompt_logprobs", at_most=MAX_LOGPROBS)
     return sampling_pb2.SamplingParams(include_special_tokens=body.skip_special_tokens is False, **values)
 
 
@@ -248,6 +263,8 @@ def _on_the_wire(parameter: Parameter, value: Any) -> Any:
         return value % _UINT64
     if name == "top_k" and value == -1:  # all, like 0
         return 0
+    if name == "top_p" and value == 0:
+        return _LEAST_TOP_P
     if parameter.type is int:
         return _uint(value, name)
     if parameter.type == Tokens:
@@ -261,37 +278,17 @@ def _structure(body: GenerationBody) -> _Structure | None:
     """Return what the answer has to look like by the one field that says so. Raises InvalidRequest for several."""
     given: dict[str, Any] = {
         "structured_outputs": body.sampling_options().get("structured_outputs"),
-        "response_format": None if body.response_format is None else _response_format(body.response_format),
+        "response_format": None if body.response_format is None else read_format(body.response_format),
     }
     for kind in _GUIDED:
         value = getattr(body, f"guided_{kind}")
         given[f"guided_{kind}"] = None if value is None else {kind: value}
+    if (token_ids := body.allowed_token_ids) is not None:
+        given["allowed_token_ids"] = only_tokens(read_token_ids(token_ids, "allowed_token_ids"))
     given = {name: value for name, value in given.items() if value is not None}
     if len(given) > 1:
         raise InvalidRequest(f"only one of {', '.join(sorted(given))} is taken", field=sorted(given)[0])
     return next((_Structure(name, value) for name, value in given.items()), None)
-
-
-def _response_format(given: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the structure of OpenAI's `response_format`; None for text. Raises InvalidRequest."""
-    match given.get("type"):
-        case "text":
-            return None
-        case "json_object":
-            return {"json_object": True}
-        case "json_schema":
-            named = given.get("json_schema")
-            schema = named.get("schema") if isinstance(named, dict) else None
-            if not isinstance(schema, dict):
-                raise InvalidRequest("response_format.json_schema.schema must be a schema", field="response_format")
-            return {"json": schema}
-        case "structural_tag":
-            return {"structural_tag": {name: given.get(name) for name in ("structures", "triggers")}}
-        case "grammar" | "regex" as kind:
-            raise InvalidRequest(f"response_format.type {kind} is not supported", field="response_format")
-    raise InvalidRequest(
-        "response_format.type must be text, json_object, json_schema or structural_tag", field="response_format"
-    )
 
 
 def _biases(biases: Mapping[str, float], field: str) -> dict[int, float]:

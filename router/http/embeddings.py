@@ -36,6 +36,8 @@ class EmbeddingCall:
     is_base64: bool
     wants_report: bool
     timeout_s: float | None
+    left_out: tuple[str, ...]
+    """Parts of the body without an effect, which the client is told."""
 
 
 def read_embeddings(raw: bytes) -> EmbeddingCall:
@@ -49,7 +51,7 @@ def read_embeddings(raw: bytes) -> EmbeddingCall:
         normalize=body.normalize,
         dimensions=body.dimensions,
     )
-    set_terms(shared, priority=body.priority, extension=body.kvrelay)
+    set_terms(shared, body)
     requests = []
     for prompt in read_prompts(body.input, "input"):
         request = pb.EmbedRequest(**prompt)
@@ -60,6 +62,7 @@ def read_embeddings(raw: bytes) -> EmbeddingCall:
         is_base64=body.encoding_format == "base64",
         wants_report=body.kvrelay is not None and bool(body.kvrelay.report),
         timeout_s=read_timeout(body.kvrelay),
+        left_out=body.left_out,
     )
 
 

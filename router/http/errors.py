@@ -44,6 +44,7 @@ METHOD_NOT_ALLOWED = ErrorKind(405, "invalid_request_error", "method_not_allowed
 REQUEST_TIMEOUT = ErrorKind(408, "invalid_request_error", "request_timeout")
 TOO_LARGE = ErrorKind(413, "invalid_request_error", "request_too_large")
 NOT_JSON = ErrorKind(415, "invalid_request_error", "not_json")
+UNSUPPORTED_ENCODING = ErrorKind(415, "invalid_request_error", "unsupported_encoding")
 HEAD_TOO_LARGE = ErrorKind(431, "invalid_request_error", "head_too_large")
 FULL = ErrorKind(503, "server_error", "too_many_requests_running")
 STOPPING = ErrorKind(503, "server_error", "stopping")
@@ -104,6 +105,8 @@ class Dialect:
     """Returns the JSON of an error."""
     event_open: bytes = b"data: "
     """Bytes before that JSON in the event that ends a stream."""
+    sign_of_life: bytes = b": waiting\n\n"
+    """Part of a stream that clients leave unread."""
     request_id_header: bytes = b"x-request-id"
     error_schema: str = "Error"
     """Name of the error's schema in the OpenAPI document."""

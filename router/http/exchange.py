@@ -13,10 +13,12 @@ from starlette.types import Receive, Scope, Send
 
 from common.errors import KvrelayError
 from common.ids import RequestId
-from common.structured import giving_way, one_turn
+from common.structured import completed, giving_way, one_turn
 from router.admission.budget import Holding
+from router.http.encodings import encoding_of, unpacked
 from router.http.errors import OPENAI, REQUEST_TIMEOUT, TOO_LARGE, Dialect, Headers, HttpError, error_headers, kind_of
 from router.http.json_parts import json_parts
+from router.http.left_out import warning_headers
 
 JSON: Headers = [(b"content-type", b"application/json")]
 _EVENTS: Headers = [
@@ -25,6 +27,8 @@ _EVENTS: Headers = [
     (b"x-accel-buffering", b"no"),  # a proxy must not gather tokens
 ]
 _CHUNK_BYTES = 1 << 18
+SILENCE_S = 10.0
+"""Time after which a stream without an event shows that it goes on: proxies end connections that are silent."""
 _MAX_DROPPED = 8
 """Multiple of the largest body that is read before its refusal: many clients read answers only after sending all."""
 
@@ -56,6 +60,10 @@ class Exchange:
         """Whether the client has left."""
         self.pause: Callable[[], Awaitable[None]] = one_turn
         """Awaited between parts of an answer that take some milliseconds each."""
+        self.left_out: Sequence[str] = ()
+        """Parts of the request without an effect; a header of the response names them."""
+        self._is_silent = True
+        """Whether no event has been sent for a while."""
         self.failure_events: Callable[[KvrelayError], Iterable[str]] | None = None
         """Returns the last events of a stream that fails; None: one event with the error."""
 
@@ -99,7 +107,7 @@ class Exchange:
                 self._refuse_body(self._too_large())
 
     async def body(self, holding: Holding, *, timeout_s: float) -> bytes:
-        """Return the whole body, whose bytes are held while they arrive, and until the holding is given back.
+        """Return the whole body, unpacked; its bytes are held while they arrive, until the holding is given back.
 
         Raises HttpError when it is too large or does not come in time, and Overloaded when it may not be held.
         """
@@ -110,9 +118,16 @@ class Exchange:
         self._holding.set_result(holding)
         try:
             async with asyncio.timeout(timeout_s):
-                return await asyncio.shield(self._body)
+                body = await asyncio.shield(self._body)
         except TimeoutError:
             raise HttpError(f"the body did not come within {timeout_s:g} s", REQUEST_TIMEOUT) from None
+        encoding = encoding_of(self.headers)
+        if encoding is None:
+            return body
+        whole = await unpacked(body, encoding, too_large=self._too_large(), most_bytes=self._max_body_bytes)
+        if (refused := holding.grow(len(whole))) is not None:
+            raise refused.error()
+        return whole
 
     def _refuse_body(self, error: KvrelayError) -> None:
         if not self._body.done():
@@ -127,6 +142,7 @@ class Exchange:
 
         Raises CancelledError when the client has left.
         """
+        self._is_silent = False
         if not self.status:
             await self._start(200, _EVENTS)
         await self._send({"type": "http.response.body", "body": events, "more_body": True})
@@ -137,6 +153,14 @@ class Exchange:
         """Send events like `write`, giving way while they are made; nothing where they are empty."""
         if events := "".join([part async for part in giving_way(parts, self.pause)]):
             await self.write(events.encode())
+
+    async def show_life(self) -> None:
+        """Write to a stream whenever it has been silent for a while, until cancelled; this may begin the response."""
+        while True:
+            self._is_silent = True
+            await asyncio.sleep(SILENCE_S)
+            if self._is_silent:
+                await completed(self.write(self._dialect.sign_of_life))
 
     def finish(self, last: Iterable[str]) -> None:
         """Set the last events of a stream, in parts that are made later."""
@@ -186,6 +210,7 @@ class Exchange:
 
     async def _start(self, status: int, headers: Headers) -> None:
         self.status = status
+        headers = [*headers, *warning_headers(self.left_out)]
         if self.request_id is not None:
             headers = [*headers, (self._dialect.request_id_header, self.request_id.encode())]
         await self._send({"type": "http.response.start", "status": status, "headers": headers})

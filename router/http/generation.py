@@ -127,7 +127,7 @@ class GenerationEndpoint:
     async def _run(self, call: Call, position: int, caller: Caller, answer: Answer, whole: Holding) -> None:
         """Serve one request; `whole` holds what has come of an answer that is sent whole."""
         request, door = call.requests[position], self._door
-        async with door.serving(request, caller) as served:
+        async with door.serving(request, caller) as served, self._census.owned(*answer.beside()):
             _check_size(call, served.job)
             facts = answer.facts[position] = RequestFacts(served.job.request_id)
             echo = await self._echo(request, served.job, caller.tenant) if call.wants_echo else None
@@ -145,7 +145,7 @@ class GenerationEndpoint:
 
     async def _echo(self, request: pb.GenerateRequest, job: Job, tenant: Tenant) -> str:
         """Return the prompt as text."""
-        if request.HasField("text"):
+        if request.HasField("text") and not request.HasField("truncate_prompt_tokens"):
             return request.text
         return await self._door.reader.decode(job.prompt_token_ids, tenant=tenant)
 

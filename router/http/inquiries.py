@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,6 +36,7 @@ class TokenizeCall:
     chat: pb.ChatPrompt = field(default_factory=pb.ChatPrompt)
     """Read where there is no text."""
     wants_pieces: bool = False
+    left_out: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +45,7 @@ class DetokenizeCall:
 
     model: str | None
     token_ids: pb.TokenIds
+    left_out: Sequence[str] = ()
 
 
 def read_tokenize(raw: bytes) -> TokenizeCall:
@@ -51,19 +54,22 @@ def read_tokenize(raw: bytes) -> TokenizeCall:
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("one of prompt and messages must be set", field="prompt")
     chat = pb.ChatPrompt(messages=[] if body.messages is None else read_messages(body.messages))
-    return TokenizeCall(model=body.model, text=body.prompt, chat=chat, wants_pieces=bool(body.return_token_strs))
+    return TokenizeCall(
+        model=body.model, text=body.prompt, chat=chat, wants_pieces=bool(body.return_token_strs), left_out=body.left_out
+    )
 
 
 def read_count_tokens(raw: bytes) -> TokenizeCall:
     """Return the call of a `/v1/messages/count_tokens` body. Raises InvalidRequest."""
     body = parse_body(CountTokensBody, raw)
-    return TokenizeCall(model=body.model, chat=conversation_of(body))
+    return TokenizeCall(model=body.model, chat=conversation_of(body), left_out=body.left_out)
 
 
 def read_detokenize(raw: bytes) -> DetokenizeCall:
     """Return the call of a `/detokenize` body. Raises InvalidRequest."""
     body = parse_body(DetokenizeBody, raw)
-    return DetokenizeCall(model=body.model, token_ids=pb.TokenIds(ids=read_token_ids(body.tokens, "tokens")))
+    token_ids = pb.TokenIds(ids=read_token_ids(body.tokens, "tokens"))
+    return DetokenizeCall(model=body.model, token_ids=token_ids, left_out=body.left_out)
 
 
 _TOKENIZE = Reading(read_tokenize, TokenizeCall)
@@ -86,9 +92,13 @@ class Inquiries:
         exchange.finish_json({"object": "list", "data": data})
 
     async def model(self, exchange: Exchange) -> None:
-        """`GET /v1/models/{name}`; a name may hold slashes. Raises UnknownModel."""
+        """`GET /v1/models/{name}`; a name may hold slashes, and without one it is the list. Raises UnknownModel."""
+        name = exchange.scope["path_params"]["name"]
+        if not name:
+            await self.models(exchange)
+            return
         self._door.identify(exchange.metadata)
-        exchange.finish_json(self._model(served_model(self._door, exchange.scope["path_params"]["name"])))
+        exchange.finish_json(self._model(served_model(self._door, name)))
 
     async def tokenize(self, exchange: Exchange) -> None:
         """`POST /tokenize`: text, or a conversation as the chat template renders it."""

@@ -5,23 +5,30 @@ from typing import Any
 
 from common.errors import InvalidRequest
 from common.wire import MAX_CHAT_MESSAGES, MAX_CONTENT_PARTS, MAX_TOOLS, check_length
-from common.wire_names import TOOL_CHOICE_NUMBERS
 from kvrelay.v1 import inference_pb2 as pb
-from router.http.schema import MESSAGE_TEXTS, ROLES, ChatBody
+from router.http.schema import MESSAGE_TEXTS, ROLES, SILENT_ROLES, ChatBody
 from router.http.strict import field_path
+from router.http.tools import read_choice
 
 _MAX_BUDGET = (1 << 32) - 1
+MAX_KIND_CHARS = 40
 
 
 def read_chat_prompt(body: ChatBody) -> pb.ChatPrompt:
     """Return the prompt of a chat. Raises InvalidRequest that names the field."""
+    continues = bool(body.continue_final_message)
+    if not continues and body.add_generation_prompt is False:
+        raise InvalidRequest(
+            "add_generation_prompt: false needs continue_final_message: true", field="add_generation_prompt"
+        )
+    choice = read_choice(body.tool_choice)
     chat = pb.ChatPrompt(
         messages=read_messages(body.messages),
-        tools=[json.dumps(tool, ensure_ascii=False) for tool in body.tools or ()],
-        tool_choice=_tool_choice(body.tool_choice),
+        tools=choice.told(body.tools or ()),
+        tool_choice=pb.ToolChoice(kind=choice.kind, name=choice.name, is_single=body.parallel_tool_calls is False),
         template_variables=_template_variables(body),
+        continue_final_message=continues,
     )
-    chat.tool_choice.is_single = body.parallel_tool_calls is False
     if body.thinking_budget is not None:
         if not 0 <= body.thinking_budget <= _MAX_BUDGET:
             raise InvalidRequest(f"thinking_budget is {body.thinking_budget}", field="thinking_budget")
@@ -36,22 +43,6 @@ def _template_variables(body: ChatBody) -> str:
         variables = {"enable_thinking": False} if effort == "none" else {"reasoning_effort": effort}
     variables |= body.chat_template_kwargs or {}
     return json.dumps(variables) if variables else ""
-
-
-def _tool_choice(given: Any) -> pb.ToolChoice:
-    """Return the choice; the model's own without one. Raises InvalidRequest."""
-    if given is None:
-        return pb.ToolChoice()
-    if isinstance(given, str) and given in TOOL_CHOICE_NUMBERS:
-        return pb.ToolChoice(kind=TOOL_CHOICE_NUMBERS[given])
-    function = given.get("function") if isinstance(given, dict) and given.get("type") == "function" else None
-    name = function.get("name") if isinstance(function, dict) else None
-    if not isinstance(name, str):
-        raise InvalidRequest(
-            'tool_choice must be none, auto, required or {"type": "function", "function": {"name": …}}',
-            field="tool_choice",
-        )
-    return pb.ToolChoice(kind=pb.TOOL_CHOICE_KIND_NAMED, name=name)
 
 
 def read_messages(messages: Any) -> list[pb.ChatMessage]:
@@ -78,7 +69,7 @@ def _message(message: Any, position: int) -> pb.ChatMessage:
     texts = {name: _text(message, name, where) for name in MESSAGE_TEXTS}
     return pb.ChatMessage(
         role=ROLES[role],
-        content=_content(message.get("content"), f"{where}.content", may_be_empty=bool(calls)),
+        content=_content(message.get("content"), f"{where}.content", role),
         tool_calls=calls,
         tool_call_id=texts["tool_call_id"] if role == "tool" else "",
         name=texts["name"] if role == "tool" else "",
@@ -115,19 +106,28 @@ def _text(given: dict[str, Any], name: str, where: str) -> str:
     return value or ""
 
 
-def _content(content: Any, where: str, *, may_be_empty: bool) -> str:
+def _content(content: Any, where: str, role: str) -> str:
+    """Return the content of a message as text. Raises InvalidRequest."""
     if isinstance(content, str):
         return content
-    if content is None and may_be_empty:  # as of a message that only calls
+    if content is None and role in SILENT_ROLES:
         return ""
     if not isinstance(content, list):
         raise InvalidRequest(f"{where} must be text or a list of text parts", field=where)
     check_length(len(content), MAX_CONTENT_PARTS, field=where)
     texts: list[str] = []
     for position, part in enumerate(content):
-        text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
+        here, kind = field_path(where, position), part.get("type") if isinstance(part, dict) else None
+        if role == "tool" and isinstance(kind, str) and kind != "text":
+            texts.append(unseen(kind))
+            continue
+        text = part.get("text") if kind == "text" else None
         if not isinstance(text, str):
-            here = field_path(where, position)
             raise InvalidRequest(f'{here} must be {{"type": "text", "text": …}}; nothing else is supported', field=here)
         texts.append(text)
     return "\n".join(texts)
+
+
+def unseen(kind: str) -> str:
+    """Return what a model reads in place of a part of a tool's result that is not text: the client cannot change it."""
+    return f"[{kind[:MAX_KIND_CHARS]}: not shown, the model reads text only]"

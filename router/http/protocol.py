@@ -23,6 +23,7 @@ from uvicorn.server import ServerState
 
 from router.http.connections import Connections, Patience
 from router.http.errors import BROKEN_HTTP, HEAD_TOO_LARGE, HttpError, error_body, kind_of
+from router.http.old_http import ended_by_close
 
 MAX_HEAD_BYTES = 64 << 10
 MAX_PIPELINED = 16
@@ -151,7 +152,7 @@ class DoorProtocol(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         self._running = cycle
-        super()._start_asgi_task(cycle, app)
+        super()._start_asgi_task(cycle, ended_by_close(cycle, app) if cycle.scope["http_version"] == "1.0" else app)
 
     def _fault_of_head(self) -> HttpError | None:
         """Return the error of a head that the parser lets pass, and others may read differently; None without one."""

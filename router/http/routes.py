@@ -110,7 +110,7 @@ _MEANINGS = {
     405: "another method",
     408: "the body did not come in time",
     413: "the body is too large",
-    415: "a web page sends a body that it does not declare to be JSON",
+    415: "the body has another content encoding than gzip or deflate, or a web page does not declare it to be JSON",
     429: "refused for now; `retry-after` says when to come back",
     431: "request line and headers are too large",
     422: "workers were lost, one after the other, while they computed the request",
@@ -243,8 +243,6 @@ def _bodies() -> dict[str, Any]:
         [(model, "validation") for model in models], ref_template="#/components/schemas/{model}"
     )
     schemas: dict[str, Any] = found["$defs"]
-    for schema in schemas.values():
-        schema["additionalProperties"] = {"type": "null"}  # unknown options are refused unless they are null
     for model in models:
         properties = schemas[model.__name__]["properties"]
         properties.update({name: option for name, option in option_schemas(model).items() if name not in properties})

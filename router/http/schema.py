@@ -28,6 +28,8 @@ ROLES: Mapping[str, str] = {
     "tool": "tool",
 }
 """Roles of a message, each with the role that the model sees."""
+SILENT_ROLES = ("assistant", "tool")
+"""Roles of messages that may have no content: nothing was said, or returned."""
 # calls.py reads these fields by hand: their schemas are for the OpenAPI document.
 _TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
 _Texts = Annotated[list[str], Field(min_length=1)]
@@ -47,13 +49,15 @@ _SAID = object_schema(
     role=TEXT | {"enum": list(ROLES)},
     content={"anyOf": [TEXT, _PARTS]},
 )
-_CALLED = object_schema(
-    _MEMBERS | {"content": {"type": "null"}},
-    role=const_schema("assistant"),
-    tool_calls=_TOOL_CALLS | {"minItems": 1},
+_SILENT = object_schema(
+    _MEMBERS | {"content": {"type": "null"}, "tool_calls": nullable(_TOOL_CALLS)},
+    role=TEXT | {"enum": list(SILENT_ROLES)},
+)
+_RETURNED = object_schema(
+    _MEMBERS, role=const_schema("tool"), content=list_schema({"type": "object", "properties": {"type": TEXT}})
 )
 Prompt = Annotated[Any, WithJsonSchema(TypeAdapter(_Prompts).json_schema())]
-Messages = Annotated[Any, WithJsonSchema(list_schema({"anyOf": [_SAID, _CALLED]}) | {"minItems": 1})]
+Messages = Annotated[Any, WithJsonSchema(list_schema({"anyOf": [_SAID, _SILENT, _RETURNED]}) | {"minItems": 1})]
 
 
 class StreamOptions(Strict):
@@ -68,6 +72,7 @@ class StreamOptions(Strict):
 class Extension(Strict):
     """`kvrelay`: options without a counterpart in OpenAI's API."""
 
+    is_closed = True
     report: bool | None = None
     """Report plan, timings and transfer with the answer."""
     timeout_s: float | None = None
@@ -85,7 +90,7 @@ _JSON_TYPES: Mapping[Any, Any] = {
 """Types in JSON, where they differ."""
 _RENAMED = frozenset(("logprobs", "prompt_logprobs", "include_special_tokens", "detokenize"))
 """OpenAI's API has other words for these, or none."""
-_LOWEST: Mapping[str, int] = {"top_k": -1, "seed": -(2**63)}
+_LOWEST: Mapping[str, int] = {"top_k": -1, "top_p": 0, "seed": -(2**63)}
 """Smallest values of options that accept more here: calls.py converts them."""
 
 SAMPLING_FIELDS: Mapping[str, Parameter] = {each.option: each for each in PARAMETERS if each.option not in _RENAMED}
@@ -101,7 +106,8 @@ def _sampling_field(parameter: Parameter) -> Any:
     # The document alone states the limits: numbers are checked with the request.
     told: dict[str, Any] = {}
     if parameter.type in (float, int):
-        told["exclusiveMinimum" if parameter.is_open else "minimum"] = _LOWEST.get(parameter.option, parameter.least)
+        is_open = parameter.is_open and parameter.option not in _LOWEST
+        told["exclusiveMinimum" if is_open else "minimum"] = _LOWEST.get(parameter.option, parameter.least)
         told["maximum"] = parameter.most
     return annotation, Field(default=None, description=parameter.meaning, json_schema_extra=told)
 
@@ -131,7 +137,10 @@ class GenerationBody(_SamplingBody):
     # Widespread extensions.
     skip_special_tokens: bool | None = None
     return_token_ids: bool | None = None
+    prompt_logprobs: int | None = None
     priority: int | None = None
+    cache_salt: str | None = None
+    truncate_prompt_tokens: int | None = None
     kvrelay: Extension | None = None
     # Other names of `structured_outputs`: OpenAI's, and those of earlier versions of vLLM.
     response_format: Annotated[dict[str, Any], Field(max_length=8)] | None = None
@@ -139,6 +148,8 @@ class GenerationBody(_SamplingBody):
     guided_regex: str | None = None
     guided_choice: Annotated[list[str], Field(max_length=MAX_CHOICES)] | None = None
     guided_grammar: str | None = None
+    allowed_token_ids: Annotated[list[int], Field(min_length=1, max_length=1024)] | None = None
+    """The answer is of these tokens alone."""
 
     def sampling_options(self) -> dict[str, Any]:
         """Return the fields of `SAMPLING_FIELDS` that are given."""
@@ -175,6 +186,10 @@ class ChatBody(GenerationBody):
     """`none` is the template's variable `enable_thinking: false`, any other its variable `reasoning_effort`."""
     thinking_budget: int | None = None
     """Most tokens that the model may think before it answers."""
+    continue_final_message: bool | None = None
+    """The answer goes on from the last message, which is the assistant's."""
+    add_generation_prompt: bool | None = None
+    """Whether the assistant's turn begins after the messages: not with `continue_final_message`."""
 
 
 class TokenizeBody(Strict):
@@ -208,4 +223,6 @@ class EmbeddingBody(Strict):
     normalize: bool | None = None
     """Scale the vector to length 1 (default)."""
     priority: int | None = None
+    cache_salt: str | None = None
+    truncate_prompt_tokens: int | None = None
     kvrelay: Extension | None = None

@@ -12,7 +12,7 @@ from common.chat.parsing import MessageParser, has_markup
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import sampling_pb2
 from router.http.json_parts import PART_VALUES, quote
-from router.http.pieces import Piece
+from router.http.pieces import Piece, Prompt
 from router.record import Job
 
 EMPTY_DELTA = ',"delta":{}'
@@ -63,6 +63,22 @@ class Style(ABC):
     @abstractmethod
     def logprobs(self, piece: Piece) -> Iterator[dict[str, list[Any] | None]]:
         """Yield the log-probabilities of a piece in slices of the same members, at least one; pieces come in order."""
+
+    def prompt_logprobs(self, prompt: Prompt) -> list[dict[str, Any] | None]:
+        """Return those of each token of a prompt by id; None for the first one, which nothing precedes."""
+        return [
+            self._by_id(position) if position.HasField("chosen") else None
+            for position in _padded(prompt.logprobs, len(prompt.token_ids))
+        ]
+
+    def _by_id(self, position: sampling_pb2.PositionLogprobs) -> dict[str, Any]:
+        """Return the token of a position, then the most probable ones; one that is not among those has no rank."""
+        ranks = {entry.token_id: rank for rank, entry in enumerate(position.top, 1)}
+        entries = {entry.token_id: entry for entry in (position.chosen, *position.top)}
+        return {
+            str(token_id): {"logprob": _value(entry), "rank": ranks.get(token_id), "decoded_token": text}
+            for (token_id, entry), text in zip(entries.items(), self._texts(list(entries)), strict=True)
+        }
 
     @abstractmethod
     def choice(self, piece: Piece) -> dict[str, Any]:

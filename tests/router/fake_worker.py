@@ -38,7 +38,7 @@ MODEL = ModelFacts(
     fingerprint=FINGERPRINT,
     block_size=BLOCK_SIZE,
     vocab_size=VOCAB_SIZE,
-    max_model_len=1 << 20,
+    context_length=1 << 20,
     max_decode_blocks=1 << 20,
     root=ROOT,
 )

@@ -1,6 +1,7 @@
 """Requests with tools, thoughts and the model's own sampling, as the reader makes jobs of them."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,12 +11,13 @@ from common.ids import RequestId
 from kvrelay.v1 import inference_pb2 as pb
 from router.codec import ByteCodec
 from router.conversation import MAX_TOOLS_CHARS, ChatFormats
+from router.facts import ModelFacts
 from router.http.messages import read_chat_prompt
 from router.http.schema import ChatBody
 from router.record import Job
 from router.tenants import ANYBODY
 from router.validation import RequestReader
-from tests.router.fake_worker import FINGERPRINT, MODEL
+from tests.router.fake_worker import BLOCK_SIZE, FINGERPRINT, MODEL
 from tests.router.test_hostile_input import BEGAN_UNIX_S, begun
 
 RECOMMENDED = {"temperature": 0.5, "top_k": 20, "repetition_penalty": 1.05}
@@ -30,15 +32,15 @@ def asked(*, tools: tuple[dict[str, Any], ...] = (), **sampling: Any) -> pb.Gene
     return request
 
 
-async def read(request: pb.GenerateRequest, *, tools: str = "") -> Job:
+async def read(request: pb.GenerateRequest, *, tools: str = "", reasoning: str = "", model: ModelFacts = MODEL) -> Job:
     reader = RequestReader(
         ByteCodec(),
         default_max_tokens=8,
         model_defaults=RECOMMENDED,
-        formats=ChatFormats(tools=tools),
+        formats=ChatFormats(tools=tools, reasoning=reasoning),
         unix_s=lambda: BEGAN_UNIX_S,
     )
-    return await reader.read(request, request_id=RequestId("r"), model=MODEL, tenant=ANYBODY)
+    return await reader.read(request, request_id=RequestId("r"), model=model, tenant=ANYBODY)
 
 
 async def test_sampling_that_is_left_out_is_the_models_and_is_told() -> None:
@@ -96,3 +98,60 @@ async def test_forced_tools_of_a_large_agent_are_a_grammar() -> None:
 def test_effort_is_a_variable_of_the_template(effort: str, variables: dict[str, Any]) -> None:
     body = ChatBody(messages=[{"role": "user", "content": "a"}], reasoning_effort=effort)
     assert json.loads(read_chat_prompt(body).template_variables) == variables
+
+
+def thinking(**chat: Any) -> pb.GenerateRequest:
+    return pb.GenerateRequest(chat=pb.ChatPrompt(messages=[pb.ChatMessage(role="user", content="hi")], **chat))
+
+
+async def test_budget_of_a_model_that_does_not_think_is_kept_to() -> None:
+    job = await read(thinking(thinking_budget=5))
+    assert not job.sampling.structured_outputs
+
+
+async def test_budget_that_cannot_be_kept_to_is_refused_unless_it_is_soft() -> None:
+    job = await read(thinking(thinking_budget=5, soft_thinking_budget=True), reasoning="qwen3")
+    assert not job.sampling.structured_outputs
+    with pytest.raises(InvalidRequest, match="cannot limit thinking"):
+        await read(thinking(thinking_budget=5), reasoning="qwen3")
+
+
+async def test_answer_that_has_begun_has_no_thoughts_any_more() -> None:
+    request = thinking(continue_final_message=True)
+    with pytest.raises(InvalidRequest, match="only a message of the assistant's"):
+        await read(request)
+    request.chat.messages.add(role="assistant", content="So")
+    job = await read(request, reasoning="qwen3")
+    assert bytes(list(job.prompt_token_ids)).endswith(b"user: hi\nassistant: So")
+    assert job.answer_format is not None
+    assert not job.answer_format.reasoning
+    request.chat.messages[-1].tool_calls.add(name="f")
+    with pytest.raises(InvalidRequest, match="without calls"):
+        await read(request)
+
+
+@pytest.mark.parametrize(
+    ("num_kept", "prompt"), [(3, b"nt:"), (1000, b"user: hi\nassistant:"), (None, b"user: hi\nassistant:")]
+)
+async def test_prompt_is_cut_to_its_last_tokens(num_kept: int | None, prompt: bytes) -> None:
+    request = thinking()
+    if num_kept is not None:
+        request.truncate_prompt_tokens = num_kept
+    assert bytes(list((await read(request)).prompt_token_ids)) == prompt
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "sampling", "most"),
+    [
+        (64, {}, 64 * BLOCK_SIZE - 19),
+        (64, {"n": 3}, 64 * BLOCK_SIZE - 19),  # samples that do not fit together wait for one another
+        (64, {"n": 3, "use_beam_search": True}, (4 + 60 // 3) * BLOCK_SIZE - 19),
+        (1 << 20, {}, 4096 - 19),
+    ],
+)
+async def test_answer_is_as_long_as_the_largest_worker_holds(num_blocks: int, sampling: Any, most: int) -> None:
+    model = replace(MODEL, max_decode_blocks=num_blocks, context_length=4096)
+    job = await read(asked(max_tokens=32_000, **sampling), model=model)
+    assert (len(job.prompt_token_ids), job.sampling.max_tokens) == (19, most)
+    assert model.max_model_len == min(4096, num_blocks * BLOCK_SIZE)
+    assert bool(model.shortage) == (model.max_model_len < 4096)

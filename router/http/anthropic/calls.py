@@ -10,7 +10,7 @@ from router.http.anthropic.turns import read_turns
 from router.http.calls import Call, chat_call
 from router.http.messages import read_chat_prompt
 from router.http.schema import ChatBody
-from router.http.strict import parse_body
+from router.http.strict import field_path, parse_body
 
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _NAMES = {
@@ -32,8 +32,10 @@ def read_messages_body(raw: bytes) -> Call:
     """Return the call of a `/v1/messages` body. Raises InvalidRequest that names the field."""
     body = parse_body(MessagesBody, raw)
     call = chat_call(_chat_of(body))
-    has_format = _response_format(body) is not None
-    return replace(call, names={"structured_outputs": "output_config.format"}) if has_format else call
+    for request in call.requests:
+        request.chat.soft_thinking_budget = request.chat.HasField("thinking_budget")  # a target in Anthropic's API
+    names = call.names if _response_format(body) is None else {"structured_outputs": "output_config.format"}
+    return replace(call, names=names, left_out=(*body.left_out, *call.left_out))
 
 
 def conversation_of(body: CountTokensBody) -> pb.ChatPrompt:
@@ -54,12 +56,7 @@ def body_field(field: str, *, prompt_field: str) -> str:
 
 def _chat_of(body: MessagesBody) -> ChatBody:
     """Return the chat that asks for the same."""
-    chat = _conversation(body)
-    if chat.messages[-1]["role"] == "assistant":
-        raise InvalidRequest(
-            "messages must end with the user's: continuing an assistant's message is not supported", field="messages"
-        )
-    return chat.model_copy(
+    return _conversation(body).model_copy(
         update={
             "max_tokens": body.max_tokens,
             "temperature": body.temperature,
@@ -76,19 +73,27 @@ def _chat_of(body: MessagesBody) -> ChatBody:
 
 def _conversation(body: CountTokensBody) -> ChatBody:
     """Return a chat of the conversation."""
-    choice = body.tool_choice
+    choice, messages = body.tool_choice, read_turns(body.system, body.messages)
     thinking: dict[str, Any] = {} if body.thinking is None else _thinking(body.thinking)
+    last = messages[-1]
     return ChatBody.model_construct(
         model=body.model,
-        messages=read_turns(body.system, body.messages),
-        tools=None if body.tools is None else [_tool(tool) for tool in body.tools],
+        messages=messages,
+        continue_final_message=last["role"] == "assistant" and not last.get("tool_calls"),
+        tools=[_tool(tool, field_path("tools", position)) for position, tool in enumerate(body.tools or ())],
         tool_choice=None if choice is None else _tool_choice(choice),
         parallel_tool_calls=False if choice is not None and choice.disable_parallel_tool_use else None,
         **thinking,
     )
 
 
-def _tool(tool: Tool) -> dict[str, Any]:
+def _tool(tool: Tool, where: str) -> dict[str, Any]:
+    """Return a tool as chats describe it. Raises InvalidRequest."""
+    if tool.type not in (None, "custom"):
+        return {"type": tool.type}
+    for name in ("name", "input_schema"):
+        if getattr(tool, name) is None:
+            raise InvalidRequest(f"{where}.{name} must be set", field=f"{where}.{name}")
     described = {} if tool.description is None else {"description": tool.description}
     return {"type": "function", "function": {"name": tool.name, **described, "parameters": tool.input_schema}}
 
@@ -103,13 +108,11 @@ def _tool_choice(choice: ToolChoice) -> str | dict[str, Any]:
 
 def _thinking(thinking: Thinking) -> dict[str, Any]:
     """Return the options of a chat; `adaptive` leaves everything to the model."""
-    budget = thinking.budget_tokens
-    if (thinking.type == "enabled") != (budget is not None):
-        raise InvalidRequest("thinking.budget_tokens goes with the type enabled", field="thinking.budget_tokens")
     if thinking.type == "adaptive":
         return {}
-    variables = {"enable_thinking": thinking.type == "enabled"}
-    return {"chat_template_kwargs": variables, "thinking_budget": budget}
+    if thinking.type == "disabled":
+        return {"chat_template_kwargs": {"enable_thinking": False}}
+    return {"chat_template_kwargs": {"enable_thinking": True}, "thinking_budget": thinking.budget_tokens}
 
 
 def _response_format(body: MessagesBody) -> dict[str, Any] | None:

@@ -44,6 +44,7 @@ def _named(error: KvrelayError) -> str:
 ANTHROPIC = Dialect(
     error_body=error_body,
     event_open=b"event: error\ndata: ",
+    sign_of_life=b'event: ping\ndata: {"type": "ping"}\n\n',
     request_id_header=b"request-id",
     error_schema="AnthropicError",
 )

@@ -1,11 +1,8 @@
-"""The bodies of Anthropic's endpoints, and the JSON schemas of their answers.
-
-Anthropic's fields that change no answer are ignored; any other field that is not defined here is refused.
-"""
+"""The bodies of Anthropic's endpoints, and the JSON schemas of their answers."""
 
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, WithJsonSchema
+from pydantic import BeforeValidator, ConfigDict, Field, WithJsonSchema
 
 from common.chat.formats import TOOL_NAME
 from common.sampling import PARAMETERS
@@ -25,20 +22,32 @@ def _block(kind: str, **members: Any) -> dict[str, Any]:
 
 
 def _blocks(*kinds: dict[str, Any]) -> dict[str, Any]:
-    return list_schema({"anyOf": list(kinds)}) | {"minItems": 1, "maxItems": MAX_CONTENT_PARTS}
+    return list_schema({"anyOf": list(kinds)}) | {"maxItems": MAX_CONTENT_PARTS}
 
 
+UNREAD_BLOCKS = (
+    *("redacted_thinking", "server_tool_use", "web_search_tool_result", "web_fetch_tool_result"),
+    *("code_execution_tool_result", "bash_code_execution_tool_result", "text_editor_code_execution_tool_result"),
+    *("tool_search_tool_result", "mcp_tool_use", "mcp_tool_result", "container_upload", "compaction"),
+)
+"""Blocks of an assistant's message that another server has made for itself."""
+_NOT_TEXT = TEXT | {"not": const_schema("text")}
 # turns.py reads conversations by hand: these are for the OpenAPI document.
-_TEXTS = {"anyOf": [TEXT, _blocks(_block("text", text=TEXT))]}
+_TEXT_BLOCKS = _blocks(_block("text", text=TEXT))
+_TEXTS = {"anyOf": [TEXT, _TEXT_BLOCKS]}
+_RETURNED = {"anyOf": [TEXT, _blocks(_block("text", text=TEXT), object_schema(type=_NOT_TEXT))]}
 _RESULT = object_schema(
-    {"content": nullable(_TEXTS), "is_error": {"type": ["boolean", "null"]}},
+    {"content": nullable(_RETURNED), "is_error": {"type": ["boolean", "null"]}},
     type=const_schema("tool_result"),
     tool_use_id=TEXT | {"minLength": 1},
 )
 _CALL = _block("tool_use", id=TEXT | {"minLength": 1}, name=TEXT | {"minLength": 1}, input={"type": "object"})
 _ASKED = _blocks(_block("text", text=TEXT), _RESULT)
 _ANSWERED = _blocks(
-    _block("text", text=TEXT), _block("thinking", thinking=TEXT), _block("redacted_thinking", data=TEXT), _CALL
+    _block("text", text=TEXT),
+    _block("thinking", thinking=TEXT),
+    _CALL,
+    object_schema(type=TEXT | {"enum": list(UNREAD_BLOCKS)}),
 )
 
 
@@ -46,29 +55,35 @@ def _turn(role: str, content: dict[str, Any]) -> dict[str, Any]:
     return object_schema(role=const_schema(role), content={"anyOf": [TEXT, content]})
 
 
-_TURNS = list_schema({"anyOf": [_turn("user", _ASKED), _turn("assistant", _ANSWERED)]})
+_TURNS = list_schema({"anyOf": [_turn("user", _ASKED), _turn("assistant", _ANSWERED), _turn("system", _TEXT_BLOCKS)]})
 Turns = Annotated[Any, WithJsonSchema(_TURNS | {"minItems": 1, "maxItems": MAX_CHAT_MESSAGES})]
 Texts = Annotated[Any, WithJsonSchema(nullable(_TEXTS))]
 
 
 class Tool(StrictBody):
-    """One entry of `tools`."""
+    """One entry of `tools`; the model is told of those that have the type `custom`, or none."""
 
-    type: Literal["custom"] | None = None
-    name: Annotated[str, Field(pattern=f"^{TOOL_NAME.pattern}$")]
+    type: str | None = None
+    name: Annotated[str, Field(pattern=f"^{TOOL_NAME.pattern}$")] | None = None
     description: str | None = None
-    input_schema: _JsonSchema
+    input_schema: _JsonSchema | None = None
     cache_control: _Ignored = None
     eager_input_streaming: bool | None = None
     """Ignored: input is always streamed while it is generated."""
     strict: bool | None = None
     """Ignored: input of calls that have to be made always fits its schema."""
-    defer_loading: Literal[False] | None = None
+
+
+def _own_or_bare(tool: Any) -> Any:
+    """Return a tool; one that the model is not told of without anything but its type."""
+    kind = tool.get("type") if isinstance(tool, dict) else None
+    return {"type": kind} if isinstance(kind, str) and kind != "custom" else tool
 
 
 class ToolChoice(StrictBody):
     """`tool_choice`."""
 
+    is_closed = True
     type: Literal["auto", "any", "none", "tool"]
     name: str | None = None
     """The tool to call, with `tool`."""
@@ -81,13 +96,14 @@ class Thinking(StrictBody):
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Annotated[int, Field(ge=0, lt=2**32)] | None = None
     """Most tokens that the model may think, with `enabled`."""
-    display: Literal["summarized"] | None = None
+    display: str | None = None
     """Ignored: thoughts are shown as they are."""
 
 
 class OutputFormat(StrictBody):
     """What the answer has to look like."""
 
+    is_closed = True
     type: Literal["json_schema"]
     json_schema: _JsonSchema = Field(alias="schema")
 
@@ -96,16 +112,19 @@ class OutputConfig(StrictBody):
     """`output_config`."""
 
     format: OutputFormat | None = None
+    effort: str | None = None
+    """Ignored: models know other efforts, or none."""
 
 
 class CountTokensBody(StrictBody):
     """`/v1/messages/count_tokens`: a conversation."""
 
     model_config = ConfigDict(json_schema_extra={"required": ["messages"]})
+    ignored = frozenset(("context_management", "speed"))
     model: str | None = None
     messages: Turns = None
     system: Texts = None
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[Annotated[Tool, BeforeValidator(_own_or_bare)]], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -121,7 +140,7 @@ class MessagesBody(CountTokensBody):
     model_config = ConfigDict(json_schema_extra={"required": ["messages", "max_tokens"]})
     max_tokens: Annotated[int, Field(ge=1, le=_INT32_MAX)]
     temperature: Annotated[float, Field(ge=0, le=1)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=0, le=_INT32_MAX)] | None = None
     stop_sequences: Annotated[list[str], Field(max_length=_MAX_STOPS)] | None = None
     stream: bool | None = None

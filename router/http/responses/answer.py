@@ -89,6 +89,7 @@ class ResponseAnswer(Answer):
 
     def _fail(self, error: KvrelayError) -> Iterable[str]:
         """Return the last events of a stream that fails; OpenAI's client raises on the second one."""
+        self._begin()
         code = _ERROR_CODES.get(kind_of(error).status, "server_error")
         failed = self._response("failed", output=self._output.partial(), error={"code": code, "message": error.message})
         self._events.tell("response.failed", response=failed)

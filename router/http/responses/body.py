@@ -7,14 +7,21 @@ from pydantic import ConfigDict, Field, WithJsonSchema
 
 from common.sampling import MAX_LOGPROBS
 from common.wire import MAX_TOOLS
-from router.http.schema import SAMPLING_FIELDS, Extension, sampling_body
+from router.http.schema import SAMPLING_FIELDS, Extension, GenerationBody, sampling_body
 from router.http.strict import TEXT, Strict, const_schema, list_schema, nullable, object_schema
 
 LOGPROBS = "message.output_text.logprobs"
-_Included = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
 INPUT_ROLES = ("system", "developer", "user", "assistant")
 REASONING_TEXTS = {"content": "reasoning_text", "summary": "summary_text"}
 """Members of a reasoning item, the one that counts first, each with the type of its parts."""
+UNREAD_ITEMS = (
+    *("web_search_call", "file_search_call", "image_generation_call", "code_interpreter_call", "compaction"),
+    *("computer_call", "computer_call_output", "local_shell_call", "local_shell_call_output"),
+    *("shell_call", "shell_call_output", "apply_patch_call", "apply_patch_call_output"),
+    *("custom_tool_call", "custom_tool_call_output", "tool_search_call", "tool_search_output"),
+    *("mcp_list_tools", "mcp_approval_request", "mcp_approval_response", "mcp_call"),
+)
+"""Items about tools that are no functions: no answer of this server has one."""
 _MAX_METADATA = 16
 _STATELESS = "nothing is stored here: send the whole conversation in input"
 _UNLIKE_CHAT = ("n", "max_tokens", "use_beam_search", "length_penalty", "early_stopping")
@@ -28,6 +35,7 @@ def _kind(kind: str, /, **members: Any) -> dict[str, Any]:
 # items.py reads these by hand: their schemas are for the OpenAPI document.
 _PARTS = list_schema(object_schema(type=TEXT | {"enum": ["input_text", "output_text"]}, text=TEXT))
 _CONTENT = {"anyOf": [TEXT, _PARTS]}
+_RETURNED = {"anyOf": [TEXT, _PARTS, list_schema(object_schema(type=TEXT))]}
 _MESSAGE = object_schema(
     {"type": {"enum": ["message", None]}}, role=TEXT | {"enum": list(INPUT_ROLES)}, content=_CONTENT
 )
@@ -39,12 +47,18 @@ _ITEMS = {
     "anyOf": [
         _MESSAGE,
         _kind("function_call", call_id=TEXT, name=TEXT, arguments=TEXT),
-        _kind("function_call_output", call_id=TEXT, output=_CONTENT),
+        object_schema({"output": nullable(_RETURNED)}, type=const_schema("function_call_output"), call_id=TEXT),
         _REASONING,
+        object_schema(type=TEXT | {"enum": list(UNREAD_ITEMS)}),
     ]
 }
 Input = Annotated[Any, WithJsonSchema({"anyOf": [TEXT, list_schema(_ITEMS) | {"minItems": 1}]})]
-Tool = Annotated[dict[str, Any], WithJsonSchema(_kind("function", name=TEXT))]
+Tool = Annotated[
+    dict[str, Any],
+    WithJsonSchema(
+        {"anyOf": [_kind("function", name=TEXT), object_schema(type=TEXT | {"not": const_schema("function")})]}
+    ),
+]
 
 
 class TextOptions(Strict):
@@ -52,7 +66,8 @@ class TextOptions(Strict):
 
     format: Annotated[dict[str, Any], Field(max_length=8)] | None = None
     """What the answer has to look like: `text`, `json_object` or `json_schema`."""
-    verbosity: Literal["medium"] | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+    """Ignored, and repeated in the answer."""
 
 
 class ReasoningOptions(Strict):
@@ -87,10 +102,11 @@ class ResponsesBody(_Sampling):
     ignored = frozenset(
         (
             *("service_tier", "request_id", "client_metadata", "max_tool_calls"),
-            *("prompt_cache_retention", "prompt_cache_options"),
+            *("prompt_cache_retention", "prompt_cache_options", "verbosity"),
         )
     )
     only_as: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **dict.fromkeys(GenerationBody.model_fields, ()),  # those of the other endpoints that this one does not have
         "previous_response_id": (),
         "conversation": (),
         "background": (False,),
@@ -100,11 +116,12 @@ class ResponsesBody(_Sampling):
         "moderation": (),
         "messages": (),
         "n": (1,),
-        "max_tokens": (),
         "max_completion_tokens": (),
-        "response_format": (),
         "reasoning_effort": (),
-        "verbosity": (),
+        "use_beam_search": (False,),
+        "bad_words": ([],),
+        "include_stop_str_in_output": (False,),
+        "continue_final_message": (False,),
     }
     reasons: ClassVar[Mapping[str, str]] = {
         "previous_response_id": _STATELESS,
@@ -117,7 +134,6 @@ class ResponsesBody(_Sampling):
         "max_completion_tokens": "here it is max_output_tokens",
         "response_format": "here it is text.format",
         "reasoning_effort": "here it is reasoning.effort",
-        "verbosity": "here it is text.verbosity",
     }
 
     model: str | None = None
@@ -132,8 +148,8 @@ class ResponsesBody(_Sampling):
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Annotated[dict[str, Any], Field(max_length=8)] | str | None = None
     parallel_tool_calls: bool | None = None
-    include: Annotated[list[_Included], Field(max_length=8)] | None = None
-    """Reasoning is never encrypted: its items hold the text, which is all that a next call needs."""
+    include: Annotated[list[str], Field(max_length=16)] | None = None
+    """Others than the log-probabilities are ignored: reasoning is never encrypted, its items hold the text."""
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     store: bool | None = None
     """Ignored: nothing is stored."""
@@ -149,6 +165,8 @@ class ResponsesBody(_Sampling):
     """Most tokens that the model may think before it answers."""
     skip_special_tokens: bool | None = None
     priority: int | None = None
+    cache_salt: str | None = None
+    truncate_prompt_tokens: int | None = None
     kvrelay: Extension | None = None
 
     def sampling_options(self) -> dict[str, Any]:

@@ -9,7 +9,8 @@ from router.http.calls import Call, chat_call, renamed
 from router.http.responses.body import LOGPROBS, ResponsesBody, TextOptions
 from router.http.responses.items import read_input
 from router.http.schema import ChatBody
-from router.http.strict import field_path, parse_body
+from router.http.strict import check_members, field_path, parse_body
+from router.http.tools import is_foreign
 
 _NAMES: Mapping[str, str] = {
     "messages": "input",
@@ -17,11 +18,15 @@ _NAMES: Mapping[str, str] = {
     "max_completion_tokens": "max_output_tokens",
     "response_format": "text.format",
 }
-_SAME = ("model", "stream", "parallel_tool_calls", "thinking_budget", "skip_special_tokens", "priority", "kvrelay")
+_SAME = (
+    *("model", "stream", "tool_choice", "parallel_tool_calls", "thinking_budget", "skip_special_tokens", "priority"),
+    *("cache_salt", "truncate_prompt_tokens", "kvrelay"),
+)
 """Fields that chats have, too."""
 _FUNCTION = ("name", "description", "parameters")
 """Members of a tool that the model sees."""
-_IGNORED_OF_TOOL = ("type", "strict")
+_FORMAT = ("type", "name", "description", "schema", "strict")
+"""Members of `text.format`."""
 
 
 def read_response(raw: bytes) -> Call:
@@ -39,7 +44,8 @@ def responses_call(body: ResponsesBody) -> Call:
     except InvalidRequest as error:
         error.field = renamed(error.field, names)
         raise
-    return replace(call, settings=_settings(body), names={**call.names, **names})
+    names = {**call.names, **names}
+    return replace(call, settings=_settings(body), names=names, left_out=(*body.left_out, *call.left_out))
 
 
 def _chat(body: ResponsesBody) -> ChatBody:
@@ -54,7 +60,6 @@ def _chat(body: ResponsesBody) -> ChatBody:
         max_tokens=body.max_output_tokens,
         response_format=_response_format(body.text),
         tools=[_tool(tool, field_path("tools", position)) for position, tool in enumerate(body.tools or ())],
-        tool_choice=_tool_choice(body.tool_choice),
         logprobs=wants_logprobs,
         top_logprobs=body.top_logprobs,
         reasoning_effort=None if body.reasoning is None else body.reasoning.effort,
@@ -66,41 +71,23 @@ def _chat(body: ResponsesBody) -> ChatBody:
 def _response_format(text: TextOptions | None) -> dict[str, Any] | None:
     """Return the `response_format` of a chat; None for text. Raises InvalidRequest."""
     given = {"type": "text"} if text is None or text.format is None else text.format
-    match given.get("type"):
-        case "text":
-            return None
-        case "json_object":
-            return {"type": "json_object"}
-        case "json_schema":
-            if not isinstance(given.get("schema"), dict):
-                raise InvalidRequest("text.format.schema must be a schema", field="text.format.schema")
-            return {"type": "json_schema", "json_schema": {"schema": given["schema"]}}
-    raise InvalidRequest("text.format.type must be text, json_object or json_schema", field="text.format")
+    if given.get("type") not in ("text", "json_object", "json_schema"):
+        raise InvalidRequest("text.format.type must be text, json_object or json_schema", field="text.format")
+    check_members(given, _FORMAT, "text.format")
+    schema = given.get("schema")
+    if not isinstance(schema, dict) and (schema is not None or given["type"] == "json_schema"):
+        raise InvalidRequest("text.format.schema must be a schema", field="text.format.schema")
+    return None if given["type"] == "text" else {"type": given["type"], "schema": schema}
 
 
-def _tool(given: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _tool(given: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     """Return a tool as chats describe it, with its members in the given order. Raises InvalidRequest."""
-    if given.get("type") != "function":
-        kind = str(given.get("type"))[:40]
-        raise InvalidRequest(f"{where}.type is {kind}: only tools of type function are supported", field=where)
-    if not isinstance(given.get("name"), str):
-        raise InvalidRequest(f"{where}.name must be text", field=where)
-    for name, value in given.items():
-        if name not in (*_FUNCTION, *_IGNORED_OF_TOOL) and value:
-            raise InvalidRequest(f"{where}.{name[:80]} is not supported", field=where)
-    function = {name: value for name, value in given.items() if name in _FUNCTION and value is not None}
-    return {"type": "function", "function": function}
-
-
-def _tool_choice(given: Any) -> Any:
-    """Return a chat's tool choice. Raises InvalidRequest."""
-    if not isinstance(given, dict):
+    if is_foreign(given):
         return given
     if given.get("type") != "function" or not isinstance(given.get("name"), str):
-        raise InvalidRequest(
-            'tool_choice must be none, auto, required or {"type": "function", "name": …}', field="tool_choice"
-        )
-    return {"type": "function", "function": {"name": given["name"]}}
+        raise InvalidRequest(f'{where} must be {{"type": "function", "name": …}}', field=where)
+    function = {name: value for name, value in given.items() if name in _FUNCTION and value is not None}
+    return {"type": "function", "function": function}
 
 
 def _settings(body: ResponsesBody) -> dict[str, Any]:
@@ -115,7 +102,10 @@ def _settings(body: ResponsesBody) -> dict[str, Any]:
         "reasoning": {"effort": reasoning and reasoning.effort, "summary": None},
         "safety_identifier": body.safety_identifier,
         "temperature": sampling.get("temperature"),
-        "text": {"format": (text and text.format) or {"type": "text"}, "verbosity": "medium"},
+        "text": {
+            "format": (text and text.format) or {"type": "text"},
+            "verbosity": (text and text.verbosity) or "medium",
+        },
         "tool_choice": body.tool_choice or "auto",
         "tools": [{"strict": None, "parameters": None, **tool} for tool in body.tools or ()],
         "top_logprobs": body.top_logprobs or 0,

@@ -7,7 +7,8 @@ from typing import Any
 
 from common.errors import InvalidRequest
 from common.wire import MAX_CHAT_MESSAGES, MAX_CONTENT_PARTS, check_length
-from router.http.responses.body import INPUT_ROLES, REASONING_TEXTS
+from router.http.messages import unseen
+from router.http.responses.body import INPUT_ROLES, REASONING_TEXTS, UNREAD_ITEMS
 from router.http.strict import field_path
 
 Message = dict[str, Any]
@@ -65,10 +66,12 @@ def _read(item: Any, where: str, turns: _Turns) -> None:
             call = {"id": _text(item, "call_id", where), "type": "function", "function": function}
             turns.assistant().setdefault("tool_calls", []).append(call)
         case "function_call_output":
-            content = _content(item.get("output"), f"{where}.output")
+            content = _returned(item.get("output"), f"{where}.output")
             turns.add({"role": "tool", "content": content, "tool_call_id": _text(item, "call_id", where)})
         case "item_reference":
             raise InvalidRequest(f"{where} refers to an item: nothing is stored here; send the item", field=where)
+        case _ if kind in UNREAD_ITEMS:
+            pass
         case _:
             raise InvalidRequest(
                 f"{where}.type must be message, reasoning, function_call or function_call_output", field=f"{where}.type"
@@ -87,22 +90,32 @@ def _read_message(item: Message, where: str, turns: _Turns) -> None:
 
 
 def _reasoning(item: Message, where: str) -> str:
-    """Return the text of a reasoning item, or its summary where it has none. Raises InvalidRequest."""
+    """Return the text of a reasoning item, or its summary where it has none; what is encrypted is unread.
+
+    Raises InvalidRequest.
+    """
     texts = [
         _joined(item[name], f"{where}.{name}", (kind,))
         for name, kind in REASONING_TEXTS.items()
         if item.get(name) is not None
     ]
-    if text := next(filter(None, texts), ""):
-        return text
-    if item.get("encrypted_content"):
-        field = f"{where}.encrypted_content"
-        raise InvalidRequest(f"{field}: encrypted reasoning cannot be read; send its content", field=field)
-    return ""
+    return next(filter(None, texts), "")
 
 
 def _content(content: Any, where: str) -> str:
     return content if isinstance(content, str) else _joined(content, where, _TEXTS)
+
+
+def _returned(content: Any, where: str) -> str:
+    """Return what a function has returned as text. Raises InvalidRequest."""
+    if not isinstance(content, list):
+        return _content("" if content is None else content, where)
+    kinds = [part.get("type") if isinstance(part, dict) else None for part in content[: MAX_CONTENT_PARTS + 1]]
+    parts = [
+        {"type": _TEXTS[0], "text": unseen(kind)} if isinstance(kind, str) and kind not in _TEXTS else part
+        for part, kind in zip(content, kinds, strict=False)
+    ]
+    return _joined(parts, where, _TEXTS)
 
 
 def _joined(parts: Any, where: str, kinds: tuple[str, ...]) -> str:

@@ -157,3 +157,41 @@ def test_render_writes_the_date_that_it_is_given_whatever_the_hosts_time_zone_is
 def test_template_that_would_write_something_random_is_refused(source: str) -> None:
     with pytest.raises((InvalidRequest, TemplateError)):
         ChatTemplate(source, special_tokens={}).render(Conversation.plain([("user", "x")]), rendered_unix_s=NOW_UNIX_S)
+
+
+BEGUN = {"role": "assistant", "content": "The answer is", "reasoning_content": "hm"}
+
+
+@pytest.mark.parametrize(
+    "name", ["Qwen-Qwen2.5-7B-Instruct", "deepseek-ai-DeepSeek-V3.1", "mistralai-Mistral-Nemo-Instruct-2407"]
+)
+def test_answer_that_has_begun_goes_on_where_transformers_lets_it(name: str) -> None:
+    source, messages = (TEMPLATES / f"{name}.jinja").read_text(), [{"role": "user", "content": "Hi"}]
+    expected: Any = chat_template_utils.render_jinja_template(
+        [[*messages, BEGUN]], chat_template=source, continue_final_message=True, **SPECIAL_TOKENS
+    )
+    sent = Conversation(messages=messages, begun=BEGUN)
+    assert template_of(source).render(sent, rendered_unix_s=NOW_UNIX_S) == expected[0][0]
+
+
+def test_thoughts_that_the_prompt_opens_end_before_an_answer_that_has_begun() -> None:
+    template = template_of("{{ messages[0].content + '<think>\n' }}")
+    sent = Conversation(messages=[{"role": "user", "content": "Hi"}], begun=BEGUN)
+    assert template.render(sent, rendered_unix_s=0) == "Hi<think>\nhm\n</think>\n\nThe answer is"
+    silent = Conversation(messages=sent.messages, begun=BEGUN | {"content": ""})
+    assert template.render(silent, rendered_unix_s=0) == "Hi<think>\n"
+
+
+SYSTEM_FIRST = (
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('not first') }}{% endif %}"
+    "{{ m.role }}: {{ m.content }}\n{% endfor %}"
+)
+
+
+def test_system_message_in_the_middle_comes_first_only_where_the_template_wants_it() -> None:
+    said = Conversation.plain([("system", "one"), ("user", "a"), ("system", "two"), ("user", "b")])
+    anywhere = template_of("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
+    assert anywhere.render(said, rendered_unix_s=0) == "system: one\nuser: a\nsystem: two\nuser: b\n"
+    assert template_of(SYSTEM_FIRST).render(said, rendered_unix_s=0) == "system: one\n\ntwo\nuser: a\nuser: b\n"
+    with pytest.raises(InvalidRequest, match="never"):
+        template_of("{{ raise_exception('never') }}").render(said, rendered_unix_s=0)

@@ -26,6 +26,7 @@ FLAT_TOOLS = [{"type": "function", **FUNCTION}]
 STREAM = {"stream": True}
 FORCED = {"tools": TOOLS, "tool_choice": "required"}
 BEAMS = {"use_beam_search": True, "n": 2}
+BEGUN = {"messages": [{"role": "user", "content": "Tell me"}, {"role": "assistant", "content": "Rivers are"}]}
 IMAGE_USER = {"type": "approximate", "approximate": {"country": "FR"}}
 
 SAMPLING: dict[str, Values] = {
@@ -123,6 +124,8 @@ CHAT: dict[str, Values] = {
     "max_completion_tokens": Values(9, (3,)),
     "logprobs": Values(True),
     "top_logprobs": Values(2, beside={"logprobs": True}),
+    "continue_final_message": Values(True, beside=BEGUN),
+    "add_generation_prompt": Values(False, ("no",), beside={**BEGUN, "continue_final_message": True}),
 }
 COMPLETIONS: dict[str, Values] = {
     **GENERATION,
@@ -164,6 +167,9 @@ RESPONSES: dict[str, Values] = {
     "messages": Values([{"role": "user", "content": "a"}]),
     "max_completion_tokens": Values(3),
     "max_tokens": Values(3),
+    "use_beam_search": Values(True),
+    "length_penalty": Values(4.0),
+    "early_stopping": Values(True),
 }
 EMBEDDINGS: dict[str, Values] = {
     **{name: Values(each.sensible) for name, each in GENERATION.items() if not name.startswith("kvrelay")},
@@ -189,6 +195,7 @@ COUNT_TOKENS: dict[str, Values] = {
     "output_config": Values({"format": {"type": "json_schema", "schema": PLACE}}, ({"format": {"type": "xml"}},)),
     "output_config.format": Values({"type": "json_schema", "schema": PLACE}, ({"type": "xml"},)),
     "output_config.effort": Values("low"),
+    "context_management": Values({"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}),
     "output_config.task_budget": Values({"type": "tokens", "total": 20000}),
     "output_format": Values({"type": "json_schema", "schema": PLACE}, ({"type": "xml"},)),
     "cache_control": Values({"type": "ephemeral"}),

@@ -105,7 +105,7 @@ async def test_report_names_the_worker_of_each_input(http: HttpCluster) -> None:
         ({"kvrelay": {"timeout_s": 0}}, "kvrelay.timeout_s"),
         ({"kvrelay": {"ttft_s": -1.0}}, "kvrelay.ttft_s"),
         ({"kvrelay": {"unknown": 1}}, "kvrelay.unknown"),
-        ({"unknown": 1}, "unknown"),
+        ({"dimension": 1}, "dimension"),
     ],
     ids=lambda value: value if isinstance(value, str) else json.dumps(value)[:30],
 )

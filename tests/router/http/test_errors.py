@@ -27,7 +27,7 @@ def test_every_error_class_has_a_kind() -> None:
     ("path", "fields", "param"),
     [
         (COMPLETIONS, {**TEXT, "temperature": 11}, "temperature"),
-        (COMPLETIONS, {**TEXT, "top_p": 0}, "top_p"),
+        (COMPLETIONS, {**TEXT, "top_p": -0.1}, "top_p"),
         (COMPLETIONS, {**TEXT, "max_tokens": 0}, "max_tokens"),
         (COMPLETIONS, {**TEXT, "max_tokens": 2**40}, "max_tokens"),
         (COMPLETIONS, {**TEXT, "max_tokens": "many"}, "max_tokens"),
@@ -50,14 +50,26 @@ def test_every_error_class_has_a_kind() -> None:
         (COMPLETIONS, {**TEXT, "use_beam_search": True, "n": 2, "logprobs": 1}, "logprobs"),
         (COMPLETIONS, {**TEXT, "length_penalty": 0.5}, "length_penalty"),
         (COMPLETIONS, {**TEXT, "stream_options": {"include_usage": True}}, "stream_options"),
-        (COMPLETIONS, {**TEXT, "stream": True, "stream_options": {"other": True}}, "stream_options.other"),
+        (
+            COMPLETIONS,
+            {**TEXT, "stream": True, "stream_options": {"include_usages": True}},
+            "stream_options.include_usages",
+        ),
         (COMPLETIONS, {**TEXT, "temperatur": 1}, "temperatur"),
         (COMPLETIONS, {**TEXT, "priority": 2**31}, "priority"),
         (COMPLETIONS, {**TEXT, "kvrelay": {"timeout_s": 0}}, "kvrelay.timeout_s"),
         (COMPLETIONS, {**TEXT, "kvrelay": {"ttft_s": -1}}, "kvrelay.ttft_s"),
         (COMPLETIONS, {**TEXT, "kvrelay": {"itl_s": 0.1, "tpot_s": 0.1}}, "kvrelay.itl_s"),
         (COMPLETIONS, {**TEXT, "kvrelay": {"reports": True}}, "kvrelay.reports"),
-        (COMPLETIONS, {**TEXT, "cache_salt": "mine"}, "cache_salt"),
+        (COMPLETIONS, {**TEXT, "cache_salt": "m" * 257}, "cache_salt"),
+        (COMPLETIONS, {**TEXT, "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+        (COMPLETIONS, {**TEXT, "truncate_prompt_tokens": -1}, "truncate_prompt_tokens"),
+        (COMPLETIONS, {**TEXT, "prompt_logprobs": 21}, "prompt_logprobs"),
+        (COMPLETIONS, {**TEXT, "allowed_token_ids": []}, "allowed_token_ids"),
+        (COMPLETIONS, {**TEXT, "allowed_token_ids": [-1]}, "allowed_token_ids[0]"),
+        (COMPLETIONS, {**TEXT, "allowed_token_ids": [1], "guided_regex": "a"}, "allowed_token_ids"),
+        (COMPLETIONS, {**TEXT, "prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+        (COMPLETIONS, {**TEXT, **{f"unknown_{number}": 1 for number in range(33)}}, "unknown_0"),
         (COMPLETIONS, {}, "prompt"),
         (COMPLETIONS, {"prompt": []}, "prompt"),
         (COMPLETIONS, {"prompt": ""}, "prompt"),
@@ -78,7 +90,20 @@ def test_every_error_class_has_a_kind() -> None:
         (CHAT, {**TURN, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         (CHAT, {**TURN, "tools": [{"type": "function"}]}, "tools[0]"),
         (CHAT, {**TURN, "tool_choice": "required"}, "tool_choice"),
+        (CHAT, {**TURN, "tool_choice": {"type": "web_search"}}, "tool_choice"),
+        (CHAT, {**TURN, "tool_choice": {"type": "auto", "name": "f"}}, "tool_choice.name"),
+        (CHAT, {**TURN, "tool_choice": {"type": "function"}}, "tool_choice"),
+        (CHAT, {**TURN, "tool_choice": {"type": "allowed_tools", "mode": "any", "tools": []}}, "tool_choice"),
+        (CHAT, {**TURN, "continue_final_message": True}, "continue_final_message"),
+        (CHAT, {**TURN, "add_generation_prompt": False}, "add_generation_prompt"),
         (CHAT, {**TURN, "response_format": {"type": "yaml"}}, "response_format"),
+        (CHAT, {**TURN, "response_format": {"type": "text", "schema": {}}}, "response_format.schema"),
+        (CHAT, {**TURN, "response_format": {"type": "json_object", "schema": 1}}, "response_format"),
+        (
+            CHAT,
+            {**TURN, "response_format": {"type": "json_schema", "json_schema": {"schema": {}, "x": 1}}},
+            "response_format.json_schema.x",
+        ),
         (CHAT, {**TURN, "response_format": {"type": "json_schema"}}, "response_format"),
         (CHAT, {**TURN, "structured_outputs": {"regexp": "a"}}, "structured_outputs"),
         (CHAT, {**TURN, "guided_regex": "a", "guided_choice": ["a"]}, "guided_choice"),
@@ -91,12 +116,13 @@ async def test_bad_field_is_refused_by_its_name(
     shared_http: HttpCluster, path: str, fields: dict[str, Any], param: str
 ) -> None:
     cluster = shared_http.cluster
-    num_failed = (await cluster.until_idle()).num_failed
+    before = await cluster.until_idle()
     status, _headers, body = await fetch(shared_http.port, "POST", path, json.dumps(fields).encode())
     error = json.loads(body)["error"]
     assert (status, error["param"], error["type"]) == (400, param, "invalid_request_error"), error
     assert error["message"]
-    assert (await cluster.until_idle()).num_failed == num_failed + 1
+    after = await cluster.until_idle()
+    assert (after.num_rejected, after.num_failed) == (before.num_rejected + 1, before.num_failed)
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,17 @@ from typing import Any
 import openai
 import pytest
 
+from common.fake_tokenizer import EOS_TOKEN_ID, VOCAB_SIZE, byte_tokenizer
+from common.tokens import as_tokens
+from engine.grammar import Grammars
+from kvrelay.v1 import sampling_pb2
 from router.http.calls import completion_call
+from router.http.generation import read_chat
+from router.http.pieces import Prompt
+from router.http.responses.call import read_response
 from router.http.schema import CompletionBody
 from router.http.strict import parse_body
+from router.http.styles import CompletionStyle
 from tests.router.fake_worker import DECODE, PREFILL, TIMEOUT_S, FakeWorker, answer, pair, sent_prompt
 from tests.router.fakes import config_with, prompt_of
 from tests.router.http.clients import API_KEY, COMPLETIONS, HttpCluster, fetch, http_cluster
@@ -266,3 +274,74 @@ def test_objective_for_tpot_is_read_under_its_old_name_too(name: str) -> None:
     body = parse_body(CompletionBody, json.dumps({"prompt": "hi", "kvrelay": {name: 0.25}}).encode())
     (request,) = completion_call(body).requests
     assert request.objective.tpot_s == 0.25
+
+
+def test_prompt_logprobs_are_told_by_token_and_none_for_the_first() -> None:
+    entries = [sampling_pb2.TokenLogprob(token_id=token_id, logprob=-token_id) for token_id in (5, 6, 7)]
+    positions = [
+        sampling_pb2.PositionLogprobs(),
+        sampling_pb2.PositionLogprobs(chosen=entries[0], top=entries[1:]),
+        sampling_pb2.PositionLogprobs(chosen=entries[2], top=entries[1:]),
+    ]
+    style = CompletionStyle(lambda token_ids: [f"t{token_id}" for token_id in token_ids])
+    first, second, third = style.prompt_logprobs(Prompt(token_ids=as_tokens([1, 5, 7]), echo=None, logprobs=positions))
+    assert first is None
+    assert second is not None
+    assert list(second) == ["5", "6", "7"]
+    assert second["5"] == {"logprob": -5, "rank": None, "decoded_token": "t5"}
+    assert third == {name: second[name] for name in ("7", "6")}
+
+
+async def test_prompt_logprobs_come_for_each_token(http: HttpCluster) -> None:
+    (choice,) = (await http.complete(prompt_logprobs=0)).choices
+    assert [list(position) for position in choice.prompt_logprobs] == [[str(token)] for token in prompt_of(10)]
+    answered = await http.chat(prompt_logprobs=0, max_tokens=1)
+    assert len(answered.prompt_logprobs) == answered.usage.prompt_tokens
+
+
+async def test_requests_share_kv_only_under_the_same_salt() -> None:
+    prefill, decode = pair()
+    async with http_cluster(prefill, decode) as http:
+        for salt in ("", "a", "a", "b"):
+            await http.complete(cache_salt=salt)
+        plain, first, again, other = [request.sequence.hash_root for request in decode.requests]
+    assert first == again
+    assert len({plain, first, other}) == 3
+
+
+async def test_echo_of_a_prompt_that_is_cut_is_what_is_left_of_it(http: HttpCluster) -> None:
+    (choice,) = (await http.complete(prompt="abcdef", truncate_prompt_tokens=2, echo=True, max_tokens=1)).choices
+    assert choice.text.startswith("ef")
+
+
+async def test_top_p_of_zero_takes_the_most_probable_token() -> None:
+    prefill, decode = pair()
+    async with http_cluster(prefill, decode) as http:
+        await http.complete(top_p=0)
+        assert 0 < decode.requests[0].sequence.sampling.top_p < 1e-6
+
+
+async def test_schema_beside_json_object_is_kept_to() -> None:
+    schema = {"type": "object", "properties": {"n": {"const": 7}}}
+    formats = ({"type": "json_object", "schema": schema}, {"type": "json_schema", "json_schema": {"schema": schema}})
+    chats = [{"messages": MESSAGES, "response_format": {**each}} for each in formats]
+    (first,), (second,) = [read_chat(json.dumps(each).encode()).requests for each in chats]
+    assert first == second
+    text = {"format": {"type": "json_object", "schema": schema}}
+    (third,) = read_response(json.dumps({"input": "hi", "text": text}).encode()).requests
+    assert json.loads(third.sampling.structured_outputs) == {"json": schema}
+
+
+async def test_models_with_a_slash_behind_them_are_the_list(http: HttpCluster) -> None:
+    both = [json.loads((await fetch(http.port, "GET", path))[2]) for path in ("/v1/models", "/v1/models/")]
+    assert both[0] == both[1]
+    assert both[0]["data"][0]["max_model_len"] == 200
+
+
+async def test_answer_of_allowed_tokens_has_no_others_and_ends_only_behind_one() -> None:
+    body = {"prompt": "a", "allowed_token_ids": [70, 65, 70]}
+    (request,) = completion_call(parse_body(CompletionBody, json.dumps(body).encode())).requests
+    grammars = Grammars(byte_tokenizer(), vocab_size=VOCAB_SIZE, eos_token_ids=frozenset((EOS_TOKEN_ID,)))
+    state = grammars.compile(request.sampling.structured_outputs).begin()
+    assert state.allowed([]).nonzero()[0].tolist() == [65, 70]
+    assert state.allowed([65]).nonzero()[0].tolist() == [65, 70, EOS_TOKEN_ID]

@@ -35,7 +35,8 @@ BODIES = {
     "an object for a prompt": b'{"prompt": {}}',
     "an object in the prompt": b'{"prompt": [{}]}',
     "an empty prompt of tokens": b'{"prompt": [[]]}',
-    "an unknown field of many characters": b'{"prompt": "a", "' + b"x" * 10_000 + b'": 1}',
+    "an unknown field of many characters": b'{"prompt": "a", "kvrelay": {"' + b"x" * 10_000 + b'": 1}}',
+    "many unknown fields": json.dumps({"prompt": "a"} | {f"unknown {number}": 1 for number in range(10_000)}).encode(),
 }
 
 

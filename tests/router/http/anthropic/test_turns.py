@@ -69,6 +69,15 @@ def test_loop_of_calls_and_results_is_the_chat_of_the_same_turns() -> None:
     ]
 
 
+@pytest.mark.parametrize("nonce", ["cc_version=2.1; cch=36ee5;", "cc_version=2.1; cch=0aaa9;"])
+def test_billing_line_that_differs_with_each_request_is_no_part_of_the_prompt(nonce: str) -> None:
+    line = f"x-anthropic-billing-header: {nonce}"
+    for system in ([text(line), text("be"), text("brief")], f"{line}\nbe\nbrief"):
+        assert read_turns(system, [HI])[0] == {"role": "system", "content": "be\nbrief"}
+    assert read_turns([text(line)], [HI]) == [HI]
+    assert read_turns("be\n" + line, [HI])[0]["content"].endswith(line)
+
+
 @pytest.mark.parametrize(
     ("block", "content"),
     [
@@ -108,7 +117,10 @@ def test_text_before_a_result_stays_before_it() -> None:
             {"thinking_budget": 7, "chat_template_kwargs": {"enable_thinking": True}},
         ),
         ({"thinking": {"type": "disabled"}}, {"chat_template_kwargs": {"enable_thinking": False}}),
-        ({"thinking": {"type": "adaptive"}}, {}),
+        ({"thinking": {"type": "enabled"}}, {"chat_template_kwargs": {"enable_thinking": True}}),
+        ({"thinking": {"type": "adaptive", "display": "omitted"}}, {}),
+        ({"context_management": {"edits": []}, "output_config": {"effort": "low"}, "speed": "fast"}, {}),
+        ({"top_p": 0}, {"top_p": 0}),
         ({"stop_sequences": ["a", "b"]}, {"stop": ["a", "b"]}),
         ({"stop_sequences": []}, {}),
         (
@@ -130,6 +142,7 @@ def test_text_before_a_result_stays_before_it() -> None:
 )
 def test_call_is_that_of_a_chat_that_asks_for_the_same(given: dict[str, Any], same: dict[str, Any]) -> None:
     call = read_messages_body(raw(**given))
+    call.requests[0].chat.soft_thinking_budget = False  # chats have none
     assert replace(call, names={}) == replace(chat(**same), names={})
 
 
@@ -152,40 +165,33 @@ def assistant(*blocks: Any) -> dict[str, Any]:
         ({"stop_sequences": "x"}, "stop_sequences"),
         ({"messages": None}, "messages"),
         ({"messages": []}, "messages"),
-        ({"messages": [HI, {"role": "assistant", "content": "I"}]}, "messages"),
-        ({"messages": [HI | {"role": "system"}]}, "messages[0].role"),
-        ({"messages": [HI | {"name": "x"}]}, "messages[0].name"),
+        ({"messages": [HI | {"role": "tool"}]}, "messages[0].role"),
+        ({"messages": [HI, {"role": "system", "content": [RESULT]}]}, "messages[1].content[0].type"),
         ({"messages": ["hi"]}, "messages[0]"),
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
-        (user(), "messages[0].content"),
         (user("hi"), "messages[0].content[0]"),
         (user(text("a"), {"type": "image", "source": {}}), "messages[0].content[1].type"),
         (user({"type": "document"}), "messages[0].content[0].type"),
         (user(CALL), "messages[0].content[0].type"),
-        (user(text("a", citations=[{}])), "messages[0].content[0].citations"),
         (user({"type": "text"}), "messages[0].content[0].text"),
         (user(RESULT | {"tool_use_id": ""}), "messages[0].content[0].tool_use_id"),
-        (user(RESULT | {"content": [{"type": "image"}]}), "messages[0].content[0].content[0].type"),
+        (user(RESULT | {"content": [{"type": 1}]}), "messages[0].content[0].content[0]"),
         (user(RESULT | {"is_error": 1}), "messages[0].content[0].is_error"),
         (assistant(RESULT), "messages[0].content[0].type"),
         (assistant(CALL | {"input": "{}"}), "messages[0].content[0].input"),
         (assistant(CALL | {"id": 1}), "messages[0].content[0].id"),
-        (assistant({"type": "server_tool_use"}), "messages[0].content[0].type"),
+        (assistant({"type": "image"}), "messages[0].content[0].type"),
         ({"system": [{"type": "image"}]}, "system[0].type"),
         ({"system": 1}, "system"),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "custom", "input_schema": {}}]}, "tools[0].name"),
         ({"tools": [TOOL | {"name": "a b"}]}, "tools[0].name"),
         ({"tools": [{"name": "now"}]}, "tools[0].input_schema"),
-        ({"tools": [TOOL, TOOL | {"input_examples": [{}]}]}, "tools[1].input_examples"),
-        ({"tools": [TOOL | {"defer_loading": True}]}, "tools[0].defer_loading"),
+        ({"tools": [TOOL, TOOL | {"input_schemas": {}}]}, "tools[1].input_schemas"),
         ({"tool_choice": {"type": "required"}}, "tool_choice.type"),
         ({"tool_choice": {"type": "tool"}}, "tool_choice.name"),
         ({"tool_choice": {"type": "any", "name": "now"}}, "tool_choice.name"),
-        ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens"),
-        ({"thinking": {"type": "disabled", "budget_tokens": 1}}, "thinking.budget_tokens"),
         ({"thinking": {"type": "enabled", "budget_tokens": 2**32}}, "thinking.budget_tokens"),
-        ({"thinking": {"type": "adaptive", "display": "omitted"}}, "thinking.display"),
-        ({"output_config": {"effort": "low"}}, "output_config.effort"),
+        ({"thinking": {"type": "sometimes"}}, "thinking.type"),
         ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema"),
         ({"output_config": {"format": {"type": "json_schema", "schema": {}, "x": 1}}}, "output_config.format.x"),
         (
@@ -196,8 +202,7 @@ def assistant(*blocks: Any) -> dict[str, Any]:
             "output_format",
         ),
         ({"kvrelay": {"reports": True}}, "kvrelay.reports"),
-        ({"mcp_servers": [{}]}, "mcp_servers"),
-        ({"user": "harmless only in OpenAI's API"}, "user"),
+        ({"stop_sequence": ["a"]}, "stop_sequence"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_its_place(fields: dict[str, Any], field: str) -> None:

@@ -1,0 +1,65 @@
+"""Fields that no server would read are left out and named in a header; misspelt ones of ours are refused."""
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.router.http.clients import CHAT, COMPLETIONS, HttpCluster, fetch
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+TURN: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
+REQUESTS: list[tuple[str, dict[str, Any]]] = [
+    (CHAT, TURN),
+    (COMPLETIONS, {"prompt": "hi", "max_tokens": 1}),
+    ("/v1/responses", {"input": "hi", "max_output_tokens": 1}),
+    ("/v1/messages", TURN),
+    ("/v1/messages/count_tokens", {"messages": TURN["messages"]}),
+    ("/v1/embeddings", {"input": "hi"}),
+    ("/tokenize", {"prompt": "hi"}),
+    ("/detokenize", {"tokens": [65]}),
+]
+
+
+async def ask(http: HttpCluster, path: str, body: dict[str, Any]) -> tuple[int, str | None, Any]:
+    """Return status, warning and document."""
+    status, headers, answer = await fetch(http.port, "POST", path, json.dumps(body).encode())
+    return status, headers.get("warning"), json.loads(answer)
+
+
+@pytest.mark.parametrize(("path", "body"), REQUESTS)
+async def test_unknown_field_is_left_out_and_named(shared_http: HttpCluster, path: str, body: dict[str, Any]) -> None:
+    assert (await ask(shared_http, path, body))[:2] == (200, None)
+    told = await ask(shared_http, path, body | {"top_a": 0.3, "provider": {"only": []}, "null_one": None})
+    assert told[:2] == (200, '299 kvrelay "left out: top_a, provider"')
+
+
+async def test_warning_holds_no_text_that_could_be_taken_for_a_header(shared_http: HttpCluster) -> None:
+    names = {'a"\r\nset-cookie: x=y': 1, "é" * 200: 1} | {f"unknown_{number}": 1 for number in range(9)}
+    status, warning, _answer = await ask(shared_http, CHAT, TURN | names)
+    assert status == 200
+    assert warning is not None
+    assert warning.startswith(f'299 kvrelay "left out: a???set-cookie??x?y, {"?" * 64}, unknown_0, ')
+    assert warning.endswith('unknown_5 and 3 more"')
+
+
+async def test_unknown_members_of_options_are_named_by_their_place(shared_http: HttpCluster) -> None:
+    more = {"stream": True, "stream_options": {"include_timing": True}}
+    _status, headers, _events = await fetch(shared_http.port, "POST", CHAT, json.dumps(TURN | more).encode())
+    assert headers["warning"] == '299 kvrelay "left out: stream_options.include_timing"'
+
+
+@pytest.mark.parametrize(("path", "body"), REQUESTS[:4])
+@pytest.mark.parametrize("name", ["kvrelays", "kvrelay.reports", "temperatur"])
+async def test_misspelt_field_is_refused(shared_http: HttpCluster, path: str, body: dict[str, Any], name: str) -> None:
+    outer, _, inner = name.partition(".")
+    status, _warning, answer = await ask(shared_http, path, body | {outer: {inner: 1}})
+    assert (status, answer["error"]["param"]) == (400, name)
+
+
+@pytest.mark.parametrize("fields", [{"return_token_ids": True}, {"n": 2}, {"use_beam_search": True}])
+async def test_field_of_another_endpoint_is_refused_by_responses(
+    shared_http: HttpCluster, fields: dict[str, Any]
+) -> None:
+    status, _warning, answer = await ask(shared_http, "/v1/responses", {"input": "hi", **fields})
+    assert (status, answer["error"]["param"]) == (400, *fields)
