@@ -177,6 +177,7 @@ class RouterAdminService(router_admin_pb2_grpc.RouterAdminServiceServicer):
                 leaving_worker_ids=sorted(name for name, member in members.items() if member.is_leaving),
                 num_requests=self._parts.orchestrator.num_request_tasks,
                 worker_health=_worker_health(self._parts),
+                shortage="" if self._fleet.model is None else self._fleet.model.shortage,
             )
 
 

@@ -53,6 +53,8 @@ class _Answer:
     """How its workers have done lately."""
     is_idle: bool = False
     """Whether it serves no request any more, after it was asked to leave."""
+    shortage: str = ""
+    """Why requests may not be as long as the model could take; empty: they may."""
 
 
 class _Pusher:
@@ -150,6 +152,7 @@ class _Pusher:
                 leaving=frozenset(response.leaving_worker_ids),
                 worker_health=tuple(response.worker_health),
                 is_idle=request.leaving and not response.num_requests,
+                shortage=response.shortage,
             )
         self._pushed()
         return (
@@ -222,6 +225,11 @@ class Routers:
     def leaving(self) -> frozenset[str]:
         """Workers that announced their end to any router."""
         return frozenset().union(*(pusher.answer.leaving for pusher in self._serving(self.names)))
+
+    @property
+    def shortage(self) -> str:
+        """Why requests may not be as long as the model could take, as a router says; empty: they may."""
+        return next((pusher.answer.shortage for pusher in self._serving(self.names)), "")
 
     @property
     def worker_health(self) -> list[Sequence[router_admin_pb2.WorkerHealth]]:

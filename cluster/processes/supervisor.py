@@ -169,6 +169,8 @@ class Supervisor:
         except TimeoutError:
             used = f"{routers.num_ready} of {num_workers} workers"
             raise StartFailed(f"the routers use only {used} after {ACCEPT_TIMEOUT_S:g} s; see their logs") from None
+        if routers.shortage:
+            self._report(routers.shortage)
 
     def _process_changed(self, process: ManagedProcess) -> None:
         processes = self.workforce.processes

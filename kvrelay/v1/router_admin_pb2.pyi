@@ -162,10 +162,13 @@ class SetWorkersResponse(_message.Message):
     LEAVING_WORKER_IDS_FIELD_NUMBER: _builtins.int
     NUM_REQUESTS_FIELD_NUMBER: _builtins.int
     WORKER_HEALTH_FIELD_NUMBER: _builtins.int
+    SHORTAGE_FIELD_NUMBER: _builtins.int
     num_ready: _builtins.int
     """Connected, described and accepted, draining ones included."""
     num_requests: _builtins.int
     """Requests that this router serves."""
+    shortage: _builtins.str
+    """Why requests may not be as long as the model could take, in words; empty: they may."""
     @_builtins.property
     def num_users(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """Requests that still run on each draining worker."""
@@ -191,10 +194,11 @@ class SetWorkersResponse(_message.Message):
         leaving_worker_ids: _abc.Iterable[_builtins.str] | None = ...,
         num_requests: _builtins.int = ...,
         worker_health: _abc.Iterable[Global___WorkerHealth] | None = ...,
+        shortage: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["leaving_worker_ids", b"leaving_worker_ids", "num_ready", b"num_ready", "num_requests", b"num_requests", "num_users", b"num_users", "ready_worker_ids", b"ready_worker_ids", "worker_health", b"worker_health"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["leaving_worker_ids", b"leaving_worker_ids", "num_ready", b"num_ready", "num_requests", b"num_requests", "num_users", b"num_users", "ready_worker_ids", b"ready_worker_ids", "shortage", b"shortage", "worker_health", b"worker_health"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

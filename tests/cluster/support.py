@@ -53,6 +53,8 @@ class RecordingRouter(router_admin_pb2_grpc.RouterAdminServiceServicer):
         self.draining: set[str] = set()
         self.num_requests = 0
         """Its reported requests."""
+        self.shortage = ""
+        """What it reports of its workers' pages."""
         self.is_leaving = False
         """Whether it was last told to leave."""
         self.planner_mode = ""
@@ -75,7 +77,11 @@ class RecordingRouter(router_admin_pb2_grpc.RouterAdminServiceServicer):
         accepted = [name for name, _role, _address in self.workers if name not in self.unused]
         ready = accepted[: len(accepted) - self.num_unused]
         return router_admin_pb2.SetWorkersResponse(
-            num_ready=len(ready), num_users=self.num_users, num_requests=self.num_requests, ready_worker_ids=ready
+            num_ready=len(ready),
+            num_users=self.num_users,
+            num_requests=self.num_requests,
+            ready_worker_ids=ready,
+            shortage=self.shortage,
         )
 
     async def until(self, condition: Callable[["RecordingRouter"], bool], *, timeout_s: float = 60.0) -> None:

@@ -42,6 +42,16 @@ async def test_run_pushes_every_worker_and_then_is_ready(tmp_path: Path) -> None
         ]
 
 
+async def test_start_says_that_the_pages_hold_less_than_the_model_takes(tmp_path: Path) -> None:
+    async with make_cluster(tmp_path) as cluster, asyncio.TaskGroup() as tasks:
+        cluster.router.shortage = "prompt and answer may have 64 tokens"
+        tasks.create_task(cluster.run())
+        async with asyncio.timeout(60):
+            await cluster.ready.wait()
+        assert cluster.reports[-1] == cluster.router.shortage
+        cluster.stopping.set()
+
+
 async def test_slow_start_says_what_it_waits_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cluster.processes.supervisor._REMIND_S", 0.01)
     async with running_cluster(tmp_path) as cluster:
