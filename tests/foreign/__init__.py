@@ -1,1 +1,4 @@
-"""Other projects' clients, unchanged, in front of clusters of processes. `make foreign` installs and runs them."""
+"""Other projects' clients, unchanged, in front of clusters of processes, and what agents sent, recorded.
+
+`make foreign` installs and runs the clients.
+"""
