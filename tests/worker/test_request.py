@@ -120,7 +120,7 @@ async def test_malformed_message_on_a_stream_is_an_invalid_request(method: str, 
 
 
 @pytest.mark.parametrize("answer", [{"tools": "harmony"}, {"reasoning": "none such"}])
-def test_markup_that_this_worker_does_not_know_is_refused(answer: dict[str, str]) -> None:
+def test_markup_that_this_worker_does_not_know_is_refused(answer: dict[str, Any]) -> None:
     spec = spec_of(make_request([1, 2, 3]))
     spec.answer_format.CopyFrom(inference_pb2.AnswerFormat(**answer))
     with pytest.raises(InvalidRequest) as raised:
