@@ -132,13 +132,13 @@ class ChatTemplate:
             )
         except _TEMPLATE_FAULTS as error:
             if (folded := conversation.with_system_first()) is not None:  # many templates refuse it anywhere else
-                return self.render(folded, rendered_unix_s=rendered_unix_s)
+                return self.render(folded, rendered_unix_s=rendered_unix_s, marked=marked)
             objection = str(error).replace(BREAK, "")
             raise InvalidRequest(
                 f"the model's chat template refuses the conversation: {objection}", field="chat.messages"
             ) from error
-        if conversation.begun is not None:
-            rendered = begun_answer(rendered, conversation.begun)
+        if (begun := conversation.begun) is not None:
+            rendered = begun_answer(rendered, begun if marked is None else _mapped(begun, marked))
         # Whatever a client may have hidden in tools and variables.
         check_unicode(rendered if marked is None else rendered.replace(BREAK, ""), field="chat")
         return rendered

@@ -158,12 +158,12 @@ def shaped(
     try:
         grammar = _grammar(sampling, chat, tools, answer, formats)
     except ValueError as error:
-        raise InvalidRequest(f"cannot shape the answer: {error}", field="chat") from None
+        raise InvalidRequest(f"cannot shape the answer: {error}", field=_shape_field(sampling, chat)) from None
     if grammar is not None and len(grammar) > MAX_GRAMMAR_CHARS:
         raise InvalidRequest(
             f"what the answer has to follow is a grammar of {len(grammar)} characters; at most {MAX_GRAMMAR_CHARS} are"
             " taken: name one tool, or send smaller schemas",
-            field="chat.tools" if chat.tools else "sampling.structured_outputs",
+            field=_shape_field(sampling, chat),
         )
     keeps_special = bool(answer.tools) and TOOL_FORMATS[answer.tools].needs_special_tokens
     return replace(
@@ -171,6 +171,13 @@ def shaped(
         structured_outputs=sampling.structured_outputs if grammar is None else structure_text({"grammar": grammar}),
         include_special_tokens=sampling.include_special_tokens or keeps_special,
     )
+
+
+def _shape_field(sampling: SamplingParams, chat: pb.ChatPrompt) -> str:
+    """Return the field that asks for the shape of an answer."""
+    if chat.tool_choice.kind in _FORCED:
+        return "chat.tools"
+    return "sampling.structured_outputs" if sampling.structured_outputs else "chat"
 
 
 def _grammar(

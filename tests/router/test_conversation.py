@@ -155,3 +155,13 @@ async def test_answer_is_as_long_as_the_largest_worker_holds(num_blocks: int, sa
     assert (len(job.prompt_token_ids), job.sampling.max_tokens) == (19, most)
     assert model.max_model_len == min(4096, num_blocks * BLOCK_SIZE)
     assert bool(model.shortage) == (model.max_model_len < 4096)
+
+
+async def test_schema_that_cannot_be_kept_to_is_blamed_on_the_field_that_has_it() -> None:
+    schema = {"type": "object", "properties": {"id": {"const": 2**53 + 1}}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    request = asked(tools=(tool,))
+    request.chat.tool_choice.kind = pb.TOOL_CHOICE_KIND_REQUIRED
+    with pytest.raises(InvalidRequest, match="#/properties/id/const: 9007199254740993") as caught:
+        await read(request, tools="hermes")
+    assert caught.value.field == "chat.tools"
