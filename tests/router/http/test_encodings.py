@@ -23,6 +23,7 @@ HALF = len(body_of()) // 2
         ("deflate", zlib.compress(body_of())),
         ("identity", body_of()),
     ],
+    ids=["gzip", "another name", "two parts", "deflate", "none"],
 )
 async def test_compressed_body_is_read(http: HttpCluster, encoding: str, body: bytes) -> None:
     headers = {"content-encoding": encoding}
@@ -40,6 +41,7 @@ async def test_compressed_body_is_read(http: HttpCluster, encoding: str, body: b
         ("br", body_of(), 415),
         ("gzip, gzip", gzip.compress(gzip.compress(body_of())), 415),
     ],
+    ids=["cut", "plain", "empty", "more", "brotli", "twice"],
 )
 async def test_body_that_cannot_be_unpacked_is_refused(
     http: HttpCluster, encoding: str, body: bytes, status: int
