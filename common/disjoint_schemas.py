@@ -197,7 +197,7 @@ class DisjointnessProver:
         key = id(schema), keyword
         if key not in self._constants:
             values = [schema[keyword]] if keyword == "const" else list_in(schema, keyword)
-            kinds = frozenset[str]().union(*map(_kinds_of, values))
+            kinds = frozenset[str]().union(*map(kinds_of, values))
             self._constants[key] = kinds, frozenset(map(_canonical, values))
         return self._constants[key]
 
@@ -223,7 +223,8 @@ def list_in(schema: Mapping[str, Any], keyword: str) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def _kinds_of(value: Any) -> frozenset[str]:
+def kinds_of(value: Any) -> frozenset[str]:
+    """Return the types that a value is of."""
     if isinstance(value, float):
         return frozenset(("number", "integer") if value.is_integer() else ("number",))
     return frozenset((_KIND_OF.get(type(value), "object"),))

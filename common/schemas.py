@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from decimal import Decimal
 from typing import Any
 
+from common.disjoint_schemas import kinds_of, list_in
 from common.one_of import with_disjoint_branches
 
 Schema = Any
@@ -25,7 +26,7 @@ _UUIDS = frozenset(f"uuid{version}" for version in range(1, 9))
 _ANNOTATIONS = frozenset(
     (
         *("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment", "$id"),
-        *("$schema", "$anchor", "contentEncoding", "contentMediaType", "format"),
+        *("$schema", "$anchor", "contentEncoding", "contentMediaType"),
     )
 )
 _BY_NAME = frozenset(("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"))
@@ -63,11 +64,14 @@ def guided(schema: dict[str, Any]) -> dict[str, Any]:
 
 def listed(schema: dict[str, Any]) -> list[str] | None:
     """Return the texts of a schema's values where it lists some that the library would change; else None."""
-    lists = schema.keys() - _ANNOTATIONS
+    lists = schema.keys() - _ANNOTATIONS - {"type", "format"}
     values = schema.get("enum") if lists == {"enum"} else [schema["const"]] if lists == {"const"} else None
     if not isinstance(values, list) or all(map(_is_exact, values)):
         return None
-    return [json.dumps(value, ensure_ascii=False) for value in values]
+    kinds = {each for each in list_in(schema, "type") or [schema.get("type")] if isinstance(each, str)}
+    kinds |= {"integer"} if "number" in kinds else set()
+    taken = [value for value in values if not kinds or kinds & kinds_of(value)]
+    return [json.dumps(value, ensure_ascii=False) for value in taken]
 
 
 def _plain(schema: Schema, where: str) -> Schema:
@@ -121,7 +125,7 @@ def _needs_no_item(_value: Any, schema: Mapping[str, Any]) -> bool:
 
 
 _EMPTY: Mapping[str, Callable[[Any, Mapping[str, Any]], bool]] = {
-    "format": lambda value, _schema: value not in FORMATS | _UUIDS,
+    "format": lambda value, _schema: not isinstance(value, str) or value not in FORMATS | _UUIDS,
     "uniqueItems": lambda value, schema: value is False or schema.get("maxItems") in (0, 1),
     "propertyNames": lambda value, _schema: _takes_names(value),
     "not": lambda value, _schema: value is False or (isinstance(value, dict) and _is_any(value.get("not", False))),
@@ -146,8 +150,9 @@ def _with_bounds(schema: dict[str, Any], where: str) -> dict[str, Any]:
         edge = found.get(exclusive)
         if is_whole and type(edge) is int and abs(edge) >= _EXACT:
             del found[exclusive]
-            tighter = max if sign > 0 else min
-            found[inclusive] = tighter(edge + sign, found.get(inclusive, edge + sign))
+            other = found.get(inclusive)
+            bounds: tuple[Any, Any] = (edge + sign, other if type(other) in (int, float) else edge + sign)
+            found[inclusive] = max(bounds) if sign > 0 else min(bounds)
         for key in (inclusive, exclusive):
             bound = found.pop(key, None)
             if type(bound) in (int, float) and abs(bound) > _EXACT:

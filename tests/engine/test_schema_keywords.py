@@ -139,6 +139,20 @@ def test_keyword_whose_value_allows_everything_is_left_out(schema: Schema, text:
     FAKE_GRAMMARS.compile(structure_text({"grammar": tool_grammar("hermes", [tool], name="f", parallel=False)}))
 
 
+ODD: tuple[Any, ...] = (None, True, 5, 1e400, "a", [], [{}], {}, {"a": [1]}, [[2**70]])
+
+
+@pytest.mark.parametrize("keyword", sorted({*KEPT, *REFUSED, "format", "x-guidance"}))
+def test_keywords_with_values_of_any_kind_are_compiled_or_refused(keyword: str) -> None:
+    others: list[Schema] = [{}, {"type": [{}]}, WHOLE | {"exclusiveMinimum": 2**60}, {"const": 2**63 + 1}]
+    for value in ODD:
+        for beside in others:
+            try:
+                FAKE_GRAMMARS.compile(structure_text({"json": beside | {keyword: value}}))
+            except InvalidRequest:
+                continue
+
+
 def test_names_and_values_like_keywords_are_no_keywords() -> None:
     named = OBJECT | {"properties": {"format": WHOLE, "not": {"const": {"format": "zip", "uniqueItems": False}}}}
     assert fits(named, '{"format": 1, "not": {"format": "zip", "uniqueItems": false}}')
@@ -160,6 +174,7 @@ SNOWFLAKE, LEAST, MOST = 1234567890123456789, -(2**63), 2**63 - 1
         ({"const": SNOWFLAKE}, str(SNOWFLAKE), "1234567890123456768"),
         ({"enum": [LEAST, 1, {"id": 2**53 + 1}]}, '{"id": 9007199254740993}', "2"),
         ({"enum": [LEAST, 1]}, str(LEAST), "-9223372036854776000"),
+        ({"type": ["integer", "null"], "enum": [LEAST, None, "a"]}, str(LEAST), '"a"'),
         ({"title": "Last", "const": MOST}, str(MOST), "1"),
     ],
 )
