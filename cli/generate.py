@@ -200,11 +200,11 @@ def _load_codec(config: "ServingConfig") -> "Codec":
 
 def _encode(codec: "Codec", source: str | Sequence[ChatMessage]) -> Sequence[int]:
     if isinstance(source, str):
-        return codec.encode(source)
+        return codec.encode_now(source)
     from common.chat_template import Conversation
 
     conversation = Conversation.plain((message.role, message.content) for message in source)
-    encoded = codec.encode_chat(conversation, rendered_unix_s=int(time.time()))
+    encoded = codec.encode_chat_now(conversation, rendered_unix_s=int(time.time()))
     return encoded.token_ids
 
 

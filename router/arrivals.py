@@ -94,7 +94,7 @@ class Arrivals(grpc.aio.ServerInterceptor):
     async def _receive(self, _handler: Any, name: str, requests: AsyncIterator[bytes], context: Any) -> Any:
         """Return a request that may be large. Raises KvrelayError."""
         door = self._door
-        tenant = await door.enter(context.invocation_metadata())
+        tenant = await door.enter(context.invocation_metadata(), needs_worker=name != "Tokenize")
         with door.arriving(tenant):
             async with self._receiving[tenant.name]:
                 raw = await first(requests)

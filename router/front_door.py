@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import dataclass
 
-from common.errors import KvrelayError, Refused, Unreachable, WorkerLost
+from common.errors import KvrelayError, Overloaded, Refused, Unreachable, WorkerLost
 from common.ids import RequestId, mint_request_id
 from common.lifecycle import LifeCycle
 from common.wire import pack_floats
@@ -165,13 +165,19 @@ class FrontDoor:
         response.embedding = pack_floats(served.outbox.embedding)
         return response
 
-    async def enter(self, metadata: Iterable[tuple[str, str | bytes]] | None) -> Tenant:
+    async def enter(self, metadata: Iterable[tuple[str, str | bytes]] | None, *, needs_worker: bool = True) -> Tenant:
         """Return the sender of a request when the request may be read; the running task is charged to it from then on.
 
-        Raises Unauthenticated, and Overloaded when the tenant may send no request now.
+        Raises Unauthenticated, and Overloaded when the tenant may send no request now, which also counts as demand if
+        the request `needs_worker`.
         """
         tenant = self.identify(metadata)
-        await self.parts.admission.enter(tenant)
+        try:
+            await self.parts.admission.enter(tenant)
+        except Overloaded:
+            if needs_worker:
+                self.parts.orchestrator.demand.note_arrival()
+            raise
         return tenant
 
     async def turn(self, tenant: Tenant) -> None:

@@ -17,7 +17,7 @@ from common.errors import InvalidRequest
 from common.parity import TextProbes, text_probes
 from common.text_files import load_chat_template, load_sampling_defaults, load_tokenizer
 from common.tokens import TokenArray, as_tokens
-from router.codec import PROMPT_END_CHARS
+from router.codec import PROMPT_END_CHARS, Codec
 from router.control_tokens import ControlTokens
 from router.token_cache import MIN_CACHED_TOKENS, CutFinder, Encoded, KnownPrefix, TokenCache
 
@@ -25,7 +25,7 @@ DEFAULT_CACHE_MIB = 64
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
-class TextCodec:
+class TextCodec(Codec):
     """Turns text and conversations into the token ids of transformers' tokenizer, and ids into text. Any thread."""
 
     inline_chars = 0
@@ -75,12 +75,14 @@ class TextCodec:
         """Source of the chat template; None without one, when no conversation can be encoded."""
         return None if self._chat_template is None else self._chat_template.source
 
-    def encode(self, text: str) -> TokenArray:
+    def encode_now(self, text: str) -> TokenArray:
         """Return the ids of plain text, with the special tokens that the model expects. Raises InvalidRequest."""
         check_unicode(text, field="text")
         return self._encode(text)
 
-    def encode_chat(self, conversation: Conversation, *, rendered_unix_s: int, scope: bytes | None = None) -> Encoded:
+    def encode_chat_now(
+        self, conversation: Conversation, *, rendered_unix_s: int, scope: bytes | None = None
+    ) -> Encoded:
         """Return the ids of a conversation, up to where the assistant's answer begins.
 
         Special tokens are those that the template writes, never those that a text of the conversation spells; the date

@@ -93,14 +93,14 @@ class RequestReader:
     async def encode_text(self, text: str, model: ModelFacts | None, *, tenant: Tenant) -> TokenArray:
         """Tokenize plain text. Raises PromptTooLong for text that no context could hold."""
         _check_chars(len(text), model, field="text")
-        return await self.run(partial(self.codec.encode, text), tenant=tenant, num_chars=len(text))
+        return await self.run(partial(self.codec.encode_now, text), tenant=tenant, num_chars=len(text))
 
     async def encode_chat(self, chat: inference_pb2.ChatPrompt, model: ModelFacts | None, *, tenant: Tenant) -> Encoded:
         """Render a conversation as of now and tokenize it. Raises RequestError."""
 
         def encode() -> Encoded:
             conversation, now_unix_s = _conversation(chat, model), int(self._unix_s())
-            return self.codec.encode_chat(conversation, rendered_unix_s=now_unix_s)
+            return self.codec.encode_chat_now(conversation, rendered_unix_s=now_unix_s)
 
         return await self._run(encode, chat, tenant)
 
@@ -135,7 +135,7 @@ class RequestReader:
         if message.HasField("chat"):
             conversation = _conversation(message.chat, model)
             rendered_unix_s = render_time(message.resume, now_unix_s=int(self._unix_s()))
-            encoded = self.codec.encode_chat(
+            encoded = self.codec.encode_chat_now(
                 conversation,
                 rendered_unix_s=rendered_unix_s,
                 scope=model.root,  # tenants' roots differ
@@ -202,7 +202,7 @@ class RequestReader:
         match message.WhichOneof("prompt"):
             case "text":
                 _check_chars(len(message.text), model, field="text")
-                encoded = Encoded(self.codec.encode(message.text))
+                encoded = Encoded(self.codec.encode_now(message.text))
             case "token_ids":
                 num_tokens = len(message.token_ids.ids)
                 _check_prompt(min(num_tokens, message.truncate_prompt_tokens or num_tokens), longest)

@@ -25,12 +25,14 @@ class _Call(Protocol):
 T = TypeVar("T", bound=_Call)
 
 
-async def read_body(door: FrontDoor, exchange: Exchange, reading: Reading[T]) -> tuple[Tenant, T]:
+async def read_body(
+    door: FrontDoor, exchange: Exchange, reading: Reading[T], *, needs_worker: bool = True
+) -> tuple[Tenant, T]:
     """Return the tenant that sends a request, and what its body says.
 
     Raises Unauthenticated, Overloaded, HttpError, and InvalidRequest that names the field.
     """
-    tenant = await door.enter(exchange.metadata)
+    tenant = await door.enter(exchange.metadata, needs_worker=needs_worker)
     exchange.pause = partial(door.turn, tenant)
     with door.arriving(tenant) as holding:
         raw = await exchange.body(holding, timeout_s=BODY_TIMEOUT_S)

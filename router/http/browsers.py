@@ -8,15 +8,16 @@ Without `router.auth`, a client is whoever reaches the door, and a browser reach
 - a request of any page declares its body to be JSON, for which browsers ask first (a CORS preflight).
 
 With API keys a page can do nothing before its user gives it one, so any name and any origin will do. In both cases
-pages of `router.allowed_origins` may send requests and read the answers.
+pages of `router.allowed_origins` may send requests and read the answers, and so may pages that the router's own host
+serves on a loopback name, as of a program under development, where they ask by one.
 """
 
 import re
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from common.config import RouterConfig
-from common.ports import is_address, is_dns_name, names_of
+from common.ports import is_address, is_dns_name, is_loopback, names_of
 from router.http.errors import FOREIGN_PAGE, NOT_JSON, Headers, HttpError
 
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^:\[\]]+)(?::\d*)?")
@@ -50,7 +51,7 @@ class BrowserRules:
         if origin is None:
             is_foreign = given.get(b"sec-fetch-site") in _OTHER_SITES and given.get(b"sec-fetch-mode") != b"navigate"
         else:
-            is_foreign = not (self._is_allowed(origin) or origin.lower().partition(b"://")[2] == (host or b"").lower())
+            is_foreign = not (self._is_allowed(given) or origin.lower().partition(b"://")[2] == (host or b"").lower())
         if is_foreign:
             return HttpError(
                 "a page of another site may not call this router; list its origin in router.allowed_origins",
@@ -64,21 +65,15 @@ class BrowserRules:
     def is_preflight(self, method: str, headers: Headers) -> bool:
         """Return whether a browser asks if a page of an allowed origin may send a request."""
         given = dict(headers)
-        return (
-            method == "OPTIONS"
-            and b"access-control-request-method" in given
-            and self._is_allowed(given.get(b"origin", b""))
-        )
+        return method == "OPTIONS" and b"access-control-request-method" in given and self._is_allowed(given)
 
     def answer_headers(self, method: str, headers: Headers) -> Headers:
         """Return the headers that let pages of allowed origins read the answer, or send what they asked to send."""
-        if not self._origins:
-            return []
         given = dict(headers)
         origin = given.get(b"origin")
         vary = (b"vary", b"origin")
-        if origin is None or not self._is_allowed(origin):
-            return [vary]
+        if origin is None or not self._is_allowed(given):
+            return [vary] if self._origins else []
         allowed = [vary, (b"access-control-allow-origin", origin), (b"access-control-expose-headers", _EXPOSED)]
         if self.is_preflight(method, headers):
             allowed += [
@@ -88,8 +83,13 @@ class BrowserRules:
             ]
         return allowed
 
-    def _is_allowed(self, origin: bytes) -> bool:
-        return origin in self._origins or b"*" in self._origins
+    def _is_allowed(self, given: Mapping[bytes, bytes]) -> bool:
+        """Return whether the page of a request with these headers may send it."""
+        origin = given.get(b"origin", b"")
+        if origin in self._origins or b"*" in self._origins:
+            return True
+        _, _, page = origin.partition(b"://")
+        return _is_own_host(page) and _is_own_host(given.get(b"host", b""))
 
     def _is_known(self, host: str) -> bool:
         parts = _HOST.fullmatch(host)
@@ -100,3 +100,9 @@ class BrowserRules:
             return True
         first, dot, rest = name.partition(".")
         return is_dns_name(name) and (not dot or (bool(first) and f"*.{rest}" in self._names))
+
+
+def _is_own_host(host: bytes) -> bool:
+    """Return whether a host, with its port, is a loopback name or address."""
+    parts = _HOST.fullmatch(host.decode("latin-1").lower())
+    return parts is not None and is_loopback(parts[1].strip("[]"))

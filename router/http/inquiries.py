@@ -102,7 +102,7 @@ class Inquiries:
 
     async def tokenize(self, exchange: Exchange) -> None:
         """`POST /tokenize`: text, or a conversation as the chat template renders it."""
-        tenant, call = await read_body(self._door, exchange, _TOKENIZE)
+        tenant, call = await read_body(self._door, exchange, _TOKENIZE, needs_worker=False)
         model, reader = served_model(self._door, call.model), self._door.reader
         with self._door.tokenizing(tenant):
             if call.text is not None:
@@ -121,7 +121,7 @@ class Inquiries:
 
     async def count_tokens(self, exchange: Exchange) -> None:
         """`POST /v1/messages/count_tokens`: the tokens of the conversation's prompt."""
-        tenant, call = await read_body(self._door, exchange, _COUNT_TOKENS)
+        tenant, call = await read_body(self._door, exchange, _COUNT_TOKENS, needs_worker=False)
         model = served_model(self._door, call.model)
         with self._door.tokenizing(tenant):
             encoded = await self._door.reader.encode_chat(call.chat, model, tenant=tenant)
@@ -129,7 +129,7 @@ class Inquiries:
 
     async def detokenize(self, exchange: Exchange) -> None:
         """`POST /detokenize`."""
-        tenant, call = await read_body(self._door, exchange, _DETOKENIZE)
+        tenant, call = await read_body(self._door, exchange, _DETOKENIZE, needs_worker=False)
         model, ids = served_model(self._door, call.model), call.token_ids.ids
         check_length(len(ids), model.max_model_len, field="tokens")
         if ids and max(ids) >= model.vocab_size:

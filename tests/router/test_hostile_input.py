@@ -190,7 +190,9 @@ TEXT = inference_pb2.GenerateRequest(text="x")
 class DatedCodec(ByteCodec):
     """A codec whose template writes the time."""
 
-    def encode_chat(self, conversation: Conversation, *, rendered_unix_s: int, scope: bytes | None = None) -> Encoded:
+    def encode_chat_now(
+        self, conversation: Conversation, *, rendered_unix_s: int, scope: bytes | None = None
+    ) -> Encoded:
         return Encoded(as_tokens(f"{rendered_unix_s} {conversation.messages}".encode()))
 
 

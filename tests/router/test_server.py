@@ -134,7 +134,7 @@ async def test_metrics_show_outcomes_latencies_and_cache_predictions() -> None:
 
 async def test_byte_codec_is_a_codec_and_takes_any_text() -> None:
     codec: Codec = ByteCodec()
-    assert bytes((codec.encode("a\0ü")).tolist()) == "a\0ü".encode()
+    assert bytes((codec.encode_now("a\0ü")).tolist()) == "a\0ü".encode()
     assert codec.decode([104, 195, 169, 256]) == "h\u00e9"
     assert codec.decode_pieces([65, 255, 256]) == ("A", "\ufffd", "")
 

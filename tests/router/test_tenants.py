@@ -301,4 +301,5 @@ async def test_late_requests_of_a_tenant_that_yields_go_after_those_of_all_tenan
             await cluster.until_queued(len(waiting))
         decode.set_load(num_free_blocks=6)  # room for one at a time
         await asyncio.gather(*waiting)
-    assert decode.prompt_lengths == [12, 10, 11, 8, 9]
+    assert sorted(decode.prompt_lengths[:3]) == [10, 11, 12]
+    assert decode.prompt_lengths[3:] == [8, 9]

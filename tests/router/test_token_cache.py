@@ -74,7 +74,7 @@ def codec_for(name: str, *, cache_mib: int = 1) -> TextCodec:
 
 
 def encode(codec: TextCodec, messages: Sequence[tuple[str, str]], scope: bytes | None) -> Encoded:
-    return codec.encode_chat(Conversation.plain(messages), rendered_unix_s=0, scope=scope)
+    return codec.encode_chat_now(Conversation.plain(messages), rendered_unix_s=0, scope=scope)
 
 
 @pytest.mark.parametrize("name", list(TOKENIZERS))
@@ -110,7 +110,7 @@ def test_cached_chat_of_a_dated_template_is_used_only_for_the_same_time() -> Non
     chat, today_s, tomorrow_s = [("user", "to be or not")], 1_800_000_000, 1_800_086_400
 
     def encode_at(rendered_unix_s: int, scope: bytes | None) -> Encoded:
-        return codec.encode_chat(Conversation.plain(chat), rendered_unix_s=rendered_unix_s, scope=scope)
+        return codec.encode_chat_now(Conversation.plain(chat), rendered_unix_s=rendered_unix_s, scope=scope)
 
     first, other, again = (encode_at(unix_s, SCOPE) for unix_s in (today_s, tomorrow_s, today_s))
     assert again.token_ids == first.token_ids == encode_at(today_s, None).token_ids

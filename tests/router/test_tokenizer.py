@@ -116,7 +116,7 @@ def reference(folder: Path) -> Any:
 
 def test_encode_of_any_text_equals_transformers(any_codec: TextCodec, any_model_dir: Path) -> None:
     for text in TEXTS:
-        assert any_codec.encode(text) == as_tokens(reference(any_model_dir)(text)["input_ids"])
+        assert any_codec.encode_now(text) == as_tokens(reference(any_model_dir)(text)["input_ids"])
 
 
 def test_encode_chat_of_any_conversation_equals_transformers(any_codec: TextCodec, any_model_dir: Path) -> None:
@@ -124,7 +124,7 @@ def test_encode_chat_of_any_conversation_equals_transformers(any_codec: TextCode
     for chat in CHATS:
         messages = [{"role": role, "content": content} for role, content in chat]
         token_ids = expected.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-        assert (any_codec.encode_chat(Conversation.plain(chat), rendered_unix_s=NOW_UNIX_S)).token_ids == as_tokens(
+        assert (any_codec.encode_chat_now(Conversation.plain(chat), rendered_unix_s=NOW_UNIX_S)).token_ids == as_tokens(
             token_ids
         )
 
@@ -173,7 +173,7 @@ def test_decode_pieces_of_an_id_outside_the_vocabulary_is_empty(codec: TextCodec
 
 def test_decode_is_the_inverse_of_encode(any_codec: TextCodec) -> None:
     for text in ("Hello, world", "na\u00efve \u6771\u4eac \U0001f600", ""):
-        assert text in any_codec.decode((any_codec.encode(text)).tolist())  # special tokens may surround it
+        assert text in any_codec.decode((any_codec.encode_now(text)).tolist())  # special tokens may surround it
 
 
 def test_decode_pieces_of_ascii_text_join_to_the_decoded_text(any_codec: TextCodec) -> None:
@@ -201,18 +201,18 @@ def test_encode_chat_of_a_bad_conversation_raises_invalid_request_naming_the_fie
     codec: TextCodec, messages: list[tuple[str, str]], field: str
 ) -> None:
     with pytest.raises(InvalidRequest) as raised:
-        codec.encode_chat(Conversation.plain(messages), rendered_unix_s=NOW_UNIX_S)
+        codec.encode_chat_now(Conversation.plain(messages), rendered_unix_s=NOW_UNIX_S)
     assert raised.value.field == field
 
 
 def test_encode_chat_when_the_template_refuses_repeats_its_reason(codec: TextCodec) -> None:
     with pytest.raises(InvalidRequest, match="roles must alternate, not user"):
-        codec.encode_chat(Conversation.plain([("user", "x"), ("user", "y")]), rendered_unix_s=NOW_UNIX_S)
+        codec.encode_chat_now(Conversation.plain([("user", "x"), ("user", "y")]), rendered_unix_s=NOW_UNIX_S)
 
 
 def test_encode_of_a_lone_surrogate_raises_invalid_request(codec: TextCodec) -> None:
     with pytest.raises(InvalidRequest, match="character 2 ") as raised:
-        codec.encode("ab\ud83d")
+        codec.encode_now("ab\ud83d")
     assert raised.value.field == "text"
 
 
@@ -233,9 +233,9 @@ def test_load_finds_template_and_special_tokens_in_the_tokenizer_config(
 ) -> None:
     codec = TextCodec.load(write_model(tmp_path, model_dir, chat_template=chat_template, eos_token=eos))
     assert codec.template_source
-    assert (codec.encode_chat(Conversation.plain([("user", "x")]), rendered_unix_s=NOW_UNIX_S)).token_ids.tolist() == [
-        codec.tokenizer.token_to_id("</s>")
-    ]
+    assert (
+        codec.encode_chat_now(Conversation.plain([("user", "x")]), rendered_unix_s=NOW_UNIX_S)
+    ).token_ids.tolist() == [codec.tokenizer.token_to_id("</s>")]
 
 
 def test_load_prefers_the_template_file_and_reads_the_special_tokens_map(tmp_path: Path, model_dir: Path) -> None:
@@ -243,16 +243,16 @@ def test_load_prefers_the_template_file_and_reads_the_special_tokens_map(tmp_pat
     (tmp_path / "chat_template.jinja").write_text("{{ eos_token }}")
     (tmp_path / "special_tokens_map.json").write_text(json.dumps({"eos_token": "</s>", "bos_token": "<s>"}))
     codec = TextCodec.load(tmp_path)
-    assert (codec.encode_chat(Conversation.plain([("user", "x")]), rendered_unix_s=NOW_UNIX_S)).token_ids.tolist() == [
-        codec.tokenizer.token_to_id("</s>")
-    ]
+    assert (
+        codec.encode_chat_now(Conversation.plain([("user", "x")]), rendered_unix_s=NOW_UNIX_S)
+    ).token_ids.tolist() == [codec.tokenizer.token_to_id("</s>")]
 
 
 def test_encode_chat_without_a_template_raises_invalid_request(tmp_path: Path, model_dir: Path) -> None:
     codec = TextCodec.load(write_model(tmp_path, model_dir))
     assert codec.template_source is None
     with pytest.raises(InvalidRequest, match="no chat template") as raised:
-        codec.encode_chat(Conversation.plain([("user", "x")]), rendered_unix_s=NOW_UNIX_S)
+        codec.encode_chat_now(Conversation.plain([("user", "x")]), rendered_unix_s=NOW_UNIX_S)
     assert raised.value.field == "chat"
 
 

@@ -53,13 +53,24 @@ def test_configured_host_is_served() -> None:
     assert status_of(rules(allowed_hosts=["llm.internal.example"]), host="LLM.internal.example.:80") == 200
 
 
-@pytest.mark.parametrize("origin", ["http://evil.example", "null", "http://localhost:3000", "https://127.0.0.1:80001"])
+@pytest.mark.parametrize(
+    "origin", ["http://evil.example", "null", "http://192.0.2.7:3000", "http://localhost.evil.example"]
+)
 def test_page_of_another_origin_runs_nothing(origin: str) -> None:
     json_post = {"host": "127.0.0.1:8000", "content_type": "application/json"}
     assert status_of(rules(), "POST", origin=origin, **json_post) == 403
     assert status_of(rules(auth="api_key"), "POST", origin=origin, **json_post) == 200
     assert status_of(rules(allowed_origins=[PAGE]), "POST", origin=PAGE, **json_post) == 200
     assert status_of(rules(allowed_origins=["*"]), "POST", origin=origin, **json_post) == 200
+
+
+@pytest.mark.parametrize("origin", ["http://localhost:3000", "https://127.0.0.1:8443", "http://[::1]:5173"])
+def test_page_of_a_server_on_the_same_host_is_served_and_reads_the_answer(origin: str) -> None:
+    json_post = {"origin": origin, "content_type": "application/json"}
+    assert status_of(rules(), "POST", host="localhost:8000", **json_post) == 200
+    assert status_of(rules(), "POST", host="192.0.2.1:8000", **json_post) == 403, "it is another host's page there"
+    headers = [(b"host", b"127.0.0.1:8000"), (b"origin", origin.encode())]
+    assert (b"access-control-allow-origin", origin.encode()) in rules().answer_headers("POST", headers)
 
 
 def test_page_of_the_router_itself_is_served() -> None:
