@@ -22,14 +22,17 @@ MAX_CHAT_MESSAGES = 4096
 """A template runs once per message: rendering this many takes 0.1 s."""
 MAX_TOOLS = 128
 """Tools of a conversation, and calls of a message."""
+MAX_CHAT_CALLS = 8192
+"""Calls of all messages of a conversation."""
 MAX_CONTENT_PARTS = 1024
 """Most parts of a message of the HTTP API."""
 MAX_PROMPTS = 128
 """Most prompts of a call of the HTTP API; each is a request of its own."""
 
+_MESSAGES = "kvrelay.v1.ChatPrompt.messages"
 BOUNDS: Mapping[str, int] = {
     "kvrelay.v1.TokenIds.ids": MAX_PROMPT_TOKENS,
-    "kvrelay.v1.ChatPrompt.messages": MAX_CHAT_MESSAGES,
+    _MESSAGES: MAX_CHAT_MESSAGES,
     "kvrelay.v1.ChatPrompt.tools": MAX_TOOLS,
     "kvrelay.v1.ChatMessage.tool_calls": MAX_TOOLS,
     "kvrelay.v1.Resume.samples": MAX_N,
@@ -60,6 +63,8 @@ def check_bounds(message: Message, *, field: str = "") -> None:
         if _has_bounds(descriptor):
             for position, entry in enumerate(value):
                 check_bounds(entry, field=f"{path}[{position}]")
+        if descriptor.full_name == _MESSAGES:
+            check_length(sum(len(each.tool_calls) for each in value), MAX_CHAT_CALLS, field=f"{path}.tool_calls")
 
 
 def check_length(num_entries: int, most: int, *, field: str) -> None:
