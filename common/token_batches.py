@@ -5,9 +5,10 @@ from collections.abc import Iterable, Sequence
 from common.tokens import TOKEN_BYTES
 from kvrelay.v1 import decode_pb2, inference_pb2, sampling_pb2
 
-MAX_GATHERED_TOKENS = 4096
-"""Most tokens in one message besides those of one step: about 1 MiB with 20 log-probabilities each. gRPC refuses to
-send a message above its limit, and then ends the call, or the stream that it shares with others."""
+MAX_GATHERED_TOKENS = 1024
+"""Most tokens in one message besides those of one step: about 256 KiB with 20 log-probabilities each, which a router
+takes in some milliseconds. gRPC refuses to send a message above its limit, and then ends the call, or the stream that
+it shares with others."""
 
 
 def num_tokens_in(tokens: Sequence[sampling_pb2.SampleToken], runs: Sequence[sampling_pb2.TokenRun]) -> int:

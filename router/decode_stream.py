@@ -18,6 +18,7 @@ from typing import Any, Self
 import grpc
 
 from common.errors import EngineFault, KvrelayError, WorkerLost, from_rpc_error, from_status_bytes
+from common.structured import giving_way
 from kvrelay.v1 import decode_pb2
 
 logger = logging.getLogger(__name__)
@@ -159,7 +160,7 @@ class DecodeStream:
         error: KvrelayError = WorkerLost("the worker has ended the stream of its calls")
         try:
             async for message in self._call:
-                for update in message.updates:
+                async for update in giving_way(message.updates):
                     call = self._calls.get(update.call_id)
                     if call is None:
                         continue  # closed in the meantime

@@ -146,13 +146,13 @@ class GenerationAttempt(Attempt):
         if not self.record.ledger.has_tokens:
             self.record.prefill_s = finished.prefill_s
         self.life.advance(State.HANDOFF)
-        batch = decode_pb2.TokenBatch(prompt_logprobs=finished.prompt_logprobs)
+        batch = decode_pb2.TokenBatch()
         if self.record.job.sampling.detokenize:
             batch.tokens.extend(finished.first_tokens)
         else:
             batch.runs.extend(runs_of(finished.first_tokens))
         with blaming(prefill):
-            self.record.deliver(batch, expected=self.samples)
+            self.record.deliver(batch, expected=self.samples, prompt_logprobs=finished.prompt_logprobs)
         self._note_first_token()
 
     async def _decode_after(self, has_first_tokens: asyncio.Event, answer: Answer) -> None:

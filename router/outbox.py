@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.errors import KvrelayError, Refused
+from common.structured import giving_way
 from common.token_batches import merge_tokens, num_tokens_in
 from kvrelay.v1 import inference_pb2, sampling_pb2
 from router.admission.budget import Holding
@@ -41,6 +42,8 @@ class _Waiting:
 
     message: inference_pb2.GenerateResponse
     num_entries: int = 0
+    prompt_logprobs: Sequence[sampling_pb2.PositionLogprobs] = ()
+    """What the message gets when it is taken: many take some ten milliseconds to copy."""
 
 
 async def _at_once() -> None:
@@ -95,17 +98,17 @@ class Outbox:
         while len(tokens) > most:
             self._add(tokens[:most], (), entries_a_token)
             tokens = tokens[most:]
-        delta = self._add(tokens, runs, entries_a_token)
+        last = self._add(tokens, runs, entries_a_token)
         if prompt_logprobs:
-            delta.prompt_logprobs.extend(prompt_logprobs)
+            last.prompt_logprobs = prompt_logprobs
 
     def _add(
         self,
         tokens: Sequence[sampling_pb2.SampleToken],
         runs: Sequence[sampling_pb2.TokenRun],
         entries_a_token: int,
-    ) -> inference_pb2.TokenDelta:
-        """Add tokens to the last message, or to a new one; returns its delta."""
+    ) -> _Waiting:
+        """Add tokens to the last message, or to a new one; returns it."""
         num_new = num_tokens_in(tokens, runs) * entries_a_token
         if self._open is None or self._open.num_entries + num_new > MAX_ENTRIES:
             self._open = _Waiting(inference_pb2.GenerateResponse())
@@ -117,9 +120,8 @@ class Outbox:
             refused = self.holding.grow(self._num_entries - self.holding.amount)
             if refused is not None:
                 self.on_overflow(refused)
-        delta = self._open.message.tokens
-        merge_tokens(delta, tokens, runs)
-        return delta
+        merge_tokens(self._open.message.tokens, tokens, runs)
+        return self._open
 
     def close(self, error: KvrelayError | None) -> None:
         """End the stream, successfully or with an error."""
@@ -145,6 +147,9 @@ class Outbox:
             self.holding.shrink(self.holding.amount - self._num_entries)
         if taken is self._open:
             self._open = None  # the message belongs to the reader now
+        positions = taken.prompt_logprobs
+        async for start in giving_way(range(0, len(positions), MAX_ENTRIES)):
+            taken.message.tokens.prompt_logprobs.extend(positions[start : start + MAX_ENTRIES])
         return taken.message
 
     def _wake(self) -> None:

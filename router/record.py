@@ -2,6 +2,7 @@
 
 import enum
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from common.block_hash import BlockHashes, hash_blocks
@@ -164,16 +165,23 @@ class RunningRequest:
             answer_format=self.job.answer_format if sampling.stop else None,
         )
 
-    def deliver(self, batch: decode_pb2.TokenBatch, *, expected: range) -> bool:
+    def deliver(
+        self,
+        batch: decode_pb2.TokenBatch,
+        *,
+        expected: range,
+        prompt_logprobs: Sequence[sampling_pb2.PositionLogprobs] = (),
+    ) -> bool:
         """Send the new tokens to the client and return whether they end a sample.
 
-        Raises EngineFault for tokens that cannot follow.
+        `prompt_logprobs`: those that came beside the batch rather than in it. Raises EngineFault for tokens that cannot
+        follow.
         """
         ledger = self.ledger
         num_finished = ledger.num_finished
         tokens = ledger.accept(batch.tokens, expected=expected) if batch.tokens else ()
         runs = ledger.accept_runs(batch.runs, expected=expected) if batch.runs else ()
-        prompt_logprobs = () if ledger.has_prompt_logprobs else batch.prompt_logprobs
+        prompt_logprobs = () if ledger.has_prompt_logprobs else prompt_logprobs or batch.prompt_logprobs
         ledger.has_prompt_logprobs |= bool(prompt_logprobs)
         if tokens or runs:
             self.outbox.put_tokens(tokens, runs, prompt_logprobs)
