@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from common.errors import KvrelayError, Overloaded, Refused, Unreachable, WorkerLost
 from common.ids import RequestId, mint_request_id
 from common.lifecycle import LifeCycle
+from common.structured import one_turn
 from common.wire import pack_floats
 from kvrelay.v1 import inference_pb2 as pb
 from router.admission.budget import Holding
@@ -181,7 +182,8 @@ class FrontDoor:
         return tenant
 
     async def turn(self, tenant: Tenant) -> None:
-        """Return when a running request of the tenant may take some milliseconds of the event loop."""
+        """Return when a running request of the tenant may take some milliseconds of the event loop; never at once."""
+        await one_turn()
         await self.parts.admission.wait_turn(tenant)
 
     def arriving(self, tenant: Tenant) -> AbstractContextManager[Holding]:

@@ -181,6 +181,8 @@ class Orchestrator:
             if len(leg.samples) > 1 and ledger.num_tokens and not leg.record.job.sampling.has_beams:
                 await self._serve_apart(leg, remaining)
                 return
+            if leg.num_attempts or leg.record.job.resumed:  # as behind a worker that is lost, many may go on at once
+                await self._admission.wait_turn(leg.ticket.account.tenant)
             leg.num_attempts += 1
             try:
                 outcome = await self._attempt(leg)

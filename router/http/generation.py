@@ -66,10 +66,11 @@ async def serve_all(
 ) -> None:
     """Serve the requests of a call side by side, each under an account of its own; `first` has the first one's.
 
-    Raises the first failure, which cancels the others.
+    The others begin in turns of the event loop. Raises the first failure, which cancels the others.
     """
 
     async def another(position: int) -> None:
+        await door.turn(first.tenant)
         caller = replace(first, life=door.new_life())
         with door.account(caller.life, time_left_s=caller.time_left_s):
             await serve(position, caller)
