@@ -12,9 +12,10 @@ from common.errors import InvalidRequest
 from common.ids import RequestId, WorkerId
 from common.lifecycle import LifeCycle
 from common.rpc import error_boundary, time_left_s
+from common.structured import giving_way
 from common.timing import timing_to_proto
 from common.tracing import traceparent_in
-from common.wire import message_of
+from common.wire import check_length, message_of
 from common.wire_names import ROLE_NAMES
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import inference_pb2_grpc, router_admin_pb2, router_admin_pb2_grpc, worker_pb2
@@ -32,6 +33,9 @@ from router.tenants import Tenant
 
 STATUS_TIMEOUT_S = 1.0
 MAX_WORKERS = 4096
+MAX_TOKENIZED = 1 << 20
+"""Tokens of one answer of `Tokenize`, which gRPC packs without a pause."""
+_SLICE_TOKENS = 1 << 14
 _MAX_ID_CHARS = 128
 _MAX_ADDRESS_CHARS = 300
 """The longest DNS name and a port are shorter."""
@@ -96,8 +100,13 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                         tokens = (await reader.encode_chat(request.chat, model, tenant=tenant)).token_ids
                     case _:
                         raise InvalidRequest("one of text and chat must be set", field="input")
+                check_length(len(tokens), MAX_TOKENIZED, field="tokens")
                 pieces = await reader.pieces(tokens, tenant=tenant)
-            return pb.TokenizeResponse(token_ids=tokens, pieces=pieces)
+            answer = pb.TokenizeResponse()
+            async for start in giving_way(range(0, len(tokens), _SLICE_TOKENS)):
+                answer.token_ids.extend(tokens[start : start + _SLICE_TOKENS])
+                answer.pieces.extend(pieces[start : start + _SLICE_TOKENS])
+            return answer
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:  # noqa: D102
         async with error_boundary(context, "ListModels"):

@@ -2,13 +2,14 @@
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from common.errors import InvalidRequest, UnknownModel, WorkerLost
+from common.tokens import TokenArray
 from common.version import installed_version
 from common.wire import check_length
 from kvrelay.v1 import inference_pb2 as pb
@@ -20,6 +21,7 @@ from router.http.bodies import read_body
 from router.http.calls import read_token_ids
 from router.http.errors import NOT_FOUND, HttpError
 from router.http.exchange import Exchange
+from router.http.json_parts import PART_VALUES, joined_parts
 from router.http.messages import read_messages
 from router.http.routes import openapi_document
 from router.http.schema import DetokenizeBody, TokenizeBody
@@ -110,14 +112,7 @@ class Inquiries:
             else:
                 token_ids = (await reader.encode_chat(call.chat, model, tenant=tenant)).token_ids
             pieces = await reader.pieces(token_ids, tenant=tenant) if call.wants_pieces else ()
-        answer: dict[str, Any] = {
-            "count": len(token_ids),
-            "max_model_len": model.max_model_len,
-            "tokens": token_ids.tolist(),
-        }
-        if call.wants_pieces:
-            answer["token_strs"] = list(pieces)
-        exchange.finish_json(answer)
+        exchange.finish_parts(_tokenized(token_ids, pieces if call.wants_pieces else None, model))
 
     async def count_tokens(self, exchange: Exchange) -> None:
         """`POST /v1/messages/count_tokens`: the tokens of the conversation's prompt."""
@@ -176,3 +171,14 @@ def served_model(door: FrontDoor, name: str | None) -> ModelFacts:
     if name and name != model.name:
         raise UnknownModel(f"model {name[:80]!r} is not served; {model.name!r} is", field="model")
     return model
+
+
+def _tokenized(token_ids: TokenArray, pieces: Sequence[str] | None, model: ModelFacts) -> Iterator[str]:
+    """Yield the answer to `/tokenize` in parts."""
+    starts = range(0, len(token_ids), PART_VALUES)
+    yield f'{{"count": {len(token_ids)}, "max_model_len": {model.max_model_len}, "tokens": ['
+    yield from joined_parts(token_ids[start : start + PART_VALUES].tolist() for start in starts)
+    if pieces is not None:
+        yield '], "token_strs": ['
+        yield from joined_parts(list(pieces[start : start + PART_VALUES]) for start in starts)
+    yield "]}"
