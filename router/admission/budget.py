@@ -70,20 +70,33 @@ class Budget:
         if holding.is_revoked or self._held[name] + amount > self._most:
             self.give_back(holding)
             return self._refused(f"tenant {name} has {self._held.get(name, 0)} of at most {self._most}")
-        while self.num_held + amount > self._most_in_all:
-            largest = max(self._held, key=lambda each: self._held[each])
-            if self._held[largest] <= self._held[name] + amount:
-                self.give_back(holding)
-                return self._refused(f"all tenants have {self.num_held} of at most {self._most_in_all}")
-            newest = next(reversed(self._holdings[largest]))
-            newest.is_revoked = True
-            self.give_back(newest)
-            newest.on_revoked(self._refused(f"another tenant needs them; {largest} has most"))
+        giving_way = self._giving_way(name, amount)
+        if giving_way is None:
+            self.give_back(holding)
+            return self._refused(f"all tenants have {self.num_held} of at most {self._most_in_all}")
+        for each in giving_way:
+            each.is_revoked = True
+            self.give_back(each)
+            each.on_revoked(self._refused(f"another tenant needs them; {each.tenant.name} has most"))
         holding.amount += amount
         self.num_held += amount
         self._held[name] += amount
         self._holdings[name][holding] = None
         return None
+
+    def _giving_way(self, name: str, amount: int) -> list[Holding] | None:
+        """Return the holdings that are revoked so that a tenant can take so much; None where too few hold more."""
+        found: list[Holding] = []
+        held, lacking = dict(self._held), self.num_held + amount - self._most_in_all
+        newest = {tenant: reversed(holdings) for tenant, holdings in self._holdings.items()}
+        while lacking > 0:
+            largest = max(held, key=lambda each: held[each])
+            if held[largest] <= held[name] + amount:
+                return None
+            found.append(next(newest[largest]))
+            held[largest] -= found[-1].amount
+            lacking -= found[-1].amount
+        return found
 
     def take_back(self, holding: Holding, amount: int) -> None:
         """See `Holding.shrink`."""
