@@ -45,6 +45,10 @@ def chat(num_messages: int) -> pb.ChatPrompt:
     return pb.ChatPrompt(messages=[pb.ChatMessage(role="user")] * num_messages)
 
 
+def calls(num_messages: int) -> pb.ChatPrompt:
+    return pb.ChatPrompt(messages=[pb.ChatMessage(tool_calls=[pb.ToolCall()] * 128)] * num_messages)
+
+
 def resume(num_samples: int) -> pb.GenerateRequest:
     return pb.GenerateRequest(resume=pb.Resume(samples=[pb.ResumedSample()] * num_samples))
 
@@ -57,6 +61,7 @@ def resume(num_samples: int) -> pb.GenerateRequest:
         (sampling(stop=["x"] * 17), "sampling.stop", 17, 16),
         (pb.GenerateRequest(chat=chat(4097)), "chat.messages", 4097, 4096),
         (pb.TokenizeRequest(chat=chat(4097)), "chat.messages", 4097, 4096),
+        (pb.GenerateRequest(chat=calls(65)), "chat.messages.tool_calls", 8320, 8192),
         (resume(65), "resume.samples", 65, 64),
         (decode_pb2.StreamTokensRequest(num_received=[0] * 65), "num_received", 65, 64),
     ],
