@@ -5,9 +5,7 @@ does not touch them.
 """
 
 from functools import cache
-from typing import Any, cast
-
-import grpc
+from typing import Any
 
 from common.rpc import Connect
 from common.trust.access import Audience
@@ -16,6 +14,7 @@ from common.trust.channels import InsideChannel, Reach
 from common.trust.credentials import Credentials
 from common.trust.guard import Guard, Screen
 from common.trust.identity import Role
+from common.trust.proofs import audience_of
 from common.trust.tickets import issuer
 
 AUTHORITY = Authority.new(AuthoritySettings(cluster="test", is_encrypted=False, allows_plain_text=True))
@@ -32,17 +31,11 @@ def credentials_of(role: Role, name: str) -> Credentials:
     return Credentials.of(AUTHORITY, role, name)
 
 
-class _Ports:
-    """Credentials of a guard, for the simulated network."""
-
-    def add_insecure_port(self, _address: str) -> int:
-        return PORT
-
-
 def make_guard(credentials: Credentials, audience: Audience, *, screen: Screen | None = None) -> Guard:
     """Return the guard of a listener on the host that has its member's name."""
     guard = Guard(credentials, audience, screen=screen)
-    guard.listen(cast("grpc.aio.Server", _Ports()), credentials.identity.name, PORT)
+    name = credentials.identity.name
+    guard._proof_audience = audience_of(credentials.identity.role, f"{name}:{PORT}")  # noqa: SLF001 - as `listen` does
     return guard
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from tests.fuzz.target import Target
 from tests.fuzz.world import World
 
-MAX_LOOP_S = 0.1
+MAX_LOOP_S = 0.05
 """CPU time of the event loop that one input may take, beside what each engine step that it brings about may."""
 _LOOP_S_PER_STEP = 0.002
 """A step brings up to twelve tokens, each through worker, router and client, and often the next sequence."""

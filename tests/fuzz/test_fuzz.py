@@ -13,7 +13,6 @@ from common.trust.identity import Identity, Role
 from common.trust.proofs import ProofVerifier
 from kv_transfer import serve
 from kv_transfer.handoff import HandoffTable
-from router.codec import ByteCodec
 from router.validation import RequestReader
 from tests.fuzz.callers import WORDS
 from tests.fuzz.child import CORPUS, REGRESSIONS, mutate, read_inputs, read_kept
@@ -87,7 +86,7 @@ def test_busy_event_loop_is_found(router: Runner, monkeypatch: pytest.MonkeyPatc
             pass
         return ()
 
-    monkeypatch.setattr(ByteCodec, "pieces", pieces)
+    monkeypatch.setattr(RequestReader, "pieces", pieces)
     assert kinds(router, bytes([0, 2])) == {"slow"}
 
 
