@@ -33,6 +33,9 @@ class Work:
             await asyncio.sleep(0)
         return "done"
 
+    async def step(self, seconds: float) -> None:
+        await self.steps(seconds)
+
     async def paid_by(self, account: Account, *seconds: float) -> str:
         charge_to(account)
         return await self.steps(*seconds)
@@ -45,12 +48,11 @@ def work(monkeypatch: pytest.MonkeyPatch) -> Work:
 
 async def test_each_tenant_pays_for_the_steps_of_its_own_tasks(work: Work) -> None:
     one, other = Account(), Account()
-    done = await asyncio.gather(
-        asyncio.create_task(Metered(work.paid_by(one, 1.0, 2.0))),
-        asyncio.create_task(Metered(work.paid_by(other, 4.0))),
-        asyncio.create_task(Metered(work.steps(8.0))),  # has no payer
-    )
-    assert (done, one.seconds, other.seconds) == (["done"] * 3, 3.0, 4.0)
+    nobodys = work.steps(8.0)
+    works = (Metered(each) for each in (work.paid_by(one, 1.0, 2.0), work.paid_by(other, 4.0), nobodys))
+    done: list[str] = await asyncio.gather(*map(asyncio.create_task, works))
+    assert done == ["done"] * 3
+    assert (one.seconds, other.seconds) == (3.0, 4.0)
 
 
 async def test_tasks_that_a_request_starts_are_charged_to_its_tenant(work: Work) -> None:
@@ -58,7 +60,7 @@ async def test_tasks_that_a_request_starts_are_charged_to_its_tenant(work: Work)
 
     async def serve() -> None:
         charge_to(account)
-        async with census.owned(_ignored(work.steps(1.0)), _ignored(work.steps(2.0))) as tasks:
+        async with census.owned(work.step(1.0), work.step(2.0)) as tasks:
             await asyncio.wait(tasks)
 
     await asyncio.create_task(Metered(serve()))
@@ -77,13 +79,9 @@ async def test_step_that_fails_or_is_cancelled_is_paid(work: Work) -> None:
         finally:
             work.now_s += 1.0
 
-    task = asyncio.create_task(Metered(fail()))
+    task: asyncio.Task[None] = asyncio.create_task(Metered(fail()))
     await asyncio.sleep(0)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
     assert account.seconds == 1.0
-
-
-async def _ignored(steps: "asyncio.Future[str] | object") -> None:
-    await steps  # type: ignore[misc]

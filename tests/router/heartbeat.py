@@ -15,7 +15,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-import router.__main__ as router_main
+from router import server
 
 BEAT_S = 0.002
 _LATE_S = 0.02
@@ -101,15 +101,17 @@ class _Heart:
 def main() -> None:
     """Run a router with a heart."""
     held = HeldLoop(Path(sys.argv.pop(1)))
-    start_router = router_main.start_router
+    start_router = server.start_router
 
     async def start(*args: Any, **options: Any) -> Any:
         running = await start_router(*args, **options)
         _Heart(held)
         return running
 
-    router_main.start_router = start
-    router_main.main()
+    server.start_router = start
+    from router.__main__ import main as run_router  # which takes the name from there
+
+    run_router()
 
 
 if __name__ == "__main__":

@@ -4,10 +4,11 @@ import asyncio
 import json
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -50,11 +51,10 @@ class WatchedRouter:
         if not path.startswith("/kvrelay."):
             await fetch(self.http_port, "POST", path, make())
             return
-        try:
-            async for _message in self.door.unary_stream(path)(make(), timeout=TIMEOUT_S):
+        call: Any = self.door.unary_stream(path)
+        with suppress(grpc.aio.AioRpcError):
+            async for _message in call(make(), timeout=TIMEOUT_S):
                 pass
-        except grpc.aio.AioRpcError:
-            pass
 
     async def longest_s(self, work: Callable[[], Awaitable[None]]) -> float:
         """Return how long the work held the loop at the least."""
@@ -99,7 +99,7 @@ async def watched(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Wat
         endpoints = []
         for role, name in ((PREFILL, "p0"), (DECODE, "d0")):
             executor = FakeExecutor(num_blocks=60_000, block_size=16, max_model_len=1 << 17)
-            limits = {"max_step_tokens": 8192, "max_running": 256, "lease_ttl_s": TIMEOUT_S}
+            limits: dict[str, Any] = {"max_step_tokens": 8192, "max_running": 256, "lease_ttl_s": TIMEOUT_S}
             worker = await serve_runtime(make_runtime(role, name, transports=("grpc",), executor=executor, **limits))
             stack.push_async_callback(worker.stop, 0)
             endpoints.append(router_admin_pb2.WorkerEndpoint(worker_id=name, role=role, address=worker.address))
