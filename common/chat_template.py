@@ -18,7 +18,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from common.chat.formats import begun_answer
+from common.chat.detection import begun_answer
 from common.chat.json_reader import object_in
 from common.errors import InvalidRequest
 

@@ -17,7 +17,9 @@ from router.token_cache import CutFinder
 _SHAPES = (("<|", "|>"), ("<｜", "｜>"))
 """Ends of spellings that are control tokens even where a tokenizer does not call them special, as DeepSeek's roles."""
 
-_THOUGHTS = {tag for each in REASONING_FORMATS.values() for tag in (each.open, each.close)}
+_THOUGHTS = {
+    tag for each in REASONING_FORMATS.values() if not each.needs_special_tokens for tag in (each.open, each.close)
+}
 """Left as they are: templates look for them in earlier answers."""
 
 

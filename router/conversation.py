@@ -10,17 +10,10 @@ from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Any
 
-from common.chat.formats import (
-    MARKERS,
-    MAX_TOOL_NAME_CHARS,
-    REASONING_FORMATS,
-    TOOL_FORMATS,
-    TOOL_NAME,
-    detect_reasoning_format,
-    detect_tool_format,
-    starts_in_reasoning,
-)
+from common.chat.detection import detect_reasoning_format, detect_tool_format, starts_in_reasoning
+from common.chat.formats import MARKERS, MAX_TOOL_NAME_CHARS, REASONING_FORMATS, TOOL_FORMATS, TOOL_NAME
 from common.chat.grammars import after_reasoning, limited_reasoning, structure_lark, tool_grammar
+from common.chat.parameter_types import parameter_types, read_parameter_types
 from common.chat_template import Conversation
 from common.config import ModelConfig
 from common.errors import InvalidRequest
@@ -61,7 +54,7 @@ class ChatFormats:
         return cls(**names, token_ids=ids)
 
 
-def read_conversation(chat: pb.ChatPrompt) -> Conversation:
+def read_conversation(chat: pb.ChatPrompt, formats: ChatFormats) -> Conversation:
     """Return what the template renders. Raises InvalidRequest that names the field."""
     num_chars = sum(map(len, chat.tools)) + len(chat.template_variables)
     if num_chars > MAX_TOOLS_CHARS:
@@ -69,7 +62,7 @@ def read_conversation(chat: pb.ChatPrompt) -> Conversation:
             f"tools and template variables have {num_chars} characters; at most {MAX_TOOLS_CHARS} are taken",
             field="chat.tools" if chat.tools else "chat.template_variables",
         )
-    messages = [_message(each) for each in chat.messages]
+    messages = _messages(chat, formats)
     begun = _begun(messages.pop()) if chat.continue_final_message and messages else None
     return Conversation(
         messages=_with_one_system_message(messages),
@@ -108,9 +101,7 @@ def answer_format(
 ) -> pb.AnswerFormat:
     """Return how the answer to a chat is written, whose rendered prompt ends with `prompt_end`.
 
-    `conversation` is the chat as it was read.
-
-    Raises InvalidRequest for what the model has no markup for.
+    `conversation` is the chat as it was read. Raises InvalidRequest for what the model has no markup for.
     """
     choice, reasoning = chat.tool_choice, formats.reasoning
     if choice.kind in _FORCED and not conversation.tools:
@@ -125,11 +116,14 @@ def answer_format(
     has_begun = conversation.begun is not None and bool(conversation.begun["content"])
     if reasoning and (has_begun or prompt_end.rstrip().endswith(REASONING_FORMATS[reasoning].close)):
         reasoning = ""  # the thoughts are over
+    has_plain_values = wants_tools and bool(formats.tools) and TOOL_FORMATS[formats.tools].tags is not None
+    functions = [tool["function"] for tool in conversation.tools]
     return pb.AnswerFormat(
         tools=formats.tools if wants_tools else "",
         reasoning=reasoning,
         in_reasoning=bool(reasoning) and starts_in_reasoning(prompt_end),
         forced_name=choice.name if is_named and not formats.tools else "",
+        parameter_types=parameter_types(functions) if has_plain_values else "",
     )
 
 
@@ -141,6 +135,10 @@ def checked_format(given: pb.AnswerFormat) -> pb.AnswerFormat:
         raise InvalidRequest(
             f"{given.reasoning[:40]!r} is not a format of thoughts", field="resume.answer_format.reasoning"
         )
+    try:
+        read_parameter_types(given.parameter_types)
+    except ValueError as error:
+        raise InvalidRequest(str(error), field="resume.answer_format.parameter_types") from None
     return given
 
 
@@ -165,7 +163,11 @@ def shaped(
             " taken: name one tool, or send smaller schemas",
             field=_shape_field(sampling, chat),
         )
-    keeps_special = bool(answer.tools) and TOOL_FORMATS[answer.tools].needs_special_tokens
+    keeps_special = any(
+        formats[name].needs_special_tokens
+        for name, formats in ((answer.tools, TOOL_FORMATS), (answer.reasoning, REASONING_FORMATS))
+        if name
+    )
     return replace(
         sampling,
         structured_outputs=sampling.structured_outputs if grammar is None else structure_text({"grammar": grammar}),
@@ -206,7 +208,8 @@ def _grammar(
         grammar = structure_lark(read_structure(sampling.structured_outputs))
     rest: dict[str, Any] = {"in_reasoning": answer.in_reasoning, "token_ids": formats.token_ids}
     if grammar is not None:
-        return after_reasoning(grammar, answer.reasoning, max_tokens=budget, **rest)
+        is_content = chat.tool_choice.kind not in _FORCED
+        return after_reasoning(grammar, answer.reasoning, is_content=is_content, max_tokens=budget, **rest)
     return None if budget is None else limited_reasoning(answer.reasoning, max_tokens=budget, **rest)
 
 
@@ -224,6 +227,24 @@ def _forced_calls(
     # Clients that name a tool read one call, as OpenAI's API promises; some raise on a second one.
     may_repeat = name is None and not choice.is_single
     return tool_grammar(tool_format, tools, name=name, parallel=may_repeat, token_ids=token_ids)
+
+
+def _messages(chat: pb.ChatPrompt, formats: ChatFormats) -> list[dict[str, Any]]:
+    """Return the messages, with ids of calls as the model's format wants them."""
+    made = [_message(each) for each in chat.messages]
+    pattern = TOOL_FORMATS[formats.tools].earlier_id if formats.tools else ""
+    if not pattern:
+        return made
+    ids: dict[str, str] = {}  # clients may use an id again in a later turn
+    num_calls = 0
+    for message in made:
+        for call in message.get("tool_calls", ()):
+            ids[call["id"]] = pattern.format(name=call["function"]["name"], number=num_calls)
+            call["id"] = ids[call["id"]]
+            num_calls += 1
+        if (result_of := message.get("tool_call_id")) in ids:
+            message["tool_call_id"] = ids[result_of]
+    return made
 
 
 def _message(message: pb.ChatMessage) -> dict[str, Any]:

@@ -99,7 +99,7 @@ class RequestReader:
         """Render a conversation as of now and tokenize it. Raises RequestError."""
 
         def encode() -> Encoded:
-            conversation, now_unix_s = _conversation(chat, model), int(self._unix_s())
+            conversation, now_unix_s = _conversation(chat, model, self._formats), int(self._unix_s())
             return self.codec.encode_chat_now(conversation, rendered_unix_s=now_unix_s)
 
         return await self._run(encode, chat, tenant)
@@ -133,7 +133,7 @@ class RequestReader:
         _check_model(message.model, model)
         conversation = rendered_unix_s = None
         if message.HasField("chat"):
-            conversation = _conversation(message.chat, model)
+            conversation = _conversation(message.chat, model, self._formats)
             rendered_unix_s = render_time(message.resume, now_unix_s=int(self._unix_s()))
             encoded = self.codec.encode_chat_now(
                 conversation,
@@ -255,12 +255,12 @@ class RequestReader:
         return replace(sampling, max_tokens=max_tokens, min_tokens=min(sampling.min_tokens, max_tokens))
 
 
-def _conversation(chat: inference_pb2.ChatPrompt, model: ModelFacts | None) -> Conversation:
+def _conversation(chat: inference_pb2.ChatPrompt, model: ModelFacts | None, formats: ChatFormats) -> Conversation:
     """Return what the template renders. Raises RequestError."""
     check_bounds(chat, field="chat")
     # A template adds some text to each message, so empty messages count as well.
     _check_chars(sum(num_chars_of(message) + 1 for message in chat.messages), model, field="chat.messages")
-    return read_conversation(chat)
+    return read_conversation(chat, formats)
 
 
 def _cut(encoded: Encoded, message: inference_pb2.GenerateRequest | inference_pb2.EmbedRequest) -> Encoded:

@@ -1,33 +1,30 @@
-"""Reads answers with tool calls, in each format but the pythonic one (common/chat/pythonic.py).
+"""Reads answers with tool calls: what all syntaxes share, and calls that are JSON objects of name and arguments.
 
 A call is announced when its name is known and its arguments begin, and these go on as they come. From there it stays a
 call: when its text turns out not to be JSON, its rest is delivered as it is, and the call counts as broken. Until then
 all of it is content.
 """
 
+import json
 import re
 from abc import ABC, abstractmethod
-from typing import ClassVar
 
 from common.chat.deltas import Collector
-from common.chat.formats import TOOL_FORMATS, ToolFormat
+from common.chat.formats import MAX_TOOL_NAME_CHARS, Syntax, ToolFormat
 from common.chat.json_reader import JsonReader
 from common.chat.reader import SPACE, Malformed, Steps
 
 NAME_RUN = re.compile(r"[A-Za-z0-9_.-]+")
-MAX_NAME_CHARS = 64
-_ID_RUN = re.compile(r"[A-Za-z0-9]+")
 _KEYS = ("name", "arguments", "parameters", "id", "type")
 
 
 class CallReader(JsonReader, ABC):
-    """Reads an answer; subclasses know the markup of one format."""
+    """Reads an answer with calls in one format; subclasses know a syntax."""
 
-    format: ClassVar[ToolFormat]
-
-    def __init__(self, out: Collector) -> None:
+    def __init__(self, out: Collector, markup: ToolFormat) -> None:
         super().__init__()
         self._out = out
+        self.format = markup
         self._is_streaming = False
         self._is_open = False
         """Whether a call has been announced and not been completed."""
@@ -128,17 +125,25 @@ class CallReader(JsonReader, ABC):
         self.drop_markup()
 
     def closing(self, marker: str) -> Steps[bool]:
-        """Read a closing marker when it comes next, space aside, and return whether it did."""
+        """Read a closing marker, if there is one, when it comes next, space aside, and return whether it did."""
         yield from self.space()
-        found = yield from self.optional(marker)
+        found = bool(marker) and (yield from self.optional(marker))
         if found:
             self.drop_markup()
         return found
 
+    def markup(self, text: str) -> Steps[None]:
+        """Read a text of the format with any space around its parts. Raises Malformed."""
+        for part in text.split():
+            yield from self.space()
+            yield from self.literal(part)
+
     def name(self) -> Steps[str]:
-        """Read a tool's name. Raises Malformed."""
-        name = yield from self.whole(NAME_RUN, max_chars=MAX_NAME_CHARS)
-        if not name:
+        """Read a tool's name, without the namespace. Raises Malformed."""
+        namespace = self.format.namespace
+        name = yield from self.whole(NAME_RUN, max_chars=MAX_TOOL_NAME_CHARS + len(namespace))
+        name = name.removeprefix(namespace)
+        if not 0 < len(name) <= MAX_TOOL_NAME_CHARS:
             raise Malformed
         return name
 
@@ -173,6 +178,42 @@ class CallReader(JsonReader, ABC):
             if (yield from self.is_ahead(marker)):
                 return True
         return False
+
+
+class ObjectReader(CallReader):
+    """Calls as objects, each between markers, in a list, or separated by semicolons or space."""
+
+    def marked_calls(self) -> Steps[None]:
+        """Read the calls and the closing marker."""
+        if (yield from self.space()) == "[" and self.format.is_list:
+            yield from self.listed_calls()
+            return
+        yield from self.bare_calls()
+        while (yield from self.space()) == "}":  # one bracket too many
+            self.step()
+        yield from self.closing(self.format.closing)
+
+    def bare_calls(self) -> Steps[None]:
+        """Read objects up to a character that begins none."""
+        yield from self.json_call()
+        while True:
+            char = yield from self.space()
+            if char == ";" and self.format.bare:
+                self.step()
+                char = yield from self.space()
+            if char != "{":
+                return
+            yield from self.json_call()
+
+    def listed_calls(self) -> Steps[None]:
+        """Read a list of objects."""
+        separator = "["
+        while separator != "]":
+            yield from self.literal(separator)
+            yield from self.space()
+            yield from self.json_call()
+            separator = "]" if (yield from self.space()) == "]" else ","
+        yield from self.closing("]")
 
     def json_call(self) -> Steps[None]:
         """Read an object of a call's name and arguments, in any order. Raises Malformed."""
@@ -228,108 +269,48 @@ class CallReader(JsonReader, ABC):
         return key
 
 
-class HermesReader(CallReader):
-    """`<tool_call>` around each call."""
+class MemberReader(CallReader, ABC):
+    """Calls whose arguments are written one by one, and become the members of an object."""
 
-    format = TOOL_FORMATS["hermes"]
+    def __init__(self, out: Collector, markup: ToolFormat) -> None:
+        super().__init__(out, markup)
+        self._unannounced: str | None = None
+        """Name of a call that none of its arguments has followed."""
+        self._before = ""
+        """JSON that comes before the next value."""
+        self._keys: set[str] = set()
 
-    def marked_calls(self) -> Steps[None]:
-        """Read a call and its closing marker."""
-        yield from self.space()
-        yield from self.json_call()
-        while (yield from self.space()) == "}":  # one bracket too many
-            self.step()
-        yield from self.closing(self.format.closing)
+    def begin_members(self, name: str) -> None:
+        """Begin a call, which is announced with its first value."""
+        self._unannounced, self._before, self._keys = name, "{", set()
 
+    def add_key(self, key: str) -> None:
+        """Begin a member. Raises Malformed for a second one of its name."""
+        if key in self._keys:
+            raise Malformed
+        self._before = f"{', ' if self._keys else '{'}{json.dumps(key, ensure_ascii=False)}: "
+        self._keys.add(key)
 
-class Llama3JsonReader(CallReader):
-    """Objects separated by semicolons or space, after a marker or at the start of the answer."""
+    def deliver(self, text: str) -> None:
+        """Deliver JSON in place of the text that is held."""
+        if self._unannounced is not None:
+            self.begin(self._unannounced)
+            self._unannounced = None
+        self._out.add_arguments(self._before + text)
+        self._before = ""
+        self.drop_markup()
 
-    format = TOOL_FORMATS["llama3_json"]
-
-    def marked_calls(self) -> Steps[None]:
-        """Read the calls."""
-        yield from self.space()
-        yield from self.bare_calls()
-
-    def bare_calls(self) -> Steps[None]:
-        """Read the calls."""
-        yield from self.json_call()
-        while True:
-            char = yield from self.space()
-            if char == ";":
-                self.step()
-                char = yield from self.space()
-            if char != "{":
-                return
-            yield from self.json_call()
-
-
-class MistralReader(CallReader):
-    """A list of objects, or a name and arguments, after a marker."""
-
-    format = TOOL_FORMATS["mistral"]
-
-    def marked_calls(self) -> Steps[None]:
-        """Read the list, or the one call."""
-        if (yield from self.space()) != "[":
-            yield from self._named_call()
-            return
-        separator = "["
-        while separator != "]":
-            yield from self.literal(separator)
-            yield from self.space()
-            yield from self.json_call()
-            separator = "]" if (yield from self.space()) == "]" else ","
-        yield from self.closing("]")
-
-    def _named_call(self) -> Steps[None]:
-        name = yield from self.name()
-        _opening, call_id, arguments = self.format.markers
-        if (yield from self.optional(call_id)):
-            yield from self.whole(_ID_RUN, max_chars=MAX_NAME_CHARS)
-        yield from self.optional(arguments)
-        yield from self.arguments(name)
-
-
-class DeepSeekReader(CallReader):
-    """A block of calls, each with markers, a name and arguments, as V3 and R1 (fenced) or V3.1 write them."""
-
-    format = TOOL_FORMATS["deepseek"]
-
-    def marked_calls(self) -> Steps[None]:
-        """Read the calls up to the marker that closes the block."""
-        _opening, _begin, _separator, end, closing = self.format.markers
-        while True:
-            yield from self._call()
-            yield from self.closing(end)
-            if (yield from self.closing(closing)):
-                return
-
-    def _call(self) -> Steps[None]:
-        _opening, begin, separator, _end, _closing = self.format.markers
-        yield from self.space()
-        yield from self.literal(begin)
-        word = yield from self.name()
-        yield from self.literal(separator)
-        yield from self.space()
-        if word != "function" or (yield from self.peek()) == "{":
-            yield from self.arguments(word)
-            return
-        name = yield from self.name()
-        yield from self.space()
-        yield from self.literal("```json")
-        yield from self.arguments(name)
-        yield from self.closing("```")
+    def end_members(self) -> None:
+        """End the call."""
+        self.deliver("}")
+        self.complete()
 
 
 class ArgumentsReader(CallReader):
     """An answer that is nothing but the arguments of one call."""
 
-    format = ToolFormat(name="", markers=("\0",), needs_special_tokens=False, bare="{")
-
     def __init__(self, out: Collector, name: str) -> None:
-        super().__init__(out)
+        super().__init__(out, ToolFormat(name="", syntax=Syntax.JSON, opening="\0", bare="{"))
         self._name = name
 
     def marked_calls(self) -> Steps[None]:

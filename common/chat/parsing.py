@@ -5,22 +5,19 @@ is ambiguous; what turns out not to be markup is content, so that nothing is los
 """
 
 import re
-from collections.abc import Mapping
 from typing import Protocol
 
-from common.chat.calls import ArgumentsReader, CallReader, DeepSeekReader, HermesReader, Llama3JsonReader, MistralReader
+from common.chat.calls import ArgumentsReader, CallReader, ObjectReader
+from common.chat.channels import ChannelReader
 from common.chat.deltas import Collector, ParsedDelta, Span, ToolCallDelta
-from common.chat.formats import REASONING_FORMATS, ReasoningFormat
-from common.chat.pythonic import PythonicReader
+from common.chat.formats import REASONING_FORMATS, TOOL_FORMATS, ReasoningFormat, Syntax, ToolFormat
+from common.chat.named_calls import NamedReader, TagsReader
+from common.chat.parameter_types import read_parameter_types
+from common.chat.pythonic import PythonReader
 from common.chat.reader import Malformed, Reader, Steps
 
 __all__ = ["ParsedDelta", "MessageParser", "ToolCallDelta"]
 
-_READERS: Mapping[str, type[CallReader]] = {
-    reader.format.name: reader
-    for reader in (HermesReader, Llama3JsonReader, MistralReader, PythonicReader, DeepSeekReader)
-}
-_THOUGHT = re.compile(r"[^<]+")
 _NEWLINES = re.compile(r"\n+")
 _ANY = re.compile(r"(?s:.+)")
 
@@ -36,6 +33,8 @@ class AnswerFormatLike(Protocol):
     def in_reasoning(self) -> bool: ...
     @property
     def forced_name(self) -> str: ...
+    @property
+    def parameter_types(self) -> str: ...
 
 
 def has_markup(answer: AnswerFormatLike) -> bool:
@@ -45,30 +44,43 @@ def has_markup(answer: AnswerFormatLike) -> bool:
 
 def is_known(answer: AnswerFormatLike) -> bool:
     """Return whether all markup that a format names is known here."""
-    return answer.tools in ("", *_READERS) and answer.reasoning in ("", *REASONING_FORMATS)
+    return answer.tools in ("", *TOOL_FORMATS) and answer.reasoning in ("", *REASONING_FORMATS)
 
 
 class MessageParser:
     """Parses one sample's answer."""
 
     def __init__(
-        self, *, tools: str | None, reasoning: str | None, in_reasoning: bool = False, forced_name: str | None = None
+        self,
+        *,
+        tools: str | None,
+        reasoning: str | None,
+        in_reasoning: bool = False,
+        forced_name: str | None = None,
+        parameter_types: str = "",
     ) -> None:
         """Begin an answer in these formats; without one, text is content unchanged.
 
         `in_reasoning` says that the answer begins within the thinking. With `forced_name` and no format of tools, the
         answer (after the thinking) is the arguments of one call of that tool, as a JSON object; with a format, its
-        markup names the tool and `forced_name` changes nothing. Raises KeyError for an unknown format.
+        markup names the tool and `forced_name` changes nothing. `parameter_types` are those of
+        common/chat/parameter_types.py, for formats that write values as plain text. Raises KeyError for an unknown
+        format.
         """
         self._out = Collector()
         self._thinking: _ThinkingReader | None = None
         self._calls: CallReader | None = None
-        if reasoning is not None:
-            self._thinking = _ThinkingReader(self._out, REASONING_FORMATS[reasoning], in_reasoning=in_reasoning)
-        if tools is not None:
-            self._calls = _READERS[tools](self._out)
-        elif forced_name is not None:
-            self._calls = ArgumentsReader(self._out, forced_name)
+        thinking = REASONING_FORMATS[reasoning] if reasoning is not None else None
+        markup = TOOL_FORMATS[tools] if tools is not None else None
+        if (thinking and thinking.in_channels) or (markup and markup.syntax is Syntax.CHANNELS):
+            self._calls = ChannelReader(self._out, has_reasoning=thinking is not None, has_calls=markup is not None)
+        else:
+            if thinking is not None:
+                self._thinking = _ThinkingReader(self._out, thinking, in_reasoning=in_reasoning)
+            if markup is not None:
+                self._calls = _call_reader(self._out, markup, parameter_types)
+            elif forced_name is not None:
+                self._calls = ArgumentsReader(self._out, forced_name)
         self._steps = [(reader, reader.read()) for reader in (self._thinking, self._calls) if reader is not None]
 
     @classmethod
@@ -79,6 +91,7 @@ class MessageParser:
             reasoning=answer.reasoning or None,
             in_reasoning=answer.in_reasoning,
             forced_name=answer.forced_name or None,
+            parameter_types=answer.parameter_types,
         )
 
     @property
@@ -125,6 +138,18 @@ class MessageParser:
             self._out.add_content(text)
 
 
+def _call_reader(out: Collector, markup: ToolFormat, parameter_types: str) -> CallReader:
+    match markup.syntax:
+        case Syntax.OBJECT:
+            return ObjectReader(out, markup)
+        case Syntax.PYTHON:
+            return PythonReader(out, markup)
+        case Syntax.TAGS:
+            return TagsReader(out, markup, read_parameter_types(parameter_types))
+        case _:
+            return NamedReader(out, markup)
+
+
 class _ThinkingReader(Reader):
     """Reads the thinking at the start of an answer."""
 
@@ -132,6 +157,7 @@ class _ThinkingReader(Reader):
         super().__init__()
         self._out = out
         self._markup = markup
+        self._thought = re.compile(rf"[^{re.escape(markup.close[0])}]+")
         self._in_reasoning = in_reasoning
         self._rest: list[str] = []
 
@@ -164,7 +190,7 @@ class _ThinkingReader(Reader):
     def _thoughts(self) -> Steps[None]:
         """Read up to the end of the thinking, and its closing tag."""
         while (yield from self.more()):
-            if not self.run(_THOUGHT):
+            if not self.run(self._thought):
                 try:
                     yield from self.literal(self._markup.close)
                 except Malformed:

@@ -1,16 +1,12 @@
 """Reads tool calls written as a list of Python calls, and their arguments as JSON.
 
-Only here is argument text not what the model wrote: keyword arguments become the members of an object, and literals
-become JSON, with `, ` and `: ` between them. Values are strings, numbers, lists, dictionaries with strings as keys, and
-True, False and None, also as JSON spells them.
+Keyword arguments become the members of an object, and literals become JSON, with `, ` and `: ` between them. Values are
+strings, numbers, lists, dictionaries with strings as keys, and True, False and None, also as JSON spells them.
 """
 
-import json
 import re
 
-from common.chat.calls import CallReader
-from common.chat.deltas import Collector
-from common.chat.formats import TOOL_FORMATS
+from common.chat.calls import MemberReader
 from common.chat.json_reader import MAX_DEPTH, SCALAR_RUN, quoted, scalar
 from common.chat.reader import Malformed, Steps
 
@@ -22,21 +18,14 @@ _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "a": "\a", "v
 _HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
 
 
-class PythonicReader(CallReader):
+class PythonReader(MemberReader):
     """`[f(a=1, b="x"), g()]`, between markers or at the start of the answer."""
-
-    format = TOOL_FORMATS["pythonic"]
-
-    def __init__(self, out: Collector) -> None:
-        super().__init__(out)
-        self._first: tuple[str, str] | None = None
-        """Name of a call that is not announced, and its JSON up to the first value."""
 
     def marked_calls(self) -> Steps[None]:
         """Read the list and the closing marker."""
         yield from self.space()
         yield from self.bare_calls()
-        yield from self.closing(self.format.markers[1])
+        yield from self.closing(self.format.closing)
 
     def bare_calls(self) -> Steps[None]:
         """Read the list."""
@@ -53,37 +42,20 @@ class PythonicReader(CallReader):
 
     def _keywords(self, name: str) -> Steps[None]:
         """Read keyword arguments up to the end of the call."""
-        keys: set[str] = set()
+        self.begin_members(name)
         while (yield from self.space()) != ")":
             key = yield from self.whole(_WORD_RUN, max_chars=MAX_WORD_CHARS)
-            if not key.isidentifier() or key in keys:
+            if not key.isidentifier():
                 raise Malformed
             yield from self.space()
             yield from self.literal("=")
             yield from self.space()
-            member = f"{json.dumps(key, ensure_ascii=False)}: "
-            if keys:
-                self._deliver(f", {member}")
-            else:
-                self._first = (name, f"{{{member}")
-            keys.add(key)
+            self.add_key(key)
             yield from self._value(1)
             if (yield from self.space()) != ")":
                 yield from self.literal(",")
-        if not keys:
-            self._first = (name, "{")
         self.step()
-        self._deliver("}")
-        self.complete()
-
-    def _deliver(self, text: str) -> None:
-        """Deliver JSON in place of the text that is held; with the first value, announce the call."""
-        if self._first is not None:
-            (name, member), self._first = self._first, None
-            self.begin(name)
-            self._out.add_arguments(member)
-        self._out.add_arguments(text)
-        self.drop_markup()
+        self.end_members()
 
     def _value(self, depth: int) -> Steps[None]:
         char = yield from self.peek()
@@ -95,21 +67,21 @@ class PythonicReader(CallReader):
             yield from self._string()
         else:
             word = yield from self.whole(SCALAR_RUN)
-            self._deliver(scalar(word))
+            self.deliver(scalar(word))
 
     def _container(self, closer: str, depth: int) -> Steps[None]:
-        self._deliver(self.step())
+        self.deliver(self.step())
         is_first = True
         while (yield from self.space()) != closer:
             if not is_first:
-                self._deliver(", ")
+                self.deliver(", ")
             is_first = False
             if closer == "}":
                 yield from self._member_key()
             yield from self._value(depth + 1)
             if (yield from self.space()) != closer:
                 yield from self.literal(",")
-        self._deliver(self.step())
+        self.deliver(self.step())
 
     def _member_key(self) -> Steps[None]:
         if (yield from self.peek()) not in ('"', "'"):
@@ -117,21 +89,21 @@ class PythonicReader(CallReader):
         yield from self._string()
         yield from self.space()
         yield from self.literal(":")
-        self._deliver(": ")
+        self.deliver(": ")
         yield from self.space()
 
     def _string(self) -> Steps[None]:
         quote = self.step()
-        self._deliver('"')
+        self.deliver('"')
         while (char := (yield from self.peek())) != quote:
             if char == "\\":
                 yield from self._escape()
             elif text := self.run(_STRING_RUNS[quote]):
-                self._deliver(quoted(text))
+                self.deliver(quoted(text))
             else:
                 raise Malformed
         self.step()
-        self._deliver('"')
+        self.deliver('"')
 
     def _escape(self) -> Steps[None]:
         self.step()
@@ -146,13 +118,13 @@ class PythonicReader(CallReader):
                 raise Malformed
             digits += self.step()
         if kind == "u":
-            self._deliver(f"\\u{digits}")  # may be half of a pair
+            self.deliver(f"\\u{digits}")  # may be half of a pair
         elif digits:
-            self._deliver(quoted(_character(digits)))
+            self.deliver(quoted(_character(digits)))
         elif kind in ("\\", '"', "'", "/"):
-            self._deliver(quoted(kind))
+            self.deliver(quoted(kind))
         else:
-            self._deliver(quoted(_ESCAPES.get(kind, f"\\{kind}")))
+            self.deliver(quoted(_ESCAPES.get(kind, f"\\{kind}")))
 
 
 def _character(digits: str) -> str:

@@ -1,9 +1,11 @@
 """Sections of serving.yaml that workers read: the model, the two pools, and how KV moves between them."""
 
+from collections.abc import Callable, Iterable
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
+from common.chat.formats import REASONING_FORMATS, TOOL_FORMATS
 from common.config.keys import Need, Section, Words
 from common.wire_names import TRANSPORT_NUMBERS
 
@@ -12,6 +14,17 @@ def _known_transport(name: str) -> str:
     if name not in TRANSPORT_NUMBERS:
         raise ValueError(f"{name!r} is not a transport; known are {', '.join(TRANSPORT_NUMBERS)}")
     return name
+
+
+def _known_markup(formats: Iterable[str]) -> Callable[[str], str]:
+    known = ("auto", "none", *formats)
+
+    def checked(name: str) -> str:
+        if name not in known:
+            raise ValueError(f"{name!r} is not a markup; known are {', '.join(known)}")
+        return name
+
+    return checked
 
 
 TransportName = Annotated[str, AfterValidator(_known_transport)]
@@ -89,14 +102,12 @@ class ModelConfig(Section):
     [`torch.compile`](engines.md#torchcompile); it needs a C++ compiler, and workers start later."""
     local_files_only: Annotated[bool, Need.NOTHING] = False
     """Never ask the hub; use only folders and the hub's local cache."""
-    tool_parser: Annotated[
-        Literal["auto", "none", "hermes", "llama3_json", "mistral", "pythonic", "deepseek"], Need.ROUTERS
-    ] = "auto"
-    """Markup of tool calls in answers: `hermes` (Qwen), `llama3_json`, `mistral`, `pythonic`, `deepseek`. `auto`: that
-    of the chat template. `none`: requests with tools are refused."""
-    reasoning_parser: Annotated[Literal["auto", "none", "qwen3", "deepseek_r1"], Need.ROUTERS] = "auto"
-    """Markup of thoughts in answers: `qwen3`, `deepseek_r1`. `auto`: that of the chat template. `none`: thoughts
-    are text like the rest."""
+    tool_parser: Annotated[str, AfterValidator(_known_markup(TOOL_FORMATS)), Need.ROUTERS] = "auto"
+    """[Markup of tool calls](openai.md#tools) in answers. `auto`: that of the chat template. `none`: requests with
+    tools are refused."""
+    reasoning_parser: Annotated[str, AfterValidator(_known_markup(REASONING_FORMATS)), Need.ROUTERS] = "auto"
+    """[Markup of thoughts](openai.md#reasoning) in answers. `auto`: that of the chat template. `none`: thoughts are
+    text like the rest."""
     generation_config: Annotated[bool, Need.ROUTERS] = True
     """A request that leaves out `temperature`, `top_k`, `top_p`, `min_p` or `repetition_penalty` takes the value of the
     checkpoint's generation_config.json, read like a request's; `do_sample: false` is temperature 0. Unusable values are

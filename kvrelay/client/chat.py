@@ -53,6 +53,8 @@ class AnswerFormat:
     """Whether the text begins inside the thoughts."""
     forced_name: str
     """Tool whose arguments the whole text is, where calls have no markup; empty: the text is an ordinary answer."""
+    parameter_types: str
+    """JSON types that each parameter of the tools may have, as JSON, where calls write values as plain text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

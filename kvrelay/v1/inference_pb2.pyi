@@ -281,6 +281,7 @@ class AnswerFormat(_message.Message):
     REASONING_FIELD_NUMBER: _builtins.int
     IN_REASONING_FIELD_NUMBER: _builtins.int
     FORCED_NAME_FIELD_NUMBER: _builtins.int
+    PARAMETER_TYPES_FIELD_NUMBER: _builtins.int
     tools: _builtins.str
     """Markup of tool calls, such as "hermes"; empty: the text has none."""
     reasoning: _builtins.str
@@ -289,6 +290,8 @@ class AnswerFormat(_message.Message):
     """Whether the text begins inside the reasoning."""
     forced_name: _builtins.str
     """Without a markup of tool calls: the tool whose arguments the text is, behind the reasoning; empty: it is none."""
+    parameter_types: _builtins.str
+    """Where calls write values as plain text: the JSON types that each parameter may have, {tool: {parameter: [type]}}."""
     def __init__(
         self,
         *,
@@ -296,10 +299,11 @@ class AnswerFormat(_message.Message):
         reasoning: _builtins.str = ...,
         in_reasoning: _builtins.bool = ...,
         forced_name: _builtins.str = ...,
+        parameter_types: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["forced_name", b"forced_name", "in_reasoning", b"in_reasoning", "reasoning", b"reasoning", "tools", b"tools"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["forced_name", b"forced_name", "in_reasoning", b"in_reasoning", "parameter_types", b"parameter_types", "reasoning", b"reasoning", "tools", b"tools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -63,12 +63,7 @@ class Blocks:
     def __init__(self, answer_format: pb.AnswerFormat, *, request_id: str) -> None:
         """Begin an answer to a request, in a format."""
         self._request_id = request_id
-        self._parser = MessageParser(
-            tools=answer_format.tools or None,
-            reasoning=answer_format.reasoning or None,
-            in_reasoning=answer_format.in_reasoning,
-            forced_name=answer_format.forced_name or None,
-        )
+        self._parser = MessageParser.of(answer_format)
         self._open: Block | None = None
         self._num_blocks = 0
         self._changes: list[BlockChange] = []

@@ -5,9 +5,10 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
+from common.chat.formats import TOOL_FORMATS
 from common.chat.parsing import MessageParser
 
-MARKS = ("deepseek", "hermes", "llama3_json", "mistral", "pythonic")
+MARKS = tuple(TOOL_FORMATS)
 """Names of the tool formats."""
 
 

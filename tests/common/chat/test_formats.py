@@ -1,19 +1,18 @@
 """The formats of tool calls and reasoning are told from the templates of real models."""
 
+import itertools
 import json
+import re
+from pathlib import Path
 
 import pytest
 
-from common.chat.formats import (
-    MARKERS,
-    REASONING_FORMATS,
-    TOOL_FORMATS,
-    detect_reasoning_format,
-    detect_tool_format,
-    starts_in_reasoning,
-)
+from common.chat.detection import begun_answer, detect_reasoning_format, detect_tool_format, starts_in_reasoning
+from common.chat.formats import MARKERS, REASONING_FORMATS, TOOL_FORMATS
 from tests.common.chat.parsed import parse
 from tests.common.chat.templates import CALLS, TEMPLATES, answer_by
+
+DOCS = Path(__file__).parents[3] / "docs"
 
 
 @pytest.mark.parametrize(
@@ -23,9 +22,9 @@ from tests.common.chat.templates import CALLS, TEMPLATES, answer_by
         ("Qwen-Qwen3-0.6B", "hermes", "qwen3"),
         ("mistralai-Mistral-Nemo-Instruct-2407", "mistral", None),
         ("Mistral-Small-3.2-24B-Instruct-2506", "mistral", None),
-        ("deepseek-ai-DeepSeek-R1-Distill-Qwen-32B", "deepseek", "deepseek_r1"),
-        ("deepseek-ai-DeepSeek-R1-Distill-Llama-8B", "deepseek", "deepseek_r1"),
-        ("deepseek-ai-DeepSeek-V3.1", "deepseek", "deepseek_r1"),
+        ("deepseek-ai-DeepSeek-R1-Distill-Qwen-32B", "deepseek_v3", "deepseek_r1"),
+        ("deepseek-ai-DeepSeek-R1-Distill-Llama-8B", "deepseek_v3", "deepseek_r1"),
+        ("deepseek-ai-DeepSeek-V3.1", "deepseek_v31", "deepseek_r1"),
     ],
 )
 def test_template_of_a_model_tells_its_formats(name: str, tools: str | None, reasoning: str | None) -> None:
@@ -56,7 +55,9 @@ def test_calls_that_a_template_writes_are_read_back(name: str) -> None:
             "hermes",
         ),
         ("{{- '<tool_call>\n<function=' + tool_call.name + '>\n' }}", None),
-        ("{{- '<tool_call>' + tool_call.name + '<arg_key>' }}", None),
+        ("{{- '<tool_calls><tool_call>' + tool_call.name + '<arg_key>' }}", None),
+        ("{{- '<|tool_call|>[' + tools + ']<|/tool_call|>' }}", None),
+        ("{{- '<|tool_call|>' + tool_calls }}", "granite"),
         ("""{{- '<tool_call>' }}{{- '<tool_calls>[{"name": "f", "arguments": {}}]</tool_calls>' }}""", None),
         ("{{- message.role + ': ' + message.content }}", None),
     ],
@@ -79,10 +80,22 @@ def test_prompt_that_opens_the_thinking_starts_the_answer_in_it(prompt: str, sta
     assert starts_in_reasoning(prompt) == starts
 
 
+def test_documented_formats_are_those_that_are_read() -> None:
+    lines = (DOCS / "openai.md").read_text().split("| `model.tool_parser` |")[1].splitlines()
+    rows = itertools.takewhile(lambda line: line.startswith("|"), lines[2:])
+    assert {name for row in rows for name in re.findall("`([^`]+)`", row.split("|")[1])} == set(TOOL_FORMATS)
+
+
 def test_formats_are_named_and_their_markers_distinct() -> None:
     for formats in (TOOL_FORMATS, REASONING_FORMATS):
         assert [each.name for each in formats.values()] == list(formats)
     assert len(set(MARKERS)) == len(MARKERS)
     # A reader puts back the beginning of a marker: no other one may begin within it.
     assert all(marker[0] not in marker[1:] for marker in MARKERS)
-    assert {name for name, each in TOOL_FORMATS.items() if not each.needs_special_tokens} == {"hermes"}
+    assert {name for name, each in TOOL_FORMATS.items() if not each.needs_special_tokens} == {"hermes", "qwen3_coder"}
+
+
+def test_answer_that_goes_on_from_content_is_past_the_thoughts_of_its_family() -> None:
+    begun = {"content": "Yes", "reasoning_content": "Hm"}
+    assert begun_answer("<s>A:<seed:think>", begun) == "<s>A:<seed:think>Hm\n</seed:think>\n\nYes"
+    assert begun_answer("<|start|>assistant", begun) == "<|start|>assistant<|channel|>final<|message|>Yes"

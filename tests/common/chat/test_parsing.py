@@ -11,6 +11,7 @@ from common.chat.deltas import ParsedDelta, ToolCallDelta
 from common.chat.formats import MARKERS, TOOL_FORMATS
 from common.chat.json_reader import MAX_DEPTH
 from common.chat.parsing import MessageParser
+from tests.common.chat.dialects import ANSWERS, CALLED, TYPES
 from tests.common.chat.parsed import MARKS, parse, split
 
 ARGUMENTS = (
@@ -44,8 +45,10 @@ EXAMPLES = {
         f"[TOOL_CALLS]f[ARGS]{ARGUMENTS}[TOOL_CALLS]g.h-1[ARGS]{{}}",
         f"[TOOL_CALLS]f[CALL_ID]abcdefghi[ARGS]{ARGUMENTS}[TOOL_CALLS]g.h-1{{}}",
     ],
-    "deepseek": [
+    "deepseek_v3": [
         deepseek(DEEPSEEK_FENCED.format("f", ARGUMENTS), DEEPSEEK_FENCED.format("g.h-1", "{}")),
+    ],
+    "deepseek_v31": [
         deepseek(DEEPSEEK_PLAIN.format("f", ARGUMENTS), DEEPSEEK_PLAIN.format("g.h-1", "{}")),
     ],
 }
@@ -101,7 +104,7 @@ def test_llama_calls_may_begin_the_answer_without_a_marker() -> None:
         ("hermes", '<tool_call>\n{"name": "f"}\n</tool_call>'),
         ("hermes", '<tool_call>\n{"arguments": {"a": tru}, "name": "f"}\n</tool_call>'),
         ("hermes", '<tool_call>\n{"arguments": {"a": 01}, "name": "f"}\n</tool_call>'),
-        ("hermes", f'<tool_call>{{"name": "{"n" * 65}", "arguments": {{}}}}</tool_call>'),
+        ("hermes", f'<tool_call>{{"name": "{"n" * 129}", "arguments": {{}}}}</tool_call>'),
         ("hermes", '<tool_call>{"name": "f g", "arguments": {}}</tool_call>'),
         ("hermes", "<tool_call>\n{}\n</tool_call>"),
         ("hermes", "<tool_call>"),
@@ -118,8 +121,8 @@ def test_llama_calls_may_begin_the_answer_without_a_marker() -> None:
         ("pythonic", "[f(a=No)]"),
         ("pythonic", "[f(a=1_000)]"),
         ("pythonic", "[f(a="),
-        ("deepseek", "<｜tool▁calls▁begin｜><｜tool▁calls▁end｜>"),
-        ("deepseek", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```yaml\na: 1\n```"),
+        ("deepseek_v3", "<｜tool▁calls▁begin｜><｜tool▁calls▁end｜>"),
+        ("deepseek_v3", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```yaml\na: 1\n```"),
     ],
 )
 def test_text_that_is_no_call_comes_out_as_content_in_full(tools: str, text: str) -> None:
@@ -168,7 +171,7 @@ MENDED = {
         ("llama3_json", '<|python_tag|>{{"name": "f", "parameters": {}}}'),
         ("mistral", '[TOOL_CALLS] [{{"name": "f", "arguments": {}}}]'),
         ("mistral", "[TOOL_CALLS]f[ARGS]{}"),
-        ("deepseek", deepseek(DEEPSEEK_PLAIN.replace("{}", "f", 1))),
+        ("deepseek_v31", deepseek(DEEPSEEK_PLAIN.replace("{}", "f", 1))),
     ],
 )
 def test_calls_that_are_nearly_json_come_out_as_json(tools: str, markup: str, given: str) -> None:
@@ -293,14 +296,21 @@ FRAGMENTS = [
     "function",
     "\n```json\n{",
     "```",
+    "<function=f>",
+    "<parameter=text>",
+    '<invoke name="f">',
+    '<parameter name="where">',
+    "functions.f:0",
+    CALLED,
     "é",
 ]
 OPTIONS = st.fixed_dictionaries(
     {
         "tools": st.sampled_from([None, *MARKS]),
-        "reasoning": st.sampled_from([None, "qwen3", "deepseek_r1"]),
+        "reasoning": st.sampled_from([None, "qwen3", "mistral", "gpt-oss"]),
         "in_reasoning": st.booleans(),
         "forced_name": st.sampled_from([None, "f"]),
+        "parameter_types": st.sampled_from(["", TYPES]),
     }
 )
 
@@ -308,7 +318,7 @@ OPTIONS = st.fixed_dictionaries(
 @st.composite
 def answers(draw: st.DrawFn) -> str:
     if draw(st.booleans()):
-        examples = [each for texts in EXAMPLES.values() for each in texts] + [PYTHONIC]
+        examples = [each for texts in EXAMPLES.values() for each in texts] + [PYTHONIC, *ANSWERS.values()]
         text: str = draw(st.sampled_from(["", "<think>a</think>\n\n", "Hm. "])) + draw(st.sampled_from(examples))
         cut = draw(st.integers(0, len(text)))
         inserted: str = draw(st.sampled_from(["", text, *FRAGMENTS]))

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from common.chat_template import LineTemplate
-from router.conversation import read_conversation
+from router.conversation import ChatFormats, read_conversation
 from router.http.anthropic.calls import read_messages_body
 from router.http.anthropic.turns import read_turns
 from router.http.generation import read_chat
@@ -103,7 +103,7 @@ def test_items_about_what_ran_elsewhere_are_left_unread() -> None:
 def prompt_of(body: dict[str, Any], read: Any) -> str:
     """Return the prompt that a body becomes."""
     (request,) = read(json.dumps(body).encode()).requests
-    return LineTemplate().render(read_conversation(request.chat), rendered_unix_s=0)
+    return LineTemplate().render(read_conversation(request.chat, ChatFormats()), rendered_unix_s=0)
 
 
 def test_what_the_system_says_first_is_one_message_at_every_door() -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from common.errors import InvalidRequest
 from kvrelay.v1 import inference_pb2 as pb
-from router.conversation import read_conversation
+from router.conversation import ChatFormats, read_conversation
 from router.http.anthropic.calls import read_messages_body
 from router.http.calls import Call
 from router.http.generation import read_chat
@@ -45,7 +45,7 @@ def function(name: str, **more: Any) -> dict[str, Any]:
 
 def names(call: Call) -> list[str]:
     """Return the functions that the model is told of."""
-    return [tool["function"]["name"] for tool in read_conversation(call.requests[0].chat).tools]
+    return [tool["function"]["name"] for tool in read_conversation(call.requests[0].chat, ChatFormats()).tools]
 
 
 @pytest.mark.parametrize("read", [chat, responses])
@@ -74,7 +74,7 @@ def test_tool_that_anthropic_runs_is_left_out_and_told(other: dict[str, Any]) ->
 def test_place_of_a_bad_tool_counts_those_that_are_left_out() -> None:
     call = chat([OTHERS[0], function("a b")])
     with pytest.raises(InvalidRequest) as caught:
-        read_conversation(call.requests[0].chat)
+        read_conversation(call.requests[0].chat, ChatFormats())
     assert caught.value.field == "chat.tools[1]"
 
 
@@ -89,9 +89,11 @@ def test_name_of_a_tool_has_up_to_128_characters(read: Any) -> None:
 @pytest.mark.parametrize("read", [chat, responses])
 def test_member_of_a_function_that_is_null_counts_as_left_out(read: Any) -> None:
     call = read([{"type": "function", "name": "ping", "description": None, "strict": None, "parameters": None}])
-    (tool,) = read_conversation(call.requests[0].chat).tools
+    (tool,) = read_conversation(call.requests[0].chat, ChatFormats()).tools
     assert tool == {"type": "function", "function": {"name": "ping"}}
-    (tool,) = read_conversation(read([function("f", parameters=SCHEMA | {"required": None})]).requests[0].chat).tools
+    (tool,) = read_conversation(
+        read([function("f", parameters=SCHEMA | {"required": None})]).requests[0].chat, ChatFormats()
+    ).tools
     assert tool["function"]["parameters"] == SCHEMA
 
 
