@@ -62,8 +62,8 @@ async def test_client_sends_blocks_of_an_answer_back(client: Any) -> None:
 
 
 async def test_client_raises_its_errors(client: Any) -> None:
-    with pytest.raises(anthropic.BadRequestError, match=r"tools\[0\]\.type"):
-        await client.messages.create(messages=TURNS, tools=[{"type": "bash_20250124", "name": "bash"}], **OPTIONS)
+    with pytest.raises(anthropic.BadRequestError, match=r"tools\[0\]\.name"):
+        await client.messages.create(messages=TURNS, tools=[{"name": "a b", "input_schema": {}}], **OPTIONS)
     with pytest.raises(anthropic.NotFoundError, match="other"):
         await client.messages.create(messages=TURNS, **OPTIONS | {"model": "other"})
 

@@ -267,7 +267,7 @@ async def test_report_of_the_extension_is_beside_the_usage(openai: AsyncOpenAI) 
             "text.format",
         ),
         ({"extra_body": {"structured_outputs": {"regex": "("}}}, "structured_outputs"),
-        ({"extra_body": {"thinking_budget": 5}}, "thinking_budget"),
+        ({"extra_body": {"thinking_budget": -5}}, "thinking_budget"),
         ({"extra_body": {"chat_template_kwargs": {"messages": []}}}, "chat_template_kwargs"),
     ],
 )

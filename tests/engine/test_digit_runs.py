@@ -26,7 +26,8 @@ def num_taken(structure: object, text: str) -> int:
 
 
 def thinking_before(structure: Structure) -> dict[str, str]:
-    return {"grammar": after_reasoning(structure_lark(structure), "qwen3", in_reasoning=True, max_tokens=None)}
+    lark = structure_lark(structure)
+    return {"grammar": after_reasoning(lark, "qwen3", is_content=True, in_reasoning=True, max_tokens=None)}
 
 
 @pytest.mark.parametrize(
