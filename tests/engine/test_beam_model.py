@@ -79,7 +79,7 @@ def test_beams_equal_those_of_transformers(
         submitted.append(submit(core, make_request(prompt, block_size=BLOCK_SIZE, **search))[1])
     run_until_idle(core)
     ends = sorted(executor.eos_token_ids)
-    assert ends == [END]
+    assert END in ends
     lengths = set()
     for prompt, collector in zip(prompts, submitted, strict=True):
         found = [collector.token_ids(i) for i in range(WIDTH)]
