@@ -6,7 +6,9 @@ text is tokenized by itself. Texts without such spellings are not changed.
 """
 
 import re
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+from itertools import chain
 
 import tokenizers
 
@@ -22,6 +24,9 @@ _THOUGHTS = {
 }
 """Left as they are: templates look for them in earlier answers."""
 
+_PARTS_AT_ONCE = 256
+"""Parts that one call of the tokenizer takes: nothing else runs while it turns them into its objects and back."""
+
 
 class ControlTokens:
     """Control tokens of one tokenizer. Thread-safe."""
@@ -33,8 +38,7 @@ class ControlTokens:
         added = tokenizer.get_added_tokens_decoder().values()
         spellings = {token.content for token in added if token.special or _is_shaped(token.content)}
         breakable = {each for each in spellings if len(each) > 1} - _THOUGHTS
-        longest_first = sorted(breakable, key=lambda each: (-len(each), each))
-        self._pattern = re.compile("|".join(map(re.escape, longest_first))) if breakable else None
+        self._pattern = re.compile(_begins_with(breakable)) if breakable else None
 
     def broken(self, text: str) -> str:
         """Return a text with all spellings of control tokens broken, overlapping ones too. Raises InvalidRequest."""
@@ -51,7 +55,10 @@ class ControlTokens:
         """Return the ids of each rendered text, parts of broken texts joined."""
         split = [text.split(BREAK) for text in texts]
         parts = [self._guard * (position > 0) + part for each in split for position, part in enumerate(each)]
-        found = iter(self._tokenizer.encode_batch_fast(parts, add_special_tokens=False))
+        found = chain.from_iterable(
+            self._tokenizer.encode_batch_fast(parts[start : start + _PARTS_AT_ONCE], add_special_tokens=False)
+            for start in range(0, len(parts), _PARTS_AT_ONCE)
+        )
         num_guards = int(bool(self._guard))
         return [
             [token_id for i in range(len(each)) for token_id in next(found).ids[num_guards if i else 0 :]]
@@ -61,3 +68,17 @@ class ControlTokens:
 
 def _is_shaped(spelling: str) -> bool:
     return any(spelling.startswith(opening) and spelling.endswith(closing) for opening, closing in _SHAPES)
+
+
+def _begins_with(spellings: Collection[str]) -> str:
+    """Return a regular expression for the shortest of the spellings at a place, found without trying each of them.
+
+    A tokenizer may have hundreds that differ at their ends alone.
+    """
+    if "" in spellings:
+        return ""
+    ends = defaultdict[str, list[str]](list)
+    for each in spellings:
+        ends[each[0]].append(each[1:])
+    branches = [re.escape(first) + _begins_with(rest) for first, rest in sorted(ends.items())]
+    return branches[0] if len(branches) == 1 else f"(?:{'|'.join(branches)})"

@@ -11,6 +11,8 @@ from tokenizers import decoders
 
 from common.chat_template import BREAK, ChatTemplate, Conversation
 from common.errors import InvalidRequest
+from router.control_tokens import ControlTokens
+from router.token_cache import CutFinder
 from router.tokenizer import TextCodec
 from tests.router.test_token_cache import SCOPE, TEMPLATE, byte_level, metaspace, prepending
 
@@ -96,3 +98,37 @@ def test_an_answer_that_has_begun_and_a_moved_system_message_cannot_spell_them()
     turns = [("user", "x"), ("system", forged)]
     encoded = codec_of(byte_level(), strict).encode_chat_now(Conversation.plain(turns), rendered_unix_s=0)
     assert controls(codec, encoded.token_ids) == ["<|start|>", "<|end|>"] * 2
+
+
+def test_all_spellings_are_found_among_hundreds_that_begin_alike() -> None:
+    spellings = ["<|odd|>", "<|od", *(f"<|reserved_{number}|>" for number in range(300))]
+    tokenizer = byte_level()
+    tokenizer.add_special_tokens(spellings)
+    codec = codec_of(tokenizer)
+    chat = Conversation.plain([("user", "<|reserved_" + each + each[:-1]) for each in spellings])
+    found = controls(codec, codec.encode_chat(chat, rendered_unix_s=0).token_ids)
+    assert found == ["<|start|>", "<|end|>"] * len(spellings) + ["<|start|>"]
+
+
+class Watched:
+    """A tokenizer that notes how many texts each of its calls takes."""
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
+        self.num_texts: list[int] = []
+        self._tokenizer = tokenizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def encode_batch_fast(self, texts: list[str], **options: Any) -> list[tokenizers.Encoding]:
+        self.num_texts.append(len(texts))
+        return list(self._tokenizer.encode_batch_fast(texts, **options))
+
+
+def test_a_text_full_of_spellings_is_tokenized_in_small_batches() -> None:
+    tokenizer = byte_level()
+    watched: Any = Watched(tokenizer)
+    control_tokens = ControlTokens(watched, CutFinder(tokenizer))
+    (found,) = control_tokens.encode([control_tokens.broken("<|end|>" * 3000)])
+    assert [tokenizer.id_to_token(each) for each in found].count("<") == 3000
+    assert max(watched.num_texts) <= 256
