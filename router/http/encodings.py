@@ -8,10 +8,13 @@ import zlib
 from collections.abc import Mapping, Sequence
 
 from common.errors import InvalidRequest
+from router.admission.budget import Holding
 from router.http.errors import UNSUPPORTED_ENCODING, HttpError
 
 _PIECE_BYTES = 1 << 20
 """Bytes that a turn unpacks at most, in a few milliseconds."""
+_MAX_PARTS = 128
+"""Parts of one body; each copies the rest, and 20 bytes may be one."""
 _WINDOW_BITS: Mapping[bytes, int] = {b"gzip": 31, b"x-gzip": 31, b"deflate": 15}
 """Content encodings that are read, each with the format as zlib numbers them."""
 
@@ -27,10 +30,13 @@ def encoding_of(headers: Sequence[tuple[bytes, bytes]]) -> bytes | None:
     return given
 
 
-async def unpacked(body: bytes, encoding: bytes, *, too_large: HttpError, most_bytes: int) -> bytes:
-    """Return a body of at most `most_bytes` without its compression. Raises `too_large`, or InvalidRequest."""
+async def unpacked(body: bytes, encoding: bytes, holding: Holding, *, too_large: HttpError, most_bytes: int) -> bytes:
+    """Return a body of at most `most_bytes` without its compression; what is unpacked is held, too.
+
+    Raises `too_large`, InvalidRequest, and Overloaded when it may not be held.
+    """
     pieces: list[bytes] = []
-    num_left, unpacker = most_bytes, zlib.decompressobj(_WINDOW_BITS[encoding])
+    num_left, num_parts, unpacker = most_bytes, 1, zlib.decompressobj(_WINDOW_BITS[encoding])
     try:
         while body or not unpacker.eof:
             piece = unpacker.decompress(body, _PIECE_BYTES)
@@ -38,10 +44,15 @@ async def unpacked(body: bytes, encoding: bytes, *, too_large: HttpError, most_b
             num_left -= len(piece)
             if num_left < 0:
                 raise too_large
+            if (refused := holding.grow(len(piece))) is not None:
+                raise refused.error()
             body = unpacker.unconsumed_tail
             if unpacker.eof:
                 body = unpacker.unused_data  # gzip may have several parts
                 unpacker = zlib.decompressobj(_WINDOW_BITS[encoding]) if body else unpacker
+                num_parts += bool(body)
+                if num_parts > _MAX_PARTS:
+                    raise InvalidRequest(f"the body has more than {_MAX_PARTS} compressed parts")
             elif not piece:
                 raise InvalidRequest(f"the body ends in the middle of its {encoding.decode()} data")
             await asyncio.sleep(0)

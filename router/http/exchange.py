@@ -124,10 +124,7 @@ class Exchange:
         encoding = encoding_of(self.headers)
         if encoding is None:
             return body
-        whole = await unpacked(body, encoding, too_large=self._too_large(), most_bytes=self._max_body_bytes)
-        if (refused := holding.grow(len(whole))) is not None:
-            raise refused.error()
-        return whole
+        return await unpacked(body, encoding, holding, too_large=self._too_large(), most_bytes=self._max_body_bytes)
 
     def _refuse_body(self, error: KvrelayError) -> None:
         if not self._body.done():
