@@ -23,7 +23,8 @@ class Holding:
     on_revoked: Callable[[Refused], None]
     """Called when it is lost to another tenant."""
     amount: int = 0
-    is_revoked: bool = False
+    is_over: bool = False
+    """Whether it was given back or lost; it never grows again."""
 
     def grow(self, amount: int) -> Refused | None:
         """Take so much more; or return why not, and lose everything."""
@@ -67,7 +68,7 @@ class Budget:
     def take(self, holding: Holding, amount: int) -> Refused | None:
         """See `Holding.grow`."""
         name = holding.tenant.name
-        if holding.is_revoked or self._held[name] + amount > self._most:
+        if holding.is_over or self._held[name] + amount > self._most:
             self.give_back(holding)
             return self._refused(f"tenant {name} has {self._held.get(name, 0)} of at most {self._most}")
         giving_way = self._giving_way(name, amount)
@@ -75,7 +76,6 @@ class Budget:
             self.give_back(holding)
             return self._refused(f"all tenants have {self.num_held} of at most {self._most_in_all}")
         for each in giving_way:
-            each.is_revoked = True
             self.give_back(each)
             each.on_revoked(self._refused(f"another tenant needs them; {each.tenant.name} has most"))
         holding.amount += amount
@@ -107,6 +107,7 @@ class Budget:
     def give_back(self, holding: Holding) -> None:
         """Take back all that a holding has. Harmless when repeated."""
         name = holding.tenant.name
+        holding.is_over = True
         self.take_back(holding, holding.amount)
         self._holdings[name].pop(holding, None)
         if not self._holdings[name]:

@@ -212,6 +212,7 @@ async def test_client_that_does_not_read_is_noticed_and_one_that_does_holds_noth
         while not refusals:
             outbox.put_tokens([token(index)], [])
         assert refusals[0].is_final
+    assert holding.grow(1) is not None  # as by bytes that come when their request is over
     assert not budget.num_held
 
 
