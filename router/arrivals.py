@@ -25,7 +25,7 @@ from router.reading import INLINE_MESSAGE_BYTES, Reading
 _Message = TypeVar("_Message", bound=Message)
 
 MAX_RECEIVING = 32
-"""Requests of one tenant that may arrive at once; the others wait."""
+"""Requests of one tenant that may arrive, or wait to be read, at once; the others wait before that."""
 
 
 def read_generate(raw: bytes) -> pb.GenerateRequest:
@@ -95,10 +95,12 @@ class Arrivals(grpc.aio.ServerInterceptor):
         """Return a request that may be large. Raises KvrelayError."""
         door = self._door
         tenant = await door.enter(context.invocation_metadata(), needs_worker=name != "Tokenize")
-        with door.arriving(tenant):
+        with door.arriving(tenant) as holding:
             async with self._receiving[tenant.name]:
                 raw = await first(requests)
-            return await door.readers.read(_READINGS[name], raw, tenant=tenant)
+                if (refused := holding.grow(len(raw))) is not None:
+                    raise refused.error()
+                return await door.readers.read(_READINGS[name], raw, tenant=tenant)
 
     @contextmanager
     def _counted(self, name: str) -> Iterator[None]:

@@ -1,5 +1,6 @@
 """Bad input gets one status that names the problem; requests are read within bounds, chats as of their time."""
 
+import asyncio
 import math
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager
@@ -11,11 +12,12 @@ import pytest_asyncio
 
 from common.chat_template import Conversation
 from common.config import RouterConfig
-from common.errors import InvalidRequest, PromptTooLong, RequestError, UnknownModel, from_rpc_error
+from common.errors import InvalidRequest, Overloaded, PromptTooLong, RequestError, UnknownModel, from_rpc_error
 from common.ids import RequestId
 from common.tokens import as_tokens
 from common.wire import pack_tokens
 from kvrelay.v1 import inference_pb2, router_admin_pb2, sampling_pb2
+from router.admission.budget import Budget
 from router.codec import ByteCodec
 from router.record import Job
 from router.resumption import MAX_RENDER_AGE_S
@@ -114,6 +116,30 @@ async def test_generate_with_a_bad_field_names_it(
         await shared_cluster.generate(request_)
     assert (type(caught.value), caught.value.field) == (error, field)
     await assert_healthy(shared_cluster)
+
+
+async def test_messages_that_wait_to_be_read_are_within_the_bound_of_their_tenant(
+    cluster: TestCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    door, is_waiting, may_be_read = cluster.router.door, asyncio.Event(), asyncio.Event()
+    read = door.readers.read
+
+    async def read_later(*arguments: Any, **options: Any) -> Any:
+        is_waiting.set()
+        await may_be_read.wait()
+        return await read(*arguments, **options)
+
+    monkeypatch.setattr(door.readers, "read", read_later)
+    arrivals = door.parts.admission.arrivals = Budget("bytes", most=900_000, most_in_all=900_000)
+    large = inference_pb2.GenerateRequest(text="x" * 600_000)
+    first = asyncio.create_task(cluster.generate(large))
+    await is_waiting.wait()
+    with pytest.raises(Overloaded, match="at most 900000"):
+        await cluster.generate(large)
+    may_be_read.set()
+    with pytest.raises(PromptTooLong):
+        await first
+    assert not arrivals.num_held
 
 
 async def test_prompt_too_long_names_both_numbers(cluster: TestCluster) -> None:
