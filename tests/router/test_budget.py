@@ -70,7 +70,7 @@ class BudgetMachine(RuleBasedStateMachine):
         for tenant in TENANTS:
             assert self.budget.held_by(tenant.name) == self.of(tenant.name) <= MOST
         assert all(holding.amount == amount for holding, amount in self.held.items())
-        assert all(holding.is_revoked and not holding.amount for holding in self.lost)
+        assert all(holding.is_over and not holding.amount for holding in self.lost)
 
 
 TestBudget = BudgetMachine.TestCase
