@@ -62,6 +62,7 @@ class Metered(Coroutine[Any, Any, T]):
             return self._coroutine.throw(*error)
         finally:
             charge(time.perf_counter() - begun_s)
+            del error  # else it refers to itself by its traceback, and to all that its frames hold
 
     def close(self) -> None:
         """End the coroutine."""

@@ -108,6 +108,7 @@ Connect = Callable[[str], grpc.aio.Channel]
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: KvrelayError) -> NoReturn:
     """End a call with the status of `error`."""
     code, message, trailing = to_status(error)
+    error.__traceback__ = None  # gRPC keeps it until garbage is collected, and with its frames what was received
     await context.abort(code, message, trailing)
     raise AssertionError("abort raises")
 

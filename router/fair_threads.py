@@ -67,6 +67,7 @@ class FairThreads:
             return await asyncio.wrap_future(running)
         finally:
             charge(time.monotonic() - begun_s)
+            del running  # else its exception refers to itself by its traceback, and to all that the work has read
 
     def begin(self, work: Callable[[], None]) -> None:
         """Run work of no tenant's, before the first call."""

@@ -44,7 +44,10 @@ class Exchange:
         self._send = send
         self._max_body_bytes = max_body_bytes
         loop = asyncio.get_running_loop()
-        self._body: asyncio.Future[bytes] = loop.create_future()
+        self._body: asyncio.Future[None] = loop.create_future()
+        """Done when the body is whole, or refused."""
+        self._chunks: list[bytes] = []
+        """Of a body that nobody has taken yet."""
         self._holding: asyncio.Future[Holding] = loop.create_future()
         """Set when the handler wants the body."""
         self._last: Iterable[str] = ()
@@ -82,7 +85,6 @@ class Exchange:
 
     async def listen(self) -> None:
         """Receive the body once it is wanted; returns when the client leaves."""
-        chunks: list[bytes] = []
         num_bytes = 0
         while True:
             message = await self._receive()
@@ -97,12 +99,11 @@ class Exchange:
                 if (refused := holding.grow(len(chunk))) is not None:
                     self._refuse_body(refused.error())
                     continue
-                chunks.append(chunk)
+                self._chunks.append(chunk)
                 if is_over:
-                    self._body.set_result(b"".join(chunks))
-                    chunks.clear()
+                    self._body.set_result(None)
                 continue
-            chunks.clear()  # the rest is read all the same: the client reads no answer before it has sent it
+            self._chunks.clear()  # the rest is read all the same: the client reads no answer before it has sent it
             if is_over or num_bytes > _MAX_DROPPED * self._max_body_bytes:
                 self._refuse_body(self._too_large())
 
@@ -118,9 +119,12 @@ class Exchange:
         self._holding.set_result(holding)
         try:
             async with asyncio.timeout(timeout_s):
-                body = await asyncio.shield(self._body)
+                await asyncio.shield(self._body)
+            body = b"".join(self._chunks)
         except TimeoutError:
             raise HttpError(f"the body did not come within {timeout_s:g} s", REQUEST_TIMEOUT) from None
+        finally:
+            self._chunks.clear()  # a request may run for an hour
         encoding = encoding_of(self.headers)
         if encoding is None:
             return body

@@ -1,7 +1,9 @@
 """Tokenizing for many tenants: none waits behind all work of another, and short work never behind long work."""
 
 import asyncio
+import gc
 import threading
+import weakref
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 
@@ -13,6 +15,10 @@ from router.tenants import Tenant
 
 A, B, HEAVY = Tenant(name="a"), Tenant(name="b"), Tenant(name="heavy", weight=3.0)
 LIMIT_S = 60.0
+
+
+class Large:
+    """Something that work reads."""
 
 
 class Works:
@@ -140,3 +146,22 @@ async def test_call_that_is_cancelled_in_the_turn_of_its_grant_frees_its_thread(
     works.ask("next", A, LONG_CHARS + 1)
     works.let_go()
     await works.tasks["next"]
+
+
+async def test_work_that_fails_keeps_nothing_that_it_has_read_alive() -> None:
+    threads, read = FairThreads(2, name="test"), list[weakref.ref[Large]]()
+
+    def fail() -> None:
+        large = Large()
+        read.append(weakref.ref(large))
+        raise ValueError("large")
+
+    gc.disable()
+    try:
+        for _ in range(8):
+            with pytest.raises(ValueError, match="large"):
+                await threads.run(fail, tenant=A, num_chars=1)
+        assert sum(each() is not None for each in read) <= 2  # what a thread has done last
+    finally:
+        gc.enable()
+        threads.close()

@@ -1,16 +1,20 @@
 """Malformed input of any kind gets one clear refusal, and the router lives on."""
 
 import asyncio
+import gc
 import json
+from types import FrameType
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from router.http.bodies import read_body
 from router.http.protocol import MAX_HEAD_BYTES
+from router.reading import INLINE_BYTES
 from tests.router.fake_worker import TIMEOUT_S, pair
 from tests.router.fakes import config_with, prompt_of
-from tests.router.http.clients import CHAT, COMPLETIONS, HttpCluster, fetch, http_cluster
+from tests.router.http.clients import CHAT, COMPLETIONS, HttpCluster, body_of, fetch, http_cluster
 
 BODIES = {
     "nothing": b"",
@@ -147,3 +151,19 @@ async def test_requests_on_one_connection_are_answered_in_order(http: HttpCluste
             assert json.loads(await reader.readuntil(b"}}}"))["choices"]
     writer.close()
     assert (await http.cluster.until_idle()).num_completed == 3
+
+
+async def test_a_refused_body_is_not_kept_until_garbage_is_collected(http: HttpCluster) -> None:
+    body = body_of(prompt=["x", *[1] * 20_000])
+    assert len(body) > INLINE_BYTES
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(3):
+            status, _headers, _answer = await fetch(http.port, "POST", COMPLETIONS, body)
+            assert status == 400
+        await http.until_responses(COMPLETIONS, 400, 3)
+        frames = [each for each in gc.get_objects() if isinstance(each, FrameType)]
+        assert not [each for each in frames if each.f_code is read_body.__code__]
+    finally:
+        gc.enable()
