@@ -42,7 +42,7 @@ class BudgetMachine(RuleBasedStateMachine):
     def grow(self, holding: Holding, amount: int) -> None:
         others = [self.of(each.name) for each in TENANTS if each != holding.tenant]
         wanted, num_lost = self.of(holding.tenant.name) + amount, len(self.lost)
-        may_have = not holding.is_revoked and wanted <= MOST
+        may_have = not holding.is_over and wanted <= MOST
         is_free = sum(self.held.values()) + amount <= MOST_IN_ALL
         if holding.grow(amount) is None:
             assert may_have
