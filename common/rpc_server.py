@@ -67,6 +67,9 @@ async def start_server(
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
         ("grpc.so_reuseport", 0),
     ]
+    if receiver is not None:
+        # Otherwise the window of every call grows with the speed of its connection, and what waits to be received too.
+        options.append(("grpc.http2.bdp_probe", 0))
     server = grpc.aio.server(options=options, interceptors=[guard, receiver or MalformedRequestInterceptor()])
     names = [*add_services(server), health.SERVICE_NAME]
     health_servicer = health.aio.HealthServicer()

@@ -19,11 +19,18 @@ from common.process import PARENT_PID_ENV, die_with_parent
 
 _START_S = 15.0
 """Longest time until a new process is ready."""
+_END_S = 1.0
+"""Longest wait for the exit status of a child that has closed its pipes."""
 _LENGTH_BYTES = 4
 
 
 class SandboxFailed(Exception):
-    """The child has ended instead of answering: the work took too much time or memory, or it crashed."""
+    """The child has ended instead of answering."""
+
+    def __init__(self, status: int | None) -> None:
+        super().__init__(f"the child ended with {status}")
+        self.took_too_long = status == -signal.SIGPROF
+        """Whether the work needed more CPU time than it may; else it crashed, or somebody has ended it."""
 
 
 class Sandbox:
@@ -57,8 +64,7 @@ class Sandbox:
             process.stdin.write(len(request).to_bytes(_LENGTH_BYTES, "big") + request)
             process.stdin.flush()
         except OSError:
-            self.close()
-            raise SandboxFailed from None
+            raise self._failure(process) from None
         return self._receive(within_s=within_s)
 
     def close(self) -> None:
@@ -72,6 +78,15 @@ class Sandbox:
                     with contextlib.suppress(OSError):
                         pipe.close()
 
+    def _failure(self, process: subprocess.Popen[bytes]) -> SandboxFailed:
+        """Return why a child has closed its pipes."""
+        try:
+            status = process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            status = None
+        self.close()
+        return SandboxFailed(status)
+
     def _receive(self, *, within_s: float) -> bytes:
         process = self._process
         assert process is not None, "it was started"
@@ -83,8 +98,7 @@ class Sandbox:
             raise TimeoutError
         answer = _read_frame(process.stdout)
         if answer is None:
-            self.close()
-            raise SandboxFailed
+            raise self._failure(process)
         return answer
 
 

@@ -136,6 +136,8 @@ class FrontDoor:
     async def serving(self, request: ClientRequest, caller: Caller) -> AsyncIterator[ServedRequest]:
         """Serve a request beside the block, which takes its messages; leaving the block early cancels the request.
 
+        Clears the prompt of `request` once it is read: a router holds it as token ids from then on.
+
         Raises KvrelayError before the block when the request is refused, and after it when the request failed.
         """
         orchestrator = self.parts.orchestrator
@@ -144,6 +146,7 @@ class FrontDoor:
             stages.enter("tokenize")
             async with ticket.kept():
                 job = await self._read(request, caller, caller.life.request_id)
+            request.ClearField("prompt")
             stages.enter("line")
             orchestrator.take_tokens(ticket, job)
             timeout_s = _at_most(MAX_REQUEST_S, caller.time_left_s)

@@ -103,8 +103,10 @@ class Readers:
             answer = sandbox.ask(reading.name.encode() + b"\n" + raw, within_s=_WALL_S)
         except TimeoutError:
             raise Overloaded("the host is too busy to read the request", retry_after_s=_RETRY_S) from None
-        except SandboxFailed:
-            raise InvalidRequest("cannot read the request: it takes too much time or memory; send less") from None
+        except SandboxFailed as failure:
+            if failure.took_too_long:
+                raise InvalidRequest("cannot read the request: it takes too much time; send less") from None
+            raise Overloaded("the process that read the request has ended", retry_after_s=_RETRY_S) from None
         finally:
             self._idle.put(sandbox)
         return _unpacked(reading.kind, answer)

@@ -12,7 +12,6 @@ from typing import Any
 
 from common.errors import InvalidRequest, RequestError
 from common.structured import TaskCensus, all_or_first_failure
-from kvrelay.v1 import inference_pb2 as pb
 from router.admission.budget import Holding
 from router.front_door import Caller, FrontDoor
 from router.http.answers import Answer, MakeAnswer
@@ -128,10 +127,11 @@ class GenerationEndpoint:
     async def _run(self, call: Call, position: int, caller: Caller, answer: Answer, whole: Holding) -> None:
         """Serve one request; `whole` holds what has come of an answer that is sent whole."""
         request, door = call.requests[position], self._door
+        text = request.text if call.wants_echo and not request.HasField("truncate_prompt_tokens") else ""
         async with door.serving(request, caller) as served, self._census.owned(*answer.beside()):
             _check_size(call, served.job)
             facts = answer.facts[position] = RequestFacts(served.job.request_id)
-            echo = await self._echo(request, served.job, caller.tenant) if call.wants_echo else None
+            echo = await self._echo(text, served.job, caller.tenant) if call.wants_echo else None
             answer.open(position, served.job, echo)
             while (message := await served.outbox.get()) is not None:
                 if message.HasField("tokens"):
@@ -144,11 +144,9 @@ class GenerationEndpoint:
                 elif message.HasField("completed"):
                     facts.completed = message.completed
 
-    async def _echo(self, request: pb.GenerateRequest, job: Job, tenant: Tenant) -> str:
-        """Return the prompt as text."""
-        if request.HasField("text") and not request.HasField("truncate_prompt_tokens"):
-            return request.text
-        return await self._door.reader.decode(job.prompt_token_ids, tenant=tenant)
+    async def _echo(self, text: str, job: Job, tenant: Tenant) -> str:
+        """Return the prompt as text, which is `text` where the caller sent it as such."""
+        return text or await self._door.reader.decode(job.prompt_token_ids, tenant=tenant)
 
 
 def _check_size(call: Call, job: Job) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from common.errors import InvalidRequest
+from common.errors import InvalidRequest, KvrelayError, Overloaded
 from kvrelay.v1 import inference_pb2 as pb
 from router import arrivals
 from router.http import inquiries
@@ -69,14 +70,20 @@ async def test_refusal_names_the_field_wherever_the_request_is_read(readers: Rea
     assert caught.value.field == "logit_bias"
 
 
-async def test_request_that_ends_its_child_is_refused_and_the_next_is_read(readers: Readers) -> None:
-    with pytest.raises(InvalidRequest, match="too much time or memory"):
-        await readers.read(Reading(_end_child, int, 0), b"x", tenant=ANYBODY)
+@pytest.mark.parametrize(
+    ("number", "error"), [(signal.SIGPROF, InvalidRequest), (signal.SIGKILL, Overloaded)], ids=["too long", "killed"]
+)
+async def test_request_whose_child_ends_is_refused_and_the_next_is_read(
+    readers: Readers, number: int, error: type[KvrelayError]
+) -> None:
+    with pytest.raises(error):
+        await readers.read(Reading(_end_child, int, 0), b"%d" % number, tenant=ANYBODY)
     assert await readers.read(Reading(_length, int, 0), b"xyz", tenant=ANYBODY) == 3
 
 
-def _end_child(_raw: bytes) -> int:
-    os._exit(1)
+def _end_child(raw: bytes) -> int:
+    os.kill(os.getpid(), int(raw))
+    raise AssertionError("it has ended")
 
 
 def _length(raw: bytes) -> int:
