@@ -1,4 +1,4 @@
-"""Who pays for the time that a task takes of the event loop.
+"""Charges the time that a task takes of the event loop to a payer.
 
 A door names the payer when it knows the tenant; the task, and those that it starts, are charged from then on. What runs
 for all requests together, such as the streams from workers, has no payer.

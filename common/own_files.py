@@ -1,4 +1,4 @@
-"""Files that this user's processes make once, and later load or run: whole, and changed by nobody else."""
+"""Files that this user's processes make once, and later load or run: whole, and changed by no other user."""
 
 import errno
 import os
@@ -11,7 +11,7 @@ _OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
 def own_folder(folder: Path) -> Path:
     """Return a folder in which only its owner may write, made when it is missing.
 
-    What a loose umask granted to others is taken back, from its parent too: whoever may write there can put another
+    What a loose umask granted to others is taken back, from its parent too: a user who may write there can put another
     folder in its place. Raises PermissionError for the folder of another user, and OSError.
     """
     folder.mkdir(mode=stat.S_IRWXU, parents=True, exist_ok=True)

@@ -30,7 +30,7 @@ class SandboxFailed(Exception):
     def __init__(self, status: int | None) -> None:
         super().__init__(f"the child ended with {status}")
         self.took_too_long = status == -signal.SIGPROF
-        """Whether the work needed more CPU time than it may; else it crashed, or somebody has ended it."""
+        """Whether the work needed more CPU time than it may; else it crashed, or was ended from outside."""
 
 
 class Sandbox:

@@ -36,7 +36,7 @@ MEMORY_BYTES = 1 << 29
 """Address space that a trial may take beyond that of the process that it is a fork of."""
 _MAX_REASON_CHARS = 500
 _MAX_OUTCOME_BYTES = 4096
-"""Bound of what a trial writes; a pipe holds it while nobody reads."""
+"""Bound of what a trial writes; a pipe holds it until it is read."""
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 """A process with threads cannot be forked safely."""
 _BUSY = (signal.SIGALRM, signal.SIGKILL)

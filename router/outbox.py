@@ -43,7 +43,7 @@ class _Waiting:
     message: inference_pb2.GenerateResponse
     num_entries: int = 0
     prompt_logprobs: Sequence[sampling_pb2.PositionLogprobs] = ()
-    """What the message gets when it is taken: many take some ten milliseconds to copy."""
+    """Log-probabilities that the message gets when it is taken: many take some ten milliseconds to copy."""
 
 
 async def _at_once() -> None:
@@ -66,7 +66,7 @@ class Outbox:
         self.on_large: Callable[[], Awaitable[object]] = _at_once
         """Awaited before a large message is taken."""
         self.holding: Holding | None = None
-        """What the tenant holds of the bound on entries that wait for slow clients; None: no bound."""
+        """Share of the tenant in the bound on entries that wait for slow clients; None: no bound."""
         self.on_overflow: Callable[[Refused], None] = _ignored
         """Called when more would wait than the tenant may have waiting."""
         self._num_entries = 0

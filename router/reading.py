@@ -1,7 +1,7 @@
 """Reads what clients send: small requests at once, others in child processes, where tenants have fair turns.
 
-Parsing holds the interpreter lock as long as it takes, and some megabytes of small values take seconds. In a child that
-delays nobody else, and a request that needs too much time or memory fails alone. A child answers with the record that
+Parsing holds the interpreter lock as long as it takes, and some megabytes of small values take seconds. In a child it
+delays no other request, and one that needs too much time or memory fails alone. A child answers with the record that
 the reading returns, in MessagePack, or with the reason why there is none.
 """
 
@@ -55,7 +55,7 @@ class Reading(Generic[T]):
     read: Callable[[bytes], T]
     """A function of a module; raises InvalidRequest."""
     kind: type[T]
-    """What it returns."""
+    """Type of its result."""
     inline_bytes: int = INLINE_BYTES
 
     @property

@@ -94,7 +94,7 @@ class RouterStatus:
     hot_prefixes: tuple[HotPrefix, ...] = ()
     """Prefixes that requests ask for again most often, hottest first; some."""
     tenants: tuple[TenantUsage, ...] = ()
-    """What each tenant uses, and has used since the router's start."""
+    """Present use by each tenant, and its use since the router's start."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

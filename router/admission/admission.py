@@ -111,7 +111,7 @@ class Admission:
 
     @property
     def tenants(self) -> tuple[inference_pb2.TenantUsage, ...]:
-        """What each tenant uses."""
+        """Use by each tenant."""
         return tuple(
             message_of(
                 inference_pb2.TenantUsage,

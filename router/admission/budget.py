@@ -16,7 +16,7 @@ from router.tenants import Tenant
 
 @dataclass(slots=True, eq=False)
 class Holding:
-    """What one request holds of a budget. Leaving its `with` block gives it back."""
+    """Share of a budget that one request holds. Leaving its `with` block gives it back."""
 
     budget: "Budget"
     tenant: Tenant

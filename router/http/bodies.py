@@ -14,7 +14,7 @@ BODY_TIMEOUT_S = 60.0
 
 
 class _Call(Protocol):
-    """What a body says."""
+    """The meaning of a body."""
 
     @property
     def left_out(self) -> Sequence[str]:

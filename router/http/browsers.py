@@ -1,6 +1,7 @@
 """Rules for web browsers, whose pages are clients that no user of the door has started.
 
-Without `router.auth`, a client is whoever reaches the door, and a browser reaches it for every page that it shows. So
+Without `router.auth`, every program that reaches the door is a client, and a browser reaches it for every page that it
+shows. So
 
 - a request names the router by an address, by a name without a dot, which no site on the internet has, or by a name
   that is known. A page whose own name was turned to the router's address (DNS rebinding) names itself, and is refused;

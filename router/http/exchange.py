@@ -47,7 +47,7 @@ class Exchange:
         self._body: asyncio.Future[None] = loop.create_future()
         """Done when the body is whole, or refused."""
         self._chunks: list[bytes] = []
-        """Of a body that nobody has taken yet."""
+        """The body, until a handler has taken it."""
         self._holding: asyncio.Future[Holding] = loop.create_future()
         """Set when the handler wants the body."""
         self._last: Iterable[str] = ()
@@ -148,7 +148,7 @@ class Exchange:
             await self._start(200, _EVENTS)
         await self._send({"type": "http.response.body", "body": events, "more_body": True})
         if self.is_gone:
-            raise asyncio.CancelledError  # as the handler is going to be: what still waits is for nobody
+            raise asyncio.CancelledError  # as the handler is going to be: what still waits has no reader
 
     async def write_parts(self, parts: Iterable[str]) -> None:
         """Send events like `write`, giving way while they are made; nothing where they are empty."""
