@@ -85,7 +85,7 @@ def test_roofline_holds_fitted_and_measured_steps_against_the_bounds_of_the_devi
     assert "prefill" not in " ".join(rows)  # its model is a guess
 
 
-def test_roofline_of_a_worker_that_measured_beside_busy_neighbours_has_the_rates_of_its_host() -> None:
+def test_roofline_of_a_worker_with_busy_neighbours_has_the_rates_of_its_host() -> None:
     def measured(host: str, read_bytes_per_s: float) -> WorkerView:
         view = worker_view("w", worker_pb2.WORKER_ROLE_DECODE)
         view.address, view.status.device.num_cores = f"{host}:7001", 1

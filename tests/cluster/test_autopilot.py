@@ -271,7 +271,7 @@ async def test_guard_without_load_or_evidence_allows_everything() -> None:
     await guard.check({PREFILL: 1, DECODE: 1})
 
 
-async def test_guard_refuses_more_workers_than_the_host_has_room_for_with_the_number_that_fits() -> None:
+async def test_guard_refuses_more_workers_than_fit_with_the_number_that_does() -> None:
     bench, guard = await guarded()
     bench.reports = None
     await guard.check({PREFILL: 4, DECODE: 8})
@@ -295,7 +295,7 @@ def test_room_of_a_host_is_what_cores_and_memory_leave(fields: dict[str, int], e
     assert replace(ROOM, **fields).num_fitting == expected
 
 
-async def test_workers_start_a_few_at_a_time_on_one_host_and_say_what_they_were_warmed_with(
+async def test_workers_start_a_few_at_a_time_on_one_host_and_say_how_warm_they_are(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     bench = await begun()

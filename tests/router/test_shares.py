@@ -233,7 +233,7 @@ async def test_room_that_was_made_does_not_go_to_others_that_wait(pool: Pool) ->
     assert len(pool.set_back) == 3
 
 
-async def test_request_for_the_whole_pool_gets_its_turn_beside_a_tenant_that_always_uses_some(pool: Pool) -> None:
+async def test_request_for_the_whole_pool_gets_its_turn_beside_a_busy_tenant(pool: Pool) -> None:
     await pool.come("b0", tenant=B)
     await pool.come("a0", num_samples=NUM_PLACES)
     for number in range(3 * MAX_OVERTAKEN):  # at its first turn it is set back

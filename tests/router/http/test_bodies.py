@@ -67,7 +67,7 @@ async def test_bytes_of_bodies_and_of_messages_are_given_back_however_a_request_
         assert usage.router_s > 0
 
 
-async def test_large_message_of_many_small_ones_is_refused_and_others_are_served_meanwhile(http: HttpCluster) -> None:
+async def test_message_of_very_many_small_ones_is_refused_while_others_are_served(http: HttpCluster) -> None:
     chat = pb.ChatPrompt.DESCRIPTOR.fields_by_name["messages"].number << 3 | 2
     messages = bytes([chat, 0]) * INLINE_MESSAGE_BYTES
     inner = pb.GenerateRequest(chat=pb.ChatPrompt.FromString(messages)).SerializeToString()

@@ -115,7 +115,7 @@ def test_what_the_system_says_first_is_one_message_at_every_door() -> None:
     assert prompt_of({"max_tokens": 1, "system": "one", "messages": messages}, read_messages_body) == expected
 
 
-def test_last_message_of_the_assistant_is_continued_by_anthropics_door_and_where_asked() -> None:
+def test_last_message_is_continued_by_anthropics_door_and_where_asked() -> None:
     begun = {"role": "assistant", "content": "The answer is"}
     expected = "user: hi\nassistant: The answer is"
     assert prompt_of({"max_tokens": 1, "messages": [USER, begun]}, read_messages_body) == expected
