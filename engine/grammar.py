@@ -56,7 +56,7 @@ class GrammarState:
     @property
     def error(self) -> str:
         """Reason why the grammar cannot go on; empty while it can."""
-        return str(self._matcher.get_error()).partition("\n")[0]
+        return _reason(self._matcher.get_error())
 
     def allowed(self, output: Sequence[int]) -> Allowed:
         """Return the tokens that may follow an output that begins with the tokens read before. Do not change it.
@@ -203,7 +203,7 @@ class Grammars:
                 return grammar
             reason = state.error
         else:
-            reason = str(matcher.get_error()).partition("\n")[0]
+            reason = _reason(matcher.get_error())
         raise InvalidRequest(f"structured_outputs cannot be compiled: {structure.kind}: {reason}", field=FIELD)
 
     @cached_property
@@ -275,3 +275,10 @@ def _tags_source(value: dict[str, Any], tokenizer: tokenizers.Tokenizer) -> str:
         for tag in value["structures"]
     ]
     return LLMatcher.grammar_from_lark(StructTag.to_grammar(tags, assume_special=are_tokens == {True}))
+
+
+def _reason(error: str) -> str:
+    """Return what a compiler says in one line, with the fault of a regex, which it tells below the place."""
+    first, *rest = str(error).splitlines() or [""]
+    fault = next((line for line in rest if line.startswith("error: ")), "")
+    return f"{first} {fault.removeprefix('error: ')}".rstrip()

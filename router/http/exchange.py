@@ -86,6 +86,8 @@ class Exchange:
     async def listen(self) -> None:
         """Receive the body once it is wanted; returns when the client leaves."""
         num_bytes = 0
+        if any(name == b"expect" for name, _value in self.headers):
+            await asyncio.shield(self._holding)  # to receive tells such a client that its body is wanted
         while True:
             message = await self._receive()
             if message["type"] == "http.disconnect":

@@ -45,6 +45,16 @@ async def test_tenant_beyond_its_rate_is_refused_before_its_body_comes() -> None
 
 
 @pytest.mark.usefixtures("no_refill")
+async def test_client_that_asks_first_is_told_to_send_only_a_body_that_is_read() -> None:
+    async with http_cluster(*pair(), config=serving(http_port=0, a={"requests_per_min": 1})) as http:
+        body, asks = body_of(), {"authorization": KEY, "expect": "100-continue"}
+        status, _headers, rest = await fetch(http.port, "POST", COMPLETIONS, body, **asks)
+        assert status == 100
+        assert rest.startswith(b"HTTP/1.1 200")
+        assert (await fetch(http.port, "POST", COMPLETIONS, body, **asks))[0] == 429
+
+
+@pytest.mark.usefixtures("no_refill")
 @pytest.mark.parametrize("extra", [{}, LARGE], ids=["small", "large"])
 async def test_body_that_is_no_request_counts_against_the_rate(extra: dict[str, object]) -> None:
     async with http_cluster(*pair(), config=serving(http_port=0, a={"requests_per_min": 1})) as http:
