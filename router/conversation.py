@@ -54,7 +54,11 @@ class ChatFormats:
         return cls(**names, token_ids=ids)
 
 
-def read_conversation(chat: pb.ChatPrompt, formats: ChatFormats) -> Conversation:
+NO_FORMATS = ChatFormats()
+"""Those of a model that has no markup."""
+
+
+def read_conversation(chat: pb.ChatPrompt, formats: ChatFormats = NO_FORMATS) -> Conversation:
     """Return what the template renders. Raises InvalidRequest that names the field."""
     num_chars = sum(map(len, chat.tools)) + len(chat.template_variables)
     if num_chars > MAX_TOOLS_CHARS:

@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 
 from common.chat_template import ChatTemplate, LineTemplate
-from router.conversation import ChatFormats, read_conversation
+from router.conversation import read_conversation
 from router.http.anthropic.calls import read_messages_body
 from router.http.calls import Call
 from router.http.generation import read_chat
@@ -70,8 +70,7 @@ async def test_recorded_requests_are_answered(http: HttpCluster, client: str) ->
 @pytest.mark.parametrize("client", CLIENTS)
 def test_result_of_a_call_is_asked_about_on_the_prompt_of_the_question(client: str) -> None:
     first, second = [
-        LineTemplate().render(read_conversation(call.requests[0].chat, ChatFormats()), rendered_unix_s=0)
-        for call in turns(client)
+        LineTemplate().render(read_conversation(call.requests[0].chat), rendered_unix_s=0) for call in turns(client)
     ]
     assert second.startswith(first.removesuffix("assistant:"))
     assert "cch=" not in second
@@ -83,5 +82,5 @@ def test_recorded_conversations_are_rendered_by_models_templates(client: str, te
     source = (TEMPLATES / f"{template}.jinja").read_text(encoding="utf-8")
     tokens = {"bos_token": "", "eos_token": ""}
     for call in turns(client):
-        conversation = read_conversation(call.requests[0].chat, ChatFormats())
+        conversation = read_conversation(call.requests[0].chat)
         assert ChatTemplate(source, special_tokens=tokens).render(conversation, rendered_unix_s=0)
