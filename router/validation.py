@@ -17,6 +17,7 @@ from common.wire import check_bounds, sampling_from_proto, token_ids_from_proto
 from kvrelay.v1 import inference_pb2, sampling_pb2
 from router.codec import Codec
 from router.conversation import (
+    NO_FORMATS,
     ChatFormats,
     answer_format,
     checked_format,
@@ -63,7 +64,7 @@ class RequestReader:
         *,
         default_max_tokens: int,
         model_defaults: Mapping[str, float] = MappingProxyType({}),
-        formats: ChatFormats = ChatFormats(),  # noqa: B008 - immutable
+        formats: ChatFormats = NO_FORMATS,
         unix_s: Callable[[], float] = time.time,
     ) -> None:
         """`model_defaults`: sampling that the model's makers recommend. `formats`: the markup of the model's answers.
