@@ -1,7 +1,7 @@
 """Claims to the decode pool: a request of a tenant with too little there has answers of others set back.
 
-A claim stands until its request has a plan, leaves, or CLAIM_S have passed. Meanwhile nobody else gets a plan in that
-pool, so that the room goes to the request for which it was made. Which answers may be set back is for
+A claim stands until its request has a plan, leaves, or CLAIM_S have passed. Meanwhile no other request gets a plan in
+that pool, so that the room goes to the request for which it was made. Which answers may be set back is for
 `router.placement.shares` to say.
 """
 

@@ -31,7 +31,7 @@ from router.tenants import Tenant
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _Use:
-    """What a tenant has of the pool."""
+    """Share of a tenant in the pool."""
 
     weight: float
     num_places: int = 0

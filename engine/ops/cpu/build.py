@@ -93,7 +93,7 @@ def _cpu_flags() -> str:
 
 
 def _find(folder: Path, name: str) -> Path | None:
-    """Return the library of a name: NAME-DIGEST.so, whose content has this digest and nobody else could write."""
+    """Return the library of a name: NAME-DIGEST.so, whose content has this digest and no other user could write."""
     for library in folder.glob(f"{name}-*.so"):
         if is_own(library) and library.stem == f"{name}-{_digest(library)}":
             return library
