@@ -53,7 +53,8 @@ class Metered(Coroutine[Any, Any, T]):
         try:
             return self._coroutine.send(value)
         finally:
-            charge(time.perf_counter() - begun_s)
+            if (payer := _payer.get()) is not None:
+                payer.pay(time.perf_counter() - begun_s)
 
     def throw(self, *error: Any) -> Any:
         """Take a step that begins with an exception."""

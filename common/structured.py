@@ -82,11 +82,13 @@ async def one_turn() -> None:
     await asyncio.sleep(0)
 
 
-async def giving_way(items: Iterable[T], pause: Callable[[], Awaitable[None]] = one_turn) -> AsyncIterator[T]:
-    """Yield the items, with a pause for other tasks whenever making and using them has taken TURN_S."""
+async def for_each(
+    items: Iterable[T], use: Callable[[T], object], pause: Callable[[], Awaitable[None]] = one_turn
+) -> None:
+    """Call `use` with each item, with a pause for other tasks whenever making and using them has taken TURN_S."""
     begun_s = time.perf_counter()
     for item in items:
-        yield item
+        use(item)
         if time.perf_counter() - begun_s > TURN_S:
             await pause()
             begun_s = time.perf_counter()

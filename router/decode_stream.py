@@ -18,7 +18,7 @@ from typing import Any, Self
 import grpc
 
 from common.errors import EngineFault, KvrelayError, WorkerLost, from_rpc_error, from_status_bytes
-from common.structured import giving_way
+from common.structured import for_each
 from kvrelay.v1 import decode_pb2
 
 logger = logging.getLogger(__name__)
@@ -160,13 +160,7 @@ class DecodeStream:
         error: KvrelayError = WorkerLost("the worker has ended the stream of its calls")
         try:
             async for message in self._call:
-                async for update in giving_way(message.updates):
-                    call = self._calls.get(update.call_id)
-                    if call is None:
-                        continue  # closed in the meantime
-                    call.take(update)
-                    if update.HasField("status_code"):
-                        self._calls.pop(update.call_id, None)
+                await for_each(message.updates, self._take)
         except grpc.aio.AioRpcError as caught:
             error = from_rpc_error(caught)
         except Exception as caught:  # top of a task: no message of a worker may leave its calls waiting
@@ -176,6 +170,14 @@ class DecodeStream:
         finally:
             self._tasks[1].cancel()
             self._end_calls(error)
+
+    def _take(self, update: decode_pb2.CallUpdate) -> None:
+        call = self._calls.get(update.call_id)
+        if call is None:
+            return  # closed in the meantime
+        call.take(update)
+        if update.HasField("status_code"):
+            self._calls.pop(update.call_id, None)
 
     async def _write(self) -> None:
         while True:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.errors import KvrelayError, Refused
-from common.structured import giving_way
+from common.structured import for_each
 from common.token_batches import merge_tokens, num_tokens_in
 from kvrelay.v1 import inference_pb2, sampling_pb2
 from router.admission.budget import Holding
@@ -147,9 +147,10 @@ class Outbox:
             self.holding.shrink(self.holding.amount - self._num_entries)
         if taken is self._open:
             self._open = None  # the message belongs to the reader now
-        positions = taken.prompt_logprobs
-        async for start in giving_way(range(0, len(positions), MAX_ENTRIES)):
-            taken.message.tokens.prompt_logprobs.extend(positions[start : start + MAX_ENTRIES])
+        if positions := taken.prompt_logprobs:
+            copied = taken.message.tokens.prompt_logprobs
+            parts = (positions[start : start + MAX_ENTRIES] for start in range(0, len(positions), MAX_ENTRIES))
+            await for_each(parts, copied.extend)
         return taken.message
 
     def _wake(self) -> None:

@@ -87,7 +87,7 @@ class QueuedRequestBuilder:
             block_size=job.model.block_size,
             tenant=leg.ticket.account.tenant,
             hashes=NO_HASHES if wants_prompt else job.hashes(output),
-            num_output_tokens=self._expected_tokens(job, leg.ticket.account.tenant.name, num_done=len(output)),
+            num_output_tokens=self._rest_of_answer(leg, num_done=len(output)),
             typical_output_tokens=self._lengths.typical_tokens,
             received_s=leg.record.life.received_s,
             deadline_s=leg.record.deadline_s,
@@ -107,6 +107,13 @@ class QueuedRequestBuilder:
         if is_first:
             _set_overload(queued, leg.record, Shed(self._config.shed))
         return queued
+
+    def _rest_of_answer(self, leg: Leg, *, num_done: int) -> int:
+        """Return the expected number of tokens that each answer has behind `num_done`."""
+        job, ticket = leg.record.job, leg.ticket
+        if not num_done and leg.num_attempts == 1:  # forecast when its size was counted, a moment ago
+            return ticket.expected.num_output_tokens // job.sampling.n
+        return self._expected_tokens(job, ticket.account.tenant.name, num_done=num_done)
 
     def _expected_tokens(self, job: Job, tenant: str, *, num_done: int = 0) -> int:
         """Return the expected length of each answer, or of its rest behind `num_done` tokens."""

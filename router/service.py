@@ -12,7 +12,7 @@ from common.errors import InvalidRequest
 from common.ids import RequestId, WorkerId
 from common.lifecycle import LifeCycle
 from common.rpc import error_boundary, time_left_s
-from common.structured import giving_way
+from common.structured import for_each
 from common.timing import timing_to_proto
 from common.tracing import traceparent_in
 from common.wire import check_length, message_of
@@ -103,9 +103,12 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                 check_length(len(tokens), MAX_TOKENIZED, field="tokens")
                 pieces = await reader.pieces(tokens, tenant=tenant)
             answer = pb.TokenizeResponse()
-            async for start in giving_way(range(0, len(tokens), _SLICE_TOKENS)):
+
+            def add(start: int) -> None:
                 answer.token_ids.extend(tokens[start : start + _SLICE_TOKENS])
                 answer.pieces.extend(pieces[start : start + _SLICE_TOKENS])
+
+            await for_each(range(0, len(tokens), _SLICE_TOKENS), add)
             return answer
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:  # noqa: D102

@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from common.errors import KvrelayError
 from common.ids import RequestId
-from common.structured import completed, giving_way, one_turn
+from common.structured import completed, for_each, one_turn
 from router.admission.budget import Holding
 from router.http.encodings import encoding_of, unpacked
 from router.http.errors import OPENAI, REQUEST_TIMEOUT, TOO_LARGE, Dialect, Headers, HttpError, error_headers, kind_of
@@ -154,8 +154,8 @@ class Exchange:
 
     async def write_parts(self, parts: Iterable[str]) -> None:
         """Send events like `write`, giving way while they are made; nothing where they are empty."""
-        if events := "".join([part async for part in giving_way(parts, self.pause)]):
-            await self.write(events.encode())
+        if events := b"".join(await self._made(parts)):
+            await self.write(events)
 
     async def show_life(self) -> None:
         """Write to a stream whenever it has been silent for a while, until cancelled; this may begin the response."""
@@ -185,11 +185,20 @@ class Exchange:
         """Send what was set, and end the response."""
         if self._document is not None:
             parts, headers = self._document
-            made = [part.encode() if isinstance(part, str) else part async for part in giving_way(parts, self.pause)]
-            await self.respond(200, made, headers)
+            await self.respond(200, await self._made(parts), headers)
             return
-        await self.write("".join([part async for part in giving_way(self._last, self.pause)]).encode())
+        await self.write(b"".join(await self._made(self._last)))
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _made(self, parts: Iterable[str | bytes]) -> list[bytes]:
+        """Make the parts, giving way."""
+        made: list[bytes] = []
+
+        def add(part: str | bytes) -> None:
+            made.append(part.encode() if isinstance(part, str) else part)
+
+        await for_each(parts, add, self.pause)
+        return made
 
     async def respond(self, status: int, parts: Sequence[bytes], headers: Headers) -> None:
         """Send a whole response."""
