@@ -22,6 +22,8 @@ _ACCEPTS_PER_TURN = 16
 """Most connections made in one turn of the event loop: each costs tens of microseconds there."""
 _ACCEPT_BUDGET_S = 0.001
 """Longest time for accepting in one turn, also of clients that have left."""
+_ESTABLISHED = 1
+"""State of a TCP connection that neither side has closed; the first byte of `tcp_info`."""
 _PAUSE_S = 1.0
 """Wait after the system has refused another open file."""
 
@@ -121,10 +123,8 @@ class Listener:
 
 
 def _has_left(accepted: socket.socket) -> bool:
-    """Return whether a client closed its connection before sending anything."""
+    """Return whether a client has closed its connection, also behind a request that it has sent."""
     try:
-        return not accepted.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-    except BlockingIOError:
-        return False
+        return accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] != _ESTABLISHED
     except OSError:  # it has broken the connection
         return True

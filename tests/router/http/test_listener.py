@@ -45,7 +45,8 @@ async def test_connections_that_are_dropped_while_they_are_made_free_their_place
     listener.close()
 
 
-async def test_client_that_has_left_before_it_is_accepted_costs_no_connection() -> None:
+@pytest.mark.parametrize("sent", [b"", GET])
+async def test_client_that_has_left_before_it_is_accepted_costs_no_connection(sent: bytes) -> None:
     config = uvicorn.Config(answer, ws="none", lifespan="off", interface="asgi3", log_config=None)
     connections, state, made = Connections(most=16), ServerState(), []
 
@@ -55,7 +56,8 @@ async def test_client_that_has_left_before_it_is_accepted_costs_no_connection() 
 
     listening = socket.create_server(("127.0.0.1", 0), backlog=128)
     for _ in range(40):
-        socket.create_connection(listening.getsockname()).close()
+        with socket.create_connection(listening.getsockname()) as leaving:
+            leaving.sendall(sent)
     listener = Listener(listening, connections, make)
     async with asyncio.timeout(TIMEOUT_S):
         reader, writer = await asyncio.open_connection(*listening.getsockname())
