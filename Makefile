@@ -94,7 +94,7 @@ lock: $(VENV)/.dev ## Resolve pyproject.toml into the lock files again
 
 .PHONY: tables
 tables: $(VENV)/.dev ## Write the tables of configuration keys in docs/ again
-	@$(BIN)/python -m common.config.tables docs/serving.md docs/operations.md docs/engines.md
+	@$(BIN)/python -m common.config.tables docs/serving.md docs/changes.md docs/engines.md
 
 .PHONY: docs
 docs: ## Build the documents as a site in dist/site, every link checked

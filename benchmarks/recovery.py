@@ -1,6 +1,7 @@
 """The table of recovery times: every fault of every process that `benchmarks.kill` knows, ten rounds each.
 
-    python -m benchmarks.recovery [--rounds 10] [--only "router stopped"] [--json FILE] [--page docs/reliability.md]
+    python -m benchmarks.recovery [--rounds 10] [--only "router stopped"] [--json FILE]
+        [--page benchmarks/results/recovery.md]
 
 Method: that of benchmarks/kill.py, fake engine, a cluster for each group of rows. The file is written after each
 group, so an interrupted run keeps what it has, and the next one, with the same file and --resume, goes on after it.

@@ -164,7 +164,7 @@ def _evaluate(address: str, stdout: str, *, asked_s: float, slack_s: float) -> _
                 advice = f"install it there: {_NEEDED.get(value, 'it is needed')}"
                 findings.append(failure(address, f"{value} missing", advice))
             case "blocked":
-                advice = "the host cannot join: open the ports of docs/operations.md, “Ports”, between all hosts"
+                advice = "the host cannot join: open the ports of docs/hosts.md, “Ports”, between all hosts"
                 findings.append(failure(address, f"no answer from {value}", advice))
             case "clock" if abs(skew_s := float(value) - asked_s) > slack_s:
                 advice = "use NTP: logs cannot be put in order, and certificates may not be valid yet"

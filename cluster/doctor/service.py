@@ -62,7 +62,7 @@ async def check_service(
         return [failure("router", error.message, advice)]
     except KvrelayError as error:
         return [failure("router", f"{address}: {error.message}", "see `kvrelay logs router`")]
-    advice = "routing is worse than it could be: see docs/operations.md, “Alarms of the router”"
+    advice = "routing is worse than it could be: see docs/diagnosis.md, “Alarms”"
     alarms = [warning("routing", alarm, advice) for alarm in status.router.alarms]
     pools = [] if config is None else _pools(status, config)
     if operator is None:

@@ -32,15 +32,15 @@ class RouterConfig(Section):
     `kvrelay up`, which prints it; `null`: none."""
     max_http_connections: Annotated[int | None, Field(ge=16), Need.ROUTERS] = None
     """Most connections of the HTTP door, at least 16; [openai.md](openai.md#connections) describes what happens beyond
-    it. `null`: as many as [open files](operations.md#open-files) allow; a larger number stops the start."""
+    it. `null`: as many as [open files](hosts.md#open-files) allow; a larger number stops the start."""
     live_page: Annotated[bool, Need.ROUTERS] = True
-    """The HTTP door serves a [page of the running cluster](operations.md#live-page) at `/`. What it shows is for
+    """The HTTP door serves a [page of the running cluster](diagnosis.md#live-page) at `/`. What it shows is for
     operators; with `auth: none` every client may see it."""
     metrics_port: Annotated[Port | None, Need.RESTART] = 0
     """Prometheus port. `0`: a free one; `null`: none."""
     admin_port: Annotated[Port, Need.RESTART] = 0
     """Port on which the controller, and no other process, calls the router. `0`: a free one; name it for
-    [a firewall](operations.md#ports)."""
+    [a firewall](hosts.md#ports)."""
     policy: Annotated[
         Literal[
             "predictive",

@@ -1,6 +1,6 @@
 """Writes the tables of configuration keys into documents, from the declarations of the sections.
 
-    python -m common.config.tables docs/serving.md docs/operations.md docs/engines.md
+    python -m common.config.tables docs/serving.md docs/changes.md docs/engines.md
 
 A table stands under a line `<!-- table: NAME -->`. NAME is a section, `serving` for the top level, `needs` for the
 words in the column "change", `rollout` for all keys by what a change of them needs, or `engines` for what each can.

