@@ -54,6 +54,7 @@ class InFlight:
         self._clock = clock
         self._running: dict[_Followed, None] = {}
         self._ended: deque[_Ended] = deque(maxlen=SHOWN_ENDED)
+        self._num_ended_tokens = 0
 
     @contextmanager
     def following(self, record: RunningRequest, tenant: str) -> Iterator[None]:
@@ -64,12 +65,18 @@ class InFlight:
             yield
         finally:
             del self._running[followed]
+            self._num_ended_tokens += record.ledger.num_taken
             self._ended.append(_Ended(_view(followed), record.life, self._clock.monotonic()))
 
     @property
     def num_running(self) -> int:
         """Number of running requests."""
         return len(self._running)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Output tokens that this router has delivered since its start."""
+        return self._num_ended_tokens + sum(each.record.ledger.num_taken for each in self._running)
 
     def views(self, *, ended_for_s: float) -> list[RequestView]:
         """Return the requests that ended in the last seconds, then the running ones, oldest first; some hundreds."""

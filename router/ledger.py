@@ -29,6 +29,8 @@ class TokenLedger:
         self.has_prompt_logprobs = False
         self.num_finished = 0
         """Samples that have ended."""
+        self.num_taken = 0
+        """Tokens of all samples that this router has delivered, without those that were resumed."""
         self.first_token_s: float | None = None
         self.last_token_s: float | None = None
         self.gaps: list[tuple[float, int]] = []
@@ -166,6 +168,7 @@ class TokenLedger:
 
     def _stamp(self, sample_index: int, num_tokens: int) -> None:
         now_s = self._clock.monotonic()
+        self.num_taken += num_tokens
         if self.first_token_s is None:
             self.first_token_s = now_s
         self.last_token_s = now_s

@@ -13,6 +13,7 @@ from router.admission.line import Line
 from router.admission.ticket import QueuedRequest
 from router.alarms import Alarms
 from router.fleet import Fleet
+from router.history import History
 from router.index import BYTES_PER_BLOCK, PrefixIndex
 from router.metrics import RouterMetrics, TenantMetrics
 from router.orchestrator import Orchestrator
@@ -38,6 +39,7 @@ class RouterParts:
     silence: SilenceWatch | None
     """None when the configuration turns it off."""
     planner: PlannerReport
+    history: History
     clock: Clock
     config: RouterConfig
 
@@ -135,6 +137,7 @@ def build_router(
         alarms=alarms,
         silence=silence,
         planner=PlannerReport(clock),
+        history=History(in_flight=orchestrator.in_flight, recent=orchestrator.recent, clock=clock),
         clock=clock,
         config=config,
     )

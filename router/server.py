@@ -74,7 +74,7 @@ class RunningRouter:
     """Ends the process when its event loop hangs, once started."""
     tracer: Tracer
     watches: "tuple[asyncio.Task[None], ...]"
-    """Background tasks that watch the event loop's lag and load, and the alarms."""
+    """Background tasks that watch the event loop's lag and load, alarms, silence and the history."""
     door: FrontDoor
     leave_s: float
     """How long clients are sent to other routers before this one stops listening; 0: there are none."""
@@ -224,6 +224,7 @@ async def serve_router(
                 ("event-loop lag", partial(metrics.watch_event_loop, clock)),
                 ("event-loop load", merging.watch),
                 ("alarms", parts.alarms.watch),
+                ("history", parts.history.watch),
                 ("silence", parts.silence.watch if parts.silence is not None else None),
             )
             if watch is not None

@@ -91,6 +91,7 @@ function show(state) {
   $("model").textContent = `${state.model ?? "no model yet"} · ${state.version}`;
   showDiagnosis(state.diagnosis, state.status.router.alarms);
   showRouter(state.status.router);
+  showHistory(state.history);
   $("walls").replaceChildren(...state.diagnosis.walls.map(wallsRow));
   showRoofline(state.status.workers);
   $("workers").replaceChildren(...state.status.workers.map(workerRow));
@@ -185,6 +186,51 @@ const draw = (tag, attributes, text) => {
   if (text !== undefined) element.textContent = text;
   return element;
 };
+
+const HISTORY_S = 900;
+const BREAK_S = 12; // a line ends where more than one point is missing
+const CHARTS = [
+  { name: "Output tokens per second", lines: { output_tokens_per_s: "amount" }, form: (value) => Number(value.toPrecision(3)) },
+  { name: "Answers per second", lines: { requests_per_s: "amount" }, form: (value) => Number(value.toPrecision(3)) },
+  { name: "Time to first token", lines: { ttft_p50_s: "median", ttft_p95_s: "slow" }, form: seconds },
+  { name: "Time per output token", lines: { tpot_p50_s: "median", tpot_p95_s: "slow" }, form: seconds },
+];
+
+const showHistory = (history) => $("history").replaceChildren(...CHARTS.map((each) => chart(each, history)));
+
+// One measure over time, from 0 to a round number above the largest value.
+function chart({ name, lines, form }, history) {
+  const [left, right, top, bottom] = [52, 292, 8, 112];
+  const known = history.age_s.map((age, index) => ({ age, index }))
+    .filter(({ age, index }) => age <= HISTORY_S && Object.keys(lines).every((line) => history[line][index] !== null));
+  const most = Math.max(0, ...known.flatMap(({ index }) => Object.keys(lines).map((line) => history[line][index])));
+  const power = 10 ** Math.floor(Math.log10(most || 1));
+  const ceiling = [1, 2, 5, 10].map((step) => step * power).find((each) => each >= most);
+  const x = (age) => right - (age / HISTORY_S) * (right - left);
+  const y = (value) => bottom - (value / ceiling) * (bottom - top);
+  const latest = known.length ? Object.keys(lines).map((line) => form(history[line][known.at(-1).index])).join(", ") : "none yet";
+  const svg = draw("svg", { viewBox: "0 0 300 130", role: "img", "aria-label": `${name}: ${latest}` });
+  for (const value of [0, ceiling / 2, ceiling]) {
+    svg.append(draw("line", { class: "axis", x1: left, x2: right, y1: y(value), y2: y(value) }));
+    if (known.length) svg.append(draw("text", { x: left - 4, y: y(value) + 3, "text-anchor": "end" }, value ? form(value) : "0"));
+  }
+  for (const minutes of [15, 10, 5, 0]) {
+    const text = minutes ? `−${minutes} min` : "now";
+    svg.append(draw("text", { x: x(60 * minutes), y: bottom + 13, "text-anchor": minutes ? "middle" : "end" }, text));
+  }
+  for (const [line, className] of Object.entries(lines)) {
+    const steps = known.map(({ age, index }, position) => {
+      const isNext = position && known[position - 1].age - age < BREAK_S;
+      return `${isNext ? "L" : "M"}${x(age).toFixed(1)} ${y(history[line][index]).toFixed(1)}${isNext ? "" : "h0"}`;
+    });
+    svg.append(draw("path", { class: className, d: steps.join("") }));
+  }
+  if (!known.length) {
+    const text = history.age_s.length ? "no answer has ended" : "the first point comes after 5 s";
+    svg.append(draw("text", { x: (left + right) / 2, y: (top + bottom) / 2 - 8, "text-anchor": "middle" }, text));
+  }
+  return make("figure", {}, make("figcaption", { text: `${name}: ${latest}` }), svg);
+}
 
 // The mean steps of the last hour under one roof: intensity in multiples of each device's ridge, speed in shares of its
 // matrix rate.
