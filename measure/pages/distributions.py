@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from measure.pages.axes import Axis, Scale, Unit
-from measure.pages.figures import Floats, Frame, Numbers, buttons_menu, compact, new_figure, plain, ticks_of
+from measure.pages.figures import Floats, Frame, Numbers, compact, new_figure, plain, ticks_of
 from measure.pages.theme import PALETTE
 
 MAX_CURVE_POINTS = 900
@@ -118,7 +118,7 @@ def ecdf_figure(samples: Sequence[ValueSample], frame: Frame, scale: ShareScale 
     axes = {ShareScale.EVEN: _even_axis(), ShareScale.TAIL: _tail_axis(most)}
     figure.update_yaxes(axes[scale])
     if any(heights.values()):
-        figure.update_layout(updatemenus=[_buttons(heights, axes, scale)], margin={"b": 70})
+        figure.update_layout(updatemenus=[_buttons(heights, axes, scale)])
     return figure
 
 
@@ -153,5 +153,4 @@ def _buttons(
         }
         for each in ShareScale
     ]
-    place = {"x": 1, "xanchor": "right", "y": 0, "yanchor": "top", "pad": {"t": 34}}
-    return buttons_menu(buttons, active=list(ShareScale).index(scale), **place)
+    return {"buttons": buttons, "active": list(ShareScale).index(scale)}

@@ -15,7 +15,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from measure.pages.axes import Axis, Scale
-from measure.pages.theme import BUTTONS, GREY, LIMIT, PALETTE, translucent
+from measure.pages.theme import GREY, LIMIT, PALETTE, translucent
 
 Floats = npt.NDArray[np.float64]
 Numbers = Sequence[float] | Floats
@@ -171,11 +171,6 @@ def bar_figure(categories: Sequence[str], series: Sequence[Bars], frame: Frame, 
     figure.update_layout(barmode=mode)
     figure.update_xaxes(type="category", tickformat="", ticksuffix="")
     return figure
-
-
-def buttons_menu(buttons: Sequence[dict[str, Any]], **place: Any) -> dict[str, Any]:
-    """Return plotly's menu of buttons in a row, at a place."""
-    return {"type": "buttons", "direction": "right", "buttons": buttons, **place, **BUTTONS}
 
 
 def small_plots(titles: Sequence[str], *, num_columns: int, row_height: int) -> Any:

@@ -1,8 +1,8 @@
 """A page about measurements, in one file that needs no network: headline figures, warnings, sections of panels.
 
 plotly.js is inlined once, compressed; browsers from 2023 on unpack it. A figure is drawn when it comes into view, in
-colours that follow the reader's light or dark mode. The page's content policy forbids all connections. Equal pages give
-equal bytes.
+colours that follow the reader's light or dark mode; the buttons of its menu stand above it. The page's content policy
+forbids all connections. Equal pages give equal bytes.
 """
 
 import base64
@@ -212,13 +212,20 @@ def _plotly_js() -> str:
 
 @lru_cache(maxsize=1)
 def _environment() -> jinja2.Environment:
-    return jinja2.Environment(
+    environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_ASSETS),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.filters["unbroken"] = _unbroken
+    return environment
+
+
+def _unbroken(cell: str) -> str:
+    """Return a cell's text, in which a line may break only between the two values of a pair."""
+    return cell.replace(" ", "\u00a0").replace("\u00a0/\u00a0", "\u00a0/ ")
 
 
 def _asset(name: str) -> str:

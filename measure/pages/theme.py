@@ -39,10 +39,6 @@ PHASE_COLORS = {
 }
 
 
-BUTTONS = {"font": {"size": 11, "color": "#24292f"}, "bgcolor": "#d3d9e0", "bordercolor": "#b4bcc6"}
-"""Style of buttons in figures. Plotly paints the active one near white in every mode, so letters stay dark."""
-
-
 class Ink(enum.StrEnum):
     """Mode of the reader's browser."""
 

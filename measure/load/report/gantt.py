@@ -11,7 +11,7 @@ from measure.load.records import RequestRecord
 from measure.load.report.columns import Floats, RequestColumns
 from measure.load.report.handoff import PhaseSpan, hover_text, spans_of
 from measure.pages.axes import RUN_TIME, Axis
-from measure.pages.figures import Frame, buttons_menu, compact, new_figure
+from measure.pages.figures import Frame, compact, new_figure
 from measure.pages.page import Absent, Panel
 from measure.pages.theme import LIMIT, ORANGE, PHASE_COLORS, Phase
 from measure.pages.wording import duration
@@ -201,4 +201,4 @@ def _menu(arrangements: Sequence[_Arrangement], tracks: Sequence[_Track]) -> dic
         }
         layout = {"xaxis.title.text": each.x_title, "xaxis.autorange": True}
         buttons.append({"label": each.name, "method": "update", "args": [moved, layout]})
-    return buttons_menu(buttons, x=0, xanchor="left", y=1.02, yanchor="bottom", pad={"b": 26})
+    return {"buttons": buttons, "active": 0}

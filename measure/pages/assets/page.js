@@ -23,10 +23,32 @@
     document.head.appendChild(script);
   };
 
+  // Buttons of plotly would lie on labels and legends, and are white in both modes.
+  const offer = (plot, menus) => {
+    plot.previousElementSibling?.matches(".choices") && plot.previousElementSibling.remove();
+    for (const { buttons, active } of menus) {
+      const row = document.createElement("div");
+      row.className = "choices";
+      row.append(...buttons.map(({ label, method, args }, index) => {
+        const button = document.createElement("button");
+        button.textContent = label;
+        button.ariaPressed = index === active;
+        button.addEventListener("click", () => {
+          for (const each of row.children) each.ariaPressed = each === button;
+          Plotly[method](plot, ...args);
+        });
+        return button;
+      }));
+      plot.before(row);
+    }
+  };
+
   const draw = (plot, ink) => {
     const figure = read(plot.id.replace("figure", "data"));
     figure.layout.template = templates[ink];
     plot.dataset.ink = ink;
+    offer(plot, figure.layout.updatemenus ?? []);
+    delete figure.layout.updatemenus;
     return Plotly.react(plot, figure.data, figure.layout, config);
   };
   const ink = () => (dark.matches ? "dark" : "light");
