@@ -30,7 +30,7 @@ class LoadReach:
     high: float | None
     """Upper end; None: it may be above every measured load."""
     num_units: int
-    """Workers of the arm, or threads of all its workers."""
+    """Workers of the arm, threads of all its workers, or 1; see `MeanUnit`."""
     highest: float
     """Highest measured load."""
     draws: Draws
@@ -40,7 +40,7 @@ class LoadReach:
 
     @property
     def per_unit(self) -> float:
-        """Reach per worker or thread."""
+        """Reach per unit."""
         return self.load / self.num_units
 
     @property

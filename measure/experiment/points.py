@@ -53,8 +53,8 @@ class Arm:
 
     def num_units(self, unit: "MeanUnit") -> int:
         """Return the number of units of the arm; at least 1."""
-        count = self.num_threads if unit is MeanUnit.THREAD else self.num_workers
-        return max(1, count or self.num_workers)
+        counts = {MeanUnit.WORKER: self.num_workers, MeanUnit.THREAD: self.num_threads, MeanUnit.ARM: 1}
+        return max(1, counts[unit] or self.num_workers)
 
 
 class MeanUnit(enum.StrEnum):
@@ -62,12 +62,16 @@ class MeanUnit(enum.StrEnum):
 
     WORKER = "worker"
     THREAD = "thread"
+    ARM = "arm"
+    """Arms are compared as a whole: what one of their workers has is not known of all."""
 
     @classmethod
     def of(cls, arms: Iterable[Arm]) -> "MeanUnit":
-        """Return THREAD if all arms state their threads and their workers differ in it, else WORKER."""
+        """Return WORKER unless arms differ in the threads of a worker; then THREAD if all state them, else ARM."""
         counts = {None if arm.num_threads is None else arm.num_threads / arm.num_workers for arm in arms}
-        return cls.THREAD if None not in counts and len(counts) > 1 else cls.WORKER
+        if len(counts) == 1:
+            return cls.WORKER
+        return cls.ARM if None in counts else cls.THREAD
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from measure.experiment.answers import agreement, answers_of
 from measure.experiment.load_figures import busy_panels, goodput_panel, handoff_panels, latency_panels, share_panel
 from measure.experiment.looks import is_thinned
 from measure.experiment.payoff import ArmReach, Payoff, Verdict
-from measure.experiment.points import Point
+from measure.experiment.points import MeanUnit, Point
 from measure.experiment.shape_figures import grid_panel, limit_panel, ratio_panel, reach_panel
 from measure.experiment.spec import CapacitySpec
 from measure.experiment.store import Store
@@ -116,7 +116,7 @@ def _cards(findings: Sequence[Findings]) -> tuple[Card, ...]:
         cards += [_reach_card(payoff.split), _reach_card(payoff.whole)]
         if payoff.ratio is not None:
             cards.append(_payoff_card(payoff))
-    if all(arm.reach.load < math.inf for arm in each.arms):
+    if each.unit is not MeanUnit.ARM and all(arm.reach.load < math.inf for arm in each.arms):
         best = max(each.arms, key=lambda arm: arm.reach.per_unit)
         cards.append(
             Card(label=f"Most for each {each.unit}", value=f"{number(best.reach.per_unit)}/s", note=best.arm.name)

@@ -9,7 +9,7 @@ import plotly.graph_objects as go
 from measure.experiment.analysis import ArmFinding, Findings, diagnose
 from measure.experiment.analysis import Limit as Cause
 from measure.experiment.payoff import reach_text
-from measure.experiment.points import Source
+from measure.experiment.points import MeanUnit, Source
 from measure.pages.axes import Axis, Scale, Unit
 from measure.pages.figures import Curve, Frame, add_curve, compact, line_figure, new_figure, plain, whiskers
 from measure.pages.page import Absent, Panel, Width
@@ -59,9 +59,10 @@ def reach_panel(findings: Findings) -> Panel:
     figure.update_yaxes(type="category", tickformat="", ticksuffix="")
     beyond = [arm.arm.name for arm in known if not arm.reach.is_bracketed]
     left_out = [arm.arm.name for arm in findings.arms if not arm.reach.load]
+    equally = "" if findings.unit is MeanUnit.ARM else " with equal resources"
     return Panel(
         title=title,
-        look_for="The longest bar serves most with equal resources; grey arms are aggregated."
+        look_for=f"The longest bar serves most{equally}; grey arms are aggregated."
         f" {percent(findings.share, 0)} of the requests were good.",
         content=figure,
         note="Whiskers are 95 % intervals."

@@ -96,6 +96,8 @@ def test_aggregated_arm_with_as_many_threads_is_a_fair_comparison() -> None:
     found = findings(served_up_to(2.0, split), served_up_to(4.0, whole))
     assert found.payoffs[0].whole.arm == whole
     assert (found.unit, [arm.reach.num_units for arm in found.arms]) == (MeanUnit.THREAD, [2, 2])
+    unstated = findings(served_up_to(2.0, make_arm(1, 1)), served_up_to(4.0, whole))
+    assert (unstated.unit, [arm.reach.num_units for arm in unstated.arms]) == (MeanUnit.ARM, [1, 1])
     unequal = make_arm(0, 1, threads="4")
     assert not findings(served_up_to(2.0, split), served_up_to(4.0, unequal)).payoffs
 
