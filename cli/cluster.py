@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cli.console import Progress, err, out
+from cli.errors import CliError
 from cli.options import DEFAULT_CONFIG, ConfigOption, LauncherOption
-from cli.target import run_dir_of
+from cli.target import others_running, run_dir_of
 from common.signals import sigterm_interrupts, uninterrupted
 
 if TYPE_CHECKING:
@@ -58,12 +59,14 @@ def down(config_path: ConfigOption = DEFAULT_CONFIG) -> None:
     """Stop the cluster.
 
     Changes that run are cancelled, then the routers drain, then the workers end.
-    Does nothing when no cluster is running. Ends with status 1, and says what may
-    still run, when Ray does not answer.
+    Does nothing when no cluster is running. Ends with status 1 when only others run,
+    which it names, and when Ray does not answer: then it says what may still run.
     """
     run_dir = run_dir_of(config_path)
     if _stop(run_dir):
         return
+    if others := others_running():
+        raise CliError(f"no cluster is running for {config_path}{others}")
     err.print(f"no cluster is running: nothing in {run_dir} names one", soft_wrap=True)
     if not run_dir.exists():
         err.print("If that folder was deleted, a cluster in Ray goes on; RAY_ADDRESS lets it be found.", soft_wrap=True)

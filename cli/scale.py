@@ -120,7 +120,7 @@ def rollout(
         config = config.model_copy(update={"launcher": launcher})
     info = running_cluster(config_path)
     with Progress() as report:
-        config = with_model(config, report)
+        config = with_model(config, config_path, report)
         if dry_run:
             steps = control.preview_rollout(info.run_dir, config)
         else:

@@ -33,17 +33,18 @@ class ClusterTarget:
 
 
 def run_dir_of(config_path: Path) -> Path:
-    """Return the run folder of the cluster that `config_path` describes. Raises ConfigError.
+    """Return the run folder of the cluster that `config_path` names. Raises ConfigError.
 
-    Without a file at the default place it is the folder of the default name: `status` works from any directory.
+    Without a file at the default place it is the folder of the default name: `status` works from any directory. The
+    rest of the file may be wrong: a cluster that runs can be looked at and ended while its file is edited.
     """
     from cluster.lifecycle import default_run_dir
 
     if config_path == DEFAULT_CONFIG and not config_path.exists():
         return default_run_dir(_DEFAULT_NAME)
-    from common.config import load_config
+    from common.config import name_in
 
-    return default_run_dir(load_config(config_path).name)
+    return default_run_dir(name_in(config_path))
 
 
 def running_cluster(config_path: Path) -> "ClusterInfo":
@@ -81,9 +82,17 @@ def find_cluster(address: str | None, ca: Path | None, config_path: Path) -> Clu
     )
 
 
+def others_running() -> str:
+    """Return the clusters that run on this host, as the end of a message; empty when there are none."""
+    from cluster.lifecycle import running_names
+
+    names = running_names()
+    return f"; {', '.join(names)} runs here: name its file with --config FILE" if names else ""
+
+
 def _not_running(config_path: Path) -> str:
     option = "" if config_path == DEFAULT_CONFIG else f" --config {config_path}"
-    return f"no cluster is running for {config_path}: start it with `kvrelay up{option}`"
+    return f"no cluster is running for {config_path}: start it with `kvrelay up{option}`{others_running()}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

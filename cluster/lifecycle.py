@@ -27,6 +27,7 @@ __all__ = [
     "down",
     "read_info",
     "running_cluster",
+    "running_names",
     "up",
     "wait_for_end",
 ]
@@ -55,9 +56,17 @@ class ClusterInfo(Up):
 
 def default_run_dir(name: str) -> Path:
     """Return a cluster's run folder: `$KVRELAY_RUN_DIR/<name>`, else `~/.cache/kvrelay/run/<name>`. Raises NoHome."""
+    return _run_dirs() / name
+
+
+def running_names() -> list[str]:
+    """Return the names of the clusters of this user that run, start or stop on this host. Raises NoHome."""
+    return sorted(state.parent.name for state in _run_dirs().glob("*/state.json") if read_info(state.parent))
+
+
+def _run_dirs() -> Path:
     configured = os.environ.get(RUN_DIR_ENV)
-    base = expanded(configured) if configured else cache_dir() / "run"
-    return base / name
+    return expanded(configured) if configured else cache_dir() / "run"
 
 
 def read_info(run_dir: Path) -> ClusterInfo | None:
@@ -91,9 +100,9 @@ def up(config: ServingConfig, *, config_path: Path, run_dir: Path, report: Repor
     left = _left_in_ray(config.name, run_dir, report)
     if left and (run_dir / FILE_NAME).exists():
         report(f"Ray still runs {', '.join(left)}: taking them over as they are; `kvrelay down` would remove them")
-        return _start(run_dir, report)
+        return _start(config_path, run_dir, report)
     clean_up(StateFile(run_dir), report)
-    config = with_ports(with_model(config, report), config_path)
+    config = with_ports(with_model(config, config_path, report), config_path)
     # The compiler is looked for first: counting GPUs may take seconds.
     if find_compiler() is None and (kernels := check_kernels(config, this_host())).verdict is Health.WARNING:
         report(f"{kernels.detail} on this host; {kernels.advice}")
@@ -104,7 +113,7 @@ def up(config: ServingConfig, *, config_path: Path, run_dir: Path, report: Repor
     except OSError as error:
         variable = RUN_DIR_ENV if RUN_DIR_ENV in os.environ else CACHE_ENV
         raise ClusterError(unusable(run_dir, error, variable=variable)) from error
-    return _start(run_dir, report)
+    return _start(config_path, run_dir, report)
 
 
 def _prepare(run_dir: Path, config: ServingConfig) -> None:
@@ -155,8 +164,8 @@ def _left_in_ray(name: str, run_dir: Path, report: Report) -> list[str]:
         ) from error
 
 
-def _start(run_dir: Path, report: Report) -> ClusterInfo:
+def _start(config_path: Path, run_dir: Path, report: Report) -> ClusterInfo:
     outcome = start_supervisor(run_dir, report)
     if not isinstance(outcome, Up):
-        raise ClusterError(outcome.reason)
+        raise ClusterError(f"{config_path}:{outcome.key}: {outcome.reason}" if outcome.key else outcome.reason)
     return ClusterInfo(**asdict(outcome), run_dir=run_dir)

@@ -13,7 +13,7 @@ class ClusterError(Exception):
     """A cluster cannot be started or stopped; the message gives the reason and what to do."""
 
 
-def with_model(config: ServingConfig, report: Report) -> ServingConfig:
+def with_model(config: ServingConfig, config_path: Path, report: Report) -> ServingConfig:
     """Return the configuration with a model that is on this host, without a relative path. Raises ClusterError."""
     model = config.model
     if model.engine == "fake":
@@ -24,7 +24,7 @@ def with_model(config: ServingConfig, report: Report) -> ServingConfig:
             _report_faults(folder, report)
     except ModelNotFound as error:
         if model.id != DEFAULT_MODEL_ID:
-            raise ClusterError(str(error)) from error
+            raise ClusterError(f"{config_path}:{error.key}: {error}") from error
         _fetch_default_model(report)
         return config
     is_local_folder = model.id != DEFAULT_MODEL_ID and expanded(model.id).is_dir()

@@ -120,7 +120,7 @@ async def supervise(
         if not isinstance(error, StartFailed | PlanError):
             raise
         logger.error("cluster failed to start", extra={"reason": str(error)})
-        audience.tell(StartFailure(reason=str(error)))
+        audience.tell(StartFailure(reason=str(error), key=error.key if isinstance(error, StartFailed) else ""))
         return 1
     return 0
 
@@ -130,7 +130,7 @@ def _check_tracing(config: ServingConfig) -> None:
     try:
         check_installed(config.tracing)
     except ConfigError as error:
-        raise StartFailed(str(error)) from error
+        raise StartFailed(str(error), key=error.key) from error
 
 
 def _open_trust(config: ServingConfig, run_dir: Path) -> Trust:

@@ -4,6 +4,7 @@ import errno
 import os
 from pathlib import Path
 
+from common.process import CannotStart
 from common.random_models import RANDOM_PREFIX, ensure_random_checkpoint
 
 DEFAULT_MODEL_ID = "default"
@@ -14,8 +15,10 @@ CACHE_ENV = "KVRELAY_CACHE"
 _SNAPSHOT_PATTERNS = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model")
 
 
-class ModelNotFound(Exception):
+class ModelNotFound(CannotStart):
     """A model id has no usable files; the message says what to do."""
+
+    key = "model.id"
 
 
 class NoHome(OSError):
@@ -94,12 +97,14 @@ def _snapshot(repo_id: str, *, local_files_only: bool) -> Path:
     try:
         path = snapshot_download(repo_id, allow_patterns=list(_SNAPSHOT_PATTERNS), local_files_only=local_files_only)
     except HFValidationError as error:
-        raise ModelNotFound(f"{repo_id!r} is neither a folder nor a hub id: {error}") from error
+        raise ModelNotFound(f"there is no folder {Path(repo_id).absolute()}, and {repo_id!r} is no hub id") from error
     except (OSError, EntryNotFoundError, RevisionResolutionError) as error:
         where = "in the local hub cache (local_files_only is set)" if local_files_only else "on the hub"
         is_unwritable = isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EROFS)
         advice = "; set HF_HOME to a folder that this user can write" if is_unwritable else ""
-        raise ModelNotFound(f"cannot get {repo_id!r} {where}: {error}{advice}") from error
+        raise ModelNotFound(
+            f"there is no folder {Path(repo_id).absolute()}, and no {repo_id!r} {where}: {error}{advice}"
+        ) from error
     folder = Path(path)
     if not is_checkpoint(folder):
         raise ModelNotFound(f"hub model {repo_id!r} holds no config.json")

@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 EXTRA = "kvrelay[otel]"
 CLOSE_S = 2.0
 _NS = 1_000_000_000
+_KEY = "tracing.endpoint"
 _PATH = "/v1/traces"
 
 
@@ -43,8 +44,8 @@ def check_installed(config: TracingConfig) -> None:
             is_found = False
         if not is_found:
             raise ConfigError(
-                f"tracing.endpoint: cannot trace: {name} is not installed;"
-                f" run `pip install '{EXTRA}'` on every host, or remove tracing.endpoint"
+                f"cannot trace: {name} is not installed; run `pip install '{EXTRA}'` on every host, or remove the key",
+                key=_KEY,
             )
 
 
@@ -68,7 +69,7 @@ def make_tracer(config: TracingConfig, *, service: str, instance: str) -> Tracer
         processor = BatchSpanProcessor(exporter)
     except ValueError as error:  # such as a queue that is smaller than a batch
         reason = str(error).rstrip(".")
-        raise ConfigError(f"tracing.endpoint: cannot trace: {reason}; change OTEL_BSP_* in the environment") from error
+        raise ConfigError(f"cannot trace: {reason}; change OTEL_BSP_* in the environment", key=_KEY) from error
     logger.info("tracing", extra={"endpoint": endpoint, "sample_rate": config.sample_rate})
     return SdkTracer(processor, SystemClock(), service=service, instance=instance)
 

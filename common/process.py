@@ -195,10 +195,7 @@ def ready_line(ready: Ready) -> str:
 
 def parse_ready(line: str) -> Ready | None:
     """Return the content of a ready line, or None for any other line. Unknown keys are ignored."""
-    try:
-        entry: Any = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
+    entry = _event_of(line)
     if not isinstance(entry, dict) or entry.get("event") != "ready":
         return None
     kinds = {"address": str, "admin_address": str, "metrics_port": int, "pid": int, "role": str}
@@ -208,6 +205,38 @@ def parse_ready(line: str) -> Ready | None:
     if not all(isinstance(told.get(name), kind) for name, kind in kinds.items()):
         return None
     return Ready(**told)
+
+
+class CannotStart(Exception):
+    """A process cannot serve what its configuration asks for; the message says what to do."""
+
+    key = ""
+    """Key of serving.yaml that asks for it; empty when the message names it, or there is none."""
+
+    def __init__(self, reason: str, *, key: str | None = None) -> None:
+        super().__init__(reason)
+        if key is not None:
+            self.key = key
+
+
+def failure_line(failure: CannotStart) -> str:
+    """Return the one line that a service prints on stdout instead of a ready line, without the newline."""
+    return json.dumps({"event": "failed", "reason": str(failure), "key": failure.key})
+
+
+def parse_failure(line: str) -> CannotStart | None:
+    """Return the content of a failure line, or None for any other line."""
+    match _event_of(line):
+        case {"event": "failed", "reason": str(reason), "key": str(key)}:
+            return CannotStart(reason, key=key)
+    return None
+
+
+def _event_of(line: str) -> Any:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return None
 
 
 def count_gpus() -> int:

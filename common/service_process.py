@@ -1,18 +1,27 @@
 """The shell in which a service runs as a plain process.
 
-Its certificate comes on stdin (common/trust/pipe.py); one ready line goes to stdout, logs go to stderr. The first
+Its certificate comes on stdin (common/trust/pipe.py); one ready line, or
+the reason why there is none, goes to stdout, logs go to stderr. The first
 SIGTERM or SIGINT drains it, a second one ends it at once.
 """
 
 import argparse
 import asyncio
 import sys
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
-from common.process import RunningService, die_with_parent, ready_line, ready_of, spare_loaded_objects
+from common.process import (
+    CannotStart,
+    RunningService,
+    die_with_parent,
+    failure_line,
+    ready_line,
+    ready_of,
+    spare_loaded_objects,
+)
 from common.signals import on_first_signal
 from common.trust.credentials import Credentials
 from common.trust.pipe import EnrolmentPipe
@@ -36,6 +45,17 @@ def parse_service_args(parser: argparse.ArgumentParser) -> argparse.Namespace:
     if args.die_with_parent:
         die_with_parent()
     return args
+
+
+@contextmanager
+def told_failures() -> Iterator[None]:
+    """End the process when the block finds that it cannot start; the launcher and the log are told the reason."""
+    try:
+        yield
+    except CannotStart as failure:
+        sys.stdout.write(failure_line(failure) + "\n")
+        sys.stdout.flush()
+        sys.exit(f"{failure.key}: {failure}" if failure.key else str(failure))
 
 
 def run_service(

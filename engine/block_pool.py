@@ -23,6 +23,7 @@ from common.block_hash import BlockHashes
 from common.eviction import EvictionClass, EvictionOrder
 from common.ids import BlockHash, BlockId
 from common.kv_events import NO_EVENTS, KvEvents
+from engine.memory import NoRoomForPages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,9 +44,9 @@ class BlockPool:
     """Pages 0 … num_blocks-1 of one worker. Every operation is O(blocks named). Engine thread only."""
 
     def __init__(self, num_blocks: int) -> None:
-        """Raise ValueError for an empty pool."""
+        """Raise NoRoomForPages for an empty pool."""
         if num_blocks < 1:
-            raise ValueError(f"cannot make a pool of {num_blocks} KV blocks: raise num_blocks or kv_memory_gib")
+            raise NoRoomForPages(f"cannot make a pool of {num_blocks} KV blocks: raise num_blocks or kv_memory_gib")
         self.num_blocks = num_blocks
         self._ref_counts = [0] * num_blocks
         self._hash_of: list[BlockHash | None] = [None] * num_blocks

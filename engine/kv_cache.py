@@ -24,6 +24,7 @@ from engine.cuda.ipc import share_pages
 from engine.cuda.kv_copy import DevicePages
 from engine.kv_format import KvDtype, format_named, kv_format
 from engine.kv_store import NONCE_BYTES, DeviceSharing, KvShape, SharedRegion, check_ids
+from engine.memory import NoRoomForPages
 from engine.model.config import DecoderConfig, TransformersConfig
 from engine.shared_memory import allocate_region
 
@@ -31,10 +32,10 @@ Bytes = npt.NDArray[np.uint8]
 
 
 def num_blocks_for_budget(kv_bytes: int, shape: KvShape) -> int:
-    """Return how many pages fit in `kv_bytes`. Raises ValueError when not even one does."""
+    """Return how many pages fit in `kv_bytes`. Raises NoRoomForPages when not even one does."""
     num_blocks = kv_bytes // shape.block_bytes
     if num_blocks < 1:
-        raise ValueError(
+        raise NoRoomForPages(
             f"{kv_bytes} bytes of KV memory hold no page of {shape.block_bytes} bytes: raise kv_memory_gib"
         )
     return num_blocks

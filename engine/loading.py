@@ -18,7 +18,7 @@ from engine.draft_layer import LayerExecutor
 from engine.executor import Executor
 from engine.floors import measure_floors
 from engine.kv_cache import TorchKvStore, kv_shape, num_blocks_for_budget
-from engine.memory import host_kv_bytes, measure_host
+from engine.memory import NoRoomForPages, host_kv_bytes, measure_host
 from engine.model.config import DecoderConfig, TransformersConfig, UnsupportedModel
 from engine.model.decoder import Decoder
 from engine.model.eagle_checkpoint import DraftedModel, mtp_bytes, read_eagle, read_mtp
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 def load_executor(options: EngineOptions) -> Executor:
     """Return an executor; takes seconds and logs its choices.
 
-    Raises UnsupportedModel, or ValueError when the pages do not fit into memory.
+    Raises UnsupportedModel, or NoRoomForPages when the pages do not fit into memory.
     """
     if options.runner == "vllm":
         from engine.vllm.loading import load_vllm_executor
@@ -149,7 +149,7 @@ def _make_store(model: ModelDescription, options: EngineOptions) -> TorchKvStore
 
 
 def _check_fixed_pages(model: ModelDescription, options: EngineOptions) -> None:
-    """Raise ValueError when a configured size does not fit: the system would grant it and kill the process later."""
+    """Raise NoRoomForPages for a configured size that does not fit: the system would grant it and kill us later."""
     if model.device.type != "cpu":
         return
     kv_bytes = options.kv_memory_bytes or 0
@@ -158,7 +158,7 @@ def _check_fixed_pages(model: ModelDescription, options: EngineOptions) -> None:
     available = measure_host().available_bytes
     if kv_bytes > available:
         gib = 1 << 30
-        raise ValueError(
+        raise NoRoomForPages(
             f"{kv_bytes / gib:.1f} GiB of KV pages do not fit into the {available / gib:.1f} GiB of memory that are"
             " available: lower kv_memory_gib or num_blocks"
         )

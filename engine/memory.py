@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import psutil
 
 from common.cgroups import memory_headroom_bytes
+from common.process import CannotStart
 
 _GIB = 1 << 30
 
@@ -58,15 +59,21 @@ class DeviceMemory:
     """Memory held by this process's allocator and context."""
 
 
+class NoRoomForPages(CannotStart):
+    """The KV pages that are asked for do not fit, or there is room for none."""
+
+    key = "pools.*.kv_memory_gib"
+
+
 def host_kv_bytes(memory: HostMemory, share: MemoryShare) -> int:
-    """Return the bytes for KV pages in host memory. Raises ValueError when nothing is left."""
+    """Return the bytes for KV pages in host memory. Raises NoRoomForPages when nothing is left."""
     part = share.host_bytes
     if part is None:
         part = int((memory.available_bytes + memory.process_bytes) * share.host_fraction)
     left = min(part - memory.process_bytes, memory.available_bytes) - share.reserved_bytes
     if left <= 0:
-        raise ValueError(
-            f"kv_memory_gib: auto finds no memory for KV pages: this worker's part of the host is {_gib(part)}, it uses"
+        raise NoRoomForPages(
+            f"auto finds no memory for KV pages: this worker's part of the host is {_gib(part)}, it uses"
             f" {_gib(memory.process_bytes)} already, drafting takes {_gib(share.reserved_bytes)}, and"
             f" {_gib(memory.available_bytes)} are free"
         )

@@ -143,8 +143,9 @@ def _max_model_len(config: DecoderConfig | TransformersConfig, options: EngineOp
     limit, asked = config.max_position_embeddings, options.max_model_len
     if asked is not None and asked > limit:
         raise UnsupportedModel(
-            f"cannot serve model.max_model_len: {asked}: {options.model_name} takes {limit} tokens; lower it, or"
-            " stretch its positions by rope_scaling in config.json"
+            f"cannot serve {asked} tokens: {options.model_name} takes {limit}; lower it, or stretch its positions by"
+            " rope_scaling in config.json",
+            key="model.max_model_len",
         )
     return asked or limit
 

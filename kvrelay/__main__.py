@@ -5,6 +5,8 @@ import sys
 
 from kvrelay.packages import ForeignPackage, check_packages, home_of, put_first
 
+_EXIT_INTERRUPTED = 130
+
 
 def main() -> None:
     """Run the command line. Other users cannot change what it and its processes write."""
@@ -14,9 +16,12 @@ def main() -> None:
         check_packages(sys.path)
     except ForeignPackage as error:
         sys.exit(f"kvrelay: {error}")
-    from cli.main import main as run
+    try:
+        from cli.main import main as run
 
-    run()
+        run()
+    except KeyboardInterrupt:  # while modules load; later it is a command's
+        sys.exit(_EXIT_INTERRUPTED)
 
 
 if __name__ == "__main__":

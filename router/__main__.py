@@ -2,13 +2,12 @@
 
 from pathlib import Path
 
-from common.config import ConfigError, ServingConfig, load_config
+from common.config import ServingConfig, load_config
 from common.log import setup_logging
-from common.model_files import ModelNotFound, resolve_model
+from common.model_files import resolve_model
 from common.ports import names_of
-from common.service_process import parse_service_args, run_service, service_parser
+from common.service_process import parse_service_args, run_service, service_parser, told_failures
 from common.trust.credentials import Credentials
-from common.trust.pipe import NotEnrolled
 from router.server import RunningRouter, start_router
 
 STOP_GRACE_S = 10.0
@@ -22,23 +21,16 @@ def main() -> None:
     parser.add_argument("--index", type=int, default=0, help="number of this router; added to the ports of the file")
     args = parse_service_args(parser)
     setup_logging(f"router-{args.index}")
-    try:
+    with told_failures():
         config = load_config(args.config).for_router(args.index)
         model_dir = _model_dir(config)
-    except (ConfigError, ModelNotFound) as error:
-        parser.exit(2, f"{error}\n")
-    host = config.router.host if args.host is None else args.host
-    port = config.router.port if args.port is None else args.port
+        host = config.router.host if args.host is None else args.host
+        port = config.router.port if args.port is None else args.port
 
-    async def start(credentials: Credentials) -> RunningRouter:
-        return await start_router(config, credentials, model_dir=model_dir, host=host, port=port)
+        async def start(credentials: Credentials) -> RunningRouter:
+            return await start_router(config, credentials, model_dir=model_dir, host=host, port=port)
 
-    try:
         run_service(start, grace_s=lambda _router: STOP_GRACE_S, hosts=lambda: [*names_of(host), *config.tls.names])
-    except ConfigError as error:
-        parser.exit(2, f"{args.config}:{error}\n")
-    except NotEnrolled as error:
-        parser.exit(2, f"{error}\n")
 
 
 def _model_dir(config: ServingConfig) -> Path | None:

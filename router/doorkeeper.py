@@ -21,6 +21,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from common.config import ENV_PREFIX, ConfigError, ServingConfig, TenantConfig
+from common.config.router import checked_key
 from common.errors import AccessDenied, Unauthenticated
 from common.trust.credentials import Credentials
 from common.trust.identity import Role
@@ -29,7 +30,6 @@ from router.tenants import ANYBODY, Overload, Tenant
 
 logger = logging.getLogger(__name__)
 
-MIN_KEY_CHARS = 16
 _SCHEME = "bearer "
 _JWT_DOTS = 2
 
@@ -93,6 +93,8 @@ def _bearer(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
             "no API key: send the metadatum or header `authorization: Bearer <key>`", field="authorization"
         )
     text = given if isinstance(given, str) else given.decode(errors="replace")
+    if text.lower().strip() == _SCHEME.strip():
+        raise Unauthenticated("no API key: nothing follows `Bearer`", field="authorization")
     if not text.lower().startswith(_SCHEME):
         raise Unauthenticated("the credentials are not of the form `Bearer <key>`", field="authorization")
     return text[len(_SCHEME) :].strip()
@@ -109,9 +111,10 @@ def make_doorkeeper(config: ServingConfig, credentials: Credentials | None = Non
     for position, tenant_config in enumerate(config.tenants):
         what = "shared" if tenant_config.share_cache else f"tenant\0{tenant_config.name}"
         tenant = _tenant(tenant_config, cache_salt=_salt(secret, what))
-        for key in _keys(tenant_config, f"tenants.{position}"):
+        where = f"tenants.{position}"
+        for key in _keys(tenant_config, where):
             if key in tenants:
-                raise ConfigError(f"tenants.{position}: a key of {tenant.name} is also one of {tenants[key].name}")
+                raise ConfigError(f"a key of {tenant.name} is also one of {tenants[key].name}", key=where)
             tenants[key] = tenant
     return Doorkeeper(anybody=None, tenants=tenants, credentials=credentials)
 
@@ -132,9 +135,11 @@ def _keys(config: TenantConfig, where: str) -> Sequence[bytes]:
     """Return the SHA-256 of every key of a tenant."""
     keys = [bytes.fromhex(digest) for digest in config.api_key_sha256]
     for position, value in enumerate(config.api_keys):
-        key = _resolve(value, f"{where}.api_keys.{position}")
-        if len(key) < MIN_KEY_CHARS:
-            raise ConfigError(f"{where}.api_keys.{position}: has {len(key)} characters; at least {MIN_KEY_CHARS}")
+        name = f"{where}.api_keys.{position}"
+        try:
+            key = checked_key(_resolve(value, name))
+        except ValueError as error:
+            raise ConfigError(str(error), key=name) from error
         keys.append(hashlib.sha256(key.encode()).digest())
     return keys
 
@@ -145,7 +150,7 @@ def _resolve(value: str, where: str) -> str:
         return value
     name = value.removeprefix(ENV_PREFIX)
     if not os.environ.get(name):
-        raise ConfigError(f"{where}: the environment variable {name} is not set")
+        raise ConfigError(f"the environment variable {name} is not set", key=where)
     return os.environ[name]
 
 

@@ -14,7 +14,7 @@ from common.chat_template import LineTemplate
 from common.config import PoolConfig, ServingConfig
 from common.engines import lacks
 from common.fake_tokenizer import byte_tokenizer
-from common.model_files import resolve_model
+from common.model_files import ModelNotFound, resolve_model
 from common.parity import Template
 from common.text_files import load_chat_template, load_tokenizer
 from engine.executor import Executor
@@ -79,11 +79,19 @@ def speculator_for(config: ServingConfig, pool: PoolConfig, executor: Executor) 
     return Speculator(drafter, num_tokens=speculation.num_tokens, rule=rule)
 
 
+def _draft_folder(config: ServingConfig, model_id: str) -> Path:
+    """Return the files of what drafts. Raises ModelNotFound that names its key."""
+    try:
+        return resolve_model(model_id, local_files_only=config.model.local_files_only)
+    except ModelNotFound as error:
+        raise ModelNotFound(str(error), key="model.speculation.model") from error
+
+
 def _load_heads(config: ServingConfig, model_id: str, executor: Executor) -> HeadsDrafter:
     """Return a drafter by the heads of a checkpoint. Raises ModelNotFound, UnsupportedModel."""
     from engine.loading import load_draft_heads
 
-    folder = resolve_model(model_id, local_files_only=config.model.local_files_only)
+    folder = _draft_folder(config, model_id)
     return load_draft_heads(folder, executor, num_branches=config.model.speculation.num_branches - 1)
 
 
@@ -95,7 +103,7 @@ def _load_draft_layer(
 
     speculation = config.model.speculation
     return load_draft_layer(
-        resolve_model(model_id, local_files_only=config.model.local_files_only),
+        _draft_folder(config, model_id),
         executor,
         kind=kind,
         kv_bytes=int(speculation.kv_memory_gib * _GIB),
@@ -110,7 +118,7 @@ def _load_draft_model(config: ServingConfig, pool: PoolConfig, model_id: str) ->
     from engine.options import EngineOptions
 
     model = config.model
-    model_dir = resolve_model(model_id, local_files_only=model.local_files_only)
+    model_dir = _draft_folder(config, model_id)
     target_dir = resolve_model(model.id, local_files_only=model.local_files_only)
     if load_tokenizer(model_dir).get_vocab() != load_tokenizer(target_dir).get_vocab():
         raise DifferentVocabulary(
@@ -216,7 +224,7 @@ def drafting_bytes(config: ServingConfig, pool: PoolConfig) -> int:
         return kv_bytes + mtp_bytes(resolve_model(config.model.id, local_files_only=config.model.local_files_only))
     if speculation.model is None:
         return 0
-    folder = resolve_model(speculation.model, local_files_only=config.model.local_files_only)
+    folder = _draft_folder(config, speculation.model)
     return kv_bytes + sum(file.stat().st_size for pattern in _WEIGHTS for file in folder.glob(pattern))
 
 

@@ -19,7 +19,7 @@ from cluster.processes.plan import ProcessRole, ProcessSpec
 from cluster.processes.run_dir import config_file_of, log_path, log_tail
 from common.config import ConfigError, load_config
 from common.log import LOG_PATH_ENV, open_log
-from common.process import EXIT_HUNG, PARENT_PID_ENV, Ready, parse_ready
+from common.process import EXIT_HUNG, PARENT_PID_ENV, CannotStart, Ready, parse_failure, parse_ready
 from common.trust.authority import Authority
 from common.trust.channels import connect_to
 from common.trust.credentials import Credentials
@@ -131,6 +131,8 @@ class LocalLauncher:
         except BaseException as error:
             child.stdin.close()
             await child.kill()
+            if isinstance(error, CannotStart):
+                raise StartFailed.explained(spec.name, error) from error
             if isinstance(error, ValueError):
                 raise StartFailed(f"{spec.name}: {error}") from error
             raise
@@ -210,12 +212,15 @@ class _Lines:
     async def until_ready(self) -> Ready | None:
         """Return the ready line, or None if stdout ends before it.
 
-        Raises ValueError if a certificate request is invalid: the process would wait for the answer in vain.
+        Raises CannotStart with the reason that the process gives instead, and ValueError
+        if a certificate request is invalid: the process would wait for the answer in vain.
         """
         while text := await self._next():
             ready = parse_ready(text)
             if ready is not None:
                 return ready
+            if failure := parse_failure(text):
+                raise failure
             self._answer(text)
         return None
 

@@ -3,12 +3,22 @@
 from typing import Protocol
 
 from cluster.processes.plan import ProcessRole, ProcessSpec
-from common.process import ProcessIdentity, Ready
+from common.process import CannotStart, ProcessIdentity, Ready
 from common.trust.identity import Role
 
 
 class StartFailed(Exception):
-    """A process or the launcher itself did not come up; the message gives the reason and the end of the log."""
+    """A process or the launcher itself did not come up; the message gives the reason, or the end of the log."""
+
+    def __init__(self, reason: str, *, key: str = "") -> None:
+        """`key`: the key of serving.yaml that asks for what cannot be had, if there is one."""
+        super().__init__(reason)
+        self.key = key
+
+    @classmethod
+    def explained(cls, name: str, failure: CannotStart) -> "StartFailed":
+        """Return what a process of this name has found itself."""
+        return cls(f"{name}: {failure}", key=failure.key)
 
 
 def identity_role(role: ProcessRole) -> Role:

@@ -53,6 +53,8 @@ class StartFailure:
     """The cluster does not serve; all its processes are stopped again."""
 
     reason: str
+    key: str = ""
+    """Key of serving.yaml that asks for what cannot be had; empty without one."""
 
 
 Event = StartStep | Up | StartFailure

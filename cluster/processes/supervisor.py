@@ -121,7 +121,7 @@ class Supervisor:
     async def _serve(self, on_ready: Callable[[], None]) -> None:
         workforce = self.workforce
         is_takeover = workforce.phase is ClusterPhase.ADOPTING
-        reasons: list[str] = []
+        failed: list[StartFailed] = []
         try:
             async with asyncio.TaskGroup() as tasks:
                 for process in workforce.processes:
@@ -136,10 +136,10 @@ class Supervisor:
                     self._enter(ClusterPhase.READY)
                     on_ready()
         except* StartFailed as failures:
-            reasons += map(str, failures.exceptions)
-        if reasons:
+            failed += [each for each in failures.exceptions if isinstance(each, StartFailed)]
+        if failed:
             # Some releases of Python 3.11 put an exception that is raised in the clause itself into another group.
-            raise StartFailed(reasons[0])
+            raise failed[0]
 
     async def _until_known(self) -> None:
         """Wait until every adopted process has answered; those that do not in time count as down."""

@@ -25,7 +25,7 @@ from cluster.processes.run_dir import log_path, log_tail
 from cluster.ray.actors import DecodeWorker, PrefillWorker, RayActor, Router
 from cluster.ray.private_ray import RayHome
 from common.config import ServingConfig
-from common.process import ProcessIdentity, Ready
+from common.process import CannotStart, ProcessIdentity, Ready
 from common.service_actor import ServiceParams
 from common.trust.authority import Authority
 from common.trust.channels import connect_to
@@ -113,6 +113,8 @@ class RayLauncher:
             raise StartFailed(f"{spec.name}: {_no_host(spec, self._home.hosts_of(spec), wait_s)}") from None
         except (RayTaskError, RayActorError, ValueError) as error:
             reason = error.cause if isinstance(error, RayTaskError) else error
+            if isinstance(reason, CannotStart):
+                raise StartFailed.explained(spec.name, reason) from error
             raise StartFailed(f"{spec.name}: {reason}\n{log_tail(path, offset=offset)}".rstrip()) from error
 
     def _create(self, spec: ProcessSpec) -> Any:

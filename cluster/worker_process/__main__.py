@@ -1,10 +1,9 @@
 """`python -m cluster.worker_process --role prefill|decode`: a worker as a plain process (common/service_process.py)."""
 
 from cluster.worker_process.server import start_pool_worker
-from common.config import ConfigError, load_config
+from common.config import load_config
 from common.log import setup_logging
-from common.service_process import parse_service_args, run_service, service_parser
-from common.trust.pipe import NotEnrolled
+from common.service_process import parse_service_args, run_service, service_parser, told_failures
 from common.wire_names import ROLE_NUMBERS
 
 
@@ -17,7 +16,7 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=0, help="control port; 0 picks a free one of its pool's `ports`")
     args = parse_service_args(parser)
     setup_logging(args.worker_id or f"{args.role}-0")
-    try:
+    with told_failures():
         config = load_config(args.config).for_worker()
         run_service(
             lambda credentials: start_pool_worker(
@@ -25,8 +24,6 @@ def main() -> None:
             ),
             grace_s=lambda worker: worker.runtime.pool_config.drain_grace_s,
         )
-    except (ConfigError, NotEnrolled) as error:
-        parser.exit(2, f"{error}\n")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from common.config.cluster import PlannerConfig, TlsConfig, TracingConfig
 from common.config.keys import Need, in_yaml, leaves
 from common.config.router import ENV_PREFIX, ROUTER_PORTS, RouterConfig, SloConfig, TenantConfig
-from common.config.serving import NEEDS, ConfigError, ServingConfig, load_config, parse_config
+from common.config.serving import NEEDS, ConfigError, ServingConfig, load_config, name_in, parse_config
 from common.config.workers import ModelConfig, PoolConfig, PoolsConfig, TransferConfig
 
 __all__ = [
@@ -26,5 +26,6 @@ __all__ = [
     "in_yaml",
     "leaves",
     "load_config",
+    "name_in",
     "parse_config",
 ]

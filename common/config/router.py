@@ -3,7 +3,7 @@
 import logging
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from common.config.keys import DnsName, Need, Port, Section
 
@@ -13,6 +13,16 @@ ROUTER_PORTS = ("port", "http_port", "metrics_port", "admin_port")
 Origin = Annotated[str, Field(pattern=r"^(\*|[a-z][a-z0-9+.-]*://[^/\s]+)$", max_length=300)]
 ENV_PREFIX = "env:"
 """Prefix of an environment variable's name where a secret is expected."""
+
+
+MIN_KEY_CHARS = 16
+
+
+def checked_key(key: str) -> str:
+    """Return an API key, or the name of the environment variable that holds it. Raises ValueError for a short key."""
+    if not key.startswith(ENV_PREFIX) and len(key) < MIN_KEY_CHARS:
+        raise ValueError(f"has {len(key)} characters; at least {MIN_KEY_CHARS}")
+    return key
 
 
 class RouterConfig(Section):
@@ -127,7 +137,7 @@ class TenantConfig(Section):
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")]
     """Lower-case letters, digits, `.`, `_`, `-`; a label of metrics."""
-    api_keys: tuple[str, ...] = ()
+    api_keys: tuple[Annotated[str, AfterValidator(checked_key)], ...] = ()
     """Keys of at least 16 characters. `env:NAME` reads an environment variable of the router, so that the file holds no
     secret."""
     api_key_sha256: tuple[Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")], ...] = ()

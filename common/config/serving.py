@@ -3,6 +3,8 @@
 Every problem is reported as `file:key: reason`. Nothing changes after loading.
 """
 
+import re
+from hashlib import sha256
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Literal
@@ -16,10 +18,11 @@ from common.config.router import ENV_PREFIX, ROUTER_PORTS, RouterConfig, SloConf
 from common.config.workers import ModelConfig, PoolsConfig, TransferConfig
 from common.engines import engines_with, lacks
 from common.ports import MAX_PORT, is_loopback
+from common.process import CannotStart
 from common.wire_names import TRANSPORT_NUMBERS
 
 
-class ConfigError(Exception):
+class ConfigError(CannotStart):
     """The configuration cannot be used; the message names file, key and reason."""
 
 
@@ -69,6 +72,7 @@ class ServingConfig(Section):
         for name in names:
             if names.count(name) > 1:
                 raise ValueError(f"tenants: {name} is listed twice")
+        self._check_keys()
         if self.router.auth == "none":
             if names and (names != ["default"] or self.tenants[0].api_keys or self.tenants[0].api_key_sha256):
                 raise ValueError(
@@ -80,6 +84,15 @@ class ServingConfig(Section):
             if self.router.auth == "api_key" and not (tenant.api_keys or tenant.api_key_sha256):
                 raise ValueError(f"tenants: {tenant.name} has neither api_keys nor api_key_sha256")
         return self
+
+    def _check_keys(self) -> None:
+        """Raise ValueError for a key of two tenants. Routers check keys of environment variables."""
+        owners: dict[str, str] = {}
+        for position, tenant in enumerate(self.tenants):
+            digests = [sha256(key.encode()).hexdigest() for key in tenant.api_keys if not key.startswith(ENV_PREFIX)]
+            for digest in {*digests, *tenant.api_key_sha256}:
+                if (owner := owners.setdefault(digest, tenant.name)) != tenant.name:
+                    raise ValueError(f"tenants.{position}: a key of {tenant.name} is also one of {owner}")
 
     @model_validator(mode="after")
     def _plain_text(self) -> "ServingConfig":
@@ -175,6 +188,9 @@ class ServingConfig(Section):
 NEEDS = needs_of(ServingConfig())
 """Need of each key, by dotted name."""
 
+_NAME_LINE = re.compile(r"^(name):[ \t]*[\"']?([^\s\"'#]+)", re.MULTILINE)
+"""The name, in a file that is not YAML."""
+
 # Parts that pydantic adds to the location of a key that takes one of several types.
 _ALTERNATIVES = ("constrained-int", "constrained-float", "literal['auto']")
 
@@ -184,14 +200,29 @@ def load_config(path: Path) -> ServingConfig:
     try:
         raw = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
-        hint = (
-            "; write one (`launcher: local` in it serves the default model on this host), or name another with --config"
-        )
-        is_missing = isinstance(error, FileNotFoundError)
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}{hint if is_missing else ''}") from error
+        raise _unreadable(path, error) from error
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}: not YAML: {error}") from error
     return parse_config(raw if raw is not None else {}, source=str(path))
+
+
+def name_in(path: Path) -> str:
+    """Return the cluster's name in a serving.yaml, whatever else is wrong with it. Raises ConfigError."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        raw = yaml.safe_load(text)
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    except yaml.YAMLError:
+        raw = dict(_NAME_LINE.findall(text))
+    named = isinstance(raw, dict) and "name" in raw
+    return parse_config({"name": raw["name"]} if named else {}, source=str(path)).name
+
+
+def _unreadable(path: Path, error: OSError) -> ConfigError:
+    hint = "; write one (`launcher: local` in it serves the default model on this host), or name another with --config"
+    is_missing = isinstance(error, FileNotFoundError)
+    return ConfigError(f"{path}: cannot be read: {error.strerror}{hint if is_missing else ''}")
 
 
 def parse_config(raw: object, *, source: str) -> ServingConfig:

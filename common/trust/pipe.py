@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
+from common.process import CannotStart
 from common.trust.credentials import Credentials
 from common.trust.enrolment import Enrolment, EnrolmentRequest
 
@@ -24,7 +25,7 @@ _RETRY_SHARE = 1 / 12
 _ANSWER_S = 30.0
 
 
-class NotEnrolled(Exception):
+class NotEnrolled(CannotStart):
     """The launcher gave this process no certificate; the message says what to do."""
 
 

@@ -16,7 +16,7 @@ from engine.floors import measure_floors
 from engine.kv_cache import TorchKvStore, num_blocks_for_budget
 from engine.kv_store import KvShape
 from engine.logits import SamplingRow
-from engine.memory import MemoryShare, device_free_bytes
+from engine.memory import MemoryShare, NoRoomForPages, device_free_bytes
 from engine.model.config import DecoderConfig
 from engine.model.decoder import Decoder
 from engine.model.loader import load_weights
@@ -210,8 +210,8 @@ def kv_bytes_left(largest_step: MeasuredMemory, share: MemoryShare, *, graph_byt
     reserve_bytes = max(_MIN_RESERVE_BYTES, round(largest_step.device.total_bytes * _RESERVE_SHARE))
     needed_bytes = round(largest_step.peak_bytes * (1 + _STEP_SLACK)) + graph_bytes + reserve_bytes
     if needed_bytes >= free_bytes:
-        raise ValueError(
-            f"kv_memory_gib: auto finds no memory for KV pages: of this worker's part of the device"
+        raise NoRoomForPages(
+            f"auto finds no memory for KV pages: of this worker's part of the device"
             f" {free_bytes / _GIB:.1f} GiB are free beside the weights, and steps need {needed_bytes / _GIB:.1f} GiB:"
             " lower max_step_tokens or max_running"
         )

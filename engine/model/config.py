@@ -12,9 +12,13 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from common.process import CannotStart
 
-class UnsupportedModel(Exception):
+
+class UnsupportedModel(CannotStart):
     """The checkpoint is incomplete or needs something that is not implemented; the message names it."""
+
+    key = "model.id"
 
 
 class RopeType(Enum):

@@ -24,7 +24,7 @@ def resolve_device(device: str) -> torch.device:
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
-        raise UnsupportedModel("cannot use device: cuda: torch finds no CUDA device")
+        raise UnsupportedModel("cannot use cuda: torch finds no CUDA device", key="model.device")
     return torch.device(device)
 
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from common.block_hash import NO_HASHES
+from common.process import CannotStart
 from common.timing import StepShape
 from common.tokens import TokenArray, as_tokens
 from engine.block_pool import BlockPool
@@ -39,8 +40,10 @@ _PRIOR_BRANCH_RATES = (0.15, 0.08, 0.05, 0.03)
 _OTHER_NOISE = 0x9E3779B97F4A7C15
 
 
-class DifferentVocabulary(ValueError):
+class DifferentVocabulary(CannotStart):
     """The draft model cannot draft for this model."""
+
+    key = "model.speculation.model"
 
 
 class Vocabulary(Protocol):

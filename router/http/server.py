@@ -136,8 +136,9 @@ def _most_connections(wanted: int | None) -> int:
     most = connections_per_listener(open_files)
     if wanted is not None and wanted > most:
         raise ConfigError(
-            f"router.max_http_connections: {wanted} do not fit: this process may open {open_files} files, of which the"
-            f" HTTP API gets {most}; raise the limit (`ulimit -n`, LimitNOFILE=) or lower the key"
+            f"{wanted} do not fit: this process may open {open_files} files, of which the HTTP API gets {most};"
+            " raise the limit (`ulimit -n`, LimitNOFILE=) or lower the key",
+            key="router.max_http_connections",
         )
     chosen = most if wanted is None else wanted
     logger.info("http connections", extra={"max": chosen, "max_open_files": open_files})

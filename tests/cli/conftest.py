@@ -93,6 +93,9 @@ class FakeLifecycle(ModuleType):
     def read_info(self, run_dir: Path) -> Any:
         return self._info(run_dir) if run_dir in self.running else None
 
+    def running_names(self) -> list[str]:
+        return sorted(run_dir.name for run_dir in self.running)
+
     def _info(self, run_dir: Path) -> Any:
         pid = 2**22 + 1  # above the largest one
         return SimpleNamespace(

@@ -1,6 +1,9 @@
 import signal
 from pathlib import Path
 
+import pytest
+
+import kvrelay.__main__
 from tests.cli.conftest import FakeLifecycle, Run
 
 
@@ -91,3 +94,36 @@ def test_down_without_a_cluster_says_so(run: Run, lifecycle: FakeLifecycle) -> N
     assert "no cluster is running" in result.stderr
     assert "If that folder was deleted, a cluster in Ray goes on" in result.stderr
     assert lifecycle.downs == [lifecycle.default_run_dir("kvrelay")]
+
+
+def test_down_while_only_other_clusters_run_fails_and_names_them(
+    run: Run, folder: Path, lifecycle: FakeLifecycle
+) -> None:
+    (folder / "other.yaml").write_text("name: other\n")
+    run("up", "--config", "other.yaml")
+    result = run("down")
+    assert result.exit_code == 1
+    assert "no cluster is running for serving.yaml; other runs here: name its file with --config" in result.stderr
+    assert lifecycle.running
+
+
+@pytest.mark.parametrize("edited", ["name: mine\nmodle: {}\n", "name: 'mine'  # ours\npools: {decode: [\n"])
+def test_down_stops_a_cluster_whose_file_was_edited_and_is_now_wrong(
+    run: Run, folder: Path, lifecycle: FakeLifecycle, edited: str
+) -> None:
+    write_config(folder)
+    run("up")
+    write_config(folder, edited)
+    assert run("down").exit_code == 0
+    assert not lifecycle.running
+
+
+def test_interrupt_while_modules_load_prints_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("cli.main.main", interrupted)
+    monkeypatch.setattr("kvrelay.__main__.check_packages", lambda _path: None)
+    with pytest.raises(SystemExit) as end:
+        kvrelay.__main__.main()
+    assert end.value.code == 130

@@ -1,7 +1,7 @@
 """A process that follows the services' protocol and does nothing else: one ready line, then waits for SIGTERM.
 
 fake_service.py ADDRESS [--die-after-ready | --fail MESSAGE | --never-ready | --ignore-sigterm | --with-child |
-  --fail-with-child | --die-before-the-answer | --say MODULE]
+  --explain REASON | --fail-with-child | --die-before-the-answer | --say MODULE]
 """
 
 import json
@@ -12,7 +12,7 @@ import subprocess
 import sys
 from importlib import import_module
 
-from common.process import die_with_parent
+from common.process import CannotStart, die_with_parent, failure_line
 
 
 def main() -> int:
@@ -22,6 +22,9 @@ def main() -> int:
     if mode == "--fail":
         sys.stderr.write(f"{sys.argv[3]}\n")
         return 3
+    if mode == "--explain":
+        sys.stdout.write(failure_line(CannotStart(sys.argv[3], key="model.device")) + "\n")
+        return 1
     if mode == "--ignore-sigterm":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if mode == "--with-child":  # which holds our streams

@@ -53,6 +53,14 @@ async def test_failed_start_reports_exit_code_and_log_tail(tmp_path: Path) -> No
     assert str(failure.value) == "decode-0: exited with code 3 before it was ready\nhello from the log\nport is taken"
 
 
+async def test_start_that_the_process_explains_is_one_line_and_its_key(tmp_path: Path) -> None:
+    with pytest.raises(StartFailed) as failure:
+        await make_launcher(tmp_path, decode_0=["--explain", "there is no GPU"]).start(make_spec("decode-0"))
+
+    assert str(failure.value) == "decode-0: there is no GPU"
+    assert failure.value.key == "model.device"
+
+
 async def test_end_before_the_certificate_was_read_is_a_failed_start(tmp_path: Path) -> None:
     with pytest.raises(StartFailed, match="killed by SIGKILL before it was ready"):
         await make_launcher(tmp_path, decode_0=["--die-before-the-answer"]).start(make_spec("decode-0"))

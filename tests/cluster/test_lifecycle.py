@@ -276,7 +276,7 @@ def test_up_says_which_recommended_values_are_left_out(tmp_path: Path) -> None:
     reports: list[str] = []
     for wanted in (True, False):
         model = {"id": str(tmp_path), "device": "cpu", "generation_config": wanted}
-        with_model(make_config(launcher="local", model=model), reports.append)
+        with_model(make_config(launcher="local", model=model), Path("serving.yaml"), reports.append)
     assert [report.partition(" is 0.0")[0] for report in reports] == [
         f"generation_config.json of {tmp_path.name}: top_p"
     ]
@@ -321,7 +321,8 @@ async def test_cluster_that_could_not_trace_as_told_starts_no_process(
     assert status == 1
     (failure,) = told
     assert isinstance(failure, StartFailure)
-    assert failure.reason.startswith("tracing.endpoint: cannot trace: opentelemetry")
+    assert failure.key == "tracing.endpoint"
+    assert failure.reason.startswith("cannot trace: opentelemetry")
     assert not (tmp_path / "tls").exists()
 
 

@@ -162,8 +162,9 @@ def test_traces_without_the_extra_stop_the_start_with_what_to_install(monkeypatc
     monkeypatch.setitem(sys.modules, "opentelemetry", None)
     for name in [name for name in sys.modules if name.startswith("opentelemetry.")]:
         monkeypatch.delitem(sys.modules, name)
-    with pytest.raises(ConfigError, match=r"^tracing.endpoint: .*`pip install 'kvrelay\[otel\]'`"):
+    with pytest.raises(ConfigError, match=r"`pip install 'kvrelay\[otel\]'`") as refused:
         make_tracer(TracingConfig(endpoint="http://127.0.0.1:4318"), service="s", instance="i")
+    assert refused.value.key == "tracing.endpoint"
 
 
 @pytest.mark.parametrize(
@@ -177,7 +178,7 @@ def test_endpoint_that_is_no_address_or_holds_a_secret_is_refused(endpoint: str)
 def test_queue_smaller_than_a_batch_is_an_error_of_the_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="the extra `otel` is not installed")
     monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "256")
-    with pytest.raises(ConfigError, match=r"^tracing.endpoint: cannot trace: .*OTEL_BSP_"):
+    with pytest.raises(ConfigError, match=r"^cannot trace: .*OTEL_BSP_"):
         make_tracer(TracingConfig(endpoint="http://127.0.0.1:4318"), service="s", instance="i")
 
 

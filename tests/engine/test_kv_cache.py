@@ -15,6 +15,7 @@ from common.errors import LayoutMismatch
 from common.ids import BlockId
 from engine.kv_cache import TorchKvStore, num_blocks_for_budget
 from engine.kv_store import NONCE_BYTES
+from engine.memory import NoRoomForPages
 from engine.shared_memory import allocate_region, map_peer_region
 from tests.engine.cuda_kv.support import make_shape
 
@@ -78,7 +79,7 @@ def test_num_blocks_for_budget_when_budget_is_between_pages_rounds_down() -> Non
     shape = make_shape()
     assert num_blocks_for_budget(3 * shape.block_bytes - 1, shape) == 2
     assert num_blocks_for_budget(3 * shape.block_bytes, shape) == 3
-    with pytest.raises(ValueError, match="hold no page"):
+    with pytest.raises(NoRoomForPages, match="hold no page"):
         num_blocks_for_budget(shape.block_bytes - 1, shape)
 
 

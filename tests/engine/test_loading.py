@@ -13,7 +13,7 @@ import transformers
 
 from common.model_files import default_model_dir, is_checkpoint
 from engine.floors import RateMeter
-from engine.memory import HostMemory, MemoryShare
+from engine.memory import HostMemory, MemoryShare, NoRoomForPages
 from engine.model.config import UnsupportedModel
 from engine.ops.select import load_cpu_kernels
 from engine.options import eos_token_ids
@@ -61,8 +61,9 @@ def test_load_executor_without_a_size_fills_half_of_its_share_of_the_memory(
 
 
 def test_max_model_len_beyond_the_checkpoints_length_is_refused_by_name(qwen3: Path) -> None:
-    with pytest.raises(UnsupportedModel, match=rf"max_model_len: {MAX_MODEL_LEN + 1}: tiny takes {MAX_MODEL_LEN} "):
+    with pytest.raises(UnsupportedModel, match=f"{MAX_MODEL_LEN + 1} tokens: tiny takes {MAX_MODEL_LEN};") as refused:
         load(qwen3, max_model_len=MAX_MODEL_LEN + 1)
+    assert refused.value.key == "model.max_model_len"
 
 
 @pytest.mark.parametrize(
@@ -110,7 +111,7 @@ def test_the_tokenizers_own_end_ends_answers_too(qwen3: Path, tmp_path: Path, co
 
 
 def test_load_executor_when_pages_exceed_memory_refuses_before_taking_it(qwen3: Path) -> None:
-    with pytest.raises(ValueError, match="lower kv_memory_gib"):
+    with pytest.raises(NoRoomForPages, match="lower kv_memory_gib"):
         load(qwen3, num_blocks=1 << 40)
 
 

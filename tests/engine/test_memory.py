@@ -11,6 +11,7 @@ from engine.memory import (
     DeviceMemory,
     HostMemory,
     MemoryShare,
+    NoRoomForPages,
     device_free_bytes,
     host_kv_bytes,
     measure_host,
@@ -75,7 +76,7 @@ def test_host_when_all_workers_fill_their_pages_the_sum_stays_below_what_was_the
 
 
 def test_host_when_the_process_outgrew_its_part_says_so() -> None:
-    with pytest.raises(ValueError, match=r"part of the host is 1\.0 GiB, it uses 2\.0 GiB already"):
+    with pytest.raises(NoRoomForPages, match=r"part of the host is 1\.0 GiB, it uses 2\.0 GiB already"):
         host_kv_bytes(make_host(process_gib=2), MemoryShare(host_bytes=GIB))
 
 
@@ -126,7 +127,7 @@ def test_kv_bytes_left_are_the_workers_free_memory_less_its_other_needs(
 @pytest.mark.parametrize("free_gib", [0, 5, 11])
 def test_kv_bytes_left_when_steps_take_all_say_what_to_lower(free_gib: int) -> None:
     step = measured(total_gib=100, free_gib=free_gib, peak_gib=5)
-    with pytest.raises(ValueError, match="lower max_step_tokens or max_running"):
+    with pytest.raises(NoRoomForPages, match="lower max_step_tokens or max_running"):
         kv_bytes_left(step, MemoryShare(), graph_bytes=3 * GIB)
 
 

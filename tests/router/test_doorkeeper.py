@@ -48,7 +48,7 @@ def test_key_in_clear_as_digest_and_from_the_environment_names_its_tenant(monkey
         ([("authorization", KEY_A)], "not of the form"),
         ([("authorization", f"Basic {KEY_A}")], "not of the form"),
         ([("authorization", "Bearer wrong-key-0123456789")], "unknown"),
-        ([("authorization", "Bearer ")], "unknown"),
+        ([("authorization", "Bearer ")], "no API key"),
         ([("authorization", b"\xff\xfe")], "not of the form"),
     ],
 )
@@ -106,15 +106,28 @@ def test_block_key_follows_from_the_secret_or_is_the_issued_one() -> None:
     [
         ([{"name": "a", "api_keys": ["short"]}], "tenants.0.api_keys.0: has 5 characters; at least 16"),
         ([{"name": "a", "api_keys": ["env:KVRELAY_TEST_UNSET"]}], "variable KVRELAY_TEST_UNSET is not set"),
+        ([{"name": "a", "api_keys": ["env:KVRELAY_TEST_SHORT"]}], "has 5 characters; at least 16"),
         (
             [{"name": "a", "api_keys": [KEY_A]}, {"name": "b", "api_keys": [KEY_A]}],
             "tenants.1: a key of b is also one of a",
         ),
+        (
+            [{"name": "a", "api_keys": [KEY_A]}, {"name": "b", "api_keys": ["env:KVRELAY_TEST_SAME"]}],
+            "a key of b is also one of a",
+        ),
     ],
 )
 def test_keys_that_cannot_be_used_are_named_by_place_and_not_by_value(
-    tenants: list[dict[str, Any]], reason: str
+    tenants: list[dict[str, Any]], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("KVRELAY_TEST_SHORT", "short")
+    monkeypatch.setenv("KVRELAY_TEST_SAME", KEY_A)
     with pytest.raises(ConfigError, match=reason) as caught:
         make_doorkeeper(serving(*tenants))
     assert KEY_A not in str(caught.value)
+
+
+def test_short_key_stops_the_start_under_the_file_where_it_stands() -> None:
+    tenants = [{"name": "a", "api_keys": [KEY_A, "short"]}]
+    with pytest.raises(ConfigError, match=r"^mine\.yaml:tenants\.0\.api_keys\.1: has 5 characters; at least 16$"):
+        parse_config({"router": {"auth": "api_key"}, "tenants": tenants}, source="mine.yaml")

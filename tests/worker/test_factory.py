@@ -7,6 +7,7 @@ import pytest
 from common.clock import SystemClock
 from common.config import ServingConfig
 from engine.core import EngineCore
+from engine.memory import NoRoomForPages
 from worker.factory import drafting_bytes, limits_for, load_executor_for, memory_share, speculator_for
 
 
@@ -64,7 +65,7 @@ def test_memory_for_no_page_at_all_is_refused_by_the_keys_that_set_it() -> None:
     pool = {"kv_memory_gib": 1e-9}
     config = ServingConfig.model_validate({"model": {"engine": "fake"}, "pools": {"decode": pool, "prefill": pool}})
     executor, _tokenizer = load_executor_for(config, config.pools.decode)
-    with pytest.raises(ValueError, match="pool of 0 KV blocks: raise num_blocks or kv_memory_gib"):
+    with pytest.raises(NoRoomForPages, match="pool of 0 KV blocks: raise num_blocks or kv_memory_gib"):
         EngineCore(executor, limits_for(config.pools.decode), SystemClock())
 
 
