@@ -1,5 +1,6 @@
 """`kvrelay up`, `kvrelay down` and `kvrelay fetch-model`."""
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -41,9 +42,7 @@ def up(
         out.print(_ready(info), soft_wrap=True)
         if config.router.live_page and info.http_addresses:
             err.print(f"Live page: {'https' if info.tls else 'http'}://{info.http_addresses[0]}/", soft_wrap=True)
-        err.print(
-            'Next: kvrelay generate -p "Why is the sky blue?" · kvrelay status --watch · kvrelay down', soft_wrap=True
-        )
+        err.print(_next_steps(config, config_path), soft_wrap=True)
         return
     with sigterm_interrupts():
         info = _start(config, config_path)  # stops what it has started when it fails or is interrupted
@@ -86,6 +85,16 @@ def _ready(info: "ClusterInfo") -> str:
     openai = f" · OpenAI-compatible: {', '.join(urls)}" if urls else ""
     vouched = f" · TLS, known by {info.tls}" if isinstance(info.tls, str) else ""
     return f"ready at {info.address}{openai}{vouched}"
+
+
+def _next_steps(config: "ServingConfig", config_path: Path) -> str:
+    """Return commands that work with this cluster as they stand, but for an API key."""
+    key = "KVRELAY_API_KEY=… " if config.router.auth == "api_key" else ""
+    option = "" if config_path == DEFAULT_CONFIG else f" -c {shlex.quote(str(config_path))}"
+    return (
+        f'Next: {key}kvrelay generate{option} -p "Why is the sky blue?" · kvrelay status{option} --watch'
+        f" · kvrelay down{option}"
+    )
 
 
 def _stop(run_dir: Path) -> bool:

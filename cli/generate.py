@@ -195,7 +195,7 @@ def _load_codec(config: "ServingConfig") -> "Codec":
     model_dir = resolve_model(config.model.id, local_files_only=config.model.local_files_only)
     from router.tokenizer import TextCodec  # after the line that tells what to do when the model is not there
 
-    return TextCodec.load(model_dir)
+    return TextCodec.load(model_dir, chat_template=config.model.chat_template)
 
 
 def _encode(codec: "Codec", source: str | Sequence[ChatMessage]) -> Sequence[int]:

@@ -194,8 +194,8 @@ def _router_lines(router: RouterStatus, *, address: str) -> list[RenderableType]
     lines = (
         f"router {address}{http} · policy {router.policy} · {router.num_index_blocks} blocks in the prefix index\n"
         f"requests: {router.num_queued} queued, {router.num_active} active · {router.num_completed} completed,"
-        f" {router.num_cancelled} cancelled, {router.num_rejected} rejected,"
-        f" {router.num_failed} failed ({router.num_refused} refused at the door),"
+        f" {router.num_cancelled} cancelled,"
+        f" {router.num_rejected} rejected ({router.num_refused} refused at the door), {router.num_failed} failed,"
         f" {router.num_replans} replans, {router.num_moves} moves\n"
         f"held: {router.num_bookings} bookings, {router.num_request_tasks} tasks"
     )

@@ -15,9 +15,11 @@ class ClusterError(Exception):
 
 def with_model(config: ServingConfig, config_path: Path, report: Report) -> ServingConfig:
     """Return the configuration with a model that is on this host, without a relative path. Raises ClusterError."""
-    model = config.model
-    if model.engine == "fake":
+    if config.model.engine == "fake":
         return config
+    if (template := config.model.chat_template) is not None:
+        config = _with(config, chat_template=template.expanduser().absolute())
+    model = config.model
     try:
         folder = resolve_model(model.id, local_files_only=model.local_files_only)
         if model.generation_config:
@@ -30,7 +32,11 @@ def with_model(config: ServingConfig, config_path: Path, report: Report) -> Serv
     is_local_folder = model.id != DEFAULT_MODEL_ID and expanded(model.id).is_dir()
     if not is_local_folder:
         return config
-    return config.model_copy(update={"model": model.model_copy(update={"id": str(folder)})})
+    return _with(config, id=str(folder))
+
+
+def _with(config: ServingConfig, **values: object) -> ServingConfig:
+    return config.model_copy(update={"model": config.model.model_copy(update=values)})
 
 
 def _report_faults(folder: Path, report: Report) -> None:

@@ -69,12 +69,19 @@ class MetricsServer:
         self._thread.join()
 
 
+_METRICS_PATHS = ("/metrics", "/", "")
+
+
 def _app(registry: CollectorRegistry, watchdog: Watchdog | None) -> "WSGIApplication":
     metrics: WSGIApplication = make_wsgi_app(registry)
 
     def app(environ: "WSGIEnvironment", start_response: "StartResponse") -> Iterable[bytes]:
-        if watchdog is None or environ["PATH_INFO"] != "/live":
+        path = environ["PATH_INFO"]
+        if path in _METRICS_PATHS:
             return metrics(environ, start_response)
+        if watchdog is None or path != "/live":
+            start_response("404 Not Found", [("Content-Type", "text/plain")])
+            return [b"metrics are at /metrics\n"]
         standing_s = watchdog.standing_s
         is_live = standing_s < STANDS_S
         start_response("200 OK" if is_live else "503 Service Unavailable", [("Content-Type", "application/json")])

@@ -26,6 +26,7 @@ from common.signals import on_first_signal
 from common.trust.credentials import Credentials
 from common.trust.pipe import EnrolmentPipe
 
+_EXIT_CANNOT_START = 2
 _Service = TypeVar("_Service", bound=RunningService)
 
 
@@ -55,7 +56,8 @@ def told_failures() -> Iterator[None]:
     except CannotStart as failure:
         sys.stdout.write(failure_line(failure) + "\n")
         sys.stdout.flush()
-        sys.exit(f"{failure.key}: {failure}" if failure.key else str(failure))
+        sys.stderr.write(f"{failure.key}: {failure}\n" if failure.key else f"{failure}\n")
+        sys.exit(_EXIT_CANNOT_START)
 
 
 def run_service(

@@ -15,9 +15,11 @@ import tokenizers
 from common.chat_template import ChatTemplate
 from common.errors import InvalidRequest
 from common.model_files import ModelNotFound
+from common.process import CannotStart
 from common.sampling import PARAMETERS
 
 _RECOMMENDED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+_TEMPLATE_KEY = "model.chat_template"
 _LARGEST_VOCABULARY = 1 << 24
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -33,11 +35,14 @@ def load_tokenizer(model_dir: Path) -> tokenizers.Tokenizer:
         raise ModelNotFound(f"cannot read {path}: {error}; fetch or copy the model again") from error
 
 
-def load_chat_template(model_dir: Path) -> ChatTemplate | None:
-    """Return the chat template of a Hugging Face folder, or None without one."""
+def load_chat_template(model_dir: Path, *, own: Path | None = None) -> ChatTemplate | None:
+    """Return the chat template of a Hugging Face folder, or None without one; the file `own` takes its place.
+
+    Raises CannotStart for one that cannot be used.
+    """
     config = _read_json(model_dir / "tokenizer_config.json")
     named = _special_tokens({**_read_json(model_dir / "special_tokens_map.json"), **config})
-    sources = _template_sources(model_dir, config)
+    sources = _template_sources(model_dir, config) if own is None else {"default": _read_template(own)}
     if not sources:
         return None
     if "default" not in sources:
@@ -45,7 +50,15 @@ def load_chat_template(model_dir: Path) -> ChatTemplate | None:
     try:
         return ChatTemplate(sources["default"], special_tokens=named, tool_source=sources.get("tool_use"))
     except jinja2.TemplateSyntaxError as error:
-        raise ModelNotFound(f"the chat template in {model_dir} does not compile: {error}") from error
+        where, key = (f"in {model_dir}", None) if own is None else (str(own), _TEMPLATE_KEY)
+        raise ModelNotFound(f"the chat template {where} does not compile: {error}", key=key) from error
+
+
+def _read_template(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CannotStart(f"cannot read {path}: {error}", key=_TEMPLATE_KEY) from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

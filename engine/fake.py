@@ -255,6 +255,7 @@ class FakeExecutor:
         max_model_len: int = 4096,
         step_s: float = 0.0,
         max_steps_in_flight: int = 2,
+        model_name: str = "fake",
     ) -> None:
         self._store = FakeKvStore(num_blocks, block_size)
         self.kv: KvStore = self._store
@@ -262,7 +263,7 @@ class FakeExecutor:
         self.vocab_size = VOCAB_SIZE
         self.hidden_size = HIDDEN_SIZE
         self.eos_token_ids = frozenset({EOS_TOKEN_ID})
-        self.model_name = "fake"
+        self.model_name = model_name
         self.max_steps_in_flight = max_steps_in_flight
         self.verifies_drafts = True
         self.compiles_steps = False

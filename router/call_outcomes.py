@@ -8,13 +8,16 @@ from dataclasses import dataclass
 
 import grpc
 
-from common.errors import DeadlineExceeded, KvrelayError, Overloaded, RequestError
+from common.errors import AccessDenied, DeadlineExceeded, KvrelayError, Overloaded, RequestError, Unauthenticated
 from common.lifecycle import LifeCycle, State
 from router.demand import DemandMeter
 from router.metrics import RouterMetrics
 from router.tracing import RequestTraces
 
 logger = logging.getLogger(__name__)
+
+
+_REJECTIONS = (RequestError, Unauthenticated, AccessDenied, Overloaded)
 
 
 @dataclass(slots=True)
@@ -24,7 +27,7 @@ class Totals:
     num_completed: int = 0
     num_cancelled: int = 0
     num_rejected: int = 0
-    """Requests that cannot be served as they are."""
+    """Requests that cannot be served as they are, of this caller, or now."""
     num_failed: int = 0
     num_replans: int = 0
     num_moves: int = 0
@@ -65,7 +68,7 @@ class CallOutcomes:
         except BaseException as error:
             if isinstance(error, Overloaded):
                 self._demand.note_refusal()
-            if isinstance(error, RequestError):
+            if isinstance(error, _REJECTIONS):
                 self.totals.num_rejected += 1
             else:
                 self.totals.num_failed += 1

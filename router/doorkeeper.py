@@ -90,7 +90,8 @@ def _bearer(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
     given = next((value for name, value in metadata or () if name == "authorization"), None)
     if given is None:
         raise Unauthenticated(
-            "no API key: send the metadatum or header `authorization: Bearer <key>`", field="authorization"
+            "no API key: send the metadatum or header `authorization: Bearer <key>`, or over HTTP `x-api-key: <key>`",
+            field="authorization",
         )
     text = given if isinstance(given, str) else given.decode(errors="replace")
     if text.lower().strip() == _SCHEME.strip():

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from common.block_hash import hash_probe, hash_root
+from common.errors import UnknownModel
 from common.ids import Epoch, HashRoot, WorkerId
 from common.parity import NO_PROBES, TextProbes, find_text_mismatch
 from common.wire_names import ROLE_NAMES
@@ -59,9 +60,11 @@ class WorkerFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """The served model, known only from workers."""
+    """The served model, known from workers, but for its aliases."""
 
     name: str
+    aliases: tuple[str, ...] = ()
+    """Further names that requests may give."""
     fingerprint: str
     block_size: int
     vocab_size: int
@@ -79,6 +82,17 @@ class ModelFacts:
     """Length of an embedding; 0 when not every prefill worker computes them."""
     exact_resume: bool = True
     """Whether every worker continues another one's answer exactly as that one would have, also at near ties."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All its names, each once."""
+        return tuple(dict.fromkeys((self.name, *self.aliases)))
+
+    def check_name(self, name: str) -> None:
+        """Raise UnknownModel when a request names another model."""
+        if name and name not in self.names:
+            known = ", ".join(map(repr, self.names))
+            raise UnknownModel(f"model {name[:80]!r} is not served; {known} is", field="model")
 
     @property
     def max_model_len(self) -> int:
@@ -173,13 +187,14 @@ def find_mismatch(
     return None
 
 
-def summarize(workers: Sequence[WorkerFacts]) -> ModelFacts:
-    """Return the model that these matching workers, at least one, serve."""
+def summarize(workers: Sequence[WorkerFacts], *, aliases: tuple[str, ...] = ()) -> ModelFacts:
+    """Return the model that these matching workers, at least one, serve, with its further names."""
     first = workers[0]
     decode = [facts for facts in workers if facts.role == worker_pb2.WORKER_ROLE_DECODE]
     prefill = [facts for facts in workers if facts.role == worker_pb2.WORKER_ROLE_PREFILL]
     return ModelFacts(
         name=first.model_name,
+        aliases=aliases,
         fingerprint=first.fingerprint,
         block_size=first.block_size,
         vocab_size=first.vocab_size,

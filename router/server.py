@@ -15,7 +15,7 @@ import grpc
 from prometheus_client import CollectorRegistry
 
 from common.clock import SystemClock
-from common.config import RouterConfig, ServingConfig
+from common.config import ServingConfig
 from common.metrics_server import MetricsServer
 from common.otlp import make_tracer
 from common.ports import address_of
@@ -129,7 +129,7 @@ async def start_router(
         raise ValueError("cannot load the tokenizer: a real model needs its folder")
     # Requests are read on threads that run Python: the event loop waits for the interpreter lock no longer than this.
     sys.setswitchinterval(_SWITCH_S)
-    codec = await _load_codec(model_dir, config.router)
+    codec = await _load_codec(model_dir, config)
     router = await serve_router(config, credentials, codec=codec, host=host, port=port)
     router.door.readers.start()
     return router
@@ -157,6 +157,7 @@ async def serve_router(
     # Whatever the method is now: it may change while this router runs, the rule only with the generation.
     parts.orchestrator.has_coupled_drafts = serving.model.speculation.rule == "coupled"
     parts.orchestrator.demand.judge_by(slo)
+    parts.fleet.aliases = serving.model.aliases
     tracer = make_tracer(serving.tracing, service="kvrelay-router", instance=credentials.identity.name)
     parts.orchestrator.traces.record_to(tracer, serving.tracing)
     metrics, fleet = parts.metrics, parts.fleet
@@ -260,9 +261,10 @@ async def _start_http(
     return await start_http_server(door, reporter, certificates, host=host, port=port, names=names)
 
 
-async def _load_codec(model_dir: Path | None, config: RouterConfig) -> Codec:
+async def _load_codec(model_dir: Path | None, config: ServingConfig) -> Codec:
     if model_dir is None:
         return ByteCodec()
     from router.tokenizer import TextCodec  # the fake engine needs no tokenizer library
 
-    return await asyncio.to_thread(TextCodec.load, model_dir, cache_mib=config.token_cache_mib)
+    template, cache_mib = config.model.chat_template, config.router.token_cache_mib
+    return await asyncio.to_thread(TextCodec.load, model_dir, chat_template=template, cache_mib=cache_mib)

@@ -51,11 +51,13 @@ class TextCodec(Codec):
         self._pieces: dict[int, str] = {}
 
     @classmethod
-    def load(cls, model_dir: Path, *, cache_mib: int = DEFAULT_CACHE_MIB) -> "TextCodec":
-        """Read a Hugging Face folder; blocks for more than 100 ms. Raises ModelNotFound when it is unusable."""
+    def load(
+        cls, model_dir: Path, *, chat_template: Path | None = None, cache_mib: int = DEFAULT_CACHE_MIB
+    ) -> "TextCodec":
+        """Read a Hugging Face folder; blocks for more than 100 ms. Raises CannotStart when it is unusable."""
         return cls(
             load_tokenizer(model_dir),
-            load_chat_template(model_dir),
+            load_chat_template(model_dir, own=chat_template),
             cache_mib=cache_mib,
             sampling_defaults=load_sampling_defaults(model_dir),
         )

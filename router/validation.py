@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import TypeVar
 
 from common.chat_template import Conversation
-from common.errors import InvalidRequest, PromptTooLong, UnknownModel
+from common.errors import InvalidRequest, PromptTooLong
 from common.ids import RequestId
 from common.sampling import SamplingParams
 from common.tokens import TOKEN_BYTES, TokenArray
@@ -131,7 +131,7 @@ class RequestReader:
     def _read(self, message: inference_pb2.GenerateRequest, request_id: RequestId, model: ModelFacts) -> Job:
         """Return the job. Any thread. Raises RequestError that names the field."""
         check_bounds(message)
-        _check_model(message.model, model)
+        model.check_name(message.model)
         conversation = rendered_unix_s = None
         if message.HasField("chat"):
             conversation = _conversation(message.chat, model, self._formats)
@@ -173,7 +173,7 @@ class RequestReader:
     def _read_embedding(self, message: inference_pb2.EmbedRequest, request_id: RequestId, model: ModelFacts) -> Job:
         """Return the job of a request for an embedding. Any thread. Raises RequestError that names the field."""
         check_bounds(message)
-        _check_model(message.model, model)
+        model.check_name(message.model)
         form = read_form(message, model)
         encoded = self._prompt(message, model)
         prompt = encoded.token_ids
@@ -291,11 +291,6 @@ def _check_parsing(message: inference_pb2.GenerateRequest, sampling: SamplingPar
         most = MAX_TOKEN_CHARS + MAX_CHARS_PER_TOKEN * num_tokens
         if len(sample.text) > most:
             raise InvalidRequest(f"{len(sample.text)} characters; {num_tokens} tokens have at most {most}", field=field)
-
-
-def _check_model(name: str, model: ModelFacts) -> None:
-    if name and name != model.name:
-        raise UnknownModel(f"model {name[:80]!r} is not served; {model.name!r} is", field="model")
 
 
 def _check_prompt(num_tokens: int, longest: int) -> None:

@@ -11,10 +11,10 @@ import tokenizers
 
 from common.cgroups import usable_cores
 from common.chat_template import LineTemplate
-from common.config import PoolConfig, ServingConfig
+from common.config import ModelConfig, PoolConfig, ServingConfig
 from common.engines import lacks
 from common.fake_tokenizer import byte_tokenizer
-from common.model_files import ModelNotFound, resolve_model
+from common.model_files import DEFAULT_MODEL_ID, ModelNotFound, expanded, resolve_model
 from common.parity import Template
 from common.text_files import load_chat_template, load_tokenizer
 from engine.executor import Executor
@@ -149,6 +149,7 @@ def load_executor_for(config: ServingConfig, pool: PoolConfig) -> tuple[Executor
             block_size=pool.block_size,
             max_model_len=config.model.max_model_len or 4096,
             step_s=config.model.fake_step_ms / 1000,
+            model_name=config.model.name or "fake",
         )
         return fake, byte_tokenizer()
     model_dir = resolve_model(config.model.id, local_files_only=config.model.local_files_only)
@@ -156,10 +157,17 @@ def load_executor_for(config: ServingConfig, pool: PoolConfig) -> tuple[Executor
 
 
 def load_template_for(config: ServingConfig) -> Template | None:
-    """Return the model's chat template, or None when it has none. Raises ModelNotFound."""
+    """Return the model's chat template, or None when it has none. Raises CannotStart."""
     if config.model.engine == "fake":
         return LineTemplate()
-    return load_chat_template(resolve_model(config.model.id, local_files_only=config.model.local_files_only))
+    model = config.model
+    return load_chat_template(resolve_model(model.id, local_files_only=model.local_files_only), own=model.chat_template)
+
+
+def served_name(model: ModelConfig, model_dir: Path) -> str:
+    """Return the name under which clients ask for the model."""
+    is_folder = model.id == DEFAULT_MODEL_ID or expanded(model.id).is_dir()
+    return model.name or (model_dir.name if is_folder else model.id)
 
 
 def _load_torch(config: ServingConfig, pool: PoolConfig, model_dir: Path) -> Executor:
@@ -177,7 +185,7 @@ def _load_torch(config: ServingConfig, pool: PoolConfig, model_dir: Path) -> Exe
     return load_executor(
         EngineOptions(
             model_dir=model_dir,
-            model_name=model.id if model.id != "default" else model_dir.name,
+            model_name=served_name(model, model_dir),
             dtype=model.dtype,
             device=model.device,
             block_size=pool.block_size,

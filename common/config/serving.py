@@ -4,10 +4,11 @@ Every problem is reported as `file:key: reason`. Nothing changes after loading.
 """
 
 import re
+from difflib import get_close_matches
 from hashlib import sha256
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeGuard, get_args
 
 import yaml
 from pydantic import Field, ValidationError, model_validator
@@ -239,5 +240,23 @@ def _line(source: str, item: dict[str, object]) -> str:
     location = item["loc"]
     assert isinstance(location, tuple)
     key = ".".join(str(part) for part in location if part not in _ALTERNATIVES)
-    reason = "unknown key" if item["type"] == "extra_forbidden" else str(item["msg"]).removeprefix("Value error, ")
+    if item["type"] == "extra_forbidden":
+        near = get_close_matches(str(location[-1]), _section_at(location[:-1]).model_fields, n=1)
+        reason = f"unknown key; did you mean {near[0]}?" if near else "unknown key"
+    else:
+        reason = str(item["msg"]).removeprefix("Value error, ")
     return f"{source}:{key}: {reason}" if key else f"{source}:{reason}"
+
+
+def _section_at(location: tuple[int | str, ...]) -> type[Section]:
+    """Return the section of a location, in which numbers are places in a list."""
+    section: type[Section] = ServingConfig
+    for part in location:
+        if isinstance(part, str):
+            annotation = section.model_fields[part].annotation
+            section = next(each for each in (annotation, *get_args(annotation)) if _is_section(each))
+    return section
+
+
+def _is_section(annotation: object) -> TypeGuard[type[Section]]:
+    return isinstance(annotation, type) and issubclass(annotation, Section)

@@ -1,6 +1,7 @@
 """Sections of serving.yaml that workers read: the model, the two pools, and how KV moves between them."""
 
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
@@ -27,6 +28,7 @@ def _known_markup(formats: Iterable[str]) -> Callable[[str], str]:
     return checked
 
 
+ServedName = Annotated[str, Field(pattern=r"^\S+$", max_length=200)]
 TransportName = Annotated[str, AfterValidator(_known_transport)]
 
 
@@ -76,6 +78,12 @@ class ModelConfig(Section):
     `random:llama-3.1-8b`: [random weights](hosts.md#offline-machines) of
     the published shape. Choose only models that you trust: a chat template is a program, which runs in the routers,
     and no limit ends one that loops or takes all memory."""
+    name: Annotated[ServedName | None, Need.GENERATION] = None
+    """Name under which clients ask for the model. `null`: a folder's own name, without its path; otherwise the id."""
+    aliases: Annotated[tuple[ServedName, ...], Field(max_length=32), Need.ROUTERS] = ()
+    """Further names that requests may give, at most 32."""
+    chat_template: Annotated[Path | None, Need.GENERATION] = None
+    """File of a chat template (Jinja), at this path on every host, instead of the checkpoint's own."""
     engine: Annotated[Literal["torch", "vllm", "fake"], Need.GENERATION] = "torch"
     """`torch`: our own decoder, and transformers. `vllm`: vLLM's model runner, with
     [more models and several ranks](engines.md). `fake` computes a hash instead of a model: for tests of everything

@@ -80,7 +80,7 @@ class RouterStatus:
     alarms: tuple[str, ...] = ()
     """Descriptions of faults in the routing itself."""
     num_rejected: int = 0
-    """Requests that could not be served as they were."""
+    """Requests that could not be served as they were, of their caller, or then."""
     num_refused: int = 0
     """Requests refused before admission."""
     num_moves: int = 0

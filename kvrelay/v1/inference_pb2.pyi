@@ -1266,7 +1266,7 @@ class RouterStatus(_message.Message):
     is_encrypted: _builtins.bool
     """Its doors are TLS."""
     num_rejected: _builtins.int
-    """Requests that cannot be served as they are: the client's fault."""
+    """Requests that cannot be served as they are, of this caller, or now: refused, not failed."""
     @_builtins.property
     def alarms(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Faults of the routing itself, in words; empty: none. See docs/diagnosis.md."""

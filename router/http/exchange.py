@@ -138,7 +138,8 @@ class Exchange:
             self._body.exception()  # mark as retrieved: the handler may have ended
 
     def _too_large(self) -> HttpError:
-        return HttpError(f"the body is larger than {self._max_body_bytes} bytes", TOO_LARGE)
+        limit = f"the {self._max_body_bytes} bytes of router.max_message_mib"
+        return HttpError(f"the body is larger than {limit}", TOO_LARGE)
 
     async def write(self, events: bytes) -> None:
         """Send a part of a stream of events; the first one begins the response. Waits for a slow reader.

@@ -8,7 +8,7 @@ from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-from common.errors import InvalidRequest, UnknownModel, WorkerLost
+from common.errors import InvalidRequest, WorkerLost
 from common.tokens import TokenArray
 from common.version import installed_version
 from common.wire import check_length
@@ -22,10 +22,11 @@ from router.http.calls import read_token_ids
 from router.http.errors import NOT_FOUND, HttpError
 from router.http.exchange import Exchange
 from router.http.json_parts import PART_VALUES, joined_parts
-from router.http.messages import read_messages
+from router.http.messages import read_chat_prompt, read_messages
 from router.http.routes import openapi_document
 from router.http.schema import DetokenizeBody, TokenizeBody
 from router.http.strict import parse_body
+from router.http.tools import foreign_tools
 from router.reading import Reading
 
 
@@ -64,7 +65,9 @@ def read_tokenize(raw: bytes) -> TokenizeCall:
 def read_count_tokens(raw: bytes) -> TokenizeCall:
     """Return the call of a `/v1/messages/count_tokens` body. Raises InvalidRequest."""
     body = parse_body(CountTokensBody, raw)
-    return TokenizeCall(model=body.model, chat=conversation_of(body), left_out=body.left_out)
+    chat = conversation_of(body)
+    left_out = (*body.left_out, *foreign_tools(chat.tools or ()))
+    return TokenizeCall(model=body.model, chat=read_chat_prompt(chat), left_out=left_out)
 
 
 def read_detokenize(raw: bytes) -> DetokenizeCall:
@@ -90,7 +93,7 @@ class Inquiries:
         """`GET /v1/models`."""
         self._door.identify(exchange.metadata)
         model = self._door.parts.fleet.model
-        data = [] if model is None else [self._model(model)]
+        data = [] if model is None else [self._model(model, each) for each in model.names]
         exchange.finish_json({"object": "list", "data": data})
 
     async def model(self, exchange: Exchange) -> None:
@@ -100,7 +103,7 @@ class Inquiries:
             await self.models(exchange)
             return
         self._door.identify(exchange.metadata)
-        exchange.finish_json(self._model(served_model(self._door, name)))
+        exchange.finish_json(self._model(served_model(self._door, name), name))
 
     async def tokenize(self, exchange: Exchange) -> None:
         """`POST /tokenize`: text, or a conversation as the chat template renders it."""
@@ -152,9 +155,9 @@ class Inquiries:
         """`GET /openapi.json`."""
         exchange.finish_json(await asyncio.to_thread(openapi_document))
 
-    def _model(self, model: ModelFacts) -> dict[str, Any]:
+    def _model(self, model: ModelFacts, name: str) -> dict[str, Any]:
         return {
-            "id": model.name,
+            "id": name,
             "object": "model",
             "created": self._started,
             "owned_by": "kvrelay",
@@ -168,8 +171,7 @@ def served_model(door: FrontDoor, name: str | None) -> ModelFacts:
     model = door.parts.fleet.model
     if model is None:
         raise WorkerLost("no decode worker is ready")
-    if name and name != model.name:
-        raise UnknownModel(f"model {name[:80]!r} is not served; {model.name!r} is", field="model")
+    model.check_name(name or "")
     return model
 
 

@@ -45,7 +45,7 @@ def test_up_with_a_bad_configuration_names_file_and_key(run: Run, folder: Path) 
     write_config(folder, "pools: {decode: {block_size: 32}}\nmodle: {}\n")
     result = run("up")
     assert result.exit_code == 1
-    assert "serving.yaml:modle: unknown key" in result.stderr
+    assert "serving.yaml:modle: unknown key; did you mean model?" in result.stderr
 
 
 def test_up_that_fails_tells_the_reason(run: Run, folder: Path, lifecycle: FakeLifecycle) -> None:
@@ -127,3 +127,16 @@ def test_interrupt_while_modules_load_prints_no_traceback(monkeypatch: pytest.Mo
     with pytest.raises(SystemExit) as end:
         kvrelay.__main__.main()
     assert end.value.code == 130
+
+
+AUTH = f"router: {{auth: api_key}}\ntenants: [{{name: a, api_key_sha256: [{'a' * 64}]}}]\n"
+
+
+@pytest.mark.parametrize(("router", "key"), [("", ""), (AUTH, "KVRELAY_API_KEY=… ")])
+def test_next_commands_of_up_find_this_cluster_and_leave_room_for_a_key(
+    run: Run, folder: Path, router: str, key: str
+) -> None:
+    (folder / "my x.yaml").write_text(f"name: mine\n{router}")
+    result = run("up", "--config", "my x.yaml")
+    assert f"Next: {key}kvrelay generate -c 'my x.yaml' -p" in result.stderr
+    assert "kvrelay down -c 'my x.yaml'" in result.stderr

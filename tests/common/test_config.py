@@ -14,7 +14,8 @@ _REPO = Path(__file__).parents[2]
 
 MISTAKES = {
     "nonsense: 1": "f.yaml:nonsense: unknown key",
-    "pools: {prefill: {blocksize: 3}}": "f.yaml:pools.prefill.blocksize: unknown key",
+    "pools: {prefill: {blocksize: 3}}": "f.yaml:pools.prefill.blocksize: unknown key; did you mean block_size?",
+    "tenants: [{name: a, wait: 3}]": "f.yaml:tenants.0.wait: unknown key; did you mean weight?",
     "pools: {decode: {block_size: 32}}": "pools.decode.block_size: 32 does not match pools.prefill.block_size: 16",
     "pools: {decode: {count: 0}}": "pools.decode.count: 0",
     "pools: {decode: {max_step_tokens: 8}}": "pools.decode.max_running: 64",

@@ -48,6 +48,12 @@ def test_silent_connections_hold_few_threads_and_shut_no_client_out(start: bytes
     assert set(threading.enumerate()) <= before
 
 
+@pytest.mark.parametrize("path", ["/live", "/metric", "/status"])
+def test_path_that_is_not_served_is_404_and_not_metrics(path: str) -> None:
+    with serving() as server, pytest.raises(urllib.error.HTTPError, match="404"):
+        scrape(server, path)
+
+
 def test_concurrent_scrapes_are_all_answered() -> None:
     with serving() as server:
         found: list[str] = []

@@ -8,14 +8,15 @@ import pytest
 
 from common.chat_template import Conversation
 from common.model_files import ModelNotFound
+from common.process import CannotStart
 from common.text_files import load_chat_template, read_recommended_sampling
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 LISTED = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "listed {{ tools | length }}"}]
 
 
-def render(folder: Path, *, tools: bool) -> str:
-    template = load_chat_template(folder)
+def render(folder: Path, *, tools: bool, own: Path | None = None) -> str:
+    template = load_chat_template(folder, own=own)
     assert template is not None
     chat = Conversation(messages=[{"role": "user", "content": "x"}], tools=[TOOL] if tools else ())
     return template.render(chat, rendered_unix_s=0)
@@ -50,6 +51,23 @@ def test_tools_take_the_template_that_is_made_for_them(
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     assert (render(tmp_path, tools=False), render(tmp_path, tools=True)) == (plain, with_tools)
+
+
+def test_own_template_takes_the_place_of_the_checkpoints_also_where_tools_are_given(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": LISTED}))
+    own = tmp_path / "own.jinja"
+    own.write_text("mine")
+    assert render(tmp_path, tools=True, own=own) == "mine"
+
+
+@pytest.mark.parametrize("text", [None, "{% if"])
+def test_own_template_that_cannot_be_used_names_its_key(tmp_path: Path, text: str | None) -> None:
+    own = tmp_path / "own.jinja"
+    if text is not None:
+        own.write_text(text)
+    with pytest.raises(CannotStart, match=r"own\.jinja") as refused:
+        load_chat_template(tmp_path, own=own)
+    assert refused.value.key == "model.chat_template"
 
 
 @pytest.mark.parametrize("configured", [{"tool_use": "x"}, 5, [{"name": "default", "template": None}]])

@@ -116,7 +116,7 @@ async def test_calls_without_a_key_are_no_demand_that_scales_the_pools(arrivals:
         for path in ("/v1/completions", "/v1/chat/completions"):
             assert (await fetch(cluster.router.http_port, "POST", path, b'{"prompt": "x"}'))[0] == 401
         assert arrivals == []
-        assert (await cluster.status()).router.num_failed == 3
+        assert (await cluster.status()).router.num_rejected == 3
 
 
 @pytest.mark.usefixtures("no_refill")

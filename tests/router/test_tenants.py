@@ -44,7 +44,8 @@ async def test_generate_with_a_key_is_served_and_without_one_or_with_another_is_
                     await ask(client)
                 with pytest.raises(Unauthenticated):
                     await client.tokenize("hi")
-        assert (await cluster.until_idle()).num_failed == 2
+        ended = await cluster.until_idle()
+        assert (ended.num_failed, ended.num_rejected) == (0, 2)
 
 
 async def test_blocks_of_two_tenants_with_one_prompt_have_nothing_in_common() -> None:
@@ -183,7 +184,7 @@ async def test_request_that_cannot_meet_its_deadline_is_refused_before_any_prefi
         assert not prefill.requests
         assert not decode.requests
         status = await cluster.until_idle()
-        assert (status.num_failed, status.num_refused) == (1, 1)
+        assert (status.num_failed, status.num_rejected, status.num_refused) == (0, 1, 1)
         assert (await cluster.generate(make_request(10), timeout_s=200.0)).token_ids() == answer(prompt_of(10), 6)
 
 

@@ -8,7 +8,7 @@ from common.clock import SystemClock
 from common.config import ServingConfig
 from engine.core import EngineCore
 from engine.memory import NoRoomForPages
-from worker.factory import drafting_bytes, limits_for, load_executor_for, memory_share, speculator_for
+from worker.factory import drafting_bytes, limits_for, load_executor_for, memory_share, served_name, speculator_for
 
 
 def make_config(*, prefill: dict[str, object] | None = None, decode: dict[str, object] | None = None) -> ServingConfig:
@@ -59,6 +59,18 @@ def test_load_executor_for_the_fake_engine_has_the_pages_of_the_configuration(
     config = ServingConfig.model_validate({"model": {"engine": "fake"}, "pools": {"decode": keys}})
     executor, _ = load_executor_for(config, config.pools.decode)
     assert executor.kv.num_blocks == num_blocks
+
+
+@pytest.mark.parametrize(
+    ("name", "served"), [({}, "checkpoint"), ({"name": "acme/chat-large"}, "acme/chat-large")], ids=["folder", "named"]
+)
+def test_clients_ask_for_a_folder_by_its_own_name_or_the_configured_one(
+    tmp_path: Path, name: dict[str, str], served: str
+) -> None:
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    config = ServingConfig.model_validate({"model": {"id": str(folder), **name}})
+    assert served_name(config.model, folder) == served
 
 
 def test_memory_for_no_page_at_all_is_refused_by_the_keys_that_set_it() -> None:

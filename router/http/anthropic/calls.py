@@ -4,11 +4,9 @@ from dataclasses import replace
 from typing import Any
 
 from common.errors import InvalidRequest
-from kvrelay.v1 import inference_pb2 as pb
 from router.http.anthropic.schema import CountTokensBody, MessagesBody, Thinking, Tool, ToolChoice
 from router.http.anthropic.turns import read_turns
 from router.http.calls import Call, chat_call
-from router.http.messages import read_chat_prompt
 from router.http.schema import ChatBody
 from router.http.strict import field_path, parse_body
 
@@ -38,11 +36,6 @@ def read_messages_body(raw: bytes) -> Call:
     return replace(call, names=names, left_out=(*body.left_out, *call.left_out))
 
 
-def conversation_of(body: CountTokensBody) -> pb.ChatPrompt:
-    """Return the conversation of a body. Raises InvalidRequest that names the field."""
-    return read_chat_prompt(_conversation(body))
-
-
 def body_field(field: str, *, prompt_field: str) -> str:
     """Return the name in the body of a field of the request that was made from it."""
     if field in _NAMES:
@@ -56,7 +49,7 @@ def body_field(field: str, *, prompt_field: str) -> str:
 
 def _chat_of(body: MessagesBody) -> ChatBody:
     """Return the chat that asks for the same."""
-    return _conversation(body).model_copy(
+    return conversation_of(body).model_copy(
         update={
             "max_tokens": body.max_tokens,
             "temperature": body.temperature,
@@ -71,8 +64,8 @@ def _chat_of(body: MessagesBody) -> ChatBody:
     )
 
 
-def _conversation(body: CountTokensBody) -> ChatBody:
-    """Return a chat of the conversation."""
+def conversation_of(body: CountTokensBody) -> ChatBody:
+    """Return a chat of the conversation. Raises InvalidRequest that names the field."""
     choice, messages = body.tool_choice, read_turns(body.system, body.messages)
     thinking: dict[str, Any] = {} if body.thinking is None else _thinking(body.thinking)
     last = messages[-1]

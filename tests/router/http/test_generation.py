@@ -7,6 +7,7 @@ from typing import Any
 import openai
 import pytest
 
+from common.config import ModelConfig, ServingConfig
 from common.fake_tokenizer import EOS_TOKEN_ID, VOCAB_SIZE, byte_tokenizer
 from common.tokens import as_tokens
 from engine.grammar import Grammars
@@ -19,7 +20,7 @@ from router.http.schema import CompletionBody
 from router.http.strict import parse_body
 from router.http.styles import CompletionStyle
 from tests.router.fake_worker import DECODE, PREFILL, TIMEOUT_S, FakeWorker, answer, pair, sent_prompt
-from tests.router.fakes import config_with, prompt_of
+from tests.router.fakes import config_with, make_request, prompt_of
 from tests.router.http.clients import API_KEY, COMPLETIONS, HttpCluster, fetch, http_cluster
 
 pytestmark = pytest.mark.filterwarnings("error")
@@ -185,6 +186,20 @@ async def ask(http: HttpCluster, method: str, path: str, **fields: Any) -> Any:
     status, _headers, body = await fetch(http.port, method, path, json.dumps(fields).encode() if fields else b"")
     assert status == 200, body
     return json.loads(body)
+
+
+async def test_model_answers_to_its_aliases_at_both_doors_and_lists_them() -> None:
+    config = ServingConfig(router=config_with(http_port=0), model=ModelConfig(aliases=("gpt-4o", "fake")))
+    async with http_cluster(*pair(), config=config) as http:
+        assert [each["id"] for each in (await ask(http, "GET", "/v1/models"))["data"]] == ["fake", "gpt-4o"]
+        assert (await ask(http, "GET", "/v1/models/gpt-4o"))["id"] == "gpt-4o"
+        assert await ask(http, "POST", "/v1/completions", model="gpt-4o", prompt="a", max_tokens=1)
+        request = make_request(max_tokens=1)
+        request.model = "gpt-4o"
+        assert [each async for each in http.cluster.inference.Generate(request)]
+        refused = await fetch(http.port, "POST", "/tokenize", json.dumps({"model": "other", "prompt": "a"}).encode())
+        assert refused[0] == 404
+        assert b"'fake', 'gpt-4o' is" in refused[2]
 
 
 async def test_models_are_those_that_workers_told() -> None:

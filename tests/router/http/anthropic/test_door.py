@@ -41,6 +41,9 @@ async def test_key_is_taken_from_either_header_and_a_wrong_one_is_refused_before
                 status, _headers, answer = await ask(http, path, key=key, no_such_field=1)
                 assert (status, answer["error"]["type"]) == (401, "authentication_error")
                 assert "wrong" not in answer["error"]["message"]
+                assert ("x-api-key" in answer["error"]["message"]) == (key == {})
+        ended = (await http.cluster.status()).router
+        assert (ended.num_rejected, ended.num_failed) == (len(bad), 0)
 
 
 async def test_answer_has_the_id_of_its_request(http: HttpCluster) -> None:
@@ -70,6 +73,12 @@ async def test_bad_field_is_refused_by_its_name(http: HttpCluster, fields: dict[
     assert param.partition(".")[0] in answer["error"]["message"]
     ended = await http.cluster.until_idle()
     assert (ended.num_rejected, ended.num_failed) == (1, 0)
+
+
+async def test_tools_that_are_not_counted_are_named(http: HttpCluster) -> None:
+    status, headers, _ = await ask(http, COUNT, messages=HI, max_tokens=None, tools=[{"type": "web_search_20250305"}])
+    assert status == 200
+    assert "tools[0]" in headers["warning"] or "tools.0" in headers["warning"]
 
 
 async def test_other_faults_have_the_form_of_anthropics_api(http: HttpCluster) -> None:

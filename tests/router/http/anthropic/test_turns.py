@@ -11,6 +11,7 @@ from router.http.anthropic.calls import body_field, conversation_of, read_messag
 from router.http.anthropic.schema import CountTokensBody
 from router.http.anthropic.turns import read_turns
 from router.http.calls import Call, chat_call, renamed
+from router.http.messages import read_chat_prompt
 from router.http.schema import ChatBody
 from router.http.strict import parse_body
 
@@ -218,7 +219,7 @@ def test_long_conversations_and_contents_are_refused() -> None:
 
 def test_counted_conversation_may_end_with_the_assistants_turn() -> None:
     body = parse_body(CountTokensBody, json.dumps({"messages": [{"role": "assistant", "content": "I"}]}).encode())
-    assert [each.role for each in conversation_of(body).messages] == ["assistant"]
+    assert [each.role for each in read_chat_prompt(conversation_of(body)).messages] == ["assistant"]
 
 
 @pytest.mark.parametrize(
