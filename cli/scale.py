@@ -38,7 +38,8 @@ def scale(
     other grows, workers change over with their model and cache. A pool that would
     not carry the present load within the objectives shrinks only with --force, and
     none grows beyond the cores and the memory of a cluster's only host without it.
-    serving.yaml is not changed: the next `kvrelay up` starts with its sizes.
+    serving.yaml is not changed: the next `kvrelay up` starts with its sizes, and a
+    rollout keeps these until a pool's count in the file is edited.
     The change waits for earlier ones of its pools. Ctrl-C ends the display alone,
     `kvrelay cancel` the change.
     """  # noqa: D301 - \b marks a preformatted block

@@ -34,8 +34,8 @@ class Changeover:
 
     scaler: Scaler
     workforce: Workforce
-    keep: Callable[[ServingConfig], None]
-    """Writes the configuration that processes read from now on."""
+    keep: Callable[[], None]
+    """Makes the new configuration the one that processes start with from now on."""
     grace_s: float
     report: Report
     _renewed: list[ProcessSpec] = field(default_factory=list, init=False)
@@ -53,8 +53,7 @@ class Changeover:
                 await self._renew_router(replace(spec, config=config))
         except (EngineFault, asyncio.CancelledError) as error:
             await go_back(error, partial(self._undo, new), workforce=self.workforce, report=self.report)
-        self.scaler.adopt(config)
-        self.keep(config)
+        self.keep()
         self.report("every router uses the new workers alone")
         await completed(self.scaler.shrink(old, self.grace_s, self.report))
 

@@ -7,7 +7,8 @@
    replace the old workers, one at a time. Canaries stay meanwhile, so that no pool is ever smaller than before. If a
    process does not start, those that were replaced get their old configuration again in the same way.
 4. Drain the canaries. The configuration becomes the cluster's: processes that start from now on read it.
-5. Bring the pools to their new sizes.
+5. Bring the pools to their new sizes. A pool whose count in the file is still that of the last rollout was scaled since
+   then, and stays as it is.
 
 A rollout that is cancelled before step 4 goes back in the same way; later it keeps the new configuration.
 
@@ -89,6 +90,7 @@ class Rollouts:
         Raises InvalidRequest for an impossible change, EngineFault if a step failed and the rollout was undone.
         """
         after, changes = self._compare(wanted, report)
+        told = with_sizes(after, sizes_of(wanted))
         sizes = self.scaler.sizes()
         if not terms.is_forced:
             await self.surroundings.check(sizes_of(after))
@@ -96,7 +98,7 @@ class Rollouts:
             changeover = Changeover(
                 scaler=self.scaler,
                 workforce=self.workforce,
-                keep=self.surroundings.keep,
+                keep=partial(self._keep, told),
                 grace_s=terms.grace_s,
                 report=report,
             )
@@ -106,12 +108,28 @@ class Rollouts:
         renewal = self._renewal(terms, report)
         if roles or needs_routers(changes):
             await renewal.run(after, roles, routers=self._routers() if needs_routers(changes) else ())
-        self.scaler.adopt(after)
-        self.surroundings.keep(after)
+        self._keep(told)
         report("the new configuration is the cluster's")
         await completed(renewal.drain_canaries())
         if sizes_of(after) != sizes:
             await self.scaler.resize(sizes_of(after), terms.grace_s, report)
+
+    def _keep(self, config: ServingConfig) -> None:
+        """Make a configuration the cluster's, with the counts of its file: the next rollout sees which were edited."""
+        self.scaler.adopt(config)
+        self.surroundings.keep(config)
+
+    def _wanted_sizes(self, wanted: ServingConfig, report: Report) -> dict[ProcessRole, int]:
+        """Return the sizes of the file, or those of pools that were scaled while their counts there stayed."""
+        sizes, last = sizes_of(wanted), sizes_of(self.scaler.config)
+        for role, size in self.scaler.sizes().items():
+            if sizes[role] == last[role] != size:
+                report(
+                    f"{role} stays at {size}: it was scaled, and the file still says {last[role]};"
+                    f" `kvrelay scale {role}={last[role]}` takes that back"
+                )
+                sizes[role] = size
+        return sizes
 
     async def restart(self, *, grace_s: float, report: Report) -> None:
         """Replace every worker by a new process with the same configuration, one at a time.
@@ -130,7 +148,7 @@ class Rollouts:
         """Return the configuration with definite ports, and its differences from the running one."""
         sizes = self.scaler.sizes()
         before = with_sizes(self.scaler.config, sizes)
-        after = keep_free_ports(before, wanted)
+        after = with_sizes(keep_free_ports(before, wanted), self._wanted_sizes(wanted, report))
         changes = find_changes(before, after)
         for change in changes:
             report(str(change))

@@ -91,11 +91,10 @@ def test_change_that_workers_can_share_makes_no_generation() -> None:
 
 
 def test_change_of_secrets_reveals_neither_value() -> None:
-    keyed = [{"name": "a", "api_keys": ["open-sesame"]}]
+    keyed = [{"name": "a", "api_keys": ["open-sesame-open-sesame"]}]
     before = make_config(router={"auth": "api_key", "salt_secret": "sixteen-or-more-1"}, tenants=keyed)
-    after = make_config(
-        router={"auth": "api_key", "salt_secret": "sixteen-or-more-2"}, tenants=[{"name": "a", "api_keys": ["mellon"]}]
-    )
+    keyed = [{"name": "a", "api_keys": ["mellon-mellon-mellon"]}]
+    after = make_config(router={"auth": "api_key", "salt_secret": "sixteen-or-more-2"}, tenants=keyed)
     told = " ".join(map(str, find_changes(before, after)))
 
     assert "tenants changes" in told and "router.salt_secret changes" in told

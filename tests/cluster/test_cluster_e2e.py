@@ -163,7 +163,7 @@ def test_up_when_a_service_cannot_start_tells_its_reason_and_leaves_nothing(tmp_
     config = make_config(router={"port": 0, "auth": "api_key", "salt_secret": "x" * 32}, tenants=tenants)
     children = set(psutil.Process().children(recursive=True))
 
-    with pytest.raises(ClusterError, match=r"(?s)^router-0: .*NO_SUCH_KEY"):
+    with pytest.raises(ClusterError, match=r"^serving\.yaml:tenants\.0\.api_keys\.0: router-0: .*NO_SUCH_KEY"):
         up(config, config_path=Path("serving.yaml"), run_dir=tmp_path / "run", report=lambda _: None)
 
     assert set(psutil.Process().children(recursive=True)) <= children

@@ -13,6 +13,7 @@ from cluster.changes.rollout import RolloutTerms
 from cluster.changes.scaling import Report
 from cluster.control import rollout
 from cluster.control_service import Controls, serving_control
+from cluster.processes.plan import with_sizes
 from cluster.processes.state import ClusterPhase
 from common.config import ServingConfig
 from common.errors import EngineFault, InvalidRequest
@@ -124,9 +125,38 @@ async def test_counts_alone_need_no_new_worker_of_those_that_stay() -> None:
 async def test_sizes_are_compared_with_the_pools_as_they_are() -> None:
     bench = Bench(pools())
     await bench.scaler.scale({DECODE: 3}, grace_s=1.0, report=bench.reports.append)
-    await bench.rollouts.preview(pools(), report=bench.reports.append)
+    await bench.rollouts.preview(pools(decode=1), report=bench.reports.append)
 
-    assert bench.reports[-1].startswith("pools.decode.count: 3 → 2: ")
+    assert bench.reports[-1].startswith("pools.decode.count: 3 → 1: ")
+
+
+def with_length(max_model_len: int) -> ServingConfig:
+    """Return a configuration of two routers; another length needs a second set of workers."""
+    model, counts = (
+        {"engine": "fake", "max_model_len": max_model_len},
+        {"prefill": {"count": 1}, "decode": {"count": 2}},
+    )
+    return make_config(model=model, router={"count": 2}, pools=counts)
+
+
+@pytest.mark.parametrize(
+    ("before", "file"),
+    [(pools(), pools()), (pools(), pools(max_running=8)), (with_length(4096), with_length(512))],
+    ids=["unedited", "workers", "generation"],
+)
+async def test_rollout_keeps_a_scale_until_the_count_itself_is_edited(
+    before: ServingConfig, file: ServingConfig
+) -> None:
+    bench = Bench(before)
+    await bench.scaler.scale({DECODE: 3}, grace_s=1.0, report=bench.reports.append)
+    for _ in range(2):
+        bench.reports.clear()
+        await bench.run(file, replace(TERMS, canary_s=0.0))
+        assert bench.scaler.sizes()[DECODE] == 3
+        assert bench.reports[0].startswith("decode stays at 3: it was scaled, and the file still says 2; ")
+        assert bench.kept[-1] == file
+    await bench.run(with_sizes(file, {DECODE: 1}), replace(TERMS, canary_s=0.0))
+    assert bench.scaler.sizes()[DECODE] == 1
 
 
 async def test_routers_are_replaced_one_by_one_behind_the_canaries_and_before_the_workers() -> None:
