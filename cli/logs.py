@@ -21,9 +21,19 @@ _HEAD_KEYS = ("ts", "level", "process", "logger", "msg", "exc")
 _CLOCK = slice(11, 23)  # hours to milliseconds of an ISO time
 
 
+def _names(ctx: typer.Context, incomplete: str) -> list[str]:
+    """Return the processes and pools with logs, for the shell to complete."""
+    folder = run_dir_of(Path(ctx.params.get("config_path") or DEFAULT_CONFIG)) / "logs"
+    processes = {path.stem for path in folder.glob(f"*{_SUFFIX}")}
+    return sorted(each for each in processes | {_pool_of(each) for each in processes} if each.startswith(incomplete))
+
+
 def logs(
     process: Annotated[
-        str | None, typer.Argument(help="Such as router-0, decode (the whole pool), supervisor; default: all.")
+        str | None,
+        typer.Argument(
+            help="Such as router-0, decode (the whole pool), supervisor; default: all.", autocompletion=_names
+        ),
     ] = None,
     config_path: ConfigOption = DEFAULT_CONFIG,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Show new lines until Ctrl-C.")] = False,
@@ -134,10 +144,16 @@ def _log_files(folder: Path, process: str | None) -> list[Path]:
         raise CliError(f"there are no logs in {folder}: `kvrelay up` has not run with this configuration")
     if process is None:
         return found
-    chosen = [path for path in found if process in (path.stem, path.stem.rpartition("-")[0])]
+    chosen = [path for path in found if process in (path.stem, _pool_of(path.stem))]
     if not chosen:
         raise CliError(f"there is no log of {process!r}; there are: {', '.join(path.stem for path in found)}")
     return chosen
+
+
+def _pool_of(process: str) -> str:
+    """Return the name without its number."""
+    pool, _, number = process.rpartition("-")
+    return pool if number.isdecimal() else process
 
 
 def _entry_of(line: str) -> dict[str, Any] | None:

@@ -1,13 +1,14 @@
 """`kvrelay roofline`."""
 
+import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import typer
 from rich.console import Group, RenderableType
 
 from cli.console import err, out, print_wide
-from cli.options import options_from_dataclasses
+from cli.options import JsonOption, options_from_dataclasses
 from cli.render import SplitTable, seconds
 from cli.target import ConnectionOptions
 from kvrelay.client import DeviceReport, LinkRate, StepTotals, TimingReport, WorkerView
@@ -27,9 +28,38 @@ class _Step:
     num_flops: float
     taken_s: float
 
+    def against(self, device: DeviceReport) -> "_Bounded":
+        """Return how near it is to the bounds of a device."""
+        memory_s, compute_s = self.num_bytes / device.read_bytes_per_s, self.num_flops / device.flops_per_s
+        return _Bounded(
+            step=self.name,
+            memory_s=memory_s,
+            arithmetic_s=compute_s,
+            bound="memory" if memory_s >= compute_s else "arithmetic",
+            taken_s=self.taken_s,
+            share_of_bound=max(memory_s, compute_s) / self.taken_s if self.taken_s else 0.0,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Bounded:
+    """A step beside the bounds of its worker's device; a row of the table."""
+
+    step: str
+    memory_s: float
+    arithmetic_s: float
+    bound: str
+    taken_s: float
+    share_of_bound: float
+
+    def cells(self) -> list[str]:
+        """Return the row."""
+        times = seconds(self.memory_s), seconds(self.arithmetic_s), self.bound, seconds(self.taken_s)
+        return [self.step, *times, f"{self.share_of_bound:.0%}"]
+
 
 @options_from_dataclasses
-def roofline(*, connection: ConnectionOptions) -> None:
+def roofline(*, connection: ConnectionOptions, as_json: JsonOption = False) -> None:
     """Show how near the steps of each worker are to the bounds of its memory and its arithmetic.
 
     A step is bound by memory while reading weights and KV takes longer than its arithmetic; the batch at which that
@@ -44,6 +74,9 @@ def roofline(*, connection: ConnectionOptions) -> None:
     if not shown:
         err.print("no worker has measured its device: only native architectures are counted")
         raise typer.Exit(1)
+    if as_json:
+        typer.echo(json.dumps([_record(worker, shown) for worker in shown], indent=2))
+        return
     for worker in shown:
         print_wide(_view(worker, shown))
         out.print()
@@ -82,13 +115,30 @@ def _view(worker: WorkerView, others: Sequence[WorkerView]) -> RenderableType:
         f" {ridge / (device.layer_flops + device.head_flops):.1f} rows a step is bound by arithmetic"
     )
     links = _links(worker.status.link_rates)
-    steps = [*_model_steps(device, worker.timing), *_measured_steps(_device(worker), worker.status.recent_steps)]
-    rows = ([step.name, *_cells(step, device)] for step in steps)
+    rows = (each.cells() for each in _steps(worker, device))
     return Group(
         headline,
         *([f"KV pulled by {links}"] if links else []),
         SplitTable(("step", "memory", "arithmetic", "bound", "taken", "of the bound"), rows, num_left=1),
     )
+
+
+def _record(worker: WorkerView, others: Sequence[WorkerView]) -> dict[str, object]:
+    assert worker.status is not None
+    device = _of_host(worker, others)
+    return {
+        "worker_id": worker.worker_id,
+        "device": asdict(device),
+        "link_rates": [asdict(each) for each in worker.status.link_rates],
+        "steps": [asdict(each) for each in _steps(worker, device)],
+    }
+
+
+def _steps(worker: WorkerView, device: DeviceReport) -> list[_Bounded]:
+    """Return the steps of a worker beside the bounds of `device`."""
+    assert worker.status is not None
+    measured = _measured_steps(_device(worker), worker.status.recent_steps)
+    return [each.against(device) for each in (*_model_steps(device, worker.timing), *measured)]
 
 
 def _links(rates: Sequence[LinkRate]) -> str:
@@ -143,10 +193,3 @@ def _measured_steps(device: DeviceReport, recent: Sequence[StepTotals]) -> Itera
                     num_flops=compute_s / count * device.flops_per_s,
                     taken_s=taken_s / count,
                 )
-
-
-def _cells(step: _Step, device: DeviceReport) -> list[str]:
-    memory_s, compute_s = step.num_bytes / device.read_bytes_per_s, step.num_flops / device.flops_per_s
-    bound = "memory" if memory_s >= compute_s else "arithmetic"
-    share = max(memory_s, compute_s) / step.taken_s if step.taken_s else 0.0
-    return [seconds(memory_s), seconds(compute_s), bound, seconds(step.taken_s), f"{share:.0%}"]

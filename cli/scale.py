@@ -16,8 +16,15 @@ GraceOption = Annotated[
 ]
 
 
+def _pools(incomplete: str) -> list[str]:
+    """Return the beginnings of sizes, for the shell to complete."""
+    return [f"{pool}=" for pool in _POOLS if pool.startswith(incomplete)]
+
+
 def scale(
-    sizes: Annotated[list[str], typer.Argument(metavar="POOL=N…", help="prefill=3, decode=2, or both.")],
+    sizes: Annotated[
+        list[str], typer.Argument(metavar="POOL=N…", help="prefill=3, decode=2, or both.", autocompletion=_pools)
+    ],
     config_path: ConfigOption = DEFAULT_CONFIG,
     grace_s: GraceOption = 30.0,
     force: Annotated[

@@ -85,6 +85,13 @@ def test_roofline_holds_fitted_and_measured_steps_against_the_bounds_of_the_devi
     assert "prefill" not in " ".join(rows)  # its model is a guess
 
 
+def test_roofline_as_json_has_the_rows_of_the_table(run: Run, address: str) -> None:
+    (worker, *_) = json.loads(run("roofline", "-a", address, "--json").stdout)
+    assert worker["device"]["read_bytes_per_s"] > 0
+    row = worker["steps"][0]
+    assert row["share_of_bound"] == max(row["memory_s"], row["arithmetic_s"]) / row["taken_s"]
+
+
 def test_roofline_of_a_worker_with_busy_neighbours_has_the_rates_of_its_host() -> None:
     def measured(host: str, read_bytes_per_s: float) -> WorkerView:
         view = worker_view("w", worker_pb2.WORKER_ROLE_DECODE)

@@ -110,3 +110,14 @@ def test_logs_show_lines_from_before_a_rotation(run: Run, log_dir: Path) -> None
     (log_dir / "router-0.log").write_text(line("new"))
     shown = run("logs", "router", "--lines", "3").stdout.splitlines()
     assert [text.split()[3] for text in shown if text.startswith("03")] == ["two", "new"]
+
+
+@pytest.mark.parametrize(("begun", "names"), [("de", ["decode", "decode-0"]), ("fork", ["fork-server"]), ("x", [])])
+def test_shell_completes_processes_and_pools(run: Run, lifecycle: FakeLifecycle, begun: str, names: list[str]) -> None:
+    folder = lifecycle.default_run_dir("kvrelay") / "logs"
+    folder.mkdir(parents=True)
+    for name in ("decode-0", "router-0", "fork-server"):
+        (folder / f"{name}.log").touch()
+    environment = {"_KVRELAY_COMPLETE": "complete_zsh", "_TYPER_COMPLETE_ARGS": f"kvrelay logs {begun}"}
+    told = run(env=environment).stdout
+    assert [name for name in ("decode", "decode-0", "fork-server", "router-0") if f'"{name}"' in told] == names
