@@ -87,7 +87,7 @@ def others_running() -> str:
     from cluster.lifecycle import running_names
 
     names = running_names()
-    return f"; {', '.join(names)} runs here: name its file with --config FILE" if names else ""
+    return f"; running here: {', '.join(names)} (name its file with --config)" if names else ""
 
 
 def _not_running(config_path: Path) -> str:

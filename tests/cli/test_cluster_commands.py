@@ -103,7 +103,7 @@ def test_down_while_only_other_clusters_run_fails_and_names_them(
     run("up", "--config", "other.yaml")
     result = run("down")
     assert result.exit_code == 1
-    assert "no cluster is running for serving.yaml; other runs here: name its file with --config" in result.stderr
+    assert "no cluster is running for serving.yaml; running here: other (name its file with --config)" in result.stderr
     assert lifecycle.running
 
 
