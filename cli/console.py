@@ -2,8 +2,10 @@
 
 import json
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from time import sleep
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, TypeVar
@@ -114,3 +116,21 @@ class Progress:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._status.stop()
+
+
+@contextmanager
+def repeating(tell: Callable[[], None], *, every_s: float) -> Iterator[None]:
+    """Call `tell` from a thread at intervals until the block ends."""
+    ended = threading.Event()
+
+    def run() -> None:
+        while not ended.wait(every_s):
+            tell()
+
+    teller = threading.Thread(target=run)
+    teller.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        teller.join()

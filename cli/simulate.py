@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from cli.console import Progress, err, print_wide
+from cli.console import Progress, err, print_wide, repeating
 from cli.errors import CliError
 from cli.options import options_from_dataclasses, positive_numbers
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 _STEP_TOKENS_DISAGGREGATED = 8192
 _STEP_TOKENS_AGGREGATED = 512
+_TELL_REQUESTS_S = 5.0
 _workload, _cluster, _signals, _run = (
     partial(typer.Option, rich_help_panel=panel)
     for panel in ("Workload", "Simulated cluster", "Routers and their signals", "Run")
@@ -172,7 +173,6 @@ def simulate(*, replay: ReplayOptions, workers: ClusterOptions, signals: SignalO
     )
     if runs.again:
         comparison.results.forget()
-    comparison.prepare()
     results = _run_all(comparison, num_jobs=runs.jobs)
     bounds = _bounds(comparison) if runs.bound else {}
     page = write_report(comparison, results, bounds)
@@ -186,7 +186,9 @@ def simulate(*, replay: ReplayOptions, workers: ClusterOptions, signals: SignalO
 def _run_all(comparison: "PolicyComparison", *, num_jobs: int) -> "list[CellResult]":
     num_cells, num_done = len(comparison.cells), 0
     with Progress() as report:
-        report(f"{num_cells} runs of {comparison.settings.trace.name}, {num_jobs} at a time")
+        report(f"reading {comparison.settings.trace.name}")
+        num_requests = comparison.prepare()
+        report(f"{num_cells} runs, {num_requests:,} requests in all, {num_jobs} at a time")
 
         def tell(result: "CellResult") -> None:
             nonlocal num_done
@@ -198,7 +200,11 @@ def _run_all(comparison: "PolicyComparison", *, num_jobs: int) -> "list[CellResu
                 f" took {result.clock.wall_s:.1f} s"
             )
 
-        return comparison.run(num_jobs=num_jobs, report=tell)
+        def tell_requests() -> None:
+            report(f"[{num_done}/{num_cells}] {comparison.num_ended.value:,} of {num_requests:,} requests")
+
+        with repeating(tell_requests, every_s=_TELL_REQUESTS_S):
+            return comparison.run(num_jobs=num_jobs, report=tell)
 
 
 def _bounds(comparison: "PolicyComparison") -> "dict[float, Bound]":

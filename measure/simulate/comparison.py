@@ -12,10 +12,12 @@ All files but `clock.json` are functions of the settings: two runs are equal byt
 
 import hashlib
 import json
+import multiprocessing
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from pydantic import TypeAdapter
@@ -28,6 +30,9 @@ from measure.simulate.roofline import Hardware
 from measure.simulate.store import ResultFolder, in_processes, write_json, write_requests
 from measure.workload.content import ContentWriter
 from measure.workload.traces import Trace, read_trace
+
+if TYPE_CHECKING:
+    from multiprocessing.sharedctypes import Synchronized
 from measure.workload.waves import SpeedStages, in_stages
 from router.placement.policies.registry import GREEDY_PERFECT_SIGNALS, POLICIES, SIMULATED_POLICIES
 
@@ -153,11 +158,28 @@ def run_cell(settings: ReplaySettings, cell: ReplayCell, folder: Path) -> CellRe
     shape, sim_settings = simulation(settings, cell.policy)
     # The policy with perfect signals knows the lengths of the answers; all other requests allow any length.
     max_tokens = 1 if cell.policy == GREEDY_PERFECT_SIGNALS else max(1, MAX_TOKENS // settings.shrink)
-    done = run(shape, sim_settings, trace_arrivals(trace, slo=settings.slo, max_tokens=max_tokens, seed=settings.seed))
+    arrivals = trace_arrivals(trace, slo=settings.slo, max_tokens=max_tokens, seed=settings.seed)
+    done = run(shape, sim_settings, arrivals, progress=_count_request)
     summary = summarize_run(done, slo=settings.slo, num_prefill=settings.num_prefill)
     result = CellResult(cell=cell, summary=summary, clock=_clock(done))
     _write(folder, done, result)
     return result
+
+
+_num_ended: "Synchronized[int] | None" = None
+"""Counter of the requests that have ended in the cells of a comparison; shared by its processes."""
+
+
+def _count_in(counter: "Synchronized[int]") -> None:
+    """Count the requests of this process's cells there."""
+    global _num_ended
+    _num_ended = counter
+
+
+def _count_request(_num_of_cell: int) -> None:
+    if _num_ended is not None:
+        with _num_ended.get_lock():
+            _num_ended.value += 1
 
 
 def read_cell(cell: ReplayCell, folder: Path) -> CellResult | None:
@@ -242,6 +264,10 @@ class PolicyComparison:
     policies: tuple[str, ...]
     speeds: tuple[float, ...]
     out: Path
+    num_ended: "Synchronized[int]" = field(
+        default_factory=lambda: multiprocessing.get_context("spawn").Value("Q", 0), compare=False, repr=False
+    )
+    """Requests that have ended, in all cells that run or have run; for a look from another thread."""
 
     @property
     def cells(self) -> tuple[ReplayCell, ...]:
@@ -252,10 +278,14 @@ class PolicyComparison:
         """Return the folder of a cell's files."""
         return self.out / "cells" / cell.name
 
-    def prepare(self) -> None:
-        """Check the trace and claim the folder. Raises ReplayError, and OtherSettings for results of other settings."""
-        load_trace(self.settings)
+    def prepare(self) -> int:
+        """Check the trace, claim the folder and return the number of requests in all cells.
+
+        Raises ReplayError, and OtherSettings for results of other settings.
+        """
+        trace = load_trace(self.settings)
         self.results.claim(self.settings.fingerprint())
+        return len(self.cells) * len(trace.requests)
 
     @property
     def results(self) -> ResultFolder:
@@ -281,10 +311,13 @@ class PolicyComparison:
             if earlier is None:
                 missing.append(cell)
             else:
+                self.num_ended.value += earlier.summary.figures.num_requests
                 yield earlier
         if num_jobs == 1 or len(missing) <= 1:
+            _count_in(self.num_ended)
             for cell in missing:
                 yield run_cell(self.settings, cell, self.folder(cell))
         else:
             tasks = [(self.settings, cell, self.folder(cell)) for cell in missing]
-            yield from in_processes(run_cell, tasks, num_jobs=num_jobs)
+            count = partial(_count_in, self.num_ended)
+            yield from in_processes(run_cell, tasks, num_jobs=num_jobs, prepare=count)

@@ -73,13 +73,19 @@ def write_json(path: Path, value: object) -> None:
     scratch.replace(path)
 
 
-def in_processes(run: Callable[..., _R], tasks: Sequence[tuple[Any, ...]], *, num_jobs: int) -> Iterator[_R]:
+def in_processes(
+    run: Callable[..., _R],
+    tasks: Sequence[tuple[Any, ...]],
+    *,
+    num_jobs: int,
+    prepare: Callable[[], object] | None = None,
+) -> Iterator[_R]:
     """Yield the results of `run` for each tuple of arguments, each from a process of its own, as they end.
 
-    The first error, which is raised, or an interrupt ends all processes at once.
+    Each process first calls `prepare`. The first error, which is raised, or an interrupt ends all processes at once.
     """
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(num_jobs, mp_context=context, max_tasks_per_child=1) as pool:
+    with ProcessPoolExecutor(num_jobs, context, initializer=prepare, max_tasks_per_child=1) as pool:
         futures = [pool.submit(run, *arguments) for arguments in tasks]
         try:
             for future in as_completed(futures):

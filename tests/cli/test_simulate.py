@@ -1,4 +1,5 @@
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,16 @@ def test_simulate_compares_policies_and_leaves_table_page_and_requests(run: Run,
     lines = (folder / "out" / "cells" / "predictive@0.5" / "requests.jsonl").read_text().splitlines()
     assert len(lines) == 25
     assert json.loads(lines[3])["index"] == 3
+
+
+@pytest.mark.parametrize("jobs", ["1", "2"])
+def test_simulate_says_within_seconds_how_far_it_is(run: Run, jobs: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cli.simulate._TELL_REQUESTS_S", 0.01)
+    result = run("simulate", "-t", SMALL, "-n", "25", "-p", "round_robin,predictive", "-o", "out", "-j", jobs)
+    assert result.exit_code == 0, result.output
+    told = [int(count) for count in re.findall(r"(\d+) of 50 requests", result.stderr)]
+    assert told == sorted(told)
+    assert any(0 < count < 50 for count in told)
 
 
 def test_simulate_with_bound_tells_how_much_of_it_each_policy_reaches(run: Run, folder: Path) -> None:
