@@ -3,10 +3,10 @@
 The fields of `SamplingParams` are the declaration: name, type, default, bounds and meaning. `PARAMETERS` lists them for
 everything that is derived from it: the checks of a request, the wire format (common/wire.py), the entries that a
 message may hold (common/wire.py), the fields of the HTTP API and its OpenAPI document (router/http/schema.py), the
-options of the Python clients, and the tables in docs/client.md and docs/openai.md.
+options of the Python clients, and the table in docs/client.md.
 
 A new parameter is one field here, its type in `SamplingOptions` and its field in proto/kvrelay/v1/sampling.proto; tests
-then ask for its rows in the tables and for its values in tests/router/http/field_values.py.
+then ask for its row in the table and for its values in tests/router/http/field_values.py.
 """
 
 from collections.abc import Collection, Mapping, Sequence

@@ -132,15 +132,16 @@ async def write_tables(text: str) -> str:
 
 
 def _table(names: list[str], outcomes: Mapping[str, Mapping[str, str]]) -> str:
-    """Return a table: the fields of the author's APIs, then the further ones."""
+    """Return a table: the fields of the author's APIs, then the further ones; those with equal outcomes share a row."""
     official = {field for name in names for field in official_fields(APIS[name])}
     fields = {field for name in names for field in outcomes[name]}
-    head = ["field", "of", *(f"`{APIS[name].path}`" for name in names)]
-    rows = [head, ["---"] * len(head)]
+    rows: dict[tuple[str, ...], list[str]] = {}
     for field in sorted(fields, key=lambda field: (field not in official, field)):
         of = APIS[names[0]].author if field in official else "extension"
-        rows.append([f"`{field}`", of, *(outcomes[name].get(field, ABSENT) for name in names)])
-    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+        rows.setdefault((of, *(outcomes[name].get(field, ABSENT) for name in names)), []).append(f"`{field}`")
+    head = ["fields", "of", *(f"`{APIS[name].path}`" for name in names)]
+    cells = [head, ["---"] * len(head), *([", ".join(same), *row] for row, same in rows.items())]
+    return "".join(f"| {' | '.join(row)} |\n" for row in cells)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
