@@ -1,14 +1,11 @@
-"""The pages for operators name existing commands and ports."""
+"""The pages for operators name the ports that are used."""
 
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
-import typer
 import yaml
 
-from cli.main import app
 from common.config import ROUTER_PORTS, parse_config
 from tests.hosts.ports import documented_ports
 
@@ -16,27 +13,7 @@ _REPO = Path(__file__).parents[2]
 _PAGES = ("hosts", "security", "changes", "diagnosis", "reliability", "tracing")
 _TEXT = "\n".join((_REPO / "docs" / f"{page}.md").read_text(encoding="utf-8") for page in _PAGES)
 _FILES = ("cluster.yaml", *sorted(f"deploy/{path.name}" for path in (_REPO / "deploy").glob("*.yaml")))
-_CODE = re.compile(r"```[^`\n]*\n(.*?)```|`([^`\n]+)`", re.DOTALL)
-_COMMAND = re.compile(r"(?:^|[\s/'\"])kvrelay (?!@)([a-z][a-z-]*)((?: [^\n'&|;#)]*)?)")
 _HEAD_ONLY = ("--port", "--ray-client-server-port")
-
-
-def commands() -> set[tuple[str, str]]:
-    """Return every command of kvrelay's in the pages' code, with what follows it."""
-    code = "\n".join(block or span for block, span in _CODE.findall(_TEXT))
-    return set(_COMMAND.findall(code.replace("\\\n", " ")))
-
-
-def test_every_command_and_option_in_the_pages_exists() -> None:
-    known: Any = typer.main.get_command(app)
-    found = commands()
-
-    assert {"up", "down", "status", "scale", "restart", "doctor", "logs", "generate"} <= {name for name, _ in found}
-    for name, rest in found:
-        assert name in known.commands, f"kvrelay {name}"
-        options = {option for parameter in known.commands[name].params for option in parameter.opts}
-        for option in re.findall(r"(?<!\S)--?[a-z][a-z-]*", rest):
-            assert option in options, f"kvrelay {name} {option}"
 
 
 @pytest.mark.parametrize("file", _FILES)
