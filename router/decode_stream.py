@@ -118,7 +118,9 @@ class DecodeStream:
         self._call = call
         self._calls: dict[int, SharedCall] = {}
         self._next_id = 1
-        self._outgoing: asyncio.Queue[decode_pb2.DecodeManyRequest] = asyncio.Queue()
+        self._outgoing: dict[int, decode_pb2.DecodeManyRequest] = {}
+        """The next message of each call that has one, in order."""
+        self._has_outgoing = asyncio.Event()
         self.is_over = False
         """Whether the stream has ended, so that no further call can be opened."""
         self._tasks = (asyncio.create_task(self._read()), asyncio.create_task(self._write()))
@@ -128,14 +130,13 @@ class DecodeStream:
         call_id, self._next_id = self._next_id, self._next_id % 0xFFFFFFFF + 1
         assert call_id not in self._calls, f"call {call_id} is still open after all ids were used"
         call = self._calls[call_id] = SharedCall(self, call_id)
-        self._outgoing.put_nowait(decode_pb2.DecodeManyRequest(call_id=call_id, open=request))
+        self._send(decode_pb2.DecodeManyRequest(call_id=call_id, open=request))
         return call
 
     def close(self, call_id: int) -> None:
-        """End a call at the worker. Harmless when it has ended."""
-        if self._calls.pop(call_id, None) is not None:
-            close = decode_pb2.DecodeManyRequest(call_id=call_id, close=decode_pb2.CloseCall())
-            self._outgoing.put_nowait(close)
+        """End a call at the worker, which never hears of one that waits to be opened. Harmless when it has ended."""
+        if self._calls.pop(call_id, None) is not None and self._outgoing.pop(call_id, None) is None:
+            self._send(decode_pb2.DecodeManyRequest(call_id=call_id, close=decode_pb2.CloseCall()))
 
     def break_off(self, error: KvrelayError) -> None:
         """Fail all calls with `error` and cancel the stream; what still arrives is dropped."""
@@ -179,9 +180,16 @@ class DecodeStream:
         if update.HasField("status_code"):
             self._calls.pop(update.call_id, None)
 
+    def _send(self, request: decode_pb2.DecodeManyRequest) -> None:
+        self._outgoing[request.call_id] = request
+        self._has_outgoing.set()
+
     async def _write(self) -> None:
-        while True:
-            request = await self._outgoing.get()
+        while await self._has_outgoing.wait():
+            if not self._outgoing:
+                self._has_outgoing.clear()
+                continue
+            request = self._outgoing.pop(next(iter(self._outgoing)))
             try:
                 await self._call.write(request)
             except (grpc.aio.AioRpcError, asyncio.InvalidStateError):

@@ -188,13 +188,24 @@ async def test_unreadable_status_fails_every_call_and_ends_the_stream() -> None:
 async def test_close_is_sent_once_and_not_after_the_end() -> None:
     wire, stream = wired()
     with stream.open(decode_pb2.DecodeRequest()):
-        pass
+        await asyncio.sleep(0)
     with stream.open(decode_pb2.DecodeRequest()) as ended:
         wire.say(2, end=0)
         await ended.receive()
         assert await ended.receive() is None
     await asyncio.sleep(0)
     assert [m.WhichOneof("message") for m in wire.written] == ["open", "close", "open"]
+    await stream.aclose()
+
+
+async def test_call_that_is_closed_before_it_is_sent_costs_the_worker_nothing() -> None:
+    wire, stream = wired()
+    with stream.open(decode_pb2.DecodeRequest()):
+        pass
+    with stream.open(decode_pb2.DecodeRequest()):
+        await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert [(m.call_id, m.WhichOneof("message")) for m in wire.written] == [(2, "open"), (2, "close")]
     await stream.aclose()
 
 
