@@ -120,14 +120,18 @@ class SharedStream:
         self._changed.set()
 
     async def _read(self, requests: AsyncIterator[pb.DecodeManyRequest]) -> None:
-        async for request in requests:
-            match request.WhichOneof("message"):
-                case "open":
-                    self._open(request.call_id, request.open)
-                case "close":
-                    self._close(request.call_id)
-                case _:
-                    raise InvalidRequest("one of open and close must be set", field="message")
+        async for first in requests:
+            for request in (first, *first.others):
+                self._take(request)
+
+    def _take(self, request: pb.DecodeManyRequest) -> None:
+        match request.WhichOneof("message"):
+            case "open":
+                self._open(request.call_id, request.open)
+            case "close":
+                self._close(request.call_id)
+            case _:
+                raise InvalidRequest("one of open and close must be set", field="message")
 
     def _open(self, call_id: int, request: pb.DecodeRequest) -> None:
         if call_id in self._calls:

@@ -23,6 +23,8 @@ from kvrelay.v1 import decode_pb2
 
 logger = logging.getLogger(__name__)
 
+_ENOUGH_BYTES = 1 << 20
+"""Size from which a message takes no further call; with its last one it stays far below gRPC's limit."""
 Call = grpc.aio.StreamStreamCall[Any, Any]
 Handler = Callable[[decode_pb2.DecodeResponse], bool]
 
@@ -184,14 +186,26 @@ class DecodeStream:
         self._outgoing[request.call_id] = request
         self._has_outgoing.set()
 
+    def _take_outgoing(self) -> decode_pb2.DecodeManyRequest:
+        """Return what waits as one message: a write takes a turn of the event loop, and many calls may begin in one."""
+        first = self._next_outgoing()
+        num_bytes = first.ByteSize()
+        while self._outgoing and num_bytes < _ENOUGH_BYTES:
+            following = self._next_outgoing()
+            num_bytes += following.ByteSize()
+            first.others.append(following)
+        return first
+
+    def _next_outgoing(self) -> decode_pb2.DecodeManyRequest:
+        return self._outgoing.pop(next(iter(self._outgoing)))
+
     async def _write(self) -> None:
         while await self._has_outgoing.wait():
             if not self._outgoing:
                 self._has_outgoing.clear()
                 continue
-            request = self._outgoing.pop(next(iter(self._outgoing)))
             try:
-                await self._call.write(request)
+                await self._call.write(self._take_outgoing())
             except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
                 return  # the stream has ended; the reader reports why
             except Exception as caught:  # top of a task: calls that cannot be sent must not wait

@@ -75,13 +75,14 @@ Global___StreamTokensResponse: _TypeAlias = StreamTokensResponse  # noqa: Y015
 
 @_typing.final
 class DecodeManyRequest(_message.Message):
-    """A message of the router on a shared stream."""
+    """A message of the router on a shared stream. Several that wait are sent at once."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     CALL_ID_FIELD_NUMBER: _builtins.int
     OPEN_FIELD_NUMBER: _builtins.int
     CLOSE_FIELD_NUMBER: _builtins.int
+    OTHERS_FIELD_NUMBER: _builtins.int
     call_id: _builtins.int
     """Chosen by the router, unique on this stream."""
     @_builtins.property
@@ -92,16 +93,21 @@ class DecodeManyRequest(_message.Message):
     def close(self) -> Global___CloseCall:
         """Cancel; everything is freed. Harmless for a call that has ended."""
 
+    @_builtins.property
+    def others(self) -> _containers.RepeatedCompositeFieldContainer[Global___DecodeManyRequest]:
+        """Messages for other calls, in order; these have none of their own."""
+
     def __init__(
         self,
         *,
         call_id: _builtins.int = ...,
         open: Global___DecodeRequest | None = ...,
         close: Global___CloseCall | None = ...,
+        others: _abc.Iterable[Global___DecodeManyRequest] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["close", b"close", "message", b"message", "open", b"open"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["call_id", b"call_id", "close", b"close", "message", b"message", "open", b"open"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call_id", b"call_id", "close", b"close", "message", b"message", "open", b"open", "others", b"others"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["open", "close"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015

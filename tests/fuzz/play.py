@@ -138,8 +138,9 @@ def _judge_shared_stream(step: Step, outcome: Outcome) -> list[str]:
     num_opened: Counter[int] = Counter()
     for raw in step.messages:
         with suppress(Exception):
-            message = decode_pb2.DecodeManyRequest.FromString(raw)
-            num_opened[message.call_id] += message.HasField("open")
+            first = decode_pb2.DecodeManyRequest.FromString(raw)
+            for message in (first, *first.others):
+                num_opened[message.call_id] += message.HasField("open")
     ended: Counter[int] = Counter()
     for update in (update for response in outcome.responses for update in response.updates):
         if not update.HasField("status_code"):

@@ -159,11 +159,12 @@ class _WorkerService(
         self._worker.num_streams += 1
         calls: dict[int, asyncio.Task[None]] = {}
         try:
-            async for message in request_iterator:
-                if message.HasField("open"):
-                    calls[message.call_id] = asyncio.create_task(self._decode_one(message, context))
-                else:
-                    calls[message.call_id].cancel()
+            async for first in request_iterator:
+                for message in (first, *first.others):
+                    if message.HasField("open"):
+                        calls[message.call_id] = asyncio.create_task(self._decode_one(message, context))
+                    else:
+                        calls[message.call_id].cancel()
         finally:
             for call in calls.values():
                 call.cancel()

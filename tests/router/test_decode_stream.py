@@ -194,7 +194,19 @@ async def test_close_is_sent_once_and_not_after_the_end() -> None:
         await ended.receive()
         assert await ended.receive() is None
     await asyncio.sleep(0)
-    assert [m.WhichOneof("message") for m in wire.written] == ["open", "close", "open"]
+    sent = [each for first in wire.written for each in (first, *first.others)]
+    assert [(m.call_id, m.WhichOneof("message")) for m in sent] == [(1, "open"), (1, "close"), (2, "open")]
+    await stream.aclose()
+
+
+async def test_calls_that_wait_for_a_write_go_together() -> None:
+    wire, stream = wired()
+    calls = [stream.open(decode_pb2.DecodeRequest()) for _ in range(3)]
+    await asyncio.sleep(0)
+    assert [(m.call_id, [other.call_id for other in m.others]) for m in wire.written] == [(1, [2, 3])]
+    for call in calls:
+        with call:
+            pass
     await stream.aclose()
 
 

@@ -300,6 +300,18 @@ async def test_closed_call_sends_nothing_more(script: Script) -> None:
     assert [update.call_id for update in script.messages[0].updates] == [2]
 
 
+async def test_calls_of_one_message_are_opened_and_closed_in_order(script: Script) -> None:
+    await script.open(1, "a")
+    opened = pb.DecodeManyRequest(call_id=2)
+    opened.open.sequence.request_id = "b"
+    script.requests.put_nowait(pb.DecodeManyRequest(call_id=1, close=pb.CloseCall(), others=[opened]))
+    await until(lambda: "b" in script.outlets)
+    for name in "ab":
+        script.outlets[name].put_tokens(batch(0))
+    await until(lambda: script.messages)
+    assert [update.call_id for update in script.messages[0].updates] == [2]
+
+
 async def test_empty_request_ends_the_stream(script: Script) -> None:
     script.requests.put_nowait(pb.DecodeManyRequest(call_id=1))
     with pytest.raises(InvalidRequest, match="open and close"):
