@@ -68,12 +68,13 @@ class TokenWorker(
         new: list[int] = []
         writing = asyncio.create_task(self._write_steps(calls, new, context))
         try:
-            async for request in request_iterator:
-                if request.HasField("open"):
-                    calls[request.call_id] = self._begin(request.open)
-                    new.append(request.call_id)
-                else:
-                    calls.pop(request.call_id, None)
+            async for first in request_iterator:
+                for request in (first, *first.others):
+                    if request.HasField("open"):
+                        calls[request.call_id] = self._begin(request.open)
+                        new.append(request.call_id)
+                    else:
+                        calls.pop(request.call_id, None)
         finally:
             writing.cancel()
 

@@ -63,8 +63,10 @@ class InstantWorker(MockWorker, prefill_pb2_grpc.PrefillServiceServicer, decode_
     async def DecodeMany(  # type: ignore[override]  # noqa: D102
         self, request_iterator: AsyncIterator[decode_pb2.DecodeManyRequest], context: Context
     ) -> None:
-        async for message in request_iterator:
-            if message.HasField("open"):
+        async for first in request_iterator:
+            for message in (first, *first.others):
+                if not message.HasField("open"):
+                    continue
                 for answer in _answers(message.open):
                     update = decode_pb2.CallUpdate(call_id=message.call_id, responses=[answer])
                     await context.write(decode_pb2.DecodeManyResponse(updates=[update]))

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 MAX_INQUIRIES = 256
 """Concurrent calls of one tenant that only tokenize."""
-PAID_AT_ONCE_S = 0.005
+PAID_AT_ONCE_S = 0.001
 """Time of the router that is charged in one go: each charge costs some microseconds."""
 
 

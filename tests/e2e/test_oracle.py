@@ -236,7 +236,7 @@ def _check_mode(mode: str, attempt: str, answers: list[Generation]) -> None:
 
 async def _check_kill(client: AsyncClient, prompts: list[list[int]]) -> None:
     """A sampled answer is the same alone, in a batch and after its decode worker was killed."""
-    options: dict[str, Any] = {"temperature": 0.8, "top_p": 0.95, "seed": 7, "max_tokens": 160, "ignore_eos": True}
+    options: dict[str, Any] = {"temperature": 0.8, "top_p": 0.95, "seed": 7, "max_tokens": 320, "ignore_eos": True}
     prompt = prompts[20]
     alone = await client.generate(prompt, **options)
     crowd = [client.generate(other, temperature=1.0, max_tokens=48) for other in prompts[21:36]]
