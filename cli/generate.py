@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _IN_PROCESS = "In-process"
 _overrides = partial(typer.Option, help="Overrides the file.", rich_help_panel=_IN_PROCESS)
-_SPINS = {"GOMP_SPINCOUNT": "1000"}
+_SPIN_COUNT = "1000"
 """How long OpenMP's threads spin for each other, some ten microseconds: beside other programs a thread that has lost
 its core comes back late, and one that spins for it in vain keeps the core that it needs. Read when torch is loaded."""
 _STDIN = "-"
@@ -148,7 +148,7 @@ def in_process(
 
     Raises KvrelayError, ModelNotFound.
     """
-    os.environ.update(_SPINS | os.environ)
+    os.environ.setdefault("GOMP_SPINCOUNT", _SPIN_COUNT)
     from worker.inprocess import LocalEngine
 
     prompt_ids = _encode(_load_codec(config), source)

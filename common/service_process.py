@@ -1,8 +1,7 @@
 """The shell in which a service runs as a plain process.
 
-Its certificate comes on stdin (common/trust/pipe.py); one ready line, or
-the reason why there is none, goes to stdout, logs go to stderr. The first
-SIGTERM or SIGINT drains it, a second one ends it at once.
+Its certificate comes on stdin (common/trust/pipe.py); one ready line, or the reason why there is none, goes to stdout,
+logs go to stderr. The first SIGTERM or SIGINT drains it, a second one ends it at once.
 """
 
 import argparse

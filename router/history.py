@@ -15,7 +15,7 @@ NUM_POINTS = 180
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HistoryPoint:
-    """What an interval delivered. Percentiles are of the answers that ended in it; None without any."""
+    """Throughput and latency of one interval. Percentiles cover the answers that ended in it; None when none did."""
 
     ended_s: float
     """On the router's clock."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 REPO = Path(__file__).parents[1]
 NO_RUN = "no-run"
-"""Word behind a fence's language: the commands need another host, a GPU, somebody's file, or hours."""
+"""Marks a block that no test runs: it needs another host, a GPU, a file of the reader's, or hours."""
 SHELL, PYTHON = ("bash", "console", "sh"), ("python",)
 _FENCE = re.compile(r"^```(\w*)([^\n`]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
