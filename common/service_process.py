@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
+from common.event_loop import run
 from common.process import (
     CannotStart,
     RunningService,
@@ -69,12 +70,6 @@ def run_service(
 
     `hosts`: addresses and names for the certificate of a router. Raises NotEnrolled, and what `start` raises.
     """
-    try:
-        import uvloop
-    except ImportError:
-        run = asyncio.run
-    else:
-        run = uvloop.run
     run(_serve(start, grace_s, hosts))
 
 
