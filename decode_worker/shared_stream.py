@@ -2,7 +2,9 @@
 
 The results of an engine step reach the calls' outlets within one callback of the event loop; the writer wakes after it
 and sends them as one message. While a message is being written to a slow router, the outlets merge new tokens (see
-`Outlet`): no call waits for another one, and nothing is dropped.
+`Outlet`): no call waits for another one, and nothing is dropped. gRPC calls a message written long before a busy router
+takes it, so some await an acknowledgement, and the next of those waits for it: few messages, not thousands of small
+ones, are ever before a new one.
 
 A call ends with its status after its last message, or when the router closes it. The stream ends with the router's
 connection, which cancels every call on it, or, after `drain`, with its last call.
@@ -19,6 +21,8 @@ from common.structured import TaskCensus, until_ended
 from common.token_batches import MAX_GATHERED_TOKENS, merge_batch, num_tokens_in
 from kvrelay.v1 import decode_pb2 as pb
 
+MESSAGES_PER_ACKNOWLEDGEMENT = 4
+"""Each message of so many awaits an acknowledgement; less than twice as many are under way."""
 MAX_TAKEN = 4
 """Messages that are taken at once."""
 
@@ -94,6 +98,11 @@ class SharedStream:
         self._changed = asyncio.Event()
         self._closed: set[asyncio.Task[None]] = set()
         """Tasks of calls that the router has closed, until they end."""
+        self._num_written = 0
+        self._can_ask = asyncio.Event()
+        """Not set while a router that is known to acknowledge messages has yet to do so."""
+        self._can_ask.set()
+        self._is_acknowledging = False
         self._is_draining = False
 
     async def run(
@@ -130,8 +139,11 @@ class SharedStream:
                 self._open(request.call_id, request.open)
             case "close":
                 self._close(request.call_id)
+            case "acknowledgement":
+                self._is_acknowledging = True
+                self._can_ask.set()
             case _:
-                raise InvalidRequest("one of open and close must be set", field="message")
+                raise InvalidRequest("one of open, close and acknowledgement must be set", field="message")
 
     def _open(self, call_id: int, request: pb.DecodeRequest) -> None:
         if call_id in self._calls:
@@ -176,9 +188,15 @@ class SharedStream:
             await self._changed.wait()
             # A call whose last token came with this step ends in this turn of the loop: its status is included.
             await asyncio.sleep(0)
+            asks = self._num_written % MESSAGES_PER_ACKNOWLEDGEMENT == 0
+            if asks:
+                await self._can_ask.wait()
             self._changed.clear()
             if updates := self._take_updates():
-                await write(pb.DecodeManyResponse(updates=updates))
+                if asks and self._is_acknowledging:
+                    self._can_ask.clear()
+                self._num_written += 1
+                await write(pb.DecodeManyResponse(updates=updates, awaits_acknowledgement=asks))
 
     def _take_updates(self) -> list[pb.CallUpdate]:
         """Return the updates of the next message: of each call with something to send, while there is room."""

@@ -121,7 +121,7 @@ class DecodeStream:
         self._calls: dict[int, SharedCall] = {}
         self._next_id = 1
         self._outgoing: dict[int, decode_pb2.DecodeManyRequest] = {}
-        """The next message of each call that has one, in order."""
+        """The next message of each call that has one, in order; 0 stands for the stream itself."""
         self._has_outgoing = asyncio.Event()
         self.is_over = False
         """Whether the stream has ended, so that no further call can be opened."""
@@ -164,6 +164,8 @@ class DecodeStream:
         try:
             async for message in self._call:
                 await for_each(message.updates, self._take)
+                if message.awaits_acknowledgement:
+                    self._send(decode_pb2.DecodeManyRequest(acknowledgement=decode_pb2.Acknowledgement()))
         except grpc.aio.AioRpcError as caught:
             error = from_rpc_error(caught)
         except Exception as caught:  # top of a task: no message of a worker may leave its calls waiting

@@ -27,7 +27,7 @@ from kvrelay.v1 import sequence_pb2 as kvrelay_dot_v1_dot_sequence__pb2
 from kvrelay.v1 import worker_pb2 as kvrelay_dot_v1_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kvrelay/v1/decode.proto\x12\nkvrelay.v1\x1a\x19kvrelay/v1/sampling.proto\x1a\x19kvrelay/v1/sequence.proto\x1a\x17kvrelay/v1/worker.proto\"?\n\x13StreamTokensRequest\x12\x12\n\ncapability\x18\x01 \x01(\x0c\x12\x14\n\x0cnum_received\x18\x02 \x03(\r\">\n\x14StreamTokensResponse\x12&\n\x06tokens\x18\x01 \x01(\x0b\x32\x16.kvrelay.v1.TokenBatch\"\xb1\x01\n\x11\x44\x65\x63odeManyRequest\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\r\x12)\n\x04open\x18\x02 \x01(\x0b\x32\x19.kvrelay.v1.DecodeRequestH\x00\x12&\n\x05\x63lose\x18\x03 \x01(\x0b\x32\x15.kvrelay.v1.CloseCallH\x00\x12-\n\x06others\x18\x04 \x03(\x0b\x32\x1d.kvrelay.v1.DecodeManyRequestB\t\n\x07message\"\x0b\n\tCloseCall\"\x86\x01\n\nCallUpdate\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\r\x12-\n\tresponses\x18\x02 \x03(\x0b\x32\x1a.kvrelay.v1.DecodeResponse\x12\x18\n\x0bstatus_code\x18\x03 \x01(\x05H\x00\x88\x01\x01\x12\x0e\n\x06status\x18\x04 \x01(\x0c\x42\x0e\n\x0c_status_code\"=\n\x12\x44\x65\x63odeManyResponse\x12\'\n\x07updates\x18\x01 \x03(\x0b\x32\x16.kvrelay.v1.CallUpdate\"x\n\x07Handoff\x12\x12\n\nhandoff_id\x18\x01 \x01(\t\x12\x19\n\x11prefill_worker_id\x18\x02 \x01(\t\x12\x17\n\x0fprefill_address\x18\x03 \x01(\t\x12\x15\n\rprefill_epoch\x18\x04 \x01(\x06\x12\x0e\n\x06ticket\x18\x05 \x01(\t\"\xc0\x01\n\rDecodeRequest\x12*\n\x08sequence\x18\x01 \x01(\x0b\x32\x18.kvrelay.v1.SequenceSpec\x12$\n\x07handoff\x18\x02 \x01(\x0b\x32\x13.kvrelay.v1.Handoff\x12\r\n\x05\x65poch\x18\x03 \x01(\x06\x12$\n\x06source\x18\x04 \x01(\x0b\x32\x14.kvrelay.v1.KvSource\x12(\n\x06\x64irect\x18\x05 \x01(\x0b\x32\x18.kvrelay.v1.DirectAccess\"L\n\x0c\x44irectAccess\x12\x12\n\ncapability\x18\x01 \x01(\x0c\x12\r\n\x05ttl_s\x18\x02 \x01(\x01\x12\x19\n\x11\x63heckpoint_tokens\x18\x03 \x01(\r\"8\n\x08Reserved\x12\x19\n\x11num_cached_tokens\x18\x01 \x01(\r\x12\x11\n\tcompile_s\x18\x02 \x01(\x01\"\\\n\x13LocalPrefillStarted\x12\x0f\n\x07queue_s\x18\x01 \x01(\x01\x12\x19\n\x11num_cached_tokens\x18\x02 \x01(\r\x12\x19\n\x11num_pulled_tokens\x18\x03 \x01(\r\"\xdc\x01\n\nTokenBatch\x12\'\n\x06tokens\x18\x01 \x03(\x0b\x32\x17.kvrelay.v1.SampleToken\x12\x35\n\x0fprompt_logprobs\x18\x02 \x03(\x0b\x32\x1c.kvrelay.v1.PositionLogprobs\x12\x11\n\tprefill_s\x18\x03 \x01(\x01\x12\"\n\x04runs\x18\x04 \x03(\x0b\x32\x14.kvrelay.v1.TokenRun\x12\x1a\n\x12num_drafted_tokens\x18\x05 \x01(\r\x12\x1b\n\x13num_accepted_tokens\x18\x06 \x01(\r\"\x83\x02\n\x0e\x44\x65\x63odeResponse\x12(\n\x08reserved\x18\x01 \x01(\x0b\x32\x14.kvrelay.v1.ReservedH\x00\x12:\n\x0fprefill_started\x18\x02 \x01(\x0b\x32\x1f.kvrelay.v1.LocalPrefillStartedH\x00\x12\x30\n\x0btransferred\x18\x03 \x01(\x0b\x32\x19.kvrelay.v1.TransferStatsH\x00\x12(\n\x06tokens\x18\x04 \x01(\x0b\x32\x16.kvrelay.v1.TokenBatchH\x00\x12&\n\x05\x62\x65\x61ms\x18\x05 \x01(\x0b\x32\x15.kvrelay.v1.BeamStateH\x00\x42\x07\n\x05\x65vent2`\n\rDecodeService\x12O\n\nDecodeMany\x12\x1d.kvrelay.v1.DecodeManyRequest\x1a\x1e.kvrelay.v1.DecodeManyResponse(\x01\x30\x01\x32\x64\n\rDirectService\x12S\n\x0cStreamTokens\x12\x1f.kvrelay.v1.StreamTokensRequest\x1a .kvrelay.v1.StreamTokensResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kvrelay/v1/decode.proto\x12\nkvrelay.v1\x1a\x19kvrelay/v1/sampling.proto\x1a\x19kvrelay/v1/sequence.proto\x1a\x17kvrelay/v1/worker.proto\"?\n\x13StreamTokensRequest\x12\x12\n\ncapability\x18\x01 \x01(\x0c\x12\x14\n\x0cnum_received\x18\x02 \x03(\r\">\n\x14StreamTokensResponse\x12&\n\x06tokens\x18\x01 \x01(\x0b\x32\x16.kvrelay.v1.TokenBatch\"\xe9\x01\n\x11\x44\x65\x63odeManyRequest\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\r\x12)\n\x04open\x18\x02 \x01(\x0b\x32\x19.kvrelay.v1.DecodeRequestH\x00\x12&\n\x05\x63lose\x18\x03 \x01(\x0b\x32\x15.kvrelay.v1.CloseCallH\x00\x12\x36\n\x0f\x61\x63knowledgement\x18\x05 \x01(\x0b\x32\x1b.kvrelay.v1.AcknowledgementH\x00\x12-\n\x06others\x18\x04 \x03(\x0b\x32\x1d.kvrelay.v1.DecodeManyRequestB\t\n\x07message\"\x0b\n\tCloseCall\"\x11\n\x0f\x41\x63knowledgement\"\x86\x01\n\nCallUpdate\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\r\x12-\n\tresponses\x18\x02 \x03(\x0b\x32\x1a.kvrelay.v1.DecodeResponse\x12\x18\n\x0bstatus_code\x18\x03 \x01(\x05H\x00\x88\x01\x01\x12\x0e\n\x06status\x18\x04 \x01(\x0c\x42\x0e\n\x0c_status_code\"]\n\x12\x44\x65\x63odeManyResponse\x12\'\n\x07updates\x18\x01 \x03(\x0b\x32\x16.kvrelay.v1.CallUpdate\x12\x1e\n\x16\x61waits_acknowledgement\x18\x02 \x01(\x08\"x\n\x07Handoff\x12\x12\n\nhandoff_id\x18\x01 \x01(\t\x12\x19\n\x11prefill_worker_id\x18\x02 \x01(\t\x12\x17\n\x0fprefill_address\x18\x03 \x01(\t\x12\x15\n\rprefill_epoch\x18\x04 \x01(\x06\x12\x0e\n\x06ticket\x18\x05 \x01(\t\"\xc0\x01\n\rDecodeRequest\x12*\n\x08sequence\x18\x01 \x01(\x0b\x32\x18.kvrelay.v1.SequenceSpec\x12$\n\x07handoff\x18\x02 \x01(\x0b\x32\x13.kvrelay.v1.Handoff\x12\r\n\x05\x65poch\x18\x03 \x01(\x06\x12$\n\x06source\x18\x04 \x01(\x0b\x32\x14.kvrelay.v1.KvSource\x12(\n\x06\x64irect\x18\x05 \x01(\x0b\x32\x18.kvrelay.v1.DirectAccess\"L\n\x0c\x44irectAccess\x12\x12\n\ncapability\x18\x01 \x01(\x0c\x12\r\n\x05ttl_s\x18\x02 \x01(\x01\x12\x19\n\x11\x63heckpoint_tokens\x18\x03 \x01(\r\"8\n\x08Reserved\x12\x19\n\x11num_cached_tokens\x18\x01 \x01(\r\x12\x11\n\tcompile_s\x18\x02 \x01(\x01\"\\\n\x13LocalPrefillStarted\x12\x0f\n\x07queue_s\x18\x01 \x01(\x01\x12\x19\n\x11num_cached_tokens\x18\x02 \x01(\r\x12\x19\n\x11num_pulled_tokens\x18\x03 \x01(\r\"\xdc\x01\n\nTokenBatch\x12\'\n\x06tokens\x18\x01 \x03(\x0b\x32\x17.kvrelay.v1.SampleToken\x12\x35\n\x0fprompt_logprobs\x18\x02 \x03(\x0b\x32\x1c.kvrelay.v1.PositionLogprobs\x12\x11\n\tprefill_s\x18\x03 \x01(\x01\x12\"\n\x04runs\x18\x04 \x03(\x0b\x32\x14.kvrelay.v1.TokenRun\x12\x1a\n\x12num_drafted_tokens\x18\x05 \x01(\r\x12\x1b\n\x13num_accepted_tokens\x18\x06 \x01(\r\"\x83\x02\n\x0e\x44\x65\x63odeResponse\x12(\n\x08reserved\x18\x01 \x01(\x0b\x32\x14.kvrelay.v1.ReservedH\x00\x12:\n\x0fprefill_started\x18\x02 \x01(\x0b\x32\x1f.kvrelay.v1.LocalPrefillStartedH\x00\x12\x30\n\x0btransferred\x18\x03 \x01(\x0b\x32\x19.kvrelay.v1.TransferStatsH\x00\x12(\n\x06tokens\x18\x04 \x01(\x0b\x32\x16.kvrelay.v1.TokenBatchH\x00\x12&\n\x05\x62\x65\x61ms\x18\x05 \x01(\x0b\x32\x15.kvrelay.v1.BeamStateH\x00\x42\x07\n\x05\x65vent2`\n\rDecodeService\x12O\n\nDecodeMany\x12\x1d.kvrelay.v1.DecodeManyRequest\x1a\x1e.kvrelay.v1.DecodeManyResponse(\x01\x30\x01\x32\x64\n\rDirectService\x12S\n\x0cStreamTokens\x12\x1f.kvrelay.v1.StreamTokensRequest\x1a .kvrelay.v1.StreamTokensResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -39,29 +39,31 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_STREAMTOKENSRESPONSE']._serialized_start=183
   _globals['_STREAMTOKENSRESPONSE']._serialized_end=245
   _globals['_DECODEMANYREQUEST']._serialized_start=248
-  _globals['_DECODEMANYREQUEST']._serialized_end=425
-  _globals['_CLOSECALL']._serialized_start=427
-  _globals['_CLOSECALL']._serialized_end=438
-  _globals['_CALLUPDATE']._serialized_start=441
-  _globals['_CALLUPDATE']._serialized_end=575
-  _globals['_DECODEMANYRESPONSE']._serialized_start=577
-  _globals['_DECODEMANYRESPONSE']._serialized_end=638
-  _globals['_HANDOFF']._serialized_start=640
-  _globals['_HANDOFF']._serialized_end=760
-  _globals['_DECODEREQUEST']._serialized_start=763
-  _globals['_DECODEREQUEST']._serialized_end=955
-  _globals['_DIRECTACCESS']._serialized_start=957
-  _globals['_DIRECTACCESS']._serialized_end=1033
-  _globals['_RESERVED']._serialized_start=1035
-  _globals['_RESERVED']._serialized_end=1091
-  _globals['_LOCALPREFILLSTARTED']._serialized_start=1093
-  _globals['_LOCALPREFILLSTARTED']._serialized_end=1185
-  _globals['_TOKENBATCH']._serialized_start=1188
-  _globals['_TOKENBATCH']._serialized_end=1408
-  _globals['_DECODERESPONSE']._serialized_start=1411
-  _globals['_DECODERESPONSE']._serialized_end=1670
-  _globals['_DECODESERVICE']._serialized_start=1672
-  _globals['_DECODESERVICE']._serialized_end=1768
-  _globals['_DIRECTSERVICE']._serialized_start=1770
-  _globals['_DIRECTSERVICE']._serialized_end=1870
+  _globals['_DECODEMANYREQUEST']._serialized_end=481
+  _globals['_CLOSECALL']._serialized_start=483
+  _globals['_CLOSECALL']._serialized_end=494
+  _globals['_ACKNOWLEDGEMENT']._serialized_start=496
+  _globals['_ACKNOWLEDGEMENT']._serialized_end=513
+  _globals['_CALLUPDATE']._serialized_start=516
+  _globals['_CALLUPDATE']._serialized_end=650
+  _globals['_DECODEMANYRESPONSE']._serialized_start=652
+  _globals['_DECODEMANYRESPONSE']._serialized_end=745
+  _globals['_HANDOFF']._serialized_start=747
+  _globals['_HANDOFF']._serialized_end=867
+  _globals['_DECODEREQUEST']._serialized_start=870
+  _globals['_DECODEREQUEST']._serialized_end=1062
+  _globals['_DIRECTACCESS']._serialized_start=1064
+  _globals['_DIRECTACCESS']._serialized_end=1140
+  _globals['_RESERVED']._serialized_start=1142
+  _globals['_RESERVED']._serialized_end=1198
+  _globals['_LOCALPREFILLSTARTED']._serialized_start=1200
+  _globals['_LOCALPREFILLSTARTED']._serialized_end=1292
+  _globals['_TOKENBATCH']._serialized_start=1295
+  _globals['_TOKENBATCH']._serialized_end=1515
+  _globals['_DECODERESPONSE']._serialized_start=1518
+  _globals['_DECODERESPONSE']._serialized_end=1777
+  _globals['_DECODESERVICE']._serialized_start=1779
+  _globals['_DECODESERVICE']._serialized_end=1875
+  _globals['_DIRECTSERVICE']._serialized_start=1877
+  _globals['_DIRECTSERVICE']._serialized_end=1977
 # @@protoc_insertion_point(module_scope)

@@ -82,6 +82,7 @@ class DecodeManyRequest(_message.Message):
     CALL_ID_FIELD_NUMBER: _builtins.int
     OPEN_FIELD_NUMBER: _builtins.int
     CLOSE_FIELD_NUMBER: _builtins.int
+    ACKNOWLEDGEMENT_FIELD_NUMBER: _builtins.int
     OTHERS_FIELD_NUMBER: _builtins.int
     call_id: _builtins.int
     """Chosen by the router, unique on this stream."""
@@ -94,6 +95,10 @@ class DecodeManyRequest(_message.Message):
         """Cancel; everything is freed. Harmless for a call that has ended."""
 
     @_builtins.property
+    def acknowledgement(self) -> Global___Acknowledgement:
+        """The last response that awaits an acknowledgement has been taken; of no call."""
+
+    @_builtins.property
     def others(self) -> _containers.RepeatedCompositeFieldContainer[Global___DecodeManyRequest]:
         """Messages for other calls, in order; these have none of their own."""
 
@@ -103,13 +108,14 @@ class DecodeManyRequest(_message.Message):
         call_id: _builtins.int = ...,
         open: Global___DecodeRequest | None = ...,
         close: Global___CloseCall | None = ...,
+        acknowledgement: Global___Acknowledgement | None = ...,
         others: _abc.Iterable[Global___DecodeManyRequest] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["close", b"close", "message", b"message", "open", b"open"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["acknowledgement", b"acknowledgement", "close", b"close", "message", b"message", "open", b"open"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["call_id", b"call_id", "close", b"close", "message", b"message", "open", b"open", "others", b"others"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledgement", b"acknowledgement", "call_id", b"call_id", "close", b"close", "message", b"message", "open", b"open", "others", b"others"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["open", "close"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["open", "close", "acknowledgement"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -131,6 +137,23 @@ class CloseCall(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CloseCall: _TypeAlias = CloseCall  # noqa: Y015
+
+@_typing.final
+class Acknowledgement(_message.Message):
+    """Nothing to say."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Acknowledgement: _TypeAlias = Acknowledgement  # noqa: Y015
 
 @_typing.final
 class CallUpdate(_message.Message):
@@ -177,6 +200,9 @@ class DecodeManyResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     UPDATES_FIELD_NUMBER: _builtins.int
+    AWAITS_ACKNOWLEDGEMENT_FIELD_NUMBER: _builtins.int
+    awaits_acknowledgement: _builtins.bool
+    """The router acknowledges this response when it has taken it."""
     @_builtins.property
     def updates(self) -> _containers.RepeatedCompositeFieldContainer[Global___CallUpdate]:
         """One entry per call."""
@@ -185,10 +211,11 @@ class DecodeManyResponse(_message.Message):
         self,
         *,
         updates: _abc.Iterable[Global___CallUpdate] | None = ...,
+        awaits_acknowledgement: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["updates", b"updates"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["awaits_acknowledgement", b"awaits_acknowledgement", "updates", b"updates"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
