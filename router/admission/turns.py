@@ -21,7 +21,7 @@ MAX_WAITING = 256
 """Requests of one tenant that may wait for a turn."""
 MAX_BEGUN = 16
 """Most requests that begin in one turn."""
-LONG_S, SHORT_S = 0.010, 0.005
+LONG_S, SHORT_S = 0.004, 0.002
 """Length of a turn above which fewer begin in the next one, and below which more do."""
 
 

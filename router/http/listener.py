@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 _HANDSHAKE_S = 10.0
 """Limit of a TLS handshake."""
-_ACCEPTS_PER_TURN = 16
+_ACCEPTS_PER_TURN = 4
 """Most connections made in one turn of the event loop: each costs tens of microseconds there."""
 _ACCEPT_BUDGET_S = 0.001
 """Longest time for accepting in one turn, also of clients that have left."""
