@@ -19,6 +19,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 TURN_S = 0.005
 """Longest time that work without a pause should take on an event loop."""
+_MANY = 8
+"""Most tasks that are cancelled in one turn."""
 _PAUSE_S = 0.5
 """Pause before work that has failed begins again."""
 
@@ -47,9 +49,7 @@ class TaskCensus:
         try:
             yield tasks
         finally:
-            for task in tasks:
-                task.cancel()
-            await until_ended(tasks)
+            await end_all(tasks)
 
     def _forget(self, task: "asyncio.Task[None]") -> None:
         self._tasks.discard(task)
@@ -65,14 +65,26 @@ async def all_or_first_failure(tasks: Sequence["asyncio.Task[None]"]) -> None:
             task.result()
 
 
-async def until_ended(tasks: Sequence["asyncio.Task[Any]"]) -> None:
-    """Wait for cancelled tasks even if the owner is cancelled again, as by a deadline and then by a client."""
+async def end_all(tasks: Sequence["asyncio.Task[Any]"]) -> None:
+    """Cancel tasks and wait until they have ended, even if the owner is cancelled again.
+
+    Each has something to undo, so few of many are cancelled in one turn of the loop, and fewer while its turns are long.
+    """
     interruption: asyncio.CancelledError | None = None
-    while pending := [task for task in tasks if not task.done()]:
+    rest, num_at_once = list(tasks), _MANY
+    while True:
+        now, rest = rest[:num_at_once], rest[num_at_once:]
+        for task in now:
+            task.cancel()
+        if not (pending := [task for task in tasks if not task.done()]):
+            break
+        begun_s = time.perf_counter()
         try:
-            await asyncio.wait(pending)
+            await (one_turn() if rest else asyncio.wait(pending))
         except asyncio.CancelledError as error:
             interruption = error
+        is_long = time.perf_counter() - begun_s > TURN_S
+        num_at_once = max(1, num_at_once // 2) if is_long else min(2 * num_at_once, _MANY)
     if interruption is not None:
         raise interruption
 

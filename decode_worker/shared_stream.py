@@ -17,7 +17,7 @@ from functools import partial
 
 from common.errors import InvalidRequest, KvrelayError, WorkerLost, to_status_bytes
 from common.rpc import to_report
-from common.structured import TaskCensus, until_ended
+from common.structured import TaskCensus, end_all
 from common.token_batches import MAX_GATHERED_TOKENS, merge_batch, num_tokens_in
 from kvrelay.v1 import decode_pb2 as pb
 
@@ -119,9 +119,7 @@ class SharedStream:
                         task.result()
         finally:
             tasks = [*(call.task for call in self._calls.values()), *self._closed]
-            for task in tasks:
-                task.cancel()
-            await until_ended(tasks)
+            await end_all(tasks)
 
     def drain(self) -> None:
         """Refuse new calls, and end with the last running one."""
