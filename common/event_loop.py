@@ -28,7 +28,7 @@ _T = TypeVar("_T")
 class DrainingLoop(_Loop):
     """An event loop, uvloop's where it is installed, that takes all of gRPC's wake-ups at once."""
 
-    def add_reader(self, fd: Any, callback: Callable[..., Any], *args: Any) -> None:
+    def add_reader(self, fd: Any, callback: Callable[..., Any], *args: Any) -> None:  # type: ignore[override]
         """Register a reader like every loop; gRPC's is called once for all bytes that wait."""
         if _is_of_grpc(callback) and isinstance(fd, socket.socket):
             super().add_reader(fd, _call_once, fd, callback, *args)

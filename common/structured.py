@@ -68,7 +68,7 @@ async def all_or_first_failure(tasks: Sequence["asyncio.Task[None]"]) -> None:
 async def end_all(tasks: Sequence["asyncio.Task[Any]"]) -> None:
     """Cancel tasks and wait until they have ended, even if the owner is cancelled again.
 
-    Each has something to undo, so few of many are cancelled in one turn of the loop, and fewer while its turns are long.
+    Each has something to undo, so of many few are cancelled in one turn of the loop, fewer while its turns are long.
     """
     interruption: asyncio.CancelledError | None = None
     rest, num_at_once = list(tasks), _MANY

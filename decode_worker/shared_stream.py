@@ -22,7 +22,7 @@ from common.token_batches import MAX_GATHERED_TOKENS, merge_batch, num_tokens_in
 from kvrelay.v1 import decode_pb2 as pb
 
 MESSAGES_PER_ACKNOWLEDGEMENT = 4
-"""Each message of so many awaits an acknowledgement; less than twice as many are under way."""
+"""Each message of so many awaits an acknowledgement; at most twice as many are under way."""
 MAX_TAKEN = 4
 """Messages that are taken at once."""
 

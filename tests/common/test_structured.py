@@ -1,6 +1,7 @@
 """Owned tasks end with their owner, and a cancellation is never lost."""
 
 import asyncio
+from collections import Counter
 
 import pytest
 
@@ -32,6 +33,37 @@ async def test_failing_task_ends_the_others_and_leaves_the_owner_uncancelled() -
     owner = asyncio.current_task()
     assert owner is not None
     assert (owner.cancelling(), census.num_tasks) == (0, 0)
+
+
+async def test_many_cancelled_tasks_end_in_several_turns_each_cancelled_once() -> None:
+    census, ended = TaskCensus(), Counter[int]()
+    tasks: tuple[asyncio.Task[None], ...] = ()
+
+    async def undo_slowly(number: int) -> None:
+        try:
+            await forever()
+        finally:
+            for _ in range(5):  # a second cancellation would end this
+                await asyncio.sleep(0)
+            ended[number] += 1
+
+    def in_this_turn() -> int:
+        return sum(task.cancelling() for task in tasks)
+
+    async def own() -> None:
+        nonlocal tasks
+        async with census.owned(*map(undo_slowly, range(100))) as tasks:
+            await forever()
+
+    owner = asyncio.create_task(own())
+    for _ in range(3):
+        await asyncio.sleep(0)
+    owner.cancel()
+    await asyncio.sleep(0)
+    assert 0 < in_this_turn() < 20
+    with pytest.raises(asyncio.CancelledError):
+        await owner
+    assert ended == Counter(range(100))
 
 
 async def test_owner_cancelled_twice_still_waits_for_its_tasks() -> None:

@@ -102,8 +102,10 @@ class Wire:
     def cancel(self) -> bool:
         return True
 
-    def say(self, *call_ids: int, end: int | None = None, status: bytes = b"") -> None:
-        message = decode_pb2.DecodeManyResponse()
+    def say(
+        self, *call_ids: int, end: int | None = None, status: bytes = b"", awaits_acknowledgement: bool = False
+    ) -> None:
+        message = decode_pb2.DecodeManyResponse(awaits_acknowledgement=awaits_acknowledgement)
         for call_id in call_ids:
             update = message.updates.add(call_id=call_id, responses=[decode_pb2.DecodeResponse()])
             if end is not None:
@@ -228,3 +230,15 @@ def test_a_token_delta_of_the_router_has_room_for_what_a_batch_of_a_worker_bring
         theirs = decode_pb2.TokenBatch.DESCRIPTOR.fields_by_name[name]
         assert ours.message_type is theirs.message_type
     assert sampling_pb2.TokenRun.DESCRIPTOR.fields_by_name["tokens"].type == 12
+
+
+async def test_response_is_acknowledged_once_its_parts_have_reached_their_calls() -> None:
+    wire, stream = wired()
+    call = stream.open(decode_pb2.DecodeRequest())
+    wire.say(1)
+    await call.receive()
+    wire.say(1, awaits_acknowledgement=True)
+    await call.receive()
+    await asyncio.sleep(0)
+    assert [m.WhichOneof("message") for m in wire.written] == ["open", "acknowledgement"]
+    await stream.aclose()

@@ -19,7 +19,7 @@ from common.errors import (
 )
 from common.structured import TaskCensus
 from decode_worker.service import DecodeService
-from decode_worker.shared_stream import Outlet, SharedStream
+from decode_worker.shared_stream import MESSAGES_PER_ACKNOWLEDGEMENT, Outlet, SharedStream
 from engine.request import EngineRequest
 from kvrelay.v1 import decode_pb2 as pb
 from kvrelay.v1 import sampling_pb2, sequence_pb2
@@ -214,6 +214,11 @@ def batch(index: int) -> pb.TokenBatch:
     return pb.TokenBatch(tokens=[sampling_pb2.SampleToken(token_index=index, token_id=index)])
 
 
+def tokens_in(messages: list[pb.DecodeManyResponse]) -> list[int]:
+    updates = [update for message in messages for update in message.updates]
+    return [token.token_id for update in updates for each in update.responses for token in each.tokens.tokens]
+
+
 async def test_tokens_of_several_calls_in_one_turn_of_the_loop_are_one_message(script: Script) -> None:
     outlets = [await script.open(call_id, str(call_id)) for call_id in range(3)]
     for outlet in outlets:
@@ -314,7 +319,7 @@ async def test_calls_of_one_message_are_opened_and_closed_in_order(script: Scrip
 
 async def test_empty_request_ends_the_stream(script: Script) -> None:
     script.requests.put_nowait(pb.DecodeManyRequest(call_id=1))
-    with pytest.raises(InvalidRequest, match="open and close"):
+    with pytest.raises(InvalidRequest, match="open, close and acknowledgement"):
         await script.running
 
 
@@ -322,3 +327,29 @@ def test_refusals_keep_their_retry_hint_on_the_way() -> None:
     code, raw = to_status_bytes(Overloaded("full", retry_after_s=1.5))
     error = from_status_bytes(raw)
     assert (code, type(error), error.message, error.retry_after_s) == (8, Overloaded, "full", 1.5)
+
+
+async def test_router_that_takes_its_messages_late_gets_few_and_then_all_that_came(script: Script) -> None:
+    outlet = await script.open(1, "one")
+    acknowledge = pb.DecodeManyRequest(acknowledgement=pb.Acknowledgement())
+
+    async def put(first: int, last: int) -> None:
+        for index in range(first, last):
+            outlet.put_tokens(batch(index))
+            for _ in range(4):  # turns, in which each is written on its own while it may be
+                await asyncio.sleep(0)
+
+    await put(0, 1)
+    assert script.messages[0].awaits_acknowledgement
+    script.requests.put_nowait(acknowledge)
+    await put(1, 40)
+    assert len(script.messages) <= 2 * MESSAGES_PER_ACKNOWLEDGEMENT
+    script.requests.put_nowait(acknowledge)
+    await until(lambda: tokens_in(script.messages) == list(range(40)))
+
+
+async def test_router_that_never_acknowledges_gets_every_message(script: Script) -> None:
+    outlet = await script.open(1, "one")
+    for index in range(40):
+        outlet.put_tokens(batch(index))
+        await until(lambda index=index: len(script.messages) == index + 1)
