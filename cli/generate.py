@@ -217,5 +217,7 @@ def _sampling_params(options: SamplingOptions, config: "ServingConfig") -> "Samp
     from common.sampling import SamplingParams
 
     given: dict[str, Any] = dict(options)  # of the names that both share
-    defaults = {"max_tokens": config.router.default_max_tokens, "seed": secrets.randbits(63)}
+    defaults = {"seed": secrets.randbits(63)}
+    if config.router.default_max_tokens is not None:
+        defaults["max_tokens"] = config.router.default_max_tokens
     return SamplingParams(**(defaults | given))

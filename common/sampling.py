@@ -75,8 +75,8 @@ class SamplingParams:
     )
     max_tokens: int = declare(
         "Largest number of generated tokens per sample; at most what the prompt leaves of `max_model_len` is used.",
-        default=256,
-        told_default="`router.default_max_tokens`",
+        default=_INT32_MAX,
+        told_default="`router.default_max_tokens`, or what the prompt leaves",
         least=1,
         most=_INT32_MAX,
     )

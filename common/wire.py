@@ -104,15 +104,13 @@ _READERS = {each.option: (each.name, _FROM_PROTO.get(each.type, _same)) for each
 _WRITERS = [(each.option, each.name, _TO_PROTO.get(each.type, _same)) for each in PARAMETERS]
 
 
-def sampling_from_proto(
-    message: sampling_pb2.SamplingParams, *, default_seed: int, default_max_tokens: int = 1
-) -> SamplingParams:
+def sampling_from_proto(message: sampling_pb2.SamplingParams, *, default_seed: int) -> SamplingParams:
     """Return the record with defaults filled in. Raises InvalidRequest for a field with too many entries.
 
     Values are not checked: call `validate`.
     """
     check_bounds(message, field="sampling")
-    values: dict[str, Any] = {"max_tokens": default_max_tokens, "seed": default_seed}
+    values: dict[str, Any] = {"seed": default_seed}
     for descriptor, value in message.ListFields():  # those that are set
         name, convert = _READERS[descriptor.name]
         values[name] = convert(value)

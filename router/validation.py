@@ -39,6 +39,8 @@ MAX_TOKEN_CHARS = 1024
 """Longest text of a single token of an answer that is resumed."""
 DEFAULT_MAX_CHARS = 4 << 20
 """The same bound before a worker has reported the context length."""
+MAX_WHOLE_LOGPROBS = 1 << 20
+"""Most log-probabilities in an answer that is sent whole, about 100 MB of JSON, and in one whose limit is left out."""
 MAX_PROMPT_LOGPROBS_BYTES = 8 << 20
 """Bound on the log-probabilities of a prompt, which go out in one message: gRPC packs and unpacks it within some 50 ms
 of the event loop. Two for each of 131,072 tokens take 6 MiB."""
@@ -62,12 +64,14 @@ class RequestReader:
         self,
         codec: Codec,
         *,
-        default_max_tokens: int,
+        default_max_tokens: int | None = None,
         model_defaults: Mapping[str, float] = MappingProxyType({}),
         formats: ChatFormats = NO_FORMATS,
         unix_s: Callable[[], float] = time.time,
     ) -> None:
-        """`model_defaults`: sampling that the model's makers recommend. `formats`: the markup of the model's answers.
+        """`default_max_tokens`: limit where a request has none; None: what its prompt leaves of the context.
+
+        `model_defaults`: sampling that the model's makers recommend. `formats`: the markup of the model's answers.
 
         `unix_s` returns the time of day, which templates may write.
         """
@@ -150,6 +154,8 @@ class RequestReader:
             raise InvalidRequest("the prompt is empty", field="prompt")
         defaults, answer = self._defaults_for(message), None
         sampling = self._sampling(message, defaults, len(prompt), model)
+        if not message.sampling.HasField("max_tokens"):
+            defaults.max_tokens = sampling.max_tokens
         if conversation is not None:
             _check_parsing(message, sampling)
             answer = self._answer_format(message, conversation, encoded.prompt_end)
@@ -253,6 +259,8 @@ class RequestReader:
         sampling.validate(vocab_size=model.vocab_size)
         _check_prompt_logprobs(num_prompt_tokens, sampling)
         max_tokens = min(sampling.max_tokens, _room(num_prompt_tokens, sampling, model))
+        if sampling.num_logprobs is not None and not message.sampling.HasField("max_tokens"):
+            max_tokens = min(max_tokens, MAX_WHOLE_LOGPROBS // (sampling.n * (1 + sampling.num_logprobs)))
         return replace(sampling, max_tokens=max_tokens, min_tokens=min(sampling.min_tokens, max_tokens))
 
 

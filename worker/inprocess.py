@@ -5,7 +5,7 @@ For `kvrelay generate --in-process`, and as the baseline of benchmarks that meas
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
 import tokenizers
@@ -118,6 +118,8 @@ class LocalEngine:
         if not prompt:
             raise InvalidRequest("the prompt is empty", field="prompt")
         block_size = self.executor.kv.shape.block_size
+        room = min(self.executor.max_model_len, self.executor.kv.num_blocks * block_size) - len(prompt)
+        sampling = replace(sampling, max_tokens=max(1, min(sampling.max_tokens, room)))
         return EngineRequest(
             request_id=mint_request_id(),
             prompt_token_ids=as_tokens(prompt),

@@ -36,7 +36,7 @@ def engine_request(
     num_known, max_model_len = len(prompt) + len(output), executor.max_model_len
     if num_known >= max_model_len:
         raise PromptTooLong(f"prompt has {num_known} tokens; this model takes {max_model_len - 1}", field="prompt")
-    sampling = sampling_from_proto(spec.sampling, default_max_tokens=1, default_seed=0)
+    sampling = sampling_from_proto(spec.sampling, default_seed=0)
     sampling.validate(vocab_size=vocab_size)
     if spec.first_sample_index + sampling.n > MAX_N:
         first = spec.first_sample_index

@@ -117,8 +117,9 @@ class RouterConfig(Section):
     between; then it is refused, since it may be what crashes them. One more is granted when the last has never
     answered: it may have been dead before. Before the last one the request is quarantined: no other such request runs
     beside it."""
-    default_max_tokens: Annotated[int, Field(ge=1), Need.ROUTERS] = 256
-    """Longest answer, in tokens, to a request that sets no limit."""
+    default_max_tokens: Annotated[int | None, Field(ge=1), Need.ROUTERS] = None
+    """Longest answer, in tokens, to a request that sets no limit; `null`: as long as the context allows. A completion
+    over HTTP has 16, as in OpenAI's API."""
     max_message_mib: Annotated[int, Field(ge=1, le=64), Need.ROUTERS] = 4
     """Largest request, in MiB."""
     token_cache_mib: Annotated[int, Field(ge=0), Need.ROUTERS] = 64

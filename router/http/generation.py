@@ -25,9 +25,7 @@ from router.outbox import num_entries_in
 from router.reading import Reading
 from router.record import Job
 from router.tenants import Tenant
-
-MAX_WHOLE_LOGPROBS = 1 << 20
-"""Most log-probabilities in an answer that is sent whole: about 100 MB of JSON."""
+from router.validation import MAX_WHOLE_LOGPROBS
 
 
 def read_completion(raw: bytes) -> Call:

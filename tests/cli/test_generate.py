@@ -146,6 +146,14 @@ def test_generate_in_process_takes_limits_from_the_file(run: Run) -> None:
     assert 1 <= num_output_tokens <= 9
 
 
+def test_generate_in_process_without_a_limit_ends_where_the_pages_end(run: Run, folder: Path) -> None:
+    (folder / "serving.yaml").write_text(
+        "model: {engine: fake, max_model_len: 4096}\npools: {decode: {num_blocks: 2}}\n"
+    )
+    result = run("generate", "--in-process", "--raw", "-p", "some text", "--show-stats")
+    assert (result.exit_code, "prompt 9 · output" in result.stderr) == (0, True), result.stderr
+
+
 @pytest.mark.usefixtures("fake_engine")
 def test_generate_in_process_applies_the_chat_template_unless_raw(run: Run) -> None:
     chat = run("generate", "--in-process", "-p", "Hi", "--show-stats")

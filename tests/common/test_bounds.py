@@ -99,13 +99,13 @@ def test_as_many_entries_as_allowed_pass(message: Message) -> None:
 def test_sampling_is_refused_before_a_long_field_is_sorted_or_copied(fields: dict[str, object], field: str) -> None:
     message = sampling_pb2.SamplingParams(**fields)  # type: ignore[arg-type]
     with pytest.raises(InvalidRequest) as caught:
-        sampling_from_proto(message, default_max_tokens=1, default_seed=0)
+        sampling_from_proto(message, default_seed=0)
     assert caught.value.field == field
 
 
 def test_the_engine_looks_stop_tokens_up_and_compares_no_token_with_each_of_them() -> None:
     message = sampling_pb2.SamplingParams(stop_token_ids=[9, 4, 9])
-    params = sampling_from_proto(message, default_max_tokens=1, default_seed=0)
+    params = sampling_from_proto(message, default_seed=0)
     assert params.stop_token_ids == frozenset({4, 9})
     assert isinstance(params.stop_token_ids, frozenset)
     assert list(sampling_to_proto(params).stop_token_ids) == [4, 9]

@@ -62,9 +62,8 @@ def test_record_survives_the_wire() -> None:
         temperature=0.5, logit_bias=((3, 1.5),), stop=("a",), stop_token_ids=frozenset({2, 5}), num_logprobs=0
     )
     for params in (given, dataclasses.replace(given, stop=(), num_logprobs=None, detokenize=False)):
-        assert sampling_from_proto(sampling_to_proto(params), default_max_tokens=1, default_seed=1) == params
-    unset = sampling_from_proto(sampling_pb2.SamplingParams(), default_max_tokens=7, default_seed=8)
-    assert unset == SamplingParams(max_tokens=7, seed=8)
+        assert sampling_from_proto(sampling_to_proto(params), default_seed=1) == params
+    assert sampling_from_proto(sampling_pb2.SamplingParams(), default_seed=8) == SamplingParams(seed=8)
 
 
 @pytest.mark.parametrize("parameter", [each for each in PARAMETERS if each.type in (float, int)])

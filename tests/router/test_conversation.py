@@ -16,7 +16,7 @@ from router.http.messages import read_chat_prompt
 from router.http.schema import ChatBody
 from router.record import Job
 from router.tenants import ANYBODY
-from router.validation import RequestReader
+from router.validation import MAX_WHOLE_LOGPROBS, RequestReader
 from tests.router.fake_worker import BLOCK_SIZE, FINGERPRINT, MODEL
 from tests.router.test_hostile_input import BEGAN_UNIX_S, begun
 
@@ -32,10 +32,17 @@ def asked(*, tools: tuple[dict[str, Any], ...] = (), **sampling: Any) -> pb.Gene
     return request
 
 
-async def read(request: pb.GenerateRequest, *, tools: str = "", reasoning: str = "", model: ModelFacts = MODEL) -> Job:
+async def read(
+    request: pb.GenerateRequest,
+    *,
+    tools: str = "",
+    reasoning: str = "",
+    model: ModelFacts = MODEL,
+    default_max_tokens: int | None = 8,
+) -> Job:
     reader = RequestReader(
         ByteCodec(),
-        default_max_tokens=8,
+        default_max_tokens=default_max_tokens,
         model_defaults=RECOMMENDED,
         formats=ChatFormats(tools=tools, reasoning=reasoning),
         unix_s=lambda: BEGAN_UNIX_S,
@@ -155,6 +162,22 @@ async def test_answer_is_as_long_as_the_largest_worker_holds(num_blocks: int, sa
     assert (len(job.prompt_token_ids), job.sampling.max_tokens) == (19, most)
     assert model.max_model_len == min(4096, num_blocks * BLOCK_SIZE)
     assert bool(model.shortage) == (model.max_model_len < 4096)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "most"),
+    [
+        ({}, 131_072 - 19),
+        ({"min_tokens": 300}, 131_072 - 19),
+        ({"n": 2, "logprobs": 20}, MAX_WHOLE_LOGPROBS // 42),  # more would be refused where it is not streamed
+        ({"max_tokens": 60_000, "logprobs": 20}, 60_000),
+    ],
+)
+async def test_answer_without_a_limit_may_fill_the_context(sampling: Any, most: int) -> None:
+    model = replace(MODEL, max_decode_blocks=1 << 20, context_length=131_072)
+    job = await read(asked(**sampling), model=model, default_max_tokens=None)
+    assert job.sampling.max_tokens == most
+    assert job.defaults.max_tokens == (0 if "max_tokens" in sampling else most)  # told, so that it can be resumed
 
 
 async def test_schema_that_cannot_be_kept_to_is_blamed_on_the_field_that_has_it() -> None:

@@ -47,8 +47,8 @@ def test_validate_without_text_refuses_options_that_need_text_by_field(what: dic
 @pytest.mark.parametrize("detokenize", [True, False])
 def test_detokenize_survives_the_wire_and_is_on_by_default(detokenize: bool) -> None:
     message = sampling_to_proto(SamplingParams(detokenize=detokenize))
-    assert sampling_from_proto(message, default_max_tokens=1, default_seed=0).detokenize is detokenize
-    assert sampling_from_proto(pb.SamplingParams(), default_max_tokens=1, default_seed=0).detokenize
+    assert sampling_from_proto(message, default_seed=0).detokenize is detokenize
+    assert sampling_from_proto(pb.SamplingParams(), default_seed=0).detokenize
 
 
 async def test_decode_without_text_streams_runs_of_the_same_tokens() -> None:

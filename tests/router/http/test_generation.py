@@ -134,6 +134,12 @@ async def test_options_reach_the_worker_under_their_own_names() -> None:
     assert sent.include_special_tokens
 
 
+async def test_chat_without_a_limit_goes_on_to_the_end_of_the_context() -> None:
+    async with http_cluster(*pair()) as http:
+        reply = await http.chat()
+        assert (reply.choices[0].finish_reason, reply.usage.total_tokens) == ("length", 200)
+
+
 @pytest.mark.parametrize(("path", "num_tokens"), [("completions", 16), ("chat", 20)])
 async def test_length_without_a_limit_is_openais_or_the_servers(path: str, num_tokens: int) -> None:
     async with http_cluster(*pair(), config=config_with(http_port=0, default_max_tokens=20)) as http:

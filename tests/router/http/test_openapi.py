@@ -84,7 +84,7 @@ def check(option: str, value: float) -> None:
     """Take a body with that option through every check. Raises InvalidRequest."""
     body = {"prompt": "a", "max_tokens": 2**31 - 1, option: value, "use_beam_search": option == "length_penalty"}
     (request,) = completion_call(parse_body(CompletionBody, json.dumps(body).encode())).requests
-    sampling_from_proto(request.sampling, default_max_tokens=1, default_seed=1).validate(vocab_size=256)
+    sampling_from_proto(request.sampling, default_seed=1).validate(vocab_size=256)
 
 
 def test_documented_bounds_of_numbers_are_those_that_are_checked() -> None:
