@@ -113,6 +113,6 @@ async def renew_router(workforce: Workforce, spec: ProcessSpec, report: Report) 
         if process.spec.name == spec.name:
             await workforce.remove_worker(process)
     try:
-        await workforce.add_worker(spec)
+        await workforce.add_worker(spec, report)
     except StartFailed as error:
         raise cannot_start(spec, error) from error

@@ -160,7 +160,7 @@ class Scaler:
         started_s = time.monotonic()
         is_one_host = all(spec.host is not None for spec in coming)
         places = asyncio.Semaphore(_MAX_STARTS if is_one_host else len(coming))
-        done = await asyncio.gather(*(self._add(spec, places) for spec in coming), return_exceptions=True)
+        done = await asyncio.gather(*(self._add(spec, places, report) for spec in coming), return_exceptions=True)
         for spec, failure in zip(coming, done, strict=True):
             if isinstance(failure, StartFailed):
                 raise cannot_start(spec, failure)
@@ -169,10 +169,10 @@ class Scaler:
         warmed = [f"{spec.name} warmed with {num} blocks" for spec, num in zip(coming, done, strict=True) if num]
         report("; ".join([f"{len(coming)} in use after {time.monotonic() - started_s:.1f} s", *warmed]))
 
-    async def _add(self, spec: ProcessSpec, places: asyncio.Semaphore) -> int:
+    async def _add(self, spec: ProcessSpec, places: asyncio.Semaphore, report: Report) -> int:
         async with places:
             started_s = time.monotonic()
-            num_warmed = await self._workforce.add_worker(spec)
+            num_warmed = await self._workforce.add_worker(spec, report)
             self.start_times.note(spec.role, time.monotonic() - started_s)
         return num_warmed
 

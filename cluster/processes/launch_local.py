@@ -102,6 +102,10 @@ class LocalLauncher:
         """Return no names: subprocesses die with their supervisor."""
         return frozenset()
 
+    def lack_of(self, spec: ProcessSpec) -> str:
+        """Return nothing: a subprocess starts at once."""
+        return ""
+
     async def close(self) -> None:
         """End the fork server."""
         self._is_closed = True

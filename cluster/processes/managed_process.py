@@ -75,6 +75,11 @@ class ManagedProcess:
         """host:port for calls of the controller, while it serves."""
         return self._running.ready.admin_address if self._running is not None else None
 
+    @property
+    def lack(self) -> str:
+        """The room that it waits for, beside what is free; empty if it has room."""
+        return self._launcher.lack_of(self.spec)
+
     def state(self) -> ProcessState:
         """Return its entry of state.json."""
         running = self._running

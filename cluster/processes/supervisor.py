@@ -151,9 +151,12 @@ class Supervisor:
         """Report from time to time which processes have not come up yet; forever."""
         while True:
             await asyncio.sleep(_REMIND_S)
-            names = [each.name for each in self.workforce.processes if each.address is None]
-            if names:
+            lacks = {each.name: each.lack for each in self.workforce.processes if each.address is None}
+            if names := [name for name, lack in lacks.items() if not lack]:
                 self._report(f"waiting for {', '.join(names)}: models are loaded, new ones compiled; `kvrelay logs`")
+            for name, lack in lacks.items():
+                if lack:
+                    self._report(f"{name} waits for {lack}")
 
     async def _until_ready(self) -> None:
         reminders = asyncio.create_task(self._remind())

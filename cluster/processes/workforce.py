@@ -8,6 +8,7 @@ gets the workers of its own generation only.
 import asyncio
 import contextlib
 import logging
+from asyncio import FIRST_COMPLETED
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -33,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 ACCEPT_TIMEOUT_S = 60.0
 """Time for the routers to use a worker that serves."""
+_LOOK_S = 5.0
+"""Time after which a new process that does not serve is asked whether it lacks room, again and again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,8 +89,10 @@ class Workforce:
         pool = [process for process in self.processes if process.spec.role is role]
         return sorted(pool, key=lambda process: pool_order(process.spec))
 
-    async def add_worker(self, spec: ProcessSpec) -> int:
+    async def add_worker(self, spec: ProcessSpec, report: Callable[[str], None] = lambda _step: None) -> int:
         """Start and warm one more process; returns the blocks it was warmed with, once the routers use it.
+
+        `report` is called with the room that it waits for.
 
         Raises StartFailed. Then, and when it is cancelled, nothing is left of the process.
         """
@@ -98,7 +103,11 @@ class Workforce:
         keeper = process.keep(asyncio.create_task)
         served = asyncio.create_task(process.served.wait())
         try:
-            await asyncio.wait((keeper, served), return_when=asyncio.FIRST_COMPLETED)
+            reported = ""
+            while not (await asyncio.wait((keeper, served), timeout=_LOOK_S, return_when=FIRST_COMPLETED))[0]:
+                if (lack := process.lack) and lack != reported:
+                    report(f"{spec.name} waits for {lack}")
+                reported = lack
             if keeper.done():
                 keeper.result()
             num_blocks = await self._warm(process)

@@ -7,16 +7,18 @@ for as long as Ray's head remembers them.
 import contextlib
 import logging
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import ray
+from ray._private.state import available_resources_per_node
 from ray.autoscaler.sdk import request_resources
 from ray.exceptions import RayError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.processes.plan import Placement, ProcessRole, ProcessSpec
-from cluster.ray.private_ray import NAMESPACE, RayHome
+from cluster.ray.private_ray import NAMESPACE, RayHome, bundle_of
 
 logger = logging.getLogger(__name__)
 
@@ -125,6 +127,13 @@ class JoinedRay(RayHome):
         labels = [f"{key}={value}" for key, value in self._labels.get(spec.name, {}).items()]
         return " ".join(["host", *(["with the label"] if labels else []), *labels])
 
+    def free_on(self, spec: ProcessSpec) -> list[Mapping[str, float]]:
+        """Return the free resources of each host that may run a process."""
+        labels = self._labels.get(spec.name, {})
+        free = available_resources_per_node()  # type: ignore[no-untyped-call]
+        nodes = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
+        return [free.get(node["NodeID"], {}) for node in nodes if labels.items() <= node.get("Labels", {}).items()]
+
     def served(self, name: str) -> None:
         """Withdraw the request for a process: it keeps its host by running there.
 
@@ -172,7 +181,7 @@ class JoinedRay(RayHome):
             return ray.util.get_placement_group(name)
         except ValueError:
             return placement_group(
-                [_bundle(spec)],
+                [bundle_of(spec)],
                 name=name,
                 lifetime="detached",
                 bundle_label_selector=[selector] if selector else None,
@@ -190,11 +199,6 @@ def _selector(spec: ProcessSpec) -> dict[str, str]:
     return {_POOL_LABEL: str(spec.role)} if _pools() else {}
 
 
-def _bundle(spec: ProcessSpec) -> dict[str, float]:
-    """Return the resources that a worker reserves."""
-    return {kind: amount for kind, amount in (("CPU", spec.num_cpus), ("GPU", spec.num_gpus)) if amount}
-
-
 def _remove_group(name: str) -> None:
     with contextlib.suppress(RayError, ValueError):
         remove_placement_group(ray.util.get_placement_group(name))
@@ -205,10 +209,10 @@ def _request(wanted: dict[str, ProcessSpec]) -> None:
 
     The request stands until the next one; the whole Ray cluster has only one.
     """
-    workers = [spec for spec in wanted.values() if spec.role is not ProcessRole.ROUTER and _bundle(spec)]
+    workers = [spec for spec in wanted.values() if spec.role is not ProcessRole.ROUTER and bundle_of(spec)]
     try:
         request_resources(
-            bundles=[_bundle(spec) for spec in workers],
+            bundles=[bundle_of(spec) for spec in workers],
             bundle_label_selectors=[_selector(spec) for spec in workers],
         )
     except (RayError, RuntimeError, ValueError, TypeError, OSError) as error:

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 import signal
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from cluster.processes.liveness import forever, process_gone, service_gone, unti
 from cluster.processes.plan import ProcessRole, ProcessSpec
 from cluster.processes.run_dir import log_path, log_tail
 from cluster.ray.actors import DecodeWorker, PrefillWorker, RayActor, Router
-from cluster.ray.private_ray import RayHome
+from cluster.ray.private_ray import RayHome, bundle_of
 from common.config import ServingConfig
 from common.process import CannotStart, ProcessIdentity, Ready
 from common.service_actor import ServiceParams
@@ -63,6 +63,8 @@ class RayLauncher:
         self._run_dir = run_dir
         self._home = home
         self._actors: dict[str, Any] = {}
+        self._homeless: set[str] = set()
+        """Processes that are being started and have not answered from any host."""
 
     async def open(self) -> None:
         """Connect to Ray, or start it, which blocks for about 3 s."""
@@ -79,6 +81,18 @@ class RayLauncher:
         """Disconnect from Ray, or stop a private one."""
         self._actors.clear()
         await self._home.close()
+
+    def lack_of(self, spec: ProcessSpec) -> str:
+        """Return the room that a process without a host waits for, beside what is free on the host with most of it."""
+        needs = bundle_of(spec)
+        if spec.name not in self._homeless or not needs:
+            return ""
+        wanted = f"{_in_words(needs, 'free ')} on a {self._home.hosts_of(spec)}"
+        free = [{kind: each.get(kind, 0.0) for kind in needs} for each in self._home.free_on(spec)]
+        if not free:
+            return f"{wanted}; there is none"
+        most = max(free, key=lambda each: min(each[kind] / num for kind, num in needs.items()))
+        return f"{wanted}; the best of {len(free)} has {_in_words(most)}"
 
     async def start(self, spec: ProcessSpec) -> RunningProcess:
         """Create the actor unless it exists, and wait until its service, or that of a restarted actor, serves."""
@@ -107,8 +121,14 @@ class RayLauncher:
         path = log_path(self._run_dir, spec.name)
         offset = path.stat().st_size if path.exists() else 0
         wait_s = (spec.config or self._config).host_wait_s
+
+        async def enrol() -> None:
+            await enrolment.enrol()
+            self._homeless.discard(spec.name)
+
+        self._homeless.add(spec.name)
         try:
-            return await serving(actor, enrolment.enrol, host_wait_s=wait_s)
+            return await serving(actor, enrol, host_wait_s=wait_s)
         except TimeoutError:
             raise StartFailed(f"{spec.name}: {_no_host(spec, self._home.hosts_of(spec), wait_s)}") from None
         except (RayTaskError, RayActorError, ValueError) as error:
@@ -116,6 +136,8 @@ class RayLauncher:
             if isinstance(reason, CannotStart):
                 raise StartFailed.explained(spec.name, reason) from error
             raise StartFailed(f"{spec.name}: {reason}\n{log_tail(path, offset=offset)}".rstrip()) from error
+        finally:
+            self._homeless.discard(spec.name)
 
     def _create(self, spec: ProcessSpec) -> Any:
         config = spec.config or self._config
@@ -199,13 +221,17 @@ class _ActorProcess:
 
 def _no_host(spec: ProcessSpec, hosts: str, wait_s: float) -> str:
     """Return why a process that found no host was not started, and what to do."""
-    needs = {"CPU": ("num_cpus", spec.num_cpus), "GPU": ("num_gpus", spec.num_gpus)}
-    free = [f"{num:g} free {kind}{'s' if num > 1 else ''}" for kind, (_, num) in needs.items() if num]
-    keys = [f"pools.{spec.role}.{key}" for key, num in needs.values() if num]
+    needs = bundle_of(spec)
+    keys = [f"pools.{spec.role}.num_{kind.lower()}s" for kind in needs]
     advice = ["add a host", *([f"lower {' or '.join(keys)}"] if keys else []), "raise host_wait_s"]
     return (
-        f"no {hosts} had {' and '.join(free) or 'room'} within {wait_s:g} s; {', '.join(advice[:-1])} or {advice[-1]}"
+        f"no {hosts} had {_in_words(needs, 'free ') or 'room'} within {wait_s:g} s;"
+        f" {', '.join(advice[:-1])} or {advice[-1]}"
     )
+
+
+def _in_words(resources: Mapping[str, float], adjective: str = "") -> str:
+    return " and ".join(f"{num:g} {adjective}{kind}{'' if 0 < num <= 1 else 's'}" for kind, num in resources.items())
 
 
 class ActorEnrolment:

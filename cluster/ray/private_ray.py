@@ -8,7 +8,7 @@ import asyncio
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import chdir, contextmanager
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,11 @@ def driver_of(cluster: str) -> Iterator[JobConfig]:
         yield JobConfig(metadata={"job_name": f"kvrelay {cluster}"})
 
 
+def bundle_of(spec: ProcessSpec) -> dict[str, float]:
+    """Return the resources that a process reserves on its host."""
+    return {kind: amount for kind, amount in (("CPU", spec.num_cpus), ("GPU", spec.num_gpus)) if amount}
+
+
 class RayHome:
     """The Ray in which the actors live. The defaults are those of a Ray that keeps nothing for a process."""
 
@@ -62,6 +67,10 @@ class RayHome:
     def hosts_of(self, spec: ProcessSpec) -> str:
         """Return which hosts may run a process, for messages about one that found none."""
         return "host"
+
+    def free_on(self, spec: ProcessSpec) -> list[Mapping[str, float]]:
+        """Return the free resources of each host that may run a process; empty where Ray never rations them."""
+        return []
 
     def served(self, name: str) -> None:
         """Note that a process serves: it needs no more room than it holds."""

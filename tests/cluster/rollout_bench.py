@@ -57,7 +57,7 @@ class FakeWorkforce(Workforce):
         pool = [cast(ManagedProcess, each) for each in self.pool if each.spec.role is role]
         return sorted(pool, key=lambda worker: pool_order(worker.spec))
 
-    async def add_worker(self, spec: ProcessSpec) -> int:
+    async def add_worker(self, spec: ProcessSpec, report: Callable[[str], None] = print) -> int:
         if self.fails(spec):
             raise StartFailed(f"{spec.name}: exited with code 1")
         await self._step(f"+{spec.name}")

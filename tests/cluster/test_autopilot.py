@@ -303,14 +303,14 @@ async def test_workers_start_a_few_at_a_time_on_one_host_and_say_how_warm_they_a
     starting: set[str] = set()
     add, most = bench.workforce.add_worker, 0
 
-    async def add_worker(spec: ProcessSpec) -> int:
+    async def add_worker(spec: ProcessSpec, report: Report) -> int:
         nonlocal most
         starting.add(spec.name)
         most = max(most, len(starting))
         for _ in range(3):
             await asyncio.sleep(0)
         starting.remove(spec.name)
-        return await add(spec) + 7
+        return await add(spec, report) + 7
 
     monkeypatch.setattr(bench.workforce, "add_worker", add_worker)
     await bench.scaler.scale({DECODE: 12}, grace_s=1.0, report=reports.append)

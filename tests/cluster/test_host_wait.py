@@ -1,6 +1,7 @@
 """A Ray actor for which no host comes: the limit of the wait, and a message that says what was missing."""
 
 import asyncio
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -47,6 +48,10 @@ class Home(RayHome):
     """Hosts with a label."""
 
     description = "of a test"
+    free: tuple[dict[str, float], ...] = ()
+
+    def free_on(self, spec: ProcessSpec) -> list[Mapping[str, float]]:
+        return list(self.free)
 
     def hosts_of(self, spec: ProcessSpec) -> str:
         return "host with the label pool=decode"
@@ -95,6 +100,32 @@ async def test_worker_without_a_host_is_given_up_with_what_was_missing(
 
     assert str(caught.value) == message
     assert killed == [actor]
+
+
+@pytest.mark.parametrize(
+    ("free", "lack"),
+    [
+        ((), "4 free CPUs and 1 free GPU on a host with the label pool=decode; there is none"),
+        (
+            ({"CPU": 9.0}, {"CPU": 1.0, "GPU": 2.0}),
+            "4 free CPUs and 1 free GPU on a host with the label pool=decode; the best of 2 has 1 CPU and 2 GPUs",
+        ),
+    ],
+)
+async def test_worker_without_a_host_tells_what_it_needs_and_what_is_free(
+    free: tuple[dict[str, float], ...], lack: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Home, "free", free)
+    monkeypatch.setattr(RayLauncher, "_create", lambda self, spec: Actor())
+    monkeypatch.setattr(ray, "kill", lambda actor, no_restart: None)
+    launcher, spec = launcher_in(tmp_path), worker(num_cpus=4, num_gpus=1)
+    starting = asyncio.create_task(launcher.start(spec))
+    await asyncio.sleep(0)
+
+    assert launcher.lack_of(spec) == lack
+    with pytest.raises(StartFailed):
+        await starting
+    assert not launcher.lack_of(spec)
 
 
 async def test_ray_that_fails_while_a_worker_is_taken_over_does_not_end_the_worker(

@@ -114,6 +114,16 @@ def test_autoscaler_request_covers_exactly_the_wanted_workers(fake: FakeRay) -> 
     assert fake.requests == [[], [prefill], [prefill, decode], [decode], []]
 
 
+def test_free_room_is_that_of_the_hosts_that_may_run_a_worker(fake: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake.labels = [{"pool": "head"}, {"pool": "decode"}, {"pool": "decode"}]
+    free = {"node-0": {"CPU": 8.0}, "node-1": {"CPU": 1.0}}  # Ray leaves out what is not free
+    monkeypatch.setattr(joined_ray, "available_resources_per_node", lambda: free)
+    home, spec = JoinedRay("mine"), worker("decode-0", num_cpus=4)
+    home.options(spec)
+
+    assert home.free_on(spec) == [{"CPU": 1.0}, {}]
+
+
 def test_missing_autoscaler_does_not_prevent_a_start(fake: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(**_: object) -> None:
         raise RuntimeError("no autoscaler")

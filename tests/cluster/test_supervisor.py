@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from cluster.processes.launch_local import LocalLauncher
 from cluster.processes.launcher import StartFailed
 from cluster.processes.life import Life, ProcessPhase, Standing, restart_delay_s
 from cluster.processes.plan import ProcessRole
@@ -120,6 +121,21 @@ async def test_cancelled_start_of_a_worker_leaves_no_process(tmp_path: Path) -> 
 
         assert [each.name for each in workforce.workers(ProcessRole.DECODE)] == ["decode-0"]
         assert not any(process.is_running() for process in started)
+
+
+async def test_scale_that_waits_for_room_says_so_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cluster.processes.workforce._LOOK_S", 0.001)
+    lacks = iter(["", "4 free CPUs", "4 free CPUs", "2 free CPUs"])
+    monkeypatch.setattr(LocalLauncher, "lack_of", lambda self, spec: next(lacks, "1 free CPU"))
+    reports: asyncio.Queue[str] = asyncio.Queue()
+    async with running_cluster(tmp_path, decode_1=["--never-ready"]) as cluster:
+        adding = asyncio.create_task(cluster.supervisor.workforce.add_worker(make_spec("decode-1"), reports.put_nowait))
+        told = [await reports.get() for _ in range(3)]
+        adding.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await adding
+
+    assert told == [f"decode-1 waits for {lack}" for lack in ("4 free CPUs", "2 free CPUs", "1 free CPU")]
 
 
 async def test_worker_whose_drain_is_cancelled_gets_requests_again(tmp_path: Path) -> None:

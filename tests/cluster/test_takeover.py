@@ -63,6 +63,9 @@ class Left:
     def found(self) -> frozenset[str]:
         return frozenset(self.answers)
 
+    def lack_of(self, spec: ProcessSpec) -> str:
+        return ""
+
     async def start(self, spec: ProcessSpec) -> Running:
         if (answer := self.answers.pop(spec.name, None)) is not None:
             await answer

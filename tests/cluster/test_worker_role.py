@@ -59,6 +59,9 @@ class OneWorker:
     def found(self) -> frozenset[str]:
         return frozenset()
 
+    def lack_of(self, spec: ProcessSpec) -> str:
+        return ""
+
     async def start(self, spec: ProcessSpec) -> RunningProcess:
         self.lives.append(
             Life(Ready(address=self.address, admin_address=self.address, metrics_port=0, pid=1, role=self.worker.role))
