@@ -60,11 +60,13 @@ class WorkerFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """The served model, known from workers, but for its aliases."""
+    """The served model, known from workers, but for its further names."""
 
     name: str
     aliases: tuple[str, ...] = ()
     """Further names that requests may give."""
+    configured_id: str = ""
+    """`model.id`, which requests may give, too. It is told to no client, since it may be a path."""
     fingerprint: str
     block_size: int
     vocab_size: int
@@ -85,12 +87,12 @@ class ModelFacts:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All its names, each once."""
+        """All names that clients are told, each once."""
         return tuple(dict.fromkeys((self.name, *self.aliases)))
 
     def check_name(self, name: str) -> None:
         """Raise UnknownModel when a request names another model."""
-        if name and name not in self.names:
+        if name and name not in (*self.names, self.configured_id):
             known = ", ".join(map(repr, self.names))
             raise UnknownModel(f"model {name[:80]!r} is not served; {known} is", field="model")
 
@@ -187,7 +189,7 @@ def find_mismatch(
     return None
 
 
-def summarize(workers: Sequence[WorkerFacts], *, aliases: tuple[str, ...] = ()) -> ModelFacts:
+def summarize(workers: Sequence[WorkerFacts], *, aliases: tuple[str, ...] = (), configured_id: str = "") -> ModelFacts:
     """Return the model that these matching workers, at least one, serve, with its further names."""
     first = workers[0]
     decode = [facts for facts in workers if facts.role == worker_pb2.WORKER_ROLE_DECODE]
@@ -195,6 +197,7 @@ def summarize(workers: Sequence[WorkerFacts], *, aliases: tuple[str, ...] = ()) 
     return ModelFacts(
         name=first.model_name,
         aliases=aliases,
+        configured_id=configured_id,
         fingerprint=first.fingerprint,
         block_size=first.block_size,
         vocab_size=first.vocab_size,

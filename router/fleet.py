@@ -77,6 +77,8 @@ class Fleet:
         """The served model; while no worker is ready, as last known; None before the first one."""
         self.aliases: tuple[str, ...] = ()
         """Further names under which clients ask for it."""
+        self.configured_id = ""
+        """`model.id`, under which they may ask for it, too."""
         self._roster: Roster | None = None
         self._changed_loads: set[Member] = set()
         self._changed = asyncio.Event()
@@ -244,7 +246,8 @@ class Fleet:
                 self.lives.note_ready(member.life, now_s)
             self.timing.complete([member])
             accepted = [m.facts for m in self._members.values() if m.facts is not None and m.is_accepted]
-            self.model = summarize(accepted, aliases=self.aliases).with_pools_of(self.model)
+            model = summarize(accepted, aliases=self.aliases, configured_id=self.configured_id)
+            self.model = model.with_pools_of(self.model)
         self._notify()
 
     def on_lost(self, member: Member, why: str, *, is_silent: bool = False) -> None:

@@ -79,7 +79,8 @@ class ModelConfig(Section):
     the published shape. Choose only models that you trust: a chat template is a program, which runs in the routers,
     and no limit ends one that loops or takes all memory."""
     name: Annotated[ServedName | None, Need.GENERATION] = None
-    """Name under which clients ask for the model. `null`: a folder's own name, without its path; otherwise the id."""
+    """Name under which clients ask for the model. `null`: a folder's own name, without its path; otherwise the id.
+    Requests may also give the whole `model.id`, a folder with its absolute path; no list of models shows that."""
     aliases: Annotated[tuple[ServedName, ...], Field(max_length=32), Need.ROUTERS] = ()
     """Further names that requests may give, at most 32."""
     chat_template: Annotated[Path | None, Need.GENERATION] = None

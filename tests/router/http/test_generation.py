@@ -208,6 +208,22 @@ async def test_model_answers_to_its_aliases_at_both_doors_and_lists_them() -> No
         assert b"'fake', 'gpt-4o' is" in refused[2]
 
 
+async def test_model_answers_to_its_whole_id_at_both_doors_and_tells_no_path() -> None:
+    path = "/srv/models/acme/chat-large"
+    config = ServingConfig(router=config_with(http_port=0), model=ModelConfig(id=path))
+    async with http_cluster(*pair(), config=config) as http:
+        assert await ask(http, "POST", "/v1/completions", model=path, prompt="a", max_tokens=1)
+        assert (await ask(http, "GET", f"/v1/models/{path}"))["id"] == path
+        request = make_request(max_tokens=1)
+        request.model = path
+        assert [each async for each in http.cluster.inference.Generate(request)]
+        for asked in (
+            await fetch(http.port, "GET", "/v1/models"),
+            await fetch(http.port, "POST", "/tokenize", json.dumps({"model": "other", "prompt": "a"}).encode()),
+        ):
+            assert b"acme" not in asked[2]
+
+
 async def test_models_are_those_that_workers_told() -> None:
     async with http_cluster(FakeWorker("d0", DECODE)) as http:
         (model,) = (await ask(http, "GET", "/v1/models"))["data"]
