@@ -1,7 +1,7 @@
 """The requests of `kvrelay demo`: each shows another part of the cluster at work."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvrelay.client import ChatMessage, SamplingOptions
 
@@ -87,9 +87,11 @@ def structured_question() -> DemoPrompt:
 
 def copying_question() -> DemoPrompt:
     """Return a request whose answer repeats its prompt: with speculation, a step brings several of its tokens."""
-    text = f"Repeat the following text, and correct spelling mistakes:\n\n{_RULES}"
+    task = "Repeat the following text, and correct spelling mistakes:"
     sampling = SamplingOptions(max_tokens=COPIED_TOKENS, temperature=0.0)
-    return _prompt("copied text", "drafted from the prompt, several tokens a step", text, sampling=sampling)
+    why = "drafted from the prompt, several tokens a step"
+    prompt = _prompt("copied text", why, f"{task}\n\n{_RULES}", sampling=sampling)
+    return replace(prompt, shown=f"{task} [the rules of a library]")
 
 
 def concurrent_pair() -> tuple[DemoPrompt, DemoPrompt]:

@@ -106,7 +106,8 @@ def stats_lines(generation: Generation, *, elapsed_s: float) -> list[str]:
     """Return what a request cost. `elapsed_s` is the client's own time from sending to the last token."""
     usage, timings, transfer = generation.usage, generation.timings, generation.transfer
     lines = [f"request   {generation.request_id}"]
-    lines += [f"plan      {plan_text(plan)} ({plan.reason})" for plan in generation.plans]
+    for plan in generation.plans:
+        lines += [f"plan      {plan_text(plan)}", f"          {plan.reason}"]
     lines.append(
         f"tokens    prompt {usage.num_prompt_tokens} · cached {usage.num_cached_tokens}"
         f" (on decode {usage.num_decode_cached_tokens}) · output {usage.num_output_tokens}"
@@ -122,8 +123,11 @@ def stats_lines(generation: Generation, *, elapsed_s: float) -> list[str]:
         lines.append("KV        0 B handed over")
     lines.append(
         f"time      queue {seconds(timings.queue_s)} · prefill {seconds(timings.prefill_s)}"
-        f" · transfer {seconds(timings.transfer_s)} · TTFT {seconds(timings.ttft_s)}"
-        f" · TPOT {seconds(timings.tpot_s)}, largest gap {seconds(timings.max_itl_s)}"
+        f" · transfer {seconds(timings.transfer_s)}"
+    )
+    lines.append(
+        f"latency   TTFT {seconds(timings.ttft_s)} · TPOT {seconds(timings.tpot_s)}"
+        f" · largest gap {seconds(timings.max_itl_s)}"
     )
     lines.append(f"total     {throughput(usage.num_output_tokens, elapsed_s)} · seed {generation.seed}")
     return lines
@@ -192,12 +196,12 @@ def status_view(routers: Sequence[AskedRouter]) -> RenderableType:
 def _router_lines(router: RouterStatus, *, address: str) -> list[RenderableType]:
     http = f" · {openai_url(address, router)}" if router.http_port else ""
     lines = (
-        f"router {address}{http} · policy {router.policy} · {router.num_index_blocks} blocks in the prefix index\n"
+        f"router {address}{http} · policy {router.policy}\n"
         f"requests: {router.num_queued} queued, {router.num_active} active · {router.num_completed} completed,"
-        f" {router.num_cancelled} cancelled,"
-        f" {router.num_rejected} rejected ({router.num_refused} refused at the door), {router.num_failed} failed,"
-        f" {router.num_replans} replans, {router.num_moves} moves\n"
-        f"held: {router.num_bookings} bookings, {router.num_request_tasks} tasks"
+        f" {router.num_cancelled} cancelled, {router.num_failed} failed, {router.num_rejected} rejected\n"
+        f"{router.num_refused} refused at the door · {router.num_replans} replans, {router.num_moves} moves ·"
+        f" held: {router.num_bookings} bookings, {router.num_request_tasks} tasks ·"
+        f" prefix index: {router.num_index_blocks} blocks"
     )
     if router.refusals:
         lines += "\nrefused: " + ", ".join(
@@ -206,8 +210,8 @@ def _router_lines(router: RouterStatus, *, address: str) -> list[RenderableType]
     for each in router.tenants:
         lines += (
             f"\ntenant {each.tenant}: {each.num_queued} queued, {each.num_active} active · tokens"
-            f" {each.num_prompt_tokens} computed, {each.num_cached_tokens} cached, {each.num_output_tokens} answered ·"
-            f" router {each.router_s:.1f} s, compiling {each.compile_s:.1f} s"
+            f" {each.num_prompt_tokens} computed, {each.num_cached_tokens} cached, {each.num_output_tokens} answered\n"
+            f"  router {each.router_s:.1f} s, compiling {each.compile_s:.1f} s"
         )
         if each.num_set_back:
             lines += f" · {each.num_set_back} answers set back for other tenants"

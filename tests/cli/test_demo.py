@@ -31,7 +31,7 @@ def test_demo_asks_everything_shows_the_cost_and_stops(
     assert call.config.router.port == 0
     assert call.config.name != "mine"
     assert len(fake.generate_requests) == 9
-    assert result.stdout.count("remote prefill-0 → decode-0 (longest prefix)") == 9
+    assert result.stdout.count("remote prefill-0 → decode-0\n            longest prefix\n") == 9
     assert result.stdout.count("Hello world") == 9
     assert "A │ Hello world" in result.stdout
     assert "policy predictive" in result.stdout
@@ -68,6 +68,16 @@ def test_demo_sends_a_shared_prefix_a_long_prompt_and_a_seed(
     assert sampled.sampling.HasField("seed")
     assert sampled.sampling.temperature > 0
     assert structured.sampling.structured_outputs
+
+
+def test_demo_fits_a_hundred_columns_but_for_tables_and_answers(
+    run: Run, lifecycle: FakeLifecycle, address: str
+) -> None:
+    lifecycle.address = address
+    lines = [line.rstrip() for line in run("demo").stdout.splitlines()]
+    long = [line for line in lines if len(line) > 100 and not set("┃│╇") & set(line)]
+    assert not long
+    assert any("latency   TTFT" in line for line in lines)
 
 
 def test_demo_that_fails_stops_the_cluster_and_keeps_its_logs(

@@ -26,10 +26,11 @@ def test_generate_with_markup_in_the_answer_prints_it_raw(run: Run, fake: FakeIn
 def test_generate_with_stats_tells_the_cost_on_stderr(run: Run, address: str) -> None:
     result = run("generate", "-a", address, "-p", "Hi", "--show-stats")
     assert result.stdout == "Hello world\n"
-    assert "remote prefill-0 → decode-0 (longest prefix)" in result.stderr
+    assert "remote prefill-0 → decode-0\n          longest prefix\n" in result.stderr
     assert "prompt 5 · cached 3 (on decode 2) · output 2" in result.stderr
     assert "3.0 MiB handed over in 2 blocks by shm · 2.0 ms not hidden" in result.stderr
-    assert "queue 1.0 ms · prefill 250 ms · transfer 4.0 ms · TTFT 300 ms · TPOT 50.0 ms" in result.stderr
+    assert "queue 1.0 ms · prefill 250 ms · transfer 4.0 ms\n" in result.stderr
+    assert "TTFT 300 ms · TPOT 50.0 ms · largest gap 60.0 ms" in result.stderr
     assert "2 tokens in" in result.stderr
     assert "tokens/s · seed 7" in result.stderr
 
