@@ -1,6 +1,5 @@
 """Checks whether this host can run the configuration."""
 
-import json
 import os
 import resource
 import shutil
@@ -15,14 +14,15 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 from cluster.doctor.finding import DoctorFinding, failure, ok, warning
+from cluster.doctor.model import check_model
 from common.cgroups import usable_cores
-from common.config import PoolConfig, ServingConfig
+from common.config import ConfigError, PoolConfig, ServingConfig
 from common.engines import NIXL_VERSION, VLLM_VERSION, installed_package, vllm_version
-from common.model_files import CACHE_ENV, DEFAULT_MODEL_ID, ModelNotFound, cache_dir, resolve_model
+from common.model_files import CACHE_ENV, cache_dir
 from common.ports import dial_address, is_loopback, is_port_free
 from common.process import count_gpus
-from common.random_models import SEED_FILE
 from engine.memory import measure_host
+from router.doorkeeper import make_block_key, make_doorkeeper
 
 _GIB = 1 << 30
 _LITTLE_DISK_GIB, _NO_DISK_GIB = 5.0, 0.5
@@ -81,7 +81,7 @@ def check_host(config: ServingConfig, host: HostFacts, *, is_up: bool) -> Iterat
         yield _vllm(host)
     if "nixl" in config.transfer.transports:
         yield _nixl(host)
-    yield _model(config)
+    yield from check_model(config)
     yield _memory(config, host)
     yield _cores(config, host)
     yield from _disks(host)
@@ -90,6 +90,7 @@ def check_host(config: ServingConfig, host: HostFacts, *, is_up: bool) -> Iterat
     yield check_kernels(config, host)
     yield check_doors(config)
     if not is_up:
+        yield _secrets(config)
         yield from _ports(config)
     if config.launcher == "ray":
         yield _ray(host, is_up=is_up)
@@ -134,39 +135,6 @@ def _nixl(host: HostFacts) -> DoctorFinding:
     if found != NIXL_VERSION:
         return warning("NIXL", f"{found}; tests run with {NIXL_VERSION}", f"`pip install nixl=={NIXL_VERSION}`")
     return ok("NIXL", found)
-
-
-def _model(config: ServingConfig) -> DoctorFinding:
-    model = config.model
-    if model.engine == "fake":
-        return ok("model files", "the fake engine needs none")
-    try:
-        folder = resolve_model(model.id, local_files_only=True)
-    except ModelNotFound as error:
-        if model.id == DEFAULT_MODEL_ID:
-            return warning("model files", str(error), "nothing: `kvrelay up` fetches it, in about 20 s")
-        advice = "correct model.id, or put the files there; every host of the cluster needs them"
-        return failure("model files", str(error), advice)
-    missing = [name for name in _weight_files(folder) if not (folder / name).is_file()]
-    if not (folder / "tokenizer.json").is_file() and not (folder / "tokenizer.model").is_file():
-        missing.append("tokenizer.json")
-    if missing:
-        shown = ", ".join(missing[:3]) + (" …" if len(missing) > 3 else "")
-        return failure(
-            "model files", f"{shown} missing in {folder}", "fetch the model again: the download is incomplete"
-        )
-    return ok("model files", str(folder))
-
-
-def _weight_files(folder: Path) -> list[str]:
-    """Return the weight files that the model must have."""
-    if (folder / SEED_FILE).is_file():
-        return []
-    index = folder / "model.safetensors.index.json"
-    if not index.is_file():
-        has_weights = any(file.suffix in (".safetensors", ".gguf") for file in folder.iterdir())
-        return [] if has_weights else ["model.safetensors"]
-    return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
 
 
 def _memory(config: ServingConfig, host: HostFacts) -> DoctorFinding:
@@ -255,6 +223,17 @@ def check_kernels(config: ServingConfig, host: HostFacts) -> DoctorFinding:
     if host.compiler is None:
         return warning("compiled kernels", "no C++ compiler", "install g++: torch alone is several times slower")
     return ok("compiled kernels", f"compiler {host.compiler}")
+
+
+def _secrets(config: ServingConfig) -> DoctorFinding:
+    """Return whether routers that start with this environment would have their keys."""
+    try:
+        make_doorkeeper(config)
+        make_block_key(config, b"")
+    except ConfigError as error:
+        advice = "export the variable where `kvrelay up` runs, or correct the key"
+        return failure("secrets", f"{error.key}: {error}", advice)
+    return ok("secrets", f"{len(config.secret_variables)} of serving.yaml in environment variables")
 
 
 def _ports(config: ServingConfig) -> Iterator[DoctorFinding]:

@@ -18,6 +18,7 @@ from cluster.doctor.host import HostFacts, check_host
 from cluster.doctor.service import check_service
 from common.config import ServingConfig, parse_config
 from common.engines import NIXL_VERSION, VLLM_PACKAGES
+from common.fake_tokenizer import byte_tokenizer
 from common.model_files import CACHE_ENV, resolve_model
 from common.random_models import RANDOM_PREFIX
 from common.rpc_server import start_server
@@ -162,10 +163,63 @@ def test_missing_model_is_fetched_and_missing_weights_are_a_failure(
     assert "model files" not in bad(check_host(config(model={"id": str(folder)}), host(), is_up=False))
 
 
+def _checkpoint(folder: Path) -> Path:
+    """Return a folder with a tokenizer and no chat template."""
+    folder.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (folder / name).write_text("{}", encoding="utf-8")
+    byte_tokenizer().save(str(folder / "tokenizer.json"))
+    return folder
+
+
 def test_model_in_a_gguf_file_is_complete(tmp_path: Path) -> None:
     for name in ("config.json", "tokenizer.json", "model.Q4_0.gguf"):
         (tmp_path / name).write_text("{}", encoding="utf-8")
     assert "model files" not in bad(check_host(config(model={"id": str(tmp_path)}), host(), is_up=False))
+
+
+@pytest.mark.parametrize(
+    ("template", "verdict", "text"),
+    [
+        (None, Health.FAILURE, "there is no file"),
+        ("{% for", Health.FAILURE, "does not compile"),
+        ("{{ raise_exception('only poems') }}", Health.FAILURE, "only poems"),
+        ("{{ messages[0].content }}", None, ""),
+    ],
+)
+def test_own_chat_template_is_tried_before_the_cluster_starts(
+    tmp_path: Path, template: str | None, verdict: Health | None, text: str
+) -> None:
+    own = tmp_path / "own.jinja"
+    if template is not None:
+        own.write_text(template, encoding="utf-8")
+    folder = _checkpoint(tmp_path / "model")
+
+    found = bad(check_host(config(model={"id": str(folder), "chat_template": str(own)}), host(), is_up=False))
+
+    finding = found.get("chat template")
+    assert (finding and finding.verdict) == verdict
+    assert finding is None or text in finding.detail
+
+
+def test_model_without_a_chat_template_is_a_warning(tmp_path: Path) -> None:
+    found = bad(check_host(config(model={"id": str(_checkpoint(tmp_path / "model"))}), host(), is_up=False))
+    assert found["chat template"].verdict is Health.WARNING
+
+
+@pytest.mark.parametrize(("key", "text"), [(None, "variable TEAM_KEY is not set"), ("short", "has 5 characters")])
+def test_key_of_an_environment_variable_is_looked_for_before_the_cluster_starts(
+    monkeypatch: pytest.MonkeyPatch, key: str | None, text: str
+) -> None:
+    serving = config(router={"auth": "api_key"}, tenants=[{"name": "team", "api_keys": ["env:TEAM_KEY"]}])
+    monkeypatch.delenv("TEAM_KEY", raising=False)
+    if key is not None:
+        monkeypatch.setenv("TEAM_KEY", key)
+
+    assert text in bad(check_host(serving, host(), is_up=False))["secrets"].detail
+    assert "secrets" not in bad(check_host(serving, host(), is_up=True))  # routers that run have theirs
+    monkeypatch.setenv("TEAM_KEY", "long enough for a key")
+    assert "secrets" not in bad(check_host(serving, host(), is_up=False))
 
 
 def test_taken_port_is_a_failure_unless_the_cluster_itself_holds_it() -> None:
