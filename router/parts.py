@@ -44,6 +44,16 @@ class RouterParts:
     config: RouterConfig
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Substitutes:
+    """Parts that a comparison puts in the place of a router's own."""
+
+    policy: str | None = None
+    """Name of a policy, which may be one of `SIMULATED_POLICIES`; None: the configured one."""
+    queue: type[FairQueue[QueuedRequest]] = FairQueue
+    """The order of the line."""
+
+
 _LOCAL_LIMIT = 32
 
 
@@ -58,20 +68,21 @@ def build_router(
     *,
     clock: Clock,
     reach: Reach,
-    policy: str | None = None,
+    substitutes: Substitutes | None = None,
     seed: int = 0,
     probes: TextProbes | None = None,
 ) -> RouterParts:
     """Return a router that knows no workers yet. `reach` is how it calls them.
 
-    `policy` replaces the configured one and may be one of `SIMULATED_POLICIES`; `seed` is for its random choices.
-    `probes` is what workers must make of the fixed texts; None where no text is served.
+    `seed` is for a policy's random choices. `probes` is what workers must make of the fixed texts; None where no text
+    is served.
     """
+    substitutes = substitutes or Substitutes()
     index = PrefixIndex(max_blocks=(config.index_memory_mib << 20) // BYTES_PER_BLOCK)
     metrics = RouterMetrics()
     heartbeat_s = 0.0 if config.silence_s is None else HEARTBEAT_S
     fleet = Fleet(index=index, clock=clock, reach=reach, probes=probes, heartbeat_s=heartbeat_s)
-    policy_name = policy or config.policy
+    policy_name = substitutes.policy or config.policy
     settings = PolicySettings(
         local_prefill_max_tokens=_local_limit(config, policy_name),
         max_prefill_wait_s=config.max_prefill_wait_s,
@@ -84,7 +95,7 @@ def build_router(
         clock=clock,
         max_wait_s=config.max_prefill_wait_s,
     )
-    queue: FairQueue[QueuedRequest] = FairQueue(late_share=config.late_share)
+    queue = substitutes.queue(late_share=config.late_share)
     admission = Admission(
         fleet=fleet, queue=queue, clock=clock, max_queued=config.max_queued, metrics=TenantMetrics(metrics.registry)
     )

@@ -165,7 +165,7 @@ class SimCluster:
             self.settings.router.model_copy(update={"silence_s": None}),  # nothing stops here, and heartbeats cost time
             clock=VirtualClock(self._loop),
             reach=simulated_reach(self.network.connect_from(f"router-{number}:1")),
-            policy=self.settings.policy,
+            substitutes=self.settings.substitutes,
         )
         router.chooser.choose = _timed(router.chooser.choose, self.choice_s)  # type: ignore[method-assign, assignment]
         return router

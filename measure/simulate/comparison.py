@@ -24,6 +24,7 @@ from pydantic import TypeAdapter
 
 from common.config import RouterConfig
 from common.slo import Slo
+from measure.simulate.ablations import ABLATIONS, arm_of
 from measure.simulate.records import Arrival, ClusterShape, NetworkShape, SimRun, SimSettings
 from measure.simulate.results import SimulationSummary, summarize_run
 from measure.simulate.roofline import Hardware
@@ -121,7 +122,7 @@ class CellResult:
 
 def policy_names() -> tuple[str, ...]:
     """Return every policy that can be compared."""
-    return (*POLICIES, *SIMULATED_POLICIES)
+    return (*POLICIES, *SIMULATED_POLICIES, *ABLATIONS)
 
 
 def load_trace(settings: ReplaySettings) -> Trace:
@@ -195,7 +196,7 @@ def read_cell(cell: ReplayCell, folder: Path) -> CellResult | None:
 
 def simulation(settings: ReplaySettings, policy: str) -> tuple[ClusterShape, SimSettings]:
     """Return the cluster that a policy is replayed on, and the run's settings. Raises as `Hardware.pace`."""
-    is_perfect = policy == GREEDY_PERFECT_SIGNALS
+    is_perfect, arm = policy == GREEDY_PERFECT_SIGNALS, arm_of(policy)
     pace, link, kv_bytes_per_token = settings.hardware.pace(settings.max_step_tokens)
     shape = ClusterShape(
         num_prefill=settings.num_prefill,
@@ -210,8 +211,8 @@ def simulation(settings: ReplaySettings, policy: str) -> tuple[ClusterShape, Sim
         prefill=pace,
         decode=pace,
         network=NetworkShape(kv_bytes_per_s=link.bytes_per_s),
-        router=RouterConfig.model_validate({"shed": settings.shed}),
-        policy=policy,
+        router=RouterConfig.model_validate({"shed": settings.shed if arm.sheds else "none"}),
+        substitutes=arm.substitutes,
         report_interval_s=PERFECT_REPORT_INTERVAL_S if is_perfect else settings.report_interval_s,
         event_lag_s=0.0 if is_perfect else settings.event_lag_s,
         tpot_slo_s=settings.slo.tpot_s,

@@ -10,6 +10,7 @@ from common.config import RouterConfig
 from common.slo import Slo
 from measure.load.records import PoolSample, RequestRecord
 from measure.simulate.timing import WorkerSpeed
+from router.parts import Substitutes
 from router.tenants import ANYBODY, Tenant
 
 
@@ -126,8 +127,8 @@ class SimSettings:
     network: NetworkShape = field(default_factory=NetworkShape)
     router: RouterConfig = field(default_factory=RouterConfig)
     """Router settings; they name the policy."""
-    policy: str | None = None
-    """Policy in place of that one; may be one that only simulations have."""
+    substitutes: Substitutes = field(default_factory=Substitutes)
+    """A policy in place of that one, and an order in place of the line's."""
     report_interval_s: float = 0.1
     """Minimum time between two reports of a worker's load and KV events."""
     event_lag_s: float = 0.0

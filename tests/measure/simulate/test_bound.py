@@ -18,6 +18,7 @@ from measure.simulate.comparison import trace_arrivals
 from measure.simulate.roofline import Roofline
 from measure.simulate.timing import FittedTimes, StepTimes
 from measure.workload.traces import Trace, TraceRequest
+from router.parts import Substitutes
 from tests.measure.simulate.builders import MODEL, make_settings, make_shape
 from tests.measure.simulate.schedules import Search
 
@@ -112,7 +113,7 @@ def test_no_policy_is_better(
     trace = random_trace(seed, rate_per_s=rate_per_s)
     done = run(
         make_shape(*shape),
-        replace(make_settings(tpot_slo_s=tpot_s), policy=policy),
+        replace(make_settings(tpot_slo_s=tpot_s), substitutes=Substitutes(policy=policy)),
         trace_arrivals(trace, slo=slo, max_tokens=1),
     )
     times = FittedTimes(MODEL)
