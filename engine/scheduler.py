@@ -88,10 +88,11 @@ class Scheduler:
     @property
     def num_spoken_for(self) -> int:
         """Free pages that are reserved for running sequences and the first in line."""
-        if not self.waiting:
-            return self.num_spared(0)
-        first = self.waiting[0]
-        return self.num_spared(0) + self.pages.num_blocks_for(first.num_tokens) - len(first.landed_blocks)
+        return self.num_spared(0) + self._num_awaited(self.waiting[:1])
+
+    def _num_awaited(self, waiting: Seq[Sequence]) -> int:
+        """Return the free pages that waiting sequences take if they find none cached."""
+        return sum(self.pages.num_blocks_for(each.num_tokens) - len(each.landed_blocks) for each in waiting)
 
     # ── entering ────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -103,18 +104,21 @@ class Scheduler:
         return None
 
     def reserve(self, sequence: Sequence) -> Refused | None:
-        """Grant pages for all known tokens, which a transfer fills, or refuse; see `Pages.take` for what it sets."""
+        """Grant pages for all known tokens, which a transfer fills, or refuse; see `Pages.take` for what it sets.
+
+        Sequences in line come first: what they need stays free.
+        """
         slots = self._num_slots
         if slots and slots + sequence.num_samples > self.limits.max_running:
             return Refused(reason=f"{slots} sequences are running or about to run", retry_after_s=0.5)
-        if self.waiting:
-            return Refused(reason="sequences are waiting for pages", retry_after_s=0.5)
         # The last token of beams is computed here: its candidates are needed.
         hashes = sequence.block_hashes[: sequence.num_reusable_blocks] if sequence.is_beam else sequence.block_hashes
         cached = self.pool.match_prefix(hashes)
         # Every sample writes its next token soon.
-        if not self.pages.take(sequence, cached, num_spared=self.num_spared(sequence.num_samples)):
-            return Refused(reason=f"{self.pool.num_free} pages are free; too few for this prompt", retry_after_s=0.5)
+        num_spared = self.num_spared(sequence.num_samples) + self._num_awaited(self.waiting)
+        if not self.pages.take(sequence, cached, num_spared=num_spared):
+            reason = f"{self.pool.num_free} pages are free; too few for this prompt beside those in line"
+            return Refused(reason=reason, retry_after_s=0.5)
         sequence.state = SequenceState.RESERVED
         self.reserved.append(sequence)
         return None

@@ -224,7 +224,7 @@ class Line:
                 rests_s[pool] += REST_ASKED_S if known is None else REST_KNOWN_S
                 self._is_short |= queued.lacks_room and not pool
                 has_claim = self._asker.is_open and self._claims.make(place)
-                if queued.num_overtaken >= MAX_OVERTAKEN or num_refused[pool] >= MAX_PASSED:
+                if _has_waited_enough(queued) or num_refused[pool] >= MAX_PASSED:
                     skipping.close(place)
                 elif outcome.cause is RefusalCause.SATURATED and not has_claim:
                     if place.tenant == FIRST:  # a tenant with less than its share may still claim room
@@ -290,6 +290,14 @@ class Line:
             return WorkerLost(message)
         refused = Refused(reason=message, retry_after_s=self.admission.promise_s(), cause=RefusalCause.NO_ROOM)
         return self.admission.refuse(queued.ticket.account.tenant.name, refused).error()
+
+
+def _has_waited_enough(queued: QueuedRequest) -> bool:
+    """Whether nothing may go ahead of a waiting request any more.
+
+    One that workers have refused for what it asks of them alone waits for those, whatever others do meanwhile.
+    """
+    return queued.num_overtaken >= MAX_OVERTAKEN and not queued.search.exclusions
 
 
 def _is_overtaken(queued: QueuedRequest, *, by: QueuedRequest) -> bool:

@@ -30,6 +30,16 @@ async def test_large_request_without_a_plan_lets_small_ones_pass_but_not_for_eve
     assert line.served == {"small"}
 
 
+async def test_request_that_its_worker_has_refused_never_holds_up_those_behind_it() -> None:
+    line = Line(num_pages=4)
+    line.chooser.unwanted.add("refused")
+    await line.come("refused", 1, B)
+    for _ in range(2 * MAX_OVERTAKEN):
+        await line.come("small", 1)
+        assert "small" in line.served, "a request that its worker cannot take would starve all others"
+        await line.end("small")
+
+
 async def test_plan_says_how_long_its_request_waited_for_the_pace_of_answers() -> None:
     line = Line(num_pages=MAX_CANDIDATES + 2, gap_s=0.0)
     await line.come("at once", 1)
