@@ -21,7 +21,7 @@ from router.http.bodies import read_body
 from router.http.calls import read_token_ids
 from router.http.errors import NOT_FOUND, HttpError
 from router.http.exchange import Exchange
-from router.http.json_parts import PART_VALUES, joined_parts
+from router.http.json_parts import PART_VALUES, joined_parts, quote
 from router.http.messages import read_chat_prompt, read_messages
 from router.http.routes import openapi_document
 from router.http.schema import DetokenizeBody, TokenizeBody
@@ -88,6 +88,8 @@ class Inquiries:
     def __init__(self, door: FrontDoor) -> None:
         self._door = door
         self._started = int(time.time())
+        self._openapi: bytes | None = None
+        """Set once it has been asked for."""
 
     async def models(self, exchange: Exchange) -> None:
         """`GET /v1/models`."""
@@ -153,7 +155,9 @@ class Inquiries:
 
     async def openapi(self, exchange: Exchange) -> None:
         """`GET /openapi.json`."""
-        exchange.finish_json(await asyncio.to_thread(openapi_document))
+        if self._openapi is None:
+            self._openapi = await asyncio.to_thread(lambda: quote(openapi_document()).encode())
+        exchange.finish_body(self._openapi, "application/json")
 
     def _model(self, model: ModelFacts, name: str) -> dict[str, Any]:
         return {
