@@ -244,7 +244,7 @@ class Orchestrator:
                 if leg.num_attempts == 1:
                     evicted_tokens = booking.decision.num_evicted_blocks * leg.record.job.model.block_size
                     leg.record.num_evicted_tokens = evicted_tokens
-                    leg.record.paced_s = booking.decision.paced_s
+                    leg.record.waits += booking.decision.waits
                 kind = GenerationAttempt if leg.record.job.embedding is None else EmbeddingAttempt
                 attempt = kind(
                     requests=WorkerRequests(

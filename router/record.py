@@ -15,6 +15,7 @@ from common.tokens import TOKEN_BYTES, TokenArray, as_tokens
 from common.wire import message_of, pack_tokens, sampling_to_proto
 from kvrelay.v1 import decode_pb2, inference_pb2, sampling_pb2, sequence_pb2, worker_pb2
 from router.admission.account import Service
+from router.admission.waits import NO_WAITS, Waits
 from router.calibration import DurationForecast
 from router.crash_budget import Losses
 from router.demand import Answered
@@ -85,8 +86,8 @@ class RunningRequest:
     num_cached_tokens: int = 0
     num_evicted_tokens: int = 0
     """Prompt tokens that caches had held and had evicted when the request was first planned."""
-    paced_s: float = 0.0
-    """Time in line until decode workers could keep the pace of another answer."""
+    waits: Waits = NO_WAITS
+    """Waits in line for the plans of its first attempt."""
     num_pulled_tokens: int = 0
     num_decode_cached_tokens: int = 0
     num_drafted_tokens: int = 0

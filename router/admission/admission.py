@@ -32,6 +32,7 @@ from router.admission.lanes import lanes_of, newcomers_lanes_of, share_of
 from router.admission.limits import Pace
 from router.admission.ticket import QueuedRequest, Ticket
 from router.admission.turns import Turns
+from router.admission.waits import PoolWaits
 from router.fleet import Fleet
 from router.metrics import TenantMetrics
 from router.tenants import ANYBODY, NO_TERMS, Overload, Tenant, Terms
@@ -71,6 +72,8 @@ class Admission:
         """Tickets that wait for a first plan."""
         self.num_refused = 0
         """Requests refused before any worker was asked for anything."""
+        self.waits = {is_prefill: PoolWaits(clock, is_prefill=is_prefill) for is_prefill in (False, True)}
+        """Waits in line, by whether the prefill pool answers."""
         self.on_room: Callable[[], None] = lambda: None
         """Called when a tenant may have another request with a plan."""
         self._accounts: dict[str, Account] = {}
@@ -274,6 +277,8 @@ class Admission:
         if account.is_full:
             for lane in newcomers_lanes_of(account.tenant.name):
                 self._queue.hold(lane)
+            for waits in self.waits.values():
+                waits.hold(account.tenant.name)
 
     def take_back(self, ticket: Ticket) -> None:
         """Let a newcomer that a worker has refused wait as before its plan; no other request displaces it any more."""
@@ -305,6 +310,8 @@ class Admission:
             return False
         for lane in newcomers_lanes_of(account.tenant.name):
             self._queue.release(lane)
+        for waits in self.waits.values():
+            waits.release(account.tenant.name)
         return True
 
     def _charge(self, ticket: Ticket, service: Service) -> None:

@@ -6,14 +6,14 @@ should be free, or when a worker becomes free after none was. A request that nee
 may have it, and now and then in case it has become too late for it. Any other is asked again after any change.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 from common.clock import Clock
 from common.errors import RefusalCause, Refused
 from router.admission.ticket import QueuedRequest
+from router.admission.waits import PoolWaits, Waits
 from router.placement.chooser import Chooser
 from router.placement.decisions import Booking
-from router.placement.plans import TooSlow
 
 MIN_BUSY_S = 0.005
 """Shortest pause before a request that waits for one busy worker is tried again."""
@@ -21,27 +21,13 @@ JUDGE_AGAIN_S = 0.1
 """Pause before a request is asked about again for which there is still no room: it may be too late for it by now."""
 
 
-@dataclass(slots=True)
-class _PacedTime:
-    """The time in which the latest refusal of a pool was for the pace of its answers."""
-
-    total_s: float = 0.0
-    since_s: float | None = None
-    """Begin of the period that goes on."""
-
-    def refuse(self, now_s: float, *, is_paced: bool) -> None:
-        self.total_s = self.until(now_s)
-        self.since_s = now_s if is_paced else None
-
-    def until(self, now_s: float) -> float:
-        return self.total_s + (0.0 if self.since_s is None else now_s - self.since_s)
-
-
 class Asker:
     """Asks the chooser, and knows when the answer would be the last refusal again. Event loop only."""
 
-    def __init__(self, chooser: Chooser, clock: Clock) -> None:
+    def __init__(self, chooser: Chooser, waits: Mapping[bool, PoolWaits], clock: Clock) -> None:
+        """`waits`: by whether the prefill pool answers."""
         self._chooser = chooser
+        self._waits = waits
         self._clock = clock
         self.num_changes = 0
         """Changes of the fleet so far."""
@@ -51,8 +37,6 @@ class Asker:
         """Times that a worker became free after none was."""
         self.is_open = False
         """Whether some worker was free for another prompt at the last look."""
-        self._paces = {False: _PacedTime(), True: _PacedTime()}
-        """By whether the prefill pool answers. What is not asked about waits for what others are refused for."""
 
     def look(self, now_s: float) -> None:
         """Note whether some worker is free for another prompt."""
@@ -60,19 +44,19 @@ class Asker:
         was_open, self.is_open = self.is_open, self._opens_s <= now_s
         self._num_openings += self.is_open and not was_open
 
-    def paced_s(self, queued: QueuedRequest) -> float:
-        """Return for how long its pool has ever refused requests since answers would have become too slow."""
-        return self._paces[queued.search.request.is_prefill_only].until(self._clock.monotonic())
+    def waits(self, queued: QueuedRequest) -> Waits:
+        """Return how long requests like this one have ever waited for what."""
+        tenant = queued.ticket.account.tenant.name if queued.is_newcomer else None
+        return self._waits[queued.search.request.is_prefill_only].read(tenant)
 
     def ask(self, queued: QueuedRequest) -> Booking | Refused:
         """Return a booked plan, or why there is none now."""
         outcome = self._chooser.choose(queued.search)
         if isinstance(outcome, Booking):
-            outcome.decision.paced_s = self.paced_s(queued) - queued.paced_before_s
+            outcome.decision.waits = self.waits(queued) - queued.waits_before
         else:
             if not outcome.is_final:  # else it concerns this request alone
-                pace = self._paces[queued.search.request.is_prefill_only]
-                pace.refuse(self._clock.monotonic(), is_paced=isinstance(outcome, TooSlow))
+                self._waits[queued.search.request.is_prefill_only].note(outcome)
             queued.last_refusal = outcome
             queued.refused_at, queued.refused_at_opening = self.num_changes, self._num_openings
             pause_s = JUDGE_AGAIN_S if queued.search.needs_room else max(outcome.retry_after_s, MIN_BUSY_S)

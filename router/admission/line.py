@@ -67,7 +67,7 @@ class Line:
         self._clock = clock
         self.num_queued_tokens = 0
         """Tokens of the queued requests whose size is known."""
-        self._asker = Asker(chooser, clock)
+        self._asker = Asker(chooser, admission.waits, clock)
         self._timer: asyncio.TimerHandle | None = None
         self._wakes_at_s = math.inf
         """Time of the timer, on the clock."""
@@ -101,8 +101,8 @@ class Line:
         queued.ticket.check_place()
         granted: asyncio.Future[Booking | Refused] = asyncio.get_running_loop().create_future()
         queued.granted, queued.last_refusal = granted, None
-        queued.paced_before_s = self._asker.paced_s(queued)
         place = self._stand(queued)
+        queued.waits_before = self._asker.waits(queued)
         had_plan = queued.ticket.has_plan
         queued.ticket.queued.add(queued)
         pool = queued.search.request.is_prefill_only

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from common.errors import RefusalCause, Refused
 from router.admission.account import Account, Service
+from router.admission.waits import NO_WAITS, Waits
 from router.calibration import DurationForecast
 from router.placement.chooser import Search
 from router.placement.decisions import Booking
@@ -104,8 +105,8 @@ class QueuedRequest:
     """Number of times that a worker had become free after none was, at the last refusal."""
     ask_again_s: float = 0.0
     """Time at which the last refusal suggests asking again."""
-    paced_before_s: float = 0.0
-    """Time of its pool (`Asker.paced_s`) at its arrival in line."""
+    waits_before: Waits = NO_WAITS
+    """Waits of requests like it (`Asker.waits`) at its arrival in line."""
     num_overtaken: int = 0
     """Plans given to requests behind this one after it was refused one."""
 
@@ -119,6 +120,11 @@ class QueuedRequest:
         """End its wait."""
         assert self.granted is not None, "only a request in line is granted a plan"
         self.granted.set_result(outcome)
+
+    @property
+    def is_newcomer(self) -> bool:
+        """Whether it stands in a lane that a limit of its tenant may hold; known once it is in line."""
+        return not (self.goes_first or self.is_set_back)
 
     @property
     def lacks_room(self) -> bool:

@@ -7,10 +7,11 @@ import numpy as np
 
 from common.slo import Slo
 from router.diagnosis.changes import short_time
-from router.diagnosis.recent_requests import RecentRequest
+from router.diagnosis.recent_requests import RecentRequest, most_awaited
 
+_LINE = "in the router's line"
 _PARTS: Sequence[tuple[str, Callable[[RecentRequest], float]]] = (
-    ("in the router's line", lambda each: each.line_s),
+    (_LINE, lambda each: each.line_s),
     ("queued at the worker", lambda each: each.worker_queue_s),
     ("prefill", lambda each: each.prefill_s),
     ("KV transfer after prefill", lambda each: each.transfer_exposed_s),
@@ -55,7 +56,7 @@ def _sentence(
     name: str, read: Callable[[RecentRequest], float], request: RecentRequest, others: Sequence[RecentRequest]
 ) -> str:
     usual = f", usually {median(map(read, others)):.3g} s" if others else ""
-    return f"{name}: {read(request):.3g} s{usual}"
+    return f"{name}: {read(request):.3g} s{usual}{most_awaited([request]) if name is _LINE else ''}"
 
 
 def _rest_s(request: RecentRequest) -> float:

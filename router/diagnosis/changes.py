@@ -137,12 +137,12 @@ def _wait(busy_share: float, num_workers: int) -> float:
     return float(busy_share ** (math.sqrt(2 * (num_workers + 1)) - 1) / (num_workers * (1 - busy_share)))
 
 
-def more_answers(pool: DiagnosedPool) -> SuggestedChange:
-    """Return what takes more answers where each worker has as many as the objective for gaps allows."""
+def more_answers(pool: DiagnosedPool, instead: str) -> SuggestedChange:
+    """Return what takes more answers where each worker has as many as it may; `instead`: what lets it have more."""
     return SuggestedChange(
         text=(
             f"a {pool.name} worker more: {pool.spare_share / len(pool.workers):.0%} more answers at the same pace"
-            f"{_cores(pool)}; or a longer slo.tpot_s: larger batches"
+            f"{_cores(pool)}; or {instead}"
         )
     )
 

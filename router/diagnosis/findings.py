@@ -7,12 +7,13 @@ that asks for most of the rest, then the load as such. Faults come before walls:
 """
 
 import enum
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
 from common.wire_names import TRANSPORT_NAMES
+from router.admission.waits import Wait
 from router.diagnosis import changes
 from router.diagnosis.changes import PredictedFigure, PromptTimes, SuggestedChange, short_time
 from router.diagnosis.pool import DiagnosedPool
@@ -28,8 +29,9 @@ _LOOK_AT_HOST = "look for other load, heat or swapping on its host; it is replac
 _FEWER_PROMPTS = "fewer prompts on decode workers (router.local_prefill_max_tokens), fewer processes on its host"
 _NUM_LOST = 3
 """Prefixes that a sentence names."""
-_FULL = 0.9
-_IDLE = 0.7
+_LONGER_GAPS = "a longer slo.tpot_s: larger batches"
+_MORE_ROOM = "more room on each (max_running; num_blocks, kv_dtype int8): larger batches, with longer steps"
+_LOOK_AT_WORKERS = "`kvrelay status` shows which workers are ready, `kvrelay logs` why one was not"
 
 
 class Cause(enum.Enum):
@@ -40,7 +42,9 @@ class Cause(enum.Enum):
     CACHE_EVICTIONS = "cache_evictions"
     PREFILL = "prefill"
     DECODE_PACE = "decode_pace"
-    DECODE_PAGES = "decode_pages"
+    DECODE_ROOM = "decode_room"
+    TENANT_LIMIT = "tenant_limit"
+    NO_WORKER = "no_worker"
     TRANSFER = "transfer"
     DECODE = "decode"
     DECODE_STALLS = "decode_stalls"
@@ -93,30 +97,72 @@ def find(view: DiagnosisInput) -> list[DiagnosisFinding]:
     if not view.requests:
         return []
     whole_s = _whole_s(view.requests)
-    kinds = (_slow_workers, _pace, _waits, _transfers, _decode_steps, _tail)
+    kinds = (_slow_workers, _line, _waits, _transfers, _decode_steps, _tail)
     worth = [
         each for kind in kinds for each in kind(view) if each.lost_s >= _MIN_SHARE * whole_s or each.cause in _FAULTS
     ]
     return sorted(worth, key=lambda each: (each.cause not in _FAULTS, -each.lost_s))
 
 
-def _pace(view: DiagnosisInput) -> list[DiagnosisFinding]:
-    """Return the wait for decode workers on which another answer would not slow down the tokens of all too much."""
-    pace_s, pool = _mean(view.requests, lambda each: each.pace_s), view.decoder
-    options = [changes.more_answers(pool), changes.fewer_weight_bits(pool), changes.other_split(view.reader, pool)]
+def _line(view: DiagnosisInput) -> list[DiagnosisFinding]:
+    """Return the waits in line for anything but prefill."""
+    pool = view.decoder
+    room = f"batches are of {pool.mean_batch:.1f}, and answers hold {pool.used_page_share:.0%} of the pages"
+    pace = f"with another one in a batch of {pool.mean_batch:.1f}, gaps between tokens would miss their objective"
+    worker_s = _wait_s(view.requests, Wait.WORKER)
     return [
+        _decode_wall(view, Wait.DECODE_ROOM, f"a slot and pages: {room}", instead=_MORE_ROOM),
+        _decode_wall(view, Wait.DECODE_PACE, f"the pace of answers: {pace} (slo.tpot_s)", instead=_LONGER_GAPS),
+        _tenant_limit(view),
         DiagnosisFinding(
-            cause=Cause.DECODE_PACE,
-            pool=pool.name,
-            lost_s=pace_s,
+            cause=Cause.NO_WORKER,
+            pool="",
+            lost_s=worker_s,
             text=(
-                f"requests wait {pace_s:.2g} s in line for the pace of answers: with another one in a batch of"
-                f" {pool.mean_batch:.1f}, gaps between tokens would miss their objective (slo.tpot_s);"
-                f" {pool.name} workers are busy {pool.busy_share:.0%} of the time"
+                f"requests wait {worker_s:.2g} s in line for a worker: those of a pool were starting or lost, or had"
+                " refused the request"
             ),
-            options=tuple(each for each in options if each is not None),
-        )
+            options=(SuggestedChange(text=_LOOK_AT_WORKERS),),
+        ),
     ]
+
+
+def _decode_wall(view: DiagnosisInput, wait: Wait, what: str, *, instead: str) -> DiagnosisFinding:
+    pool, wait_s = view.decoder, _wait_s(view.requests, wait)
+    options = [
+        changes.more_answers(pool, instead),
+        changes.fewer_weight_bits(pool),
+        changes.other_split(view.reader, pool),
+    ]
+    return DiagnosisFinding(
+        cause=Cause(wait.value),
+        pool=pool.name,
+        lost_s=wait_s,
+        text=(
+            f"requests wait {wait_s:.2g} s in line for {what}; {pool.name} workers are busy {pool.busy_share:.0%} of"
+            " the time"
+        ),
+        options=tuple(each for each in options if each is not None),
+    )
+
+
+def _tenant_limit(view: DiagnosisInput) -> DiagnosisFinding:
+    """Return the wait of requests behind others of their tenants, with the tenant that waits most."""
+    waits_s: defaultdict[str, float] = defaultdict(float)
+    for each in view.requests:
+        waits_s[each.tenant] += each.waits[Wait.TENANT_LIMIT]
+    tenant = max(waits_s, key=lambda name: waits_s[name])
+    own_s = _wait_s([each for each in view.requests if each.tenant == tenant], Wait.TENANT_LIMIT)
+    return DiagnosisFinding(
+        cause=Cause.TENANT_LIMIT,
+        pool="",
+        lost_s=_wait_s(view.requests, Wait.TENANT_LIMIT),
+        text=(
+            f"requests of tenant {tenant} wait {own_s:.2g} s in line for each other: as many as its max_concurrent"
+            " allows are served, whatever workers could take"
+        ),
+        options=(SuggestedChange(text=f"a higher max_concurrent for tenant {tenant}"),),
+    )
 
 
 def _waits(view: DiagnosisInput) -> list[DiagnosisFinding]:
@@ -143,15 +189,6 @@ def _waits(view: DiagnosisInput) -> list[DiagnosisFinding]:
     if (hot := _hot_tenant(view, rest_s)) is not None:
         found.append(hot)
         rest_s -= hot.lost_s
-    used = sum(worker.status.num_used_blocks for worker in view.decoder.workers)
-    pages = sum(worker.status.load.num_blocks for worker in view.decoder.workers)
-    if view.reader is not view.decoder and reader.busy_share < _IDLE and pages and used >= _FULL * pages:
-        text = f"decode workers hold {used} of {pages} pages: prompts wait {wait_s:.2g} s for answers to end"
-        more = (SuggestedChange(text="more pages for decode (num_blocks, kv_dtype int8), or a decode worker more"),)
-        return [
-            *found,
-            DiagnosisFinding(cause=Cause.DECODE_PAGES, pool="decode", lost_s=rest_s, text=text, options=more),
-        ]
     times = PromptTimes(
         waits_s=[each.prefill_wait_s for each in requests],
         prefills_s=[each.prefill_s for each in requests],
@@ -277,7 +314,7 @@ def _decode_steps(view: DiagnosisInput) -> list[DiagnosisFinding]:
                 f" {pool.mean_batch:.1f} with {pool.mean_context:.0f} KV tokens each{_walls(pool)}"
             ),
             options=(
-                changes.one_more_decoder(pool, refills=_is_paced(view)),
+                changes.one_more_decoder(pool, refills=_is_awaited(view)),
                 changes.fewer_weight_bits(pool),
                 changes.speculation(pool),
             ),
@@ -322,14 +359,20 @@ def _walls(pool: DiagnosedPool) -> str:
     )
 
 
-def _is_paced(view: DiagnosisInput) -> bool:
-    """Return whether requests wait for the pace of answers, so that each gap that a worker leaves is filled."""
-    return _mean(view.requests, lambda each: each.pace_s) >= _MIN_SHARE * _whole_s(view.requests)
+def _is_awaited(view: DiagnosisInput) -> bool:
+    """Return whether requests wait for decode workers, so that each gap that one leaves is filled."""
+    wait_s = _wait_s(view.requests, Wait.DECODE_ROOM) + _wait_s(view.requests, Wait.DECODE_PACE)
+    return wait_s >= _MIN_SHARE * _whole_s(view.requests)
 
 
 def _whole_s(requests: Sequence[RecentRequest]) -> float:
     """Return the time of a request, in the mean."""
     return _mean(requests, lambda each: each.ttft_s + each.decode_s)
+
+
+def _wait_s(requests: Sequence[RecentRequest], cause: Wait) -> float:
+    """Return the wait in line for a cause, in the mean."""
+    return _mean(requests, lambda each: each.waits[cause])
 
 
 def _mean(requests: Sequence[RecentRequest], read: Callable[[RecentRequest], float]) -> float:

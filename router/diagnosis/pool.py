@@ -148,6 +148,12 @@ class DiagnosedPool:
         return held / num_blocks if num_blocks else 0.0
 
     @property
+    def used_page_share(self) -> float:
+        """Share of the pages that are in use."""
+        num_blocks = sum(worker.status.load.num_blocks for worker in self.workers)
+        return sum(worker.status.num_used_blocks for worker in self.workers) / num_blocks if num_blocks else 0.0
+
+    @property
     def prefill_token_s(self) -> float:
         """Measured time of a prompt token in prefill steps, in the mean; 0 without any such step."""
         num_tokens = self.total("num_prefill_tokens")

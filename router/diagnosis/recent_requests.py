@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from common.clock import Clock
 from common.ids import RequestId
 from common.lifecycle import State
+from router.admission.waits import NO_WAITS, Wait, Waits
 from router.record import RunningRequest
 
 REMEMBERED_S = 3600.0
@@ -29,10 +30,10 @@ class RecentRequest:
     """Output tokens of one sample, in the mean."""
     line_s: float
     """Receipt to the first plan."""
-    pace_s: float = 0.0
-    """The part of it until decode workers could keep the pace of another answer."""
     worker_queue_s: float
     """First plan to the first chunk of the prompt."""
+    waits: Waits = NO_WAITS
+    """Parts of both in line, by what was waited for."""
     prefill_s: float
     transfer_exposed_s: float
     ttft_s: float
@@ -48,12 +49,28 @@ class RecentRequest:
     @property
     def prefill_wait_s(self) -> float:
         """The rest of the time before the first chunk of the prompt."""
-        return self.queue_s - self.pace_s
+        return max(0.0, self.queue_s - sum(self.waits[cause] for cause in Wait if cause is not Wait.PREFILL))
 
     @property
     def decode_s(self) -> float:
         """Time from the first token to the last one."""
         return (self.tpot_s or 0.0) * max(0, self.num_output_tokens - 1)
+
+
+_AWAITED = {
+    Wait.PREFILL: "prefill",
+    Wait.DECODE_ROOM: "a slot and pages on a decode worker",
+    Wait.DECODE_PACE: "the pace of answers (slo.tpot_s)",
+    Wait.TENANT_LIMIT: "the tenant's own requests (max_concurrent)",
+    Wait.WORKER: "a worker that could be chosen",
+}
+
+
+def most_awaited(requests: Sequence[RecentRequest]) -> str:
+    """Return what requests have waited longest for in line, as the end of a phrase; empty where none has waited."""
+    waits = sum((each.waits for each in requests), start=NO_WAITS)
+    cause = max(Wait, key=lambda each: waits[each])
+    return f", mostly for {_AWAITED[cause]}" if waits[cause] > 0 else ""
 
 
 class RecentRequests:
@@ -78,8 +95,8 @@ class RecentRequests:
                 num_evicted_tokens=min(record.num_evicted_tokens, answered.num_computed_tokens),
                 num_output_tokens=answered.num_output_tokens,
                 line_s=line_s,
-                pace_s=min(record.paced_s, line_s),
                 worker_queue_s=max(0.0, timings.queue_s - line_s),
+                waits=record.waits,
                 prefill_s=timings.prefill_s,
                 transfer_exposed_s=timings.transfer_exposed_s,
                 ttft_s=timings.ttft_s,

@@ -7,7 +7,7 @@ from statistics import fmean, median
 
 from common.ids import RequestId
 from router.diagnosis.changes import short_time
-from router.diagnosis.recent_requests import RecentRequest
+from router.diagnosis.recent_requests import RecentRequest, most_awaited
 
 Terms = Callable[[Iterable[RequestId]], Mapping[RequestId, Mapping[str, float]]]
 """Returns the parts of the cost of the latest plan of each of these requests, as far as they are known."""
@@ -15,8 +15,9 @@ Terms = Callable[[Iterable[RequestId]], Mapping[RequestId, Mapping[str, float]]]
 _SHARE = 0.05
 _MIN_REQUESTS = 20
 _TIMES_MEDIAN = 3.0
+_LINE = "the router's line"
 _PARTS: tuple[tuple[str, Callable[[RecentRequest], float]], ...] = (
-    ("the router's line", lambda each: each.line_s),
+    (_LINE, lambda each: each.line_s),
     ("the worker's queue", lambda each: each.worker_queue_s),
     ("their prefill", lambda each: each.prefill_s),
     ("KV after their prefill", lambda each: each.transfer_exposed_s),
@@ -45,7 +46,8 @@ def tail_of(requests: Sequence[RecentRequest], terms: Terms) -> Tail | None:
     part, part_s = max(((name, fmean(map(read, slow))) for name, read in _PARTS), key=lambda each: each[1])
     text = (
         f"the slowest {len(slow)} of {len(ordered)} requests wait {short_time(mean_s)} for their first token, half of"
-        f" all at most {short_time(usual_s)}: {short_time(part_s)} of it is {part};"
+        f" all at most {short_time(usual_s)}: {short_time(part_s)} of it is {part}"
+        f"{most_awaited(slow) if part is _LINE else ''};"
         f" {fmean(each.num_computed_tokens for each in slow):.0f} tokens are computed for each of them,"
         f" {fmean(each.num_computed_tokens for each in ordered):.0f} for all"
     )

@@ -17,6 +17,7 @@ from common.ids import RequestId
 from common.wire_names import PlanKind
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import sequence_pb2
+from router.admission.waits import NO_WAITS, Waits
 from router.calibration import DurationForecast
 from router.hold import Hold
 from router.placement.plans import Plan, PlanCandidate, kind_of
@@ -41,8 +42,8 @@ class DecisionRecord:
     """Duration of the choice."""
     waited_s: float = 0.0
     """Time from the receipt of the request to the choice."""
-    paced_s: float = 0.0
-    """Part of that in which the line was refused plans as answers would have become too slow."""
+    waits: Waits = NO_WAITS
+    """Parts of that in line, by what the request waited for."""
     line_forecast: DurationForecast | None = None
     """Time from receipt to the first token, as forecast when the request entered the line; None: it never waited."""
     ttft_forecast: DurationForecast | None = None

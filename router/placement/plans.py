@@ -227,6 +227,11 @@ class NoRoom(Refused):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NoWorker(Refused):
+    """A refusal until a worker may be chosen: all are lost, starting, or have just refused the request themselves."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TooSlow(Refused):
     """A refusal until answers have ended: with another one, gaps between tokens would miss an objective."""
 

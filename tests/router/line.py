@@ -13,6 +13,7 @@ from router.admission.fair_queue import FairQueue
 from router.admission.line import MAX_CANDIDATES, REST_ASKED_S
 from router.admission.line import Line as RealLine
 from router.admission.ticket import QueuedRequest, Ticket
+from router.admission.waits import Wait
 from router.calibration import DurationForecast
 from router.facts import WorkerEndpoint
 from router.fleet import Fleet
@@ -22,7 +23,7 @@ from router.member import Member
 from router.metrics import TenantMetrics
 from router.placement.chooser import Chooser, Exclusion, Search
 from router.placement.decisions import Booking, DecisionRecord
-from router.placement.plans import Busy, NoRoom, PlacementRequest, Plan, PolicySettings, TooSlow
+from router.placement.plans import Busy, NoRoom, NoWorker, PlacementRequest, Plan, PolicySettings, TooSlow
 from router.placement.policies.registry import make_policy
 from router.tenants import Tenant, Terms
 from tests.clock import ManualClock
@@ -48,6 +49,8 @@ class PageChooser(Chooser):
         self.busy: set[str] = set()
         self.is_closed = False
         """Whether another answer would break the gaps of those that run."""
+        self.is_empty = False
+        """Whether no worker may be chosen."""
         self.unwanted: set[str] = set()
         """Requests that the worker has refused, and that no other worker has room for."""
         self.differs = False
@@ -69,6 +72,8 @@ class PageChooser(Chooser):
             return NoRoom(reason="all is full", retry_after_s=1.0, cause=RefusalCause.SATURATED)
         if request.request_id in self.busy:
             return Busy(reason="busy", retry_after_s=5.0, worker_id=WORKER)
+        if self.is_empty:
+            return NoWorker(reason="no worker", retry_after_s=1.0)
         if self.is_closed:
             return TooSlow(reason="gaps would be too long", retry_after_s=1.0)
         if request.request_id in self.unwanted:
@@ -198,6 +203,10 @@ class Line:
         assert task.cancelled()
         self.tickets.pop(name).__exit__(None, None, None)
         await turns()
+
+    def waits(self, name: str) -> dict[Wait, float]:
+        """Return what a request with a plan waited for, without what it did not wait for."""
+        return {cause: wait_s for cause in Wait if (wait_s := self.waiting[name].result().decision.waits[cause])}
 
     @property
     def served(self) -> set[str]:

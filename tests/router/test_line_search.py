@@ -6,6 +6,7 @@ import pytest
 
 from router.admission.asking import JUDGE_AGAIN_S
 from router.admission.line import MAX_CANDIDATES, MAX_OVERTAKEN, MAX_PASSED
+from router.admission.waits import Wait
 from router.tenants import Tenant
 from tests.router.line import PATIENCE_S, REST_S, A, B, Line, turns
 
@@ -40,19 +41,51 @@ async def test_request_that_its_worker_has_refused_never_holds_up_those_behind_i
         await line.end("small")
 
 
-async def test_plan_says_how_long_its_request_waited_for_the_pace_of_answers() -> None:
+@pytest.mark.parametrize(
+    ("lack", "cause"),
+    [("is_closed", Wait.DECODE_PACE), ("is_saturated", Wait.DECODE_ROOM), ("is_empty", Wait.WORKER)],
+)
+async def test_plan_says_what_its_request_waited_for_and_how_long(lack: str, cause: Wait) -> None:
     line = Line(num_pages=MAX_CANDIDATES + 2, gap_s=0.0)
     await line.come("at once", 1)
-    assert line.waiting["at once"].result().decision.paced_s == 0.0
-    line.chooser.is_closed = True
+    assert line.waits("at once") == {}
+    setattr(line.chooser, lack, True)
     for number in range(MAX_CANDIDATES + 1):  # one more than the line asks about
         await line.come(f"a{number}", 1)
     line.clock.advance(5.0)
-    line.chooser.is_closed = False
+    setattr(line.chooser, lack, False)
     line.chooser.change()
     await turns()
-    paced = [line.waiting[f"a{number}"].result().decision.paced_s for number in range(MAX_CANDIDATES + 1)]
-    assert paced == pytest.approx([5.0] * len(paced)), "the diagnosis would count these waits as ones for prefill"
+    for number in range(MAX_CANDIDATES + 1):
+        assert line.waits(f"a{number}") == {cause: pytest.approx(5.0)}, "the diagnosis would blame prefill"
+
+
+async def test_request_waits_for_its_tenants_limit_while_that_holds_it_and_then_for_workers() -> None:
+    line = Line(num_pages=1, gap_s=0.0)
+    capped = Tenant(name="capped", max_concurrent=1)
+    await line.come("first", 1, capped)
+    await line.come("other", 1, B)
+    await line.come("second", 1, capped)
+    line.clock.advance(3.0)
+    line.chooser.is_saturated = True
+    await line.end("first")
+    line.clock.advance(2.0)
+    line.chooser.is_saturated = False
+    line.chooser.num_free = 2
+    line.chooser.change()
+    await turns()
+    assert line.waits("other") == {Wait.DECODE_ROOM: pytest.approx(5.0)}
+    assert line.waits("second") == {Wait.TENANT_LIMIT: pytest.approx(3.0), Wait.DECODE_ROOM: pytest.approx(2.0)}
+
+
+async def test_embedding_that_finds_no_pages_waits_for_prefill_and_not_for_a_decode_worker() -> None:
+    line = Line(num_pages=0, gap_s=0.0)
+    await line.come("embedding", 1, is_prefill_only=True)
+    line.clock.advance(5.0)
+    line.chooser.num_free = 1
+    line.chooser.change()
+    await turns()
+    assert line.waits("embedding") == {Wait.PREFILL: pytest.approx(5.0)}
 
 
 async def test_requests_that_need_room_are_asked_about_again_when_some_may_be_there() -> None:

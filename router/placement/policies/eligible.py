@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from common.errors import RefusalCause, Refused
 from common.ids import WorkerId
 from router.placement.loads import PoolLoads, ProjectedLoad
-from router.placement.plans import Busy, FleetView, NoRoom, PlacementRequest
+from router.placement.plans import Busy, FleetView, NoRoom, NoWorker, PlacementRequest
 
 RETRY_AFTER_S = 1.0
 """Pause before asking again after a refusal whose end cannot be predicted."""
@@ -27,7 +27,7 @@ class Eligible:
 def find_eligible(request: PlacementRequest, fleet: FleetView) -> Eligible | Refused:
     """Return the workers that can serve the request, or why none can answer it."""
     if not fleet.decode:
-        return refuse(f"no {fleet.answers} worker is available")
+        return refuse_without(fleet.answers)
     with_slots = fleet.decode.where(fleet.decode.num_free_slots >= request.num_samples)
     if not with_slots:
         is_full = not (fleet.decode.num_free_slots >= 1).any()
@@ -47,14 +47,9 @@ def find_eligible(request: PlacementRequest, fleet: FleetView) -> Eligible | Ref
     return Eligible(prefill=prefill, decode=decode, must_be_local=fleet.num_prefill == 0 or none_is_large_enough)
 
 
-def refuse(reason: str) -> Refused:
-    """Return a refusal that holds until something changes."""
-    return Refused(reason=reason, retry_after_s=RETRY_AFTER_S)
-
-
-def refuse_without_prefill() -> Refused:
-    """Return the refusal of a prompt that needs a prefill worker while none may be chosen."""
-    return refuse("no prefill worker is available")
+def refuse_without(pool: str) -> NoWorker:
+    """Return the refusal of a request that needs a worker of a pool while none may be chosen."""
+    return NoWorker(reason=f"no {pool} worker is available", retry_after_s=RETRY_AFTER_S)
 
 
 def refuse_busy(worker_id: WorkerId, wait_s: float, max_wait_s: float) -> Busy:

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from common.errors import Refused
 from router.placement.loads import ProjectedLoad
 from router.placement.plans import FleetView, PlacementRequest, Plan, PolicySettings, Pull
-from router.placement.policies.eligible import Eligible, find_eligible, refuse_busy, refuse_without_prefill
+from router.placement.policies.eligible import Eligible, find_eligible, refuse_busy, refuse_without
 from router.placement.policies.forecast import (
     PlanForecast,
     PromptForecast,
@@ -39,7 +39,7 @@ class Greedy:
         if isinstance(eligible, Refused):
             return eligible
         if not eligible.must_be_local and not eligible.prefill:
-            return refuse_without_prefill()
+            return refuse_without("prefill")
         options = [*_local_options(request, eligible, fleet), *_remote_options(request, eligible, fleet)]
         best = min(options, key=lambda option: _key(request, option))
         if best.prompt.wait_s > self._max_prefill_wait_s:

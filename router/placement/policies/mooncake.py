@@ -19,8 +19,8 @@ from collections.abc import Sequence
 
 from common.errors import Refused
 from router.placement.loads import ProjectedLoad
-from router.placement.plans import FleetView, PlacementRequest, Plan, PolicySettings, Pull
-from router.placement.policies.eligible import find_eligible, refuse, refuse_without_prefill
+from router.placement.plans import FleetView, PlacementRequest, Plan, PolicySettings, Pull, TooSlow
+from router.placement.policies.eligible import RETRY_AFTER_S, find_eligible, refuse_without
 from router.placement.policies.forecast import (
     PlanForecast,
     PromptForecast,
@@ -52,7 +52,7 @@ class Mooncake:
         else:
             options = _options(request, eligible.prefill.loads, fleet, decode=decode)
         if not options:
-            return refuse_without_prefill()
+            return refuse_without("prefill")
         chosen = min(options, key=lambda option: option.prompt.ttft_s)
         if self._settings.refuses_over_slo and (refusal := _missed_objective(request, chosen)):
             return refusal
@@ -89,7 +89,9 @@ def _forecast_all(request: PlacementRequest, pool: Sequence[ProjectedLoad], flee
 def _missed_objective(request: PlacementRequest, chosen: PlanForecast) -> Refused | None:
     ttft_s = request.waited_s + chosen.prompt.ttft_s
     if ttft_s > request.ttft_slo_s:
-        return refuse(f"the first token would come after {ttft_s:.2f} s, not within {request.ttft_slo_s:g} s")
+        reason = f"the first token would come after {ttft_s:.2f} s, not within {request.ttft_slo_s:g} s"
+        return Refused(reason=reason, retry_after_s=RETRY_AFTER_S)
     if chosen.tpot_s > request.tpot_slo_s:
-        return refuse(f"tokens would come every {chosen.tpot_s:.3f} s, not every {request.tpot_slo_s:g} s")
+        reason = f"tokens would come every {chosen.tpot_s:.3f} s, not every {request.tpot_slo_s:g} s"
+        return TooSlow(reason=reason, retry_after_s=RETRY_AFTER_S)
     return None

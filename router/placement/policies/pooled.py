@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from common.errors import Refused
 from router.placement.loads import ProjectedLoad
 from router.placement.plans import FleetView, PlacementRequest, Plan, PlanCandidate
-from router.placement.policies.eligible import find_eligible, refuse_without_prefill
+from router.placement.policies.eligible import find_eligible, refuse_without
 
 NUM_EXPLAINED = 8
 """Scores that a decision keeps of each pool, for `Explain`."""
@@ -99,7 +99,7 @@ class PooledPolicy:
         decode = self._decode.select(request, eligible.decode.loads)
         is_local = request.missing_tokens(decode.worker.worker_id) <= self._local_prefill_max_tokens
         if not is_local and not eligible.prefill:
-            return refuse_without_prefill()
+            return refuse_without("prefill")
         self._decode.note(request, decode.worker)
         if is_local:
             return _plan(request, None, decode)

@@ -39,7 +39,7 @@ from common.errors import Refused
 from common.ids import WorkerId
 from router.placement.loads import PoolLoads, Positions, ProjectedLoad, lowest
 from router.placement.plans import FleetView, Keeper, PlacementRequest, Plan, PolicySettings
-from router.placement.policies.eligible import Turns, find_eligible, refuse_busy, refuse_without_prefill
+from router.placement.policies.eligible import Turns, find_eligible, refuse_busy, refuse_without
 from router.placement.policies.forecast import PlanForecast, PromptForecast, make_plan
 from router.placement.policies.gaps import keep_gaps
 from router.placement.policies.pooled import NUM_EXPLAINED
@@ -88,7 +88,7 @@ class Predictive:
         sources = _sources(request, fleet, holders)
         options = list(self._options(request, fleet, sources, prefills, decodes, local_prices))
         if not options:
-            return refuse_without_prefill()
+            return refuse_without("prefill")
         options.sort(key=lambda option: (option.cost, self._last_turns(option)))
         best = options[0]
         max_wait_s = self._settings.max_prefill_wait_s

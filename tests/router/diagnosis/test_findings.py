@@ -9,6 +9,7 @@ from common.ids import RequestId, WorkerId
 from common.slo import Slo
 from common.timing import StepModel
 from kvrelay.v1 import worker_pb2
+from router.admission.waits import Wait, Waits
 from router.diagnosis import changes
 from router.diagnosis.answer_times import describe, headline
 from router.diagnosis.findings import Cause, DiagnosisInput, find
@@ -157,18 +158,44 @@ def test_answers_whose_tokens_all_come_at_once_lose_nothing_between_tokens() -> 
     assert causes(make_view(replace(USUAL, tpot_s=0.0), decode=full)) == []
 
 
-def test_prompts_that_wait_for_pages_of_decode_workers_are_not_bound_by_prefill() -> None:
-    full = make_pool("decode", make_worker("d0", used=960))
-    view = make_view(replace(USUAL, line_s=2.0, ttft_s=2.6), decode=full)
-    (first, *_) = find(view)
-    assert first.cause is Cause.DECODE_PAGES
-    assert first.text == "decode workers hold 960 of 1000 pages: prompts wait 2 s for answers to end"
+def test_requests_that_wait_for_room_on_decode_workers_are_not_bound_by_prefill() -> None:
+    full = make_pool("decode", make_worker("d0", used=960, busy=1.0, batch=20.0))
+    waited = replace(USUAL, line_s=2.0, waits=Waits({Wait.DECODE_ROOM: 2.0}), ttft_s=2.6, tpot_s=0.06)
+    found = find(make_view(waited, decode=full))
+    (first,) = (each for each in found if each.cause is Cause.DECODE_ROOM)
+    assert first.text == (
+        "requests wait 2 s in line for a slot and pages: batches are of 20.0, and answers hold 96% of the pages;"
+        " decode workers are busy 100% of the time"
+    )
+    assert first.changes[0].startswith("a decode worker more: 100% more answers at the same pace")
+    assert "max_running; num_blocks" in first.changes[0]
+    (step,) = (each for finding in found for each in finding.predictions)
+    assert step.high >= step.now, "those that wait fill the batch of a new worker, and steps take as long as before"
+    assert Cause.PREFILL not in {each.cause for each in found}
+
+
+def test_requests_that_wait_for_their_tenants_limit_ask_for_no_worker() -> None:
+    waited = replace(USUAL, tenant="capped", line_s=6.0, waits=Waits({Wait.TENANT_LIMIT: 6.0}), ttft_s=6.6)
+    (first, *rest) = find(make_view(waited, USUAL))
+    assert first.cause is Cause.TENANT_LIMIT
+    assert first.lost_s == pytest.approx(3.0)
+    assert first.text.startswith("requests of tenant capped wait 6 s in line for each other")
+    assert first.changes == ("a higher max_concurrent for tenant capped",)
+    assert not {Cause.PREFILL, Cause.HOT_TENANT} & {each.cause for each in rest}
+
+
+def test_requests_that_wait_while_no_worker_is_there_are_not_bound_by_prefill() -> None:
+    (first, *rest) = causes(
+        make_view(replace(USUAL, line_s=9.0, waits=Waits({Wait.WORKER: 9.0}), num_attempts=2, ttft_s=9.6))
+    )
+    assert first is Cause.NO_WORKER
+    assert Cause.PREFILL not in rest
 
 
 def test_requests_that_wait_for_the_pace_of_answers_are_not_bound_by_prefill() -> None:
     idle = make_pool("prefill", make_worker("p0", busy=0.1), make_worker("p1", busy=0.1))
     full = make_pool("decode", make_worker("d0", busy=1.0, batch=20.0))
-    waited = replace(USUAL, line_s=9.0, pace_s=9.0, ttft_s=9.6, tpot_s=0.06)
+    waited = replace(USUAL, line_s=9.0, waits=Waits({Wait.DECODE_PACE: 9.0}), ttft_s=9.6, tpot_s=0.06)
     first, second, *rest = find(make_view(waited, prefill=idle, decode=full))
     assert (first.cause, first.pool) == (Cause.DECODE_PACE, "decode")
     assert first.lost_s == pytest.approx(9.0)
@@ -208,7 +235,14 @@ def test_transfer_that_is_slower_than_its_host_allows_names_the_peer() -> None:
 def test_tail_names_whose_requests_wait_for_what_and_their_plans_largest_cost() -> None:
     usual = [replace(USUAL, request_id=RequestId(f"req-{i}")) for i in range(38)]
     late = [
-        replace(USUAL, request_id=RequestId(name), tenant="b", line_s=line_s, ttft_s=line_s + 0.52)
+        replace(
+            USUAL,
+            request_id=RequestId(name),
+            tenant="b",
+            line_s=line_s,
+            waits=Waits({Wait.TENANT_LIMIT: line_s}),
+            ttft_s=line_s + 0.52,
+        )
         for name, line_s in (("late", 20.0), ("latest", 30.0))
     ]
     known = {RequestId("late"): {"queue": 20.0, "prefill": 0.5}, RequestId("latest"): {"queue": 1.0, "prefill": 0.5}}
@@ -216,7 +250,8 @@ def test_tail_names_whose_requests_wait_for_what_and_their_plans_largest_cost() 
     (tail,) = (each for each in find(view) if each.cause is Cause.TAIL)
     assert tail.text == (
         "the slowest 2 of 40 requests wait 25.5 s for their first token, half of all at most 530 ms: 25 s of it is the"
-        " router's line; 500 tokens are computed for each of them, 500 for all; 100% of them are tenant b's, as are 5%"
+        " router's line, mostly for the tenant's own requests (max_concurrent);"
+        " 500 tokens are computed for each of them, 500 for all; 100% of them are tenant b's, as are 5%"
         " of all; the policy's largest cost was queue in 2 of 2 of their plans"
     )
     assert tail.lost_s == pytest.approx((25.52 - 0.53) / 20)
@@ -234,13 +269,17 @@ def test_headline_tells_percentiles_and_the_share_within_the_objectives() -> Non
 
 
 def test_one_request_is_told_by_its_longest_parts_beside_the_usual_ones() -> None:
-    slow = replace(USUAL, worker_queue_s=4.0, ttft_s=4.6, num_evicted_tokens=100, num_attempts=2)
+    waits = Waits({Wait.DECODE_ROOM: 0.8, Wait.PREFILL: 0.2})
+    slow = replace(
+        USUAL, line_s=1.0, waits=waits, worker_queue_s=4.0, ttft_s=4.6, num_evicted_tokens=100, num_attempts=2
+    )
     text, sentences = describe(slow, [USUAL])
     assert text.startswith("req-0: 5.8 s in all, first token after 4.6 s; 500 of 1000 prompt tokens computed")
     assert "100 of the computed tokens had been cached" in text
     assert "planned 2 times" in text
     assert sentences[0] == "queued at the worker: 4 s, usually 0.01 s"
     assert sentences[1].startswith("first to last token: 1.2 s")
+    assert sentences[2] == "in the router's line: 1 s, usually 0 s, mostly for a slot and pages on a decode worker"
 
 
 def test_worker_slower_than_others_predict_is_named_before_the_router_notices() -> None:
