@@ -31,6 +31,10 @@ class StepShape:
     """KV tokens that the decoding sequences read."""
 
 
+MIN_SAMPLES = 8
+"""Steps from which a fit counts as a measurement; one of fewer steps is a corrected estimate."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepModel:
     """Time of steps of one kind, in seconds."""
@@ -41,7 +45,12 @@ class StepModel:
     per_decode_s: float = 0.0
     per_context_token_s: float = 0.0
     num_samples: int = 0
-    """Steps of the fit; 0: a guess, or given."""
+    """Steps of the fit; 0: an estimate, or given."""
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether its fit has enough steps to judge a worker by it."""
+        return self.num_samples >= MIN_SAMPLES
 
     def seconds(self, shape: StepShape) -> float:
         """Return the predicted time of one step."""
@@ -168,7 +177,7 @@ GUESSED_TIMING = TimingModel(
     decode=StepModel(constant_s=5e-3, per_decode_s=1e-4, per_context_token_s=1e-7),
     max_step_tokens=512,
 )
-"""Assumed until any worker of the pool has measured itself; only its proportions matter then."""
+"""Assumed of a worker that can measure neither its device nor, yet, its steps; only its proportions matter then."""
 
 
 STEP_WEIGHTS = ("constant_s", "per_prefill_token_s", "per_prefill_pair_s", "per_decode_s", "per_context_token_s")

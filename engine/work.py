@@ -4,9 +4,9 @@ No engine is faster than its bytes through the memory or its products through th
 CACM 2009). Caches may serve a small model's weights faster than memory does: then a step is faster than its floor.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from common.timing import StepShape
+from common.timing import StepModel, StepShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,3 +104,23 @@ class StepFloors:
     def step_s(self, shape: StepShape) -> float:
         """Return the longer of both: no step is faster."""
         return max(self.memory_s(shape), self.compute_s(shape))
+
+    @property
+    def decode_estimate(self) -> StepModel:
+        """Estimate of steps that only decode: memory traffic and arithmetic, one after the other."""
+        model, rates = self.model, self.rates
+        kv_s, pair_s = self.kv_bytes_per_token / rates.read_bytes_per_s, model.flops_per_pair / rates.flops_per_s
+        return StepModel(
+            constant_s=self.weights_s,
+            per_decode_s=2 * (model.num_layer_weights + model.num_head_weights) / rates.flops_per_s,
+            per_context_token_s=kv_s + pair_s,
+        )
+
+    @property
+    def prefill_estimate(self) -> StepModel:
+        """The same of steps with prompt tokens."""
+        return replace(
+            self.decode_estimate,
+            per_prefill_token_s=2 * self.model.num_layer_weights / self.rates.flops_per_s,
+            per_prefill_pair_s=self.model.flops_per_pair / self.rates.flops_per_s,
+        )

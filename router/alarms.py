@@ -24,7 +24,6 @@ from common.timing import TYPICAL_BATCH, TYPICAL_CHUNK
 from kvrelay.v1 import worker_pb2
 from router.member import Member, WorkerState
 from router.placement.decisions import DecisionRecord
-from router.pool_timing import MIN_SAMPLES
 
 logger = logging.getLogger(__name__)
 
@@ -208,7 +207,7 @@ def _typical_step_s(member: Member) -> float | None:
         return None
     is_prefill = member.endpoint.role == worker_pb2.WORKER_ROLE_PREFILL
     model, shape = (timing.prefill, TYPICAL_CHUNK) if is_prefill else (timing.decode, TYPICAL_BATCH)
-    return model.seconds(shape) if model.num_samples >= MIN_SAMPLES else None
+    return model.seconds(shape) if model.is_measured else None
 
 
 class Alarms:

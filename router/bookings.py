@@ -50,7 +50,9 @@ class Bookings:
         decode.num_growth_blocks = request.num_growth_blocks
         decode.num_decodes = request.num_decodes
         decode.num_context_tokens = request.num_decodes * request.num_tokens
-        if decode.member.timing.itl_s(decode.num_decodes, decode.num_context_tokens) <= request.tpot_slo_s:
+        timing = decode.member.timing
+        alone_s = timing.itl_s(decode.num_decodes, decode.num_context_tokens)
+        if alone_s <= request.tpot_slo_s or not timing.token_gap.is_measured:  # an estimate gives no objective up
             decode.tpot_slo_s = request.tpot_slo_s
             decode.bounds_prompts = not self._has_prefill()
         prefill = None

@@ -18,8 +18,6 @@ from common.timing import (
 from kvrelay.v1 import worker_pb2
 from router.member import Member
 
-MIN_SAMPLES = 8
-"""A model fitted to fewer steps is not used."""
 NUM_LATEST = 15
 """Latest models of a pool, whose median is used."""
 
@@ -57,7 +55,7 @@ class PoolTiming:
         role, worker_id = member.endpoint.role, member.endpoint.worker_id
         has_moved = False
         for kind, model in (("prefill", reported.prefill), ("decode", reported.decode), ("gap", reported.gap)):
-            if model is not None and model.num_samples >= MIN_SAMPLES:
+            if model is not None and model.is_measured:
                 latest = self._latest.setdefault((role, kind), deque(maxlen=NUM_LATEST))
                 for known in [known for known in latest if known[0] == worker_id]:
                     latest.remove(known)
@@ -67,16 +65,16 @@ class PoolTiming:
         self.complete(members if has_moved else (member,))
 
     def complete(self, members: Iterable[Member]) -> None:
-        """Give each worker the best available model: its own, its pool's, the other pool's, the guess."""
+        """Give each worker the best available model: its own, its pool's, the other pool's, its own estimate."""
         link = self._usual_link
         for member in members:
             reported, role = member.reported_timing, member.endpoint.role
             own = GUESSED_TIMING if reported is None else reported
             timing = replace(
                 own,
-                prefill=own.prefill if own.prefill.num_samples >= MIN_SAMPLES else self._find_usual(role, "prefill"),
-                decode=own.decode if own.decode.num_samples >= MIN_SAMPLES else self._find_usual(role, "decode"),
-                gap=own.gap if own.gap and own.gap.num_samples >= MIN_SAMPLES else self._usual.get((role, "gap")),
+                prefill=own.prefill if own.prefill.is_measured else self._find_usual(role, "prefill") or own.prefill,
+                decode=own.decode if own.decode.is_measured else self._find_usual(role, "decode") or own.decode,
+                gap=own.gap if own.gap and own.gap.is_measured else self._usual.get((role, "gap")),
                 links=own.links or ({} if link is None else {None: link}),
             )
             if timing != member.timing:
@@ -125,10 +123,9 @@ class PoolTiming:
         self._usual_link = median
         return True
 
-    def _find_usual(self, role: int, kind: str) -> StepModel:
+    def _find_usual(self, role: int, kind: str) -> StepModel | None:
         other = worker_pb2.WORKER_ROLE_PREFILL + worker_pb2.WORKER_ROLE_DECODE - role
-        guess = GUESSED_TIMING.prefill if kind == "prefill" else GUESSED_TIMING.decode
-        return self._usual.get((role, kind)) or self._usual.get((other, kind)) or guess
+        return self._usual.get((role, kind)) or self._usual.get((other, kind))
 
 
 def _is_near(seconds: float, usual_s: float) -> bool:

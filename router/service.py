@@ -27,7 +27,6 @@ from router.member import Member, WorkerState
 from router.parsed_answers import ParsedAnswer
 from router.parts import RouterParts
 from router.placement.decisions import CAPACITY, explain
-from router.pool_timing import MIN_SAMPLES
 from router.status import StatusReporter
 from router.tenants import Tenant
 
@@ -261,6 +260,6 @@ def _condition(member: Member) -> router_admin_pb2.WorkerCondition:
     )
     timing = member.timing
     own = timing.prefill if endpoint.role == worker_pb2.WORKER_ROLE_PREFILL else timing.decode
-    if own.num_samples >= MIN_SAMPLES:  # otherwise a guess
+    if own.is_measured:
         condition.timing.CopyFrom(timing_to_proto(replace(timing, links={}), {}))
     return condition

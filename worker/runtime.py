@@ -18,7 +18,6 @@ from common.ids import Epoch, HashRoot, WorkerId, mint_epoch
 from common.kv_events import KvEvents
 from common.parity import Template, TextProbes, text_probes
 from common.structured import keep_going
-from common.timing import GUESSED_TIMING
 from common.tracing import NO_TRACER, Stages, tracing_call
 from common.wire_names import ROLE_NAMES
 from engine.core import EngineCore
@@ -92,7 +91,8 @@ class WorkerRuntime:
         self.hub = KvEventHub()
         core = EngineCore(executor, limits_for(self.pool_config), clock, environment.speculator)
         self.load: EngineLoad = core.load()
-        self.timing = WorkerTiming(max_step_tokens=self.pool_config.max_step_tokens, clock=clock)
+        max_step_tokens = self.pool_config.max_step_tokens
+        self.timing = WorkerTiming(max_step_tokens=max_step_tokens, clock=clock, floors=executor.floors)
         self.recent_steps = RecentSteps(executor.floors, clock)
         self.host_cores = environment.host_cores
         self.link_rates: Mapping[int, float] = {}
@@ -216,7 +216,7 @@ class WorkerRuntime:
     def _share_timing(self) -> None:
         """Let the scheduler use the present timing model, once both kinds of steps were measured."""
         model = self.timing.model
-        if GUESSED_TIMING.prefill != model.prefill and GUESSED_TIMING.decode != model.decode:
+        if model.prefill.is_measured and model.decode.is_measured:
             self.engine.post(lambda core: core.scheduler.budget.take_timing(model))
 
     def announce_leaving(self) -> None:

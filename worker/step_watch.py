@@ -117,7 +117,7 @@ def predict_s(step: RunningStep, model: TimingModel) -> float | None:
     for shape in step.shapes:
         if shape == EMPTY:
             continue
-        if not model.kind_of(shape).num_samples:
+        if not model.kind_of(shape).is_measured:
             return None
         predicted_s += model.step_s(shape)
     return predicted_s

@@ -6,6 +6,7 @@ from common.clock import Clock
 from common.ids import WorkerId
 from common.timing import GUESSED_LINK, GUESSED_TIMING, STEP_WEIGHTS, LinkModel, StepModel, StepShape, TimingModel
 from engine.events import EngineLoad, StepSample
+from engine.work import StepFloors
 from worker.timing_fit import RobustFit
 
 NUM_WARM_UP_STEPS = 2
@@ -18,7 +19,6 @@ LINK_MEMORY_S, MAX_LINK_MEMORY_S = 10.0, 120.0
 each time that the link is forgotten, since one that stays slow would be tried every 10 s."""
 GAP_STEPS = 32
 """Steps whose tokens together are a sample of the gap between tokens."""
-_FIRST_FIT = 8
 _FIT_INTERVAL = 1024
 _DRIFT_RATE = 1 / 32
 _MAX_DRIFT = 0.1
@@ -27,7 +27,7 @@ _REFERENCE_BYTES = (1 << 20, 1 << 28)
 
 
 class FitSchedule:
-    """Decides when to fit: at 8, 16, … 1024 samples, then every 1024; sooner when predictions are off on average."""
+    """Decides when to fit: at 1, 2, 4, … 1024 samples, then every 1024; sooner when predictions are off on average."""
 
     def __init__(self) -> None:
         self._num_fits = 0
@@ -36,7 +36,7 @@ class FitSchedule:
     def is_due(self, fit: RobustFit, relative_error: float) -> bool:
         """Take the error of the latest sample's prediction into account; returns whether to fit now."""
         self._drift += _DRIFT_RATE * (max(-1.0, min(1.0, relative_error)) - self._drift)
-        interval = min(_FIRST_FIT << max(0, self._num_fits - 1), _FIT_INTERVAL)
+        interval = min(1 << max(0, self._num_fits - 1), _FIT_INTERVAL)
         is_off = abs(self._drift) > _MAX_DRIFT and fit.has_telling_news
         if fit.num_new < interval and not is_off:
             return False
@@ -85,7 +85,7 @@ class GapFit:
     @property
     def model(self) -> StepModel | None:
         """The model; None before there are enough steps with drafts."""
-        return self._fit.model if self._fit.model.num_samples else None
+        return self._fit.model if self._fit.model.is_measured else None
 
     def add(self, sample: StepSample) -> bool:
         """Take a step that only decodes into account; returns whether there is a new model."""
@@ -140,11 +140,13 @@ class LinkFit:
 class WorkerTiming:
     """Learns from steps and pulls. Event loop only; O(1) per step, except for an occasional fit of about 1 ms."""
 
-    def __init__(self, *, max_step_tokens: int, clock: Clock) -> None:
+    def __init__(self, *, max_step_tokens: int, clock: Clock, floors: StepFloors | None = None) -> None:
+        """`floors` give the first estimates; None: the device was not measured."""
+        decode = GUESSED_TIMING.decode if floors is None else floors.decode_estimate
         self._clock = clock
-        self._prefill = StepFit(GUESSED_TIMING.prefill)
-        self._decode = StepFit(GUESSED_TIMING.decode)
-        self._gap = GapFit(GUESSED_TIMING.decode)
+        self._prefill = StepFit(GUESSED_TIMING.prefill if floors is None else floors.prefill_estimate)
+        self._decode = StepFit(decode)
+        self._gap = GapFit(decode)
         self._links: dict[WorkerId, LinkFit] = {}
         self._memories_s: dict[WorkerId, float] = {}
         """For peers whose links were forgotten: for how long at least the next one is kept."""
@@ -272,8 +274,8 @@ class WorkerTiming:
             for num_bytes in _REFERENCE_BYTES:
                 predictions[peer, num_bytes] = link.seconds(num_bytes)
         # The first measurement is always a change.
-        predictions["prefill"] = float(self.model.prefill.num_samples > 0)
-        predictions["decode"] = float(self.model.decode.num_samples > 0)
+        predictions["prefill"] = float(self.model.prefill.is_measured)
+        predictions["decode"] = float(self.model.decode.is_measured)
         return predictions
 
 

@@ -51,8 +51,8 @@ class CanaryObservation:
             return None
         timing = self.snapshot.timing
         if role is ProcessRole.PREFILL:
-            return timing.prefill_s(_PROMPT_TOKENS, 0) if timing.prefill.num_samples else None
-        return timing.itl_s(load.num_decodes, load.num_context_tokens) if timing.decode.num_samples else None
+            return timing.prefill_s(_PROMPT_TOKENS, 0) if timing.prefill.is_measured else None
+        return timing.itl_s(load.num_decodes, load.num_context_tokens) if timing.decode.is_measured else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

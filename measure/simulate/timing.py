@@ -11,9 +11,8 @@ from typing import Protocol
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from common.timing import LinkModel, StepModel, StepShape, TimingModel
+from common.timing import MIN_SAMPLES, LinkModel, StepModel, StepShape, TimingModel
 from engine.events import StepSample
-from router.pool_timing import MIN_SAMPLES
 
 
 class StepTimes(Protocol):

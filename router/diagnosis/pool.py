@@ -29,7 +29,7 @@ class DiagnosedWorker:
     @property
     def has_decode_model(self) -> bool:
         """Whether its model of decode steps is fitted, by itself or its pool, not guessed."""
-        return self.timing.decode.num_samples > 0
+        return self.timing.decode.is_measured
 
     def decode_step_s(self, batch: float, context: float) -> float:
         """Return the predicted time of a decode step of `batch` sequences with `context` KV tokens each."""

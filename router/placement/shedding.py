@@ -5,7 +5,6 @@ import math
 from collections.abc import Iterator
 
 from common.errors import RefusalCause, Refused
-from common.timing import GUESSED_TIMING
 from router.admission.limits import retry_after
 from router.placement.loads import ProjectedLoad
 from router.placement.plans import FleetView, PlacementRequest, Plan
@@ -72,7 +71,7 @@ def _quickest(request: PlacementRequest, view: FleetView) -> Iterator[ProjectedL
 
 
 def _is_measured(worker: ProjectedLoad) -> bool:
-    return worker.timing.prefill != GUESSED_TIMING.prefill
+    return worker.timing.prefill.is_measured
 
 
 def _least_ttft_s(request: PlacementRequest, worker: ProjectedLoad) -> float:

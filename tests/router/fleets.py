@@ -3,14 +3,14 @@
 from collections.abc import Mapping
 
 from common.ids import RequestId, WorkerId
-from common.timing import StepModel, TimingModel
+from common.timing import MIN_SAMPLES, StepModel, TimingModel
 from router.placement.loads import PoolLoads, ProjectedLoad
 from router.placement.plans import FleetView, PlacementRequest, Plan, Policy, PolicySettings
 from router.placement.policies.registry import make_policy
 
 TIMING = TimingModel(
-    prefill=StepModel(constant_s=0.0, per_prefill_token_s=0.001),
-    decode=StepModel(constant_s=0.01, per_decode_s=0.001),
+    prefill=StepModel(constant_s=0.0, per_prefill_token_s=0.001, num_samples=MIN_SAMPLES),
+    decode=StepModel(constant_s=0.01, per_decode_s=0.001, num_samples=MIN_SAMPLES),
     max_step_tokens=512,
 )
 """A millisecond per prompt token, and 10 ms plus a millisecond per sequence between tokens."""

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from common.ids import RequestId, WorkerId
-from common.timing import GUESSED_TIMING, StepModel
+from common.timing import GUESSED_TIMING, MIN_SAMPLES, StepModel
 from kvrelay.v1 import worker_pb2
 from router.alarms import (
     CLEAR_ABOVE,
@@ -22,7 +22,6 @@ from router.alarms import (
 from router.member import Member, WorkerState
 from router.placement.decisions import DecisionRecord
 from router.placement.plans import Plan
-from router.pool_timing import MIN_SAMPLES
 from tests.clock import ManualClock
 from tests.router.fake_worker import BLOCK_SIZE
 from tests.router.members import make_facts, make_member

@@ -6,7 +6,7 @@ import pytest
 
 from common.errors import RefusalCause, Refused
 from common.ids import WorkerId
-from common.timing import GUESSED_TIMING, StepModel, TimingModel
+from common.timing import MIN_SAMPLES, StepModel, TimingModel
 from router.placement.loads import ProjectedLoad
 from router.placement.plans import FleetView, PlacementRequest, Plan
 from router.placement.shedding import Shed, find_hopeless
@@ -14,7 +14,7 @@ from tests.router import fleets
 from tests.router.fleets import fleet
 
 TIMING = TimingModel(
-    prefill=StepModel(constant_s=0.0, per_prefill_token_s=0.001, num_samples=1),
+    prefill=StepModel(constant_s=0.0, per_prefill_token_s=0.001, num_samples=MIN_SAMPLES),
     decode=StepModel(constant_s=0.01),
     max_step_tokens=512,
 )
@@ -105,9 +105,10 @@ def test_objective_without_time_for_the_usual_error_of_predictions_is_missed() -
 
 
 @pytest.mark.parametrize("outcome", [plan(None), plan(1e6), NO_PLAN], ids=["silent policy", "prediction", "no plan"])
-def test_guessed_times_refuse_no_request(outcome: Plan | Refused) -> None:
+def test_estimates_refuse_no_request(outcome: Plan | Refused) -> None:
+    estimate = replace(TIMING, prefill=replace(TIMING.prefill, num_samples=MIN_SAMPLES - 1))
     asked = request(time_left_s=0.001, ttft_slo_s=0.001)
-    assert find_hopeless(asked, outcome, view(worker(P, timing=GUESSED_TIMING)), shed=Shed.SLO) is None
+    assert find_hopeless(asked, outcome, view(worker(P, timing=estimate)), shed=Shed.SLO) is None
 
 
 def test_shedding_that_is_off_refuses_no_request() -> None:

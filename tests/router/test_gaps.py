@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from common.errors import RefusalCause, Refused
-from common.timing import GUESSED_TIMING
+from common.timing import MIN_SAMPLES
 from router.placement.plans import Plan, TooSlow
 from tests.router.fleets import TIMING, fleet, policy, request, worker
 
@@ -58,7 +58,7 @@ def test_request_whose_objective_no_worker_can_keep_does_not_wait() -> None:
 
 
 def test_worker_without_measurements_is_open() -> None:
-    unknown = replace(TIMING, decode=GUESSED_TIMING.decode)
+    unknown = replace(TIMING, decode=replace(TIMING.decode, num_samples=MIN_SAMPLES - 1))
     assert isinstance(outcome(1000, running=0.020, own=0.020, timing=unknown), Plan)
 
 

@@ -60,7 +60,7 @@ async def test_plan_says_what_its_request_waited_for_and_how_long(lack: str, cau
         assert line.waits(f"a{number}") == {cause: pytest.approx(5.0)}, "the diagnosis would blame prefill"
 
 
-async def test_request_waits_for_its_tenants_limit_while_that_holds_it_and_then_for_workers() -> None:
+async def test_request_waits_for_its_tenants_limit_while_that_holds_it_then_for_workers() -> None:
     line = Line(num_pages=1, gap_s=0.0)
     capped = Tenant(name="capped", max_concurrent=1)
     await line.come("first", 1, capped)
@@ -78,7 +78,7 @@ async def test_request_waits_for_its_tenants_limit_while_that_holds_it_and_then_
     assert line.waits("second") == {Wait.TENANT_LIMIT: pytest.approx(3.0), Wait.DECODE_ROOM: pytest.approx(2.0)}
 
 
-async def test_embedding_that_finds_no_pages_waits_for_prefill_and_not_for_a_decode_worker() -> None:
+async def test_embedding_that_finds_no_pages_waits_for_prefill_not_for_a_decode_worker() -> None:
     line = Line(num_pages=0, gap_s=0.0)
     await line.come("embedding", 1, is_prefill_only=True)
     line.clock.advance(5.0)

@@ -3,10 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from common.timing import GUESSED_TIMING, LinkModel, StepModel, TimingModel
+import pytest
+
+from common.timing import MIN_SAMPLES, LinkModel, StepModel, TimingModel
 from kvrelay.v1 import worker_pb2
 from router.member import Member
-from router.pool_timing import MIN_SAMPLES, PoolTiming
+from router.pool_timing import PoolTiming
 from tests.router.fake_worker import DECODE, PREFILL
 from tests.router.members import make_member
 
@@ -42,9 +44,11 @@ def test_timing_that_a_pool_never_measures_comes_from_the_other_pool() -> None:
     assert (decode.timing.prefill.constant_s, decode.timing.decode.constant_s) == (2.0, 0.8)
 
 
-def test_timing_without_any_measurement_is_the_guess() -> None:
-    (member,) = reported([("p0", PREFILL, measured(2.0, num_prefills=0, num_decodes=0))])
-    assert (member.timing.prefill, member.timing.decode) == (GUESSED_TIMING.prefill, GUESSED_TIMING.decode)
+@pytest.mark.parametrize("num_samples", [0, 1])
+def test_timing_before_any_worker_has_measured_itself_is_each_ones_own_estimate(num_samples: int) -> None:
+    estimates = [measured(step_s, num_prefills=num_samples, num_decodes=num_samples) for step_s in (2.0, 3.0)]
+    members = reported([("p0", PREFILL, estimates[0]), ("p1", PREFILL, estimates[1])])
+    assert [member.timing for member in members] == estimates
 
 
 def test_report_that_hardly_moves_the_median_leaves_the_models_of_other_workers() -> None:

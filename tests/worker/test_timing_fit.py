@@ -8,8 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.timing import GUESSED_TIMING, StepModel, StepShape, TimingModel, timing_from_proto, timing_to_proto
+from common.timing import (
+    GUESSED_TIMING,
+    MIN_SAMPLES,
+    StepModel,
+    StepShape,
+    TimingModel,
+    timing_from_proto,
+    timing_to_proto,
+)
 from engine.events import StepSample
+from engine.work import DeviceRates, ModelShape, StepFloors
 from tests.builders import make_core, make_request, submit
 from tests.clock import ManualClock
 from worker.timing import MIN_CHANGE, NUM_WARM_UP_STEPS, WorkerTiming, reference_shapes
@@ -26,6 +35,22 @@ TRUTH = TimingModel(
     ),
     decode=StepModel(constant_s=6e-3, per_decode_s=3e-5, per_context_token_s=4e-8),
     max_step_tokens=MAX_STEP_TOKENS,
+)
+
+
+FLOORS = StepFloors(
+    model=ModelShape(
+        num_layers=30,
+        hidden_size=576,
+        num_heads=9,
+        num_kv_heads=3,
+        head_dim=64,
+        intermediate_size=1536,
+        vocab_size=49152,
+    ),
+    weight_bytes=270_000_000,
+    kv_bytes_per_token=23_040,
+    rates=DeviceRates(read_bytes_per_s=1e10, flops_per_s=1e11),
 )
 
 
@@ -74,6 +99,29 @@ def test_timing_before_any_step_is_the_guess() -> None:
     timing = learnt_from([])
     assert (timing.model.prefill, timing.model.decode) == (GUESSED_TIMING.prefill, GUESSED_TIMING.decode)
     assert timing.version == 0
+
+
+def test_timing_before_any_step_is_what_the_model_takes_on_the_measured_device() -> None:
+    timing = WorkerTiming(max_step_tokens=MAX_STEP_TOKENS, clock=ManualClock(), floors=FLOORS)
+    alone, chunk = StepShape(num_decodes=1, num_context_tokens=500), prefill_shape(512)
+    assert timing.model.step_s(alone) == pytest.approx(FLOORS.memory_s(alone) + FLOORS.compute_s(alone))
+    assert timing.model.step_s(chunk) == pytest.approx(FLOORS.weights_s + FLOORS.compute_s(chunk), rel=0.01)
+    assert not timing.model.decode.is_measured, "a router would refuse requests for an estimate"
+
+
+def test_first_measured_step_corrects_the_estimate_and_routers_are_told() -> None:
+    timing = WorkerTiming(max_step_tokens=MAX_STEP_TOKENS, clock=ManualClock(), floors=FLOORS)
+    alone, batch = StepShape(num_decodes=1, num_context_tokens=500), StepShape(num_decodes=8, num_context_tokens=4000)
+    estimated_s = timing.model.step_s(batch)
+    step = StepSample(shape=alone, seconds=3 * timing.model.step_s(alone))
+    timing.observe([step] * (NUM_WARM_UP_STEPS + 1))
+    assert timing.version == 1
+    assert timing.model.step_s(alone) == pytest.approx(step.seconds, rel=0.01)
+    assert timing.model.step_s(batch) == pytest.approx(3 * estimated_s, rel=0.1)
+    assert not timing.model.decode.is_measured
+    timing.observe([step] * (MIN_SAMPLES - 1))
+    assert timing.model.decode.is_measured
+    assert timing.version == 2, "routers would never learn that it is a measurement"
 
 
 def test_timing_of_clean_steps_is_the_truth() -> None:

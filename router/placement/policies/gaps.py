@@ -16,7 +16,6 @@ on which nothing decodes is open to every request.
 from collections.abc import Sequence
 
 from common.errors import RefusalCause
-from common.timing import GUESSED_TIMING
 from router.placement.loads import ProjectedLoad
 from router.placement.plans import PlacementRequest, TooSlow
 from router.placement.policies.eligible import RETRY_AFTER_S
@@ -53,7 +52,7 @@ def _suits(request: PlacementRequest, worker: ProjectedLoad) -> bool:
 
 
 def _is_known(worker: ProjectedLoad) -> bool:
-    return worker.num_decodes > 0 and worker.timing.decode != GUESSED_TIMING.decode
+    return worker.num_decodes > 0 and worker.timing.decode.is_measured
 
 
 def _gap_s(request: PlacementRequest, worker: ProjectedLoad) -> float:
