@@ -9,7 +9,9 @@ from common.wire import message_of
 from common.wire_names import ROLE_NAMES
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import worker_pb2
-from router.diagnosis import answer_times, findings
+from router.diagnosis import answer_times
+from router.diagnosis.finding import DiagnosisFinding, DiagnosisInput
+from router.diagnosis.findings import find
 from router.diagnosis.pool import DiagnosedPool, DiagnosedWorker
 from router.diagnosis.recent_requests import REMEMBERED_S, RecentRequest
 from router.parts import RouterParts
@@ -98,18 +100,18 @@ class DiagnosisService:
 
 def _causes(
     requests: Sequence[RecentRequest], prefill: DiagnosedPool, decode: DiagnosedPool, chooser: Chooser
-) -> list[findings.DiagnosisFinding]:
+) -> list[DiagnosisFinding]:
     """Return the causes; none when no worker answers."""
     if not prefill.workers and not decode.workers:
         return []
-    view = findings.DiagnosisInput(
+    view = DiagnosisInput(
         requests=requests,
         reader=prefill if prefill.workers else decode,
         decoder=decode if decode.workers else prefill,
         prefixes=chooser.hot_prefixes.hottest(),
         terms=partial(_terms_of, chooser.decisions),
     )
-    return findings.find(view)
+    return find(view)
 
 
 def _terms_of(decisions: DecisionLog, request_ids: Iterable[RequestId]) -> Mapping[RequestId, Mapping[str, float]]:

@@ -12,7 +12,8 @@ from kvrelay.v1 import worker_pb2
 from router.admission.waits import Wait, Waits
 from router.diagnosis import changes
 from router.diagnosis.answer_times import describe, headline
-from router.diagnosis.findings import Cause, DiagnosisInput, find
+from router.diagnosis.finding import Cause, DiagnosisInput
+from router.diagnosis.findings import find
 from router.diagnosis.pool import DiagnosedPool
 from router.diagnosis.recent_requests import RecentRequest
 from router.hot_prefixes import ReportedHolder, ReportedPrefix
