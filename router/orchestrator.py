@@ -244,6 +244,7 @@ class Orchestrator:
                 if leg.num_attempts == 1:
                     evicted_tokens = booking.decision.num_evicted_blocks * leg.record.job.model.block_size
                     leg.record.num_evicted_tokens = evicted_tokens
+                if leg.record.life.first(State.PREFILLING) is None:
                     leg.record.waits += booking.decision.waits
                 kind = GenerationAttempt if leg.record.job.embedding is None else EmbeddingAttempt
                 attempt = kind(

@@ -87,7 +87,7 @@ class RunningRequest:
     num_evicted_tokens: int = 0
     """Prompt tokens that caches had held and had evicted when the request was first planned."""
     waits: Waits = NO_WAITS
-    """Waits in line for the plans of its first attempt."""
+    """Waits in line before its prefill."""
     num_pulled_tokens: int = 0
     num_decode_cached_tokens: int = 0
     num_drafted_tokens: int = 0

@@ -1,5 +1,6 @@
 """`Diagnose` through a real router: who may ask, and what it knows of requests that it answered."""
 
+import asyncio
 from typing import Any
 
 import grpc
@@ -8,6 +9,7 @@ import pytest
 from common.errors import InvalidRequest, KvrelayError, from_rpc_error
 from common.ids import RequestId
 from kvrelay.v1 import inference_pb2
+from router.admission.waits import Wait
 from router.diagnosis.service import _terms_of
 from tests.router.fake_worker import TIMEOUT_S, pair
 from tests.router.fakes import TestCluster, make_request, running_cluster
@@ -33,6 +35,20 @@ async def test_answered_requests_are_in_the_headline_and_each_can_be_asked_for()
         request_id = reply.messages[0].accepted.request_id
         assert (await diagnose(cluster)).headline.startswith("1 request answered in 300 s: TTFT p50")
         assert (await diagnose(cluster, request_id=request_id)).headline.startswith(f"{request_id}: ")
+
+
+async def test_request_that_waited_for_a_worker_says_so() -> None:
+    prefill, decode = pair()
+    decode.num_refusals = 1
+    async with running_cluster(prefill, decode) as cluster:
+        generating = asyncio.create_task(cluster.generate(make_request(10)))
+        await cluster.until(lambda _router: decode.requests)
+        await cluster.until_queued(1)
+        decode.set_load(num_free_blocks=40)
+        await generating
+        (request,) = cluster.router.door.parts.orchestrator.recent.over(TIMEOUT_S)
+        assert request.waits[Wait.WORKER] > 0
+        assert request.prefill_wait_s < request.queue_s
 
 
 @pytest.mark.parametrize(("fields", "field"), [({"window_s": 1e6}, "window_s"), ({"request_id": "x"}, "request_id")])
