@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
-STAY_S = 1.0
+STAY_S = 0.25
 """How long an answer that was set back once stays when it runs again; each further time, twice as long."""
 
 
