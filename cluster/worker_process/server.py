@@ -4,6 +4,7 @@ Routers choose the service to call by the runtime's role.
 """
 
 import asyncio
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from common.config import ServingConfig
@@ -41,13 +42,19 @@ async def start_pool_worker(
 async def _load(
     config: ServingConfig, credentials: Credentials, *, role: worker_pb2.WorkerRole.ValueType
 ) -> WorkerRuntime:
-    """Load the model off the event loop; return a runtime that is not started."""
+    """Load the model off the event loop; return a runtime that is not started.
+
+    The thread that loads ends before the engine's begins. Each thread that has computed in parallel keeps helpers, and
+    OpenMP counts those of all: with more than there are cores, every wait between helpers becomes a call of the kernel,
+    hundreds for each token.
+    """
     pool = pool_of(config, role)
     worker_id = credentials.identity.name
     loop = asyncio.get_running_loop()
-    executor, tokenizer = await loop.run_in_executor(None, load_executor_for, config, pool)
-    speculator = await loop.run_in_executor(None, speculator_for, config, pool, executor)
-    chat_template = await loop.run_in_executor(None, load_template_for, config)
+    with ThreadPoolExecutor(1, thread_name_prefix="load") as loading:
+        executor, tokenizer = await loop.run_in_executor(loading, load_executor_for, config, pool)
+        speculator = await loop.run_in_executor(loading, speculator_for, config, pool, executor)
+        chat_template = await loop.run_in_executor(loading, load_template_for, config)
     runtime = WorkerRuntime(
         config=config,
         role=role,
