@@ -16,7 +16,7 @@ from cluster import lifecycle
 from cluster.lifecycle import ClusterInfo
 from common.config import load_config
 from common.structured_outputs import structure_text
-from kvrelay.client import AsyncClient, Generation, WorkerView
+from kvrelay.client import AsyncClient, AsyncGenerationStream, Generation, Token, WorkerView
 
 POLL_S = 0.2
 """Time between two looks at a cluster. Each asks every process of it, and keeps cores from what is awaited."""
@@ -127,6 +127,40 @@ async def kill_worker(client: AsyncClient, role: str, index: int = 0) -> int:
     assert view.status is not None
     os.kill(view.status.pid, signal.SIGKILL)
     return view.status.pid
+
+
+async def killed_midway(
+    client: AsyncClient, *asks: Callable[[], AsyncGenerationStream], num_tokens: int = 8
+) -> list[Generation]:
+    """Kill the decode worker once each answer has so many tokens; returns the answers, all of which it has hit.
+
+    On a fast host an answer may be over by then, so that they are asked for again.
+    """
+    pid = 0
+    for _ in range(6):
+
+        async def restarted(former: int = pid) -> bool:
+            view = await worker(client, "decode")
+            return view.status is not None and view.status.pid != former
+
+        await until(restarted, timeout_s=60, what="the decode worker is back")
+        view = await worker(client, "decode")
+        assert view.status is not None
+        pid = view.status.pid
+        streams = [ask() for ask in asks]
+        await asyncio.gather(*(_until_token(stream, num_tokens) for stream in streams))
+        os.kill(pid, signal.SIGKILL)
+        answers = [await stream.result() for stream in streams]
+        if all(len(answer.plans) > 1 for answer in answers):
+            return answers
+    raise AssertionError("each time an answer was over before the kill")
+
+
+async def _until_token(stream: AsyncGenerationStream, number: int) -> None:
+    async for event in stream:
+        number -= isinstance(event, Token)
+        if not number:
+            return
 
 
 async def until(

@@ -7,6 +7,7 @@ may differ at a near tie, since a last bit decides now and then between two code
 """
 
 import asyncio
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from common.config import parse_config
 from common.sampling import SamplingParams
 from engine.ops.select import load_cpu_kernels
 from kvrelay.client import Generation
-from tests.e2e.harness import kill_worker, running_cluster, until, until_idle, worker
+from tests.e2e.harness import killed_midway, running_cluster, until_idle
 from tests.short_model import write_short_model
 from worker.inprocess import LocalEngine
 
@@ -29,6 +30,8 @@ BF16_BLOCK_BYTES = 4 * 2 * 16 * 3 * 64 * 2
 """Bytes of a block in four layers: keys and values of 16 tokens, 3 heads, 64 dimensions."""
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True}
 SAMPLED: dict[str, Any] = {"temperature": 0.8, "seed": 5, "max_tokens": 2500, "ignore_eos": True}
+NUM_BEFORE = 8
+"""Tokens before the kill, at least."""
 """Long enough for a kill in its middle: a token takes about a millisecond."""
 
 
@@ -76,20 +79,7 @@ async def test_answers_in_4_bits_handed_over_cached_or_resumed_are_one_engines(
         assert longest.kv_bytes < 0.6 * longest.num_blocks * BF16_BLOCK_BYTES
         assert cached[2].usage.num_cached_tokens == 192
 
-        stream = client.stream(prompts[2], **SAMPLED)
-        result = asyncio.create_task(stream.result())
-
-        async def decoding() -> bool:
-            view = await worker(client, "decode")
-            return view.status is not None and view.status.load.num_context_tokens > len(prompts[2]) + 8
-
-        await until(decoding, timeout_s=60, what="some tokens are decoded")
-        view = await worker(client, "decode")
-        assert view.status is not None
-        num_before = view.status.load.num_context_tokens - len(prompts[2])
-        await kill_worker(client, "decode")
-        killed = await result
-        assert list(killed.token_ids[:num_before]) == expected(prompts[2], SAMPLED | {"max_tokens": num_before})
+        (killed,) = await killed_midway(client, partial(client.stream, prompts[2], **SAMPLED), num_tokens=NUM_BEFORE)
+        assert list(killed.token_ids[:NUM_BEFORE]) == expected(prompts[2], SAMPLED | {"max_tokens": NUM_BEFORE})
         assert len(killed.token_ids) == SAMPLED["max_tokens"]
-        assert len(killed.plans) > 1, "the kill must have hit the stream"
         await until_idle(client)

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,8 @@ import pytest
 
 from common.model_files import default_model_dir
 from engine.ops.cpu.build import NotBuilt, find_compiler
-from kvrelay.client import AsyncClient, Token
-from tests.e2e.harness import kill_worker, running_cluster, until, until_idle, worker
+from kvrelay.client import AsyncClient
+from tests.e2e.harness import killed_midway, running_cluster, until, until_idle, worker
 from tests.e2e.test_oracle import Oracle
 
 pytestmark = [pytest.mark.e2e, pytest.mark.model, pytest.mark.timeout(900)]
@@ -81,15 +82,7 @@ async def test_answers_are_those_of_transformers_also_after_a_decode_workers_kil
         await _check_twice(client, prompts, oracle, "shm")
         options: dict[str, Any] = {"temperature": 0.8, "top_p": 0.95, "seed": 7, "max_tokens": 60, "ignore_eos": True}
         alone = await client.generate(prompts[-1], **options)
-        stream = client.stream(prompts[-1], **options)
-        num_seen = 0
-        async for event in stream:
-            num_seen += isinstance(event, Token)
-            if num_seen == 8:
-                await kill_worker(client, "decode")
-                break
-        killed = await stream.result()
-        assert len(killed.plans) > 1, "the kill must have hit the stream"
+        (killed,) = await killed_midway(client, partial(client.stream, prompts[-1], **options))
         assert killed.token_ids == alone.token_ids
         await until_idle(client, timeout_s=300)
 
