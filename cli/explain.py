@@ -41,7 +41,10 @@ def explain(
     elif decisions:
         print_wide(Group(*_spaced(decisions)))
     else:
-        err.print("the router remembers no decision" + (f" on {request_id}" if request_id else ""))
+        whose = (
+            f" on {request_id}, or it is another tenant's: `kvrelay why --request {request_id}`" if request_id else ""
+        )
+        err.print(f"the router remembers no decision of this tenant{whose}")
         raise typer.Exit(1)
 
 

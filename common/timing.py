@@ -162,6 +162,9 @@ class TimingModel:
 TYPICAL_CHUNK = StepShape(num_prefill_tokens=512, num_prefill_pairs=512 * 2048)
 TYPICAL_BATCH = StepShape(num_decodes=16, num_context_tokens=16 * 1024)
 """Steps by which models of a pool are compared."""
+SMALL_CHUNK = StepShape(num_prefill_tokens=64, num_prefill_pairs=64 * 64)
+SMALL_BATCH = StepShape(num_decodes=1, num_context_tokens=512)
+"""The same for workers that may have run nothing larger: what a model says of larger steps is then half a guess."""
 
 _Model = TypeVar("_Model")
 

@@ -14,13 +14,14 @@ Alarms are raised and cleared with hysteresis, so that they do not flap; each ch
 import asyncio
 import enum
 import logging
+import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from common.clock import Clock
 from common.ids import Epoch, WorkerId
-from common.timing import TYPICAL_BATCH, TYPICAL_CHUNK
+from common.timing import SMALL_BATCH, SMALL_CHUNK, TYPICAL_BATCH, TYPICAL_CHUNK, StepShape
 from kvrelay.v1 import worker_pb2
 from router.member import Member, WorkerState
 from router.placement.decisions import DecisionRecord
@@ -162,7 +163,11 @@ def find_silent(members: Iterable[Member], *, now_s: float) -> str | None:
 
 
 class PaceWatch:
-    """Finds workers whose steps take several times as long as those of the other workers of their pool."""
+    """Finds workers whose steps take several times as long as those of the other workers of their pool.
+
+    A slow host is slow in every step, so a worker counts as slow only as far as its model says so of small steps and of
+    typical ones: either may be larger, or smaller, than all that it has measured.
+    """
 
     def __init__(self) -> None:
         self.slowness: Mapping[WorkerId, float] = {}
@@ -172,11 +177,10 @@ class PaceWatch:
 
     def check(self, members: Iterable[Member]) -> str | None:
         """Compare all workers; returns the text of the alarm, or None."""
-        pools: dict[int, list[tuple[float, WorkerId]]] = {}
+        pools: dict[tuple[int, StepShape], list[tuple[float, WorkerId]]] = {}
         for member in members:
-            step_s = _typical_step_s(member)
-            if member.state is WorkerState.READY and step_s is not None:
-                pools.setdefault(member.endpoint.role, []).append((step_s, member.endpoint.worker_id))
+            for shape, step_s in _steps_s(member) if member.state is WorkerState.READY else ():
+                pools.setdefault((member.endpoint.role, shape), []).append((step_s, member.endpoint.worker_id))
         slowness: dict[WorkerId, float] = {}
         for pool in pools.values():
             pool.sort()
@@ -184,7 +188,7 @@ class PaceWatch:
                 # The median of the others, the lower one of two; alone in its pool, a worker is compared with itself.
                 middle = (len(pool) - 2) // 2
                 others_s = pool[middle + (middle >= place)][0] if len(pool) > 1 else step_s
-                slowness[worker_id] = step_s / others_s
+                slowness[worker_id] = min(step_s / others_s, slowness.get(worker_id, math.inf))
         self.slowness = slowness
         self.slow = {
             worker_id: times
@@ -200,14 +204,15 @@ class PaceWatch:
         )
 
 
-def _typical_step_s(member: Member) -> float | None:
-    """Return the time of a typical step of a worker, as it has measured itself; None before."""
+def _steps_s(member: Member) -> list[tuple[StepShape, float]]:
+    """Return the times of small and typical steps of a worker, as it has measured itself; none before."""
     timing = member.reported_timing
     if timing is None:
-        return None
+        return []
     is_prefill = member.endpoint.role == worker_pb2.WORKER_ROLE_PREFILL
-    model, shape = (timing.prefill, TYPICAL_CHUNK) if is_prefill else (timing.decode, TYPICAL_BATCH)
-    return model.seconds(shape) if model.is_measured else None
+    model = timing.prefill if is_prefill else timing.decode
+    shapes = (SMALL_CHUNK, TYPICAL_CHUNK) if is_prefill else (SMALL_BATCH, TYPICAL_BATCH)
+    return [(shape, model.seconds(shape)) for shape in shapes] if model.is_measured else []
 
 
 class Alarms:

@@ -51,6 +51,13 @@ def unnamed(block: Block) -> list[str]:
 
 
 @pytest.mark.parametrize("document", documents())
+def test_every_fence_of_a_document_is_closed_before_the_next_one_opens(document: str) -> None:
+    fences = [line for line in (REPO / document).read_text(encoding="utf-8").splitlines() if line.startswith("```")]
+    assert [fence for fence in fences[1::2] if fence != "```"] == [], "what follows is shown as code"
+    assert len(fences) % 2 == 0
+
+
+@pytest.mark.parametrize("document", documents())
 def test_commands_in_a_document_exist_with_their_options_and_files(document: str) -> None:
     found = blocks_of(document)
     text = (REPO / document).read_text(encoding="utf-8")

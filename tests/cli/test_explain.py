@@ -64,7 +64,7 @@ def test_explain_of_an_unknown_request_says_so_and_fails(run: Run, fake: FakeInf
     fake.decisions = []
     result = run("explain", "req-9", "-a", address)
     assert result.exit_code == 1
-    assert "remembers no decision on req-9" in result.stderr
+    assert "remembers no decision of this tenant on req-9" in result.stderr
 
 
 def test_roofline_holds_fitted_and_measured_steps_against_the_bounds_of_the_device(run: Run, address: str) -> None:

@@ -244,6 +244,22 @@ def test_worker_much_slower_than_its_pool_is_named(step_s: tuple[float, ...], sl
     assert [f"d{number}" for number in range(3) if f"d{number} (" in text] == slow
 
 
+@pytest.mark.parametrize(
+    "model",
+    [
+        StepModel(constant_s=0.01, per_context_token_s=2e-5, num_samples=MIN_SAMPLES),
+        StepModel(constant_s=0.05, num_samples=MIN_SAMPLES),
+    ],
+)
+def test_worker_whose_model_is_slow_only_where_it_never_measured_is_not_named(model: StepModel) -> None:
+    members = pool_with(0.0, 0.0)
+    for member, decode in zip(members, (model, StepModel(constant_s=0.01, per_decode_s=3e-3)), strict=True):
+        assert member.reported_timing is not None
+        decode = replace(decode, num_samples=MIN_SAMPLES)
+        member.reported_timing = replace(member.reported_timing, decode=decode)
+    assert PaceWatch().check(members) is None, "a healthy worker would be taken out of use"
+
+
 def test_slow_worker_stays_named_until_it_is_clearly_faster_again() -> None:
     watch = PaceWatch()
     assert [watch.check(pool_with(0.01, seconds)) is not None for seconds in (0.025, 0.04, 0.025, 0.015, 0.025)] == [
