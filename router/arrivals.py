@@ -87,7 +87,12 @@ class Arrivals(grpc.aio.ServerInterceptor):
             await answer(behavior, request, context)
 
         async def metered(requests: AsyncIterator[bytes], context: Any) -> None:
-            await Metered(handle(requests, context))
+            try:
+                await Metered(handle(requests, context))
+            except grpc.aio.AbortError as error:
+                # gRPC keeps it with the call, until garbage is collected, and with its frames what was received.
+                error.__traceback__ = error.__context__ = None
+                raise
 
         return grpc.stream_stream_rpc_method_handler(metered, None, handler.response_serializer)
 

@@ -76,11 +76,14 @@ class AnonymousCalls:
 
 async def first(requests: AsyncIterator[bytes]) -> bytes:
     """Return the one request of a call that is taken as a stream. Raises InvalidRequest when none comes in time."""
+    arriving: Any = aiter(requests)
     try:
         async with asyncio.timeout(_REQUEST_S):
-            raw = await anext(requests, None)
+            raw: bytes | None = await anext(arriving, None)
     except TimeoutError:
         raise InvalidRequest(f"the request did not come within {_REQUEST_S:g} s", field="message") from None
+    finally:
+        await arriving.aclose()  # gRPC's generator keeps what it has returned, until garbage is collected
     if raw is None:
         raise InvalidRequest("the request is missing", field="message")
     return raw

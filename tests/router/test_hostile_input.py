@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import sys
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager
 from typing import Any
@@ -140,6 +141,24 @@ async def test_messages_that_wait_to_be_read_are_within_the_bound_of_their_tenan
     with pytest.raises(PromptTooLong):
         await first
     assert not arrivals.num_held
+
+
+async def test_refused_message_is_freed_before_garbage_is_collected(
+    cluster: TestCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    door, received = cluster.router.door, list[Any]()
+    read = door.readers.read
+
+    async def noted(reading: Any, raw: bytes, **options: Any) -> Any:
+        message = await read(reading, raw, **options)
+        received.extend((raw, message))
+        return message
+
+    monkeypatch.setattr(door.readers, "read", noted)
+    with pytest.raises(PromptTooLong):
+        await cluster.generate(inference_pb2.GenerateRequest(text="x" * 600_000))
+    await cluster.until_idle()
+    assert [sys.getrefcount(each) for each in received] == [sys.getrefcount(object()) + 2] * 2
 
 
 async def test_prompt_too_long_names_both_numbers(cluster: TestCluster) -> None:
