@@ -55,6 +55,8 @@ _READINGS: Mapping[str, Reading[Any]] = {
     "Tokenize": Reading(read_tokenize, pb.TokenizeRequest, INLINE_MESSAGE_BYTES),
 }
 """How requests are read that may be large, by method."""
+_CHARGED = frozenset({"Explain", "ListModels", "RecordTraffic"})
+"""Other methods of tenants, whose calls wait for a turn and are charged, too; the rest are operators'."""
 
 
 class Arrivals(grpc.aio.ServerInterceptor):
@@ -76,7 +78,7 @@ class Arrivals(grpc.aio.ServerInterceptor):
             return handler
         behavior = handler.unary_stream or handler.unary_unary
         name = method.rpartition("/")[2]
-        receive = self._receive if name in _READINGS else _receive_small
+        receive = self._receive if name in _READINGS else self._receive_small
 
         async def handle(requests: AsyncIterator[bytes], context: Any) -> None:
             try:
@@ -107,6 +109,17 @@ class Arrivals(grpc.aio.ServerInterceptor):
                     raise refused.error()
                 return await door.readers.read(_READINGS[name], raw, tenant=tenant)
 
+    async def _receive_small(self, handler: Any, name: str, requests: AsyncIterator[bytes], context: Any) -> Any:
+        """Return a request that has few fields. Raises KvrelayError."""
+        if name in _CHARGED:
+            await self._door.enter(context.invocation_metadata(), needs_worker=False)
+        raw = await first(requests)
+        if len(raw) > INLINE_MESSAGE_BYTES:
+            raise InvalidRequest(
+                f"the request has {len(raw)} bytes; at most {INLINE_MESSAGE_BYTES} are taken", field="message"
+            )
+        return strict(handler.request_deserializer)(raw)
+
     @contextmanager
     def _counted(self, name: str) -> Iterator[None]:
         """Count a request that is refused before its handler runs, which counts all others."""
@@ -117,13 +130,3 @@ class Arrivals(grpc.aio.ServerInterceptor):
                 raise
             with self._door.account(self._door.new_life(), time_left_s=lambda: None):
                 raise
-
-
-async def _receive_small(handler: Any, _name: str, requests: AsyncIterator[bytes], _context: Any) -> Any:
-    """Return a request that has few fields. Raises InvalidRequest."""
-    raw = await first(requests)
-    if len(raw) > INLINE_MESSAGE_BYTES:
-        raise InvalidRequest(
-            f"the request has {len(raw)} bytes; at most {INLINE_MESSAGE_BYTES} are taken", field="message"
-        )
-    return strict(handler.request_deserializer)(raw)

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import grpc
@@ -26,7 +27,7 @@ from router.front_door import Caller, FrontDoor
 from router.member import Member, WorkerState
 from router.parsed_answers import ParsedAnswer
 from router.parts import RouterParts
-from router.placement.decisions import CAPACITY, explain
+from router.placement.decisions import CAPACITY, explain_one
 from router.status import StatusReporter
 from router.tenants import Tenant
 
@@ -128,12 +129,17 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
 
     async def Explain(self, request: pb.ExplainRequest, context: Context) -> pb.ExplainResponse:  # noqa: D102
         async with error_boundary(context, "Explain"):
+            tenant = self._identify(context)
             decisions = self._parts.chooser.decisions.latest(
-                tenant=self._identify(context).name,
+                tenant=tenant.name,
                 limit=min(request.limit or DEFAULT_EXPLAINED, CAPACITY),
                 request_id=RequestId(request.request_id) if request.request_id else None,
             )
-            return explain(decisions, policy=self._parts.config.policy, now_s=self._parts.clock.monotonic())
+            answer = pb.ExplainResponse()
+            policy, now_s = self._parts.config.policy, self._parts.clock.monotonic()
+            explained = (explain_one(each, policy, now_s) for each in decisions)
+            await for_each(explained, answer.decisions.append, partial(self._door.turn, tenant))
+            return answer
 
     async def Diagnose(self, request: pb.DiagnoseRequest, context: Context) -> pb.DiagnoseResponse:  # noqa: D102
         async with error_boundary(context, "Diagnose"):

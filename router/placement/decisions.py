@@ -195,10 +195,11 @@ def plan_to_proto(decision: DecisionRecord, *, attempt: int) -> pb.PlanChosen:
 
 def explain(decisions: Iterable[DecisionRecord], *, policy: str, now_s: float) -> pb.ExplainResponse:
     """Return the decisions with all options that were compared."""
-    return pb.ExplainResponse(decisions=[_decision(decision, policy, now_s) for decision in decisions])
+    return pb.ExplainResponse(decisions=[explain_one(decision, policy, now_s) for decision in decisions])
 
 
-def _decision(decision: DecisionRecord, policy: str, now_s: float) -> pb.Decision:
+def explain_one(decision: DecisionRecord, policy: str, now_s: float) -> pb.Decision:
+    """Return a decision with all options that were compared."""
     plan = decision.plan
     return pb.Decision(
         request_id=decision.request_id,
