@@ -157,6 +157,8 @@ class SharedStream:
         call = self._calls.pop(call_id, None)
         if call is not None:
             self._told.pop(call_id, None)
+            if self._is_draining:
+                self._changed.set()  # it may have been the last one
             self._closed.add(call.task)
             call.task.add_done_callback(self._closed.discard)
             call.task.cancel()

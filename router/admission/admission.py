@@ -16,6 +16,7 @@ What a request really gets corrects what its tenant was charged for the plan: `c
 `settle` when it ends.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -39,6 +40,8 @@ from router.tenants import ANYBODY, NO_TERMS, Overload, Tenant, Terms
 
 MIN_QUEUED = 512
 """Places in the line of a small fleet, unless configured."""
+MAX_ARRIVING = 1024
+"""Most requests of one tenant that may have begun to arrive."""
 MAX_ARRIVING_BYTES = 32 << 20
 """Bytes of a tenant's requests that have begun to arrive and have not been read; of all tenants four times as many."""
 MAX_UNSENT_ENTRIES = 4 << 20
@@ -85,6 +88,7 @@ class Admission:
             most_in_all=4 * MAX_UNSENT_ENTRIES,
         )
         self.arrivals = Budget("bytes of unread requests", most=MAX_ARRIVING_BYTES, most_in_all=4 * MAX_ARRIVING_BYTES)
+        self._num_arriving: Counter[str] = Counter()
         metrics.watch(lambda: self.accounts)
 
     @property
@@ -180,15 +184,23 @@ class Admission:
     def arriving(self, tenant: Tenant) -> Iterator[Holding]:
         """Hold the bytes of a request that arrives and is read, inside the block.
 
-        A request that cannot be read counts against the rate of its tenant like one that can.
+        A request that cannot be read counts against the rate of its tenant like one that can. Raises Overloaded when
+        too many of the tenant's have begun to arrive.
         """
-        with self.arrivals.holding(tenant) as holding:
-            try:
+        if self._num_arriving[tenant.name] >= MAX_ARRIVING:
+            reason = f"tenant {tenant.name}: {MAX_ARRIVING} requests have begun to arrive"
+            refused = Refused(reason=reason, retry_after_s=1.0, cause=RefusalCause.TENANT_QUEUE_FULL)
+            raise self.refuse(tenant.name, refused).error()
+        self._num_arriving[tenant.name] += 1
+        try:
+            with self.arrivals.holding(tenant) as holding:
                 yield holding
-            except RequestError:
-                now_s = self._clock.monotonic()
-                self._account(tenant, now_s).note_request(now_s)
-                raise
+        except RequestError:
+            now_s = self._clock.monotonic()
+            self._account(tenant, now_s).note_request(now_s)
+            raise
+        finally:
+            self._num_arriving[tenant.name] -= 1
 
     def charge_time(self, account: Account, seconds: float) -> None:
         """Charge time of the router that a tenant's requests have taken, whatever becomes of them, to its share."""

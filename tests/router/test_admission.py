@@ -1,5 +1,7 @@
 """Admission: who may wait, who goes first and what a tenant is charged, with a chooser that only counts pages."""
 
+from contextlib import ExitStack
+
 import pytest
 from prometheus_client import CollectorRegistry
 
@@ -7,7 +9,7 @@ from common.errors import Overloaded, RefusalCause, WorkerLost
 from common.ids import WorkerId
 from kvrelay.v1 import worker_pb2
 from router.admission.account import Service
-from router.admission.admission import MIN_QUEUED, QUEUED_PER_WORKER
+from router.admission.admission import MAX_ARRIVING, MIN_QUEUED, QUEUED_PER_WORKER
 from router.admission.asking import JUDGE_AGAIN_S
 from router.facts import WorkerEndpoint
 from router.metrics import MAX_LABELS, OTHERS, TenantMetrics
@@ -145,6 +147,19 @@ async def test_concurrency_cap_makes_only_its_own_tenant_wait() -> None:
     assert (line.served, line.counts) == ({"x", "y", "b"}, (1, 3))
     await line.end("x")
     assert line.served == {"y", "z", "b"}
+
+
+async def test_tenant_whose_requests_begin_and_never_arrive_keeps_few_of_them_and_others_come_in() -> None:
+    admission = Line().admission
+    with ExitStack() as begun:
+        for _ in range(MAX_ARRIVING):
+            begun.enter_context(admission.arriving(A))
+        with pytest.raises(Overloaded, match="begun to arrive"), admission.arriving(A):
+            pass
+        with admission.arriving(B):
+            pass
+    with admission.arriving(A):
+        pass
 
 
 async def test_request_that_no_worker_can_serve_in_time_is_refused_at_once() -> None:

@@ -353,3 +353,12 @@ async def test_router_that_never_acknowledges_gets_every_message(script: Script)
     for index in range(40):
         outlet.put_tokens(batch(index))
         await until(lambda index=index: len(script.messages) == index + 1)
+
+
+async def test_drained_stream_ends_when_the_router_closes_its_last_call(script: Script) -> None:
+    await script.open(1, "one")
+    script.stream.drain()
+    await asyncio.sleep(0)
+    script.requests.put_nowait(pb.DecodeManyRequest(call_id=1, close=pb.CloseCall()))
+    async with asyncio.timeout(TIMEOUT_S):
+        await script.running
