@@ -149,7 +149,7 @@ async def test_concurrency_cap_makes_only_its_own_tenant_wait() -> None:
     assert line.served == {"y", "z", "b"}
 
 
-async def test_tenant_whose_requests_begin_and_never_arrive_keeps_few_of_them_and_others_come_in() -> None:
+async def test_requests_of_a_tenant_that_begin_and_never_arrive_are_few() -> None:
     admission = Line().admission
     with ExitStack() as begun:
         for _ in range(MAX_ARRIVING):
