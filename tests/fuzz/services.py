@@ -126,7 +126,7 @@ def _intercepted(method: str, handler: Any, guard: Guard) -> Any:
     def handle(request: Any, context: Any) -> Any:
         found = guarded(context)
         if found.request_streaming:  # at a door it is read behind the guard
-            return found.stream_stream(_Once(request), context)
+            return found.stream_stream(_once(request), context)
         behavior = found.unary_stream if found.response_streaming else found.unary_unary
         return behavior(_parsed(found.request_deserializer, request), context)
 
@@ -164,19 +164,9 @@ def _for_members(handler: Any) -> Any:
     return make(behind(behavior), handler.request_deserializer, handler.response_serializer)
 
 
-class _Once:
-    """The request of a call that has one."""
-
-    def __init__(self, request: Any) -> None:
-        self._requests = [request]
-
-    def __aiter__(self) -> "AsyncIterator[Any]":
-        return self
-
-    async def __anext__(self) -> Any:
-        if not self._requests:
-            raise StopAsyncIteration
-        return self._requests.pop()
+async def _once(request: Any) -> AsyncIterator[Any]:
+    """Yield the request of a call that has one."""
+    yield request
 
 
 class _Parsed:
