@@ -4,11 +4,13 @@ import errno
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import cast
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from common.acceptors import Acceptors
 from common.ports import address_of, is_port_free, listen_on_first
 from common.process import claim_open_files, connections_per_listener
 from common.rpc import MIN_PING_INTERVAL_MS, MalformedRequestInterceptor, keepalive
@@ -57,8 +59,8 @@ async def start_server(
         ("grpc.server_handshake_timeout_ms", 10_000),
         ("grpc.max_connection_idle_ms", 300_000),
         ("grpc.max_concurrent_streams", 4096),
-        # Python takes one call in each turn of the event loop, so calls wait while it is busy. By default gRPC drops
-        # those that have waited for 30 s, and some of more than 1,000. They have deadlines, and admission a limit.
+        # Python takes few calls in a turn of the event loop, so they wait while it is busy. By default gRPC drops those
+        # that have waited for 30 s, and some of more than 1,000. They have deadlines, and admission a limit.
         ("grpc.server_max_unrequested_time_in_server", 3600),
         ("grpc.server.max_pending_requests", MAX_UNTAKEN_CALLS),
         ("grpc.server.max_pending_requests_hard_limit", MAX_UNTAKEN_CALLS),
@@ -70,15 +72,18 @@ async def start_server(
     if receiver is not None:
         # Otherwise the window of every call grows with the speed of its connection, and what waits to be received too.
         options.append(("grpc.http2.bdp_probe", 0))
-    server = grpc.aio.server(options=options, interceptors=[guard, receiver or MalformedRequestInterceptor()])
-    names = [*add_services(server), health.SERVICE_NAME]
+    interceptors = [guard, receiver or MalformedRequestInterceptor()]
+    server = grpc.aio.server(options=options, interceptors=interceptors)
+    acceptors = Acceptors(server, interceptors)
+    names = [*add_services(cast(grpc.aio.Server, acceptors)), health.SERVICE_NAME]
     health_servicer = health.aio.HealthServicer()
-    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
+    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, acceptors)
     if guard.audience is Audience.CLIENTS:
         names.append(reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, server)
     bound = listen_on_first((port,) if isinstance(port, int) else port, partial(_bind, server, guard, host))
     await server.start()
+    acceptors.start()
     for name in ("", *names):
         await health_servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
     return Server(grpc_server=server, port=bound, health=health_servicer)
