@@ -63,6 +63,18 @@ class ProjectedLoad:
         """Return how long a prompt that arrives now waits for those before it."""
         return max(0.0, self.prefill_free_at_s - now_s)
 
+    def has_pages(self, *, num_blocks: int, num_growth_blocks: float, num_gone: int, num_gone_blocks: float) -> bool:
+        """Return whether it had pages for a request if `num_gone` of its sequences gave `num_gone_blocks` back.
+
+        The rule is that of `PoolLoads.with_room`; of the pages kept for their growth the others keep their part.
+        """
+        num_left = self.num_decodes - num_gone
+        num_free_blocks = self.num_free_blocks + num_gone_blocks
+        if num_left <= 0:
+            return num_free_blocks >= num_blocks
+        num_kept_blocks = self.num_growth_blocks * math.sqrt(num_left / self.num_decodes)
+        return num_free_blocks - num_kept_blocks >= num_blocks + num_growth_blocks
+
 
 class PoolLoads:
     """The loads of one pool, in a fixed order of its workers. Event loop only."""

@@ -115,17 +115,22 @@ class Shares:
             left[answer.tenant].append(answer)
         uses = {tenant: replace(self._uses[tenant]) for tenant in left}
         num_places = 0.0 if replaces else worker.num_free_slots
-        num_blocks = worker.num_free_blocks - worker.num_growth_blocks
-        num_wanted_blocks = request.num_decode_blocks + request.num_growth_blocks
+        num_gone, num_gone_blocks = 0, 0.0
         victims: list[RunningAnswer] = []
-        while num_places < request.num_samples or num_blocks < num_wanted_blocks:
+        while num_places < request.num_samples or not worker.has_pages(
+            num_blocks=request.num_decode_blocks,
+            num_growth_blocks=request.num_growth_blocks,
+            num_gone=num_gone,
+            num_gone_blocks=num_gone_blocks,
+        ):
             tenant = max(filter(left.get, left), key=lambda each: self._load(uses[each]), default=None)
             if tenant is None or self._load(uses[tenant]) <= limit:
                 return []
             victim = left[tenant].pop()
             victims.append(victim)
             num_places += victim.num_places
-            num_blocks += victim.count_blocks()
+            num_gone += victim.num_places
+            num_gone_blocks += victim.count_blocks()
             uses[tenant].add(-victim.num_places, -victim.count_blocks())
         return victims
 

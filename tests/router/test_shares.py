@@ -35,6 +35,7 @@ class Request:
     ticket: Ticket
     num_blocks: int
     num_samples: int
+    num_output_tokens: int
     end: asyncio.Event = field(default_factory=asyncio.Event)
     is_running: bool = False
     num_set_back: int = 0
@@ -54,13 +55,28 @@ class Pool:
         self._seq = 0
 
     async def come(
-        self, *names: str, tenant: Tenant = A, num_blocks: int = 1, num_samples: int = 1, at_once: bool = False
+        self,
+        *names: str,
+        tenant: Tenant = A,
+        num_blocks: int = 1,
+        num_samples: int = 1,
+        num_output_tokens: int = 0,
+        at_once: bool = False,
     ) -> None:
-        """Let requests come one after the other, or at once, and wait until what they change has happened."""
+        """Let requests come one after the other, or at once, and wait until what they change has happened.
+
+        `num_output_tokens`: expected length of their answers.
+        """
         for name in names:
             ticket = self.router.admission.admit(tenant, Terms())
             assert isinstance(ticket, Ticket)
-            request = Request(tenant=tenant, ticket=ticket, num_blocks=num_blocks, num_samples=num_samples)
+            request = Request(
+                tenant=tenant,
+                ticket=ticket,
+                num_blocks=num_blocks,
+                num_samples=num_samples,
+                num_output_tokens=num_output_tokens,
+            )
             self.requests[name] = request
             self.tasks[name] = asyncio.create_task(self._run(name, request))
             if not at_once or name == names[-1]:
@@ -112,7 +128,7 @@ class Pool:
             block_size=BLOCK_SIZE,
             tenant=request.tenant,
             num_samples=request.num_samples,
-            num_output_tokens=0,
+            num_output_tokens=request.num_output_tokens,
         )
         queued = QueuedRequest(
             ticket=request.ticket,
@@ -210,6 +226,12 @@ async def test_few_answers_with_most_pages_give_them_to_a_tenant_with_none(pool:
     await pool.come("a0", "a1", num_blocks=450)
     await pool.come("b0", tenant=B, num_blocks=300)
     assert (pool.running("a"), pool.running("b")) == (["a0"], ["b0"])
+
+
+async def test_pages_kept_for_the_growth_of_an_answer_go_with_it(pool: Pool) -> None:
+    await pool.come("a0", num_samples=NUM_PLACES, num_output_tokens=NUM_BLOCKS * BLOCK_SIZE)
+    await pool.come("b0", tenant=B)
+    assert (pool.running("b"), pool.set_back) == (["b0"], {"a0": 1})
 
 
 async def test_no_answer_is_set_back_for_a_request_that_would_have_more_than_the_other(pool: Pool) -> None:
