@@ -19,7 +19,7 @@ from router.placement.shares import Shares
 CLAIM_S = 2.0
 """How long a claim stands at most; workers give room back within a step and a report."""
 RETRY_S = 0.1
-"""Pause before a request looks again for answers that may be set back."""
+"""Pause before a request looks again for answers that may be set back; longer than a step and a report."""
 MAX_FAILED = 4
 """Requests that may look in vain for such answers in one search of the line."""
 
@@ -84,6 +84,17 @@ class Claims:
         else:
             self._num_failed += 1
         return bool(victims)
+
+    def renew(self, place: Place[QueuedRequest]) -> None:
+        """Set further answers back when a claim's pages have gone to the growth of those that stayed, else end it."""
+        self._measure()
+        has_left = not self._shares.is_leaving and self._shares.has_places(place.item.search.request)
+        if not has_left or self._clock.monotonic() < place.item.claims_again_s:
+            return
+        until_s = self._until_s.pop(place)
+        self._is_measured = False
+        if self.make(place):
+            self._until_s[place] = until_s
 
     def _measure(self) -> None:
         if not self._is_measured:

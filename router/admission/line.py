@@ -248,7 +248,9 @@ class Line:
             if isinstance(outcome := self._asker.ask(place.item), Booking):
                 self._queue.take(place)
                 self._grant(place, outcome)
-            elif not place.item.lacks_room:
+            elif place.item.lacks_room:
+                self._claims.renew(place)
+            else:
                 self._claims.end(place)
         return bool(self._claims.standing())
 

@@ -51,6 +51,8 @@ class Shares:
         self._uses: dict[str, _Use] = {}
         self._num_places = self._num_blocks = 1.0
         """Places and pages of the pool; infinite places where a worker does not bound them."""
+        self.is_leaving = False
+        """Whether an answer that was set back still has its room."""
 
     def measure(self, claims: Iterable[PlacementRequest]) -> None:
         """Add up what tenants have now, with the requests in `claims`, and without answers that were set back."""
@@ -58,11 +60,14 @@ class Shares:
         self._num_places = max(1.0, float((decode.num_free_slots + decode.num_decodes).sum()))
         self._num_blocks = max(1.0, float(decode.num_blocks.sum()))
         self._uses.clear()
+        self.is_leaving = False
         for booking in self._fleet.bookings:
             answer = booking.answer
             if answer is None and not booking.plan.is_prefill_only:  # its attempt begins in this turn of the loop
                 self._use(booking.tenant).add(booking.decode.num_decodes, booking.decode.num_blocks)
-            elif answer is not None and not answer.is_set_back:
+            elif answer is not None and answer.is_set_back:
+                self.is_leaving = True
+            elif answer is not None:
                 self._use(booking.tenant).add(answer.num_places, answer.count_blocks())
         for request in claims:
             self.add(request)
@@ -71,6 +76,10 @@ class Shares:
         """Count a request that is given room."""
         if not request.is_prefill_only:
             self._use(request.tenant).add(request.num_decodes, request.num_decode_blocks)
+
+    def has_places(self, request: PlacementRequest) -> bool:
+        """Return whether a worker reports places for a request."""
+        return bool((self._fleet.roster.decode.num_free_slots >= request.num_samples).any())
 
     def with_a_place(self, tenant: str) -> float:
         """Return what share of the pool a tenant would have with one more place; not divided by its weight."""

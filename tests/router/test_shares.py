@@ -234,6 +234,22 @@ async def test_pages_kept_for_the_growth_of_an_answer_go_with_it(pool: Pool) -> 
     assert (pool.running("b"), pool.set_back) == (["b0"], {"a0": 1})
 
 
+async def test_room_that_others_grow_into_is_made_once_more(pool: Pool) -> None:
+    await pool.come("a0", "a1", num_blocks=200)
+    await pool.come("a2", num_blocks=550)
+
+    async def grow() -> None:
+        while not pool.set_back:  # noqa: ASYNC110 - a few turns
+            await asyncio.sleep(0)
+        pool.requests["a0"].num_blocks = 600
+
+    growing = asyncio.create_task(grow())
+    await pool.come("b0", tenant=B, num_blocks=300)
+    await growing
+    await pool.settle()
+    assert (pool.running("b"), pool.set_back) == (["b0"], {"a2": 1, "a1": 1})
+
+
 async def test_no_answer_is_set_back_for_a_request_that_would_have_more_than_the_other(pool: Pool) -> None:
     await pool.come("a0", "a1", num_blocks=450)
     await pool.come("b0", tenant=B, num_blocks=950)
