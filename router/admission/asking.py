@@ -6,14 +6,17 @@ should be free, or when a worker becomes free after none was. A request that nee
 may have it, and now and then in case it has become too late for it. Any other is asked again after any change.
 """
 
+import logging
 from collections.abc import Mapping
 
 from common.clock import Clock
-from common.errors import RefusalCause, Refused
+from common.errors import EngineFault, RefusalCause, Refused
 from router.admission.ticket import QueuedRequest
 from router.admission.waits import PoolWaits, Waits
 from router.placement.chooser import Chooser
 from router.placement.decisions import Booking
+
+logger = logging.getLogger(__name__)
 
 MIN_BUSY_S = 0.005
 """Shortest pause before a request that waits for one busy worker is tried again."""
@@ -49,9 +52,14 @@ class Asker:
         tenant = queued.ticket.account.tenant.name if queued.is_newcomer else None
         return self._waits[queued.search.request.is_prefill_only].read(tenant)
 
-    def ask(self, queued: QueuedRequest) -> Booking | Refused:
-        """Return a booked plan, or why there is none now."""
-        outcome = self._chooser.choose(queued.search)
+    def ask(self, queued: QueuedRequest) -> Booking | Refused | None:
+        """Return a booked plan, or why there is none now; None when the policy has failed, and the request with it."""
+        try:
+            outcome = self._chooser.choose(queued.search)
+        except Exception as error:
+            logger.exception("cannot choose", extra={"request_id": queued.search.request.request_id})
+            queued.settle(EngineFault(f"cannot choose workers: {type(error).__name__}: {error}"))
+            return None
         if isinstance(outcome, Booking):
             outcome.decision.waits = self.waits(queued) - queued.waits_before
         else:

@@ -22,7 +22,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection
 
 from common.clock import Clock
-from common.errors import Overloaded, RefusalCause, Refused, WorkerLost
+from common.errors import EngineFault, Overloaded, RefusalCause, Refused, WorkerLost
 from router.admission.account import Service
 from router.admission.admission import Admission, cost_of
 from router.admission.asking import Asker
@@ -96,10 +96,11 @@ class Line:
         """Wait in line for a plan and return it booked. The caller releases the booking.
 
         Raises Overloaded when no worker can serve the request in time, when another tenant's request takes its place,
-        and after its deadline; then WorkerLost instead when no worker of the pool that answers is ready.
+        and after its deadline; then WorkerLost instead when no worker of the pool that answers is ready. Raises
+        EngineFault when the policy fails.
         """
         queued.ticket.check_place()
-        granted: asyncio.Future[Booking | Refused] = asyncio.get_running_loop().create_future()
+        granted: asyncio.Future[Booking | Refused | EngineFault] = asyncio.get_running_loop().create_future()
         queued.granted, queued.last_refusal = granted, None
         place = self._stand(queued)
         queued.waits_before = self._asker.waits(queued)
@@ -130,6 +131,8 @@ class Line:
             self._queue.discard(place)
             if was_waiting:
                 self._serve()  # requests behind it may be served now
+        if isinstance(outcome, EngineFault):
+            raise outcome
         if isinstance(outcome, Refused):
             raise outcome.error()
         return outcome
@@ -207,6 +210,8 @@ class Line:
                 queued.become_late()
             known = self._asker.known_refusal(queued)
             outcome = self._asker.ask(queued) if known is None else known
+            if outcome is None:
+                continue
             if isinstance(outcome, Booking):
                 self._grant(place, outcome)
                 for other in passed:
@@ -248,7 +253,7 @@ class Line:
             if isinstance(outcome := self._asker.ask(place.item), Booking):
                 self._queue.take(place)
                 self._grant(place, outcome)
-            elif place.item.lacks_room:
+            elif place.item.lacks_room and outcome is not None:
                 self._claims.renew(place)
             else:
                 self._claims.end(place)

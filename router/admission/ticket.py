@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from common.errors import RefusalCause, Refused
+from common.errors import EngineFault, RefusalCause, Refused
 from router.admission.account import Account, Service
 from router.admission.waits import NO_WAITS, Waits
 from router.calibration import DurationForecast
@@ -97,7 +97,7 @@ class QueuedRequest:
     """Called when a newcomer begins to wait, with the forecast of its first token; None while there is no worker."""
     on_late: Callable[[], None] | None = None
     """Adapts the search of a request that is late, or would be refused for its objective; None: nothing to adapt."""
-    granted: "asyncio.Future[Booking | Refused] | None" = None
+    granted: "asyncio.Future[Booking | Refused | EngineFault] | None" = None
     last_refusal: Refused | None = None
     refused_at: int = -1
     """Number of the fleet's changes at the last refusal; asking again helps only after another change."""
@@ -116,7 +116,7 @@ class QueuedRequest:
         assert self.granted is not None, f"{self.search.request.request_id} is in line without a future"
         return self.granted.done()
 
-    def settle(self, outcome: Booking | Refused) -> None:
+    def settle(self, outcome: Booking | Refused | EngineFault) -> None:
         """End its wait."""
         assert self.granted is not None, "only a request in line is granted a plan"
         self.granted.set_result(outcome)

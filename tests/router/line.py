@@ -51,6 +51,8 @@ class PageChooser(Chooser):
         """Whether another answer would break the gaps of those that run."""
         self.is_empty = False
         """Whether no worker may be chosen."""
+        self.defective: set[str] = set()
+        """Requests for which the policy raises."""
         self.unwanted: set[str] = set()
         """Requests that the worker has refused, and that no other worker has room for."""
         self.differs = False
@@ -65,6 +67,8 @@ class PageChooser(Chooser):
         request = search.request
         self.asked.append(request.request_id)
         search.needs_room = False
+        if request.request_id in self.defective:
+            raise ZeroDivisionError("division by zero")
         if request.request_id in self.hopeless:
             return Refused(reason="too late", retry_after_s=3.0, cause=RefusalCause.DEADLINE)
         if self.is_saturated:

@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from common.errors import EngineFault
 from router.admission.asking import JUDGE_AGAIN_S
 from router.admission.line import MAX_CANDIDATES, MAX_OVERTAKEN, MAX_PASSED
 from router.admission.waits import Wait
@@ -39,6 +40,21 @@ async def test_request_that_its_worker_has_refused_never_holds_up_those_behind_i
         await line.come("small", 1)
         assert "small" in line.served, "a request that its worker cannot take would starve all others"
         await line.end("small")
+
+
+async def test_request_for_which_the_policy_raises_fails_alone() -> None:
+    line = Line(num_pages=2)
+    await line.come("running", 2)
+    for name in ("before", "defective", "behind"):
+        await line.come(name, 1)
+    line.chooser.defective.add("defective")
+    await line.end("running")
+    with pytest.raises(EngineFault, match="cannot choose workers: ZeroDivisionError: division by zero"):
+        await line.waiting.pop("defective")
+    assert line.served == {"before", "behind"}
+    await line.end("before")
+    await line.come("later", 1)
+    assert line.served == {"behind", "later"}
 
 
 @pytest.mark.parametrize(
