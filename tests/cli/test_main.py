@@ -78,3 +78,11 @@ def test_page_of_commands_shows_required_arguments_defaults_and_environment() ->
     assert "| `POOL=N…` | required | prefill=3, decode=2, or both. |" in text
     assert "| `--config FILE`, `-c FILE` (`KVRELAY_CONFIG`) | `serving.yaml` | The configuration file. |" in text
     assert "#### kvrelay bench run\n" in text
+
+
+def test_page_of_commands_describes_common_options_once() -> None:
+    text = reference()
+    assert text.count("The configuration file. |") == 1
+    restart = text.partition("\n### kvrelay restart\n")[2].partition("\n### ")[0]
+    assert "`--config`" in restart
+    assert "| `--grace SECONDS` |" in restart
