@@ -37,7 +37,7 @@ class SpeculationConfig(Section):
 
     method: Annotated[Literal["off", "ngram", "draft", "heads", "eagle", "mtp"], Words, Need.WORKERS] = "off"
     """`ngram` drafts the tokens that followed an earlier occurrence of the last ones in the prompt or the answer:
-    answers that copy come several times as fast, and no answer changes. `draft` asks a small model, `heads` reads
+    answers that repeat their prompt come several times as fast, unchanged. `draft` asks a small model, `heads` reads
     Medusa heads, `eagle` a draft layer of EAGLE or EAGLE-3, `mtp` the one in the model's own checkpoint (MiMo). On a
     CPU with compiled kernels; elsewhere it is off, and the log says so. [Speculation](speculation.md)."""
     model: Annotated[str | None, Need.WORKERS] = None
