@@ -107,7 +107,7 @@ class Criteria:
 class OutputOptions:
     """Options for what is shown and written."""
 
-    as_json: Annotated[bool, output("--json", help="Print the summary as JSON, not as a table.")] = False
+    as_json: Annotated[bool, output("--json", help="Print every field, as JSON.")] = False
     with_report: Annotated[bool, output("--report/--no-report", help="Write a page of plots, report.html.")] = True
 
 

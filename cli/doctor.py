@@ -13,7 +13,7 @@ from rich.text import Text
 
 from cli.console import err, print_wide
 from cli.errors import EXIT_FAILURE
-from cli.options import DEFAULT_CONFIG, options_from_dataclasses
+from cli.options import DEFAULT_CONFIG, JsonOption, options_from_dataclasses
 from cli.target import ConnectionOptions, run_dir_of
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def doctor(
             "--hosts", metavar="CLUSTER.yaml", help="Check the hosts of this file by ssh.", show_default=False
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print every finding, as JSON.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Check this host, and the cluster as seen from it. The exit status is 1 when something will not work.
 

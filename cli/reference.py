@@ -13,12 +13,12 @@ _HEAD = """# Commands
 Every command of `kvrelay` with its arguments and options; `kvrelay COMMAND --help` shows the same in the terminal.
 `python -m cli.reference docs/commands.md` generates this page from the declarations in `cli/`.
 """
-_COMMON = """## Options of many commands
+_COMMON = """## Options of several commands
 
 Described here once; each command below names those that it takes.
 """
 _EXAMPLES = "\b\n"
-_MIN_SHARING = 5
+_MIN_SHARING = 3
 """Number of commands from which on an option that is the same in all of them is described once."""
 
 
@@ -62,7 +62,7 @@ def _command(command: Any, path: str, common: Set[str], *, depth: int) -> Iterat
     if own := [row for row in rows if row not in common]:
         yield _table(own)
     if also := [f"`{each.opts[0]}`" for row, each in rows.items() if row in common]:
-        yield f"[Common](#options-of-many-commands): {', '.join(also)}\n"
+        yield f"[Common options](#options-of-several-commands): {', '.join(also)}\n"
     if hasattr(command, "commands"):
         yield from _commands(command, path, common, depth=depth)
 

@@ -64,9 +64,8 @@ def roofline(*, connection: ConnectionOptions, as_json: JsonOption = False) -> N
 
     A step is bound by memory while reading weights and KV takes longer than its arithmetic; the batch at which that
     changes is the ridge. Both rates are the best that workers of a host measured on as many cores. Times are those of
-    the worker's fitted timing model; the last row is what it really ran in the last hour. The line above the table says
-    how fast KV comes: what each transport moved between pages of this host as the worker started, and what its pulls
-    have reached since.
+    the fitted timing model, in the last row of the steps of the last hour. The line above the table shows how fast
+    each transport moved KV on this host at the start, and how fast pulls have been since.
     """
     with connection.client(timeout_s=_TIMEOUT_S) as client:
         workers = client.status().workers

@@ -39,16 +39,13 @@ def scale(
     kvrelay scale decode=3
     kvrelay scale prefill=2 decode=1 --grace 60
 
-    New workers come first. A worker that leaves gets no new requests and gives
-    its running answers to others, which pull the KV from it: the text is the
-    same, after a pause of one prefill at most. Where one pool shrinks and the
-    other grows, workers change over with their model and cache. A pool that would
-    not carry the present load within the objectives shrinks only with --force, and
-    none grows beyond the cores and the memory of a cluster's only host without it.
+    New workers start first. The running answers of a worker that leaves move to
+    others with their KV, after a pause of one prefill at most. Where one pool
+    shrinks and the other grows, workers change over with their model and cache.
+    Sizes that the present load or a cluster's only host does not allow need --force.
     serving.yaml is not changed: the next `kvrelay up` starts with its sizes, and a
-    rollout keeps these until a pool's count in the file is edited.
-    The change waits for earlier ones of its pools. Ctrl-C ends the display alone,
-    `kvrelay cancel` the change.
+    rollout keeps these until a pool's count in the file is edited. Ctrl-C ends
+    the display alone, `kvrelay cancel` the change.
     """  # noqa: D301 - \b marks a preformatted block
     from cluster.changes.flipping import Flips
     from cluster.control import scale as ask

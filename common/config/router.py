@@ -29,20 +29,19 @@ class RouterConfig(Section):
     """The front door."""
 
     count: Annotated[int, Field(ge=1, le=64), Need.RESTART] = 1
-    """Routers: each is a front door of its own to all workers, the *i*-th on the ports below plus *i*. A client that
-    knows [all of them](client.md#several-routers) survives the death of one. Each router applies tenants' limits by
-    itself."""
+    """Routers: each serves all workers, the *i*-th on the ports below plus *i*. A client that knows
+    [all of them](client.md#several-routers) survives the death of one. Each applies tenants' limits by itself."""
     host: Annotated[str, Need.RESTART] = "127.0.0.1"
-    """Address of IPv4 or IPv6 that it listens on, or a name, of which the first address counts, IPv4 before IPv6.
-    `0.0.0.0` opens it to the network, `::` to both families: then set `router.auth`."""
+    """Address of IPv4 or IPv6 that it listens on, or a name: its first address, IPv4 before IPv6. `0.0.0.0` opens it to
+    the network, `::` to both families: then set `router.auth`."""
     port: Annotated[Port, Need.RESTART] = 50051
     """Port that it listens on. `0`: a free one, chosen once per `kvrelay up`."""
     http_port: Annotated[Port | None, Need.RESTART] = 0
     """Port of the [OpenAI-compatible HTTP door](openai.md), on the same address. `0`: a free one, chosen once per
     `kvrelay up`, which prints it; `null`: none."""
     max_http_connections: Annotated[int | None, Field(ge=16), Need.ROUTERS] = None
-    """Most connections of the HTTP door, at least 16; [openai.md](openai.md#connections) describes what happens beyond
-    it. `null`: as many as [open files](hosts.md#open-files) allow; a larger number stops the start."""
+    """[Most connections](openai.md#connections) of the HTTP door, at least 16. `null`: as many as
+    [open files](hosts.md#open-files) allow; a larger number stops the start."""
     live_page: Annotated[bool, Need.ROUTERS] = True
     """The HTTP door serves a [page of the running cluster](diagnosis.md#live-page) at `/`. What it shows is for
     operators; with `auth: none` every client may see it."""
@@ -76,14 +75,14 @@ class RouterConfig(Section):
     for which that costs less (`predictive`), at most 32 tokens under the other policies. `llm_d` has a threshold of
     its own."""
     max_prefill_wait_s: Annotated[float, Field(gt=0), Need.ROUTERS] = 0.1
-    """With `predictive`, a prompt that would wait longer than this many seconds at every worker waits in
-    the router's line instead, where the most urgent goes first."""
+    """With `predictive`, a prompt that would wait longer than this many seconds at every worker waits in the router's
+    line instead."""
     max_queued: Annotated[int | None, Field(ge=1), Need.ROUTERS] = None
     """Requests that wait for a plan; more are refused. Each tenant can always hold its share of them, by `weight`.
     `null`: 512, or 4 for each worker if that is more."""
     auth: Annotated[Literal["none", "api_key"], Need.ROUTERS] = "none"
     """`none`: every request belongs to the tenant `default`. `api_key`: the metadata, or HTTP header,
-    `authorization: Bearer <key>` of a request names its tenant; see [tenants](#tenants)."""
+    `authorization: Bearer <key>` names its [tenant](#tenants)."""
     allowed_hosts: Annotated[tuple[DnsName, ...], Field(max_length=32), Need.ROUTERS] = ()
     """With `auth: none`, further DNS names under which HTTP clients know the router, such as a load balancer's;
     `*.example.com` stands for all names there. [Addresses, names without a dot and the names that the router knows
@@ -107,19 +106,17 @@ class RouterConfig(Section):
     recovery_timeout_s: Annotated[float, Field(gt=0), Need.ROUTERS] = 60.0
     """Seconds that a request which lost its worker waits for one to come back before it fails."""
     silence_s: Annotated[float | None, Field(ge=0.5), Need.ROUTERS] = 1.0
-    """Seconds without a sign of life after which a worker's answers go on elsewhere, while it keeps its place. Workers
-    report four times a second; one whose reports were late recently is given more time, at most five times as much.
-    `null`: only a broken connection ends the wait."""
+    """Seconds without a sign of life after which a worker's answers continue elsewhere. One whose reports were late
+    recently is given more time, at most five times as much. `null`: only a broken connection ends the wait."""
     max_attempts: Annotated[int, Field(ge=1), Need.ROUTERS] = 6
     """Plans per request, the first one included."""
     max_lost_workers: Annotated[int, Field(ge=2), Need.ROUTERS] = 3
     """Workers that may be lost, one after the other, while they compute a request with fewer than 32 new tokens in
-    between; then it is refused, since it may be what crashes them. One more is granted when the last has never
-    answered: it may have been dead before. Before the last one the request is quarantined: no other such request runs
-    beside it."""
+    between, before [it is refused](reliability.md#requests-that-end-their-workers). One more is granted when the last
+    has never answered: it may have been dead before."""
     default_max_tokens: Annotated[int | None, Field(ge=1), Need.ROUTERS] = None
     """Longest answer, in tokens, to a request that sets no limit; `null`: as long as the context allows. A completion
-    over HTTP has 16, as in OpenAI's API."""
+    over HTTP has 16."""
     max_message_mib: Annotated[int, Field(ge=1, le=64), Need.ROUTERS] = 4
     """Largest request, in MiB."""
     token_cache_mib: Annotated[int, Field(ge=0), Need.ROUTERS] = 64
@@ -156,10 +153,8 @@ class TenantConfig(Section):
     max_priority: Annotated[int, Field(ge=0, le=1000)] = 0
     """Largest priority that its requests may claim; a larger claim gets this."""
     overload: Literal["refuse", "wait", "shorten", "yield"] | None = None
-    """Treatment of its requests that have missed, or are predicted to miss, their objective for the first token.
-    `refuse`: refused at once; `wait`: served when their turn comes, until their own deadline; `shorten`: served with
-    at most `shortened_max_tokens`; `yield`: served after the requests of all tenants. `null`: as `router.shed` says.
-    [More](#overload)."""
+    """[Treatment](#overload) of its requests that miss, or are predicted to miss, their objective for the first token:
+    `refuse`, `wait`, `shorten` or `yield`. `null`: as `router.shed` says."""
     shortened_max_tokens: Annotated[int, Field(ge=1)] = 128
     """With `overload: shorten`, longest answer in tokens to such a request."""
     operator: bool = False

@@ -98,7 +98,7 @@ class ModelConfig(Section):
     device: Annotated[Literal["auto", "cpu", "cuda"], Need.GENERATION] = "auto"
     """`cpu`, `cuda`. `auto`: a GPU where there is one."""
     quantization: Annotated[Literal["fp8", "int8", "int4"] | None, Need.GENERATION] = None
-    """`int8`, `int4`: weights in 8 or 4 bits, rounded when they are loaded; faster than bfloat16 in every batch on a
+    """`int8`, `int4`: weights in 8 or 4 bits, rounded at load; faster than bfloat16 in every batch on a
     CPU (`int4` is for CPUs alone). `fp8`: weights and activations in 8 bits, for GPUs of compute capability 9.0 (on a
     CPU it only reproduces the results). [What they cost](../benchmarks/README.md)."""
     kv_dtype: Annotated[Literal["auto", "fp8", "int8", "int4"], Need.GENERATION] = "auto"
@@ -155,9 +155,9 @@ class PoolConfig(Section):
     on it; in a Ray cluster of several hosts, the CPUs it reserves."""
     drain_grace_s: Annotated[float, Field(ge=0), Need.POOL] = 30.0
     """Seconds in which a worker that is asked to end (SIGTERM, a stopped host) may
-    [give away its running requests](changes.md#drain)."""
+    [move its running requests](changes.md#drain)."""
     slow_drain_s: Annotated[Annotated[float, Field(ge=0)] | None, Need.NOTHING] = 30.0
-    """Seconds for which a worker may be several times slower than the rest of its pool before it is
+    """Seconds for which a worker may be several times slower than its pool before it is
     [kept out of use](reliability.md#slow-workers) until it recovers. `null`: it is only given less work."""
     metrics: Annotated[bool, Need.POOL] = True
     """Serve Prometheus metrics on a free port of each worker; `state.json` in the run folder names it."""
@@ -172,7 +172,7 @@ class PoolConfig(Section):
     `CUDA_VISIBLE_DEVICES`."""
     placement: Annotated[Literal["spread", "pack"], Need.POOL] = "pack"
     """In a Ray cluster, `spread` puts the workers of a pool on as many hosts as there are, `pack` fills one host after
-    the other. A worker with several GPUs always has them on one host."""
+    the other."""
 
     @property
     def port_range(self) -> range:
@@ -212,9 +212,8 @@ class TransferConfig(Section):
     """How KV moves."""
 
     transports: Annotated[tuple[TransportName, ...], Need.WORKERS] = ("cuda_ipc", "shm", "grpc")
-    """How KV blocks travel, tried in this order. `cuda_ipc` works between processes on one card, `shm` between
-    processes of one host that keep KV in host memory, `nixl`, where it is named and
-    [installed](serving.md#nixl), between all that keep it there, `grpc` always."""
+    """How KV blocks travel, tried in this order. `cuda_ipc` works on one card, `shm` on one host with KV in host
+    memory, [`nixl`](serving.md#nixl) between hosts with KV in host memory, `grpc` always."""
     chunk_bytes: Annotated[int, Field(ge=4096, le=1 << 20), Need.WORKERS] = 1 << 20
     """Bytes in one message of a transfer by gRPC, at most 1 MiB."""
     lease_ttl_s: Annotated[float, Field(gt=0), Need.WORKERS] = 10.0

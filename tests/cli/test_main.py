@@ -81,8 +81,7 @@ def test_page_of_commands_shows_required_arguments_defaults_and_environment() ->
 
 
 def test_page_of_commands_describes_common_options_once() -> None:
-    text = reference()
-    assert text.count("The configuration file. |") == 1
-    restart = text.partition("\n### kvrelay restart\n")[2].partition("\n### ")[0]
-    assert "`--config`" in restart
-    assert "| `--grace SECONDS` |" in restart
+    shared, _, commands = reference().partition("\n## Cluster\n")
+    assert "| `--grace SECONDS` | `30.0` |" in shared
+    assert "| `--grace SECONDS` |" not in commands
+    assert "`--grace`" in commands.partition("\n### kvrelay restart\n")[2].partition("\n### ")[0]
