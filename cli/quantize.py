@@ -28,11 +28,10 @@ def quantize(
 ) -> None:
     """Write a checkpoint whose weights have 4 or 8 bits, for serving here or elsewhere.
 
-    With text like that to be served, the projections of each layer are rounded
-    for what the text makes of those before them (GPTQ), which at 4 bits keeps
-    much more of a model's quality; it takes minutes and the memory of the plain
-    model. Without, each is rounded to the nearest point of a grid. Embedding and
-    output head stay as they are. Prints the new folder.
+    With calibration text like that to be served, weights are rounded by GPTQ,
+    which at 4 bits keeps much more of a model's quality; it takes minutes and the
+    memory of the plain model. Without it, each weight is rounded to the nearest
+    value. Embedding and output head stay plain. Prints the new folder.
 
     \b
     kvrelay quantize default ./smol-int4 --calibration chats.txt

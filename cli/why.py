@@ -38,7 +38,7 @@ def why(
     ] = 300,
     as_json: JsonOption = False,
 ) -> None:
-    """Say what costs the answers of the last minutes time, and which changes would help.
+    """Show what has cost recent answers time, and which changes would help.
 
     \b
     kvrelay why                      faults first, then what costs most

@@ -48,7 +48,7 @@ class Capabilities:
 
 ENGINES: dict[str, Capabilities] = {
     "torch": Capabilities(
-        exact_resume="[yes with compiled CPU kernels](serving.md#where-an-answer-goes-on); else up to near ties",
+        exact_resume="[yes with compiled CPU kernels](serving.md#exact-resume); else up to near ties",
         grammar=YES,
         samples=YES,
         embeddings=YES,

@@ -19,7 +19,7 @@ class TlsConfig(Section):
     """`auto`: TLS when `router.host` is not a loopback address, or in a Ray cluster that is joined; `on`: always;
     `off`: never; `files`: like `on`, but doors show the certificate of the files below instead of the cluster's own."""
     insecure: Annotated[bool, Need.RESTART] = False
-    """With `off`: serve other hosts without TLS all the same. Prompts, answers and API keys can be read on the way."""
+    """With `off`: serve other hosts without TLS anyway. Prompts, answers and API keys can be read on the way."""
     certificate: Annotated[Path | None, Need.RESTART] = None
     """With `files`: the doors' certificate chain in PEM, leaf first, at this path on every host. Read again when it
     changes."""
