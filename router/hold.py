@@ -75,9 +75,12 @@ class HoldSums:
         While answers come and go, the pages of those that end pay for the growth of the others, in the mean. The number
         that ends in a time scatters by its square root, so that many answers need no more than that share.
         """
-        if not self.num_decodes:
-            return 0.0
-        return math.sqrt(num_decodes) * self.num_growth_blocks / self.num_decodes
+        return math.sqrt(num_decodes) * self.num_blocks_per_answer
+
+    @property
+    def num_blocks_per_answer(self) -> float:
+        """Pages that an answer is expected to fill, in the mean; 0 without any answer."""
+        return self.num_growth_blocks / self.num_decodes if self.num_decodes else 0.0
 
     def count(self, hold: Hold, sign: int) -> None:
         """Add a hold, or take it out."""

@@ -214,7 +214,7 @@ class Member:
 
     def _add_up(self) -> ProjectedLoad:
         assert self.facts is not None, f"{self.endpoint.worker_id}: no facts in state {self.state}"
-        report = self.report
+        report, active = self.report, self._active
         num_free_blocks = report.num_free_blocks
         num_sequences = report.num_running + report.num_waiting + report.num_reserved
         num_pending_tokens = report.num_pending_prefill_tokens
@@ -232,18 +232,18 @@ class Member:
             if not hold.is_prefilled:
                 num_pending_tokens += hold.num_missing_tokens
                 free_at_s = max(free_at_s, hold.booked_s) + hold.prefill_s
-        active = self._active
         return ProjectedLoad(
             worker_id=self.endpoint.worker_id,
             num_blocks=self.facts.num_blocks,
             num_free_blocks=max(num_free_blocks, 0),
-            num_growth_blocks=self._active.num_kept_blocks(num_decodes),
+            num_growth_blocks=active.num_kept_blocks(num_decodes),
             num_free_slots=max(num_free_slots, 0),
             num_sequences=num_sequences,
             num_waiting=report.num_waiting + report.num_reserved,
             num_pending_prefill_tokens=num_pending_tokens,
             num_decodes=num_decodes,
             num_context_tokens=num_context_tokens,
+            num_answer_tokens=active.num_blocks_per_answer * self.facts.block_size,
             prefill_free_at_s=free_at_s,
             num_cold_blocks=report.num_cold_blocks,
             num_cached_blocks=report.num_cached_blocks,

@@ -96,8 +96,8 @@ class RouterConfig(Section):
     folder (`tls/block.key`). `env:NAME` reads an environment variable."""
     shed: Annotated[Literal["none", "deadline", "slo"], Need.ROUTERS] = "deadline"
     """Requests that are refused at once because no worker can serve them in time. `deadline`: those whose first token
-    would come after the client's own deadline; `slo`: also those that would miss their objective for the time to first
-    token; `none`. Predictions without measurements refuse nothing."""
+    would come after the client's own deadline, the wait for a place on a decode worker included; `slo`: also those that
+    would miss their objective for the time to first token; `none`. Predictions without measurements refuse nothing."""
     late_share: Annotated[float, Field(ge=0, le=1), Need.ROUTERS] = 0.016
     """Largest share of a tenant's work, in tokens, that goes to requests which have missed their objective for the
     first token while others of it could still meet theirs; [see below](#overload)."""

@@ -94,6 +94,12 @@ class FairQueue(Generic[T]):
                 before_s += min(share_s, other.work.total_s + other.late_work.total_s)
         return before_s
 
+    def num_before(self, before_s: float) -> float:
+        """Return about how many waiting items are `before_s` of work: as many as the mean of all says."""
+        works = (work for queue in (self._first, *self._queues.values()) for work in (queue.work, queue.late_work))
+        total_s = sum(work.total_s for work in works)
+        return len(self) * before_s / total_s if total_s else 0.0
+
     def pop(self, *, now_s: float, skipping: Container[str] = ()) -> Place[T] | None:
         """Take out the next item of the tenants that are not skipped; None when there is none."""
         return next(self.round(now_s=now_s, skipping=skipping), None)

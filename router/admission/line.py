@@ -165,10 +165,16 @@ class Line:
     def _forecast(self, place: Place[QueuedRequest]) -> None:
         """Forecast the first token of a newcomer that begins to wait, and report the forecast to it."""
         queued, search = place.item, place.item.search
-        if queued.ticket.has_plan or queued.ticket.is_returned or search.request.has_begun:
+        request = search.request
+        if queued.ticket.has_plan or queued.ticket.is_returned or request.has_begun:
             return
         before_s = self._queue.work_before_s(place, now_s=self._clock.monotonic())
-        search.line_forecast = self._chooser.forecast_in_line(search.request, work_s=place.work_s, before_s=before_s)
+        num_ends = 0.0
+        if self.admission.waits[request.is_prefill_only].await_answers:
+            num_ends = self._queue.num_before(before_s) + request.num_samples
+        search.line_forecast = self._chooser.forecast_in_line(
+            request, work_s=place.work_s, before_s=before_s, num_ends=num_ends
+        )
         queued.on_waiting(search.line_forecast)
 
     def _on_change(self) -> None:
@@ -229,6 +235,7 @@ class Line:
                 rests_s[pool] += REST_ASKED_S if known is None else REST_KNOWN_S
                 self._is_short |= queued.lacks_room and not pool
                 has_claim = self._asker.is_open and self._claims.make(place)
+                queued.search.awaits_answer = self._asker.is_open and queued.lacks_room and not has_claim
                 if _has_waited_enough(queued) or num_refused[pool] >= MAX_PASSED:
                     skipping.close(place)
                 elif outcome.cause is RefusalCause.SATURATED and not has_claim:

@@ -94,6 +94,11 @@ class PoolWaits:
         cause = _REFUSALS.get(type(refused), Wait.PREFILL)
         self._cause = Wait.PREFILL if self._is_prefill and cause is Wait.DECODE_ROOM else cause
 
+    @property
+    def await_answers(self) -> bool:
+        """Whether all wait for answers to end, so that a decode worker may take another one."""
+        return self._cause in (Wait.DECODE_ROOM, Wait.DECODE_PACE)
+
     def hold(self, tenant: str) -> None:
         """Note that newcomers of a tenant wait for its limit from now on. Harmless when repeated."""
         held = self._tenants.setdefault(tenant, _TenantWaits())

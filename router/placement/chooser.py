@@ -26,7 +26,7 @@ from router.lives import Life
 from router.placement.decisions import Booking, DecisionLog
 from router.placement.forecasts import Forecaster
 from router.placement.loads import ProjectedLoad
-from router.placement.plans import Busy, FleetView, NoRoom, PlacementRequest, Plan, Policy
+from router.placement.plans import Busy, FleetView, NoRoom, PlacementRequest, Plan, Policy, TooSlow
 from router.placement.shedding import Shed, find_hopeless
 from router.prefix_match import PrefixMatches
 
@@ -61,6 +61,8 @@ class Search:
     """The busy worker for which the last refusal was made, as it was then."""
     needs_room: bool = False
     """Whether the last refusal was for want of a worker with slots and pages."""
+    awaits_answer: bool = False
+    """Whether it may not have a running answer set back for it, so that one has to end first (admission/claims.py)."""
 
     @property
     def wakes_at_s(self) -> float:
@@ -113,7 +115,11 @@ class Chooser:
             plan = self._with_another_pair(plan, search, request, matches, excluded=excluded)
         if not excluded:
             error = self.forecaster.ttft_error(plan)
-            if (hopeless := find_hopeless(request, plan, view, shed=search.shed, error=error)) is not None:
+            place_s = 0.0
+            if search.awaits_answer and isinstance(plan, NoRoom | TooSlow):
+                place_s = view.decode.answer_ends_in_s()
+            hopeless = find_hopeless(request, plan, view, shed=search.shed, error=error, place_s=place_s)
+            if hopeless is not None:
                 return hopeless
         search.awaited = self._fleet.roster.load(plan.worker_id) if isinstance(plan, Busy) else None
         search.needs_room = isinstance(plan, NoRoom)
@@ -183,17 +189,20 @@ class Chooser:
         num_cached_tokens = num_cached_blocks * request.block_size
         return self._fleet.roster.typical_timing.prefill_s(request.num_tokens - num_cached_tokens, num_cached_tokens)
 
-    def forecast_in_line(self, request: PlacementRequest, *, work_s: float, before_s: float) -> DurationForecast | None:
+    def forecast_in_line(
+        self, request: PlacementRequest, *, work_s: float, before_s: float, num_ends: float
+    ) -> DurationForecast | None:
         """Return the time to first token of a request that waits behind `before_s` of work; None without any worker.
 
         The workers share the work before it, and, of the requests that come meanwhile, as much as its own: shorter ones
-        overtake it, and the longer it computes, the more do.
+        overtake it, and the longer it computes, the more do. It also waits until `num_ends` answers have ended.
         """
         roster, now_s = self._fleet.roster, self._clock.monotonic()
         num_workers = len(roster.prefill or roster.decode)
         if not num_workers:
             return None
         wait_s = max(0.0, roster.prefill_free_at_s() - now_s) + (before_s + work_s) / num_workers
+        wait_s = max(wait_s, num_ends * roster.decode.answer_ends_in_s())
         return self.forecaster.in_line(wait_s + work_s, passed_s=now_s - request.received_s)
 
     def exclude(self, search: Search, worker_id: WorkerId, *, retry_after_s: float | None) -> None:

@@ -38,6 +38,8 @@ class ProjectedLoad:
     """Sequences that decode, or will as soon as their KV has arrived."""
     num_context_tokens: int = 0
     """KV tokens of these sequences."""
+    num_answer_tokens: float = 0.0
+    """Expected length of this router's answers there, in the mean; 0 without any."""
     tpot_slos: tuple[float, ...] = ()
     """Different objectives for the mean gap of this router's requests that decode there."""
     prefill_free_at_s: float = 0.0
@@ -75,13 +77,23 @@ class ProjectedLoad:
         num_kept_blocks = self.num_growth_blocks * math.sqrt(num_left / self.num_decodes)
         return num_free_blocks - num_kept_blocks >= num_blocks + num_growth_blocks
 
+    @property
+    def num_ends_per_s(self) -> float:
+        """Answers that end per second, in the mean; infinite while the length or the gaps of answers are not known."""
+        if not self.num_decodes:
+            return 0.0
+        if not self.num_answer_tokens or not self.timing.token_gap.is_measured:
+            return math.inf
+        gap_s = self.timing.itl_s(self.num_decodes, self.num_context_tokens)
+        return self.num_decodes / (self.num_answer_tokens * gap_s) if gap_s else math.inf
+
 
 class PoolLoads:
     """The loads of one pool, in a fixed order of its workers. Event loop only."""
 
     def __init__(self, loads: Iterable[ProjectedLoad]) -> None:
         self.loads = list(loads)
-        self._numbers = np.array([_numbers(load) for load in self.loads], dtype=np.float64).reshape(-1, 7).T.copy()
+        self._numbers = np.array([_numbers(load) for load in self.loads], dtype=np.float64).reshape(-1, 8).T.copy()
         self._positions: dict[WorkerId, int] | None = None
         self._most: tuple[float, float, float] | None = None
         """Most free slots, free pages less those kept, and free pages of a worker on which nothing decodes."""
@@ -126,6 +138,11 @@ class PoolLoads:
     def num_growth_blocks(self) -> Floats:
         """Free pages kept for running answers."""
         return self._column(6)
+
+    def answer_ends_in_s(self) -> float:
+        """Return the mean time until another answer ends, so that its place is free; 0 while that is not known."""
+        num_ends_per_s = float(self._column(7).sum())
+        return 1.0 / num_ends_per_s if num_ends_per_s else 0.0
 
     def soonest(self, num_workers: int) -> list[ProjectedLoad]:
         """Return the workers that are free soonest for another prompt."""
@@ -202,6 +219,7 @@ def _numbers(load: ProjectedLoad) -> tuple[float, ...]:
         load.num_context_tokens,
         load.num_free_slots if load.num_sequences else math.inf,
         load.num_growth_blocks,
+        load.num_ends_per_s,
     )
 
 

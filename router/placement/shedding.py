@@ -26,18 +26,25 @@ class Shed(enum.Enum):
 
 
 def find_hopeless(
-    request: PlacementRequest, plan: Plan | Refused, view: FleetView, *, shed: Shed, error: float = 1.0
+    request: PlacementRequest,
+    plan: Plan | Refused,
+    view: FleetView,
+    *,
+    shed: Shed,
+    error: float = 1.0,
+    place_s: float = 0.0,
 ) -> Refused | None:
     """Return a final refusal when no worker of the view can bring the first token in time.
 
     The prediction of the policy counts; without one, the least time that any worker would need for its queue and the
-    computation. Predictions for workers without measurements do not count. Most actual times are below `error` times
-    the predicted one; a request is refused for its objective when that would be late.
+    computation, which begins no sooner than in `place_s`, when a decode worker has a place. Predictions for workers
+    without measurements do not count. Most actual times are below `error` times the predicted one; a request is refused
+    for its objective when that would be late.
     """
     if shed is Shed.NONE:
         return None
     left_s = request.ttft_slo_s - request.waited_s if shed is Shed.SLO else math.inf
-    ttft_s = _late_ttft_s(request, plan, view, left_s=min(left_s / error, request.time_left_s))
+    ttft_s = _late_ttft_s(request, plan, view, left_s=min(left_s / error, request.time_left_s), place_s=place_s)
     if ttft_s is None:
         return None
     if ttft_s > request.time_left_s:
@@ -45,7 +52,9 @@ def find_hopeless(
     return _refusal(ttft_s, left_s, RefusalCause.SLO, f"the objective of {request.ttft_slo_s:g} s")
 
 
-def _late_ttft_s(request: PlacementRequest, plan: Plan | Refused, view: FleetView, *, left_s: float) -> float | None:
+def _late_ttft_s(
+    request: PlacementRequest, plan: Plan | Refused, view: FleetView, *, left_s: float, place_s: float
+) -> float | None:
     """Return the predicted time to the first token; None when it is in time or not known."""
     if isinstance(plan, Plan) and plan.predicted_ttft_s is not None:
         computes = (view.decode if plan.prefill is None else view.prefill).find(plan.computes)
@@ -53,7 +62,7 @@ def _late_ttft_s(request: PlacementRequest, plan: Plan | Refused, view: FleetVie
         return plan.predicted_ttft_s if is_late else None
     least_s = math.inf
     for worker in _quickest(request, view):
-        ttft_s = _least_ttft_s(request, worker)
+        ttft_s = max(place_s, worker.prefill_wait_s(request.now_s)) + _prefill_s(request, worker)
         if ttft_s <= left_s or not _is_measured(worker):
             return None
         least_s = min(least_s, ttft_s)
@@ -74,9 +83,9 @@ def _is_measured(worker: ProjectedLoad) -> bool:
     return worker.timing.prefill.is_measured
 
 
-def _least_ttft_s(request: PlacementRequest, worker: ProjectedLoad) -> float:
+def _prefill_s(request: PlacementRequest, worker: ProjectedLoad) -> float:
     cached = request.cached_tokens(worker.worker_id)
-    return worker.prefill_wait_s(request.now_s) + worker.timing.prefill_s(request.num_tokens - cached, cached)
+    return worker.timing.prefill_s(request.num_tokens - cached, cached)
 
 
 def _refusal(ttft_s: float, left_s: float, cause: RefusalCause, what: str) -> Refused:

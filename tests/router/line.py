@@ -57,6 +57,8 @@ class PageChooser(Chooser):
         """Requests that the worker has refused, and that no other worker has room for."""
         self.differs = False
         self.opens_s = 0.0
+        self.place_s = 0.0
+        """Time until another answer ends."""
         self._fleet = fleet
         self.time = clock
         self.gap_s = gap_s
@@ -105,8 +107,11 @@ class PageChooser(Chooser):
         )
         return Booking(decision=decision, decode=hold, on_release=free)
 
-    def forecast_in_line(self, request: PlacementRequest, *, work_s: float, before_s: float) -> DurationForecast:
-        return DurationForecast(expected_s=before_s + work_s, predicted_s=before_s + work_s)
+    def forecast_in_line(
+        self, request: PlacementRequest, *, work_s: float, before_s: float, num_ends: float
+    ) -> DurationForecast:
+        wait_s = max(before_s + work_s, num_ends * self.place_s)
+        return DurationForecast(expected_s=wait_s, predicted_s=wait_s)
 
     def may_differ(self, search: Search) -> bool:
         return self.differs

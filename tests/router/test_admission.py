@@ -50,6 +50,16 @@ async def test_newcomer_that_waits_is_told_when_by_the_work_of_those_before_it()
     assert line.told[3:] == [("w", 4.0 + 1.0 + 3.0 + 4.0)]
 
 
+@pytest.mark.parametrize("lack", ["is_closed", "is_saturated"])
+async def test_newcomer_is_told_to_wait_for_the_answers_that_must_end_before_its_own(lack: str) -> None:
+    line = Line(gap_s=0.0)
+    setattr(line.chooser, lack, True)
+    line.chooser.place_s = 10.0
+    for name in ("x", "y", "z"):
+        await line.come(name, 1)
+    assert line.told == [("x", 10.0), ("y", 20.0), ("z", 30.0)], "a client would wait for seconds and be told none"
+
+
 async def test_request_that_is_refused_or_gives_up_is_before_no_other_any_more() -> None:
     line = Line(num_pages=0)
     await line.come("x", 2)

@@ -68,6 +68,21 @@ def test_deadline_is_held_against_the_least_that_any_worker_needs(
     assert (refused is not None) is is_hopeless
 
 
+@pytest.mark.parametrize(
+    ("time_left_s", "timing", "is_hopeless"),
+    [(1.7, fleets.TIMING, False), (1.5, fleets.TIMING, True), (1.5, TIMING, False)],
+    ids=["in time", "late", "not measured"],
+)
+def test_deadline_before_an_answer_has_ended_and_made_room_is_missed(
+    time_left_s: float, timing: TimingModel, is_hopeless: bool
+) -> None:
+    # Two answers of 100 tokens, 12 ms each: one ends every 0.6 s, and a second of prefill follows.
+    full = fleet(worker(P), replace(worker(D, queue_s=100.0, timing=timing), num_decodes=2, num_answer_tokens=100.0))
+    place_s = full.decode.answer_ends_in_s()
+    refused = find_hopeless(request(time_left_s=time_left_s), NO_PLAN, full, shed=Shed.DEADLINE, place_s=place_s)
+    assert (refused is not None) is is_hopeless
+
+
 def test_worker_that_holds_the_prompt_is_found_among_many_that_are_free_sooner() -> None:
     sooner = [worker(f"p{idx}", queue_s=10.0) for idx in range(1, 30)]
     many = fleet(*sooner, worker(P, queue_s=10.5), worker(D, queue_s=100.0))

@@ -12,7 +12,7 @@ from kvrelay.v1 import worker_pb2
 from router.hold import Hold
 from router.member import SETTLE_S, Member
 from tests.clock import ManualClock
-from tests.router.fake_worker import DECODE, PREFILL
+from tests.router.fake_worker import BLOCK_SIZE, DECODE, PREFILL
 from tests.router.members import book, make_facts, make_member
 
 
@@ -40,6 +40,7 @@ def test_pages_kept_for_answers_grow_with_the_root_of_their_number() -> None:
         book(member, request_id=f"r{n}", num_decodes=1, num_growth_blocks=growth) for n, growth in enumerate([1, 5])
     ]
     assert member.load().num_growth_blocks == pytest.approx(3 * math.sqrt(2))
+    assert member.load().num_answer_tokens == 3 * BLOCK_SIZE
     # Answers of other routers, which only the report counts, grow like this router's.
     member.take_report(worker_pb2.LoadReport(num_running=9), ["r0", "r1"], now_s=0.0)
     assert member.load().num_growth_blocks == pytest.approx(9)

@@ -1,13 +1,16 @@
 """Shares of tenants in a full decode pool: who gives room, to whom, how much, and how often."""
 
 import asyncio
+import math
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
+import pytest
 import pytest_asyncio
 
 from benchmarks.router.in_process import BLOCK_SIZE, join
 from common.config import RouterConfig
+from common.errors import Overloaded
 from common.ids import RequestId, WorkerId
 from kvrelay.v1 import worker_pb2
 from router.admission.line import MAX_OVERTAKEN
@@ -16,8 +19,10 @@ from router.parts import build_router
 from router.placement.chooser import Search
 from router.placement.plans import PlacementRequest
 from router.placement.running import STAY_S, RunningAnswer
+from router.placement.shedding import Shed
 from router.tenants import Tenant, Terms
 from tests.clock import ManualClock
+from tests.router.fleets import TIMING
 from tests.router.line import turns
 from tests.trust import ROUTER
 
@@ -36,6 +41,7 @@ class Request:
     num_blocks: int
     num_samples: int
     num_output_tokens: int
+    deadline_s: float
     end: asyncio.Event = field(default_factory=asyncio.Event)
     is_running: bool = False
     num_set_back: int = 0
@@ -62,6 +68,7 @@ class Pool:
         num_samples: int = 1,
         num_output_tokens: int = 0,
         at_once: bool = False,
+        time_left_s: float = math.inf,
     ) -> None:
         """Let requests come one after the other, or at once, and wait until what they change has happened.
 
@@ -76,6 +83,7 @@ class Pool:
                 num_blocks=num_blocks,
                 num_samples=num_samples,
                 num_output_tokens=num_output_tokens,
+                deadline_s=self.clock.monotonic() + time_left_s,
             )
             self.requests[name] = request
             self.tasks[name] = asyncio.create_task(self._run(name, request))
@@ -129,10 +137,11 @@ class Pool:
             tenant=request.tenant,
             num_samples=request.num_samples,
             num_output_tokens=request.num_output_tokens,
+            deadline_s=request.deadline_s,
         )
         queued = QueuedRequest(
             ticket=request.ticket,
-            search=Search(request=wanted),
+            search=Search(request=wanted, shed=Shed.DEADLINE),
             deadline_s=self.clock.monotonic() + 1e6,
             is_set_back=request.num_set_back > 0,
         )
@@ -179,6 +188,20 @@ async def test_tenant_that_comes_gets_its_share_from_the_latest_answers_of_anoth
     await pool.come(*names("b", 7, first=1), tenant=B)
     assert (pool.running("a"), pool.running("b")) == (names("a", 4), names("b", 4))
     assert pool.set_back == dict.fromkeys(names("a", 4, first=4), 1)
+
+
+async def test_only_those_that_may_set_no_answer_back_are_refused_when_none_ends_in_time(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.placement.loads.PoolLoads.answer_ends_in_s", lambda _self: 60.0)
+    for member in pool.router.fleet.members:
+        member.take_timing(TIMING)
+    await pool.come(*names("a", 9), time_left_s=30.0)
+    refused = pool.tasks["a8"].exception()
+    assert isinstance(refused, Overloaded), "it would wait in vain until its deadline"
+    assert "the first token is predicted in 60" in refused.message
+    await pool.come("b0", tenant=B, time_left_s=30.0)
+    assert pool.running("b") == ["b0"], "its share of the pool would stay with the other tenant"
 
 
 async def test_share_goes_by_weight(pool: Pool) -> None:
