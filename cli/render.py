@@ -178,6 +178,8 @@ class AskedRouter:
 
     address: str
     status: ClusterStatus | None
+    waiting: str = ""
+    """What its queued requests wait for; empty when there are none."""
     error: str = ""
 
 
@@ -188,12 +190,12 @@ def status_view(routers: Sequence[AskedRouter]) -> RenderableType:
         if asked.status is None:
             parts.append(Text(f"router {asked.address} is DOWN: {asked.error}", style="bold red"))
         else:
-            parts.extend(_router_lines(asked.status.router, address=asked.address))
+            parts.extend(_router_lines(asked.status.router, address=asked.address, waiting=asked.waiting))
     told = next((asked.status for asked in routers if asked.status is not None), None)
     return Group(*parts, "", _worker_table(told.workers)) if told is not None else Group(*parts)
 
 
-def _router_lines(router: RouterStatus, *, address: str) -> list[RenderableType]:
+def _router_lines(router: RouterStatus, *, address: str, waiting: str) -> list[RenderableType]:
     http = f" · {openai_url(address, router)}" if router.http_port else ""
     lines = (
         f"router {address}{http} · policy {router.policy}\n"
@@ -203,6 +205,8 @@ def _router_lines(router: RouterStatus, *, address: str) -> list[RenderableType]
         f" held: {router.num_bookings} bookings, {router.num_request_tasks} tasks ·"
         f" prefix index: {router.num_index_blocks} blocks"
     )
+    if waiting:
+        lines += f"\n{waiting}"
     if router.refusals:
         lines += "\nrefused: " + ", ".join(
             f"{each.num_refused} of {each.tenant} ({each.cause})" for each in router.refusals

@@ -52,7 +52,9 @@ def _ask(clients: Sequence[Client]) -> list[AskedRouter]:
     asked, errors = [], []
     for client in clients:
         try:
-            asked.append(AskedRouter(address=client.address, status=client.status()))
+            status = client.status()
+            waiting = client.diagnose().waiting if status.router.num_queued else ""
+            asked.append(AskedRouter(address=client.address, status=status, waiting=waiting))
         except KvrelayError as error:
             asked.append(AskedRouter(address=client.address, status=None, error=error.message))
             errors.append(error)
@@ -68,6 +70,7 @@ def _record(routers: Sequence[AskedRouter]) -> dict[str, object]:
         {
             "address": asked.address,
             "status": dataclasses.asdict(asked.status.router) if asked.status is not None else None,
+            "waiting": asked.waiting,
             "error": asked.error,
         }
         for asked in routers

@@ -9,9 +9,9 @@ import typer
 
 from cli.console import out, print_wide
 from cli.options import JsonOption, options_from_dataclasses
-from cli.render import SplitTable
+from cli.render import SplitTable, seconds
 from cli.target import ConnectionOptions
-from kvrelay.client import Diagnosis, PoolWalls
+from kvrelay.client import Diagnosis, PoolWalls, TenantWaits
 
 _TIMEOUT_S = 10.0
 _SHARES = ("busy", "memory", "compute", "link", "overhead", "waiting")
@@ -63,6 +63,10 @@ def why(
 
 def _print(diagnosis: Diagnosis) -> None:
     out.print(diagnosis.headline, soft_wrap=True)
+    if diagnosis.waiting:
+        out.print(diagnosis.waiting, soft_wrap=True)
+    if len(diagnosis.tenants) > 1:
+        print_wide(_tenants_table(diagnosis.tenants))
     if diagnosis.walls:
         print_wide(_walls_table(diagnosis.walls))
     for number, finding in enumerate(diagnosis.findings, start=1):
@@ -72,6 +76,22 @@ def _print(diagnosis: Diagnosis) -> None:
             out.print(f"   - {change}", soft_wrap=True)
     if not diagnosis.findings:
         out.print("nothing costs much time")
+
+
+def _tenants_table(tenants: Sequence[TenantWaits]) -> SplitTable:
+    """Return a row for each tenant: its requests that wait now, and those that were answered after a wait."""
+    rows = [
+        [
+            each.tenant,
+            each.mostly_for,
+            str(each.num_waiting),
+            seconds(each.longest_wait_s),
+            str(each.num_answered),
+            seconds(each.mean_wait_s),
+        ]
+        for each in tenants
+    ]
+    return SplitTable(("tenant", "waits mostly for", "now", "longest", "answered", "mean wait"), rows, num_left=2)
 
 
 def _walls_table(walls: Sequence[PoolWalls]) -> SplitTable:

@@ -59,7 +59,16 @@ from kvrelay.client.events import (
     TransferStats,
     Usage,
 )
-from kvrelay.client.explanations import Candidate, Decision, DecisionOutcome, Diagnosis, Finding, PoolWalls, Prediction
+from kvrelay.client.explanations import (
+    Candidate,
+    Decision,
+    DecisionOutcome,
+    Diagnosis,
+    Finding,
+    PoolWalls,
+    Prediction,
+    TenantWaits,
+)
 from kvrelay.client.requests import EmbedOptions, GenerateOptions, Prompt, ServiceTerms
 from kvrelay.client.results import Embedding, Generation, ModelInfo, Sample, Tokenization
 from kvrelay.client.status import (
@@ -145,6 +154,7 @@ __all__ = [
     "ServiceTerms",
     "StepModel",
     "StepTotals",
+    "TenantWaits",
     "TimingReport",
     "Token",
     "TokenLogprob",

@@ -62,6 +62,22 @@ class PoolWalls:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TenantWaits:
+    """A tenant's requests in line, now and in a window."""
+
+    tenant: str
+    num_waiting: int
+    """Requests that wait now."""
+    longest_wait_s: float
+    """Longest wait of these so far."""
+    num_answered: int
+    mean_wait_s: float
+    """Wait in line of the answered ones, in the mean."""
+    mostly_for: str
+    """What all of them have waited longest for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
     """Causes of the time that the answers of the last minutes lost, or the parts of one request's time."""
 
@@ -70,6 +86,10 @@ class Diagnosis:
     """Faults first, then what costs most."""
     walls: tuple[PoolWalls, ...] = ()
     """Use of each pool's time over the last 1, 5 and 60 minutes; none for one request."""
+    waiting: str = ""
+    """How many requests wait in line now, how long, and for what; empty when none waits."""
+    tenants: tuple[TenantWaits, ...] = ()
+    """Tenants whose requests wait or have waited, those with most that wait now first; at most five."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1982,6 +1982,48 @@ class PoolWalls(_message.Message):
 Global___PoolWalls: _TypeAlias = PoolWalls  # noqa: Y015
 
 @_typing.final
+class TenantWaits(_message.Message):
+    """A tenant's requests in line, now and in the window."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: _builtins.int
+    NUM_WAITING_FIELD_NUMBER: _builtins.int
+    LONGEST_WAIT_S_FIELD_NUMBER: _builtins.int
+    NUM_ANSWERED_FIELD_NUMBER: _builtins.int
+    MEAN_WAIT_S_FIELD_NUMBER: _builtins.int
+    MOSTLY_FOR_FIELD_NUMBER: _builtins.int
+    tenant: _builtins.str
+    """Its name."""
+    num_waiting: _builtins.int
+    """Requests that wait now."""
+    longest_wait_s: _builtins.float
+    """Longest wait of these so far, seconds."""
+    num_answered: _builtins.int
+    """Requests answered in the window."""
+    mean_wait_s: _builtins.float
+    """Their wait in line, seconds, in the mean."""
+    mostly_for: _builtins.str
+    """What all of them have waited longest for."""
+    def __init__(
+        self,
+        *,
+        tenant: _builtins.str = ...,
+        num_waiting: _builtins.int = ...,
+        longest_wait_s: _builtins.float = ...,
+        num_answered: _builtins.int = ...,
+        mean_wait_s: _builtins.float = ...,
+        mostly_for: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["longest_wait_s", b"longest_wait_s", "mean_wait_s", b"mean_wait_s", "mostly_for", b"mostly_for", "num_answered", b"num_answered", "num_waiting", b"num_waiting", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TenantWaits: _TypeAlias = TenantWaits  # noqa: Y015
+
+@_typing.final
 class DiagnoseResponse(_message.Message):
     """Causes of lost time, or parts of one request's time."""
 
@@ -1990,8 +2032,12 @@ class DiagnoseResponse(_message.Message):
     HEADLINE_FIELD_NUMBER: _builtins.int
     FINDINGS_FIELD_NUMBER: _builtins.int
     WALLS_FIELD_NUMBER: _builtins.int
+    WAITING_FIELD_NUMBER: _builtins.int
+    TENANTS_FIELD_NUMBER: _builtins.int
     headline: _builtins.str
     """How the requests did."""
+    waiting: _builtins.str
+    """How many requests wait in line now, how long, and for what; empty when none waits, and for one request."""
     @_builtins.property
     def findings(self) -> _containers.RepeatedCompositeFieldContainer[Global___Finding]:
         """Faults first, then what costs most; none when nothing costs much."""
@@ -2000,16 +2046,22 @@ class DiagnoseResponse(_message.Message):
     def walls(self) -> _containers.RepeatedCompositeFieldContainer[Global___PoolWalls]:
         """Use of each pool's time over the last 1, 5 and 60 minutes; none for one request."""
 
+    @_builtins.property
+    def tenants(self) -> _containers.RepeatedCompositeFieldContainer[Global___TenantWaits]:
+        """Tenants whose requests wait or have waited, those with most that wait now first; at most 5. None for one request."""
+
     def __init__(
         self,
         *,
         headline: _builtins.str = ...,
         findings: _abc.Iterable[Global___Finding] | None = ...,
         walls: _abc.Iterable[Global___PoolWalls] | None = ...,
+        waiting: _builtins.str = ...,
+        tenants: _abc.Iterable[Global___TenantWaits] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["findings", b"findings", "headline", b"headline", "walls", b"walls"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["findings", b"findings", "headline", b"headline", "tenants", b"tenants", "waiting", b"waiting", "walls", b"walls"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -31,6 +31,7 @@ from router.admission.fair_queue import FIRST, FairQueue
 from router.admission.lanes import SkippedLanes, lane_of, set_back_lane_of
 from router.admission.tenant_queue import Place, rank
 from router.admission.ticket import QueuedRequest
+from router.admission.waits import WaitingRequest
 from router.fleet import Fleet
 from router.placement.chooser import Chooser
 from router.placement.decisions import Booking
@@ -79,6 +80,8 @@ class Line:
         self._claims = Claims(admission=admission, fleet=fleet, clock=clock)
         self._is_short = False
         """Whether the last search found no room in the decode pool for some request."""
+        self._inside: dict[QueuedRequest, None] = {}
+        """Requests inside `place`, in the order in which they came."""
         fleet.subscribe(self._on_change)
         admission.on_room = self._serve
 
@@ -91,6 +94,15 @@ class Line:
     def num_in_line(self) -> int:
         """Places in the line; a request whose samples are served separately has several."""
         return len(self._queue)
+
+    def waiting(self) -> list[WaitingRequest]:
+        """Return the requests that wait now."""
+        return [
+            WaitingRequest(
+                tenant=queued.ticket.account.tenant.name, waits=self._asker.waits(queued) - queued.waits_before
+            )
+            for queued in self._inside
+        ]
 
     async def place(self, queued: QueuedRequest) -> Booking:
         """Wait in line for a plan and return it booked. The caller releases the booking.
@@ -110,6 +122,7 @@ class Line:
         self.num_queued_tokens += queued.search.request.num_tokens
         self._num_placed[pool] += 1
         self._num_again += had_plan
+        self._inside[queued] = None
         try:
             self._serve()
             if place.is_waiting:
@@ -126,6 +139,7 @@ class Line:
             self.num_queued_tokens -= queued.search.request.num_tokens
             self._num_placed[pool] -= 1
             self._num_again -= had_plan
+            del self._inside[queued]
             queued.ticket.queued.discard(queued)
             was_waiting = place.is_waiting
             self._queue.discard(place)

@@ -60,6 +60,20 @@ class Waits:
 NO_WAITS = Waits()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WaitingRequest:
+    """A request that waits in line now."""
+
+    tenant: str
+    waits: Waits
+    """Its wait so far."""
+
+    @property
+    def whole_s(self) -> float:
+        """All its time so far."""
+        return self.waits.total_s
+
+
 @dataclass(slots=True)
 class _TenantWaits:
     """Difference between the waits of a tenant's newcomers and those of their pool."""

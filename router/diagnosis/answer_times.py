@@ -40,7 +40,7 @@ def headline(requests: Sequence[RecentRequest], *, window_s: float, slo: Slo | N
 def describe(request: RecentRequest, others: Sequence[RecentRequest]) -> tuple[str, list[str]]:
     """Return a headline, and a sentence for each part of its time, the longest first."""
     headline = (
-        f"{request.request_id}: {request.ttft_s + request.decode_s:.3g} s in all, first token after"
+        f"{request.request_id}: {request.whole_s:.3g} s in all, first token after"
         f" {request.ttft_s:.3g} s; {request.num_computed_tokens} of {request.num_prompt_tokens} prompt tokens computed,"
         f" {request.num_output_tokens} tokens answered"
     )

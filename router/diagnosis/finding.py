@@ -5,10 +5,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from router.admission.waits import Wait
+from router.admission.waits import Wait, WaitingRequest
 from router.diagnosis.changes import PredictedFigure, SuggestedChange
 from router.diagnosis.pool import DiagnosedPool
-from router.diagnosis.recent_requests import RecentRequest
+from router.diagnosis.recent_requests import InLine, RecentRequest
 from router.diagnosis.tail import Terms
 from router.hot_prefixes import ReportedPrefix
 
@@ -63,19 +63,26 @@ class DiagnosisInput:
     """The pool that computes prompts."""
     decoder: DiagnosedPool
     """The pool that decodes; the same one where a single pool does both."""
+    waiting: Sequence[WaitingRequest] = ()
+    """Requests that wait in line now."""
     prefixes: Sequence[ReportedPrefix] = ()
     """Prefixes that are asked for most often, hottest first."""
     terms: Terms = lambda _requests: {}
 
+    @property
+    def in_line(self) -> Sequence[InLine]:
+        """The answered requests and those that wait now."""
+        return (*self.requests, *self.waiting)
 
-def mean_whole_s(requests: Sequence[RecentRequest]) -> float:
+
+def mean_whole_s(requests: Sequence[InLine]) -> float:
     """Return the time of a request, in the mean."""
-    return mean(requests, lambda each: each.ttft_s + each.decode_s)
+    return fmean(each.whole_s for each in requests)
 
 
-def mean_wait_s(requests: Sequence[RecentRequest], cause: Wait) -> float:
+def mean_wait_s(requests: Sequence[InLine], cause: Wait) -> float:
     """Return the wait in line for a cause, in the mean."""
-    return mean(requests, lambda each: each.waits[cause])
+    return fmean(each.waits[cause] for each in requests)
 
 
 def mean(requests: Sequence[RecentRequest], read: Callable[[RecentRequest], float]) -> float:

@@ -32,10 +32,12 @@ _FAULTS = frozenset({Cause.SLOW_WORKER})
 
 def find(view: DiagnosisInput) -> list[DiagnosisFinding]:
     """Return the causes, the most important one first; none when nothing costs much."""
-    if not view.requests:
+    if not view.in_line:
         return []
-    whole_s = mean_whole_s(view.requests)
-    kinds = (_slow_workers, line_waits, prefill_waits, _transfers, _decode_steps, _tail)
+    whole_s = mean_whole_s(view.in_line)
+    # Without any answer, nothing is known of what follows the line.
+    answered = (_slow_workers, prefill_waits, _transfers, _decode_steps, _tail) if view.requests else ()
+    kinds = (line_waits, *answered)
     worth = [
         each for kind in kinds for each in kind(view) if each.lost_s >= _MIN_SHARE * whole_s or each.cause in _FAULTS
     ]
@@ -146,5 +148,5 @@ def _tail(view: DiagnosisInput) -> list[DiagnosisFinding]:
 
 def _is_awaited(view: DiagnosisInput) -> bool:
     """Return whether requests wait for decode workers, so that each gap that one leaves is filled."""
-    wait_s = mean_wait_s(view.requests, Wait.DECODE_ROOM) + mean_wait_s(view.requests, Wait.DECODE_PACE)
-    return wait_s >= _MIN_SHARE * mean_whole_s(view.requests)
+    wait_s = mean_wait_s(view.in_line, Wait.DECODE_ROOM) + mean_wait_s(view.in_line, Wait.DECODE_PACE)
+    return wait_s >= _MIN_SHARE * mean_whole_s(view.in_line)

@@ -1,5 +1,6 @@
 """One pool as a diagnosis sees it: what its workers did in a window, and how fast they are."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from statistics import median, median_low
@@ -23,6 +24,8 @@ class DiagnosedWorker:
     worker_id: WorkerId
     status: worker_pb2.WorkerStatus
     timing: TimingModel
+    block_size: int
+    """Tokens of a page."""
     slowness: float = 0.0
     """Multiple of the step time of the pool's other workers while it counts as slow; else 0."""
 
@@ -152,6 +155,22 @@ class DiagnosedPool:
         """Share of the pages that are in use."""
         num_blocks = sum(worker.status.load.num_blocks for worker in self.workers)
         return sum(worker.status.num_used_blocks for worker in self.workers) / num_blocks if num_blocks else 0.0
+
+    @property
+    def num_places(self) -> float:
+        """Sequences that may be in its batches; infinite where a worker tells no limit."""
+        return sum(
+            load.num_running + load.num_waiting + load.num_reserved + load.num_free_slots
+            if load.HasField("num_free_slots")
+            else math.inf
+            for load in (worker.status.load for worker in self.workers)
+        )
+
+    @property
+    def num_held_by_pages(self) -> float:
+        """Sequences of the mean context that its pages hold; infinite where none has decoded."""
+        num_tokens = sum(worker.status.load.num_blocks * worker.block_size for worker in self.workers)
+        return num_tokens / self.mean_context if self.mean_context else math.inf
 
     @property
     def prefill_token_s(self) -> float:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from common.clock import Clock
 from common.ids import RequestId
 from common.lifecycle import State
-from router.admission.waits import NO_WAITS, Wait, Waits
+from router.admission.waits import NO_WAITS, Wait, WaitingRequest, Waits
 from router.record import RunningRequest
 
 REMEMBERED_S = 3600.0
@@ -52,10 +52,18 @@ class RecentRequest:
         return max(0.0, self.queue_s - sum(self.waits[cause] for cause in Wait if cause is not Wait.PREFILL))
 
     @property
+    def whole_s(self) -> float:
+        """Receipt to the last token."""
+        return self.ttft_s + self.decode_s
+
+    @property
     def decode_s(self) -> float:
         """Time from the first token to the last one."""
         return (self.tpot_s or 0.0) * max(0, self.num_output_tokens - 1)
 
+
+InLine = RecentRequest | WaitingRequest
+"""A request that has waited in line, or waits now."""
 
 _AWAITED = {
     Wait.PREFILL: "prefill",
@@ -66,11 +74,17 @@ _AWAITED = {
 }
 
 
-def most_awaited(requests: Sequence[RecentRequest]) -> str:
-    """Return what requests have waited longest for in line, as the end of a phrase; empty where none has waited."""
+def longest_awaited(requests: Sequence[InLine]) -> str:
+    """Return what requests have waited longest for in line; empty where none has waited."""
     waits = sum((each.waits for each in requests), start=NO_WAITS)
     cause = max(Wait, key=lambda each: waits[each])
-    return f", mostly for {_AWAITED[cause]}" if waits[cause] > 0 else ""
+    return _AWAITED[cause] if waits[cause] > 0 else ""
+
+
+def most_awaited(requests: Sequence[InLine]) -> str:
+    """Return the same as the end of a phrase."""
+    awaited = longest_awaited(requests)
+    return f", mostly for {awaited}" if awaited else ""
 
 
 class RecentRequests:

@@ -9,13 +9,12 @@ from common.wire import message_of
 from common.wire_names import ROLE_NAMES
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import worker_pb2
-from router.diagnosis import answer_times
-from router.diagnosis.finding import DiagnosisFinding, DiagnosisInput
+from router.diagnosis import answer_times, in_line
+from router.diagnosis.finding import DiagnosisInput
 from router.diagnosis.findings import find
 from router.diagnosis.pool import DiagnosedPool, DiagnosedWorker
-from router.diagnosis.recent_requests import REMEMBERED_S, RecentRequest
+from router.diagnosis.recent_requests import REMEMBERED_S
 from router.parts import RouterParts
-from router.placement.chooser import Chooser
 from router.placement.decisions import DecisionLog
 from router.status import StatusReporter
 
@@ -50,13 +49,21 @@ class DiagnosisService:
 
     def judge(self, status: pb.GetClusterStatusResponse, *, window_s: float) -> pb.DiagnoseResponse:
         """Return what costs time by the workers' own reports."""
-        orchestrator = self._parts.orchestrator
-        requests = orchestrator.recent.over(window_s)
+        orchestrator, chooser = self._parts.orchestrator, self._parts.chooser
+        requests, waiting = orchestrator.recent.over(window_s), self._parts.line.waiting()
         prefill, decode = (
             self._pool(role, status.workers, window_s)
             for role in (worker_pb2.WORKER_ROLE_PREFILL, worker_pb2.WORKER_ROLE_DECODE)
         )
-        causes = _causes(requests, prefill, decode, self._parts.chooser)
+        view = DiagnosisInput(
+            requests=requests,
+            waiting=waiting,
+            reader=prefill if prefill.workers else decode,
+            decoder=decode if decode.workers else prefill,
+            prefixes=chooser.hot_prefixes.hottest(),
+            terms=partial(_terms_of, chooser.decisions),
+        )
+        causes = find(view) if view.reader.workers else []  # else no worker answers
         return pb.DiagnoseResponse(
             headline=answer_times.headline(
                 requests,
@@ -64,6 +71,8 @@ class DiagnosisService:
                 slo=orchestrator.demand.slo,
                 num_running=orchestrator.in_flight.num_running,
             ),
+            waiting=in_line.describe_line(waiting),
+            tenants=[message_of(pb.TenantWaits, each) for each in in_line.waits_by_tenant(requests, waiting)],
             findings=[
                 message_of(
                     pb.Finding,
@@ -89,29 +98,15 @@ class DiagnosisService:
             DiagnosedWorker(
                 worker_id=WorkerId(view.worker_id),
                 status=view.status,
-                timing=members[WorkerId(view.worker_id)].timing,
+                timing=member.timing,
+                block_size=member.facts.block_size,
                 slowness=view.slowness,
             )
             for view in views
-            if view.role == role and view.HasField("status") and view.worker_id in members
+            if view.role == role and view.HasField("status")
+            if (member := members.get(WorkerId(view.worker_id))) is not None and member.facts is not None
         )
         return DiagnosedPool(name=ROLE_NAMES[role], workers=workers, window_s=window_s)
-
-
-def _causes(
-    requests: Sequence[RecentRequest], prefill: DiagnosedPool, decode: DiagnosedPool, chooser: Chooser
-) -> list[DiagnosisFinding]:
-    """Return the causes; none when no worker answers."""
-    if not prefill.workers and not decode.workers:
-        return []
-    view = DiagnosisInput(
-        requests=requests,
-        reader=prefill if prefill.workers else decode,
-        decoder=decode if decode.workers else prefill,
-        prefixes=chooser.hot_prefixes.hottest(),
-        terms=partial(_terms_of, chooser.decisions),
-    )
-    return find(view)
 
 
 def _terms_of(decisions: DecisionLog, request_ids: Iterable[RequestId]) -> Mapping[RequestId, Mapping[str, float]]:

@@ -22,18 +22,18 @@ _HOT_SHARE = 0.6
 _NUM_LOST = 3
 """Prefixes that a sentence names."""
 _LONGER_GAPS = "a longer slo.tpot_s: larger batches"
-_MORE_ROOM = "more room on each (max_running; num_blocks, kv_dtype int8): larger batches, with longer steps"
+_MORE_PLACES = "more places on each (max_running): larger batches, with longer steps"
+_MORE_PAGES = "more pages on each (num_blocks, kv_dtype int8): larger batches, with longer steps"
 _LOOK_AT_WORKERS = "`kvrelay status` shows which workers are ready, `kvrelay logs` why one was not"
 
 
 def line_waits(view: DiagnosisInput) -> list[DiagnosisFinding]:
     """Return the waits in line for anything but prefill."""
     pool = view.decoder
-    room = f"batches are of {pool.mean_batch:.1f}, and answers hold {pool.used_page_share:.0%} of the pages"
     pace = f"with another one in a batch of {pool.mean_batch:.1f}, gaps between tokens would miss their objective"
-    worker_s = mean_wait_s(view.requests, Wait.WORKER)
+    worker_s = mean_wait_s(view.in_line, Wait.WORKER)
     return [
-        _decode_wall(view, Wait.DECODE_ROOM, f"a slot and pages: {room}", instead=_MORE_ROOM),
+        _decode_room(view),
         _decode_wall(view, Wait.DECODE_PACE, f"the pace of answers: {pace} (slo.tpot_s)", instead=_LONGER_GAPS),
         _tenant_limit(view),
         DiagnosisFinding(
@@ -49,8 +49,18 @@ def line_waits(view: DiagnosisInput) -> list[DiagnosisFinding]:
     ]
 
 
+def _decode_room(view: DiagnosisInput) -> DiagnosisFinding:
+    """Return the wait for room on decode workers, by what they have less of: places in batches, or pages."""
+    pool = view.decoder
+    held = f"batches are of {pool.mean_batch:.1f}, and answers hold {pool.used_page_share:.0%} of the pages"
+    if pool.num_places < pool.num_held_by_pages:
+        what = f"one of the {pool.num_places:g} places in batches (max_running)"
+        return _decode_wall(view, Wait.DECODE_ROOM, f"{what}: {held}", instead=_MORE_PLACES)
+    return _decode_wall(view, Wait.DECODE_ROOM, f"pages: {held}", instead=_MORE_PAGES)
+
+
 def _decode_wall(view: DiagnosisInput, wait: Wait, what: str, *, instead: str) -> DiagnosisFinding:
-    pool, wait_s = view.decoder, mean_wait_s(view.requests, wait)
+    pool, wait_s = view.decoder, mean_wait_s(view.in_line, wait)
     options = [
         changes.more_answers(pool, instead),
         changes.fewer_weight_bits(pool),
@@ -71,14 +81,14 @@ def _decode_wall(view: DiagnosisInput, wait: Wait, what: str, *, instead: str) -
 def _tenant_limit(view: DiagnosisInput) -> DiagnosisFinding:
     """Return the wait of requests behind others of their tenants, with the tenant that waits most."""
     waits_s: defaultdict[str, float] = defaultdict(float)
-    for each in view.requests:
+    for each in view.in_line:
         waits_s[each.tenant] += each.waits[Wait.TENANT_LIMIT]
     tenant = max(waits_s, key=lambda name: waits_s[name])
-    own_s = mean_wait_s([each for each in view.requests if each.tenant == tenant], Wait.TENANT_LIMIT)
+    own_s = mean_wait_s([each for each in view.in_line if each.tenant == tenant], Wait.TENANT_LIMIT)
     return DiagnosisFinding(
         cause=Cause.TENANT_LIMIT,
         pool="",
-        lost_s=mean_wait_s(view.requests, Wait.TENANT_LIMIT),
+        lost_s=mean_wait_s(view.in_line, Wait.TENANT_LIMIT),
         text=(
             f"requests of tenant {tenant} wait {own_s:.2g} s in line for each other: as many as its max_concurrent"
             " allows are served, whatever workers could take"

@@ -109,6 +109,12 @@ def test_why_numbers_the_causes_with_what_they_cost_and_the_changes_that_help(ru
     assert result.exit_code == 0
     headline, *lines = result.stdout.splitlines()
     assert headline == "requests of 60 s"
+    assert lines[0] == "4 requests wait in line"
+    cells = [[cell.strip() for cell in line.split("│")] for line in lines if "the pace of answers" in line]
+    assert cells == [
+        ["batch", "the pace of answers", "4", "8.00 s", "0", "0.0 ms"],
+        ["chat", "the pace of answers", "0", "0.0 ms", "2", "1.50 s"],
+    ]
     walls, findings = lines[:-3], lines[-3:]
     assert [line.split()[0] for line in walls if "1 min" in line] == ["prefill", "decode"]
     assert "waiting" in walls[-1]

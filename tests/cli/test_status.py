@@ -19,7 +19,8 @@ def test_status_shows_router_and_workers(run: Run, address: str) -> None:
     result = run("status", "-a", address)
     assert result.exit_code == 0
     assert f"router {address} · http://127.0.0.1:8000/v1 · policy predictive" in result.stdout
-    assert "2 active · 11 completed" in result.stdout
+    assert "4 queued, 2 active · 11 completed" in result.stdout
+    assert "\n4 requests wait in line\n" in result.stdout
     assert "refused: 7 of batch (slo)" in result.stdout
     assert "tenant batch: 4 queued" in result.stdout
     assert "3 answers set back" in result.stdout

@@ -130,6 +130,7 @@ class FakeInference(inference_pb2_grpc.InferenceServiceServicer):
         return pb.GetClusterStatusResponse(
             router=pb.RouterStatus(
                 policy="predictive",
+                num_queued=4,
                 num_active=2,
                 num_completed=11,
                 num_failed=1,
@@ -162,7 +163,17 @@ class FakeInference(inference_pb2_grpc.InferenceServiceServicer):
             pb.PoolWalls(pool=pool, window_s=60.0, covered_s=60.0, busy=0.5, memory=0.4, waiting=0.45, binds="waiting")
             for pool in ("prefill", "decode")
         ]
-        return pb.DiagnoseResponse(headline=f"requests of {request.window_s:g} s", findings=[wait, gap], walls=walls)
+        tenants = [
+            pb.TenantWaits(tenant="batch", num_waiting=4, longest_wait_s=8.0, mostly_for="the pace of answers"),
+            pb.TenantWaits(tenant="chat", num_answered=2, mean_wait_s=1.5, mostly_for="the pace of answers"),
+        ]
+        return pb.DiagnoseResponse(
+            headline=f"requests of {request.window_s:g} s",
+            findings=[wait, gap],
+            walls=walls,
+            waiting="4 requests wait in line",
+            tenants=tenants,
+        )
 
     def RecordTraffic(self, request: pb.RecordTrafficRequest, context: Any) -> Iterator[pb.RecordTrafficResponse]:
         self.record_requests.append(request)

@@ -13,7 +13,7 @@ TIMING = TimingModel(
 
 
 def make_worker(
-    name: str, *, busy: float = 0.5, batch: float = 1.0, slowness: float = 0.0, used: int = 100
+    name: str, *, busy: float = 0.5, batch: float = 1.0, slowness: float = 0.0, used: int = 100, places: int = 64
 ) -> DiagnosedWorker:
     """Return a worker that decoded 1,000 steps in its busy share of 60 s, half of them bound by reading weights."""
     steps = worker_pb2.StepTotals(
@@ -28,9 +28,12 @@ def make_worker(
         decode_compute_s=6.0 * busy,
     )
     status = worker_pb2.WorkerStatus(
-        load=worker_pb2.LoadReport(num_blocks=1000), num_used_blocks=used, num_cached_blocks=300, recent_steps=[steps]
+        load=worker_pb2.LoadReport(num_blocks=1000, num_free_slots=places),
+        num_used_blocks=used,
+        num_cached_blocks=300,
+        recent_steps=[steps],
     )
-    return DiagnosedWorker(worker_id=WorkerId(name), status=status, timing=TIMING, slowness=slowness)
+    return DiagnosedWorker(worker_id=WorkerId(name), status=status, timing=TIMING, block_size=16, slowness=slowness)
 
 
 def make_pool(name: str, *workers: DiagnosedWorker) -> DiagnosedPool:

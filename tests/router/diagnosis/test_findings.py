@@ -9,11 +9,12 @@ from common.ids import RequestId, WorkerId
 from common.slo import Slo
 from common.timing import StepModel
 from kvrelay.v1 import worker_pb2
-from router.admission.waits import Wait, Waits
+from router.admission.waits import Wait, WaitingRequest, Waits
 from router.diagnosis import changes
 from router.diagnosis.answer_times import describe, headline
 from router.diagnosis.finding import Cause, DiagnosisInput
 from router.diagnosis.findings import find
+from router.diagnosis.in_line import describe_line, waits_by_tenant
 from router.diagnosis.pool import DiagnosedPool
 from router.diagnosis.recent_requests import RecentRequest
 from router.hot_prefixes import ReportedHolder, ReportedPrefix
@@ -165,14 +166,50 @@ def test_requests_that_wait_for_room_on_decode_workers_are_not_bound_by_prefill(
     found = find(make_view(waited, decode=full))
     (first,) = (each for each in found if each.cause is Cause.DECODE_ROOM)
     assert first.text == (
-        "requests wait 2 s in line for a slot and pages: batches are of 20.0, and answers hold 96% of the pages;"
+        "requests wait 2 s in line for pages: batches are of 20.0, and answers hold 96% of the pages;"
         " decode workers are busy 100% of the time"
     )
     assert first.changes[0].startswith("a decode worker more: 100% more answers at the same pace")
-    assert "max_running; num_blocks" in first.changes[0]
+    assert "more pages on each (num_blocks, kv_dtype int8)" in first.changes[0]
     (step,) = (each for finding in found for each in finding.predictions)
     assert step.high >= step.now, "those that wait fill the batch of a new worker, and steps take as long as before"
     assert Cause.PREFILL not in {each.cause for each in found}
+
+
+def test_requests_that_wait_for_places_while_pages_are_free_ask_for_no_pages() -> None:
+    # 1,000 pages of 16 tokens hold 16 answers of 1,000.
+    full = make_pool("decode", make_worker("d0", used=250, busy=1.0, batch=4.0, places=4))
+    waited = replace(USUAL, line_s=2.0, waits=Waits({Wait.DECODE_ROOM: 2.0}), ttft_s=2.6)
+    (first,) = (each for each in find(make_view(waited, decode=full)) if each.cause is Cause.DECODE_ROOM)
+    assert "in line for one of the 4 places in batches (max_running): batches are of 4.0" in first.text
+    assert "more places on each (max_running)" in first.changes[0]
+    assert "num_blocks" not in first.changes[0], "an operator would buy memory that stays empty"
+
+
+def test_requests_that_only_wait_so_far_are_the_first_finding_of_a_stuck_cluster() -> None:
+    waiting = [WaitingRequest(tenant="a", waits=Waits({Wait.DECODE_ROOM: wait_s})) for wait_s in (9.0, 3.0)]
+    (only,) = find(replace(make_view(), waiting=waiting))
+    assert (only.cause, only.lost_s) == (Cause.DECODE_ROOM, 6.0)
+    answered = replace(USUAL, ttft_s=0.6)
+    first, *_ = find(replace(make_view(answered), waiting=waiting))
+    assert (first.cause, first.lost_s) == (Cause.DECODE_ROOM, 4.0)
+    assert describe_line(waiting) == (
+        "2 requests wait in line for up to 9 s, mostly for a slot and pages on a decode worker"
+    )
+    assert describe_line([]) == ""
+
+
+def test_tenants_are_listed_by_their_waiting_requests_then_by_what_they_have_waited() -> None:
+    limit, room = Waits({Wait.TENANT_LIMIT: 6.0}), Waits({Wait.DECODE_ROOM: 2.0})
+    answered = [replace(USUAL, tenant=name, waits=waits) for name, waits in (("slow", limit), ("quick", room))]
+    waiting = [WaitingRequest(tenant="quick", waits=room), *[WaitingRequest(tenant="new", waits=limit)] * 2]
+    found = waits_by_tenant([*answered, replace(USUAL, tenant="never")], waiting)
+    assert [(each.tenant, each.num_waiting, each.longest_wait_s, each.mean_wait_s) for each in found] == [
+        *(("new", 2, 6.0, 0.0), ("quick", 1, 2.0, 2.0), ("slow", 0, 0.0, 6.0))
+    ]
+    assert found[0].mostly_for == "the tenant's own requests (max_concurrent)"
+    many = [WaitingRequest(tenant=f"{number}", waits=room) for number in range(9)]
+    assert len(waits_by_tenant([], many)) == 5
 
 
 def test_requests_that_wait_for_their_tenants_limit_ask_for_no_worker() -> None:

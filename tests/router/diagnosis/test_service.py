@@ -11,7 +11,7 @@ from common.ids import RequestId
 from kvrelay.v1 import inference_pb2
 from router.admission.waits import Wait
 from router.diagnosis.service import _terms_of
-from tests.router.fake_worker import TIMEOUT_S, pair
+from tests.router.fake_worker import TIMEOUT_S, full_pair, pair
 from tests.router.fakes import TestCluster, make_request, running_cluster
 from tests.router.test_tenants import KEYS, serving
 
@@ -35,6 +35,20 @@ async def test_answered_requests_are_in_the_headline_and_each_can_be_asked_for()
         request_id = reply.messages[0].accepted.request_id
         assert (await diagnose(cluster)).headline.startswith("1 request answered in 300 s: TTFT p50")
         assert (await diagnose(cluster, request_id=request_id)).headline.startswith(f"{request_id}: ")
+
+
+async def test_requests_that_wait_now_are_told_with_their_tenant_and_what_they_wait_for() -> None:
+    prefill, decode = full_pair()
+    async with running_cluster(prefill, decode) as cluster:
+        replies = await cluster.queue(make_request(10), make_request(10))
+        found = await diagnose(cluster)
+        assert found.waiting.startswith("2 requests wait in line for up to")
+        assert found.waiting.endswith("mostly for a slot and pages on a decode worker")
+        (tenant,) = found.tenants
+        assert (tenant.tenant, tenant.num_waiting, tenant.num_answered) == ("default", 2, 0)
+        decode.set_load(num_free_blocks=64)
+        await replies
+        assert (await diagnose(cluster)).waiting == ""
 
 
 async def test_request_that_waited_for_a_worker_says_so() -> None:

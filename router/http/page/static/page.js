@@ -103,8 +103,8 @@ function show(state) {
   $("tenants").replaceChildren(...state.tenants.map((each) => row(each.name, each.weight, each.num_queued, each.num_active)));
 }
 
-function showDiagnosis({ headline, findings }, alarms) {
-  $("headline").textContent = headline;
+function showDiagnosis({ headline, waiting, findings }, alarms) {
+  $("headline").textContent = waiting ? `${headline}; ${waiting}` : headline;
   if (!findings.length) $("headline").textContent += ". Nothing costs much time.";
   $("findings").replaceChildren(...findings.map((finding) => {
     const changes = finding.changes.map((change) => make("li", { text: change }));
