@@ -102,7 +102,7 @@ class LocalLauncher:
         """Return no names: subprocesses die with their supervisor."""
         return frozenset()
 
-    def lack_of(self, spec: ProcessSpec) -> str:
+    def missing_room_of(self, spec: ProcessSpec) -> str:
         """Return nothing: a subprocess starts at once."""
         return ""
 

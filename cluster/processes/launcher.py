@@ -59,7 +59,7 @@ class Launcher(Protocol):
         """Return the names of processes that an earlier supervisor left; `start` takes these over as they are."""
         ...
 
-    def lack_of(self, spec: ProcessSpec) -> str:
+    def missing_room_of(self, spec: ProcessSpec) -> str:
         """Return the room that a starting process waits for, beside what is free; empty if it has room."""
         ...
 

@@ -76,9 +76,9 @@ class ManagedProcess:
         return self._running.ready.admin_address if self._running is not None else None
 
     @property
-    def lack(self) -> str:
+    def missing_room(self) -> str:
         """The room that it waits for, beside what is free; empty if it has room."""
-        return self._launcher.lack_of(self.spec)
+        return self._launcher.missing_room_of(self.spec)
 
     def state(self) -> ProcessState:
         """Return its entry of state.json."""

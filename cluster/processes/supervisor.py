@@ -151,12 +151,14 @@ class Supervisor:
         """Report from time to time which processes have not come up yet; forever."""
         while True:
             await asyncio.sleep(_REMIND_S)
-            lacks = {each.name: each.lack for each in self.workforce.processes if each.address is None}
-            if names := [name for name, lack in lacks.items() if not lack]:
+            missing_by_name = {
+                each.name: each.missing_room for each in self.workforce.processes if each.address is None
+            }
+            if names := [name for name, missing in missing_by_name.items() if not missing]:
                 self._report(f"waiting for {', '.join(names)}: models are loaded, new ones compiled; `kvrelay logs`")
-            for name, lack in lacks.items():
-                if lack:
-                    self._report(f"{name} waits for {lack}")
+            for name, missing in missing_by_name.items():
+                if missing:
+                    self._report(f"{name} waits for {missing}")
 
     async def _until_ready(self) -> None:
         reminders = asyncio.create_task(self._remind())

@@ -105,9 +105,9 @@ class Workforce:
         try:
             reported = ""
             while not (await asyncio.wait((keeper, served), timeout=_LOOK_S, return_when=FIRST_COMPLETED))[0]:
-                if (lack := process.lack) and lack != reported:
-                    report(f"{spec.name} waits for {lack}")
-                reported = lack
+                if (missing := process.missing_room) and missing != reported:
+                    report(f"{spec.name} waits for {missing}")
+                reported = missing
             if keeper.done():
                 keeper.result()
             num_blocks = await self._warm(process)

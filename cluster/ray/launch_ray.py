@@ -82,7 +82,7 @@ class RayLauncher:
         self._actors.clear()
         await self._home.close()
 
-    def lack_of(self, spec: ProcessSpec) -> str:
+    def missing_room_of(self, spec: ProcessSpec) -> str:
         """Return the room that a process without a host waits for, beside what is free on the host with most of it."""
         needs = bundle_of(spec)
         if spec.name not in self._homeless or not needs:

@@ -103,7 +103,7 @@ async def test_worker_without_a_host_is_given_up_with_what_was_missing(
 
 
 @pytest.mark.parametrize(
-    ("free", "lack"),
+    ("free", "missing"),
     [
         ((), "4 free CPUs and 1 free GPU on a host with the label pool=decode; there is none"),
         (
@@ -113,7 +113,7 @@ async def test_worker_without_a_host_is_given_up_with_what_was_missing(
     ],
 )
 async def test_worker_without_a_host_tells_what_it_needs_and_what_is_free(
-    free: tuple[dict[str, float], ...], lack: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    free: tuple[dict[str, float], ...], missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Home, "free", free)
     monkeypatch.setattr(RayLauncher, "_create", lambda self, spec: Actor())
@@ -122,10 +122,10 @@ async def test_worker_without_a_host_tells_what_it_needs_and_what_is_free(
     starting = asyncio.create_task(launcher.start(spec))
     await asyncio.sleep(0)
 
-    assert launcher.lack_of(spec) == lack
+    assert launcher.missing_room_of(spec) == missing
     with pytest.raises(StartFailed):
         await starting
-    assert not launcher.lack_of(spec)
+    assert not launcher.missing_room_of(spec)
 
 
 async def test_ray_that_fails_while_a_worker_is_taken_over_does_not_end_the_worker(

@@ -125,8 +125,8 @@ async def test_cancelled_start_of_a_worker_leaves_no_process(tmp_path: Path) -> 
 
 async def test_scale_that_waits_for_room_says_so_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cluster.processes.workforce._LOOK_S", 0.001)
-    lacks = iter(["", "4 free CPUs", "4 free CPUs", "2 free CPUs"])
-    monkeypatch.setattr(LocalLauncher, "lack_of", lambda self, spec: next(lacks, "1 free CPU"))
+    rooms = iter(["", "4 free CPUs", "4 free CPUs", "2 free CPUs"])
+    monkeypatch.setattr(LocalLauncher, "missing_room_of", lambda self, spec: next(rooms, "1 free CPU"))
     reports: asyncio.Queue[str] = asyncio.Queue()
     async with running_cluster(tmp_path, decode_1=["--never-ready"]) as cluster:
         adding = asyncio.create_task(cluster.supervisor.workforce.add_worker(make_spec("decode-1"), reports.put_nowait))
@@ -135,7 +135,7 @@ async def test_scale_that_waits_for_room_says_so_once(tmp_path: Path, monkeypatc
         with pytest.raises(asyncio.CancelledError):
             await adding
 
-    assert told == [f"decode-1 waits for {lack}" for lack in ("4 free CPUs", "2 free CPUs", "1 free CPU")]
+    assert told == [f"decode-1 waits for {missing}" for missing in ("4 free CPUs", "2 free CPUs", "1 free CPU")]
 
 
 async def test_worker_whose_drain_is_cancelled_gets_requests_again(tmp_path: Path) -> None:

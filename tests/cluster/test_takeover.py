@@ -63,7 +63,7 @@ class Left:
     def found(self) -> frozenset[str]:
         return frozenset(self.answers)
 
-    def lack_of(self, spec: ProcessSpec) -> str:
+    def missing_room_of(self, spec: ProcessSpec) -> str:
         return ""
 
     async def start(self, spec: ProcessSpec) -> Running:

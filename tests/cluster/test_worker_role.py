@@ -59,7 +59,7 @@ class OneWorker:
     def found(self) -> frozenset[str]:
         return frozenset()
 
-    def lack_of(self, spec: ProcessSpec) -> str:
+    def missing_room_of(self, spec: ProcessSpec) -> str:
         return ""
 
     async def start(self, spec: ProcessSpec) -> RunningProcess:
