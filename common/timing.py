@@ -77,7 +77,8 @@ class LinkModel:
 
 
 GUESSED_LINK = LinkModel(latency_s=1e-3, bytes_per_s=1e9)
-"""Assumed until a worker has pulled: gRPC on one host."""
+"""Assumed until some worker has pulled: a round figure, not a measurement. Pulls correct it from the first on
+(worker/timing.py), also for workers that have not pulled yet (router/pool_timing.py)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
