@@ -71,7 +71,7 @@ def generate(
 
     \b
     kvrelay generate -p "Why is the sky blue?" --show-stats
-    kvrelay generate --raw -p "def fib(n):" --max-new-tokens 64
+    kvrelay generate --raw -p "def fib(n):" --max-tokens 64
     kvrelay generate -p "A haiku" --temperature 0.8 --top-p 0.95 --seed 7
     git diff | kvrelay generate -p - > summary.txt
     kvrelay generate --in-process --model ./my-checkpoint -p "Hello"

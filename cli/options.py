@@ -102,8 +102,11 @@ TopPOption = Annotated[
 class Sampling:
     """Options for how an answer is sampled."""
 
-    max_new_tokens: Annotated[
-        int | None, _sampling("max_tokens", "--max-new-tokens", "-n", help="Longest answer; default: the server's.")
+    max_tokens: Annotated[
+        int | None,
+        _sampling(
+            "max_tokens", "--max-tokens", "--max-new-tokens", "-n", help="Longest answer; default: the server's."
+        ),
     ] = None
     temperature: TemperatureOption = 0.0
     top_k: Annotated[
@@ -117,8 +120,8 @@ class Sampling:
     def options(self) -> SamplingOptions:
         """Return the options that were given; the defaults of the others are the server's."""
         options = SamplingOptions(temperature=self.temperature)
-        if self.max_new_tokens is not None:
-            options["max_tokens"] = self.max_new_tokens
+        if self.max_tokens is not None:
+            options["max_tokens"] = self.max_tokens
         if self.top_k is not None:
             options["top_k"] = self.top_k
         if self.top_p is not None:

@@ -35,9 +35,12 @@ def test_generate_with_stats_tells_the_cost_on_stderr(run: Run, address: str) ->
     assert "tokens/s · seed 7" in result.stderr
 
 
-def test_generate_sends_the_options_given_and_no_others(run: Run, fake: FakeInference, address: str) -> None:
+@pytest.mark.parametrize("longest", ["--max-tokens", "--max-new-tokens", "-n"])
+def test_generate_sends_the_options_given_and_no_others(
+    longest: str, run: Run, fake: FakeInference, address: str
+) -> None:
     options = ["--temperature", "0.5", "--top-k", "4", "--top-p", "0.9", "--seed", "3"]
-    run("generate", "-a", address, "-p", "Hi", *options, "--max-new-tokens", "8", "--model", "tiny")
+    run("generate", "-a", address, "-p", "Hi", *options, longest, "8", "--model", "tiny")
     run("generate", "-a", address, "-p", "Hi")
     first, second = fake.generate_requests
     assert first.sampling == sampling_pb2.SamplingParams(temperature=0.5, top_k=4, top_p=0.9, seed=3, max_tokens=8)
