@@ -56,7 +56,9 @@ def pool_of(finished: SimRun, name: str) -> DiagnosedPool:
                 steps.decode_s, steps.num_decode_steps = each.busy_s, each.num_steps
                 steps.num_decodes, steps.num_context_tokens = num_tokens, num_context
             status = worker_pb2.WorkerStatus(recent_steps=[steps])
-            workers.append(DiagnosedWorker(worker_id=WorkerId(each.worker_id), status=status, timing=TIMING))
+            workers.append(
+                DiagnosedWorker(worker_id=WorkerId(each.worker_id), status=status, timing=TIMING, block_size=16)
+            )
     return DiagnosedPool(name=name, workers=tuple(workers), window_s=3600.0)
 
 
