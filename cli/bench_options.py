@@ -66,9 +66,7 @@ class Criteria:
     ] = None
     tpot: Annotated[
         float | None,
-        objective(
-            "--tpot", "--itl", min=0, metavar="SECONDS", help="Mean gap between a request's tokens; default: likewise."
-        ),
+        objective("--tpot", min=0, metavar="SECONDS", help="Mean gap between a request's tokens; default: likewise."),
     ] = None
     warm_up: Annotated[
         float | None,

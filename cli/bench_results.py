@@ -98,7 +98,7 @@ def earlier_objectives(folder: Path) -> "Slo | None":
     if not path.exists():
         return None
     try:
-        return Slo.of(json.loads(path.read_text(encoding="utf-8"))["slo"])
+        return Slo(**json.loads(path.read_text(encoding="utf-8"))["slo"])
     except (ValueError, TypeError, KeyError) as error:
         raise CliError(f"{path}: is not a summary of a run; remove it, and give the objectives") from error
 

@@ -39,7 +39,7 @@ class ReplayOptions:
         2.0
     )
     tpot: Annotated[
-        float, _workload("--tpot", "--itl", min=0, metavar="SECONDS", help="Objective for the mean gap of tokens.")
+        float, _workload("--tpot", min=0, metavar="SECONDS", help="Objective for the mean gap of tokens.")
     ] = 0.05
 
 

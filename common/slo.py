@@ -1,8 +1,7 @@
 """Service-level objectives, and whether requests met them."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 
 class ServedOutcome(Protocol):
@@ -34,11 +33,6 @@ class Slo:
     tpot_s: float
     """Largest mean gap between a request's tokens."""
     ttft_tokens: int = 8192
-
-    @classmethod
-    def of(cls, stored: Mapping[str, Any]) -> "Slo":
-        """Return the objectives of a stored run; version 0.1 stored `tpot_s` as `itl_s`. Raises TypeError."""
-        return cls(**{"tpot_s" if key == "itl_s" else key: value for key, value in stored.items()})
 
     def ttft_of(self, num_prompt_tokens: int) -> float:
         """Return the objective for the first token of a prompt."""

@@ -1,13 +1,10 @@
 """Sections of serving.yaml that routers read: the doors, the tenants, and the objectives."""
 
-import logging
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field
 
 from common.config.keys import DnsName, Need, Port, Section
-
-logger = logging.getLogger(__name__)
 
 ROUTER_PORTS = ("port", "http_port", "metrics_port", "admin_port")
 Origin = Annotated[str, Field(pattern=r"^(\*|[a-z][a-z0-9+.-]*://[^/\s]+)$", max_length=300)]
@@ -177,14 +174,3 @@ class SloConfig(Section):
     """Mean seconds between the tokens of an answer. A request waits while every decode worker would miss it; without a
     prefill pool, workers also compute prompts in chunks so small that running answers keep it. Where even a lone answer
     would miss it, as measured, three times its gap takes its place."""
-
-    # Until version 0.2: `itl_s`, the name of this key in 0.1.
-    @model_validator(mode="before")
-    @classmethod
-    def _renamed(cls, raw: object) -> object:
-        if not isinstance(raw, dict) or "itl_s" not in raw:
-            return raw
-        if "tpot_s" in raw:
-            raise ValueError("itl_s is the old name of tpot_s; leave it out")
-        logger.warning("slo.itl_s is now called slo.tpot_s; the next version does not read the old name")
-        return {"tpot_s" if key == "itl_s" else key: value for key, value in raw.items()}

@@ -2,10 +2,9 @@
 
 import struct
 import sys
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import InitVar, asdict, dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal, TypeAlias, TypedDict
 
 from common.errors import InvalidRequest
@@ -35,17 +34,6 @@ class ServiceTerms:
     """Objective for the time to the first token; default: serving.yaml's `slo`."""
     tpot_s: float | None = None
     """Objective for the mean gap between tokens."""
-    itl_s: InitVar[float | None] = None
-    """Deprecated name of `tpot_s`, taken until version 0.2."""
-
-    def __post_init__(self, itl_s: float | None) -> None:
-        """Raises TypeError when an objective has both names."""
-        if itl_s is None:
-            return
-        if self.tpot_s is not None:
-            raise TypeError("itl_s is the old name of tpot_s; leave it out")
-        warnings.warn("ServiceTerms: itl_s is now called tpot_s", DeprecationWarning, stacklevel=3)
-        object.__setattr__(self, "tpot_s", itl_s)
 
 
 class GenerateOptions(SamplingOptions, ChatOptions, total=False):

@@ -67,7 +67,7 @@ def _read(path: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
 def _slo(settings: dict[str, Any]) -> Slo | None:
     """Return the stated objectives."""
     found = next((settings[key] for key in ("real slo", "simulated slo") if key in settings), None)
-    return None if found is None else Slo.of(found)
+    return None if found is None else Slo(**found)
 
 
 # ── head of the page ────────────────────────────────────────────────────────────────────────────────────────────────

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import (
-    AliasChoices,
     BeforeValidator,
     ConfigDict,
     Field,
@@ -77,8 +76,7 @@ class Extension(Strict):
     """Report plan, timings and transfer with the answer."""
     timeout_s: float | None = None
     ttft_s: float | None = None
-    # Until version 0.2: `itl_s`, the name of this key in 0.1.
-    tpot_s: float | None = Field(default=None, validation_alias=AliasChoices("tpot_s", "itl_s"))
+    tpot_s: float | None = None
 
 
 _JSON_TYPES: Mapping[Any, Any] = {

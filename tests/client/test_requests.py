@@ -79,14 +79,6 @@ def test_terms_arrive_and_those_left_out_stay_unset() -> None:
     assert not build("Hi").HasField("objective")
 
 
-def test_old_name_of_the_tpot_objective_is_taken_with_a_warning() -> None:
-    with pytest.warns(DeprecationWarning, match="itl_s is now called tpot_s"):
-        terms = ServiceTerms(itl_s=0.05)
-    assert terms == ServiceTerms(tpot_s=0.05)
-    with pytest.raises(TypeError, match="itl_s is the old name of tpot_s"):
-        ServiceTerms(itl_s=0.05, tpot_s=0.05)
-
-
 def test_priority_that_no_message_can_carry_is_named() -> None:
     with pytest.raises(InvalidRequest, match="priority"):
         build("Hi", terms=ServiceTerms(priority=1 << 40))

@@ -8,7 +8,6 @@ from common.config import ConfigError, load_config, parse_config
 from common.config.keys import needs_of
 from common.config.tables import write_tables
 from common.config.workers import ModelConfig
-from common.slo import Slo
 
 _REPO = Path(__file__).parents[2]
 
@@ -50,7 +49,6 @@ MISTAKES = {
     "tls: {insecure: true}": "f.yaml:tls: insecure belongs to mode: off",
     "tls: {names: [no name]}": "f.yaml:tls.names.0: ",
     "tls: {names: [worker.mine.kvrelay.internal]}": "f.yaml:tls: names: worker.mine.kvrelay.internal is a name of",
-    "slo: {itl_s: 1, tpot_s: 1}": "f.yaml:slo: itl_s is the old name of tpot_s",
     "{tls: {mode: off}, router: {host: 0.0.0.0}}": "tls.mode: off, but other hosts reach router.host: 0.0.0.0",
     "[1, 2]": "f.yaml: must be a mapping",
     "a: [": "f.yaml: not YAML",
@@ -114,16 +112,3 @@ def test_key_that_declares_no_need_is_refused_by_name() -> None:
 
     with pytest.raises(ValueError, match="flavour declares 0 needs"):
         needs_of(Grown())
-
-
-def test_old_name_of_the_token_objective_is_read_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    assert parse_config({"slo": {"itl_s": 0.05}}, source="f.yaml") == parse_config(
-        {"slo": {"tpot_s": 0.05}}, source="f.yaml"
-    )
-    assert [record.message for record in caplog.records] == [
-        "slo.itl_s is now called slo.tpot_s; the next version does not read the old name"
-    ]
-
-
-def test_old_name_of_the_token_objective_is_read_from_a_stored_run() -> None:
-    assert Slo.of({"ttft_s": 1.0, "itl_s": 0.05, "ttft_tokens": 64}) == Slo(ttft_s=1.0, tpot_s=0.05, ttft_tokens=64)

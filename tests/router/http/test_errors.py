@@ -59,7 +59,6 @@ def test_every_error_class_has_a_kind() -> None:
         (COMPLETIONS, {**TEXT, "priority": 2**31}, "priority"),
         (COMPLETIONS, {**TEXT, "kvrelay": {"timeout_s": 0}}, "kvrelay.timeout_s"),
         (COMPLETIONS, {**TEXT, "kvrelay": {"ttft_s": -1}}, "kvrelay.ttft_s"),
-        (COMPLETIONS, {**TEXT, "kvrelay": {"itl_s": 0.1, "tpot_s": 0.1}}, "kvrelay.itl_s"),
         (COMPLETIONS, {**TEXT, "kvrelay": {"reports": True}}, "kvrelay.reports"),
         (COMPLETIONS, {**TEXT, "cache_salt": "m" * 257}, "cache_salt"),
         (COMPLETIONS, {**TEXT, "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),

@@ -306,13 +306,6 @@ async def test_health_of_a_router_that_sends_clients_elsewhere_is_bad() -> None:
         assert (await fetch(http.port, "GET", "/live"))[0] == 200
 
 
-@pytest.mark.parametrize("name", ["tpot_s", "itl_s"])
-def test_objective_for_tpot_is_read_under_its_old_name_too(name: str) -> None:
-    body = parse_body(CompletionBody, json.dumps({"prompt": "hi", "kvrelay": {name: 0.25}}).encode())
-    (request,) = completion_call(body).requests
-    assert request.objective.tpot_s == 0.25
-
-
 def test_prompt_logprobs_are_told_by_token_and_none_for_the_first() -> None:
     entries = [sampling_pb2.TokenLogprob(token_id=token_id, logprob=-token_id) for token_id in (5, 6, 7)]
     positions = [
