@@ -18,8 +18,9 @@ from router.index import BYTES_PER_BLOCK, PrefixIndex
 from router.metrics import RouterMetrics, TenantMetrics
 from router.orchestrator import Orchestrator
 from router.placement.chooser import Chooser
-from router.placement.plans import PolicySettings
-from router.placement.policies.registry import make_policy
+from router.placement.plans import PolicyFactory, PolicySettings
+from router.placement.policies.predictive import Predictive
+from router.placement.policies.registry import POLICIES
 from router.planner_report import PlannerReport
 from router.silence import HEARTBEAT_S, SilenceWatch
 
@@ -48,8 +49,8 @@ class RouterParts:
 class Substitutes:
     """Parts that a comparison puts in the place of a router's own."""
 
-    policy: str | None = None
-    """Name of a policy, which may be one of `SIMULATED_POLICIES`; None: the configured one."""
+    policy: PolicyFactory | None = None
+    """Makes the policy; None: the configured one."""
     queue: type[FairQueue[QueuedRequest]] = FairQueue
     """The order of the line."""
 
@@ -57,10 +58,10 @@ class Substitutes:
 _LOCAL_LIMIT = 32
 
 
-def _local_limit(config: RouterConfig, policy: str) -> float:
+def _local_limit(config: RouterConfig, make_policy: PolicyFactory) -> float:
     if config.local_prefill_max_tokens != "auto":
         return config.local_prefill_max_tokens
-    return math.inf if policy == "predictive" else _LOCAL_LIMIT
+    return math.inf if make_policy is Predictive else _LOCAL_LIMIT
 
 
 def build_router(
@@ -82,16 +83,16 @@ def build_router(
     metrics = RouterMetrics()
     heartbeat_s = 0.0 if config.silence_s is None else HEARTBEAT_S
     fleet = Fleet(index=index, clock=clock, reach=reach, probes=probes, heartbeat_s=heartbeat_s)
-    policy_name = substitutes.policy or config.policy
+    make_policy = substitutes.policy or POLICIES[config.policy]
     settings = PolicySettings(
-        local_prefill_max_tokens=_local_limit(config, policy_name),
+        local_prefill_max_tokens=_local_limit(config, make_policy),
         max_prefill_wait_s=config.max_prefill_wait_s,
         seed=seed,
     )
     chooser = Chooser(
         fleet=fleet,
         index=index,
-        policy=make_policy(policy_name, settings),
+        policy=make_policy(settings),
         clock=clock,
         max_wait_s=config.max_prefill_wait_s,
     )

@@ -11,10 +11,10 @@ from benchmarks.routing.tenants import TenantCell, TenantReplay, tenant_cells
 from common.slo import Slo
 from measure.simulate.bound import Bound, replay_bound
 from measure.simulate.comparison import CellResult, PolicyComparison, ReplaySettings
+from measure.simulate.policies.registry import GREEDY_PERFECT_SIGNALS
 from measure.simulate.report import write_report
 from measure.simulate.store import ResultFolder, write_json
 from measure.workload.waves import SpeedStage, SpeedStages
-from router.placement.policies.registry import GREEDY_PERFECT_SIGNALS
 
 OURS = "predictive"
 POLICIES = (

@@ -8,7 +8,7 @@ from benchmarks.routing.cells import CAPACITY_SPEED, OURS
 from benchmarks.routing.rows import Results, Row
 from benchmarks.routing.tenants import Arm
 from measure.figures import Percentiles
-from router.placement.policies.registry import GREEDY_PERFECT_SIGNALS
+from measure.simulate.policies.registry import GREEDY_PERFECT_SIGNALS
 
 BOUND_GOAL = 0.9
 """Share of the bound that ours reaches at every speed of `base`."""

@@ -55,22 +55,13 @@ class RouterConfig(Section):
             "power_of_two",
             "least_load",
             "longest_prefix",
-            "sglang_cache_aware",
-            "sglang_cache_aware_events",
-            "dynamo",
-            "dynamo_lmetric",
-            "llm_d",
-            "ray_prefix",
-            "aibrix",
-            "mooncake",
         ],
         Need.ROUTERS,
     ] = "predictive"
     """Rule that chooses workers: [see below](#policies)."""
     local_prefill_max_tokens: Annotated[Annotated[int, Field(ge=0)] | Literal["auto"], Need.ROUTERS] = "auto"
     """A prompt with at most this many uncached tokens on the decode worker may be prefilled there. `auto`: any prompt
-    for which that costs less (`predictive`), at most 32 tokens under the other policies. `llm_d` has a threshold of
-    its own."""
+    for which that costs less (`predictive`), at most 32 tokens under the other policies."""
     max_prefill_wait_s: Annotated[float, Field(gt=0), Need.ROUTERS] = 0.1
     """With `predictive`, a prompt that would wait longer than this many seconds at every worker waits in the router's
     line instead."""

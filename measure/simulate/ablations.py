@@ -5,10 +5,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from measure.simulate.policies.registry import REPLAY_POLICIES
 from router.admission.fair_queue import FairQueue
 from router.admission.queued_work import Rank
 from router.admission.tenant_queue import Place, T
 from router.parts import Substitutes
+from router.placement.policies.predictive import Predictive
 
 
 class ArrivalQueue(FairQueue[T]):
@@ -38,10 +40,10 @@ class Arm:
     """Whether `router.shed` applies as configured, or else refuses nothing."""
 
 
-_UNORDERED = Substitutes(policy="predictive", queue=ArrivalQueue)
+_UNORDERED = Substitutes(policy=Predictive, queue=ArrivalQueue)
 ABLATIONS: Mapping[str, Arm] = MappingProxyType(
     {
-        "predictive_without_shedding": Arm(substitutes=Substitutes(policy="predictive"), sheds=False),
+        "predictive_without_shedding": Arm(substitutes=Substitutes(policy=Predictive), sheds=False),
         "predictive_without_order": Arm(substitutes=_UNORDERED),
         "predictive_placement_alone": Arm(substitutes=_UNORDERED, sheds=False),
     }
@@ -50,4 +52,4 @@ ABLATIONS: Mapping[str, Arm] = MappingProxyType(
 
 def arm_of(name: str) -> Arm:
     """Return the routers of a row by its name: an ablation's, or that of a policy."""
-    return ABLATIONS.get(name) or Arm(substitutes=Substitutes(policy=name))
+    return ABLATIONS.get(name) or Arm(substitutes=Substitutes(policy=REPLAY_POLICIES[name]))

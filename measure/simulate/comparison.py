@@ -25,6 +25,7 @@ from pydantic import TypeAdapter
 from common.config import RouterConfig
 from common.slo import Slo
 from measure.simulate.ablations import ABLATIONS, arm_of
+from measure.simulate.policies.registry import GREEDY_PERFECT_SIGNALS, REPLAY_POLICIES
 from measure.simulate.records import Arrival, ClusterShape, NetworkShape, SimRun, SimSettings
 from measure.simulate.results import SimulationSummary, summarize_run
 from measure.simulate.roofline import Hardware
@@ -35,7 +36,6 @@ from measure.workload.traces import Trace, read_trace
 if TYPE_CHECKING:
     from multiprocessing.sharedctypes import Synchronized
 from measure.workload.waves import SpeedStages, in_stages
-from router.placement.policies.registry import GREEDY_PERFECT_SIGNALS, POLICIES, SIMULATED_POLICIES
 
 MAX_TOKENS = 2048
 """Limit that every request states: a router cannot know the length of the answer."""
@@ -122,7 +122,7 @@ class CellResult:
 
 def policy_names() -> tuple[str, ...]:
     """Return every policy that can be compared."""
-    return (*POLICIES, *SIMULATED_POLICIES, *ABLATIONS)
+    return (*REPLAY_POLICIES, *ABLATIONS)
 
 
 def load_trace(settings: ReplaySettings) -> Trace:

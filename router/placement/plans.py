@@ -251,8 +251,10 @@ class PolicySettings:
     local_prefill_max_tokens: float = 0
     """A prompt with at most this many uncached tokens on its decode worker is prefilled there."""
     max_prefill_wait_s: float = math.inf
-    """`predictive` and `greedy_perfect_signals`: prompts that would wait longer at every worker stay queued."""
+    """Prompts that would wait longer at every worker stay queued, under policies that predict times."""
     seed: int = 0
     """Seed of a policy's random choices."""
-    refuses_over_slo: bool = False
-    """`mooncake`: refuse requests that are predicted to miss their objectives."""
+
+
+PolicyFactory = Callable[[PolicySettings], Policy]
+"""Makes a policy; each router has its own."""

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 
 from common.ids import RequestId, WorkerId
 from common.timing import MIN_SAMPLES, StepModel, TimingModel
+from measure.simulate.policies.registry import REPLAY_POLICIES
 from router.placement.loads import PoolLoads, ProjectedLoad
 from router.placement.plans import FleetView, PlacementRequest, Plan, Policy, PolicySettings
-from router.placement.policies.registry import make_policy
 
 TIMING = TimingModel(
     prefill=StepModel(constant_s=0.0, per_prefill_token_s=0.001, num_samples=MIN_SAMPLES),
@@ -47,8 +47,8 @@ def request(num_tokens: int = 160, *, cached: Mapping[str, int] | None = None, *
 
 
 def policy(name: str, **settings: object) -> Policy:
-    """Return a policy with these settings."""
-    return make_policy(name, PolicySettings(**settings))  # type: ignore[arg-type]
+    """Return a policy with these settings, which may be one for replays alone."""
+    return REPLAY_POLICIES[name](PolicySettings(**settings))  # type: ignore[arg-type]
 
 
 def choose(policy: Policy, request: PlacementRequest, fleet: FleetView) -> Plan:
@@ -56,6 +56,12 @@ def choose(policy: Policy, request: PlacementRequest, fleet: FleetView) -> Plan:
     plan = policy.choose(request, fleet)
     assert isinstance(plan, Plan), plan
     return plan
+
+
+def decode_chosen(name: str, *workers: ProjectedLoad, cached: Mapping[str, int] | None = None, times: int = 1) -> str:
+    """Return the last of several choices among decode workers without a prefill pool."""
+    chosen = policy(name)
+    return [choose(chosen, request(cached=cached), fleet(*workers)).decode for _ in range(times)][-1]
 
 
 def costs(plan: Plan) -> dict[str, float]:

@@ -24,7 +24,7 @@ from router.metrics import TenantMetrics
 from router.placement.chooser import Chooser, Exclusion, Search
 from router.placement.decisions import Booking, DecisionRecord
 from router.placement.plans import Busy, NoRoom, NoWorker, PlacementRequest, Plan, PolicySettings, TooSlow
-from router.placement.policies.registry import make_policy
+from router.placement.policies.registry import POLICIES
 from router.tenants import Tenant, Terms
 from tests.clock import ManualClock
 from tests.trust import ROUTER
@@ -40,7 +40,7 @@ class PageChooser(Chooser):
     """Books when enough pages are free, and records the requests that it was asked about."""
 
     def __init__(self, fleet: Fleet, clock: ManualClock, *, num_pages: int, gap_s: float) -> None:
-        policy = make_policy("round_robin", PolicySettings())
+        policy = POLICIES["round_robin"](PolicySettings())
         super().__init__(fleet=fleet, index=PrefixIndex(), policy=policy, clock=clock)
         self.num_free = num_pages
         self.asked: list[str] = []

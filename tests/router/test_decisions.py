@@ -131,18 +131,19 @@ def request_id_of(reply: Reply) -> str:
 
 async def test_explain_shows_candidates_choice_and_outcome_of_a_request() -> None:
     workers = FakeWorker("p0", PREFILL, num_cached_tokens=4), FakeWorker("p1", PREFILL), FakeWorker("d0", DECODE)
-    async with running_cluster(*workers, config=config_with(policy="dynamo")) as cluster:
+    for worker, num_free_blocks in zip(workers, (48, 32, 56), strict=True):
+        worker.set_load(num_free_blocks=num_free_blocks)
+    async with running_cluster(*workers, config=config_with(policy="power_of_two")) as cluster:
         reply = await cluster.generate(make_request(10))
         (decision,) = await explain(cluster)
         assert decision.plan == reply.plans[0]
         assert (decision.request_id, decision.attempt) == (request_id_of(reply), 1)
-        assert (decision.policy, decision.num_tokens, decision.num_candidates) == ("dynamo", 10, 2)
+        assert (decision.policy, decision.num_tokens, decision.num_candidates) == ("power_of_two", 10, 2)
         assert {each.prefill_worker_id for each in decision.candidates} == {"p0", "p1"}
         chosen = decision.candidates[0]
         assert (chosen.prefill_worker_id, chosen.kind) == (decision.plan.prefill_worker_id, decision.plan.kind)
-        # 10 tokens in blocks of 4 to compute, and three pages to decode in.
-        assert dict(chosen.terms)["prefill.prefill_blocks"] == 2.5
-        assert chosen.cost == 2.5 + 3.0
+        assert dict(chosen.terms)["prefill.used_blocks"] == 16
+        assert chosen.cost == 16 + 8
         assert decision.outcome.num_cached_tokens == (4 if chosen.prefill_worker_id == "p0" else 0)
         assert 0 < decision.outcome.ttft_s <= reply.completed.timings.ttft_s
         assert decision.outcome.tpot_s == pytest.approx(reply.completed.timings.tpot_s)

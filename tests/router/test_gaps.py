@@ -62,7 +62,7 @@ def test_worker_without_measurements_is_open() -> None:
     assert isinstance(outcome(1000, running=0.020, own=0.020, timing=unknown), Plan)
 
 
-@pytest.mark.parametrize("name", ["predictive", "least_load", "dynamo"])
+@pytest.mark.parametrize("name", ["predictive", "least_load"])
 def test_worker_whose_batch_is_full_is_not_tried(name: str) -> None:
     nearly_full = worker("d0", num_free_slots=1, num_sequences=7)
     refused = policy(name).choose(request(num_samples=2), fleet(nearly_full))

@@ -1,4 +1,4 @@
-"""Properties of every routing policy."""
+"""Properties of every routing policy, those for replays alone included."""
 
 import re
 from dataclasses import replace
@@ -13,12 +13,13 @@ from common.config import RouterConfig
 from common.errors import Refused
 from common.timing import LinkModel
 from common.wire_names import PlanKind
+from measure.simulate.policies.registry import REPLAY_POLICIES, SIMULATED_POLICIES
 from router.placement.loads import ProjectedLoad
 from router.placement.plans import FleetView, PlacementRequest, Plan
-from router.placement.policies.registry import POLICIES, SIMULATED_POLICIES
+from router.placement.policies.registry import POLICIES
 from tests.router.fleets import TIMING, choose, fleet, policy, request, worker
 
-NAMES = sorted({**POLICIES, **SIMULATED_POLICIES})
+NAMES = sorted(REPLAY_POLICIES)
 OWN_THRESHOLD = {"llm_d"}
 """Policies whose published rule decides about local prefills."""
 JOINT = {"greedy_perfect_signals"}
@@ -33,10 +34,18 @@ def test_configuration_accepts_exactly_the_policies_that_need_no_simulation() ->
 
 
 def test_docs_say_how_every_configurable_policy_chooses() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text("utf-8")
-    table = page.partition("| `router.policy` | chooses |")[2].partition("\n\n")[0]
+    assert policies_in("serving.md", "| `router.policy` | chooses |") == {*POLICIES}
 
-    assert {name for name in re.findall(r"`(\w+)`", table) if name in POLICIES} == {*POLICIES}
+
+def test_docs_say_how_every_policy_for_replays_alone_chooses() -> None:
+    assert policies_in("simulation.md", "| policy for replays | chooses |") == {*SIMULATED_POLICIES}
+
+
+def policies_in(document: str, head: str) -> set[str]:
+    """Return the policies that a table of a document names."""
+    page = (Path(__file__).parents[2] / "docs" / document).read_text("utf-8")
+    table = page.partition(head)[2].partition("\n\n")[0]
+    return {name for name in re.findall(r"`(\w+)`", table) if name in REPLAY_POLICIES}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -161,22 +170,22 @@ def situations(draw: st.DrawFn) -> tuple[PlacementRequest, FleetView]:
 
 
 @settings(max_examples=60)
-@given(situations=st.lists(situations(), min_size=1, max_size=3), refuses=st.booleans())
+@given(situations=st.lists(situations(), min_size=1, max_size=3))
 def test_every_policy_chooses_workers_of_the_view_with_room_or_refuses(
-    situations: list[tuple[PlacementRequest, FleetView]], refuses: bool
+    situations: list[tuple[PlacementRequest, FleetView]],
 ) -> None:
     for name in NAMES:
         note(name)
-        chosen = policy(name, refuses_over_slo=refuses, local_prefill_max_tokens=16)
+        chosen = policy(name, local_prefill_max_tokens=16)
         for wanted, view in situations:
-            check_choice(chosen.choose(wanted, view), wanted, view, refuses=refuses)
+            check_choice(chosen.choose(wanted, view), wanted, view)
 
 
-def check_choice(plan: Plan | Refused, wanted: PlacementRequest, view: FleetView, *, refuses: bool) -> None:
+def check_choice(plan: Plan | Refused, wanted: PlacementRequest, view: FleetView) -> None:
     if isinstance(plan, Refused):
         assert plan.reason
         assert plan.retry_after_s > 0
-        assert refuses or "for a token" in plan.reason or not _has_room(wanted, view)
+        assert "for a token" in plan.reason or not _has_room(wanted, view)
         return
     assert plan.decode in {each.worker_id for each in view.decode if _fits(wanted, each)}
     assert (plan.prefill is None) == (plan.kind is PlanKind.LOCAL)

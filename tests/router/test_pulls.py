@@ -37,7 +37,7 @@ def choose(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return a function that makes routers of this test choose a plan."""
 
     def set_plan(plan: Plan) -> None:
-        monkeypatch.setattr("router.parts.make_policy", lambda *_name, **_options: PullingPolicy(plan))
+        monkeypatch.setattr("router.parts.POLICIES", {"predictive": lambda _settings: PullingPolicy(plan)})
 
     return set_plan
 

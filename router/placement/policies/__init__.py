@@ -1,1 +1,1 @@
-"""How workers are chosen: our own policy and the published ones, one small class each behind one interface."""
+"""How workers are chosen: one small class for each policy behind one interface."""

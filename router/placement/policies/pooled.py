@@ -8,12 +8,12 @@ few tokens of the prompt are missing there, the request needs no prefill worker.
 import heapq
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from common.errors import Refused
 from router.placement.loads import ProjectedLoad
-from router.placement.plans import FleetView, PlacementRequest, Plan, PlanCandidate
+from router.placement.plans import FleetView, PlacementRequest, Plan, PlanCandidate, PolicyFactory, PolicySettings
 from router.placement.policies.eligible import find_eligible, refuse_without
 
 NUM_EXPLAINED = 8
@@ -106,6 +106,34 @@ class PooledPolicy:
         prefill = self._prefill.select(request, eligible.prefill.loads)
         self._prefill.note(request, prefill.worker)
         return _plan(request, prefill, decode)
+
+
+_MakeSelector = Callable[[random.Random], Selector]
+
+
+def pooled(
+    whole: _MakeSelector,
+    prefill: _MakeSelector | None = None,
+    decode: _MakeSelector | None = None,
+    *,
+    threshold: int | None = None,
+) -> PolicyFactory:
+    """Return the factory of a policy with one selector for each stage, which share a seeded generator.
+
+    A stage that is left out has a selector like that of the whole request. `threshold` replaces the configured limit
+    of local prefills.
+    """
+
+    def make(settings: PolicySettings) -> PooledPolicy:
+        rng = random.Random(settings.seed)
+        return PooledPolicy(
+            whole=whole(rng),
+            prefill=(prefill or whole)(rng),
+            decode=(decode or whole)(rng),
+            local_prefill_max_tokens=settings.local_prefill_max_tokens if threshold is None else threshold,
+        )
+
+    return make
 
 
 def _plan(request: PlacementRequest, prefill: Selection | None, decode: Selection) -> Plan:

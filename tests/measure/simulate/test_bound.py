@@ -15,6 +15,7 @@ from measure.simulate.bound import Bound, BoundFleet, goodput_bound
 from measure.simulate.bound_work import Charge, Demands, WorkerLimits, demands, owned_from
 from measure.simulate.cluster import run
 from measure.simulate.comparison import trace_arrivals
+from measure.simulate.policies.registry import REPLAY_POLICIES
 from measure.simulate.roofline import Roofline
 from measure.simulate.timing import FittedTimes, StepTimes
 from measure.workload.traces import Trace, TraceRequest
@@ -113,7 +114,7 @@ def test_no_policy_is_better(
     trace = random_trace(seed, rate_per_s=rate_per_s)
     done = run(
         make_shape(*shape),
-        replace(make_settings(tpot_slo_s=tpot_s), substitutes=Substitutes(policy=policy)),
+        replace(make_settings(tpot_slo_s=tpot_s), substitutes=Substitutes(policy=REPLAY_POLICIES[policy])),
         trace_arrivals(trace, slo=slo, max_tokens=1),
     )
     times = FittedTimes(MODEL)

@@ -5,11 +5,10 @@
         else:                        hit = hit(p),   T_x = 0
         TTFT(p) = T_x + T_queue(p) + T_prefill(prompt, hit)
     p = the least TTFT, the first of equals; d = the least predicted time between tokens, likewise
-    refuse when TTFT or TBT misses its objective
 
 Source: Mooncake (FAST '25), Algorithm 1, "KVCache-centric scheduling". Times come from each worker's own timing model
-where the paper fits polynomials offline. The paper sets its balancing threshold by hand and gives no value. Refusing,
-which is published as part of the algorithm, is an option here: a policy that refuses what is hard looks fast.
+where the paper fits polynomials offline. The paper sets its balancing threshold by hand and gives no value. Refusing
+what would miss an objective, which is published as part of the algorithm, is left to `router.shed`.
 
 Adapted: blocks are pulled from the pool that computes prompts, where the paper has a store of its own; hot blocks are
 replicated by these pulls. Without a prefill pool the decode workers take both parts, and d is p.
@@ -19,8 +18,8 @@ from collections.abc import Sequence
 
 from common.errors import Refused
 from router.placement.loads import ProjectedLoad
-from router.placement.plans import FleetView, PlacementRequest, Plan, PolicySettings, Pull, TooSlow
-from router.placement.policies.eligible import RETRY_AFTER_S, find_eligible, refuse_without
+from router.placement.plans import FleetView, PlacementRequest, Plan, PolicySettings, Pull
+from router.placement.policies.eligible import find_eligible, refuse_without
 from router.placement.policies.forecast import (
     PlanForecast,
     PromptForecast,
@@ -54,8 +53,6 @@ class Mooncake:
         if not options:
             return refuse_without("prefill")
         chosen = min(options, key=lambda option: option.prompt.ttft_s)
-        if self._settings.refuses_over_slo and (refusal := _missed_objective(request, chosen)):
-            return refusal
         return make_soonest_plan(chosen, options)
 
 
@@ -84,14 +81,3 @@ def _forecast_all(request: PlacementRequest, pool: Sequence[ProjectedLoad], flee
         )
         for worker in pool
     ]
-
-
-def _missed_objective(request: PlacementRequest, chosen: PlanForecast) -> Refused | None:
-    ttft_s = request.waited_s + chosen.prompt.ttft_s
-    if ttft_s > request.ttft_slo_s:
-        reason = f"the first token would come after {ttft_s:.2f} s, not within {request.ttft_slo_s:g} s"
-        return Refused(reason=reason, retry_after_s=RETRY_AFTER_S)
-    if chosen.tpot_s > request.tpot_slo_s:
-        reason = f"tokens would come every {chosen.tpot_s:.3f} s, not every {request.tpot_slo_s:g} s"
-        return TooSlow(reason=reason, retry_after_s=RETRY_AFTER_S)
-    return None
