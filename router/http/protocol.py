@@ -52,7 +52,10 @@ def _is_answered(last: RequestResponseCycle) -> bool:
 
 
 class DoorProtocol(HttpToolsProtocol):
-    """One connection. Event loop only."""
+    """One connection. Event loop only.
+
+    Each override says what uvicorn lets pass, and the limit that stands here instead.
+    """
 
     accepted: socket.socket | None = None
     """Socket of the connection, set before the connection is made."""
@@ -73,7 +76,7 @@ class DoorProtocol(HttpToolsProtocol):
         self._patience = patience
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Wait for the first request."""
+        """Wait for the first request for `Patience.head_s`; uvicorn waits for ever."""
         super().connection_made(transport)
         self._expect_within(self._patience.head_s)
 
@@ -86,7 +89,7 @@ class DoorProtocol(HttpToolsProtocol):
                 self.accepted.shutdown(socket.SHUT_RDWR)
 
     def data_received(self, data: bytes) -> None:
-        """Parse received bytes."""
+        """Parse received bytes: at most `MAX_HEAD_BYTES` of a head, and HTTP behind an upgrade that is ignored."""
         if self._is_deaf:
             return
         if self._num_head_bytes is not None:
@@ -106,7 +109,7 @@ class DoorProtocol(HttpToolsProtocol):
             return
 
     def on_message_begin(self) -> None:
-        """Begin a request."""
+        """Begin a request: at most `MAX_PIPELINED` wait, and its head takes at most `Patience.head_s`."""
         if len(self.pipeline) >= MAX_PIPELINED:
             raise _StopParsing
         self._num_head_bytes = 0
@@ -115,7 +118,7 @@ class DoorProtocol(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
-        """End the head of a request."""
+        """End the head of a request; one that others may read differently is refused (`_fault_of_head`)."""
         self._num_head_bytes = None
         if (fault := self._fault_of_head()) is not None:
             self._error = fault
@@ -126,7 +129,7 @@ class DoorProtocol(HttpToolsProtocol):
             self.flow.resume_reading()  # else the client's departure would go unnoticed
 
     def on_message_complete(self) -> None:
-        """End a request."""
+        """End a request; one that is answered already leaves its client `Patience.idle_s` for the next."""
         super().on_message_complete()
         self.cycle.more_body = False  # also for a request that was answered before its end
         if self.cycle.response_complete:
@@ -134,7 +137,7 @@ class DoorProtocol(HttpToolsProtocol):
         self._note_turn()
 
     def on_response_complete(self) -> None:
-        """Begin the next waiting request, or wait for one."""
+        """Begin the next waiting request, or wait for one; the rest of one that has begun has `Patience.head_s`."""
         super().on_response_complete()
         is_amid_request = self._num_head_bytes is not None or self.cycle.more_body
         if self.timeout_keep_alive_task is not None and is_amid_request:  # uvicorn has just begun the wait
@@ -142,7 +145,7 @@ class DoorProtocol(HttpToolsProtocol):
         self._note_turn()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Notify the running request that its client has left; those behind it never begin."""
+        """Notify the running request that its client has left, not the last one; those behind it never begin."""
         if self._running is not None and not self._running.response_complete:
             self._running.disconnected = True
             self._running.message_event.set()
@@ -151,6 +154,7 @@ class DoorProtocol(HttpToolsProtocol):
         self._connections.discard(self)
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        """Begin a request, and note that it runs; one of HTTP/1.0 is answered without chunks."""
         self._running = cycle
         super()._start_asgi_task(cycle, ended_by_close(cycle, app) if cycle.scope["http_version"] == "1.0" else app)
 

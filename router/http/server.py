@@ -47,9 +47,11 @@ class _Uvicorn(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
+        """Leave the handlers of signals as they are: uvicorn would take SIGINT and SIGTERM from the process."""
         yield
 
     async def main_loop(self) -> None:
+        """Write the date header once a second until `stop`: uvicorn wakes ten times as often."""
         while not await self.on_tick(0):  # writes the date header
             with suppress(TimeoutError):
                 async with asyncio.timeout(_DATE_S):
