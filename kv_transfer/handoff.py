@@ -207,12 +207,6 @@ class HandoffTable:
         while self._aborted and now_s - next(iter(self._aborted.values()))[0] > self._lease_ttl_s:
             del self._aborted[next(iter(self._aborted))]
 
-    async def sweep_forever(self) -> None:
-        """Run `sweep` four times per time to live."""
-        while True:
-            await asyncio.sleep(self._lease_ttl_s / 4)
-            self.sweep()
-
     def _remember(self, handoff_id: HandoffId, error: KvrelayError) -> None:
         if len(self._aborted) >= MAX_HANDOFFS:
             del self._aborted[next(iter(self._aborted))]

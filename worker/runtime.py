@@ -15,7 +15,7 @@ from common.chat_template import LineTemplate
 from common.config import PoolConfig, ServingConfig
 from common.errors import InvalidRequest, Overloaded, Refused, StaleEpoch, WorkerLost
 from common.ids import Epoch, HashRoot, WorkerId, mint_epoch
-from common.kv_events import KvEvents
+from common.kv_events import NO_EVENTS, KvEvents
 from common.parity import Template, TextProbes, text_probes
 from common.structured import keep_going
 from common.tracing import NO_TRACER, Stages, tracing_call
@@ -162,8 +162,21 @@ class WorkerRuntime:
         """Start stepping and sweeping."""
         self.engine.start()
         self._share_timing()
-        sweeping = keep_going("sweeping of leases", self.handoffs.sweep_forever)
+        sweeping = keep_going("sweeping", self._sweep_forever)
         self._sweeper = asyncio.get_running_loop().create_task(sweeping)
+
+    async def _sweep_forever(self) -> None:
+        while True:
+            await asyncio.sleep(self.config.transfer.lease_ttl_s / 4)
+            self.sweep()
+
+    def sweep(self) -> None:
+        """Abort handoffs that lack a side for too long, and forget idle links; routers hear of it at once."""
+        self.handoffs.sweep()
+        before = self.timing.version
+        self.timing.forget_links()
+        if self.timing.version != before:
+            self.hub.publish(NO_EVENTS)
 
     async def aclose(self) -> None:
         """Stop the sweeper, run `on_close`, and stop the engine thread."""

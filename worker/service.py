@@ -89,7 +89,6 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
                         leaving=runtime.is_leaving,
                         overdue=overdue is not None and overdue.look(),
                     )
-                    timing.forget_links()
                     if told != timing.version:
                         told = timing.version
                         update.timing.CopyFrom(timing_to_proto(timing.model, timing.transports))

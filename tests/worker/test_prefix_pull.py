@@ -5,7 +5,6 @@ import asyncio
 import pytest
 
 from common.ids import WorkerId
-from common.kv_events import NO_EVENTS
 from kvrelay.v1 import worker_pb2
 from tests.builders import BLOCK_SIZE, make_request
 from tests.clock import ManualClock
@@ -60,7 +59,7 @@ async def test_routers_hear_that_an_idle_link_is_forgotten() -> None:
             first = await updates.read()
             assert {link.peer_worker_id for link in first.timing.links} == {"prefill-0", ""}
             clock.advance(LINK_MEMORY_S)
-            runtime.hub.publish(NO_EVENTS)
+            runtime.sweep()
             second = await updates.read()
             assert second.HasField("timing")
             assert not second.timing.links
