@@ -34,7 +34,7 @@ async def _own_or_join(config: ServingConfig, run_dir: Path, starter: Starter) -
             return 1
         return await bring_up_controller(config, run_dir=run_dir, starter=starter, stopping=stopping)
     with lock_run_dir(run_dir):
-        return await supervise(config, run_dir=run_dir, audience=starter, stopping=stopping)
+        return await supervise(config, run_dir=run_dir, listener=starter, stopping=stopping)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

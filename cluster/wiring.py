@@ -45,7 +45,7 @@ async def supervise(
     config: ServingConfig,
     *,
     run_dir: Path,
-    audience: StartListener,
+    listener: StartListener,
     stopping: asyncio.Event,
     confirm_end: Callable[[], Awaitable[None]] | None = None,
 ) -> int:
@@ -57,7 +57,7 @@ async def supervise(
     """
 
     def report(text: str) -> None:
-        audience.tell(StartStep(text=text))
+        listener.tell(StartStep(text=text))
 
     state_file = StateFile(run_dir)
     last = state_file.read()
@@ -107,7 +107,7 @@ async def supervise(
                 monitor.watching(),
             ):
                 has_begun = True
-                await supervisor.run(stopping, on_ready=lambda: audience.tell(supervisor.up), end_changes=changes.close)
+                await supervisor.run(stopping, on_ready=lambda: listener.tell(supervisor.up), end_changes=changes.close)
         finally:
             await launcher.close()
             if has_begun and confirm_end is not None:
@@ -120,7 +120,7 @@ async def supervise(
         if not isinstance(error, StartFailed | PlanError):
             raise
         logger.error("cluster failed to start", extra={"reason": str(error)})
-        audience.tell(StartFailure(reason=str(error), key=error.key if isinstance(error, StartFailed) else ""))
+        listener.tell(StartFailure(reason=str(error), key=error.key if isinstance(error, StartFailed) else ""))
         return 1
     return 0
 

@@ -132,7 +132,7 @@ def is_cancelled() -> bool:
 
 @asynccontextmanager
 async def error_boundary(context: grpc.aio.ServicerContext[Any, Any], what: str) -> AsyncIterator[None]:
-    """Turn exceptions of a handler into one terminal status. The only `except Exception` of a service.
+    """Turn the exception that ends a handler into one terminal status.
 
     If the caller has left, the handler ends like a cancelled one.
     """

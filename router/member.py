@@ -33,7 +33,10 @@ class WorkerState(enum.Enum):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Member:
-    """A worker of the membership. Only the fleet changes it."""
+    """A worker of the membership.
+
+    The fleet changes its state and facts, `PoolTiming` its models of speed; bookings and attempts change its holds.
+    """
 
     endpoint: WorkerEndpoint
     client: WorkerClient
@@ -153,8 +156,6 @@ class Member:
             self.attempts = AttemptCounts()
             self.is_leaving = False
         self.facts = facts
-        self.state = WorkerState.CONNECTING
-        self.why = ""
         self.is_silent = False
         self._touch()
 

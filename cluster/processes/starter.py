@@ -81,7 +81,7 @@ class StartListener(Protocol):
 
 
 class Starter:
-    """An Audience: the supervisor's end. Event loop only, except `tell` of a failure, which may precede the loop."""
+    """The supervisor's end: a `StartListener`. Event loop only, but for `tell` of a failure, which may precede it."""
 
     def __init__(self, *, stdin_fd: int | None, events: TextIO) -> None:
         self._stdin_fd = stdin_fd

@@ -1,7 +1,8 @@
 """state.json: the processes of a cluster, for other programs and for a supervisor that takes the cluster over.
 
-Only the supervisor writes it, atomically. Processes are recorded by identity, not by pid, so that the file of a killed
-supervisor never makes a program signal an unrelated process.
+The supervisor writes it, and `kvrelay down` in the place of one that is gone; each time atomically. Processes are
+recorded by identity, not by pid, so that the file of a killed supervisor never makes a program signal an unrelated
+process.
 """
 
 import json

@@ -61,7 +61,7 @@ class StartProgress:
 
 
 class ControllerActor:
-    """Runs `supervise` from its construction to its end. An Audience that keeps the progress for callers."""
+    """Runs `supervise` from its construction to its end. A `StartListener` that keeps the progress for callers."""
 
     def __init__(self, params: ControllerParams) -> None:
         os.environ.update(params.environment)
@@ -166,7 +166,7 @@ class ControllerActor:
             # A rollout changes the file for every later life.
             load_config(path) if path.exists() else params.config,
             run_dir=params.run_dir,
-            audience=self,
+            listener=self,
             stopping=self._stopping,
             confirm_end=confirm_end,
         )

@@ -311,12 +311,12 @@ async def test_cluster_that_could_not_trace_as_told_starts_no_process(
         monkeypatch.delitem(sys.modules, name)
     told: list[Event] = []
 
-    class Audience:
+    class Listener:
         def tell(self, event: Event) -> None:
             told.append(event)
 
     config = make_config(launcher="local").model_copy(update={"tracing": TracingConfig(endpoint="http://127.0.0.1:1")})
-    status = await wiring.supervise(config, run_dir=tmp_path, audience=Audience(), stopping=asyncio.Event())
+    status = await wiring.supervise(config, run_dir=tmp_path, listener=Listener(), stopping=asyncio.Event())
 
     assert status == 1
     (failure,) = told

@@ -103,11 +103,11 @@ async def supervise_again(
     config = make_config(launcher="ray", router={"port": 1}, **sections)
     told: list[Event] = []
 
-    class Audience:
+    class Listener:
         def tell(self, event: Event) -> None:
             told.append(event)
 
-    await wiring.supervise(config, run_dir=run_dir, audience=Audience(), stopping=asyncio.Event())
+    await wiring.supervise(config, run_dir=run_dir, listener=Listener(), stopping=asyncio.Event())
     return told
 
 
