@@ -38,7 +38,7 @@ def doctor(
     """Check this host, and the cluster as seen from it. The exit status is 1 when something will not work.
 
     \b
-    kvrelay doctor --host-only            # before `kvrelay up`: packages, model, keys, memory, disk, ports
+    kvrelay doctor --host-only            # before `kvrelay up`: packages, model, memory, disk, limits
     kvrelay doctor                        # also the running cluster: every worker, from here
     kvrelay doctor -a HEAD:50051          # on another host: whether it reaches every worker
     kvrelay doctor --hosts cluster.yaml   # the hosts that `ray up` uses, by ssh: missing parts, differences

@@ -9,23 +9,18 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 from cluster.doctor.finding import DoctorFinding, Health, failure, ok, warning
+from cluster.doctor.host import VERSIONS
 from common.config import ConfigError
 
 _CONNECT_TIMEOUT_S = 5
 _TIMEOUT_S = 60.0
 _MAX_SKEW_S = 1.0
-_NEEDED = {
-    "Python 3.11": "kvrelay needs it",
-    "make": "`ray up` installs with it",
-    "rsync": "`ray up` copies files with it",
-}
 _ASK = """
 echo "clock $(date +%s.%N)"
 for tool in make rsync; do command -v "$tool" >/dev/null || echo "missing $tool"; done
@@ -33,13 +28,6 @@ for tool in make rsync; do command -v "$tool" >/dev/null || echo "missing $tool"
   echo "missing Python 3.11"
 timeout 3 bash -c '</dev/tcp/HEAD/6379' 2>/dev/null; [ $? = 124 ] && echo "blocked HEAD:6379"
 cd ~/kvrelay 2>/dev/null && [ -x .venv/bin/kvrelay ] || exit 0
-.venv/bin/python - <<'END'
-import sys
-from importlib.metadata import version
-print("version Python", sys.version.split()[0])
-print("version Ray", version("ray"))
-print("version kvrelay", version("kvrelay"))
-END
 echo findings
 .venv/bin/kvrelay doctor --host-only --json 2>/dev/null
 exit 0
@@ -65,8 +53,8 @@ class _Report:
 
     address: str
     findings: tuple[DoctorFinding, ...]
-    versions: tuple[tuple[str, str], ...] = ()
-    """Versions of Python, Ray and kvrelay; empty if kvrelay is not installed."""
+    versions: str = ""
+    """Versions of kvrelay, Python and Ray; empty if kvrelay is not installed."""
 
 
 def read_hosts(path: Path) -> Hosts:
@@ -100,8 +88,12 @@ async def check_hosts(hosts: Hosts, run: Run, *, which: Which = shutil.which) ->
 
     Without ssh on this machine no host is checked.
     """
-    here = list(_here(which))
-    if which("ssh") is None:
+    missing = [tool for tool in ("ssh", "rsync") if which(tool) is None]
+    here = []
+    if missing:
+        advice = "`ray up` uses ssh and rsync: install what is missing" + "; no host was checked" * ("ssh" in missing)
+        here = [failure("this machine", f"{' and '.join(missing)} missing", advice)]
+    if "ssh" in missing:
         return here
     reports = await asyncio.gather(*(_ask(address, hosts, run) for address in (hosts.head, *hosts.workers)))
     return [*here, *(finding for each in reports for finding in each.findings), *_differences(reports)]
@@ -125,15 +117,6 @@ async def run_command(command: Sequence[str]) -> tuple[int, str, str]:
     return process.returncode or 0, stdout.decode(errors="replace"), stderr.decode(errors="replace")
 
 
-def _here(which: Which) -> Iterator[DoctorFinding]:
-    missing = [tool for tool in ("ssh", "rsync") if which(tool) is None]
-    if missing:
-        advice = "`ray up` uses ssh and rsync: install what is missing"
-        if "ssh" in missing:
-            advice += "; no host was checked"
-        yield failure("this machine", f"{' and '.join(missing)} missing", advice)
-
-
 async def _ask(address: str, hosts: Hosts, run: Run) -> _Report:
     settings = ["BatchMode=yes", f"ConnectTimeout={_CONNECT_TIMEOUT_S}", "LogLevel=ERROR"]
     # Like `ray up`: hosts of a private network may be set up again with other keys.
@@ -154,15 +137,13 @@ async def _ask(address: str, hosts: Hosts, run: Run) -> _Report:
 
 
 def _evaluate(address: str, stdout: str, *, asked_s: float, slack_s: float) -> _Report:
-    facts, _, own = stdout.partition("findings\n")
+    facts, _, told = stdout.partition("findings\n")
     findings: list[DoctorFinding] = []
-    versions: list[tuple[str, str]] = []
     for line in facts.splitlines():
         kind, _, value = line.partition(" ")
         match kind:
             case "missing":
-                advice = f"install it there: {_NEEDED.get(value, 'it is needed')}"
-                findings.append(failure(address, f"{value} missing", advice))
+                findings.append(failure(address, f"{value} missing", "install it there: `ray up` and kvrelay need it"))
             case "blocked":
                 advice = "the host cannot join: open the ports of docs/hosts.md, “Ports”, between all hosts"
                 findings.append(failure(address, f"no answer from {value}", advice))
@@ -170,49 +151,34 @@ def _evaluate(address: str, stdout: str, *, asked_s: float, slack_s: float) -> _
                 advice = "use NTP: logs cannot be put in order, and certificates may not be valid yet"
                 text = f"its clock is {abs(skew_s):.0f} s {'ahead' if skew_s > 0 else 'behind'}"
                 findings.append(warning(address, text, advice))
-            case "version":
-                name, _, version = value.partition(" ")
-                versions.append((name, version))
+    own = _parse(told)
+    versions = next((each.detail for each in own if each.subject == VERSIONS), "")
     if not versions:
-        findings.append(warning(address, "kvrelay is not installed there", "`ray up` installs it"))
-    findings += [_at(address, each) for each in _parse(own) if each["verdict"] != Health.OK]
+        findings.append(
+            warning(address, "no kvrelay, or its doctor fails", "`ray up` installs it; else run `kvrelay doctor` there")
+        )
+    findings += [replace(each, subject=f"{address}: {each.subject}") for each in own if each.verdict != Health.OK]
     if not findings:
-        text = ", ".join(f"{name} {version}" for name, version in versions)
-        findings.append(ok(address, f"{text}; no problem found"))
-    return _Report(address=address, findings=tuple(findings), versions=tuple(versions))
+        findings.append(ok(address, f"{versions}; no problem found"))
+    return _Report(address=address, findings=tuple(findings), versions=versions)
 
 
-def _parse(own: str) -> list[dict[str, Any]]:
+def _parse(told: str) -> list[DoctorFinding]:
+    """Return the findings that the doctor of another host printed; none if it did not run."""
     try:
-        parsed = json.loads(own) if own else []
-    except ValueError:
+        return [DoctorFinding(**each | {"verdict": Health(each["verdict"])}) for each in json.loads(told or "[]")]
+    except (ValueError, TypeError, KeyError):
         return []
-    return parsed if isinstance(parsed, list) else []
-
-
-def _at(address: str, finding: dict[str, Any]) -> DoctorFinding:
-    return DoctorFinding(
-        subject=f"{address}: {finding['subject']}",
-        verdict=Health(finding["verdict"]),
-        detail=str(finding["detail"]),
-        advice=str(finding["advice"]),
-    )
 
 
 def _differences(reports: Sequence[_Report]) -> Iterator[DoctorFinding]:
     """Yield the hosts whose versions differ from those of most hosts."""
-    installed = [each for each in reports if each.versions]
-    for name, why in (
-        ("Python", "Ray accepts no host with another version"),
-        ("Ray", "Ray accepts no host with another version"),
-        ("kvrelay", "processes of two versions may not understand each other"),
-    ):
-        found = {each.address: dict(each.versions).get(name, "none") for each in installed}
-        if not found:
-            continue
-        usual = Counter(found.values()).most_common(1)[0][0]
-        odd = [f"{address} has {version}" for address, version in found.items() if version != usual]
-        if odd:
-            yield failure(f"same {name}", f"{', '.join(odd)}; most have {usual}", f"{why}: install the same everywhere")
-        elif len(found) > 1:
-            yield ok(f"same {name}", f"{usual} on {len(found)} hosts")
+    found = {each.address: each.versions for each in reports if each.versions}
+    if not found:
+        return
+    usual = Counter(found.values()).most_common(1)[0][0]
+    if odd := [f"{address} has {versions}" for address, versions in found.items() if versions != usual]:
+        advice = "Ray takes no host with another Python or Ray, and two kvrelays may not understand each other: install"
+        yield failure("same versions", f"{', '.join(odd)}; most have {usual}", f"{advice} the same everywhere")
+    elif len(found) > 1:
+        yield ok("same versions", f"{usual} on {len(found)} hosts")

@@ -1,6 +1,5 @@
-"""Checks the model's files on this host: weights, tokenizer and chat template."""
+"""Checks the model on this host: its folder, tokenizer and chat template. Workers check the weights as they load."""
 
-import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,54 +10,25 @@ from common.config import ServingConfig
 from common.errors import InvalidRequest
 from common.model_files import DEFAULT_MODEL_ID, ModelNotFound, resolve_model
 from common.process import CannotStart
-from common.random_models import SEED_FILE
 from router.tokenizer import TextCodec
 
 
 def check_model(config: ServingConfig) -> Iterator[DoctorFinding]:
-    """Yield whether this host has the model's files, and whether a conversation becomes a prompt."""
-    model, own = config.model, config.model.chat_template
-    if model.engine == "fake":
+    """Yield whether this host has the model, and whether a conversation becomes a prompt."""
+    if config.model.engine == "fake":
         yield ok("model files", "the fake engine needs none")
         return
-    folder = None
     try:
-        folder = resolve_model(model.id, local_files_only=True)
+        folder = resolve_model(config.model.id, local_files_only=True)
     except ModelNotFound as error:
-        if model.id == DEFAULT_MODEL_ID:
+        if config.model.id == DEFAULT_MODEL_ID:
             yield warning("model files", str(error), "nothing: `kvrelay up` fetches it, in about 20 s")
         else:
             advice = "correct model.id, or put the files there; every host of the cluster needs them"
             yield failure("model files", str(error), advice)
-    else:
-        yield _files(folder)
-    if own is not None and not own.expanduser().is_file():
-        yield failure("chat template", f"there is no file {own}", "correct model.chat_template")
-    elif folder is not None:
-        yield _chat_template(folder, own)
-
-
-def _files(folder: Path) -> DoctorFinding:
-    missing = [name for name in _weight_files(folder) if not (folder / name).is_file()]
-    if not (folder / "tokenizer.json").is_file() and not (folder / "tokenizer.model").is_file():
-        missing.append("tokenizer.json")
-    if missing:
-        shown = ", ".join(missing[:3]) + (" …" if len(missing) > 3 else "")
-        return failure(
-            "model files", f"{shown} missing in {folder}", "fetch the model again: the download is incomplete"
-        )
-    return ok("model files", str(folder))
-
-
-def _weight_files(folder: Path) -> list[str]:
-    """Return the weight files that the model must have."""
-    if (folder / SEED_FILE).is_file():
-        return []
-    index = folder / "model.safetensors.index.json"
-    if not index.is_file():
-        has_weights = any(file.suffix in (".safetensors", ".gguf") for file in folder.iterdir())
-        return [] if has_weights else ["model.safetensors"]
-    return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        return
+    yield ok("model files", str(folder))
+    yield _chat_template(folder, config.model.chat_template)
 
 
 def _chat_template(folder: Path, own: Path | None) -> DoctorFinding:

@@ -1,7 +1,7 @@
 """Checks whether every worker reaches every other one, from which it may have to pull KV."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import grpc
@@ -14,7 +14,6 @@ from kvrelay.v1 import worker_pb2_grpc
 _TIMEOUT_S = 10.0
 _AT_A_TIME = 2
 """Concurrent probes by one worker, which accepts four; another doctor may run."""
-_NUM_NAMED = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,73 +22,53 @@ class ReachableWorker:
 
     worker_id: str
     address: str
-    layout: pb.KvLayout
+    kv_address: str
+    """Where the others pull from it."""
 
 
-async def check_peers(
-    asked: Sequence[ReachableWorker], addresses: Mapping[str, str], connect: Connect
-) -> list[DoctorFinding]:
-    """Have each worker of `asked` probe `addresses`, the KV planes by worker id; return findings on the connections."""
-    layouts = {each.worker_id: each.layout for each in asked}
-
-    def is_target(source: ReachableWorker, name: str) -> bool:
-        # Workers of different layouts never exchange blocks; the finding `agreement` names them.
-        return name != source.worker_id and layouts.get(name, source.layout) == source.layout
-
-    probed = await asyncio.gather(
-        *(_try(each, connect, {name: at for name, at in addresses.items() if is_target(each, name)}) for each in asked)
-    )
-    cut_off: dict[str, list[str]] = {}
-    unasked, num_tried = [], 0
-    for source, answers in zip(asked, probed, strict=True):
-        if any(answer is None for answer in answers.values()):
-            unasked.append(source.worker_id)
-        num_tried += sum(answer is not None for answer in answers.values())
-        for name, answer in answers.items():
-            if answer is False:
-                cut_off.setdefault(name, []).append(source.worker_id)
-    findings = [_cut_off(name, addresses[name], sources) for name, sources in sorted(cut_off.items())]
-    if unasked:
-        findings.append(
-            warning(
-                "worker to worker",
-                f"{_named(unasked)} could not probe the others",
-                "install the same version everywhere and check again whether KV gets from worker to worker",
-            )
-        )
-    if not findings and num_tried:
-        findings.append(ok("worker to worker", f"all {num_tried} connections between {len(asked)} workers work"))
+async def check_peers(workers: Sequence[ReachableWorker], connect: Connect) -> list[DoctorFinding]:
+    """Have each worker probe the others; return findings on the connections."""
+    reached = await asyncio.gather(*(_probe(each, workers, connect) for each in workers))
+    answers = {each.worker_id: found for each, found in zip(workers, reached, strict=True)}
+    findings = []
+    for target in workers:
+        sources = [name for name, found in answers.items() if found.get(target.worker_id) is False]
+        if sources:
+            findings.append(_cut_off(target, sources))
+    if unasked := [name for name, found in answers.items() if None in found.values()]:
+        advice = "install the same version everywhere and check again whether KV gets from worker to worker"
+        findings.append(warning("worker to worker", f"{', '.join(unasked)} could not probe the others", advice))
+    if not findings and (num_tried := sum(map(len, reached))):
+        findings.append(ok("worker to worker", f"all {num_tried} connections between {len(workers)} workers work"))
     return findings
 
 
-def _cut_off(name: str, address: str, sources: Sequence[str]) -> DoctorFinding:
-    port = address.rpartition(":")[2]
+def _cut_off(target: ReachableWorker, sources: Sequence[str]) -> DoctorFinding:
+    port = target.kv_address.rpartition(":")[2]
     return failure(
-        f"to {name}",
-        f"{address} is not reached by {_named(sources)}",
+        f"to {target.worker_id}",
+        f"{target.kv_address} is not reached by {', '.join(sources)}",
         f"prompts are computed again instead of pulled from there: open port {port} of that host (pools.*.ports) to"
         " all hosts of the cluster, and check that its address is the one that they use",
     )
 
 
-def _named(names: Sequence[str]) -> str:
-    more = len(names) - _NUM_NAMED
-    return ", ".join(names[:_NUM_NAMED]) + (f" and {more} more" if more > 0 else "")
-
-
-async def _try(source: ReachableWorker, connect: Connect, targets: Mapping[str, str]) -> dict[str, bool | None]:
-    """Return for each target whether the source reaches it; None if the probe failed."""
+async def _probe(
+    source: ReachableWorker, workers: Sequence[ReachableWorker], connect: Connect
+) -> dict[str, bool | None]:
+    """Return for each other worker whether the source reaches it; None if the probe failed."""
     places = asyncio.Semaphore(_AT_A_TIME)
 
-    async def one(stub: "worker_pb2_grpc.WorkerServiceAsyncStub", name: str, address: str) -> bool | None:
+    async def one(stub: "worker_pb2_grpc.WorkerServiceAsyncStub", target: ReachableWorker) -> bool | None:
+        request = pb.ProbePeerRequest(address=target.kv_address, worker_id=target.worker_id)
         async with places:
             try:
-                request = pb.ProbePeerRequest(address=address, worker_id=name)
                 return bool((await stub.ProbePeer(request, timeout=_TIMEOUT_S)).reached)
             except grpc.aio.AioRpcError:
                 return None
 
+    others = [each for each in workers if each is not source]
     async with connect(source.address) as channel:
         stub = worker_pb2_grpc.WorkerServiceStub(channel)
-        answers = await asyncio.gather(*(one(stub, *target) for target in targets.items()))
-    return dict(zip(targets, answers, strict=True))
+        found = await asyncio.gather(*(one(stub, target) for target in others))
+    return {target.worker_id: each for target, each in zip(others, found, strict=True)}

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from cluster.doctor.finding import DoctorFinding, Health
+from cluster.doctor.host import VERSIONS
 from cluster.doctor.hosts import Hosts, check_hosts, read_hosts, run_command
 from common.config import ConfigError
 
@@ -18,8 +19,8 @@ HOSTS = Hosts(head="192.0.2.10", workers=("192.0.2.11", "192.0.2.12"), user="som
 
 def answer(*lines: str, ray: str = "2.60.0", own: Sequence[dict[str, str]] = ()) -> str:
     """Return the report of a host, without its clock."""
-    versions = ("version Python 3.11.7", f"version Ray {ray}", "version kvrelay 0.1.0")
-    return "\n".join((*lines, *versions, "findings", json.dumps(list(own))))
+    versions = {"subject": VERSIONS, "verdict": "ok", "detail": f"kvrelay 0.1.0, Ray {ray}", "advice": ""}
+    return "\n".join((*lines, "findings", json.dumps([versions, *own])))
 
 
 def has_everything(tool: str) -> str | None:
@@ -75,7 +76,7 @@ _OWN = {"subject": "memory", "verdict": "warning", "detail": "only 0.5 GiB are f
         ({"sick": answer("blocked 192.0.2.10:6379")}, _SICK, Health.FAILURE, "no answer from 192.0.2.10:6379"),
         ({"sick": answer(), "clock_s": -100.0}, _SICK, Health.WARNING, "s behind"),
         ({"sick": ""}, _SICK, Health.WARNING, "`ray up` installs it"),
-        ({"sick": answer(ray="2.59.0")}, "same Ray", Health.FAILURE, f"{_SICK} has 2.59.0"),
+        ({"sick": answer(ray="2.59.0")}, "same versions", Health.FAILURE, f"{_SICK} has kvrelay 0.1.0, Ray 2.59.0"),
         ({"sick": answer(own=[_OWN])}, f"{_SICK}: memory", Health.WARNING, "only 0.5 GiB are free"),
     ],
 )

@@ -65,7 +65,7 @@ def doctor_names_what_is_sick(site: Site, spare: Host) -> None:
         assert finding in told
     told = site.cluster.doctor_of_hosts()
     site.journal.note(f"kvrelay doctor --hosts cluster.yaml, from the client's machine\n{told}")
-    assert f"{spare.address} has 0.0.9" in told
+    assert f"{spare.address} has kvrelay 0.0.9" in told
     missing = "model: {id: models/missing, local_files_only: true}"
     spare.run(f"echo '{missing}' >~/kvrelay/missing.yaml")
     told = site.cluster.kvrelay("doctor --host-only --config missing.yaml", at=spare, exit_status=1)
