@@ -7,11 +7,10 @@ Every percentile of a measurement interpolates linearly between the two nearest 
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from pydantic import AliasChoices, Field
 
 from common.slo import ServedOutcome, Slo
 
@@ -53,8 +52,7 @@ class Counts:
     """Complete requests within both objectives."""
     num_ttft_misses: int
     """Complete requests whose first token was late."""
-    # Until version 0.2: files of 0.1 name it after ITL.
-    num_tpot_misses: Annotated[int, Field(validation_alias=AliasChoices("num_tpot_misses", "num_itl_misses"))]
+    num_tpot_misses: int
     """Complete requests whose mean gap was too long. A request can miss both objectives."""
 
     @property

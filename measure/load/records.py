@@ -10,9 +10,7 @@ Times are seconds since the run began, on the generator's clock; those that the 
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Annotated, Any
-
-from pydantic import AliasChoices, Field
+from typing import Any
 
 from common.errors import DeadlineExceeded, KvrelayError, Overloaded
 from common.slo import Slo
@@ -75,10 +73,7 @@ class ServerReport:
     """Time from the receipt of the request to the first token, as forecast at the choice of its plan."""
     line_ttft_forecast: Forecast | None = None
     """The same as forecast when the request entered the line; None also when it did not wait there."""
-    # Until version 0.2: records of 0.1 name it after ITL.
-    tpot_forecast: Annotated[Forecast | None, Field(validation_alias=AliasChoices("tpot_forecast", "itl_forecast"))] = (
-        None
-    )
+    tpot_forecast: Forecast | None = None
     """Mean gap between tokens."""
 
     @classmethod

@@ -3,10 +3,8 @@
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Annotated
 
 import numpy as np
-from pydantic import AliasChoices, Field
 
 from common.slo import Slo
 from kvrelay.client.events import Forecast
@@ -52,13 +50,10 @@ class SimulationSummary:
     end_s: float
     """Time at which the last request had ended."""
     line_ttft_forecast: ForecastCheck | None = None
-    """TTFT forecasts made when requests entered the line; None when none waited, and for runs of earlier versions."""
+    """TTFT forecasts made when requests entered the line; None when none waited."""
     ttft_forecast: ForecastCheck | None = None
     """TTFT forecasts made at the choice of a plan; None for policies that predict no times."""
-    # Until version 0.2: summaries of 0.1 name it after ITL.
-    tpot_forecast: Annotated[
-        ForecastCheck | None, Field(validation_alias=AliasChoices("tpot_forecast", "itl_forecast"))
-    ] = None
+    tpot_forecast: ForecastCheck | None = None
     """Forecasts of TPOT, made at the choice of a plan; None as above."""
 
 

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from kvrelay.client.events import Forecast
 from measure.load.records import Outcome, PoolSample, ServerReport
 from measure.load.store import RunWriter, StoreError, read_run, write_run
 from tests.measure.load.made_runs import make_failure, make_info, make_request, make_run, make_worker
@@ -74,13 +73,6 @@ def test_broken_line_is_named_with_its_field(tmp_path: Path, line: str, reason: 
     path.write_text("\n".join([path.read_text().splitlines()[0], line]))
     with pytest.raises(StoreError, match=reason):
         read_run(tmp_path)
-
-
-def test_forecast_of_a_run_by_version_0_1_is_read(tmp_path: Path) -> None:
-    write_run(make_run([make_request(server=ServerReport(tpot_forecast=Forecast(expected_s=0.05)))]), tmp_path)
-    path = tmp_path / "requests.jsonl"
-    path.write_text(path.read_text().replace("tpot_forecast", "itl_forecast"))
-    assert read_run(tmp_path).requests[0].server.tpot_forecast == Forecast(expected_s=0.05)
 
 
 def test_wrong_value_is_named_with_its_field(tmp_path: Path) -> None:
