@@ -132,18 +132,17 @@ def _bench(prepared: "Experiment", store: "Store", report: "Report") -> "Bench":
 
 
 def _show(store: "Store") -> None:
-    from measure.experiment.report import write_report
-    from measure.experiment.tables import capacity_table, points_table
+    from measure.experiment.report import findings_of, write_report
+    from measure.experiment.tables import arms_table, loads_table
 
-    points, capacities = tuple(store.points()), tuple(store.capacities())
-    if points:
-        print_wide(points_table(points))
-    if capacities:
-        print_wide(capacity_table(capacities))
+    findings = findings_of(store)
+    for each in findings:
+        print_wide(loads_table(each))
+        print_wide(arms_table(each))
     for failure in store.failures():
         err.print(f"not measured: {failure}", soft_wrap=True)
-    if points:
-        err.print(f"The page is {write_report(store)}", soft_wrap=True)
+    if findings:
+        err.print(f"The page is {write_report(store, findings)}", soft_wrap=True)
 
 
 def _tell_added(prepared: "Experiment") -> None:

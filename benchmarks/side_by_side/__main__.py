@@ -30,7 +30,7 @@ from common.signals import sigterm_interrupts
 from measure.experiment.arms import ArmPlans
 from measure.experiment.points import Source
 from measure.experiment.prepare import Experiment, Workloads
-from measure.experiment.report import write_report
+from measure.experiment.report import findings_of, write_report
 from measure.experiment.runner import ResultKeeper, run_cells
 from measure.experiment.spec import ExperimentError, load_experiment
 from measure.experiment.store import Store
@@ -62,7 +62,8 @@ def main() -> int:
         return 130
     figures = figures_of(points)
     write_figures(args.out / "side_by_side.json", figures, method="benchmarks/side_by_side/__init__.py")
-    console.print(f"plots: {write_report(store)}")
+    if findings := findings_of(store):
+        console.print(f"plots: {write_report(store, findings)}")
     figures.show(terminal())
     return 1 if keeper.failures else 0
 

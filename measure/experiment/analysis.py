@@ -1,20 +1,20 @@
-"""Findings of an experiment: how far each arm goes, what limits it, which ratio is best, which worker to add next.
+"""Findings of an experiment: how far each arm goes, what limits it, and whether a split pays.
 
-Everything is computed from the points and the searches. One arm is called better than another only if 95 % of the
-random draws agree; else the verdict is `Verdict.UNCLEAR`. Intervals are those of independent requests, widened by how
-much runs of one load differ (`measure.experiment.curves.dispersion_of`).
+Everything is computed from the points. One arm is called better than another only if 95 % of the random draws of their
+capacities agree; else the verdict is `Verdict.UNCLEAR`.
 """
 
 import enum
-import statistics
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from measure.experiment.capacity import ArmCapacity
+import numpy as np
+
+from measure.experiment.capacity import Capacity, capacity_of
 from measure.experiment.curves import ArmCurve, Reading, curves_of
-from measure.experiment.payoff import ArmReach, Payoff, Verdict, gain_draws, knee_of, payoffs_of, rank_key, reach_of
-from measure.experiment.points import MeanUnit, Point, Source
-from measure.load.estimates import Estimate
+from measure.experiment.points import Arm, MeanUnit, Point, Source
+from measure.load.estimates import CONFIDENCE, Estimate
 
 _FULL_SHARE = 0.95
 """Share of pages in use from which requests wait for memory."""
@@ -49,90 +49,89 @@ class LoadDiagnosis:
     """Reason, with numbers."""
 
 
-def diagnose(reading: Reading, curve: ArmCurve, *, share: float) -> LoadDiagnosis:
+def diagnose(reading: Reading, arm: Arm, *, share: float) -> LoadDiagnosis:
     """Return the resource that keeps `share` of the requests at a load from being good."""
-    bad = 1 - reading.good_share.value
-    if bad <= 1 - share:
+    if reading.good_share.value >= share:
         why = f"{reading.good_share.value:.1%} of the requests were good"
         return LoadDiagnosis(limit=Limit.NOTHING, load=reading.load, why=why)
-    late = reading.share_of(lambda figures: figures.num_ttft_misses)
-    slow = reading.share_of(lambda figures: figures.num_tpot_misses)
-    refused = reading.share_of(lambda figures: figures.num_not_complete)
+    late, slow = reading.share_of("num_ttft_misses"), reading.share_of("num_tpot_misses")
+    refused = reading.share_of("num_not_complete")
     kv_peak = reading.mean_of(lambda point: point.kv_peak)
     busy = reading.mean_of(lambda point: point.prefill_busy)
-    is_full = kv_peak is not None and kv_peak >= _FULL_SHARE
     why = f"{late:.1%} of the first tokens came late, {refused:.1%} were refused, {slow:.1%} of the answers were slow"
     if busy is not None:
         why += f"; the prefill pool computed {busy:.0%} of the time"
     if kv_peak is not None:
         why += f", at most {kv_peak:.0%} of a worker's pages were in use"
-    return LoadDiagnosis(limit=_limit(curve, late + refused, slow, busy, is_full=is_full), load=reading.load, why=why)
+    is_full = kv_peak is not None and kv_peak >= _FULL_SHARE
+    if arm.num_prefill == 0:
+        limit = Limit.MEMORY if is_full else Limit.WORKERS
+    elif slow > late + refused:
+        limit = Limit.DECODE
+    else:
+        limit = Limit.MEMORY if is_full and busy is not None and busy < _SPARE_SHARE else Limit.PREFILL
+    return LoadDiagnosis(limit=limit, load=reading.load, why=why)
 
 
-def _limit(curve: ArmCurve, late: float, slow: float, busy: float | None, *, is_full: bool) -> Limit:
-    if curve.arm.num_prefill == 0:
-        return Limit.MEMORY if is_full else Limit.WORKERS
-    if slow > late:
-        return Limit.DECODE
-    has_time_left = busy is not None and busy < _SPARE_SHARE
-    return Limit.MEMORY if is_full and has_time_left else Limit.PREFILL
+class Verdict(enum.StrEnum):
+    """Outcome of a comparison."""
 
-
-def first_limit(curve: ArmCurve, *, share: float) -> LoadDiagnosis:
-    """Return the diagnosis of the lowest load that was not served; of the highest one when all were."""
-    diagnoses = [diagnose(reading, curve, share=share) for reading in curve.readings]
-    return next((each for each in diagnoses if each.limit is not Limit.NOTHING), diagnoses[-1])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NextWorker:
-    """Pool in which one more worker helps most."""
-
-    pool: str
-    """"prefill", "decode", or "" when it is unclear."""
-    why: str
-    is_measured: bool
-    """Whether both ways of adding a worker were measured; else it follows from what limits the arm."""
+    MORE = "more"
+    LESS = "less"
+    UNCLEAR = "cannot tell"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ArmFinding(ArmReach):
+class Gain:
+    """Capacity of an arm against that of another."""
+
+    rival: str
+    """Name of the other arm."""
+    ratio: Estimate | None
+    """None if either capacity is not between the measured loads."""
+    verdict: Verdict
+
+    @classmethod
+    def of(cls, ours: "ArmFinding", theirs: "ArmFinding") -> "Gain":
+        """Compare two arms by their capacity for each unit."""
+        with np.errstate(divide="ignore", invalid="ignore"):
+            logs = np.log(ours.capacity.draws / ours.num_units) - np.log(theirs.capacity.draws / theirs.num_units)
+        # Where both are above, or both below, all measured loads, they are alike.
+        draws = np.nan_to_num(logs, nan=0.0, posinf=math.inf, neginf=-math.inf)
+        sure, tail = float(np.mean(draws > 0) + np.mean(draws == 0) / 2), (1 - CONFIDENCE) / 2
+        verdict = Verdict.MORE if sure >= 1 - tail else Verdict.LESS if sure <= tail else Verdict.UNCLEAR
+        ratio = None
+        if ours.capacity.is_bracketed and theirs.capacity.is_bracketed:
+            estimate = Estimate.around(ours.per_unit / theirs.per_unit, np.exp(draws))
+            ratio = estimate if estimate.low > 0 and estimate.high < math.inf else None
+        return cls(rival=theirs.arm.name, ratio=ratio, verdict=verdict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArmFinding:
     """Findings on one arm."""
 
-    knee: float | None
-    """Load from which goodput stays below the load."""
+    curve: ArmCurve
+    capacity: Capacity
+    num_units: int
+    """Workers of the arm, threads of all its workers, or 1; see `MeanUnit`."""
     limit: LoadDiagnosis
-    next_worker: NextWorker | None
-    """None for an aggregated arm, or when nothing limits the arm yet."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ranking:
-    """All splits of one number of workers, best first."""
-
-    num_workers: int
-    arms: tuple[ArmFinding, ...]
-    verdict: Verdict
-    """Comparison of the first with the second."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Balance:
-    """Load that one worker of each pool carries, from the arms in which its pool gave way first."""
-
-    per_prefill: Estimate
-    """Requests per second: median and range of the arms."""
-    per_decode: Estimate
+    """Diagnosis of the lowest load that was not served; of the highest one when all were."""
 
     @property
-    def prefill_share(self) -> float:
-        """Share of prefill workers at which both pools give way at once."""
-        return self.per_decode.value / (self.per_decode.value + self.per_prefill.value)
+    def arm(self) -> Arm:
+        """Arm of the curve."""
+        return self.curve.arm
 
-    def split(self, num_workers: int) -> tuple[int, int]:
-        """Return the (prefill, decode) workers that carry the most. At least two workers."""
-        splits = [(num, num_workers - num) for num in range(1, num_workers)]
-        return max(splits, key=lambda each: min(each[0] * self.per_prefill.value, each[1] * self.per_decode.value))
+    @property
+    def per_unit(self) -> float:
+        """Capacity per unit."""
+        return self.capacity.load / self.num_units
+
+    @property
+    def rank(self) -> tuple[float, float]:
+        """Capacity per unit and, to break ties, the peak goodput per unit."""
+        return self.per_unit, self.curve.peak.goodput.value / self.num_units
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,134 +141,65 @@ class Findings:
     source: Source
     share: float
     """Share of the requests that had to be good."""
-    kinds: tuple[str, ...]
-    """Kinds of requests that count; empty: all."""
     unit: MeanUnit
     """Unit by which arms of different size are compared."""
     arms: tuple[ArmFinding, ...]
     """Ordered by workers; for equal numbers splits first, other systems last."""
-    rankings: tuple[Ranking, ...]
-    """Rankings of splits, ordered by workers."""
-    payoffs: tuple[Payoff, ...]
-    """Comparisons with aggregated arms, ordered by workers."""
-    balance: Balance | None
-    """None unless both pools were seen giving way."""
 
-    def of(self, name: str) -> ArmFinding | None:
-        """Return the findings on an arm; None if it is unknown."""
-        return next((each for each in self.arms if each.arm.name == name), None)
+    @property
+    def points(self) -> Iterator[Point]:
+        """Points of all arms, by load and repeat."""
+        return (point for arm in self.arms for reading in arm.curve.readings for point in reading.points)
+
+    @property
+    def best(self) -> ArmFinding:
+        """Arm that serves most for each unit."""
+        return max(self.arms, key=lambda arm: arm.rank)
+
+    @property
+    def best_splits(self) -> tuple[ArmFinding, ...]:
+        """Best split of each number of workers, ascending."""
+        splits = {arm.arm.num_workers: arm for arm in sorted(self._ours(is_split=True), key=lambda arm: arm.rank)}
+        return tuple(splits[num_workers] for num_workers in sorted(splits))
+
+    def rival_of(self, split: ArmFinding) -> ArmFinding | None:
+        """Return the best aggregated arm with as many workers or threads as a split; None without one."""
+        wholes = [arm for arm in self._ours(is_split=False) if arm.arm.equals(split.arm)]
+        return max(wholes, key=lambda arm: arm.rank, default=None)
+
+    def gain_of(self, arm: ArmFinding) -> Gain | None:
+        """Return the gain of a split over its rival; None for another arm, and without a rival."""
+        rival = self.rival_of(arm) if arm.arm.is_split else None
+        return None if rival is None else Gain.of(arm, rival)
+
+    def _ours(self, *, is_split: bool) -> Iterator[ArmFinding]:
+        return (arm for arm in self.arms if arm.arm.is_split is is_split and not arm.arm.is_external)
 
 
-def analyze(
-    points: Iterable[Point],
-    *,
-    share: float = 0.99,
-    kinds: tuple[str, ...] = (),
-    capacities: Iterable[ArmCapacity] = (),
-) -> tuple[Findings, ...]:
-    """Return the findings of real points, of simulated ones, or of both. Raises ExperimentError for unknown kinds."""
-    searched = {(each.source, each.arm.name): each for each in capacities}
-    curves = sorted(curves_of(points), key=_place)
+def analyze(points: Iterable[Point], *, share: float = 0.99, kinds: tuple[str, ...] = ()) -> tuple[Findings, ...]:
+    """Return the findings of real points, of simulated ones, or of both; only requests of `kinds` count, empty: all."""
+    curves = sorted(curves_of(points, kinds), key=_place)
     found = []
     for source in Source:
         ours = [curve for curve in curves if curve.source is source]
         unit = MeanUnit.of(curve.arm for curve in ours)
-        arms = [
-            ArmReach(
-                curve=curve,
-                reach=reach_of(
-                    curve,
-                    share=share,
-                    num_units=curve.arm.num_units(unit),
-                    kinds=kinds,
-                    found=searched.get((source, curve.arm.name)),
-                ),
-            )
-            for curve in ours
-        ]
-        if not arms:
-            continue
-        findings = tuple(_finding(each, arms, share=share) for each in arms)
-        found.append(
-            Findings(
-                source=source,
-                share=share,
-                kinds=kinds,
-                unit=unit,
-                arms=findings,
-                rankings=tuple(_rankings(findings)),
-                payoffs=payoffs_of(arms),
-                balance=_balance(findings),
-            )
-        )
+        if ours:
+            arms = tuple(_finding(curve, share=share, unit=unit) for curve in ours)
+            found.append(Findings(source=source, share=share, unit=unit, arms=arms))
     return tuple(found)
 
 
 def _place(curve: ArmCurve) -> tuple[bool, int, bool, int, str]:
     """Return the sort key of an arm."""
     arm = curve.arm
-    return arm.is_external, arm.num_workers, arm.num_prefill == 0, arm.num_prefill, arm.name
+    return arm.is_external, arm.num_workers, not arm.is_split, arm.num_prefill, arm.name
 
 
-def _finding(arm: ArmReach, others: Sequence[ArmReach], *, share: float) -> ArmFinding:
-    limit = first_limit(arm.curve, share=share)
+def _finding(curve: ArmCurve, *, share: float, unit: MeanUnit) -> ArmFinding:
+    diagnoses = [diagnose(reading, curve.arm, share=share) for reading in curve.readings]
     return ArmFinding(
-        curve=arm.curve,
-        reach=arm.reach,
-        knee=knee_of(arm.curve),
-        limit=limit,
-        next_worker=_next_worker(arm, others, limit),
+        curve=curve,
+        capacity=capacity_of(curve, share=share),
+        num_units=curve.arm.num_units(unit),
+        limit=next((each for each in diagnoses if each.limit is not Limit.NOTHING), diagnoses[-1]),
     )
-
-
-def _next_worker(arm: ArmReach, others: Sequence[ArmReach], limit: LoadDiagnosis) -> NextWorker | None:
-    num_prefill, num_decode = arm.arm.num_prefill, arm.arm.num_decode
-    if num_prefill == 0:
-        return None
-    by_pools = {
-        (each.arm.num_prefill, each.arm.num_decode): each
-        for each in others
-        if each.arm.settings == arm.arm.settings and each.reach.is_bracketed
-    }
-    prefill, decode = by_pools.get((num_prefill + 1, num_decode)), by_pools.get((num_prefill, num_decode + 1))
-    if prefill is not None and decode is not None:
-        return _measured_next(prefill, decode)
-    pools = {Limit.PREFILL: "prefill", Limit.DECODE: "decode", Limit.MEMORY: "decode"}
-    if limit.limit not in pools:
-        return None
-    return NextWorker(
-        pool=pools[limit.limit], why=f"the {limit.limit} gives way first; no neighbour was measured", is_measured=False
-    )
-
-
-def _measured_next(prefill: ArmReach, decode: ArmReach) -> NextWorker:
-    why = f"{prefill.arm.name} serves {prefill.reach.load:.3g}/s, {decode.arm.name} {decode.reach.load:.3g}/s"
-    pools = {Verdict.MORE: "prefill", Verdict.LESS: "decode", Verdict.UNCLEAR: ""}
-    verdict = Verdict.of(gain_draws(prefill.reach, decode.reach))
-    return NextWorker(pool=pools[verdict], why=why, is_measured=True)
-
-
-def _rankings(arms: Sequence[ArmFinding]) -> Iterable[Ranking]:
-    splits = [each for each in arms if each.arm.num_prefill and not each.arm.is_external]
-    for num_workers in sorted({each.arm.num_workers for each in splits}):
-        rest = [each for each in splits if each.arm.num_workers == num_workers]
-        ranked = sorted(rest, key=rank_key, reverse=True)
-        verdict = Verdict.UNCLEAR
-        if len(ranked) > 1:
-            verdict = Verdict.of(gain_draws(ranked[0].reach, ranked[1].reach))
-        yield Ranking(num_workers=num_workers, arms=tuple(ranked), verdict=verdict)
-
-
-def _balance(arms: Sequence[ArmFinding]) -> Balance | None:
-    known = [each for each in arms if each.arm.num_prefill and each.reach.is_bracketed]
-    prefill = [each.reach.load / each.arm.num_prefill for each in known if each.limit.limit is Limit.PREFILL]
-    decode = [
-        each.reach.load / each.arm.num_decode for each in known if each.limit.limit in (Limit.DECODE, Limit.MEMORY)
-    ]
-    if not prefill or not decode:
-        return None
-    return Balance(per_prefill=_range(prefill), per_decode=_range(decode))
-
-
-def _range(values: Sequence[float]) -> Estimate:
-    return Estimate(value=statistics.median(values), low=min(values), high=max(values))

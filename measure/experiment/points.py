@@ -41,6 +41,11 @@ class Arm:
         return self.num_prefill + self.num_decode
 
     @property
+    def is_split(self) -> bool:
+        """Whether it has a prefill pool."""
+        return self.num_prefill > 0
+
+    @property
     def num_threads(self) -> int | None:
         """CPU threads of all workers; None: not stated."""
         threads = self.settings.get("threads", "")

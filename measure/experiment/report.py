@@ -1,7 +1,7 @@
-"""An experiment's page: findings in words, then plots and tables."""
+"""An experiment's page: a paragraph that says what was found, then plots and tables."""
 
 import json
-import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,47 +9,62 @@ from typing import Any
 import yaml
 
 from common.slo import Slo
-from measure.experiment.analysis import Findings, analyze
-from measure.experiment.answers import agreement, answers_of
-from measure.experiment.load_figures import busy_panels, goodput_panel, handoff_panels, latency_panels, share_panel
-from measure.experiment.looks import is_thinned
-from measure.experiment.payoff import ArmReach, Payoff, Verdict
-from measure.experiment.points import MeanUnit, Point
-from measure.experiment.shape_figures import grid_panel, limit_panel, ratio_panel, reach_panel
+from measure.experiment.analysis import Findings, Gain, Limit, Verdict, analyze
+from measure.experiment.figures import Sheet, capacity_panel, limit_panel, load_panels, worker_panels
+from measure.experiment.points import MeanUnit
 from measure.experiment.spec import CapacitySpec
 from measure.experiment.store import Store
-from measure.experiment.tables import tables_section
-from measure.pages.page import Answers, Card, Page, PageSection, Panel, Tone, write_page
-from measure.pages.wording import change, count, duration, number, percent
+from measure.experiment.tables import arms_panel, gain_text, runs_panel
+from measure.pages.page import Page, PageSection, write_page
+from measure.pages.wording import count, duration, number, percent, rate
+
+_OUTCOMES = {
+    Verdict.MORE: "disaggregation pays",
+    Verdict.LESS: "disaggregation loses",
+    Verdict.UNCLEAR: "one cannot tell whether disaggregation pays",
+}
 
 
-def write_report(store: Store) -> Path:
+def findings_of(store: Store) -> tuple[Findings, ...]:
+    """Return what the kept points say, real ones first; empty without any. Raises ExperimentError, OSError."""
+    wanted = CapacitySpec.model_validate(_file(store).get("capacity", {}))
+    return analyze(store.points(), share=wanted.share, kinds=wanted.kinds)
+
+
+def write_report(store: Store, findings: Sequence[Findings]) -> Path:
     """Write the page of an experiment's folder, report.html, and return its path.
 
-    Equal folders give equal pages. Raises ValueError when there are no points, ExperimentError, OSError.
+    Equal folders give equal pages. At least one source has findings. Raises ExperimentError, OSError.
     """
-    points = tuple(store.points())
-    if not points:
-        raise ValueError(f"{store.out} has no results; run `kvrelay experiment run` into it first")
-    capacities = tuple(store.capacities())
     settings = _read(store.out / "settings.json", json.loads)
-    file = _read(store.out / "experiment.yaml", yaml.safe_load)
-    wanted = CapacitySpec.model_validate(file.get("capacity", {}))
-    findings = analyze(points, share=wanted.share, kinds=wanted.kinds, capacities=capacities)
-    slo = _slo(settings)
+    stated = next((settings[key] for key in ("real slo", "simulated slo") if key in settings), None)
+    slo = None if stated is None else Slo(**stated)
+    sheet, file = Sheet.of(findings), _file(store)
+    thinned = "For each number of workers the best split and the best aggregated arm are shown; the table has all."
     page = Page(
         title=f"Experiment {file.get('name', store.out.name)}",
-        subtitle=_subtitle(points, findings, slo),
-        warnings=tuple(_warnings(points, store)),
-        verdict=_verdict(findings),
-        cards=_cards(findings),
+        subtitle=_subtitle(findings, slo, file.get("capacity", {}).get("kinds", [])),
+        warnings=_warnings(store),
+        verdict=tuple(
+            (f"{each.source.value.capitalize()}: " if len(findings) > 1 else "") + summary_text(each)
+            for each in findings
+        ),
         sections=(
-            _words(findings),
-            _loads(findings, slo),
-            *(_shapes(each) for each in findings),
-            PageSection(title="Workers", panels=busy_panels(findings)),
-            PageSection(title="Cost of the handoff", panels=handoff_panels(findings)),
-            tables_section(findings, store),
+            PageSection(
+                title="As the load grows",
+                intro=thinned if sheet.unit is not None else "",
+                panels=load_panels(sheet, share=findings[0].share, slo=slo),
+            ),
+            *(
+                PageSection(title=f"Shapes, {each.source}", panels=(capacity_panel(each), limit_panel(each)))
+                for each in findings
+            ),
+            PageSection(title="Workers and their KV", panels=worker_panels(sheet)),
+            PageSection(
+                title="All numbers",
+                intro=_dispersion_text(findings),
+                panels=(*map(arms_panel, findings), runs_panel(findings, store)),
+            ),
         ),
         settings={"experiment": file, "settings": settings},
     )
@@ -58,30 +73,35 @@ def write_report(store: Store) -> Path:
     return path
 
 
-def _read(path: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
-    """Return the mapping in a file; empty if there is none."""
-    content = parse(path.read_text(encoding="utf-8")) if path.exists() else None
-    return content if isinstance(content, dict) else {}
+def summary_text(findings: Findings) -> str:
+    """Return what was found, in a paragraph: the best arm, whether a split pays, and what gives way first."""
+    best, wanted = findings.best, f"{percent(findings.share, 0)} good requests"
+    if not best.capacity.load:
+        return f"No arm served any of its loads with {wanted}."
+    whose = "" if findings.unit is MeanUnit.ARM else f" for each {findings.unit}"
+    text = f"{best.arm.name} serves most{whose} with {wanted}: {best.capacity}"
+    alike = [arm.arm.name for arm in findings.arms if arm is not best and Gain.of(best, arm).verdict is Verdict.UNCLEAR]
+    text += f"; not surely more than {', '.join(alike)}." if alike else "."
+    split = max(findings.best_splits, key=lambda arm: arm.rank, default=None)
+    rival = None if split is None else findings.rival_of(split)
+    if split is not None and rival is not None:
+        gain = Gain.of(split, rival)
+        others = " and ".join(f"{arm.arm.name} serves {arm.capacity}" for arm in (split, rival) if arm is not best)
+        by_how_much = f"the split's gain is {gain_text(gain)}, " if gain.ratio is not None else ""
+        text += f" {others}: {by_how_much}{_OUTCOMES[gain.verdict]}."
+    limit = best.limit
+    if limit.limit is not Limit.NOTHING:
+        text += f" First to give way in {best.arm.name}: {limit.limit}; at {rate(limit.load)} {limit.why}."
+    return text
 
 
-def _slo(settings: dict[str, Any]) -> Slo | None:
-    """Return the stated objectives."""
-    found = next((settings[key] for key in ("real slo", "simulated slo") if key in settings), None)
-    return None if found is None else Slo(**found)
-
-
-# ── head of the page ────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def _subtitle(points: Sequence[Point], findings: Sequence[Findings], slo: Slo | None) -> str:
+def _subtitle(findings: Sequence[Findings], slo: Slo | None, kinds: Sequence[str]) -> str:
     sources = " and ".join(
-        f"{count(sum(point.source is each.source for point in points), f'{each.source.value} run')}"
-        f" of {count(len(each.arms), 'arm')}"
-        for each in findings
+        f"{count(len(list(each.points)), f'{each.source} run')} of {count(len(each.arms), 'arm')}" for each in findings
     )
     text = f"{sources}. Good: {percent(findings[0].share, 0)} of the requests wanted"
-    if findings[0].kinds:
-        text += f", of {', '.join(findings[0].kinds)}"
+    if kinds:
+        text += f", of {', '.join(kinds)}"
     if slo is not None:
         text += (
             f"; first token within {duration(slo.ttft_s)} per {slo.ttft_tokens:,} prompt tokens,"
@@ -90,96 +110,16 @@ def _subtitle(points: Sequence[Point], findings: Sequence[Findings], slo: Slo | 
     return text + "."
 
 
-def _warnings(points: Sequence[Point], store: Store) -> Sequence[str]:
-    warned: dict[str, int] = {}
-    for point in points:
-        for warning in point.warnings:
-            warned[warning] = warned.get(warning, 0) + 1
+def _warnings(store: Store) -> tuple[str, ...]:
+    warned = Counter(warning for point in store.points() for warning in point.warnings)
     told = [f"{warning} ({count(times, 'run')})" for warning, times in warned.items()]
-    return told + [f"not measured: {failure}" for failure in store.failures()]
+    return (*told, *(f"not measured: {failure}" for failure in store.failures()))
 
 
-def _verdict(findings: Sequence[Findings]) -> tuple[str, ...]:
-    """Return the first answer of each source: whether disaggregation pays."""
-    said = []
-    for each in findings:
-        _, first = answers_of(each)[0]
-        said.append((f"{each.source.value.capitalize()}: " if len(findings) > 1 else "") + first)
-    return tuple(said)
-
-
-def _cards(findings: Sequence[Findings]) -> tuple[Card, ...]:
-    each = findings[0]
-    cards = []
-    if each.payoffs:
-        payoff = max(each.payoffs, key=lambda payoff: payoff.num_workers)
-        cards += [_reach_card(payoff.split), _reach_card(payoff.whole)]
-        if payoff.ratio is not None:
-            cards.append(_payoff_card(payoff))
-    if each.unit is not MeanUnit.ARM and all(arm.reach.load < math.inf for arm in each.arms):
-        best = max(each.arms, key=lambda arm: arm.reach.per_unit)
-        cards.append(
-            Card(label=f"Most for each {each.unit}", value=f"{number(best.reach.per_unit)}/s", note=best.arm.name)
-        )
-    if each.balance is not None:
-        cards.append(
-            Card(
-                label="Balanced share of prefill workers",
-                value=percent(each.balance.prefill_share, 0),
-                note="both pools give way at once",
-            )
-        )
-    return tuple(cards)
-
-
-def _reach_card(arm: ArmReach) -> Card:
-    reach = arm.reach
-    if not reach.load:
-        return Card(label=f"{arm.arm.name} serves", value="no load that was tried")
-    value = f"{number(reach.load)}/s" if reach.is_bracketed else f"> {number(reach.highest)}/s"
-    low = number(reach.low)
-    note = f"95 %: at least {low}" if reach.high is None else f"95 %: {low} to {number(reach.high)}"
-    return Card(label=f"{arm.arm.name} serves", value=value, note=note)
-
-
-def _payoff_card(payoff: Payoff) -> Card:
-    assert payoff.ratio is not None
-    value, low, high = (change(each) for each in (payoff.ratio.value, payoff.ratio.low, payoff.ratio.high))
-    tones = {Verdict.MORE: Tone.GOOD, Verdict.LESS: Tone.BAD, Verdict.UNCLEAR: Tone.PLAIN}
-    return Card(
-        label=f"Disaggregation, {count(payoff.num_workers, 'worker')}",
-        value=value,
-        note=f"95 %: {low} to {high}",
-        tone=tones[payoff.verdict],
-    )
-
-
-# ── sections ────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def _words(findings: Sequence[Findings]) -> PageSection:
-    panels = [
-        Panel(
-            title=f"What the {each.source.value} arms say" if len(findings) > 1 else "",
-            content=Answers(pairs=answers_of(each)),
-        )
-        for each in findings
-    ]
-    compared = tuple(agreement(findings))
-    if compared:
-        panels.append(Panel(title="Both together", content=Answers(pairs=compared)))
-    return PageSection(
-        title="Findings",
-        intro="An arm serves a load when enough of its requests are good. One arm is called better than another when"
-        f" 95 % of the random draws agree. {_told_dispersion(findings)}",
-        panels=tuple(panels),
-    )
-
-
-def _told_dispersion(findings: Sequence[Findings]) -> str:
+def _dispersion_text(findings: Sequence[Findings]) -> str:
     """Return the assumption behind the intervals, in words."""
     parts = [
-        f"{each.source.value} runs of one load differ {number(dispersion, 2)} times as much"
+        f"{each.source} runs of one load differ {number(dispersion, 2)} times as much"
         for each in findings
         if (dispersion := each.arms[0].curve.dispersion) > 1
     ]
@@ -188,18 +128,12 @@ def _told_dispersion(findings: Sequence[Findings]) -> str:
     return "Intervals assume independent requests: the true uncertainty is larger."
 
 
-def _loads(findings: Sequence[Findings], slo: Slo | None) -> PageSection:
-    thinned = "For each number of workers the best split and the best aggregated arm are shown; the table has all. "
-    return PageSection(
-        title="As the load grows",
-        intro=thinned if is_thinned(findings) else "",
-        panels=(goodput_panel(findings), share_panel(findings), *latency_panels(findings, slo)),
-    )
+def _file(store: Store) -> dict[str, Any]:
+    """Return the experiment's file."""
+    return _read(store.out / "experiment.yaml", yaml.safe_load)
 
 
-def _shapes(findings: Findings) -> PageSection:
-    source = findings.source.value
-    panels = [reach_panel(findings), limit_panel(findings)]
-    if sum(arm.arm.num_prefill > 0 for arm in findings.arms) > 1:
-        panels[1:1] = [ratio_panel(findings), grid_panel(findings)]
-    return PageSection(title=f"Shapes, {source}", panels=tuple(panels))
+def _read(path: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
+    """Return the mapping in a file; empty if there is none."""
+    content = parse(path.read_text(encoding="utf-8")) if path.exists() else None
+    return content if isinstance(content, dict) else {}

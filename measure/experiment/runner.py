@@ -8,7 +8,6 @@ import shutil
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Protocol
@@ -43,14 +42,6 @@ class Bench(Protocol):
 
     def seconds(self, num_cells: int, num_starts: int) -> float:
         """Return the approximate time of so many cells."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Failure:
-    """A cell that was not measured, and why."""
-
-    cell: Cell
-    reason: str
 
 
 def cell_order(arms: Sequence[str], loads: Sequence[float], *, repeats: int, order: CellOrder) -> tuple[Cell, ...]:
@@ -105,18 +96,14 @@ def _run_cell(cell: Cell, measure: Measure, keeper: "ResultKeeper", countdown: "
 
 
 class ResultKeeper:
-    """Keeps the results of cells and searches."""
+    """Keeps the results of cells."""
 
     def __init__(self, store: Store, source: Source, report: Report) -> None:
         self.store = store
         self._source = source
-        self._failures: list[Failure] = []
         self.report = report
-
-    @property
-    def failures(self) -> tuple[Failure, ...]:
-        """Failures of this run."""
-        return tuple(self._failures)
+        self.failures: list[Cell] = []
+        """Cells that failed in this run."""
 
     def kept(self, cell: Cell) -> Point | None:
         """Return the point of a complete cell; None for any other."""
@@ -139,7 +126,7 @@ class ResultKeeper:
 
     def give_up(self, cell: Cell, reason: str) -> None:
         """Note why a cell has no point; the next run tries it again."""
-        self._failures.append(Failure(cell=cell, reason=reason))
+        self.failures.append(cell)
         folder = self.store.folder(self._source, cell)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "failure.txt").write_text(reason + "\n", encoding="utf-8")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from measure.experiment.arms import ArmPlan
-from measure.experiment.capacity import ArmCapacity, find_capacity
+from measure.experiment.capacity import Capacity, capacity_of, first_load, search
 from measure.experiment.points import Cell, Point
 from measure.experiment.prepare import Choices, Experiment, prepare
 from measure.experiment.runner import ArmFailed, Bench, CellFailed, Measure, Report, ResultKeeper, point_line, run_cells
@@ -21,51 +21,37 @@ from measure.experiment.store import Store
 from measure.simulate.store import in_processes
 
 
-def find_capacities(
-    plans: Sequence[ArmPlan], spec: CapacitySpec, keeper: ResultKeeper, bench: Bench, *, start: float
-) -> tuple[ArmCapacity, ...]:
-    """Return the arms' capacities, searched from `start` if `spec` names no load; the keeper knows the failures.
+def find_capacity(
+    plan: ArmPlan, spec: CapacitySpec, keeper: ResultKeeper, bench: Bench, *, start: float
+) -> Capacity | None:
+    """Return an arm's capacity, searched from `start` if `spec` names no load; None if it failed, as the keeper notes.
 
     Raises ExperimentError, KeyboardInterrupt.
     """
-    found = []
-    for plan in plans:
-        keeper.report(f"{plan.arm.name}: looking for the highest load with {spec.share:.1%} good requests")
-        first = spec.first_load(plan.arm.num_workers, default=start)
-        try:
-            with ExitStack() as stack:
-                arm = _Arm(plan, keeper, bench, stack)
-                found.append(find_capacity(plan.arm, bench.source, spec, start=first, probe=arm.probe))
-        except (ArmFailed, CellFailed) as error:
-            keeper.give_up(arm.last, str(error))
-        else:
-            keeper.store.keep_capacity(found[-1])
-            keeper.report(f"{plan.arm.name}: {capacity_line(found[-1])}")
-    return tuple(found)
-
-
-def capacity_line(capacity: ArmCapacity) -> str:
-    """Return a capacity in words."""
-    if not capacity.load:
-        return f"no load that was tried had {capacity.share:.1%} good requests"
-    high = f"{capacity.high:.3g}" if capacity.high is not None else "more"
-    return (
-        f"serves {capacity.load:g}/s (95 %: {capacity.low:.3g} to {high}),"
-        f" {capacity.goodput_per_worker:.2f} good requests/s and worker"
-    )
+    keeper.report(f"{plan.arm.name}: looking for the highest load with {spec.share:.1%} good requests")
+    with ExitStack() as stack:
+        runs = _Runs(plan, keeper, bench, stack)
+        first = first_load(plan.arm.num_workers, spec, default=start)
+        curve = search(first, spec, lambda load: runs.at(load, repeats=spec.repeats))
+    if curve is None:
+        return None
+    found = capacity_of(curve, share=spec.share)
+    keeper.report(f"{plan.arm.name} serves {found}")
+    return found
 
 
 def measure(experiment: Experiment, keeper: ResultKeeper, bench: Bench, *, is_search: bool) -> None:
     """Measure an experiment's cells, or search the capacities of its arms; the keeper gets the results."""
     spec, plans = experiment.spec, experiment.arms.plans
-    if is_search:
-        find_capacities(plans, spec.capacity, keeper, bench, start=spec.loads[0])
-    else:
+    if not is_search:
         run_cells(experiment.cells, plans, keeper, bench)
+        return
+    for plan in plans:
+        find_capacity(plan, spec.capacity, keeper, bench, start=spec.loads[0])
 
 
-class _Arm:
-    """An arm that is started for the first cell that is not kept, and stopped by the stack."""
+class _Runs:
+    """Runs of an arm, which is started for the first cell that is not kept, and stopped by the stack."""
 
     def __init__(self, plan: ArmPlan, keeper: ResultKeeper, bench: Bench, stack: ExitStack) -> None:
         self._plan = plan
@@ -73,18 +59,23 @@ class _Arm:
         self._bench = bench
         self._stack = stack
         self._measure: Measure | None = None
-        self.last = Cell(arm=plan.arm.name, load=0.0, repeat=0)
-        """Cell that was probed last."""
 
-    def probe(self, load: float, repeat: int) -> Point:
-        """Return a run's point. Raises ArmFailed, CellFailed."""
-        self.last = Cell(arm=self._plan.arm.name, load=load, repeat=repeat)
-        kept = self._keeper.kept(self.last)
-        if kept is not None:
-            return kept
+    def at(self, load: float, *, repeats: int) -> list[Point] | None:
+        """Return the points at a load; None once a run failed, which the keeper notes."""
+        points = []
+        for repeat in range(repeats):
+            cell = Cell(arm=self._plan.arm.name, load=load, repeat=repeat)
+            try:
+                points.append(self._keeper.kept(cell) or self._run(cell))
+            except (ArmFailed, CellFailed) as error:
+                self._keeper.give_up(cell, str(error))
+                return None
+        return points
+
+    def _run(self, cell: Cell) -> Point:
         if self._measure is None:
             self._measure = self._stack.enter_context(self._bench.serve(self._plan))
-        point = self._keeper.measure(self.last, self._measure)
+        point = self._keeper.measure(cell, self._measure)
         self._keeper.report(point_line(point))
         return point
 

@@ -127,7 +127,7 @@ class CapacitySpec(_Section):
     precision: Annotated[float, Field(ge=0.005, lt=1)] = 0.05
     """The search ends when the lowest load that failed is at most this share above the highest that was served."""
     repeats: Annotated[int, Field(ge=1)] = 2
-    """Runs per load; fewer when the first ones leave no doubt."""
+    """Runs per load."""
     max_loads: Annotated[int, Field(ge=1)] = 20
     """Number of loads after which the search ends in any case."""
 
@@ -140,12 +140,6 @@ class CapacitySpec(_Section):
         if self.start is not None and not self.low <= self.start <= self.high:
             raise ValueError(f"start: {self.start:g} is not between low: {self.low:g} and high: {self.high:g}")
         return self
-
-    def first_load(self, num_workers: int, *, default: float) -> float:
-        """Return the first load for an arm with so many workers."""
-        if self.start_per_worker is None:
-            return default if self.start is None else self.start
-        return min(max(self.start_per_worker * num_workers, self.low), self.high)
 
 
 class SimulateSpec(_Section):

@@ -6,7 +6,6 @@ DIR/real/CELL/point.json        `Point`; a cell is complete once it has one
 DIR/real/CELL/…                 raw data: run.json, requests.jsonl, samples.jsonl, report.html
 DIR/real/CELL/failure.txt       why there is no point
 DIR/simulated/CELL/…            the same for simulated arms; raw data: requests.jsonl
-DIR/capacity/SOURCE/ARM.json    `ArmCapacity`
 DIR/arms/ARM/                   serving.yaml and logs of its cluster, timing models of its workers
 DIR/report.html
 """
@@ -15,25 +14,21 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from measure.experiment.capacity import ArmCapacity
 from measure.experiment.points import Cell, Point, Source, slug
 from measure.experiment.spec import ExperimentError
 from measure.simulate.store import ResultFolder, write_json
 
-_T = TypeVar("_T")
 _POINT = TypeAdapter(Point)
-_CAPACITY = TypeAdapter(ArmCapacity)
 
 
 class Store(ResultFolder):
     """An experiment's folder."""
 
     def __init__(self, out: Path) -> None:
-        super().__init__(out, *Source, "capacity", "arms")
+        super().__init__(out, *Source, "arms")
 
     def folder(self, source: Source, cell: Cell) -> Path:
         """Return the folder of a cell."""
@@ -54,23 +49,13 @@ class Store(ResultFolder):
     def point(self, source: Source, cell: Cell) -> Point | None:
         """Return the point of a complete cell; None for any other. Raises ExperimentError."""
         path = self.folder(source, cell) / "point.json"
-        return _read(_POINT, path) if path.exists() else None
+        return _read(path) if path.exists() else None
 
     def points(self) -> Iterator[Point]:
         """Yield all points, real ones first, by arm, load and repeat."""
         for source in Source:
-            points = (_read(_POINT, path) for path in self.out.glob(f"{source.value}/*/point.json"))
+            points = (_read(path) for path in self.out.glob(f"{source.value}/*/point.json"))
             yield from sorted(points, key=lambda point: (point.arm.name, point.load, point.repeat))
-
-    def keep_capacity(self, capacity: ArmCapacity) -> None:
-        """Keep the capacity of an arm."""
-        write_json(self.out / "capacity" / capacity.source.value / f"{slug(capacity.arm.name)}.json", asdict(capacity))
-
-    def capacities(self) -> Iterator[ArmCapacity]:
-        """Yield all capacities, those of real arms first."""
-        for source in Source:
-            for path in sorted(self.out.glob(f"capacity/{source.value}/*.json")):
-                yield _read(_CAPACITY, path)
 
     def failures(self) -> Iterator[str]:
         """Yield a line for each cell that failed."""
@@ -78,9 +63,9 @@ class Store(ResultFolder):
             yield f"{path.parent.name}: {path.read_text(encoding='utf-8').strip()}"
 
 
-def _read(kind: TypeAdapter[_T], path: Path) -> _T:
+def _read(path: Path) -> Point:
     try:
-        return kind.validate_json(path.read_bytes())
+        return _POINT.validate_json(path.read_bytes())
     except ValidationError as error:
         raise ExperimentError(
             f"cannot read {path}: it was written by another version of kvrelay, or changed;"

@@ -1,118 +1,66 @@
-"""Tables of an experiment: means of the runs for a terminal; findings on each arm, and every run, for its page."""
+"""Tables of an experiment: of each arm and of each load for a terminal; of each arm and of each run for its page."""
 
 import math
 import os
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from operator import attrgetter
 from urllib.parse import quote
 
 from rich.table import Table as TerminalTable
 
-from measure.experiment.analysis import ArmFinding, Findings
-from measure.experiment.capacity import ArmCapacity
-from measure.experiment.curves import ArmCurve, Reading, curves_of
-from measure.experiment.points import Cell, Point, Source
+from measure.experiment.analysis import ArmFinding, Findings, Gain
+from measure.experiment.curves import Reading
+from measure.experiment.points import Cell, Point
 from measure.experiment.store import Store
 from measure.figures import Percentiles
 from measure.load.tables import UNKNOWN, filled_table, or_unknown, whole_percent
-from measure.pages.page import PageSection, Panel, table_of
-from measure.pages.wording import duration, number, percent, rate
+from measure.pages.page import Panel, table_of
+from measure.pages.wording import change, duration, number, percent, rate
 
 
-def points_table(points: Iterable[Point]) -> TerminalTable:
+def loads_table(findings: Findings) -> TerminalTable:
     """Return a row for each arm and load: means of the repeats, and medians of percentiles with their range."""
-    readings = [(curve, reading) for curve in curves_of(points) for reading in curve.readings]
-    columns: dict[str, Callable[[tuple[ArmCurve, Reading]], str]] = {
-        "arm": lambda row: row[0].arm.name + (" (simulated)" if row[0].source is Source.SIMULATED else ""),
-        "load /s": lambda row: f"{row[1].load:g}",
-        "runs": lambda row: str(len(row[1].points)),
-        "good": lambda row: f"{row[1].good_share.value:.1%}" if row[1].num_requests else UNKNOWN,
-        "good /s": lambda row: f"{row[1].mean_of(attrgetter('goodput_per_s')):.2f}",
-        "per worker": lambda row: f"{row[1].mean_of(attrgetter('goodput_per_worker')):.2f}",
-        "TTFT p50": lambda row: _range(row[1], "ttft.p50", "{:.2f}"),
-        "p99 s": lambda row: _range(row[1], "ttft.p99", "{:.2f}"),
-        "ITL p50": lambda row: _range(row[1], "itl.p50", "{:.0f}", factor=1000),
-        "p99 ms": lambda row: _range(row[1], "itl.p99", "{:.0f}", factor=1000),
-        "prefill busy": lambda row: or_unknown(row[1].mean_of(attrgetter("prefill_busy")), "{:.0%}".format),
-        "decode busy": lambda row: or_unknown(row[1].mean_of(attrgetter("decode_busy")), "{:.0%}".format),
+    columns: dict[str, Callable[[Reading], str]] = {
+        f"{findings.source} arm": lambda reading: reading.points[0].arm.name,
+        "load /s": lambda reading: f"{reading.load:g}",
+        "runs": lambda reading: str(len(reading.points)),
+        "good": lambda reading: f"{reading.good_share.value:.1%}",
+        "good /s": lambda reading: f"{reading.mean_of(attrgetter('goodput_per_s')):.2f}",
+        "per worker": lambda reading: f"{reading.mean_of(attrgetter('goodput_per_worker')):.2f}",
+        "TTFT p50": lambda reading: _range(reading, "ttft.p50", "{:.2f}"),
+        "p99 s": lambda reading: _range(reading, "ttft.p99", "{:.2f}"),
+        "ITL p50": lambda reading: _range(reading, "itl.p50", "{:.0f}", factor=1000),
+        "p99 ms": lambda reading: _range(reading, "itl.p99", "{:.0f}", factor=1000),
+        "prefill busy": lambda reading: or_unknown(reading.mean_of(attrgetter("prefill_busy")), "{:.0%}".format),
+        "decode busy": lambda reading: or_unknown(reading.mean_of(attrgetter("decode_busy")), "{:.0%}".format),
     }
-    return filled_table(readings, columns)
+    return filled_table((reading for arm in findings.arms for reading in arm.curve.readings), columns)
 
 
-def capacity_table(capacities: Iterable[ArmCapacity]) -> TerminalTable:
-    """Return a row for each capacity."""
-    columns: dict[str, Callable[[ArmCapacity], str]] = {
-        "arm": lambda found: found.arm.name,
-        "": lambda found: found.source.value,
-        "serves /s": lambda found: f"{found.load:.3g}",
-        "95 %": lambda found: f"{found.low:.3g} – {'?' if found.high is None else f'{found.high:.3g}'}",
-        "good /s": lambda found: f"{found.goodput_per_s:.2f}",
-        "per worker": lambda found: f"{found.goodput_per_worker:.2f}",
-        "loads tried": lambda found: str(len(found.probes)),
-    }
-    return filled_table(capacities, columns, num_left=2)
+def arms_table(findings: Findings) -> TerminalTable:
+    """Return a row for each arm."""
+    return filled_table(findings.arms, _arm_columns(findings))
 
 
-def _range(reading: Reading, name: str, form: str, *, factor: float = 1) -> str:
-    """Return the median of a latency over the runs, with the smallest and the largest where they differ."""
-    latency, percentile = name.split(".")
-    known = [found for point in reading.points if (found := getattr(point.overall, latency)) is not None]
-    values = [factor * getattr(found, percentile) for found in known]
-    if not values:
-        return UNKNOWN
-    low, middle, high = (form.format(each) for each in (min(values), statistics.median(values), max(values)))
-    return middle if low == high else f"{middle} ({low}–{high})"
-
-
-def tables_section(findings: Sequence[Findings], store: Store) -> PageSection:
-    """Return the tables; runs link to their own pages, if the store has them."""
-    panels = [_arms_table(each) for each in findings]
-    return PageSection(title="All numbers", panels=(*panels, _points_table(findings, store)))
-
-
-def _arms_table(findings: Findings) -> Panel:
-    columns: dict[str, Callable[[ArmFinding], str]] = {
-        "arm": lambda arm: arm.arm.name,
-        "serves": lambda arm: _finite(arm.reach.load),
-        "95 %": lambda arm: (
-            f"{number(arm.reach.low)} to {'more' if arm.reach.high is None else number(arm.reach.high)}"
-        ),
-        f"per {findings.unit}": lambda arm: _finite(arm.reach.per_unit),
-        "knee": lambda arm: or_unknown(arm.knee, rate),
-        "most goodput": lambda arm: f"{rate(arm.curve.peak.goodput.value)} at {rate(arm.curve.peak.load)}",
-        "gives way first": lambda arm: arm.limit.limit.value,
-        "next worker": _next,
-    }
-    best = {payoff.split.arm.name for payoff in findings.payoffs}
+def arms_panel(findings: Findings) -> Panel:
+    """Return the same table for a page."""
+    best = findings.best_splits
     return Panel(
-        title=f"Arms, {findings.source.value}",
+        title=f"Arms, {findings.source}",
         content=table_of(
             findings.arms,
-            columns,
-            text_columns=frozenset(["gives way first", "next worker"]),
-            strong_rows=frozenset(index for index, arm in enumerate(findings.arms) if arm.arm.name in best),
+            _arm_columns(findings),
+            text_columns=frozenset(["gives way first"]),
+            strong_rows=frozenset(index for index, arm in enumerate(findings.arms) if arm in best),
         ),
-        note="Bold: the best split of its size.",
+        note="Bold: the best split of its size. Gain: of a split over the best aggregated arm with equal resources.",
     )
 
 
-def _next(arm: ArmFinding) -> str:
-    following = arm.next_worker
-    if following is None:
-        return UNKNOWN
-    if not following.pool:
-        return "cannot tell"
-    return following.pool if following.is_measured else f"{following.pool}, probably"
-
-
-def _finite(value: float) -> str:
-    return f"{number(value)}/s" if 0 < value < math.inf else UNKNOWN
-
-
-def _points_table(findings: Sequence[Findings], store: Store) -> Panel:
-    arms = [arm for each in findings for arm in each.arms]
-    points = [point for arm in arms for reading in arm.curve.readings for point in reading.points]
+def runs_panel(findings: Iterable[Findings], store: Store) -> Panel:
+    """Return a row for each run, which links to the run's own page if the store has one."""
+    points = [point for each in findings for point in each.points]
     columns: dict[str, Callable[[Point], str]] = {
         "arm": lambda point: point.arm.name,
         "source": lambda point: point.source.value,
@@ -139,6 +87,45 @@ def _points_table(findings: Sequence[Findings], store: Store) -> Panel:
         content=table_of(points, columns, text_columns=frozenset(["source"]), links=links if any(links) else ()),
         note="Arms link to the pages of their runs, if there are any.",
     )
+
+
+def gain_text(gain: Gain | None) -> str:
+    """Return a gain with its interval, or its verdict alone where the interval is not known."""
+    if gain is None:
+        return UNKNOWN
+    if gain.ratio is None:
+        return gain.verdict.value
+    value, low, high = (change(each) for each in (gain.ratio.value, gain.ratio.low, gain.ratio.high))
+    return f"{value} (95 %: {low} to {high})"
+
+
+def _arm_columns(findings: Findings) -> Mapping[str, Callable[[ArmFinding], str]]:
+    return {
+        "arm": lambda arm: arm.arm.name,
+        "serves": lambda arm: _finite(arm.capacity.load),
+        "95 %": lambda arm: (
+            f"{number(arm.capacity.low)} to {'more' if arm.capacity.high is None else number(arm.capacity.high)}"
+        ),
+        f"per {findings.unit}": lambda arm: _finite(arm.per_unit),
+        "most goodput": lambda arm: f"{rate(arm.curve.peak.goodput.value)} at {rate(arm.curve.peak.load)}",
+        "gain": lambda arm: gain_text(findings.gain_of(arm)),
+        "gives way first": lambda arm: arm.limit.limit.value,
+    }
+
+
+def _range(reading: Reading, name: str, form: str, *, factor: float = 1) -> str:
+    """Return the median of a latency over the runs, with the smallest and the largest where they differ."""
+    latency, percentile = name.split(".")
+    known = [found for point in reading.points if (found := getattr(point.overall, latency)) is not None]
+    values = [factor * getattr(found, percentile) for found in known]
+    if not values:
+        return UNKNOWN
+    low, middle, high = (form.format(each) for each in (min(values), statistics.median(values), max(values)))
+    return middle if low == high else f"{middle} ({low}–{high})"
+
+
+def _finite(value: float) -> str:
+    return rate(value) if 0 < value < math.inf else UNKNOWN
 
 
 def _time(latency: Percentiles | None, percentile: str) -> str:

@@ -86,13 +86,6 @@ class Prose:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answers:
-    """Questions with answers; a question repeated in consecutive pairs is shown once."""
-
-    pairs: tuple[tuple[str, str], ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Listing:
     """Preformatted text: a command, a table of a terminal."""
 
@@ -106,7 +99,7 @@ class Absent:
     why: str
 
 
-Content = go.Figure | Table | Prose | Answers | Listing | Absent
+Content = go.Figure | Table | Prose | Listing | Absent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,6 @@
 """Formats numbers for cards, tables and ticks."""
 
 import math
-from collections.abc import Iterable
 
 _PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
@@ -50,9 +49,3 @@ def rate(value: float) -> str:
 def change(ratio: float) -> str:
     """Return a ratio as a change: +12 %."""
     return f"{100 * (ratio - 1):+.0f} %"
-
-
-def listed(parts: Iterable[str]) -> str:
-    """Return a list in words: a, b and c. At least one part."""
-    *rest, last = parts
-    return f"{', '.join(rest)} and {last}" if rest else last

@@ -1,5 +1,6 @@
 """An experiment in virtual time from its file to its page."""
 
+import html
 import multiprocessing
 import re
 from pathlib import Path
@@ -10,7 +11,7 @@ from typer.testing import CliRunner
 from cli.experiment import experiment_app
 from measure.experiment.points import Cell, Source
 from measure.experiment.prepare import Choices
-from measure.experiment.report import write_report
+from measure.experiment.report import findings_of, write_report
 from measure.experiment.search import ExperimentInput, measure_side_by_side
 from measure.experiment.spec import ExperimentError
 from measure.experiment.store import Store
@@ -66,7 +67,7 @@ def grid(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def test_simulated_grid_keeps_points_and_writes_a_page_with_answers_and_plots(grid: Path) -> None:
+def test_simulated_grid_keeps_points_and_writes_a_page_of_findings_and_plots(grid: Path) -> None:
     points = list(Store(grid).points())
     assert [(point.arm.name, point.load, point.repeat, point.source) for point in points] == [
         (arm, load, repeat, Source.SIMULATED)
@@ -78,9 +79,8 @@ def test_simulated_grid_keeps_points_and_writes_a_page_with_answers_and_plots(gr
     page = (grid / "report.html").read_text()
     for text in (
         "Experiment tiny",
-        "Does disaggregation pay?",
-        "What should the next worker be?",
-        "What gives way first?",
+        "serves most for each worker with 90 % good requests",
+        "What gives way first",
         "8 simulated runs of 2 arms",
         "first token within 2 s per 8,192 prompt tokens",
         "First token, documents: p99",
@@ -96,8 +96,7 @@ def test_search_in_two_processes_finds_the_same_capacities_as_in_one(file: Path,
         kvrelay_experiment("run", file, "--simulate", "--find-capacity", "--jobs", jobs, "--out", out)
     stores = [Store(tmp_path / name) for name in ("one", "two")]
     assert list(stores[0].points()) == list(stores[1].points())
-    assert list(stores[0].capacities()) == list(stores[1].capacities())
-    assert {capacity.arm.name for capacity in stores[0].capacities()} == {"1P1D", "2 aggregated"}
+    assert {point.arm.name for point in stores[0].points()} == {"1P1D", "2 aggregated"}
     assert (tmp_path / "one" / "report.html").read_text() == (tmp_path / "two" / "report.html").read_text()
 
 
@@ -133,11 +132,11 @@ def test_page_of_many_sizes_draws_the_best_arms_by_the_load_for_each_worker(tmp_
         for arm, capacity in arms:
             for point in served_up_to(capacity, arm, [capacity / 2, capacity, 1.5 * capacity]):
                 store.keep(point.source, Cell(arm=arm.name, load=point.load, repeat=point.repeat), point)
-    page = write_report(store).read_text()
+    page = write_report(store, findings_of(store)).read_text()
     assert "load for each worker, requests" in page
     thinned = "For each number of workers the best split and the best aggregated arm are shown; the table has all."
     assert thinned in page
-    assert "With 2 (+50 %), 4 (+50 %), 8 (+50 %) and 16 (+50 %) workers it pays" in page
+    assert "the split's gain is +50 %" in html.unescape(page)
     assert page.count('"name":"8P8D"') > 2
     assert '"name":"7P9D"' not in page
     assert re.search(r"<td[^>]*>7P9D</td>", page)  # in the tables it is
