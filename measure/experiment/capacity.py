@@ -11,18 +11,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 from scipy.optimize import isotonic_regression
 
 from measure.experiment.curves import ArmCurve, Reading, curves_of, has_counted, reading_of
 from measure.experiment.points import Point
 from measure.experiment.spec import CapacitySpec, ExperimentError
-from measure.load.estimates import Estimate
+from measure.load.estimates import Estimate, Floats
 from measure.pages.wording import number, rate
 
 _NUM_DRAWS = 1000
-
-Draws = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +34,7 @@ class Capacity:
     """Upper end; None: it may be above every measured load."""
     highest: float
     """Highest measured load."""
-    draws: Draws = field(compare=False)
+    draws: Floats = field(compare=False)
     """Random draws of `load`."""
 
     @property
@@ -112,49 +109,39 @@ def _next_load(readings: Sequence[Reading], spec: CapacitySpec) -> float | None:
 def _crossing(readings: Sequence[Reading], share: float) -> float:
     """Return the likeliest capacity by the measured shares, interpolated between two loads."""
     pooled = _pooled(_shares(readings), readings)
-    before, after = _gap(readings, pooled, share)
-    if before == 0 or math.isinf(after):
-        return 0.0 if before == 0 else math.inf
     num_served = _num_served(pooled, share)
-    return before + (after - before) * float((pooled[num_served - 1] - share) / -np.diff(pooled)[num_served - 1])
+    if num_served in (0, len(readings)):
+        return math.inf if num_served else 0.0
+    (last, first), (above, below) = readings[num_served - 1 : num_served + 1], pooled[num_served - 1 : num_served + 1]
+    return last.load + (first.load - last.load) * float((above - share) / (above - below))
 
 
-def _crossing_draws(curve: ArmCurve, share: float) -> Draws:
+def _crossing_draws(curve: ArmCurve, share: float) -> Floats:
     readings = curve.readings
     good = np.array([reading.num_good for reading in readings]) / curve.dispersion
     bad = np.array([reading.num_requests for reading in readings]) / curve.dispersion - good
     rng = np.random.default_rng(curve.seed)
     draws = rng.beta(good + 0.5, bad + 0.5, size=(_NUM_DRAWS, len(readings)))
-    gaps = np.array([_gap(readings, _pooled(shares, readings), share) for shares in draws])
+    num_served = np.array([_num_served(_pooled(shares, readings), share) for shares in draws])
+    loads = np.array([0.0, *(reading.load for reading in readings), math.inf])
+    last, first = loads[num_served], np.where(num_served > 0, loads[num_served + 1], 0.0)
     # The share between two loads is unknown: it may cross anywhere.
-    places: Draws = gaps[:, 0] + (gaps[:, 1] - gaps[:, 0]) * (1 - rng.random(_NUM_DRAWS))
-    return places
+    return np.asarray(last + (first - last) * (1 - rng.random(_NUM_DRAWS)))
 
 
-def _gap(readings: Sequence[Reading], pooled: Draws, share: float) -> tuple[float, float]:
-    """Return the loads between which shares that fall with the load cross `share`.
-
-    (0, 0): they are below it from the first load on. The last load and infinity: they never are.
-    """
-    num_served = _num_served(pooled, share)
-    if num_served == 0:
-        return 0.0, 0.0
-    return readings[num_served - 1].load, readings[num_served].load if num_served < len(readings) else math.inf
-
-
-def _shares(readings: Sequence[Reading]) -> Draws:
+def _shares(readings: Sequence[Reading]) -> Floats:
     return np.array([reading.good_share.value for reading in readings])
 
 
-def _pooled(shares: Draws, readings: Sequence[Reading]) -> Draws:
+def _pooled(shares: Floats, readings: Sequence[Reading]) -> Floats:
     """Return the nearest shares that never rise with the load."""
     weights = [reading.num_requests for reading in readings]
     # The mean of equal shares must equal them exactly.
-    pooled: Draws = isotonic_regression(shares, weights=weights, increasing=False).x.round(12)
+    pooled: Floats = isotonic_regression(shares, weights=weights, increasing=False).x.round(12)
     return pooled
 
 
-def _num_served(pooled: Draws, share: float) -> int:
+def _num_served(pooled: Floats, share: float) -> int:
     return int(np.count_nonzero(pooled >= share))
 
 

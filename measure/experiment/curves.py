@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from scipy.special import betaincinv
 
 from measure.experiment.points import Arm, Point, Source
-from measure.figures import Figures, Percentiles
+from measure.figures import Figures
 from measure.load.estimates import CONFIDENCE, Estimate
 
 
@@ -55,13 +55,10 @@ class Reading:
         values = [value for point in self.points if (value := measure(point)) is not None]
         return statistics.fmean(values) if values else None
 
-    def p99(self, kind: str, pick: Callable[[Figures], Percentiles | None]) -> Estimate | None:
+    def p99(self, kind: str, latency: str) -> Estimate | None:
         """Return the mean of a kind's 99th percentile over the runs, with the smallest and the largest value."""
-        values = [
-            latency.p99
-            for point in self.points
-            if kind in point.kinds and (latency := pick(point.kinds[kind])) is not None
-        ]
+        found = [getattr(point.kinds[kind], latency) for point in self.points if kind in point.kinds]
+        values = [percentiles.p99 for percentiles in found if percentiles is not None]
         return Estimate(value=statistics.fmean(values), low=min(values), high=max(values)) if values else None
 
 

@@ -7,8 +7,7 @@ simulated ones hollow; lines of aggregated arms are dashed.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from operator import attrgetter
+from operator import attrgetter, methodcaller
 
 from common.slo import Slo
 from measure.experiment.analysis import ArmFinding, Findings, Limit, diagnose
@@ -148,8 +147,8 @@ def load_panels(sheet: Sheet, *, share: float, slo: Slo | None) -> tuple[Panel, 
     for kind in kinds:
         whose = "all requests" if kind == ALL else kind
         panels += [
-            _latency_panel(sheet, f"First token, {whose}: p99", partial(_p99, kind, "ttft"), ttft_limit),
-            _latency_panel(sheet, f"Gap between tokens, {whose}: p99", partial(_p99, kind, "itl"), tpot_limit),
+            _latency_panel(sheet, f"First token, {whose}: p99", methodcaller("p99", kind, "ttft"), ttft_limit),
+            _latency_panel(sheet, f"Gap between tokens, {whose}: p99", methodcaller("p99", kind, "itl"), tpot_limit),
         ]
     return tuple(panels)
 
@@ -212,10 +211,6 @@ def _small_panel(title: str, curves: Sequence[Curve], frame: Frame, *, note: str
     if not any(len(curve.x) for curve in curves):
         return Panel(title=title, content=Absent(why="not reported"), width=Width.HALF)
     return Panel(title=title, content=line_figure(curves, frame), note=note, width=Width.HALF)
-
-
-def _p99(kind: str, latency: str, reading: Reading) -> Estimate | None:
-    return reading.p99(kind, attrgetter(latency))
 
 
 def _moved_bytes(point: Point) -> float | None:

@@ -43,6 +43,7 @@ _NUM_SAMPLES = 200
 """Samples of the workers in a run."""
 _REQUESTS_PER_S = 60.0
 """Rough speed of a simulation on one core; for forecasts only."""
+_EVENT_LAG_S = 0.02
 _TOLERATED = 0.1
 """Share by which fewer requests than expected may come without a warning."""
 
@@ -157,8 +158,6 @@ class Simulation:
     max_tokens: int | None = None
     """Limit that every request states, all that a router knows of its answer; None: the answer's length, as in load
     tests of real servers."""
-    report_interval_s: float = 0.1
-    event_lag_s: float = 0.02
 
 
 def simulate_point(
@@ -228,8 +227,7 @@ def _simulation(arm: Arm, serving: ServingConfig, simulation: Simulation) -> tup
         decode=decode_pace,
         network=NetworkShape(kv_bytes_per_s=link.bytes_per_s),
         router=serving.router,
-        report_interval_s=simulation.report_interval_s,
-        event_lag_s=simulation.event_lag_s,
+        event_lag_s=_EVENT_LAG_S,
         tpot_slo_s=simulation.slo.tpot_s,
     )
 

@@ -10,6 +10,7 @@ from urllib.parse import quote
 from rich.table import Table as TerminalTable
 
 from measure.experiment.analysis import ArmFinding, Findings, Gain
+from measure.experiment.capacity import Capacity
 from measure.experiment.curves import Reading
 from measure.experiment.points import Cell, Point
 from measure.experiment.store import Store
@@ -102,11 +103,11 @@ def gain_text(gain: Gain | None) -> str:
 def _arm_columns(findings: Findings) -> Mapping[str, Callable[[ArmFinding], str]]:
     return {
         "arm": lambda arm: arm.arm.name,
-        "serves": lambda arm: _finite(arm.capacity.load),
+        "serves": lambda arm: _served(arm.capacity),
         "95 %": lambda arm: (
             f"{number(arm.capacity.low)} to {'more' if arm.capacity.high is None else number(arm.capacity.high)}"
         ),
-        f"per {findings.unit}": lambda arm: _finite(arm.per_unit),
+        f"per {findings.unit}": lambda arm: rate(arm.per_unit) if arm.capacity.is_bracketed else UNKNOWN,
         "most goodput": lambda arm: f"{rate(arm.curve.peak.goodput.value)} at {rate(arm.curve.peak.load)}",
         "gain": lambda arm: gain_text(findings.gain_of(arm)),
         "gives way first": lambda arm: arm.limit.limit.value,
@@ -124,8 +125,8 @@ def _range(reading: Reading, name: str, form: str, *, factor: float = 1) -> str:
     return middle if low == high else f"{middle} ({low}–{high})"
 
 
-def _finite(value: float) -> str:
-    return rate(value) if 0 < value < math.inf else UNKNOWN
+def _served(capacity: Capacity) -> str:
+    return f"> {rate(capacity.highest)}" if math.isinf(capacity.load) else rate(capacity.load)
 
 
 def _time(latency: Percentiles | None, percentile: str) -> str:
