@@ -13,7 +13,6 @@ from common.signals import sigterm_interrupts
 if TYPE_CHECKING:
     from measure.experiment.prepare import Experiment
     from measure.experiment.runner import Bench, Report
-    from measure.experiment.search import ExperimentInput
     from measure.experiment.store import Store
 
 experiment_app = typer.Typer(no_args_is_help=True, rich_markup_mode="rich")
@@ -80,11 +79,9 @@ def run(
     prepared.claim(store)
     with sigterm_interrupts(), Progress() as report:
         if jobs > 1:
-            from measure.experiment.search import ExperimentInput
+            from measure.experiment.search import measure_side_by_side
 
-            _run_side_by_side(
-                prepared, ExperimentInput(path=path, choices=choices, out=out, is_search=find_capacity), jobs, report
-            )
+            measure_side_by_side(prepared, out, num_jobs=jobs, is_search=find_capacity, report=report)
         is_complete = _run(prepared, store, report, find_capacity=find_capacity)
     _show(store)
     if not is_complete:
@@ -109,14 +106,6 @@ def _run(prepared: "Experiment", store: "Store", report: "Report", *, find_capac
     keeper = ResultKeeper(store, prepared.source, report)
     measure(prepared, keeper, _bench(prepared, store, report), is_search=find_capacity)
     return not keeper.failures
-
-
-def _run_side_by_side(prepared: "Experiment", inputs: "ExperimentInput", jobs: int, report: "Report") -> None:
-    """Measure every arm in a process of its own, the largest ones first: they take longest."""
-    from measure.experiment.search import measure_side_by_side
-
-    arms = sorted((plan.arm for plan in prepared.arms.plans), key=lambda arm: -arm.num_workers)
-    measure_side_by_side(inputs, [arm.name for arm in arms], num_jobs=jobs, report=report)
 
 
 def _bench(prepared: "Experiment", store: "Store", report: "Report") -> "Bench":

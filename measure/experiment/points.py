@@ -3,12 +3,11 @@
 import enum
 import hashlib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from common.slo import Slo
 from measure.figures import ALL, Figures, by_kind, percentiles, summarize
-from measure.load.records import RequestRecord
 from measure.load.window import Window, counted
 from measure.load.workers import Recorded, summarize_workers, tokens_between
 from measure.simulate.results import gap_percentiles
@@ -135,22 +134,6 @@ class Point:
     def goodput_per_worker(self) -> float:
         """Good requests per second and worker of either kind."""
         return self.goodput_per_s / max(1, self.arm.num_workers)
-
-
-def fixed_window(requests: Sequence[RequestRecord], *, start_s: float, end_s: float) -> Window:
-    """Return the window of the requests that were due from `start_s` to `end_s`."""
-    end_s = max(start_s, end_s)
-    num_before = sum(request.due_s < start_s for request in requests)
-    num_after = sum(request.due_s > end_s for request in requests)
-    return Window(
-        start_s=start_s,
-        end_s=end_s,
-        rates_end_s=end_s,
-        num_counted=len(requests) - num_before - num_after,
-        num_before=num_before,
-        num_after=num_after,
-        rule=f"due from {start_s:.1f} s to {end_s:.1f} s",
-    )
 
 
 def point_of(run: Recorded, window: Window, *, arm: Arm, cell: Cell, source: Source, slo: Slo) -> Point:

@@ -16,7 +16,7 @@ from measure.experiment.spec import CapacitySpec
 from measure.experiment.store import Store
 from measure.experiment.tables import arms_panel, gain_text, runs_panel
 from measure.pages.page import Page, PageSection, write_page
-from measure.pages.wording import count, duration, number, percent, rate
+from measure.pages.wording import count, duration, percent, rate
 
 _OUTCOMES = {
     Verdict.MORE: "disaggregation pays",
@@ -62,7 +62,7 @@ def write_report(store: Store, findings: Sequence[Findings]) -> Path:
             PageSection(title="Workers and their KV", panels=worker_panels(sheet)),
             PageSection(
                 title="All numbers",
-                intro=_dispersion_text(findings),
+                intro="Intervals assume independent requests, and are widened by how much runs of one load differ.",
                 panels=(*map(arms_panel, findings), runs_panel(findings, store)),
             ),
         ),
@@ -114,18 +114,6 @@ def _warnings(store: Store) -> tuple[str, ...]:
     warned = Counter(warning for point in store.points() for warning in point.warnings)
     told = [f"{warning} ({count(times, 'run')})" for warning, times in warned.items()]
     return (*told, *(f"not measured: {failure}" for failure in store.failures()))
-
-
-def _dispersion_text(findings: Sequence[Findings]) -> str:
-    """Return the assumption behind the intervals, in words."""
-    parts = [
-        f"{each.source} runs of one load differ {number(dispersion, 2)} times as much"
-        for each in findings
-        if (dispersion := each.arms[0].curve.dispersion) > 1
-    ]
-    if parts:
-        return f"Intervals are widened, since {' and '.join(parts)} as independent requests would."
-    return "Intervals assume independent requests: the true uncertainty is larger."
 
 
 def _file(store: Store) -> dict[str, Any]:

@@ -7,13 +7,14 @@ all cells kept.
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from measure.experiment.arms import ArmPlan
 from measure.experiment.capacity import Capacity, capacity_of, first_load, search
 from measure.experiment.points import Cell, Point
-from measure.experiment.prepare import Choices, Experiment, prepare
+from measure.experiment.prepare import Experiment
 from measure.experiment.runner import ArmFailed, Bench, CellFailed, Measure, Report, ResultKeeper, point_line, run_cells
 from measure.experiment.simulated import SimulatedBench
 from measure.experiment.spec import CapacitySpec
@@ -80,36 +81,24 @@ class _Runs:
         return point
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExperimentInput:
-    """Input of each of the processes that share an experiment."""
-
-    path: Path
-    """The experiment's file."""
-    choices: Choices
-    out: Path
-    is_search: bool
-    """Whether capacities are searched in place of the grid."""
-
-
-def measure_side_by_side(inputs: ExperimentInput, arms: Sequence[str], *, num_jobs: int, report: Report) -> None:
-    """Measure arms in order, `num_jobs` at a time; returns when all are done.
+def measure_side_by_side(experiment: Experiment, out: Path, *, num_jobs: int, is_search: bool, report: Report) -> None:
+    """Measure simulated arms, `num_jobs` at a time, the largest ones first: they take longest.
 
     `report` gets the lines of an arm's process when it has ended. The first error, which is raised, or an interrupt
     ends all processes; finished cells stay.
     """
-    for lines in in_processes(_measure_arm, [(inputs, arm) for arm in arms], num_jobs=num_jobs):
+    plans = sorted(experiment.arms.plans, key=lambda plan: -plan.arm.num_workers)
+    alone = [replace(experiment, arms=replace(experiment.arms, plans=(plan,))) for plan in plans]
+    run = partial(_measure_arm, is_search=is_search)
+    for lines in in_processes(run, [(each, out) for each in alone], num_jobs=num_jobs):
         for line in lines:
             report(line)
 
 
-def _measure_arm(inputs: ExperimentInput, arm: str) -> Sequence[str]:
-    """Measure one arm and return its report."""
-    prepared = prepare(inputs.path, inputs.choices)
-    plans = tuple(plan for plan in prepared.arms.plans if plan.arm.name == arm)
-    prepared = replace(prepared, arms=replace(prepared.arms, plans=plans))
+def _measure_arm(experiment: Experiment, out: Path, *, is_search: bool) -> Sequence[str]:
+    """Measure an experiment's only arm and return its report."""
     lines: list[str] = []
-    keeper = ResultKeeper(Store(inputs.out), prepared.source, lines.append)
-    bench = SimulatedBench(prepared.spec, prepared.workloads)
-    measure(prepared, keeper, bench, is_search=inputs.is_search)
+    bench = SimulatedBench(experiment.spec, experiment.workloads)
+    measure(experiment, ResultKeeper(Store(out), experiment.source, lines.append), bench, is_search=is_search)
+    arm = experiment.arms.plans[0].arm.name
     return [line if arm in line else f"{arm}: {line}" for line in lines]

@@ -17,11 +17,12 @@ from pathlib import Path
 from common.config import PoolConfig, ServingConfig
 from common.slo import Slo
 from measure.experiment.arms import ArmPlan
-from measure.experiment.points import Arm, Cell, Point, Source, fixed_window, point_of
+from measure.experiment.points import Arm, Cell, Point, Source, point_of
 from measure.experiment.prepare import Workloads
-from measure.experiment.runner import Measure
+from measure.experiment.runner import CellFailed, Measure
 from measure.experiment.spec import ExperimentError, ExperimentSpec
 from measure.load.records import RequestRecord
+from measure.load.window import NothingMeasured, find_window
 from measure.simulate.cluster import run
 from measure.simulate.records import Arrival, ClusterShape, NetworkShape, SimRun, SimSettings
 from measure.simulate.roofline import Hardware, UnknownHardware
@@ -68,8 +69,6 @@ class Users:
         max_tokens: int | None = None,
     ) -> None:
         """`max_tokens`: limit that every request states, all that a router knows; None: the answer's length."""
-        self.last_start_s = 0.0
-        """Time at which the last session so far began."""
         self._workload = workload
         self._writer = writer
         self._slo = slo
@@ -105,7 +104,6 @@ class Users:
 
     def _begin(self, session: Session, at_s: float, line: Iterator[Session] | None) -> Arrival:
         self._num_begun += len(session.turns)
-        self.last_start_s = max(self.last_start_s, at_s)
         return self._turn(session, 0, array("I"), at_s, line)
 
     def _turn(
@@ -166,7 +164,7 @@ def simulate_point(
     """Serve a cell's workload on a simulated arm and return the results.
 
     Blocks, some ten milliseconds of a core for each request; needs a thread without a running loop. Raises
-    ExperimentError when the arm cannot be simulated.
+    CellFailed when no request counts, ExperimentError when the arm cannot be simulated.
     """
     writer = ContentWriter(seed=workload.seed)
     users = Users(
@@ -175,15 +173,16 @@ def simulate_point(
     shape, settings = _simulation(arm, serving, simulation)
     settings = replace(settings, seed=workload.seed, sample_interval_s=_sample_interval_s(workload, cell.load))
     finished = run(shape, settings, users.arrivals())
-    window = fixed_window(finished.requests, start_s=simulation.warm_up_s, end_s=users.last_start_s)
+    try:
+        window = find_window(finished.requests, warm_up_s=simulation.warm_up_s, cool_down_s=None)
+    except NothingMeasured as error:
+        raise CellFailed(str(error)) from error
     point = point_of(finished, window, arm=arm, cell=cell, source=Source.SIMULATED, slo=simulation.slo)
     return replace(point, warnings=_warnings(window.num_counted, cell.load * window.duration_s)), finished
 
 
 def _warnings(num_counted: int, num_expected: float) -> tuple[str, ...]:
     """Return why fewer requests count than the load says, unless that is by chance."""
-    if not num_counted:
-        return ("no request came after the warm-up",)
     if num_counted < (1 - _TOLERATED) * num_expected - 3 * math.sqrt(num_expected):
         return ("far fewer requests than the load came: the warm-up is too short for its sessions",)
     return ()

@@ -36,26 +36,25 @@ def make_workload(
     return workload(*made, duration_s=duration_s, max_requests=max_requests)
 
 
-def serve(asked: Workload, *, warm_up_s: float = 0.0) -> tuple[SimRun, Users]:
+def serve(asked: Workload, *, warm_up_s: float = 0.0) -> SimRun:
     users = Users(asked, ContentWriter(seed=0), slo=SLO, warm_up_s=warm_up_s)
-    return run(make_shape(1, 1), make_settings(), users.arrivals()), users
+    return run(make_shape(1, 1), make_settings(), users.arrivals())
 
 
 def test_open_loop_begins_sessions_of_all_streams_at_their_times_in_order() -> None:
     chats = [make_session(0, start_s=1.0), make_session(1, start_s=4.0)]
     singles = [make_session(2, start_s=0.5, kind="single"), make_session(3, start_s=2.0, kind="single")]
-    finished, users = serve(make_workload(chats, singles))
+    finished = serve(make_workload(chats, singles))
     assert [(result.due_s, result.kind) for result in finished.requests] == [
         (0.5, "single"),
         (1.0, "chat"),
         (2.0, "single"),
         (4.0, "chat"),
     ]
-    assert users.last_start_s == 4.0
 
 
 def test_later_turn_holds_everything_said_before_and_finds_it_cached() -> None:
-    finished, _users = serve(make_workload([make_session(0, num_turns=3)]))
+    finished = serve(make_workload([make_session(0, num_turns=3)]))
     assert [result.num_prompt_tokens for result in finished.requests] == [32, 84, 136]
     assert [result.server.num_cached_tokens for result in finished.requests] == [0, 48, 96]  # full blocks only
     for before, after in zip(finished.requests, finished.requests[1:], strict=False):
@@ -64,14 +63,14 @@ def test_later_turn_holds_everything_said_before_and_finds_it_cached() -> None:
 
 def test_answers_of_two_sessions_that_begin_alike_are_not_alike() -> None:
     alike = [Session(index=n, kind="chat", start_s=n * 20.0, turns=make_session(0, num_turns=2).turns) for n in (0, 1)]
-    finished, _users = serve(make_workload(alike))
+    finished = serve(make_workload(alike))
     later = [result for result in finished.requests if result.num_prompt_tokens > 32]
     assert [result.server.num_cached_tokens for result in later] == [48, 48]  # not 64: its own answer
 
 
 def test_closed_loop_begins_a_session_when_one_has_ended() -> None:
     stream = Stream(kind="chat", sessions=[make_session(n, num_turns=2) for n in range(4)], concurrency=2)
-    finished, _users = serve(make_workload(stream))
+    finished = serve(make_workload(stream))
     results = finished.requests
     assert len(results) == 8
     assert [result.due_s for result in results[:2]] == [0.0, 0.0]
@@ -95,7 +94,7 @@ def test_place_of_a_refused_session_is_taken_later_so_that_time_passes() -> None
 def test_session_ends_with_a_request_that_is_not_answered() -> None:
     turns = (Turn(segments=(Segment(1, 1200),), num_output_tokens=9), *make_session(0, num_turns=2).turns)
     session = Session(index=0, kind="chat", start_s=0.0, turns=turns)
-    finished, _users = serve(make_workload([session]))
+    finished = serve(make_workload([session]))
     (result,) = finished.requests
     assert not result.is_complete
     assert result.error
@@ -106,14 +105,13 @@ def test_no_session_begins_after_the_duration_or_after_so_many_requests(
     duration_s: float, max_requests: int | None, num_begun: int
 ) -> None:
     sessions = [make_session(n, start_s=float(n), num_turns=2) for n in range(9)]
-    finished, users = serve(make_workload(sessions, duration_s=duration_s, max_requests=max_requests))
+    finished = serve(make_workload(sessions, duration_s=duration_s, max_requests=max_requests))
     assert len(finished.requests) == 2 * num_begun
-    assert users.last_start_s == num_begun - 1
 
 
 def test_requests_of_the_warm_up_are_of_no_kind() -> None:
     sessions = [make_session(n, start_s=float(n)) for n in range(4)]
-    finished, _users = serve(make_workload(sessions), warm_up_s=2.0)
+    finished = serve(make_workload(sessions), warm_up_s=2.0)
     assert [result.kind for result in finished.requests] == [WARM_UP, WARM_UP, "chat", "chat"]
 
 
@@ -173,17 +171,6 @@ def test_simulated_point_counts_all_requests_and_each_kind_of_the_window(num_pre
     assert point.kv_peak is not None and 0 < point.kv_peak < 1
     assert (point.transfer_bytes > 0) == (num_prefill > 0)
     assert point.token_hit is not None and point.token_hit > 0.05
-
-
-def test_equal_cells_give_equal_points() -> None:
-    short = SPEC.model_copy(update={"duration_s": 20})
-    assert simulate(1.0, spec=short, seed=3)[0] == simulate(1.0, spec=short, seed=3)[0]
-
-
-def test_gaps_of_a_point_without_other_load_are_those_of_an_idle_model() -> None:
-    point, _finished = simulate(0.2)
-    assert point.overall.itl is not None and point.overall.tpot is not None
-    assert point.overall.itl.p50 == pytest.approx(point.overall.tpot.p50, rel=0.05)
 
 
 def test_point_warns_when_sessions_are_longer_than_the_warm_up() -> None:

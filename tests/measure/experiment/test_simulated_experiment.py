@@ -10,9 +10,9 @@ from typer.testing import CliRunner
 
 from cli.experiment import experiment_app
 from measure.experiment.points import Cell, Source
-from measure.experiment.prepare import Choices
+from measure.experiment.prepare import Choices, prepare
 from measure.experiment.report import findings_of, write_report
-from measure.experiment.search import ExperimentInput, measure_side_by_side
+from measure.experiment.search import measure_side_by_side
 from measure.experiment.spec import ExperimentError
 from measure.experiment.store import Store
 from tests.measure.experiment.builders import make_arm, served_up_to
@@ -107,9 +107,9 @@ def test_error_of_one_arm_is_raised_at_once_and_ends_the_others(file: Path, tmp_
             "min_requests: 16", "min_requests: 40000"
         )
     )
-    inputs = ExperimentInput(path=file, choices=Choices(source=Source.SIMULATED), out=tmp_path / "out", is_search=False)
+    experiment = prepare(file, Choices(source=Source.SIMULATED))
     with pytest.raises(ExperimentError, match=r"1P1D: pools.prefill.num_blocks must be as in pools.decode"):
-        measure_side_by_side(inputs, ["1P1D", "2 aggregated"], num_jobs=2, report=print)
+        measure_side_by_side(experiment, tmp_path / "out", num_jobs=2, is_search=False, report=print)
     for process in multiprocessing.active_children():
         process.join()
     assert not list(Store(tmp_path / "out").points())
