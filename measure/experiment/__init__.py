@@ -1,1 +1,1 @@
-"""Scaling experiments: one workload on many pool shapes, real and simulated, and what follows for the next worker."""
+"""Experiments: one workload on many pool shapes, real and simulated."""

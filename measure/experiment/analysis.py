@@ -85,8 +85,6 @@ class Verdict(enum.StrEnum):
 class Gain:
     """Capacity of an arm against that of another."""
 
-    rival: str
-    """Name of the other arm."""
     ratio: Estimate | None
     """None if either capacity is not between the measured loads."""
     verdict: Verdict
@@ -104,7 +102,7 @@ class Gain:
         if ours.capacity.is_bracketed and theirs.capacity.is_bracketed:
             estimate = Estimate.around(ours.per_unit / theirs.per_unit, np.exp(draws))
             ratio = estimate if estimate.low > 0 and estimate.high < math.inf else None
-        return cls(rival=theirs.arm.name, ratio=ratio, verdict=verdict)
+        return cls(ratio=ratio, verdict=verdict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

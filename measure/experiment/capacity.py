@@ -7,13 +7,13 @@ not, the share crosses anywhere.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from scipy.optimize import isotonic_regression
 
-from measure.experiment.curves import ArmCurve, Reading, curves_of, has_counted, reading_of
+from measure.experiment.curves import ArmCurve, Reading, has_counted, reading_of
 from measure.experiment.points import Point
 from measure.experiment.spec import CapacitySpec, ExperimentError
 from measure.load.estimates import Estimate, Floats
@@ -63,23 +63,22 @@ def capacity_of(curve: ArmCurve, *, share: float) -> Capacity:
     )
 
 
-def search(start: float, spec: CapacitySpec, measure: Callable[[float], Sequence[Point] | None]) -> ArmCurve | None:
-    """Return the curve of the loads that a search from `start` measures; None once a load could not be measured.
+def searched_loads(start: float, spec: CapacitySpec, runs_at: Callable[[float], Sequence[Point]]) -> Iterator[float]:
+    """Yield the loads of a search from `start`, each to be run before the next one; ends when a run failed.
 
-    Raises ExperimentError.
+    `runs_at`: returns the points of a load. Raises ExperimentError.
     """
     load: float | None = start
     readings: list[Reading] = []
     while load is not None and len(readings) < spec.max_loads:
-        runs = measure(load)
-        if runs is None:
-            return None
+        yield load
+        runs = runs_at(load)
+        if len(runs) < spec.repeats:
+            return
         if not has_counted(runs, spec.kinds):
             raise ExperimentError(f"no request that counts was sent at {load:g}/s: measure longer, or at higher loads")
         readings = sorted([*readings, reading_of(runs, spec.kinds)], key=lambda reading: reading.load)
         load = _next_load(readings, spec)
-    (curve,) = curves_of((point for reading in readings for point in reading.points), spec.kinds)
-    return curve
 
 
 def first_load(num_workers: int, spec: CapacitySpec, *, default: float) -> float:

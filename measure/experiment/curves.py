@@ -55,10 +55,10 @@ class Reading:
         values = [value for point in self.points if (value := measure(point)) is not None]
         return statistics.fmean(values) if values else None
 
-    def p99(self, kind: str, latency: str) -> Estimate | None:
-        """Return the mean of a kind's 99th percentile over the runs, with the smallest and the largest value."""
-        found = [getattr(point.kinds[kind], latency) for point in self.points if kind in point.kinds]
-        values = [percentiles.p99 for percentiles in found if percentiles is not None]
+    def latency(self, kind: str, name: str, percentile: str) -> Estimate | None:
+        """Return the mean of a kind's percentile over the runs, with the smallest and the largest value."""
+        known = [getattr(point.kinds[kind], name) for point in self.points if kind in point.kinds]
+        values = [getattr(found, percentile) for found in known if found is not None]
         return Estimate(value=statistics.fmean(values), low=min(values), high=max(values)) if values else None
 
 

@@ -89,13 +89,9 @@ class Sheet:
         """Suffix of axis titles for divided rates."""
         return "" if self.unit is None else f" for each {self.unit}"
 
-    def rates(self, pick: Callable[[Reading], Estimate]) -> list[Curve]:
-        """Return every arm's curve of a rate, divided like the load."""
-        return [self._curve(arm, pick, self._divisor(arm)) for arm in self.shown]
-
-    def curves(self, pick: Callable[[Reading], Estimate | None]) -> list[Curve]:
-        """Return every arm's curve over the loads with a value."""
-        return [self._curve(arm, pick, 1) for arm in self.shown]
+    def curves(self, pick: Callable[[Reading], Estimate | None], *, is_rate: bool = False) -> list[Curve]:
+        """Return every arm's curve over the loads with a value; rates are divided like the load."""
+        return [self._curve(arm, pick, self._divisor(arm) if is_rate else 1) for arm in self.shown]
 
     def _divisor(self, arm: _Shown) -> int:
         return 1 if self.unit is None else arm.finding.num_units
@@ -147,8 +143,12 @@ def load_panels(sheet: Sheet, *, share: float, slo: Slo | None) -> tuple[Panel, 
     for kind in kinds:
         whose = "all requests" if kind == ALL else kind
         panels += [
-            _latency_panel(sheet, f"First token, {whose}: p99", methodcaller("p99", kind, "ttft"), ttft_limit),
-            _latency_panel(sheet, f"Gap between tokens, {whose}: p99", methodcaller("p99", kind, "itl"), tpot_limit),
+            _latency_panel(
+                sheet, f"First token, {whose}: p99", methodcaller("latency", kind, "ttft", "p99"), ttft_limit
+            ),
+            _latency_panel(
+                sheet, f"Gap between tokens, {whose}: p99", methodcaller("latency", kind, "itl", "p99"), tpot_limit
+            ),
         ]
     return tuple(panels)
 
@@ -169,7 +169,7 @@ def worker_panels(sheet: Sheet) -> tuple[Panel, ...]:
 
 def _goodput_panel(sheet: Sheet) -> Panel:
     rate = Axis(title=f"good requests{sheet.whose}", unit=Unit.RATE, scale=sheet.axis.scale, starts_at_zero=True)
-    figure = line_figure(sheet.rates(lambda reading: reading.goodput), Frame(x=sheet.axis, y=rate, height=480))
+    figure = line_figure(sheet.curves(attrgetter("goodput"), is_rate=True), Frame(x=sheet.axis, y=rate, height=480))
     ends = compact([min(sheet.loads), max(sheet.loads)])
     line = {"color": GREY, "width": 1, "dash": "dot"}
     figure.add_scatter(x=ends, y=ends, mode="lines", name="all of the load", line=line, hoverinfo="skip")

@@ -15,8 +15,9 @@ from measure.experiment.points import MeanUnit
 from measure.experiment.spec import CapacitySpec
 from measure.experiment.store import Store
 from measure.experiment.tables import arms_panel, gain_text, runs_panel
+from measure.load.tables import objectives
 from measure.pages.page import Page, PageSection, write_page
-from measure.pages.wording import count, duration, percent, rate
+from measure.pages.wording import count, percent, rate
 
 _OUTCOMES = {
     Verdict.MORE: "disaggregation pays",
@@ -79,7 +80,7 @@ def summary_text(findings: Findings) -> str:
     if not best.capacity.load:
         return f"No arm served any of its loads with {wanted}."
     whose = "" if findings.unit is MeanUnit.ARM else f" for each {findings.unit}"
-    text = f"{best.arm.name} serves most{whose} with {wanted}: {best.capacity}"
+    text = f"{best.arm.name} serves most{whose}: {best.capacity} in all, with {wanted}"
     alike = [arm.arm.name for arm in findings.arms if arm is not best and Gain.of(best, arm).verdict is Verdict.UNCLEAR]
     text += f"; not surely more than {', '.join(alike)}." if alike else "."
     split = max(findings.best_splits, key=lambda arm: arm.rank, default=None)
@@ -102,12 +103,7 @@ def _subtitle(findings: Sequence[Findings], slo: Slo | None, kinds: Sequence[str
     text = f"{sources}. Good: {percent(findings[0].share, 0)} of the requests wanted"
     if kinds:
         text += f", of {', '.join(kinds)}"
-    if slo is not None:
-        text += (
-            f"; first token within {duration(slo.ttft_s)} per {slo.ttft_tokens:,} prompt tokens,"
-            f" mean gap at most {duration(slo.tpot_s)}"
-        )
-    return text + "."
+    return text + ("." if slo is None else f"; {objectives(slo)}.")
 
 
 def _warnings(store: Store) -> tuple[str, ...]:

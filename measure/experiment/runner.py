@@ -4,11 +4,11 @@ Real and simulated arms differ only in the `Bench` that measures them. Finished 
 the running one and leaves nothing behind. When a cell fails or an arm does not start, the others go on.
 """
 
+import itertools
 import shutil
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from itertools import groupby
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Protocol
 
@@ -65,34 +65,40 @@ def run_cells(
     """Run the missing cells and return the points of all; the keeper knows the failures. Raises KeyboardInterrupt."""
     by_name = {plan.arm.name: plan for plan in plans}
     missing = [cell for cell in cells if keeper.kept(cell) is None]
-    starts = [(arm, list(group)) for arm, group in groupby(missing, key=lambda cell: cell.arm)]
+    starts = [(arm, list(group)) for arm, group in itertools.groupby(missing, key=lambda cell: cell.arm)]
     estimate = f", about {span(bench.seconds(len(missing), len(starts)))}" if missing else ""
     earlier = f"; {len(cells) - len(missing)} are kept from earlier" if len(missing) < len(cells) else ""
     keeper.report(f"{len(missing)} runs{estimate}{earlier}")
-    countdown = Countdown(num_cells=len(missing))
+    keeper.expect(len(missing))
     broken: dict[str, str] = {}
     for arm, group in starts:
-        if arm not in broken:
-            try:
-                with bench.serve(by_name[arm]) as measure:
-                    while group:
-                        _run_cell(group.pop(0), measure, keeper, countdown)
-            except ArmFailed as error:
-                broken[arm] = str(error)
-        for cell in group:  # the rest of an arm that has failed: it would fail again
-            countdown.step()
-            keeper.give_up(cell, broken[arm])
-    return tuple(point for cell in cells if (point := keeper.kept(cell)) is not None)
+        if arm in broken:
+            for cell in group:
+                keeper.give_up(cell, broken[arm])
+        elif (reason := run_arm(by_name[arm], group, keeper, bench)) is not None:
+            broken[arm] = reason
+    return keeper.points(cells)
 
 
-def _run_cell(cell: Cell, measure: Measure, keeper: "ResultKeeper", countdown: "Countdown") -> None:
+def run_arm(plan: ArmPlan, cells: Iterable[Cell], keeper: "ResultKeeper", bench: Bench) -> str | None:
+    """Run the cells of an arm that are not kept; the first of them starts it. Raises KeyboardInterrupt.
+
+    Returns why the arm failed, noted for all cells that are left; None if it did not.
+    """
+    left = iter(cells)
+    measure: Measure | None = None
     try:
-        point = keeper.measure(cell, measure)
-    except CellFailed as error:
-        countdown.step()
-        keeper.give_up(cell, str(error))
-    else:
-        keeper.report(f"{countdown.step()} {point_line(point)}")
+        with ExitStack() as stack:
+            for cell in left:
+                if keeper.kept(cell) is None:
+                    measure = measure or stack.enter_context(bench.serve(plan))
+                    keeper.run(cell, measure)
+    except ArmFailed as error:
+        for each in itertools.chain([cell], left):
+            if keeper.kept(each) is None and each not in keeper.failures:
+                keeper.give_up(each, str(error))
+        return str(error)
+    return None
 
 
 class ResultKeeper:
@@ -100,29 +106,39 @@ class ResultKeeper:
 
     def __init__(self, store: Store, source: Source, report: Report) -> None:
         self.store = store
-        self._source = source
         self.report = report
         self.failures: list[Cell] = []
         """Cells that failed in this run."""
+        self._source = source
+        self._progress: Callable[[], str] = str
+
+    def expect(self, num_cells: int) -> None:
+        """Tell the progress from now on, as a part of so many cells."""
+        self._progress = Countdown(num_cells=num_cells).step
 
     def kept(self, cell: Cell) -> Point | None:
         """Return the point of a complete cell; None for any other."""
         return self.store.point(self._source, cell)
 
-    def measure(self, cell: Cell, measure: Measure) -> Point:
-        """Run a cell and keep its point; an interrupted cell leaves nothing. Raises CellFailed."""
+    def points(self, cells: Iterable[Cell]) -> tuple[Point, ...]:
+        """Return the points of the complete ones of these cells."""
+        return tuple(point for cell in cells if (point := self.kept(cell)) is not None)
+
+    def run(self, cell: Cell, measure: Measure) -> None:
+        """Run a cell and keep its point, or note why it has none; an interrupted cell leaves nothing."""
         folder = self.store.folder(self._source, cell)
         shutil.rmtree(folder, ignore_errors=True)  # files of earlier tries
         folder.mkdir(parents=True)
         try:
             point = measure(cell, folder)
-        except CellFailed:
-            raise
+        except CellFailed as error:
+            self.give_up(cell, str(error))
         except BaseException:
             shutil.rmtree(folder)
             raise
-        self.store.keep(self._source, cell, point)
-        return point
+        else:
+            self.store.keep(self._source, cell, point)
+            self._tell(point_line(point))
 
     def give_up(self, cell: Cell, reason: str) -> None:
         """Note why a cell has no point; the next run tries it again."""
@@ -130,7 +146,10 @@ class ResultKeeper:
         folder = self.store.folder(self._source, cell)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "failure.txt").write_text(reason + "\n", encoding="utf-8")
-        self.report(f"{cell.name} FAILED: {reason}")
+        self._tell(f"{cell.name} FAILED: {reason}")
+
+    def _tell(self, result: str) -> None:
+        self.report(f"{self._progress()} {result}".lstrip())
 
 
 class Countdown:

@@ -6,39 +6,34 @@ all cells kept.
 """
 
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from measure.experiment.arms import ArmPlan
-from measure.experiment.capacity import Capacity, capacity_of, first_load, search
-from measure.experiment.points import Cell, Point
+from measure.experiment.capacity import first_load, searched_loads
+from measure.experiment.points import Cell
 from measure.experiment.prepare import Experiment
-from measure.experiment.runner import ArmFailed, Bench, CellFailed, Measure, Report, ResultKeeper, point_line, run_cells
+from measure.experiment.runner import Bench, Report, ResultKeeper, run_arm, run_cells
 from measure.experiment.simulated import SimulatedBench
 from measure.experiment.spec import CapacitySpec
 from measure.experiment.store import Store
 from measure.simulate.store import in_processes
 
 
-def find_capacity(
-    plan: ArmPlan, spec: CapacitySpec, keeper: ResultKeeper, bench: Bench, *, start: float
-) -> Capacity | None:
-    """Return an arm's capacity, searched from `start` if `spec` names no load; None if it failed, as the keeper notes.
+def find_capacity(plan: ArmPlan, spec: CapacitySpec, keeper: ResultKeeper, bench: Bench, *, start: float) -> None:
+    """Search an arm's capacity, from `start` if `spec` names no load; the keeper gets the points.
 
     Raises ExperimentError, KeyboardInterrupt.
     """
+
+    def cells_at(load: float) -> list[Cell]:
+        return [Cell(arm=plan.arm.name, load=load, repeat=repeat) for repeat in range(spec.repeats)]
+
     keeper.report(f"{plan.arm.name}: looking for the highest load with {spec.share:.1%} good requests")
-    with ExitStack() as stack:
-        runs = _Runs(plan, keeper, bench, stack)
-        first = first_load(plan.arm.num_workers, spec, default=start)
-        curve = search(first, spec, lambda load: runs.at(load, repeats=spec.repeats))
-    if curve is None:
-        return None
-    found = capacity_of(curve, share=spec.share)
-    keeper.report(f"{plan.arm.name} serves {found}")
-    return found
+    first = first_load(plan.arm.num_workers, spec, default=start)
+    loads = searched_loads(first, spec, lambda load: keeper.points(cells_at(load)))
+    run_arm(plan, (cell for load in loads for cell in cells_at(load)), keeper, bench)
 
 
 def measure(experiment: Experiment, keeper: ResultKeeper, bench: Bench, *, is_search: bool) -> None:
@@ -49,36 +44,6 @@ def measure(experiment: Experiment, keeper: ResultKeeper, bench: Bench, *, is_se
         return
     for plan in plans:
         find_capacity(plan, spec.capacity, keeper, bench, start=spec.loads[0])
-
-
-class _Runs:
-    """Runs of an arm, which is started for the first cell that is not kept, and stopped by the stack."""
-
-    def __init__(self, plan: ArmPlan, keeper: ResultKeeper, bench: Bench, stack: ExitStack) -> None:
-        self._plan = plan
-        self._keeper = keeper
-        self._bench = bench
-        self._stack = stack
-        self._measure: Measure | None = None
-
-    def at(self, load: float, *, repeats: int) -> list[Point] | None:
-        """Return the points at a load; None once a run failed, which the keeper notes."""
-        points = []
-        for repeat in range(repeats):
-            cell = Cell(arm=self._plan.arm.name, load=load, repeat=repeat)
-            try:
-                points.append(self._keeper.kept(cell) or self._run(cell))
-            except (ArmFailed, CellFailed) as error:
-                self._keeper.give_up(cell, str(error))
-                return None
-        return points
-
-    def _run(self, cell: Cell) -> Point:
-        if self._measure is None:
-            self._measure = self._stack.enter_context(self._bench.serve(self._plan))
-        point = self._keeper.measure(cell, self._measure)
-        self._keeper.report(point_line(point))
-        return point
 
 
 def measure_side_by_side(experiment: Experiment, out: Path, *, num_jobs: int, is_search: bool, report: Report) -> None:

@@ -10,7 +10,7 @@ import statistics
 from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -31,8 +31,6 @@ from measure.simulate.timing import TimingFileError
 from measure.workload.content import ContentWriter
 from measure.workload.sessions import Segment, Session, Turn, Workload
 
-WARM_UP = ""
-"""Kind of the requests that only warm the cluster up."""
 _RETURN_S = 1.0
 """Time until the place of a refused session is taken."""
 _ANSWERS = 1 << 62
@@ -59,20 +57,11 @@ class Users:
     refused sessions would otherwise follow each other without any time passing.
     """
 
-    def __init__(
-        self,
-        workload: Workload,
-        writer: ContentWriter,
-        *,
-        slo: Slo,
-        warm_up_s: float = 0.0,
-        max_tokens: int | None = None,
-    ) -> None:
+    def __init__(self, workload: Workload, *, slo: Slo, max_tokens: int | None = None) -> None:
         """`max_tokens`: limit that every request states, all that a router knows; None: the answer's length."""
         self._workload = workload
-        self._writer = writer
+        self._writer = ContentWriter(seed=workload.seed)
         self._slo = slo
-        self._warm_up_s = warm_up_s
         self._max_tokens = max_tokens
         self._num_begun = 0
         """Requests of the sessions that have begun, sent or not."""
@@ -135,7 +124,7 @@ class Users:
             session=session.index,
             turn=index,
             ttft_slo_s=self._slo.ttft_of(len(prompt)),
-            kind=session.kind if at_s >= self._warm_up_s else WARM_UP,
+            kind=session.kind,
             follow_up=None if is_last and line is None else follow_up,
         )
 
@@ -145,39 +134,23 @@ class Users:
         return self._writer.tokens([Segment(_ANSWERS + self._num_answers, turn.num_output_tokens)])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Simulation:
-    """Settings that all simulated cells of an experiment share."""
-
-    hardware: Hardware
-    slo: Slo
-    warm_up_s: float = 0.0
-    """Time before which requests do not count."""
-    max_tokens: int | None = None
-    """Limit that every request states, all that a router knows of its answer; None: the answer's length, as in load
-    tests of real servers."""
-
-
 def simulate_point(
-    arm: Arm, serving: ServingConfig, workload: Workload, simulation: Simulation, cell: Cell
+    arm: Arm, serving: ServingConfig, workload: Workload, spec: ExperimentSpec, cell: Cell
 ) -> tuple[Point, SimRun]:
     """Serve a cell's workload on a simulated arm and return the results.
 
     Blocks, some ten milliseconds of a core for each request; needs a thread without a running loop. Raises
     CellFailed when no request counts, ExperimentError when the arm cannot be simulated.
     """
-    writer = ContentWriter(seed=workload.seed)
-    users = Users(
-        workload, writer, slo=simulation.slo, warm_up_s=simulation.warm_up_s, max_tokens=simulation.max_tokens
-    )
-    shape, settings = _simulation(arm, serving, simulation)
+    users = Users(workload, slo=spec.objectives, max_tokens=spec.simulate.max_tokens)
+    shape, settings = _simulation(arm, serving, spec)
     settings = replace(settings, seed=workload.seed, sample_interval_s=_sample_interval_s(workload, cell.load))
     finished = run(shape, settings, users.arrivals())
     try:
-        window = find_window(finished.requests, warm_up_s=simulation.warm_up_s, cool_down_s=None)
+        window = find_window(finished.requests, warm_up_s=spec.warm_up_s, cool_down_s=None)
     except NothingMeasured as error:
         raise CellFailed(str(error)) from error
-    point = point_of(finished, window, arm=arm, cell=cell, source=Source.SIMULATED, slo=simulation.slo)
+    point = point_of(finished, window, arm=arm, cell=cell, source=Source.SIMULATED, slo=spec.objectives)
     return replace(point, warnings=_warnings(window.num_counted, cell.load * window.duration_s)), finished
 
 
@@ -195,15 +168,17 @@ def _sample_interval_s(workload: Workload, load: float) -> float:
     return expected_s / _NUM_SAMPLES
 
 
-def _simulation(arm: Arm, serving: ServingConfig, simulation: Simulation) -> tuple[ClusterShape, SimSettings]:
+def _simulation(arm: Arm, serving: ServingConfig, spec: ExperimentSpec) -> tuple[ClusterShape, SimSettings]:
     prefill, decode = serving.pools.prefill, serving.pools.decode
     first = prefill if arm.num_prefill else decode
     for key in ("block_size", "num_blocks", "kv_memory_gib", "max_running", "max_waiting"):
         if getattr(first, key) != getattr(decode, key):
             raise ExperimentError(f"{arm.name}: pools.prefill.{key} must be as in pools.decode to be simulated")
+    simulate = spec.simulate
+    hardware = Hardware(model=simulate.model, device=simulate.device, timing_file=simulate.timing)
     try:
-        prefill_pace, link, kv_bytes_per_token = simulation.hardware.pace(first.max_step_tokens)
-        decode_pace, _, _ = simulation.hardware.pace(decode.max_step_tokens)
+        prefill_pace, link, kv_bytes_per_token = hardware.pace(first.max_step_tokens)
+        decode_pace, _, _ = hardware.pace(decode.max_step_tokens)
     except UnknownHardware as error:
         raise ExperimentError(f"simulate.{error}") from error
     except (TimingFileError, OSError) as error:
@@ -227,7 +202,7 @@ def _simulation(arm: Arm, serving: ServingConfig, simulation: Simulation) -> tup
         network=NetworkShape(kv_bytes_per_s=link.bytes_per_s),
         router=serving.router,
         event_lag_s=_EVENT_LAG_S,
-        tpot_slo_s=simulation.slo.tpot_s,
+        tpot_slo_s=spec.slo.tpot_s,
     )
 
 
@@ -247,13 +222,6 @@ class SimulatedBench:
     def __init__(self, spec: ExperimentSpec, workloads: Workloads) -> None:
         self._spec = spec
         self._workloads = workloads
-        simulate = spec.simulate
-        self._simulation = Simulation(
-            hardware=Hardware(model=simulate.model, device=simulate.device, timing_file=simulate.timing),
-            slo=spec.objectives,
-            warm_up_s=spec.warm_up_s,
-            max_tokens=simulate.max_tokens,
-        )
 
     @contextmanager
     def serve(self, plan: ArmPlan) -> Iterator[Measure]:
@@ -272,6 +240,6 @@ class SimulatedBench:
 
     def _measure(self, arm: Arm, serving: ServingConfig, cell: Cell, folder: Path) -> Point:
         workload = self._workloads.simulated(cell, seconds=self._duration_s(cell.load))
-        point, finished = simulate_point(arm, serving, workload, self._simulation, cell)
+        point, finished = simulate_point(arm, serving, workload, self._spec, cell)
         write_requests(folder / "requests.jsonl", finished.requests)
         return point

@@ -2,7 +2,6 @@
 
 import math
 import os
-import statistics
 from collections.abc import Callable, Iterable, Mapping
 from operator import attrgetter
 from urllib.parse import quote
@@ -14,14 +13,15 @@ from measure.experiment.capacity import Capacity
 from measure.experiment.curves import Reading
 from measure.experiment.points import Cell, Point
 from measure.experiment.store import Store
-from measure.figures import Percentiles
+from measure.figures import ALL, Percentiles
+from measure.load.estimates import Estimate
 from measure.load.tables import UNKNOWN, filled_table, or_unknown, whole_percent
 from measure.pages.page import Panel, table_of
 from measure.pages.wording import change, duration, number, percent, rate
 
 
 def loads_table(findings: Findings) -> TerminalTable:
-    """Return a row for each arm and load: means of the repeats, and medians of percentiles with their range."""
+    """Return a row for each arm and load: means of the repeats, percentiles with their range."""
     columns: dict[str, Callable[[Reading], str]] = {
         f"{findings.source} arm": lambda reading: reading.points[0].arm.name,
         "load /s": lambda reading: f"{reading.load:g}",
@@ -29,10 +29,10 @@ def loads_table(findings: Findings) -> TerminalTable:
         "good": lambda reading: f"{reading.good_share.value:.1%}",
         "good /s": lambda reading: f"{reading.mean_of(attrgetter('goodput_per_s')):.2f}",
         "per worker": lambda reading: f"{reading.mean_of(attrgetter('goodput_per_worker')):.2f}",
-        "TTFT p50": lambda reading: _range(reading, "ttft.p50", "{:.2f}"),
-        "p99 s": lambda reading: _range(reading, "ttft.p99", "{:.2f}"),
-        "ITL p50": lambda reading: _range(reading, "itl.p50", "{:.0f}", factor=1000),
-        "p99 ms": lambda reading: _range(reading, "itl.p99", "{:.0f}", factor=1000),
+        "TTFT p50": lambda reading: _range(reading.latency(ALL, "ttft", "p50"), "{:.2f}"),
+        "p99 s": lambda reading: _range(reading.latency(ALL, "ttft", "p99"), "{:.2f}"),
+        "ITL p50": lambda reading: _range(reading.latency(ALL, "itl", "p50"), "{:.0f}", factor=1000),
+        "p99 ms": lambda reading: _range(reading.latency(ALL, "itl", "p99"), "{:.0f}", factor=1000),
         "prefill busy": lambda reading: or_unknown(reading.mean_of(attrgetter("prefill_busy")), "{:.0%}".format),
         "decode busy": lambda reading: or_unknown(reading.mean_of(attrgetter("decode_busy")), "{:.0%}".format),
     }
@@ -114,15 +114,12 @@ def _arm_columns(findings: Findings) -> Mapping[str, Callable[[ArmFinding], str]
     }
 
 
-def _range(reading: Reading, name: str, form: str, *, factor: float = 1) -> str:
-    """Return the median of a latency over the runs, with the smallest and the largest where they differ."""
-    latency, percentile = name.split(".")
-    known = [found for point in reading.points if (found := getattr(point.overall, latency)) is not None]
-    values = [factor * getattr(found, percentile) for found in known]
-    if not values:
+def _range(estimate: Estimate | None, form: str, *, factor: float = 1) -> str:
+    """Return a mean over the runs, with the smallest and the largest value where they differ."""
+    if estimate is None:
         return UNKNOWN
-    low, middle, high = (form.format(each) for each in (min(values), statistics.median(values), max(values)))
-    return middle if low == high else f"{middle} ({low}–{high})"
+    low, mean, high = (form.format(factor * each) for each in (estimate.low, estimate.value, estimate.high))
+    return mean if low == high else f"{mean} ({low}–{high})"
 
 
 def _served(capacity: Capacity) -> str:

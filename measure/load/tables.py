@@ -74,9 +74,9 @@ def plain_table(*columns: str, num_left: int = 1) -> Table:
     return table
 
 
-def filled_table(items: Iterable[_T], columns: Mapping[str, Callable[[_T], str]], *, num_left: int = 1) -> Table:
+def filled_table(items: Iterable[_T], columns: Mapping[str, Callable[[_T], str]]) -> Table:
     """Return a table with a row for each item, whose cells the columns write."""
-    table = plain_table(*columns, num_left=num_left)
+    table = plain_table(*columns)
     for item in items:
         table.add_row(*(write(item) for write in columns.values()))
     return table

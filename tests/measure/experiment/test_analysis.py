@@ -20,14 +20,6 @@ def findings(*points: Sequence[Point], share: float = 0.99) -> Findings:
     return found
 
 
-def test_capacity_lies_between_the_last_served_load_and_the_first_failed_one() -> None:
-    (arm,) = findings(served_up_to(3.0, make_arm(1, 1))).arms
-    assert 3.0 < arm.capacity.load < 3.1  # where a line from 100 % at 3 to 67 % at 4 passes 99 %
-    assert arm.capacity.high is not None
-    assert 2.9 < arm.capacity.low <= arm.capacity.load <= arm.capacity.high < 4.0
-    assert arm.per_unit == arm.capacity.load / 2
-
-
 @given(st.floats(0.5, 6.5), st.sampled_from([0.9, 0.95, 0.99]))
 @settings(max_examples=40, deadline=None)
 def test_capacity_interval_holds_the_capacity_wherever_it_is(capacity: float, share: float) -> None:
@@ -43,11 +35,21 @@ def test_capacity_interval_holds_the_capacity_wherever_it_is(capacity: float, sh
 @pytest.mark.parametrize(
     ("split", "whole", "verdict", "words"),
     [
-        (4.0, 2.0, Verdict.MORE, "1P1D serves most for each worker with 99 % good requests: 4.03/s (95 %: "),
+        (4.0, 2.0, Verdict.MORE, "1P1D serves most for each worker: 4.03/s (95 %: "),
         (4.0, 2.0, Verdict.MORE, "2 aggregated serves 2.03/s (95 %: 2.02 to 2.98): the split's gain is +99 % (95 %: "),
         (2.0, 4.0, Verdict.LESS, "disaggregation loses. First to give way in 2 aggregated: workers; at 5/s "),
-        (3.0, 3.0, Verdict.UNCLEAR, "1P1D serves most for each worker with 99 % good requests: 3.03/s (95 %: "),
-        (9.0, 2.0, Verdict.MORE, "more than 6/s, the highest load (95 %: at least 6). 2 aggregated serves 2.03/s"),
+        (
+            3.0,
+            3.0,
+            Verdict.UNCLEAR,
+            " in all, with 99 % good requests; not surely more than 2 aggregated. 2 aggregated serves 3.03/s",
+        ),
+        (
+            9.0,
+            2.0,
+            Verdict.MORE,
+            "more than 6/s, the highest load (95 %: at least 6) in all, with 99 % good requests. 2 agg",
+        ),
         (9.0, 9.0, Verdict.UNCLEAR, "one cannot tell whether disaggregation pays."),
         (0.5, 0.5, Verdict.UNCLEAR, "No arm served any of its loads with 99 % good requests."),
     ],
@@ -57,8 +59,7 @@ def test_paragraph_says_whether_a_split_pays_and_by_how_much(
 ) -> None:
     found = findings(served_up_to(split, make_arm(1, 1)), served_up_to(whole, make_arm(0, 2)))
     gain = found.gain_of(found.arms[0])
-    assert gain is not None
-    assert (gain.rival, gain.verdict) == ("2 aggregated", verdict)
+    assert gain is not None and gain.verdict is verdict
     assert (gain.ratio is None) == (not {split, whole} <= set(LOADS))
     if gain.ratio is not None:
         assert gain.ratio.low <= split / whole <= gain.ratio.high + 0.05

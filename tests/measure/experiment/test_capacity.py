@@ -1,5 +1,6 @@
 """The capacity search on curves that are known."""
 
+import itertools
 import math
 from collections.abc import Callable
 from functools import partial
@@ -10,11 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import isotonic_regression
 
-from measure.experiment.capacity import capacity_of, first_load, search
+from measure.experiment.capacity import capacity_of, first_load, searched_loads
 from measure.experiment.curves import ArmCurve, curves_of
 from measure.experiment.points import Point
 from measure.experiment.spec import CapacitySpec, ExperimentError
-from measure.load.estimates import wilson
 from tests.measure.experiment.builders import make_point
 
 NUM_REQUESTS = 1000
@@ -29,15 +29,13 @@ def searched(
 ) -> ArmCurve:
     """Search on a curve of good shares by load and repeat."""
     spec = spec or CapacitySpec(repeats=1)
-
-    def measure(load: float) -> list[Point]:
-        return [
+    points: dict[float, list[Point]] = {}
+    for load in searched_loads(start, spec, lambda load: points[load]):
+        points[load] = [
             make_point(load=load, late=1 - share_at(load, repeat), repeat=repeat, num_requests=num_requests)
             for repeat in range(spec.repeats)
         ]
-
-    curve = search(start, spec, measure)
-    assert curve is not None
+    (curve,) = curves_of(itertools.chain(*points.values()))
     return curve
 
 
@@ -90,13 +88,6 @@ def test_search_measures_every_load_as_often_as_asked() -> None:
     assert [len(reading.points) for reading in curve.readings] == [3] * 4
 
 
-def test_shares_that_rise_with_the_load_are_pooled() -> None:
-    shares = {1.0: 1.0, 2.0: 0.9895, 4.0: 0.992, 8.0: 0.5}
-    points = [make_point(load=load, late=1 - share, num_requests=2000) for load, share in shares.items()]
-    (curve,) = curves_of(points)
-    assert 4 < capacity_of(curve, share=0.99).load < 8
-
-
 @given(
     runs=st.lists(st.tuples(st.integers(1, 500), st.floats(0, 1)), min_size=1, max_size=8),
     share=st.sampled_from([0.5, 0.9, 0.99]),
@@ -133,15 +124,6 @@ def test_interval_under_noise_holds_the_truth_as_often_as_it_says() -> None:
         found = capacity_of(searched(noise, num_requests=500, spec=CapacitySpec(max_loads=100)), share=0.99)
         num_held += found.low <= truth and (found.high is None or truth <= found.high)
     assert num_held >= 85  # of 100; 90 to 99 where the search itself chose what to measure
-
-
-@pytest.mark.parametrize(
-    ("num_good", "num_requests", "low", "high"),
-    [(0, 10, 0.0, 0.2775), (5, 10, 0.2366, 0.7634), (10, 10, 0.7225, 1.0), (990, 1000, 0.9817, 0.9946)],
-)
-def test_wilson_interval_is_that_of_the_tables(num_good: int, num_requests: int, low: float, high: float) -> None:
-    found = wilson(num_good / num_requests, num_requests)
-    assert (found.low, found.high) == pytest.approx((low, high), abs=1e-4)
 
 
 def _noisy_share(rng: np.random.Generator, load: float, _repeat: int) -> float:

@@ -29,24 +29,30 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def test_dry_run_tells_arms_runs_and_time_and_writes_nothing(run: Run, file: Path) -> None:
-    result = run("experiment", "run", str(file), "--out", "out", "--dry-run")
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (
+            (),
+            (
+                "1P1D: 1 prefill, 1 decode workers",
+                "2 aggregated: 2 workers",
+                "2 runs, at 20 requests/s, 1 of each; about ",
+            ),
+        ),
+        (("--find-capacity",), ("a search of at most 20 loads on each arm: at most ",)),
+        (("--only", "1P1D", "--loads", "1,2,4"), ("3 runs, at 1, 2, 4 requests/s",)),
+    ],
+)
+def test_dry_run_tells_arms_runs_and_time_and_writes_nothing(
+    run: Run, file: Path, options: tuple[str, ...], told: tuple[str, ...]
+) -> None:
+    result = run("experiment", "run", str(file), "--out", "out", "--dry-run", *options)
     assert result.exit_code == 0
     assert "2 aggregated is added, to compare with" in result.stderr
-    assert "1P1D: 1 prefill, 1 decode workers" in result.stderr
-    assert "2 runs, at 20 requests/s, 1 of each; about " in result.stderr
+    for text in told:
+        assert text in result.stderr
     assert not Path("out").exists()
-
-
-def test_dry_run_of_a_search_tells_the_most_that_it_may_take(run: Run, file: Path) -> None:
-    result = run("experiment", "run", str(file), "--out", "out", "--dry-run", "--find-capacity")
-    assert "a search of at most 20 loads on each arm: at most " in result.stderr
-
-
-def test_only_and_loads_choose_what_is_run(run: Run, file: Path) -> None:
-    result = run("experiment", "run", str(file), "--out", "out", "--dry-run", "--only", "1P1D", "--loads", "1,2,4")
-    assert "2 aggregated:" not in result.stderr
-    assert "3 runs, at 1, 2, 4 requests/s" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -73,12 +79,20 @@ def test_session_too_large_for_a_workers_pages_is_refused_before_the_start(run: 
     assert "its longest session has 204 tokens, answers included; a decode worker has 10 pages of 16" in result.stderr
 
 
-def test_workload_with_a_mistake_names_file_and_key(run: Run, file: Path) -> None:
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"workload": {"streams": [{"name": "chats", "output_tokens": "many"}]}}, "workload.streams.0.output_tokens: "),
+        ({"capacity": {"kinds": ["agents"]}}, "capacity.kinds: no stream sends 'agents'; there are chats, documents"),
+    ],
+)
+def test_workload_with_a_mistake_names_file_and_key(
+    run: Run, file: Path, changes: dict[str, object], message: str
+) -> None:
     raw = yaml.safe_load(file.read_text(encoding="utf-8"))
-    raw["workload"]["streams"][1]["output_tokens"] = "many"
-    file.write_text(yaml.safe_dump(raw), encoding="utf-8")
+    file.write_text(yaml.safe_dump(raw | changes), encoding="utf-8")
     result = run("experiment", "run", str(file), "--out", "out")
-    assert "tiny.yaml:workload.streams.1.output_tokens: " in result.stderr
+    assert f"tiny.yaml:{message}" in result.stderr
 
 
 def test_report_of_an_empty_folder_says_what_to_do(run: Run, tmp_path: Path) -> None:

@@ -4,13 +4,14 @@ from pathlib import Path
 
 import pytest
 
+from measure.experiment.analysis import analyze
 from measure.experiment.points import Cell, Point, Source, slug
 from measure.experiment.runner import CellFailed, Countdown, ResultKeeper, cell_order, run_cells, span
 from measure.experiment.search import find_capacity
 from measure.experiment.spec import CapacitySpec, CellOrder, ExperimentError
 from measure.experiment.store import Store
 from measure.simulate.store import OtherSettings
-from tests.measure.experiment.builders import FakeBench, make_arm, make_plan, make_point
+from tests.measure.experiment.builders import FakeBench, make_plan, make_point
 
 ARMS = ("one", "two")
 PLANS = tuple(map(make_plan, ARMS))
@@ -140,31 +141,26 @@ def test_run_says_beforehand_how_long_it_takes(tmp_path: Path) -> None:
 
 
 def test_search_uses_what_was_measured_before_and_starts_the_arm_only_for_the_rest(tmp_path: Path) -> None:
-    spec = CapacitySpec(precision=0.5, repeats=1, share=0.9)
-    first, idle = FakeBench(), FakeBench()
-    found, again = (find_capacity(PLANS[0], spec, keeper(tmp_path), bench, start=1.0) for bench in (first, idle))
-    assert found == again and found is not None and 2 < found.load < 3
-    assert first.log == ["up one", "one@1-r0", "one@2-r0", "one@4-r0", "one@2.828-r0", "down one"]
+    bench, idle = FakeBench(), FakeBench()
+    run_cells([Cell(arm="one", load=1.0, repeat=0)], PLANS, keeper(tmp_path), FakeBench())
+    for each in (bench, idle):
+        find_capacity(PLANS[0], CapacitySpec(precision=0.5, repeats=1, share=0.9), keeper(tmp_path), each, start=1.0)
+    assert bench.log == ["up one", "one@2-r0", "one@4-r0", "one@2.828-r0", "down one"]
     assert idle.log == []
+    ((arm,),) = (found.arms for found in analyze(Store(tmp_path).points(), share=0.9))
+    assert 2 < arm.capacity.load < 3
 
 
-def test_search_ends_at_a_run_that_fails_and_notes_it(tmp_path: Path) -> None:
+def test_search_ends_at_a_run_or_an_arm_that_fails_and_notes_it(tmp_path: Path) -> None:
     def fail(cell: Cell) -> None:
         if cell.load == 2:
             raise CellFailed("too much for it")
 
-    notes, bench = keeper(tmp_path), FakeBench(before=fail)
-    assert find_capacity(PLANS[0], CapacitySpec(share=0.9, repeats=1), notes, bench, start=1.0) is None
-    assert [cell.name for cell in notes.failures] == ["one@2-r0"]
-    assert bench.log == ["up one", "one@1-r0", "one@2-r0", "down one"]
-
-
-def test_point_and_its_numbers_survive_the_disk(tmp_path: Path) -> None:
-    store, cell = Store(tmp_path), Cell(arm="1P1D", load=0.1, repeat=0)
-    point = make_point(load=0.1)
-    store.keep(Source.REAL, cell, point)
-    assert store.point(Source.REAL, cell) == point
-    assert store.point(Source.SIMULATED, cell) is None
+    for bench, failed in ((FakeBench(before=fail), "one@2-r0"), (FakeBench(broken=("one",)), "one@1-r0")):
+        notes = keeper(tmp_path / failed)
+        find_capacity(PLANS[0], CapacitySpec(share=0.9, repeats=1), notes, bench, start=1.0)
+        assert [cell.name for cell in notes.failures] == [failed]
+        assert bench.log == (["up one", "one@1-r0", "one@2-r0", "down one"] if bench.log else [])
 
 
 def test_point_of_another_version_is_refused_with_what_to_do(tmp_path: Path) -> None:
@@ -208,8 +204,3 @@ def test_countdown_tells_what_is_left_by_the_mean_so_far() -> None:
     assert countdown.step() == "[1/2, about 2 min left]"
     assert countdown.step() == "[2/2]"
     assert [span(each) for each in (10, 89, 600, 7200)] == ["10 s", "89 s", "10 min", "2.0 h"]
-
-
-def test_arm_has_its_own_goodput_per_worker() -> None:
-    point = make_point(make_arm(2, 2))
-    assert point.goodput_per_worker == point.goodput_per_s / 4

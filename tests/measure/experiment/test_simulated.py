@@ -5,13 +5,13 @@ import pytest
 from common.config import parse_config
 from common.slo import Slo
 from measure.experiment.points import Arm, Cell, Point
-from measure.experiment.simulated import WARM_UP, Simulation, Users, simulate_point
+from measure.experiment.runner import CellFailed
+from measure.experiment.simulated import Users, simulate_point
+from measure.experiment.spec import ExperimentSpec
 from measure.load.records import Outcome
 from measure.simulate.cluster import run
 from measure.simulate.records import Arrival, SimRun
-from measure.simulate.roofline import Hardware
 from measure.workload.build import build_workload
-from measure.workload.content import ContentWriter
 from measure.workload.lengths import Distribution
 from measure.workload.sessions import Segment, Session, Stream, Turn, Workload
 from measure.workload.spec import WorkloadSpec, parse_workload
@@ -36,9 +36,8 @@ def make_workload(
     return workload(*made, duration_s=duration_s, max_requests=max_requests)
 
 
-def serve(asked: Workload, *, warm_up_s: float = 0.0) -> SimRun:
-    users = Users(asked, ContentWriter(seed=0), slo=SLO, warm_up_s=warm_up_s)
-    return run(make_shape(1, 1), make_settings(), users.arrivals())
+def serve(asked: Workload) -> SimRun:
+    return run(make_shape(1, 1), make_settings(), Users(asked, slo=SLO).arrivals())
 
 
 def test_open_loop_begins_sessions_of_all_streams_at_their_times_in_order() -> None:
@@ -81,7 +80,7 @@ def test_closed_loop_begins_a_session_when_one_has_ended() -> None:
 
 def test_place_of_a_refused_session_is_taken_later_so_that_time_passes() -> None:
     stream = Stream(kind="chat", sessions=[make_session(n) for n in range(5)], concurrency=1)
-    users = Users(make_workload(stream, duration_s=3.5), ContentWriter(seed=0), slo=SLO)
+    users = Users(make_workload(stream, duration_s=3.5), slo=SLO)
     arrival: Arrival | None = next(users.arrivals())
     times = []
     while arrival is not None:
@@ -109,18 +108,12 @@ def test_no_session_begins_after_the_duration_or_after_so_many_requests(
     assert len(finished.requests) == 2 * num_begun
 
 
-def test_requests_of_the_warm_up_are_of_no_kind() -> None:
-    sessions = [make_session(n, start_s=float(n)) for n in range(4)]
-    finished = serve(make_workload(sessions), warm_up_s=2.0)
-    assert [result.kind for result in finished.requests] == [WARM_UP, WARM_UP, "chat", "chat"]
-
-
 def test_requests_state_the_objective_of_their_length() -> None:
     asked = make_workload([make_session(0), make_session(1, num_turns=2)])
-    arrivals = list(Users(asked, ContentWriter(seed=0), slo=SLO).arrivals())
+    arrivals = list(Users(asked, slo=SLO).arrivals())
     assert [arrival.ttft_slo_s for arrival in arrivals] == [SLO.ttft_of(32)] * 2
     assert [arrival.max_tokens for arrival in arrivals] == [None, None]
-    known = Users(asked, ContentWriter(seed=0), slo=SLO, max_tokens=512)
+    known = Users(asked, slo=SLO, max_tokens=512)
     assert [arrival.max_tokens for arrival in known.arrivals()] == [512, 512]
 
 
@@ -143,7 +136,16 @@ SPEC = parse_workload(
     },
     source="test",
 )
-SIMULATION = Simulation(hardware=Hardware(), slo=Slo(ttft_s=2.0, tpot_s=0.05), warm_up_s=10.0)
+EXPERIMENT = ExperimentSpec.model_validate(
+    {
+        "name": "mixed",
+        "shapes": ["1P1D"],
+        "workload": {},
+        "loads": [1.0],
+        "warm_up_s": 10.0,
+        "slo": {"ttft_s": 2.0, "tpot_s": 0.05},
+    }
+)
 
 
 def simulate(
@@ -153,7 +155,7 @@ def simulate(
     pool = {"block_size": 64, "max_step_tokens": 2048, "num_blocks": 4000}
     serving = parse_config({"pools": {"prefill": pool, "decode": pool}}, source="test")
     asked = build_workload(spec, load=load, seed=seed)
-    return simulate_point(arm, serving, asked, SIMULATION, Cell(arm=arm.name, load=load, repeat=0))
+    return simulate_point(arm, serving, asked, EXPERIMENT, Cell(arm=arm.name, load=load, repeat=0))
 
 
 @pytest.mark.parametrize(("num_prefill", "num_decode"), [(1, 1), (0, 2)])
@@ -184,3 +186,8 @@ def test_point_warns_when_sessions_are_longer_than_the_warm_up() -> None:
     warned, calm = (simulate(2.0, num_prefill=0, num_decode=2, spec=spec)[0].warnings for spec in (slow, SPEC))
     assert warned == ("far fewer requests than the load came: the warm-up is too short for its sessions",)
     assert calm == ()
+
+
+def test_run_that_ends_before_the_warm_up_fails_with_the_reason() -> None:
+    with pytest.raises(CellFailed, match="no request was due between 10 s"):
+        simulate(1.0, spec=SPEC.model_copy(update={"duration_s": 5, "streams": SPEC.streams[1:]}))
