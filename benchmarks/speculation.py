@@ -208,8 +208,8 @@ def _parse_args() -> argparse.Namespace:
     parser.add_argument("--methods", nargs="+", default=[NGRAM, TREE], choices=methods, help="methods of drafting")
     parser.add_argument("--model", default="default", help="checkpoint of the model (default: the default model)")
     parser.add_argument("--draft", help="checkpoint of the draft model")
-    parser.add_argument("--heads", help="checkpoint of the draft heads (benchmarks.train_heads)")
-    parser.add_argument("--eagle", help="checkpoint of the draft layer (benchmarks.train_eagle)")
+    parser.add_argument("--heads", help="checkpoint of the draft heads")
+    parser.add_argument("--eagle", help="checkpoint of the draft layer")
     parser.add_argument(
         "--quantization", choices=["int8", "int4"], help="format of the weights, with and without drafts"
     )

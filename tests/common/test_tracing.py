@@ -240,6 +240,18 @@ def test_collector_gets_the_spans_at_the_latest_when_the_process_ends(monkeypatc
         assert tracer is not NO_TRACER
         with tracing_call(tracer, SystemClock(), HEADER, "decode", worker="decode-0") as stages:
             stages.enter("transfer", kv_bytes=4096)
+        root = SpanContext.root()
+        attempt = Span(
+            name="attempt",
+            context=root.child(),
+            parent=root,
+            start_s=1.0,
+            end_s=1.25,
+            attributes={},
+            links=(PLACE,),
+            error="WorkerLost",
+        )
+        tracer.record([attempt])
         tracer.close()
 
     ((path, body),) = taken
@@ -249,8 +261,12 @@ def test_collector_gets_the_spans_at_the_latest_when_the_process_ends(monkeypatc
     assert about["service.name"] == "kvrelay-worker"
     assert about["service.instance.id"] == "decode-0"
     assert about["deployment.environment"] == "test"
-    call, transfer = resource_spans.scope_spans[0].spans
+    call, transfer, failed = resource_spans.scope_spans[0].spans
     assert call.trace_id.hex() == HEADER.split("-")[1]
     assert call.parent_span_id.hex() == HEADER.split("-")[2]
     assert transfer.parent_span_id == call.span_id
     assert transfer.attributes[0].value.int_value == 4096
+    assert failed.parent_span_id.hex() == f"{root.span_id:016x}"
+    assert failed.end_time_unix_nano - failed.start_time_unix_nano == 250_000_000
+    assert [link.trace_id.hex() for link in failed.links] == [HEADER.split("-")[1]]
+    assert {each.key: each.value.string_value for each in failed.attributes} == {"error.type": "WorkerLost"}
