@@ -31,14 +31,10 @@ class TokenRouter:
     """The router and its worker, both running."""
 
     address: str
-    worker_address: str
-    """The worker's control."""
     http_url: str
     """Scheme, host and port of the OpenAI door."""
     router_pid: int
     worker_pid: int
-    worker_door: str
-    """host:port where the worker answers clients."""
 
 
 @asynccontextmanager
@@ -58,18 +54,16 @@ async def running_token_router(authority: Authority, *, itl_ms: float) -> AsyncI
     """Run both, connected, until the block is left."""
     http_port = free_port(HOST)
     section = {"http_port": http_port, "max_queued": 1024}
-    async with running_token_worker(authority, itl_ms=itl_ms) as (worker, worker_door):
+    async with running_token_worker(authority, itl_ms=itl_ms) as (worker, _door):
         endpoint = router_admin_pb2.WorkerEndpoint(
             worker_id=WORKER_ID, role=worker_pb2.WORKER_ROLE_DECODE, address=worker.ready.address
         )
         async with running_router(authority, [endpoint], section) as router:
             yield TokenRouter(
                 address=router.ready.address,
-                worker_address=worker.ready.address,
                 http_url=f"{'https' if authority.settings.is_encrypted else 'http'}://{HOST}:{http_port}",
                 router_pid=router.pid,
                 worker_pid=worker.pid,
-                worker_door=worker_door,
             )
 
 

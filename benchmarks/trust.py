@@ -9,7 +9,7 @@ import asyncio
 import os
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -51,12 +51,10 @@ class Child:
 
 
 @asynccontextmanager
-async def running_child(
-    authority: Authority, *command: str, role: Role, name: str, env: Mapping[str, str] | None = None
-) -> AsyncIterator[Child]:
+async def running_child(authority: Authority, *command: str, role: Role, name: str) -> AsyncIterator[Child]:
     """Run a Python module under a name until the block is left; yields it once it has printed a line.
 
-    `env` is added to the environment. Raises RuntimeError with the end of its log when it does not start.
+    Raises RuntimeError with the end of its log when it does not start.
     """
     with tempfile.TemporaryFile() as log:
         child = await asyncio.create_subprocess_exec(
@@ -66,7 +64,7 @@ async def running_child(
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=log,
-            env={**os.environ, **(env or {}), PARENT_PID_ENV: str(os.getpid())},
+            env={**os.environ, PARENT_PID_ENV: str(os.getpid())},
         )
         try:
             line = await _first_line(child, authority, role=role, name=name)

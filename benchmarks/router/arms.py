@@ -17,11 +17,11 @@ from pathlib import Path
 from benchmarks.loopback import open_here
 from benchmarks.peers.group import ArmSpec, cpu_s, end_group, log_tail, start_group
 from benchmarks.peers.venv import PeerPackages, VenvFailed, ensure_venv
-from benchmarks.router.clients import Measured, run_grpc, run_http
+from benchmarks.router.clients import Load, Measured, run_grpc, run_http
 from benchmarks.token_router import client_of, running_router
 from benchmarks.trust import HOST, PLAIN, running_child
 from common.ports import free_port
-from common.trust.authority import Authority, AuthoritySettings
+from common.trust.authority import Authority
 from common.trust.identity import Role
 from kvrelay.v1 import router_admin_pb2, worker_pb2
 
@@ -41,8 +41,8 @@ class RequestArm:
     """A running router and its mocks."""
 
     name: str
-    run: Callable[..., Awaitable[Measured]]
-    """Runs one round of a `Load`; its keyword `begin` is called once all connections are there."""
+    run: Callable[[Load], Awaitable[Measured]]
+    """Runs one round."""
     router_pid: int
     mock_pid: int
 
@@ -52,9 +52,9 @@ class RequestArm:
 
 
 @asynccontextmanager
-async def kvrelay_arm(settings: AuthoritySettings = PLAIN) -> AsyncIterator[RequestArm]:
-    """Run our router with two prefill and two decode workers, of a cluster with these settings."""
-    authority = Authority.new(settings)
+async def kvrelay_arm() -> AsyncIterator[RequestArm]:
+    """Run our router with two prefill and two decode workers."""
+    authority = Authority.new(PLAIN)
     roles = (worker_pb2.WORKER_ROLE_PREFILL, worker_pb2.WORKER_ROLE_DECODE)
     command = ("benchmarks.router.mock_grpc", str(NUM_WORKERS))
     async with running_child(authority, *command, role=Role.WORKER, name="mocks") as mocks:

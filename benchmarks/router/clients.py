@@ -50,8 +50,8 @@ async def _drive(num_requests: int, connections: Sequence[Ask]) -> Measured:
     return Measured(wall_s=time.perf_counter() - started_s, first_chunk_s=tuple(first_chunk_s))
 
 
-async def run_grpc(connect: Connect, address: str, load: Load, *, begin: Callable[[], None] = lambda: None) -> Measured:
-    """Run a round against kvrelay; `begin` is called once all connections are there."""
+async def run_grpc(connect: Connect, address: str, load: Load) -> Measured:
+    """Run a round against kvrelay."""
     sampling = sampling_pb2.SamplingParams(max_tokens=load.num_chunks, temperature=0.0)
     requests = [
         inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=prompt), sampling=sampling)
@@ -75,15 +75,14 @@ async def run_grpc(connect: Connect, address: str, load: Load, *, begin: Callabl
 
     try:
         assert all(await asyncio.gather(*(until_ready(channel, timeout_s=10) for channel in channels))), address
-        begin()
         return await _drive(len(requests), [connection(channel) for channel in channels])
     finally:
         for channel in channels:
             await channel.close()
 
 
-async def run_http(port: int, load: Load, *, begin: Callable[[], None] = lambda: None) -> Measured:
-    """Run a round against a router that speaks HTTP; a token is four characters of text. `begin` as in `run_grpc`."""
+async def run_http(port: int, load: Load) -> Measured:
+    """Run a round against a router that speaks HTTP; a token is four characters of text."""
     bodies = [_http_request(prompt, port) for prompt in load.prompts]
     streams = [await asyncio.open_connection("127.0.0.1", port, limit=1 << 20) for _ in range(load.num_connections)]
 
@@ -105,7 +104,6 @@ async def run_http(port: int, load: Load, *, begin: Callable[[], None] = lambda:
         return ask
 
     try:
-        begin()
         return await _drive(len(bodies), [connection(*stream) for stream in streams])
     finally:
         for _reader, writer in streams:
