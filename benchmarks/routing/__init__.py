@@ -20,9 +20,7 @@ Parts:
   have equal shares and share no prefix. Arms: the quiet tenant alone; alone on half of the workers; both; both with one
   account for the two.
 
-`base`, `overload` and `waves` have the upper bound that no policy can beat (`measure/simulate/bound.py`).
-
-Finished cells are kept in DIR (default: bench-results/routing), so the same command continues where it stopped. After
-each part the command writes routing.json and the tables of routing.md in `--results` (default: benchmarks/results);
-the parts that are not named keep what they have. The prose of routing.md is written by hand.
+`base`, `overload` and `waves` are the comparisons of `kvrelay simulate`, with its tables, plots and upper bound
+(`measure/simulate/bound.py`), each in a folder of DIR (default: bench-results/routing); `tenants` writes tenants.json.
+Finished cells are kept there, so the same command continues where it stopped.
 """

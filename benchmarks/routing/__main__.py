@@ -1,4 +1,4 @@
-"""The command line: runs the cells that are missing, then writes the results file and the page's tables."""
+"""The command line."""
 
 import argparse
 import sys
@@ -7,14 +7,11 @@ from pathlib import Path
 
 import benchmarks.routing as this
 from benchmarks.routing.cells import PARTS, Bench
-from benchmarks.routing.rows import read_results, write_results
-from benchmarks.routing.tables import PageError, tables, with_tables
 from benchmarks.routing.tenants import LOUDNESS
 from measure.simulate.comparison import ReplayError
 from measure.simulate.store import OtherSettings
 from measure.workload.traces import TraceError
 
-_RESULTS = Path(__file__).parents[1] / "results"
 _FEWEST_REQUESTS = 2 * (1 + LOUDNESS)
 """Requests that leave two to the quiet tenant."""
 
@@ -28,40 +25,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--requests", type=int, default=1500, help="number of requests from the trace's beginning")
     parser.add_argument("--jobs", type=int, default=1, help="number of runs at a time")
     parser.add_argument("--parts", default=",".join(PARTS), help="parts to run, in this order")
-    parser.add_argument("--out", type=Path, default=Path("bench-results/routing"), help="folder of the finished cells")
-    parser.add_argument("--results", type=Path, default=_RESULTS, help="folder of routing.json and routing.md")
+    parser.add_argument("--out", type=Path, default=Path("bench-results/routing"), help="folder of the results")
     args = parser.parse_args(argv)
     parts = [part for part in args.parts.split(",") if part]
     if unknown := [part for part in parts if part not in PARTS]:
         parser.error(f"--parts: {unknown[0]!r} is not a part; known are {', '.join(PARTS)}")
     if args.requests < _FEWEST_REQUESTS:
         parser.error(f"--requests: {args.requests} are too few for two tenants; say at least {_FEWEST_REQUESTS}")
-    bench = Bench(
-        trace=args.trace,
-        num_requests=args.requests,
-        num_jobs=args.jobs,
-        out=args.out,
-        report=lambda line: print(line, flush=True),
-    )
+    bench = Bench(trace=args.trace, num_requests=args.requests, num_jobs=args.jobs, out=args.out)
     try:
-        bench.claim()
         for part in parts:
-            _run(part, bench, args.results)
+            PARTS[part](bench)
     except OtherSettings:
         sys.exit(f"{args.out} holds results of other settings; name another folder with --out")
-    except (TraceError, ReplayError, PageError, OSError) as error:
+    except (TraceError, ReplayError, OSError) as error:
         sys.exit(str(error))
     return 0
-
-
-def _run(part: str, bench: Bench, folder: Path) -> None:
-    """Run a part and write its results beside those of the other parts."""
-    done = PARTS[part](bench)
-    results = read_results(folder / "routing.json")
-    results = results.model_copy(update={"parts": {**results.parts, part: done}})
-    write_results(folder / "routing.json", results)
-    page = folder / "routing.md"
-    page.write_text(with_tables(page.read_text(encoding="utf-8"), tables(results)), encoding="utf-8")
 
 
 if __name__ == "__main__":

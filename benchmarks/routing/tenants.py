@@ -2,12 +2,11 @@
 
 import heapq
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 
-from benchmarks.routing.rows import Row, counts, rounded
 from measure.figures import by_kind, summarize
 from measure.simulate.cluster import run
 from measure.simulate.comparison import ReplaySettings, load_trace, simulation, trace_arrivals
@@ -65,53 +64,42 @@ def tenant_cells(policies: Sequence[str], speeds: Sequence[float], *, ours: str)
     )
 
 
+Values = dict[str, dict[str, float]]
+"""Figures of a cell by tenant and name."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantReplay:
     """Cells of a fleet, and the folder of their results."""
 
-    fleet: str
     settings: ReplaySettings
     out: Path
 
-    def run(self, cells: Sequence[TenantCell], *, num_jobs: int, report: Callable[[TenantCell], None]) -> Iterator[Row]:
-        """Run the cells that are not finished, and yield the rows of all. `report` is called with each new one."""
+    def run(self, cells: Sequence[TenantCell], *, num_jobs: int) -> Iterator[tuple[TenantCell, Values]]:
+        """Run the cells that are not finished; yields all with their figures."""
         ResultFolder(self.out, "cells").claim(self.settings.fingerprint())
         missing = [cell for cell in cells if not self._path(cell).exists()]
-        if num_jobs == 1:
-            for cell in missing:
-                report(self.run_cell(cell))
-        else:
-            for cell in in_processes(self.run_cell, [(cell,) for cell in missing], num_jobs=num_jobs):
-                report(cell)
+        apart = in_processes(self.run_cell, [(cell,) for cell in missing], num_jobs=num_jobs)
+        for cell in map(self.run_cell, missing) if num_jobs == 1 else apart:
+            print(f"{self.out.name}: {cell.name}", flush=True)
         for cell in cells:
-            yield from map(Row.model_validate, json.loads(self._path(cell).read_text(encoding="utf-8")))
+            yield cell, json.loads(self._path(cell).read_text(encoding="utf-8"))
 
     def run_cell(self, cell: TenantCell) -> TenantCell:
-        """Serve the requests of a cell and write its rows, one for each tenant. Takes seconds to a minute."""
+        """Serve the requests of a cell and write its figures. Takes seconds to a minute."""
         settings = self.settings
         if cell.arm is Arm.HALF:
             settings = replace(settings, num_prefill=settings.num_prefill // 2, num_decode=settings.num_decode // 2)
         shape, sim_settings = simulation(settings, cell.policy)
-        arrivals = tenant_arrivals(load_trace(settings), settings, cell)
-        done = run(shape, sim_settings, arrivals).requests
-        duration_s = done[-1].due_s - done[0].due_s
-        rows: list[Row] = []
+        done = by_kind(run(shape, sim_settings, tenant_arrivals(load_trace(settings), settings, cell)).requests)
+        values: Values = {}
         for tenant in (LOUD, QUIET):
-            requests = by_kind(done).get(tenant.name)
-            if requests:
+            if requests := done.get(tenant.name):
                 figures = summarize(requests, slo=settings.slo)
-                rows.append(
-                    Row(
-                        fleet=self.fleet,
-                        policy=cell.policy,
-                        speed=cell.speed,
-                        arm=cell.arm.value,
-                        tenant=tenant.name,
-                        goodput_per_s=rounded(figures.num_good / duration_s if duration_s else 0.0),
-                        **counts(figures),
-                    )
-                )
-        write_json(self._path(cell), [row.model_dump() for row in rows])
+                values[tenant.name] = {"requests": figures.num_requests, "good": figures.good_share}
+                if figures.ttft is not None:
+                    values[tenant.name] |= {"TTFT_p50_s": figures.ttft.p50, "TTFT_p99_s": figures.ttft.p99}
+        write_json(self._path(cell), values)
         return cell
 
     def _path(self, cell: TenantCell) -> Path:
