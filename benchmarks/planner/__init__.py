@@ -21,5 +21,5 @@ mode with sensitivity S, which scales prefill at T seconds (2); both have at mos
 `ours:A` our planner with a target attainment of A. Suffixes: `+noflip`: no worker changes its pool; `+startup=240`:
 another start-up time. Plans are made every 15 s.
 
-Each arm's result is kept in DIR as JSON and not computed again. DIR also gets `table.md` and `report.html`.
+Each arm's result is kept in DIR as JSON and not computed again. DIR also gets `table.md`.
 """

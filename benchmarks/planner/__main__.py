@@ -1,4 +1,4 @@
-"""The command line: serves the wave with each arm, keeps the results, writes table and page."""
+"""The command line: serves the wave with each arm, keeps the results, writes the table."""
 
 import argparse
 import json
@@ -9,13 +9,13 @@ from pathlib import Path
 
 import benchmarks.planner as this
 from benchmarks.planner.arms import Arm, ArmError, parse_arm
-from benchmarks.planner.outcome import Outcome, outcome_of
-from benchmarks.planner.page import markdown_table, write_report
+from benchmarks.planner.outcome import Outcome, markdown_table, outcome_of
 from common.slo import Slo
 from measure.simulate.cluster import run
 from measure.simulate.comparison import trace_arrivals
 from measure.simulate.records import ClusterShape, Elasticity, NetworkShape, SimSettings
 from measure.simulate.roofline import Hardware
+from measure.simulate.store import OtherSettings, ResultFolder
 from measure.workload.traces import Trace, TraceError, read_trace
 from measure.workload.waves import Day, over_a_day, repeated
 
@@ -64,30 +64,21 @@ def _settings(args: argparse.Namespace) -> dict[str, object]:
     }
 
 
-def _claim(out: Path, settings: dict[str, object]) -> None:
-    """Claim the folder; exits when it holds results of other settings."""
-    path = out / "settings.json"
-    if path.exists() and json.loads(path.read_text(encoding="utf-8")) != settings:
-        sys.exit(f"{out} holds results of other settings; name another folder with --out")
-    out.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
-
-
 def read_outcomes(out: Path) -> list[Outcome]:
     """Return the finished arms of a folder, fixed splits first, by GPU-hours."""
     paths = (out / "arms").glob("*.json")
-    outcomes = [Outcome.model_validate_json(path.read_text(encoding="utf-8")) for path in paths]
+    outcomes = [Outcome(**json.loads(path.read_text(encoding="utf-8"))) for path in paths]
     return sorted(outcomes, key=lambda outcome: (outcome.kind_order, outcome.gpu_hours, outcome.name))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the missing arms, then write table and page; returns the exit code."""
+    """Run the missing arms, then write the table; returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.planner", description=this.__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--trace", type=Path, required=True, help="mooncake_conversation.jsonl")
     parser.add_argument("--out", type=Path, required=True, help="folder of the results")
-    parser.add_argument("--arms", default="", help="comma-separated; without any, only table and page are written")
+    parser.add_argument("--arms", default="", help="comma-separated; without any, only the table is written")
     parser.add_argument("--hours", type=float, default=1.5, help="simulated hours of a day")
     parser.add_argument("--plays", type=int, default=1, help="number of times that the trace is played in a day")
     parser.add_argument("--requests", type=int, default=None, help="only the first requests of the trace")
@@ -102,17 +93,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         trace = over_a_day(repeated(trace, args.plays), day)
     except (ArmError, TraceError, OSError) as error:
         sys.exit(str(error))
-    _claim(args.out, _settings(args))
+    try:
+        ResultFolder(args.out).claim(_settings(args))
+    except OtherSettings:
+        sys.exit(f"{args.out} holds results of other settings; name another folder with --out")
     (args.out / "arms").mkdir(exist_ok=True)
     for arm in arms:
         path = args.out / "arms" / f"{arm.file_name}.json"
         if not path.exists():
             outcome = simulate(trace, arm, day=day)
-            path.write_text(outcome.model_dump_json() + "\n", encoding="utf-8")
+            path.write_text(json.dumps(asdict(outcome)) + "\n", encoding="utf-8")
             print(f"{outcome.line} ({outcome.wall_s:.0f} s)", flush=True)
-    outcomes = read_outcomes(args.out)
-    (args.out / "table.md").write_text(markdown_table(outcomes, goal=args.goal), encoding="utf-8")
-    print(write_report(args.out, outcomes, trace=trace, goal=args.goal))
+    table = args.out / "table.md"
+    table.write_text(markdown_table(read_outcomes(args.out), goal=args.goal), encoding="utf-8")
+    print(table)
     return 0
 
 

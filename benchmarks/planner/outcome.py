@@ -2,28 +2,26 @@
 
 from collections import Counter
 from collections.abc import Sequence
-
-from pydantic import BaseModel
+from dataclasses import dataclass
 
 from benchmarks.planner.arms import Arm
-from cluster.planner.plan import Pool
 from common.slo import Slo
 from measure.figures import summarize
-from measure.simulate.records import SimRun, SimulatedPlan, Stay
+from measure.simulate.records import SimRun
 from measure.simulate.results import count_cached_tokens
 
 GPUS_PER_WORKER = 4
 NUM_BINS = 72
-"""Number of equal parts of the day for load and attainment."""
+"""Number of equal parts of the day, of which the worst one is told."""
 _KINDS = ("fixed", "ray", "dynamo", "ours")
 
 
-class Outcome(BaseModel):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
     """Result of one arm."""
 
     name: str
     kind: str
-    day_s: float
     gpu_hours: float
     num_requests: int
     num_refused: int
@@ -47,12 +45,6 @@ class Outcome(BaseModel):
     hit: float
     """Cached tokens of all prompt tokens."""
     wall_s: float
-    changes: list[SimulatedPlan]
-    stays: list[Stay]
-    arrived: list[int]
-    """Requests by part of the day."""
-    good: list[int]
-    """Good requests by part of the day."""
 
     @property
     def kind_order(self) -> int:
@@ -68,15 +60,33 @@ class Outcome(BaseModel):
             f" {self.num_starts} starts, {self.num_flips} flips, {self.num_leaves} leave, {self.num_moves} moved"
         )
 
-    def size(self, pool: Pool, times: Sequence[float]) -> list[int]:
-        """Return the number of a pool's paid workers at each time."""
-        return [
-            sum(
-                stay.pool is pool and stay.asked_s <= at_s and (stay.gone_s is None or at_s < stay.gone_s)
-                for stay in self.stays
-            )
-            for at_s in times
-        ]
+    @property
+    def cells(self) -> dict[str, str]:
+        """Cells of its row by column."""
+        return {
+            "arm": self.name,
+            "GPU-hours": f"{self.gpu_hours:.1f}",
+            "good %": f"{100 * self.good_share:.2f}",
+            "worst part of the day %": f"{100 * self.worst_bin:.1f}",
+            "TTFT in time %": f"{100 * self.ttft_share:.2f}",
+            "gaps in time %": f"{100 * self.tpot_share:.2f}",
+            "TTFT p50/p99 s": f"{self.ttft_p50_s:.2f} / {self.ttft_p99_s:.1f}",
+            "hit %": f"{100 * self.hit:.1f}",
+            "started": str(self.num_starts),
+            "flipped": str(self.num_flips),
+            "left": str(self.num_leaves),
+            "answers moved": str(self.num_moves),
+        }
+
+
+def markdown_table(outcomes: Sequence[Outcome], *, goal: float) -> str:
+    """Return one row per arm; those that reach the goal are marked."""
+    rows = [each.cells | {"holds": "yes" if each.good_share >= goal else "no"} for each in outcomes]
+    if not rows:
+        return ""
+    lines = [f"| {' | '.join(cells)} |" for cells in (rows[0], *(row.values() for row in rows))]
+    lines.insert(1, "|---" * len(rows[0]) + "|")
+    return "\n".join(lines) + "\n"
 
 
 def outcome_of(finished: SimRun, *, arm: Arm, slo: Slo, day_s: float) -> Outcome:
@@ -93,7 +103,6 @@ def outcome_of(finished: SimRun, *, arm: Arm, slo: Slo, day_s: float) -> Outcome
     return Outcome(
         name=arm.name,
         kind=arm.kind,
-        day_s=day_s,
         gpu_hours=GPUS_PER_WORKER * sum(stay.paid_s(until_s=day_s) for stay in stays) / 3600,
         num_requests=figures.num_requests,
         num_refused=figures.num_not_complete,
@@ -110,8 +119,4 @@ def outcome_of(finished: SimRun, *, arm: Arm, slo: Slo, day_s: float) -> Outcome
         num_moves=finished.num_moves,
         hit=sum(map(count_cached_tokens, requests)) / max(1, num_tokens),
         wall_s=finished.wall_s,
-        changes=[note for note in finished.plans if note.is_change],
-        stays=list(stays),
-        arrived=[arrived[part] for part in range(NUM_BINS)],
-        good=[num_good[part] for part in range(NUM_BINS)],
     )

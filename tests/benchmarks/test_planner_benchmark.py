@@ -5,9 +5,7 @@ import pytest
 
 from benchmarks.planner.__main__ import SLO, main, read_outcomes
 from benchmarks.planner.arms import ArmError, parse_arm
-from benchmarks.planner.outcome import Outcome
-from benchmarks.planner.page import cheapest
-from cluster.planner.plan import Pool, PoolSizes
+from cluster.planner.plan import PoolSizes
 from measure.workload.traces import TraceRequest, write_trace
 
 
@@ -31,7 +29,7 @@ def trace(tmp_path: Path) -> Path:
     return path
 
 
-def test_planner_benchmark_writes_each_arm_once_and_a_table_and_a_page(
+def test_planner_benchmark_writes_each_arm_once_and_a_table(
     trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
@@ -45,16 +43,13 @@ def test_planner_benchmark_writes_each_arm_once_and_a_table_and_a_page(
     outcomes = {outcome.name: outcome for outcome in read_outcomes(out)}
     assert outcomes["2P1D"].gpu_hours == pytest.approx(3 * 4 * 0.1)
     for outcome in outcomes.values():
-        assert outcome.num_requests == sum(outcome.arrived) == 40
-        assert sum(outcome.good) == round(outcome.good_share * 40)
+        assert outcome.num_requests == 40
         assert outcome.num_refused == 0
     # Nearly nothing to do: Dynamo's rule gives up prefill workers one by one, and is not paid for them.
     assert outcomes["dynamo:0.5"].num_leaves == 2
-    assert outcomes["dynamo:0.5"].size(Pool.PREFILL, [0.0, 359.0]) == [3, 1]
     assert outcomes["dynamo:0.5"].gpu_hours < 4 * 4 * 0.1
     table = (out / "table.md").read_text().splitlines()
     assert [row.split(" | ")[0] for row in table[2:]] == ["| 2P1D", "| ray:1:1", "| dynamo:0.5"]
-    assert "dynamo:0.5" in (out / "report.html").read_text()
     assert capsys.readouterr().out.count(" GPU-hours, ") == 3
 
 
@@ -79,15 +74,3 @@ def test_parse_arm_reads_what_stands_behind_a_plus() -> None:
 def test_parse_arm_of_nonsense_says_what_it_may_be(text: str) -> None:
     with pytest.raises(ArmError, match="say "):
         parse_arm(text, slo=SLO, interval_s=15.0)
-
-
-def test_cheapest_is_who_reaches_the_goal_with_the_fewest_gpu_hours() -> None:
-    outcomes = [
-        Outcome.model_construct(name=name, gpu_hours=hours, good_share=share)
-        for name, hours, share in (("large", 80.0, 0.99), ("right", 60.0, 0.98), ("small", 40.0, 0.97))
-    ]
-
-    best = cheapest(outcomes, goal=0.98)
-
-    assert best is not None and best.name == "right"
-    assert cheapest(outcomes, goal=0.995) is None
