@@ -1,6 +1,5 @@
 """Starts the cluster that a benchmark measures."""
 
-import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,32 +16,6 @@ from common.signals import sigterm_interrupts
 
 ONE_THREAD_EACH: dict[str, dict[str, Any]] = {name: {"threads": 1} for name in ("prefill", "decode")}
 """Pools whose workers have one CPU thread each."""
-
-
-@contextmanager
-def joined_ray(*, num_cpus: int) -> Iterator[None]:
-    """Run a Ray of one node for the block, which clusters with `launcher: ray` join. Needs Ray."""
-    from ray.cluster_utils import Cluster
-
-    os.environ.update({"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"})
-    Path("/tmp/ray").mkdir(exist_ok=True)  # where Ray notes the address, whatever its `temp_dir`
-    ray = Cluster()
-    with tempfile.TemporaryDirectory(prefix="kvr", dir="/tmp", ignore_cleanup_errors=True) as folder:
-        try:
-            ray.add_node(
-                wait=True,
-                temp_dir=folder,
-                num_cpus=num_cpus,
-                object_store_memory=80_000_000,
-                include_dashboard=False,
-                include_log_monitor=False,
-                no_monitor=True,
-            )
-            os.environ["RAY_ADDRESS"] = ray.address
-            yield
-        finally:
-            os.environ.pop("RAY_ADDRESS", None)
-            ray.shutdown()  # type: ignore[no-untyped-call]
 
 
 @contextmanager

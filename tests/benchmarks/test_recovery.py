@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from benchmarks.figures import Figures
-from benchmarks.recovery import PLANS, cases_of, write_page
+from benchmarks.recovery.__main__ import write_page
+from benchmarks.recovery.targets import PLANS
 
 
 def measured(case: str, *, num_failed: int = 0) -> dict[str, Any]:
@@ -49,7 +50,7 @@ def test_page_without_a_place_for_the_table_is_left_alone(tmp_path: Path) -> Non
 
 
 def test_table_has_a_row_for_every_fault_of_every_process() -> None:
-    cases = [case for plan in PLANS for case in cases_of(plan)]
+    cases = [plan.case for plan in PLANS]
     past = ("killed", "stopped", "hung", "slow", "cut off")
     workers = {f"{pool} {how}" for pool in ("decode", "prefill") for how in past}
     others = {"router killed", "router stopped", "controller killed", "controller stopped", "head killed"}

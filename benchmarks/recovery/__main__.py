@@ -1,12 +1,4 @@
-"""The table of recovery times: every fault of every process that `benchmarks.kill` knows, ten rounds each.
-
-    python -m benchmarks.recovery [--rounds 10] [--only "router stopped"] [--json FILE]
-        [--page benchmarks/results/recovery.md]
-
-Method: that of benchmarks/kill.py, fake engine, a cluster for each group of rows. The file is written after each
-group, so an interrupted run keeps what it has, and the next one, with the same file and --resume, goes on after it.
-Rows that this machine cannot measure are left out, with the reason.
-"""
+"""The command: measures the rows that are missing, and writes the table."""
 
 import asyncio
 import json
@@ -20,40 +12,18 @@ from typing import Any
 
 from rich.console import Console
 
+import benchmarks.recovery as this
 from benchmarks.command import command_line, machine, terminal, write_json
 from benchmarks.faults import CannotInflict, Fault, PrivateNetwork
 from benchmarks.figures import Figures
-from benchmarks.kill import measure
-from benchmarks.kill_targets import Plan, target_of
+from benchmarks.recovery.rounds import measure
+from benchmarks.recovery.targets import PLANS, Plan, target_of
 
-
-def _plan(*victims: str, fault: Fault, is_alone: bool = False) -> Plan:
-    return Plan(victims=victims, fault=fault, engine="fake", is_brief=True, is_alone=is_alone)
-
-
-PLANS = (
-    _plan("decode", "prefill", fault=Fault.KILL),
-    _plan("decode", "prefill", fault=Fault.STOP),
-    _plan("decode", "decode", fault=Fault.HANG),
-    _plan("prefill", "prefill", fault=Fault.HANG),
-    _plan("decode", "prefill", fault=Fault.SLOW),
-    _plan("router", fault=Fault.KILL),
-    _plan("router", fault=Fault.STOP),
-    _plan("controller", fault=Fault.KILL),
-    _plan("controller", fault=Fault.STOP),
-    _plan("head", fault=Fault.KILL),
-    _plan("decode", "prefill", fault=Fault.CUT),  # last: it moves this process into a network of its own
-)
 _BEGIN, _END = "<!-- recovery -->", "<!-- end of recovery -->"
 _HEADER = (
     "| fault | rounds | largest gap in a stream | TTFT | undisturbed gap, TTFT | replaced after | |",
     "|---|---|---|---|---|---|---|",
 )
-
-
-def cases_of(plan: Plan) -> list[str]:
-    """Return the titles of a plan's rows."""
-    return [plan.case(victim) for victim in dict.fromkeys(plan.victims)]
 
 
 class Row:
@@ -94,8 +64,8 @@ def _both(rounds: Sequence[float]) -> str:
 
 def table(document: dict[str, Any]) -> str:
     """Return the table of a document, as Markdown."""
-    cases = [case for plan in PLANS for case in cases_of(plan) if case in _done(document)]
-    rows = [Row(case, document["figures"]).line() for case in cases]
+    done = _done(document)
+    rows = [Row(plan.case, document["figures"]).line() for plan in PLANS if plan.case in done]
     left_out = [f"\nNot measured: {case}: {why}" for case, why in document["missing"].items()]
     return "\n".join([*_HEADER, *rows, *left_out])
 
@@ -119,31 +89,35 @@ def run(plan: Plan, args: Namespace, document: dict[str, Any], console: Console)
     try:
         network = PrivateNetwork() if plan.fault is Fault.CUT else None
     except CannotInflict as error:
-        document["missing"] |= dict.fromkeys(cases_of(plan), str(error))
+        document["missing"][plan.case] = str(error)
         return True
     started_s = time.monotonic()
-    with target_of(plan, console, network=network) as target:
+    with target_of(plan, args.engine, console, network=network) as target:
         is_clean = asyncio.run(measure(target, figures, num_rounds=args.rounds, console=console))
     document["figures"] += figures.rows()
-    document["seconds"] |= {", ".join(cases_of(plan)): round(time.monotonic() - started_s, 1)}
+    document["seconds"][plan.case] = round(time.monotonic() - started_s, 1)
     return is_clean
 
 
 def main() -> None:
     """Run the benchmark."""
-    parser = command_line("recovery", __doc__, rounds=10)
-    parser.add_argument("--only", action="append", help="a case, such as `decode stopped`, with those of its group")
+    parser = command_line("recovery", this.__doc__, rounds=10)
+    cases = [plan.case for plan in PLANS]
+    parser.add_argument("--only", action="append", choices=cases, metavar="ROW", help="a row, as `decode stopped`")
+    parser.add_argument("--engine", choices=["fake", "torch"], default="fake", help="none, or the default model")
     parser.add_argument("--page", type=Path, help="page whose table is written anew")
-    parser.add_argument("--resume", action="store_true", help="keep the cases that the JSON file has")
+    parser.add_argument("--resume", action="store_true", help="keep the rows that the JSON file has")
     args = parser.parse_args()
     console, is_clean = terminal(), True
-    document: dict[str, Any] = {"method": "benchmarks/recovery.py", "machine": machine(), "missing": {}}
+    document: dict[str, Any] = {"method": "benchmarks/recovery/__init__.py", "machine": machine(), "missing": {}}
     document |= {"seconds": {}, "figures": []}
     if args.resume and args.json is not None and args.json.exists():
         document = json.loads(args.json.read_text(encoding="utf-8"))
     for plan in PLANS:
-        cases = {*cases_of(plan)}
-        if (args.only and not cases & {*args.only}) or cases & _done(document):
+        if plan.case in _done(document) or plan.case not in (args.only or cases):
+            continue
+        if plan.fault is Fault.HANG and args.engine != "fake":
+            document["missing"][plan.case] = "only a fake engine hangs on demand"
             continue
         is_clean = run(plan, args, document, console) and is_clean
         write_json(args.json, document)
