@@ -1,22 +1,15 @@
 """Runs the parts and reports; the method is in the package's docstring."""
 
 import asyncio
-import json
 import random
-import subprocess
 import time
 from collections.abc import Callable
-from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 
 import benchmarks.router as this
 from benchmarks.command import command_line, terminal, write_figures
-from benchmarks.figures import Figures, quantile
-from benchmarks.peers.venv import PeerPackages, VenvFailed, ensure_venv
-from benchmarks.router.arms import ArmMissing, RequestArm, kvrelay_arm, sglang_arm, vllm_arm
-from benchmarks.router.clients import Load
+from benchmarks.figures import Figures
 from benchmarks.router.full_fleet import FULL_OF, measure_full_fleet
 from benchmarks.router.in_process import (
     BLOCK_SIZE,
@@ -27,11 +20,10 @@ from benchmarks.router.in_process import (
     measure_memory,
     measure_updates,
 )
+from benchmarks.router.requests import measure_requests
 
-DYNAMO = PeerPackages(name="ai-dynamo-runtime-1.6.1", steps=(("install", "ai-dynamo-runtime==1.6.1"),))
 PARTS = ("hashing", "index", "decision", "full", "requests")
 POLICIES = ("predictive", "random")
-NUM_CONNECTIONS = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,27 +83,26 @@ def main() -> None:
     parser = command_line("router", this.__doc__)
     parser.add_argument("--quick", action="store_true", help="a few seconds, to see that everything runs")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="only these parts")
-    parser.add_argument("--without-peers", action="store_true", help="measure our router alone")
     args = parser.parse_args()
     console, figures = terminal(), Figures()
     extent = QUICK if args.quick else FULL
     started_s, rng = time.monotonic(), random.Random(1)
     for round_idx in range(extent.num_rounds):
         console.print(f"round {round_idx + 1} of {extent.num_rounds}, {time.monotonic() - started_s:.0f} s")
-        for part, measure in _in_process(extent, figures, rng, with_peers=not args.without_peers):
+        for part, measure in _in_process(extent, figures, rng):
             if part in args.parts:
                 measure()
     if "requests" in args.parts:
-        asyncio.run(_measure_requests(extent, figures, rng, with_peers=not args.without_peers))
+        for num_tokens, num_chunks, num_requests in extent.requests:
+            sizes = {"num_tokens": num_tokens, "num_chunks": num_chunks, "num_requests": num_requests}
+            asyncio.run(measure_requests(figures, rng, **sizes, num_rounds=extent.num_rounds))
     figures.show(console)
     write_figures(
         args.json, figures, method="benchmarks/router/__init__.py", parts=list(args.parts), extent=asdict(extent)
     )
 
 
-def _in_process(
-    extent: Extent, figures: Figures, rng: random.Random, *, with_peers: bool
-) -> list[tuple[str, Callable[[], None]]]:
+def _in_process(extent: Extent, figures: Figures, rng: random.Random) -> list[tuple[str, Callable[[], None]]]:
     """Return one round of what runs in this process."""
     steps: list[tuple[str, Callable[[], None]]] = [
         ("hashing", partial(measure_hashing, figures, rng, lengths=extent.hashed))
@@ -119,8 +110,6 @@ def _in_process(
     for workers, blocks in extent.lookups:
         filling = Filling(num_workers=workers, num_blocks=blocks, total_blocks=extent.total_blocks)
         steps.append(("index", partial(measure_lookups, figures, rng, filling)))
-        if with_peers:
-            steps.append(("index", partial(_measure_dynamo, figures, filling)))
     for workers, batch in extent.updates:
         num_blocks = extent.num_updated // (1 if batch > 1 else 10)
         size = {"num_workers": workers, "batch": batch, "num_blocks": num_blocks}
@@ -136,61 +125,6 @@ def _in_process(
             measure = partial(measure_full_fleet, num_workers=workers, num_tenants=tenants, full_of=full_of)
             steps.append(("full", partial(measure, figures, num_reports=extent.num_reports)))
     return steps
-
-
-def _measure_dynamo(figures: Figures, filling: Filling) -> None:
-    """Let the peer's radix tree do the same, in its own process."""
-    if DYNAMO.name in figures.missing:
-        return
-    try:
-        python = ensure_venv(DYNAMO, print) / "bin" / "python"
-        arguments = [str(number) for number in (filling.num_workers, filling.num_blocks, filling.total_blocks)]
-        script = Path(__file__).with_name("dynamo_arm.py")
-        done = subprocess.run([python, script, *arguments], check=True, capture_output=True, text=True)
-    except (VenvFailed, subprocess.CalledProcessError) as error:
-        figures.missing[DYNAMO.name] = str(getattr(error, "stderr", None) or error)
-        return
-    found = json.loads(done.stdout.splitlines()[-1])
-    case = f"{filling.num_blocks} blocks × {filling.num_workers} workers"
-    figures.add("index", f"match, {case}", "dynamo RadixTree", us_p50=found["match_us"])
-    figures.add("index", f"match, all workers' numbers, {case}", "dynamo RadixTree", us_p50=found["match_all_us"])
-    figures.add(
-        "index", f"stored, {case}", "dynamo RadixTree", million_blocks_per_s=found["million_stored_per_s"]
-    )  # fmt: skip
-
-
-async def _measure_requests(extent: Extent, figures: Figures, rng: random.Random, *, with_peers: bool) -> None:
-    for num_tokens, num_chunks, num_requests in extent.requests:
-        async with AsyncExitStack() as stack:
-            arms = [await stack.enter_async_context(kvrelay_arm())]
-            for name, start in (("sglang-router", sglang_arm), ("vllm-router", vllm_arm)) if with_peers else ():
-                if name not in figures.missing:
-                    try:
-                        arms.append(await stack.enter_async_context(start(num_chunks)))
-                    except ArmMissing as error:
-                        figures.missing[name] = str(error)
-            for round_idx in range(extent.num_rounds + 1):
-                prompts = [rng.choices(range(40_000), k=num_tokens) for _ in range(num_requests)]
-                load = Load(prompts=prompts, num_chunks=num_chunks, num_connections=NUM_CONNECTIONS)
-                for arm in arms:
-                    await _measure_round(figures if round_idx else Figures(), arm, load)  # the first one warms up
-
-
-async def _measure_round(figures: Figures, arm: RequestArm, load: Load) -> None:
-    router_s, mock_s = arm.cpu_s()
-    measured = await arm.run(load)
-    router_end_s, mock_end_s = arm.cpu_s()
-    num_requests = len(load.prompts)
-    figures.add(
-        "requests",
-        f"{len(load.prompts[0])} tokens, {load.num_chunks} chunks",
-        arm.name,
-        requests_per_s=num_requests / measured.wall_s,
-        router_CPU_us_per_request=(router_end_s - router_s) / num_requests * 1e6,
-        mock_CPU_us_per_request=(mock_end_s - mock_s) / num_requests * 1e6,
-        first_chunk_ms_p50=quantile(measured.first_chunk_s, 0.5) * 1e3,
-        first_chunk_ms_p99=quantile(measured.first_chunk_s, 0.99) * 1e3,
-    )
 
 
 if __name__ == "__main__":

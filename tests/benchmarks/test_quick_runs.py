@@ -1,4 +1,4 @@
-"""Benchmarks of whole processes at their smallest: the router's parts without peers, tokens with and without TLS."""
+"""Benchmarks of whole processes at their smallest: the router's parts, tokens with and without TLS."""
 
 import json
 import sys
@@ -27,7 +27,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[s
 
 
 def test_router_benchmark_quick_measures_every_part_and_writes_it(run: Callable[..., dict[str, Any]]) -> None:
-    found = run(measure_router, "--quick", "--without-peers")
+    found = run(measure_router, "--quick")
     assert {figure["part"] for figure in found["figures"]} == {"hashing", "index", "decision", "full", "requests"}
     assert all(len(figure["rounds"]) == 1 for figure in found["figures"])
     assert all(value > 0 for figure in found["figures"] if "CPU" not in figure["unit"] for value in figure["rounds"])
