@@ -68,12 +68,6 @@ LLAMA_CPP = PeerPackages(
     environment={"CFLAGS": _NO_TILES, "CXXFLAGS": _NO_TILES} if _NO_TILES else {},
 )
 
-# Load generators. torch first here as well: guidellm wants one, and any.
-GUIDELLM = PeerPackages(
-    name="guidellm-0.8.1", steps=(("install", "torch==2.13.0"), ("install", "guidellm==0.8.1", "orjson"))
-)
-AIPERF = PeerPackages(name="aiperf-0.13.0", steps=(("install", "aiperf==0.13.0"),))
-
 
 def ensure_venv(packages: PeerPackages, report: Report) -> Path:
     """Return the venv's folder, made first when it is not there: a few GB, minutes. Raises VenvFailed.
