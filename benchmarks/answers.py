@@ -34,12 +34,6 @@ class Answer:
         return [later - earlier for earlier, later in itertools.pairwise(self.stamps_s)]
 
     @property
-    def mean_gap_s(self) -> float | None:
-        """Mean gap between two tokens; None with a single token."""
-        num_gaps = len(self.stamps_s) - 1
-        return (self.stamps_s[-1] - self.stamps_s[0]) / num_gaps if num_gaps else None
-
-    @property
     def largest_gap_s(self) -> float:
         """Largest gap between two tokens; 0 with a single token."""
         return max(self.gaps_s, default=0.0)
@@ -56,11 +50,6 @@ class Answer:
     def text(self) -> str:
         """The text of a whole answer; empty when the request failed."""
         return "" if self.error is not None else self.generation.text
-
-    @property
-    def has_moved(self) -> bool:
-        """Whether a further plan went on with the answer."""
-        return self.error is None and len(self.generation.plans) > 1
 
 
 async def read(

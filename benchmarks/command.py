@@ -14,20 +14,13 @@ from common.cgroups import usable_cores
 _FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "amx_int8")
 
 
-def command_line(
-    name: str, description: str | None, *, rounds: int | None = None, has_launcher: bool = False
-) -> argparse.ArgumentParser:
-    """Return a parser with the options that benchmarks share: --json; --rounds and --launcher where they apply.
-
-    `rounds` is the default number of rounds.
-    """
+def command_line(name: str, description: str | None, *, rounds: int | None = None) -> argparse.ArgumentParser:
+    """Return a parser with the options that benchmarks share: --json, and --rounds with this default."""
     parser = argparse.ArgumentParser(
         prog=f"python -m benchmarks.{name}", description=description, formatter_class=argparse.RawTextHelpFormatter
     )
     if rounds is not None:
         parser.add_argument("--rounds", type=int, default=rounds, help=f"measured rounds (default {rounds})")
-    if has_launcher:
-        parser.add_argument("--launcher", choices=["local", "ray"], default="local", help="how the cluster is started")
     parser.add_argument("--json", type=Path, help="write the values of all rounds to this file")
     return parser
 

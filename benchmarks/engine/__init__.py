@@ -1,6 +1,6 @@
 """How fast is the engine? Against vLLM's CPU build, and against what the machine could do at best.
 
-    python -m benchmarks.engine --vs vllm-cpu|vllm-cpu-default|llama-cpp|transformers|none [--formats int8 int4]
+    python -m benchmarks.engine --vs vllm-cpu|vllm-cpu-default|llama-cpp|none [--formats int8 int4]
                                 [--peer-dtype float32] [--rounds 5] [--cases WORD ...] [--json FILE]
     python -m benchmarks.engine --profile
 

