@@ -8,22 +8,17 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from common.config import ServingConfig, parse_config
-from common.trust.identity import Role
 from engine.events import StepSample
 from engine.executor import Executor, ScheduledSequence
 from engine.fake import FakeExecutor, FakeStep
-from kvrelay.client import AsyncClient
-from kvrelay.v1 import router_admin_pb2, router_admin_pb2_grpc, worker_pb2
-from router.codec import ByteCodec
-from router.server import RunningRouter, serve_router
+from kvrelay.v1 import router_admin_pb2, worker_pb2
 from tests.builders import BLOCK_SIZE
-from tests.trust import as_controller_of_router, credentials_of, operator_token
+from tests.served_router import TIMEOUT_S, ServedRouter, serving_router
 from tests.worker.cluster import make_runtime, serve_runtime
 from worker.serving import RunningWorker
 from worker.timing import WorkerTiming
 
 PREFILL, DECODE = worker_pb2.WORKER_ROLE_PREFILL, worker_pb2.WORKER_ROLE_DECODE
-TIMEOUT_S = 60.0
 _SLOW_STEP_S = 0.4
 """Duration of a slow step: a worker still tells its status in time, and no watchdog takes the step for overdue."""
 _MEASURED_S = 0.1
@@ -76,23 +71,14 @@ class PacedExecutor(FakeExecutor):
         return super().launch(batch)
 
 
-@dataclass(slots=True, kw_only=True)
-class System:
-    """A running system."""
+@dataclass(slots=True, eq=False, kw_only=True)
+class System(ServedRouter):
+    """A router and its workers."""
 
-    router: RunningRouter
     workers: dict[str, RunningWorker]
-    address: str
-    admin: "router_admin_pb2_grpc.RouterAdminServiceAsyncStub"
     endpoints: list[router_admin_pb2.WorkerEndpoint]
     pace: Pace
     """Pace of the fake engines, unless the test has given others."""
-
-    def client(self, **options: Any) -> AsyncClient:
-        return AsyncClient(self.address, timeout_s=TIMEOUT_S, **options)
-
-    def operator(self) -> AsyncClient:
-        return self.client(api_key=operator_token())
 
     async def kill(self, worker_id: str) -> None:
         """Break every connection of a worker, as its death would."""
@@ -108,7 +94,7 @@ class System:
         request = router_admin_pb2.SetWorkersRequest(workers=self.endpoints)
         for endpoint in request.workers:
             endpoint.draining = endpoint.worker_id in worker_ids
-        return dict((await self.admin.SetWorkers(request)).num_users)
+        return dict((await self.use(request.workers)).num_users)
 
     async def until_idle(self) -> None:
         """Wait until no living worker and no router holds anything."""
@@ -140,7 +126,7 @@ async def running_system(
     `fake` shapes the engines (make_runtime); with `load` each worker has an engine that it returns.
     """
     async with AsyncExitStack() as stack:
-        running, admin = await stack.enter_async_context(_serving_router(router, model, tenants))
+        served = await stack.enter_async_context(serving_router(_config(router, model, tenants)))
         endpoints, workers, pace = [], {}, Pace()
         shape = {name: fake.pop(name) for name in ("num_blocks", "step_s") if name in fake}
         fake = {"lease_ttl_s": TIMEOUT_S / 2} | fake
@@ -154,47 +140,24 @@ async def running_system(
                 endpoints.append(
                     router_admin_pb2.WorkerEndpoint(worker_id=f"{name}{i}", role=role, address=worker.address)
                 )
-        await _until_used(running, admin, endpoints)
-        yield System(
-            router=running, workers=workers, address=running.address, admin=admin, endpoints=endpoints, pace=pace
-        )
+        await served.until_used(endpoints)
+        yield System(router=served.router, admin=served.admin, workers=workers, endpoints=endpoints, pace=pace)
 
 
 @asynccontextmanager
 async def another_router(system: System, *, router: dict[str, Any] | None = None) -> AsyncIterator[System]:
     """Put one more router in front of the workers of a system; yields the system as that router has it."""
-    async with _serving_router(router) as (running, admin):
-        await _until_used(running, admin, system.endpoints)
-        yield replace(system, router=running, address=running.address, admin=admin)
+    async with serving_router(_config(router)) as served:
+        await served.until_used(system.endpoints)
+        yield replace(system, router=served.router, admin=served.admin)
 
 
-@asynccontextmanager
-async def _serving_router(
+def _config(
     router: dict[str, Any] | None, model: dict[str, Any] | None = None, tenants: Sequence[dict[str, Any]] = ()
-) -> "AsyncIterator[tuple[RunningRouter, router_admin_pb2_grpc.RouterAdminServiceAsyncStub]]":
+) -> ServingConfig:
     # The engines share this process: on a busy machine it is silent for seconds.
     options = {"recovery_timeout_s": TIMEOUT_S, "http_port": None, "silence_s": 10.0, **(router or {})}
     if tenants:
         options |= {"auth": "api_key", "salt_secret": "s" * 32}
     sections = {"model": {"engine": "fake", **(model or {})}, "router": options, "tenants": list(tenants)}
-    config: ServingConfig = parse_config(sections, source="test")
-    running = await serve_router(
-        config, credentials_of(Role.ROUTER, "router-0"), codec=ByteCodec(), host="127.0.0.1", port=0
-    )
-    channel = as_controller_of_router(running.admin_address)
-    try:
-        yield running, router_admin_pb2_grpc.RouterAdminServiceStub(channel)
-    finally:
-        await channel.close()
-        await running.stop(0)
-
-
-async def _until_used(
-    running: RunningRouter,
-    admin: "router_admin_pb2_grpc.RouterAdminServiceAsyncStub",
-    endpoints: list[router_admin_pb2.WorkerEndpoint],
-) -> None:
-    async with asyncio.timeout(TIMEOUT_S):
-        while running.fleet.count_ready() < len(endpoints):
-            await admin.SetWorkers(router_admin_pb2.SetWorkersRequest(workers=endpoints))
-            await asyncio.sleep(0.005)
+    return parse_config(sections, source="test")

@@ -2,7 +2,7 @@
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -12,12 +12,13 @@ import numpy.typing as npt
 import xxhash
 
 from common.block_hash import BlockHashes, hash_probe, hash_root
-from common.errors import KvrelayError, to_status_bytes
 from common.kv_events import KvEvents, encode_events
 from common.rpc import error_boundary
+from common.structured import TaskCensus
 from common.token_batches import runs_of
 from common.tokens import tokens_from_bytes
 from common.wire import pack_floats
+from decode_worker.shared_stream import Outlet, SharedStream
 from kvrelay.v1 import (
     decode_pb2,
     decode_pb2_grpc,
@@ -36,7 +37,6 @@ VOCAB_SIZE = 256
 HIDDEN_SIZE = 6
 
 Context = grpc.aio.ServicerContext[Any, Any]
-Write = Callable[[decode_pb2.DecodeResponse], Awaitable[None]]
 
 
 def next_token(tokens: Sequence[int], sample_index: int) -> int:
@@ -66,7 +66,6 @@ class _WorkerService(
 ):
     def __init__(self, worker: "FakeWorker") -> None:
         self._worker = worker
-        self._writing = asyncio.Lock()
 
     async def DescribeWorker(
         self, request: worker_pb2.DescribeWorkerRequest, context: Context
@@ -157,65 +156,37 @@ class _WorkerService(
         self, request_iterator: AsyncIterator[decode_pb2.DecodeManyRequest], context: Context
     ) -> None:
         self._worker.num_streams += 1
-        calls: dict[int, asyncio.Task[None]] = {}
-        try:
-            async for first in request_iterator:
-                for message in (first, *first.others):
-                    if message.HasField("open"):
-                        calls[message.call_id] = asyncio.create_task(self._decode_one(message, context))
-                    else:
-                        calls[message.call_id].cancel()
-        finally:
-            for call in calls.values():
-                call.cancel()
+        async with error_boundary(context, "DecodeMany"):
+            await SharedStream(self._decode, TaskCensus()).run(request_iterator, context.write)
 
-    async def _decode_one(self, message: decode_pb2.DecodeManyRequest, context: Context) -> None:
-        async def write(*responses: decode_pb2.DecodeResponse, end: tuple[int, bytes] | None = None) -> None:
-            update = decode_pb2.CallUpdate(call_id=message.call_id, responses=responses)
-            if end is not None:
-                update.status_code, update.status = end
-            # A call that is closed in the middle of a write leaves the stream to the others.
-            await asyncio.shield(self._send(decode_pb2.DecodeManyResponse(updates=[update]), context))
-
-        try:
-            await self._decode(message.open, write)
-        except KvrelayError as error:
-            await write(end=to_status_bytes(error))
-        else:
-            await write(end=(0, b""))
-
-    async def _send(self, response: decode_pb2.DecodeManyResponse, context: Context) -> None:
-        async with self._writing:
-            await context.write(response)
-
-    async def _decode(self, request: decode_pb2.DecodeRequest, write: Write) -> None:
+    async def _decode(self, request: decode_pb2.DecodeRequest, outlet: Outlet) -> None:
         worker = self._worker
         with worker.accepting(request):
             await worker.reach("reserve")
             reserved = decode_pb2.Reserved(num_cached_tokens=worker.num_cached_tokens, compile_s=worker.compile_s)
-            await write(decode_pb2.DecodeResponse(reserved=reserved))
+            outlet.put(decode_pb2.DecodeResponse(reserved=reserved))
             steps = _steps(request.sequence)
             if request.HasField("handoff"):
                 await worker.reach("fetch")
                 next(steps)  # the first tokens came with the manifest
                 stats = worker_pb2.TransferStats(num_blocks=2, kv_bytes=100, transfer_s=0.5, exposed_s=0.125)
-                await write(decode_pb2.DecodeResponse(transferred=stats))
+                outlet.put(decode_pb2.DecodeResponse(transferred=stats))
             else:
                 await worker.reach("local_prefill")
                 await worker.swallow(request.sequence)
                 local = decode_pb2.LocalPrefillStarted(
                     num_cached_tokens=worker.num_cached_tokens, num_pulled_tokens=worker.num_pulled_tokens
                 )
-                await write(decode_pb2.DecodeResponse(prefill_started=local))
-            await self._stream(steps, request.sequence, write)
+                outlet.put(decode_pb2.DecodeResponse(prefill_started=local))
+            await self._stream(steps, request.sequence, outlet)
 
     async def _stream(
-        self, steps: Iterator[list[sampling_pb2.SampleToken]], sequence: sequence_pb2.SequenceSpec, write: Write
+        self, steps: Iterator[list[sampling_pb2.SampleToken]], sequence: sequence_pb2.SequenceSpec, outlet: Outlet
     ) -> None:
         worker = self._worker
         prompt_logprobs = _prompt_logprobs(sequence)
         if worker.beams is not None:
-            await write(decode_pb2.DecodeResponse(beams=worker.beams))
+            outlet.put(decode_pb2.DecodeResponse(beams=worker.beams))
         for tokens in itertools.islice(steps, worker.num_skipped_steps, None):
             await worker.reach(f"token {tokens[0].token_index}")
             for _ in range(1 + worker.num_duplicates):
@@ -224,7 +195,7 @@ class _WorkerService(
                     batch.tokens.extend(tokens)
                 else:
                     batch.runs.extend(runs_of(tokens))
-                await write(decode_pb2.DecodeResponse(tokens=batch))
+                outlet.put(decode_pb2.DecodeResponse(tokens=batch))
 
 
 def _prompt_logprobs(sequence: sequence_pb2.SequenceSpec) -> list[sampling_pb2.PositionLogprobs]:

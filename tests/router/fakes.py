@@ -2,7 +2,7 @@
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,19 +13,14 @@ from common.config import RouterConfig, ServingConfig, SloConfig
 from common.errors import from_rpc_error
 from common.ids import WorkerId
 from common.rpc import client_channel
-from common.trust.identity import Role
 from kvrelay.client.requests import credentials
-from kvrelay.v1 import inference_pb2, inference_pb2_grpc, router_admin_pb2, router_admin_pb2_grpc, sampling_pb2
-from router.codec import ByteCodec
-from router.server import RunningRouter, serve_router
-from router.status import StatusReporter
-from tests.router.fake_worker import PREFILL_GATES, TIMEOUT_S, FakeWorker
-from tests.trust import as_controller_of_router, credentials_of, operator_token
+from kvrelay.v1 import inference_pb2, inference_pb2_grpc, sampling_pb2
+from tests.router.fake_worker import PREFILL_GATES, FakeWorker
+from tests.served_router import TIMEOUT_S, ServedRouter, serving_router
+from tests.trust import operator_token
 
 PATIENT_SLO_S = 600.0
 """Objective for the first token by default: no request is late because the machine is busy."""
-_LOOK_S = 0.001
-"""Time between two looks at what no event tells."""
 
 
 @dataclass(slots=True, eq=False)
@@ -56,16 +51,14 @@ class Reply:
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class TestCluster:
+class TestCluster(ServedRouter):
     """A router, its workers and a client."""
 
     __test__ = False
 
-    router: RunningRouter
     workers: dict[str, FakeWorker]
     channel: grpc.aio.Channel
     inference: "inference_pb2_grpc.InferenceServiceAsyncStub"
-    admin: "router_admin_pb2_grpc.RouterAdminServiceAsyncStub"
 
     @property
     def prefill(self) -> FakeWorker:
@@ -78,8 +71,7 @@ class TestCluster:
         return self.workers["d0"]
 
     async def set_workers(self, *workers: FakeWorker) -> int:
-        request = router_admin_pb2.SetWorkersRequest(workers=[worker.endpoint for worker in workers])
-        return (await self.admin.SetWorkers(request)).num_ready
+        return (await self.use([worker.endpoint for worker in workers])).num_ready
 
     async def status(self) -> inference_pb2.GetClusterStatusResponse:
         request = inference_pb2.GetClusterStatusRequest()
@@ -98,14 +90,6 @@ class TestCluster:
             return member is not None and member.state_text.startswith(state)
 
         await self.until(is_seen)
-
-    async def until(self, condition: Callable[[inference_pb2.RouterStatus], object]) -> inference_pb2.RouterStatus:
-        """Wait until a condition holds, given the status of the router, and return that status."""
-        reporter = StatusReporter(self.router.door.parts)
-        async with asyncio.timeout(TIMEOUT_S):
-            while not condition(router := reporter.router()):  # noqa: ASYNC110 - no event tells it
-                await asyncio.sleep(_LOOK_S)
-        return router
 
     async def until_idle(self) -> inference_pb2.RouterStatus:
         """Wait until neither the router nor a worker holds anything, and return the counters of the router."""
@@ -190,32 +174,22 @@ async def running_cluster(
     """Start workers and a router that uses them; all workers are ready inside the block."""
     config = config_with() if config is None else config
     if isinstance(config, RouterConfig):
-        serving = ServingConfig(router=config, slo=SloConfig(ttft_s=PATIENT_SLO_S))
-    else:
-        serving = config
-    router = await serve_router(
-        serving, credentials_of(Role.ROUTER, "router-0"), codec=ByteCodec(), host="127.0.0.1", port=0
-    )
-    channel, admin_channel = client_channel(router.address), as_controller_of_router(router.admin_address)
-    cluster = TestCluster(
-        router=router,
-        workers={worker.worker_id: worker for worker in workers},
-        channel=channel,
-        inference=inference_pb2_grpc.InferenceServiceStub(channel),
-        admin=router_admin_pb2_grpc.RouterAdminServiceStub(admin_channel),
-    )
+        config = ServingConfig(router=config, slo=SloConfig(ttft_s=PATIENT_SLO_S))
     try:
-        for worker in workers:
-            worker.router = router
-            await worker.start()
-        await cluster.set_workers(*workers)
-        for worker in workers:
-            await cluster.until_state(worker.worker_id, "ready")
-        yield cluster
+        async with serving_router(config) as served, client_channel(served.address) as channel:
+            cluster = TestCluster(
+                router=served.router,
+                admin=served.admin,
+                workers={worker.worker_id: worker for worker in workers},
+                channel=channel,
+                inference=inference_pb2_grpc.InferenceServiceStub(channel),
+            )
+            for worker in workers:
+                worker.router = served.router
+                await worker.start()
+            await cluster.until_used([worker.endpoint for worker in workers])
+            yield cluster
     finally:
-        await channel.close()
-        await admin_channel.close()
-        await router.stop(0)
         for worker in workers:
             await worker.die()
 
