@@ -3,7 +3,7 @@
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,14 +11,13 @@ from common.config import ServingConfig, parse_config
 from engine.events import StepSample
 from engine.executor import Executor, ScheduledSequence
 from engine.fake import FakeExecutor, FakeStep
-from kvrelay.v1 import router_admin_pb2, worker_pb2
+from kvrelay.v1 import router_admin_pb2
 from tests.builders import BLOCK_SIZE
 from tests.served_router import TIMEOUT_S, ServedRouter, serving_router
-from tests.worker.cluster import make_runtime, serve_runtime
+from tests.worker.cluster import running_pool
 from worker.serving import RunningWorker
 from worker.timing import WorkerTiming
 
-PREFILL, DECODE = worker_pb2.WORKER_ROLE_PREFILL, worker_pb2.WORKER_ROLE_DECODE
 _SLOW_STEP_S = 0.4
 """Duration of a slow step: a worker still tells its status in time, and no watchdog takes the step for overdue."""
 _MEASURED_S = 0.1
@@ -123,25 +122,21 @@ async def running_system(
 ) -> AsyncIterator[System]:
     """Start everything and wait until the router uses every worker.
 
-    `fake` shapes the engines (make_runtime); with `load` each worker has an engine that it returns.
+    `fake` shapes the engines (`make_runtime`); with `load` each worker has an engine that it returns.
     """
-    async with AsyncExitStack() as stack:
-        served = await stack.enter_async_context(serving_router(_config(router, model, tenants)))
-        endpoints, workers, pace = [], {}, Pace()
-        shape = {name: fake.pop(name) for name in ("num_blocks", "step_s") if name in fake}
-        fake = {"lease_ttl_s": TIMEOUT_S / 2} | fake
-        for role, name, count in ((PREFILL, "p", num_prefill), (DECODE, "d", num_decode)):
-            for i in range(count):
-                executor = load() if load else PacedExecutor(pace, **shape)
-                runtime = make_runtime(role, f"{name}{i}", transports=("grpc",), executor=executor, **fake)
-                pace.leave_out_of(runtime.timing)
-                worker = workers[f"{name}{i}"] = await serve_runtime(runtime)
-                stack.push_async_callback(worker.stop, 0)
-                endpoints.append(
-                    router_admin_pb2.WorkerEndpoint(worker_id=f"{name}{i}", role=role, address=worker.address)
-                )
+    pace = Pace()
+    shape = {name: fake.pop(name) for name in ("num_blocks", "step_s") if name in fake}
+    names = [*(f"p{i}" for i in range(num_prefill)), *(f"d{i}" for i in range(num_decode))]
+    fakes = {
+        name: {"lease_ttl_s": TIMEOUT_S / 2, "executor": load() if load else PacedExecutor(pace, **shape), **fake}
+        for name in names
+    }
+    async with serving_router(_config(router, model, tenants)) as served, running_pool(fakes, ends_empty=False) as pool:
+        for worker in pool.workers.values():
+            pace.leave_out_of(worker.runtime.timing)
+        endpoints = pool.endpoints
         await served.until_used(endpoints)
-        yield System(router=served.router, admin=served.admin, workers=workers, endpoints=endpoints, pace=pace)
+        yield System(router=served.router, admin=served.admin, workers=pool.workers, endpoints=endpoints, pace=pace)
 
 
 @asynccontextmanager

@@ -3,8 +3,8 @@
 import asyncio
 from typing import Any
 
-from kvrelay.v1 import router_admin_pb2
-from tests.e2e.in_process import DECODE, TIMEOUT_S, System, running_system
+from kvrelay.v1 import router_admin_pb2, worker_pb2
+from tests.e2e.in_process import TIMEOUT_S, System, running_system
 
 PROMPT = "what a worker has cached outlives its role. " * 6
 
@@ -35,7 +35,7 @@ async def test_router_finds_in_a_flipped_worker_what_it_cached_in_its_old_role()
     async with running_system(router=router) as system, system.client() as client:
         first = await client.generate(PROMPT, max_tokens=8, ignore_eos=True, seed=7)
         assert first.plans[0].prefill_worker_id == "p0"
-        await flip(system, "p0", DECODE)
+        await flip(system, "p0", worker_pb2.WORKER_ROLE_DECODE)
         await until_used(system, "p0")
         again = await client.generate(PROMPT, max_tokens=8, ignore_eos=True, seed=7)
         assert again.token_ids == first.token_ids

@@ -1,56 +1,30 @@
 """Invariant 6: nothing that a tenant gets back depends on what another tenant has sent."""
 
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 from common.config import parse_config
-from common.trust.identity import Role
 from kvrelay.client import AsyncClient, Generation
-from kvrelay.v1 import router_admin_pb2, router_admin_pb2_grpc, worker_pb2
-from router.codec import ByteCodec
-from router.server import serve_router
-from tests.trust import as_controller_of_router, credentials_of
-from tests.worker.calls import Pair
-from tests.worker.cluster import running_pair
+from tests.served_router import serving_router
+from tests.worker.cluster import Pool, running_pool
 
 KEYS = {name: f"key-of-tenant-{name}-0001" for name in ("a", "b", "friend")}
+WORKERS: dict[str, dict[str, Any]] = {"prefill-0": {}, "decode-0": {}}
 PROMPT = [number % 199 + 1 for number in range(400)]
 COLD = [number % 197 + 2 for number in range(400)]
 
 
 @asynccontextmanager
-async def running_router(pair: Pair, **tenants: dict[str, Any]) -> AsyncIterator[str]:
+async def running_router(pool: Pool, **tenants: dict[str, Any]) -> AsyncIterator[str]:
     """Start a router over both workers and return its address, once they are ready."""
     raw = {
         "router": {"auth": "api_key", "salt_secret": "s" * 32, "local_prefill_max_tokens": 0, "metrics_port": None},
         "tenants": [{"name": name, "api_keys": [KEYS[name]], **fields} for name, fields in tenants.items()],
     }
-    router = await serve_router(
-        parse_config(raw, source="test"),
-        credentials_of(Role.ROUTER, "router-0"),
-        codec=ByteCodec(),
-        host="127.0.0.1",
-        port=0,
-    )
-    channel = as_controller_of_router(router.admin_address)
-    workers = [
-        router_admin_pb2.WorkerEndpoint(worker_id=worker.runtime.worker_id, role=role, address=worker.address)
-        for role, worker in (
-            (worker_pb2.WORKER_ROLE_PREFILL, pair.prefill),
-            (worker_pb2.WORKER_ROLE_DECODE, pair.decode),
-        )
-    ]
-    try:
-        admin = router_admin_pb2_grpc.RouterAdminServiceStub(channel)
-        async with asyncio.timeout(60):
-            while (await admin.SetWorkers(router_admin_pb2.SetWorkersRequest(workers=workers))).num_ready < 2:  # noqa: ASYNC110 - no event tells it
-                await asyncio.sleep(0.01)
-        yield router.address
-    finally:
-        await channel.close()
-        await router.stop(0)
+    async with serving_router(parse_config(raw, source="test")) as served:
+        await served.until_used(pool.endpoints)
+        yield served.address
 
 
 async def ask(address: str, tenant: str, prompt: list[int]) -> Generation:
@@ -65,7 +39,7 @@ def seen(generation: Generation) -> tuple[int, int, int]:
 
 
 async def test_prompt_that_another_tenant_has_cached_is_as_cold_as_one_that_nobody_has() -> None:
-    async with running_pair() as pair, running_router(pair, a={}, b={}) as address:
+    async with running_pool(WORKERS) as pool, running_router(pool, a={}, b={}) as address:
         first = await ask(address, "a", PROMPT)
         warm = await ask(address, "a", PROMPT)
         other = await ask(address, "b", PROMPT)
@@ -79,8 +53,8 @@ async def test_prompt_that_another_tenant_has_cached_is_as_cold_as_one_that_nobo
 
 async def test_tenants_that_agreed_to_share_find_each_others_prefixes() -> None:
     async with (
-        running_pair() as pair,
-        running_router(pair, a={"share_cache": True}, friend={"share_cache": True}, b={}) as address,
+        running_pool(WORKERS) as pool,
+        running_router(pool, a={"share_cache": True}, friend={"share_cache": True}, b={}) as address,
     ):
         await ask(address, "a", PROMPT)
         shared = await ask(address, "friend", PROMPT)

@@ -11,14 +11,10 @@ from common.config import ServingConfig
 from common.metrics_server import MetricsServer
 from common.ports import dial_address
 from common.rpc import client_channel
-from common.trust.identity import Role
-from kvrelay.client import AsyncClient, Client
-from kvrelay.v1 import router_admin_pb2, router_admin_pb2_grpc
-from router.codec import ByteCodec
-from router.server import RunningRouter, serve_router
-from tests.router.fake_worker import TIMEOUT_S
+from kvrelay.client import Client
+from kvrelay.v1 import router_admin_pb2
 from tests.router.fakes import config_with
-from tests.trust import as_controller_of_router, credentials_of
+from tests.served_router import TIMEOUT_S, ServedRouter, serving_router
 
 PROXY_ENVS = ("http_proxy", "https_proxy", "grpc_proxy")
 
@@ -34,28 +30,27 @@ def has_ipv6() -> bool:
 needs_ipv6 = pytest.mark.skipif(not has_ipv6(), reason="this host has no IPv6")
 
 
-async def serving_on(host: str) -> RunningRouter:
-    config = ServingConfig(router=config_with(http_port=0, metrics_port=0))
-    return await serve_router(config, credentials_of(Role.ROUTER, "router-0"), codec=ByteCodec(), host=host, port=0)
+CONFIG = ServingConfig(router=config_with(http_port=0, metrics_port=0))
 
 
 @pytest.fixture(params=["127.0.0.1", "localhost", *(pytest.param(each, marks=needs_ipv6) for each in ("::1", "[::1]"))])
-async def router(request: pytest.FixtureRequest) -> AsyncIterator[RunningRouter]:
-    router = await serving_on(request.param)
-    yield router
-    await router.stop(0)
+async def served(request: pytest.FixtureRequest) -> AsyncIterator[ServedRouter]:
+    async with serving_router(CONFIG, host=request.param) as served:
+        yield served
 
 
-async def test_every_listener_of_a_router_answers_on_its_host(router: RunningRouter) -> None:
-    host = router.address.rpartition(":")[0].strip("[]")
+async def ask_as_everybody(served: ServedRouter) -> None:
+    """Call the router's gRPC doors, as a client and as its controller do."""
+    async with served.client() as client:
+        assert (await client.status()).router.http_port == served.router.http_port
+    await served.admin.GetDemand(router_admin_pb2.GetDemandRequest(window_s=1))
+
+
+async def test_every_listener_of_a_router_answers_on_its_host(served: ServedRouter) -> None:
     async with asyncio.timeout(TIMEOUT_S):
-        async with AsyncClient(router.address) as client:
-            assert (await client.status()).router.http_port == router.http_port
-        async with as_controller_of_router(router.admin_address) as admin:
-            stub = router_admin_pb2_grpc.RouterAdminServiceStub(admin)
-            await stub.GetDemand(router_admin_pb2.GetDemandRequest(window_s=1))
-        for port in (router.http_port, router.metrics_port):
-            _reader, writer = await asyncio.open_connection(host, port)
+        await ask_as_everybody(served)
+        for port in (served.router.http_port, served.router.metrics_port):
+            _reader, writer = await asyncio.open_connection(served.address.rpartition(":")[0].strip("[]"), port)
             writer.close()
 
 
@@ -80,17 +75,9 @@ async def test_companys_proxy_is_no_way_to_a_router_of_this_host(monkeypatch: py
             monkeypatch.setenv(name, f"http://127.0.0.1:{proxy.getsockname()[1]}")
         for name in ("no_proxy", "NO_PROXY", "no_grpc_proxy"):
             monkeypatch.delenv(name, raising=False)
-        router = await serving_on("127.0.0.1")
-        try:
-            async with asyncio.timeout(TIMEOUT_S):
-                async with AsyncClient(router.address) as client:
-                    await client.status()
-                async with as_controller_of_router(router.admin_address) as admin:
-                    stub = router_admin_pb2_grpc.RouterAdminServiceStub(admin)
-                    await stub.GetDemand(router_admin_pb2.GetDemandRequest(window_s=1))
-                await asyncio.to_thread(_ask, router.address)
-        finally:
-            await router.stop(0)
+        async with asyncio.timeout(TIMEOUT_S), serving_router(CONFIG) as served:
+            await ask_as_everybody(served)
+            await asyncio.to_thread(_ask, served.address)
         proxy.setblocking(False)
         with pytest.raises(BlockingIOError):
             proxy.accept()

@@ -16,7 +16,7 @@ from common.ids import WorkerId
 from common.trust.identity import Role
 from engine.executor import Executor, ScheduledSequence, StepHandle
 from engine.fake import FakeExecutor
-from kvrelay.v1 import decode_pb2_grpc, prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
+from kvrelay.v1 import decode_pb2_grpc, prefill_pb2_grpc, router_admin_pb2, worker_pb2, worker_pb2_grpc
 from tests.builders import BLOCK_SIZE
 from tests.clock import ManualClock
 from tests.trust import as_router, credentials_of
@@ -161,6 +161,14 @@ class Pool:
             decode_stub=decode_pb2_grpc.DecodeServiceStub(self.channels[decode]),
         )
 
+    @property
+    def endpoints(self) -> list[router_admin_pb2.WorkerEndpoint]:
+        """The workers, as a router is told of them."""
+        return [
+            router_admin_pb2.WorkerEndpoint(worker_id=name, role=worker.runtime.role, address=worker.address)
+            for name, worker in self.workers.items()
+        ]
+
     async def until_empty(self) -> None:
         """Wait (bounded) until no worker holds anything."""
         for worker in self.workers.values():
@@ -171,15 +179,14 @@ class Pool:
 async def running_pool(
     fakes: dict[str, dict[str, Any]], *, transports: Sequence[str] = ("grpc",), ends_empty: bool = True
 ) -> AsyncIterator[Pool]:
-    """Start workers named prefill-… and decode-… with these fake engines, and stop them with everything they own.
+    """Start workers named p… and d… with these fake engines (`make_runtime`), and stop them with all that they own.
 
     Waits (bounded) at the end of the block until no worker holds anything; without `ends_empty` it does not.
     """
     pool = Pool({}, {})
     try:
         for name, fake in fakes.items():
-            is_prefill = name.startswith("prefill")
-            role = worker_pb2.WORKER_ROLE_PREFILL if is_prefill else worker_pb2.WORKER_ROLE_DECODE
+            role = worker_pb2.WORKER_ROLE_PREFILL if name.startswith("p") else worker_pb2.WORKER_ROLE_DECODE
             # A lease ends when a test says so, not because the machine is busy.
             runtime = make_runtime(role, name, transports=transports, **({"lease_ttl_s": 60.0} | fake))
             worker = pool.workers[name] = await serve_runtime(runtime)
