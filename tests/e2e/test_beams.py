@@ -8,9 +8,10 @@ import pytest
 from kvrelay.client import AsyncClient, Generation
 from router.record import RunningRequest
 from tests.builders import make_request
-from tests.e2e.in_process import TIMEOUT_S, System, running_system
+from tests.e2e.in_process import System, running_system
 from tests.e2e.test_drain import decoding_worker
 from tests.engine.beam_oracle import expected_beams
+from tests.served_router import TIMEOUT_S
 
 PROMPT = list(b"the beams of a lighthouse " * 3)
 OPTIONS: dict[str, Any] = {"use_beam_search": True, "n": 4, "max_tokens": 100, "ignore_eos": True}

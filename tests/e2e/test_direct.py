@@ -13,8 +13,9 @@ from kvrelay.client.direct import DirectCall, InOrder
 from kvrelay.v1 import decode_pb2, inference_pb2
 from router.record import RunningRequest
 from router.worker_requests import CHECKPOINT_TOKENS
-from tests.e2e.in_process import TIMEOUT_S, running_system
+from tests.e2e.in_process import running_system
 from tests.e2e.manual_client import ENGINE, LOCAL, PROMPT, SAMPLING
+from tests.served_router import TIMEOUT_S
 
 REMOTE: dict[str, Any] = {"local_prefill_max_tokens": 0}
 LOGPROBS: dict[str, Any] = {"logprobs": 1, "prompt_logprobs": 0}

@@ -8,8 +8,9 @@ import pytest
 from common.errors import AccessDenied, ClientGone
 from decode_worker.direct import DirectAnswer
 from kvrelay.v1 import inference_pb2
-from tests.e2e.in_process import TIMEOUT_S, running_system
+from tests.e2e.in_process import running_system
 from tests.e2e.manual_client import ENGINE, LOCAL, PROMPT, SAMPLING, Manual, error_of, read_tokens
+from tests.served_router import TIMEOUT_S
 
 
 async def test_a_stream_that_comes_back_goes_on_behind_what_the_client_has(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,8 @@ import pytest
 from common.structured_outputs import structure_text
 from kvrelay.client import AsyncClient, Generation, Token
 from tests.builders import expected_tokens, make_request
-from tests.e2e.in_process import TIMEOUT_S, System, running_system
+from tests.e2e.in_process import System, running_system
+from tests.served_router import TIMEOUT_S
 
 NUM_STREAMS = 4
 NUM_TOKENS, SLOW_AT = 60, 10

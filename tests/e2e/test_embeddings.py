@@ -14,7 +14,8 @@ from engine.executor import ScheduledSequence
 from engine.fake import FakeExecutor, FakeStep
 from kvrelay.client import AsyncClient, Client, Embedding, InvalidRequest
 from tests.builders import BLOCK_SIZE, expected_embedding, expected_tokens, make_request
-from tests.e2e.in_process import TIMEOUT_S, running_system
+from tests.e2e.in_process import running_system
+from tests.served_router import TIMEOUT_S
 
 POOLINGS = ("last", "mean")
 

@@ -6,7 +6,8 @@ from typing import Any
 from cluster.processes.evacuation import Evacuation
 from kvrelay.client import AsyncClient
 from tests.cluster.test_evacuation import GRACE_S, peer
-from tests.e2e.in_process import TIMEOUT_S, System, running_system
+from tests.e2e.in_process import System, running_system
+from tests.served_router import TIMEOUT_S
 from tests.trust import CONTROLLER
 
 NUM_CHATS = 12

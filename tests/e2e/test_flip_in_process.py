@@ -4,7 +4,8 @@ import asyncio
 from typing import Any
 
 from kvrelay.v1 import router_admin_pb2, worker_pb2
-from tests.e2e.in_process import TIMEOUT_S, System, running_system
+from tests.e2e.in_process import System, running_system
+from tests.served_router import TIMEOUT_S
 
 PROMPT = "what a worker has cached outlives its role. " * 6
 

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from kvrelay.client import AsyncClient, Generation
-from tests.e2e.in_process import TIMEOUT_S, System, running_system
+from tests.e2e.in_process import System, running_system
 from tests.e2e.test_drain import EXPECTED, NUM_STREAMS, SHAPE, SLOW_AT, answer, decoding_worker, expected
+from tests.served_router import TIMEOUT_S
 from tests.worker.cluster import running_pair
 
 GRACE_S = 60.0

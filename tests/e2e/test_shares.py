@@ -10,8 +10,9 @@ import pytest
 
 from kvrelay.client import AsyncClient, Generation
 from tests.builders import expected_tokens, make_request
-from tests.e2e.in_process import TIMEOUT_S, System, running_system
+from tests.e2e.in_process import System, running_system
 from tests.engine.beam_oracle import expected_beams
+from tests.served_router import TIMEOUT_S
 
 KEYS = {name: f"key-of-tenant-{name}-0001" for name in "ab"}
 TENANTS = [{"name": name, "api_keys": [key]} for name, key in KEYS.items()]

@@ -10,7 +10,8 @@ import pytest
 from common.errors import Unreachable
 from kvrelay.client import AsyncClient, AsyncGenerationStream, Generation, PlanChosen, PromptLogprobs, Token, TokenRun
 from kvrelay.v1 import router_admin_pb2
-from tests.e2e.in_process import TIMEOUT_S, System, another_router, running_system
+from tests.e2e.in_process import System, another_router, running_system
+from tests.served_router import TIMEOUT_S
 
 PROMPT = list(range(1, 41))
 SAMPLING: dict[str, Any] = {"temperature": 1.0, "max_tokens": 60, "ignore_eos": True}

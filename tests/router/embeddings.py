@@ -25,9 +25,10 @@ def vector_of(response: pb.EmbedResponse) -> list[float]:
     return values
 
 
-def unit(num_tokens: int = 10, pooling: int = LAST, dimensions: int = HIDDEN_SIZE) -> Any:
-    """Return the normalized embedding of a fixed prompt."""
-    vector = hidden_of(prompt_of(num_tokens), pooling)[:dimensions].astype(np.float64)
+def unit(prompt: int | list[int] = 10, pooling: int = LAST, dimensions: int = HIDDEN_SIZE) -> Any:
+    """Return the normalized embedding of a prompt, or of the fixed one with so many tokens."""
+    tokens = prompt_of(prompt) if isinstance(prompt, int) else prompt
+    vector = hidden_of(tokens, pooling)[:dimensions].astype(np.float64)
     return pytest.approx((vector / np.linalg.norm(vector)).tolist(), abs=1e-6)
 
 

@@ -16,6 +16,7 @@ from common.rpc import client_channel
 from kvrelay.client.requests import credentials
 from kvrelay.v1 import inference_pb2, inference_pb2_grpc, sampling_pb2
 from tests.router.fake_worker import PREFILL_GATES, FakeWorker
+from tests.rpc import answer_of
 from tests.served_router import TIMEOUT_S, ServedRouter, serving_router
 from tests.trust import operator_token
 
@@ -154,10 +155,11 @@ class TestCluster(ServedRouter):
         self, request: inference_pb2.EmbedRequest, *, timeout_s: float = TIMEOUT_S
     ) -> inference_pb2.EmbedResponse:
         """Return an embedding. Raises KvrelayError."""
-        try:
-            return await self.inference.Embed(request, timeout=timeout_s)
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from error
+        return await answer_of(self.inference.Embed(request, timeout=timeout_s))
+
+    async def ask(self, method: str, request: Any, *, key: str | None = None) -> Any:
+        """Call a method of the gRPC door, with a tenant's key if given. Raises KvrelayError."""
+        return await answer_of(getattr(self.inference, method)(request, timeout=TIMEOUT_S, metadata=credentials(key)))
 
     async def read(self, call: Any, reply: Reply) -> None:
         try:

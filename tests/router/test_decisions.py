@@ -4,12 +4,11 @@ import asyncio
 import time
 from contextlib import suppress
 
-import grpc
 import pytest
 from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.exposition import generate_latest
 
-from common.errors import Cancelled, Unauthenticated, WorkerLost, from_rpc_error
+from common.errors import Cancelled, Unauthenticated, WorkerLost
 from common.ids import RequestId, WorkerId
 from kvrelay.v1 import inference_pb2
 from router.metrics import RouterMetrics, WeightedHistogram
@@ -116,13 +115,8 @@ def test_weighted_histogram_is_exported_as_one_that_takes_its_values_one_by_one(
 async def explain(
     cluster: TestCluster, request_id: str = "", *, limit: int = 0, key: str | None = None
 ) -> list[inference_pb2.Decision]:
-    metadata = () if key is None else (("authorization", f"Bearer {key}"),)
     asked = inference_pb2.ExplainRequest(request_id=request_id, limit=limit)
-    try:
-        response = await cluster.inference.Explain(asked, timeout=TIMEOUT_S, metadata=metadata)
-    except grpc.aio.AioRpcError as error:
-        raise from_rpc_error(error) from error
-    return list(response.decisions)
+    return list((await cluster.ask("Explain", asked, key=key)).decisions)
 
 
 def request_id_of(reply: Reply) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from common.errors import EngineFault, InvalidRequest
-from kvrelay.v1 import decode_pb2, inference_pb2, sampling_pb2
+from kvrelay.v1 import decode_pb2, inference_pb2
 from router.decode_stream import DecodeStream
 from tests.router.fake_worker import DECODE, FakeWorker, answer, pair
 from tests.router.fakes import Reply, config_with, make_request, prompt_of, running_cluster
@@ -221,15 +221,6 @@ async def test_call_that_is_closed_before_it_is_sent_costs_the_worker_nothing() 
     await asyncio.sleep(0)
     assert [(m.call_id, m.WhichOneof("message")) for m in wire.written] == [(2, "open"), (2, "close")]
     await stream.aclose()
-
-
-def test_a_token_delta_of_the_router_has_room_for_what_a_batch_of_a_worker_brings() -> None:
-    """`merge_tokens` handles both."""
-    for name in ("tokens", "runs", "prompt_logprobs"):
-        ours = inference_pb2.TokenDelta.DESCRIPTOR.fields_by_name[name]
-        theirs = decode_pb2.TokenBatch.DESCRIPTOR.fields_by_name[name]
-        assert ours.message_type is theirs.message_type
-    assert sampling_pb2.TokenRun.DESCRIPTOR.fields_by_name["tokens"].type == 12
 
 
 async def test_response_is_acknowledged_once_its_parts_have_reached_their_calls() -> None:

@@ -131,15 +131,3 @@ def test_no_tenant_within_its_reservation_is_refused_while_another_borrows(seed:
             own[0].__exit__(None, None, None)
             held.remove(own[0])
         assert line.line.num_queued == len(held) <= max_queued
-
-
-@pytest.mark.parametrize("num_tenants", [2, 5])
-async def test_every_tenant_gets_in_although_one_never_stops_asking(num_tenants: int) -> None:
-    line = Line(max_queued=20)
-    greedy, *others = [Tenant(name=f"t{index}") for index in range(num_tenants)]
-    fill(line, greedy, 20)
-    for _ in range(20 // num_tenants):
-        for tenant in others:
-            assert isinstance(line.admission.admit(tenant), Ticket)
-            line.admission.admit(greedy)
-    assert [num_queued(line, tenant) for tenant in (greedy, *others)] == [20 // num_tenants] * num_tenants

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common.errors import CrashSuspected, DeadlineExceeded, EngineFault, Overloaded, StaleEpoch, WorkerLost
+from common.errors import CrashSuspected, EngineFault, StaleEpoch, WorkerLost
 from common.wire import pack_floats
 from kvrelay.v1 import router_admin_pb2
 from tests.router.embeddings import embedding_of, prefill_pool, unit, vector_of
@@ -109,15 +109,6 @@ async def test_client_that_leaves_frees_everything(gate: str) -> None:
         await cluster.until_idle()
 
 
-async def test_deadline_ends_a_request_by_name() -> None:
-    (worker,) = prefill_pool(1)
-    worker.gates.close("first_token")
-    async with running_cluster(worker) as cluster:
-        with pytest.raises(DeadlineExceeded):
-            await cluster.embed(embedding_of(), timeout_s=0.3)
-        await cluster.until_idle()
-
-
 async def test_without_a_prefill_worker_the_error_says_so() -> None:
     async with running_cluster(FakeWorker("d0", DECODE), config=config_with(queue_timeout_s=0.1)) as cluster:
         with pytest.raises(WorkerLost, match="no prefill worker"):
@@ -166,15 +157,3 @@ async def cluster_queue(cluster: TestCluster, count: int) -> list["asyncio.Task[
         waiting.append(asyncio.create_task(cluster.generate(make_request(10 + number))))
         await cluster.until_queued(number + 1)
     return waiting
-
-
-async def test_full_line_refuses_embeddings_as_it_refuses_generations() -> None:
-    (worker,) = prefill_pool(1)
-    worker.set_load(num_free_blocks=0)
-    async with running_cluster(worker, config=config_with(max_queued=1)) as cluster:
-        waiting = asyncio.create_task(cluster.embed(embedding_of()))
-        await cluster.until_queued(1)
-        with pytest.raises(Overloaded, match="limit is 1"):
-            await cluster.embed(embedding_of())
-        worker.set_load(num_free_blocks=64)
-        assert vector_of(await waiting) == unit()

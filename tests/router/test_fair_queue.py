@@ -11,13 +11,6 @@ from router.admission.tenant_queue import AGEING, Place
 from tests.router.queues import TENANTS, drain, make_queue, push, serve
 
 
-def test_requests_of_one_tenant_and_size_go_in_order_of_arrival() -> None:
-    queue = make_queue(a=1)
-    for number in range(5):
-        push(queue, number)
-    assert drain(queue) == [0, 1, 2, 3, 4]
-
-
 def test_higher_priority_goes_first_inside_its_tenant_only() -> None:
     queue = make_queue(a=1, b=1)
     push(queue, 0, tenant="b")
@@ -122,16 +115,6 @@ def test_held_tenant_is_skipped_and_returns_as_after_a_pause() -> None:
     assert sorted(drain(queue)) == [0, 2]
 
 
-def test_skipped_tenant_keeps_its_place() -> None:
-    queue = make_queue(a=1, b=1)
-    push(queue, 0, tenant="a")
-    push(queue, 1, tenant="b")
-    place = serve(queue, skipping={"a"})
-    assert place.item == 1
-    queue.restore(place)
-    assert drain(queue) == [0, 1]
-
-
 def test_restored_place_is_the_same_place_and_lifts_no_tenant() -> None:
     queue = make_queue(a=1, b=1)
     queue.charge("b", 50)
@@ -173,17 +156,6 @@ def test_weighted_service_of_waiting_tenants_differs_by_one_request_at_most(seed
             return
         service = [queue.counter(tenant) - started[tenant] for tenant in TENANTS]
         assert max(service) - min(service) <= max(costs[n] / TENANTS[t] for n, (t, _) in enumerate(requests))
-
-
-def test_round_goes_on_with_the_tenant_that_was_served_least_by_then() -> None:
-    queue = make_queue(a=1, b=1)
-    for number in range(4):
-        push(queue, number, tenant="ab"[number % 2])
-    tenants = []
-    for place, cost in zip(queue.round(now_s=0.0, skipping=()), (10, 5, 20, 0), strict=True):
-        tenants.append(place.tenant)
-        queue.charge(place.tenant, cost)
-    assert tenants == ["a", "b", "b", "a"]
 
 
 class QueueMachine(RuleBasedStateMachine):

@@ -89,12 +89,6 @@ def test_gaps_of_a_run_are_even() -> None:
     assert mine.gaps == [(0.5, 4)]
 
 
-def test_accept_runs_cuts_what_is_known() -> None:
-    mine = ledger()
-    assert mine.accept_runs([run(0, 3), run(1, 2), run(2, 3)], expected=range(1)) == [run(0, 3), run(3, 2)]
-    assert mine.output(0).tolist() == [100, 101, 102, 103, 104]
-
-
 @given(
     cuts=st.lists(st.tuples(st.integers(0, 12), st.integers(1, 6), st.booleans()), max_size=12),
 )

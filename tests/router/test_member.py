@@ -61,14 +61,6 @@ def test_booking_takes_free_slots_and_its_objective_counts_while_it_lasts() -> N
     assert (member.load().num_free_slots, member.load().tpot_slos) == (1, ())
 
 
-def test_load_counts_the_attempt_that_is_not_accepted_yet() -> None:
-    member = make_member(num_blocks=20)
-    for num_blocks in (4, 5):
-        book(member, num_blocks=num_blocks)
-    member.take_report(worker_pb2.LoadReport(num_running=1, num_free_blocks=16), ["r0"], now_s=0.1)
-    assert member.load().num_free_blocks == 11
-
-
 def test_load_counts_no_booking_for_long_without_a_word() -> None:
     member = make_member()
     book(member, num_blocks=4)

@@ -7,11 +7,11 @@ import pytest
 
 from common.block_hash import hash_root
 from common.config import ServingConfig, parse_config
-from common.errors import InvalidRequest, Overloaded, Unauthenticated
+from common.errors import Overloaded, Unauthenticated
 from common.wire import pack_tokens
 from kvrelay.client import AsyncClient, ServiceTerms
 from tests.router.fake_worker import BLOCK_KEY, FINGERPRINT, ROOT, answer, full_pair, hashes_of, pair, timing_of, trio
-from tests.router.fakes import PATIENT_SLO_S, TestCluster, config_with, make_request, prompt_of, running_cluster
+from tests.router.fakes import PATIENT_SLO_S, config_with, make_request, prompt_of, running_cluster
 from tests.router.http.clients import fetch
 
 KEYS = {name: f"key-of-tenant-{name}-0001" for name in "ab"}
@@ -69,16 +69,6 @@ async def test_hashes_of_clients_without_a_key_cannot_be_computed_without_the_bl
     root = prefill.requests[0].sequence.hash_root
     assert root == hash_root(model_fingerprint=FINGERPRINT, key=BLOCK_KEY)
     assert root != hash_root(model_fingerprint=FINGERPRINT)
-
-
-async def test_tenants_that_share_their_cache_have_equal_blocks() -> None:
-    prefill, decode = pair()
-    config = serving(a={"share_cache": True}, b={"share_cache": True})
-    async with running_cluster(prefill, decode, config=config) as cluster:
-        for name in "ab":
-            async with AsyncClient(cluster.router.address, api_key=KEYS[name]) as client:
-                await ask(client)
-    assert prefill.requests[0].sequence.hash_root == prefill.requests[1].sequence.hash_root
 
 
 @pytest.mark.usefixtures("no_refill")
@@ -164,15 +154,6 @@ async def test_higher_priority_goes_first_as_far_as_the_tenant_may_claim_it() ->
     assert decode.prompt_lengths == [11, 12, 10]
 
 
-@pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan")])
-async def test_objective_that_is_not_a_time_is_refused_by_name(cluster: TestCluster, seconds: float) -> None:
-    request = make_request()
-    request.objective.ttft_s = seconds
-    with pytest.raises(InvalidRequest) as caught:
-        await cluster.generate(request)
-    assert caught.value.field == "objective.ttft_s"
-
-
 async def test_request_that_cannot_meet_its_deadline_is_refused_before_any_prefill() -> None:
     prefill, decode = pair()
     prefill.timing = decode.timing = timing_of(s_per_prompt_token=5.0)
@@ -186,22 +167,6 @@ async def test_request_that_cannot_meet_its_deadline_is_refused_before_any_prefi
         status = await cluster.until_idle()
         assert (status.num_failed, status.num_rejected, status.num_refused) == (0, 1, 1)
         assert (await cluster.generate(make_request(10), timeout_s=200.0)).token_ids() == answer(prompt_of(10), 6)
-
-
-@pytest.mark.parametrize(("shed", "is_refused"), [("slo", True), ("deadline", False)])
-async def test_request_that_cannot_meet_its_objective_is_refused_when_configured(shed: str, is_refused: bool) -> None:
-    prefill, decode = pair()
-    prefill.timing = decode.timing = timing_of(s_per_prompt_token=5.0)
-    async with running_cluster(prefill, decode, config=config_with(shed=shed)) as cluster:
-        request = make_request(10)
-        request.objective.ttft_s = 45
-        if is_refused:
-            with pytest.raises(Overloaded, match=r"the objective of 45 s leaves [34]\d\.\d+ s"):
-                await cluster.generate(request, timeout_s=200.0)
-        else:
-            assert (await cluster.generate(request, timeout_s=200.0)).token_ids() == answer(prompt_of(10), 6)
-        request.objective.ttft_s = 100
-        assert (await cluster.generate(request, timeout_s=200.0)).token_ids() == answer(prompt_of(10), 6)
 
 
 async def test_long_cold_prompt_gives_way_to_a_short_one_that_comes_soon_after_it() -> None:

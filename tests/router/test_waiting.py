@@ -10,6 +10,7 @@ import pytest
 from common.errors import DeadlineExceeded, Overloaded, WorkerLost
 from kvrelay.v1 import inference_pb2
 from router.admission.limits import MAX_RETRY_S
+from tests.router.embeddings import embedding_of
 from tests.router.fake_worker import (
     DECODE,
     TIMEOUT_S,
@@ -125,14 +126,15 @@ async def test_generate_when_queue_is_full_is_refused_with_retry_info() -> None:
     prefill, decode = full_pair()
     async with running_cluster(prefill, decode, config=config_with(max_queued=2)) as cluster:
         replies = await cluster.queue(make_request(10), make_request(10))
-        with pytest.raises(Overloaded) as caught:
-            await cluster.generate(make_request())
-        assert caught.value.retry_after_s == 1.0
+        for refused in (cluster.generate(make_request()), cluster.embed(embedding_of())):
+            with pytest.raises(Overloaded, match="limit is 2") as caught:
+                await refused
+            assert caught.value.retry_after_s is not None
         decode.set_load(num_free_blocks=64)
         for reply in await replies:
             assert reply.token_ids() == answer(prompt_of(10), 6)
         ended = await cluster.until_idle()
-        assert (ended.num_failed, ended.num_rejected) == (0, 1)
+        assert (ended.num_failed, ended.num_rejected) == (0, 2)
 
 
 @pytest.mark.parametrize("gate", ["queue", "reserve", "prefill", "first_token", "token 2"])

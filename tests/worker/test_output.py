@@ -10,7 +10,7 @@ from common.fake_tokenizer import byte_tokenizer
 from common.ids import BlockHash
 from common.kv_events import KvEvents
 from common.sampling import SamplingParams
-from common.wire import sampling_from_proto, sampling_to_proto, unpack_tokens
+from common.wire import unpack_tokens
 from common.wire_names import FinishReason
 from decode_worker.direct import CAPABILITY_BYTES, DirectAnswer
 from engine.events import GeneratedRun, TokenOutput, Tokens
@@ -42,13 +42,6 @@ def test_validate_without_text_refuses_options_that_need_text_by_field(what: dic
     with pytest.raises(InvalidRequest, match="detokenize") as caught:
         SamplingParams(detokenize=False, **what).validate(vocab_size=9)  # type: ignore[arg-type]
     assert caught.value.field == f"sampling.{next(iter(what)).removeprefix('num_')}"
-
-
-@pytest.mark.parametrize("detokenize", [True, False])
-def test_detokenize_survives_the_wire_and_is_on_by_default(detokenize: bool) -> None:
-    message = sampling_to_proto(SamplingParams(detokenize=detokenize))
-    assert sampling_from_proto(message, default_seed=0).detokenize is detokenize
-    assert sampling_from_proto(pb.SamplingParams(), default_seed=0).detokenize
 
 
 async def test_decode_without_text_streams_runs_of_the_same_tokens() -> None:

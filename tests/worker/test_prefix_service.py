@@ -5,14 +5,14 @@ from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
 
-import grpc
 import pytest
 
-from common.errors import InvalidRequest, KvrelayError, StaleEpoch, WorkerLost, from_rpc_error
+from common.errors import InvalidRequest, KvrelayError, StaleEpoch, WorkerLost
 from common.ids import Epoch, WorkerId
 from common.trust.tickets import ANY_CACHED, PullRight
 from kvrelay.v1 import prefix_pb2, prefix_pb2_grpc, sequence_pb2
 from tests.builders import BLOCK_SIZE, make_request
+from tests.rpc import answer_of
 from tests.trust import CONTROLLER, as_controller
 from tests.worker.cluster import Pool, running_pool, until_empty
 from tests.worker.prefixes import PREFIX, PREFIX_BLOCKS, prompt, warm_pool, where
@@ -23,11 +23,8 @@ MIB = 1 << 20
 
 @asynccontextmanager
 async def prefixes_of(worker: RunningWorker) -> AsyncIterator[Any]:
-    channel = as_controller(worker.address)
-    try:
+    async with as_controller(worker.address) as channel:
         yield prefix_pb2_grpc.PrefixServiceStub(channel)
-    finally:
-        await channel.close()
 
 
 async def hot(worker: RunningWorker, max_blocks: int = 1000) -> Sequence[prefix_pb2.PrefixChain]:
@@ -51,9 +48,10 @@ async def pull(
     )
     source.ticket = CONTROLLER.issue(right)
     async with prefixes_of(worker) as stub:
-        response: prefix_pb2.PullPrefixesResponse = await stub.PullPrefixes(
-            prefix_pb2.PullPrefixesRequest(source=source, chains=chains, max_bytes=max_bytes, time_limit_s=time_limit_s)
+        request = prefix_pb2.PullPrefixesRequest(
+            source=source, chains=chains, max_bytes=max_bytes, time_limit_s=time_limit_s
         )
+        response: prefix_pb2.PullPrefixesResponse = await answer_of(stub.PullPrefixes(request))
         return response
 
 
@@ -130,9 +128,8 @@ async def test_branches_are_taken_in_behind_their_trunk() -> None:
 
 async def test_pull_from_an_earlier_life_of_the_source_raises_stale_epoch() -> None:
     async with taking() as (_pool, source, taker):
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
+        with pytest.raises(StaleEpoch):
             await pull(taker, where(source, epoch=source.runtime.epoch + 1), await hot(source))
-        assert isinstance(from_rpc_error(caught.value), StaleEpoch)
 
 
 GOOD: dict[str, Any] = {"block_hashes": bytes(32), "values": [1.0, 0.5], "num_reused_blocks": 1}
@@ -189,14 +186,14 @@ async def refusal(
     bounds: dict[str, Any] = {"time_limit_s": 60.0, "max_bytes": MIB}
     asked = bounds | {name: value for name, value in changes.items() if name in bounds}
     named = source | {name: value for name, value in changes.items() if name in source}
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
+    with pytest.raises(KvrelayError) as caught:
         await pull(
             pool.workers["prefill-0"],
             sequence_pb2.KvSource(**named),
             [prefix_pb2.PrefixChain(**GOOD)] if chains is None else chains,
             **asked,
         )
-    return from_rpc_error(caught.value)
+    return caught.value
 
 
 def blocks(chain: prefix_pb2.PrefixChain) -> list[bytes]:

@@ -3,15 +3,15 @@
 import asyncio
 from typing import Any
 
-import grpc
 import pytest
 
-from common.errors import InvalidRequest, KvrelayError, Overloaded, StaleEpoch, from_rpc_error
+from common.errors import InvalidRequest, KvrelayError, Overloaded, StaleEpoch
 from common.ids import mint_handoff_id
 from common.kv_events import KvEvents, decode_events
 from common.wire_names import ROLE_NAMES
 from kvrelay.v1 import prefill_pb2, worker_pb2, worker_pb2_grpc
 from tests.builders import expected_tokens, make_request
+from tests.rpc import answer_of
 from tests.trust import as_controller
 from tests.worker.calls import error_of, messages, spec_of, until_prefilled
 from tests.worker.cluster import Pool, held_steps, running_pool, stop_lease_clock, watched
@@ -30,11 +30,8 @@ async def set_role(pool: Pool, name: str, role: Any, *, epoch: int | None = None
     """Ask a worker for a role and return its epoch. Raises KvrelayError."""
     if epoch is None:
         epoch = pool.workers[name].runtime.epoch
-    try:
-        request = worker_pb2.SetRoleRequest(role=role, epoch=epoch, grace_s=grace_s)
-        return int((await service(pool, name).SetRole(request)).epoch)
-    except grpc.aio.AioRpcError as error:
-        raise from_rpc_error(error) from error
+    request = worker_pb2.SetRoleRequest(role=role, epoch=epoch, grace_s=grace_s)
+    return int((await answer_of(service(pool, name).SetRole(request))).epoch)
 
 
 async def test_flipped_worker_finds_its_prefix_and_serves_it_to_others() -> None:

@@ -2,12 +2,12 @@
 
 from typing import Any
 
-import grpc
 import pytest
 
-from common.errors import EngineFault, InvalidRequest, KvrelayError, from_rpc_error
+from common.errors import EngineFault, InvalidRequest, KvrelayError
 from engine import fake
 from kvrelay.v1 import worker_pb2, worker_pb2_grpc
+from tests.rpc import answer_of
 from tests.trust import as_controller, as_router
 from tests.worker.cluster import Pool, running_pool
 from worker.trial import PROMPTS
@@ -19,10 +19,7 @@ async def run_trial(pool: Pool, name: str, *, num_tokens: int = 8, connect: Any 
     """Return a worker's answers. Raises KvrelayError."""
     async with connect(pool.workers[name].address) as channel:
         stub: Any = worker_pb2_grpc.WorkerServiceStub(channel)
-        try:
-            response = await stub.RunTrial(worker_pb2.RunTrialRequest(num_tokens=num_tokens))
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from error
+        response = await answer_of(stub.RunTrial(worker_pb2.RunTrialRequest(num_tokens=num_tokens)))
     return [list(answer.token_ids) for answer in response.answers]
 
 

@@ -3,10 +3,9 @@
 import asyncio
 from typing import Any
 
-import grpc
 import pytest
 
-from common.errors import InvalidRequest, KvrelayError, from_rpc_error
+from common.errors import InvalidRequest, KvrelayError
 from common.ids import RequestId
 from kvrelay.v1 import inference_pb2
 from router.admission.waits import Wait
@@ -17,14 +16,9 @@ from tests.router.test_tenants import KEYS, serving
 
 
 async def diagnose(cluster: TestCluster, *, key: str | None = None, **fields: Any) -> inference_pb2.DiagnoseResponse:
-    metadata = () if key is None else (("authorization", f"Bearer {key}"),)
-    request = inference_pb2.DiagnoseRequest(**fields)
-    try:
-        response: inference_pb2.DiagnoseResponse = await cluster.inference.Diagnose(
-            request, timeout=TIMEOUT_S, metadata=metadata
-        )
-    except grpc.aio.AioRpcError as error:
-        raise from_rpc_error(error) from error
+    response: inference_pb2.DiagnoseResponse = await cluster.ask(
+        "Diagnose", inference_pb2.DiagnoseRequest(**fields), key=key
+    )
     return response
 
 

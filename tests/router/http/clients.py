@@ -15,7 +15,15 @@ from tests.router.fake_worker import TIMEOUT_S, FakeWorker, pair
 from tests.router.fakes import TestCluster, config_with, prompt_of, running_cluster
 
 API_KEY = "sk-not-needed"
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+COMPLETIONS, CHAT, RESPONSES, MESSAGES = "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"
+_TURNS = [{"role": "user", "content": "hi"}]
+ASKED: dict[str, dict[str, Any]] = {
+    COMPLETIONS: {"prompt": "hi", "max_tokens": 6},
+    CHAT: {"messages": _TURNS, "max_tokens": 6},
+    RESPONSES: {"input": "hi", "max_output_tokens": 6},
+    MESSAGES: {"messages": _TURNS, "max_tokens": 6},
+}
+"""A body for each endpoint that generates, which asks for six tokens."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -39,8 +47,7 @@ class HttpCluster:
 
     async def chat(self, **options: Any) -> Any:
         """Ask for an answer to a short conversation; `options` may say otherwise."""
-        turns = [{"role": "user", "content": "hi"}]
-        return await _create(self.client.chat.completions.create, {"messages": turns} | options)
+        return await _create(self.client.chat.completions.create, {"messages": _TURNS} | options)
 
     async def until_responses(self, path: str, status: int, count: int = 1) -> None:
         """Wait until that many requests of a path ended with a status."""
@@ -51,6 +58,12 @@ class HttpCluster:
     def num_responses(self, path: str, status: int) -> float:
         registry, labels = self.cluster.router.registry, {"path": path, "status": str(status)}
         return registry.get_sample_value("kvrelay_http_responses_total", labels) or 0
+
+
+def request_of(path: str, **fields: Any) -> bytes:
+    """Return a whole request that asks an endpoint for six tokens; `fields` may say otherwise."""
+    body = json.dumps(ASKED[path] | fields).encode()
+    return head("POST", path, len(body)) + body
 
 
 def body_of(**fields: Any) -> bytes:

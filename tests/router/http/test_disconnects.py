@@ -1,6 +1,7 @@
 """Clients that leave, are silent or slow, and a router that stops: nothing is left behind or held for ever."""
 
 import asyncio
+import itertools
 import json
 
 import openai
@@ -12,29 +13,37 @@ from tests.router.fake_worker import DECODE, TIMEOUT_S, FakeWorker, answer, held
 from tests.router.fakes import config_with, prompt_of
 from tests.router.http.clients import (
     COMPLETIONS,
+    MESSAGES,
+    RESPONSES,
     HttpCluster,
     body_of,
     fetch,
     head,
     held_cluster,
     http_cluster,
+    request_of,
     sent,
 )
 from tests.router.http.connection import GET, Connection, silence
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
-@pytest.mark.parametrize("gate", ["queue", "reserve", "prefill", "first_token", "fetch", "token 1", "token 3"])
-async def test_client_that_leaves_frees_everything(gate: str, is_streamed: bool) -> None:
-    body = body_of(stream=is_streamed)
+@pytest.mark.parametrize(
+    ("path", "gate"),
+    [
+        *((COMPLETIONS, gate) for gate in ("reserve", "first_token", "fetch")),
+        *itertools.product((COMPLETIONS, RESPONSES, MESSAGES), ("queue", "prefill", "token 1", "token 3")),
+    ],
+)
+async def test_client_that_leaves_frees_everything(path: str, gate: str, is_streamed: bool) -> None:
     async with http_cluster(*held_pair(gate)) as http:
-        async with sent(http, head("POST", COMPLETIONS, len(body)) + body):
+        async with sent(http, request_of(path, stream=is_streamed)):
             await http.cluster.until_held(gate)
         status = await http.cluster.until_idle()
         assert (status.num_cancelled, status.num_failed, status.num_completed) == (1, 0, 0)
         calls = http.cluster.decode.calls
         assert calls["cancelled"] == calls["started"] == (0 if gate == "queue" else 1)
-        await http.until_responses(COMPLETIONS, 499)
+        await http.until_responses(path, 499)
 
 
 async def test_client_that_leaves_before_its_body_is_complete_frees_everything(http: HttpCluster) -> None:
@@ -59,15 +68,6 @@ async def test_client_that_leaves_having_sent_more_requests_frees_everything() -
             await decode.gates.reached("token 1")
         assert (await http.cluster.until_idle()).num_cancelled == 1
         assert decode.calls["started"] == 1
-
-
-async def test_openai_stream_that_is_closed_in_the_middle_frees_everything() -> None:
-    async with held_cluster("token 3") as (http, _):
-        stream = await http.chat(max_tokens=6, stream=True)
-        async for _chunk in stream:
-            break
-        await stream.close()
-        assert (await http.cluster.until_idle()).num_cancelled == 1
 
 
 async def test_client_that_does_not_read_delays_no_other() -> None:

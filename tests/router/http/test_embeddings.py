@@ -10,19 +10,13 @@ import pytest
 
 from common.errors import EngineFault
 from common.wire import MAX_PROMPTS
-from kvrelay.v1 import sampling_pb2
+from tests.router.embeddings import MEAN, unit
 from tests.router.fake_service import HIDDEN_SIZE, hidden_of
 from tests.router.fake_worker import PREFILL, FakeWorker, sent_prompt
 from tests.router.fakes import config_with, prompt_of
 from tests.router.http.clients import HttpCluster, fetch, head, http_cluster, sent
 
 PATH = "/v1/embeddings"
-LAST, MEAN = sampling_pb2.POOLING_LAST, sampling_pb2.POOLING_MEAN
-
-
-def unit(prompt: list[int], pooling: int = LAST, dimensions: int = HIDDEN_SIZE) -> Any:
-    vector = hidden_of(prompt, pooling)[:dimensions].astype(np.float64)
-    return pytest.approx((vector / np.linalg.norm(vector)).tolist(), abs=1e-6)
 
 
 async def posted(http: HttpCluster, **fields: Any) -> tuple[int, dict[str, Any]]:
@@ -114,11 +108,6 @@ async def test_bad_input_is_refused_by_field(shared_http: HttpCluster, fields: d
     status, document = await posted(shared_http, **fields)
     assert (status, document["error"]["param"]) == (400, param), document
     await shared_http.cluster.until_idle()
-
-
-async def test_unknown_model_is_not_found(http: HttpCluster) -> None:
-    status, document = await posted(http, model="other")
-    assert (status, document["error"]["code"]) == (404, "model_not_found")
 
 
 async def test_inputs_run_side_by_side_and_one_that_fails_ends_the_call() -> None:

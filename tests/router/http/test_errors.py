@@ -8,7 +8,7 @@ import pytest
 
 from common.errors import AccessDenied, EngineFault, KvrelayError, Unauthenticated, error_classes
 from router.http.errors import error_body, kind_of
-from tests.router.fake_worker import TIMEOUT_S, full_pair, pair
+from tests.router.fake_worker import full_pair, pair
 from tests.router.fakes import config_with, prompt_of
 from tests.router.http.clients import CHAT, COMPLETIONS, HttpCluster, fetch, held_cluster, http_cluster
 from tests.router.test_tenants import KEYS, serving
@@ -26,14 +26,8 @@ def test_every_error_class_has_a_kind() -> None:
 @pytest.mark.parametrize(
     ("path", "fields", "param"),
     [
-        (COMPLETIONS, {**TEXT, "temperature": 11}, "temperature"),
-        (COMPLETIONS, {**TEXT, "top_p": -0.1}, "top_p"),
-        (COMPLETIONS, {**TEXT, "max_tokens": 0}, "max_tokens"),
         (COMPLETIONS, {**TEXT, "max_tokens": 2**40}, "max_tokens"),
         (COMPLETIONS, {**TEXT, "max_tokens": "many"}, "max_tokens"),
-        (COMPLETIONS, {**TEXT, "n": 65}, "n"),
-        (COMPLETIONS, {**TEXT, "n": 0}, "n"),
-        (COMPLETIONS, {**TEXT, "seed": 2**64}, "seed"),
         (COMPLETIONS, {**TEXT, "stop": [""]}, "stop"),
         (COMPLETIONS, {**TEXT, "stop": [1]}, "stop[0]"),
         (COMPLETIONS, {**TEXT, "logprobs": 21}, "logprobs"),
@@ -124,18 +118,6 @@ async def test_bad_field_is_refused_by_its_name(
     assert (after.num_rejected, after.num_failed) == (before.num_rejected + 1, before.num_failed)
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"user": "me", "metadata": {"a": "b"}, "store": False, "service_tier": "auto", "tools": [], "suffix": None},
-        {"tool_choice": "none", "response_format": {"type": "text"}, "modalities": ["text"], "best_of": 1},
-    ],
-)
-async def test_fields_that_change_no_answer_are_taken(http: HttpCluster, fields: dict[str, Any]) -> None:
-    reply = await http.chat(max_tokens=1, **fields)
-    assert reply.choices[0].finish_reason == "length"
-
-
 async def test_prompt_that_is_too_long_is_a_bad_request_with_openais_code(http: HttpCluster) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         await http.complete(prompt=prompt_of(200), max_tokens=None)
@@ -185,14 +167,6 @@ async def test_deadline_of_the_extension_is_a_gateway_timeout() -> None:
         assert (caught.value.status_code, caught.value.code) == (504, "deadline_exceeded")
         status = await http.cluster.until_idle()
         assert (status.num_failed, status.num_cancelled) == (1, 0)
-
-
-async def test_client_side_timeout_cancels_the_request() -> None:
-    async with held_cluster("token 2") as (http, _):
-        with pytest.raises(openai.APITimeoutError):
-            await http.complete(timeout=openai.Timeout(TIMEOUT_S, read=0.2))  # it sends the request in any case
-        assert (await http.cluster.until(lambda router: router.num_cancelled)).num_cancelled == 1
-        await http.cluster.until_idle()
 
 
 async def test_no_worker_is_unavailable() -> None:

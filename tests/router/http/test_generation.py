@@ -4,7 +4,6 @@ import asyncio
 import json
 from typing import Any
 
-import openai
 import pytest
 
 from common.config import ModelConfig, ServingConfig
@@ -21,7 +20,7 @@ from router.http.strict import parse_body
 from router.http.styles import CompletionStyle
 from tests.router.fake_worker import DECODE, PREFILL, TIMEOUT_S, FakeWorker, answer, pair, sent_prompt
 from tests.router.fakes import config_with, make_request, prompt_of
-from tests.router.http.clients import API_KEY, COMPLETIONS, HttpCluster, fetch, http_cluster
+from tests.router.http.clients import COMPLETIONS, HttpCluster, fetch, http_cluster
 
 pytestmark = pytest.mark.filterwarnings("error")
 MESSAGES: Any = [
@@ -169,23 +168,6 @@ async def test_report_has_plan_timings_and_transfer() -> None:
         assert plan["line_ttft_forecast"] is None  # it did not wait
         assert (plan["ttft_forecast"]["expected_s"] > 0, plan["ttft_forecast"]["low_s"]) == (True, None)
         assert (told["timings"]["prefill_s"], told["transfer"]["kv_bytes"], told["seed"]) == (0.25, 100, 7)
-
-
-def test_sync_client_streams_and_lists_models() -> None:
-    def use(url: str) -> tuple[list[str], int]:
-        with openai.OpenAI(base_url=f"{url}/v1", api_key=API_KEY, max_retries=0) as client:
-            models = [model.id for model in client.models.list()]
-            assert client.models.retrieve("fake").id == "fake"
-            stream = client.completions.create(model="fake", prompt="hi", max_tokens=5, stream=True)
-            return models, sum(len(chunk.choices) for chunk in stream)
-
-    async def run() -> None:
-        async with http_cluster(*pair()) as http:
-            models, num_choices = await asyncio.to_thread(use, http.url)
-            assert models == ["fake"]
-            assert num_choices >= 1
-
-    asyncio.run(run())
 
 
 async def ask(http: HttpCluster, method: str, path: str, **fields: Any) -> Any:

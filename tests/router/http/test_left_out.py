@@ -5,15 +5,12 @@ from typing import Any
 
 import pytest
 
-from tests.router.http.clients import CHAT, COMPLETIONS, HttpCluster, fetch
+from tests.router.http.clients import ASKED, CHAT, HttpCluster, fetch
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-TURN: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
+TURN = ASKED[CHAT]
 REQUESTS: list[tuple[str, dict[str, Any]]] = [
-    (CHAT, TURN),
-    (COMPLETIONS, {"prompt": "hi", "max_tokens": 1}),
-    ("/v1/responses", {"input": "hi", "max_output_tokens": 1}),
-    ("/v1/messages", TURN),
+    *ASKED.items(),
     ("/v1/messages/count_tokens", {"messages": TURN["messages"]}),
     ("/v1/embeddings", {"input": "hi"}),
     ("/tokenize", {"prompt": "hi"}),

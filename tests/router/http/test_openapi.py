@@ -68,16 +68,17 @@ def test_field_that_may_be_left_out_may_be_null(kind: type[Any]) -> None:
         assert jsonschema_rs.is_valid({"$ref": f"{place}/{name}", "components": components}, None), name
 
 
-def test_option_of_the_document_is_taken_with_its_values_and_no_other() -> None:
-    properties = schemas()["CompletionBody"]["properties"]
-    for name, schema in properties.items():
-        if name in CompletionBody.model_fields:
-            continue
+@pytest.mark.parametrize(("body", "prompt"), [(CompletionBody, "prompt"), (ResponsesBody, "input")])
+def test_option_of_the_document_is_taken_with_its_values_and_no_other(body: type[Any], prompt: str) -> None:
+    properties = schemas()[body.__name__]["properties"]
+    options = {name: schema for name, schema in properties.items() if name not in body.model_fields}
+    assert "service_tier" in options
+    for name, schema in options.items():
         for value in schema.get("enum", ["anything"]):
-            parse_body(CompletionBody, json.dumps({"prompt": "a", name: value}).encode())
+            parse_body(body, json.dumps({prompt: "a", name: value}).encode())
         if "enum" in schema:
             with pytest.raises(InvalidRequest):
-                parse_body(CompletionBody, json.dumps({"prompt": "a", name: "surely not"}).encode())
+                parse_body(body, json.dumps({prompt: "a", name: "surely not"}).encode())
 
 
 def check(option: str, value: float) -> None:

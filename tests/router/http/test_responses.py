@@ -15,17 +15,14 @@ from common.errors import EngineFault, InvalidRequest
 from common.wire import MAX_CHAT_MESSAGES
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import sampling_pb2
-from router.http.responses.body import ResponsesBody
 from router.http.responses.call import read_response
 from router.http.responses.items import read_input
 from router.http.responses.output import ResponseOutput
 from router.http.responses.parts import Events
-from router.http.routes import openapi_document
-from router.http.strict import parse_body
 from router.http.styles import call_id
-from tests.router.fake_worker import held_pair, pair
+from tests.router.fake_worker import pair
 from tests.router.fakes import config_with
-from tests.router.http.clients import HttpCluster, head, held_cluster, http_cluster, sent
+from tests.router.http.clients import HttpCluster, http_cluster
 
 PATH = "/v1/responses"
 EVENTS: TypeAdapter[Any] = TypeAdapter(get_args(ResponseStreamEvent)[0])
@@ -222,55 +219,6 @@ def test_what_is_not_stored_is_refused_with_a_way_out() -> None:
         read_response(body_of(previous_response_id="resp_1"))
 
 
-def test_option_of_the_document_is_taken_with_its_values_and_no_other() -> None:
-    properties = openapi_document()["components"]["schemas"]["ResponsesBody"]["properties"]
-    options = {name: schema for name, schema in properties.items() if name not in ResponsesBody.model_fields}
-    assert {"previous_response_id", "background", "n", "service_tier"} < set(options)
-    for name, schema in options.items():
-        for value in schema.get("enum", ["anything"]):
-            parse_body(ResponsesBody, body_of(**{name: value}))
-        if "enum" in schema:
-            with pytest.raises(InvalidRequest):
-                parse_body(ResponsesBody, body_of(**{name: "surely not"}))
-
-
-def test_fields_that_change_no_answer_are_taken() -> None:
-    read_response(
-        body_of(
-            store=True,
-            include=["reasoning.encrypted_content"],
-            reasoning={"summary": "auto"},
-            stream=True,
-            stream_options={"include_obfuscation": False},
-            tools=[],
-            service_tier="flex",
-            client_metadata={"a": 1},
-            max_tool_calls=3,
-            text={"format": {"type": "text"}, "verbosity": "low"},
-        )
-    )
-
-
-@pytest.mark.parametrize("is_streamed", [False, True])
-@pytest.mark.parametrize("gate", ["queue", "prefill", "token 1", "token 3"])
-async def test_client_that_leaves_frees_everything(gate: str, is_streamed: bool) -> None:
-    body = body_of(stream=is_streamed)
-    async with http_cluster(*held_pair(gate)) as http:
-        async with sent(http, head("POST", PATH, len(body)) + body):
-            await http.cluster.until_held(gate)
-        status = await http.cluster.until_idle()
-        assert (status.num_cancelled, status.num_failed, status.num_completed) == (1, 0, 0)
-        await http.until_responses(PATH, 499)
-
-
-async def test_stream_that_is_closed_in_the_middle_frees_everything() -> None:
-    async with held_cluster("token 3") as (http, _):
-        stream = await http.client.responses.create(model="fake", input="hi", stream=True)
-        assert (await anext(stream)).type == "response.created"
-        await stream.close()
-        assert (await http.cluster.until_idle()).num_cancelled == 1
-
-
 async def test_error_in_mid_stream_tells_what_has_come_and_the_client_raises() -> None:
     prefill, decode = pair()
     decode.faults["token 3"] = EngineFault("a step failed")
@@ -285,16 +233,6 @@ async def test_error_in_mid_stream_tells_what_has_come_and_the_client_raises() -
         assert (last.type, last.response.status) == ("response.failed", "failed")
         assert (last.response.error.code, last.response.error.message) == ("server_error", "a step failed")
         assert (await http.cluster.until_idle()).num_failed == 1
-
-
-async def test_stop_without_grace_ends_a_stream_with_an_error() -> None:
-    async with held_cluster("token 3") as (http, _):
-        stream = await http.client.responses.create(model="fake", input="hi", stream=True)
-        await anext(stream)
-        await http.cluster.router.stop(0)
-        with pytest.raises(openai.APIError, match="stopping"):
-            async for _event in stream:
-                pass
 
 
 async def test_prompt_that_is_too_long_names_the_input(http: HttpCluster) -> None:

@@ -3,7 +3,6 @@
 import asyncio
 import json
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
@@ -11,17 +10,20 @@ from common.errors import EngineFault
 from router.http import exchange
 from tests.router.fake_worker import TIMEOUT_S, pair
 from tests.router.fakes import config_with
-from tests.router.http.clients import CHAT, COMPLETIONS, body_of, head, held_cluster, http_cluster, sent
+from tests.router.http.clients import (
+    ASKED,
+    CHAT,
+    COMPLETIONS,
+    MESSAGES,
+    RESPONSES,
+    held_cluster,
+    http_cluster,
+    request_of,
+    sent,
+)
 
-TURN: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 6}
 PING = b'event: ping\ndata: {"type": "ping"}\n\n'
 COMMENT = b": waiting\n\n"
-STREAMS = [
-    (COMPLETIONS, {"prompt": "hi", "max_tokens": 6}, COMMENT),
-    (CHAT, TURN, COMMENT),
-    ("/v1/responses", {"input": "hi"}, COMMENT),
-    ("/v1/messages", TURN, PING),
-]
 
 
 @pytest.fixture
@@ -30,43 +32,34 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exchange, "SILENCE_S", 0.001)
 
 
-def request_of(path: str, body: dict[str, Any]) -> bytes:
-    raw = json.dumps(body | {"stream": True}).encode()
-    return head("POST", path, len(raw)) + raw
-
-
 @pytest.mark.usefixtures("impatient")
-@pytest.mark.parametrize(("path", "body", "sign"), STREAMS)
-async def test_stream_without_a_token_shows_that_it_goes_on(path: str, body: dict[str, Any], sign: bytes) -> None:
+@pytest.mark.parametrize("path", ASKED)
+async def test_stream_without_a_token_shows_that_it_goes_on(path: str) -> None:
     async with asyncio.timeout(TIMEOUT_S), held_cluster("token 1") as (http, decode):
-        async with sent(http, request_of(path, body)) as reader:
+        async with sent(http, request_of(path, stream=True)) as reader:
             top = await reader.readuntil(b"\r\n\r\n")
             assert top.startswith(b"HTTP/1.1 200")
             assert b"text/event-stream" in top
             for _ in range(2):
-                await reader.readuntil(sign)
+                await reader.readuntil(PING if path == MESSAGES else COMMENT)
             decode.gates.open("token 1")
             rest = await reader.read()
-        assert rest.count(b"data: ") > 2
+        assert rest.count(b"data: ") >= 2
         assert (await http.cluster.until_idle()).num_completed == 1
 
 
 @pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize(
-    ("path", "body", "told"),
-    [
-        (CHAT, TURN, b'data: {"error"'),
-        ("/v1/responses", {"input": "hi"}, b"event: response.created"),
-        ("/v1/messages", TURN, b"event: error"),
-    ],
+    ("path", "told"),
+    [(CHAT, b'data: {"error"'), (RESPONSES, b"event: response.created"), (MESSAGES, b"event: error")],
 )
-async def test_error_behind_a_sign_of_life_is_an_event(path: str, body: dict[str, Any], told: bytes) -> None:
+async def test_error_behind_a_sign_of_life_is_an_event(path: str, told: bytes) -> None:
     prefill, decode = pair()
     decode.gates.close("token 1")
     decode.faults["token 1"] = EngineFault("a step failed")
     config = config_with(http_port=0, max_attempts=1)
     async with asyncio.timeout(TIMEOUT_S), http_cluster(prefill, decode, config=config) as http:
-        async with sent(http, request_of(path, body)) as reader:
+        async with sent(http, request_of(path, stream=True)) as reader:
             await reader.readuntil(b"\r\n\r\n")
             decode.gates.open("token 1")
             rest = await reader.read()
@@ -78,7 +71,7 @@ async def test_error_behind_a_sign_of_life_is_an_event(path: str, body: dict[str
 @pytest.mark.usefixtures("impatient")
 async def test_request_that_waits_for_its_admission_keeps_its_status() -> None:
     config = config_with(http_port=0, queue_timeout_s=0.05)
-    async with http_cluster(config=config) as http, sent(http, request_of(CHAT, TURN)) as reader:
+    async with http_cluster(config=config) as http, sent(http, request_of(CHAT, stream=True)) as reader:
         assert (await reader.read()).startswith(b"HTTP/1.1 503")
 
 
@@ -93,13 +86,12 @@ def whole(raw: bytes) -> bytes:
 @pytest.mark.parametrize("version", [as_old, whole])
 async def test_stream_has_chunks_only_where_http_has_them(version: Callable[[bytes], bytes]) -> None:
     async with http_cluster(*pair()) as http:
-        async with sent(http, version(request_of(COMPLETIONS, {"prompt": "hi", "max_tokens": 6}))) as reader:
+        async with sent(http, version(request_of(COMPLETIONS, stream=True))) as reader:
             top, _, rest = (await reader.read()).partition(b"\r\n\r\n")
         assert (b"transfer-encoding: chunked" in top) == (version is whole)
         assert b"connection: close" in top
         assert rest.endswith(b"data: [DONE]\n\n" if version is as_old else b"0\r\n\r\n")
-        body = body_of()
-        async with sent(http, version(head("POST", COMPLETIONS, len(body)) + body)) as reader:
+        async with sent(http, version(request_of(COMPLETIONS))) as reader:
             top, _, rest = (await reader.read()).partition(b"\r\n\r\n")
         assert f"content-length: {len(rest)}".encode() in top
         assert json.loads(rest)["choices"]

@@ -76,16 +76,6 @@ def test_answer_without_markup_is_one_block_of_its_text() -> None:
     assert whole(changes_of(["", ""], pb.AnswerFormat())) == []
 
 
-def test_pieces_that_come_together_are_one_change() -> None:
-    blocks = Blocks(pb.AnswerFormat(), request_id="req-1")
-    for letter in "abc":
-        blocks.push(letter)
-    begun, grown = blocks.take()
-    assert isinstance(begun, BlockStart)
-    assert isinstance(grown, BlockDelta)
-    assert grown.text == "abc"
-
-
 @given(TEXTS)
 def test_blocks_hold_what_the_parser_finds(pieces: list[str]) -> None:
     parser = MessageParser(tools="hermes", reasoning="qwen3")

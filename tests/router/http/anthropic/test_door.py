@@ -7,9 +7,9 @@ import pytest
 
 from common.errors import EngineFault, KvrelayError
 from router.http.anthropic.errors import error_body
-from tests.router.fake_worker import DECODE, FakeWorker, full_pair, held_pair, pair
+from tests.router.fake_worker import DECODE, FakeWorker, pair
 from tests.router.fakes import config_with
-from tests.router.http.clients import HttpCluster, fetch, head, http_cluster, sent
+from tests.router.http.clients import HttpCluster, fetch, http_cluster
 from tests.router.test_tenants import KEYS, serving
 
 MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
@@ -89,14 +89,6 @@ async def test_other_faults_have_the_form_of_anthropics_api(http: HttpCluster) -
     assert (status, json.loads(raw)["type"]) == (405, "error")
 
 
-async def test_full_queue_is_a_rate_limit_with_the_time_to_retry() -> None:
-    async with http_cluster(*full_pair(), config=config_with(http_port=0, max_queued=1)) as http:
-        async with sent(http, head("POST", MESSAGES, len(body_of())) + body_of()):
-            await http.cluster.until_held("queue")
-            status, headers, answer = await ask(http)
-        assert (status, answer["error"]["type"], headers["retry-after"]) == (429, "rate_limit_error", "1")
-
-
 async def test_no_worker_is_overloaded() -> None:
     async with http_cluster(config=config_with(http_port=0, queue_timeout_s=0.05)) as http:
         for path in (MESSAGES, COUNT):
@@ -116,18 +108,6 @@ async def test_error_in_mid_stream_is_an_event_of_its_own() -> None:
         assert json.loads(last.removeprefix("data: "))["error"]["type"] == "api_error"
         assert b"message_stop" not in raw
         assert (await http.cluster.until_idle()).num_failed == 1
-
-
-@pytest.mark.parametrize("is_streamed", [False, True])
-@pytest.mark.parametrize("gate", ["queue", "prefill", "token 1", "token 3"])
-async def test_client_that_leaves_frees_everything(gate: str, is_streamed: bool) -> None:
-    body = body_of(stream=is_streamed)
-    async with http_cluster(*held_pair(gate)) as http:
-        async with sent(http, head("POST", MESSAGES, len(body)) + body):
-            await http.cluster.until_held(gate)
-        status = await http.cluster.until_idle()
-        assert (status.num_cancelled, status.num_failed, status.num_completed) == (1, 0, 0)
-        await http.until_responses(MESSAGES, 499)
 
 
 async def test_tokens_are_counted_without_generating() -> None:
