@@ -158,6 +158,17 @@ def test_weighted_service_of_waiting_tenants_differs_by_one_request_at_most(seed
         assert max(service) - min(service) <= max(costs[n] / TENANTS[t] for n, (t, _) in enumerate(requests))
 
 
+def test_round_goes_on_with_the_tenant_that_was_served_least_by_then() -> None:
+    queue = make_queue(a=1, b=1)
+    for number in range(4):
+        push(queue, number, tenant="ab"[number % 2])
+    tenants = []
+    for place, cost in zip(queue.round(now_s=0.0, skipping=()), (10, 5, 20, 0), strict=True):
+        tenants.append(place.tenant)
+        queue.charge(place.tenant, cost)
+    assert tenants == ["a", "b", "b", "a"]
+
+
 class QueueMachine(RuleBasedStateMachine):
     """Any order of operations: no item is lost or returned twice."""
 
@@ -233,4 +244,4 @@ class QueueMachine(RuleBasedStateMachine):
 
 
 TestQueueMachine = QueueMachine.TestCase
-TestQueueMachine.settings = settings(max_examples=30, stateful_step_count=40, deadline=None)
+TestQueueMachine.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
