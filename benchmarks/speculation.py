@@ -1,11 +1,11 @@
 """Tokens per second with speculation and without, by task and batch.
 
     python -m benchmarks.speculation [--rounds 3] [--batches 1 8 32] [--tasks WORD ...] [--methods ngram ngram-tree ...]
-        [--model FOLDER] [--draft FOLDER] [--heads FOLDER] [--eagle FOLDER] [--quantization int4] [--vs llama-cpp]
-        [--temperature 0] [--json FILE]
+        [--model FOLDER] [--draft FOLDER] [--heads FOLDER] [--eagle FOLDER] [--quantization int4] [--temperature 0]
+        [--json FILE]
 
     python -m benchmarks.speculation --json results/speculation.json           all tasks, methods and batches
-    python -m benchmarks.speculation --batches 1 --tasks rewrite code --quantization int4 --vs llama-cpp
+    python -m benchmarks.speculation --batches 1 --tasks rewrite code --quantization int4
 
 Method. Engines in this process with the default model, or --model, as a worker runs them, without network and handoff:
 one for each method of drafting (`ngram-tree`: with up to three drafts side by side; `--draft`, `--heads`, `--eagle`:
@@ -13,11 +13,10 @@ the checkpoint of the draft model, heads or layer; `mtp` needs a model that has 
 token by token. Tasks: rewrite a text, edit code, summarize a text, free chat; each has six documents, which come up in
 turn. An answer ends where the model ends it, at the latest after 128 tokens: what it would say behind that has nothing
 to do with the task. Greedy, unless --temperature is given; then request i has seed i. The arms alternate A B, B A on
-the same requests, whose prompts are in the prefix cache; the first round of a task is not counted. `--vs llama-cpp`:
-llama.cpp with weights of Q4_0 (embedding and head in Q8_0) in its own process, a lone answer of as many tokens, greedy,
-with as many threads. Reported: tokens of the batch per second, from the first token to the last, by the clock and by
-the CPU time of this process, which other load moves less, and their ratios to the arm without; tokens per step of an
-answer; acceptance; and whether all tokens were the same; and of each goal whether the median of the rounds meets it.
+the same requests, whose prompts are in the prefix cache; the first round of a task is not counted. Reported: tokens of
+the batch per second, from the first token to the last, by the clock and by the CPU time of this process, which other
+load moves less, and their ratios to the arm without; tokens per step of an answer; acceptance; whether all tokens were
+the same; and of each goal whether the median of the rounds meets it.
 Texts are topics of the Python reference as the interpreter carries it, code is of the standard library.
 """
 
@@ -28,44 +27,30 @@ import inspect
 import pydoc_data.topics
 import shutil
 import string
-import tempfile
 import textwrap
 import time
-from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 
-import torch
 from rich.table import Table
 
 from benchmarks.command import command_line, terminal, write_figures
-from benchmarks.engine.arms import LLAMA_CPP as LLAMA_CPP_ARM
-from benchmarks.engine.arms import llama_cpp_arm
-from benchmarks.engine.cases import Case, Rate
 from benchmarks.figures import Figures, in_turn, spread
-from benchmarks.peers.process import Arm
-from benchmarks.peers.venv import LLAMA_CPP, peer_venv
 from common.chat_template import ChatTemplate, Conversation
 from common.config import parse_config
-from common.model_files import DEFAULT_MODEL_NAME, cache_dir, resolve_model
+from common.model_files import resolve_model
 from common.sampling import SamplingParams
 from common.text_files import load_chat_template
-from engine.default_model import fetch_gguf
 from worker.inprocess import LocalEngine
 
 NUM_TOKENS = 128
-OFF, NGRAM, TREE, PEER = "off", "ngram", "ngram-tree", "llama.cpp q4_0"
+OFF, NGRAM, TREE = "off", "ngram", "ngram-tree"
 NUM_BRANCHES = 3
 """Most drafts side by side of `ngram-tree`."""
 GOALS = {(1, "rewrite"): 3.0, (1, "code"): 3.0, (1, "summary"): 1.5, (1, "chat"): 1.1}
 """How many times as fast n-grams should be, by batch and task."""
 LEAST = 0.97
 """How fast anything may be at the slowest."""
-PEER_GOAL, COPYING = 2.0, ("rewrite", "code")
-"""How many times as fast as llama.cpp a lone answer should come, with weights of 4 bits, in tasks that copy."""
-_PEER_TIMEOUT_S = 600.0
-_PEER_CONTEXT = 2048
 _TOPICS = ("assert", "break", "dynamic-features", "global", "integers", "pass")
 _QUESTIONS = (
     "What are the advantages of learning to play an instrument?",
@@ -170,35 +155,6 @@ def prompt_ids(engine: LocalEngine, template: ChatTemplate, text: str) -> list[i
     return list(engine.tokenizer.encode(rendered, add_special_tokens=False).ids)
 
 
-def start_peer(venv: Path | None, stack: ExitStack) -> Arm:
-    """Return llama.cpp with weights of 4 bits, for a lone answer at a time. The first time, its venv takes minutes."""
-    case = Case(name="answer", rate=Rate.DECODE, num_requests=1, prompt_tokens=_PEER_CONTEXT, output_tokens=NUM_TOKENS)
-    spec = llama_cpp_arm(
-        fetch_gguf(cache_dir() / "peers" / f"{DEFAULT_MODEL_NAME}.gguf"),
-        "q4_0",
-        venv=peer_venv(LLAMA_CPP, venv, print),
-        cases=[case],
-        threads=torch.get_num_threads(),
-    )
-    folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-    arm = stack.enter_context(Arm(spec, log_path=folder / "peer.log"))
-    arm.wait_ready(timeout_s=_PEER_TIMEOUT_S)
-    return arm
-
-
-def peer_rate(peer: Arm, prompt: list[int], num_tokens: int) -> float:
-    """Return the tokens per second of the peer's answer, from the first to the last."""
-    (output,) = peer.generate([prompt], max(2, num_tokens), timeout_s=_PEER_TIMEOUT_S)
-    return num_tokens / (output.times_s[-1] - output.times_s[0])
-
-
-def main() -> None:
-    """Run the benchmark."""
-    args = _parse_args()
-    with ExitStack() as stack:
-        _run(args, start_peer(args.peer_venv, stack) if args.vs == LLAMA_CPP_ARM else None)
-
-
 def _parse_args() -> argparse.Namespace:
     parser = command_line("speculation", __doc__, rounds=3)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32], help="answers in a batch")
@@ -213,13 +169,12 @@ def _parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--quantization", choices=["int8", "int4"], help="format of the weights, with and without drafts"
     )
-    parser.add_argument("--vs", choices=[LLAMA_CPP_ARM, "none"], default="none", help="an engine beside a lone answer")
-    parser.add_argument("--peer-venv", type=Path, help="virtual environment with llama-cpp-python (default: made once)")
     return parser.parse_args()
 
 
-def _run(args: argparse.Namespace, peer: Arm | None) -> None:
-    console, figures = terminal(), Figures()
+def main() -> None:
+    """Run the benchmark."""
+    args, console, figures = _parse_args(), terminal(), Figures()
     started_s = time.monotonic()
     checkpoints = {"draft": args.draft, "heads": args.heads, "eagle": args.eagle}
     engines = {
@@ -243,11 +198,8 @@ def _run(args: argparse.Namespace, peer: Arm | None) -> None:
                 for engine in engines.values() if batch < len(prompts) else ():
                     generate(engine, chosen, args.temperature, max_tokens=2)  # its prompt enters the cache
                 runs = {arm: generate(engines[arm], chosen, args.temperature) for arm in in_turn(list(engines), number)}
-                peer_per_s = None
-                if peer is not None and batch == 1:
-                    peer_per_s = peer_rate(peer, chosen[0], runs[OFF].num_tokens)
                 if number:
-                    _add(figures, f"batch of {batch}", task, runs, peer_per_s)
+                    _add(figures, f"batch of {batch}", task, runs)
             console.print(f"{time.monotonic() - started_s:.0f} s: batch of {batch}, {task}")
     console.print(_table(figures, args))
     write_figures(
@@ -259,10 +211,8 @@ def _run(args: argparse.Namespace, peer: Arm | None) -> None:
     )
 
 
-def _add(figures: Figures, part: str, task: str, runs: dict[str, Run], peer_per_s: float | None) -> None:
+def _add(figures: Figures, part: str, task: str, runs: dict[str, Run]) -> None:
     off = runs[OFF]
-    if peer_per_s is not None:
-        figures.add(part, task, PEER, tokens_per_s=peer_per_s)
     for arm, run in runs.items():
         figures.add(
             part, task, arm, tokens_per_s=run.num_tokens / run.wall_s, tokens_per_cpu_s=run.num_tokens / run.cpu_s
@@ -278,12 +228,10 @@ def _add(figures: Figures, part: str, task: str, runs: dict[str, Run], peer_per_
                 acceptance=run.num_accepted / run.num_drafted if run.num_drafted else 0.0,
                 same_tokens=float(run.token_ids == off.token_ids),
             )
-            if peer_per_s is not None:
-                figures.add(part, task, arm, times_llama_cpp=run.num_tokens / run.wall_s / peer_per_s)
 
 
 def _table(figures: Figures, args: argparse.Namespace) -> Table:
-    """Return a line for each task, method and batch: medians of the rounds with their ranges, and the goals."""
+    """Return a line for each task, method and batch: medians of the rounds with their ranges, and the goal."""
     heads = (
         "tokens a step",
         "drafts right",
@@ -292,7 +240,7 @@ def _table(figures: Figures, args: argparse.Namespace) -> Table:
         "times off",
         "by CPU time",
         "tokens",
-        "goals",
+        "goal",
     )
     table = Table("task", "batch", "method", *heads)
     for batch in args.batches:
@@ -307,10 +255,9 @@ def _cells(figures: Figures, batch: int, task: str, method: str) -> list[str]:
         figure = figures.all.get((f"batch of {batch}", task, arm, unit))
         return [] if figure is None else figure.rounds
 
-    times, times_peer = rounds(method, "times off"), rounds(method, "times llama cpp")
-    goals = [_verdict(times, GOALS.get((batch, task), LEAST) if method in {NGRAM, TREE} else LEAST, OFF)]
-    if times_peer and task in COPYING:
-        goals.append(_verdict(times_peer, PEER_GOAL, PEER))
+    times = rounds(method, "times off")
+    goal = GOALS.get((batch, task), LEAST) if method in {NGRAM, TREE} else LEAST
+    found = median(times)
     return [
         spread(rounds(method, "tokens per step")),
         spread(rounds(method, "acceptance")),
@@ -319,13 +266,8 @@ def _cells(figures: Figures, batch: int, task: str, method: str) -> list[str]:
         spread(times),
         spread(rounds(method, "cpu times off")),
         "the same" if min(rounds(method, "same tokens")) == 1.0 else "OTHERS",
-        "; ".join(goals),
+        f"{goal:g} x off {'met' if found >= goal else 'missed'}: {found:.2f}",
     ]
-
-
-def _verdict(times: list[float], goal: float, arm: str) -> str:
-    found = median(times)
-    return f"{goal:g} x {arm} {'met' if found >= goal else 'missed'}: {found:.2f}"
 
 
 if __name__ == "__main__":
