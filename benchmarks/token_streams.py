@@ -45,11 +45,10 @@ class Window:
 class Streams:
     """The client: reads all streams of a gRPC door and counts."""
 
-    def __init__(self, address: str, connect: ConnectDoor, *, direct: bool, num_streams: int = NUM_STREAMS) -> None:
+    def __init__(self, address: str, connect: ConnectDoor, *, direct: bool) -> None:
         self._address = address
         self._connect = connect
         self._is_direct = direct
-        self._num_streams = num_streams
         self._channels: dict[tuple[str, str], grpc.aio.Channel] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self.num_tokens = 0
@@ -58,9 +57,9 @@ class Streams:
 
     async def start(self) -> None:
         """Open all streams; returns when each has brought a token."""
-        self._tasks = [asyncio.create_task(self._read(i)) for i in range(self._num_streams)]
+        self._tasks = [asyncio.create_task(self._read(i)) for i in range(NUM_STREAMS)]
         async with asyncio.timeout(30):
-            while self.num_running < self._num_streams:  # noqa: ASYNC110 - a benchmark may poll
+            while self.num_running < NUM_STREAMS:  # noqa: ASYNC110 - a benchmark may poll
                 await asyncio.sleep(0.05)
 
     async def stop(self) -> None:
@@ -110,8 +109,8 @@ class Streams:
 class HttpStreams(Streams):
     """The same at the OpenAI door; `door_url` is its scheme, host and port."""
 
-    def __init__(self, session: aiohttp.ClientSession, door_url: str, *, num_streams: int = NUM_STREAMS) -> None:
-        super().__init__(f"{door_url}/v1/completions", _no_channel, direct=False, num_streams=num_streams)
+    def __init__(self, session: aiohttp.ClientSession, door_url: str) -> None:
+        super().__init__(f"{door_url}/v1/completions", _no_channel, direct=False)
         self._session = session
 
     async def _read(self, seed: int) -> None:

@@ -26,33 +26,20 @@ _HEADER = (
 )
 
 
-class Row:
-    """The figures of one case, of the JSON document."""
-
-    def __init__(self, case: str, figures: Sequence[dict[str, Any]]) -> None:
-        self._rounds = {(each["arm"], each["unit"]): each["rounds"] for each in figures if each["case"] == case}
-        self.case = case
-
-    def line(self) -> str:
-        """Return the row of the page."""
-        hurt = "clients of router-0"
-        gaps, ttfts = (self._of(hurt, unit) for unit in ("largest gap s", "largest TTFT s"))
-        calm = ", ".join(self._of("undisturbed", unit) for unit in ("largest gap s", "largest TTFT s"))
-        back = next((_both(rounds) for (_, unit), rounds in self._rounds.items() if unit == "back after s"), "–")
-        notes = [
-            f"{unit.removesuffix(' s')} {_both(rounds)}"
-            for (_, unit), rounds in self._rounds.items()
-            if unit.endswith("after s") and unit != "back after s"
-        ]
-        if (others := self._rounds.get(("clients of router-1", "largest gap s"))) is not None:
-            notes.append(f"clients of the other router: gap {_both(others)}")
-        wrong = sum(sum(rounds) for (_, unit), rounds in self._rounds.items() if unit in ("failed", "differ"))
-        notes += [f"**{wrong:g} failed or different**"] if wrong else []
-        num_rounds = len(self._rounds[(hurt, "largest gap s")])
-        return f"| {self.case} | {num_rounds} | {gaps} | {ttfts} | {calm} | {back} | {'; '.join(notes)} |"
-
-    def _of(self, arm: str, unit: str) -> str:
-        return _both(self._rounds[(arm, unit)])
+def row_of(case: str, figures: Sequence[dict[str, Any]]) -> str:
+    """Return the row of a case, whose figures are those of the JSON document."""
+    found = {(each["arm"], each["unit"]): each["rounds"] for each in figures if each["case"] == case}
+    gap, hurt = "largest gap s", "clients of router-0"
+    times = [_both(found[hurt, unit]) for unit in (gap, "largest TTFT s")]
+    times.append(", ".join(_both(found["undisturbed", unit]) for unit in (gap, "largest TTFT s")))
+    after = {unit.removesuffix(" s"): _both(rounds) for (_, unit), rounds in found.items() if unit.endswith("after s")}
+    times.append(after.pop("back after", "–"))
+    notes = [f"{name} {both}" for name, both in after.items()]
+    if (others := found.get(("clients of router-1", gap))) is not None:
+        notes.append(f"clients of the other router: gap {_both(others)}")
+    wrong = sum(sum(rounds) for (_, unit), rounds in found.items() if unit in ("failed", "differ"))
+    notes += [f"**{wrong:g} failed or different**"] if wrong else []
+    return f"| {case} | {len(found[hurt, gap])} | {' | '.join(times)} | {'; '.join(notes)} |"
 
 
 def _both(rounds: Sequence[float]) -> str:
@@ -65,7 +52,7 @@ def _both(rounds: Sequence[float]) -> str:
 def table(document: dict[str, Any]) -> str:
     """Return the table of a document, as Markdown."""
     done = _done(document)
-    rows = [Row(plan.case, document["figures"]).line() for plan in PLANS if plan.case in done]
+    rows = [row_of(plan.case, document["figures"]) for plan in PLANS if plan.case in done]
     left_out = [f"\nNot measured: {case}: {why}" for case, why in document["missing"].items()]
     return "\n".join([*_HEADER, *rows, *left_out])
 

@@ -3,7 +3,8 @@
 import asyncio
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import grpc
 
@@ -33,14 +34,11 @@ async def measure_requests(
             for number, port in enumerate(mocks.line.split())
         ]
         async with running_router(authority, workers, {"max_message_mib": 16}) as router:
-            channels = [client_of(authority)(router.ready.address) for _ in range(_NUM_CONNECTIONS)]
-            assert all(await asyncio.gather(*(until_ready(each, timeout_s=10) for each in channels))), "no connection"
+            connect = partial(client_of(authority), router.ready.address)
             for number in range(num_rounds + 1):
                 prompts = [rng.choices(range(40_000), k=num_tokens) for _ in range(num_requests)]
                 before_s = [cpu_s(process.pid) for process in (router, mocks)]
-                started_s = time.perf_counter()
-                first_chunk_s = await _run(channels, prompts, num_chunks)
-                wall_s = time.perf_counter() - started_s
+                wall_s, first_chunk_s = await _run(connect, prompts, num_chunks)
                 router_s, mock_s = (
                     cpu_s(process.pid) - since for process, since in zip((router, mocks), before_s, strict=True)
                 )
@@ -55,12 +53,12 @@ async def measure_requests(
                         first_chunk_ms_p50=quantile(first_chunk_s, 0.5) * 1e3,
                         first_chunk_ms_p99=quantile(first_chunk_s, 0.99) * 1e3,
                     )
-            for channel in channels:
-                await channel.close()
 
 
-async def _run(channels: Sequence[grpc.aio.Channel], prompts: Sequence[Sequence[int]], num_chunks: int) -> list[float]:
-    """Send one request after the other on each connection; returns the time to each one's first token."""
+async def _run(
+    connect: Callable[[], grpc.aio.Channel], prompts: Sequence[Sequence[int]], num_chunks: int
+) -> tuple[float, list[float]]:
+    """Send one request after the other on each connection; returns the time of all, and to each one's first token."""
     sampling = sampling_pb2.SamplingParams(max_tokens=num_chunks, temperature=0.0)
     requests = iter(
         [
@@ -81,7 +79,14 @@ async def _run(channels: Sequence[grpc.aio.Channel], prompts: Sequence[Sequence[
             assert num_received == num_chunks, f"{num_received} tokens, not {num_chunks}"
             first_chunk_s.append(first_s)
 
-    async with asyncio.TaskGroup() as group:
+    channels = [connect() for _ in range(_NUM_CONNECTIONS)]
+    try:
+        assert all(await asyncio.gather(*(until_ready(each, timeout_s=10) for each in channels))), "no connection"
+        begun_s = time.perf_counter()
+        async with asyncio.TaskGroup() as group:
+            for channel in channels:
+                group.create_task(use(channel))
+        return time.perf_counter() - begun_s, first_chunk_s
+    finally:
         for channel in channels:
-            group.create_task(use(channel))
-    return first_chunk_s
+            await channel.close()
