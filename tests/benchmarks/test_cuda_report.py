@@ -19,9 +19,6 @@ def make_report(*, ratio: float | None = None, goal: float | None = None, failur
     return Report(part="speed", title="Speed", machine="a card", readings=[reading], failures=failures)
 
 
-# ── bounds ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 @pytest.mark.parametrize("model", CONFIGS)
 def test_weight_bytes_when_bf16_are_those_of_the_matrices_that_a_step_reads(model: str) -> None:
     arm = Arm(model=model, format=Format.BF16)
@@ -38,16 +35,6 @@ def test_weight_bytes_when_fp8_halve_the_layers_and_keep_the_head() -> None:
     wide, narrow = (Arm(model="qwen3-8b", format=format_) for format_ in (Format.BF16, Format.FP8))
     assert wide.weight_bytes - narrow.weight_bytes == wide.num_layer_weights
     assert narrow.kv_bytes_per_token * 2 == wide.kv_bytes_per_token == 147_456
-
-
-def test_attention_flops_when_prompt_doubles_quadruple() -> None:
-    arm = Arm(model="llama-3.1-8b", format=Format.BF16)
-    # 32 layers, 32 heads of 128, two products over half of 8192 x 8192 scores, two operations each.
-    assert arm.attention_flops(8192) == 32 * 32 * 128 * 2 * 2 * 8192 * 8192 / 2
-    assert arm.attention_flops(16384) == 4 * arm.attention_flops(8192)
-
-
-# ── reports ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_report_when_saved_and_loaded_is_the_same(tmp_path: Path) -> None:
@@ -91,9 +78,6 @@ def test_summary_when_part_left_no_file_says_so(tmp_path: Path, capsys: pytest.C
     assert summary.main(["--out", str(tmp_path), "--expect", "speed", "handoff"]) == 1
     assert "1 of 1 goals met, 1 failures" in capsys.readouterr().out
     assert "FAILED handoff, all of it" in (tmp_path / "summary.md").read_text()
-
-
-# ── running a part ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_part_when_case_raises_goes_on_and_fails(tmp_path: Path) -> None:

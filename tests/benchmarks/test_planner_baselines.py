@@ -3,7 +3,6 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.planner.baselines import (
-    Bounds,
     DynamoLoad,
     DynamoLoadSettings,
     QueueLength,
@@ -48,8 +47,8 @@ def sizes_over_time(planner: Planner, observed: list[Observation]) -> list[tuple
     return [(sizes.prefill, sizes.decode) for sizes in plans]
 
 
-def make_queue_length(target: float = 4.0, **changes: float) -> QueueLength:
-    settings = QueueLengthSettings(target_ongoing_requests=target, **changes)  # type: ignore[arg-type]
+def make_queue_length() -> QueueLength:
+    settings = QueueLengthSettings(target_ongoing_requests=4.0)
     return QueueLength(settings, settings)
 
 
@@ -73,28 +72,8 @@ def test_queue_length_shrinks_only_after_the_downscale_delay() -> None:
     assert sizes_over_time(make_queue_length(), idle) == [(4, 4), (4, 4), (1, 4)]
 
 
-def test_queue_length_when_a_wish_is_interrupted_waits_anew() -> None:
-    load = [(0.0, 10), (15.0, 10), (20.0, 0), (55.0, 10), (80.0, 10), (86.0, 10)]
-    observed = [observe(*pools(1, 1, decode_running=count), now_s=now_s) for now_s, count in load]
-
-    sizes = sizes_over_time(make_queue_length(look_back_period_s=1.0), observed)
-
-    assert sizes == [(1, 1)] * 5 + [(1, 3)]
-
-
-def test_queue_length_looks_back_over_the_mean_of_a_period() -> None:
-    observed = [
-        observe(*pools(1, 1, decode_running=count), now_s=now_s) for now_s, count in ((0.0, 4), (20.0, 24), (40.0, 8))
-    ]
-
-    sizes = sizes_over_time(make_queue_length(upscale_delay_s=20.0), observed)
-
-    assert sizes == [(1, 1), (1, 1), (1, 4)]  # the mean of 24 and 8, by 4
-
-
-def make_dynamo(sensitivity: float = 0.5, max_workers: int = 64) -> DynamoLoad:
-    bounds = Bounds(max_workers=max_workers)
-    return DynamoLoad(DynamoLoadSettings(ttft_s=1.0, itl_s=0.03, sensitivity=sensitivity, bounds=bounds))
+def make_dynamo() -> DynamoLoad:
+    return DynamoLoad(DynamoLoadSettings(ttft_s=1.0, itl_s=0.03, sensitivity=0.5))
 
 
 @pytest.mark.parametrize(
@@ -135,11 +114,3 @@ def test_dynamo_load_while_a_change_is_pending_holds(phase: WorkerPhase) -> None
     plan = make_dynamo().plan(observe(late, changing, make_worker(0, Pool.DECODE, num_running=10)))
 
     assert plan.sizes == PoolSizes(prefill=num_paid, decode=1)
-
-
-def test_dynamo_load_at_its_bounds_stays() -> None:
-    late = make_worker(0, Pool.PREFILL, num_pending_prefill_tokens=50_000)
-
-    plan = make_dynamo(max_workers=1).plan(observe(late, make_worker(0, Pool.DECODE)))
-
-    assert plan.sizes == PoolSizes(prefill=1, decode=1)

@@ -7,13 +7,11 @@ import pytest
 
 from benchmarks.routing.__main__ import main
 from benchmarks.routing.cells import (
-    BURST,
     FLEETS,
     OURS,
     OVERLOAD_POLICIES,
     POLICIES,
     SHEDDING_POLICIES,
-    SQUARE_WAVE,
     TENANT_SPEEDS,
     Bench,
 )
@@ -39,12 +37,6 @@ def write_short_trace(path: Path, num_requests: int) -> Path:
 
 def test_every_policy_of_the_benchmark_is_one_of_the_simulator() -> None:
     assert {*POLICIES, *OVERLOAD_POLICIES} <= set(policy_names())
-
-
-def test_waves_are_square_and_have_one_burst_in_the_first_1500_requests() -> None:
-    assert [(stage.length_s, stage.speed) for stage in SQUARE_WAVE.stages] == [(60, 0.5), (60, 3)]
-    played_s = [stage.length_s * stage.speed for stage in BURST.stages]
-    assert sum(played_s) > 510  # time of these requests in the trace
 
 
 def test_tenants_have_one_account_or_half_the_workers_under_our_policy_alone() -> None:
