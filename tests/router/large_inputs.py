@@ -38,77 +38,42 @@ def _turns(count: int, **fields: Any) -> list[dict[str, Any]]:
     return [{"role": "user", "content": "x"} | fields] * count
 
 
+def _function(name: str, **more: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, **more}}
+
+
+def _texts(names: list[str], **more: Any) -> dict[str, Any]:
+    """Return the schema of an object with these texts."""
+    return {"type": "object", "properties": {name: {"type": "string", **more} for name in names}}
+
+
+def _structured(schema: dict[str, Any]) -> dict[str, Any]:
+    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    return {"messages": _turns(1), "response_format": wanted}
+
+
+_NAMES = [f"p{number}" for number in range(1_000)]
 _CHATS: Mapping[str, dict[str, Any]] = {
     "text": {"messages": _turns(1, content=_TEXT * 200_000)},
     "messages": {"messages": _turns(4096, content=_TEXT * 30)},
     "empty parts": {"messages": _turns(110, content=[{"type": "text", "text": ""}] * 1024)},
-    "calls": {
-        "messages": _turns(900, role="assistant", tool_calls=[{"function": {"name": "f"}}] * 127),
-    },
+    "calls": {"messages": _turns(900, role="assistant", tool_calls=[{"function": {"name": "f"}}] * 127)},
     "tools": {
         "messages": _turns(1),
         "tools": [
-            {
-                "type": "function",
-                "function": {
-                    "name": f"f{number}",
-                    "description": "d" * 1900,
-                    "parameters": {
-                        "type": "object",
-                        "properties": {f"p{i}": {"type": "string", "enum": ["a", "b"]} for i in range(500)},
-                    },
-                },
-            }
+            _function(f"f{number}", description="d" * 1900, parameters=_texts(_NAMES[:500], enum=["a", "b"]))
             for number in range(128)
         ],
     },
     "required tools": {
         "messages": _turns(1),
         "tool_choice": "required",
-        "tools": [
-            {
-                "type": "function",
-                "function": {
-                    "name": f"f{number}",
-                    "parameters": {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(20)}},
-                },
-            }
-            for number in range(100)
-        ],
+        "tools": [_function(f"f{number}", parameters=_texts(_NAMES[:20])) for number in range(100)],
     },
     "variables": {"messages": _turns(1), "chat_template_kwargs": {str(k): [[]] * 20_000 for k in range(50)}},
-    "schema": {
-        "messages": _turns(1),
-        "response_format": {
-            "type": "json_schema",
-            "json_schema": {"name": "x", "schema": {"enum": [f"value {k}" for k in range(200_000)]}},
-        },
-    },
-    "properties": {
-        "messages": _turns(1),
-        "response_format": {
-            "type": "json_schema",
-            "json_schema": {
-                "name": "x",
-                "schema": {"type": "object", "properties": {f"p{k}": {"type": "string"} for k in range(1_000)}},
-            },
-        },
-    },
-    "alternatives": {
-        "messages": _turns(1),
-        "response_format": {
-            "type": "json_schema",
-            "json_schema": {
-                "name": "x",
-                "schema": {
-                    "oneOf": [
-                        {"type": "object", "properties": {f"p{k}": {"type": "string"}}, "required": [f"p{k}"]}
-                        for k in range(700)
-                    ]
-                },
-            },
-        },
-    },
+    "schema": _structured({"enum": [f"value {k}" for k in range(200_000)]}),
+    "properties": _structured(_texts(_NAMES)),
+    "alternatives": _structured({"oneOf": [_texts([name]) | {"required": [name]} for name in _NAMES[:700]]}),
 }
 
 HTTP: Mapping[str, Input] = {
@@ -131,10 +96,7 @@ HTTP: Mapping[str, Input] = {
     "regex": (COMPLETIONS, _json(prompt="a", guided_regex="(a|b){1,900}" * 200_000)),
     "grammar": (COMPLETIONS, _json(prompt="a", guided_grammar="start: " + '"a" ' * 500_000)),
     "choices": (COMPLETIONS, _json(prompt="a", guided_choice=[f"c{k}" for k in range(300_000)])),
-    "metadata": (
-        RESPONSES,
-        lambda: json.dumps({"input": "a", "metadata": {str(k): "v" for k in range(300_000)}}).encode(),
-    ),
+    "metadata": (RESPONSES, _plain(input="a", metadata={str(k): "v" for k in range(300_000)})),
     **{f"chat: {name}": (CHAT, _json(**fields)) for name, fields in _CHATS.items()},
     "responses: text": (RESPONSES, _plain(input=_TEXT * 250_000)),
     "responses: items": (RESPONSES, _plain(input=[{"role": "user", "content": "x"}] * 100_000)),

@@ -2,30 +2,27 @@
 
 import asyncio
 import json
-import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import AsyncExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 import pytest_asyncio
 
-from common.process import parse_ready
 from common.rpc import client_channel
-from common.trust.identity import Role
 from engine.fake import FakeExecutor
-from kvrelay.client.requests import credentials
-from kvrelay.v1 import inference_pb2, inference_pb2_grpc, router_admin_pb2, router_admin_pb2_grpc
-from tests.router.fake_worker import DECODE, PREFILL, TIMEOUT_S
+from kvrelay.client import AsyncClient
+from kvrelay.v1 import router_admin_pb2, router_admin_pb2_grpc
 from tests.router.heartbeat import BEAT_S, HeldLoop
 from tests.router.http.clients import fetch, head
 from tests.router.large_inputs import ANSWERS, COMPLETIONS, GRPC, HTTP, Input
-from tests.trust import as_controller_of_router, enrol_child, operator_token
-from tests.worker.cluster import make_runtime, serve_runtime
+from tests.router.processes import router_process
+from tests.served_router import TIMEOUT_S
+from tests.trust import as_controller_of_router
+from tests.worker.cluster import running_pool
 
 MAX_HELD_S = 0.05
 _NUM_TRIES = 5
@@ -91,49 +88,30 @@ class WatchedRouter:
 async def watched(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[WatchedRouter]:
     """A router with a heart in front of two workers of this process, whose context is long."""
     folder = tmp_path_factory.mktemp("router")
-    (folder / "serving.yaml").write_text(_CONFIG, encoding="utf-8")
-    async with AsyncExitStack() as stack:
-        process, address, admin_address = await _start(folder)
-        stack.push_async_callback(process.wait)
-        stack.callback(process.kill)
-        endpoints = []
-        for role, name in ((PREFILL, "p0"), (DECODE, "d0")):
-            executor = FakeExecutor(num_blocks=60_000, block_size=16, max_model_len=1 << 17)
-            limits: dict[str, Any] = {"max_step_tokens": 8192, "max_running": 256, "lease_ttl_s": TIMEOUT_S}
-            worker = await serve_runtime(make_runtime(role, name, transports=("grpc",), executor=executor, **limits))
-            stack.push_async_callback(worker.stop, 0)
-            endpoints.append(router_admin_pb2.WorkerEndpoint(worker_id=name, role=role, address=worker.address))
-        admin_channel = await stack.enter_async_context(as_controller_of_router(admin_address))
+    fakes = {
+        name: {
+            "executor": FakeExecutor(num_blocks=60_000, block_size=16, max_model_len=1 << 17),
+            "max_step_tokens": 8192,
+            "max_running": 256,
+        }
+        for name in ("p0", "d0")
+    }
+    async with (
+        router_process(folder, config=_CONFIG, module=("tests.router.heartbeat", str(folder / "held"))) as (_, ready),
+        running_pool(fakes, ends_empty=False) as pool,
+        as_controller_of_router(ready.admin_address) as admin_channel,
+        client_channel(ready.address) as door,
+        AsyncClient(ready.address, timeout_s=TIMEOUT_S) as client,
+    ):
         admin: router_admin_pb2_grpc.RouterAdminServiceAsyncStub = router_admin_pb2_grpc.RouterAdminServiceStub(
             admin_channel
         )
-        request = router_admin_pb2.SetWorkersRequest(workers=endpoints)
+        request = router_admin_pb2.SetWorkersRequest(workers=pool.endpoints)
         async with asyncio.timeout(TIMEOUT_S):
-            while (await admin.SetWorkers(request)).num_ready < len(endpoints):  # noqa: ASYNC110 - no event tells it
+            while (await admin.SetWorkers(request)).num_ready < len(fakes):  # noqa: ASYNC110 - no event tells it
                 await asyncio.sleep(BEAT_S)
-        door = await stack.enter_async_context(client_channel(address))
-        stub: inference_pb2_grpc.InferenceServiceAsyncStub = inference_pb2_grpc.InferenceServiceStub(door)
-        status = await stub.GetClusterStatus(
-            inference_pb2.GetClusterStatusRequest(), metadata=credentials(operator_token())
-        )
+        status = await client.status()
         yield WatchedRouter(held=HeldLoop(folder / "held"), door=door, http_port=status.router.http_port)
-
-
-async def _start(folder: Path) -> tuple[asyncio.subprocess.Process, str, str]:
-    """Start the router; returns its process and the addresses of its gRPC door and its administration."""
-    options = ("--config", str(folder / "serving.yaml"), "--port", "0", "--die-with-parent")
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "tests.router.heartbeat", str(folder / "held"), *options),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.DEVNULL,
-    )
-    assert process.stdout is not None
-    async with asyncio.timeout(TIMEOUT_S):
-        await enrol_child(process, Role.ROUTER, "router-0")
-        ready = parse_ready((await process.stdout.readline()).decode())
-    assert ready is not None
-    return process, ready.address, ready.admin_address
 
 
 async def test_no_body_at_the_http_door_holds_the_other_requests_up(watched: WatchedRouter) -> None:

@@ -4,8 +4,7 @@ import asyncio
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import ExitStack
 from pathlib import Path
 
 import grpc
@@ -13,7 +12,6 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from common.config import parse_config
-from common.process import Ready, parse_ready
 from common.rpc import client_channel
 from common.trust.identity import Role
 from kvrelay.v1 import inference_pb2, inference_pb2_grpc, router_admin_pb2
@@ -24,7 +22,8 @@ from router.server import start_router
 from tests.router.fake_worker import DECODE, PREFILL, TIMEOUT_S, FakeWorker, answer
 from tests.router.fakes import TestCluster, config_with, make_request, prompt_of, running_cluster
 from tests.router.http.clients import fetch
-from tests.trust import credentials_of, enrol_child
+from tests.router.processes import router_process
+from tests.trust import credentials_of
 
 FAKE = {"model": {"engine": "fake"}, "router": {"metrics_port": 0}}
 
@@ -37,30 +36,6 @@ async def scrape(port: int) -> dict[str, float]:
     writer.close()
     lines = [line for line in body.splitlines() if line.startswith("kvrelay_")]
     return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
-
-
-@asynccontextmanager
-async def router_process(folder: Path, *wrapper: str) -> AsyncIterator[tuple[asyncio.subprocess.Process, Ready]]:
-    """Run a router of the fake engine as a process, which is ready inside the block. `wrapper` executes its command."""
-    config = folder / "serving.yaml"
-    config.write_text("model: {engine: fake}\n")
-    process = await asyncio.create_subprocess_exec(
-        *(*wrapper, sys.executable, "-m", "router", "--config", str(config), "--port", "0", "--die-with-parent"),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.DEVNULL,
-    )
-    try:
-        assert process.stdout is not None
-        async with asyncio.timeout(TIMEOUT_S):
-            await enrol_child(process, Role.ROUTER, "router-0")
-            ready = parse_ready((await process.stdout.readline()).decode())
-        assert ready is not None
-        yield process, ready
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
 
 
 MINE = credentials_of(Role.ROUTER, "router-0")
@@ -173,7 +148,7 @@ async def http_port_of(address: str) -> int:
 
 
 async def test_router_process_serves_beside_silent_connections_and_stops_on_a_signal(tmp_path: Path) -> None:
-    async with router_process(tmp_path, *FEW_OPEN_FILES) as (process, ready):
+    async with router_process(tmp_path, wrapper=FEW_OPEN_FILES) as (process, ready):
         assert ready.pid == process.pid
         assert ready.metrics_port > 0
         async with asyncio.timeout(TIMEOUT_S), client_channel(ready.address) as channel:
