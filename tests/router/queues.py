@@ -1,5 +1,6 @@
 """Fair queues of numbers: request n arrives at second n."""
 
+import math
 from collections.abc import Container
 
 from router.admission.fair_queue import FairQueue
@@ -8,19 +9,26 @@ from router.admission.tenant_queue import Place, rank
 TENANTS = {"a": 1.0, "b": 1.0, "heavy": 3.0}
 
 
-def make_queue(**weights: float) -> FairQueue[int]:
-    queue: FairQueue[int] = FairQueue()
+def make_queue(*, late_share: float = 0.0, **weights: float) -> FairQueue[int]:
+    queue: FairQueue[int] = FairQueue(late_share=late_share)
     for name, weight in weights.items():
         queue.add_tenant(name, weight=weight)
     return queue
 
 
 def push(
-    queue: FairQueue[int], number: int, *, tenant: str = "a", priority: int = 0, work_s: float = 0.0
+    queue: FairQueue[int],
+    number: int,
+    *,
+    tenant: str = "a",
+    priority: int = 0,
+    work_s: float = 0.0,
+    due_s: float = math.inf,
+    deadline_s: float = math.inf,
 ) -> Place[int]:
-    """Add a request that arrives at second `number`."""
-    key = rank(priority=priority, work_s=work_s, due_s=number, number=number)
-    return queue.push(number, tenant=tenant, rank=key, work_s=work_s)
+    """Add a request that arrives at second `number`, and is late after `due_s`."""
+    key = rank(priority=priority, work_s=work_s, due_s=number if due_s == math.inf else due_s, number=number)
+    return queue.push(number, tenant=tenant, rank=key, work_s=work_s, due_s=due_s, deadline_s=deadline_s)
 
 
 def serve(queue: FairQueue[int], *, cost: float = 0.0, skipping: Container[str] = (), now_s: float = 0.0) -> Place[int]:

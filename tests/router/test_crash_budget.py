@@ -7,16 +7,14 @@ import pytest
 
 from common.errors import CrashSuspected
 from common.ids import Epoch, WorkerId
-from common.lifecycle import LifeCycle
 from common.tokens import as_tokens
 from router.crash_budget import NUM_CLEARING_TOKENS, CrashBudget, Losses
 from router.lives import Life
-from router.record import RunningRequest
 from tests.clock import ManualClock
 from tests.router.fake_worker import DECODE, TIMEOUT_S, FakeWorker, answer
 from tests.router.fakes import TestCluster, config_with, make_request, prompt_of, running_cluster
 from tests.router.members import book, make_member
-from tests.router.test_lengths import make_job
+from tests.router.test_lengths import make_record
 
 POISON = prompt_of(13)
 
@@ -84,8 +82,7 @@ def test_worker_that_answered_after_a_failed_attempt_did_not_end_by_it() -> None
 async def is_refused(*, samples: range, in_quarantine: bool, has_answered: bool = True, num_lost: int = 3) -> bool:
     """Return whether a request of three samples is refused after its last loss, in an attempt with some of them."""
     clock = ManualClock()
-    job = make_job(n=3)
-    record = RunningRequest(job=job, life=LifeCycle(job.request_id, clock), clock=clock, deadline_s=60.0)
+    record = make_record(clock, n=3)
     for number in range(num_lost):
         note(record.losses, number)
 
@@ -103,8 +100,7 @@ async def is_refused(*, samples: range, in_quarantine: bool, has_answered: bool 
 
 
 def test_tokens_of_its_other_samples_clear_no_request() -> None:
-    clock, job = ManualClock(), make_job(n=3)
-    record = RunningRequest(job=job, life=LifeCycle(job.request_id, clock), clock=clock, deadline_s=60.0)
+    record = make_record(ManualClock(), n=3)
     for sample in (0, 1):
         record.ledger.resume(sample, as_tokens(range(40 + sample)))
     assert record.num_steps_done == 0, "the third may crash its workers"

@@ -1,13 +1,12 @@
 """The live page's fifteen minutes of throughput and latency."""
 
-from common.lifecycle import LifeCycle
 from kvrelay.v1 import sampling_pb2
 from router.diagnosis.recent_requests import RecentRequests
 from router.history import INTERVAL_S, NUM_POINTS, History
 from router.in_flight import InFlight
 from router.record import RunningRequest
 from tests.clock import ManualClock
-from tests.router.test_traffic import ended
+from tests.router.test_lengths import make_record
 
 
 class Served:
@@ -19,8 +18,7 @@ class Served:
         self.history = History(in_flight=self.in_flight, recent=self.recent, clock=self.clock)
 
     def request(self) -> RunningRequest:
-        job = ended(1).job
-        return RunningRequest(job, LifeCycle(job.request_id, self.clock), self.clock, deadline_s=2000.0)
+        return make_record(self.clock, num_blocks=1)
 
     def answer(self, *, ttft_s: float, tpot_s: float) -> None:
         record = self.request()

@@ -9,9 +9,11 @@ import pytest
 
 from common.block_hash import hash_blocks
 from common.ids import RequestId
+from common.lifecycle import LifeCycle
 from common.sampling import SamplingParams
 from router.lengths import GUESSED_TOKENS, AnswerLengths
-from router.record import Job
+from router.record import Job, RunningRequest
+from tests.clock import ManualClock
 from tests.router.fake_worker import MODEL
 
 BLOCK = MODEL.block_size
@@ -28,6 +30,12 @@ def make_job(*, num_blocks: int = 0, first: int = 0, is_chat: bool = False, **sa
         model=MODEL,
         rendered_unix_s=int(is_chat),
     )
+
+
+def make_record(clock: ManualClock, **fields: Any) -> RunningRequest:
+    """Return a running request on a clock; `fields` are those of `make_job`."""
+    job = make_job(**fields)
+    return RunningRequest(job, LifeCycle(job.request_id, clock), clock, deadline_s=math.inf)
 
 
 def learn(lengths: AnswerLengths, job: Job, *num_tokens: int, tenant: str = "t") -> None:

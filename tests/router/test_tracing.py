@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -29,6 +30,11 @@ def traced(cluster: TestCluster, config: TracingConfig = ALL) -> Kept:
     kept = Kept()
     cluster.router.door.parts.orchestrator.traces.record_to(kept, config)
     return kept
+
+
+def decision_on(life: LifeCycle, *, decided_s: float, **fields: Any) -> DecisionRecord:
+    plan = Plan(decode=WorkerId("d0"), predicted_cached_tokens=0, reason="")
+    return DecisionRecord(request_id=life.request_id, num_tokens=8, plan=plan, decided_s=decided_s, **fields)
 
 
 def names_below(spans: list[Span], parent: Span) -> list[str]:
@@ -165,8 +171,7 @@ def test_request_that_finds_no_second_worker_shows_its_last_wait() -> None:
     traces.record_to(kept, ALL)
     traces.begin(life, ANYBODY, "").enter("line")
     clock.advance(1.0)
-    plan = Plan(decode=WorkerId("d0"), predicted_cached_tokens=0, reason="")
-    decision = DecisionRecord(request_id=life.request_id, num_tokens=8, plan=plan, decided_s=1.0, decision_s=0.25)
+    decision = decision_on(life, decided_s=1.0, decision_s=0.25)
     with traces.attempt(life, decision):
         life.advance(State.RESERVING)
         clock.advance(2.0)
@@ -195,10 +200,7 @@ def test_samples_that_go_on_separately_link_to_their_own_attempts() -> None:
 
     @contextmanager
     def attempt(life: LifeCycle, number: int, ended: str) -> Iterator[None]:
-        plan = Plan(decode=WorkerId("d0"), predicted_cached_tokens=0, reason="")
-        decision = DecisionRecord(
-            request_id=life.request_id, num_tokens=8, plan=plan, decided_s=clock.monotonic(), attempt=number
-        )
+        decision = decision_on(life, decided_s=clock.monotonic(), attempt=number)
         with traces.attempt(life, decision):
             life.advance(State.RESERVING)
             yield
@@ -231,14 +233,11 @@ def test_first_line_ends_with_the_first_choice_when_another_sample_ends_before()
     traces.record_to(kept, ALL)
     traces.begin(first, ANYBODY, "").enter("line")  # an answer that another router began: separate from the start
     second = LifeCycle(RequestId("r"), clock)
-    plan = Plan(decode=WorkerId("d0"), predicted_cached_tokens=0, reason="")
     clock.advance(1.0)
-    one = DecisionRecord(request_id=first.request_id, num_tokens=8, plan=plan, decided_s=1.0, ended="completed")
-    with traces.attempt(first, one):
+    with traces.attempt(first, decision_on(first, decided_s=1.0, ended="completed")):
         first.advance(State.RESERVING)
         clock.advance(1.0)
-        two = DecisionRecord(request_id=first.request_id, num_tokens=8, plan=plan, decided_s=2.0, ended="completed")
-        with traces.attempt(second, two):
+        with traces.attempt(second, decision_on(second, decided_s=2.0, ended="completed")):
             clock.advance(1.0)
     first.advance(State.FAILED)
     traces.end(first, "WorkerLost")

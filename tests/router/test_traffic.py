@@ -6,26 +6,18 @@ from collections.abc import Sequence
 
 import pytest
 
-from common.block_hash import hash_blocks
 from common.errors import EngineFault, InvalidRequest, Overloaded, Unauthenticated
-from common.ids import RequestId
-from common.lifecycle import LifeCycle
-from common.sampling import SamplingParams
-from common.tokens import as_tokens
 from kvrelay.client import AsyncClient, RecordedRequest
 from kvrelay.client.traffic import AsyncTrafficStream
 from router import traffic
-from router.record import Job, RunningRequest
+from router.record import RunningRequest
 from router.traffic import MAX_RECORDINGS, TrafficRecordings
 from tests.clock import ManualClock
-from tests.router.fake_worker import BLOCK_SIZE, MODEL, ROOT, TIMEOUT_S, hashes_of, pair
-from tests.router.fakes import TestCluster, config_with, prompt_of, running_cluster
+from tests.router.fake_worker import BLOCK_SIZE, TIMEOUT_S, hashes_of, pair
+from tests.router.fakes import config_with, prompt_of, running_cluster
 from tests.router.http.clients import http_cluster
+from tests.router.test_lengths import make_record
 from tests.router.test_tenants import KEYS, serving
-
-
-def client_of(cluster: TestCluster, tenant: str | None = None) -> AsyncClient:
-    return AsyncClient(cluster.router.address, api_key=None if tenant is None else KEYS[tenant])
 
 
 async def ask(client: AsyncClient, prompt: Sequence[int], *, max_tokens: int = 6, n: int = 1) -> None:
@@ -38,7 +30,7 @@ async def read(stream: AsyncTrafficStream, count: int) -> list[RecordedRequest]:
 
 
 async def test_recording_has_length_order_and_outcome_of_each_request() -> None:
-    async with running_cluster(*pair()) as cluster, client_of(cluster) as client, client.record() as stream:
+    async with running_cluster(*pair()) as cluster, cluster.client() as client, client.record() as stream:
         await ask(client, prompt_of(10), max_tokens=6)
         await ask(client, prompt_of(8), max_tokens=3, n=2)
         first, second = await read(stream, 2)
@@ -53,7 +45,7 @@ async def test_requests_of_both_doors_are_recorded_with_equal_keys() -> None:
     prompt = prompt_of(10)
     async with (
         http_cluster(*pair()) as http,
-        client_of(http.cluster) as client,
+        http.cluster.client() as client,
         client.record() as stream,
     ):
         await ask(client, prompt)
@@ -65,7 +57,7 @@ async def test_requests_of_both_doors_are_recorded_with_equal_keys() -> None:
 
 async def test_keys_are_equal_exactly_as_far_as_prompts_are() -> None:
     prompts = [prompt_of(10), prompt_of(10), prompt_of(11), prompt_of(12), [*prompt_of(5), 99, 98, 97], [7]]
-    async with running_cluster(*pair()) as cluster, client_of(cluster) as client, client.record() as stream:
+    async with running_cluster(*pair()) as cluster, cluster.client() as client, client.record() as stream:
         for prompt in prompts:
             await ask(client, prompt)
         keys = [request.block_keys for request in await read(stream, len(prompts))]
@@ -78,7 +70,7 @@ async def test_keys_link_neither_two_recordings_nor_a_recording_and_the_cache() 
     prefill, decode = pair()
     async with (
         running_cluster(prefill, decode) as cluster,
-        client_of(cluster) as client,
+        cluster.client() as client,
         client.record() as one,
         client.record() as two,
     ):
@@ -92,13 +84,13 @@ async def test_keys_link_neither_two_recordings_nor_a_recording_and_the_cache() 
 
 async def test_recording_has_only_requests_of_the_callers_tenant() -> None:
     async with running_cluster(*pair(), config=serving()) as cluster:
-        async with client_of(cluster, "a") as a, client_of(cluster, "b") as b, a.record() as stream:
+        async with cluster.client(api_key=KEYS["a"]) as a, cluster.client(api_key=KEYS["b"]) as b, a.record() as stream:
             await ask(b, prompt_of(4))
             await ask(a, prompt_of(9))
             await ask(b, prompt_of(5))
             await ask(a, prompt_of(6))
             assert [request.num_prompt_tokens for request in await read(stream, 2)] == [9, 6]
-        async with client_of(cluster) as nobody:
+        async with cluster.client() as nobody:
             with pytest.raises(Unauthenticated):
                 await anext(nobody.record())
 
@@ -106,7 +98,7 @@ async def test_recording_has_only_requests_of_the_callers_tenant() -> None:
 async def test_request_that_ran_when_the_recording_began_is_left_out() -> None:
     prefill, decode = pair()
     prefill.gates.close("first_token")
-    async with running_cluster(prefill, decode) as cluster, client_of(cluster) as client:
+    async with running_cluster(prefill, decode) as cluster, cluster.client() as client:
         early = asyncio.create_task(ask(client, prompt_of(5)))
         await prefill.gates.reached("first_token")
         async with client.record() as stream:
@@ -120,7 +112,7 @@ async def test_request_that_ran_when_the_recording_began_is_left_out() -> None:
 async def test_recording_that_is_over_waits_for_what_runs_and_takes_nothing_more() -> None:
     prefill, decode = pair()
     prefill.gates.close("first_token")
-    async with running_cluster(prefill, decode) as cluster, client_of(cluster) as client, client.record() as stream:
+    async with running_cluster(prefill, decode) as cluster, cluster.client() as client, client.record() as stream:
         running = asyncio.create_task(ask(client, prompt_of(5)))
         await prefill.gates.reached("first_token")
         cluster.router.recordings.finish()
@@ -135,7 +127,7 @@ async def test_recording_that_is_over_waits_for_what_runs_and_takes_nothing_more
 async def test_recording_ends_by_itself_after_its_duration() -> None:
     async with (
         running_cluster(*pair()) as cluster,
-        client_of(cluster) as client,
+        cluster.client() as client,
         asyncio.timeout(TIMEOUT_S),
         client.record(duration_s=1e-6) as stream,
     ):
@@ -146,7 +138,7 @@ async def test_cancelled_and_failed_requests_are_recorded_with_their_outcome() -
     prefill, decode = pair()
     async with (
         running_cluster(prefill, decode, config=config_with(max_attempts=1)) as cluster,
-        client_of(cluster) as client,
+        cluster.client() as client,
         client.record() as stream,
     ):
         prefill.gates.close("first_token")
@@ -164,7 +156,7 @@ async def test_cancelled_and_failed_requests_are_recorded_with_their_outcome() -
 
 
 async def test_recorder_that_leaves_frees_its_recording() -> None:
-    async with running_cluster(*pair()) as cluster, client_of(cluster) as client:
+    async with running_cluster(*pair()) as cluster, cluster.client() as client:
         for _ in range(2 * MAX_RECORDINGS):
             async with client.record():
                 pass
@@ -174,7 +166,7 @@ async def test_recorder_that_leaves_frees_its_recording() -> None:
 
 async def test_tenant_has_only_so_many_recordings_at_a_time() -> None:
     async with running_cluster(*pair(), config=serving()) as cluster, contextlib.AsyncExitStack() as stack:
-        a, b = [await stack.enter_async_context(client_of(cluster, name)) for name in "ab"]
+        a, b = [await stack.enter_async_context(cluster.client(api_key=KEYS[name])) for name in "ab"]
         for _ in range(MAX_RECORDINGS):
             await stack.enter_async_context(a.record())
         with pytest.raises(Overloaded, match="4 recordings of this tenant run already"):
@@ -184,7 +176,7 @@ async def test_tenant_has_only_so_many_recordings_at_a_time() -> None:
 
 @pytest.mark.parametrize("duration_s", [-1.0, float("inf"), float("nan")])
 async def test_duration_that_is_not_a_time_is_refused(duration_s: float) -> None:
-    async with running_cluster(*pair()) as cluster, client_of(cluster) as client:
+    async with running_cluster(*pair()) as cluster, cluster.client() as client:
         with pytest.raises(InvalidRequest) as caught:
             await anext(client.record(duration_s=duration_s))
     assert caught.value.field == "duration_s"
@@ -193,7 +185,7 @@ async def test_duration_that_is_not_a_time_is_refused(duration_s: float) -> None
 async def test_router_that_stops_ends_its_recordings() -> None:
     async with (
         running_cluster(*pair()) as cluster,
-        client_of(cluster) as client,
+        cluster.client() as client,
         client.record() as stream,
         asyncio.timeout(TIMEOUT_S),
     ):
@@ -205,16 +197,7 @@ async def test_router_that_stops_ends_its_recordings() -> None:
 
 
 def ended(num_blocks: int, *, at_s: float = 0.0) -> RunningRequest:
-    prompt = as_tokens(range(num_blocks * BLOCK_SIZE))
-    clock = ManualClock(at_s)
-    job = Job(
-        request_id=RequestId("req-1"),
-        prompt_token_ids=prompt,
-        prompt_hashes=hash_blocks(prompt, root=ROOT, block_size=BLOCK_SIZE),
-        sampling=SamplingParams(),
-        model=MODEL,
-    )
-    return RunningRequest(job, LifeCycle(job.request_id, clock), clock, deadline_s=1.0)
+    return make_record(ManualClock(at_s), num_blocks=num_blocks)
 
 
 def run(recordings: TrafficRecordings, record: RunningRequest) -> None:
@@ -255,7 +238,7 @@ async def test_long_prompt_lets_others_run_while_its_keys_are_made() -> None:
     assert num_turns >= 4
     message = keys.result()
     assert message is not None
-    assert len(message.request.block_keys) == 8000
+    assert len(message.request.block_keys) == 8 * 1001, "eight bytes for each block, and for the token behind them"
 
 
 async def test_arrival_counts_from_the_beginning_of_the_recording() -> None:
