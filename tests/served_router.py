@@ -1,7 +1,7 @@
-"""A router in this process, as its controller and its clients see it: what every cluster that tests build stands on."""
+"""A router in this process, as its controller and its clients see it; the clusters of tests add workers to it."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Container, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -38,9 +38,14 @@ class ServedRouter:
     def operator(self) -> AsyncClient:
         return self.client(api_key=operator_token())
 
-    async def use(self, workers: Sequence[router_admin_pb2.WorkerEndpoint]) -> router_admin_pb2.SetWorkersResponse:
-        """Send the router its workers, as a controller does."""
-        return await self.admin.SetWorkers(router_admin_pb2.SetWorkersRequest(workers=workers))
+    async def use(
+        self, workers: Sequence[router_admin_pb2.WorkerEndpoint], *, draining: Container[str] = ()
+    ) -> router_admin_pb2.SetWorkersResponse:
+        """Send the router its workers and which of them drain, as a controller does."""
+        request = router_admin_pb2.SetWorkersRequest(workers=workers)
+        for endpoint in request.workers:
+            endpoint.draining = endpoint.worker_id in draining
+        return await self.admin.SetWorkers(request)
 
     async def until_used(self, workers: Sequence[router_admin_pb2.WorkerEndpoint]) -> None:
         """Send the router its workers and wait until all of them are ready."""

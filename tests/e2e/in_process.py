@@ -90,10 +90,7 @@ class System(ServedRouter):
 
     async def drain(self, *worker_ids: str) -> dict[str, int]:
         """Send the router the workers and which of them drain; returns how many requests run on each that drains."""
-        request = router_admin_pb2.SetWorkersRequest(workers=self.endpoints)
-        for endpoint in request.workers:
-            endpoint.draining = endpoint.worker_id in worker_ids
-        return dict((await self.use(request.workers)).num_users)
+        return dict((await self.use(self.endpoints, draining=worker_ids)).num_users)
 
     async def until_idle(self) -> None:
         """Wait until no living worker and no router holds anything."""

@@ -3,7 +3,7 @@
 import asyncio
 from typing import Any
 
-from kvrelay.v1 import router_admin_pb2, worker_pb2
+from kvrelay.v1 import worker_pb2
 from tests.e2e.in_process import System, running_system
 from tests.served_router import TIMEOUT_S
 
@@ -14,7 +14,7 @@ async def flip(system: System, worker_id: str, role: Any) -> None:
     """Take a worker out of the membership, give it a role, and have it back."""
     runtime = system.workers[worker_id].runtime
     others = [each for each in system.endpoints if each.worker_id != worker_id]
-    await system.admin.SetWorkers(router_admin_pb2.SetWorkersRequest(workers=others))
+    await system.use(others)
     await runtime.change_role(role, epoch=runtime.epoch, grace_s=TIMEOUT_S)
     for endpoint in system.endpoints:
         if endpoint.worker_id == worker_id:
@@ -25,8 +25,7 @@ async def until_used(system: System, *worker_ids: str) -> None:
     """Make these the membership and wait until the router uses them."""
     workers = [each for each in system.endpoints if each.worker_id in worker_ids]
     async with asyncio.timeout(TIMEOUT_S):
-        request = router_admin_pb2.SetWorkersRequest(workers=workers)
-        while set((await system.admin.SetWorkers(request)).ready_worker_ids) != set(worker_ids):
+        while set((await system.use(workers)).ready_worker_ids) != set(worker_ids):
             pass
 
 

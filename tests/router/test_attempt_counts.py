@@ -3,7 +3,6 @@
 import pytest
 
 from common.errors import EngineFault, Overloaded
-from kvrelay.v1 import router_admin_pb2
 from router.lives import HALF_LIFE_S, AttemptCounts
 from tests.router.fake_worker import answer, pair, trio
 from tests.router.fakes import TestCluster, make_request, prompt_of, running_cluster
@@ -11,8 +10,7 @@ from tests.router.fakes import TestCluster, make_request, prompt_of, running_clu
 
 async def told(cluster: TestCluster, *names: str) -> list[tuple[float, float]]:
     """Return the attempts and failed ones of these workers, as the controller is told them."""
-    workers = [cluster.workers[name].endpoint for name in cluster.workers]
-    response = await cluster.admin.SetWorkers(router_admin_pb2.SetWorkersRequest(workers=workers))
+    response = await cluster.use([worker.endpoint for worker in cluster.workers.values()])
     health = {each.worker_id: each for each in response.worker_health}
     assert all(health[name].epoch == cluster.workers[name].epoch for name in names)
     return [(round(health[name].num_attempts), round(health[name].num_failed)) for name in names]

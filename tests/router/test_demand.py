@@ -2,7 +2,6 @@ import pytest
 
 from common.errors import Unauthenticated
 from common.slo import Slo
-from kvrelay.client import AsyncClient
 from router.demand import NUM_SAMPLED, REMEMBERED_S, Answered, DemandMeter
 from tests.clock import ManualClock
 from tests.router.fake_worker import DECODE, FakeWorker
@@ -123,7 +122,7 @@ async def test_calls_without_a_key_are_no_demand_that_scales_the_pools(arrivals:
 async def test_every_request_of_a_known_caller_is_demand_once_by_either_door(arrivals: list[DemandMeter]) -> None:
     config = serving(http_port=0, a={"requests_per_min": 3}, local_prefill_max_tokens=64)
     async with running_cluster(FakeWorker("d0", DECODE), config=config) as cluster:
-        async with AsyncClient(cluster.router.address, api_key=KEYS["a"]) as client:
+        async with cluster.client(api_key=KEYS["a"]) as client:
             await client.generate([1, 2, 3], max_tokens=1)
         assert len(arrivals) == 1
         key = f"Bearer {KEYS['a']}"

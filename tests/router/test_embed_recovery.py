@@ -1,18 +1,16 @@
 """Embeddings whose workers fail, leave or are full: planned again or kept waiting, as generations are."""
 
 import asyncio
-from typing import Any
 
 import numpy as np
 import pytest
 
 from common.errors import CrashSuspected, EngineFault, StaleEpoch, WorkerLost
 from common.wire import pack_floats
-from kvrelay.v1 import router_admin_pb2
 from tests.router.embeddings import embedding_of, prefill_pool, unit, vector_of
 from tests.router.fake_service import HIDDEN_SIZE
 from tests.router.fake_worker import DECODE, PREFILL, TIMEOUT_S, FakeWorker, answer, pair, sent_prompt
-from tests.router.fakes import TestCluster, config_with, make_request, prompt_of, running_cluster
+from tests.router.fakes import config_with, make_request, prompt_of, running_cluster
 
 
 @pytest.mark.parametrize("gate", ["prefill", "first_token"])
@@ -82,9 +80,7 @@ async def test_draining_worker_gets_no_embeddings_but_finishes_its_own() -> None
     async with running_cluster(first, second) as cluster:
         running = asyncio.create_task(cluster.embed(embedding_of(9)))
         await first.gates.reached("first_token")
-        request = router_admin_pb2.SetWorkersRequest(workers=[first.endpoint, second.endpoint])
-        request.workers[0].draining = True
-        assert (await cluster.admin.SetWorkers(request)).num_users["p0"] == 1
+        assert (await cluster.use([first.endpoint, second.endpoint], draining=("p0",))).num_users["p0"] == 1
         (plan,) = (await cluster.embed(embedding_of())).plans
         assert plan.prefill_worker_id == "p1"
         first.gates.open("first_token")
@@ -143,17 +139,8 @@ async def test_embeddings_pass_generations_that_wait_for_decode_workers(monkeypa
     prefill, decode = pair()
     decode.set_load(num_free_blocks=0)
     async with running_cluster(prefill, decode) as cluster:
-        waiting = await cluster_queue(cluster, 6)
+        waiting = await cluster.queue(*(make_request(10 + number) for number in range(6)))
         for number in range(9):  # more than may overtake a request of its own pool
             assert vector_of(await cluster.embed(embedding_of(5 + number % 3))) == unit(5 + number % 3)
         decode.set_load(num_free_blocks=64)
-        await asyncio.gather(*waiting)
-
-
-async def cluster_queue(cluster: TestCluster, count: int) -> list["asyncio.Task[Any]"]:
-    """Start generations one after the other, which have to wait."""
-    waiting = []
-    for number in range(count):
-        waiting.append(asyncio.create_task(cluster.generate(make_request(10 + number))))
-        await cluster.until_queued(number + 1)
-    return waiting
+        await waiting

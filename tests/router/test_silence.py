@@ -1,16 +1,18 @@
 """Workers that stop without closing their connection: their answers go on elsewhere within about a second."""
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
 
-from kvrelay.v1 import router_admin_pb2, worker_pb2
+from kvrelay.v1 import worker_pb2
 from router.member import Member, WorkerState
 from router.silence import MAX_FACTOR, TICK_S, SilenceWatch
 from tests.clock import ManualClock
 from tests.router.cut_wire import CutWire
 from tests.router.fake_worker import DECODE, PREFILL, FakeWorker, answer, trio
-from tests.router.fakes import config_with, make_request, prompt_of, running_cluster
+from tests.router.fakes import TestCluster, config_with, make_request, prompt_of, running_cluster
 from tests.router.members import make_member
 
 SILENCE_S = 1.0
@@ -196,39 +198,33 @@ async def test_connection_that_breaks_after_a_silence_is_no_end_of_its_worker(qu
         await cluster.until_state("d0", "ready")
 
 
+@asynccontextmanager
+async def wired_trio() -> AsyncIterator[tuple[TestCluster, FakeWorker, CutWire]]:
+    """Run a `trio` whose first decode worker is reached over a wire; yields that worker and its wire, too."""
+    prefill, first, second = trio()
+    async with running_cluster(prefill, second) as cluster:
+        cluster.workers["d0"] = await first.start()
+        async with CutWire(first).running() as wire:
+            await cluster.until_used([prefill.endpoint, wire.endpoint, second.endpoint])
+            yield cluster, first, wire
+        await first.die()
+
+
 @pytest.mark.parametrize("directions", [("to_worker", "to_router"), ("to_router",)])
 async def test_answers_behind_a_cut_connection_go_on_elsewhere(directions: tuple[str, ...]) -> None:
-    prefill, first, second = trio()
-    first.gates.close("token 3")
-    async with running_cluster(prefill, second) as cluster:
-        await first.start()
-        cluster.workers["d0"] = first
-        async with CutWire(first).running() as wire:
-            workers = [prefill.endpoint, wire.endpoint]
-            await cluster.admin.SetWorkers(router_admin_pb2.SetWorkersRequest(workers=workers))
-            await cluster.until_state("d0", "ready")
-            generating = await cluster.start(make_request(10), first, "token 3")
-            await cluster.admin.SetWorkers(router_admin_pb2.SetWorkersRequest(workers=[*workers, second.endpoint]))
-            await cluster.until_state("d1", "ready")
-            wire.cut(*directions)
-            reply = await generating
+    async with wired_trio() as (cluster, first, wire):
+        first.gates.close("token 3")
+        generating = await cluster.start(make_request(10), first, "token 3")
+        wire.cut(*directions)
+        reply = await generating
         assert reply.token_ids() == answer(prompt_of(10), 6)
         assert [plan.decode_worker_id for plan in reply.plans] == ["d0", "d1"]
-        await first.die()
 
 
 async def test_request_that_never_reaches_its_worker_is_sent_to_another() -> None:
-    prefill, first, second = trio()
-    async with running_cluster(prefill, second) as cluster:
-        await first.start()
-        cluster.workers["d0"] = first
-        async with CutWire(first).running() as wire:
-            workers = [prefill.endpoint, wire.endpoint, second.endpoint]
-            await cluster.admin.SetWorkers(router_admin_pb2.SetWorkersRequest(workers=workers))
-            await cluster.until_state("d0", "ready")
-            wire.cut("to_worker")
-            replies = await asyncio.gather(*(cluster.generate(make_request(10 + number)) for number in range(4)))
+    async with wired_trio() as (cluster, first, wire):
+        wire.cut("to_worker")
+        replies = await asyncio.gather(*(cluster.generate(make_request(10 + number)) for number in range(4)))
         assert not first.requests
         for number, reply in enumerate(replies):
             assert reply.token_ids() == answer(prompt_of(10 + number), 6)
-        await first.die()

@@ -36,10 +36,10 @@ async def ask(
 
 async def test_generate_with_a_key_is_served_and_without_one_or_with_another_is_not() -> None:
     async with running_cluster(*pair(), config=serving()) as cluster:
-        async with AsyncClient(cluster.router.address, api_key=KEYS["a"]) as client:
+        async with cluster.client(api_key=KEYS["a"]) as client:
             assert await ask(client) == answer(prompt_of(10), 6)
         for key in (None, "key-of-nobody-000000"):
-            async with AsyncClient(cluster.router.address, api_key=key) as client:
+            async with cluster.client(api_key=key) as client:
                 with pytest.raises(Unauthenticated):
                     await ask(client)
                 with pytest.raises(Unauthenticated):
@@ -52,7 +52,7 @@ async def test_blocks_of_two_tenants_with_one_prompt_have_nothing_in_common() ->
     prefill, decode = pair()
     async with running_cluster(prefill, decode, config=serving()) as cluster:
         for name in "aba":
-            async with AsyncClient(cluster.router.address, api_key=KEYS[name]) as client:
+            async with cluster.client(api_key=KEYS[name]) as client:
                 await ask(client)
     first, other, again = (request.sequence for request in prefill.requests)
     assert (first.hash_root == again.hash_root) and first.hash_root not in (other.hash_root, ROOT)
@@ -63,7 +63,7 @@ async def test_hashes_of_clients_without_a_key_cannot_be_computed_without_the_bl
     prefill, decode = pair()
     async with (
         running_cluster(prefill, decode, config=config_with(local_prefill_max_tokens=0)) as cluster,
-        AsyncClient(cluster.router.address) as client,
+        cluster.client() as client,
     ):
         await ask(client)
     root = prefill.requests[0].sequence.hash_root
@@ -79,7 +79,7 @@ async def test_hashes_of_clients_without_a_key_cannot_be_computed_without_the_bl
 async def test_tokenizing_counts_at_the_request_rate_by_either_door(path: str, body: bytes) -> None:
     config = serving(a={"requests_per_min": 2}, http_port=0)
     async with running_cluster(*pair(), config=config) as cluster:
-        async with AsyncClient(cluster.router.address, api_key=KEYS["a"]) as client:
+        async with cluster.client(api_key=KEYS["a"]) as client:
             assert (await client.tokenize("hi")).token_ids == (104, 105)
             port, key = cluster.router.http_port, f"Bearer {KEYS['a']}"
             assert (await fetch(port, "POST", path, body, authorization=key))[0] == 200
@@ -87,7 +87,7 @@ async def test_tokenizing_counts_at_the_request_rate_by_either_door(path: str, b
             assert (status, headers["retry-after"]) == (429, "30")
             with pytest.raises(Overloaded, match="tenant a: more than 2 requests per minute"):
                 await client.tokenize("hi")
-        async with AsyncClient(cluster.router.address, api_key=KEYS["b"]) as client:
+        async with cluster.client(api_key=KEYS["b"]) as client:
             assert await client.tokenize("hi")
         assert [account.num_inquiries for account in cluster.router.door.parts.admission.accounts] == [0, 0]
 
@@ -95,21 +95,21 @@ async def test_tokenizing_counts_at_the_request_rate_by_either_door(path: str, b
 @pytest.mark.usefixtures("no_refill")
 async def test_request_rate_refuses_only_its_tenant_and_says_when_to_retry() -> None:
     async with running_cluster(*pair(), config=serving(a={"requests_per_min": 2})) as cluster:
-        async with AsyncClient(cluster.router.address, api_key=KEYS["a"]) as client:
+        async with cluster.client(api_key=KEYS["a"]) as client:
             await ask(client)
             await ask(client)
             with pytest.raises(Overloaded, match="tenant a: more than 2 requests per minute") as caught:
                 await ask(client)
         assert caught.value.retry_after_s is not None
         assert caught.value.retry_after_s == pytest.approx(30)
-        async with AsyncClient(cluster.router.address, api_key=KEYS["b"]) as client:
+        async with cluster.client(api_key=KEYS["b"]) as client:
             assert await ask(client) == answer(prompt_of(10), 6)
 
 
 @pytest.mark.usefixtures("no_refill")
 async def test_token_rate_counts_prompt_and_output_that_was_really_written() -> None:
     async with running_cluster(*pair(), config=serving(a={"tokens_per_min": 40})) as cluster:
-        async with AsyncClient(cluster.router.address, api_key=KEYS["a"]) as client:
+        async with cluster.client(api_key=KEYS["a"]) as client:
             await ask(client)  # 10 tokens in, 6 out
             await ask(client)
             with pytest.raises(Overloaded, match="tenant a: more than 40 tokens per minute") as caught:
@@ -123,8 +123,8 @@ async def test_waiting_requests_of_two_tenants_are_served_in_turn() -> None:
     async with running_cluster(prefill, decode, config=serving()) as cluster:
         waiting = []
         async with (
-            AsyncClient(cluster.router.address, api_key=KEYS["a"]) as a,
-            AsyncClient(cluster.router.address, api_key=KEYS["b"]) as b,
+            cluster.client(api_key=KEYS["a"]) as a,
+            cluster.client(api_key=KEYS["b"]) as b,
         ):
             for position, (client, num_tokens) in enumerate([(a, 8), (a, 9), (a, 10), (b, 11)]):
                 waiting.append(asyncio.create_task(ask(client, num_tokens)))
@@ -259,8 +259,8 @@ async def test_late_requests_of_a_tenant_that_yields_go_after_those_of_all_tenan
     late, waiting = ServiceTerms(ttft_s=1e-6), []
     async with (
         running_cluster(prefill, decode, config=serving(a={"overload": "yield"})) as cluster,
-        AsyncClient(cluster.router.address, api_key=KEYS["a"]) as a,
-        AsyncClient(cluster.router.address, api_key=KEYS["b"]) as b,
+        cluster.client(api_key=KEYS["a"]) as a,
+        cluster.client(api_key=KEYS["b"]) as b,
     ):
         for client, num_tokens, terms in ((a, 8, late), (a, 9, late), (b, 10, late), (b, 11, late), (a, 12, None)):
             waiting.append(asyncio.create_task(ask(client, num_tokens, terms)))
