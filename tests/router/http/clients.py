@@ -3,7 +3,7 @@
 import asyncio
 import inspect
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -48,6 +48,11 @@ class HttpCluster:
     async def chat(self, **options: Any) -> Any:
         """Ask for an answer to a short conversation; `options` may say otherwise."""
         return await _create(self.client.chat.completions.create, {"messages": _TURNS} | options)
+
+    async def post(self, path: str, body: Mapping[str, Any], **headers: str) -> tuple[int, dict[str, str], Any]:
+        """Send a JSON body on a connection of its own; return status, headers and document."""
+        status, answered, document = await fetch(self.port, "POST", path, json.dumps(body).encode(), **headers)
+        return status, answered, json.loads(document)
 
     async def until_responses(self, path: str, status: int, count: int = 1) -> None:
         """Wait until that many requests of a path ended with a status."""

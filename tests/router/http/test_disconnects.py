@@ -53,9 +53,8 @@ async def test_client_that_leaves_before_its_body_is_complete_frees_everything(h
 
 
 async def test_client_that_leaves_a_call_of_several_prompts_cancels_all() -> None:
-    body = body_of(prompt=[prompt_of(5), prompt_of(9)], n=2)
     async with held_cluster("token 1") as (http, decode):
-        async with sent(http, head("POST", COMPLETIONS, len(body)) + body):
+        async with sent(http, request_of(COMPLETIONS, prompt=[prompt_of(5), prompt_of(9)], n=2)):
             await http.cluster.until(lambda _router: decode.calls["started"] >= 2)
         assert (await http.cluster.until_idle()).num_cancelled == 2
         assert decode.calls["cancelled"] == 2
@@ -71,9 +70,7 @@ async def test_client_that_leaves_having_sent_more_requests_frees_everything() -
 
 
 async def test_client_that_does_not_read_delays_no_other() -> None:
-    prefill, decode = pair()
-    body = body_of(stream=True, max_tokens=100)
-    async with http_cluster(prefill, decode) as http, sent(http, head("POST", COMPLETIONS, len(body)) + body):
+    async with http_cluster(*pair()) as http, sent(http, request_of(COMPLETIONS, stream=True, max_tokens=100)):
         reply = await http.complete(prompt=prompt_of(12), return_token_ids=True)
         assert reply.choices[0].token_ids == answer(prompt_of(12), 6)
 

@@ -21,9 +21,8 @@ PATH = "/v1/embeddings"
 
 async def posted(http: HttpCluster, **fields: Any) -> tuple[int, dict[str, Any]]:
     """Send a body; return the status and the document."""
-    body = json.dumps({"input": prompt_of(10), **fields}).encode()
-    status, _headers, answer = await fetch(http.port, "POST", PATH, body)
-    return status, json.loads(answer)
+    status, _headers, document = await http.post(PATH, {"input": prompt_of(10), **fields})
+    return status, document
 
 
 @pytest.mark.parametrize("options", [{}, {"encoding_format": "float"}, {"encoding_format": "base64"}])

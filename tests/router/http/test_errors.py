@@ -38,7 +38,6 @@ def test_every_error_class_has_a_kind() -> None:
         (COMPLETIONS, {**TEXT, "stop_token_ids": [1] * 257}, "stop_token_ids"),
         (COMPLETIONS, {**TEXT, "logit_bias": {str(token): 1 for token in range(1025)}}, "logit_bias"),
         (COMPLETIONS, {**TEXT, "best_of": 2, "n": 3}, "best_of"),
-        (COMPLETIONS, {**TEXT, "suffix": "!"}, "suffix"),
         (COMPLETIONS, {**TEXT, "use_beam_search": True, "n": 17}, "n"),
         (COMPLETIONS, {**TEXT, "use_beam_search": True, "n": 2, "stop": "."}, "stop"),
         (COMPLETIONS, {**TEXT, "use_beam_search": True, "n": 2, "logprobs": 1}, "logprobs"),
@@ -49,11 +48,9 @@ def test_every_error_class_has_a_kind() -> None:
             {**TEXT, "stream": True, "stream_options": {"include_usages": True}},
             "stream_options.include_usages",
         ),
-        (COMPLETIONS, {**TEXT, "temperatur": 1}, "temperatur"),
         (COMPLETIONS, {**TEXT, "priority": 2**31}, "priority"),
         (COMPLETIONS, {**TEXT, "kvrelay": {"timeout_s": 0}}, "kvrelay.timeout_s"),
         (COMPLETIONS, {**TEXT, "kvrelay": {"ttft_s": -1}}, "kvrelay.ttft_s"),
-        (COMPLETIONS, {**TEXT, "kvrelay": {"reports": True}}, "kvrelay.reports"),
         (COMPLETIONS, {**TEXT, "cache_salt": "m" * 257}, "cache_salt"),
         (COMPLETIONS, {**TEXT, "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
         (COMPLETIONS, {**TEXT, "truncate_prompt_tokens": -1}, "truncate_prompt_tokens"),
@@ -83,10 +80,8 @@ def test_every_error_class_has_a_kind() -> None:
         (CHAT, {**TURN, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         (CHAT, {**TURN, "tools": [{"type": "function"}]}, "tools[0]"),
         (CHAT, {**TURN, "tool_choice": "required"}, "tool_choice"),
-        (CHAT, {**TURN, "tool_choice": {"type": "web_search"}}, "tool_choice"),
         (CHAT, {**TURN, "tool_choice": {"type": "auto", "name": "f"}}, "tool_choice.name"),
         (CHAT, {**TURN, "tool_choice": {"type": "function"}}, "tool_choice"),
-        (CHAT, {**TURN, "tool_choice": {"type": "allowed_tools", "mode": "any", "tools": []}}, "tool_choice"),
         (CHAT, {**TURN, "continue_final_message": True}, "continue_final_message"),
         (CHAT, {**TURN, "add_generation_prompt": False}, "add_generation_prompt"),
         (CHAT, {**TURN, "response_format": {"type": "yaml"}}, "response_format"),
@@ -100,7 +95,6 @@ def test_every_error_class_has_a_kind() -> None:
         (CHAT, {**TURN, "response_format": {"type": "json_schema"}}, "response_format"),
         (CHAT, {**TURN, "structured_outputs": {"regexp": "a"}}, "structured_outputs"),
         (CHAT, {**TURN, "guided_regex": "a", "guided_choice": ["a"]}, "guided_choice"),
-        (CHAT, {**TURN, "modalities": ["audio"]}, "modalities"),
         (CHAT, {**TURN, "use_beam_search": True, "guided_regex": "a"}, "guided_regex"),
     ],
 )
@@ -110,8 +104,8 @@ async def test_bad_field_is_refused_by_its_name(
 ) -> None:
     cluster = shared_http.cluster
     before = await cluster.until_idle()
-    status, _headers, body = await fetch(shared_http.port, "POST", path, json.dumps(fields).encode())
-    error = json.loads(body)["error"]
+    status, _headers, document = await shared_http.post(path, fields)
+    error = document["error"]
     assert (status, error["param"], error["type"]) == (400, param, "invalid_request_error"), error
     assert error["message"]
     after = await cluster.until_idle()

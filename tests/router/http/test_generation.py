@@ -158,10 +158,10 @@ async def test_completion_of_several_prompts_numbers_choices_by_prompt_and_sampl
 
 
 async def test_report_has_plan_timings_and_transfer() -> None:
-    body = json.dumps({"prompt": "hi", "max_tokens": 2, "seed": 7, "kvrelay": {"report": True}}).encode()
+    body = {"prompt": "hi", "max_tokens": 2, "seed": 7, "kvrelay": {"report": True}}
     async with http_cluster(*pair()) as http:
-        _status, headers, raw = await fetch(http.port, "POST", COMPLETIONS, body)
-        (told,) = json.loads(raw)["kvrelay"]["requests"]
+        _status, headers, document = await http.post(COMPLETIONS, body)
+        (told,) = document["kvrelay"]["requests"]
         assert told["request_id"] == headers["x-request-id"]
         (plan,) = told["plans"]
         assert (plan["kind"], plan["decode_worker_id"]) == ("remote", "d0")
@@ -176,34 +176,32 @@ async def ask(http: HttpCluster, method: str, path: str, **fields: Any) -> Any:
     return json.loads(body)
 
 
-async def test_model_answers_to_its_aliases_at_both_doors_and_lists_them() -> None:
-    config = ServingConfig(router=config_with(http_port=0), model=ModelConfig(aliases=("gpt-4o", "fake")))
-    async with http_cluster(*pair(), config=config) as http:
-        assert [each["id"] for each in (await ask(http, "GET", "/v1/models"))["data"]] == ["fake", "gpt-4o"]
-        assert (await ask(http, "GET", "/v1/models/gpt-4o"))["id"] == "gpt-4o"
-        assert await ask(http, "POST", "/v1/completions", model="gpt-4o", prompt="a", max_tokens=1)
-        request = make_request(max_tokens=1)
-        request.model = "gpt-4o"
-        assert [each async for each in http.cluster.inference.Generate(request)]
-        refused = await fetch(http.port, "POST", "/tokenize", json.dumps({"model": "other", "prompt": "a"}).encode())
-        assert refused[0] == 404
-        assert b"'fake', 'gpt-4o' is" in refused[2]
+FOLDER = "/srv/models/acme/chat-large"
 
 
-async def test_model_answers_to_its_whole_id_at_both_doors_and_tells_no_path() -> None:
-    path = "/srv/models/acme/chat-large"
-    config = ServingConfig(router=config_with(http_port=0), model=ModelConfig(id=path))
+@pytest.mark.parametrize(
+    ("model", "name", "listed"),
+    [
+        (ModelConfig(aliases=("gpt-4o", "fake")), "gpt-4o", ["fake", "gpt-4o"]),
+        (ModelConfig(id=FOLDER), FOLDER, ["fake"]),
+    ],
+    ids=["alias", "whole id"],
+)
+async def test_model_answers_to_its_other_names_at_both_doors_and_tells_no_path(
+    model: ModelConfig, name: str, listed: list[str]
+) -> None:
+    config = ServingConfig(router=config_with(http_port=0), model=model)
     async with http_cluster(*pair(), config=config) as http:
-        assert await ask(http, "POST", "/v1/completions", model=path, prompt="a", max_tokens=1)
-        assert (await ask(http, "GET", f"/v1/models/{path}"))["id"] == path
+        models = await ask(http, "GET", "/v1/models")
+        assert [each["id"] for each in models["data"]] == listed
+        assert (await ask(http, "GET", f"/v1/models/{name}"))["id"] == name
+        assert await ask(http, "POST", "/v1/completions", model=name, prompt="a", max_tokens=1)
         request = make_request(max_tokens=1)
-        request.model = path
-        assert [each async for each in http.cluster.inference.Generate(request)]
-        for asked in (
-            await fetch(http.port, "GET", "/v1/models"),
-            await fetch(http.port, "POST", "/tokenize", json.dumps({"model": "other", "prompt": "a"}).encode()),
-        ):
-            assert b"acme" not in asked[2]
+        request.model = name
+        assert (await http.cluster.generate(request)).token_ids()
+        status, _headers, refused = await http.post("/tokenize", {"model": "other", "prompt": "a"})
+        assert (status, f"{', '.join(map(repr, listed))} is" in refused["error"]["message"]) == (404, True)
+        assert "acme" not in f"{models} {refused}"
 
 
 async def test_models_are_those_that_workers_told() -> None:
@@ -243,7 +241,7 @@ async def test_tokenize_and_detokenize_are_inverse() -> None:
 )
 async def test_tokens_of_nothing_sensible_are_refused(path: str, fields: dict[str, Any]) -> None:
     async with http_cluster(FakeWorker("d0", DECODE)) as http:
-        assert (await fetch(http.port, "POST", path, json.dumps(fields).encode()))[0] == 400
+        assert (await http.post(path, fields))[0] == 400
 
 
 async def test_health_version_and_metrics_are_told() -> None:

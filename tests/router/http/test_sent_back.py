@@ -13,16 +13,16 @@ from router.http.generation import read_chat
 from router.http.messages import read_messages
 from router.http.responses.call import read_response
 from router.http.responses.items import read_input
-from tests.router.http.clients import CHAT, HttpCluster, fetch
+from tests.router.http.clients import CHAT, HttpCluster
 
 USER: dict[str, Any] = {"role": "user", "content": "hi"}
 AGAIN: dict[str, Any] = {"role": "user", "content": "again"}
 
 
 async def ask(http: HttpCluster, path: str, **body: Any) -> Any:
-    status, _headers, answer = await fetch(http.port, "POST", path, json.dumps(body).encode())
+    status, _headers, answer = await http.post(path, body)
     assert status == 200, answer
-    return json.loads(answer)
+    return answer
 
 
 async def test_answers_of_every_door_go_back_as_they_are(http: HttpCluster) -> None:

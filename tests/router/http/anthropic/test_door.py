@@ -9,23 +9,18 @@ from common.errors import EngineFault, KvrelayError
 from router.http.anthropic.errors import error_body
 from tests.router.fake_worker import DECODE, FakeWorker, pair
 from tests.router.fakes import config_with
-from tests.router.http.clients import HttpCluster, fetch, http_cluster
+from tests.router.http.clients import MESSAGES, HttpCluster, fetch, http_cluster, request_of, sent
 from tests.router.test_tenants import KEYS, serving
 
-MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
+COUNT = f"{MESSAGES}/count_tokens"
 HI: list[Any] = [{"role": "user", "content": "hi"}]
-
-
-def body_of(**fields: Any) -> bytes:
-    return json.dumps({"messages": HI, "max_tokens": 6, **fields}).encode()
 
 
 async def ask(http: HttpCluster, path: str = MESSAGES, *, key: dict[str, str] | None = None, **fields: Any) -> Any:
     """Return status, headers and document."""
     told: dict[str, Any] = {"anthropic-version": "2023-06-01", "content-type": "application/json", **(key or {})}
-    body = json.dumps({"messages": HI}).encode() if path == COUNT and not fields else body_of(**fields)
-    status, headers, answer = await fetch(http.port, "POST", path, body, **told)
-    return status, headers, json.loads(answer)
+    body = {"messages": HI} if path == COUNT and not fields else {"messages": HI, "max_tokens": 6, **fields}
+    return await http.post(path, body, **told)
 
 
 async def test_key_is_taken_from_either_header_and_a_wrong_one_is_refused_before_the_body() -> None:
@@ -55,10 +50,7 @@ async def test_answer_has_the_id_of_its_request(http: HttpCluster) -> None:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"temperature": 2}, "temperature"),
         ({"max_token": 1}, "max_token"),
-        ({"max_tokens": None}, "max_tokens"),
-        ({"messages": []}, "messages"),
         ({"messages": [{"role": "user", "content": "a" * 200}]}, "messages"),
         ({"stop_sequences": [""]}, "stop_sequences"),
         ({"tools": [{"type": "web_search_20250305"}], "tool_choice": {"type": "tool", "name": "a"}}, "tool_choice"),
@@ -100,8 +92,9 @@ async def test_error_in_mid_stream_is_an_event_of_its_own() -> None:
     prefill, decode = pair()
     decode.faults["token 3"] = EngineFault("a step failed")
     async with http_cluster(prefill, decode, config=config_with(http_port=0, max_attempts=1)) as http:
-        status, _headers, raw = await fetch(http.port, "POST", MESSAGES, body_of(stream=True))
-        assert status == 200
+        async with sent(http, request_of(MESSAGES, stream=True)) as reader:
+            raw = await reader.read()
+        assert raw.startswith(b"HTTP/1.1 200")
         assert b"event: message_start\ndata: " in raw
         *_, last = (line for line in raw.decode().splitlines() if line.startswith(("event: ", "data: ")))
         assert raw.decode().count("event: error\ndata: ") == 1

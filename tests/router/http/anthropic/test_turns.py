@@ -202,7 +202,6 @@ def assistant(*blocks: Any) -> dict[str, Any]:
             },
             "output_format",
         ),
-        ({"kvrelay": {"reports": True}}, "kvrelay.reports"),
         ({"stop_sequence": ["a"]}, "stop_sequence"),
     ],
 )
