@@ -65,14 +65,6 @@ def test_following_notes_how_the_attempt_ended_and_calls_the_listeners(error: Ba
     assert heard == [("b", 2, ended)]
 
 
-def test_following_keeps_the_end_that_the_attempt_named() -> None:
-    log, one = DecisionLog(), decision()
-    with suppress(ValueError), log.following(one, tenant="a", attempt=1):
-        one.ended = "Overloaded"
-        raise ValueError
-    assert one.ended == "Overloaded"
-
-
 def test_metrics_compare_predictions_with_outcomes() -> None:
     metrics, one = RouterMetrics(), decision(predicted_ttft_s=1.0, predicted_tpot_s=0.03)
     one.num_cached_tokens, one.ttft_s, one.tpot_s = 44, 0.5, 0.02
@@ -210,11 +202,6 @@ async def test_explain_of_a_request_that_the_client_left_says_so(cluster: TestCl
     await cluster.until_idle()
     (decision,) = await explain(cluster)
     assert decision.outcome.ended == "Cancelled"
-
-
-async def test_explain_of_an_unknown_request_is_empty() -> None:
-    async with running_cluster(FakeWorker("d0", DECODE)) as cluster:
-        assert await explain(cluster, "req-unknown") == []
 
 
 async def test_explain_shows_a_tenant_nothing_of_another() -> None:

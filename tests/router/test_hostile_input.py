@@ -29,7 +29,7 @@ from tests.router.fake_worker import DECODE, FINGERPRINT, MODEL, TIMEOUT_S, Fake
 from tests.router.fakes import TestCluster, config_with, make_request, prompt_of, running_cluster
 from tests.rpc import answer_of
 
-GENERATE = "/kvrelay.v1.InferenceService/Generate"
+GENERATE, EMBED = (f"/kvrelay.v1.InferenceService/{name}" for name in ("Generate", "Embed"))
 
 
 def small_cluster() -> AbstractAsyncContextManager[TestCluster]:
@@ -158,19 +158,20 @@ async def test_prompt_too_long_names_both_numbers(cluster: TestCluster) -> None:
 
 
 @pytest.mark.parametrize(
-    ("raw", "code"),
+    ("method", "raw", "code"),
     [
-        (b"\x0a\x02\xff\xfe", grpc.StatusCode.INVALID_ARGUMENT),
-        (b"\xff\xff\xff", grpc.StatusCode.INVALID_ARGUMENT),
-        (b"\x0a\x80\x80\x40" + b"x" * (1 << 20), grpc.StatusCode.RESOURCE_EXHAUSTED),
+        (GENERATE, b"\x0a\x02\xff\xfe", grpc.StatusCode.INVALID_ARGUMENT),
+        (GENERATE, b"\xff\xff\xff", grpc.StatusCode.INVALID_ARGUMENT),
+        (EMBED, b"\xff\xff", grpc.StatusCode.INVALID_ARGUMENT),
+        (GENERATE, b"\x0a\x80\x80\x40" + b"x" * (1 << 20), grpc.StatusCode.RESOURCE_EXHAUSTED),
     ],
-    ids=["invalid UTF-8", "garbage", "oversized"],
+    ids=["invalid UTF-8", "garbage", "garbage to embed", "oversized"],
 )
 async def test_malformed_bytes_are_refused_and_the_router_lives_on(
-    cluster: TestCluster, raw: bytes, code: grpc.StatusCode
+    cluster: TestCluster, method: str, raw: bytes, code: grpc.StatusCode
 ) -> None:
     channel: Any = cluster.channel  # raw bytes are no message, says its type
-    call = channel.unary_stream(GENERATE)(raw, timeout=TIMEOUT_S)
+    call = channel.unary_stream(method)(raw, timeout=TIMEOUT_S)  # on the wire all kinds of calls are alike
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         async for _message in call:
             pass

@@ -1,6 +1,5 @@
 """The prefix index against a naive one, and its corner cases."""
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -46,11 +45,6 @@ def test_match_with_holes_is_never_too_low_and_exact_once_verified(held: set[int
     assert matches.get(A, 0) >= exact
     matches.verify(A)
     assert matches.get(A, 0) == exact
-
-
-@pytest.mark.parametrize("num_blocks", [0, 1, 2])
-def test_match_of_unknown_blocks_is_empty(num_blocks: int) -> None:
-    assert PrefixIndex().match(blocks(*range(num_blocks))) == {}
 
 
 def test_expected_blocks_match_until_they_expire() -> None:

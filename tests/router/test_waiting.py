@@ -11,17 +11,7 @@ from common.errors import DeadlineExceeded, Overloaded, WorkerLost
 from kvrelay.v1 import inference_pb2
 from router.admission.limits import MAX_RETRY_S
 from tests.router.embeddings import embedding_of
-from tests.router.fake_worker import (
-    DECODE,
-    TIMEOUT_S,
-    FakeWorker,
-    Shape,
-    answer,
-    full_pair,
-    held_pair,
-    pair,
-    trio,
-)
+from tests.router.fake_worker import DECODE, TIMEOUT_S, FakeWorker, Shape, answer, full_pair, held_pair, pair
 from tests.router.fakes import Reply, TestCluster, config_with, make_request, prompt_of, running_cluster
 
 
@@ -63,12 +53,16 @@ async def test_generate_when_decode_refuses_asks_again_after_the_time_it_named(c
     assert len(cluster.decode.requests) == 3
 
 
-async def test_generate_when_one_decode_worker_refuses_takes_the_other() -> None:
-    prefill, first, second = trio()
-    first.num_refusals = 1
-    async with running_cluster(prefill, first, second) as cluster:
-        reply = await cluster.generate(make_request(10))
-        assert (len(first.requests), [plan.decode_worker_id for plan in reply.plans]) == (1, ["d1"])
+async def test_slot_of_a_worker_with_pages_is_noticed_beside_slots_and_pages_of_others() -> None:
+    slots_alone, with_both, pages_alone = workers = [FakeWorker(f"d{number}", DECODE) for number in range(3)]
+    slots_alone.set_load(num_running=20, num_free_slots=5, num_free_blocks=1)
+    with_both.set_load(num_running=20, num_free_slots=0, num_free_blocks=10)
+    pages_alone.set_load(num_running=20, num_free_slots=0)
+    async with running_cluster(*workers) as cluster:
+        generating = asyncio.create_task(cluster.generate(make_request(10)))
+        await cluster.until_queued(1)
+        with_both.set_load(num_free_slots=1)
+        assert [plan.decode_worker_id for plan in (await generating).plans] == ["d1"]
 
 
 async def test_generate_when_prefill_refuses_releases_decode_and_waits(cluster: TestCluster) -> None:

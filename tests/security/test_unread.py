@@ -30,7 +30,7 @@ async def ended(call: Any) -> grpc.StatusCode:
         return code
 
 
-@pytest.mark.parametrize("method", ["Generate", "Tokenize", "ListModels", "GetClusterStatus", "Explain"])
+@pytest.mark.parametrize("method", ["Generate", "Embed", "Tokenize", "ListModels", "GetClusterStatus", "Explain"])
 async def test_call_without_a_key_ends_before_its_request_has_come(method: str) -> None:
     async with (
         running_cluster(FakeWorker("d0", DECODE), config=serving()) as cluster,

@@ -5,12 +5,12 @@ import asyncio
 import grpc
 import pytest
 
-from common.errors import EngineFault, HandoffGone, InvalidRequest, Overloaded, StaleEpoch, WorkerLost
-from common.ids import Epoch, mint_handoff_id
+from common.errors import EngineFault, HandoffGone, InvalidRequest, Overloaded, WorkerLost
+from common.ids import mint_handoff_id
 from common.wire import pack_tokens
 from engine.core import EngineCore
 from engine.request import EngineRequest
-from kvrelay.v1 import prefill_pb2, worker_pb2
+from kvrelay.v1 import worker_pb2
 from tests.builders import BLOCK_SIZE, make_request
 from tests.worker.calls import Answer, error_of, messages, spec_of, until_prefilled
 from tests.worker.cluster import held_steps, running_pair, stop_lease_clock, until_empty
@@ -60,12 +60,6 @@ async def test_concurrent_handoffs_in_a_tiny_decode_pool_preempt_and_equal_oracl
                     await asyncio.sleep(0)
 
         await asyncio.gather(*(serve(request) for request in requests))
-
-
-async def test_local_plan_on_decode_worker_equals_oracle() -> None:
-    async with running_pair() as pair:
-        request = make_request(range(45), max_tokens=9, ignore_eos=True)
-        await pair.generate_locally(request)
 
 
 async def test_takeover_in_the_middle_continues_with_the_same_tokens_and_text() -> None:
@@ -143,15 +137,6 @@ async def test_fetch_without_a_prefill_expires_and_frees_the_reservation() -> No
     async with running_pair(prefill={"lease_ttl_s": 0.2}) as pair:
         decode = pair.open_decode(make_request(range(20)), mint_handoff_id())
         assert isinstance(await error_of(decode), HandoffGone)
-
-
-async def test_calls_for_an_earlier_epoch_are_refused() -> None:
-    async with running_pair() as pair:
-        request = make_request(range(20))
-        pair.prefill.runtime.epoch = Epoch(pair.prefill.runtime.epoch + 2)
-        stale = prefill_pb2.PrefillRequest(sequence=spec_of(request), handoff_id="x", epoch=1)
-        assert isinstance(await error_of(pair.prefill_stub.Prefill(stale)), StaleEpoch)
-        assert isinstance(await error_of(pair.open_decode_of(spec_of(request), epoch=1)), StaleEpoch)
 
 
 async def test_spec_with_a_block_hash_for_a_root_or_unknown_tokens_is_refused_by_field() -> None:

@@ -16,6 +16,7 @@ from tests.worker.cluster import running_pair
 from worker.request import engine_request
 
 TIMEOUT_S = 60.0
+EXECUTOR = FakeExecutor(num_blocks=8, block_size=BLOCK_SIZE)
 VICTIM = make_request([1, 2, 3, 4, 5, 6, 7, 8, 9], ignore_eos=True)
 OTHER = make_request([9, 8, 7, 6, 5, 4, 3, 2, 1], ignore_eos=True)
 
@@ -79,13 +80,13 @@ def test_samples_beyond_the_limit_of_a_request_are_refused(first_sample_index: i
     spec = spec_of(make_request([1, 2, 3], n=n))
     spec.first_sample_index = first_sample_index
     with pytest.raises(InvalidRequest) as raised:
-        engine_request(spec, FakeExecutor(num_blocks=8, block_size=BLOCK_SIZE))
+        engine_request(spec, EXECUTOR)
     assert raised.value.field == "sequence.first_sample_index"
 
 
 def test_last_sample_that_a_request_may_have_is_taken() -> None:
     spec = spec_of(make_request([1, 2, 3], n=1, first_sample_index=63))
-    assert engine_request(spec, FakeExecutor(num_blocks=8, block_size=BLOCK_SIZE)).first_sample_index == 63
+    assert engine_request(spec, EXECUTOR).first_sample_index == 63
 
 
 @pytest.mark.parametrize(
@@ -119,22 +120,22 @@ async def test_malformed_message_on_a_stream_is_an_invalid_request(method: str, 
         assert error.field == "message"
 
 
-@pytest.mark.parametrize("answer", [{"tools": "harmony"}, {"reasoning": "none such"}])
-def test_markup_that_this_worker_does_not_know_is_refused(answer: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"answer_format": inference_pb2.AnswerFormat(tools="harmony")}, "answer_format"),
+        ({"answer_format": inference_pb2.AnswerFormat(reasoning="none such")}, "answer_format"),
+        *(({"tpot_slo_s": seconds}, "tpot_slo_s") for seconds in (0.0, -1.0, float("nan"))),
+    ],
+)
+def test_unknown_markup_and_objectives_that_are_no_times_are_refused_by_field(
+    changes: dict[str, Any], field: str
+) -> None:
     spec = spec_of(make_request([1, 2, 3]))
-    spec.answer_format.CopyFrom(inference_pb2.AnswerFormat(**answer))
+    spec.MergeFrom(sequence_pb2.SequenceSpec(**changes))
     with pytest.raises(InvalidRequest) as raised:
-        engine_request(spec, FakeExecutor(num_blocks=8, block_size=BLOCK_SIZE))
-    assert raised.value.field == "sequence.answer_format"
-
-
-@pytest.mark.parametrize("tpot_slo_s", [0.0, -1.0, float("nan")])
-def test_objective_that_is_no_time_is_refused(tpot_slo_s: float) -> None:
-    spec = spec_of(make_request([1, 2, 3]))
-    spec.tpot_slo_s = tpot_slo_s
-    with pytest.raises(InvalidRequest) as raised:
-        engine_request(spec, FakeExecutor(num_blocks=8, block_size=BLOCK_SIZE))
-    assert raised.value.field == "sequence.tpot_slo_s"
+        engine_request(spec, EXECUTOR)
+    assert raised.value.field == f"sequence.{field}"
 
 
 BEAMS = make_request(range(9), n=2, use_beam_search=True, max_tokens=6)
@@ -157,18 +158,15 @@ BEAM = sequence_pb2.Beam(tokens=b"a\0\0\0b\0\0\0", score=-1.0)
     ],
 )
 def test_beams_that_no_search_could_have_are_refused(state: sequence_pb2.BeamState, field: str) -> None:
-    executor = FakeExecutor(num_blocks=8, block_size=BLOCK_SIZE)
     with pytest.raises(InvalidRequest) as raised:
-        engine_request(spec_with(BEAMS, state), executor)
+        engine_request(spec_with(BEAMS, state), EXECUTOR)
     assert raised.value.field == f"sequence.beams{field}"
-    assert engine_request(spec_with(BEAMS, sequence_pb2.BeamState(live=[BEAM])), executor).beams is not None
+    assert engine_request(spec_with(BEAMS, sequence_pb2.BeamState(live=[BEAM])), EXECUTOR).beams is not None
 
 
 def test_beams_are_refused_without_beam_search() -> None:
     with pytest.raises(InvalidRequest, match="sampling asks for none"):
-        engine_request(
-            spec_with(VICTIM, sequence_pb2.BeamState(live=[BEAM])), FakeExecutor(num_blocks=8, block_size=BLOCK_SIZE)
-        )
+        engine_request(spec_with(VICTIM, sequence_pb2.BeamState(live=[BEAM])), EXECUTOR)
 
 
 def spec_with(request: EngineRequest, state: sequence_pb2.BeamState) -> sequence_pb2.SequenceSpec:
