@@ -9,7 +9,7 @@ from common.block_hash import hash_probe, hash_root
 from common.ids import mint_epoch
 from common.kv_events import KvEvents, encode_events
 from kvrelay.v1 import worker_pb2, worker_pb2_grpc
-from router.codec import ByteCodec
+from router.reading.codec import ByteCodec
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 1 << 20

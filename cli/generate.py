@@ -21,7 +21,7 @@ from kvrelay.client import ChatMessage, Client, Prompt, SamplingOptions, Token
 if TYPE_CHECKING:
     from common.config import ServingConfig
     from common.sampling import SamplingParams
-    from router.codec import Codec
+    from router.reading.codec import Codec
     from worker.inprocess import SampleText
 
 _IN_PROCESS = "In-process"
@@ -192,13 +192,13 @@ class Stopwatch:
 def _load_codec(config: "ServingConfig") -> "Codec":
     """Return the codec that the router would use, so that both ways see the same tokens."""
     if config.model.engine == "fake":
-        from router.codec import ByteCodec
+        from router.reading.codec import ByteCodec
 
         return ByteCodec()
     from common.model_files import resolve_model
 
     model_dir = resolve_model(config.model.id, local_files_only=config.model.local_files_only)
-    from router.tokenizer import TextCodec  # after the line that tells what to do when the model is not there
+    from router.reading.tokenizer import TextCodec  # after the line that tells what to do when the model is not there
 
     return TextCodec.load(model_dir, chat_template=config.model.chat_template)
 

@@ -78,7 +78,7 @@ class LinkModel:
 
 GUESSED_LINK = LinkModel(latency_s=1e-3, bytes_per_s=1e9)
 """Assumed until some worker has pulled: a round figure, not a measurement. Pulls correct it from the first on
-(worker/timing.py), also for workers that have not pulled yet (router/pool_timing.py)."""
+(worker/timing.py), also for workers that have not pulled yet (router/fleet/pool_timing.py)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,22 +7,22 @@ from common.clock import Clock
 from common.config import RouterConfig
 from common.parity import TextProbes
 from common.trust.channels import Reach
-from router.admission.admission import Admission
-from router.admission.fair_queue import FairQueue
-from router.admission.line import Line
-from router.admission.ticket import QueuedRequest
-from router.alarms import Alarms
-from router.fleet import Fleet
-from router.history import History
-from router.index import BYTES_PER_BLOCK, PrefixIndex
-from router.metrics import RouterMetrics, TenantMetrics
-from router.orchestrator import Orchestrator
-from router.placement.chooser import Chooser
+from router.choosing.chooser import Chooser
+from router.fleet.fleet import Fleet
+from router.fleet.index import BYTES_PER_BLOCK, PrefixIndex
+from router.fleet.silence import HEARTBEAT_S, SilenceWatch
+from router.line.admission import Admission
+from router.line.fair_queue import FairQueue
+from router.line.line import Line
+from router.observe.alarms import Alarms
+from router.observe.history import History
+from router.observe.metrics import RouterMetrics, TenantMetrics
+from router.observe.planner_report import PlannerReport
 from router.placement.plans import PolicyFactory, PolicySettings
 from router.placement.policies.predictive import Predictive
 from router.placement.policies.registry import POLICIES
-from router.planner_report import PlannerReport
-from router.silence import HEARTBEAT_S, SilenceWatch
+from router.record.ticket import QueuedRequest
+from router.requests.orchestrator import Orchestrator
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,19 +30,19 @@ from common.trust.doors import DoorCertificates, door_of, scrape_tls
 from common.trust.guard import Guard
 from common.watchdog import Watchdog
 from kvrelay.v1 import inference_pb2, inference_pb2_grpc, router_admin_pb2, router_admin_pb2_grpc
-from router.arrivals import Arrivals
-from router.codec import ByteCodec, Codec
-from router.conversation import ChatFormats
-from router.doorkeeper import make_block_key, make_doorkeeper
-from router.fleet import Fleet
-from router.front_door import FrontDoor
-from router.outbox import MergeWindow
+from router.diagnosis.status import StatusReporter
+from router.doors.arrivals import Arrivals
+from router.doors.doorkeeper import make_block_key, make_doorkeeper
+from router.doors.front_door import FrontDoor
+from router.doors.service import InferenceService, RouterAdminService
+from router.fleet.fleet import Fleet
+from router.observe.traffic import TrafficRecordings
 from router.parts import build_router
-from router.service import InferenceService, RouterAdminService
-from router.status import StatusReporter
+from router.reading.codec import ByteCodec, Codec
+from router.reading.conversation import ChatFormats
+from router.reading.validation import RequestReader
+from router.record.outbox import MergeWindow
 from router.tenants import Terms
-from router.traffic import TrafficRecordings
-from router.validation import RequestReader
 
 if TYPE_CHECKING:
     from router.http.server import HttpServer
@@ -264,7 +264,7 @@ async def _start_http(
 async def _load_codec(model_dir: Path | None, config: ServingConfig) -> Codec:
     if model_dir is None:
         return ByteCodec()
-    from router.tokenizer import TextCodec  # the fake engine needs no tokenizer library
+    from router.reading.tokenizer import TextCodec  # the fake engine needs no tokenizer library
 
     template, cache_mib = config.model.chat_template, config.router.token_cache_mib
     return await asyncio.to_thread(TextCodec.load, model_dir, chat_template=template, cache_mib=cache_mib)

@@ -10,9 +10,9 @@ from common.config import ServingConfig
 from common.trust.identity import Role
 from kvrelay.client import AsyncClient
 from kvrelay.v1 import inference_pb2, router_admin_pb2, router_admin_pb2_grpc
-from router.codec import ByteCodec
+from router.diagnosis.status import StatusReporter
+from router.reading.codec import ByteCodec
 from router.server import RunningRouter, serve_router
-from router.status import StatusReporter
 from tests.trust import as_controller_of_router, credentials_of, operator_token
 
 TIMEOUT_S = 60.0

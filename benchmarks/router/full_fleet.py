@@ -10,10 +10,10 @@ from benchmarks.router.in_process import BLOCK_SIZE, join, make_router
 from common.ids import RequestId
 from common.timing import GUESSED_TIMING, StepModel, TimingModel, timing_to_proto
 from kvrelay.v1 import worker_pb2
-from router.admission.ticket import QueuedRequest, Ticket
+from router.choosing.chooser import Search
 from router.parts import RouterParts
-from router.placement.chooser import Search
 from router.placement.plans import PlacementRequest
+from router.record.ticket import QueuedRequest, Ticket
 from router.tenants import Tenant, Terms
 
 NUM_WAITING = 600

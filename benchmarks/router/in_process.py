@@ -26,10 +26,10 @@ from common.trust.channels import Reach
 from common.trust.credentials import Credentials
 from common.trust.identity import Role
 from kvrelay.v1 import worker_pb2
-from router.facts import WorkerEndpoint, WorkerFacts
-from router.index import PrefixIndex
+from router.choosing.chooser import Search
+from router.fleet.facts import WorkerEndpoint, WorkerFacts
+from router.fleet.index import PrefixIndex
 from router.parts import RouterParts, build_router
-from router.placement.chooser import Search
 from router.placement.plans import PlacementRequest
 
 ROOT = hash_root(model_fingerprint="benchmark")

@@ -12,7 +12,7 @@ import psutil
 from common.block_hash import BlockHashes
 from common.ids import WorkerId
 from common.kv_events import KvEvents, decode_events, encode_events
-from router.index import PrefixIndex
+from router.fleet.index import PrefixIndex
 
 
 def random_hashes(rng: random.Random, num_blocks: int) -> BlockHashes:

@@ -10,7 +10,7 @@ from common.config import ServingConfig
 from common.errors import InvalidRequest
 from common.model_files import DEFAULT_MODEL_ID, ModelNotFound, resolve_model
 from common.process import CannotStart
-from router.tokenizer import TextCodec
+from router.reading.tokenizer import TextCodec
 
 
 def check_model(config: ServingConfig) -> Iterator[DoctorFinding]:

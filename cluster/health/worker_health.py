@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from kvrelay.v1 import router_admin_pb2
 
 MIN_FAILED = 4.0
-"""Failed attempts that are needed for a suspicion; each counts half after a minute (`router/lives.py`)."""
+"""Failed attempts that are needed for a suspicion; each counts half after a minute (`router/fleet/lives.py`)."""
 MIN_SHARE = 0.2
 """Share of its attempts that a suspected worker has failed."""
 FACTOR = 3.0

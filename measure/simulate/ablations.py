@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from measure.simulate.policies.registry import REPLAY_POLICIES
-from router.admission.fair_queue import FairQueue
-from router.admission.queued_work import Rank
-from router.admission.tenant_queue import Place, T
+from router.line.fair_queue import FairQueue
+from router.line.queued_work import Rank
+from router.line.tenant_queue import Place, T
 from router.parts import Substitutes
 from router.placement.policies.predictive import Predictive
 

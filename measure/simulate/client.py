@@ -21,9 +21,9 @@ from measure.simulate.executor import KnownAnswer
 from measure.simulate.loop import VirtualLoop
 from measure.simulate.records import Arrival, SimSettings
 from measure.simulate.tokens import TokenLog
-from router.admission.ticket import Ticket
 from router.parts import RouterParts
-from router.record import Job
+from router.record.record import Job
+from router.record.ticket import Ticket
 from router.tenants import ANYBODY, NO_TERMS, Tenant, Terms
 
 Progress = Callable[[int], None]

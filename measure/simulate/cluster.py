@@ -27,10 +27,10 @@ from measure.simulate.pools import SimPools
 from measure.simulate.records import Arrival, ClusterShape, SimRun, SimSettings, SimulatedPlan, WorkerResult
 from measure.simulate.tokens import TokenLog
 from measure.simulate.worker import POOLS, SharedWorld, SimWorker, simulated_reach
-from router.facts import WorkerEndpoint
+from router.choosing.chooser import Search
+from router.fleet.decisions import Booking
+from router.fleet.facts import WorkerEndpoint
 from router.parts import RouterParts, build_router
-from router.placement.chooser import Search
-from router.placement.decisions import Booking
 
 _WARM_UP_S = 10.0
 """Time before the first arrival, in which routers meet the workers. Subtracted from all reported times."""

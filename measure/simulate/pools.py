@@ -19,7 +19,7 @@ from common.ids import WorkerId
 from measure.simulate.loop import VirtualLoop
 from measure.simulate.records import Elasticity, Stay
 from measure.simulate.worker import ROLES, SimWorker, pool_endpoint
-from router.facts import WorkerEndpoint
+from router.fleet.facts import WorkerEndpoint
 from router.parts import RouterParts
 
 _LOOK_S = 0.25

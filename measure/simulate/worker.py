@@ -26,7 +26,7 @@ from measure.simulate.loop import VirtualClock, VirtualLoop
 from measure.simulate.network import SimNetwork, SimServer
 from measure.simulate.timing import WorkerSpeed
 from measure.simulate.tokens import TokenLog
-from router.facts import WorkerEndpoint
+from router.fleet.facts import WorkerEndpoint
 from worker.environment import Environment
 from worker.runtime import ServedPorts, WorkerRuntime
 from worker.serving import common_services

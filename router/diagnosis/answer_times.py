@@ -7,7 +7,7 @@ import numpy as np
 
 from common.slo import Slo
 from router.diagnosis.changes import short_time
-from router.diagnosis.recent_requests import RecentRequest, most_awaited
+from router.observe.recent_requests import RecentRequest, most_awaited
 
 _LINE = "in the router's line"
 _PARTS: Sequence[tuple[str, Callable[[RecentRequest], float]]] = (

@@ -5,12 +5,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from router.admission.waits import Wait, WaitingRequest
 from router.diagnosis.changes import PredictedFigure, SuggestedChange
 from router.diagnosis.pool import DiagnosedPool
-from router.diagnosis.recent_requests import InLine, RecentRequest
 from router.diagnosis.tail import Terms
-from router.hot_prefixes import ReportedPrefix
+from router.fleet.hot_prefixes import ReportedPrefix
+from router.observe.recent_requests import InLine, RecentRequest
+from router.placement.waits import Wait, WaitingRequest
 
 
 class Cause(enum.Enum):

@@ -7,7 +7,6 @@ that asks for most of the rest, then the load as such. Faults come before walls:
 """
 
 from common.wire_names import TRANSPORT_NAMES
-from router.admission.waits import Wait
 from router.diagnosis import changes
 from router.diagnosis.changes import SuggestedChange, short_time
 from router.diagnosis.finding import (
@@ -22,6 +21,7 @@ from router.diagnosis.finding import (
 from router.diagnosis.pool import DiagnosedPool
 from router.diagnosis.tail import tail_of
 from router.diagnosis.waits import line_waits, prefill_waits
+from router.placement.waits import Wait
 
 _MIN_SHARE = 0.03
 """Share of a request's whole time below which a loss is not worth a sentence."""

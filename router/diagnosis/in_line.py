@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from router.admission.waits import WaitingRequest
 from router.diagnosis.changes import short_time
-from router.diagnosis.recent_requests import RecentRequest, longest_awaited, most_awaited
+from router.observe.recent_requests import RecentRequest, longest_awaited, most_awaited
+from router.placement.waits import WaitingRequest
 
 _NUM_TENANTS = 5
 

@@ -9,7 +9,7 @@ from common.ids import WorkerId
 from common.timing import TimingModel
 from common.walls import WallShares, overhead_s, wall_shares
 from kvrelay.v1 import worker_pb2
-from router.alarms import CLEAR_SLOW, RAISE_SLOW
+from router.observe.alarms import CLEAR_SLOW, RAISE_SLOW
 
 StepTotals = worker_pb2.StepTotals
 _LEAST_BUSY = 0.01

@@ -13,10 +13,10 @@ from router.diagnosis import answer_times, in_line
 from router.diagnosis.finding import DiagnosisInput
 from router.diagnosis.findings import find
 from router.diagnosis.pool import DiagnosedPool, DiagnosedWorker
-from router.diagnosis.recent_requests import REMEMBERED_S
+from router.diagnosis.status import StatusReporter
+from router.fleet.decisions import DecisionLog
+from router.observe.recent_requests import REMEMBERED_S
 from router.parts import RouterParts
-from router.placement.decisions import DecisionLog
-from router.status import StatusReporter
 
 DEFAULT_WINDOW_S = 300.0
 WALL_WINDOWS_S = (60.0, 300.0, 3600.0)

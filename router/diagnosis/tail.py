@@ -7,7 +7,7 @@ from statistics import fmean, median
 
 from common.ids import RequestId
 from router.diagnosis.changes import short_time
-from router.diagnosis.recent_requests import RecentRequest, most_awaited
+from router.observe.recent_requests import RecentRequest, most_awaited
 
 Terms = Callable[[Iterable[RequestId]], Mapping[RequestId, Mapping[str, float]]]
 """Returns the parts of the cost of the latest plan of each of these requests, as far as they are known."""

@@ -3,7 +3,6 @@
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
-from router.admission.waits import Wait
 from router.diagnosis import changes
 from router.diagnosis.changes import PromptTimes, SuggestedChange
 from router.diagnosis.finding import (
@@ -15,7 +14,8 @@ from router.diagnosis.finding import (
     mean_wait_s,
     mean_whole_s,
 )
-from router.hot_prefixes import ReportedPrefix
+from router.fleet.hot_prefixes import ReportedPrefix
+from router.placement.waits import Wait
 
 _HOT_SHARE = 0.6
 """Share of the computed tokens from which a tenant counts as the cause of a wait."""

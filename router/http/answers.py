@@ -17,7 +17,7 @@ from router.http.exchange import Exchange
 from router.http.json_parts import members_parts, merged_parts, quote
 from router.http.pieces import Piece, Prompt, Prompts, RequestFacts, by_sample, report_of, usage_of
 from router.http.styles import EMPTY_DELTA, Style, TokenTexts
-from router.record import Job
+from router.record.record import Job
 
 _DONE = "data: [DONE]\n\n"
 

@@ -24,7 +24,8 @@ from common.errors import EngineFault, KvrelayError
 from common.metering import Metered
 from common.rpc import to_report
 from common.structured import TaskCensus
-from router.front_door import FrontDoor
+from router.diagnosis.status import StatusReporter
+from router.doors.front_door import FrontDoor
 from router.http.answers import in_style
 from router.http.anthropic.answers import message_answers
 from router.http.anthropic.calls import body_field as message_field
@@ -50,7 +51,6 @@ from router.http.responses.answer import response_answer
 from router.http.responses.call import read_response
 from router.http.routes import ENDPOINTS, Endpoint
 from router.http.styles import ChatStyle, CompletionStyle
-from router.status import StatusReporter
 
 logger = logging.getLogger(__name__)
 

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Protocol, TypeVar
 
-from router.front_door import FrontDoor
+from router.doors.front_door import FrontDoor
+from router.doors.readers import Reading
 from router.http.exchange import Exchange
-from router.reading import Reading
 from router.tenants import Tenant
 
 BODY_TIMEOUT_S = 60.0

@@ -15,7 +15,8 @@ from common.pooling import Pooling, pooling_to_proto
 from common.structured import TaskCensus
 from common.wire import unpack_floats
 from kvrelay.v1 import inference_pb2 as pb
-from router.front_door import Caller, FrontDoor
+from router.doors.front_door import Caller, FrontDoor
+from router.doors.readers import Reading
 from router.http.bodies import read_body
 from router.http.calls import body_field, read_prompts, read_timeout, set_terms
 from router.http.exchange import Exchange
@@ -23,7 +24,6 @@ from router.http.generation import Deadline, serve_all
 from router.http.pieces import RequestFacts, report_of, usage_of
 from router.http.schema import EmbeddingBody
 from router.http.strict import parse_body
-from router.reading import Reading
 
 _LARGEST = (1 << 32) - 1
 

@@ -8,8 +8,8 @@ import zlib
 from collections.abc import Mapping, Sequence
 
 from common.errors import InvalidRequest
-from router.admission.budget import Holding
 from router.http.errors import UNSUPPORTED_ENCODING, HttpError
+from router.record.budget import Holding
 
 _PIECE_BYTES = 1 << 20
 """Bytes that a turn unpacks at most, in a few milliseconds."""

@@ -14,11 +14,11 @@ from starlette.types import Receive, Scope, Send
 from common.errors import KvrelayError
 from common.ids import RequestId
 from common.structured import completed, for_each, one_turn
-from router.admission.budget import Holding
 from router.http.encodings import encoding_of, unpacked
 from router.http.errors import OPENAI, REQUEST_TIMEOUT, TOO_LARGE, Dialect, Headers, HttpError, error_headers, kind_of
 from router.http.json_parts import json_parts
 from router.http.left_out import warning_headers
+from router.record.budget import Holding
 
 JSON: Headers = [(b"content-type", b"application/json")]
 _EVENTS: Headers = [

@@ -12,8 +12,8 @@ from typing import Any
 
 from common.errors import InvalidRequest, RequestError
 from common.structured import TaskCensus, all_or_first_failure
-from router.admission.budget import Holding
-from router.front_door import Caller, FrontDoor
+from router.doors.front_door import Caller, FrontDoor
+from router.doors.readers import Reading
 from router.http.answers import Answer, MakeAnswer
 from router.http.bodies import read_body
 from router.http.calls import Call, NameField, body_field, chat_call, completion_call, renamed
@@ -21,11 +21,11 @@ from router.http.exchange import Exchange
 from router.http.pieces import RequestFacts
 from router.http.schema import ChatBody, CompletionBody
 from router.http.strict import parse_body
-from router.outbox import num_entries_in
-from router.reading import Reading
-from router.record import Job
+from router.reading.validation import MAX_WHOLE_LOGPROBS
+from router.record.budget import Holding
+from router.record.outbox import num_entries_in
+from router.record.record import Job
 from router.tenants import Tenant
-from router.validation import MAX_WHOLE_LOGPROBS
 
 
 def read_completion(raw: bytes) -> Call:

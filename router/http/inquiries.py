@@ -13,8 +13,9 @@ from common.tokens import TokenArray
 from common.version import installed_version
 from common.wire import check_length
 from kvrelay.v1 import inference_pb2 as pb
-from router.facts import ModelFacts
-from router.front_door import FrontDoor
+from router.doors.front_door import FrontDoor
+from router.doors.readers import Reading
+from router.fleet.facts import ModelFacts
 from router.http.anthropic.calls import conversation_of
 from router.http.anthropic.schema import CountTokensBody
 from router.http.bodies import read_body
@@ -27,7 +28,6 @@ from router.http.routes import openapi_document
 from router.http.schema import DetokenizeBody, TokenizeBody
 from router.http.strict import parse_body
 from router.http.tools import foreign_tools
-from router.reading import Reading
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,12 +12,12 @@ from common.config import ConfigError
 from common.ports import address_of, listen_on
 from common.process import claim_open_files, connections_per_listener
 from common.trust.doors import DoorCertificates, DoorContext
-from router.front_door import FrontDoor
+from router.diagnosis.status import StatusReporter
+from router.doors.front_door import FrontDoor
 from router.http.app import HttpApp
 from router.http.connections import Connections, Patience
 from router.http.listener import Listener
 from router.http.protocol import DoorProtocol
-from router.status import StatusReporter
 
 logger = logging.getLogger(__name__)
 

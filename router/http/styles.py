@@ -13,7 +13,7 @@ from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import sampling_pb2
 from router.http.json_parts import PART_VALUES, quote
 from router.http.pieces import Piece, Prompt
-from router.record import Job
+from router.record.record import Job
 
 EMPTY_DELTA = ',"delta":{}'
 LEAST_LOGPROB = -9999.0

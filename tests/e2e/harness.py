@@ -193,7 +193,7 @@ async def held(client: AsyncClient) -> dict[str, int]:
     found = {
         "router.queued": router.num_queued,
         "router.active": router.num_active,
-        "router.bookings": router.num_bookings,
+        "router.fleet.bookings": router.num_bookings,
         "router.tasks": router.num_request_tasks,
     }
     for view in status.workers:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from kvrelay.client import AsyncClient, Generation
-from router.record import RunningRequest
+from router.record.record import RunningRequest
 from tests.builders import make_request
 from tests.e2e.in_process import System, running_system
 from tests.e2e.test_drain import decoding_worker

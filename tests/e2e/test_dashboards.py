@@ -21,7 +21,7 @@ from cluster.changes.autopilot import PlanGauges
 from cluster.planner.plan import PoolSizes
 from common.errors import KvrelayError, RefusalCause
 from deploy.observability.dashboards import DASHBOARDS, FOLDER, documents
-from router.alarms import AlarmKind
+from router.observe.alarms import AlarmKind
 from tests.e2e.in_process import running_system
 from worker.metrics import RuntimeCollector
 from worker.prefix_pull import PullOutcome

@@ -11,8 +11,8 @@ from common.errors import EngineFault, KvrelayError
 from kvrelay.client import AsyncClient, Completed, PlanChosen, Token
 from kvrelay.client.direct import DirectCall, InOrder
 from kvrelay.v1 import decode_pb2, inference_pb2
-from router.record import RunningRequest
-from router.worker_requests import CHECKPOINT_TOKENS
+from router.record.record import RunningRequest
+from router.requests.worker_requests import CHECKPOINT_TOKENS
 from tests.e2e.in_process import running_system
 from tests.e2e.manual_client import ENGINE, LOCAL, PROMPT, SAMPLING
 from tests.served_router import TIMEOUT_S

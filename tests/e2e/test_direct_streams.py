@@ -68,7 +68,7 @@ async def test_too_many_counts_are_refused_by_name() -> None:
 
 
 async def test_a_client_that_never_comes_ends_the_request_and_frees_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.worker_requests.DIRECT_TTL_S", 0.05)
+    monkeypatch.setattr("router.requests.worker_requests.DIRECT_TTL_S", 0.05)
     async with running_system(router=LOCAL, step_s=0.002, **ENGINE) as system:
         client = Manual(system)
         grant = await client.open()

@@ -12,7 +12,7 @@ from common.wire import pack_tokens
 from kvrelay.client.chat import set_chat_options
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import inference_pb2_grpc
-from router.parsed_answers import ParsedAnswer
+from router.reading.parsed_answers import ParsedAnswer
 from tests.e2e.in_process import System, running_system
 from tests.e2e.test_tools import CLOCK, OPTIONS, TURNS, WEATHER
 

@@ -12,11 +12,11 @@ import pytest
 import pytest_asyncio
 
 from common.chat_template import ChatTemplate, LineTemplate
-from router.conversation import read_conversation
 from router.http.anthropic.calls import read_messages_body
 from router.http.calls import Call
 from router.http.generation import read_chat
 from router.http.responses.call import read_response
+from router.reading.conversation import read_conversation
 from tests.common.chat.templates import TEMPLATES
 from tests.router.fake_worker import DECODE, PREFILL, FakeWorker, Shape
 from tests.router.http.clients import HttpCluster, fetch, http_cluster

@@ -40,19 +40,19 @@ from measure.simulate.records import NetworkShape
 from measure.simulate.timing import FittedTimes, WorkerSpeed
 from measure.simulate.tokens import TokenLog
 from measure.simulate.worker import SharedWorld, SimWorker
-from router.codec import ByteCodec
-from router.doorkeeper import make_doorkeeper
-from router.facts import WorkerEndpoint
-from router.front_door import FrontDoor
+from router.diagnosis.status import StatusReporter
+from router.doors.doorkeeper import make_doorkeeper
+from router.doors.front_door import FrontDoor
+from router.doors.service import InferenceService, RouterAdminService
+from router.fleet.facts import WorkerEndpoint
 from router.http.app import HttpApp
 from router.http.connections import Connections, Patience
 from router.http.protocol import DoorProtocol
 from router.http.server import uvicorn_config
 from router.parts import RouterParts, build_router
-from router.service import InferenceService, RouterAdminService
-from router.status import StatusReporter
+from router.reading.codec import ByteCodec
+from router.reading.validation import RequestReader
 from router.tenants import Terms
-from router.validation import RequestReader
 from tests.fuzz.loop import MeteredLoop
 from tests.fuzz.members import DENIED, as_member, credentials_of, make_guard, reach_of
 from worker.environment import Environment

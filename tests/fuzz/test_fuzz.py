@@ -13,7 +13,7 @@ from common.trust.identity import Identity, Role
 from common.trust.proofs import ProofVerifier
 from kv_transfer import serve
 from kv_transfer.handoff import HandoffTable
-from router.validation import RequestReader
+from router.reading.validation import RequestReader
 from tests.fuzz.callers import WORDS
 from tests.fuzz.child import CORPUS, REGRESSIONS, mutate, read_inputs, read_kept
 from tests.fuzz.http.__main__ import fuzz

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from router.admission.limits import TokenBucket
+from router.placement.limits import TokenBucket
 from tests.router.fake_worker import pair
 from tests.router.fakes import TestCluster, running_cluster
 

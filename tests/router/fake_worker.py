@@ -18,8 +18,8 @@ from common.tokens import tokens_from_bytes
 from common.trust.guard import Guard
 from common.trust.identity import Role
 from kvrelay.v1 import router_admin_pb2, sequence_pb2, worker_pb2
-from router.codec import ByteCodec
-from router.facts import ModelFacts
+from router.fleet.facts import ModelFacts
+from router.reading.codec import ByteCodec
 from router.server import RunningRouter
 from tests.router.fake_service import HIDDEN_SIZE, VOCAB_SIZE, add_worker_service, next_token
 from tests.trust import credentials_of, worker_guard

@@ -8,23 +8,23 @@ from prometheus_client import CollectorRegistry
 from common.errors import RefusalCause, Refused
 from common.ids import RequestId, WorkerId
 from kvrelay.v1 import worker_pb2
-from router.admission.admission import Admission
-from router.admission.fair_queue import FairQueue
-from router.admission.line import MAX_CANDIDATES, REST_ASKED_S
-from router.admission.line import Line as RealLine
-from router.admission.ticket import QueuedRequest, Ticket
-from router.admission.waits import Wait
-from router.calibration import DurationForecast
-from router.facts import WorkerEndpoint
-from router.fleet import Fleet
-from router.hold import Hold
-from router.index import PrefixIndex
-from router.member import Member
-from router.metrics import TenantMetrics
-from router.placement.chooser import Chooser, Exclusion, Search
-from router.placement.decisions import Booking, DecisionRecord
+from router.choosing.chooser import Chooser, Exclusion, Search
+from router.fleet.decisions import Booking, DecisionRecord
+from router.fleet.facts import WorkerEndpoint
+from router.fleet.fleet import Fleet
+from router.fleet.hold import Hold
+from router.fleet.index import PrefixIndex
+from router.fleet.member import Member
+from router.line.admission import Admission
+from router.line.fair_queue import FairQueue
+from router.line.line import MAX_CANDIDATES, REST_ASKED_S
+from router.line.line import Line as RealLine
+from router.observe.metrics import TenantMetrics
+from router.placement.calibration import DurationForecast
 from router.placement.plans import Busy, NoRoom, NoWorker, PlacementRequest, Plan, PolicySettings, TooSlow
 from router.placement.policies.registry import POLICIES
+from router.placement.waits import Wait
+from router.record.ticket import QueuedRequest, Ticket
 from router.tenants import Tenant, Terms
 from tests.clock import ManualClock
 from tests.trust import ROUTER

@@ -4,10 +4,10 @@ from typing import cast
 
 from common.ids import Epoch, RequestId, WorkerId
 from kvrelay.v1 import worker_pb2
-from router.facts import WorkerEndpoint, WorkerFacts
-from router.hold import Hold
-from router.member import Member
-from router.worker_client import WorkerClient
+from router.fleet.facts import WorkerEndpoint, WorkerFacts
+from router.fleet.hold import Hold
+from router.fleet.member import Member
+from router.fleet.worker_client import WorkerClient
 from tests.router.fake_worker import BLOCK_SIZE, DECODE
 
 

@@ -3,8 +3,8 @@
 import math
 from collections.abc import Container
 
-from router.admission.fair_queue import FairQueue
-from router.admission.tenant_queue import Place, rank
+from router.line.fair_queue import FairQueue
+from router.line.tenant_queue import Place, rank
 
 TENANTS = {"a": 1.0, "b": 1.0, "heavy": 3.0}
 

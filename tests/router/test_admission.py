@@ -8,11 +8,11 @@ from prometheus_client import CollectorRegistry
 from common.errors import Overloaded, RefusalCause, WorkerLost
 from common.ids import WorkerId
 from kvrelay.v1 import worker_pb2
-from router.admission.account import Service
-from router.admission.admission import MAX_ARRIVING, MIN_QUEUED, QUEUED_PER_WORKER
-from router.admission.asking import JUDGE_AGAIN_S
-from router.facts import WorkerEndpoint
-from router.metrics import MAX_LABELS, OTHERS, TenantMetrics
+from router.fleet.facts import WorkerEndpoint
+from router.line.admission import MAX_ARRIVING, MIN_QUEUED, QUEUED_PER_WORKER
+from router.line.asking import JUDGE_AGAIN_S
+from router.observe.metrics import MAX_LABELS, OTHERS, TenantMetrics
+from router.record.account import Service
 from router.tenants import Tenant
 from tests.router.line import A, B, Line, turns
 

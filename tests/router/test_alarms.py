@@ -8,7 +8,9 @@ import pytest
 from common.ids import RequestId, WorkerId
 from common.timing import GUESSED_TIMING, MIN_SAMPLES, StepModel
 from kvrelay.v1 import worker_pb2
-from router.alarms import (
+from router.fleet.decisions import DecisionRecord
+from router.fleet.member import Member, WorkerState
+from router.observe.alarms import (
     CLEAR_ABOVE,
     MIN_DECISIONS,
     MIN_UNREPORTED,
@@ -19,8 +21,6 @@ from router.alarms import (
     Alarms,
     PaceWatch,
 )
-from router.member import Member, WorkerState
-from router.placement.decisions import DecisionRecord
 from router.placement.plans import Plan
 from tests.clock import ManualClock
 from tests.router.fake_worker import BLOCK_SIZE
@@ -214,7 +214,7 @@ def test_alarm_is_logged_when_it_is_raised_and_when_it_is_over(caplog: pytest.Lo
     router = Router()
     router.hear_load(num_running=1)
     router.clock.advance(SILENCE_S)
-    with caplog.at_level(logging.INFO, logger="router.alarms"):
+    with caplog.at_level(logging.INFO, logger="router.observe.alarms"):
         for _ in range(3):
             router.alarms.check()
         router.hear_load(num_running=1)

@@ -3,7 +3,7 @@
 import pytest
 
 from common.errors import EngineFault, Overloaded
-from router.lives import HALF_LIFE_S, AttemptCounts
+from router.fleet.lives import HALF_LIFE_S, AttemptCounts
 from tests.router.fake_worker import answer, pair, trio
 from tests.router.fakes import TestCluster, make_request, prompt_of, running_cluster
 

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from common.errors import Refused
-from router.admission.budget import Budget, Holding
+from router.record.budget import Budget, Holding
 from router.tenants import Tenant
 
 MOST, MOST_IN_ALL = 10, 18

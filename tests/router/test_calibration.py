@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from common.ids import RequestId, WorkerId
-from router.calibration import MIN_OUTCOMES, WINDOW, ErrorBand
-from router.placement.decisions import DecisionRecord
-from router.placement.forecasts import MAX_ERROR, Forecaster
+from router.choosing.forecasts import MAX_ERROR, Forecaster
+from router.fleet.decisions import DecisionRecord
+from router.placement.calibration import MIN_OUTCOMES, WINDOW, ErrorBand
 from router.placement.plans import PlacementRequest, Plan
 
 REQUEST = PlacementRequest(request_id=RequestId("r0"), num_tokens=100, block_size=16, received_s=10.0, now_s=13.0)

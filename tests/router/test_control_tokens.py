@@ -11,9 +11,9 @@ from tokenizers import decoders
 
 from common.chat_template import BREAK, ChatTemplate, Conversation
 from common.errors import InvalidRequest
-from router.control_tokens import ControlTokens
-from router.token_cache import CutFinder
-from router.tokenizer import TextCodec
+from router.reading.control_tokens import ControlTokens
+from router.reading.token_cache import CutFinder
+from router.reading.tokenizer import TextCodec
 from tests.router.test_token_cache import SCOPE, TEMPLATE, byte_level, metaspace, prepending
 
 TOKENIZERS = {each.__name__: each() for each in (byte_level, metaspace, prepending)}

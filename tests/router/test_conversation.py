@@ -9,14 +9,14 @@ import pytest
 from common.errors import InvalidRequest
 from common.ids import RequestId
 from kvrelay.v1 import inference_pb2 as pb
-from router.codec import ByteCodec
-from router.conversation import MAX_TOOLS_CHARS, ChatFormats
-from router.facts import ModelFacts
+from router.fleet.facts import ModelFacts
 from router.http.messages import read_chat_prompt
 from router.http.schema import ChatBody
-from router.record import Job
+from router.reading.codec import ByteCodec
+from router.reading.conversation import MAX_TOOLS_CHARS, ChatFormats
+from router.reading.validation import MAX_WHOLE_LOGPROBS, RequestReader
+from router.record.record import Job
 from router.tenants import ANYBODY
-from router.validation import MAX_WHOLE_LOGPROBS, RequestReader
 from tests.router.fake_worker import BLOCK_SIZE, FINGERPRINT, MODEL
 from tests.router.test_hostile_input import BEGAN_UNIX_S, begun
 

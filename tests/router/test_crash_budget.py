@@ -8,8 +8,8 @@ import pytest
 from common.errors import CrashSuspected
 from common.ids import Epoch, WorkerId
 from common.tokens import as_tokens
-from router.crash_budget import NUM_CLEARING_TOKENS, CrashBudget, Losses
-from router.lives import Life
+from router.fleet.lives import Life
+from router.record.crash_budget import NUM_CLEARING_TOKENS, CrashBudget, Losses
 from tests.clock import ManualClock
 from tests.router.fake_worker import DECODE, TIMEOUT_S, FakeWorker, answer
 from tests.router.fakes import TestCluster, config_with, make_request, prompt_of, running_cluster
@@ -129,7 +129,7 @@ async def refused(cluster: TestCluster) -> CrashSuspected:
 async def test_poison_is_refused_after_its_last_worker_and_the_others_get_their_answers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("router.lives.NEWS_TIMEOUT_S", TIMEOUT_S)
+    monkeypatch.setattr("router.fleet.lives.NEWS_TIMEOUT_S", TIMEOUT_S)
     workers = [FakeWorker(f"d{number}", DECODE, poison=POISON) for number in range(2)]
     for worker in workers:
         worker.gates.close("token 2")

@@ -11,8 +11,8 @@ from prometheus_client.exposition import generate_latest
 from common.errors import Cancelled, Unauthenticated, WorkerLost
 from common.ids import RequestId, WorkerId
 from kvrelay.v1 import inference_pb2
-from router.metrics import RouterMetrics, WeightedHistogram
-from router.placement.decisions import DecisionLog, DecisionRecord
+from router.fleet.decisions import DecisionLog, DecisionRecord
+from router.observe.metrics import RouterMetrics, WeightedHistogram
 from router.placement.plans import Plan
 from tests.router.fake_worker import DECODE, PREFILL, TIMEOUT_S, FakeWorker, full_pair, trio
 from tests.router.fakes import Reply, TestCluster, config_with, make_request, running_cluster

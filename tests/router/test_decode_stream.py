@@ -8,7 +8,7 @@ import pytest
 
 from common.errors import EngineFault, InvalidRequest
 from kvrelay.v1 import decode_pb2, inference_pb2
-from router.decode_stream import DecodeStream
+from router.fleet.decode_stream import DecodeStream
 from tests.router.fake_worker import DECODE, FakeWorker, answer, pair
 from tests.router.fakes import Reply, config_with, make_request, prompt_of, running_cluster
 

@@ -2,7 +2,7 @@ import pytest
 
 from common.errors import Unauthenticated
 from common.slo import Slo
-from router.demand import NUM_SAMPLED, REMEMBERED_S, Answered, DemandMeter
+from router.record.demand import NUM_SAMPLED, REMEMBERED_S, Answered, DemandMeter
 from tests.clock import ManualClock
 from tests.router.fake_worker import DECODE, FakeWorker
 from tests.router.fakes import make_request, running_cluster

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from common.errors import Overloaded, RefusalCause, Refused
-from router.admission.ticket import Ticket
+from router.record.ticket import Ticket
 from router.tenants import Tenant
 from tests.router.line import A, B, Line, turns
 

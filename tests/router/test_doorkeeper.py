@@ -8,7 +8,7 @@ import pytest
 from common.config import ConfigError, ServingConfig, parse_config
 from common.errors import Unauthenticated
 from common.trust.identity import Role
-from router.doorkeeper import make_block_key, make_doorkeeper
+from router.doors.doorkeeper import make_block_key, make_doorkeeper
 from router.tenants import Tenant
 from tests.trust import credentials_of
 

@@ -59,7 +59,7 @@ async def test_worker_that_refuses_is_left_out_and_another_one_answers() -> None
 
 
 async def test_prompt_that_ends_its_workers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.lives.NEWS_TIMEOUT_S", TIMEOUT_S)
+    monkeypatch.setattr("router.fleet.lives.NEWS_TIMEOUT_S", TIMEOUT_S)
     workers = prefill_pool()
     for worker in workers:
         worker.poison = prompt_of(13)
@@ -135,7 +135,7 @@ async def test_generation_still_waits_for_a_decode_worker_that_embeddings_do_wit
 
 
 async def test_embeddings_pass_generations_that_wait_for_decode_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.admission.line.MAX_OVERTAKEN", 5)
+    monkeypatch.setattr("router.line.line.MAX_OVERTAKEN", 5)
     prefill, decode = pair()
     decode.set_load(num_free_blocks=0)
     async with running_cluster(prefill, decode) as cluster:

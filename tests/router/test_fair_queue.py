@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from router.admission.tenant_queue import AGEING, Place
+from router.line.tenant_queue import AGEING, Place
 from tests.router.queues import TENANTS, drain, make_queue, push, serve
 
 

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 import pytest_asyncio
 
-from router.fair_threads import LONG_CHARS, FairThreads
+from router.reading.fair_threads import LONG_CHARS, FairThreads
 from router.tenants import Tenant
 
 A, B, HEAVY = Tenant(name="a"), Tenant(name="b"), Tenant(name="heavy", weight=3.0)

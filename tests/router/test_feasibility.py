@@ -7,9 +7,9 @@ import pytest
 from common.errors import RefusalCause, Refused
 from common.ids import WorkerId
 from common.timing import MIN_SAMPLES, StepModel, TimingModel
+from router.choosing.shedding import Shed, find_hopeless
 from router.placement.loads import ProjectedLoad
 from router.placement.plans import FleetView, PlacementRequest, Plan
-from router.placement.shedding import Shed, find_hopeless
 from tests.router import fleets
 from tests.router.fleets import fleet
 

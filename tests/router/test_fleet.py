@@ -8,8 +8,8 @@ import pytest
 
 from common.block_hash import hash_blocks
 from common.ids import WorkerId
-from router.codec import ByteCodec
-from router.facts import WorkerEndpoint, find_mismatch
+from router.fleet.facts import WorkerEndpoint, find_mismatch
+from router.reading.codec import ByteCodec
 from tests.router.fake_worker import BLOCK_SIZE, DECODE, PREFILL, ROOT, TIMEOUT_S, FakeWorker, Shape, pair
 from tests.router.fakes import TestCluster, make_request, prompt_of, running_cluster
 from tests.router.members import book, make_facts
@@ -134,7 +134,7 @@ async def test_life_that_ended_was_last_ready_when_it_answered_after_a_failure()
 
 async def test_life_that_ended_was_ready_until_just_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """So a request that failed on another worker of its plan, while this one served, does not count its end."""
-    monkeypatch.setattr("router.fleet.LOSS_SKEW_S", 0.0)
+    monkeypatch.setattr("router.fleet.fleet.LOSS_SKEW_S", 0.0)
     worker, other = FakeWorker("d0", DECODE), FakeWorker("d1", DECODE)
     async with running_cluster(worker, other) as cluster:
         lives = cluster.router.fleet.lives
@@ -148,7 +148,7 @@ async def test_life_that_ended_was_ready_until_just_before(monkeypatch: pytest.M
 
 def test_worker_with_absurd_blocks_is_refused_before_its_hashes_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     probed: list[int] = []
-    monkeypatch.setattr("router.facts.hash_probe", lambda _root, block_size: probed.append(block_size))
+    monkeypatch.setattr("router.fleet.facts.hash_probe", lambda _root, block_size: probed.append(block_size))
     endpoint = WorkerEndpoint(worker_id=WorkerId("d0"), role=DECODE, address="127.0.0.1:1")
     facts = replace(make_facts(num_blocks=64), block_size=2**32 - 1)
     why = find_mismatch(facts, endpoint=endpoint, reference=None, probes=None)
@@ -157,7 +157,7 @@ def test_worker_with_absurd_blocks_is_refused_before_its_hashes_are_computed(mon
 
 
 async def test_status_is_returned_although_a_worker_leaves_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.service.STATUS_TIMEOUT_S", TIMEOUT_S)
+    monkeypatch.setattr("router.doors.service.STATUS_TIMEOUT_S", TIMEOUT_S)
     stays, goes = FakeWorker("d0", DECODE), FakeWorker("d1", DECODE)
     async with running_cluster(stays, goes) as cluster:
         goes.gates.close("status")
@@ -170,7 +170,7 @@ async def test_status_is_returned_although_a_worker_leaves_meanwhile(monkeypatch
 
 
 async def test_status_shows_every_worker_and_its_own_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.service.STATUS_TIMEOUT_S", TIMEOUT_S)
+    monkeypatch.setattr("router.doors.service.STATUS_TIMEOUT_S", TIMEOUT_S)
     prefill, decode = pair()
     decode.set_load(num_running=3)
     async with running_cluster(decode, prefill) as cluster:

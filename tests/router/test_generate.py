@@ -11,7 +11,7 @@ from common.errors import InvalidRequest
 from common.ids import BlockHash
 from common.wire import unpack_tokens
 from kvrelay.v1 import inference_pb2, sampling_pb2, worker_pb2
-from router.record import RunningRequest
+from router.record.record import RunningRequest
 from tests.router.fake_service import VOCAB_SIZE
 from tests.router.fake_worker import (
     BLOCK_SIZE,
@@ -60,7 +60,7 @@ async def test_request_knows_the_time_that_workers_compiled_for_it(
         records.append(RunningRequest(*args, **options))
         return records[-1]
 
-    monkeypatch.setattr("router.orchestrator.RunningRequest", running)
+    monkeypatch.setattr("router.requests.orchestrator.RunningRequest", running)
     prefill, decode = pair()
     prefill.compile_s, decode.compile_s = 0.25, 0.5
     if is_refused:

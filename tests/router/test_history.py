@@ -1,10 +1,10 @@
 """The live page's fifteen minutes of throughput and latency."""
 
 from kvrelay.v1 import sampling_pb2
-from router.diagnosis.recent_requests import RecentRequests
-from router.history import INTERVAL_S, NUM_POINTS, History
-from router.in_flight import InFlight
-from router.record import RunningRequest
+from router.observe.history import INTERVAL_S, NUM_POINTS, History
+from router.observe.in_flight import InFlight
+from router.observe.recent_requests import RecentRequests
+from router.record.record import RunningRequest
 from tests.clock import ManualClock
 from tests.router.test_lengths import make_record
 

@@ -18,13 +18,13 @@ from common.ids import RequestId
 from common.tokens import as_tokens
 from common.wire import pack_tokens
 from kvrelay.v1 import inference_pb2, router_admin_pb2, sampling_pb2
-from router.admission.budget import Budget
-from router.codec import ByteCodec
-from router.record import Job
-from router.resumption import MAX_RENDER_AGE_S
+from router.reading.codec import ByteCodec
+from router.reading.token_cache import Encoded
+from router.reading.validation import RequestReader
+from router.record.budget import Budget
+from router.record.record import Job
+from router.record.resumption import MAX_RENDER_AGE_S
 from router.tenants import ANYBODY
-from router.token_cache import Encoded
-from router.validation import RequestReader
 from tests.router.fake_worker import DECODE, FINGERPRINT, MODEL, TIMEOUT_S, FakeWorker, Shape, answer
 from tests.router.fakes import TestCluster, config_with, make_request, prompt_of, running_cluster
 from tests.rpc import answer_of

@@ -1,7 +1,7 @@
 """Reused prefixes: how often, by whom they are held, and within which memory."""
 
-from router.hot_prefixes import CAPACITY, SHOWN, HotPrefixes
-from router.index import PrefixIndex
+from router.fleet.hot_prefixes import CAPACITY, SHOWN, HotPrefixes
+from router.fleet.index import PrefixIndex
 from tests.clock import ManualClock
 from tests.router.test_index import A, B, block, blocks, store
 

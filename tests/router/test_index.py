@@ -7,8 +7,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from common.block_hash import BlockHashes
 from common.ids import BlockHash, WorkerId
 from common.kv_events import KvEvents
-from router.block_ages import EvictedBlocks
-from router.index import CHUNK_KEYS, PrefixIndex
+from router.fleet.block_ages import EvictedBlocks
+from router.fleet.index import CHUNK_KEYS, PrefixIndex
 
 A, B = WorkerId("a"), WorkerId("b")
 WORKERS = [WorkerId(name) for name in "abcd"]

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from common.errors import EngineFault, Refused
 from common.wire import pack_tokens, unpack_tokens
 from kvrelay.v1 import inference_pb2, sampling_pb2
-from router.admission.budget import Budget
-from router.ledger import TokenLedger
-from router.outbox import BUSY, CALM, MAX_ENTRIES, MAX_WINDOW_S, MIN_WINDOW_S, MergeWindow, Outbox
+from router.record.budget import Budget
+from router.record.ledger import TokenLedger
+from router.record.outbox import BUSY, CALM, MAX_ENTRIES, MAX_WINDOW_S, MIN_WINDOW_S, MergeWindow, Outbox
 from router.tenants import ANYBODY
 from tests.clock import ManualClock
 

@@ -11,8 +11,8 @@ from common.block_hash import hash_blocks
 from common.ids import RequestId
 from common.lifecycle import LifeCycle
 from common.sampling import SamplingParams
-from router.lengths import GUESSED_TOKENS, AnswerLengths
-from router.record import Job, RunningRequest
+from router.record.lengths import GUESSED_TOKENS, AnswerLengths
+from router.record.record import Job, RunningRequest
 from tests.clock import ManualClock
 from tests.router.fake_worker import MODEL
 
@@ -153,8 +153,8 @@ def test_answers_that_change_are_followed() -> None:
 
 
 def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.lengths.MAX_KINDS", 8)
-    monkeypatch.setattr("router.lengths.MAX_PREFIXES", 32)
+    monkeypatch.setattr("router.record.lengths.MAX_KINDS", 8)
+    monkeypatch.setattr("router.record.lengths.MAX_PREFIXES", 32)
     lengths = AnswerLengths()
     for number in range(40):
         learn(lengths, make_job(num_blocks=2, first=3 * BLOCK * number), 5, tenant=str(number))

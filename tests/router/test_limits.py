@@ -3,9 +3,9 @@
 import pytest
 
 from common.errors import RefusalCause
-from router.admission.account import MAX_INQUIRIES, open_account
-from router.admission.limits import MAX_RETRY_S, UNKNOWN_RETRY_S, Pace, TokenBucket
-from router.admission.ticket import Ticket
+from router.placement.limits import MAX_RETRY_S, UNKNOWN_RETRY_S, Pace, TokenBucket
+from router.record.account import MAX_INQUIRIES, open_account
+from router.record.ticket import Ticket
 from router.tenants import NO_TERMS, Tenant
 
 

@@ -5,9 +5,9 @@ import asyncio
 import pytest
 
 from common.errors import EngineFault
-from router.admission.asking import JUDGE_AGAIN_S
-from router.admission.line import MAX_CANDIDATES, MAX_OVERTAKEN, MAX_PASSED
-from router.admission.waits import Wait
+from router.line.asking import JUDGE_AGAIN_S
+from router.line.line import MAX_CANDIDATES, MAX_OVERTAKEN, MAX_PASSED
+from router.placement.waits import Wait
 from router.tenants import Tenant
 from tests.router.line import PATIENCE_S, REST_S, A, B, Line, turns
 

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from common.ids import WorkerId
 from kvrelay.v1 import worker_pb2
-from router.member import Member, WorkerState
+from router.fleet.member import Member, WorkerState
+from router.fleet.roster import Roster
 from router.placement.loads import PoolLoads, ProjectedLoad, lowest
 from router.placement.policies import predictive
-from router.roster import Roster
 from tests.router.fake_worker import DECODE, PREFILL
 from tests.router.fleets import choose, fleet, policy, request, worker
 from tests.router.members import book, make_member

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvrelay.v1 import worker_pb2
-from router.hold import Hold
-from router.member import SETTLE_S, Member
+from router.fleet.hold import Hold
+from router.fleet.member import SETTLE_S, Member
 from tests.clock import ManualClock
 from tests.router.fake_worker import BLOCK_SIZE, DECODE, PREFILL
 from tests.router.members import book, make_facts, make_member

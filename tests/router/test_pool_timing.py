@@ -7,8 +7,8 @@ import pytest
 
 from common.timing import MIN_SAMPLES, LinkModel, StepModel, TimingModel
 from kvrelay.v1 import worker_pb2
-from router.member import Member
-from router.pool_timing import PoolTiming
+from router.fleet.member import Member
+from router.fleet.pool_timing import PoolTiming
 from tests.router.fake_worker import DECODE, PREFILL
 from tests.router.members import make_member
 

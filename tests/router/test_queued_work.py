@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from router.admission.queued_work import QueuedWork
+from router.line.queued_work import QueuedWork
 
 
 @pytest.mark.parametrize("seed", range(5))

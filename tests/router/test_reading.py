@@ -12,14 +12,14 @@ import pytest_asyncio
 
 from common.errors import InvalidRequest, KvrelayError, Overloaded
 from kvrelay.v1 import inference_pb2 as pb
-from router import arrivals
+from router.doors import arrivals
+from router.doors.readers import Readers, Reading
 from router.http import inquiries
 from router.http.anthropic.calls import read_messages_body
 from router.http.calls import Call
 from router.http.embeddings import EmbeddingCall, read_embeddings
 from router.http.generation import read_chat, read_completion
 from router.http.responses.call import read_response
-from router.reading import Readers, Reading
 from router.tenants import ANYBODY
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -18,9 +18,9 @@ from common.errors import (
 )
 from common.ids import WorkerId, mint_epoch
 from kvrelay.v1 import inference_pb2
-from router.crash_budget import Losses
-from router.placement.chooser import Chooser, Search
-from router.placement.decisions import Booking
+from router.choosing.chooser import Chooser, Search
+from router.fleet.decisions import Booking
+from router.record.crash_budget import Losses
 from tests.router.fake_worker import (
     DECODE,
     PREFILL,

@@ -16,8 +16,8 @@ from common.rpc import client_channel
 from common.trust.identity import Role
 from kvrelay.v1 import inference_pb2, inference_pb2_grpc, router_admin_pb2
 from router.__main__ import main as router_main
-from router.alarms import AlarmKind
-from router.codec import ByteCodec, Codec
+from router.observe.alarms import AlarmKind
+from router.reading.codec import ByteCodec, Codec
 from router.server import start_router
 from tests.router.fake_worker import DECODE, PREFILL, TIMEOUT_S, FakeWorker, answer
 from tests.router.fakes import TestCluster, config_with, make_request, prompt_of, running_cluster

@@ -13,13 +13,13 @@ from common.config import RouterConfig
 from common.errors import Overloaded
 from common.ids import RequestId, WorkerId
 from kvrelay.v1 import worker_pb2
-from router.admission.line import MAX_OVERTAKEN
-from router.admission.ticket import QueuedRequest, Ticket
+from router.choosing.chooser import Search
+from router.choosing.shedding import Shed
+from router.line.line import MAX_OVERTAKEN
 from router.parts import build_router
-from router.placement.chooser import Search
 from router.placement.plans import PlacementRequest
 from router.placement.running import STAY_S, RunningAnswer
-from router.placement.shedding import Shed
+from router.record.ticket import QueuedRequest, Ticket
 from router.tenants import Tenant, Terms
 from tests.clock import ManualClock
 from tests.router.fleets import TIMING

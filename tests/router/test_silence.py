@@ -7,8 +7,8 @@ from contextlib import asynccontextmanager
 import pytest
 
 from kvrelay.v1 import worker_pb2
-from router.member import Member, WorkerState
-from router.silence import MAX_FACTOR, TICK_S, SilenceWatch
+from router.fleet.member import Member, WorkerState
+from router.fleet.silence import MAX_FACTOR, TICK_S, SilenceWatch
 from tests.clock import ManualClock
 from tests.router.cut_wire import CutWire
 from tests.router.fake_worker import DECODE, PREFILL, FakeWorker, answer, trio

@@ -10,7 +10,7 @@ from tests.router.fakes import config_with, make_request, prompt_of, running_clu
 
 
 async def test_worker_that_grants_no_pages_is_left_for_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.generation_attempt.RESERVATION_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("router.requests.generation_attempt.RESERVATION_TIMEOUT_S", 0.2)
     stuck, free = FakeWorker("d0", DECODE), FakeWorker("d1", DECODE)
     async with running_cluster(stuck, config=config_with()) as cluster:
         stuck.gates.close("reserve")
@@ -28,7 +28,7 @@ async def test_worker_that_grants_no_pages_is_left_for_another_one(monkeypatch: 
 async def test_worker_that_sends_no_snapshot_of_its_blocks_is_lost_and_asked_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("router.link.SNAPSHOT_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("router.fleet.link.SNAPSHOT_TIMEOUT_S", 0.2)
     decode, late = FakeWorker("d0", DECODE), FakeWorker("d1", DECODE)
     late.gates.close("update")
     async with running_cluster(decode) as cluster:

@@ -11,8 +11,8 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 from common.block_hash import hash_blocks, hash_root
 from common.chat_template import ChatTemplate, Conversation
 from common.tokens import as_tokens
-from router.token_cache import CutFinder, Encoded, KnownPrefix, TokenCache
-from router.tokenizer import TextCodec
+from router.reading.token_cache import CutFinder, Encoded, KnownPrefix, TokenCache
+from router.reading.tokenizer import TextCodec
 
 TEMPLATE = (
     "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}<|end|>\n{% endfor %}<|start|>assistant\n"  # ChatML

@@ -1,4 +1,4 @@
-"""router.tokenizer against transformers, hostile conversations and folders of models that cannot be used."""
+"""router.reading.tokenizer against transformers, hostile conversations and folders of models that cannot be used."""
 
 import functools
 import json
@@ -18,9 +18,9 @@ from common.ids import RequestId
 from common.model_files import ModelNotFound, default_model_dir
 from common.tokens import as_tokens
 from kvrelay.v1 import inference_pb2 as pb
+from router.reading.tokenizer import TextCodec
+from router.reading.validation import RequestReader
 from router.tenants import ANYBODY
-from router.tokenizer import TextCodec
-from router.validation import RequestReader
 from tests.router.fake_worker import MODEL
 
 NOW_UNIX_S = 1_800_000_000

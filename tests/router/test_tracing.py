@@ -13,10 +13,10 @@ from common.ids import RequestId, WorkerId
 from common.lifecycle import LifeCycle, State
 from common.tracing import NO_STAGES, Span, SpanContext, parse_traceparent
 from kvrelay.v1 import inference_pb2 as pb
-from router.placement.decisions import DecisionRecord
+from router.fleet.decisions import DecisionRecord
+from router.observe.tracing import RequestTraces
 from router.placement.plans import Plan
 from router.tenants import ANYBODY
-from router.tracing import RequestTraces
 from tests.clock import ManualClock
 from tests.common.test_tracing import HEADER, PLACE, Kept
 from tests.router.fake_worker import MODEL, pair, trio

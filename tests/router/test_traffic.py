@@ -9,9 +9,9 @@ import pytest
 from common.errors import EngineFault, InvalidRequest, Overloaded, Unauthenticated
 from kvrelay.client import AsyncClient, RecordedRequest
 from kvrelay.client.traffic import AsyncTrafficStream
-from router import traffic
-from router.record import RunningRequest
-from router.traffic import MAX_RECORDINGS, TrafficRecordings
+from router.observe import traffic
+from router.observe.traffic import MAX_RECORDINGS, TrafficRecordings
+from router.record.record import RunningRequest
 from tests.clock import ManualClock
 from tests.router.fake_worker import BLOCK_SIZE, TIMEOUT_S, hashes_of, pair
 from tests.router.fakes import config_with, prompt_of, running_cluster

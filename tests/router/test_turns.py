@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 from common.errors import RefusalCause, Refused
-from router.admission import turns as module
-from router.admission.turns import LONG_S, MAX_BEGUN, MAX_WAITING, Turns
+from router.line import turns as module
+from router.line.turns import LONG_S, MAX_BEGUN, MAX_WAITING, Turns
 from router.tenants import Tenant
 
 LOUD, QUIET = Tenant(name="loud"), Tenant(name="quiet")

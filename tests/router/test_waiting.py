@@ -9,7 +9,7 @@ import pytest
 
 from common.errors import DeadlineExceeded, Overloaded, WorkerLost
 from kvrelay.v1 import inference_pb2
-from router.admission.limits import MAX_RETRY_S
+from router.placement.limits import MAX_RETRY_S
 from tests.router.embeddings import embedding_of
 from tests.router.fake_worker import DECODE, TIMEOUT_S, FakeWorker, Shape, answer, full_pair, held_pair, pair
 from tests.router.fakes import Reply, TestCluster, config_with, make_request, prompt_of, running_cluster
@@ -134,7 +134,7 @@ async def test_generate_when_queue_is_full_is_refused_with_retry_info() -> None:
 @pytest.mark.parametrize("gate", ["queue", "reserve", "prefill", "first_token", "token 2"])
 async def test_generate_when_deadline_passes_frees_everything(gate: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # The router's own limit, not the client's: that may pass before the request has come to the router.
-    monkeypatch.setattr("router.front_door.MAX_REQUEST_S", 0.3)
+    monkeypatch.setattr("router.doors.front_door.MAX_REQUEST_S", 0.3)
     async with running_cluster(*held_pair(gate)) as cluster:
         with pytest.raises(DeadlineExceeded):
             await cluster.generate(make_request(10))

@@ -14,7 +14,7 @@ from common.trust.channels import connect_to
 from common.trust.credentials import Credentials
 from common.trust.identity import Role
 from kvrelay.v1 import worker_pb2
-from router.codec import ByteCodec
+from router.reading.codec import ByteCodec
 from router.server import RunningRouter, serve_router
 from tests.worker.cluster import make_runtime
 from worker.environment import Environment

@@ -12,7 +12,7 @@ from common.trust.tickets import PullRight, of_blocks, of_handoff
 from common.wire import pack_tokens, sampling_to_proto
 from engine.request import EngineRequest
 from kvrelay.v1 import decode_pb2, prefill_pb2, sequence_pb2, worker_pb2
-from router.decode_stream import DecodeStream
+from router.fleet.decode_stream import DecodeStream
 from tests.builders import BLOCK_SIZE, expected_tokens
 from tests.engine.beam_oracle import expected_beams
 from tests.trust import ROUTER

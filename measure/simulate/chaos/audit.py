@@ -13,10 +13,10 @@ from engine.events import Tokens
 from engine.group import Group
 from measure.simulate.chaos.oracles import AnswerCheck
 from measure.simulate.chaos.settings import ChaosReport
-from router.admission.ticket import Ticket
+from router.fleet.decisions import CAPACITY, Booking
 from router.parts import RouterParts
-from router.placement.decisions import CAPACITY, Booking
 from router.placement.plans import PlacementRequest, Plan
+from router.record.ticket import Ticket
 from router.tenants import ANYBODY as HOUSE
 
 GONE_S = 0.1

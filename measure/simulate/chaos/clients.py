@@ -18,10 +18,10 @@ from measure.simulate.chaos.reading import Readers
 from measure.simulate.chaos.routers import ChaosRouters, RouterGone
 from measure.simulate.chaos.settings import MIN_QUIET_S, ChaosReport, ChaosSettings, FaultKind
 from measure.simulate.client import admit
+from router.fleet.decisions import CAPACITY
 from router.parts import RouterParts
-from router.placement.decisions import CAPACITY
-from router.record import Delivery, Job
-from router.resumption import ResumedSample
+from router.record.record import Delivery, Job
+from router.record.resumption import ResumedSample
 from router.tenants import ANYBODY as HOUSE
 from router.tenants import Tenant
 

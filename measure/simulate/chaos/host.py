@@ -20,7 +20,7 @@ from measure.simulate.loop import PROCESS, VirtualClock
 from measure.simulate.timing import FittedTimes, WorkerSpeed
 from measure.simulate.wire import KEEPALIVE_S
 from measure.simulate.worker import SharedWorld, SimWorker
-from router.facts import WorkerEndpoint
+from router.fleet.facts import WorkerEndpoint
 from worker.step_watch import predict_s, step_watch_of
 
 TIMES = TimingModel(

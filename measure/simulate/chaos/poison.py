@@ -9,7 +9,7 @@ from common.clock import Clock
 from common.ids import RequestId
 from engine.executor import ScheduledSequence
 from measure.simulate.chaos.settings import MAX_ANSWER_S, MAX_NOTICE_S
-from router.placement.decisions import DecisionRecord
+from router.fleet.decisions import DecisionRecord
 
 
 @dataclass(frozen=True, slots=True)

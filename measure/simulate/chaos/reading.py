@@ -13,8 +13,8 @@ from kvrelay.v1 import decode_pb2_grpc, inference_pb2
 from measure.simulate.chaos.audit import Audit
 from measure.simulate.chaos.oracles import AnswerCheck
 from measure.simulate.chaos.settings import ChaosSettings
-from router.outbox import Outbox
-from router.record import Delivery, Job
+from router.record.outbox import Outbox
+from router.record.record import Delivery, Job
 from router.tenants import ANYBODY as HOUSE
 from router.tenants import Tenant
 

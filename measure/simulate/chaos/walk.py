@@ -25,7 +25,7 @@ from measure.simulate.network import SimNetwork
 from measure.simulate.records import NetworkShape
 from measure.simulate.tokens import TokenLog
 from measure.simulate.worker import SharedWorld, endpoints, simulated_reach
-from router.member import WorkerState
+from router.fleet.member import WorkerState
 from router.parts import RouterParts, build_router
 
 BLOCK_SIZE = 8

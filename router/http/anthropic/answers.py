@@ -8,7 +8,7 @@ from typing import Any
 from common.ids import RequestId
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1.sampling_pb2 import FINISH_REASON_STOP, FINISH_REASON_UNSPECIFIED, FinishReason
-from router.front_door import FrontDoor
+from router.doors.front_door import FrontDoor
 from router.http.answers import Answer, MakeAnswer
 from router.http.anthropic.blocks import Block, BlockChange, BlockDelta, BlockKind, Blocks, BlockStart, BlockStop
 from router.http.anthropic.stops import Decode, StopFinder
@@ -16,7 +16,7 @@ from router.http.calls import Call
 from router.http.exchange import Exchange
 from router.http.json_parts import quote
 from router.http.styles import TokenTexts
-from router.record import Job
+from router.record.record import Job
 
 ID_PREFIX = "msg_"
 SIGNATURE = "unsigned"

@@ -3,11 +3,11 @@
 import asyncio
 from importlib.resources import files
 
-from router.front_door import FrontDoor
+from router.diagnosis.status import StatusReporter
+from router.doors.front_door import FrontDoor
 from router.http.errors import FULL, NOT_FOUND, STOPPING, Headers, HttpError
 from router.http.exchange import Exchange
 from router.http.page.state import StateFeed
-from router.status import StatusReporter
 
 MAX_WATCHERS = 16
 _RETRY_S = 10.0

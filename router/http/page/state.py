@@ -11,10 +11,10 @@ from google.protobuf.message import Message
 
 from common.version import installed_version
 from router.diagnosis.service import DiagnosisService
-from router.history import History, HistoryPoint
+from router.diagnosis.status import StatusReporter
+from router.fleet.decisions import explain
+from router.observe.history import History, HistoryPoint
 from router.parts import RouterParts
-from router.placement.decisions import explain
-from router.status import StatusReporter
 
 INTERVAL_S = 1.0
 _STATUS_TIMEOUT_S = 1.0

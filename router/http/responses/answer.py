@@ -16,7 +16,7 @@ from router.http.pieces import usage_of
 from router.http.responses.output import ResponseOutput
 from router.http.responses.parts import Events
 from router.http.styles import TokenTexts
-from router.record import Job
+from router.record.record import Job
 
 Document = dict[str, Any]
 _ERROR_CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}

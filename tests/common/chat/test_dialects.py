@@ -12,7 +12,7 @@ from common.chat.parameter_types import parameter_types
 from common.chat.parsing import MessageParser
 from common.structured_outputs import read_structure
 from kvrelay.v1 import inference_pb2 as pb
-from router.conversation import ChatFormats, read_conversation
+from router.reading.conversation import ChatFormats, read_conversation
 from tests.common.chat.dialects import ANSWERS, ARGUMENTS, CALLED, REASONING, TEMPLATES, TYPES
 from tests.common.chat.parsed import parse
 from tests.common.chat.templates import CALLS, answer_by

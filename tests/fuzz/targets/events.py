@@ -12,7 +12,7 @@ from common.ids import WorkerId
 from common.kv_events import KvEvents, decode_events, encode_events
 from kvrelay.v1 import router_admin_pb2, worker_pb2, worker_pb2_grpc
 from measure.simulate.network import SimServer
-from router.index import PrefixIndex
+from router.fleet.index import PrefixIndex
 from tests.fuzz.callers import right_metadata
 from tests.fuzz.messages import Hints, Source, draw
 from tests.fuzz.services import ROUTER

@@ -51,7 +51,7 @@ class Watching:
 
 
 async def test_run_against_our_grpc_api_measures_every_turn_of_both_loops(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.service.STATUS_TIMEOUT_S", 60.0)  # a sample has every worker
+    monkeypatch.setattr("router.doors.service.STATUS_TIMEOUT_S", 60.0)  # a sample has every worker
     streams = (open_loop([0.0, 0.05, 0.1], turns=2), closed_loop(4, 2, first_index=10))
     observer = Watching()
     async with running_system() as system:

@@ -5,7 +5,7 @@ from pathlib import Path
 from common.slo import Slo
 from measure.simulate.ablations import ABLATIONS, ArrivalQueue
 from measure.simulate.comparison import PolicyComparison, ReplaySettings
-from router.admission.tenant_queue import rank
+from router.line.tenant_queue import rank
 
 SMALL = Path(__file__).parents[2] / "data" / "small.jsonl"
 

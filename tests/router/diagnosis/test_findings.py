@@ -9,15 +9,15 @@ from common.ids import RequestId, WorkerId
 from common.slo import Slo
 from common.timing import StepModel
 from kvrelay.v1 import worker_pb2
-from router.admission.waits import Wait, WaitingRequest, Waits
 from router.diagnosis import changes
 from router.diagnosis.answer_times import describe, headline
 from router.diagnosis.finding import Cause, DiagnosisInput
 from router.diagnosis.findings import find
 from router.diagnosis.in_line import describe_line, waits_by_tenant
 from router.diagnosis.pool import DiagnosedPool
-from router.diagnosis.recent_requests import RecentRequest
-from router.hot_prefixes import ReportedHolder, ReportedPrefix
+from router.fleet.hot_prefixes import ReportedHolder, ReportedPrefix
+from router.observe.recent_requests import RecentRequest
+from router.placement.waits import Wait, WaitingRequest, Waits
 from tests.router.diagnosis.pools import TIMING, make_pool, make_worker
 
 USUAL = RecentRequest(

@@ -8,8 +8,8 @@ import pytest
 from common.errors import InvalidRequest, KvrelayError
 from common.ids import RequestId
 from kvrelay.v1 import inference_pb2
-from router.admission.waits import Wait
 from router.diagnosis.service import _terms_of
+from router.placement.waits import Wait
 from tests.router.fake_worker import TIMEOUT_S, full_pair, pair
 from tests.router.fakes import TestCluster, make_request, running_cluster
 from tests.router.test_tenants import KEYS, serving

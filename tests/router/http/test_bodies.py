@@ -8,7 +8,7 @@ import grpc
 import pytest
 
 from kvrelay.v1 import inference_pb2 as pb
-from router.reading import INLINE_BYTES, INLINE_MESSAGE_BYTES
+from router.doors.readers import INLINE_BYTES, INLINE_MESSAGE_BYTES
 from tests.router.fake_worker import TIMEOUT_S, answer, pair
 from tests.router.fakes import prompt_of
 from tests.router.http.clients import COMPLETIONS, HttpCluster, body_of, fetch, head, http_cluster, sent

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from router.doors.readers import INLINE_BYTES
 from router.http.bodies import read_body
 from router.http.protocol import MAX_HEAD_BYTES
-from router.reading import INLINE_BYTES
 from tests.router.fake_worker import TIMEOUT_S, pair
 from tests.router.fakes import config_with, prompt_of
 from tests.router.http.clients import CHAT, COMPLETIONS, HttpCluster, body_of, fetch, http_cluster

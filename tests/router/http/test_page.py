@@ -12,9 +12,9 @@ import pytest
 from kvrelay.v1.controller_pb2 import GetPlanResponse, PlanRecord, PoolPlan
 from kvrelay.v1.router_admin_pb2 import SetWorkersRequest
 from kvrelay.v1.worker_pb2 import WorkerStatus
+from router.fleet.worker_client import WorkerClient
 from router.http.exchange import Exchange
 from router.http.page import handlers
-from router.worker_client import WorkerClient
 from tests.browser import CHROMIUM, open_tab
 from tests.router.fake_worker import DECODE, PREFILL, TIMEOUT_S, FakeWorker, pair
 from tests.router.fakes import config_with, prompt_of

@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 
 from common.chat_template import LineTemplate
-from router.conversation import ChatFormats, read_conversation
 from router.http.anthropic.calls import read_messages_body
 from router.http.anthropic.turns import read_turns
 from router.http.generation import read_chat
 from router.http.messages import read_messages
 from router.http.responses.call import read_response
 from router.http.responses.items import read_input
+from router.reading.conversation import ChatFormats, read_conversation
 from tests.router.http.clients import CHAT, HttpCluster
 
 USER: dict[str, Any] = {"role": "user", "content": "hi"}

@@ -7,11 +7,11 @@ import pytest
 
 from common.errors import InvalidRequest
 from kvrelay.v1 import inference_pb2 as pb
-from router.conversation import ChatFormats, read_conversation
 from router.http.anthropic.calls import read_messages_body
 from router.http.calls import Call
 from router.http.generation import read_chat
 from router.http.responses.call import read_response
+from router.reading.conversation import ChatFormats, read_conversation
 
 USER: dict[str, Any] = {"role": "user", "content": "hi"}
 SCHEMA = {"type": "object", "properties": {}}

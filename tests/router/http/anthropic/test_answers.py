@@ -18,7 +18,7 @@ from router.http.anthropic.calls import read_messages_body
 from router.http.anthropic.stops import StopFinder, matched_stop
 from router.http.exchange import Exchange
 from router.http.pieces import RequestFacts
-from router.record import Job
+from router.record.record import Job
 
 ANSWER = '<think>hm</think>\n\nI look.<tool_call>\n{"name": "f", "arguments": {"a": "é"}}\n</tool_call>'
 CONTENT: list[dict[str, Any]] = [

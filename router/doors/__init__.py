@@ -1,0 +1,1 @@
+"""The gRPC door, and the path of a request that all doors share."""

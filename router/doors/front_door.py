@@ -1,0 +1,224 @@
+"""The path of a request that all doors share: gRPC (service.py) and HTTP (http/).
+
+    with door.account(life, time_left_s=…):          # counted, however it ends
+        tenant = door.identify(headers)               # Unauthenticated
+        async with door.serving(request, caller) as served:
+            …                                         # Overloaded, RequestError; then served.outbox until None
+
+`serving` admits the request, reads it, counts its tokens and runs it beside the block. The error of a failed request is
+raised when the block ends.
+"""
+
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import AbstractContextManager, asynccontextmanager
+from dataclasses import dataclass
+
+from common.errors import KvrelayError, Overloaded, Refused, Unreachable, WorkerLost
+from common.ids import RequestId, mint_request_id
+from common.lifecycle import LifeCycle
+from common.structured import one_turn
+from common.wire import pack_floats
+from kvrelay.v1 import inference_pb2 as pb
+from router.doors.doorkeeper import Doorkeeper
+from router.doors.readers import Readers
+from router.parts import RouterParts
+from router.reading.validation import RequestReader
+from router.record.budget import Holding
+from router.record.outbox import MergeWindow, Outbox
+from router.record.record import Job
+from router.record.ticket import Ticket
+from router.tenants import Tenant, Terms, read_salt, read_terms
+
+MAX_REQUEST_S = 3600.0
+"""Deadline of a request whose client names none."""
+
+ClientRequest = pb.GenerateRequest | pb.EmbedRequest
+
+TimeLeft = Callable[[], float | None]
+"""Seconds until the caller's deadline; None without one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Caller:
+    """The sender of a request, and what is known before the request is read."""
+
+    tenant: Tenant
+    life: LifeCycle
+    time_left_s: TimeLeft
+    traceparent: str = ""
+    """Place in a trace of its own that the client names (common/tracing.py)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedRequest:
+    """A request that runs."""
+
+    job: Job
+    outbox: Outbox
+
+
+class FrontDoor:
+    """Takes requests from clients. Event loop only."""
+
+    def __init__(
+        self,
+        parts: RouterParts,
+        reader: RequestReader,
+        *,
+        doorkeeper: Doorkeeper,
+        default_terms: Terms,
+        merging: MergeWindow | None = None,
+        block_key: bytes,
+    ) -> None:
+        """`merging` adapts to the load of the process; without it every token goes out at once.
+
+        `block_key` keys the block hashes of all requests; routers that share workers have the same key.
+        """
+        self.parts = parts
+        self.reader = reader
+        self.readers = Readers()
+        self.merging = MergeWindow() if merging is None else merging
+        self._doorkeeper = doorkeeper
+        self._default_terms = default_terms
+        self._block_key = block_key
+        self._is_closed = False
+        self.is_leaving = False
+        """Whether new requests are refused for now, as after `close`."""
+
+    def close(self) -> None:
+        """Refuse new requests from now on, so that clients of several routers go to another one."""
+        self._is_closed = True
+
+    def end(self) -> None:
+        """End the threads and processes that read requests; none can be read any more. Any thread."""
+        self.reader.close()
+        self.readers.close()
+
+    @property
+    def obstacle(self) -> KvrelayError | None:
+        """Why no request could be served now; None when requests can be served."""
+        if self._is_closed or self.is_leaving:
+            return Unreachable("this router is stopping; ask another one")
+        if not self.parts.fleet.can_answer(is_prefill_only=False):
+            return WorkerLost("no decode worker is ready")
+        return None
+
+    def new_life(self) -> LifeCycle:
+        """Return the life cycle of a request that arrives now, under a new id."""
+        return LifeCycle(mint_request_id(), self.parts.clock)
+
+    def account(self, life: LifeCycle, *, time_left_s: TimeLeft) -> AbstractContextManager[None]:
+        """Count a request and how it ends, whatever happens inside."""
+        return self.parts.orchestrator.calls.account(life, time_left_s=time_left_s)
+
+    def identify(self, metadata: Iterable[tuple[str, str | bytes]] | None) -> Tenant:
+        """Return the tenant that metadata or headers name. Raises Unauthenticated."""
+        return self._doorkeeper.identify(metadata)
+
+    def screen(self, method: str, metadata: Iterable[tuple[str, str | bytes]] | None) -> None:
+        """Return if a call of a gRPC method comes from a known caller and may be read. Raises KvrelayError."""
+        try:
+            if method.endswith(("/GetClusterStatus", "/Diagnose")):
+                self.check_operator(metadata)
+            else:
+                self.identify(metadata)
+        except KvrelayError:
+            if method.endswith(("/Generate", "/Embed")):
+                with self.account(self.new_life(), time_left_s=lambda: None):
+                    raise
+            raise
+
+    def check_operator(self, metadata: Iterable[tuple[str, str | bytes]] | None) -> None:
+        """Return if the metadata of a call name an operator. Raises Unauthenticated, AccessDenied."""
+        self._doorkeeper.check_operator(metadata)
+
+    @asynccontextmanager
+    async def serving(self, request: ClientRequest, caller: Caller) -> AsyncIterator[ServedRequest]:
+        """Serve a request beside the block, which takes its messages; leaving the block early cancels the request.
+
+        Clears the prompt of `request` once it is read: a router holds it as token ids from then on.
+
+        Raises KvrelayError before the block when the request is refused, and after it when the request failed.
+        """
+        orchestrator = self.parts.orchestrator
+        stages = orchestrator.traces.begin(caller.life, caller.tenant, caller.traceparent)
+        with self._admit(request, caller.tenant) as ticket:
+            stages.enter("tokenize")
+            async with ticket.kept():
+                job = await self._read(request, caller, caller.life.request_id)
+            request.ClearField("prompt")
+            stages.enter("line")
+            orchestrator.take_tokens(ticket, job)
+            timeout_s = _at_most(MAX_REQUEST_S, caller.time_left_s)
+            async with orchestrator.running(job, ticket, caller.life, timeout_s=timeout_s) as outbox:
+                yield ServedRequest(job=job, outbox=outbox)
+            if outbox.error is not None:
+                raise outbox.error
+
+    async def embed(self, request: pb.EmbedRequest, caller: Caller) -> pb.EmbedResponse:
+        """Return an embedding; a caller that is cancelled cancels the request. Raises KvrelayError."""
+        response = pb.EmbedResponse(request_id=caller.life.request_id)
+        async with self.serving(request, caller) as served:
+            response.model, response.fingerprint = served.job.model.name, served.job.model.fingerprint
+            while (message := await served.outbox.get()) is not None:
+                if message.HasField("plan"):
+                    response.plans.append(message.plan)
+                elif message.HasField("completed"):
+                    response.completed.CopyFrom(message.completed)
+        assert served.outbox.embedding is not None, "a request that has not failed is answered"
+        response.embedding = pack_floats(served.outbox.embedding)
+        return response
+
+    async def enter(self, metadata: Iterable[tuple[str, str | bytes]] | None, *, needs_worker: bool = True) -> Tenant:
+        """Return the sender of a request when the request may be read; the running task is charged to it from then on.
+
+        Raises Unauthenticated, and Overloaded when the tenant may send no request now, which also counts as demand if
+        the request `needs_worker`.
+        """
+        tenant = self.identify(metadata)
+        try:
+            await self.parts.admission.enter(tenant)
+        except Overloaded:
+            if needs_worker:
+                self.parts.orchestrator.demand.note_arrival()
+            raise
+        return tenant
+
+    async def turn(self, tenant: Tenant) -> None:
+        """Return when a running request of the tenant may take some milliseconds of the event loop; never at once."""
+        await one_turn()
+        await self.parts.admission.wait_turn(tenant)
+
+    def arriving(self, tenant: Tenant) -> AbstractContextManager[Holding]:
+        """Hold the bytes of a request that arrives and is read, inside the block."""
+        return self.parts.admission.arriving(tenant)
+
+    def tokenizing(self, tenant: Tenant) -> AbstractContextManager[None]:
+        """Count a call that only tokenizes, inside the block, as a request of its tenant. Raises Overloaded."""
+        return self.parts.admission.inquiry(tenant)
+
+    def _admit(self, request: ClientRequest, tenant: Tenant) -> Ticket:
+        """Return a ticket. Raises Overloaded, which also counts as demand, and Unreachable while the door is closed."""
+        if self._is_closed or self.is_leaving:
+            raise Unreachable("this router is stopping; ask another one")
+        self.parts.orchestrator.demand.note_arrival()
+        terms = read_terms(request, tenant=tenant, default=self._default_terms)
+        admitted = self.parts.admission.admit(tenant, terms)
+        if isinstance(admitted, Refused):
+            raise admitted.error()
+        return admitted
+
+    async def _read(self, request: ClientRequest, caller: Caller, request_id: RequestId) -> Job:
+        """Return the checked request; waits until a worker has described the model. Raises KvrelayError."""
+        patience_s = _at_most(self.parts.config.queue_timeout_s, caller.time_left_s)
+        is_embedding = isinstance(request, pb.EmbedRequest)
+        model = await self.parts.fleet.wait_for_model(timeout_s=patience_s, is_prefill_only=is_embedding)
+        keyed = model.keyed(self._block_key, cache_salt=read_salt(request, tenant=caller.tenant))
+        if isinstance(request, pb.EmbedRequest):
+            return await self.reader.read_embedding(request, request_id=request_id, model=keyed, tenant=caller.tenant)
+        return await self.reader.read(request, request_id=request_id, model=keyed, tenant=caller.tenant)
+
+
+def _at_most(limit_s: float, time_left_s: TimeLeft) -> float:
+    left_s = time_left_s()
+    return limit_s if left_s is None else min(left_s, limit_s)

@@ -1,0 +1,158 @@
+"""Result of a lookup in the prefix index: groups of workers that hold equally much of a prompt."""
+
+from collections.abc import ItemsView, Iterator, Mapping, Sequence, ValuesView
+from dataclasses import dataclass
+from itertools import repeat
+from typing import cast
+
+import numpy as np
+
+from common.ids import WorkerId
+from router.fleet.expectations import Expectations
+
+STAMP_BITS = 36
+"""Low bits of the index's values; a bit for each slot follows."""
+
+
+def slot_bit(slot: int) -> int:
+    """Return the bit of a slot in the index's values."""
+    return 1 << (slot + STAMP_BITS)
+
+
+def first_positions(values: Mapping[int, int], keys: Sequence[int]) -> dict[int, int]:
+    """Return the different values of some keys, each with the first position that has it; 0 for an unknown key."""
+    found = list(map(values.get, keys, repeat(0)))
+    return dict(zip(reversed(found), range(len(found) - 1, -1, -1), strict=True))
+
+
+def count_before_gap(firsts: Mapping[int, int], bit: int, num_keys: int) -> int:
+    """Return how many leading keys have a bit, given their `first_positions`."""
+    return min((position for value, position in firsts.items() if not value & bit), default=num_keys)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IndexView:
+    """The state of the index at a lookup, and the keys that were looked up."""
+
+    keys: list[int]
+    values: Mapping[int, int]
+    slots: Mapping[WorkerId, int]
+    expectations: Expectations
+
+
+class PrefixMatches(Mapping[WorkerId, int]):
+    """How many leading blocks each worker holds; a worker that holds none is absent.
+
+    Hundreds of workers often form two or three groups, so a worker's number is looked up in `groups`; the mapping is
+    built only for a policy that goes through all of it. Valid for one decision; event loop only.
+    """
+
+    __slots__ = ("_by_worker", "_firsts", "_known", "_owners", "_view", "groups")
+
+    def __init__(self, groups: Sequence[tuple[int, int]], owners: Sequence[WorkerId | None], view: IndexView) -> None:
+        """`groups` are (blocks, bit mask of slots), fewest blocks first; `owners` go by slot and never change."""
+        self.groups = groups
+        self._owners = owners
+        self._view = view
+        self._by_worker: dict[WorkerId, int] | None = None
+        self._known: dict[WorkerId, int] = {}
+        """Numbers that were looked up or made exact; 0 for a worker that holds none."""
+        self._firsts: dict[int, int] | None = None
+
+    @property
+    def longest(self) -> int:
+        """Leading blocks that the best worker holds; 0 without any."""
+        return self.groups[-1][0] if self.groups else 0
+
+    def verify(self, worker_id: WorkerId) -> bool:
+        """Make the number of one worker exact and return whether it was. The groups do not change."""
+        found = self.get(worker_id)
+        exact = min(found, self._count_exactly(worker_id)) if found else 0
+        if exact == found:
+            return True
+        self._known[worker_id] = exact
+        self._by_worker = None
+        return False
+
+    def longest_holders(self) -> Iterator[tuple[int, WorkerId]]:
+        """Yield the (blocks, worker) from the most blocks on, as the groups have them."""
+        for num_blocks, workers in reversed(self.groups):
+            while workers:
+                lowest = workers & -workers
+                worker_id = self._owners[lowest.bit_length() - 1]
+                assert worker_id is not None, "a slot in a group has an owner"
+                yield num_blocks, worker_id
+                workers ^= lowest
+
+    def count_present(self, worker_id: WorkerId) -> int:
+        """Return exactly how many leading blocks events have confirmed; others are only expected."""
+        num_blocks = min(self.get(worker_id), self._count_exactly(worker_id))
+        expected = self._view.expectations.of(self._view.slots.get(worker_id, -1))
+        if not expected or not num_blocks:
+            return num_blocks
+        leading = self._view.keys[:num_blocks]
+        return next((position for position, key in enumerate(leading) if key in expected), num_blocks)
+
+    def _count_exactly(self, worker_id: WorkerId) -> int:
+        """Count without holes. One walk over the keys serves all workers, because their values are few."""
+        view = self._view
+        if worker_id not in view.slots:
+            return 0
+        if self._firsts is None:
+            self._firsts = first_positions(view.values, view.keys[: self.longest])
+        return count_before_gap(self._firsts, slot_bit(view.slots[worker_id]), self.longest)
+
+    def __getitem__(self, worker_id: WorkerId) -> int:
+        num_blocks = self.get(worker_id)
+        if not num_blocks:
+            raise KeyError(worker_id)
+        return num_blocks
+
+    def get(self, worker_id: WorkerId, default: int = 0) -> int:  # type: ignore[override]  # no other default is of use
+        """Return the worker's number of blocks."""
+        known = self._known.get(worker_id)
+        if known is None:
+            known = self._known[worker_id] = self._look_up(worker_id)
+        return known or default
+
+    def _look_up(self, worker_id: WorkerId) -> int:
+        slot = self._view.slots.get(worker_id)
+        if slot is None:
+            return 0
+        return next((num_blocks for num_blocks, workers in self.groups if workers >> slot & 1), 0)
+
+    def items(self) -> ItemsView[WorkerId, int]:
+        """Return the pairs; the inherited view would look each one up."""
+        return self._expanded().items()
+
+    def values(self) -> ValuesView[int]:
+        """Return the numbers."""
+        return self._expanded().values()
+
+    def __contains__(self, worker_id: object) -> bool:
+        return bool(self.get(cast(WorkerId, worker_id)))
+
+    def __iter__(self) -> Iterator[WorkerId]:
+        return iter(self._expanded())
+
+    def __len__(self) -> int:
+        return len(self._expanded())
+
+    def _expanded(self) -> dict[WorkerId, int]:
+        if self._by_worker is None:
+            self._by_worker = {}
+            for num_blocks, workers in self.groups:
+                self._by_worker.update(dict.fromkeys(self._members(workers), num_blocks))
+            for worker_id, num_blocks in self._known.items():
+                if num_blocks:
+                    self._by_worker[worker_id] = num_blocks
+                else:
+                    self._by_worker.pop(worker_id, None)
+        return self._by_worker
+
+    def _members(self, workers: int) -> Iterator[WorkerId]:
+        raw = np.frombuffer(workers.to_bytes(-(-len(self._owners) // 8), "little"), dtype=np.uint8)
+        for slot in np.flatnonzero(np.unpackbits(raw, bitorder="little")).tolist():
+            worker_id = self._owners[slot]
+            assert worker_id is not None, f"slot {slot} has no owner"
+            yield worker_id

@@ -1,0 +1,192 @@
+"""The order of the line: weighted fair between tenants, by size and lateness within one (tenant_queue.py).
+
+Tenants go in the order of virtual token counters (Sheng et al., "Fairness in Serving Large Language Models", OSDI 24).
+Each tenant has a counter of the tokens that it was served, divided by its weight; the waiting tenant with the lowest
+counter goes next. A tenant that comes back after a pause is lifted to the lowest counter of the waiting ones, so it
+cannot save up its share. The weighted service of two tenants that both keep waiting then differs by no more than what
+is in flight at once, whatever their requests look like. While something else is scarce, the tenant with the least of it
+for its weight goes next, and counters decide between equal ones. A tenant that *yields* goes after all others while all
+its requests are late; to have waited there counts as a pause.
+
+Every operation costs O(log n + tenants) for n waiting requests, and each further item of one round O(log n). What is
+before a request is known from running sums (queued_work.py), for forecasts of its wait.
+"""
+
+import heapq
+import math
+from collections.abc import Callable, Container, Iterator
+from typing import Generic
+
+from router.line.queued_work import Rank
+from router.line.tenant_queue import Place, T, TenantQueue, late_rank
+
+PROMPT_TOKEN_COST = 1.0
+OUTPUT_TOKEN_COST = 2.0
+FIRST = ""
+"""Name of the queue before all newcomers, for `pop(skipping=…)`."""
+
+
+class FairQueue(Generic[T]):
+    """All items in line. Event loop only."""
+
+    def __init__(self, *, late_share: float = 0.0) -> None:
+        """`late_share`: largest share of a tenant's work that goes to late items while others wait."""
+        self._late_share = late_share
+        self._queues: dict[str, TenantQueue[T]] = {}
+        self._first: TenantQueue[T] = TenantQueue(weight=1.0)
+        self._last_left = self._first
+        """Queue that emptied last; its counter is the floor for newcomers to an empty line."""
+
+    def __len__(self) -> int:
+        return self._first.num_waiting + sum(queue.num_waiting for queue in self._queues.values())
+
+    def add_tenant(self, name: str, *, weight: float, yields: bool = False) -> None:
+        """Make a tenant known; if it `yields`, its late items go after those of all tenants. Harmless when repeated."""
+        if name not in self._queues:
+            self._queues[name] = TenantQueue(weight=weight, late_share=self._late_share, yields=yields)
+
+    def counter(self, tenant: str) -> float:
+        """Return the tenant's weighted service."""
+        return self._queues[tenant].counter
+
+    def push(
+        self,
+        item: T,
+        *,
+        tenant: str,
+        rank: Rank,
+        due_s: float = math.inf,
+        deadline_s: float = math.inf,
+        work_s: float = 0.0,
+    ) -> Place[T]:
+        """Add a newcomer to the queue of its tenant; after `due_s` it goes behind those that are not late."""
+        queue = self._queues[tenant]
+        if not queue.contends or queue.is_parked:
+            self._lift(queue)
+        place = Place(item, tenant, queue, rank, due_s, work_s, deadline_s)
+        queue.add(place)
+        place.count_in(queue.work, rank)
+        return place
+
+    def push_first(self, item: T, *, number: int, work_s: float = 0.0) -> Place[T]:
+        """Add an item that was served before in front of all newcomers, in order of `number`."""
+        place = Place(item, FIRST, self._first, (number,), work_s=work_s)
+        self._first.add(place)
+        place.count_in(self._first.work, place.rank)
+        return place
+
+    def work_before_s(self, place: Place[T], *, now_s: float) -> float:
+        """Return the work that will be served before a waiting item if no others come.
+
+        Other tenants get their shares meanwhile, and no more than waits there.
+        """
+        queue = place.queue
+        if queue is self._first:
+            return queue.work.before_s(place.rank)
+        if not place.is_late and place.due_s >= now_s:
+            own_s = queue.work.before_s(place.rank)
+        else:
+            own_s = queue.work.total_s + queue.late_work.before_s(late_rank(place))
+        before_s = self._first.work.total_s + own_s
+        for other in self._queues.values():
+            if other is not queue and other.contends:
+                share_s = (own_s + place.work_s) * other.weight / queue.weight
+                before_s += min(share_s, other.work.total_s + other.late_work.total_s)
+        return before_s
+
+    def num_before(self, before_s: float) -> float:
+        """Return about how many waiting items are `before_s` of work: as many as the mean of all says."""
+        works = (work for queue in (self._first, *self._queues.values()) for work in (queue.work, queue.late_work))
+        total_s = sum(work.total_s for work in works)
+        return len(self) * before_s / total_s if total_s else 0.0
+
+    def pop(self, *, now_s: float, skipping: Container[str] = ()) -> Place[T] | None:
+        """Take out the next item of the tenants that are not skipped; None when there is none."""
+        return next(self.round(now_s=now_s, skipping=skipping), None)
+
+    def round(
+        self, *, now_s: float, skipping: Container[str], share: Callable[[str], float] | None = None
+    ) -> Iterator[Place[T]]:
+        """Take out one item after the other, each the next one of the tenants that are not skipped by then.
+
+        `share` returns what a tenant has of something scarce: the one with the least for its weight is next then, and
+        counters decide between equal ones. Meanwhile `skipping` may only grow, and no counter may fall; a share that
+        falls counts from the next round on. A tenant that begins to wait after the first item is left out.
+        """
+
+        def turn_of(name: str, queue: TenantQueue[T]) -> tuple[bool, float, float]:
+            is_parked, counter = queue.turn(now_s)
+            return is_parked, 0.0 if share is None else share(name) / queue.weight, counter
+
+        while self._first.num_waiting and FIRST not in skipping:
+            yield self._first.take(now_s)
+        waiting = [
+            (*turn_of(name, queue), idx, name, queue)
+            for idx, (name, queue) in enumerate(self._queues.items())
+            if queue.contends and name not in skipping
+        ]
+        heapq.heapify(waiting)
+        while waiting:
+            *turn, idx, name, queue = waiting[0]
+            if not queue.contends or name in skipping:
+                heapq.heappop(waiting)
+            elif (now := turn_of(name, queue)) != tuple(turn):
+                heapq.heapreplace(waiting, (*now, idx, name, queue))
+            else:
+                place = queue.take(now_s)
+                self._note_left(queue)
+                yield place
+
+    def take(self, place: Place[T]) -> None:
+        """Take out a waiting item, whatever is before it."""
+        place.queue.remove(place)
+        self._note_left(place.queue)
+
+    def grant(self, place: Place[T], work: float) -> None:
+        """Note that an item that was taken out is served, and how much work it is in the units of `charge`."""
+        place.queue.grant(place, work)
+        place.uncount()
+
+    def restore(self, place: Place[T]) -> None:
+        """Put an item that was taken out back at the same place; the counters stay as they are."""
+        place.queue.restore(place)
+
+    def restore_late(self, place: Place[T]) -> None:
+        """Put an item that was taken out back among the late ones, because it is going to be late."""
+        place.queue.note_late(place)
+        place.queue.restore(place)
+
+    def discard(self, place: Place[T]) -> None:
+        """Remove an item. Harmless when it is not in line."""
+        place.uncount()
+        if place.is_waiting:
+            self.take(place)
+
+    def charge(self, tenant: str, cost: float) -> None:
+        """Count service of the tenant, in tokens weighted by their cost; a negative cost takes back."""
+        queue = self._queues[tenant]
+        queue.counter += cost / queue.weight
+
+    def hold(self, tenant: str) -> None:
+        """Skip the tenant until `release`, because it has all that it may have at once."""
+        queue = self._queues[tenant]
+        queue.is_held = True
+        self._note_left(queue)
+
+    def release(self, tenant: str) -> None:
+        """End a hold; the tenant returns as after a pause."""
+        queue = self._queues[tenant]
+        if queue.is_held:
+            self._lift(queue)
+            queue.is_held = False
+
+    def _lift(self, queue: TenantQueue[T]) -> None:
+        lowest = min(
+            (other.counter for other in self._queues.values() if other.contends and not other.is_parked),
+            default=self._last_left.counter,
+        )
+        queue.counter = max(queue.counter, lowest)
+
+    def _note_left(self, queue: TenantQueue[T]) -> None:
+        if queue is not self._first and not queue.contends:
+            self._last_left = queue

@@ -1,0 +1,203 @@
+"""The order of one tenant's waiting requests: by size with ageing, the late ones behind those in time.
+
+Higher priority goes first; then least `work_s + AGEING * due_s`, where `due_s` is the latest time at which the
+computation may begin and still be in time for the first token; without an objective, the arrival. A long prompt gives
+way to short ones, but only to those that arrive within `work_s / AGEING` seconds after it. Requests age alike, so the
+order of two waiting requests never changes, and a heap holds it.
+
+Requests that are late for their objective go behind those in time. The aim: as many requests as possible within their
+objectives, while each of the others still gets its answer before its deadline or is refused with a true retry-after,
+at a price of at most `late_share` of the work. Late requests therefore go when no others of their tenant wait; and
+before others whenever the work of all that the tenant was granted has paid, at that share, for the last late one that
+did. Among late requests, higher priority goes first, then the earlier deadline: those that can no longer be answered
+are refused when their turn comes (shedding.py). The share is of work, not of requests, because late ones are mostly
+long. One request at a time may exceed it, so that none is too long for ever.
+"""
+
+import heapq
+import math
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from router.line.queued_work import QueuedWork, Rank
+
+AGEING = 0.3
+"""Seconds of prefill that a second of waiting outweighs."""
+_MIN_STALE = 64
+
+T = TypeVar("T")
+
+
+def rank(*, priority: int, work_s: float, due_s: float, number: int) -> Rank:
+    """Return the key of a request within its tenant; low goes first, and no two keys are equal."""
+    return (-priority, work_s + AGEING * due_s, number)
+
+
+@dataclass(slots=True, eq=False)
+class Place(Generic[T]):
+    """The place of one item in line."""
+
+    item: T
+    tenant: str
+    """FIRST for items before all newcomers."""
+    queue: "TenantQueue[T]"
+    rank: Rank
+    due_s: float = math.inf
+    """Time after which the item is late."""
+    work_s: float = 0.0
+    """Time that one worker spends on it; 0: not counted in what is before others."""
+    deadline_s: float = math.inf
+    """Time at which it gives up; late items go in this order."""
+    number: int = 0
+    """Position in the order in which items came to the queue."""
+    is_late: bool = False
+    """Whether it was found late."""
+    is_waiting: bool = False
+    """Whether it is in line; `pop` takes it out."""
+    counted: tuple[QueuedWork, Rank] | None = None
+    """Where its work is counted, and under which rank."""
+
+    def count_in(self, work: QueuedWork, rank: Rank) -> None:
+        """Count its work as waiting, here and nowhere else."""
+        self.uncount()
+        if self.work_s:
+            work.add(rank, self.work_s)
+            self.counted = work, rank
+
+    def uncount(self) -> None:
+        """Count its work as waiting no more. Harmless when repeated."""
+        if self.counted is not None:
+            work, rank = self.counted
+            work.remove(rank, self.work_s)
+            self.counted = None
+
+
+_Entry = tuple[Rank, int, Place[T]]
+"""Key, position in the order of arrival, and the item."""
+
+
+@dataclass(slots=True, eq=False)
+class TenantQueue(Generic[T]):
+    """Items of one tenant. The heaps include places that are no longer waiting; `heap` includes late ones, too."""
+
+    weight: float
+    late_share: float = 0.0
+    yields: bool = False
+    """Late items go after the items of all tenants."""
+    heap: list[_Entry[T]] = field(default_factory=list)
+    """Items by rank."""
+    due: list[_Entry[T]] = field(default_factory=list)
+    """Items by the time after which they are late."""
+    late: list[_Entry[T]] = field(default_factory=list)
+    """Items that were found late, by priority and deadline."""
+    work: QueuedWork = field(default_factory=QueuedWork)
+    """Work of the waiting items that were not found late."""
+    late_work: QueuedWork = field(default_factory=QueuedWork)
+    num_added: int = 0
+    num_waiting: int = 0
+    late_debt: float = 0.0
+    """Work of late items that went before those in time and is not paid for yet; none goes before them while it is
+    positive."""
+    counter: float = 0.0
+    is_held: bool = False
+
+    @property
+    def contends(self) -> bool:
+        """Whether it has items that may be served now."""
+        return self.num_waiting > 0 and not self.is_held
+
+    def add(self, place: Place[T]) -> None:
+        """Put a new item in line."""
+        self.num_added += 1
+        place.number = self.num_added
+        if place.due_s != math.inf:
+            heapq.heappush(self.due, ((place.due_s,), place.number, place))
+        self.restore(place)
+
+    def restore(self, place: Place[T]) -> None:
+        """Put an item that was taken out back at the same place."""
+        place.is_waiting = True
+        self.num_waiting += 1
+        if place.is_late:
+            self._add_late(place)
+        else:
+            heapq.heappush(self.heap, (place.rank, place.number, place))
+
+    def remove(self, place: Place[T]) -> None:
+        """Take a waiting item out of line; the heaps forget it when they hold too many such ones."""
+        place.is_waiting = False
+        self.num_waiting -= 1
+        for heap in (self.heap, self.due, self.late):
+            if len(heap) > max(2 * self.num_waiting, _MIN_STALE):
+                heap[:] = [entry for entry in heap if entry[-1].is_waiting]
+                heapq.heapify(heap)
+
+    def take(self, now_s: float) -> Place[T]:
+        """Take out the next item; at least one waits."""
+        self._find_late(now_s)
+        late, in_time = _first(self.late), _first(self.heap)
+        if late is not None and (in_time is None or self._has_late_turn):
+            place = late
+            heapq.heappop(self.late)
+        else:
+            assert in_time is not None, f"none of {self.num_waiting} items that wait is in a heap"
+            place = in_time
+            heapq.heappop(self.heap)
+        place.is_waiting = False
+        self.num_waiting -= 1
+        return place
+
+    def turn(self, now_s: float) -> tuple[bool, float]:
+        """Return what its turn goes by, low first: whether its items go after those of all others, and its counter."""
+        if self.yields:
+            self._find_late(now_s)
+        return self.is_parked, self.counter
+
+    @property
+    def is_parked(self) -> bool:
+        """Whether it has stood behind all others, so that its counter is out of date."""
+        return self.yields and _first(self.heap) is None
+
+    @property
+    def _has_late_turn(self) -> bool:
+        return not self.yields and self.late_share > 0 >= self.late_debt
+
+    def grant(self, place: Place[T], work: float) -> None:
+        """Count the work of an item that is served, for the share of late ones."""
+        if place.is_late and _first(self.heap) is not None:
+            self.late_debt += (1 - self.late_share) * work
+        else:
+            # What late items do not use is not saved up.
+            paid = self.late_share * work
+            self.late_debt = max(self.late_debt - paid, -paid)
+
+    def _find_late(self, now_s: float) -> None:
+        while self.due and self.due[0][-1].due_s < now_s:
+            place = heapq.heappop(self.due)[-1]
+            if place.is_waiting:
+                self.note_late(place)
+                self._add_late(place)
+
+    def note_late(self, place: Place[T]) -> None:
+        """Count an item among the late ones."""
+        place.is_late = True
+        place.count_in(self.late_work, late_rank(place))
+
+    def _add_late(self, place: Place[T]) -> None:
+        heapq.heappush(self.late, (late_rank(place), place.number, place))
+
+
+def _first(heap: list[_Entry[T]]) -> Place[T] | None:
+    """Return the first item that waits in the heap."""
+    while heap:
+        key, _number, place = heap[0]
+        # A late item stays in the heap where it stood while it was in time.
+        if place.is_waiting and not (place.is_late and key is place.rank):
+            return place
+        heapq.heappop(heap)
+    return None
+
+
+def late_rank(place: Place[T]) -> Rank:
+    """Return the key of an item among those that are late: its priority, then its deadline."""
+    return place.rank[0], place.deadline_s, place.number

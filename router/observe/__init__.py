@@ -1,0 +1,1 @@
+"""What a router tells about itself: metrics, traces, alarms, recorded traffic."""

@@ -1,0 +1,108 @@
+"""The tokenizer interface of the router, and a codec without files for the fake engine: one token per byte."""
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+from common.chat_template import Conversation, LineTemplate
+from common.parity import TextProbes, byte_probes
+from common.tokens import TokenArray, as_tokens
+from router.reading.token_cache import Encoded
+
+PROMPT_END_CHARS = 64
+"""Characters of `Encoded.prompt_end`."""
+
+
+class Codec(ABC):
+    """Turns text into token ids. Any thread."""
+
+    inline_chars: int
+    """Text of so many characters is encoded in less time than a change of threads takes."""
+
+    @property
+    @abstractmethod
+    def probes(self) -> TextProbes:
+        """Results for the fixed texts; workers must have the same."""
+
+    @property
+    @abstractmethod
+    def template_source(self) -> str | None:
+        """Source of the chat template; None without one."""
+
+    sampling_defaults: Mapping[str, float] = MappingProxyType({})
+    """Sampling parameters that the model's makers recommend."""
+
+    @abstractmethod
+    def encode_now(self, text: str) -> TokenArray:
+        """Return the ids of plain text. Raises InvalidRequest."""
+
+    @abstractmethod
+    def encode_chat_now(
+        self, conversation: Conversation, *, rendered_unix_s: int, scope: bytes | None = None
+    ) -> Encoded:
+        """Return the ids of a conversation, rendered by the model's chat template.
+
+        A template that writes the date writes that of `rendered_unix_s`, seconds since 1970, so the result depends on
+        the arguments and the model alone. Beginnings are remembered for callers of the same scope; without a scope,
+        not at all. Raises InvalidRequest when the template refuses the conversation.
+        """
+
+    @abstractmethod
+    def token_id(self, token: str) -> int | None:
+        """Return the id of the token with this spelling; None if there is no such token."""
+
+    @abstractmethod
+    def decode_pieces(self, token_ids: Sequence[int]) -> tuple[str, ...]:
+        """Return the text of each id separately."""
+
+    @abstractmethod
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of consecutive ids, special tokens included; unknown ids have no text."""
+
+    async def encode(self, text: str) -> TokenArray:
+        """Return the same as `encode_now`, off the event loop."""
+        return await asyncio.to_thread(self.encode_now, text)
+
+    async def encode_chat(
+        self, conversation: Conversation, *, rendered_unix_s: int, scope: bytes | None = None
+    ) -> Encoded:
+        """Return the same as `encode_chat_now`, off the event loop."""
+        return await asyncio.to_thread(self.encode_chat_now, conversation, rendered_unix_s=rendered_unix_s, scope=scope)
+
+
+NUM_BYTES = 256
+_TEMPLATE = LineTemplate()
+
+
+class ByteCodec(Codec):
+    """Token id = byte value of the UTF-8 text."""
+
+    inline_chars = 1 << 14
+    probes = byte_probes(_TEMPLATE)
+    template_source: str | None = _TEMPLATE.source
+
+    def encode_now(self, text: str) -> TokenArray:
+        """Return the bytes of `text`."""
+        return as_tokens(text.encode())
+
+    def encode_chat_now(
+        self, conversation: Conversation, *, rendered_unix_s: int, scope: bytes | None = None
+    ) -> Encoded:
+        """Return the bytes of one `role: content` line per message and of the line that the answer continues."""
+        text = _TEMPLATE.render(conversation, rendered_unix_s=rendered_unix_s)
+        return Encoded(as_tokens(text.encode()), prompt_end=text[-PROMPT_END_CHARS:])
+
+    def token_id(self, token: str) -> int | None:
+        """Return None: markup is bytes like all text."""
+        return None
+
+    def decode_pieces(self, token_ids: Sequence[int]) -> tuple[str, ...]:
+        """Return the character of each byte, or U+FFFD; ids beyond bytes have no text."""
+        return tuple(
+            bytes([token_id]).decode(errors="replace") if token_id < NUM_BYTES else "" for token_id in token_ids
+        )
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of the bytes; ids beyond bytes have no text."""
+        return bytes(token_id for token_id in token_ids if token_id < NUM_BYTES).decode(errors="replace")

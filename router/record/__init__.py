@@ -1,0 +1,1 @@
+"""What a router keeps of a request while it runs, and of its tenant."""

@@ -1,0 +1,1 @@
+"""Runs a request: attempts at its answer, one plan each."""

@@ -1,0 +1,137 @@
+"""The messages with which an attempt opens its calls to workers."""
+
+import math
+import secrets
+from dataclasses import dataclass
+
+from common.ids import Epoch, HandoffId, WorkerId
+from common.trust.tickets import IssueTicket, PullRight, of_blocks, of_handoff
+from common.wire_names import PlanKind
+from kvrelay.v1 import decode_pb2, prefill_pb2, sequence_pb2
+from router.fleet.decisions import Booking
+from router.fleet.hold import Hold
+from router.placement.plans import Keeper, Plan
+from router.record.record import Delivery, RunningRequest
+
+CAPABILITY_BYTES = 32
+"""Size of the secret with which a client streams from a decode worker (decode_worker/direct.py)."""
+DIRECT_TTL_S = 30.0
+"""How long a client may take to connect to the decode worker: as long as a connection may take."""
+CHECKPOINT_TOKENS = 64
+"""Most tokens that are generated again when the worker is lost."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerRequests:
+    """Makes the messages for some samples of a request under one booked plan."""
+
+    record: RunningRequest
+    samples: range
+    booking: Booking
+    issue: IssueTicket
+    tenant: str
+    traceparent: str
+    """The attempt's place in a trace, for the workers; empty: it is not traced."""
+
+    def decode(self, handoff_id: HandoffId) -> decode_pb2.DecodeRequest:
+        """Return the call of the decode worker, which pulls the handoff, or computes the prompt in a local plan."""
+        decode, prefill = self.booking.decode, self.booking.prefill
+        request = decode_pb2.DecodeRequest(
+            sequence=self.record.sequence(
+                self.samples,
+                _retention(self.booking.plan, Keeper.DECODE),
+                tpot_slo_s=decode.tpot_slo_s if decode.bounds_prompts else math.inf,
+                prefill_booking=self._prefill_booking(decode) if prefill is None else None,
+                traceparent=self.traceparent,
+            ),
+            handoff=None if prefill is None else self._handoff(prefill, handoff_id),
+            epoch=decode.epoch,
+            source=self._source(decode) if prefill is None else None,
+            direct=_direct_access() if self.record.job.delivery is Delivery.DIRECT else None,
+        )
+        if self.record.beams is not None:
+            request.sequence.beams.CopyFrom(self.record.beams)
+        return request
+
+    def prefill(self, worker: Hold, handoff_id: HandoffId) -> prefill_pb2.PrefillRequest:
+        """Return the call of the prefill worker that serves the handoff."""
+        return prefill_pb2.PrefillRequest(
+            sequence=self.record.sequence(
+                self.samples,
+                _retention(self.booking.plan, Keeper.PREFILL),
+                prefill_booking=self._prefill_booking(worker),
+                traceparent=self.traceparent,
+            ),
+            handoff_id=handoff_id,
+            epoch=worker.epoch,
+            source=self._source(worker),
+        )
+
+    def embedding(self) -> prefill_pb2.PrefillRequest:
+        """Return the call of the worker that computes an embedding."""
+        worker = self.booking.decode
+        return prefill_pb2.PrefillRequest(
+            sequence=self.record.sequence(
+                self.samples, prefill_booking=self._prefill_booking(worker), traceparent=self.traceparent
+            ),
+            epoch=worker.epoch,
+            source=self._source(worker),
+        )
+
+    def _prefill_booking(self, computes: Hold) -> sequence_pb2.PrefillBooking | None:
+        max_wait_s = self.booking.plan.max_wait_s
+        if max_wait_s == math.inf:
+            return None
+        return sequence_pb2.PrefillBooking(max_wait_s=max_wait_s, prefill_s=computes.prefill_s)
+
+    def _handoff(self, prefill: Hold, handoff_id: HandoffId) -> decode_pb2.Handoff:
+        """Return where the decode worker pulls the prompt's KV from, with its ticket."""
+        source = prefill.member.endpoint.worker_id
+        return decode_pb2.Handoff(
+            handoff_id=handoff_id,
+            prefill_worker_id=source,
+            prefill_address=prefill.member.kv_address,
+            prefill_epoch=prefill.epoch,
+            ticket=self._ticket(self.booking.decode, source, prefill.epoch, of_handoff(handoff_id)),
+        )
+
+    def _source(self, computes: Hold) -> sequence_pb2.KvSource | None:
+        """Return where the worker that computes the prompt pulls leading blocks from, with its ticket; None: nowhere.
+
+        The ticket covers exactly the blocks that are asked for. The last token is always computed, so its block is
+        left out.
+        """
+        source = self.booking.source
+        if source is None:
+            return None
+        record = self.record
+        output = record.output_of(self.samples)
+        num_tokens = len(record.job.prompt_token_ids) + len(output)
+        num_blocks = min(source.num_blocks, (num_tokens - 1) // record.job.model.block_size)
+        subject = of_blocks(record.job.hashes(output)[:num_blocks].packed)
+        return sequence_pb2.KvSource(
+            worker_id=source.worker_id,
+            address=source.address,
+            epoch=source.epoch,
+            num_blocks=num_blocks,
+            ticket=self._ticket(computes, WorkerId(source.worker_id), Epoch(source.epoch), subject),
+        )
+
+    def _ticket(self, puller: Hold, source: WorkerId, epoch: Epoch, subject: str) -> str:
+        """Return the ticket with which a worker pulls from one life of another."""
+        puller_id = puller.member.endpoint.worker_id
+        return self.issue(PullRight(puller=puller_id, source=source, epoch=epoch, subject=subject, tenant=self.tenant))
+
+
+def _direct_access() -> decode_pb2.DirectAccess:
+    return decode_pb2.DirectAccess(
+        capability=secrets.token_bytes(CAPABILITY_BYTES),
+        ttl_s=DIRECT_TTL_S,
+        checkpoint_tokens=CHECKPOINT_TOKENS,
+    )
+
+
+def _retention(plan: Plan, side: Keeper) -> "sequence_pb2.Retention.ValueType":
+    """Return how long the worker on this side of a remote plan keeps the blocks."""
+    is_keeper = plan.kind is PlanKind.LOCAL or plan.keeper in (Keeper.BOTH, side)
+    return sequence_pb2.RETENTION_UNSPECIFIED if is_keeper else sequence_pb2.RETENTION_BRIEF
