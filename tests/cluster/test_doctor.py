@@ -17,7 +17,7 @@ from cluster.doctor.finding import DoctorFinding, Health
 from cluster.doctor.host import HostFacts, check_host
 from cluster.doctor.service import check_service
 from common.config import ServingConfig, parse_config
-from common.engines import VLLM_PACKAGES
+from common.engines import VLLM_PACKAGES, installed_package
 from common.fake_tokenizer import byte_tokenizer
 from common.model_files import CACHE_ENV, resolve_model
 from common.random_models import RANDOM_PREFIX
@@ -52,7 +52,7 @@ def host(**changes: Any) -> HostFacts:
         shared_memory_bytes=8 * GIB,
         num_gpus=0,
         compiler="/usr/bin/c++",
-        installed=lambda name: {"protobuf": "99.0"}.get(name, "99.0"),
+        installed=installed_package,
     )
     return dataclasses.replace(facts, **changes)
 
@@ -73,7 +73,7 @@ def bad(findings: Iterator[DoctorFinding] | list[DoctorFinding]) -> dict[str, Do
 def test_packages_of_engine_and_transports_are_looked_for_where_they_are_named(
     sections: dict[str, Any], installed: dict[str, str | None], detail: str
 ) -> None:
-    facts = host(installed=lambda name: installed.get(name, "99.0"))
+    facts = host(installed=lambda name: installed[name] if name in installed else installed_package(name))
     found = bad(check_host(config(**sections), facts, is_up=False)).get("packages")
     assert detail in (found.detail if found else "")
     assert bool(found) is bool(detail)
