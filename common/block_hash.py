@@ -108,6 +108,11 @@ def hash_root(*, model_fingerprint: str, cache_salt: str = "", key: bytes = b"")
     return HashRoot(hashlib.blake2b(seed, key=key, person=b"kvrelay-kv-v2", digest_size=ROOT_BYTES).digest())
 
 
+def num_usable_blocks(num_tokens: int, block_size: int) -> int:
+    """Return how many leading blocks a cache can save: the last token is always computed, for its logits."""
+    return (num_tokens - 1) // block_size
+
+
 def extend_hash(parent: BlockHash | HashRoot, block_token_ids: Sequence[int]) -> BlockHash:
     """Return the hash of one block that follows `parent`."""
     block = np.asarray(block_token_ids, dtype="<u4").tobytes()

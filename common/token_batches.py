@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
-from common.tokens import TOKEN_BYTES
+from common.tokens import num_packed
 from kvrelay.v1 import decode_pb2, inference_pb2, sampling_pb2
 
 MAX_GATHERED_TOKENS = 1024
@@ -13,7 +13,7 @@ it shares with others."""
 
 def num_tokens_in(tokens: Sequence[sampling_pb2.SampleToken], runs: Sequence[sampling_pb2.TokenRun]) -> int:
     """Return the number of tokens in a batch."""
-    return len(tokens) + sum(len(run.tokens) for run in runs) // TOKEN_BYTES
+    return len(tokens) + sum(num_packed(run.tokens) for run in runs)
 
 
 def merge_tokens(

@@ -22,6 +22,11 @@ if array("I").itemsize != TOKEN_BYTES:
     )
 
 
+def num_packed(raw: "bytes | memoryview") -> int:
+    """Return the number of packed ids."""
+    return len(raw) // TOKEN_BYTES
+
+
 def as_tokens(ids: Iterable[int]) -> TokenArray:
     """Return ids (below 2**32) as a new packed array."""
     if isinstance(ids, bytes):  # the constructor would read them as packed ids

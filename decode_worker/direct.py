@@ -22,6 +22,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from common.errors import AccessDenied, ClientGone, InvalidRequest, KvrelayError
 from common.sampling import MAX_N
 from common.token_batches import MAX_GATHERED_TOKENS, merge_tokens, num_tokens_in, runs_of
+from common.tokens import num_packed
 from kvrelay.v1 import decode_pb2 as pb
 
 GRACE_S = 10.0
@@ -81,7 +82,7 @@ class DirectAnswer:
         self._untold.prefill_s = self._untold.prefill_s or batch.prefill_s
         self._untold.num_drafted_tokens += batch.num_drafted_tokens
         self._untold.num_accepted_tokens += batch.num_accepted_tokens
-        self._num_untold += sum(len(run.tokens) // 4 for run in runs)
+        self._num_untold += sum(num_packed(run.tokens) for run in runs)
         if self._num_untold >= self._num_until_told:
             self._tell_unfinished()
 
@@ -221,7 +222,9 @@ def _behind(batches: Sequence[pb.TokenBatch], num_received: Sequence[int]) -> pb
     merged = pb.TokenBatch()
     for batch in batches:
         tokens = [token for token in batch.tokens if token.token_index >= received(token.sample_index)]
-        runs = [run for run in batch.runs if run.first_token_index + len(run.tokens) // 4 > received(run.sample_index)]
+        runs = [
+            run for run in batch.runs if run.first_token_index + num_packed(run.tokens) > received(run.sample_index)
+        ]
         merge_tokens(merged, tokens, runs)
         merged.prompt_logprobs.extend(batch.prompt_logprobs)
         merged.prefill_s = merged.prefill_s or batch.prefill_s

@@ -6,7 +6,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import overload
 
-from common.block_hash import extend_hash
+from common.block_hash import extend_hash, num_usable_blocks
 from common.ids import BlockHash, BlockId
 from common.pooling import Pooling
 from common.tokens import TokenArray
@@ -160,12 +160,12 @@ class Sequence:
 
     @property
     def num_reusable_blocks(self) -> int:
-        """Leading blocks that a cache may save. The last token is always computed: its hidden state is needed."""
+        """Leading blocks that a cache may save."""
         if self.request.sampling.num_prompt_logprobs is not None and self.num_output_tokens == 0:
             return 0  # logits of every prompt position are needed
         if self.request.pooling is Pooling.MEAN:
             return 0  # hidden states, likewise
-        return (len(self.token_ids) - 1) // self.block_size
+        return num_usable_blocks(len(self.token_ids), self.block_size)
 
     @property
     def num_output_tokens(self) -> int:

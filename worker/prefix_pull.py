@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from common.block_hash import BlockHashes
+from common.block_hash import BlockHashes, num_usable_blocks
 from common.errors import KvCorrupt, KvIncomplete, KvrelayError, LayoutMismatch, Refused, StaleEpoch, WorkerLost
 from common.ids import BlockHash, Epoch, WorkerId
 from common.pooling import Pooling
@@ -142,8 +142,7 @@ class PrefixPuller:
         self, arrival: PullingRequest, request: EngineRequest, source: sequence_pb2.KvSource, stages: Stages
     ) -> None:
         """Pull the source's blocks that are missing here into the cache, if that can be done in time."""
-        # The last token is always computed: its logits choose the next one.
-        num_usable = (len(request.prompt_token_ids) + len(request.output_token_ids) - 1) // self._block_size
+        num_usable = num_usable_blocks(len(request.prompt_token_ids) + len(request.output_token_ids), self._block_size)
         hashes = request.block_hashes[: min(num_usable, source.num_blocks)]
         needs_all = request.sampling.num_prompt_logprobs is not None or request.pooling is Pooling.MEAN
         if needs_all or not hashes:

@@ -26,6 +26,7 @@ from router.fleet.hot_prefixes import HotPrefixes
 from router.fleet.index import PrefixIndex
 from router.fleet.lives import Life
 from router.fleet.prefix_match import PrefixMatches
+from router.placement.answer_pool import AnswerPool
 from router.placement.calibration import DurationForecast
 from router.placement.loads import ProjectedLoad
 from router.placement.plans import Busy, FleetView, NoRoom, PlacementRequest, Plan, Policy, TooSlow
@@ -99,7 +100,7 @@ class Chooser:
         if search.request.is_quarantined:
             excluded = {*excluded, *self._fleet.bookings.quarantine}
         view = self._fleet.view(excluded=excluded)
-        if search.request.is_prefill_only:
+        if search.request.pool is AnswerPool.PREFILL:
             view = view.of_prefill_pool()
         matches = self._index.match(search.request.hashes)
         request = replace(
@@ -125,8 +126,8 @@ class Chooser:
         search.needs_room = isinstance(plan, NoRoom)
         if isinstance(plan, Refused):
             return plan
-        if request.is_prefill_only:
-            plan = replace(plan, is_prefill_only=True, predicted_tpot_s=None)
+        if request.pool is AnswerPool.PREFILL:
+            plan = replace(plan, pool=request.pool, predicted_tpot_s=None)
         booking = self._book(search, request, plan)
         booking.decision.num_evicted_blocks = self._index.evicted.count_leading(
             request.hashes.keys, start=matches.longest

@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from common.clock import Clock
 from common.ids import WorkerId
 from router.fleet.fleet import Fleet
+from router.placement.answer_pool import AnswerPool
 from router.placement.loads import ProjectedLoad
 from router.placement.plans import PlacementRequest
 from router.placement.running import RunningAnswer
@@ -63,7 +64,7 @@ class Shares:
         self.is_leaving = False
         for booking in self._fleet.bookings:
             answer = booking.answer
-            if answer is None and not booking.plan.is_prefill_only:  # its attempt begins in this turn of the loop
+            if answer is None and booking.plan.pool is AnswerPool.DECODE:  # its attempt begins in this turn of the loop
                 self._use(booking.tenant).add(booking.decode.num_decodes, booking.decode.num_blocks)
             elif answer is not None and answer.is_set_back:
                 self.is_leaving = True
@@ -74,7 +75,7 @@ class Shares:
 
     def add(self, request: PlacementRequest) -> None:
         """Count a request that is given room."""
-        if not request.is_prefill_only:
+        if request.pool is AnswerPool.DECODE:
             self._use(request.tenant).add(request.num_decodes, request.num_decode_blocks)
 
     def has_places(self, request: PlacementRequest) -> bool:

@@ -22,6 +22,7 @@ from kvrelay.v1 import inference_pb2 as pb
 from router.doors.doorkeeper import Doorkeeper
 from router.doors.readers import Readers
 from router.parts import RouterParts
+from router.placement.answer_pool import AnswerPool
 from router.reading.validation import RequestReader
 from router.record.budget import Holding
 from router.record.outbox import MergeWindow, Outbox
@@ -99,7 +100,7 @@ class FrontDoor:
         """Why no request could be served now; None when requests can be served."""
         if self._is_closed or self.is_leaving:
             return Unreachable("this router is stopping; ask another one")
-        if not self.parts.fleet.can_answer(is_prefill_only=False):
+        if not self.parts.fleet.can_answer(AnswerPool.DECODE):
             return WorkerLost("no decode worker is ready")
         return None
 
@@ -211,8 +212,8 @@ class FrontDoor:
     async def _read(self, request: ClientRequest, caller: Caller, request_id: RequestId) -> Job:
         """Return the checked request; waits until a worker has described the model. Raises KvrelayError."""
         patience_s = _at_most(self.parts.config.queue_timeout_s, caller.time_left_s)
-        is_embedding = isinstance(request, pb.EmbedRequest)
-        model = await self.parts.fleet.wait_for_model(timeout_s=patience_s, is_prefill_only=is_embedding)
+        pool = AnswerPool.PREFILL if isinstance(request, pb.EmbedRequest) else AnswerPool.DECODE
+        model = await self.parts.fleet.wait_for_model(timeout_s=patience_s, pool=pool)
         keyed = model.keyed(self._block_key, cache_salt=read_salt(request, tenant=caller.tenant))
         if isinstance(request, pb.EmbedRequest):
             return await self.reader.read_embedding(request, request_id=request_id, model=keyed, tenant=caller.tenant)

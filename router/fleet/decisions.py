@@ -18,6 +18,7 @@ from common.wire_names import PlanKind
 from kvrelay.v1 import inference_pb2 as pb
 from kvrelay.v1 import sequence_pb2
 from router.fleet.hold import Hold
+from router.placement.answer_pool import AnswerPool
 from router.placement.calibration import DurationForecast
 from router.placement.plans import Plan, PlanCandidate, kind_of
 from router.placement.running import RunningAnswer
@@ -225,13 +226,13 @@ def explain_one(decision: DecisionRecord, policy: str, now_s: float) -> pb.Decis
 
 def shown_workers(option: Plan | PlanCandidate, plan: Plan) -> tuple[str, str]:
     """Return the prefill and the decode worker of a plan, or of an option beside it, as clients see them."""
-    return (option.decode, "") if plan.is_prefill_only else (option.prefill or "", option.decode)
+    return (option.decode, "") if plan.pool is AnswerPool.PREFILL else (option.prefill or "", option.decode)
 
 
 def _candidate(candidate: PlanCandidate, plan: Plan) -> pb.Candidate:
     prefill, decode = shown_workers(candidate, plan)
     return pb.Candidate(
-        kind=_KINDS[plan.kind if plan.is_prefill_only else kind_of(candidate.prefill)],
+        kind=_KINDS[plan.kind if plan.pool is AnswerPool.PREFILL else kind_of(candidate.prefill)],
         prefill_worker_id=prefill,
         decode_worker_id=decode,
         source_worker_id=candidate.source or "",

@@ -14,6 +14,7 @@ from common.ids import Epoch, HashRoot, WorkerId
 from common.parity import NO_PROBES, TextProbes, find_text_mismatch
 from common.wire_names import ROLE_NAMES
 from kvrelay.v1 import worker_pb2
+from router.placement.answer_pool import AnswerPool
 
 MAX_BLOCK_SIZE = 4096
 """Largest block size that is accepted: larger than any KV page, and hashed in a millisecond."""
@@ -112,9 +113,9 @@ class ModelFacts:
             " worker has pages for no more; give pools.decode more kv_memory_gib, or set model.max_model_len"
         )
 
-    def has_pool(self, *, is_prefill_only: bool) -> bool:
-        """Whether a worker of the pool that answers such requests has been known."""
-        return (self.max_prefill_blocks if is_prefill_only else self.max_decode_blocks) > 0
+    def has_known(self, pool: AnswerPool) -> bool:
+        """Whether a worker of a pool has been known."""
+        return (self.max_prefill_blocks if pool is AnswerPool.PREFILL else self.max_decode_blocks) > 0
 
     def with_pools_of(self, before: "ModelFacts | None") -> "ModelFacts":
         """Return the facts; those of a pool without workers now are as they were before, for the same model."""

@@ -29,6 +29,7 @@ from router.fleet.member import Member, WorkerState
 from router.fleet.pool_timing import PoolTiming
 from router.fleet.roster import Roster
 from router.fleet.worker_client import WorkerClient
+from router.placement.answer_pool import AnswerPool
 from router.placement.plans import FleetView
 
 logger = logging.getLogger(__name__)
@@ -109,25 +110,24 @@ class Fleet:
         members = list(self._members.values())
         return [(m.endpoint.worker_id, ROLE_NAMES[m.endpoint.role], m.state_name) for m in members]
 
-    def can_answer(self, *, is_prefill_only: bool) -> bool:
-        """Whether a worker of the pool that answers such requests is ready."""
-        role = worker_pb2.WORKER_ROLE_PREFILL if is_prefill_only else worker_pb2.WORKER_ROLE_DECODE
+    def can_answer(self, pool: AnswerPool) -> bool:
+        """Whether a worker of a pool is ready."""
+        role = worker_pb2.WORKER_ROLE_PREFILL if pool is AnswerPool.PREFILL else worker_pb2.WORKER_ROLE_DECODE
         return self.count_ready(role) > 0
 
     def subscribe(self, listener: Callable[[], None]) -> None:
         """Call `listener` after every change that could make a plan possible."""
         self._listeners.append(listener)
 
-    async def wait_for_model(self, *, timeout_s: float, is_prefill_only: bool = False) -> ModelFacts:
+    async def wait_for_model(self, *, timeout_s: float, pool: AnswerPool = AnswerPool.DECODE) -> ModelFacts:
         """Return the model once a worker of the pool that answers has described it. Raises WorkerLost."""
         try:
             async with asyncio.timeout(timeout_s):
-                while self.model is None or not self.model.has_pool(is_prefill_only=is_prefill_only):
+                while self.model is None or not self.model.has_known(pool):
                     await self._until_changed()
                 return self.model
         except TimeoutError:
-            pool = "prefill" if is_prefill_only else "decode"
-            raise WorkerLost(f"no {pool} worker became ready within {timeout_s:g} s") from None
+            raise WorkerLost(f"no {pool.value} worker became ready within {timeout_s:g} s") from None
 
     # Membership.
 

@@ -7,6 +7,7 @@ from common.ids import WorkerId
 from common.timing import GUESSED_TIMING, TimingModel
 from kvrelay.v1 import worker_pb2
 from router.fleet.member import Member, WorkerState
+from router.placement.answer_pool import AnswerPool
 from router.placement.loads import PoolLoads, ProjectedLoad
 from router.placement.plans import FleetView, PlacementRequest
 
@@ -82,7 +83,7 @@ class Roster:
 
     def may_hold(self, request: PlacementRequest) -> bool:
         """Return False when no worker that answers such requests has room for it; see `PoolLoads.may_hold`."""
-        return (self.prefill if request.is_prefill_only else self.decode).may_hold(
+        return (self.prefill if request.pool is AnswerPool.PREFILL else self.decode).may_hold(
             num_sequences=request.num_samples,
             num_blocks=request.num_decode_blocks,
             num_growth_blocks=request.num_growth_blocks,

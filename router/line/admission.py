@@ -31,6 +31,7 @@ from router.line.fair_queue import OUTPUT_TOKEN_COST, PROMPT_TOKEN_COST, FairQue
 from router.line.lanes import lanes_of, newcomers_lanes_of, share_of
 from router.line.turns import Turns
 from router.observe.metrics import TenantMetrics
+from router.placement.answer_pool import AnswerPool
 from router.placement.limits import Pace
 from router.placement.waits import PoolWaits
 from router.record.account import Account, Service, account_above, open_account
@@ -75,7 +76,7 @@ class Admission:
         """Tickets that wait for a first plan."""
         self.num_refused = 0
         """Requests refused before any worker was asked for anything."""
-        self.waits = {is_prefill: PoolWaits(clock, is_prefill=is_prefill) for is_prefill in (False, True)}
+        self.waits = {pool: PoolWaits(clock, pool) for pool in AnswerPool}
         """Waits in line, by whether the prefill pool answers."""
         self.on_room: Callable[[], None] = lambda: None
         """Called when a tenant may have another request with a plan."""

@@ -13,6 +13,7 @@ from common.clock import Clock
 from common.errors import EngineFault, RefusalCause, Refused
 from router.choosing.chooser import Chooser
 from router.fleet.decisions import Booking
+from router.placement.answer_pool import AnswerPool
 from router.placement.waits import PoolWaits, Waits
 from router.record.ticket import QueuedRequest
 
@@ -27,8 +28,8 @@ JUDGE_AGAIN_S = 0.1
 class Asker:
     """Asks the chooser, and knows when the answer would be the last refusal again. Event loop only."""
 
-    def __init__(self, chooser: Chooser, waits: Mapping[bool, PoolWaits], clock: Clock) -> None:
-        """`waits`: by whether the prefill pool answers."""
+    def __init__(self, chooser: Chooser, waits: Mapping[AnswerPool, PoolWaits], clock: Clock) -> None:
+        """`waits`: by the pool that answers."""
         self._chooser = chooser
         self._waits = waits
         self._clock = clock
@@ -50,7 +51,7 @@ class Asker:
     def waits(self, queued: QueuedRequest) -> Waits:
         """Return how long requests like this one have ever waited for what."""
         tenant = queued.ticket.account.tenant.name if queued.is_newcomer else None
-        return self._waits[queued.search.request.is_prefill_only].read(tenant)
+        return self._waits[queued.search.request.pool].read(tenant)
 
     def ask(self, queued: QueuedRequest) -> Booking | Refused | None:
         """Return a booked plan, or why there is none now; None when the policy has failed, and the request with it."""
@@ -64,7 +65,7 @@ class Asker:
             outcome.decision.waits = self.waits(queued) - queued.waits_before
         else:
             if not outcome.is_final:  # else it concerns this request alone
-                self._waits[queued.search.request.is_prefill_only].note(outcome)
+                self._waits[queued.search.request.pool].note(outcome)
             queued.last_refusal = outcome
             queued.refused_at, queued.refused_at_opening = self.num_changes, self._num_openings
             pause_s = JUDGE_AGAIN_S if queued.search.needs_room else max(outcome.retry_after_s, MIN_BUSY_S)

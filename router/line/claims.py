@@ -13,6 +13,7 @@ from router.fleet.fleet import Fleet
 from router.line.admission import Admission
 from router.line.lanes import tenant_of
 from router.line.tenant_queue import Place
+from router.placement.answer_pool import AnswerPool
 from router.placement.plans import PlacementRequest
 from router.record.ticket import QueuedRequest
 
@@ -69,7 +70,7 @@ class Claims:
         """Set answers back for a request that was refused, if it may have their room; returns whether it may."""
         queued, request, now_s = place.item, place.item.search.request, self._clock.monotonic()
         may_look = queued.lacks_room and now_s >= queued.claims_again_s and self._num_failed < MAX_FAILED
-        if request.is_prefill_only or not may_look:
+        if request.pool is AnswerPool.PREFILL or not may_look:
             return False
         self._measure()
         # Where the gaps of running answers close a full pool, one answer goes for one that comes.

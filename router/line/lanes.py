@@ -2,10 +2,12 @@
 
 from router.line.fair_queue import FIRST
 from router.line.tenant_queue import Place
+from router.placement.answer_pool import AnswerPool
 from router.placement.plans import PlacementRequest
 from router.record.ticket import QueuedRequest, Ticket
 
-_EMBEDDING, _SET_BACK = "\0embedding", "\0set back"
+_SUFFIXES = {AnswerPool.DECODE: "", AnswerPool.PREFILL: "\0embedding"}
+_SET_BACK = "\0set back"
 """Ends of the names of lanes."""
 
 
@@ -17,12 +19,9 @@ def lanes_of(tenant: str) -> tuple[str, ...]:
     return set_back_lane_of(tenant), *newcomers_lanes_of(tenant)
 
 
-def newcomers_lanes_of(tenant: str) -> tuple[str, str]:
-    """Return the lanes of a tenant's requests that generate, and of those that embed.
-
-    Another pool answers each kind, so neither waits behind the other when only that has no plan.
-    """
-    return tenant, tenant + _EMBEDDING
+def newcomers_lanes_of(tenant: str) -> tuple[str, ...]:
+    """Return the lanes of a tenant's requests by pool: none waits behind one for which another pool has no plan."""
+    return tuple(tenant + suffix for suffix in _SUFFIXES.values())
 
 
 def set_back_lane_of(tenant: str) -> str:
@@ -32,7 +31,7 @@ def set_back_lane_of(tenant: str) -> str:
 
 def lane_of(tenant: str, request: PlacementRequest) -> str:
     """Return the name of the lane in which a newcomer of a tenant stands."""
-    return newcomers_lanes_of(tenant)[request.is_prefill_only]
+    return tenant + _SUFFIXES[request.pool]
 
 
 def tenant_of(lane: str) -> str:
@@ -56,19 +55,20 @@ class SkippedLanes:
 
     def __init__(self) -> None:
         self.lanes: set[str] = set()
-        self._closed_kinds: set[bool] = set()
+        self._closed: set[AnswerPool] = set()
 
-    def close_pool(self, *, is_prefill_only: bool) -> None:
+    def close_pool(self, pool: AnswerPool) -> None:
         """Skip every newcomer that is answered by a pool."""
-        self._closed_kinds.add(is_prefill_only)
+        self._closed.add(pool)
 
     def close(self, place: Place[QueuedRequest]) -> None:
         """Skip every request that is answered by the same pool as this one."""
-        self._closed_kinds.add(place.item.search.request.is_prefill_only)
+        self._closed.add(place.item.search.request.pool)
         if place.tenant == FIRST:
             self.lanes.add(FIRST)
 
     def __contains__(self, lane: object) -> bool:
         if lane == FIRST or lane in self.lanes:
             return lane in self.lanes
-        return str(lane).endswith(_EMBEDDING) in self._closed_kinds
+        embeds = str(lane).endswith(_SUFFIXES[AnswerPool.PREFILL])
+        return (AnswerPool.PREFILL if embeds else AnswerPool.DECODE) in self._closed

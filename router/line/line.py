@@ -32,6 +32,7 @@ from router.line.claims import Claims
 from router.line.fair_queue import FIRST, FairQueue
 from router.line.lanes import SkippedLanes, lane_of, set_back_lane_of
 from router.line.tenant_queue import Place, rank
+from router.placement.answer_pool import AnswerPool
 from router.placement.waits import WaitingRequest
 from router.record.account import Service
 from router.record.ticket import QueuedRequest
@@ -72,11 +73,11 @@ class Line:
         self._timer: asyncio.TimerHandle | None = None
         self._wakes_at_s = math.inf
         """Time of the timer, on the clock."""
-        self._num_placed: Counter[bool] = Counter()
-        """Requests inside `place`, by whether the prefill pool answers them, like the following."""
+        self._num_placed: Counter[AnswerPool] = Counter()
+        """Requests inside `place`, by the pool that answers them, like the following."""
         self._num_again = 0
         """Those of them that have had a plan before."""
-        self._rests_until_s = {False: 0.0, True: 0.0}
+        self._rests_until_s = dict.fromkeys(AnswerPool, 0.0)
         self._claims = Claims(admission=admission, fleet=fleet, clock=clock)
         self._is_short = False
         """Whether the last search found no room in the decode pool for some request."""
@@ -118,7 +119,7 @@ class Line:
         queued.waits_before = self._asker.waits(queued)
         had_plan = queued.ticket.has_plan
         queued.ticket.queued.add(queued)
-        pool = queued.search.request.is_prefill_only
+        pool = queued.search.request.pool
         self.num_queued_tokens += queued.search.request.num_tokens
         self._num_placed[pool] += 1
         self._num_again += had_plan
@@ -184,7 +185,7 @@ class Line:
             return
         before_s = self._queue.work_before_s(place, now_s=self._clock.monotonic())
         num_ends = 0.0
-        if self.admission.waits[request.is_prefill_only].await_answers:
+        if self.admission.waits[request.pool].await_answers:
             num_ends = self._queue.num_before(before_s) + request.num_samples
         search.line_forecast = self._chooser.forecast_in_line(
             request, work_s=place.work_s, before_s=before_s, num_ends=num_ends
@@ -203,25 +204,25 @@ class Line:
         wakes_at_s = self._search(now_s, resting) if len(resting) < len(waiting) else math.inf
         self._wake_at(min((self._rests_until_s[pool] for pool in resting), default=math.inf), wakes_at_s)
 
-    def _search(self, now_s: float, resting: Collection[bool]) -> float:
+    def _search(self, now_s: float, resting: Collection[AnswerPool]) -> float:
         """Give out plans in order of the line, past requests for which there is none now.
 
         Returns the time at which another search can help although nothing has changed.
         """
         passed: list[Place[QueuedRequest]] = []
         num_passed: Counter[str] = Counter()
-        num_refused: Counter[bool] = Counter()
-        rests_s: defaultdict[bool, float] = defaultdict(float)
+        num_refused: Counter[AnswerPool] = Counter()
+        rests_s: defaultdict[AnswerPool, float] = defaultdict(float)
         skipping = SkippedLanes()
         for pool in resting:
-            skipping.close_pool(is_prefill_only=pool)
+            skipping.close_pool(pool)
         self._asker.look(now_s)
         is_claimed = self._serve_claims()
         if is_claimed:
-            skipping.close_pool(is_prefill_only=False)
+            skipping.close_pool(AnswerPool.DECODE)
             skipping.lanes.add(FIRST)
         share = self._claims.with_a_place if self._is_short else None
-        self._is_short &= is_claimed or False in resting
+        self._is_short &= is_claimed or AnswerPool.DECODE in resting
         for place in self._queue.round(now_s=now_s, skipping=skipping, share=share):
             queued = place.item
             if queued.is_settled:  # cancelled: its task is leaving the line
@@ -244,10 +245,10 @@ class Line:
             else:
                 passed.append(place)
                 num_passed[place.tenant] += 1
-                pool = queued.search.request.is_prefill_only
+                pool = queued.search.request.pool
                 num_refused[pool] += not queued.is_busy
                 rests_s[pool] += REST_ASKED_S if known is None else REST_KNOWN_S
-                self._is_short |= queued.lacks_room and not pool
+                self._is_short |= queued.lacks_room and pool is AnswerPool.DECODE
                 has_claim = self._asker.is_open and self._claims.make(place)
                 queued.search.awaits_answer = self._asker.is_open and queued.lacks_room and not has_claim
                 if _has_waited_enough(queued) or num_refused[pool] >= MAX_PASSED:
@@ -314,7 +315,7 @@ class Line:
     def _timeout_error(self, queued: QueuedRequest) -> Overloaded | WorkerLost:
         reason = queued.last_refusal.reason if queued.last_refusal is not None else "other requests are first in line"
         message = f"no plan in time: {reason}"
-        if not self._fleet.can_answer(is_prefill_only=queued.search.request.is_prefill_only):
+        if not self._fleet.can_answer(queued.search.request.pool):
             return WorkerLost(message)
         refused = Refused(reason=message, retry_after_s=self.admission.promise_s(), cause=RefusalCause.NO_ROOM)
         return self.admission.refuse(queued.ticket.account.tenant.name, refused).error()
@@ -330,5 +331,5 @@ def _has_waited_enough(queued: QueuedRequest) -> bool:
 
 def _is_overtaken(queued: QueuedRequest, *, by: QueuedRequest) -> bool:
     """Whether a plan for `by` takes something that a waiting request needs, too."""
-    is_same_pool = queued.search.request.is_prefill_only is by.search.request.is_prefill_only
+    is_same_pool = queued.search.request.pool is by.search.request.pool
     return is_same_pool and not queued.is_busy

@@ -13,6 +13,7 @@ from router.choosing.chooser import Search
 from router.choosing.shedding import Shed
 from router.fleet.fleet import Fleet
 from router.fleet.lives import Life
+from router.placement.answer_pool import AnswerPool
 from router.placement.plans import PlacementRequest
 from router.record.account import Service
 from router.record.lengths import AnswerLengths
@@ -94,7 +95,7 @@ class QueuedRequestBuilder:
             ttft_slo_s=terms.ttft_objective_s(len(job.prompt_token_ids)),
             tpot_slo_s=tpot_slo_s,
             has_begun=leg.record.ledger.num_tokens > 0,
-            is_prefill_only=job.embedding is not None,
+            pool=AnswerPool.DECODE if job.embedding is None else AnswerPool.PREFILL,
             is_quarantined=leg.record.losses.is_quarantined,
         )
         queued = QueuedRequest(

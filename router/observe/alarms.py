@@ -19,6 +19,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
+from common.block_hash import num_usable_blocks
 from common.clock import Clock
 from common.ids import Epoch, WorkerId
 from common.timing import SMALL_BATCH, SMALL_CHUNK, TYPICAL_BATCH, TYPICAL_CHUNK, StepShape
@@ -118,8 +119,8 @@ class EventWatch:
         if member is None or member.facts is None or found is None or decision.ttft_s is None:
             return
         worker_id = member.endpoint.worker_id
-        # The last token is always computed, so a cached prompt of exactly k blocks finds k - 1 and stores nothing new.
-        num_findable = min(decision.num_hashed_blocks, (decision.num_tokens - 1) // block_size)
+        # A cached prompt of exactly k blocks finds k - 1 and stores nothing new.
+        num_findable = min(decision.num_hashed_blocks, num_usable_blocks(decision.num_tokens, block_size))
         if num_findable <= found // block_size or member.stored_s >= decision.decided_s:
             return
         unreported = self._unreported.get(worker_id)

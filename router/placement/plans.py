@@ -8,10 +8,11 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Protocol
 
-from common.block_hash import NO_HASHES, BlockHashes
+from common.block_hash import NO_HASHES, BlockHashes, num_usable_blocks
 from common.errors import RefusalCause, Refused
 from common.ids import RequestId, WorkerId
 from common.wire_names import PlanKind
+from router.placement.answer_pool import AnswerPool
 from router.placement.loads import PoolLoads
 from router.tenants import ANYBODY, Tenant
 
@@ -68,7 +69,7 @@ class Plan:
     """Time from the choice to the first token."""
     predicted_tpot_s: float | None = None
     """Gap between tokens on the decode worker, this request included."""
-    is_prefill_only: bool = False
+    pool: AnswerPool = AnswerPool.DECODE
     max_wait_s: float = math.inf
     """Longest wait for other prompts at the worker that computes this one; beyond it, the worker refuses."""
     candidates: Callable[[], tuple[PlanCandidate, ...]] = tuple
@@ -78,7 +79,7 @@ class Plan:
     @property
     def kind(self) -> PlanKind:
         """How the request is served."""
-        return PlanKind.PREFILL if self.is_prefill_only else kind_of(self.prefill)
+        return PlanKind.PREFILL if self.pool is AnswerPool.PREFILL else kind_of(self.prefill)
 
     @property
     def computes(self) -> WorkerId:
@@ -117,8 +118,8 @@ class PlacementRequest:
     """Objective for the mean gap between tokens."""
     has_begun: bool = False
     """The client has had its first token, through an earlier plan."""
-    is_prefill_only: bool = False
-    """Whether a worker of the prefill pool answers it: nothing is decoded."""
+    pool: AnswerPool = AnswerPool.DECODE
+    """Pool whose workers answer it."""
     is_quarantined: bool = False
     """Whether it may be what crashes its workers, so that it needs workers without another quarantined request."""
     now_s: float = 0.0
@@ -151,7 +152,7 @@ class PlacementRequest:
     @property
     def num_decodes(self) -> int:
         """Sequences that it adds to a decode batch."""
-        return 0 if self.is_prefill_only else self.num_samples
+        return 0 if self.pool is AnswerPool.PREFILL else self.num_samples
 
     @property
     def num_growth_blocks(self) -> float:
@@ -165,8 +166,8 @@ class PlacementRequest:
 
     @property
     def num_usable_blocks(self) -> int:
-        """Leading blocks that a cache can save. The last token is always computed, for its logits."""
-        return (self.num_tokens - 1) // self.block_size
+        """Leading blocks that a cache can save."""
+        return num_usable_blocks(self.num_tokens, self.block_size)
 
     def best_holders(self, num_holders: int) -> list[tuple[int, WorkerId]]:
         """Return the (blocks, worker) that hold most of the prompt, best first."""
@@ -202,15 +203,15 @@ class FleetView:
     """KV bytes of one block."""
     sources: frozenset[WorkerId] = field(default_factory=frozenset)
     """Workers that blocks may be pulled from: refusing ones included, lost ones not."""
-    answers: str = "decode"
-    """Pool of the workers in `decode`, for texts."""
+    pool: AnswerPool = AnswerPool.DECODE
+    """Pool of the workers in `decode`."""
 
     def of_prefill_pool(self) -> "FleetView":
         """Return the view for a request that the prefill pool answers: its workers stand where others decode.
 
         To every policy it is a cluster without a prefill pool, in which one worker serves the whole request.
         """
-        return replace(self, prefill=PoolLoads(()), decode=self.prefill, num_prefill=0, answers="prefill")
+        return replace(self, prefill=PoolLoads(()), decode=self.prefill, num_prefill=0, pool=AnswerPool.PREFILL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

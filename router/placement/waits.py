@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from common.clock import Clock
 from common.errors import Refused
+from router.placement.answer_pool import AnswerPool
 from router.placement.plans import NoRoom, NoWorker, TooSlow
 
 
@@ -93,10 +94,9 @@ class _TenantWaits:
 class PoolWaits:
     """Waits of the requests that one pool answers, since the start. Event loop only."""
 
-    def __init__(self, clock: Clock, *, is_prefill: bool) -> None:
-        """`is_prefill`: whether the prefill pool answers them, so that its room is all that they wait for."""
+    def __init__(self, clock: Clock, pool: AnswerPool) -> None:
         self._clock = clock
-        self._is_prefill = is_prefill
+        self._pool = pool
         self._ended = NO_WAITS
         self._cause, self._since_s = Wait.PREFILL, clock.monotonic()
         self._tenants: dict[str, _TenantWaits] = {}
@@ -106,7 +106,8 @@ class PoolWaits:
         """Note what a request was refused for: all wait for it from now on."""
         self._ended, self._since_s = self._all(), self._clock.monotonic()
         cause = _REFUSALS.get(type(refused), Wait.PREFILL)
-        self._cause = Wait.PREFILL if self._is_prefill and cause is Wait.DECODE_ROOM else cause
+        # The room of the prefill pool is all that the requests that it answers wait for.
+        self._cause = Wait.PREFILL if self._pool is AnswerPool.PREFILL and cause is Wait.DECODE_ROOM else cause
 
     @property
     def await_answers(self) -> bool:

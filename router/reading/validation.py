@@ -12,7 +12,7 @@ from common.chat_template import Conversation
 from common.errors import InvalidRequest, PromptTooLong
 from common.ids import RequestId
 from common.sampling import SamplingParams
-from common.tokens import TOKEN_BYTES, TokenArray
+from common.tokens import TokenArray, num_packed
 from common.wire import check_bounds, sampling_from_proto, token_ids_from_proto
 from kvrelay.v1 import inference_pb2, sampling_pb2
 from router.fleet.facts import ModelFacts
@@ -293,7 +293,7 @@ def _check_parsing(message: inference_pb2.GenerateRequest, sampling: SamplingPar
     if not sampling.detokenize:
         raise InvalidRequest("text is parsed: detokenize must be true", field="chat.parse_answer")
     for position, sample in enumerate(message.resume.samples):
-        num_tokens, field = len(sample.tokens) // TOKEN_BYTES, f"resume.samples[{position}].text"
+        num_tokens, field = num_packed(sample.tokens), f"resume.samples[{position}].text"
         if num_tokens and not sample.HasField("text"):
             raise InvalidRequest("an answer that is parsed is resumed with its text", field=field)
         most = MAX_TOKEN_CHARS + MAX_CHARS_PER_TOKEN * num_tokens

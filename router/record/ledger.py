@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from common.clock import Clock
 from common.errors import EngineFault
-from common.tokens import TokenArray, as_tokens
+from common.tokens import TokenArray, as_tokens, num_packed
 from common.wire_names import FINISH_REASON_NAMES
 from kvrelay.v1 import sampling_pb2
 
@@ -141,7 +141,7 @@ class TokenLedger:
             length = lengths.setdefault(index, len(self._samples[index].token_ids))
             if first > length:
                 raise EngineFault(f"sample {index} jumps from token {length - 1} to {first}")
-            end = first + len(raw) // 4
+            end = first + num_packed(raw)
             if self._samples[index].is_finished or end <= length:
                 continue
             if first < length:
@@ -159,7 +159,7 @@ class TokenLedger:
             if run.finish_reason:
                 sample.finish_reason = run.finish_reason
                 self._finish(sample)
-            self._stamp(run.sample_index, len(run.tokens) // 4)
+            self._stamp(run.sample_index, num_packed(run.tokens))
         return new
 
     def _finish(self, sample: SampleTokens) -> None:

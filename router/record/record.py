@@ -11,7 +11,7 @@ from common.ids import RequestId
 from common.lifecycle import LifeCycle, State
 from common.pooling import pooling_to_proto
 from common.sampling import SamplingParams
-from common.tokens import TOKEN_BYTES, TokenArray, as_tokens
+from common.tokens import TokenArray, as_tokens, num_packed
 from common.wire import message_of, pack_tokens, sampling_to_proto
 from kvrelay.v1 import decode_pb2, inference_pb2, sampling_pb2, sequence_pb2, worker_pb2
 from router.fleet.decisions import forecast_to_proto
@@ -214,7 +214,7 @@ class RunningRequest:
         beam = self.beams.live[0].tokens if self.beams is not None else b""
         lengths = self.ledger.lengths
         shortest = min((lengths[index] for index in self.ledger.unfinished(range(len(lengths)))), default=0)
-        return shortest + len(beam) // TOKEN_BYTES
+        return shortest + num_packed(beam)
 
     @property
     def service(self) -> Service:

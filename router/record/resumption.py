@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from common.errors import InvalidRequest, WorkerLost
 from common.sampling import SamplingParams
-from common.tokens import TOKEN_BYTES, TokenArray
+from common.tokens import TokenArray, num_packed
 from common.wire import unpack_tokens
 from kvrelay.v1 import inference_pb2
 from router.fleet.facts import ModelFacts
@@ -35,7 +35,7 @@ def read_resumed(
     samples = []
     for position, sample in enumerate(resume.samples):
         field = f"resume.samples[{position}]"
-        num_tokens = len(sample.tokens) // TOKEN_BYTES
+        num_tokens = num_packed(sample.tokens)
         if num_tokens > sampling.max_tokens or (num_tokens == sampling.max_tokens and not sample.is_finished):
             raise InvalidRequest(
                 f"{num_tokens} tokens leave none of the {sampling.max_tokens} of max_tokens", field=f"{field}.tokens"

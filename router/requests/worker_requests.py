@@ -4,6 +4,7 @@ import math
 import secrets
 from dataclasses import dataclass
 
+from common.block_hash import num_usable_blocks
 from common.ids import Epoch, HandoffId, WorkerId
 from common.trust.tickets import IssueTicket, PullRight, of_blocks, of_handoff
 from common.wire_names import PlanKind
@@ -107,7 +108,7 @@ class WorkerRequests:
         record = self.record
         output = record.output_of(self.samples)
         num_tokens = len(record.job.prompt_token_ids) + len(output)
-        num_blocks = min(source.num_blocks, (num_tokens - 1) // record.job.model.block_size)
+        num_blocks = min(source.num_blocks, num_usable_blocks(num_tokens, record.job.model.block_size))
         subject = of_blocks(record.job.hashes(output)[:num_blocks].packed)
         return sequence_pb2.KvSource(
             worker_id=source.worker_id,

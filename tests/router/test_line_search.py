@@ -7,6 +7,7 @@ import pytest
 from common.errors import EngineFault
 from router.line.asking import JUDGE_AGAIN_S
 from router.line.line import MAX_CANDIDATES, MAX_OVERTAKEN, MAX_PASSED
+from router.placement.answer_pool import AnswerPool
 from router.placement.waits import Wait
 from router.tenants import Tenant
 from tests.router.line import PATIENCE_S, REST_S, A, B, Line, turns
@@ -96,7 +97,7 @@ async def test_request_waits_for_its_tenants_limit_while_that_holds_it_then_for_
 
 async def test_embedding_that_finds_no_pages_waits_for_prefill_not_for_a_decode_worker() -> None:
     line = Line(num_pages=0, gap_s=0.0)
-    await line.come("embedding", 1, is_prefill_only=True)
+    await line.come("embedding", 1, pool=AnswerPool.PREFILL)
     line.clock.advance(5.0)
     line.chooser.num_free = 1
     line.chooser.change()
@@ -160,7 +161,7 @@ async def test_request_that_fits_is_served_behind_one_that_does_not_once_slots_a
 async def test_embedding_is_served_at_once_while_the_line_rests_from_generations() -> None:
     line = Line(num_pages=1)
     await line.come("large", 2)
-    await line.come("embedding", 1, after_s=0.0, is_prefill_only=True)
+    await line.come("embedding", 1, after_s=0.0, pool=AnswerPool.PREFILL)
     assert line.served == {"embedding"}
 
 
@@ -243,7 +244,7 @@ async def test_full_fleet_is_searched_for_few_of_many_tenants_and_for_each_pool(
             await line.come(f"{name} of {number}", 1, Tenant(name=f"{number}"))
     embeddings = {f"embedding {number}" for number in range(3)}
     for name in embeddings:
-        await line.come(name, 1, Tenant(name=name), is_prefill_only=True)
+        await line.come(name, 1, Tenant(name=name), pool=AnswerPool.PREFILL)
     line.chooser.asked.clear()
     line.clock.advance(JUDGE_AGAIN_S)
     line.chooser.change()

@@ -13,6 +13,7 @@ from common.ids import WorkerId
 from kvrelay.v1 import worker_pb2
 from router.fleet.member import Member, WorkerState
 from router.fleet.roster import Roster
+from router.placement.answer_pool import AnswerPool
 from router.placement.loads import PoolLoads, ProjectedLoad, lowest
 from router.placement.policies import predictive
 from tests.router.fake_worker import DECODE, PREFILL
@@ -96,12 +97,10 @@ def test_loads_that_are_kept_current_equal_those_added_up_anew(
         assert (list(roster.prefill), list(roster.decode)) == (list(anew.prefill), list(anew.decode))
         assert roster.decode.num_free_blocks.tolist() == anew.decode.num_free_blocks.tolist()
         assert roster.prefill_free_at_s() == anew.prefill_free_at_s()
-        for num_blocks, num_samples, is_prefill_only in product(range(6), (1, 3), (False, True)):
-            asked = request(
-                16 * num_blocks, num_output_tokens=16, num_samples=num_samples, is_prefill_only=is_prefill_only
-            )
-            pool = anew.prefill if is_prefill_only else anew.decode
-            assert roster.may_hold(asked) is pool.may_hold(
+        for num_blocks, num_samples, pool in product(range(6), (1, 3), AnswerPool):
+            asked = request(16 * num_blocks, num_output_tokens=16, num_samples=num_samples, pool=pool)
+            loads = anew.prefill if pool is AnswerPool.PREFILL else anew.decode
+            assert roster.may_hold(asked) is loads.may_hold(
                 num_sequences=num_samples,
                 num_blocks=asked.num_decode_blocks,
                 num_growth_blocks=asked.num_growth_blocks,

@@ -14,6 +14,7 @@ from common.errors import Refused
 from common.timing import LinkModel
 from common.wire_names import PlanKind
 from measure.simulate.policies.registry import REPLAY_POLICIES, SIMULATED_POLICIES
+from router.placement.answer_pool import AnswerPool
 from router.placement.loads import ProjectedLoad
 from router.placement.plans import FleetView, PlacementRequest, Plan
 from router.placement.policies.registry import POLICIES
@@ -57,7 +58,7 @@ def test_policy_without_decode_worker_refuses(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_policy_plans_an_embedding_on_a_worker_of_the_prefill_pool_or_refuses(name: str) -> None:
-    wanted = request(is_prefill_only=True, num_output_tokens=0)
+    wanted = request(pool=AnswerPool.PREFILL, num_output_tokens=0)
     plan = choose(policy(name), wanted, fleet(worker("p0"), worker("p1"), worker("d0")).of_prefill_pool())
     assert (plan.decode in {"p0", "p1"}, plan.prefill) == (True, None)
     refusal = policy(name).choose(wanted, fleet(worker("d0")).of_prefill_pool())

@@ -13,6 +13,7 @@ The policy is greedy, one request at a time: it bounds what better signals can g
 from collections.abc import Iterator
 
 from common.errors import Refused
+from router.placement.answer_pool import AnswerPool
 from router.placement.loads import ProjectedLoad
 from router.placement.plans import FleetView, PlacementRequest, Plan, PolicySettings, Pull
 from router.placement.policies.eligible import Eligible, find_eligible, refuse_busy, refuse_without
@@ -39,7 +40,7 @@ class Greedy:
         if isinstance(eligible, Refused):
             return eligible
         if not eligible.must_be_local and not eligible.prefill:
-            return refuse_without("prefill")
+            return refuse_without(AnswerPool.PREFILL)
         options = [*_local_options(request, eligible, fleet), *_remote_options(request, eligible, fleet)]
         best = min(options, key=lambda option: _key(request, option))
         if best.prompt.wait_s > self._max_prefill_wait_s:

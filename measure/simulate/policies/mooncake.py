@@ -17,6 +17,7 @@ replicated by these pulls. Without a prefill pool the decode workers take both p
 from collections.abc import Sequence
 
 from common.errors import Refused
+from router.placement.answer_pool import AnswerPool
 from router.placement.loads import ProjectedLoad
 from router.placement.plans import FleetView, PlacementRequest, Plan, PolicySettings, Pull
 from router.placement.policies.eligible import find_eligible, refuse_without
@@ -51,7 +52,7 @@ class Mooncake:
         else:
             options = _options(request, eligible.prefill.loads, fleet, decode=decode)
         if not options:
-            return refuse_without("prefill")
+            return refuse_without(AnswerPool.PREFILL)
         chosen = min(options, key=lambda option: option.prompt.ttft_s)
         return make_soonest_plan(chosen, options)
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from common.errors import RefusalCause, Refused
 from common.ids import WorkerId
+from router.placement.answer_pool import AnswerPool
 from router.placement.loads import PoolLoads, ProjectedLoad
 from router.placement.plans import Busy, FleetView, NoRoom, NoWorker, PlacementRequest
 
@@ -27,12 +28,12 @@ class Eligible:
 def find_eligible(request: PlacementRequest, fleet: FleetView) -> Eligible | Refused:
     """Return the workers that can serve the request, or why none can answer it."""
     if not fleet.decode:
-        return refuse_without(fleet.answers)
+        return refuse_without(fleet.pool)
     with_slots = fleet.decode.where(fleet.decode.num_free_slots >= request.num_samples)
     if not with_slots:
         is_full = not (fleet.decode.num_free_slots >= 1).any()
         return NoRoom(
-            reason=f"no {fleet.answers} worker may run {request.num_samples} more sequences",
+            reason=f"no {fleet.pool.value} worker may run {request.num_samples} more sequences",
             retry_after_s=RETRY_AFTER_S,
             cause=RefusalCause.SATURATED if is_full else RefusalCause.NO_ROOM,
         )
@@ -40,16 +41,16 @@ def find_eligible(request: PlacementRequest, fleet: FleetView) -> Eligible | Ref
     if not decode:
         free = int((with_slots.num_free_blocks - with_slots.num_growth_blocks).max())
         wanted = f"{request.num_decode_blocks} free pages and {request.num_growth_blocks:.0f} for the answer"
-        reason = f"no {fleet.answers} worker has {wanted}; the most is {free}"
+        reason = f"no {fleet.pool.value} worker has {wanted}; the most is {free}"
         return NoRoom(reason=reason, retry_after_s=RETRY_AFTER_S)
     prefill = fleet.prefill.where(fleet.prefill.num_blocks >= request.num_prefill_blocks)
     none_is_large_enough = bool(fleet.prefill) and not prefill
     return Eligible(prefill=prefill, decode=decode, must_be_local=fleet.num_prefill == 0 or none_is_large_enough)
 
 
-def refuse_without(pool: str) -> NoWorker:
+def refuse_without(pool: AnswerPool) -> NoWorker:
     """Return the refusal of a request that needs a worker of a pool while none may be chosen."""
-    return NoWorker(reason=f"no {pool} worker is available", retry_after_s=RETRY_AFTER_S)
+    return NoWorker(reason=f"no {pool.value} worker is available", retry_after_s=RETRY_AFTER_S)
 
 
 def refuse_busy(worker_id: WorkerId, wait_s: float, max_wait_s: float) -> Busy:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from common.errors import Refused
+from router.placement.answer_pool import AnswerPool
 from router.placement.loads import ProjectedLoad
 from router.placement.plans import FleetView, PlacementRequest, Plan, PlanCandidate, PolicyFactory, PolicySettings
 from router.placement.policies.eligible import find_eligible, refuse_without
@@ -99,7 +100,7 @@ class PooledPolicy:
         decode = self._decode.select(request, eligible.decode.loads)
         is_local = request.missing_tokens(decode.worker.worker_id) <= self._local_prefill_max_tokens
         if not is_local and not eligible.prefill:
-            return refuse_without("prefill")
+            return refuse_without(AnswerPool.PREFILL)
         self._decode.note(request, decode.worker)
         if is_local:
             return _plan(request, None, decode)

@@ -37,6 +37,7 @@ import numpy as np
 
 from common.errors import Refused
 from common.ids import WorkerId
+from router.placement.answer_pool import AnswerPool
 from router.placement.loads import PoolLoads, Positions, ProjectedLoad, lowest
 from router.placement.plans import FleetView, Keeper, PlacementRequest, Plan, PolicySettings
 from router.placement.policies.eligible import Turns, find_eligible, refuse_busy, refuse_without
@@ -88,7 +89,7 @@ class Predictive:
         sources = _sources(request, fleet, holders)
         options = list(self._options(request, fleet, sources, prefills, decodes, local_prices))
         if not options:
-            return refuse_without("prefill")
+            return refuse_without(AnswerPool.PREFILL)
         options.sort(key=lambda option: (option.cost, self._last_turns(option)))
         best = options[0]
         max_wait_s = self._settings.max_prefill_wait_s
@@ -213,7 +214,7 @@ def _sources(
 def _reason(request: PlacementRequest, option: PlanForecast) -> str:
     prompt = option.prompt
     pulled = "" if prompt.pull is None else f", {prompt.pull.num_blocks} blocks from {prompt.pull.source}"
-    gap = "" if request.is_prefill_only else f"; {option.tpot_s * 1e3:.1f} ms between tokens"
+    gap = "" if request.pool is AnswerPool.PREFILL else f"; {option.tpot_s * 1e3:.1f} ms between tokens"
     return (
         f"{request.num_tokens - prompt.num_cached_tokens} tokens to compute in {prompt.prefill_s * 1e3:.0f} ms"
         f" after {max(prompt.wait_s, prompt.pull_s) * 1e3:.0f} ms{pulled}{gap}"
