@@ -54,13 +54,16 @@ class ServeSettings:
 
 
 class KvTransferService(kv_transfer_pb2_grpc.KvTransferServiceServicer):
-    """Serves the blocks of one worker. `track` counts running calls, `on_bytes(transport, n)` bytes."""
+    """Serves the blocks of one worker. `track` counts running calls, `on_bytes(transport, n)` bytes.
+
+    Without an `engine` there are handoffs only, no cached blocks.
+    """
 
     def __init__(
         self,
         *,
         table: HandoffTable,
-        engine: EngineDriver,
+        engine: EngineDriver | None,
         store: KvStore,
         settings: ServeSettings,
         track: Callable[[], AbstractContextManager[None]],
@@ -100,11 +103,14 @@ class KvTransferService(kv_transfer_pb2_grpc.KvTransferServiceServicer):
     async def _attach(self, opened: pb.OpenFetch) -> Handoff:
         if opened.handoff_id:
             return self._table.attach_puller(HandoffId(opened.handoff_id))
+        engine = self._engine
+        if engine is None:
+            raise InvalidRequest("is empty, and there are no cached blocks here; name a handoff", field="handoff_id")
         hashes = self._hashes(opened)
-        block_ids = await self._engine.acquire(lambda core: core.landings.pin(hashes), _unpin)
+        block_ids = await engine.acquire(lambda core: core.landings.pin(hashes), _unpin)
 
         def unpin() -> None:
-            self._engine.post(lambda core: core.landings.unpin(block_ids))
+            engine.post(lambda core: core.landings.unpin(block_ids))
 
         manifest = HandoffManifest(
             num_tokens=len(block_ids) * self._store.shape.block_size,

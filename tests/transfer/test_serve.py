@@ -44,12 +44,10 @@ class NoEngine:
         raise AssertionError(name)
 
 
-async def test_fetch_when_the_puller_stops_reading_ends_after_the_time_to_live() -> None:
-    store = FakeKvStore(num_blocks=8, block_size=4)
-    table = HandoffTable(block_size=4, lease_ttl_s=0.05, clock=SystemClock())
-    service = KvTransferService(
+def service_of(store: FakeKvStore, table: HandoffTable, engine: EngineDriver | None) -> KvTransferService:
+    return KvTransferService(
         table=table,
-        engine=cast(EngineDriver, NoEngine()),
+        engine=engine,
         store=store,
         settings=ServeSettings(
             worker_id=WorkerId("prefill-0"),
@@ -61,6 +59,27 @@ async def test_fetch_when_the_puller_stops_reading_ends_after_the_time_to_live()
         track=nullcontext,
         on_bytes=lambda _transport, _count: None,
     )
+
+
+async def test_pull_of_cached_blocks_where_there_is_no_engine_is_refused_by_name() -> None:
+    store = FakeKvStore(num_blocks=8, block_size=4)
+    table = HandoffTable(block_size=4, lease_ttl_s=0.05, clock=SystemClock())
+
+    async def requests() -> AsyncIterator[pb.FetchBlocksRequest]:
+        opened = pb.OpenFetch(epoch=1, layout_fingerprint=store.shape.fingerprint, block_hashes=b"h" * 16)
+        yield pb.FetchBlocksRequest(open=opened)
+
+    context: Any = StalledContext()
+    with pytest.raises(grpc.aio.AbortError):
+        await service_of(store, table, None).FetchBlocks(requests(), context)
+    assert context.status is grpc.StatusCode.INVALID_ARGUMENT
+    assert table.num_leases == 0
+
+
+async def test_fetch_when_the_puller_stops_reading_ends_after_the_time_to_live() -> None:
+    store = FakeKvStore(num_blocks=8, block_size=4)
+    table = HandoffTable(block_size=4, lease_ttl_s=0.05, clock=SystemClock())
+    service = service_of(store, table, cast(EngineDriver, NoEngine()))
     freed: list[str] = []
     handoff = table.begin(HandoffId("ho-1"), lambda: freed.append("pages"))
     table.progress(handoff, (BlockId(3), BlockId(5)), 8)
