@@ -148,3 +148,8 @@ def generate(models: Sequence[tuple[Path, str]], prompts: Sequence[list[int]]) -
     assert done.returncode == 0, done.stderr[-2000:]
     answers: list[list[list[int]]] = json.loads(done.stdout.splitlines()[-1])
     return answers
+
+
+def shared_names() -> set[str]:
+    """Return the names in shared memory, but those that Intel's OpenMP gives to whole processes elsewhere."""
+    return {name for name in os.listdir("/dev/shm") if not name.startswith("__KMP_")}

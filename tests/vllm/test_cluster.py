@@ -15,6 +15,7 @@ from engine.ops.cpu.build import NotBuilt, find_compiler
 from kvrelay.client import AsyncClient
 from tests.e2e.harness import killed_midway, running_cluster, until, until_idle, worker
 from tests.e2e.test_oracle import Oracle
+from tests.vllm.conftest import shared_names
 
 pytestmark = [pytest.mark.e2e, pytest.mark.model, pytest.mark.timeout(900)]
 
@@ -94,7 +95,7 @@ async def test_workers_of_three_ranks_and_of_one_hand_over_and_end_as_one_proces
     """A prefill worker loses a rank, a decode worker the process that the ranks belong to."""
     if transport == "nixl":
         pytest.importorskip("nixl")
-    before = _shared_names()
+    before = shared_names()
     config = config_of(short_model_dir, transfer={"transports": [transport]}, **{pool: {"tensor_parallel": 3}})
     async with running_cluster(tmp_path, config, timeout_s=600) as client:
         await _check_twice(client, prompts, oracle, transport)
@@ -108,14 +109,14 @@ async def test_workers_of_three_ranks_and_of_one_hand_over_and_end_as_one_proces
         await until(lambda: _is_another(client, pool, pid), timeout_s=300, what="the worker starts again")
         assert not psutil.wait_procs(ranks, timeout=60)[1], "ranks have outlived their worker"
         await _check(client, prompts[-1:], oracle)
-    assert not _shared_names() - before, "shared memory is left"
+    assert not shared_names() - before, "shared memory is left"
 
 
 async def test_worker_of_three_ranks_is_one_actor_of_ray_and_leaves_no_rank(
     tmp_path: Path, prompts: list[list[int]], short_model_dir: Path, oracle: Oracle
 ) -> None:
     pytest.importorskip("ray")
-    before = _shared_names()
+    before = shared_names()
     config = config_of(short_model_dir, prefill={"tensor_parallel": 3}) | {"launcher": "ray"}
     async with running_cluster(tmp_path, config, timeout_s=600) as client:
         await _check(client, prompts[3:6], oracle)
@@ -124,15 +125,10 @@ async def test_worker_of_three_ranks_is_one_actor_of_ray_and_leaves_no_rank(
         ranks = psutil.Process(view.status.pid).children()
     assert len(ranks) >= 3
     assert not psutil.wait_procs(ranks, timeout=60)[1], "ranks have outlived their worker"
-    left = _shared_names() - before
+    left = shared_names() - before
     assert not [name for name in left if not name.startswith("sem.")], "shared memory is left"  # locks: 32 bytes each
 
 
 async def _is_another(client: AsyncClient, pool: str, pid: int) -> bool:
     view = await worker(client, pool)
     return view.status is not None and view.status.pid != pid
-
-
-def _shared_names() -> set[str]:
-    """Return the names in shared memory, but those that Intel's OpenMP gives to whole processes elsewhere."""
-    return {name for name in os.listdir("/dev/shm") if not name.startswith("__KMP_")}
