@@ -182,8 +182,13 @@ class RankEndpoint:
         except RuntimeError as error:
             raise OSError(f"cannot listen on {address}: {error}") from error
         await self._server.start()
-        self._run(self._table.sweep_forever(), lambda _task: None)
+        self._run(self._sweep(), lambda _task: None)
         return RankAddress(address=address_of(config.host, bound), epoch=self._epoch)
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(self._config.lease_ttl_s / 4)
+            self._table.sweep()
 
     async def _stop(self) -> None:
         tasks = list(self._tasks)

@@ -10,7 +10,6 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 import grpc
 
 from common.errors import EngineFault, InvalidRequest, KvrelayError, Unreachable, from_rpc_error
-from common.tokens import num_packed
 from common.wire_names import FINISH_REASON_NAMES, PLAN_KIND_NAMES, ROLE_NAMES, TRANSPORT_NAMES, FinishReason, PlanKind
 from kvrelay.client.events import (
     Accepted,
@@ -43,7 +42,7 @@ _FIELDS: Mapping[tuple[type, str], _Read] = {
         TRANSPORT_NAMES.get(message.transport) if message.num_blocks else None
     ),
     (LinkRate, "transport"): lambda message: TRANSPORT_NAMES.get(message.transport, ""),
-    (TokenRun, "token_ids"): lambda message: struct.unpack(f"<{num_packed(message.tokens)}I", message.tokens),
+    (TokenRun, "token_ids"): lambda message: struct.unpack(f"<{len(message.tokens) // 4}I", message.tokens),
     (Embedding, "vector"): lambda message: struct.unpack(f"<{len(message.embedding) // 4}f", message.embedding),
     (Embedding, "usage"): lambda message: record(Usage, message.completed.usage),
     (Embedding, "timings"): lambda message: record(RequestTimings, message.completed.timings),
